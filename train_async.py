@@ -23,6 +23,7 @@ import losses
 from rl import flags
 from rl.algorithm import whole_batch
 from rl.algorithm.critic import learn_values
+from rl.algorithm.imitation import imitate
 from rl.algorithm.kl_control import KLControl
 from rl.algorithm.metrics import batch_metrics, staleness_metrics
 from rl.algorithm.rollout_correction import correct_rollout
@@ -147,6 +148,8 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
                 terms, stats = actor_loss(args, t, log_prob, entropy, denominator)
                 terms["loss"].backward()
                 means.add(t, log_prob, terms, stats)
+            if args.sft_files:
+                metrics |= imitate(args, learner)
             means.end_update(learner.step())
         if not recompute:  # generator and learner are compared all the same
             targets.actor_log_prob = means.first_log_prob

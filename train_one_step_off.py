@@ -24,6 +24,7 @@ import losses
 from rl import flags
 from rl.algorithm import whole_batch
 from rl.algorithm.critic import learn_values
+from rl.algorithm.imitation import imitate
 from rl.algorithm.kl_control import KLControl
 from rl.algorithm.metrics import batch_metrics, staleness_metrics
 from rl.algorithm.rollout_correction import correct_rollout
@@ -61,14 +62,14 @@ def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Grou
     engine, engines = generator.engine_ranks.index, generator.engine_ranks.engines
     while len(kept) < args.train_batch_size and rounds < args.max_num_gen_batches:
         rounds += 1
-        tickets = range(ticket, ticket + args.train_batch_size - len(kept))
-        ticket = tickets.stop
+        tickets, ticket = generator.next_tickets(ticket, args.train_batch_size - len(kept))
         groups = generator.generate(tickets[engine::engines])  # sampled and, while the rest is sampled, scored
         for group in all_gather_groups(groups):
             if args.filter_groups and not group.has_signal:
                 dropped.append(group)
             else:
                 kept.append(group)
+    generator.remember(kept + dropped)
     missing = args.train_batch_size - len(kept)  # filled with groups that were dropped: the batch has its size
     metrics = {"train/num_gen_batches": rounds, "train/filtered_groups": len(dropped), "train/filled_groups": missing}
     return kept + dropped[:missing], ticket, metrics
@@ -171,6 +172,8 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
                 terms, stats = actor_loss(args, t, log_prob, entropy, denominator)
                 terms["loss"].backward()
                 means.add(t, log_prob, terms, stats)
+            if args.sft_files:
+                metrics |= imitate(args, learner)
             means.end_update(learner.step())
         if not recompute:  # generator and learner are compared all the same
             targets.actor_log_prob = means.first_log_prob

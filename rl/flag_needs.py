@@ -137,6 +137,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     **dict.fromkeys(
         ("critic_model", "critic_lr", "critic_ppo_epochs", "critic_warmup", "lam", "critic_lam", "cliprange_value"), (CRITIC,)
     ),
+    **dict.fromkeys(("sft_coef", "sft_batch_size"), (_with("sft_files"),)),
     "teacher_top_k": (_with("teacher", unless=(0,)),),
     "rollout_is_threshold": (WEIGHTS,),
     "rollout_is_batch_normalize": (WEIGHTS,),

@@ -111,6 +111,8 @@ class BatchLoop:
         start = json.loads(split.store.get("start"))
         self.first, self.ticket = start["batch"], start["ticket"]  # of the first batch that is made here
         self._oldest, self._validated = start["version"], start["validated"]
+        if "history" in start:
+            self.generator.history.restore(start["history"])
 
     def update_weights(self, version: int) -> None:
         """Waits for the weights of this version, gives them to the engine, and validates them where that is due. Of versions
@@ -132,9 +134,12 @@ class BatchLoop:
 
     def send(self, groups: list[Group], next_ticket: int, metrics: dict[str, float]) -> None:
         """Sends a batch to the learners, with the metrics of its making."""
-        self.ticket = next_ticket
+        self.ticket, history, prompts = next_ticket, {}, self.generator.history
+        if prompts:
+            history = {"shown": prompts.commit(), "skipped": prompts.take_skipped()}
+            metrics = metrics | prompts.metrics()
         if self.split.ranks.is_main:
-            self._outbox.send_batch(groups, metrics, next_ticket)
+            self._outbox.send_batch(groups, metrics, next_ticket, history)
 
     def finish(self) -> None:
         """Tells the learners that there is no more, and ends."""

@@ -15,6 +15,7 @@ from rl import flag_needs
 from rl.adapters import lora
 from rl.algorithm.args import AlgorithmArgs
 from rl.algorithm.critic import check_critic
+from rl.algorithm.imitation import Imitation
 from rl.algorithm.teacher import check_teacher
 from rl.checkpoint.resume import CheckpointArgs
 from rl.data.args import DataArgs, demo_files
@@ -116,6 +117,12 @@ class CommonArgs(
         """Raises UserError for flags of different groups that do not go together."""
         if self.val_only and self.resume_mode not in ("auto", "disable"):
             raise UserError(f"--val-only resumes nothing. To validate a checkpoint give --model {self.resume_mode}.")
+        if self.prompt_sampling != "uniform" and (self.rollout_n == 1 or self.teacher_alone):
+            why = "with --teacher-alone scores do not count" if self.teacher_alone else "with --rollout-n 1 there are none"
+            raise UserError(
+                f"--prompt-sampling {self.prompt_sampling} passes over prompts whose responses get equal scores, and {why}. "
+                "Leave one of the two out."
+            )
         if self.overlong_buffer_len > self.max_response_length:
             raise UserError(
                 f"--overlong-buffer-len {self.overlong_buffer_len} is more than --max-response-length "
@@ -164,10 +171,25 @@ def set_up(args: CommonArgs, file: str) -> Job:
         check_sources(sources, args)
     has_experts = bool(getattr(config.get_text_config(), "num_experts_per_tok", None))
     facts = flag_needs.Facts.of(args, takes_images=bool(prep), has_experts=has_experts, sources=sources)
+    demonstrations = read_demonstrations(args, path, tokenizer, prep) if args.sft_files and not args.val_only else None
     order = PromptOrder(len(prompts), args.seed, args.shuffle)
     total_steps = args.total_steps(len(prompts))
     notes = _idle_flags(args, facts)
-    return Job(Path(file).stem, path, tokenizer, prompts, val_prompts, order, total_steps, notes, environments)
+    of_run = (order, total_steps, notes, demonstrations, environments)
+    return Job(Path(file).stem, path, tokenizer, prompts, val_prompts, *of_run)
+
+
+def read_demonstrations(args: CommonArgs, path: str, tokenizer: PreTrainedTokenizerBase, prep: ImagePrep | None) -> Any:
+    """The conversations of --sft-files. Raises UserError for what cannot be used."""
+    from rl.data.demonstrations import DemonstrationArgs, Demonstrations  # late: other runs do not need it
+
+    if prep:
+        raise UserError(f"--sft-files are of text alone, and --model {path} takes images. Leave the flag out.")
+    longest = args.max_prompt_length + args.max_response_length
+    limits = DemonstrationArgs(max_length=longest, filter_overlong_prompts=args.filter_overlong_prompts)
+    words = ("--max-prompt-length with --max-response-length, which make", "Name them so.")
+    ends = end_token_ids(path, tokenizer, args.trust_remote_code)
+    return Demonstrations(args.sft_files, "sft", tokenizer, limits, ends, *words)
 
 
 def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> Any:
@@ -200,6 +222,8 @@ def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
 
         learner.critic = Critic(critic_path(args, job.path), args, learner.ranks, job.total_steps)
         learner.begin_step(1)
+    if args.sft_files and not args.val_only:
+        learner.imitation = Imitation(args, job.demonstrations)
     return learner
 
 

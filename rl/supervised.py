@@ -1,16 +1,15 @@
 """What train_sft.py needs beyond its algorithm: its flags, the start, and a run without samples and rewards."""
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-import numpy as np
 import torch
 
 from rl import flag_needs
 from rl.adapters import lora
+from rl.algorithm.imitation import to_groups
 from rl.checkpoint.resume import CheckpointArgs
 from rl.data.demonstrations import DemonstrationArgs, Demonstrations
 from rl.data.image_prompts import takes_images
@@ -23,7 +22,6 @@ from rl.model.pretrained import check_model, empty_model, end_token_ids, load_co
 from rl.ranges import Range
 from rl.ranks.watchdog import WatchdogArgs
 from rl.record.run import LogArgs
-from rl.samples.group import Group, Response
 from rl.setup import RunArgs
 from rl.training_run import TrainingRun
 
@@ -87,19 +85,6 @@ def set_up(args: SupervisedArgs, file: str) -> Job:
     val_rows = Demonstrations(val_files, "val", tokenizer, args, ends) if validates else None
     order = PromptOrder(len(rows), args.seed, args.shuffle)
     return Job(Path(file).stem, path, tokenizer, rows, val_rows, order, args.total_steps(len(rows)))
-
-
-def to_groups(rows: Demonstrations, indices: Mapping[int, int]) -> list[Group]:
-    """Rows as records that a learner takes: what comes before the first trained token is the prompt. indices: ticket -> row."""
-    return [_to_group(ticket, rows, index) for ticket, index in indices.items()]
-
-
-def _to_group(ticket: int, rows: Demonstrations, index: int) -> Group:
-    ids, trained = rows[index]
-    first = int(trained.argmax())
-    unknown = np.zeros(len(ids) - first, np.int32)
-    response = Response(ids[first:], unknown.astype(np.float32), unknown, "stop", mask=trained[first:])
-    return Group(ticket, ids[:first], "sft", [response])
 
 
 class SupervisedRun(TrainingRun):

@@ -67,13 +67,15 @@ class TrainingRun:
             job.environments.close()
         if generator:
             self.parts["events"] = ScoringEvents(generator.pool, learner.ranks)
+        if args.prompt_sampling != "uniform":
+            self._keep_history()
         self._hub = None  # where --push-to asks for one
         if args.push_to and learner.ranks.is_main and not args.val_only:
             from rl.checkpoint import push  # late: other runs do not need it
 
             self._hub = push
             self._hub.open_repository(args.push_to)
-        self._identity = Identity(args, job.script, job.path, job.prompts)
+        self._identity = Identity(args, job.script, job.path, job.prompts, job.demonstrations)
         resumed = resume(args, self._identity, learner, job.total_steps)
         self.done = resumed.step or after  # the last step that was trained before
         self._begun = self.done  # the last step that has
@@ -89,6 +91,13 @@ class TrainingRun:
             self._skip_recorded_validations()
         self._look_at_start()
         self._note_start()
+
+    def _keep_history(self) -> None:
+        """Lets a checkpoint have the history of the prompts (--prompt-sampling)."""
+        if self.samples:
+            self.samples.keep_history(self.args, self.job)
+        elif self.generator:
+            self.parts["prompt_history"] = self.generator.history
 
     def _restore(self, resumed: Resumed) -> None:
         """Brings everything besides the learner to what the checkpoint holds."""
@@ -167,6 +176,8 @@ class TrainingRun:
         self.learner.begin_step(self._begun)
         if self.generator:
             self._put_aside = self.generator.unfinished()
+        if "prompt_history" in self.parts:
+            self.parts["prompt_history"].commit()
         if self.recorder:
             with self.timer("record"):
                 self.recorder.write(self._begun, groups)
@@ -241,6 +252,11 @@ class TrainingRun:
             gone = self.samples.take_gone()
         if self.generator:
             metrics = metrics | event_metrics(self.parts["events"].state()) | self._validate(step)
+        if "prompt_history" in self.parts:
+            history = self.parts["prompt_history"]
+            gone, metrics = history.apart(gone["filtered"], history.take_skipped()), metrics | history.metrics()
+        if gone and "skipped" in gone:
+            metrics = metrics | {"prompts/skipped": len(gone["skipped"])}
         seconds = {name: value for name, value in self.timer.seconds.items() if name != "testing"}
         metrics = metrics | self.learner.perf_metrics(batch, seconds, self.num_ranks) | self.learner.router_metrics()
         metrics |= {"training/global_step": step, "training/epoch": self.job.order(max(batch.tickets))[0]}

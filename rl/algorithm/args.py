@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import losses
 from rl.algorithm.critic import CriticArgs
+from rl.algorithm.imitation import ImitationArgs
 from rl.algorithm.off_policy_mask import masked
 from rl.algorithm.rollout_correction import RolloutCorrectionArgs
 from rl.algorithm.several_rewards import SeveralRewardsArgs
@@ -21,7 +22,7 @@ CLIPS = {"clip_low": "--clip-ratio-low", "clip_high": "--clip-ratio-high", "clip
 
 
 @dataclass
-class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, CriticArgs, RolloutCorrectionArgs):
+class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, RolloutCorrectionArgs):
     """Advantages, the policy loss and KL terms."""
 
     adv_estimator: Literal[tuple(losses.ADVANTAGES)] = "grpo"

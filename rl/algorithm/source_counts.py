@@ -6,6 +6,7 @@
     data/<source>/masked       the policy sampled none of its tokens; only where some are masked
     data/<source>/filtered     of a prompt that --filter-groups replaced
     data/<source>/dropped      of a prompt that was dropped as too old (--max-staleness)
+    data/<source>/skipped      not generated, of a prompt that was passed over; only with --prompt-sampling
 
 They are of one step: over a run they are summed up. Each response of a prompt that was started and settled is in one of them.
 """
@@ -34,8 +35,8 @@ class SourceCounts:
         self.shown = largest if len(largest) <= MOST else [*largest[: MOST - 1], OTHERS]
 
     def of_step(self, batch: Batch, fates: Fates, gone: Mapping[str, Sequence[int]] | None) -> dict[str, int]:
-        """data/*. gone: tickets that were not trained, by reason: "filtered", or "stale". None if they are not known: then the
-        kinds that count them are left out."""
+        """data/*. gone: tickets that were not trained, by reason: "filtered", "stale" or "skipped". None if they are not known:
+        then the kinds that count them are left out."""
         counts = {source: Counter() for source in self.shown}
         places = batch.group.tolist()
         of_each = (x.tolist() for x in (fates.trained, fates.rejected, fates.masked))
@@ -45,11 +46,12 @@ class SourceCounts:
         for place, (source, size) in enumerate(zip(batch.sources, batch.sizes, strict=True)):
             counts[self._shown(source)].update(unscored=size - scored[place])
         for reason, tickets in (gone or {}).items():
-            kind = "filtered" if reason == "filtered" else "dropped"
+            kind = "dropped" if reason == "stale" else reason
             for ticket in tickets:
                 source = self.prompts.source(self.order(ticket)[1])
                 counts[self._shown(source)].update({kind: self.responses})
         kinds = (*(KINDS if gone is not None else KINDS_OF_A_BATCH), *(["masked"] if batch.is_masked else []))
+        kinds += ("skipped",) if gone and "skipped" in gone else ()
         return {f"data/{source}/{kind}": int(of[kind]) for source, of in counts.items() for kind in kinds}
 
     def _shown(self, source: str) -> str:

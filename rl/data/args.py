@@ -35,6 +35,9 @@ class DataArgs:
     chat template's generation prompt is at the right end. A prompt with images is never cut."""
     shuffle: bool = True
     """Draw prompts in a new random order each epoch, instead of the order of the files."""
+    prompt_sampling: Literal["uniform", "skip-solved", "greso"] = "uniform"
+    """Which prompts are trained again, by what their last responses have shown. uniform: all. skip-solved: of those whose
+    responses were all right 1 in 20. greso: those that were all right, or all wrong, with a chance that falls each time."""
     train_max_samples: Annotated[int, Range(at_least=1, also=-1)] = -1
     """Number of training prompts to use, from the first one on; -1 uses all."""
     val_max_samples: Annotated[int, Range(at_least=1, also=-1)] = -1

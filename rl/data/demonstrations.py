@@ -65,16 +65,20 @@ class Demonstrations(Sequence):
     def __init__(
         self,
         files: Sequence[str],
-        split: Literal["train", "val"],
+        split: Literal["train", "val", "sft"],
         tokenizer: PreTrainedTokenizerBase,
         args: DemonstrationArgs,
         end_tokens: set[int],
+        limit: str = "--max-length",
+        columns: str = "See --messages-key, --prompt-key and --response-key.",
     ):
-        """end_tokens: those that end a response of the model."""
+        """end_tokens: those that end a response of the model. limit, columns: what an error message calls the flags of the
+        longest conversation and of the columns."""
+        self._limit, self._column_flags = limit, columns
         self.tokenizer, self.args, self.end_tokens, self.files = tokenizer, args, end_tokens, list(files)
         if not self.files:
             raise UserError(f"--{split}-files names no file.")
-        limit = args.train_max_samples if split == "train" else args.val_max_samples
+        most = args.val_max_samples if split == "val" else args.train_max_samples
         self.tables = []
         for file in self.files:
             table = read_table(file, split)
@@ -83,11 +87,9 @@ class Demonstrations(Sequence):
             check_as_written(file, table)
             self.tables.append(table)
         self.ends = list(itertools.accumulate(len(table) for table in self.tables))
-        self.rows = self._measure(self.ends[-1] if limit < 0 else min(limit, self.ends[-1]), split)
+        self.rows = self._measure(self.ends[-1] if most < 0 else min(most, self.ends[-1]), split)
         if not len(self.rows):
-            raise UserError(
-                f"{', '.join(self.files)}: no conversation has at most --max-length {args.max_length} tokens. Raise it."
-            )
+            raise UserError(f"{', '.join(self.files)}: no conversation has at most {limit} {args.max_length} tokens. Raise it.")
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -101,7 +103,7 @@ class Demonstrations(Sequence):
             return
         raise UserError(
             f"{file}: there is no column {args.messages_key!r}, nor {args.prompt_key!r} with {args.response_key!r}; the "
-            f"columns are {', '.join(sorted(columns))}. See --messages-key, --prompt-key and --response-key."
+            f"columns are {', '.join(sorted(columns))}. {self._column_flags}"
         )
 
     def _measure(self, rows: int, split: str) -> Sequence[int]:
@@ -115,7 +117,7 @@ class Demonstrations(Sequence):
                     own.kept.append(row)
                 elif not self.args.filter_overlong_prompts:
                     raise UserError(
-                        f"{self._where(row)}: the conversation has {length} tokens, more than --max-length "
+                        f"{self._where(row)}: the conversation has {length} tokens, more than {self._limit} "
                         f"{self.args.max_length}. Raise it, or leave such rows out with --filter-overlong-prompts."
                     )
                 if not work.advance(1):

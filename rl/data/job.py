@@ -20,4 +20,5 @@ class Job:
     order: PromptOrder
     total_steps: int
     notes: dict = field(default_factory=dict)  # what the run's config.json says besides
+    demonstrations: Any = None  # with --sft-files: rl.data.demonstrations.Demonstrations
     environments: Any = None  # with --env or --tools: the rank's rl.environments.pool.Environments

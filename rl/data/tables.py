@@ -19,15 +19,17 @@ BEHIND_SPACE = re.compile(r"\s*")
 
 
 def read_table(file: str, split: str):
-    """The file as a datasets.Dataset, or what stands for one. Raises UserError for what cannot be read."""
+    """The file as a datasets.Dataset, or what stands for one. split: "train", "val" or "sft", the flag that names it; all but
+    "val" are for training. Raises UserError for what cannot be read."""
+    of_demo = "val" if split == "val" else "train"
     if file == "demo":
         from rl.data.demo import problems
 
-        return Rows.of(problems(split))
+        return Rows.of(problems(of_demo))
     if file == "demo-calculator":
         from rl.data import demo_calculator
 
-        return Rows.of(demo_calculator.problems(split))
+        return Rows.of(demo_calculator.problems(of_demo))
     import pyarrow.parquet as pq
     from datasets import Dataset, disable_progress_bars, load_dataset
 
@@ -35,7 +37,7 @@ def read_table(file: str, split: str):
     if file == "demo-vl":
         from rl.data import demo_vl
 
-        return Dataset.from_list(demo_vl.problems(split))
+        return Dataset.from_list(demo_vl.problems(of_demo))
     kind = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}.get(Path(file).suffix)
     if kind is None:
         return _read_hub(file, split)
@@ -127,7 +129,7 @@ def _read_hub(name: str, split: str):
     from datasets import load_dataset
 
     path, _, config = name.partition(":")
-    wanted = "train" if split == "train" else "test"
+    wanted = "test" if split == "val" else "train"
     try:
         return load_dataset(path, config or None, split=wanted)
     except Exception as error:  # no network, no such name, no such split: each its own exception in datasets and hub

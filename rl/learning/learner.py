@@ -57,6 +57,7 @@ class Learner:
     """The policy under training, its optimizer and schedule, and the frozen reference policy and teacher if there are any."""
 
     critic = None  # of rl/algorithm/value_model.py, where the advantages need one
+    imitation = None  # of rl/algorithm/imitation.py, with --sft-files
 
     def __init__(
         self,
@@ -197,6 +198,8 @@ class Learner:
         if self.critic:
             self.critic.begin_step(step)
             frozen = self.critic.warmup
+        if self.imitation:
+            self.imitation.begin_step(step)
         self.is_frozen = step <= frozen
         set_learning_rate(self.optimizer, self.args, max(1, step - frozen), self.total_steps - frozen)
 

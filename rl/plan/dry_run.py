@@ -104,7 +104,8 @@ def _in_child(writer, *what) -> None:
 
 def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn, image_size: str | None) -> Memory:
     script = importlib.import_module(name)
-    args = script.Args(**flags | {"compile": False})  # which computes the same
+    # Compiled code computes the same. Demonstrations are in micro-batches of their own, none of which is larger.
+    args = script.Args(**flags | {"compile": False, "sft_files": ()})
     path = resolve(args.model)
     config = load_config(path, args.trust_remote_code)
     exported = config.dtype or torch.float32  # `empty_model` changes it

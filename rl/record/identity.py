@@ -21,16 +21,18 @@ from rl.model.pretrained import resolve
 from rl.ranges import Content, flag, marks, may_change
 
 # The order of the prompts, the tensors of the optimizer's state and the count of versions depend on these.
-MUST_STAY = {"seed", "shuffle", "optim", "freeze_vision_tower", "lora_rank", "lora_alpha", "lora_target"}
+MUST_STAY = {"seed", "shuffle", "prompt_sampling", "optim", "freeze_vision_tower", "lora_rank", "lora_alpha", "lora_target"}
 MUST_STAY_IN_A_STREAM = {"ppo_mini_batch_size", "train_batch_size", "publish_every"}
 
 
 class Identity:
     """A run's identity now, to be compared with the one in a checkpoint."""
 
-    def __init__(self, args, script: str, path: str, prompts: PromptDataset):
-        """args: the script's flags. path: of the model, a directory or a hub name. prompts: those for training."""
+    def __init__(self, args, script: str, path: str, prompts: PromptDataset, demonstrations=None):
+        """args: the script's flags. path: of the model, a directory or a hub name. prompts: those for training.
+        demonstrations: of --sft-files."""
         self.args, self.script, self.path, self.prompts = args, script, path, prompts
+        self.demonstrations = demonstrations
 
     @cached_property
     def record(self) -> dict:
@@ -40,6 +42,8 @@ class Identity:
         for name, content in marks(type(self.args), Content).items():
             if value := getattr(self.args, name):
                 contents[name] = _digest_model(resolve(value)) if content.kind == "model" else _digest_code(value)
+        if self.demonstrations is not None:
+            contents["sft_files"] = _digest_prompts(self.demonstrations)
         return json.loads(json.dumps({"script": self.script, "flags": asdict(self.args), "contents": contents}))
 
     def check(self, was: dict, where: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """Groups that have arrived, in the order in which they may be trained; what is too old or flat is dropped here."""
 
 from collections import Counter
+from collections.abc import Callable
 
 from rl.ranks import watchdog
 from rl.samples.group import Group
@@ -16,7 +17,9 @@ class SampleBuffer:
         watchdog.show("groups for the next step", lambda: f"{len(self.waiting)} of {args.prompts_per_step}")
         self.trained = 0
         self.dropped: Counter[str] = Counter()  # tickets by reason: "stale", "filtered"
-        self.gone: dict[str, list[int]] = {}  # the same tickets, since the last step
+        self.skipped = 0  # tickets that never start (--prompt-sampling)
+        self.gone: dict[str, list[int]] = {}  # the dropped and the skipped tickets, since the last step
+        self.observe: Callable[[Group], None] = lambda group: None  # called with what is trained or filtered
         self._low, self._high = 0, set()  # tickets dealt with: all below, and these
         self._bounds: list[int] = []  # by version: only tickets below may have started under it, or before
         self._flat_left = self._flat_limit = (max_num_gen_batches - 1) * args.prompts_per_step if filter_groups else 0
@@ -28,15 +31,22 @@ class SampleBuffer:
         if self._flat_left and not group.has_signal:
             self._flat_left -= 1
             self._drop(group.ticket, "filtered")
+            self.observe(group)
         else:
             self.waiting[group.ticket] = group
+
+    def skip(self, ticket: int) -> None:
+        """Settles a ticket that will not start. It makes room for another."""
+        self.skipped += 1
+        self.gone.setdefault("skipped", []).append(ticket)
+        self._settle(ticket)
 
     def published(self, version: int) -> None:
         """To be called when this version is announced: nothing starts under those before any more."""
         # A run that ended in the middle of a publish period has one version more than it resumes with if it gets more steps.
         del self._bounds[version:]
         while len(self._bounds) < version:
-            self._bounds.append(self.args.quota(len(self._bounds)) + self.dropped.total())
+            self._bounds.append(self.args.quota(len(self._bounds)) + self.replaced)
 
     def take(self, step: int) -> list[Group] | None:
         """The groups of step `step` (from 1), or None while there are not enough."""
@@ -49,8 +59,9 @@ class SampleBuffer:
         if len(tickets) < args.prompts_per_step or not self._in_time(step, tickets):
             return None
         groups = [self.waiting.pop(ticket) for ticket in tickets]
-        for ticket in tickets:
-            self._settle(ticket)
+        for group in groups:
+            self._settle(group.ticket)
+            self.observe(group)
         self.trained += len(groups)
         self._flat_left = self._flat_limit
         return groups
@@ -59,6 +70,16 @@ class SampleBuffer:
         """The tickets that were dropped since the last call, by reason."""
         gone, self.gone = self.gone, {}
         return gone
+
+    @property
+    def replaced(self) -> int:
+        """Tickets that are not trained, so that others may start in their place."""
+        return self.dropped.total() + self.skipped
+
+    @property
+    def low(self) -> int:
+        """All tickets below are dealt with."""
+        return self._low
 
     @property
     def newest(self) -> int:
@@ -84,7 +105,7 @@ class SampleBuffer:
         line = f"{started:,} tickets started = {self.trained:,} trained + {dropped:,} dropped + {in_flight:,} in flight"
         if started != self.trained + dropped + in_flight:
             raise RuntimeError(f"tickets were lost: {line.replace('=', 'is not')}")
-        return line
+        return line + (f"; {self.skipped:,} more were skipped (--prompt-sampling)" if self.skipped else "")
 
     def _in_time(self, step: int, tickets: list[int]) -> bool:
         """True if, with --on-stale wait, all that these tickets leave over can still be trained before it is too old: what
@@ -95,7 +116,7 @@ class SampleBuffer:
         version = args.version_at(step)
         for started_under in range(max(0, version - args.max_staleness), version + 1):
             known = started_under < len(self._bounds)
-            bound = self._bounds[started_under] if known else args.quota(started_under) + self.dropped.total()
+            bound = self._bounds[started_under] if known else args.quota(started_under) + self.replaced
             left = bound - min(bound, self._low) - sum(t < bound for t in self._high) - sum(t < bound for t in tickets)
             steps_left = (started_under + args.max_staleness + 1) * args.publish_every - step
             if left > steps_left * args.prompts_per_step:
@@ -104,7 +125,7 @@ class SampleBuffer:
 
     def state(self) -> dict:
         """For a checkpoint, with the groups in `waiting`."""
-        names = ("trained", "dropped", "_low", "_bounds", "_flat_left")
+        names = ("trained", "dropped", "skipped", "gone", "_low", "_bounds", "_flat_left")
         return {name: getattr(self, name) for name in names} | {"_high": sorted(self._high)}
 
     def restore(self, state: dict, groups: list[Group], drawn: int) -> list[int]:
@@ -114,6 +135,10 @@ class SampleBuffer:
         self._high, self.dropped = set(self._high), Counter(self.dropped)
         self.waiting = {group.ticket: group for group in groups}
         return [t for t in range(self._low, drawn) if t not in self._high and t not in self.waiting]
+
+    def skipped_below(self, drawn: int) -> int:
+        """How many of the skipped tickets are below `drawn`; from there on nothing else has been dealt with."""
+        return self.skipped - max(0, self._low - drawn) - sum(ticket >= drawn for ticket in self._high)
 
     def _drop(self, ticket: int, reason: str) -> None:
         self.dropped[reason] += 1

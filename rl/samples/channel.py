@@ -62,11 +62,11 @@ class Outbox:
     def send_group(self, group: Group) -> None:
         self._send(GROUP, group.to_bytes())
 
-    def send_batch(self, groups: list[Group], metrics: dict[str, float], next_ticket: int) -> None:
-        """A whole batch, with the metrics of its making and the first ticket of the batch after."""
+    def send_batch(self, groups: list[Group], metrics: dict[str, float], next_ticket: int, history: dict) -> None:
+        """A whole batch, with the metrics of its making, the first ticket of the batch after, and its prompts' history."""
         for group in groups:
             self.send_group(group)
-        self._send_json(BATCH, {"groups": len(groups), "metrics": metrics, "next_ticket": next_ticket})
+        self._send_json(BATCH, {"groups": len(groups), "metrics": metrics, "next_ticket": next_ticket} | history)
 
     def send_rows(self, step: int, version: int, rows: list[dict], parts: int = 1) -> None:
         """A validation of this version of the weights, published after that step: one of `parts`, each by another generator.

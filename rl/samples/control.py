@@ -16,10 +16,15 @@ class State:
     """The first learner's message to all generators."""
 
     version: int  # of the newest weights that are ready to be received
-    dropped: int  # tickets dropped so far, for whatever reason: each makes room for another
+    dropped: int  # tickets dropped or skipped so far, for whatever reason: each makes room for another
     snapshot: int = 0  # the step whose checkpoint wants to know what is under way
     stop: bool = False
     step: int = 0  # after which these weights were published
+    skipped: tuple[int, ...] = ()  # tickets that do not start (--prompt-sampling), from `settled` on
+    settled: int = 0  # no ticket below starts
+
+    def __post_init__(self):
+        object.__setattr__(self, "skipped", tuple(self.skipped))  # JSON has a list
 
 
 class ControlBlock:

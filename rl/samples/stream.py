@@ -5,7 +5,9 @@ that have come in (train_async.py). Every learner holds the same.
 """
 
 import json
+from typing import TYPE_CHECKING
 
+from rl.data.job import Job
 from rl.ranks import dist, watchdog
 from rl.ranks.timers import Timers
 from rl.samples.buffer import SampleBuffer
@@ -16,6 +18,9 @@ from rl.samples.idle_meter import IdleMeter
 from rl.samples.schedule import NextTicket, ScheduleArgs
 from rl.samples.tickets import drawn, open_tickets, started
 from rl.split import Split, SplitArgs
+
+if TYPE_CHECKING:
+    from rl.samples.prompt_history import PromptHistory, StreamHistory
 
 
 class _Samples:
@@ -61,8 +66,15 @@ class Batches(_Samples):
         super().__init__(args, split)
         self._bound = 2 * args.prompts_per_step  # the batch that is trained, and the one after it
         self._next = NextTicket()
-        self._filtered: list[int] = []
+        self._gone: dict[str, list[int]] = {"filtered": []}
+        self._history: PromptHistory | None = None  # as the generators keep it, for checkpoints
         self._start = {"batch": 0, "ticket": 0, "version": 0}  # where the generators begin
+
+    def keep_history(self, args, job: Job) -> None:
+        """For --prompt-sampling, whose history is the generators'; to be called before `restore`. args: the script's."""
+        from rl.samples import prompt_history  # late: other runs do not need it
+
+        self._history = prompt_history.PromptHistory(args, job.order)
 
     def open(self) -> None:
         """Lets the generators begin."""
@@ -81,13 +93,16 @@ class Batches(_Samples):
         """The next batch, which is there: its groups, and the metrics of its making."""
         batch = self.inbox.batches.popleft()
         groups = [self.inbox.groups.popleft() for _ in range(batch["groups"])]
-        self._filtered = self._next.advance(batch["next_ticket"], groups)
+        self._gone = {"filtered": self._next.advance(batch["next_ticket"], groups)}
+        if self._history:
+            self._gone = self._history.apart(self._gone["filtered"], batch["skipped"])
+            self._history.apply(batch["shown"])
         return groups, batch["metrics"]
 
     def take_gone(self) -> dict[str, list[int]]:
         """The tickets that were not trained since the last call, by reason."""
-        gone, self._filtered = self._filtered, []
-        return {"filtered": gone}
+        gone, self._gone = self._gone, {"filtered": []}
+        return gone
 
     def snapshot(self, step: int) -> tuple[dict, list[Group], list[Group]]:
         """(state, groups, unfinished groups) for the checkpoint of that step: with the batch of the next one, whose weights are
@@ -96,13 +111,19 @@ class Batches(_Samples):
         start = {"batch": step + len(batches), "ticket": batches[0]["next_ticket"] if batches else self._next.ticket}
         start |= {"version": step}
         groups = list(self.inbox.groups)[: batches[0]["groups"]] if batches else []
-        return self._state() | {"start": start, "batches": batches, "next_ticket": self._next.state()}, groups, []
+        state = self._state() | {"start": start, "batches": batches, "next_ticket": self._next.state()}
+        if self._history:
+            state["history"] = self._history.state()
+            start["history"] = self._history.after(batch["shown"] for batch in batches)
+        return state, groups, []
 
     def restore(self, state: dict, groups: list[Group], unfinished: list[Group]) -> None:
         """Takes back what `snapshot` gave."""
         self._restore(state)
         self._start = state["start"]
         self._next.restore(state["next_ticket"])
+        if self._history:
+            self._history.restore(state["history"])
         self.inbox.groups.extend(groups)
         self.inbox.batches.extend(state["batches"])
 
@@ -115,6 +136,14 @@ class Stream(_Samples):
         self.args = args
         self.buffer = SampleBuffer(args, args.filter_groups, args.max_num_gen_batches)
         self._tickets = {"drawn": 0, "again": [], "unfinished": []}
+        self._history: StreamHistory | None = None
+
+    def keep_history(self, args, job: Job) -> None:
+        """For --prompt-sampling: decides which tickets start; to be called before `restore`. args: the script's."""
+        from rl.samples import prompt_history  # late: other runs do not need it
+
+        to_train, prompts = job.total_steps * args.prompts_per_step, prompt_history.PromptHistory(args, job.order)
+        self._history = prompt_history.StreamHistory(args, prompts, self.buffer, to_train)
 
     def open(self) -> None:
         """Lets the generators begin: with the tickets that were under way when the run stopped, if it resumes."""
@@ -133,14 +162,22 @@ class Stream(_Samples):
 
     def take_gone(self) -> dict[str, list[int]]:
         """The tickets that were not trained since the last call, by reason."""
-        return self.buffer.take_gone()
+        gone = self.buffer.take_gone()
+        return {"skipped": []} | gone if self._history else gone
 
     def _take(self, step: int) -> list[Group] | None:
         """The groups of the step; None while there are not enough."""
         self._take_in()
         groups = self.buffer.take(step)
-        self.control.update(dropped=self.buffer.dropped.total())  # each makes room for another ticket
+        if self._history:
+            self._history.extend()
+        self.control.update(**self._room())
         return groups
+
+    def _room(self) -> dict:
+        """What of the control block says which tickets may start: each that is dropped or skipped makes room for another."""
+        room = {"dropped": self.buffer.replaced}
+        return room | {"skipped": self._history.skipped, "settled": self.buffer.low} if self._history else room
 
     def _take_in(self) -> None:
         while self.inbox.groups:
@@ -148,11 +185,14 @@ class Stream(_Samples):
 
     def published(self, version: int, step: int) -> None:
         self.buffer.published(version)
-        super().published(version, step)
+        if self._history:
+            self._history.published(version)
+        self.control.update(version=version, step=step, **self._room())
 
     def metrics(self, step: int, timer: Timers) -> dict[str, float]:
         version = {"fully_async/count/current_param_version": self.args.version_at(step)}
-        return super().metrics(step, timer) | self.buffer.metrics(started(self.split.store)) | version
+        prompts = self._history.history.metrics() if self._history else {}
+        return super().metrics(step, timer) | self.buffer.metrics(started(self.split.store)) | version | prompts
 
     def ask(self, step: int) -> None:
         self.control.update(snapshot=step)
@@ -161,14 +201,21 @@ class Stream(_Samples):
         """(state, groups that wait to be trained, groups under way in the generators) for the checkpoint of that step. Waits
         for the generators to say what is under way."""
         unfinished = self.inbox.unfinished_at(step)
-        groups = [*self.buffer.waiting.values(), *self.inbox.groups]
-        return self._state() | {"buffer": self.buffer.state(), "drawn": drawn(self.split.store)}, groups, unfinished
+        self._take_in()  # what --filter-groups drops is dropped now
+        groups = [*self.buffer.waiting.values()]
+        state = self._state() | {"buffer": self.buffer.state(), "drawn": drawn(self.split.store)}
+        if self._history:
+            state["history"] = self._history.state()
+        return state, groups, unfinished
 
     def restore(self, state: dict, groups: list[Group], unfinished: list[Group]) -> None:
         """Takes back what `snapshot` gave. Tickets under way continue, and those of which nothing is left begin again."""
         self._restore(state)
         again = self.buffer.restore(state["buffer"], groups, state["drawn"])
-        self._tickets = {"drawn": state["drawn"], "again": again, "unfinished": unfinished}
+        if self._history:
+            self._history.restore(state["history"])
+        skipped = self.buffer.skipped_below(state["drawn"])
+        self._tickets = {"drawn": state["drawn"], "again": again, "unfinished": unfinished, "skipped": skipped}
 
     def close(self) -> list[str]:
         """Stops the generators; the first line is on where every ticket went. Raises RuntimeError if one was lost."""

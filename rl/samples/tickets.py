@@ -56,7 +56,9 @@ class Tickets:
         self._draw(most)
         out: list[int] = []
         while 0 <= version == state.version and len(out) < most and self._may_start(version, state.dropped):
-            out.append(self._reserve.popleft())
+            ticket = self._reserve.popleft()
+            if ticket >= state.settled and ticket not in state.skipped:
+                out.append(ticket)
         self._started += len(out)
         self._draw(most - len(out))
         self.held = most > 0 and not out and 0 <= version == state.version and self._is_held(version, state.dropped)
@@ -111,14 +113,17 @@ class Tickets:
         return count if count >= self._drawn_before else self._again[count - self._drawn_before]
 
 
-def open_tickets(store: Store, drawn: int = 0, again: Sequence[int] = (), unfinished: Iterable[Group] = ()) -> None:
+def open_tickets(
+    store: Store, drawn: int = 0, again: Sequence[int] = (), unfinished: Iterable[Group] = (), skipped: int = 0
+) -> None:
     """Sets the counters of a run that begins, or resumes after this many tickets were drawn; to be called once. Generators wait
     for it.
 
-    again: tickets that were drawn and are nowhere; unfinished: those of them whose responses continue.
+    again: tickets that were drawn and are nowhere; unfinished: those of them whose responses continue; skipped: how many were
+    drawn and never started.
     """
-    for counter in (DRAWN, STARTED):
-        store.add(counter, drawn - len(again))
+    store.add(DRAWN, drawn - len(again))
+    store.add(STARTED, drawn - len(again) - skipped)
     of = {group.ticket: group for group in unfinished}
     for ticket, group in of.items():
         store.set(f"tickets/unfinished/{ticket}", group.to_bytes())

@@ -1,0 +1,97 @@
+"""--sft-files: each optimizer step also imitates demonstrations, by a term with a coefficient and a denominator of its own.
+
+    loss = policy loss + sft_coef * mean over the demonstrations' trained tokens of -log p
+
+Demonstrations are packed by themselves: no baseline, denominator or metric of the policy's own samples counts them. Left out:
+weights by how likely a demonstration is, as in LUFFY (arXiv 2504.14945) and CHORD (arXiv 2508.11408), for which `imitate` is
+the place; images.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+import torch
+
+import losses
+from rl.algorithm import whole_batch
+from rl.data.prompts import PromptOrder
+from rl.errors import UserError
+from rl.learning.batch import Batch, micro_batches
+from rl.learning.division import Division
+from rl.learning.flops import Computed
+from rl.ranges import MayChange, Range
+from rl.samples.group import Group, Response
+
+
+@dataclass
+class ImitationArgs:
+    """Demonstrations next to the policy's own samples."""
+
+    sft_files: MayChange[tuple[str, ...]] = ()
+    """Conversations to imitate while training by reward, in the forms of train_sft.py's --train-files. None may have more
+    tokens than a prompt with its response."""
+    sft_coef: Annotated[float, Range(above=0)] = 0.1
+    """Weight of the demonstrations' loss, the mean of -log p over the tokens of their answers, next to the policy loss."""
+    sft_batch_size: Annotated[int, Range(at_least=1)] = 8
+    """Demonstrations of each optimizer step, over all ranks."""
+
+    def check(self) -> None:
+        """Raises UserError for what does not go with demonstrations."""
+        if self.sft_files and self.router_replay == "R3":
+            raise UserError("--router-replay R3 replays a generator's routes, and --sft-files have none. Take R2, or off.")
+
+
+class Imitation:
+    """The demonstrations of a run, and which of them are next."""
+
+    def __init__(self, args, rows: Sequence):
+        """args: a script's flags; rows: rl.data.demonstrations.Demonstrations."""
+        self.args, self.rows, self.order = args, rows, PromptOrder(len(rows), args.seed, args.shuffle)
+        self.updates = args.ppo_epochs * -(-args.prompts_per_step // args.prompts_per_update)  # of a step
+        self.begin_step(1)
+
+    def begin_step(self, step: int) -> None:
+        """step: from 1. What it imitates depends on its number alone."""
+        self._next = (step - 1) * self.updates * self.args.sft_batch_size
+        self.losses: list[float] = []  # of this step's updates
+
+    def batch(self, learner) -> Batch:
+        """The demonstrations of the next update, divided among the learners."""
+        tickets = range(self._next, self._next + self.args.sft_batch_size)
+        self._next = tickets.stop
+        division = Division(len(tickets), learner.micro_batch_tokens, learner.ranks)
+        return Batch.of(to_groups(self.rows, {ticket: self.order(ticket)[1] for ticket in tickets}), division)
+
+
+def imitate(args, learner) -> dict[str, float]:
+    """Adds the gradient of the next demonstrations' term to that of an update. Returns actor/sft_nll, the mean of -log p over
+    their tokens, of the step's updates so far. A collective of the learners."""
+    imitation, computed, learner.computed = learner.imitation, learner.computed, Computed()  # perf/* is of the samples alone
+    batch, total = imitation.batch(learner), torch.zeros((), dtype=torch.float64)
+    every = torch.arange(len(batch.lengths))
+    denominator = whole_batch.denominator(batch, every, "token-mean", 0)  # their trained tokens, of all ranks
+    for micro in micro_batches(batch, every, learner.micro_batch_tokens, learner.ranks):
+        t = batch.at(micro)
+        log_prob, _ = learner.log_probs(micro)  # [n]
+        nll = losses.aggregate(-log_prob, t.mask, t.seq, "token-mean", denominator)
+        (args.sft_coef * nll).backward()
+        total += nll.detach().double().cpu()
+    learner.computed = computed
+    imitation.losses.append(float(batch.sum_over_ranks(total)))
+    return {"actor/sft_nll": sum(imitation.losses) / len(imitation.losses)}
+
+
+def to_groups(rows: Sequence, indices: Mapping[int, int]) -> list[Group]:
+    """Rows of rl.data.demonstrations.Demonstrations as records that a learner takes: what comes before the first trained token
+    is the prompt. indices: ticket -> row."""
+    return [_to_group(ticket, rows, index) for ticket, index in indices.items()]
+
+
+def _to_group(ticket: int, rows: Sequence, index: int) -> Group:
+    ids, trained = rows[index]
+    first = int(trained.argmax())
+    unknown = np.zeros(len(ids) - first, np.int32)
+    response = Response(ids[first:], unknown.astype(np.float32), unknown, "stop", mask=trained[first:])
+    return Group(ticket, ids[:first], "sft", [response])

@@ -1,0 +1,167 @@
+"""--prompt-sampling: prompts that were solved or hopeless when they were last trained are passed over with a probability.
+
+A prompt whose responses all get one score teaches nothing, and is likely to do so again in the next epoch: what its groups have
+shown says so before they are generated (GRESO, arXiv 2506.02177). A ticket is decided on by what was trained up to the version
+of the weights that it may start under, and by a random number of its own, so that the decision is the same on every rank and
+after a resume. A ticket that is passed over never starts; it makes room for another, as a dropped one does.
+
+Where batches are made whole, those who make them keep the history. In a stream the learners do: they decide on a ticket when
+the bound of staleness first lets it start, and announce those that are passed over together with the weights.
+"""
+
+import copy
+import random
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from rl.data.prompts import PromptOrder
+from rl.samples.buffer import SampleBuffer
+from rl.samples.group import UNPENALISED, Group
+
+KINDS = EASY, HARD = "easy", "hard"  # all right, all wrong
+MIXED = "mixed"
+FIRST, LEAST, MOST, MOVE = 0.5, 0.05, 0.95, 0.01  # of GRESO's chances: at first, their bounds, and how far one moves at a time
+TARGET = {EASY: 0.25 / 3, HARD: 0.25 * 2 / 3}  # GRESO's shares of such groups, of all that were generated
+FLOOR = 0.01  # no prompt has a smaller chance: GRESO's tend to 0, and a data set that is solved would end no step
+
+Shown = tuple[int, str]  # a ticket, and what its group has shown: one of KINDS, or MIXED
+
+
+def shown(groups: Iterable[Group]) -> list[Shown]:
+    """What groups have shown. Scores above 0 count as right. A group that compares less than two responses shows nothing."""
+    out = []
+    for group in groups:
+        if len(group.compared) > 1:
+            response = group.compared[0]
+            flat = EASY if response.extra.get(UNPENALISED, response.score) > 0 else HARD
+            out.append((group.ticket, MIXED if group.has_signal else flat))
+    return out
+
+
+class PromptHistory:
+    """What the prompts have shown so far."""
+
+    def __init__(self, args, order: PromptOrder):
+        """args: a script's flags."""
+        self.sampling, self.seed, self.order = args.prompt_sampling, args.seed, order
+        self.flat: dict[int, list] = {}  # by prompt: what its last groups have shown, and how many of them in a row
+        self.chance = dict.fromkeys(KINDS, FIRST)  # to be taken, of a prompt with one such group
+        self._noted: list[Shown] = []  # of the batch that is being made
+        self._skipped: list[int] = []  # tickets that were passed over since the last `take_skipped`
+
+    def passes_over(self, ticket: int) -> bool:
+        kind, times = self.flat.get(self.order(ticket)[1], (MIXED, 0))
+        if not times or (self.sampling == "skip-solved" and kind == HARD):
+            return False
+        chance = LEAST if self.sampling == "skip-solved" else max(FLOOR, self.chance[kind] ** times)
+        return random.Random(f"{self.seed}/prompt/{ticket}").random() >= chance
+
+    def observe(self, shown: Iterable[Shown]) -> dict:
+        """Takes in what the groups of a step have shown; returns what `apply` needs to do the same elsewhere."""
+        changed, counts = {}, Counter()
+        for ticket, kind in sorted(shown):
+            prompt = self.order(ticket)[1]
+            before, times = self.flat.pop(prompt, (kind, 0))
+            if kind != MIXED:
+                self.flat[prompt] = [kind, times + 1 if kind == before else 1]
+            changed[str(prompt)] = self.flat.get(prompt)
+            counts[kind] += 1
+        for kind in KINDS if counts else ():
+            move = -MOVE if counts[kind] / counts.total() >= TARGET[kind] else MOVE
+            self.chance[kind] = min(MOST, max(LEAST, round(self.chance[kind] + move, 2)))
+        return {"flat": changed, "chance": dict(self.chance)}
+
+    def apply(self, changes: Mapping) -> None:
+        """Takes in what `observe` has returned elsewhere."""
+        flat = {str(prompt): of for prompt, of in self.flat.items()} | changes["flat"]
+        self.restore({"flat": {prompt: of for prompt, of in flat.items() if of}, "chance": changes["chance"]})
+
+    # -- where batches are made whole
+
+    def take(self, first: int, count: int) -> tuple[list[int], int]:
+        """`count` tickets from `first` on that are not passed over, and the one behind the last of them."""
+        taken, ticket = [], first
+        while len(taken) < count:
+            (self._skipped if self.passes_over(ticket) else taken).append(ticket)
+            ticket += 1
+        return taken, ticket
+
+    def note(self, groups: Iterable[Group]) -> None:
+        """Keeps what all groups of a batch have shown, in the place of what was noted before, until `commit`."""
+        self._noted = shown(groups)
+
+    def commit(self) -> dict:
+        """Observes the batch that was noted, which will be trained."""
+        noted, self._noted = self._noted, []
+        return self.observe(noted)
+
+    def take_skipped(self) -> list[int]:
+        """The tickets that were passed over since the last call."""
+        skipped, self._skipped = self._skipped, []
+        return skipped
+
+    @staticmethod
+    def apart(passed: Sequence[int], skipped: Sequence[int]) -> dict[str, list[int]]:
+        """The tickets that a batch has passed, by reason: those that were skipped, and the others, which were filtered."""
+        return {"filtered": sorted({*passed} - {*skipped}), "skipped": [*skipped]}
+
+    # -- the record, and a checkpoint's part
+
+    def metrics(self) -> dict[str, float]:
+        """prompts/*: how many are known to be flat, and GRESO's chances."""
+        kinds = Counter(kind for kind, _ in self.flat.values())
+        out = {f"prompts/{kind}": kinds[kind] for kind in KINDS}
+        return out | ({f"prompts/chance_{kind}": self.chance[kind] for kind in KINDS} if self.sampling == "greso" else {})
+
+    def state(self) -> dict:
+        return {"flat": {str(prompt): of for prompt, of in self.flat.items()}, "chance": dict(self.chance)}
+
+    def restore(self, state: Mapping) -> None:
+        self.flat = {int(prompt): list(of) for prompt, of in state["flat"].items()}
+        self.chance = dict(state["chance"])
+
+    def after(self, changes: Iterable[Mapping]) -> dict:
+        """The state after further batches."""
+        later = copy.copy(self)
+        for of_batch in changes:
+            later.apply(of_batch)
+        return later.state()
+
+
+class StreamHistory:
+    """A stream's history, the same on every learner: which tickets start at all, of those that may."""
+
+    def __init__(self, args, history: PromptHistory, buffer: SampleBuffer, total: int):
+        """total: tickets that will be trained in the whole run."""
+        self.args, self.history, self.buffer, self.total = args, history, buffer, total
+        self._news: list[Shown] = []  # since the newest version was published
+        self._version = -1  # up to which the history goes
+        self._decided = 0  # tickets below are decided on
+        self.skipped: list[int] = []  # of them, those that were passed over, from the buffer's `low` on
+        buffer.observe = lambda group: self._news.extend(shown([group]))
+
+    def published(self, version: int) -> None:
+        """To be called before this version is announced. Decides on the tickets that it lets start."""
+        if version > self._version:  # a run that resumes announces its version again
+            self.history.observe(self._news)
+            self._news, self._version = [], version
+        self.extend()
+
+    def extend(self) -> None:
+        """Decides on the tickets that may start by now under the newest version."""
+        while self._decided < min(self.args.quota(self._version), self.total) + self.buffer.replaced:
+            if self.history.passes_over(self._decided):
+                self.buffer.skip(self._decided)
+                self.skipped.append(self._decided)
+            self._decided += 1
+        self.skipped = [ticket for ticket in self.skipped if ticket >= self.buffer.low]
+
+    def state(self) -> dict:
+        own = {name: getattr(self, name) for name in ("_news", "_version", "_decided", "skipped")}
+        return own | {"history": self.history.state()}
+
+    def restore(self, state: dict) -> None:
+        self.history.restore(state["history"])
+        for name in ("_news", "_version", "_decided", "skipped"):
+            setattr(self, name, state[name])
+        self._news = [tuple(of) for of in self._news]

@@ -1,0 +1,142 @@
+"""--sft-files: an update's gradient is that of the samples plus the coefficient times transformers' of the demonstrations."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from helpers import SMALL, make_group, train
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+import train_async
+import train_one_step_off
+import train_sync
+from rl import flags
+from rl.algorithm.imitation import Imitation
+from rl.algorithm.kl_control import KLControl
+from rl.data.demonstrations import Demonstration
+from rl.errors import UserError
+from rl.learning.batch import Batch
+from rl.learning.division import Division
+from rl.learning.learner import Learner
+from rl.ranges import check
+from rl.ranks import dist
+from rl.ranks.timers import Timers
+from rl.setup import set_up
+
+SFT = {"sft_files": ("demo",), "sft_coef": 0.3, "sft_batch_size": 3}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    yield dist.init()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Demonstration]:
+    """Of one, two and three answers, of different lengths."""
+    rng, out = np.random.default_rng(0), []
+    for answers in (1, 2, 3, 2, 1, 1, 2):
+        parts = [(int(rng.integers(1, 7)), trained) for _ in range(answers) for trained in (False, True)]
+        trained = np.concatenate([np.full(n, word) for n, word in parts])
+        out.append(Demonstration(rng.integers(2, 32, len(trained)).astype(np.int32), trained))
+    return out
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> str:
+    torch.manual_seed(0)
+    directory = str(tmp_path_factory.mktemp("model"))
+    AutoModelForCausalLM.from_config(Qwen2Config(**SMALL)).save_pretrained(directory)
+    return directory
+
+
+def by_transformers(path: str, rows: list[Demonstration]) -> tuple[float, torch.Tensor]:
+    """Loss and gradient of a padded batch with labels of -100, in double precision."""
+    model = AutoModelForCausalLM.from_pretrained(path).double()
+    ids, labels, seen = (torch.full((len(rows), 64), value) for value in (0, -100, 0))
+    for place, row in enumerate(rows):
+        n = len(row.ids)
+        ids[place, :n], seen[place, :n] = torch.from_numpy(row.ids).long(), 1
+        labels[place, :n] = torch.where(torch.from_numpy(row.trained), ids[place, :n], -100)
+    loss = model(input_ids=ids, attention_mask=seen, labels=labels).loss
+    loss.backward()
+    return float(loss.detach()), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def gradients(script, path: str, ranks, step: int, rows=(), **more) -> tuple[list[torch.Tensor], dict[str, float]]:
+    """Of each update of that step, the weights staying what they are; and the step's metrics."""
+    args = script.Args(train_batch_size=4, ppo_mini_batch_size=2, rollout_n=3, **more)
+    check(args)
+    learner, found = Learner(path, args, ranks, 10), []
+    if args.sft_files:
+        learner.imitation = Imitation(args, rows)
+    learner.begin_step(step)
+
+    def take_step() -> dict[str, float]:
+        found.append(torch.cat([p.grad.flatten() for p in learner.policy.parameters()]).double())
+        learner.optimizer.zero_grad()
+        return {"actor/grad_norm": 0.0, "actor/lr": 0.0, "actor/skipped_steps": 0}
+
+    learner.step = take_step
+    batch = Batch.of([make_group(ticket, (5, 3, 7)) for ticket in range(4)], Division.of(args, learner))
+    metrics = script.learn(args, learner, KLControl(args), batch, Timers())
+    return found, metrics | learner.computed.metrics(learner.config, batch, args.ppo_epochs)
+
+
+@pytest.mark.parametrize("tokens", [22, 8192], ids=["one row after the other", "all together"])
+@pytest.mark.parametrize("script", [train_sync, train_one_step_off, train_async], ids=lambda script: script.__name__)
+def test_their_term_is_transformers_and_has_its_own_denominator(ranks, rows, path, script, tokens):
+    more = {"max_tokens_per_micro_batch": tokens, "max_prompt_length": 14, "max_response_length": 8}
+    alone, plain = gradients(script, path, ranks, step=3, **more)
+    mixed, metrics = gradients(script, path, ranks, 3, rows, **more, **SFT)
+    order = Imitation(script.Args(**SFT), rows).order
+    nll = []
+    for update in range(2):  # steps 1 and 2 have taken two times two updates' rows
+        first = (2 * 2 + update) * 3
+        loss, expected = by_transformers(path, [rows[order(ticket)[1]] for ticket in range(first, first + 3)])
+        nll.append(loss)
+        found = mixed[update] - alone[update]
+        assert float((found - 0.3 * expected).norm() / expected.norm()) < 1e-5
+    assert metrics.pop("actor/sft_nll") == pytest.approx(sum(nll) / 2, rel=1e-5)
+    assert metrics == plain, "nothing that is reported of the samples counts them"
+
+
+def test_what_cannot_be_used_is_named(demo_model, demo_vl_model, tmp_path):
+    def of(*words: object) -> None:
+        file = tmp_path / "rows.jsonl"
+        set_up(flags.read(train_sync.Args, args=[*map(str, ["--test-freq", 0, "--sft-files", file, *words])]), "train_sync.py")
+
+    with pytest.raises(UserError, match=r"rows\.jsonl: no such file \(--sft-files\)"):
+        of()
+    row = {"prompt": "1+1=", "response": "2"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"response": "2" * 90}) + "\n")
+    with pytest.raises(UserError, match=r"row 0: the conversation has \d+ tokens, more than --max-prompt-length with"):
+        of("--model", demo_model)
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "response": "2"}\n')
+    with pytest.raises(UserError, match=r"the columns are question, response\. Name them so\."):
+        of("--model", demo_model)
+    with pytest.raises(UserError, match=r"--sft-files are of text alone, and --model .* takes images"):
+        of("--model", demo_vl_model, "--train-files", "demo-vl", "--val-files", "demo-vl")
+    with pytest.raises(UserError, match="--router-replay R3 replays a generator's routes"):
+        check(train_sync.Args(router_replay="R3", rollout_is="token", **SFT))
+
+
+FLAGS = ["--sft-files", "demo", "--sft-batch-size", "5", "--sft-coef", "1", "--lr-warmup-steps", "0", "--save-freq", "3"]
+FLAGS += ["--total-training-steps", "6", "--test-freq", "6", "--val-max-samples", "40", "--max-ckpt-to-keep", "2"]
+
+
+@pytest.mark.slow
+def test_a_run_resumes_with_the_next_rows_and_any_number_of_learners_trains_the_same(demo_model, tmp_path):
+    whole, run, _ = train("train_sync.py", *FLAGS, out=tmp_path / "one", ranks=1)
+    two, *_ = train("train_sync.py", *FLAGS, out=tmp_path / "two", ranks=2)
+    names = ("actor/sft_nll", "actor/loss", "actor/grad_norm", "critic/score/mean")
+    for step in range(1, 7):
+        assert [two[step][name] for name in names] == pytest.approx([whole[step][name] for name in names], abs=1e-5)
+    weights = (run / "step_000006" / "model.safetensors").read_bytes()
+    shutil.rmtree(run / "step_000006")
+    again, run, _ = train("train_sync.py", *FLAGS, "--experiment-name", run.name, out=tmp_path / "one", ranks=1)
+    assert (run / "step_000006" / "model.safetensors").read_bytes() == weights
+    assert again[6]["actor/sft_nll"] < again[1]["actor/sft_nll"]
