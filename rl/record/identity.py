@@ -4,6 +4,7 @@ A flag belongs to the run unless its type says that it may change. Another value
 what MUST_STAY is refused in any case, since the saved state has no meaning under another value.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -93,7 +94,7 @@ def _digest_model(path: str) -> str:
 def _digest_code(spec: str) -> str:
     """A digest of the file in path/to/file.py:names; what is no file stands for itself."""
     path = spec.rpartition(":")[0]
-    return _digest_files([Path(path)]) if path else spec
+    return _digest_file(Path(path)) if path else spec
 
 
 def _digest_prompts(prompts: PromptDataset) -> str:
@@ -101,7 +102,7 @@ def _digest_prompts(prompts: PromptDataset) -> str:
     state = xxhash.xxh3_64()
     for file, table in zip(prompts.files, prompts.tables, strict=True):
         if Path(file).is_file():
-            state.update(_digest_files([Path(file)]).encode())
+            state.update(_digest_file(Path(file)).encode())
         else:
             spread = range(0, len(table), max(1, len(table) // 1000))
             state.update(json.dumps([len(table), *(table[i] for i in spread)], default=str).encode())
@@ -113,10 +114,6 @@ def _digest_tokenizer(tokenizer) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps([vocabulary, tokenizer.chat_template]).encode())
 
 
-def _digest_files(files: Iterable[Path]) -> str:
-    state = xxhash.xxh3_64()
-    for file in files:
-        with open(file, "rb") as handle:
-            while chunk := handle.read(1 << 22):
-                state.update(chunk)
-    return state.hexdigest()
+def _digest_file(file: Path) -> str:
+    with open(file, "rb") as handle:
+        return hashlib.file_digest(handle, xxhash.xxh3_64).hexdigest()
