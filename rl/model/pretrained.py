@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -26,6 +27,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from rl.data.demo_cache import VERSIONS
 from rl.data.image_prompts import FAMILIES, takes_images
 from rl.errors import UserError
 from rl.model.attention import ATTENTION, check_supported, linear_layers
@@ -40,27 +42,9 @@ logging.disable_progress_bar()  # "Loading weights" once per model and rank woul
 
 def resolve(model: str) -> str:
     """ "demo" and its variants -> that model's directory, made on first use; a directory or a hub name stays as it is."""
-    if model == "demo":
-        from rl.data import demo
-
-        return demo.model_dir()
-    if model == "demo-moe":
-        from rl.data import demo_moe
-
-        return demo_moe.model_dir()
-    if model == "demo-calculator":
-        from rl.data import demo_calculator
-
-        return demo_calculator.model_dir()
-    if model == "demo-hybrid":
-        from rl.data import demo_hybrid
-
-        return demo_hybrid.model_dir()
-    if model == "demo-vl":
-        from rl.data import demo_vl
-
-        return demo_vl.model_dir()
-    return model
+    if model not in VERSIONS:
+        return model
+    return importlib.import_module(f"rl.data.{model.replace('-', '_')}").model_dir()  # late: few need it
 
 
 def load_config(path: str, trust_remote_code: bool = False, name: str = "--model") -> PretrainedConfig:

@@ -4,6 +4,7 @@ A flag belongs to the run unless its type says that it may change. Another value
 what MUST_STAY is refused in any case, since the saved state has no meaning under another value.
 """
 
+import hashlib
 import json
 import shlex
 from collections.abc import Iterable
@@ -99,7 +100,7 @@ def _digest_code(spec: str) -> str:
     """A digest of the file in path/to/file.py:names, or of the files that a command names; what has none stands for itself."""
     path = Path(spec.rpartition(":")[0])
     files = [path] if path.is_file() else [Path(word) for word in shlex.split(spec) if Path(word).is_file()]
-    return _digest_files(files) if files else spec
+    return " ".join(map(_digest_file, files)) or spec
 
 
 def _digest_prompts(prompts: PromptDataset) -> str:
@@ -107,7 +108,7 @@ def _digest_prompts(prompts: PromptDataset) -> str:
     state = xxhash.xxh3_64()
     for file, table in zip(prompts.files, prompts.tables, strict=True):
         if Path(file).is_file():
-            state.update(_digest_files([Path(file)]).encode())
+            state.update(_digest_file(Path(file)).encode())
         else:
             spread = range(0, len(table), max(1, len(table) // 1000))
             state.update(json.dumps([len(table), *(table[i] for i in spread)], default=str).encode())
@@ -119,10 +120,6 @@ def _digest_tokenizer(tokenizer) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps([vocabulary, tokenizer.chat_template]).encode())
 
 
-def _digest_files(files: Iterable[Path]) -> str:
-    state = xxhash.xxh3_64()
-    for file in files:
-        with open(file, "rb") as handle:
-            while chunk := handle.read(1 << 22):
-                state.update(chunk)
-    return state.hexdigest()
+def _digest_file(file: Path) -> str:
+    with open(file, "rb") as handle:
+        return hashlib.file_digest(handle, xxhash.xxh3_64).hexdigest()

@@ -168,8 +168,7 @@ class Inbox:
         with watchdog.doing("a record in the ring"):
             while self.ring:
                 try:
-                    with self.ring.get(timeout=wait) as data:
-                        records.append(bytes(data))
+                    records.append(self.ring.get(timeout=wait))
                 except RingTimeout:
                     break
                 wait = 0.0

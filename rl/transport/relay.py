@@ -182,8 +182,7 @@ class Forwarder(_Thread):
 
     def _take(self) -> None:
         try:
-            with self.ring.get(timeout=0.02) as data:
-                record = bytes(data)
+            record = self.ring.get(timeout=0.02)
         except RingTimeout:
             return
         head = HEAD.pack(self._job, self._name, self._count, xxhash.xxh3_64_intdigest(record))

@@ -3,8 +3,7 @@
     ring = Ring.create(256 << 20)            # one process makes it and hands `ring.address` to the others
     ring = Ring.attach(address)              # they join
     ring.put(b"header", array)               # waits while the ring is full
-    with ring.get(timeout=5) as data:        # waits while it is empty; data is a view, nothing is copied
-        ...
+    data = ring.get(timeout=5)               # waits while it is empty
 
 The memory is a memfd: it never has a name in the file system, other users cannot open it, and the kernel frees it when the
 last process that holds it ends, however that ends. Not even a SIGKILL of everything leaves something behind.
@@ -14,43 +13,39 @@ A writer that finds the ring empty begins at the start of the memory again, so t
 on its way at once: a page of shared memory, once touched, counts as memory of every process that does so.
 Any process may be killed at any instruction:
 - A writer fills free space and then commits with a single store of `head`. Killed before, it has changed nothing that counts.
-- The reader frees a record with a single store of `tail`. Killed before, it leaves the record to the next reader.
-- The two mutexes (one writer writes at a time, one reader reads) are locks on bytes of the file, which the kernel drops with
-  their holder.
+- The reader frees a record with a single store of `tail`. Killed before, it leaves the record where it is.
+- One writer writes at a time: the mutex is a lock on a byte of the file, which the kernel drops with its holder.
 
 Nothing leans on the order in which a processor makes stores visible (Arm): both sides pass a barrier between the data and the
-word that announces it. And the reader hands out no record whose header and checksum do not fit.
+word that announces it. And the reader hands out no record that does not fit its checksum.
 
 Left out: more than one node, several readers (a node's first learner reads for all), an order among writers that wait for
 room. A `Ring` object is one thread's end. A forked child shares its parent's end, locks included: it attaches again.
 """
 
-import contextlib
 import functools
 import mmap
 import os
 import secrets
 import struct
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fcntl import F_OFD_SETLK, F_UNLCK, F_WRLCK, fcntl
 
 import xxhash
 from xxhash import xxh3_64_intdigest as _digest  # of (data, seed)
 
 ALIGN = 64  # a cache line: records and their data start on one, and so do the words that different sides write
-HEADER = struct.Struct("<QQQQ")  # position, size, checksum of the data, checksum of these three
-CHECKED = struct.Struct("<QQQ")  # the three
+HEADER = struct.Struct("<QQ")  # size, and checksum of the data with a seed of position and size
 FILLER = 1 << 63  # in the size of what fills the end of the ring before a record that would wrap
 # Indices of the 64-bit words in the first page: the writers', the reader's, and what never changes.
 HEAD, WRITTEN, BASE = 0, 1, 2  # base: the position that stands at the start of the memory
-TAIL, TAKEN, DAMAGED = 8, 9, 10
+TAIL, TAKEN = 8, 9
 KEY, CAPACITY = 16, 17
 PAGE = 4096  # bytes of these words; records begin behind them
 CHUNK = 1 << 18  # bytes copied and then hashed while they are in the cache
-WRITING, READING = 0, 1  # bytes of the file that stand for the mutexes
+WRITING = 0  # byte of the file that stands for the mutex
 
 
 class RingTimeout(TimeoutError):
@@ -62,7 +57,7 @@ class RecordTooLarge(ValueError):
 
 
 class RecordDamaged(RuntimeError):
-    """A committed record does not fit its checksum. It is skipped: the next `get` continues behind it."""
+    """A committed record does not fit its checksum."""
 
 
 class Ring:
@@ -76,8 +71,6 @@ class Ring:
         self.capacity, self._key = self._words[CAPACITY], self._words[KEY]
         self.max_record = self.capacity // 2 - ALIGN  # so that one always fits into an empty ring, wherever the head is
         self._limit = 0  # how far the head may go, as far as this writer knows: never too far
-        self._reads = False  # whether this is the reader's end
-        self._references = sys.getrefcount(self._map)  # and one more while somebody looks at a record
         self._barrier = Barrier()
 
     @staticmethod
@@ -115,14 +108,14 @@ class Ring:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Records written, taken and found damaged so far, by all processes. One killed in between may have counted a record
-        that it did not get to write or take."""
-        return {"written": self._words[WRITTEN], "taken": self._words[TAKEN], "damaged": self._words[DAMAGED]}
+        """Records written and taken so far, by all processes. One killed in between may have counted a record that it did not
+        get to write or take."""
+        return {"written": self._words[WRITTEN], "taken": self._words[TAKEN]}
 
     def state(self) -> str:
         """One line that says what the ring holds. Any thread may ask."""
         counts, part = self.counts, self.occupancy
-        unread = counts["written"] - counts["taken"] - counts["damaged"]
+        unread = counts["written"] - counts["taken"]
         used = f"{part:.0%} of {self.capacity >> 20} MiB in use by {unread} records ({part * self.capacity:,.0f} bytes)"
         return f"{used}; {', '.join(f'{count} {name}' for name, count in counts.items())}"
 
@@ -130,11 +123,10 @@ class Ring:
         """Leaves the ring."""
         if self.fd < 0:
             return
-        with contextlib.suppress(BufferError):  # a view is still about: the mapping goes when it does
-            self._words.release()
-            self._bytes.release()
-            self._map.close()
-        os.close(self.fd)  # and all locks with it
+        self._words.release()
+        self._bytes.release()
+        self._map.close()
+        os.close(self.fd)  # and its lock with it
         self.fd = -1
 
     # -- writing
@@ -170,8 +162,9 @@ class Ring:
                     return False
                 self._barrier()  # what is written from here on comes after what the reader read there
             if start > head:
-                self._write_header(head, FILLER | (start - head - ALIGN), 0)
-            self._write_header(start, size, self._copy(parts, size, start))
+                filler = FILLER | (start - head - ALIGN)
+                HEADER.pack_into(self._bytes, self._at(head), filler, _digest(b"", head ^ filler))
+            HEADER.pack_into(self._bytes, self._at(start), size, self._copy(parts, size, start))
             words[WRITTEN] += 1
             self._barrier()
             words[HEAD] = end  # the commit
@@ -187,8 +180,8 @@ class Ring:
             for part in parts:
                 ring[at : at + len(part)] = part
                 at += len(part)
-            return _digest(ring[start:at], position)
-        checksum = xxhash.xxh3_64(seed=position)
+            return _digest(ring[start:at], position ^ size)
+        checksum = xxhash.xxh3_64(seed=position ^ size)
         for part in parts:
             for start in range(0, len(part), CHUNK):
                 piece = part[start : start + CHUNK]
@@ -197,66 +190,34 @@ class Ring:
                 at += len(piece)
         return checksum.intdigest()
 
-    def _write_header(self, position: int, size: int, checksum: int) -> None:
-        check = _digest(CHECKED.pack(position, size, checksum), self._key)
-        HEADER.pack_into(self._bytes, self._at(position), position, size, checksum, check)
-
     # -- reading
 
-    @contextlib.contextmanager
-    def get(self, timeout: float = 600.0) -> Iterator[memoryview]:
-        """The oldest record, as a read-only view of the ring, for a `with` block. At the end of the block its space is free; if
-        the block raises, the record stays. Raises RingTimeout if no record comes in this many seconds or another reader lives,
-        RecordDamaged for a record that was changed after it was written, BufferError (and the record stays) if a slice of the
-        view or an array over it outlives the block."""
+    def get(self, timeout: float = 600.0) -> bytes:
+        """The oldest record, whose space is free from then on. Raises RingTimeout if none comes in this many seconds, and
+        RecordDamaged for one that was changed after it was written."""
         words = self._words
-        if not self._reads:
-            _wait(lambda: _try_lock(self.fd, READING), timeout, lambda: "another process reads this ring")
-            self._reads = True
         position = words[TAIL]
         if words[HEAD] == position:
             _wait(lambda: words[HEAD] != position, timeout, lambda: f"no record in {timeout} s; {self.state()}")
         self._barrier()  # what was written before this head is visible behind it
-        header = self._read_header(position)
-        if header and header[0] & FILLER:  # a record follows it: they were committed together
-            position += _footprint(header[0] & ~FILLER)
-            header = self._read_header(position)
-        if header is None:
-            raise self._damaged(position, self._next_header(position))
-        size, checksum = header
-        start = self._at(position) + ALIGN
-        with memoryview(self._map)[start : start + size].toreadonly() as data:
-            if _digest(data, position) != checksum:
-                raise self._damaged(position, position + _footprint(size))
-            yield data
-        if sys.getrefcount(self._map) > self._references:
-            raise BufferError("a slice of a record's data, or an array over it, is still in use")
+        size, data = self._read(position)
+        if size & FILLER:  # a record follows it: they were committed together
+            position += _footprint(size & ~FILLER)
+            size, data = self._read(position)
         words[TAKEN] += 1
-        self._free(position + _footprint(size))
-
-    def _free(self, tail: int) -> None:
         self._barrier()  # what was read was read before
-        self._words[TAIL] = tail
+        words[TAIL] = position + _footprint(size)
+        return data
 
-    def _damaged(self, position: int, following: int) -> RecordDamaged:
-        self._words[DAMAGED] += 1
-        self._free(following)
-        return RecordDamaged(f"the ring's record at {position} is damaged: a checksum does not fit; {self.state()}")
-
-    def _next_header(self, position: int) -> int:
-        """The position of the next record behind a damaged header: whatever is in between is lost."""
-        position, head = position + ALIGN, self._words[HEAD]
-        while position < head and self._read_header(position) is None:
-            position += ALIGN
-        return min(position, head)
-
-    def _read_header(self, position: int) -> tuple[int, int] | None:
-        """(size, checksum) of the record at the position; None if none is there."""
+    def _read(self, position: int) -> tuple[int, bytes]:
+        """(size, data) of the record at the position; a filler has no data."""
         at = self._at(position)
-        where, size, checksum, check = HEADER.unpack_from(self._bytes, at)
-        if where != position or check != _digest(self._bytes[at : at + CHECKED.size], self._key):
-            return None
-        return size, checksum
+        size, checksum = HEADER.unpack_from(self._bytes, at)
+        length = 0 if size & FILLER else size
+        data = bytes(self._bytes[at + ALIGN : at + ALIGN + length])
+        if len(data) != length or _digest(data, position ^ size) != checksum:
+            raise RecordDamaged(f"the ring's record at {position} does not fit its checksum; {self.state()}")
+        return size, data
 
     # -- what both sides use
 

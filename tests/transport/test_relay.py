@@ -31,11 +31,10 @@ def store(monkeypatch):
 def drain(ring: Ring, count: int, slowly: float = 0.0) -> list[bytes]:
     out = []
     while len(out) < count:
-        with ring.get(timeout=60) as data:
-            out.append(bytes(data))
+        out.append(ring.get(timeout=60))
         time.sleep(slowly)
-    with pytest.raises(RingTimeout), ring.get(timeout=0.2):
-        pass
+    with pytest.raises(RingTimeout):
+        ring.get(timeout=0.2)
     return out
 
 

@@ -88,7 +88,7 @@ def body(writer: int, number: int, size: int) -> bytes:
     return head + NOISE[at : at + size]
 
 
-def parse(data: memoryview) -> tuple[int, int]:
+def parse(data: bytes) -> tuple[int, int]:
     writer, number = struct.unpack_from("<QQ", data)
     assert data == body(writer, number, len(data) - 16), f"record {number} of writer {writer} is torn"
     return writer, number
@@ -99,8 +99,7 @@ def drain(ring: Ring, timeout: float = 0.0) -> list[bytes]:
     out = []
     while True:
         try:
-            with ring.get(timeout) as data:
-                out.append(bytes(data))
+            out.append(ring.get(timeout))
         except RingTimeout:
             return out
 
@@ -111,13 +110,12 @@ def drain(ring: Ring, timeout: float = 0.0) -> list[bytes]:
 @settings(max_examples=120)
 @given(st.data())
 def test_it_does_what_a_queue_does(data):
-    """Compares random puts, gets and readers that leave, some in the middle of a record, with a deque. The ring is small, so
-    that it wraps all the time."""
+    """Compares random puts and gets, and readers that leave, with a deque. The ring is small, so that it wraps all the time."""
     writers = [Ring.create(8192)]
     writers.append(Ring.attach(writers[0].address))
     reader, unread, number = Ring.attach(writers[0].address), collections.deque(), 0
     for action, size, which in data.draw(
-        st.lists(st.tuples(st.sampled_from("pppggrx"), st.integers(0, 4032), st.integers(0, 1)), max_size=60)
+        st.lists(st.tuples(st.sampled_from("pppggx"), st.integers(0, 4032), st.integers(0, 1)), max_size=60)
     ):
         if action == "p":
             content = NOISE[number : number + size]
@@ -132,14 +130,10 @@ def test_it_does_what_a_queue_does(data):
             reader.close()
             reader = Ring.attach(writers[0].address)
         elif not unread:
-            with pytest.raises(RingTimeout), reader.get(timeout=0):
-                pass
+            with pytest.raises(RingTimeout):
+                reader.get(timeout=0)
         else:
-            with contextlib.suppress(ZeroDivisionError), reader.get(timeout=0) as record:
-                assert record == unread[0]
-                if action == "r":
-                    raise ZeroDivisionError("a block that raises leaves the record where it is")
-                unread.popleft()
+            assert reader.get(timeout=0) == unread.popleft()
     assert drain(reader) == list(unread)
     assert reader.occupancy == 0
     for end in (*writers, reader):
@@ -148,12 +142,9 @@ def test_it_does_what_a_queue_does(data):
 
 def test_parts_of_any_kind(ring):
     ring.put(b"ab", np.arange(6, dtype=np.float32).reshape(2, 3), np.empty((0, 4)), bytearray(b"c"), memoryview(b""))
-    with ring.get() as data:
-        assert data == b"ab" + np.arange(6, dtype=np.float32).tobytes() + b"c"
-        assert data.readonly
+    assert ring.get() == b"ab" + np.arange(6, dtype=np.float32).tobytes() + b"c"
     ring.put()
-    with ring.get() as data:
-        assert len(data) == 0
+    assert ring.get() == b""
 
 
 def test_a_record_too_large_is_refused_and_the_largest_fits_wherever_the_head_is(ring):
@@ -166,31 +157,17 @@ def test_a_record_too_large_is_refused_and_the_largest_fits_wherever_the_head_is
 
 
 def test_full_and_empty(ring):
-    with pytest.raises(RingTimeout, match=r"no record in 0.05 s; 0% of 1 MiB"), ring.get(timeout=0.05):
-        pass
+    with pytest.raises(RingTimeout, match=r"no record in 0.05 s; 0% of 1 MiB"):
+        ring.get(timeout=0.05)
     ring.put(NOISE[: ring.max_record])
     ring.put(NOISE[: ring.max_record])
     assert ring.occupancy == 1
     with pytest.raises(RingTimeout, match=r"no room for 128 bytes in 0.05 s; 100% of 1 MiB in use by 2 records"):
         ring.put(b"x", timeout=0.05)
-    assert ring.counts == {"written": 2, "taken": 0, "damaged": 0}
+    assert ring.counts == {"written": 2, "taken": 0}
     assert len(drain(ring)) == 2
-    assert ring.counts == {"written": 2, "taken": 2, "damaged": 0} and ring.occupancy == 0
+    assert ring.counts == {"written": 2, "taken": 2} and ring.occupancy == 0
     ring.put(b"x", timeout=0)
-
-
-def test_a_record_keeps_its_space_while_it_is_looked_at(ring):
-    ring.put(NOISE[:400_000])
-    written = 0
-    with ring.get() as data:
-        with pytest.raises(RingTimeout):
-            for _ in range(20):
-                ring.put(NOISE[7:300_007], timeout=0)
-                written += 1
-        assert written and data == NOISE[:400_000]
-    with pytest.raises(ValueError, match="released"):
-        bytes(data)
-    ring.put(NOISE[7:300_007], timeout=0)
 
 
 def test_no_more_memory_is_touched_than_was_on_its_way_at_once():
@@ -202,54 +179,32 @@ def test_no_more_memory_is_touched_than_was_on_its_way_at_once():
             ring.put(content, timeout=0)
         assert drain(ring) == turn
         passed += sum(map(len, turn))
-    assert ring.counts["damaged"] == 0
     assert os.fstat(ring.fd).st_blocks * 512 <= 3 << 19 | 1 << 14, "pages of the memfd that are in memory"
     ring.close()
 
 
-@pytest.mark.parametrize("look", [lambda data: data[5:], np.asarray, lambda data: np.frombuffer(data[8:], np.float32, 4)])
-def test_nothing_that_looks_at_a_record_may_outlive_its_block(ring, look):
-    ring.put(NOISE[:4096])
-    with pytest.raises(BufferError), ring.get() as data:
-        view = look(data)
-    assert ring.counts["taken"] == 0
-    del view
-    assert drain(ring) == [NOISE[:4096]], "it stayed where it was"
-
-
-def test_eleven_thousand_damaged_records_are_refused_and_all_others_delivered():
-    """Random bytes change in headers, fillers and data: damaged records are never handed out, all others are."""
-    chance, ring, damaged, refused = random.Random(1), Ring.create(1 << 18), 0, 0
-    while damaged < 11_000:
-        sizes = [chance.choice((0, 1, 40, 700, 9000)) for _ in range(8)]
-        intact, spoilt = [], 0
-        for i, size in enumerate(sizes):
-            before = ring._words[ring_module.HEAD]
-            ring.put(body(damaged, i, size), timeout=0)
-            begin = ring._words[ring_module.HEAD] - ring_module._footprint(size + 16)
-            if before != begin and chance.random() < 0.5:
-                ring._bytes[ring._at(before) + chance.randrange(24)] ^= chance.randrange(1, 256)
-            if chance.random() < 0.3:
-                intact.append((damaged, i))
-                continue
-            spoilt += 1
-            for _ in range(chance.choice((1, 1, 1, 5))):
-                at = ring._at(begin) + (chance.randrange(32) if chance.random() < 0.4 else 64 + chance.randrange(size + 16))
-                old = ring._bytes[at]
-                ring._bytes[at] = (old + chance.randrange(1, 128)) % 256
-        seen = []
-        while ring.occupancy:
-            try:
-                with ring.get(timeout=0) as data:
-                    seen.append(parse(data))
-            except RecordDamaged:
-                refused += 1
-        assert seen == intact
-        damaged += spoilt
-    assert ring.counts["damaged"] == refused
-    ring.put(b"still works")
-    assert drain(ring) == [b"still works"]
-    ring.close()
+def test_two_thousand_damaged_records_are_refused():
+    """A byte changes in a header, a filler's header or the data: none is handed out as if it were whole."""
+    chance, fillers = random.Random(1), 0
+    for number in range(2000):
+        ring = Ring.create(8192)
+        for content in (NOISE[: chance.randrange(3800)], NOISE[: chance.randrange(3800)], b"in front"):
+            ring.put(content, timeout=0)
+        for _ in range(2):
+            ring.get(timeout=0)
+        before, size = ring._words[ring_module.HEAD], chance.choice((1, 40, 700, 3900))
+        ring.put(body(1, number, size), timeout=0)
+        begin = ring._words[ring_module.HEAD] - ring_module._footprint(size + 16)
+        places = [ring._at(begin) + chance.randrange(16), ring._at(begin) + 64 + chance.randrange(size + 16)]
+        if before != begin:
+            fillers += 1
+            places.append(ring._at(before) + chance.randrange(16))
+        assert ring.get(timeout=0) == b"in front"
+        ring._bytes[chance.choice(places)] ^= chance.randrange(1, 256)
+        with pytest.raises(RecordDamaged):
+            ring.get(timeout=0)
+        ring.close()
+    assert fillers > 100
 
 
 def test_two_rings_have_nothing_in_common_and_belong_to_their_owner(ring):
@@ -280,12 +235,11 @@ def test_records_of_several_writers_arrive_once_and_in_each_writers_order(ring):
     writers = [start(write, i, 3000 if i else 100_000) for i in range(3)]
     seen = collections.defaultdict(list)
     for _ in range(6000):
-        with ring.get(timeout=LIMIT) as data:
-            writer, number = parse(data)
-            seen[writer].append(number)
+        writer, number = parse(ring.get(timeout=LIMIT))
+        seen[writer].append(number)
     finish(*writers)
     assert seen == {writer: list(range(2000)) for writer in range(3)}
-    assert ring.counts == {"written": 6000, "taken": 6000, "damaged": 0} and ring.occupancy == 0
+    assert ring.counts == {"written": 6000, "taken": 6000} and ring.occupancy == 0
 
 
 @pytest.mark.slow
@@ -299,11 +253,10 @@ def test_soak_of_a_million_records():
 
     writer = start(write)
     for number in range(count):
-        with ring.get(timeout=LIMIT) as data:
-            expected = NOISE[number & 0xFFFF : (number & 0xFFFF) + 8 + (number & 127)]
-            assert data == expected + number.to_bytes(8, "little")
+        expected = NOISE[number & 0xFFFF : (number & 0xFFFF) + 8 + (number & 127)]
+        assert ring.get(timeout=LIMIT) == expected + number.to_bytes(8, "little")
     finish(writer)
-    assert ring.counts == {"written": count, "taken": count, "damaged": 0} and ring.occupancy == 0
+    assert ring.counts == {"written": count, "taken": count} and ring.occupancy == 0
     ring.close()
 
 
@@ -323,8 +276,8 @@ class Clock:
 def test_a_wait_does_not_burn_a_core(ring, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(ring_module, "time", clock)
-    with pytest.raises(RingTimeout), ring.get(timeout=1):
-        pass
+    with pytest.raises(RingTimeout):
+        ring.get(timeout=1)
     assert 1 <= clock.now < 1.1 and clock.naps < 1000
     ring.put(NOISE[: ring.max_record])
     ring.put(NOISE[: ring.max_record])
@@ -335,27 +288,6 @@ def test_a_wait_does_not_burn_a_core(ring, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------------------------ kills
-
-
-def test_there_is_one_reader_and_another_takes_over_when_it_dies(ring):
-    """A reader is killed in the middle of a record: the next one gets that record again."""
-    seen, write = os.pipe()
-
-    def read() -> None:
-        with Ring.attach(ring.address).get() as data:
-            os.write(write, bytes(data[:1]))
-            time.sleep(LIMIT)
-
-    ring.put(b"first")
-    ring.put(b"second")
-    pid = start(read)
-    assert pipe_byte(seen) == b"f"
-    with pytest.raises(RingTimeout, match="another process reads this ring"), ring.get(timeout=0.05):
-        pass
-    kill(pid)
-    with ring.get(timeout=5) as data:
-        assert data == b"first"
-    assert drain(ring) == [b"second"]
 
 
 def test_a_writer_killed_with_the_lock_in_its_hand_holds_nobody_up(ring):
@@ -421,8 +353,7 @@ def kill_a_writer_at_every_instruction(unread: list[bytes]) -> None:
         for record in [NOISE[:1000], NOISE[:3000], *unread]:
             ring.put(record, timeout=0)  # nothing that the dead one held is in the way
         for _ in range(2):
-            with ring.get(timeout=0):
-                pass
+            ring.get(timeout=0)
 
     def check(finished: bool) -> None:
         found = drain(ring)
@@ -450,22 +381,19 @@ def test_a_writer_killed_at_every_instruction_of_beginning_at_the_start_again():
 @in_a_small_process
 def test_a_reader_killed_at_every_instruction_loses_nothing():
     """A reader is killed until it has taken two of three records, the second one behind a filler: the next one gets what the
-    dead one had not handled, and at most one record that it had."""
+    dead one had not taken, and a record that is freed was read whole."""
     ring, contents, handled = Ring.create(16384), [NOISE[i : 3000 + i] for i in range(3)], mmap.mmap(-1, 1)
     outcomes = set()
 
     def run(end: Ring) -> None:
         for content in contents[:2]:
-            with end.get(timeout=1) as data:
-                assert data == content
-                handled[0] += 1
+            assert end.get(timeout=1) == content
+            handled[0] += 1
 
     def check(_) -> None:
-        other = Ring.attach(ring.address)
-        found = drain(other)
-        other.close()  # or the next one would not be the reader
+        found = drain(ring)
         assert found == contents[len(contents) - len(found) :], "in order, up to the last"
-        assert handled[0] - 1 <= len(contents) - len(found) <= handled[0]
+        assert handled[0] <= len(contents) - len(found) <= handled[0] + 1
         assert ring.occupancy == 0
         outcomes.add(len(found))
         handled[0] = 0
@@ -474,10 +402,8 @@ def test_a_reader_killed_at_every_instruction_loses_nothing():
     def prepare() -> None:
         for content in [NOISE[:3000]] * 4 + contents[:1]:
             ring.put(content, timeout=0)
-        with contextlib.closing(Ring.attach(ring.address)) as other:
-            for _ in range(4):
-                with other.get(timeout=0):
-                    pass
+        for _ in range(4):
+            ring.get(timeout=0)
         for content in contents[1:]:
             ring.put(content, timeout=0)
         assert ring.occupancy > 3 * ring_module._footprint(3000) / ring.capacity, "there is a filler"
@@ -489,8 +415,8 @@ def test_a_reader_killed_at_every_instruction_loses_nothing():
 
 @in_a_small_process
 def test_hundreds_of_random_kills():
-    """Three writers and a reader, killed and replaced at random: what was committed is delivered, intact, and the space comes
-    back."""
+    """Three writers and a reader, killed and replaced at random: what was committed is delivered, intact, but for what a reader
+    had taken when it was killed; and the space comes back."""
     chance, ring = random.Random(2), Ring.create(256 << 10)
     log, kills = os.memfd_create("log"), 600
     fcntl.fcntl(log, fcntl.F_SETFL, os.O_APPEND)  # one write at a time, whole
@@ -505,8 +431,7 @@ def test_hundreds_of_random_kills():
     def read() -> None:
         end = Ring.attach(ring.address)
         while True:
-            with end.get(timeout=LIMIT) as data:
-                os.write(log, struct.pack("<QQ", *parse(data)))
+            os.write(log, struct.pack("<QQ", *parse(end.get(timeout=LIMIT))))
 
     names = iter(range(2 * kills))
     jobs = [lambda: start(write, next(names))] * 3 + [lambda: start(read)]
@@ -521,12 +446,14 @@ def test_hundreds_of_random_kills():
     for record in drain(ring):
         os.write(log, struct.pack("<QQ", *parse(record)))
     seen = collections.Counter(struct.iter_unpack("<QQ", os.pread(log, 1 << 30, 0)))
+    lost = 0
     for writer in range(writers):
         committed = returned[writer]
         mine = {number for who, number in seen if who == writer}
-        assert mine in (set(range(committed)), set(range(committed + 1))), (writer, committed)
-    assert len(seen) > 2000 and seen.total() - len(seen) <= kills, "a killed reader's record comes twice, at most"
-    assert ring.occupancy == 0 and ring.counts["damaged"] == 0
+        assert mine <= set(range(committed + 1)), (writer, committed)
+        lost += len(set(range(committed)) - mine)
+    assert len(seen) == seen.total() > 2000 and lost <= kills, "a killed reader takes one record along, at most"
+    assert ring.occupancy == 0
     ring.put(NOISE[: ring.max_record], timeout=5)
     assert drain(ring) == [NOISE[: ring.max_record]]
 
@@ -545,7 +472,7 @@ def test_nothing_is_left_when_everyone_is_killed():
         os.setpgid(0, 0)
         made = Ring.create(1 << 20)
         start(attached, made.address, lambda end: end.put(b"x"))
-        start(attached, made.address, lambda end: end.get().__enter__())
+        start(attached, made.address, lambda end: end.get())
         pipe_byte(seen), pipe_byte(seen)
         os.write(out, f"{made.address} {os.readlink(f'/proc/self/fd/{made.fd}')}".encode())
         time.sleep(LIMIT)
