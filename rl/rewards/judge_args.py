@@ -11,7 +11,7 @@ from rl.ranges import Range
 
 @dataclass
 class JudgeArgs:
-    """A language model that scores responses."""
+    """Scores by a language model."""
 
     judge: str | None = None
     """Have a language model score the responses by this rubric, a YAML or JSON file (docs/judges.md)."""
