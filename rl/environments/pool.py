@@ -26,7 +26,7 @@ from rl.errors import UserError
 from rl.ranks import watchdog
 from rl.rewards import descendants
 from rl.rewards.environment import check_passed
-from rl.rewards.pool import plain
+from rl.rewards.score import plain
 
 START_LIMIT = 120  # seconds to import the tokenizer and the user's file; and again, to fork an episode's process
 REPLY_LIMIT = 1 << 26  # bytes of one answer

@@ -170,8 +170,8 @@ TABLE: dict[str, list[Row]] = {
     "Algorithm": [
         to("algorithm.adv_estimator=gae algorithm.norm_adv_by_std_in_grpo=True", "--adv-estimator", "verl's words work; `gae` "
            "is verl's default. Without division by the standard deviation `grpo` is `dr_grpo`", m.estimator),
-        to("algorithm.gdpo_reward_keys=null", "--gdpo-reward-keys", "names without brackets", m.gdpo_keys),
-        to("algorithm.gdpo_reward_weights=null", "--gdpo-reward-weights", "", m.gdpo_weights),
+        to("algorithm.gdpo_reward_keys", "--gdpo-reward-keys", "names without brackets", m.gdpo_keys),
+        to("algorithm.gdpo_reward_weights", "--gdpo-reward-weights", "", m.gdpo_weights),
         to("algorithm.gamma=1.0", "--gamma"),
         to("A.actor.policy_loss.loss_mode=vanilla", "--loss-mode", "verl's words work"),
         to("A.actor.loss_agg_mode=token-mean", "--loss-agg-mode", "`token-mean` in verl; here that of the loss's paper by "

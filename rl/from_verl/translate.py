@@ -205,6 +205,9 @@ def _verdict(run: Run, found: tuple | None, value: object) -> tuple[str, str]:
     return row.kind, row.note
 
 
+LISTS = ("_files", "target_modules", "gdpo_reward_keys", "gdpo_reward_weights")  # ends of keys whose value is one
+
+
 def _wrong(row: Row, name: str, value: object, default: object) -> str:
     """Why a value cannot be used, if it cannot."""
     if value == "":
@@ -221,7 +224,7 @@ def _wrong(row: Row, name: str, value: object, default: object) -> str:
         whole = name in NUMBERS or isinstance(default, int)
         fits = not isinstance(value, bool) and isinstance(value, int if whole else int | float)
     else:
-        fits = isinstance(default, list) or name.endswith(("_files", "target_modules")) or not isinstance(value, list | None)
+        fits = isinstance(default, list) or name.endswith(LISTS) or not isinstance(value, list | None)
     return "" if fits else f"verl's default counts instead: expected {_expected(name, default)}"
 
 

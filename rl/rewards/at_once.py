@@ -58,10 +58,9 @@ class AtOnce:
             raise Lost(*WROTE)
         if replies and not self.first_answer:
             self.first_answer = time.monotonic() - self._begun
-        heard = [(self._under_way.pop(reply["number"])[0][0], reply) for reply in replies]
-        if any(time.monotonic() > until for _, until in self._under_way.values()):
+        if not replies and any(time.monotonic() > until for _, until in self._under_way.values()):
             raise Lost("timeout", BLOCKED)
-        return heard
+        return [(self._under_way.pop(reply["number"])[0][0], reply) for reply in replies]
 
     def at_fault(self) -> list[Any]:
         """The key of the response that has lost the process, or none: several are scored again."""

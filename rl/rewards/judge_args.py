@@ -11,7 +11,7 @@ from rl.ranges import Content, MayChange, Range
 
 @dataclass
 class JudgeArgs:
-    """A language model that scores responses."""
+    """Scores by a language model."""
 
     judge: Annotated[str | None, Content("code")] = None
     """Have a language model score the responses by this rubric, a YAML or JSON file (docs/judges.md)."""

@@ -28,7 +28,7 @@ from rl.rewards.environment import check_passed
 from rl.rewards.judge_args import JudgeArgs
 from rl.rewards.process import Lost, ScoringProcess
 from rl.rewards.programs.args import CODE, CodeArgs
-from rl.rewards.score import EVENTS, Score, as_score
+from rl.rewards.score import EVENTS, Score, as_score, of_reply, plain
 from rl.rewards.verifiers import BUILT_IN, HARMLESS, code, gsm8k, verifier_name
 
 
@@ -325,7 +325,7 @@ class _Threads:
         try:
             while not self._closed and many.take(lambda: self._limit_of(many)):
                 for key, reply in many.hear():
-                    self.done.put(([(key, self._score_of(reply))], None))
+                    self.done.put(([(key, of_reply(reply, self._no_score()))], None))
         except Lost as lost:
             self._first_calls.append(many.first_answer)
             event = Score(None, event=lost.event, message=str(lost))
@@ -337,14 +337,6 @@ class _Threads:
         """Seconds that a response of many may take: more while the first ones may import or load something."""
         is_known = many.first_answer or self.args.judge
         return self.args.reward_timeout + (0.0 if is_known else max(self._first_calls, default=FIRST_CALL))
-
-    def _score_of(self, reply: dict) -> Score:
-        """Of an async function's reply."""
-        if "failed" not in reply:
-            return as_score(reply["value"])
-        event = reply["event"] if reply["event"] in EVENTS else "error"
-        message = self._no_score() if event == "timeout" else f"{reply['failed']:.500}"
-        return Score(None, event=event, message=message)
 
     def _ask(self, process: ScoringProcess, item: str) -> Score:
         started = time.monotonic()
@@ -390,13 +382,6 @@ def wrong_answer(item: dict) -> Score:
     """What a built-in grader gives for no answer: its lowest score."""
     function = BUILT_IN[item["data_source"]]
     return as_score(function(**item | {"solution_str": ""}))
-
-
-def plain(value: Any) -> Any:
-    """numpy scalars and arrays, bytes and dates of a parquet row, as JSON."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return str(value)
 
 
 def event_metrics(events: Mapping[str, int]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What a reward function returned, as a `Score`, or the event that kept a response from being scored."""
+"""What a reward function is given and returns: its value as a `Score`, or the event that kept a response from being scored."""
 
 import math
 from dataclasses import dataclass, field
@@ -41,3 +41,18 @@ def _is_number(value: Any) -> bool:
         return isinstance(value, bool | int | float) and math.isfinite(value)
     except OverflowError:  # an int beyond any float
         return False
+
+
+def of_reply(reply: dict, too_late: str) -> Score:
+    """The Score in an async function's reply (rl/rewards/worker.py). too_late: the message of one that took too long."""
+    if "failed" not in reply:
+        return as_score(reply["value"])
+    event = reply["event"] if reply["event"] in EVENTS else "error"
+    return Score(None, event=event, message=too_late if event == "timeout" else f"{reply['failed']:.500}")
+
+
+def plain(value: Any) -> Any:
+    """numpy scalars and arrays, bytes and dates of a parquet row, as JSON."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return str(value)

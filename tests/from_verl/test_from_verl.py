@@ -252,6 +252,17 @@ def test_what_the_command_leaves_out_is_verls_default_not_ours():
     assert {name: getattr(got, name) for name in expected} == expected
 
 
+def test_gdpo_has_its_named_rewards():
+    of = ["algorithm.gdpo_reward_keys=['format','right']", "algorithm.gdpo_reward_weights=[1.0,0.5]"]
+    words = [*of, "actor_rollout_ref.model.path=x", "actor_rollout_ref.rollout.n=4", "reward.reward_manager.name=gdpo"]
+    found = ours("algorithm.adv_estimator=gdpo", *words)
+    args = translate.parse(found)
+    assert (args.adv_estimator, args.gdpo_reward_keys, args.gdpo_reward_weights) == ("gdpo", ("format", "right"), (1.0, 0.5))
+    assert not found.refusal and not any(kind == "not here" for kind, _ in found.verdicts.values())
+    plain = ours("algorithm.adv_estimator=grpo", *words)
+    assert not any("gdpo" in flag for flag in plain.flags)
+
+
 def test_verls_own_default_estimator_has_a_critic_with_verls_numbers():
     words = "critic.optim.lr=2e-5 critic.model.path=y trainer.critic_warmup=20 algorithm.lam=0.95"
     words = f"{words} actor_rollout_ref.model.path=x actor_rollout_ref.actor.ppo_epochs=2".split()

@@ -1,10 +1,16 @@
 """Async reward functions: many responses at once in one process, and a bad one costs itself alone."""
 
+import itertools
+from collections import deque
+from queue import SimpleQueue
+from types import SimpleNamespace
+
 import pytest
 from test_scoring import FOREVER, drain
 
 import rl.rewards.at_once
 from rl.rewards.pool import RewardArgs, ScoringPool
+from rl.rewards.process import Lost
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -143,3 +149,18 @@ def test_one_that_will_not_be_cancelled_costs_itself(spec, monkeypatch):
     with ScoringPool(RewardArgs(reward=spec, reward_timeout=0.5)) as pool:
         found = submit(pool, "swallow")
         assert found["swallow", 0].event == "timeout"
+
+
+def test_an_answer_counts_though_another_response_blocks_the_loop_behind_it(monkeypatch):
+    monkeypatch.setattr(rl.rewards.at_once, "GRACE", 0.0)
+    answers = [[], [{"number": 1, "value": 1.0}], []]  # the first to the look whether the process has ended
+    numbers = itertools.count(1)
+    process = SimpleNamespace(put=lambda *_: next(numbers), exchange=lambda _: answers.pop(0))
+    queue, suspects = SimpleQueue(), deque()
+    for key in "ab":
+        queue.put((key, "{}"))
+    many = rl.rewards.at_once.AtOnce(process, queue, suspects, most=2)
+    assert many.take(lambda: -1.0) and many.hear() == [("a", {"number": 1, "value": 1.0})]
+    with pytest.raises(Lost, match="blocked its event loop"):
+        many.hear()
+    assert many.at_fault() == ["b"] and not suspects

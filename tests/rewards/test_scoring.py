@@ -385,7 +385,6 @@ UNLOADABLE = {
         r"score\(text\) cannot be called with data_source, solution_str",
     ),
     "one argument too many": ("mine.py:score", "def score(n, **_): return 1.0", r"missing a required argument: 'n'"),
-    "async": ("mine.py:score", "async def score(**_): return 1.0", "score is an async function"),
     "dies": ("mine.py:score", "import os; os._exit(1)", "--reward .*does not work: the scoring process exited with code 1"),
     "import over the memory limit": ("mine.py:score", "x = bytearray(1 << 34)", "--reward .*MemoryError.*mine.py:1"),
 }

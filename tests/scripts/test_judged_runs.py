@@ -1,7 +1,9 @@
 """Runs whose responses a judge scores: the bits that are promised, and a judge that vLLM serves."""
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -56,18 +58,8 @@ def vllm_server(demo_model, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", demo_model, "--served-model-name", "demo"]
-    command += [
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--max-model-len",
-        "1024",
-        "--chat-template",
-        str(tmp_path / "chat"),
-    ]
-    (tmp_path / "chat").write_text("{% for message in messages %}{{ message['content'] }}\n{% endfor %}")
+    where = ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", demo_model, *where]
     env = environment(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", RL_DEVICE="cpu")
     with open(tmp_path / "log", "w") as log:
         server = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
@@ -82,17 +74,19 @@ def vllm_server(demo_model, tmp_path):
                 time.sleep(0.5)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
-        os.killpg(server.pid, 9)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
         server.wait()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_vllm_serves_the_judge(vllm_server, rubric, tmp_path):
-    """A model that understands nothing is held to the rubric's words: each response is scored."""
+    """A model that understands nothing is held to the rubric's words, here of its 18 tokens: each response is scored."""
+    rubric.write_text(json.dumps({"items": {name: {"ask": "?", "choices": {"1": 1, "07": 0}} for name in ITEMS}}))
     flags = [*FLAGS, "--train-batch-size", "4", "--total-training-steps", "2", "--judge", rubric, "--judge-url", vllm_server]
     found, _, _ = train("train_sync.py", *flags, out=tmp_path / "run", timeout=280)
     for step in (1, 2):
-        assert found[step]["reward/unscored"] == 0 and 0 <= found[step]["critic/score/mean"] <= 2.5
-        assert found[step]["reward/extra/judge_prompt_tokens/mean"] > 100
+        assert found[step]["reward/unscored"] == 0 and 0 <= found[step]["critic/score/mean"] <= 2
+        assert found[step]["reward/extra/judge_prompt_tokens/mean"] > 10
         assert found[step]["reward/extra/judge_completion_tokens/mean"] >= 2

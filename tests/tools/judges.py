@@ -25,7 +25,7 @@ class Judge:
         self.asked: list[dict] = []  # the bodies of all questions
         self.seen: dict[str, int] = {}  # how often each response was asked about
         self.at_once, self.most_at_once = 0, 0
-        self.crowd = threading.Barrier(1)  # questions about "crowd" are answered once so many are there
+        self.crowd = threading.Barrier(1)  # questions about "crowd" are answered once that many are there
         self.closed, self.lock = threading.Event(), threading.Lock()
 
     def answer(self, body: dict) -> tuple[int, dict, bytes | None]:
