@@ -72,7 +72,7 @@ def traces() -> list:
 def run(task: dict, prelude: types.ModuleType, nothing: int) -> dict:
     """The program's output, as text, and how it ended: ok, or the kind of its failure. task: as Sandbox.run makes it."""
     given = os.memfd_create("stdin")
-    with open(os.dup(given), "w", errors="surrogateescape") as file:
+    with open(os.dup(given), "w", errors="replace") as file:
         file.write(task["stdin"])
     os.lseek(given, 0, os.SEEK_SET)
     reader, writer = os.pipe()

@@ -202,7 +202,7 @@ def _shown(source: Path, path: Path) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------- the probe
 
 ATTACK = """
-import json, os, signal, socket, sys
+import json, mmap, os, signal, socket, sys
 secret, variable, port = json.load(sys.stdin)
 fallen = []
 
@@ -229,7 +229,7 @@ for folder in ("/", "/dev", "/usr/lib", os.path.dirname(os.__file__)):
     breaks(f"{folder} can be written", lambda: open(os.path.join(folder, "probe"), "w"))
 breaks("the network can be reached", lambda: socket.create_connection(("127.0.0.1", port), 1))
 breaks("processes can be seen", look)
-breaks("memory has no limit", lambda: bytearray(2 << 30))
+breaks("memory has no limit", lambda: mmap.mmap(-1, 2 << 30))
 breaks("processes have no limit", fork)
 os.kill(1, signal.SIGKILL)
 print(json.dumps(fallen))
