@@ -31,14 +31,20 @@ def calculate(expression: str) -> str:
     return str(int(a) * int(b))
 
 
-row = json.load(sys.stdin)  # the columns of the data, and ground_truth
-messages = row["prompt"]
-while "tool_calls" in (said := ask(messages)):
-    messages.append(said)
-    for call in said["tool_calls"]:
-        try:
-            result = calculate(**json.loads(call["function"]["arguments"]))
-        except (TypeError, ValueError) as error:
-            result = f"error: {error}"
-        messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
-print(json.dumps({"reward": float(said["content"] == row["ground_truth"])}))
+def main() -> None:
+    """A response."""
+    row = json.load(sys.stdin)  # the columns of the data, and ground_truth
+    messages = row["prompt"]
+    while "tool_calls" in (said := ask(messages)):
+        messages.append(said)
+        for call in said["tool_calls"]:
+            try:
+                result = calculate(**json.loads(call["function"]["arguments"]))
+            except (TypeError, ValueError) as error:
+                result = f"error: {type(error).__name__}: {error}"
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+    print(json.dumps({"reward": float(said["content"] == row["ground_truth"])}))
+
+
+if __name__ == "__main__":
+    main()
