@@ -10,6 +10,7 @@ docs/agents.md.
 import json
 import os
 import sys
+import urllib.error
 import urllib.request
 
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string", "description": "Two numbers with *."}}}
@@ -21,8 +22,8 @@ def ask(messages: list[dict]) -> dict:
     body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages, "tools": [TOOL]}).encode()
     headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
     url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-    with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as answer:
-        return json.load(answer)["choices"][0]["message"]
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as reply:
+        return json.load(reply)["choices"][0]["message"]
 
 
 def calculate(expression: str) -> str:
@@ -31,10 +32,8 @@ def calculate(expression: str) -> str:
     return str(int(a) * int(b))
 
 
-def main() -> None:
-    """A response."""
-    row = json.load(sys.stdin)  # the columns of the data, and ground_truth
-    messages = row["prompt"]
+def answer(messages: list[dict]) -> str:
+    """What the model says in the end."""
     while "tool_calls" in (said := ask(messages)):
         messages.append(said)
         for call in said["tool_calls"]:
@@ -43,8 +42,12 @@ def main() -> None:
             except (TypeError, ValueError) as error:
                 result = f"error: {type(error).__name__}: {error}"
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
-    print(json.dumps({"reward": float(said["content"] == row["ground_truth"])}))
+    return said["content"]
 
 
 if __name__ == "__main__":
-    main()
+    row = json.load(sys.stdin)  # the columns of the data, and ground_truth
+    try:
+        print(json.dumps({"reward": float(answer(row["prompt"]) == row["ground_truth"])}))
+    except urllib.error.HTTPError:
+        pass  # the response's budget is used up
