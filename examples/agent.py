@@ -7,6 +7,7 @@ It is started for each response. Any client of OpenAI's chat completions will do
 docs/agents.md.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -47,7 +48,5 @@ def answer(messages: list[dict]) -> str:
 
 if __name__ == "__main__":
     row = json.load(sys.stdin)  # the columns of the data, and ground_truth
-    try:
+    with contextlib.suppress(urllib.error.HTTPError):  # that the response's budget is used up
         print(json.dumps({"reward": float(answer(row["prompt"]) == row["ground_truth"])}))
-    except urllib.error.HTTPError:
-        pass  # the response's budget is used up
