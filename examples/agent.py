@@ -7,9 +7,11 @@ It is started for each response. Any client of OpenAI's chat completions will do
 docs/agents.md.
 """
 
+import contextlib
 import json
 import os
 import sys
+import urllib.error
 import urllib.request
 
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string", "description": "Two numbers with *."}}}
@@ -21,8 +23,8 @@ def ask(messages: list[dict]) -> dict:
     body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages, "tools": [TOOL]}).encode()
     headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
     url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-    with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as answer:
-        return json.load(answer)["choices"][0]["message"]
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as reply:
+        return json.load(reply)["choices"][0]["message"]
 
 
 def calculate(expression: str) -> str:
@@ -31,14 +33,20 @@ def calculate(expression: str) -> str:
     return str(int(a) * int(b))
 
 
-row = json.load(sys.stdin)  # the columns of the data, and ground_truth
-messages = row["prompt"]
-while "tool_calls" in (said := ask(messages)):
-    messages.append(said)
-    for call in said["tool_calls"]:
-        try:
-            result = calculate(**json.loads(call["function"]["arguments"]))
-        except (TypeError, ValueError) as error:
-            result = f"error: {error}"
-        messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
-print(json.dumps({"reward": float(said["content"] == row["ground_truth"])}))
+def answer(messages: list[dict]) -> str:
+    """What the model says in the end."""
+    while "tool_calls" in (said := ask(messages)):
+        messages.append(said)
+        for call in said["tool_calls"]:
+            try:
+                result = calculate(**json.loads(call["function"]["arguments"]))
+            except (TypeError, ValueError) as error:
+                result = f"error: {type(error).__name__}: {error}"
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+    return said["content"]
+
+
+if __name__ == "__main__":
+    row = json.load(sys.stdin)  # the columns of the data, and ground_truth
+    with contextlib.suppress(urllib.error.HTTPError):  # that the response's budget is used up
+        print(json.dumps({"reward": float(answer(row["prompt"]) == row["ground_truth"])}))

@@ -63,8 +63,7 @@ class AgentEpisodes(Episodes):
     def drop(self, key: int) -> None:
         """Forgets a prompt whose responses are handed over."""
         super().drop(key)
-        for id in [id for id in self._histories if id[0] == key]:
-            del self._histories[id]
+        self._histories = {id: of for id, of in self._histories.items() if id[0] != key}
 
     # -- the beginning
 
@@ -72,8 +71,11 @@ class AgentEpisodes(Episodes):
         self._begin_histories(id)
         super()._start(id)
 
-    def _differs(self, id: tuple[int, int], prompt: list[int] | None) -> None:
-        """The agent's first call is not that of its group."""
+    def _refuse(self, id: tuple[int, int], wrong: str | None, prompt: list[int] | None) -> None:
+        """An agent's first call that is not that of its group begins a history of its own."""
+        if wrong:
+            super()._refuse(id, wrong, prompt)
+            return
         self._begin_histories(id, first=1)
         self._turn_to(id, 1, prompt)
         if self._room(id) > 0:

@@ -185,8 +185,7 @@ class Episodes(Responses):
     def drop(self, key: int) -> None:
         """Forgets a prompt whose responses are handed over."""
         super().drop(key)
-        for id in [id for id in self._of if id[0] == key]:
-            del self._of[id]
+        self._of = {id: episode for id, episode in self._of.items() if id[0] != key}
 
     # -- the beginning
 
@@ -232,20 +231,17 @@ class Episodes(Responses):
         elif first:
             work.prompt = dataclasses.replace(work.prompt, ids=first, text=self.tokenizer.decode(first))
         for id in alive:
-            if wrong:
-                self._fail(id, {"event": "bad_value", "message": wrong})
-                continue
-            if prompts[id] != first:
-                self._differs(id, prompts[id])
+            if wrong or prompts[id] != first:
+                self._refuse(id, wrong, prompts[id])
                 continue
             if self._of[id].output and beginning.recorded != work.prompt.ids:
                 self._forget(id)
             work.requests[id[1]] = dataclasses.replace(work.requests[id[1]], prompt_ids=work.prompt.ids)
             self._start(id)
 
-    def _differs(self, id: tuple[int, int], prompt: list[int] | None) -> None:
-        """An environment has made another prompt than the first of its group."""
-        self._fail(id, {"event": "bad_value", "message": "reset adds another prompt than in its group"})
+    def _refuse(self, id: tuple[int, int], wrong: str | None, prompt: list[int] | None) -> None:
+        """An environment has made a prompt that cannot be used: it is wrong, or not that of its group."""
+        self._fail(id, {"event": "bad_value", "message": wrong or "reset adds another prompt than in its group"})
 
     def _start(self, id: tuple[int, int]) -> None:
         episode = self._of[id]
@@ -274,9 +270,8 @@ class Episodes(Responses):
 
     def _take(self) -> None:
         """Does what the answers say: in lock step in an order that is not that of their arrival."""
-        held = [item for item in self._answers if item[0][0] < self.paused_below]
         answers = [item for item in self._answers if item[0][0] >= self.paused_below]
-        self._answers = held
+        self._answers = [item for item in self._answers if item[0][0] < self.paused_below]
         for id, answer in sorted(answers, key=lambda item: item[0]) if self.args.in_lock_step else answers:
             if id not in self._of or self._of[id].is_over:
                 continue
@@ -305,8 +300,10 @@ class Episodes(Responses):
         self._reward(id, answer["reward"])
         if episode.again:
             recorded = episode.output.token_ids[episode.at : episode.at + episode.again.popleft()]
-            if answer["done"] or recorded != ids:
-                self._restart(id)
+            if answer["done"] or recorded != ids:  # the environment answers otherwise than it did: it starts again
+                self.environments.end(id)
+                self._forget(id)
+                self._fork(id)
                 return
             self._append(id, len(ids))
             if episode.again:
@@ -368,12 +365,6 @@ class Episodes(Responses):
             self._add(id, episode.output)
         else:
             self._cut(id)
-
-    def _restart(self, id: tuple[int, int]) -> None:
-        """An environment that answers otherwise than it did: its response is made again."""
-        self.environments.end(id)
-        self._forget(id)
-        self._fork(id)
 
     def _forget(self, id: tuple[int, int]) -> None:
         """Drops what was recorded of an episode."""

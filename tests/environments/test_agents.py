@@ -106,6 +106,57 @@ def test_the_openai_client_is_answered_and_refused(model, tokenizer, tmp_path):
     pool.close()
 
 
+TOOL = '''
+def calculate(expression: str) -> str:
+    """Computes.
+
+    Args:
+        expression: Two numbers.
+    """
+    return str(eval(expression))
+
+row = json.load(sys.stdin)
+'''
+LIBRARIES = {
+    "agents": f"""
+import json, os, sys
+from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+from openai import AsyncOpenAI
+{TOOL}
+set_tracing_disabled(True)
+model = OpenAIChatCompletionsModel(os.environ["OPENAI_MODEL"], AsyncOpenAI())
+agent = Agent("a", instructions="Compute.", tools=[function_tool(calculate)], model=model)
+answer = Runner.run_sync(agent, row["prompt"][0]["content"]).final_output
+print(json.dumps({{"reward": float(answer == row["ground_truth"])}}))
+""",
+    "smolagents": f"""
+import json, os, sys
+from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+{TOOL}
+model = OpenAIServerModel(os.environ["OPENAI_MODEL"])
+answer = ToolCallingAgent([tool(calculate)], model, verbosity_level=0).run(row["prompt"][0]["content"])
+print(json.dumps({{"reward": float(str(answer) == row["ground_truth"])}}))
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("library", "last", "history"),
+    [("agents", "6", 0), ("smolagents", ASKED.replace("calculate", "final_answer").replace("expression", "answer"), 1)],
+    ids=["openai-agents", "smolagents"],
+)
+def test_a_public_library_runs_as_it_is(model, tokenizer, tmp_path, library, last, history):
+    """openai-agents extends its conversation, smolagents begins another with each call."""
+    pytest.importorskip(library)
+    pool = agents(model, written(tmp_path / "agent.py", LIBRARIES[library]), env_timeout=100.0)
+    pool.begin("a", ROW | {"ground_truth": "6" if library == "agents" else "2*3"}, seed=1, own_seed=1)
+    assert "prompt" in answers(pool, ["a"])["a"]
+    assert says(pool, tokenizer, "a", ASKED)["history"] == history
+    done = says(pool, tokenizer, "a", last)
+    assert done["done"] and done["reward"] == 1.0
+    pool.close()
+
+
 RUDE = """
 import json, os, subprocess, sys, time, urllib.error, urllib.request
 

@@ -1,12 +1,14 @@
 """Responses of several turns in whole runs: the bits that are promised, and a resume in the middle of a tool."""
 
+import json
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from helpers import bits, is_documented, left_over, run_script, start, train
+from helpers import ROOT, bits, is_documented, left_over, run_script, start, train
 
 ENVIRONMENTS = '''
 import time
@@ -30,7 +32,21 @@ class Slow:
         a, b = expression.split("*")
         return str(int(a) * int(b))
 '''
+# Asks for another conversation and for the first again, between the turns of its own.
+FORKS = """
+from agent import *
+
+row = json.load(sys.stdin)
+messages = row["prompt"]
+said = ask(messages)
+ask([{"role": "user", "content": "12*34="}])
+ask(messages)
+if "tool_calls" in said:
+    said = ask([*messages, said, {"role": "tool", "content": row["ground_truth"]}])
+print(json.dumps({"reward": float(said["content"] == row["ground_truth"])}))
+"""
 CALCULATOR = ["--model", "demo-calculator", "--env", "demo-calculator", "--max-response-length", "24"]
+AGENT = ["--agent", f"{sys.executable} {ROOT / 'examples' / 'agent.py'}"]
 SHORT = ["--train-batch-size", "4", "--test-freq", "0"]
 
 
@@ -39,6 +55,13 @@ def file(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("environments") / "environments.py"
     path.write_text(ENVIRONMENTS)
     return path
+
+
+def forking(file: Path) -> list[str]:
+    """The flags of an agent that forks, next to the environments' file."""
+    agent = file.with_name("forks.py")
+    agent.write_text(f"import sys; sys.path.append({str(ROOT / 'examples')!r})\n{FORKS}")
+    return ["--agent", f"{sys.executable} {agent}"]
 
 
 @pytest.mark.slow
@@ -61,6 +84,10 @@ def test_sync_async_and_replay_train_the_same_bits(tmp_path):
     assert bits(sync) == bits(split)
     assert sum(found[step]["reward/extra/tool_calls/mean"] for step in found if step) > 0
     assert all(found[step]["response_length/trained/mean"] <= found[step]["response_length/mean"] for step in found if step)
+    _, own, _ = train(
+        "train_async.py", *flags[:2], *AGENT, *flags[4:], "--staleness-threshold", "0", ranks=2, out=tmp_path / "agent"
+    )
+    assert bits(own) == bits(sync)  # an agent that does what an environment does
     said = run_script("replay.py", tmp_path / "samples", "--output-dir", tmp_path / "replay").stdout
     assert "bit for bit" in said
 
@@ -86,9 +113,11 @@ def test_over_sampling_resumes_bit_for_bit(file, tmp_path):
 
 
 @pytest.mark.slow
-def test_kill_9_while_tools_are_at_work_loses_no_ticket(file, tmp_path):
-    """Complaint 20, and no process is left."""
-    flags = [*CALCULATOR[:2], *CALCULATOR[4:], "--env", f"{file}:Slow", *SHORT, "--lr", "1e-3", "--save-freq", "1"]
+@pytest.mark.parametrize("kind", ["env", "agent"])
+def test_kill_9_while_tools_are_at_work_loses_no_ticket(kind, file, tmp_path):
+    """Complaint 20, and no process is left. An agent's forked histories are among what is recorded."""
+    what = {"env": ["--env", f"{file}:Slow", *CALCULATOR[4:]], "agent": [*forking(file), "--max-response-length", "64"]}[kind]
+    flags = [*CALCULATOR[:2], *what, *SHORT, "--lr", "1e-3", "--save-freq", "1"]
     flags += ["--experiment-name", "run", "--output-dir", tmp_path, "--staleness-threshold", "1"]
     job, mark = start("train_async.py", *flags, "--total-training-steps", "400", ranks=2)
     until = time.monotonic() + 120
@@ -102,6 +131,9 @@ def test_kill_9_while_tools_are_at_work_loses_no_ticket(file, tmp_path):
     assert not left_over(mark)
     step = max(int(path.name[5:]) for path in tmp_path.glob("run/step_*") if (path / "config.json").exists())
     done = run_script("train_async.py", *flags, "--total-training-steps", step + 3, ranks=2)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {row.get("reward/extra/forks/mean") for row in rows} == {None if kind == "env" else 2.0}
+    assert not any(row["reward/unscored"] for row in rows) and all(map(is_documented, rows[-1].keys() - {"step", "time"}))
     started, trained, dropped, flying = map(
         int, re.search(r"([\d,]+) tickets started = (\d+) trained \+ (\d+) dropped \+ (\d+) in flight", done.stdout).groups()
     )
