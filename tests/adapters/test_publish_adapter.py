@@ -101,7 +101,7 @@ FAULTS = {
     ),
     "twice the scale": (
         lambda engine: setattr(engine.adapters, "scale", 2 * engine.adapters.scale),
-        r"applies (1\.9|2\.\d)\d times",
+        r"applies (1\.[7-9]|2\.[0-3])\d times",
     ),
     "a tenth more": (
         lambda engine: setattr(engine.adapters, "scale", 1.1 * engine.adapters.scale),
