@@ -10,9 +10,18 @@ from rl.adapters.lora import WithoutAdapters
 from rl.learning.batch import Batch, MicroBatch, part_of
 from rl.learning.learner import Learner
 from rl.model.sequence_parallel import gather_log_probs
+from rl.model.vision_forward import row_inputs
 from rl.samples.group import Group, Response
 
 TOKENS = 17  # in the probe
+
+
+class NoImages:
+    """The images of a batch of text alone, for a model that takes some (rl/learning/batch_images.py)."""
+
+    def inputs(self, lengths: list[int], after: list[int], groups: list[int], device: torch.device) -> dict:
+        inputs = row_inputs(lengths, after, [None] * len(lengths))
+        return inputs | {"position_ids": inputs["position_ids"].to(device)}
 
 
 class AdapterProbe:
@@ -55,5 +64,6 @@ class AdapterProbe:
         response = Response(answer, nothing.astype(np.float32), nothing, "length")
         batch = Batch.of([Group(0, np.array(self.ids[:1], np.int32), "probe", [response])])
         ranks = self._learner.ranks
+        batch.images = NoImages() if self._learner.policy.takes_images else None
         micro = MicroBatch.of(batch, [0], ranks.device)
         return part_of(micro, ranks) if ranks.sequence_parallel > 1 else micro

@@ -46,7 +46,7 @@ def fault(found: list[float], expected: dict, noise: float) -> str | None:
         return (
             f"the engine applies {of_base[0]:.2f} times the adapter that it was sent, a wrong scale or another layer's; {where}"
         )
-    if of_before and _is_off(*of_before):
+    if of_before and abs(of_before[0]) < KNOWN / 2:
         return f"the engine computes with the adapter of the publish before, not with this one; {where}"
     return None
 
@@ -76,7 +76,8 @@ class Held:
     def check(self, version: int) -> None:
         """Raises RuntimeError, with the parameter's name, where the engine holds something else."""
         for name, given in self._given.items():
-            if self._digest(self._engine.read_back(name).to(self._dtype)) != given:
+            live = self._engine.read_back(name)  # None where the engine cannot show it
+            if live is not None and self._digest(live.to(self._dtype)) != given:
                 raise RuntimeError(f"version {version}: the engine's {name} is not what the learner sent")
 
     def _digest(self, tensor: torch.Tensor) -> int:

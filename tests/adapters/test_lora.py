@@ -289,6 +289,19 @@ def test_two_learners_learn_as_one_does(models, tmp_path):
             assert relative(got["learned"], got["published"]) > 1e-2, case
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+def test_compiled_layers_compute_the_same(models, ranks):
+    batch, found = sequences(), []
+    for compiled in (False, True):
+        learner = learner_of(models["qwen3"], ranks, compile=compiled)
+        found.append(gradients(learner, batch, ranks))
+    (plain, expected), (log_probs, grads) = found
+    torch.testing.assert_close(torch.cat(log_probs), torch.cat(plain), atol=1e-5, rtol=1e-5)
+    for name, grad in expected.items():
+        torch.testing.assert_close(grads[name], grad, atol=1e-5 * float(grad.abs().max()), rtol=1e-4)
+
+
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
