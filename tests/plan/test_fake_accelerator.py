@@ -44,6 +44,7 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/generation/embedded/sampling.py": ["engine"],
     "rl/generation/embedded/states.py": ["engine, delta nets"],
     "rl/model/hybrid/chain.py": ["delta nets", "engine, delta nets"],
+    "rl/model/hybrid/rule.py": ["delta nets"],
     "rl/weights/publisher.py": ["one rank", "one rank, over the host"],
     "rl/weights/subscriber.py": ["engine", "engine, over the host"],
     "rl/weights/digests.py": ["one rank", "engine"],
