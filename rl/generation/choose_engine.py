@@ -33,7 +33,6 @@ def make_engine(
         trust_remote_code=trust_remote_code,
         end_tokens=end_tokens,
         router=args,
-        head_fp32=args.lm_head_fp32,
     )
 
 

@@ -97,7 +97,6 @@ class TransformersEngine:
         trust_remote_code: bool = False,
         end_tokens: set[int] | None = None,
         router: RouterArgs | None = None,
-        head_fp32: bool = False,
     ):
         check_supported(load_config(model_path, trust_remote_code).get_text_config(), f"--model {model_path}", max_length)
         self.model = load_weights(model_path, dtype, trust_remote_code, say=False)
@@ -121,7 +120,7 @@ class TransformersEngine:
         router = router or RouterArgs()
         self.router = Router.of(self.model, router)
         self.records_routes = self.router is not None and router.router_replay == "R3"
-        self.head_fp32, self._head = head_fp32 and dtype != torch.float32, None
+        self.head_fp32, self._head = router.lm_head_fp32 and dtype != torch.float32, None
         self.version = -1
         self.waiting: deque[Request] = deque()
         self.running: list[Running] = []  # running[a] is in slot a
