@@ -341,9 +341,9 @@ class TransformersEngine:
         uniform = self.uniform[first : len(self.running)].gather(1, counts[:, None]).squeeze(1)
         token, log_prob, support = sample(self._logits(hidden), uniform, self._settings(rows))
         if support is not None:
-            for row, record in zip(rows, support.cpu().numpy(), strict=True):
+            for row, record in zip(rows, support.tolist(), strict=True):
                 if row.request.sampling.support:
-                    row.support.append(record[None])
+                    row.support.append(np.array([record], np.int32))
         self.token[first : len(self.running)] = token
         self.position[first : len(self.running)] += 1
         finished: dict[int, str] = {}
