@@ -47,7 +47,6 @@ def make_engine(
         end_tokens=end_tokens,
         router=args,
         adapters=adapters,
-        head_fp32=args.lm_head_fp32,
     )
 
 

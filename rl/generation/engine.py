@@ -17,13 +17,12 @@ import torch
 from rl.data.image_prompts import Images
 from rl.errors import UserError
 from rl.model.head import support
-from rl.model.head.precision import HeadArgs
 from rl.model.router import RouterArgs
 from rl.ranges import MayChange, Range
 
 
 @dataclass
-class EngineArgs(RouterArgs, HeadArgs):
+class EngineArgs(RouterArgs):
     """Generation: sampling and the engine."""
 
     rollout_n: Annotated[int, Range(at_least=1)] = 8

@@ -6,14 +6,13 @@ from typing import Annotated, Literal
 from rl.adapters.lora import AdapterArgs
 from rl.errors import UserError
 from rl.learning.optimizer import OptimizerArgs
-from rl.model.head.precision import HeadArgs
 from rl.model.router import RouterArgs
 from rl.ranges import MayChange, Range
 from rl.ranks.device import default_dtype
 
 
 @dataclass
-class LearnerArgs(AdapterArgs, OptimizerArgs, RouterArgs, HeadArgs):
+class LearnerArgs(AdapterArgs, OptimizerArgs, RouterArgs):
     """Precision, memory and layout of the learners."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -30,7 +30,7 @@ UNKNOWN = -1  # in routes that are to be replayed: a token of which nothing is r
 
 @dataclass
 class RouterArgs:
-    """The routers of a mixture of experts."""
+    """The routers of a mixture of experts, and the output head."""
 
     router_replay: Literal["off", "R2", "R3"] = "off"
     """Train each token with the experts that were chosen for it before: R2 when its old log-prob was computed, R3 when the
@@ -38,6 +38,9 @@ class RouterArgs:
     moe_router_dtype: Literal["float32", "auto"] = "float32"
     """Precision of the routers' logits, in the learner and in the embedded engine; auto takes that of their layers. vLLM
     ignores this."""
+    lm_head_fp32: bool = False
+    """Multiply with the output head in fp32, in the learner and in the engines, where the model computes in bf16: their
+    log-probs are closer, for a slower product (rl/model/head/precision.py)."""
 
 
 class Router:

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from rl.generation.scripted import ScriptedEngine
-from rl.samples.outlines import outlined
 from test_episodes import ANSWER, TURN, Played, finish, make, script
 
 from rl.generation.agent_episodes import AgentEpisodes

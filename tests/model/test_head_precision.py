@@ -14,6 +14,7 @@ from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.learner import Learner
 from rl.model import policy
+from rl.model.router import RouterArgs
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def test_log_probs_of_the_engine(path):
     """Logits are the exact product with the weights of each update; where all is fp32 the flag changes nothing."""
     exact = {}
     for on in (True, False):
-        engine = TransformersEngine(path, max_length=64, dtype=torch.bfloat16, head_fp32=on)
+        engine = TransformersEngine(path, max_length=64, dtype=torch.bfloat16, router=RouterArgs(lm_head_fp32=on))
         drain(engine, requests_for(n=1))
         torch.manual_seed(1)
         weights = [(name, w + 0.05 * torch.randn_like(w)) for name, w in engine.model.named_parameters()]
@@ -70,6 +71,6 @@ def test_log_probs_of_the_engine(path):
         exact[on] = float((logits.double() - hidden.double() @ engine.model.lm_head.weight.double().t()).abs().max())
         assert logits.dtype == (torch.float32 if on else torch.bfloat16)
     assert exact[True] < 1e-5 and exact[False] > 1e-3
-    plain, same = (TransformersEngine(path, max_length=64, head_fp32=on) for on in (False, True))
+    plain, same = (TransformersEngine(path, max_length=64, router=RouterArgs(lm_head_fp32=on)) for on in (False, True))
     outputs = [[dataclasses.astuple(o) for o in drain(engine, requests_for()).values()] for engine in (plain, same)]
     assert outputs[0] == outputs[1]

@@ -18,6 +18,7 @@ import train_sync
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Output, Request, SamplingParams
+from rl.generation.vllm.support import taken_apart
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.learner import Learner
@@ -207,3 +208,30 @@ def test_environments_tokens_have_no_record(models):
     before = Output(0, [5, 6], [-1.0, 0.0], [0, 0], "unfinished")  # of a run without records
     (output,) = drain(engine, [Request(0, [3], sampling, 0, so_far=before)]).values()
     assert (output.support[:2] == support.NOTHING).all() and (output.support[2:, 0] >= 0).all()
+
+
+@dataclasses.dataclass
+class Flat:
+    """vLLM's FlatLogprobs, as far as they are read."""
+
+    token_ids: list
+    logprobs: list
+    start_indices: list
+    end_indices: list
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
+
+
+def test_what_vllm_gives_is_taken_apart():
+    """Three tokens, each followed by the four likeliest of all: -inf outside of the support; of the last there are more ties
+    than entries, and the sampled one is not among them. Before them come two of which nothing is known."""
+    inf = float("inf")
+    ids = [[7, 9, 7, 1, 2], [4, 4, 5, 6, 8], [30, 1, 2, 3, 4]]
+    log_probs = [[-1.0, -0.5, -1.0, -inf, -inf], [0.0, 0.0, -inf, -inf, -inf], [-1.6] * 5]
+    flat = Flat(*([*itertools.chain(*x)] for x in (ids, log_probs)), [0, 5, 10], [5, 10, 15])
+    before = Output(0, [1, 2], [-1.0, -1.0], [0, 0], "unfinished")
+    sampled, record = taken_apart(flat, 4, before)
+    assert sampled.token_ids == [7, 4, 30] and sampled.logprobs == [-1.0, 0.0, -1.6]
+    expected = [[-1] * 4, [-1] * 4, [9, 7, -1, -1], [4, -1, -1, -1], [1, 2, 3, 30]]
+    assert record.tolist() == expected and record.dtype == np.int32

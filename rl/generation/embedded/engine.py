@@ -99,7 +99,6 @@ class TransformersEngine:
         end_tokens: set[int] | None = None,
         router: RouterArgs | None = None,
         adapters: AdapterArgs | None = None,
-        head_fp32: bool = False,
     ):
         """adapters: those that `update` brings by themselves; None for an engine of ordinary weights."""
         check_supported(load_config(model_path, trust_remote_code).get_text_config(), f"--model {model_path}", max_length)
@@ -129,7 +128,7 @@ class TransformersEngine:
         router = router or RouterArgs()
         self.router = Router.of(self.model, router)
         self.records_routes = self.router is not None and router.router_replay == "R3"
-        self.head_fp32, self._head = head_fp32 and dtype != torch.float32, None
+        self.head_fp32, self._head = router.lm_head_fp32 and dtype != torch.float32, None
         self.version = -1
         self.waiting: deque[Request] = deque()
         self.running: list[Running] = []  # running[a] is in slot a
@@ -358,9 +357,9 @@ class TransformersEngine:
         uniform = self.uniform[first : len(self.running)].gather(1, counts[:, None]).squeeze(1)
         token, log_prob, support = sample(self._logits(hidden), uniform, self._settings(rows))
         if support is not None:
-            for row, record in zip(rows, support.cpu().numpy(), strict=True):
+            for row, record in zip(rows, support.tolist(), strict=True):
                 if row.request.sampling.support:
-                    row.support.append(record[None])
+                    row.support.append(np.array([record], np.int32))
         self.token[first : len(self.running)] = token
         self.position[first : len(self.running)] += 1
         finished: dict[int, str] = {}

@@ -12,15 +12,6 @@ from torch import Tensor, nn
 
 
 @dataclass
-class HeadArgs:
-    """The output head."""
-
-    lm_head_fp32: bool = False
-    """Multiply with the output head in fp32, in the learner and in the engines, though the model computes in bf16: their
-    log-probs are closer, for a slower product."""
-
-
-@dataclass
 class Fp32Head:
     """A head whose product and gradients are fp32; those of its weights arrive in their own precision."""
 
