@@ -54,6 +54,8 @@ CASES = [
     ("--kl-horizon 5", "", "--kl-ctrl-type adaptive --use-kl-in-reward"),
     ("--max-num-gen-batches 3", "", "--filter-groups"),
     ("--teacher-coef 2", "", "--teacher demo"),
+    ("--sft-coef 2", "", "--sft-files demo"),
+    ("--sft-batch-size 2", "", "--sft-files demo"),
     ("--teacher-top-k 4", "--use-kl-loss", "--teacher demo"),
     ("--critic-model demo", "", "--adv-estimator gae"),
     ("--critic-lr 0.1", "", "--adv-estimator gae"),
