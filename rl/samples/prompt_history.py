@@ -5,8 +5,8 @@ shown says so before they are generated (GRESO, arXiv 2506.02177). A ticket is d
 of the weights that it may start under, and by a random number of its own, so that the decision is the same on every rank and
 after a resume. A ticket that is passed over never starts; it makes room for another, as a dropped one does.
 
-Where batches are made whole, those who make them keep the history. In a stream the learners do: they decide on a ticket when
-the bound of staleness first lets it start, and announce those that are passed over together with the weights.
+Where batches are made whole, those who make them keep the history, which is of all batches before. In a stream the learners do:
+they decide on a ticket when the bound of staleness first lets it start, and announce with the weights those that do not.
 """
 
 import copy

@@ -56,6 +56,8 @@ CASES = [
     ("--kl-horizon 5", "", "--kl-ctrl-type adaptive --use-kl-in-reward"),
     ("--max-num-gen-batches 3", "", "--filter-groups"),
     ("--teacher-coef 2", "", "--teacher demo"),
+    ("--sft-coef 2", "", "--sft-files demo"),
+    ("--sft-batch-size 2", "", "--sft-files demo"),
     ("--teacher-top-k 4", "--use-kl-loss", "--teacher demo"),
     ("--critic-model demo", "", "--adv-estimator gae"),
     ("--critic-lr 0.1", "", "--adv-estimator gae"),
@@ -144,11 +146,12 @@ ALWAYS = {  # component -> its flags that have an effect by themselves, or are r
     "RunArgs": "model trust_remote_code seed total_training_steps test_freq val_only",
     "TeacherArgs": "teacher teacher_alone",
     "JudgeArgs": "judge",
+    "ImitationArgs": "sft_files",
     "AlgorithmArgs": "adv_estimator loss_mode loss_agg_mode loss_args backward_without_advantage entropy_coeff use_kl_loss "
     "top_entropy_quantile "
     "use_kl_in_reward use_rollout_log_probs filter_groups",
     "RolloutCorrectionArgs": "rollout_is rollout_rs off_policy_mask_threshold",
-    "DataArgs": "train_files prompt_key max_prompt_length filter_overlong_prompts shuffle train_max_samples",
+    "DataArgs": "train_files prompt_key max_prompt_length filter_overlong_prompts shuffle prompt_sampling train_max_samples",
     "RewardArgs": "reward on_reward_error overlong_buffer_len",
     "EnvironmentArgs": "env tools agent",
     "EngineArgs": "rollout_n max_response_length temperature top_p top_k ignore_eos engine max_num_seqs max_num_batched_tokens "
