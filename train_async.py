@@ -125,9 +125,6 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
             kl = losses.kl_penalty(targets.old_log_prob, targets.ref_log_prob, batch.trained, args.kl_reward_type)
             targets.reward = targets.reward - kl_control.coef * kl
             metrics |= kl_control.update(whole_batch.mean_of_responses(kl, batch), len(batch.score))
-        if args.needs_critic:
-            of_tokens = (targets.reward, batch.trained, batch.seq, targets.value)
-            targets.returns = losses.lambda_return(*of_tokens, args.gamma, args.returns_lam)
         estimator = losses.ADVANTAGES[args.adv_estimator]  # of the batch's reward, mask, seq and group
         targets.advantage = whole_batch.advantage(estimator, batch, **args.estimator_inputs(batch))
         targets.chosen = choose_tokens(args, batch, minis)

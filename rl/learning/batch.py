@@ -52,13 +52,13 @@ class Targets:
     teacher_log_prob: torch.Tensor | None = None  # float32
     energy: torch.Tensor | None = None  # float32, for the optimal token baseline
     high_entropy: torch.Tensor | None = None  # bool, tokens that --top-entropy-quantile leaves in the policy loss
+    value: torch.Tensor | None = None  # float32, of the critic, before the update
     is_weight: torch.Tensor | None = None  # float32, rollout correction
     rejected: torch.Tensor | None = None  # bool, tokens that the rollout correction leaves out of the loss
     reward: torch.Tensor | None = None  # float32, the score on the last token, less KL penalties
-    value: torch.Tensor | None = None  # float32, of the critic, before the update
-    returns: torch.Tensor | None = None  # float32, what the critic learns to predict
     advantage: torch.Tensor | None = None  # float32
     chosen: torch.Tensor | None = None  # bool, tokens that clip_cov and kl_cov single out
+    returns: torch.Tensor | None = None  # float32, what the critic learns to predict
 
 
 @dataclass
