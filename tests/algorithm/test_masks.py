@@ -80,9 +80,15 @@ class Learner:
         return of_row[0], of_row[2] if entropy == "loss" else of_row[2].detach()
 
     def log_probs_of(self, which, batch, micros):
+        return self._row(int(which == "reference"), batch, micros)
+
+    def spread_of(self, batch, micros):
+        return self._row(2, batch, micros), self._row(2, batch, micros)
+
+    def _row(self, number, batch, micros):
         out = torch.zeros(len(batch.token))
         for micro in itertools.chain.from_iterable(micros):
-            out[micro.index] = self.table[int(which == "reference")].detach()[self.place[micro.index]]
+            out[micro.index] = self.table[number].detach()[self.place[micro.index]]
         return out
 
     def step(self):

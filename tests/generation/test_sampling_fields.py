@@ -40,9 +40,8 @@ def test_the_embedded_engine_reads_what_it_says(models):
 def test_vllm_is_given_what_it_says():
     engine = pytest.importorskip("rl.generation.vllm.engine", exc_type=ImportError).VLLMEngine
     given, watched = [], Watched()
-    own = SimpleNamespace(add_request=lambda *request: given.append(request))
-    rest = {"seeds": False, "eos": [1], "_updates": 0, "images": None}
-    engine._hand_over(SimpleNamespace(engine=own, **rest), "0", Request(0, [3, 4], watched, 0))
+    own = {"seeds": False, "eos": [1], "_updates": 0, "_salts": {}, "images": None, "_ask": lambda *of: given.append(of)}
+    engine._hand_over(SimpleNamespace(**own), "0", Request(0, [3, 4], watched, 0))
     assert watched.asked == engine.reads and len(given) == 1
 
 
