@@ -1,6 +1,6 @@
 """PPO's critic in the algorithm: its flags, which models can be one, and its part of a step.
 
-losses.py has the formulas, rl/algorithm/value_model.py the model and its optimizer, imported for `--adv-estimator gae` alone.
+losses.py has the formulas, rl/learning/value_model.py the model and its optimizer, imported for `--adv-estimator gae` alone.
 Left out: a critic that shares the policy's layers, which would change what the policy learns.
 """
 
@@ -21,7 +21,7 @@ from rl.model.pretrained import check_model, load_config
 from rl.ranges import Content, Range
 
 if TYPE_CHECKING:
-    from rl.algorithm.value_model import Critic
+    from rl.learning.value_model import Critic
 
 AGGREGATION = "token-mean"  # of the critic's loss
 

@@ -16,8 +16,6 @@ from helpers import ROOT
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
 FOREIGN = {  # of vLLM, torch and its shared memory
     "No available memory for the cache blocks",
-    "CPU Generator does not use offset",
-    "create shm in SHMManager failed. errno: 17",
     "The hostname of the client socket cannot be retrieved",
 }
 BEGINNING = r"(?:error|warning|Ctrl-C|Stopped): |==== The |[a-z]+ \d+ (?:failed|stops): |--[a-z-]+: (?=[a-z]+ [a-z]+)"
