@@ -218,7 +218,7 @@ def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
     what = (args.temperature, with_reference, args.trust_remote_code, teacher, args.teacher_top_k, args.seed)
     learner = Learner(job.path, args, ranks, job.total_steps, *what)
     if args.needs_critic and trains:
-        from rl.algorithm.value_model import Critic  # late: no other run needs it
+        from rl.learning.value_model import Critic  # late: no other run needs it
 
         learner.critic = Critic(critic_path(args, job.path), args, learner.ranks, job.total_steps)
         learner.begin_step(1)

@@ -1,6 +1,6 @@
 """PPO's critic in the algorithm: its flags, which models can be one, and its part of a step.
 
-losses.py has the formulas, rl/algorithm/value_model.py the model and its optimizer, imported for `--adv-estimator gae` alone.
+losses.py has the formulas, rl/learning/value_model.py the model and its optimizer, imported for `--adv-estimator gae` alone.
 Left out: a critic that shares the policy's layers, which would change what the policy learns.
 """
 
@@ -21,7 +21,7 @@ from rl.model.pretrained import check_model, load_config
 from rl.ranges import Content, Range
 
 if TYPE_CHECKING:
-    from rl.algorithm.value_model import Critic
+    from rl.learning.value_model import Critic
 
 AGGREGATION = "token-mean"  # of the critic's loss
 
@@ -80,8 +80,8 @@ def check_critic(path: str, args, policy: str) -> None:
 def learn_values(
     args, critic: "Critic", batch: Batch, minis: Sequence[torch.Tensor], micros: Sequence[Sequence[MicroBatch]]
 ) -> dict[str, float]:
-    """Trains the critic towards the returns: an optimizer step for each mini-batch, --critic-ppo-epochs times. minis: responses
-    [b] of each mini-batch; micros: of each. Sets the targets' returns; returns verl's critic/*. A collective of the learners."""
+    """Sets the targets' returns, and trains the critic towards them: an optimizer step for each mini-batch, --critic-ppo-epochs
+    times. minis: responses [b] of each mini-batch; micros: of each. Returns verl's critic/*. A collective of the learners."""
     of_tokens = (batch.targets.reward, batch.trained, batch.seq, batch.targets.value)
     batch.targets.returns = losses.lambda_return(*of_tokens, args.gamma, args.returns_lam)
     means = LossMeans(batch, critic.ranks)

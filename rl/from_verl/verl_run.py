@@ -69,3 +69,7 @@ class Run:
     @property
     def corrects(self) -> bool:
         return bool(self[PRESET] or self[PRESET + ".rollout_is"] or self[PRESET + ".rollout_rs"])
+
+
+def listed(value: object) -> list:
+    return value if isinstance(value, list) else [] if value is None else [value]

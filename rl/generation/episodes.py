@@ -7,8 +7,6 @@ turns. An episode of a run that was stopped is played again from them: the envir
 
 import dataclasses
 import itertools
-from collections import deque
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,6 +14,7 @@ import numpy as np
 from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
 from rl.generation.engine import Engine, Output, request_seed
+from rl.generation.episode import Beginning, Episode
 from rl.generation.responses import Responses, Work
 from rl.model.head import support
 from rl.ranks.timers import Timers
@@ -24,43 +23,6 @@ from rl.rewards.pool import Score, can_score
 OF_GROUP = 2**32 - 1  # in place of a response's number, for the seed that its group's environments share
 WAIT = 5e-3  # seconds to wait for an environment where there is nothing to sample
 BY_ROWS = 2  # processes for each response that the engine decodes at once
-
-
-@dataclass
-class Episode:
-    """A response of several turns on its way."""
-
-    output: Output | None = None  # so far; None while the engine has it, or before it begins
-    in_engine: bool = False
-    is_over: bool = False
-    at: int = 0  # tokens of the turns that have ended, and of what answered them
-    turns: int = 0
-    rewards: list[list] = field(default_factory=list)  # [token, reward], of the last token of each turn that has one
-    calls: int = 0
-    malformed: int = 0
-    seconds: float = 0.0  # that its environment took
-    cached: int = 0  # tokens that the engine did not compute again for a further turn
-    cut: str = ""  # what ended it early: "turns" or "length"
-    event: Score | None = None  # why it cannot be scored
-    again: deque[int] = field(default_factory=deque)  # lengths of the recorded runs that are to be played again
-    restarts: int = 0
-    most: int | None = None  # tokens of the next turn, of an agent that has a limit of its own
-
-    def add(self, answer: dict) -> None:
-        """What an environment's answer counts."""
-        self.seconds += answer["seconds"]
-        self.calls += answer.get("calls", 0)
-        self.malformed += answer.get("malformed", 0)
-
-
-@dataclass
-class Beginning:
-    """A prompt whose environments are being reset."""
-
-    recorded: list[int] | None  # the prompt behind which its responses were sampled before
-    n: int
-    left: set[int]  # of the n, those that have not answered
-    prompts: dict[int, list[int]] = field(default_factory=dict)  # of those that add to it
 
 
 class Episodes(Responses):
@@ -345,7 +307,8 @@ class Episodes(Responses):
         was_playing = bool(episode.output) and episode.output.finish_reason == "unfinished"
         episode.output, episode.in_engine = None, True
         so_far = so_far and dataclasses.replace(so_far, finish_reason="unfinished")
-        kept = so_far.versions[0] if so_far and getattr(self.args, "partial_rollout", "") == "keep" else None
+        keeps = getattr(self.args, "partial_rollout", "") == "keep"
+        kept = so_far.versions[0] if keeps and so_far and so_far.versions else None
         request = self.working[id[0]].requests[id[1]]
         request = dataclasses.replace(request, so_far=so_far, priority=id[0], kv_version=kept)
         if self._replayed is None:

@@ -7,13 +7,13 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from rl.data.images import ImageError
 from rl.data.job import Job
 from rl.generation.choose_engine import make_engine
 from rl.generation.engine import Engine, EngineArgs, Output, Request, SamplingParams, check_sampling, request_seed
 from rl.generation.engine_ranks import EngineRanks
+from rl.generation.next_tickets import make_history
 from rl.generation.responses import Responses, Work, make_responses, prompt_routes, recorded, to_response
 from rl.model.router import check_record
 from rl.ranks import dist
@@ -21,9 +21,6 @@ from rl.ranks.timers import Timers
 from rl.rewards.pool import Score, ScoringPool, overlong_penalty
 from rl.samples.group import UNPENALISED, Group
 from rl.samples.ring_size import check_ring
-
-if TYPE_CHECKING:
-    from rl.samples.prompt_history import PromptHistory
 
 VALIDATION = 2**62  # added to a validation prompt's index where training has its ticket: the streams never meet
 
@@ -52,11 +49,7 @@ class Generator:
         self.working = self.responses.working
         self._rows: list[dict] = []  # of the validation under way, if there is one
         self._unusable: list[int] = []  # prompts whose images cannot be prepared
-        self.history: PromptHistory | None = None  # of batches that are made whole
-        if args.prompt_sampling != "uniform":
-            from rl.samples import prompt_history  # for it alone
-
-            self.history = prompt_history.PromptHistory(args, job.order)
+        self.history = make_history(args, job)  # of batches that are made whole
         self.timer = Timers()  # gen, score and wait
 
     @property
@@ -157,12 +150,11 @@ class Generator:
 
     def next_tickets(self, first: int, count: int) -> tuple[Sequence[int], int]:
         """`count` tickets from `first` on, without those that --prompt-sampling passes over, and the one behind the last."""
-        return self.history.take(first, count) if self.history else (range(first, first + count), first + count)
+        return self.history.take(first, count)
 
     def remember(self, groups: Sequence[Group]) -> None:
         """Notes what all groups of a batch have shown of their prompts, for --prompt-sampling."""
-        if self.history:
-            self.history.note(groups)
+        self.history.note(groups)
 
     def generate(self, tickets: Sequence[int]) -> list[Group]:
         """As many finished, scored groups as there are tickets, in ticket order; none if it gives up. They are those that end

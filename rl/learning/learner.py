@@ -56,7 +56,7 @@ class Outgoing:
 class Learner:
     """The policy under training, its optimizer and schedule, and the frozen reference policy and teacher if there are any."""
 
-    critic = None  # of rl/algorithm/value_model.py, where the advantages need one
+    critic = None  # of rl/learning/value_model.py, where the advantages need one
     imitation = None  # of rl/algorithm/imitation.py, with --sft-files
 
     def __init__(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from rl.generation.scripted import ScriptedEngine
+from scripted import ScriptedEngine
 from test_episodes import ANSWER, TURN, Played, finish, make, script
 
 from rl.generation.agent_episodes import AgentEpisodes

@@ -27,7 +27,7 @@ import train_async
 import train_one_step_off
 import train_sync
 from rl.algorithm.kl_control import KLControl
-from rl.algorithm.value_model import Critic
+from rl.learning.value_model import Critic
 from rl.data.prompts import Prompt
 from rl.generation import choose_engine
 from rl.generation.embedded.engine import TransformersEngine

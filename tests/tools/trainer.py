@@ -5,7 +5,7 @@ import torch
 import losses
 import train_sync
 from rl.algorithm.kl_control import KLControl
-from rl.algorithm.value_model import Critic
+from rl.learning.value_model import Critic
 from rl.generation.engine_ranks import EngineRanks
 from rl.generation.generator import Generator, make_generator
 from rl.learning.batch import Batch

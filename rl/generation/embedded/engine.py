@@ -10,7 +10,6 @@ Left out: prefix caching between groups, tensor parallelism. vLLM is the engine 
 import functools
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,62 +18,18 @@ from rl.adapters.lora import AdapterArgs
 from rl.data.image_prompts import Images, takes_images
 from rl.generation.embedded.forward import has_fast_path, hidden_states
 from rl.generation.embedded.kv_cache import DecodeLayout, KVCache, PrefillLayout
+from rl.generation.embedded.running import Running
 from rl.generation.embedded.sampling import SlotSettings, sample
 from rl.generation.engine import Output, Request
 from rl.model import vision_forward
 from rl.model.attention import check_supported, linear_layers
 from rl.model.forward_check import Probe, check_engine
 from rl.model.head.precision import Fp32Head
-from rl.model.head.support import nothing
 from rl.model.loading import load_weights
 from rl.model.pretrained import end_token_ids, load_config
 from rl.model.router import Router, RouterArgs, as_record
 from rl.model.vision_forward import RowImages, row_inputs
 from rl.ranks.device import is_accelerator
-
-
-@dataclass
-class Running:
-    """A request in a slot and what it has sampled so far."""
-
-    request: Request
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    routes: list[np.ndarray] = field(default_factory=list)  # of all tokens but the newest, where recorded: [m, L, K] each
-    support: list[np.ndarray] = field(default_factory=list)  # where recorded: [m, K] each
-
-    @staticmethod
-    def of(request: Request) -> "Running":
-        if not (before := request.so_far):
-            return Running(request)
-        lists = map(list, (before.token_ids, before.log_probs, before.versions))
-        support = before.support
-        if support is None and (most := request.sampling.support):
-            support = nothing(len(before.token_ids), most)
-        records = ([] if record is None else [record] for record in (before.routes, support))
-        return Running(request, *lists, *records)
-
-    @property
-    def in_kv(self) -> tuple[int, ...]:
-        """The tokens whose keys and values the next decoding step needs: all but the newest sampled one."""
-        return (*self.request.prompt_ids, *self.token_ids[:-1])
-
-    @property
-    def key(self) -> tuple:
-        """What the same keys and values come of: prompts of the same tokens may have other images."""
-        return (self.request.images.digest if self.request.images else None, *self.in_kv)
-
-    @property
-    def ahead(self) -> int:
-        """The distance of a token's rotary position from its place in the sequence: an image takes fewer than it has tokens."""
-        images = self.request.images
-        return images.next_position - len(self.request.prompt_ids) if images else 0
-
-    def output(self, reason: str) -> Output:
-        lists = (list(self.token_ids), list(self.log_probs), list(self.versions))
-        records = (np.concatenate(record) if record else None for record in (self.routes, self.support))
-        return Output(self.request.id, *lists, reason, *records)
 
 
 class TransformersEngine:

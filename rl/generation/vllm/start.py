@@ -1,0 +1,93 @@
+"""Around the start of vLLM: flags that it cannot follow, its place among the ranks, and what its sampler must give."""
+
+import contextlib
+import random
+import uuid
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+from rl.errors import UserError
+from rl.generation.engine import EngineArgs
+from rl.ranks.dist import all_gather_bytes
+
+LOGPROBS_MODE = "processed_logprobs"  # of the distribution that was sampled; raw ones ignore the temperature
+HIGHEST_TEMPERATURE = 2.0  # that vLLM's sampling parameters allow
+
+
+def check_flags(args: EngineArgs, max_length: int, chunks: bool) -> None:
+    """Raises UserError for flags that vLLM cannot follow here. chunks: whether prompts may be split over steps."""
+    if not chunks and args.max_num_batched_tokens < max_length:
+        raise UserError(
+            f"--max-num-batched-tokens {args.max_num_batched_tokens} is less than one sequence, {max_length} tokens (prompt + "
+            "response). Without --enable-chunked-prefill, and on a CPU always, a prompt is not split: raise it."
+        )
+    hottest, flag = max((args.temperature, "--temperature"), (args.val_temperature, "--val-temperature"))
+    if hottest > HIGHEST_TEMPERATURE:
+        raise UserError(
+            f"{flag} {hottest:g}: vLLM samples at {HIGHEST_TEMPERATURE:g} at most. Lower it, or take --engine transformers."
+        )
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if args.rollout_tp < 1 or world % args.rollout_tp:
+        raise UserError(
+            f"--rollout-tp {args.rollout_tp}: the {world} generating rank(s) cannot be divided into generators of that many. "
+            "Start a multiple of it with `torchrun --standalone --nproc-per-node ...`."
+        )
+
+
+@torch.no_grad()
+def give_sampled_log_probs(sampler, device: torch.device) -> None:
+    """Has vLLM's sampler give log-probs of the distribution that it samples. vllm-ascend's forgets the setting at the start but
+    follows it later. Raises UserError for a sampler that does not."""
+    if getattr(sampler, "logprobs_mode", None) == LOGPROBS_MODE:
+        return
+    inner = getattr(sampler, "topk_topp_sampler", None)
+    if inner is not None and hasattr(sampler, "logprobs_mode"):
+        sampler.logprobs_mode = inner.logprobs_mode = LOGPROBS_MODE
+        logits = torch.linspace(-2, 2, 8).repeat(2, 1).to(device)
+        _, given = inner(logits.clone(), {}, None, None)
+        if given is not None and torch.allclose(given, logits.log_softmax(-1), atol=1e-4):
+            return
+    raise UserError(
+        f"--engine vllm: the sampler of this vLLM, {type(sampler).__module__}.{type(sampler).__name__}, gives log-probs of the "
+        "model before temperature, top-k and top-p, not of what it samples: the policy's ratios would be wrong. Install the "
+        "versions in docs/engines.md, or take --engine transformers."
+    )
+
+
+@contextlib.contextmanager
+def random_state_kept():
+    """vLLM reseeds the process's random number generators as it starts; the script's own draws must not depend on that."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+@contextlib.contextmanager
+def place_among_ranks(device: torch.device):
+    """Tells a starting vLLM its rank in the default process group, out of which it makes its own groups. It would take it from
+    torchrun's variables, which count otherwise where ranks are split into roles or share a device.
+
+    The init method's last part names the memory that tensor parallel ranks share on a CPU. As it comes from vLLM the name is
+    the same in every run: two runs on a machine would collide, and so would a run with the remains of one that was killed.
+    """
+    if not dist.is_initialized():
+        yield
+        return
+    run = all_gather_bytes(uuid.uuid4().hex.encode())[0].decode()
+    place = (f"env://:{run}", dist.get_rank(), device.index or 0)
+    original = ExecutorWithExternalLauncher._distributed_args
+    ExecutorWithExternalLauncher._distributed_args = lambda self: place
+    try:
+        yield
+    finally:
+        ExecutorWithExternalLauncher._distributed_args = original
+        for path in Path("/dev/shm").glob(f"{run}-*"):
+            path.unlink(missing_ok=True)  # all ranks have it open; without a name it ends with them, however they end
