@@ -28,16 +28,18 @@ class Facts:
     engine: str  # "vllm" or "transformers"
     on_accelerator: bool
     graders: frozenset[Callable]  # built-in ones of the data sources
+    repeats: bool = True  # a prompt may be trained twice
 
     @staticmethod
-    def of(args, takes_images: bool, has_experts: bool, sources: Iterable[str]) -> "Facts":
-        """args: a script's flags."""
+    def of(args, takes_images: bool, has_experts: bool, sources: Iterable[str], prompts: int) -> "Facts":
+        """args: a script's flags; prompts: to train on."""
         on_accelerator, engine = has_accelerator(), args.engine
         if engine == "auto":
             engine = "vllm" if on_accelerator and importlib.util.find_spec("vllm") else "transformers"
         names = [] if args.own_reward else [verifier_name(source, args.reward) for source in sources]
         graders = frozenset(BUILT_IN[name] for name in names if name)
-        return Facts(takes_images, has_experts, engine, on_accelerator, graders)
+        repeats = args.filter_groups or args.total_steps(prompts) * args.prompts_per_step > prompts
+        return Facts(takes_images, has_experts, engine, on_accelerator, graders, repeats)
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ PROCESSES = Need(
 )
 PROGRAMS = Need("without --reward code or data of programs", lambda args, facts: code in facts.graders, later=True)
 STALE = Need("without --staleness-threshold above 0 or --publish-every above 1", lambda args: args.trains_stale, ("off",))
+AGAIN = Need("in a run that sees no prompt twice", lambda args, facts: facts.repeats, ("uniform",), later=True)
 TURNS = Need("without --env, --tools or --agent", lambda args: args.has_environment)
 CRITIC = Need("without --adv-estimator gae", lambda args: args.needs_critic)
 ALREADY_THERE = _accelerator(", where all of it is in host memory")
@@ -155,6 +158,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         dataclasses.replace(VALIDATION, unless=()),
         Need("with --val-temperature 0, which is greedy", lambda args: args.val_temperature > 0, (1,)),
     ),
+    "prompt_sampling": (AGAIN,),
     "truncation": (Need("with --filter-overlong-prompts", lambda args: not args.filter_overlong_prompts, ("error",)),),
     **dict.fromkeys(("image_key", "min_pixels", "max_pixels"), (IMAGES,)),
     # rewards

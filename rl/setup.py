@@ -170,7 +170,7 @@ def set_up(args: CommonArgs, file: str) -> Job:
     if not (args.env or args.agent):  # these may score by themselves
         check_sources(sources, args)
     has_experts = bool(getattr(config.get_text_config(), "num_experts_per_tok", None))
-    facts = flag_needs.Facts.of(args, takes_images=bool(prep), has_experts=has_experts, sources=sources)
+    facts = flag_needs.Facts.of(args, takes_images=bool(prep), has_experts=has_experts, sources=sources, prompts=len(prompts))
     demonstrations = read_demonstrations(args, path, tokenizer, prep) if args.sft_files and not args.val_only else None
     order = PromptOrder(len(prompts), args.seed, args.shuffle)
     total_steps = args.total_steps(len(prompts))

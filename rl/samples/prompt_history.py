@@ -27,13 +27,15 @@ FLOOR = 0.01  # no prompt has a smaller chance: GRESO's tend to 0, and a data se
 Shown = tuple[int, str]  # a ticket, and what its group has shown: one of KINDS, or MIXED
 
 
-def shown(groups: Iterable[Group]) -> list[Shown]:
-    """What groups have shown. Scores above 0 count as right. A group that compares less than two responses shows nothing."""
+def shown(groups: Iterable[Group], wrong: float = 0.0) -> list[Shown]:
+    """What groups have shown. A response is right if its acc, or its score where the reward function returns no acc, is above
+    `wrong`. A group that compares less than two responses shows nothing."""
     out = []
     for group in groups:
         if len(group.compared) > 1:
             response = group.compared[0]
-            flat = EASY if response.extra.get(UNPENALISED, response.score) > 0 else HARD
+            score = response.extra.get("acc", response.extra.get(UNPENALISED, response.score))
+            flat = EASY if score > wrong else HARD
             out.append((group.ticket, MIXED if group.has_signal else flat))
     return out
 
@@ -44,6 +46,7 @@ class PromptHistory:
     def __init__(self, args, order: PromptOrder):
         """args: a script's flags."""
         self.sampling, self.seed, self.order = args.prompt_sampling, args.seed, order
+        self.wrong = args.format_score  # the most that a wrong response gets
         self.flat: dict[int, list] = {}  # by prompt: what its last groups have shown, and how many of them in a row
         self.chance = dict.fromkeys(KINDS, FIRST)  # to be taken, of a prompt with one such group
         self._noted: list[Shown] = []  # of the batch that is being made
@@ -88,7 +91,7 @@ class PromptHistory:
 
     def note(self, groups: Iterable[Group]) -> None:
         """Keeps what all groups of a batch have shown, in the place of what was noted before, until `commit`."""
-        self._noted = shown(groups)
+        self._noted = shown(groups, self.wrong)
 
     def commit(self) -> dict:
         """Observes the batch that was noted, which will be trained."""
@@ -138,7 +141,7 @@ class StreamHistory:
         self._version = -1  # up to which the history goes
         self._decided = 0  # tickets below are decided on
         self.skipped: list[int] = []  # of them, those that were passed over, from the buffer's `low` on
-        buffer.observe = lambda group: self._news.extend(shown([group]))
+        buffer.observe = lambda group: self._news.extend(shown([group], history.wrong))
 
     def published(self, version: int) -> None:
         """To be called before this version is announced. Decides on the tickets that it lets start."""

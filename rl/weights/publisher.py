@@ -54,7 +54,7 @@ class Publisher:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         if split.bridge:
-            self._stream = torch.empty(self.plan.offsets[-1], dtype=dtype, pin_memory=is_accelerator(self.device))
+            self._stream = self._new_stream()
             split.store.set("weights/plan", self.plan.to_json())
 
     def publish(self, version: int, step: int = 0) -> None:
@@ -74,13 +74,16 @@ class Publisher:
     def take_copy(self) -> None:
         """Copies the weights into the stream that is sent. A collective of the learners."""
         if not self._is_first:
-            self.plan = self.plan.later()
-            if self.plan.adapters and self.split.bridge:
-                self._stream = self._stream[: self.plan.offsets[-1]].clone()  # lets go of the model, which has been sent
+            size, self.plan = self.plan.offsets[-1], self.plan.later()
+            if self.plan.adapters and self.split.bridge and self.plan.offsets[-1] < size:
+                self._stream = self._new_stream()  # lets go of the model, which has been sent
         copies = self.plan.views(self._stream, range(len(self.plan.names))) if self.split.bridge else []
         for number, (_, tensor) in enumerate(self._tensors(self.plan.dtype, self.split.senders, self._is_first)):
             copies[number].copy_(tensor)
         self._is_first = False
+
+    def _new_stream(self) -> torch.Tensor:
+        return torch.empty(self.plan.offsets[-1], dtype=self.plan.dtype, pin_memory=is_accelerator(self.device))
 
     def send(self, version: int) -> None:
         """Begins to send the copy, in the background."""

@@ -51,6 +51,17 @@ def makes_sense(estimator: str, loss: str, aggregation: str) -> bool:
     return not (loss == "gmpo" and estimator in ("reinforce_pp", "remax", "gae"))
 
 
+def test_a_run_of_the_trainer_leaves_nothing_for_the_next(shallow):
+    """Moments of another run would move the weights in front of the first gradient, and gspo's narrow clip then cuts it off."""
+    ends = []
+    for _ in range(2):
+        shallow.begin_again()
+        shallow.ticket = 0
+        shallow.steps(2, overlong_buffer_len=8, lr=1e-3)
+        ends.append(shallow.weights())
+    assert torch.equal(*ends)
+
+
 QUICK = ("ppo_clip", "gspo", "reinforce", "decoupled_ppo")  # the others are slow by their number
 
 

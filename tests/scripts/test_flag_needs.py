@@ -31,6 +31,7 @@ IMAGES, EXPERTS = dataclasses.replace(CPU, takes_images=True), dataclasses.repla
 SAFE = dataclasses.replace(CPU, graders=frozenset({verifiers.gsm8k}))
 MATH = dataclasses.replace(CPU, graders=frozenset({verifiers.gsm8k, verifiers.math_verify}))
 PROGRAMS = dataclasses.replace(CPU, graders=frozenset({verifiers.code}))
+ONCE = dataclasses.replace(CPU, repeats=False)
 
 # flag with a value: what it lacks here, as the warning says it; what it has there; the script. What is lacked or had is another
 # flag, or a fact of the model and the machine.
@@ -81,6 +82,7 @@ CASES = [
     ("--val-temperature 1", "--test-freq -1", ""),
     ("--val-top-p 0.7", "--test-freq 0", "--val-temperature 1"),
     ("--val-top-p 0.7", "", "--val-temperature 1"),
+    ("--prompt-sampling greso", ONCE, CPU),
     ("--truncation left", "--filter-overlong-prompts", ""),
     ("--image-key pictures", CPU, IMAGES),
     ("--min-pixels 64", CPU, IMAGES),
@@ -151,7 +153,7 @@ ALWAYS = {  # component -> its flags that have an effect by themselves, or are r
     "top_entropy_quantile "
     "use_kl_in_reward use_rollout_log_probs filter_groups",
     "RolloutCorrectionArgs": "rollout_is rollout_rs off_policy_mask_threshold",
-    "DataArgs": "train_files prompt_key max_prompt_length filter_overlong_prompts shuffle prompt_sampling train_max_samples",
+    "DataArgs": "train_files prompt_key max_prompt_length filter_overlong_prompts shuffle train_max_samples",
     "RewardArgs": "reward on_reward_error overlong_buffer_len",
     "EnvironmentArgs": "env tools agent",
     "EngineArgs": "rollout_n max_response_length temperature top_p top_k ignore_eos engine max_num_seqs max_num_batched_tokens "
@@ -170,6 +172,14 @@ ALWAYS = {  # component -> its flags that have an effect by themselves, or are r
     "ScheduleArgs": "train_batch_size publish_every staleness_threshold max_staleness",
     "PlanArgs": "nnodes nproc_per_node device from_run response_lengths image_size",
 }
+
+
+def test_a_prompt_is_trained_twice_where_a_run_is_longer_than_its_data():
+    def repeats(prompts: int, **flags) -> bool:
+        args = train_sync.Args(train_batch_size=4, total_training_steps=10, **flags)
+        return Facts.of(args, takes_images=False, has_experts=False, sources=["demo"], prompts=prompts).repeats
+
+    assert [repeats(39), repeats(40), repeats(40, filter_groups=True)] == [True, False, True]
 
 
 def look(words: str, facts: Facts | None, script: str = "sync") -> dict[str, str]:

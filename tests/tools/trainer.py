@@ -55,7 +55,9 @@ class Trainer:
 
     @torch.no_grad()
     def begin_again(self) -> None:
-        """Restore the model's own weights."""
+        """Restore the model's own weights, and the optimizer that has not stepped: the moments of another run would move the
+        weights before there is a gradient."""
+        self.learner.optimizer.state.clear()
         for name, weight in self.learner.policy.named_parameters():
             local(weight).copy_(self.first.setdefault(name, local(weight).clone()))
 
