@@ -205,8 +205,9 @@ class Handler(BaseHTTPRequestHandler):
         self.server.calls.put(call)
         answer, was_read = call.wait(), False
         try:
-            was_read = self._is_open()
+            is_open = self._is_open()
             self._answer(call, answer)
+            was_read = is_open
         finally:
             call.end(was_read)
 

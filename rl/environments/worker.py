@@ -2,7 +2,7 @@
 rl/environments/pool.py.
 
 It imports the user's file and the tokenizer once, stays single-threaded, and forks a process for each episode, which reads
-items from a socket of its own and answers in JSON lines. It reports each one's end, and ends what it left in its process group.
+items from a socket of its own and answers in JSON lines. It reports each one's end, and ends what it left, in whatever session.
 A guard (rl/rewards/descendants.py) ends all of them with the rank.
 """
 
@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rl.environments.programs import BadValue, Programs, seed_random
@@ -104,6 +105,8 @@ class Forks:
     def __init__(self, control: socket.socket, warm: Warm):
         self.control, self.warm = control, warm
         self._numbers: dict[int, int] = {}  # pid -> its episode's number
+        self._before = _children()  # of the user's file, when it was imported
+        descendants.adopt_orphans()
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
@@ -147,6 +150,7 @@ class Forks:
             return
         try:
             descendants.end_with_parent()
+            descendants.adopt_orphans()
             os.setsid()
             os.set_inheritable(file, False)
             signal.set_wakeup_fd(-1)
@@ -164,14 +168,24 @@ class Forks:
             os._exit(1)
 
     def _reap(self) -> None:
-        """Reports the processes that have ended, after ending the rest of their groups."""
+        """Reports the processes that have ended, and ends what they have left: it is this process's now."""
         with contextlib.suppress(ChildProcessError):
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(ended.si_pid, signal.SIGKILL)
                 _, status = os.waitpid(ended.si_pid, 0)
-                number = self._numbers.pop(ended.si_pid, None)
-                self.control.send(json.dumps({"ended": number, "code": os.waitstatus_to_exitcode(status)}).encode())
+                if number := self._numbers.pop(ended.si_pid, None):
+                    self.control.send(json.dumps({"ended": number, "code": os.waitstatus_to_exitcode(status)}).encode())
+        for pid in _children() - self._before - self._numbers.keys():
+            with contextlib.suppress(PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _children() -> set[int]:
+    """This process's; none where the system does not list them."""
+    with contextlib.suppress(OSError):
+        return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+    return set()
 
 
 def _limit(settings: dict) -> None:

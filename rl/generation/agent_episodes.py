@@ -13,6 +13,7 @@ import numpy as np
 from rl.generation.engine import Output, Request, request_seed
 from rl.generation.episodes import Episodes
 from rl.generation.responses import Work
+from rl.model.head import support
 
 
 @dataclass
@@ -93,6 +94,7 @@ class AgentEpisodes(Episodes):
 
     def _add(self, id: tuple[int, int], so_far: Output | None) -> None:
         episode, requests, room = self._of[id], self.working[id[0]].requests, self._room(id)
+        so_far = so_far if so_far and so_far.token_ids else None  # of a history that begins
         limit = room if episode.most is None else min(room, (len(so_far.token_ids) if so_far else 0) + episode.most)
         sampling = dataclasses.replace(requests[id[1]].sampling, max_tokens=limit)
         requests[id[1]] = dataclasses.replace(requests[id[1]], sampling=sampling)
@@ -156,6 +158,7 @@ class AgentEpisodes(Episodes):
         work, (first, *others) = self.working[id[0]], self._histories[id].all
         tokens, log_probs, versions = list(first.output.token_ids), list(first.output.log_probs), list(first.output.versions)
         masks, lengths = [_whole_mask(first)], [len(tokens)]
+        records = [(first.output.support, len(tokens))]
         for history in others:
             output, prompt = history.output, history.request.prompt_ids
             if not output.token_ids:  # the response has ended before it was sampled
@@ -165,7 +168,11 @@ class AgentEpisodes(Episodes):
             versions += output.versions[:1] * len(prompt) + output.versions
             masks += [np.zeros(len(prompt), bool), _whole_mask(history)]
             lengths.append(len(prompt) + len(output.token_ids))
-        self._of[id].output = Output(id, tokens, log_probs, versions, "unfinished")
+            records += [(None, len(prompt)), (output.support, len(output.token_ids))]
+        known = support.of_responses(*zip(*records, strict=True))
+        self._of[id].output = Output(
+            id, tokens, log_probs, versions, "unfinished", support=None if known is None else known.numpy()
+        )
         work.masks[id[1]] = np.concatenate(masks)
         if len(lengths) > 1:
             work.histories[id[1]] = lengths

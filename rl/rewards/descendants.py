@@ -33,7 +33,7 @@ def guard(starter: int) -> bool:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, NEWS)
     _prctl(SET_DEATH_SIGNAL, signal.SIGTERM)
-    _prctl(SET_SUBREAPER, 1)
+    adopt_orphans()
     if os.getppid() != starter:
         return False
     me = os.getpid()
@@ -48,6 +48,11 @@ def guard(starter: int) -> bool:
 def end_with_parent() -> None:
     """Has the system end this process when its parent ends."""
     _prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of what it, or a process that it has started, started and did not wait for."""
+    _prctl(SET_SUBREAPER, 1)
 
 
 def start(module: str, *arguments: str, passed: Sequence[str], **pipes: Any) -> subprocess.Popen:

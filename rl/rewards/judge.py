@@ -31,10 +31,10 @@ RESERVED = {"score", "acc"}  # names that mean something else among a reward fun
 COSTS = ("prompt_tokens", "completion_tokens", "retries")  # of an answer
 START_SECONDS = 40.0  # for the endpoint's answer at the start
 SHOWN_MODELS = 20  # in a message
-# What chat templates of public models write as special tokens: <|im_end|>, </s>, <end_of_turn>, [INST], <think>, ...; \uff5c is
-# DeepSeek's wide bar.
+# What chat templates of public models write as special tokens: <|im_end|>, <turn|>, </s>, <end_of_turn>, [INST], <think>, ...;
+# \uff5c is DeepSeek's wide bar.
 NAMES = "s|bos|eos|pad|unk|mask|sop|eop|think|image|video|audio|tools?|tool_\\w+|arg_\\w+|fim_\\w+|\\w+_of_\\w+|g?[A-Z][A-Z_]+"
-MARKS = re.compile(rf"[<\[](?=[|\uff5c]|/?(?:{NAMES})[>\]])")
+MARKS = re.compile(rf"[<\[](?=[|\uff5c]|\w+\|>|/?(?:{NAMES})[>\]])")
 
 
 # ------------------------------------------------------------------------------------------------------------ the rubric
@@ -189,8 +189,13 @@ class Judge:
         """The score, each item's value, and what it cost: judge_prompt_tokens, judge_completion_tokens, judge_retries and
         judge_seconds. Raises BadVerdict, and what the client raises after its retries."""
         started, rubric, items = time.monotonic(), self.rubric, self.rubric.items
-        asked = (self._ask(item, messages(rubric, item, prompt, ground_truth, solution_str)) for item in items.values())
-        answers = dict(zip(items, await asyncio.gather(*asked), strict=True))
+        conversations = [messages(rubric, item, prompt, ground_truth, solution_str) for item in items.values()]
+        asked = [asyncio.ensure_future(self._ask(*both)) for both in zip(items.values(), conversations, strict=True)]
+        try:
+            answers = dict(zip(items, await asyncio.gather(*asked), strict=True))
+        finally:  # the first failure leaves the response unscored: the other questions cost nothing more
+            for question in asked:
+                question.cancel()
         values = {name: verdict(item, answers[name]["text"]) for name, item in items.items()}
         score = sum(item.weight * values[name] for name, item in items.items())
         costs = {f"judge_{of}": sum(said[of] for said in answers.values()) for of in COSTS}

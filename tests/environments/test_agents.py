@@ -15,7 +15,7 @@ from test_pool import Args, answers
 from test_turns import SCHEMA, turns_of
 
 from rl.environments.agents import Agent, Failed, Session
-from rl.environments.chat import Call, Endpoint, Refused, as_messages
+from rl.environments.chat import Call, Endpoint, Handler, Refused, as_messages
 from rl.environments.pool import Environments
 from rl.errors import UserError
 from rl.rewards.descendants import descendants
@@ -181,8 +181,9 @@ if what == "sends rubbish":
 ask({"messages": messages})
 if what == "hangs":
     time.sleep(1000)
-if what == "leaves a child":
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+if what == "leaves children":
+    for is_own in (False, True):
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=is_own)
 if what == "dies":
     os.kill(os.getpid(), 9)
 if what == "fails":
@@ -205,7 +206,7 @@ EVENTS = {
 def test_what_an_agent_does_costs_its_own_response(model, tokenizer, tmp_path):
     """Each failure is an event of its kind; others are scored, and one that says no reward is for a verifier."""
     pool = agents(model, written(tmp_path / "agent.py", RUDE), env_timeout=100.0, env_cpu_limit=2.0)
-    good = {"good": 2.0, "sends rubbish": 2.0, "leaves a child": 2.0, "says nothing": None}
+    good = {"good": 2.0, "sends rubbish": 2.0, "leaves children": 2.0, "says nothing": None}
     for key in [*EVENTS, *good]:
         pool.begin(key, {"ground_truth": key}, seed=1, own_seed=1)
     found = answers(pool, [*EVENTS, *good])
@@ -450,6 +451,15 @@ def test_a_client_that_breaks_off_and_asks_again_is_given_the_same_answer(endpoi
     thread.join(10)
     assert answered[0]["history"] == 1
     third.close()
+
+
+def test_an_answer_that_could_not_be_written_was_not_read(endpoint, monkeypatch):
+    """The connection was open when the answer came, and is lost before all of it is written."""
+    monkeypatch.setattr(Handler, "_write", lambda *_: (_ for _ in ()).throw(ConnectionResetError))
+    with post(endpoint, BODY):
+        call = endpoint.calls.get(timeout=10)
+        call.reply(Refused(418, "no"))
+        assert not call.was_read
 
 
 @pytest.mark.parametrize(

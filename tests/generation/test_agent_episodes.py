@@ -1,5 +1,8 @@
 """Responses of agents: what their calls extend is continued, what they do not is a further history of the same response."""
 
+import dataclasses
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +11,7 @@ from test_episodes import ANSWER, TURN, Played, finish, make, script
 
 from rl.generation.agent_episodes import AgentEpisodes
 from rl.learning.batch import Batch, MicroBatch
+from rl.model.head import support
 from rl.samples.group import Group
 
 SUB, OTHER = [40, 41], [50, 51, 52]  # prompts of further histories
@@ -181,6 +185,33 @@ def test_what_is_put_aside_continues_in_its_history():
     generator.begin([5])
     groups = generator.generate([0]) + generator.generate([1])
     assert len({repr(runs(group.responses[0])) for group in groups}) == 1 and len(groups) == 2
+
+
+@pytest.mark.parametrize("flags", [{}, {"keep_sampling_mask": True, "top_k": 2}])
+def test_a_further_history_has_what_the_flags_keep_of_each_token(flags):
+    """A KV cache of its own (--partial-rollout keep), and what its tokens were sampled from (--keep-sampling-mask)."""
+    width, kept = support.width(SimpleNamespace(**flags)), []
+    record = np.arange(9 * width, dtype=np.int32).reshape(9, width)
+
+    class Keeps(ScriptedEngine):
+        def add(self, request):
+            kept.append((request.prompt_ids, request.kv_version))
+            super().add(request)
+
+        def step(self):
+            ended = super().step()
+            return [dataclasses.replace(o, support=record[: len(o.token_ids)]) for o in ended] if width else ended
+
+    engine = Keeps(script, 1)
+    engine.version = 3
+    generator, _ = agents([(1, SUB), (0, ANSWER), (1, ANSWER)], n=1, **flags)
+    generator.responses.engine = generator.engine = engine
+    generator.start(0)
+    (response,) = finish(generator).responses
+    assert response.histories == [9, 11] and kept == [([2, 3], None), (SUB, None), ([2, 3], 3), (SUB, 3)]
+    if width:
+        expected = [record, np.full((2, width), support.NOTHING), record]
+        assert np.array_equal(response.support, np.concatenate(expected))
 
 
 def test_random_numbers_are_each_history_s_own():

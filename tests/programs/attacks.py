@@ -99,6 +99,16 @@ LEFT = {
         "import ctypes; print(ctypes.CDLL(None).shmget(7, 99, 0o600) < 0)",
         "True",
     ),
+    "a limit of the sandbox's": (
+        "import resource; resource.prlimit(1, resource.RLIMIT_FSIZE, (1, 1))",
+        "import os; print(os.write(os.open('/tmp/x', os.O_RDWR | os.O_CREAT), b'xy'))",
+        "2",
+    ),
+    "a slow sandbox": (
+        "import os; os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)); os.setpriority(os.PRIO_PROCESS, 1, 19)",
+        "import os; print(os.sched_getscheduler(0) != os.SCHED_IDLE and os.getpriority(os.PRIO_PROCESS, 0) < 19)",
+        "True",
+    ),
     "a daemon": (
         "import os, time\nif not os.fork():\n os.setsid()\n if not os.fork():\n  os.close(1); time.sleep(600)\n os._exit(0)",
         "import os; print(sum(name.isdigit() for name in os.listdir('/proc')))",

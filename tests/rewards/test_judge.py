@@ -1,5 +1,6 @@
 """Judges: what is asked, against responses that want to be something else; and an endpoint that does everything wrong."""
 
+import asyncio
 import json
 import re
 import threading
@@ -85,6 +86,33 @@ def test_ordinary_text_is_left_alone():
         "[1] See there.",
     ):
         assert judges.as_data(text) == text
+
+
+def test_special_tokens_of_either_form_are_broken():
+    """Gemma 4's end of a turn has its bar behind the word."""
+    assert [judges.as_data(text) for text in ("<turn|>", "<|turn>", "[/INST]")] == ["< turn|>", "< |turn>", "[ /INST]"]
+
+
+def test_the_first_question_that_fails_ends_the_others(rubric):
+    """The response has no score then: no further question is asked for it, nor asked again."""
+    judge, ended = judges.Judge(rubric, "http://127.0.0.1:1/v1", "judge"), []
+
+    async def ask(item, conversation):
+        try:
+            if item.ask == RIGHT["ask"]:
+                raise judges.BadVerdict("no")
+            await asyncio.sleep(100)
+        finally:
+            ended.append(item.ask)
+
+    async def score() -> list[str]:
+        with pytest.raises(judges.BadVerdict):
+            await judge("any", "6", "42")
+        await asyncio.sleep(0)
+        return list(ended)
+
+    judge._ask = ask
+    assert asyncio.run(score()) == [RIGHT["ask"], CLEAR["ask"]]
 
 
 def test_what_an_answer_is_worth():

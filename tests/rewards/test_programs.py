@@ -144,6 +144,7 @@ def test_values_are_compared_as_verl_does():
     assert same_value([1, [2]], [1, [2]]) and same_value([1, 2], [[1, 2]]) and same_value(0.3, 0.1 + 0.2)
     assert same_value({"1": [0.5]}, {"1": [0.5000001]}) and same_value(None, None) and same_value("a", "a")
     assert not same_value([1, 2], [2, 1]) and not same_value(1, "1") and not same_value([], [[1]])
+    assert not same_value(10**400, 0.5) and not same_value(0.5, 10**400)
     assert not same_value({"1": 1}, {"1": 1, "2": 2}) and not same_value(float("nan"), float("nan"))
     for value in ([1.5, 2.5], [[1, 2], [3]], "x", 7, {"a": 1}):
         assert same_value(json.loads(json.dumps(value)), value) == bool(np.array_equal(str(value), str(value)))

@@ -1,5 +1,6 @@
 """The tests of a row, in the layouts of known data sets of programming tasks, and whether a program's output is right."""
 
+import contextlib
 import json
 import math
 from typing import Any, NamedTuple
@@ -101,9 +102,10 @@ def _same_word(word: str, wanted: str) -> bool:
 
 
 def _close(number: float, wanted: float, exactly: bool = False) -> bool:
-    if not math.isfinite(number) or not math.isfinite(wanted):
-        return False
-    return number == wanted if exactly else math.isclose(number, wanted, rel_tol=1e-5, abs_tol=1e-8)
+    with contextlib.suppress(OverflowError):  # an integer beyond any float
+        if math.isfinite(number) and math.isfinite(wanted):
+            return number == wanted if exactly else math.isclose(number, wanted, rel_tol=1e-5, abs_tol=1e-8)
+    return False
 
 
 def same_value(value: Any, expected: Any) -> bool:

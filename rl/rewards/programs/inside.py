@@ -1,8 +1,9 @@
 """The first process in a sandbox: forks a process for each program and says what the program printed, not whether it is right.
 
 Python gets the text of this file on its command line (rl/rewards/programs/sandbox.py): nothing of the project is in the
-sandbox. A program can print what it likes, so nothing that it does to its own process can make it right. It cannot reach this
-one: that is process 1 of its namespace, which no signal from within ends, and it is not dumpable, so nobody may trace it.
+sandbox. A program can print what it likes, so nothing that it does to its own process can make it right. This one is process 1
+of its namespace, which no signal from within ends, and it is not dumpable, so nobody may trace it. What a program can change of
+it, its limits and its scheduling, counts as left behind.
 """
 
 import atexit
@@ -66,7 +67,8 @@ def traces() -> list:
     for table in SHARED:
         with contextlib.suppress(OSError), open(table) as file:
             found.append(file.read())
-    return found
+    found += [os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0), os.sched_getaffinity(0)]
+    return found + [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
 def run(task: dict, prelude: types.ModuleType, nothing: int) -> dict:
