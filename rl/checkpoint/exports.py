@@ -17,7 +17,7 @@ from rl.hub.names import Parts, hub_names
 from rl.hub.tensor_reader import DTYPES, Reader, Run, find, stored_tensors
 from rl.hub.tensor_writer import Copied, piece_sizes, write_model
 from rl.learning.learner import Learner
-from rl.model.attention import linear_layers
+from rl.model.attention import dtype_of, linear_layers
 from rl.model.loading import MTP
 
 
@@ -29,7 +29,7 @@ class Export:
     directory: str  # in the checkpoint
     plan: StateDictSplit
     parts: dict[str, Parts]  # on the first learner: what the files call each tensor
-    dtype: torch.dtype
+    dtypes: dict[str, torch.dtype]  # of each tensor
     copied: Sequence[Copied] = ()  # on the first learner: what the model's files hold besides
 
     @property
@@ -40,7 +40,7 @@ class Export:
     def write(self, work: Path, stream: Iterator[torch.Tensor]) -> dict[str, tuple[int, str]]:
         """Writes what comes out of the stream, a piece at a time. Returns (size, checksum) of each file."""
         (work / self.directory).mkdir(exist_ok=True)
-        written = write_model(work / self.directory, self.plan, self.parts, self.dtype, stream, self.copied)
+        written = write_model(work / self.directory, self.plan, self.parts, self.dtypes, stream, self.copied)
         return {str(Path(self.directory) / name): of for name, of in written.items()}
 
 
@@ -49,16 +49,16 @@ def exports_of(learner: Learner) -> list[Export]:
     config, model = learner.config, learner.policy.model
     dtype = config.dtype or config.get_text_config().dtype or torch.float32
     parts = hub_names(model) if learner.ranks.is_main else {}
-    shapes = {name: parameter.shape for name, parameter in learner.parameters.items()}
-    plan = _split({name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()})
+    dtypes = {name: dtype_of(name, dtype) for name in learner.parameters}
+    plan = _split({name: torch.empty(p.shape, dtype=dtypes[name], device="meta") for name, p in learner.parameters.items()})
     copied = _further_tokens(learner.path) if linear_layers(config) and learner.ranks.is_main else ()
-    out = [Export("model", "", plan, parts, dtype, copied)]
+    out = [Export("model", "", plan, parts, dtypes, copied)]
     if learner.adapters:
         shapes = {name: model.get_parameter(name).shape for name in learner.adapters.tensors}
         whole = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         plan = _split(whole, filename_pattern=files.PATTERN, max_shard_size="1TB")  # peft reads one file
         named = {name: [(files.stored_name(name), shape)] for name, shape in shapes.items()}
-        out.append(Export("adapter", files.DIRECTORY, plan, named, torch.float32))
+        out.append(Export("adapter", files.DIRECTORY, plan, named, dict.fromkeys(shapes, torch.float32)))
     return out
 
 

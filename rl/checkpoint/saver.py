@@ -291,7 +291,7 @@ class Saver:
             key = f"{export.of}.{name}"
             for rank in sorted(range(len(self._blocks)), key=lambda rank, key=key: self._blocks[rank][key].offset):
                 own = self._change(name, tensors[key]) if rank == self.learner.ranks.rank else None
-                yield from self._stream_shard(rank, key, own, export.dtype)
+                yield from self._stream_shard(rank, key, own, export.dtypes[name])
 
     def _stream_shard(self, rank: int, key: str, own: torch.Tensor | None, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """That learner's part of a tensor, on the first learner; the others send theirs, `own`."""

@@ -90,17 +90,17 @@ def write_model(
     directory: Path,
     plan: StateDictSplit,
     parts: dict[str, Parts],
-    dtype: torch.dtype,
+    dtypes: dict[str, torch.dtype],
     stream: Iterator[torch.Tensor],
     copied: Sequence[Copied] = (),
 ) -> dict[str, tuple[int, str]]:
     """Writes a Hugging Face model's weights, which come out of `stream` in the plan's order, a piece [n] at a time. parts: the
-    names and shapes under which the files have each tensor. copied: what stands behind these in the last file. Returns (size,
+    names and shapes under which the files have each tensor. dtypes: of each. copied: what stands behind these in the last file. Returns (size,
     checksum) of each file."""
     written = {}
     *_, last = plan.filename_to_tensors
     for name, tensors in plan.filename_to_tensors.items():
-        entries = [(part, dtype, shape) for tensor in tensors for part, shape in parts[tensor]]
+        entries = [(part, dtypes[tensor], shape) for tensor in tensors for part, shape in parts[tensor]]
         behind = copied if name == last else ()
         file = TensorFile(directory / name, entries + [(of.name, of.dtype, of.shape) for of in behind], {"format": "pt"})
         rest = sum(of.dtype.itemsize * of.shape.numel() for of in behind)

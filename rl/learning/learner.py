@@ -26,7 +26,7 @@ from rl.learning.forward_only import check_no_gradient
 from rl.learning.masters import set_apart, take_masters
 from rl.learning.optimizer import make_optimizer, moments, set_learning_rate
 from rl.learning.placement import load_policy
-from rl.model.attention import linear_layers
+from rl.model.attention import IN_FP32, dtype_of, linear_layers
 from rl.model.attention_kernels import check_kernel
 from rl.model.expert_parallel import clip_grad_norm, share_experts
 from rl.model.head import support
@@ -95,7 +95,8 @@ class Learner:
         # The fp32 weights by name where the policy has them in bf16.
         beside = args.dtype == "bfloat16" and not isinstance(self.policy, FSDPModule)
         self.masters = set_apart(self.policy, on_host=args.masters_on_host) if beside or args.masters_on_host else {}
-        named = dict(self.policy.model.named_parameters())
+        # Those that stay in fp32 first: together they are few buckets.
+        named = dict(sorted(self.policy.model.named_parameters(), key=lambda item: not item[0].endswith(IN_FP32)))
         self._trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         changed = self.adapters.weights if self.adapters else self._trained
         self._changed = {name: parameter for name, parameter in named.items() if name in changed}  # perhaps by an adapter
@@ -276,7 +277,8 @@ class Learner:
 
     def _whole(self, held: dict[str, torch.Tensor], dtype: torch.dtype, to: Sequence[int] | None, change) -> Iterator:
         if self.ranks.world_size > 1:
-            yield from self._shards.whole(held, self.ranks.device, dtype, to, change)
+            for sent_as, named in itertools.groupby(held.items(), lambda item: dtype_of(item[0], dtype)):
+                yield from self._shards.whole(dict(named), self.ranks.device, sent_as, to, change)
             return
         for name, parameter in held.items():
             yield name, change(name, local(parameter.data).to(self.ranks.device))

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from rl.model.attention import dtype_of
 from rl.model.shards import local, zeros_on_host
 from rl.ranks.host_memory import PinnedBlocks
 
@@ -26,13 +27,14 @@ def set_apart(policy: nn.Module, on_host: bool) -> dict[str, torch.Tensor]:
     pinned = PinnedBlocks()
     masters = {name: _to_host(parameter, pinned) if on_host else parameter.data for name, parameter in trained.items()}
     if isinstance(policy, FSDPModule):
-        policy._apply(lambda tensor: tensor.bfloat16() if tensor.requires_grad else tensor)  # it keeps its own record of them
+        rounded = {p for name, p in trained.items() if dtype_of(name, torch.bfloat16) == torch.bfloat16}
+        policy._apply(lambda tensor: tensor.bfloat16() if tensor in rounded else tensor)  # it keeps its own record of them
         policy._get_fsdp_state()._lazy_init()
         for module in policy.modules():
             if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
                 group._orig_dtype = None  # FSDP would round reduced gradients to the parameters' precision
     else:
-        keep_in_bf16(trained.values())
+        keep_in_bf16(trained.items())
         for parameter in trained.values():
             parameter.register_post_accumulate_grad_hook(_to_fp32)
     for parameter in policy.parameters():
@@ -40,10 +42,10 @@ def set_apart(policy: nn.Module, on_host: bool) -> dict[str, torch.Tensor]:
     return masters
 
 
-def keep_in_bf16(parameters: Iterable[nn.Parameter]) -> None:
+def keep_in_bf16(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Rounds parameters that FSDP knows nothing of."""
-    for parameter in parameters:
-        parameter.data = parameter.data.bfloat16()
+    for name, parameter in named:
+        parameter.data = parameter.data.to(dtype_of(name, torch.bfloat16))
 
 
 def _to_host(parameter: nn.Parameter, pinned: PinnedBlocks) -> torch.Tensor:

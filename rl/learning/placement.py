@@ -7,6 +7,7 @@ computes with weights that were cast once an update (rl/learning/masters.py).
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -19,6 +20,7 @@ from rl.adapters.lora import adapt
 from rl.learning.activation_offload import keep_inputs_on_host
 from rl.learning.args import LearnerArgs
 from rl.learning.masters import keep_in_bf16
+from rl.model.attention import dtype_of
 from rl.model.compiled import compile_layers
 from rl.model.expert_parallel import divide_experts, fetch_ahead
 from rl.model.forward_check import check_policy
@@ -59,7 +61,7 @@ def load_policy(
         model.model.visual.requires_grad_(False)
     adapters = adapt(model, args, f"--model {path}") if args.adapted and trainable else None
     if adapters and args.dtype == "bfloat16":
-        keep_in_bf16(parameter for parameter in model.parameters() if not parameter.requires_grad)
+        keep_in_bf16(named for named in model.named_parameters() if not named[1].requires_grad)
     if trainable and args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if args.activation_offload:
@@ -73,7 +75,7 @@ def load_policy(
     policy.adapters, policy.head_fp32 = adapters, args.lm_head_fp32
     _compute_as_sampled(policy)
     if args.dtype == "bfloat16" and not trainable:
-        keep_in_bf16(policy.parameters())
+        keep_in_bf16(policy.named_parameters())
     sharded = _shard(policy, args, ranks, offload)
     _take_memory(policy, "cpu" if offload else ranks.device, tie=not sharded)
     fill(model, weights, path, ranks, say=not is_known)
@@ -99,7 +101,13 @@ def _shard(policy: Policy, args: LearnerArgs, ranks: Ranks, offload: bool) -> bo
     if ranks.expert_parallel > 1:
         divide_experts(policy.model, ranks, options)
     for layer in layers(policy.model):
-        fully_shard(layer, **options)
+        apart = {p for name, p in layer.named_parameters() if dtype_of(f".{name}", torch.bfloat16) != torch.bfloat16}
+        if not apart or args.dtype == "float32":
+            fully_shard(layer, **options)
+            continue
+        fully_shard(layer, **options, ignored_params=apart)
+        uncast = options | {"mp_policy": replace(options["mp_policy"], param_dtype=None)}
+        fully_shard(layer.linear_attn, **uncast, ignored_params=set(layer.parameters()) - apart)
     fully_shard(policy, **options)
     for module in policy.modules():
         if hasattr(module, "set_gradient_divide_factor"):

@@ -26,6 +26,8 @@ from rl.ranks.device import is_accelerator, moved, packed_attention
 ATTENTION = "packed"
 REMEDY = "Take a model of full causal attention (Llama, Qwen2, Qwen2.5, Qwen3, OLMo-2, ...)."
 LINEAR = "linear_attention"  # as config.json calls layers with a recurrent state: rl/model/hybrid/delta_net.py knows which
+# Parameters of such layers that decide how a state decays, and of the norm behind it: the hub has them in fp32, too.
+IN_FP32 = (".linear_attn.A_log", ".linear_attn.dt_bias", ".linear_attn.norm.weight")
 SHORT = 128  # tokens up to which a CPU's attention in bf16, forward and backward, takes longer than in fp32: up to six times
 SIMILAR = 0.75  # sequences at least this fraction of the longest share a bucket: at most a third more cells than tokens
 
@@ -159,6 +161,11 @@ def linear_layers(config: PretrainedConfig | None) -> list[int]:
     """The numbers of the layers that have a recurrent state in attention's place. config: None of what is no whole model."""
     kinds = getattr(config and config.get_text_config(), "layer_types", None) or ()
     return [number for number, kind in enumerate(kinds) if kind == LINEAR]
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The precision of the parameter, in learners, engines and on the way, where `dtype` is that of the model."""
+    return torch.float32 if name.endswith(IN_FP32) else dtype
 
 
 def check_supported(config: PretrainedConfig, where: str, longest: int) -> None:

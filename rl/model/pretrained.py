@@ -92,7 +92,7 @@ def check_model(path: str, tokenizer: PreTrainedTokenizerBase, args: ModelFlags,
         from rl.model.hybrid.delta_net import check_flags, check_layers
 
         check_layers(model, where)
-        check_flags(text, args)
+        check_flags(text, args, samples=name == "--model" and hasattr(args, "engine"))
     check_lengths(text, args)
     check_supported(text, where, args.max_prompt_length + args.max_response_length)
     check_heads(config, args.sequence_parallel)

@@ -14,6 +14,7 @@ are near zero, show little or nothing (in fp32 one step suffices, in bf16 it tak
 import torch
 
 from rl.generation.engine import Engine
+from rl.model.attention import dtype_of
 from rl.weights.digests import digests_of
 
 # Of a log-prob, in nats: the difference between engine and learner that is nobody's fault, generously.
@@ -71,13 +72,13 @@ class Held:
         self._engine, self._dtype, self._given = engine, dtype, {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        self._given[name] = self._digest(self._engine.own_part(name, tensor.to(self._dtype)))
+        self._given[name] = self._digest(self._engine.own_part(name, tensor.to(dtype_of(name, self._dtype))))
 
     def check(self, version: int) -> None:
         """Raises RuntimeError, with the parameter's name, where the engine holds something else."""
         for name, given in self._given.items():
             live = self._engine.read_back(name)  # None where the engine cannot show it
-            if live is not None and self._digest(live.to(self._dtype)) != given:
+            if live is not None and self._digest(live.to(dtype_of(name, self._dtype))) != given:
                 raise RuntimeError(f"version {version}: the engine's {name} is not what the learner sent")
 
     def _digest(self, tensor: torch.Tensor) -> int:

@@ -8,6 +8,8 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from rl.model.attention import dtype_of
+
 BUCKET_BYTES = 32 << 20  # what travels at once; the next buckets are under way meanwhile
 LEAST_BYTES = 1 << 20  # of a bucket of a small model, of which four or more buckets overlap
 
@@ -42,8 +44,9 @@ class Plan:
 
     @cached_property
     def offsets(self) -> list[int]:
-        """The first element of each parameter in the stream, and the end of the last."""
-        return [0, *accumulate(math.prod(shape) for shape in self.shapes)]
+        """The first element of each parameter in the stream, and the end of the last. One in fp32 takes two elements in bf16."""
+        per = [dtype_of(name, self.dtype).itemsize // self.dtype.itemsize for name in self.names]
+        return [0, *accumulate(n * math.prod(shape) for n, shape in zip(per, self.shapes, strict=True))]
 
     @cached_property
     def buckets(self) -> list[Bucket]:
@@ -63,9 +66,10 @@ class Plan:
         return out
 
     def views(self, run: torch.Tensor, members: range) -> list[torch.Tensor]:
-        """The parameters `members` of a run of the stream that begins with the first of them, in their shapes."""
+        """The parameters `members` of a run of the stream that begins with the first of them, in their shapes and precisions."""
         base, ends = self.offsets[members.start], self.offsets
-        return [run[ends[i] - base : ends[i + 1] - base].view(self.shapes[i]) for i in members]
+        parts = ((i, run[ends[i] - base : ends[i + 1] - base]) for i in members)
+        return [part.view(dtype_of(self.names[i], self.dtype)).view(self.shapes[i]) for i, part in parts]
 
     def later(self) -> "Plan":
         """The plan of all publishes but the first: its stream is a beginning of this one's."""

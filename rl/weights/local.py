@@ -11,6 +11,7 @@ import torch
 
 from rl.generation.engine import Engine
 from rl.learning.learner import Learner
+from rl.model.attention import dtype_of
 
 
 class LocalWeights:
@@ -54,8 +55,8 @@ class LocalWeights:
         for name, tensor in self.outgoing.tensors(self.dtype, frozen=is_first):
             yield name, tensor
             if name in self.outgoing.frozen:
-                shows_own = self.engine.shares_memory
-                kept[name] = self.engine.read_back(name) if shows_own else tensor.to("cpu", self.dtype, copy=True)
+                shows_own, dtype = self.engine.shares_memory, dtype_of(name, self.dtype)
+                kept[name] = self.engine.read_back(name) if shows_own else tensor.to("cpu", dtype, copy=True)
         self._kept = kept
         if not is_first:
             yield from kept.items()

@@ -19,6 +19,7 @@ from functools import cached_property
 import torch
 
 from rl.generation.engine import Engine
+from rl.model.attention import dtype_of
 from rl.ranks import watchdog
 from rl.ranks.device import is_accelerator
 from rl.samples.control import State
@@ -91,7 +92,7 @@ class Subscriber:
             self._check_loaded(version, arrived)
         else:
             moved = self._moved()
-            live = (self.engine.read_back(self.plan.names[i]) for i in moved)
+            live = (self.engine.read_back(self.plan.names[i]).view(self.plan.dtype) for i in moved)
             for i, value in zip(moved, digests_of(live, self.device), strict=True):
                 found[i] = value
         last, table = self._table
@@ -130,7 +131,7 @@ class Subscriber:
             for number, name in enumerate(self.plan.names):
                 if (live := self.engine.read_back(name)) is not None:
                     read.append(number)
-                    yield live.to(self.plan.dtype) + 0.0
+                    yield live.to(dtype_of(name, self.plan.dtype)) + 0.0
 
         for number, found in zip(read, digests_of(values(), self.device), strict=True):
             if found != arrived[number]:

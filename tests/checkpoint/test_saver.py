@@ -165,7 +165,7 @@ def test_what_the_model_lacks_is_copied_into_the_last_file(tmp_path, monkeypatch
     stream = (piece for name in sorted(own) for piece in pieces(own[name], torch.bfloat16))
     (tmp_path / "saved").mkdir()
     parts = {name: [(name, tensor.shape)] for name, tensor in own.items()}
-    written = tensor_writer.write_model(tmp_path / "saved", plan, parts, torch.bfloat16, stream, copied)
+    written = tensor_writer.write_model(tmp_path / "saved", plan, parts, dict.fromkeys(own, torch.bfloat16), stream, copied)
     assert len(written) == 2
     stored = tensor_reader.stored_tensors(str(tmp_path / "saved"))  # as the index lists them
     assert stored.keys() == own.keys() | mtp.keys()

@@ -22,7 +22,7 @@ from rl.generation.embedded.running import Running
 from rl.generation.embedded.sampling import SlotSettings, sample
 from rl.generation.engine import Output, Request
 from rl.model import vision_forward
-from rl.model.attention import check_supported, linear_layers
+from rl.model.attention import check_supported, dtype_of, linear_layers
 from rl.model.forward_check import Probe, check_engine
 from rl.model.head.precision import Fp32Head
 from rl.model.loading import load_weights
@@ -80,6 +80,8 @@ class TransformersEngine:
 
             check_layers(self.model, f"--model {model_path}")
             carry_states(self.model)
+            for name, parameter in self.model.named_parameters():
+                parameter.data = parameter.data.to(dtype_of(name, parameter.dtype))
         router = router or RouterArgs()
         self.router = Router.of(self.model, router)
         self.records_routes = self.router is not None and router.router_replay == "R3"

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinea
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+from rl.model.attention import IN_FP32, dtype_of
 from rl.ranks.device import is_accelerator
 
 EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}  # transformers' name -> vLLM's, same layout
@@ -77,7 +78,7 @@ class LiveWeights:
             if self.shapes.get(name) != tensor.shape:
                 raise ValueError(f"weight {name} {list(tensor.shape)} does not belong to the engine's model")
             missing.discard(name)
-            tensor = tensor.detach().to(self.worker.device, self.dtype, copy=True)
+            tensor = tensor.detach().to(self.worker.device, dtype_of(name, self.dtype), copy=True)
             turn = self.turns_experts and name.rpartition(".")[2] in EXPERTS
             yield name, tensor.transpose(1, 2) if turn else tensor
         if missing:
@@ -130,6 +131,8 @@ class LiveWeights:
         """The part of the learner's weight `name` that this rank computes with, of the weight as it was sent: all of it, but on
         a tensor parallel rank."""
         module, leaf, front = self.holder(name)
+        if name.endswith(IN_FP32):  # vLLM has some of them in the model's precision
+            whole = whole.to(getattr(module, leaf).dtype).to(whole.dtype)
         count, number = getattr(module, "tp_size", 1), getattr(module, "tp_rank", 0)
         if count == 1 or leaf in EXPERTS or isinstance(module, ReplicatedLinear):  # a router
             return whole

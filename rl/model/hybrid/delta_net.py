@@ -45,15 +45,16 @@ def check_layers(model: nn.Module, where: str) -> None:
         )
 
 
-def check_flags(config, args) -> None:
-    """Raises UserError for flags that do not go with the model's delta nets. args: the script's."""
+def check_flags(config, args, samples: bool) -> None:
+    """Raises UserError for flags that do not go with the model's delta nets. args: the script's. samples: whether an engine has
+    the model, as it has no teacher and no critic."""
     size, heads, of_all = args.sequence_parallel, config.linear_num_value_heads, channels(config)
     if args.compile:
         raise UserError("--compile is not for models with gated delta nets. Leave it out.")
     if heads % size or of_all % size:
         nets = f"the gated delta nets' {heads} heads and {of_all} channels"
         raise UserError(f"--sequence-parallel {size}: its ranks divide {nets}. Take a divisor of both.")
-    if args.engine == "vllm" and not has_accelerator():
+    if samples and args.engine == "vllm" and not has_accelerator():
         sizes = {config.linear_key_head_dim, config.linear_value_head_dim}
         if args.weights_dtype(args.dtype) != torch.bfloat16 or sizes != {128}:
             raise UserError(
