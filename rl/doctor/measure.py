@@ -144,13 +144,16 @@ class Checks:
         """What computes a hybrid model's gated delta nets; the learner's start has compared kernels with plain torch."""
         from rl.model.hybrid.kernels import PACKAGE, unused
 
-        check = "delta rule"
         if why := unused(config, self.dtype, self.device):
-            self.report(check, SLOW, f"plain torch, since flash-linear-attention is not used: {why}", f"install {PACKAGE}")
+            self.report(
+                "delta rule", SLOW, f"plain torch, since flash-linear-attention is not used: {why}", f"install {PACKAGE}"
+            )
         elif device.is_accelerator(self.device):
-            self.report(check, OK, f"flash-linear-attention, {self.dtype}: values and gradients are those of plain torch")
+            self.report(
+                "delta rule", OK, f"flash-linear-attention, {self.dtype}: values and gradients are those of plain torch"
+            )
         else:
-            self.report(check, OK, "a CPU computes gated delta nets in plain torch")
+            self.report("delta rule", OK, "a CPU computes gated delta nets in plain torch")
 
     def _publish(self, check: str, version: int) -> None:
         started = time.perf_counter()

@@ -261,7 +261,7 @@ OF_OTHER_PROGRAMS = {
     *("--ntasks-per-node", "--nodes", "--gpus-per-node", "--shm-size", "--version", "--git", "--recount", "--logdir"),
     *("--extra-index-url", "--no-deps", "--no-binary", "--no-build-isolation"),
     *("--enable-lora", "--lora-modules", "--max-lora-rank"),
-    *("--exclude", "--served-model-name", "--help", "--help-all", "--steps"),
+    *("--exclude", "--served-model-name", "--port", "--security-opt", "--help", "--help-all", "--steps"),
 }
 OF_A_DIFF = {"--imitation-coef"}  # docs/forking.md
 
