@@ -69,7 +69,7 @@ def imitate(args, learner) -> dict[str, float]:
     """Adds the gradient of the next demonstrations' term to that of an update. Returns actor/sft_nll, the mean of -log p over
     their tokens, of the step's updates so far. A collective of the learners."""
     imitation, computed, learner.computed = learner.imitation, learner.computed, Computed()  # perf/* is of the samples alone
-    batch, total = imitation.batch(learner), torch.zeros((), dtype=torch.float64)
+    batch, found = imitation.batch(learner), []
     every = torch.arange(len(batch.lengths))
     denominator = whole_batch.denominator(batch, every, "token-mean", 0)  # their trained tokens, of all ranks
     for micro in micro_batches(batch, every, learner.micro_batch_tokens, learner.ranks):
@@ -77,8 +77,9 @@ def imitate(args, learner) -> dict[str, float]:
         log_prob, _ = learner.log_probs(micro)  # [n]
         nll = losses.aggregate(-log_prob, t.mask, t.seq, "token-mean", denominator)
         (args.sft_coef * nll).backward()
-        total += nll.detach().double().cpu()
+        found.append(nll.detach())
     learner.computed = computed
+    total = torch.stack(found).cpu().double().sum()
     imitation.losses.append(float(batch.sum_over_ranks(total)))
     return {"actor/sft_nll": sum(imitation.losses) / len(imitation.losses)}
 

@@ -20,7 +20,7 @@ SLOW += ["one rank, over the host", "engine, over the host", "engine, overlapped
 SLOW += ["fp32 weights on the host", "what could be sampled"]
 SLOW += ["experts, bf16", "engine, CUDA's attention", "engine, experts", "experts, replayed", "shared sequences"]
 SLOW += ["shared sequences, CUDA's attention", "shared experts", "shared experts and sequences", "images", "images, windows"]
-SLOW += ["delta nets", "engine, delta nets", "adapters", "a teacher's tokens", "a critic"]
+SLOW += ["delta nets", "engine, delta nets", "adapters", "a teacher's tokens", "a critic", "demonstrations"]
 SLOW += ["images, shared sequences", "in turns", "in turns, images"]
 SLOW += ["images, a frozen tower", "images, experts", "engine, images", "engine, images, windows"]
 NOTICED_BY = {  # a file whose places are taken out -> the cases that must notice
@@ -52,11 +52,14 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/generation/choose_engine.py": ["in turns"],
     "rl/learning/optimizer.py": ["one rank"],
     "rl/learning/value_model.py": ["a critic"],
+    "rl/algorithm/imitation.py": ["demonstrations"],
     "rl/model/vision_sharing.py": ["images, shared sequences"],
 }
 LEFT_OUT = {  # a file with such places of which no case can notice any -> why
     "rl/ranks/device.py": "it moves what others tell it to",
-    "rl/generation/vllm/engine.py": "vLLM's own process, tested with vLLM",
+    "rl/generation/vllm/start.py": "vLLM's own process, tested with vLLM",
+    "rl/generation/vllm/adapters.py": "vLLM's own process, tested with vLLM",
+    "rl/weights/adapter_probe.py": "positions of models that take images, none of which has adapters in an engine",
     "rl/model/grouped_experts.py": "a kernel with values, tested by itself",
     "rl/model/hybrid/kernels.py": "a kernel with values, tested by itself",
     "rl/generation/vllm/weights.py": "vLLM's own process, tested with vLLM",

@@ -26,6 +26,7 @@ from tiny_vlm import picture, prompt_with_images, prompts_by_number
 import train_async
 import train_one_step_off
 import train_sync
+from rl.algorithm.imitation import Imitation
 from rl.algorithm.kl_control import KLControl
 from rl.data.prompts import Prompt
 from rl.generation import choose_engine
@@ -48,6 +49,7 @@ from rl.ranks.launch import Node
 from rl.ranks.timers import Timers
 from rl.samples.group import Group
 from rl.split import Split
+from rl.weights.adapter_probe import TOKENS, AdapterProbe
 from rl.weights.buckets import Plan
 from rl.weights.local import LocalWeights
 from rl.weights.publisher import Publisher
@@ -153,6 +155,9 @@ def learn(
         assert device.kind() == place.device.type == torch.empty(1, device=place.device).device.type
         more = {"teacher": args.teacher, "teacher_top_k": args.teacher_top_k}
         model = Learner(path, args, place, 10, with_reference=args.needs_reference, **more)
+        if args.sft_files:
+            of_two = np.array([3, 4, 5, 6]), np.array([False, True, True, True])
+            model.imitation = Imitation(args, [of_two] * 5)
         if args.needs_critic:
             model.critic = Critic(path, args, model.ranks, 10)
         model.ranks = dataclasses.replace(model.ranks, rank=rank)  # whose micro-batches it takes
@@ -183,6 +188,8 @@ def learn(
         model.state(), model.rank_state()
         for _, weight in model.weights(torch.bfloat16):
             assert weight.device == place.device
+        if model.adapters:
+            assert len(AdapterProbe(model)()["now"]) == TOKENS - 1
         publish(
             model, Split("learner", place, place.world_size, 1, 0, 1, HashStore(), Bridge(host if over_host else place.device))
         )
@@ -376,6 +383,7 @@ CASES = {  # a new kind of model is a line more
     "adapters": lambda m: learn(m["qwen3"], 2, 0, lora_rank=2, use_kl_loss=True, param_offload=True),
     "a teacher's tokens": lambda m: learn(m["qwen3"], 2, 0, teacher=m["qwen3"], teacher_top_k=2),
     "a critic": lambda m: learn(m["qwen3"], 2, 0, adv_estimator="gae", gamma=0.9),
+    "demonstrations": lambda m: learn(m["qwen3"], 2, 1, sft_files=("some",), sft_batch_size=4),
     "in turns": lambda m: turns(m["qwen3"], dtype="bfloat16"),
     "in turns, images": lambda m: turns(m["qwen3-vl"], freeze_vision_tower=True),
     "engine, experts": lambda m: generate(m["moe"]),
