@@ -197,8 +197,8 @@ class Handler(BaseHTTPRequestHandler):
             self._check("/chat/completions")
             try:
                 call = Call(json.loads(body))
-            except (ValueError, RecursionError) as error:
-                raise Refused(400, f"the request is not JSON: {error}") from None
+            except (ValueError, TypeError, RecursionError) as error:
+                raise Refused(400, f"the request is no chat completion as JSON: {error}") from None
         except Refused as refused:
             self._send(refused.status, refused.body)
             return

@@ -28,7 +28,7 @@ class Turns:
         """schemas: of the tools, as chat templates take them. Raises UserError for a chat template that does not serve."""
         self.tokenizer, self.schemas, self.end_tokens = tokenizer, schemas or None, end_tokens
         if not tokenizer.chat_template:
-            raise UserError("--env: the model's tokenizer has no chat template, which says what stands between two turns.")
+            raise UserError("the model's tokenizer has no chat template, which says what stands between two turns.")
         self._ends = [tokenizer.convert_ids_to_tokens(token) for token in sorted(end_tokens)]
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if not re.fullmatch(UNUSED, token.content)]
         names = sorted((name for name in added if len(name.strip()) >= SHORTEST), key=len, reverse=True)
@@ -50,7 +50,7 @@ class Turns:
         found = min(((rest.index(end), end) for end in self._ends if end in rest), default=None)
         if found is None:
             raise UserError(
-                f"--env: between a turn and the next message the chat template puts none of the model's end tokens "
+                "between a turn and the next message the chat template puts none of the model's end tokens "
                 f"({', '.join(self._ends)}). Name the one that it puts there as eos_token_id in generation_config.json."
             )
         at, end = found
@@ -86,7 +86,7 @@ class Turns:
             return self.tokenizer.apply_chat_template(messages, tools=self.schemas, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # templates raise what they like
             roles = ", ".join(message["role"] for message in messages)
-            raise UserError(f"--env: the model's chat template refuses the roles {roles} ({error}).") from None
+            raise UserError(f"the model's chat template refuses the roles {roles} ({error}).") from None
 
     def _encode(self, text: str) -> list[int]:
         parts = self.tokenizer(text.split(BREAK), add_special_tokens=False)["input_ids"]
@@ -135,4 +135,4 @@ class Turns:
             text = self._render([{"role": "user", "content": "?"}, said, self._as_data(ANSWER)])
             if form := format_of(text[text.rindex("?", 0, text.index(MARK)) :]):
                 return form
-        raise UserError("--tools: the chat template writes a call in none of our formats. Name one with --tool-format.")
+        raise UserError("the chat template writes a call in none of our formats. Name one with --tool-format.")

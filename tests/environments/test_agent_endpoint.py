@@ -171,7 +171,8 @@ what = row["ground_truth"]
 if what == "calls nothing":
     sys.exit()
 if what == "sends rubbish":
-    for body in (b"{", b"[" * 100_000, b"3", {"messages": []}, {"messages": [3]}, {"messages": messages, "tools": 7}):
+    odd = [b"{", b"[" * 100_000, b"3"] + [{"messages": value} for value in ([], [3], [{"role": []}], {}, 7)]
+    for body in (*odd, {"messages": messages, "tools": 7}, {"messages": [{"role": "assistant", "tool_calls": 7}]}):
         try:
             ask(body)
         except urllib.error.HTTPError as error:

@@ -46,14 +46,8 @@ class Sandbox:
         self._pid = os.getpid()
         with tempfile.TemporaryDirectory(dir="/tmp") as place:
             try:
-                self._process = subprocess.Popen(
-                    **_command(Path(place)),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=self._errors,
-                    bufsize=0,
-                    env={},
-                )
+                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors, "bufsize": 0}
+                self._process = subprocess.Popen(**_command(Path(place)), **pipes, env={})
             except OSError as error:
                 raise UserError(f"the sandbox does not start: {error}. {REMEDY}") from None
             if self._answer(START_LIMIT) != {"ready": True}:
