@@ -157,8 +157,7 @@ class AgentEpisodes(Episodes):
         self._note(id)
         work, (first, *others) = self.working[id[0]], self._histories[id].all
         tokens, log_probs, versions = list(first.output.token_ids), list(first.output.log_probs), list(first.output.versions)
-        masks, lengths = [_whole_mask(first)], [len(tokens)]
-        records = [(first.output.support, len(tokens))]
+        masks, lengths, parts = [_whole_mask(first)], [len(tokens)], [(first.output.support, len(tokens))]
         for history in others:
             output, prompt = history.output, history.request.prompt_ids
             if not output.token_ids:  # the response has ended before it was sampled
@@ -168,11 +167,10 @@ class AgentEpisodes(Episodes):
             versions += output.versions[:1] * len(prompt) + output.versions
             masks += [np.zeros(len(prompt), bool), _whole_mask(history)]
             lengths.append(len(prompt) + len(output.token_ids))
-            records += [(None, len(prompt)), (output.support, len(output.token_ids))]
-        known = support.of_responses(*zip(*records, strict=True))
-        self._of[id].output = Output(
-            id, tokens, log_probs, versions, "unfinished", support=None if known is None else known.numpy()
-        )
+            parts += [(None, len(prompt)), (output.support, len(output.token_ids))]
+        known = support.of_responses(*zip(*parts, strict=True))
+        known = None if known is None else known.numpy()
+        self._of[id].output = Output(id, tokens, log_probs, versions, "unfinished", support=known)
         work.masks[id[1]] = np.concatenate(masks)
         if len(lengths) > 1:
             work.histories[id[1]] = lengths
