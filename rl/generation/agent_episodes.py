@@ -93,6 +93,7 @@ class AgentEpisodes(Episodes):
 
     def _add(self, id: tuple[int, int], so_far: Output | None) -> None:
         episode, requests, room = self._of[id], self.working[id[0]].requests, self._room(id)
+        so_far = so_far if so_far and so_far.token_ids else None  # of a history that begins
         limit = room if episode.most is None else min(room, (len(so_far.token_ids) if so_far else 0) + episode.most)
         sampling = dataclasses.replace(requests[id[1]].sampling, max_tokens=limit)
         requests[id[1]] = dataclasses.replace(requests[id[1]], sampling=sampling)

@@ -126,7 +126,7 @@ class Group:
         width, has = header.get("support", [0, [False] * len(masks)])
         lengths = [n for n, *_ in header["responses"]]
         support = [
-            take(n * width, np.int32, -1).reshape(n, width) if there else None for n, there in zip(lengths, has, strict=True)
+            take(n * width, np.int32).reshape(n, width) if there else None for n, there in zip(lengths, has, strict=True)
         ]
         parts = zip(arrays, header["responses"], masks, routes, rewards, histories, support, strict=True)
         responses = [Response(*of_one, *fields, *rest) for of_one, (_, *fields, _), *rest in parts]

@@ -27,7 +27,6 @@ import train_async
 import train_one_step_off
 import train_sync
 from rl.algorithm.kl_control import KLControl
-from rl.learning.value_model import Critic
 from rl.data.prompts import Prompt
 from rl.generation import choose_engine
 from rl.generation.embedded.engine import TransformersEngine
@@ -37,6 +36,7 @@ from rl.learning.batch import Batch
 from rl.learning.batch_images import BatchImages
 from rl.learning.division import Division
 from rl.learning.learner import Learner
+from rl.learning.value_model import Critic
 from rl.model import forward_check, policy
 from rl.model.head import support
 from rl.plan.fake_device import OWN, FakeDevice, aten, start

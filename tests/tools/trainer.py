@@ -5,11 +5,11 @@ import torch
 import losses
 import train_sync
 from rl.algorithm.kl_control import KLControl
-from rl.learning.value_model import Critic
 from rl.generation.engine_ranks import EngineRanks
 from rl.generation.generator import Generator, make_generator
 from rl.learning.batch import Batch
 from rl.learning.learner import Learner
+from rl.learning.value_model import Critic
 from rl.model.shards import local
 from rl.ranges import check
 from rl.ranks import dist
