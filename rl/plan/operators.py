@@ -1,8 +1,8 @@
 """Which operators a device has a kernel for: what the fake device (rl/plan/fake_device.py) refuses is what the device lacks.
 
 Of CUDA torch's own table says it, which comes with torch; of an NPU npu_operators.txt does. Operators that torch composes of
-others need no kernel: the fake device meets the others. Left out: what an operator composed below autograd is made of, and which
-precisions a kernel takes.
+others need no kernel: the fake device meets the others. Left out: what an operator composed below autograd is made of, and
+which precisions a kernel takes.
 """
 
 import importlib.resources
