@@ -1,8 +1,8 @@
-"""Pages out of the code: what each file and test does, which flags a paper has, TRL's words, and the lines in docs/design.md.
+"""Pages out of the code: what each file and test does, which flags a paper has, verl's keys, TRL's words, the lines of folders.
 
     python docs/make.py
 
-In docs/generated/, `python -m rl.from_verl --table` writes verl-keys.md and `python benchmarks/table.py` benchmarks.md.
+`python benchmarks/table.py` writes docs/generated/benchmarks.md.
 """
 
 import ast
@@ -15,6 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import losses
 from rl import flag_words
+from rl.from_verl.environment import VARIABLES
+from rl.from_verl.keys import NOT_HERE, NOT_NEEDED, Row
+from rl.from_verl.table import TABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTE = "<!-- made by `python docs/make.py` out of docstrings; edit those -->"
@@ -64,6 +67,53 @@ def trl_words() -> str:
             flags = re.sub(r"--[a-z0-9-]+", lambda flag: f"`{flag[0]}`", here)
             lines.append(f"| `{word[2:].replace('-', '_')}` | {flags} |")
     return "\n".join(lines) + "\n"
+
+
+VERL_KEYS = """# verl's keys and variables, and what each is here
+
+<!-- made by `python docs/make.py` out of rl/from_verl -->
+
+`A.` is `actor_rollout_ref.`; verl's defaults are in brackets. `-` means that nothing has to be set, and says why. "not here"
+means that the feature is missing. Where verl has a flag for each role (actor, ref, rollout), there is one here.
+Back to [from-verl.md](../from-verl.md).
+
+"""
+
+
+def verl_keys() -> str:
+    """What each of verl's keys, and each variable that its scripts export, is here."""
+    out = []
+    for title, rows in TABLE.items():
+        out += [f"### {title}", "| verl | here |", "|---|---|"]
+        out += [f"| {_names(row)} | {_here(row)} |" for row in rows] + [""]
+    out += ["### Environment variables", "| variable | here |", "|---|---|"]
+    for row in VARIABLES:
+        names = ", ".join(f"`{name}`" for name in row.names.split())
+        out.append(f"| {names} | {row.verdict}: {row.why} |")
+    return VERL_KEYS + "\n".join(out) + "\n"
+
+
+def _names(row: Row) -> str:
+    """Every name of every key; verl's default behind the first."""
+    out = []
+    for names in row.names:
+        default = f" ({_value(row.defaults[names[0]])})" if names[0] in row.defaults else ""
+        shown = [f"`{name.replace('actor_rollout_ref.', 'A.', 1)}`" for name in names]
+        out.append(shown[0] + default + (f" or {', '.join(shown[1:])}" if shown[1:] else ""))
+    return ", ".join(out)
+
+
+def _value(value: object) -> str:
+    return {None: "null"}.get(value, str(value)) if not isinstance(value, list) else f"[{', '.join(map(str, value))}]"
+
+
+def _here(row: Row) -> str:
+    if row.kind == NOT_NEEDED:
+        return f"-: {row.note}"
+    if row.kind == NOT_HERE:
+        return f"not here: {row.note}"
+    flags = ", ".join(f"`{flag}`" for flag in row.flags.split(", ") if flag)
+    return flags + (": " if flags and row.note else "") + row.note
 
 
 def lines_by_folder() -> dict[str, int]:
@@ -133,6 +183,7 @@ PAGES = {
     "generated/papers.md": papers,
     "generated/promises.md": promises,
     "generated/trl-words.md": trl_words,
+    "generated/verl-keys.md": verl_keys,
 }
 
 if __name__ == "__main__":

@@ -134,8 +134,9 @@ class BatchLoop:
 
     def send(self, groups: list[Group], next_ticket: int, metrics: dict[str, float]) -> None:
         """Sends a batch to the learners, with the metrics of its making."""
-        self.ticket, history, prompts = next_ticket, {}, self.generator.history
-        if prompts:
+        self.ticket, history = next_ticket, {}
+        if self.args.prompt_sampling != "uniform":
+            prompts = self.generator.history
             history = {"shown": prompts.commit(), "skipped": prompts.take_skipped()}
             metrics = metrics | prompts.metrics()
         if self.split.ranks.is_main:

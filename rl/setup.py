@@ -58,7 +58,7 @@ class RunArgs:
     total_rollout_steps: MayChange[Annotated[int | None, Range(at_least=1)]] = None
     """Prompts to train on, rounded down to whole steps. With --total-epochs, the smaller of the two ends the run."""
     test_freq: MayChange[Annotated[int, Range(at_least=0, also=-1)]] = 20
-    """Validate every this many steps, and after the last step. train_async.py validates at the next publish. 0 or -1 never
+    """Steps between validations. The last step is always validated; train_async.py validates at the next publish. 0 or -1 never
     validates."""
     val_before_train: MayChange[bool] = True
     """Also validate before the first step, unless --test-freq is 0 or -1."""
@@ -145,18 +145,13 @@ def set_up(args: CommonArgs, file: str) -> Job:
     be used."""
     torch.manual_seed(args.seed)
     model = DEMO if args.env == DEMO and args.model == RunArgs.model else args.model
-    path = resolve(model)
-    config = load_config(path, args.trust_remote_code)  # first: where there is no model, a missing tokenizer is not the news
-    tokenizer = load_tokenizer(path, args.trust_remote_code)
-    check_model(path, tokenizer, args)
+    path, config, tokenizer = read_model(model, args)
     if args.teacher:
         check_teacher(resolve(args.teacher), args, path)
     if args.needs_critic:
         check_critic(critic_path(args, path), args, path)
     if args.router_replay != "off":
         check_replay(args, empty_model(config, args.trust_remote_code), f"--model {path}")
-    if args.adapted:
-        lora.check_model(empty_model(config, args.trust_remote_code), args, f"--model {path}")
     prep = ImagePrep.of(path, config, args)
     if args.freeze_vision_tower and not prep:
         raise UserError(f"--freeze-vision-tower: --model {path} takes no images. Leave the flag out.")
@@ -177,6 +172,17 @@ def set_up(args: CommonArgs, file: str) -> Job:
     notes = _idle_flags(args, facts)
     of_run = (order, total_steps, notes, demonstrations, environments)
     return Job(Path(file).stem, path, tokenizer, prompts, val_prompts, *of_run)
+
+
+def read_model(model: str, args) -> tuple[str, PretrainedConfig, PreTrainedTokenizerBase]:
+    """Where --model is, its config and its tokenizer. args: the script's. Raises UserError for what cannot be trained."""
+    path = resolve(model)
+    config = load_config(path, args.trust_remote_code)  # first: where there is no model, a missing tokenizer is not the news
+    tokenizer = load_tokenizer(path, args.trust_remote_code)
+    check_model(path, tokenizer, args)
+    if args.adapted:
+        lora.check_model(empty_model(config, args.trust_remote_code), args, f"--model {path}")
+    return path, config, tokenizer
 
 
 def read_demonstrations(args: CommonArgs, path: str, tokenizer: PreTrainedTokenizerBase, prep: ImagePrep | None) -> Any:

@@ -18,11 +18,11 @@ from rl.data.prompts import PromptOrder
 from rl.errors import UserError
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch
-from rl.model.pretrained import check_model, empty_model, end_token_ids, load_config, load_tokenizer, resolve
+from rl.model.pretrained import end_token_ids
 from rl.ranges import Range
 from rl.ranks.watchdog import WatchdogArgs
 from rl.record.run import LogArgs
-from rl.setup import RunArgs
+from rl.setup import RunArgs, read_model
 from rl.training_run import TrainingRun
 
 
@@ -67,14 +67,10 @@ def set_up(args: SupervisedArgs, file: str) -> Job:
     """Reads what the flags name, the weights aside, and seeds torch. file: the script's own. Raises UserError for what cannot
     be used."""
     torch.manual_seed(args.seed)
-    path = resolve(args.model)
-    config = load_config(path, args.trust_remote_code)
+    path, config, tokenizer = read_model(args.model, args)
     if takes_images(config):
         raise UserError(f"--model {path}: it takes images, and a supervised start is of text alone. Train it by reward.")
-    tokenizer = load_tokenizer(path, args.trust_remote_code)
-    check_model(path, tokenizer, args)
     if args.adapted:
-        lora.check_model(empty_model(config, args.trust_remote_code), args, f"--model {path}")
         flag_needs.warn(lora.rate_warnings(args, flag_needs.given(type(args), sys.argv[1:])))
     ends = end_token_ids(path, tokenizer, args.trust_remote_code)
     rows = Demonstrations(args.train_files, "train", tokenizer, args, ends)

@@ -54,7 +54,7 @@ class CheckpointArgs:
     """Checkpoints and resuming."""
 
     save_freq: MayChange[Annotated[int, Range(at_least=0, also=-1)]] = 0
-    """Save a checkpoint every this many steps, and always after the last step. 0 or -1 saves only that one."""
+    """Steps between checkpoints. The last step is always saved; 0 or -1 saves nothing else."""
     max_ckpt_to_keep: MayChange[Annotated[int, Range(at_least=0)]] = 3
     """Number of checkpoints to keep, the newest ones; 0 keeps all. The best one by validation is always kept."""
     resume_mode: MayChange[str] = "auto"

@@ -33,7 +33,17 @@ from rl.ranks.progress import track
 
 VERSION = VERSIONS["demo"]  # of the recipe below
 LARGEST = 49
-INITIALIZER_RANGE = 0.08  # about 1 / sqrt(hidden size): learns from fewer sums than with the usual 0.02
+SHAPE = {  # of the models that are taught to add
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "initializer_range": 0.08,  # about 1 / sqrt(hidden size): learns from fewer sums than with the usual 0.02
+}
 NUM_VALIDATION = 500  # of the 2,500 problems; the other 2,000 are for training
 SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
 CHARACTERS = "0123456789+="
@@ -139,21 +149,7 @@ def tokenizer_of(special: list[str], characters: str, chat_template: str) -> Qwe
 
 
 def build_model(vocab_size: int, layers: int = 4) -> Qwen2ForCausalLM:
-    config = Qwen2Config(
-        vocab_size=vocab_size,
-        hidden_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=512,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        initializer_range=INITIALIZER_RANGE,
-    )
-    return Qwen2ForCausalLM(config)
+    return Qwen2ForCausalLM(Qwen2Config(vocab_size=vocab_size, num_hidden_layers=layers, intermediate_size=512, **SHAPE))
 
 
 def make(directory: str, build_model: Callable[[int], PreTrainedModel]) -> None:

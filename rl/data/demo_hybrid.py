@@ -20,23 +20,15 @@ def model_dir() -> str:
 def build_model(vocab_size: int) -> Qwen3_5ForCausalLM:
     config = Qwen3_5TextConfig(
         vocab_size=vocab_size,
-        hidden_size=128,
         num_hidden_layers=2,
         layer_types=["linear_attention", "full_attention"],
         linear_num_key_heads=1,
         linear_num_value_heads=1,
         linear_key_head_dim=128,
         linear_value_head_dim=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=32,
         intermediate_size=512,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        initializer_range=demo.INITIALIZER_RANGE,
+        **demo.SHAPE,
     )
     return Qwen3_5ForCausalLM(config)
 

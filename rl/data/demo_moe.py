@@ -20,21 +20,13 @@ def model_dir() -> str:
 def build_model(vocab_size: int) -> Qwen3MoeForCausalLM:
     config = Qwen3MoeConfig(
         vocab_size=vocab_size,
-        hidden_size=128,
         num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=32,
         num_experts=8,
         num_experts_per_tok=2,
         moe_intermediate_size=256,
         norm_topk_prob=True,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        initializer_range=demo.INITIALIZER_RANGE,
+        **demo.SHAPE,
     )
     return Qwen3MoeForCausalLM(config)
 

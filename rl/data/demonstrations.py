@@ -5,19 +5,16 @@ token; what follows, such as Qwen's line break, a policy never samples. Each par
 the tokens that it has in training by reward. Left out: images.
 """
 
-import bisect
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rl.data.measured import Measured
-from rl.data.prompts import is_message
-from rl.data.tables import check_as_written, check_text, read_table
+from rl.data.prompts import is_message, render_chat
+from rl.data.tables import FileRows, check_as_written, check_text, read_table
 from rl.errors import UserError
 from rl.ranges import MayChange, Range
 from rl.ranks import launch
@@ -57,7 +54,7 @@ class Demonstration(NamedTuple):
     trained: np.ndarray  # [n] bool; never the first token, which nothing predicts
 
 
-class Demonstrations(Sequence):
+class Demonstrations(FileRows):
     """The rows of all files, end to end. Raises UserError for what cannot be used, naming file, row (from 0) and remedy."""
 
     prep = None  # of images, which these have none of
@@ -75,24 +72,18 @@ class Demonstrations(Sequence):
         """end_tokens: those that end a response of the model. limit, columns: what an error message calls the flags of the
         longest conversation and of the columns."""
         self._limit, self._column_flags = limit, columns
-        self.tokenizer, self.args, self.end_tokens, self.files = tokenizer, args, end_tokens, list(files)
-        if not self.files:
-            raise UserError(f"--{split}-files names no file.")
+        self.tokenizer, self.args, self.end_tokens = tokenizer, args, end_tokens
+        super().__init__(files, split)
         most = args.val_max_samples if split == "val" else args.train_max_samples
-        self.tables = []
         for file in self.files:
             table = read_table(file, split)
             self._check_columns(file, table.column_names)
             check_text(file, table)
             check_as_written(file, table)
             self.tables.append(table)
-        self.ends = list(itertools.accumulate(len(table) for table in self.tables))
         self.rows = self._measure(self.ends[-1] if most < 0 else min(most, self.ends[-1]), split)
         if not len(self.rows):
             raise UserError(f"{', '.join(self.files)}: no conversation has at most {limit} {args.max_length} tokens. Raise it.")
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __getitem__(self, index: int) -> Demonstration:
         return self._read(self.rows[index])
@@ -126,15 +117,6 @@ class Demonstrations(Sequence):
             own.error = str(error)
             work.fail()
         return Measured.of_parts(map(Measured.of_bytes, work.gather(own.to_bytes()))).kept
-
-    def _locate(self, row: int) -> tuple[int, int]:
-        """(index of the file, row number in it) of a row number over all files."""
-        file = bisect.bisect_right(self.ends, row)
-        return file, row - (self.ends[file - 1] if file else 0)
-
-    def _where(self, row: int) -> str:
-        file, number = self._locate(row)
-        return f"{self.files[file]} row {number}"
 
     def _read(self, row: int) -> Demonstration:
         """Its tokens, and which are trained."""
@@ -215,14 +197,4 @@ class Demonstrations(Sequence):
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _render(self, row: int, messages: list[dict], **more) -> str:
-        if not self.tokenizer.chat_template:
-            raise UserError(
-                f"{self._where(row)}: a chat, but the model's tokenizer has no chat template. Save one with the tokenizer, or "
-                "give prompts as plain strings."
-            )
-        try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, **more)
-        except TemplateError as error:
-            raise UserError(
-                f"{self._where(row)}: the model's chat template refuses the messages ({error}). Fix the roles."
-            ) from None
+        return render_chat(self.tokenizer, self._where(row), messages, **more)

@@ -6,7 +6,6 @@ what follows the last "####" of the answer is the ground truth, and the source i
 A column of images may be next to it, with "<image>" in the text for each (rl/data/images.py, rl/data/image_prompts.py).
 """
 
-import bisect
 import functools
 import itertools
 import math
@@ -35,7 +34,7 @@ from rl.data.columns import (
 )
 from rl.data.image_prompts import FAMILIES, ImageError, ImagePrep, Images
 from rl.data.measured import Measured, up_to_error
-from rl.data.tables import check_as_written, check_text, read_table
+from rl.data.tables import FileRows, check_as_written, check_text, read_table
 from rl.errors import UserError
 from rl.ranks import launch
 from rl.ranks.divided_work import DividedWork
@@ -90,7 +89,7 @@ class PromptOrder:
         return order
 
 
-class PromptDataset(Sequence):
+class PromptDataset(FileRows):
     """The rows of all files, end to end. Raises UserError for what cannot be used, naming file, row (from 0) and remedy."""
 
     def __init__(
@@ -104,12 +103,10 @@ class PromptDataset(Sequence):
     ):
         """prep: of a model that takes images. tools: the schemas of those that the model may call, for its chat template."""
         self.tokenizer, self.args, self.prep, self.tools = tokenizer, args, prep, tools or None
-        self.files = list(files)
-        if not self.files:
-            raise UserError(f"--{split}-files names no file.")
+        super().__init__(files, split)
         limit = args.train_max_samples if split == "train" else args.val_max_samples
         # Files keep their own columns: casting them to a common schema would change what they say.
-        self.tables, room = [], math.inf if limit < 0 else limit
+        room = math.inf if limit < 0 else limit
         for file in self.files:
             table = read_table(file, split)
             check_columns(file, table, args)
@@ -121,7 +118,6 @@ class PromptDataset(Sequence):
                 table = self._with_images(file, table)
             self.tables.append(table)
             check_truths(file, table)
-        self.ends = list(itertools.accumulate(len(table) for table in self.tables))
         measured = self._measure(f"measuring {split} prompts")
         self.rows = measured.kept
         self.truncated = measured.truncated  # prompts that --truncation cuts
@@ -130,9 +126,6 @@ class PromptDataset(Sequence):
                 f"{', '.join(self.files)}: no prompt is left of {self.ends[-1]} at --max-prompt-length "
                 f"{args.max_prompt_length}. Raise it."
             )
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __getitem__(self, index: int) -> Prompt:
         which, number = self._locate(self.rows[index])
@@ -275,15 +268,6 @@ class PromptDataset(Sequence):
             raise UserError(f"{self._where(row)}: {error}. Mend the row, or remove it.") from None
         return ids, of_row if of_row.sources else None
 
-    def _where(self, row: int) -> str:
-        file, number = self._locate(row)
-        return f"{self.files[file]} row {number}"
-
-    def _locate(self, row: int) -> tuple[int, int]:
-        """(index of the file, row number in it) of a row number over all files."""
-        file = bisect.bisect_right(self.ends, row)
-        return file, row - (self.ends[file - 1] if file else 0)
-
     def _encode(self, texts: Sequence["Text"]) -> list[list[int]]:
         """Token ids of each text. A chat template has put special tokens in; for a plain string the tokenizer may add some."""
         ids: list[list[int]] = [[]] * len(texts)
@@ -320,7 +304,9 @@ class PromptDataset(Sequence):
             raise UserError(f"{where}: the prompt (column {key!r}, --prompt-key) is empty. Remove the row.")
         if self.prep and self.args.image_key in row:
             messages = images.with_places(messages)
-        return Text(self._render_chat(where, messages), True) if is_chat else Text(prompt, False)
+        if not is_chat:
+            return Text(prompt, False)
+        return Text(render_chat(self.tokenizer, where, messages, tools=self.tools, add_generation_prompt=True), True)
 
     def _asked(self, row: dict) -> Any:
         """The row's prompt: chat messages, or a string that is used as it is."""
@@ -329,16 +315,18 @@ class PromptDataset(Sequence):
         question = row["question"]
         return [{"role": "user", "content": question}] if isinstance(question, str) else question
 
-    def _render_chat(self, where: str, messages: list[dict]) -> str:
-        if not self.tokenizer.chat_template:
-            raise UserError(
-                f"{where}: the prompt is a chat, but the model's tokenizer has no chat template. Take an instruct model, save "
-                "a chat template with the tokenizer, or give prompts as plain strings."
-            )
-        try:
-            return self.tokenizer.apply_chat_template(messages, tools=self.tools, add_generation_prompt=True, tokenize=False)
-        except TemplateError as error:  # many templates refuse a system message, or roles that do not alternate
-            raise UserError(f"{where}: the model's chat template refuses the messages ({error}). Fix the roles.") from None
+
+def render_chat(tokenizer: PreTrainedTokenizerBase, where: str, messages: list[dict], **more) -> str:
+    """The messages as text. more: what apply_chat_template takes. Raises UserError where there is no template for them."""
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{where}: the prompt is a chat, but the model's tokenizer has no chat template. Take an instruct model, save "
+            "a chat template with the tokenizer, or give prompts as plain strings."
+        )
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **more)
+    except TemplateError as error:  # many templates refuse a system message, or roles that do not alternate
+        raise UserError(f"{where}: the model's chat template refuses the messages ({error}). Fix the roles.") from None
 
 
 class Text(NamedTuple):

@@ -4,9 +4,12 @@ Left out: what the columns mean, which is rl/data/columns.py. Importing datasets
 tenth of what the demo of text has to start: its rows are a table of our own.
 """
 
+import bisect
+import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import pyarrow as pa
@@ -138,6 +141,36 @@ def _read_hub(name: str, split: str):
             f"--{split}-files {name}: neither a .parquet, .json or .jsonl file nor a hub dataset (name, or name:config) with a "
             f"{wanted!r} split that can be loaded here ({reason})."
         ) from None
+
+
+class FileRows(Sequence):
+    """The rows of several files, end to end, or of them those that are used."""
+
+    rows: Sequence[int]  # the numbers of those that are used, over all files
+
+    def __init__(self, files: Sequence[str], split: str):
+        """split: "train", "val" or "sft", the flag that names the files. Raises UserError where there are none."""
+        self.files = list(files)
+        if not self.files:
+            raise UserError(f"--{split}-files names no file.")
+        self.tables: list = []  # one for each file
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """For each file, how many rows it has together with those before it."""
+        return list(itertools.accumulate(len(table) for table in self.tables))
+
+    def _locate(self, row: int) -> tuple[int, int]:
+        """(index of the file, row number in it) of a row number over all files."""
+        file = bisect.bisect_right(self.ends, row)
+        return file, row - (self.ends[file - 1] if file else 0)
+
+    def _where(self, row: int) -> str:
+        file, number = self._locate(row)
+        return f"{self.files[file]} row {number}"
 
 
 class Rows:

@@ -158,7 +158,7 @@ class Checks:
     def _publish(self, check: str, version: int) -> None:
         started = time.perf_counter()
         self.weights.publish(version)
-        self._synchronize()
+        device.synchronize()
         seconds = time.perf_counter() - started
         differ, unread, size = [], 0, 0
         for name, tensor in self.learner.weights(self.dtype, frozen=True):
@@ -205,10 +205,10 @@ class Checks:
         seconds = []
         for _ in range(4):
             batch = self._batch()
-            self._synchronize()
+            device.synchronize()
             started = time.perf_counter()
             metrics = train_sync.learn(self.args, self.learner, KLControl(self.args), batch, Timers())
-            self._synchronize()
+            device.synchronize()
             seconds.append(time.perf_counter() - started)
         middle = float(np.median(seconds[1:]))
         tokens = self.sizes.sequences * (self.sizes.prompt + self.sizes.response)
@@ -253,10 +253,10 @@ class Checks:
         prompts = [self._tokens(self.sizes.prompt) for _ in range(self.sizes.requests)]
         seconds = []
         for _ in range(3):
-            self._synchronize()
+            device.synchronize()
             started = time.perf_counter()
             self._sample(prompts, 1.0)
-            self._synchronize()
+            device.synchronize()
             seconds.append(time.perf_counter() - started)
         rate = self.sizes.requests * self.sizes.response / float(np.median(seconds[1:]))
         self.report("generation", OK, f"{rate:,.0f} tokens/s", tokens_per_s=rate, seconds=seconds)
@@ -294,10 +294,6 @@ class Checks:
 
     def _tokens(self, n: int) -> np.ndarray:
         return self.rng.integers(2, min(self.vocabulary, 1000), n).astype(np.int32)
-
-    def _synchronize(self) -> None:
-        if device.is_accelerator(self.device):
-            torch.accelerator.synchronize()
 
 
 def _response(output: Output) -> Response:

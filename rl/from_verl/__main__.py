@@ -3,7 +3,6 @@
     python -m rl.from_verl 'python3 -m verl.trainer.main_ppo data.train_batch_size=1024 ...'
     python -m rl.from_verl algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 ...
     python -m rl.from_verl run_qwen.sh data.seed=1   # a script of yours, with what it is called with; nothing in it is run
-    python -m rl.from_verl --table                   # rewrites docs/generated/verl-keys.md
 
 The output is a shell script: the command, then a comment on every key that has no flag here, and on every variable that the
 script exports. Without words or --file the command is read from standard input. Variables of the script can be set before:
@@ -16,7 +15,7 @@ import sys
 from pathlib import Path
 
 from rl.errors import UserError
-from rl.from_verl import document, environment
+from rl.from_verl import environment
 from rl.from_verl.command import Command, read_script, read_words
 from rl.from_verl.keys import NOT_HERE, NOT_NEEDED
 from rl.printable import printable
@@ -27,14 +26,10 @@ def main() -> None:
         prog="python -m rl.from_verl", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--file", type=Path, help="a shell script that starts verl")
-    parser.add_argument("--table", action="store_true", help="write docs/generated/verl-keys.md")
     parser.add_argument("words", nargs=argparse.REMAINDER, help="verl's command, or its key=value words")
     args = parser.parse_args()
     try:
-        if args.table:
-            document.write()
-        else:
-            print(report(read(args.words, args.file)))
+        print(report(read(args.words, args.file)))
     except UserError as error:
         print(printable(f"error: {error}"), file=sys.stderr)
         sys.exit(1)

@@ -3,7 +3,7 @@
 Each function takes the Run and returns flags with their values, None to leave one out; it tells the Run what has no equivalent.
 """
 
-from rl.from_verl.memory import DTYPE
+from rl.from_verl.memory import DTYPE, PRECISIONS
 from rl.from_verl.verl_run import ASYNC, SYNC, Run, listed
 
 LOGGERS = ("console", "tensorboard", "wandb")
@@ -192,11 +192,10 @@ def free_cache(run: Run) -> dict[str, object]:
 
 
 def rollout_dtype(run: Run) -> dict[str, object]:
-    names = {"bfloat16": "bfloat16", "float32": "float32", "bf16": "bfloat16", "fp32": "float32"}
-    ours = names.get(run["A.rollout.dtype"])
+    ours = PRECISIONS.get(run["A.rollout.dtype"])
     if ours is None:
         run.lacks("A.rollout.dtype", "bfloat16 and float32 alone")
-    return {"--rollout-dtype": "auto" if ours in (None, names.get(run[DTYPE])) else ours}
+    return {"--rollout-dtype": "auto" if ours in (None, PRECISIONS.get(run[DTYPE])) else ours}
 
 
 # -- trainer

@@ -307,8 +307,7 @@ class Episodes(Responses):
         was_playing = bool(episode.output) and episode.output.finish_reason == "unfinished"
         episode.output, episode.in_engine = None, True
         so_far = so_far and dataclasses.replace(so_far, finish_reason="unfinished")
-        keeps = getattr(self.args, "partial_rollout", "") == "keep"
-        kept = so_far.versions[0] if keeps and so_far and so_far.versions else None
+        kept = so_far.versions[0] if so_far and getattr(self.args, "partial_rollout", "") == "keep" else None
         request = self.working[id[0]].requests[id[1]]
         request = dataclasses.replace(request, so_far=so_far, priority=id[0], kv_version=kept)
         if self._replayed is None:

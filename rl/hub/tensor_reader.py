@@ -6,7 +6,7 @@ Files are read, not mapped: what has been read is in the system's cache, and a p
 import json
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,9 +22,11 @@ from rl.ranks import watchdog
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of each file of weights
 
 
-def sample(file: Path) -> str:
-    """A digest of a file's name, size, and SAMPLES pieces."""
-    _sample(file, state := xxhash.xxh3_64())
+def sample(files: Iterable[Path]) -> str:
+    """A digest of the files' names, sizes, and SAMPLES pieces of each."""
+    state = xxhash.xxh3_64()
+    for file in files:
+        _sample(file, state)
     return state.hexdigest()
 
 

@@ -358,8 +358,7 @@ class Tokens:
     def __getattr__(self, name: str) -> torch.Tensor | None:
         if name not in Tokens.__annotations__:
             raise AttributeError(f"{name} is no tensor over tokens. These are: {', '.join(Tokens.__annotations__)}")
-        targets = self.batch.targets
-        of = targets if hasattr(targets, name) else self.batch
+        of = self.batch.targets if hasattr(self.batch.targets, name) else self.batch
         whole = self.batch.trained if name == "mask" else getattr(of, name)
         here = None if whole is None else moved(whole[self.micro.index], device=self.micro.labels.device)
         setattr(self, name, here)

@@ -310,7 +310,7 @@ def _seen_by_all(names: set[str], path: str) -> dict[str, Path] | None:
     files = {name: find(path, name) for name in sorted(names)}
     samples = None
     if len(launch.nodes()) > 1 and launch.here().local_rank == 0 and all(files.values()):
-        samples = {name: sample(file) for name, file in files.items()}
+        samples = {name: sample([file]) for name, file in files.items()}
     own = [platform.node(), all(files.values()), samples]
     reports = [json.loads(record) for record in dist.all_gather_bytes(json.dumps(own).encode())]
     first, _, expected = reports[0]

@@ -31,8 +31,7 @@ from rl.learning import overlapped
 from rl.model import expert_parallel, grouped_experts
 from rl.plan import known_values
 from rl.plan.fake_kernels import define_cuda_kernels, define_npu_kernels
-from rl.plan.npu_operators import KIND
-from rl.plan.operators import has_kernel
+from rl.plan.operators import KIND, has_kernel
 from rl.ranks import device
 from rl.ranks.device import is_accelerator
 from rl.ranks.dist import Ranks

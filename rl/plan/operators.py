@@ -1,7 +1,8 @@
 """Which operators a device has a kernel for: what the fake device (rl/plan/fake_device.py) refuses is what the device lacks.
 
-Of CUDA torch's own table says it, which comes with torch. Operators that torch composes of others need no kernel: the fake
-device meets the others. Left out: what an operator composed below autograd is made of, and which precisions a kernel takes.
+Of CUDA torch's own table says it, which comes with torch; of an NPU npu_operators.txt does. Operators that torch composes of
+others need no kernel: the fake device meets the others. Left out: what an operator composed below autograd is made of, and
+which precisions a kernel takes.
 """
 
 import importlib.resources
@@ -10,9 +11,9 @@ from functools import cache
 
 import torch
 
-from rl.plan.npu_operators import KIND, NAMES
-
-NPU = frozenset(NAMES.split())
+LINES = (importlib.resources.files("rl.plan") / "npu_operators.txt").read_text().splitlines()
+NPU = frozenset(name for line in LINES if not line.startswith("#") for name in line.split())
+KIND = "npu"  # the devices that have them
 PART_OF = {"repeat_interleave.Tensor": "repeat_interleave.self_Tensor"}  # of what an NPU has whole, where torch composes it
 COMPOSED = "CompositeImplicitAutograd", "CompositeExplicitAutograd"
 BY_DELEGATE = "CompositeExplicitAutogradNonFunctional"  # of such a kernel most only call the operator's `out` overload

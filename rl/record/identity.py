@@ -17,7 +17,7 @@ import xxhash
 from rl import flag_words
 from rl.data.prompts import PromptDataset
 from rl.errors import UserError
-from rl.hub.tensor_reader import _sample
+from rl.hub.tensor_reader import sample
 from rl.model.pretrained import resolve
 from rl.ranges import Content, flag, marks, may_change
 
@@ -88,12 +88,7 @@ class Identity:
 def _digest_model(path: str) -> str:
     """A digest of the weights in a directory: names, sizes, and SAMPLES pieces of each file. Training changes them all."""
     files = sorted(file for kind in ("*.safetensors", "*.bin") for file in Path(path).glob(kind)) if Path(path).is_dir() else []
-    if not files:
-        return path  # a hub name
-    state = xxhash.xxh3_64()
-    for file in files:
-        _sample(file, state)
-    return state.hexdigest()
+    return sample(files) if files else path  # a hub name
 
 
 def _digest_code(spec: str) -> str:

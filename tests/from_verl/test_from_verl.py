@@ -14,7 +14,7 @@ from test_examples import SCRIPTS, VERL, number, parse
 
 from rl import flags
 from rl.errors import UserError
-from rl.from_verl import document, keys, translate, verl_run
+from rl.from_verl import keys, translate, verl_run
 from rl.from_verl.__main__ import main, read_text, report
 from rl.from_verl.command import parse_value, read_script, read_words
 from rl.from_verl.table import OTHER_DEFAULTS, ROWS
@@ -200,10 +200,6 @@ def test_no_word_is_lost_whatever_it_is():
 
 
 # ------------------------------------------------------------------------------------------------ the table
-
-
-def test_the_document_is_made_from_the_table():
-    assert document.PAGE.read_text() == document.page(), "run python -m rl.from_verl --table"
 
 
 def test_every_flag_of_the_table_exists_and_every_default_is_a_keys():
