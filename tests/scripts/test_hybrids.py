@@ -22,8 +22,6 @@ from rl.generation.engine import Request, SamplingParams
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, MicroBatch
 from rl.learning.learner import Learner
-from rl.model.loading import load_weights
-from rl.model.policy import Policy
 from rl.samples.group import Group, Response
 from rl.weights.local import LocalWeights
 
