@@ -95,8 +95,8 @@ def write_model(
     copied: Sequence[Copied] = (),
 ) -> dict[str, tuple[int, str]]:
     """Writes a Hugging Face model's weights, which come out of `stream` in the plan's order, a piece [n] at a time. parts: the
-    names and shapes under which the files have each tensor. dtypes: of each. copied: what stands behind these in the last file. Returns (size,
-    checksum) of each file."""
+    names and shapes under which the files have each tensor. dtypes: of each. copied: what stands behind these in the last file.
+    Returns (size, checksum) of each file."""
     written = {}
     *_, last = plan.filename_to_tensors
     for name, tensors in plan.filename_to_tensors.items():

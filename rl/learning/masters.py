@@ -27,8 +27,9 @@ def set_apart(policy: nn.Module, on_host: bool) -> dict[str, torch.Tensor]:
     pinned = PinnedBlocks()
     masters = {name: _to_host(parameter, pinned) if on_host else parameter.data for name, parameter in trained.items()}
     if isinstance(policy, FSDPModule):
-        rounded = {p for name, p in trained.items() if dtype_of(name, torch.bfloat16) == torch.bfloat16}
-        policy._apply(lambda tensor: tensor.bfloat16() if tensor in rounded else tensor)  # it keeps its own record of them
+        kept = {parameter for name, parameter in trained.items() if dtype_of(name, torch.bfloat16) != torch.bfloat16}
+        rounds = lambda tensor: tensor.requires_grad and tensor not in kept  # noqa: E731
+        policy._apply(lambda tensor: tensor.bfloat16() if rounds(tensor) else tensor)  # it keeps its own record of them
         policy._get_fsdp_state()._lazy_init()
         for module in policy.modules():
             if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):

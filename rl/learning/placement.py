@@ -20,7 +20,7 @@ from rl.adapters.lora import adapt
 from rl.learning.activation_offload import keep_inputs_on_host
 from rl.learning.args import LearnerArgs
 from rl.learning.masters import keep_in_bf16
-from rl.model.attention import dtype_of
+from rl.model.attention import IN_FP32
 from rl.model.compiled import compile_layers
 from rl.model.expert_parallel import divide_experts, fetch_ahead
 from rl.model.forward_check import check_policy
@@ -101,13 +101,13 @@ def _shard(policy: Policy, args: LearnerArgs, ranks: Ranks, offload: bool) -> bo
     if ranks.expert_parallel > 1:
         divide_experts(policy.model, ranks, options)
     for layer in layers(policy.model):
-        apart = {p for name, p in layer.named_parameters() if dtype_of(f".{name}", torch.bfloat16) != torch.bfloat16}
-        if not apart or args.dtype == "float32":
-            fully_shard(layer, **options)
-            continue
-        fully_shard(layer, **options, ignored_params=apart)
-        uncast = options | {"mp_policy": replace(options["mp_policy"], param_dtype=None)}
-        fully_shard(layer.linear_attn, **uncast, ignored_params=set(layer.parameters()) - apart)
+        # FSDP casts whole groups: what stays in fp32 is one of its own.
+        apart = {parameter for name, parameter in layer.named_parameters() if f".{name}".endswith(IN_FP32)}
+        own = {"ignored_params": apart} if apart and args.dtype == "bfloat16" else {}
+        fully_shard(layer, **options, **own)
+        if own:
+            uncast = options | {"mp_policy": replace(options["mp_policy"], param_dtype=None)}
+            fully_shard(layer.linear_attn, **uncast, ignored_params=set(layer.parameters()) - apart)
     fully_shard(policy, **options)
     for module in policy.modules():
         if hasattr(module, "set_gradient_divide_factor"):

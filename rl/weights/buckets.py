@@ -44,7 +44,7 @@ class Plan:
 
     @cached_property
     def offsets(self) -> list[int]:
-        """The first element of each parameter in the stream, and the end of the last. One in fp32 takes two elements in bf16."""
+        """The first element of each parameter in the stream, and the end of the last. One in fp32 takes two in bf16."""
         per = [dtype_of(name, self.dtype).itemsize // self.dtype.itemsize for name in self.names]
         return [0, *accumulate(n * math.prod(shape) for n, shape in zip(per, self.shapes, strict=True))]
 
@@ -66,7 +66,7 @@ class Plan:
         return out
 
     def views(self, run: torch.Tensor, members: range) -> list[torch.Tensor]:
-        """The parameters `members` of a run of the stream that begins with the first of them, in their shapes and precisions."""
+        """The parameters `members`, as shapes and precisions are, of a run of the stream that begins with the first of them."""
         base, ends = self.offsets[members.start], self.offsets
         parts = ((i, run[ends[i] - base : ends[i + 1] - base]) for i in members)
         return [part.view(dtype_of(self.names[i], self.dtype)).view(self.shapes[i]) for i, part in parts]

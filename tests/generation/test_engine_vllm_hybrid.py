@@ -34,7 +34,8 @@ def test_weights_and_log_probs_across_updates(measured, kind):
     got = measured(kind)
     assert got["states"] == "float32" and not got["shares prefixes"]
     assert got["wrong"] == []
-    # Its own choice. A_log has the values that were sent, which are bf16's.
+    # Its own choice. All three are sent in fp32; what it is compared with after a publish has its rounding.
+    assert got["not its part"] == []
     assert got["precision"] == {"A_log": "torch.float32", "dt_bias": "torch.bfloat16", "norm.weight": "torch.bfloat16"}
     assert max(got["before"], got["after"], got["resumed"]) < 5e-2 < 0.5 < got["old weights"]
     for how, other in (("kept", "recomputed"), ("recomputed", "kept")):

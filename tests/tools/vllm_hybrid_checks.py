@@ -19,6 +19,8 @@ from vllm_image_checks import changed as moved
 from rl.generation.engine import EngineArgs
 from rl.generation.vllm.engine import VLLMEngine
 
+FP32 = ("A_log", "dt_bias", "linear_attn.norm.weight")
+
 
 def mean_error(outputs, reference) -> float:
     """The mean difference between the outputs' log-probs and reference(prompt, output)."""
@@ -31,9 +33,10 @@ def of(model):
 
 
 def in_bfloat16(model):
-    """The weights as the engine has them, computed with in fp32."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.bfloat16().float()
+    """The weights as the engine is sent them, computed with in fp32."""
+    for name, parameter in model.named_parameters():
+        if not name.endswith(FP32):
+            parameter.data = parameter.data.bfloat16().float()
     return model
 
 
@@ -47,7 +50,10 @@ def hybrid(path: str) -> dict:
     engine.update(new.named_parameters(), version=1)
     outputs = drain(engine, requests_for())
     out |= {"after": mean_error(outputs, of(new)), "wrong": wrongly_loaded(engine, new)}
-    names = [name for name, _ in new.named_parameters() if name.endswith(("A_log", "dt_bias", "linear_attn.norm.weight"))]
+    sent = {name: parameter.data for name, parameter in new.named_parameters()}
+    held = {name: engine.read_back(name).float() for name in sent}
+    out["not its part"] = [name for name in sent if not torch.equal(engine.own_part(name, sent[name]), held[name])]
+    names = [name for name in sent if name.endswith(FP32)]
     out["precision"] = {name.partition("linear_attn.")[2]: str(engine.read_back(name).dtype) for name in names}
     out["old weights"] = mean_error(outputs, of(old))
     for how in ("kept", "recomputed"):

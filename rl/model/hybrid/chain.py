@@ -7,7 +7,6 @@ device has it (kernels.py), else our own (rule.py).
 
 import functools
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,23 +19,40 @@ from rl.model.hybrid.rule import chunked
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Segments of similar length, which are computed at once."""
-
-    segments: list[int]
-    cells: Tensor  # [S, L] their tokens' places in the row; behind a segment's end its last token's
-    real: Tensor  # [S, L]
-    front: Tensor | None  # [S] the numbers, among the states so far, that they begin with; None where they begin a sequence
-
-
-@dataclass(frozen=True)
 class Wave:
-    """Segments that a kernel takes in one call: those that begin sequences, or those that continue them."""
+    """Segments that are computed at once: those that begin sequences, or those that continue them."""
 
     segments: list[int]
     tokens: Tensor  # [t] their places in the row, segment after segment
     ends: Tensor  # [S + 1] the segments' ends among these tokens, behind a 0
     front: Tensor | None  # [S] the numbers, in the wave before, that they begin with; None where they begin a sequence
+
+    def recurred(self, rows: list[Tensor], start: Tensor | None) -> tuple[Tensor, Tensor]:
+        """rows: those of its tokens, start [S, H, Dk, Dv] -> (outputs [t, H, Dv], final states [S, H, Dk, Dv])."""
+        if rule := packed_rule(rows[0], rows[2]):
+            return recurred_by(rule, rows, self.ends, start)
+        outputs, states = [], []
+        buckets, *orders = self._buckets
+        for members, cells, real in buckets:
+            cut = [x.flatten(1).index_select(0, cells.flatten()).view(*cells.shape, *x.shape[1:]) for x in rows]
+            cut[3:] = [x * real[..., None] for x in cut[3:]]  # what pads neither decays nor writes
+            out, state = chunked(*cut, None if start is None else start.index_select(0, members))
+            outputs.append(out.flatten(0, 1))
+            states.append(state)
+        return tuple(torch.cat(x).index_select(0, order) for x, order in zip((outputs, states), orders, strict=True))
+
+    @functools.cached_property
+    def _buckets(self) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor, Tensor]:
+        """(of each bucket of similar length: its segments' numbers [B], its tokens [B, L], those behind a segment's end being
+        its last, and which are real [B, L]; where each token's output stands, and each segment's state, with the buckets end
+        to end)."""
+        ends, lengths = self.ends.tolist(), self.ends.diff().tolist()
+        found = [(torch.tensor(of), *rest) for of, *rest in of_similar_length(range(len(lengths)), ends, lengths)]
+        real, numbers = torch.cat([x.flatten() for *_, x in found]), torch.cat([of for of, *_ in found])
+        place = torch.cat([cells.flatten() for _, cells, _ in found])[real].argsort()
+        orders = real.nonzero().squeeze(1)[place], numbers.argsort()
+        buckets = [tuple(x.to(self.tokens.device) for x in of) for of in found]
+        return buckets, *(order.to(self.tokens.device) for order in orders)
 
 
 class Chain:
@@ -69,37 +85,17 @@ class Chain:
 
     def recurred(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         """q, k [T, H, Dk], v [T, H, Dv], decay (its logarithm), beta [T, H] -> [T, H, Dv]."""
-        if rule := packed_rule(q, v):
-            return self._recurred_by(rule, layer, q, k, v, decay, beta)
-        outputs, states, held = [], [], None
-        buckets, order = self._buckets
-        for bucket in buckets:
-            if bucket.front is not None and held is None:
-                held = torch.cat(states)
-            start = None if bucket.front is None else held.index_select(0, bucket.front)
-            rows = [x.flatten(1).index_select(0, bucket.cells.flatten()) for x in (q, k, v, decay, beta)]
-            rows = [row.view(*bucket.cells.shape, *x.shape[1:]) for row, x in zip(rows, (q, k, v, decay, beta), strict=True)]
-            rows[3:] = [x * bucket.real[..., None] for x in rows[3:]]  # what pads neither decays nor writes
-            out, state = chunked(*rows, start)
-            self.keep(layer, bucket.segments, state)
-            states += [state] if bucket.front is None else []
-            outputs.append(out.flatten(0, 1))
-        return torch.cat(outputs).index_select(0, order)
-
-    def _recurred_by(self, rule: Callable, layer: int, *rows: Tensor) -> Tensor:
-        """The same by a kernel that pads nothing: one call for what begins sequences, one for what continues them."""
         outputs, held = [], None
         waves, order = self._waves
         for wave in waves:
             start = None if wave.front is None else held.index_select(0, wave.front)
-            out, states = recurred_by(rule, [x.index_select(0, wave.tokens) for x in rows], wave.ends, start)
-            self.keep(layer, wave.segments, states)
-            held = states if wave.front is None else held
+            out, held = wave.recurred([x.index_select(0, wave.tokens) for x in (q, k, v, decay, beta)], start)
+            self.keep(layer, wave.segments, held)
             outputs.append(out)
         return torch.cat(outputs).index_select(0, order)
 
     def keep(self, layer: int, segments: list[int], states: Tensor) -> None:
-        """Called with the final states [S, H, Dk, Dv] of each bucket of segments."""
+        """Called with the final states [S, H, Dk, Dv] of each wave."""
 
     @functools.cached_property
     def _waves(self) -> tuple[list[Wave], Tensor]:
@@ -116,18 +112,3 @@ class Chain:
             out.append(Wave(segments, own.to(self.device), ends.to(self.device), front))
             tokens.append(own)
         return out, torch.cat(tokens).argsort().to(self.device)
-
-    @functools.cached_property
-    def _buckets(self) -> tuple[list[Bucket], Tensor]:
-        """(the buckets, those that begin sequences first; [T] the cell of each token's output, with the buckets end to end)."""
-        out, number, done = [], {}, 0  # number: segment -> that of its final state
-        cell_of = torch.empty(self.begins[-1], dtype=torch.long)
-        for continues in (False, True):
-            segments = [i for i, before in enumerate(self.after) if (before >= 0) == continues and self.lengths[i]]
-            for members, cells, real in of_similar_length(segments, self.begins, self.lengths):
-                cell_of[cells[real]] = done + torch.arange(cells.numel()).view_as(cells)[real]
-                done += cells.numel()
-                front = torch.tensor([number[self.after[i]] for i in members]).to(self.device) if continues else None
-                number |= {} if continues else {i: len(number) + n for n, i in enumerate(members)}
-                out.append(Bucket(members, cells.to(self.device), real.to(self.device), front))
-        return out, cell_of.to(self.device)

@@ -29,11 +29,8 @@ KERNELS = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")  # its functions 
 def delta_nets(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
     """(decoder layer, its delta net) of each that is known here."""
     found = [(layer, getattr(layer, "linear_attn", None)) for layer in model.modules()]
-    return [(layer, net) for layer, net in found if net is not None and _is_known(net)]
-
-
-def _is_known(net: nn.Module) -> bool:
-    return type(net).__module__.startswith("transformers.models.") and type(net).__name__ in LAYERS
+    theirs = "transformers.models."
+    return [of for of in found if type(of[1]).__name__ in LAYERS and type(of[1]).__module__.startswith(theirs)]
 
 
 def check_layers(model: nn.Module, where: str) -> None:

@@ -28,16 +28,12 @@ WHOSE = ("outputs", "final states", *(f"gradients of {x}" for x in INPUTS))
 
 def packed_rule(q: Tensor, v: Tensor) -> Callable | None:
     """The rule for rows such as q [T, H, Dk] and v [T, H, Dv]; None where our own is used."""
-    if q.device.type not in DELTA_RULE:
-        return None
     return _checked(q.device, q.dtype, q.shape[-1], v.shape[-1])[0]
 
 
 def unused(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> str:
     """Why our own rule computes a model's gated delta nets on an accelerator; empty where flash-linear-attention's does, and on
     a CPU."""
-    if device.type not in DELTA_RULE:
-        return ""
     return _checked(device, dtype, config.linear_key_head_dim, config.linear_value_head_dim)[1]
 
 
@@ -55,16 +51,16 @@ def choose_rule(config: PretrainedConfig, dtype: torch.dtype, device: torch.devi
 def recurred_by(rule: Callable, rows: Sequence[Tensor], ends: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
     """rows: q, k [t, H, Dk], v [t, H, Dv], decay, beta [t, H] of S sequences, ends [S + 1], start [S, H, Dk, Dv] or None for
     zeros -> (outputs [t, H, Dv], final states [S, H, Dk, Dv])."""
-    q, k, v, decay, beta = (x[None] for x in rows)
-    out, states = rule(
-        q, k, v, decay, beta, initial_state=start, output_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=ends
-    )
+    how = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    out, states = rule(*(x[None] for x in rows), initial_state=start, cu_seqlens=ends, **how)
     return out[0], states
 
 
 @functools.cache
 def _checked(device: torch.device, dtype: torch.dtype, key_size: int, value_size: int) -> tuple[Callable | None, str]:
     """(the rule, or None; why it is None)."""
+    if device.type not in DELTA_RULE:
+        return None, ""
     if dtype not in DELTA_RULE[device.type]:
         return None, f"it is for half precision, and this is {dtype}"
     try:
