@@ -5,7 +5,6 @@ Left out: the loss itself, which is in the scripts and in losses.py.
 """
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -142,7 +141,7 @@ class Learner:
             labels = support.labels(labels, micro.support)
         what = (micro.predict, labels, self.temperature, entropy, routes, observe)
         own = model(micro.inputs, micro.layout, *what)
-        if micro.support is not None:
+        if micro.support is not None and entropy != "spread":
             own = support.restricted(own[0], micro.support), own[1]
         return own if micro.own is None else gather_log_probs(micro, self.ranks, *own)
 
@@ -175,7 +174,7 @@ class Learner:
         trains; on the CPU, 0 outside the mask."""
         energy, entropy = torch.zeros(len(batch.token)), torch.zeros(len(batch.token))
         for micro in itertools.chain.from_iterable(micros):
-            found = self._log_probs(self.policy, dataclasses.replace(micro, support=None), "spread")
+            found = self._log_probs(self.policy, micro, "spread")
             energy[micro.index], entropy[micro.index] = (x.cpu() for x in found)
         return energy, entropy
 

@@ -1,5 +1,6 @@
 """What the policy's distributions decide before the update: tokens of large entropy, and the optimal token baseline."""
 
+import dataclasses
 import math
 
 import losses_reference as slow
@@ -30,14 +31,27 @@ def trainer(demo_model, ranks):
     return Trainer(demo_model, ranks)
 
 
+def with_support(response, rng):
+    """The response, with a record of the token itself and up to three others in each place."""
+    rows = np.full((len(response.token_ids), 5), -1, np.int32)
+    for row, token in zip(rows, response.token_ids, strict=True):
+        others = rng.permutation([t for t in range(SMALL["vocab_size"]) if t != token])[: rng.integers(0, 4)]
+        row[: 1 + len(others)] = [*others, token]
+    return dataclasses.replace(response, support=rows)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("at_once", [policy.LOGITS_AT_ONCE, 64])
-def test_energy_and_entropy_are_those_of_transformers(ranks, tmp_path, monkeypatch, at_once):
-    """In double precision, the energy by automatic differentiation; also where logits are computed two tokens at a time."""
+def test_energy_and_entropy_are_those_of_transformers(ranks, tmp_path, monkeypatch, at_once, keeps):
+    """In double precision, the energy by automatic differentiation; also where logits are computed two tokens at a time. With
+    --keep-sampling-mask the energy is of the policy over the tokens that could be sampled, as the gradient is."""
     monkeypatch.setattr(policy, "LOGITS_AT_ONCE", at_once)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(Qwen2Config(**SMALL)).save_pretrained(tmp_path)
     rng = np.random.default_rng(0)
     groups = [make_group(t, rng.integers(1, 9, 3), prompt=4, rng=rng, masked=True) for t in range(3)]
+    if keeps:
+        groups = [dataclasses.replace(g, responses=[with_support(r, rng) for r in g.responses]) for g in groups]
     learner, batch = Learner(str(tmp_path), LearnerArgs(), ranks, 10, TEMPERATURE), Batch.of(groups)
     micros = micro_batches(batch, torch.arange(len(batch.lengths)), 40, ranks)
     energy, entropy = learner.spread_of(batch, [micros])
@@ -48,7 +62,8 @@ def test_energy_and_entropy_are_those_of_transformers(ranks, tmp_path, monkeypat
             logits = model(row).logits[0, len(group.prompt_ids) - 1 : -1] / TEMPERATURE
             for place, token in enumerate(r.token_ids.tolist()):
                 x = logits[place].detach().requires_grad_()
-                (gradient,) = torch.autograd.grad(x.log_softmax(0)[token], x)
+                those = [t for t in r.support[place].tolist() if t >= 0] if keeps else list(range(len(x)))
+                (gradient,) = torch.autograd.grad(x[those].log_softmax(0)[those.index(token)], x)
                 p, trained = x.detach().softmax(0), r.mask is None or bool(r.mask[place])
                 expected.append([float((gradient**2).sum()) * trained, -float((p * p.log()).sum()) * trained])
     assert len(micros) > 1

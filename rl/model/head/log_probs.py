@@ -171,13 +171,17 @@ def spread(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden [n, d], labels [n] -> (energy [n], entropy [n]), fp32, without gradient; `elements` logits are computed at a time.
     The energy is the squared norm of the gradient of log p(label) with respect to logits over the temperature:
-    1 - 2 p(label) + sum_v p(v)^2."""
+    1 - 2 p(label) + sum_v p(v)^2. With labels [n, 1 + K] p is over these alone, and the first one is sampled."""
     found = []
     for part, its_labels in _chunks(hidden, head, labels, elements):
         log_probs = _log_softmax(part, head, temperature)
         p = log_probs.exp()
+        entropy = -(p * log_probs).sum(-1)
+        if its_labels.dim() > 1:
+            others = torch.ones_like(p, dtype=torch.bool).scatter_(1, its_labels, False)
+            p, its_labels = log_probs.masked_fill(others, -torch.inf).softmax(-1), its_labels[:, 0]
         of_label = p.gather(1, its_labels[:, None]).squeeze(1)
-        found.append(((1 - 2 * of_label + (p * p).sum(-1)).clamp(min=0), -(p * log_probs).sum(-1)))
+        found.append(((1 - 2 * of_label + (p * p).sum(-1)).clamp(min=0), entropy))
     energy, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
     return energy, entropy
 
