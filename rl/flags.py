@@ -35,7 +35,8 @@ Flags = TypeVar("Flags")
 COMMON = "These are the common flags. All flags: --help-all."
 BOOLEANS = "--shuffle is short for --shuffle True, --no-shuffle for --shuffle False, likewise for every boolean flag."
 # The groups that --help shows first, and their order there
-FIRST = ("script", "run", "data", "reward", "algorithm", "batch", "schedule", "split", "engine", "learner", "optimizer")
+FIRST = ("script", "run", "data", "demonstration", "reward", "algorithm", "batch", "supervised", "schedule", "split", "engine")
+FIRST += ("learner", "optimizer")
 CONFIG = (tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff)
 
 

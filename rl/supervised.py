@@ -28,7 +28,7 @@ from rl.training_run import TrainingRun
 
 @dataclass
 class SupervisedArgs(RunArgs, DemonstrationArgs, LearnerArgs, LogArgs, CheckpointArgs, WatchdogArgs):
-    """Flags bear verl's names where it has one; each group stands with its component in rl/."""
+    """The size of a batch."""
 
     train_batch_size: Annotated[int, Range(at_least=1)] = 64
     """Conversations of a step, over all ranks."""
