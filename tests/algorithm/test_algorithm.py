@@ -48,7 +48,7 @@ def makes_sense(estimator: str, loss: str, aggregation: str) -> bool:
     """A second statement of the combinations that losses.check_combination must accept."""
     if loss == "gmpo" and aggregation != "seq-mean-token-mean":
         return False
-    return not (loss == "gmpo" and estimator in ("reinforce_pp", "remax", "gae"))
+    return not (loss == "gmpo" and estimator in ("reinforce_pp", "remax", "gae", "optimal_token_baseline"))
 
 
 def test_a_run_of_the_trainer_leaves_nothing_for_the_next(shallow):
