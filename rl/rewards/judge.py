@@ -168,14 +168,14 @@ class BadVerdict(Exception):
 class Judge:
     """An async reward function: a rubric's questions to one response, asked at once."""
 
-    def __init__(self, rubric: str, url: str, model: str | None = None, retries: int = 3, seconds: float = 600.0):
-        """rubric: a file; model: by default the endpoint's only one; seconds: that one try may take. Raises UserError."""
+    def __init__(self, rubric: str, url: str, model: str | None = None, retries: int = 3):
+        """rubric: a file; model: by default the endpoint's only one. Raises UserError."""
         try:
             import openai  # late: a judge alone needs it
         except ImportError:
             raise UserError("--judge needs the package openai: pip install openai") from None
         self._openai, self.rubric, self.url, self.model = openai, Rubric.read(rubric), url, model
-        self._how = {"base_url": url, "max_retries": retries, "timeout": seconds}
+        self._how = {"base_url": url, "max_retries": retries, "timeout": 600.0}  # seconds that a try may take
         self.takes_choices = True  # the endpoint understands structured_outputs, as vLLM does
 
     @cached_property

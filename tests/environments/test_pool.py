@@ -112,6 +112,32 @@ def test_an_end_may_be_heard_of_before_its_socket_is_looked_at(rude, monkeypatch
     assert [answer["event"] for _, answer in rude.poll()] == ["died"]
 
 
+HELPED = """
+import subprocess, sys
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+
+class Helped:
+    def step(self, message):
+        left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+        state = open(f"/proc/{helper.pid}/stat").read().rpartition(")")[2].split()[0]
+        return [], float(state != "Z"), True
+"""
+
+
+def test_what_an_episode_starts_ends_with_it_and_what_the_file_starts_does_not(model, tokenizer, tmp_path):
+    """A server for all episodes may be started when the file is imported."""
+    (tmp_path / "helped.py").write_text(HELPED)
+    pool = environments(model, f"{tmp_path / 'helped.py'}:Helped")
+    for what in ("a", "b", "c"):
+        assert played(pool, tokenizer, what)[what]["reward"] == 1.0
+        pool.end(what)
+        until = time.monotonic() + 20
+        while len(descendants(pool._process.pid)) > 2 and time.monotonic() < until:
+            pool.poll(0.1)
+        assert len(descendants(pool._process.pid)) == 2  # what all are forked from, and the helper
+    pool.close()
+
+
 @pytest.mark.slow
 def test_one_that_hangs_costs_its_time_limit(model, tokenizer):
     """Complaint 18; its process does not outlive its episode, even if nobody can speak to it any more."""

@@ -7,7 +7,6 @@ Asserts are the exception: they run next to the program, which may tamper with t
 import math
 import re
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from rl.rewards.programs import sandbox
@@ -30,40 +29,34 @@ def grade(response: str, truth: Any, limits: dict) -> dict[str, float]:
     """score: as --code-score has it. acc: 1 if all tests pass, else 0. tests_run, tests_passed; failed_<kind>: 1 for the kind
     of the first failure. limits: see CodeArgs.limits. Raises ValueError for a ground truth that cannot be read, UserError if
     there is no sandbox."""
-    program = extract(response)
-    if not program.strip():
-        return _result([], 0, limits)
-    cases = read_cases(truth)
-    cases = cases[: limits["tests"] or len(cases)]
-    kinds = []
-    for kind in _kinds(program, cases, limits):
-        kinds.append(kind)
-        if kind != "ok" and limits["all"]:
+    program, cases, kinds = extract(response), [], []
+    if program.strip():
+        cases = read_cases(truth)
+        cases = cases[: limits["tests"] or len(cases)]
+    until = time.monotonic() + (1 - SPARE) * limits["in_all"]
+    for case in cases:
+        if (left := until - time.monotonic()) <= 0:
+            break
+        kinds.append(_kind(program, case, left, limits))
+        if kinds[-1] == "syntax" or (kinds[-1] != "ok" and limits["all"]):  # of syntax all fail
             break
     return _result(kinds, len(cases), limits)
 
 
-def _kinds(program: str, cases: list[Case], limits: dict) -> Iterator[str]:
-    """Of each test, until the time of all is up: "ok" or one of KINDS."""
-    until = time.monotonic() + (1 - SPARE) * limits["in_all"]
-    for case in cases:
-        left = until - time.monotonic()
-        if left <= 0:
-            return
-        ran = sandbox.run(
-            program,
-            stdin=case.stdin,
-            function=case.function,
-            arguments=case.arguments,
-            checks=case.checks,
-            seconds=min(2 * limits["seconds"], left),
-            cpu=math.ceil(limits["seconds"]),
-            memory_gb=limits["memory_gb"],
-            prelude=True,
-        )
-        yield ran.ended if ran.ended != "ok" else "ok" if case.passes(ran.output) else "wrong"
-        if ran.ended == "syntax":  # so have all
-            return
+def _kind(program: str, case: Case, left: float, limits: dict) -> str:
+    """Of a test: "ok" or one of KINDS. left: seconds that it may take."""
+    ran = sandbox.run(
+        program,
+        stdin=case.stdin,
+        function=case.function,
+        arguments=case.arguments,
+        checks=case.checks,
+        seconds=min(2 * limits["seconds"], left),
+        cpu=math.ceil(limits["seconds"]),
+        memory_gb=limits["memory_gb"],
+        prelude=True,
+    )
+    return ran.ended if ran.ended != "ok" else "ok" if case.passes(ran.output) else "wrong"
 
 
 def _result(kinds: list[str], tests: int, limits: dict) -> dict[str, float]:
