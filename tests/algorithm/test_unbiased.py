@@ -88,6 +88,7 @@ def test_the_second_update_of_a_batch_is_weighed_too(loss, someones_own):
 
 
 def test_the_docs_hold_the_table_that_the_benchmark_made():
-    assert (ROOT / "benchmarks" / "results" / "unbiased.md").read_text().strip() in (
-        ROOT / "docs" / "algorithms.md"
-    ).read_text()
+    """The machine that made it is named with the results alone."""
+    lines = (ROOT / "benchmarks" / "results" / "unbiased.md").read_text().splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    assert len(rows) == 7 and "\n".join(rows) in (ROOT / "docs" / "algorithms.md").read_text()
