@@ -37,8 +37,8 @@ class Policy(nn.Module):
         """The model's inputs, predict [n], labels [n] -> (log-prob of the labels [n], entropy [n]), fp32.
 
         entropy: "none" gives zeros, "metric" the value without gradient, "loss" the value with it; "spread" gives what `spread`
-        returns. routes, observe: see rl/model/router.py. Of a teacher's top tokens: labels may be [n, m], and then the
-        log-probs are; top = (K, vocabulary) gives what `top_tokens` returns.
+        returns. routes, observe: see rl/model/router.py. labels may be [n, m], and then the log-probs are, too. top = (K,
+        vocabulary) gives what `top_tokens` returns.
         """
         if self.router:
             self.router.begin(layout, routes, observe)

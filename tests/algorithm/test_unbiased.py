@@ -87,7 +87,9 @@ def test_the_second_update_of_a_batch_is_weighed_too(loss, someones_own):
     assert torch.allclose(found, unbiased.exact_gradients(moved, start, score)["dJ"], atol=1e-12)
 
 
-def test_the_docs_hold_the_table_that_the_benchmark_made():
-    assert (ROOT / "benchmarks" / "results" / "unbiased.md").read_text().strip() in (
-        ROOT / "docs" / "algorithms.md"
-    ).read_text()
+def test_the_docs_hold_rows_of_the_table_that_the_benchmark_made():
+    made = (ROOT / "benchmarks" / "results" / "unbiased.md").read_text().splitlines()
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    head = made[0]
+    shown = page[page.index(head) :].split("\n\n")[0].splitlines()
+    assert len(shown) >= 7 and set(shown) <= set(made)

@@ -445,7 +445,8 @@ def tensor_parallel(path: str) -> dict:
     out["wrong"] = [name for name, is_same in same.items() if not is_same]
     out["parts"] = sum(engine.read_back(name).numel() for name in learned) / sum(p.numel() for p in learned.values())
     # of this engine, whatever other jobs have left: what is mapped here, and still has a name
-    mapped = {line.split(maxsplit=5)[5].strip() for line in open("/proc/self/maps") if "cpushm" in line}
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    mapped = {line.split(maxsplit=5)[5].strip() for line in maps if "cpushm" in line}
     out["shared memory"] = {"mapped": len(mapped), "named": [name for name in mapped if not name.endswith("(deleted)")]}
     mine = json.dumps(sorted([list(k), o.token_ids, o.log_probs] for k, o in outputs.items())).encode()
     out["ranks agree"] = len(set(dist.all_gather_bytes(mine))) == 1
