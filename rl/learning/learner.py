@@ -93,8 +93,8 @@ class Learner:
             offload = args.ref_offload and is_accelerator(ranks.device)
             self.teacher = load_policy(teacher, args, ranks, offload, "teacher", trust_remote_code)
         # The fp32 weights by name where the policy has them in bf16.
-        in_bf16 = args.dtype == "bfloat16" and not isinstance(self.policy, FSDPModule)
-        self.masters = set_apart(self.policy, on_host=args.masters_on_host) if in_bf16 or args.masters_on_host else {}
+        beside = args.dtype == "bfloat16" and not isinstance(self.policy, FSDPModule)
+        self.masters = set_apart(self.policy, on_host=args.masters_on_host) if beside or args.masters_on_host else {}
         named = dict(self.policy.model.named_parameters())
         self._trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         changed = self.adapters.weights if self.adapters else self._trained

@@ -35,7 +35,7 @@ FIRST_QUESTIONS = {  # page -> the words with which it answers
     "docs/loggers.md": "--logger wandb",  # How do I log to W&B or TensorBoard?
     "docs/adapters.md": "--lora-rank",  # How do I train adapters?
     "docs/judges.md": "--judge examples/rubric.yaml",  # How does a language model score?
-    "docs/not-here.md": "a reward model in the job",  # What is not supported?
+    "docs/not-here.md": "DPO",  # What is not supported?
 }
 
 
