@@ -127,7 +127,7 @@ def measure_steps(args: Args, model: str) -> dict:
 
 @dataclass
 class Memory:
-    """Of the rank, and of the process that environments are forked from, in MB, after each number of episodes."""
+    """Of the rank, and of the process that environments are forked from, in MB, after that number of episodes."""
 
     episodes: list[int] = field(default_factory=list)
     rank: list[float] = field(default_factory=list)

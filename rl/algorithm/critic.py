@@ -80,8 +80,8 @@ def check_critic(path: str, args, policy: str) -> None:
 def learn_values(
     args, critic: "Critic", batch: Batch, minis: Sequence[torch.Tensor], micros: Sequence[Sequence[MicroBatch]]
 ) -> dict[str, float]:
-    """Sets the targets' returns, and trains the critic towards them: an optimizer step for each mini-batch, --critic-ppo-epochs
-    times. minis: responses [b] of each mini-batch; micros: of each. Returns verl's critic/*. A collective of the learners."""
+    """Trains the critic towards the returns: an optimizer step for each mini-batch, --critic-ppo-epochs times. minis: responses
+    [b] of each mini-batch; micros: of each. Sets the targets' returns; returns verl's critic/*. A collective of learners."""
     of_tokens = (batch.targets.reward, batch.trained, batch.seq, batch.targets.value)
     batch.targets.returns = losses.lambda_return(*of_tokens, args.gamma, args.returns_lam)
     means = LossMeans(batch, critic.ranks)

@@ -58,7 +58,6 @@ def groups() -> list[Group]:
 
 
 def test_a_record_travels(groups):
-    """With its group; a group without any takes no bytes for it."""
     for group in groups:
         same = Group.from_bytes(group.to_bytes())
         for before, after in zip(group.responses, same.responses, strict=True):
