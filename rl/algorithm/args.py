@@ -9,10 +9,9 @@ from typing import Annotated, Literal
 import losses
 from rl.algorithm.critic import CriticArgs
 from rl.algorithm.imitation import ImitationArgs
-from rl.algorithm.off_policy_mask import masked
 from rl.algorithm.rollout_correction import RolloutCorrectionArgs
 from rl.algorithm.several_rewards import SeveralRewardsArgs
-from rl.algorithm.spread import where_entropy_is_high
+from rl.algorithm.spread import masked, where_entropy_is_high
 from rl.algorithm.teacher import TeacherArgs
 from rl.errors import UserError
 from rl.learning.batch import Batch

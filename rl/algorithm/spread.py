@@ -1,5 +1,6 @@
 """What the policy's distributions at each token decide, before the update: which tokens the policy loss is restricted to
-(`--top-entropy-quantile`), and how `--adv-estimator optimal_token_baseline` weighs them. It takes a forward pass of its own."""
+(`--top-entropy-quantile`), and how `--adv-estimator optimal_token_baseline` weighs them. It takes a forward pass of its own.
+The losses that leave tokens out are here, too: for this, and for `--off-policy-mask-threshold`."""
 
 import dataclasses
 import functools
@@ -44,3 +45,21 @@ def where_entropy_is_high(loss: losses.PolicyLoss) -> losses.PolicyLoss:
         return torch.where(high_entropy, token_loss, 0.0), stats
 
     return dataclasses.replace(loss, function=within, inputs=(*loss.inputs, "high_entropy"))
+
+
+def masked(loss: losses.PolicyLoss, threshold: float) -> losses.PolicyLoss:
+    """The loss with 0, and no gradient, on `losses.off_policy_tokens`, which its statistic off_policy_masked counts. It takes
+    rollout_log_prob [N], too."""
+
+    @functools.wraps(loss.function)
+    def without(
+        log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, seq: Tensor, rollout_log_prob: Tensor, **more
+    ) -> losses.Loss:
+        if "rollout_log_prob" in loss.inputs:
+            more["rollout_log_prob"] = rollout_log_prob
+        out = losses.off_policy_tokens(log_prob, rollout_log_prob, advantage, mask, seq, threshold=threshold)
+        token_loss, stats = loss(log_prob, old_log_prob, advantage, mask, seq, **more)
+        return torch.where(out, 0.0, token_loss), stats | {"off_policy_masked": out}
+
+    inputs = tuple(dict.fromkeys((*loss.inputs, "rollout_log_prob")))
+    return dataclasses.replace(loss, function=without, inputs=inputs)

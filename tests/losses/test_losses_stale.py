@@ -13,7 +13,7 @@ from test_losses import baseline, estimate
 from test_losses_policy import COV, F64, LENGTHS, NAMES, SEEDS, call, log, tokens
 
 import losses
-from rl.algorithm.off_policy_mask import masked
+from rl.algorithm.spread import masked
 
 
 def test_vespo_by_hand():
