@@ -137,7 +137,7 @@ def faults(side: Side) -> dict:
 
     of("none", 30)
     ask = engine._ask
-    engine._ask = lambda key, prompt, params: engine.engine.add_request(key, prompt, params)
+    engine._ask = lambda key, prompt, params, priority: engine.engine.add_request(key, prompt, params)
     of("not applied", 31)
     engine._ask = ask
     swap = adapter.swap
