@@ -18,7 +18,8 @@ from rl.generation.responses import Responses, Work, make_responses, prompt_rout
 from rl.model.router import check_record
 from rl.ranks import dist
 from rl.ranks.timers import Timers
-from rl.rewards.pool import Score, ScoringPool, overlong_penalty
+from rl.rewards.pool import ScoringPool
+from rl.rewards.score import Score, overlong_penalty
 from rl.samples.group import UNPENALISED, Group
 from rl.samples.ring_size import check_ring
 

@@ -90,15 +90,6 @@ LOST_LIMIT = 16  # processes that may be lost before anything has been scored
 BAD_STARTS = 3  # processes in a row, of one thread, that may end before they are ready; before the first one is, none may
 
 
-def overlong_penalty(length: int, max_response_length: int, buffer_len: int, factor: float) -> float:
-    """DAPO's soft punishment (arXiv 2503.14476, eq. 13), in [-factor, 0]: 0 up to max_response_length - buffer_len tokens,
-    then falling linearly."""
-    if buffer_len <= 0:
-        return 0.0
-    over = length - (max_response_length - buffer_len)
-    return min(-over / buffer_len * factor, 0.0)
-
-
 def can_score(source: str, args: RewardArgs) -> bool:
     """Whether a response to a prompt of this data_source can be scored."""
     return bool(args.own_reward) or verifier_name(source, args.reward) is not None

@@ -1,4 +1,5 @@
-"""What a reward function is given and returns: its value as a `Score`, or the event that kept a response from being scored."""
+"""What a reward function is given and returns: its value as a `Score`, or the event that kept a response from being scored; and
+the penalty on length."""
 
 import math
 from dataclasses import dataclass, field
@@ -56,3 +57,12 @@ def plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     return str(value)
+
+
+def overlong_penalty(length: int, max_response_length: int, buffer_len: int, factor: float) -> float:
+    """DAPO's soft punishment (arXiv 2503.14476, eq. 13), in [-factor, 0]: 0 up to max_response_length - buffer_len tokens,
+    then falling linearly."""
+    if buffer_len <= 0:
+        return 0.0
+    over = length - (max_response_length - buffer_len)
+    return min(-over / buffer_len * factor, 0.0)

@@ -13,7 +13,8 @@ from helpers import ROOT
 
 from rl.errors import UserError
 from rl.ranges import check
-from rl.rewards.pool import RewardArgs, ScoringPool, as_score, check_sources, overlong_penalty
+from rl.rewards.pool import RewardArgs, ScoringPool, check_sources
+from rl.rewards.score import as_score, overlong_penalty
 from rl.rewards.verifiers import BUILT_IN, gsm8k
 
 pytestmark = pytest.mark.timeout(200)
