@@ -76,7 +76,7 @@ ALLOWED = {  # what a real device takes from the host as well, by name of the fu
     # what a teacher has found waits on the host, and might wait on the device
     "Learner._find_top_tokens": "",
     # moved before or after, or made on the host on purpose
-    "Learner.weights": "local|whole",
+    "Learner._whole": "local",
     # numbers by themselves, at which fake tensors do not look
     "LossMeans.metrics": "torch.stack",
     "_fill_rest": r"known\[name\]",
