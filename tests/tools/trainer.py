@@ -55,9 +55,11 @@ class Trainer:
 
     @torch.no_grad()
     def begin_again(self) -> None:
-        """Restore the model's own weights, and the optimizer that has not stepped: the moments of another run would move the
-        weights before there is a gradient."""
-        self.learner.optimizer.state.clear()
+        """Restore the model's own weights, and the optimizer's state before its first step: the moments of another run would
+        move the weights before there is a gradient."""
+        for state in self.learner.optimizer.state.values():
+            for tensor in state.values():
+                tensor.zero_()
         for name, weight in self.learner.policy.named_parameters():
             local(weight).copy_(self.first.setdefault(name, local(weight).clone()))
 
