@@ -13,7 +13,10 @@ from rl.transport.records import join_records, split_records
 @watchdog.doing("the samples of all ranks")
 def all_gather_records(mine: Iterable[bytes]) -> list[memoryview]:
     """The records of all ranks of the default group, in rank order. Each rank that has any broadcasts them. A collective."""
-    own = torch.frombuffer(bytearray(join_records(mine)) or bytearray(1), dtype=torch.uint8)
+    joined = bytearray(join_records(mine))
+    if dist.get_world_size() == 1:
+        return split_records(memoryview(joined))
+    own = torch.frombuffer(joined or bytearray(1), dtype=torch.uint8)
     size = torch.tensor([len(own)])
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, size)
