@@ -9,6 +9,7 @@ The numbers that it may have, what it names, and whether a run may resume with a
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal, TypeVar, get_type_hints
 
 from rl.errors import UserError
@@ -90,6 +91,16 @@ def check(args) -> None:
     for part in reversed(type(args).__mro__):
         if "check" in vars(part):
             vars(part)["check"](args)
+
+
+def check_code(name: str, given: str, named: str) -> None:
+    """Raises UserError unless `given`, of the flag `name`, is path/to/file.py:names of a file that is there. named: what the
+    message puts in the place of the names."""
+    path, _, names = given.rpartition(":")
+    if not path or not names:
+        raise UserError(f"{name} {given}: write it as path/to/file.py:{named}.")
+    if not Path(path).is_file():
+        raise UserError(f"{name} {given}: there is no file {path}.")
 
 
 def marks(flags: type, kind: type[Mark]) -> dict[str, Mark]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from rl.errors import UserError
-from rl.ranges import Content, MayChange, Range
+from rl.ranges import Content, MayChange, Range, check_code
 
 DEMO = "demo-calculator"
 
@@ -67,7 +67,7 @@ class EnvironmentArgs:
         """Raises UserError for a file that is not there, and for what cannot be done with several turns."""
         if not self.has_environment:
             return
-        name, given = self.environment_flag
+        name, _ = self.environment_flag
         if bool(self.env) + bool(self.tools) + bool(self.agent) > 1:
             raise UserError(
                 "--env, --tools and --agent: a response has one environment. Make the tools methods of it, or leave one out."
@@ -75,7 +75,7 @@ class EnvironmentArgs:
         if self.agent:
             self._check_agent()
         else:
-            self._check_file(name, given)
+            check_code(name, self.environment_spec, "Class" if self.env else "function,function")
         if sys.platform != "linux":
             raise UserError(f"{name}: environments run on Linux alone.")
         if getattr(self, "ignore_eos", False):
@@ -84,13 +84,6 @@ class EnvironmentArgs:
             raise UserError(
                 f"--env-timeout {self.env_timeout:g} is not below --hang-timeout, which would end the run. Lower it."
             )
-
-    def _check_file(self, name: str, given: str) -> None:
-        path, _, names = self.environment_spec.rpartition(":")
-        if not path or not names:
-            raise UserError(f"{name} {given}: write it as path/to/file.py:{'Class' if self.env else 'function,function'}.")
-        if not Path(path).is_file():
-            raise UserError(f"{name} {given}: there is no file {path}.")
 
     def _check_agent(self) -> None:
         try:

@@ -14,14 +14,13 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Annotated, Any, Literal
 
 import torch
 
 from rl.errors import UserError
-from rl.ranges import Content, MayChange, Range
+from rl.ranges import Content, MayChange, Range, check_code
 from rl.ranks import dist
 from rl.rewards.at_once import AtOnce, Task
 from rl.rewards.environment import check_passed
@@ -77,11 +76,7 @@ class RewardArgs(JudgeArgs, CodeArgs):
             raise UserError("--reward and --judge: a response has one score. Call the judge in your function (docs/judges.md).")
         if not self.reward or self.reward == CODE:
             return
-        path, _, function = self.reward.rpartition(":")
-        if not path or not function:
-            raise UserError(f"--reward {self.reward}: write it as path/to/file.py:function.")
-        if not Path(path).is_file():
-            raise UserError(f"--reward {self.reward}: there is no file {path}.")
+        check_code("--reward", self.reward, "function")
 
 
 START_LIMIT = 60  # seconds a scoring process may take to import the user's file
