@@ -3,6 +3,8 @@
 rl/weights/adapter_proof.py compares an engine with it at every publish.
 """
 
+from functools import cached_property
+
 import numpy as np
 import torch
 
@@ -52,12 +54,13 @@ class AdapterProbe:
 
     @torch.no_grad()
     def _log_probs(self, model) -> list[float]:
-        micro, ranks = self._micro(), self._learner.ranks
+        micro, ranks = self._micro, self._learner.ranks
         own = model(micro.inputs, micro.layout, micro.predict, micro.labels, 1.0, "none")
         log_prob, _ = own if micro.own is None else gather_log_probs(micro, ranks, *own)
         self._learner.policy.reshard()
         return log_prob.tolist()
 
+    @cached_property
     def _micro(self) -> MicroBatch:
         answer = np.array(self.ids[1:], np.int32)
         nothing = np.zeros(len(answer), np.int32)
