@@ -3,10 +3,9 @@
 import json
 import shutil
 
-import numpy as np
 import pytest
 import torch
-from helpers import SMALL, make_group, train
+from helpers import SMALL, make_demonstrations, make_group, train
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import train_async
@@ -21,7 +20,6 @@ from rl.learning.batch import Batch
 from rl.learning.division import Division
 from rl.learning.learner import Learner
 from rl.ranges import check
-from rl.ranks import dist
 from rl.ranks.timers import Timers
 from rl.setup import set_up
 
@@ -29,20 +27,8 @@ SFT = {"sft_files": ("demo",), "sft_coef": 0.3, "sft_batch_size": 3}
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    yield dist.init()
-    torch.distributed.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
 def rows() -> list[Demonstration]:
-    """Of one, two and three answers, of different lengths."""
-    rng, out = np.random.default_rng(0), []
-    for answers in (1, 2, 3, 2, 1, 1, 2):
-        parts = [(int(rng.integers(1, 7)), trained) for _ in range(answers) for trained in (False, True)]
-        trained = np.concatenate([np.full(n, word) for n, word in parts])
-        out.append(Demonstration(rng.integers(2, 32, len(trained)).astype(np.int32), trained))
-    return out
+    return make_demonstrations(1, 2, 3, 2, 1, 1, 2)
 
 
 @pytest.fixture(scope="module")

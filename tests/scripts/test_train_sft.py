@@ -2,10 +2,9 @@
 
 import contextlib
 
-import numpy as np
 import pytest
 import torch
-from helpers import SMALL, run_script
+from helpers import SMALL, make_demonstrations, run_script
 from test_push import Hub
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -15,25 +14,12 @@ from rl.data.demonstrations import Demonstration
 from rl.errors import UserError
 from rl.learning.batch import Batch
 from rl.learning.learner import Learner
-from rl.ranks import dist
 from rl.supervised import set_up, to_groups
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    yield dist.init()
-    torch.distributed.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
 def rows() -> list[Demonstration]:
-    """Of one, two and three answers, of different lengths."""
-    rng, out = np.random.default_rng(0), []
-    for answers in (1, 2, 3, 2, 1):
-        parts = [(int(rng.integers(1, 7)), trained) for _ in range(answers) for trained in (False, True)]
-        trained = np.concatenate([np.full(n, word) for n, word in parts])
-        out.append(Demonstration(rng.integers(2, 32, len(trained)).astype(np.int32), trained))
-    return out
+    return make_demonstrations(1, 2, 3, 2, 1)
 
 
 @pytest.fixture(scope="module")

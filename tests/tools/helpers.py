@@ -72,6 +72,20 @@ def save_model(kind: str, path: Path) -> str:
 # ------------------------------------------------------------------------------------------------------------ records
 
 
+def make_demonstrations(*answers: int) -> list:
+    """Return a random conversation for each number of answers, of different lengths."""
+    import numpy as np
+
+    from rl.data.demonstrations import Demonstration
+
+    rng, out = np.random.default_rng(0), []
+    for count in answers:
+        parts = [(int(rng.integers(1, 7)), trained) for _ in range(count) for trained in (False, True)]
+        trained = np.concatenate([np.full(n, word) for n, word in parts])
+        out.append(Demonstration(rng.integers(2, 32, len(trained)).astype(np.int32), trained))
+    return out
+
+
 def make_group(ticket, sizes, prompt=4, rng=None, score=None, unscored=(), masked=False):
     """A prompt of this many random tokens with responses of these `sizes`; those numbered in `unscored` could not be scored."""
     import numpy as np
