@@ -8,10 +8,8 @@ learner is kept from training. Adapters by themselves are measured with the log-
 publish, which has the model, is not counted.
 """
 
-import shutil
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import tyro
 from common import table, write
-from weights.publish import save_model
+from weights.publish import saved_models
 
 from rl.generation.embedded.engine import TransformersEngine
 from rl.learning.args import LearnerArgs
@@ -89,16 +87,10 @@ def measure(split: Split, path: str, repeats: int) -> dict[str, dict] | None:
 
 
 def main(args: Args, split: Split) -> None:
-    results, folder = {}, Path(tempfile.gettempdir()) / "rl-benchmark-adapters"
-    for name in args.sizes:
-        path = folder / name
-        if split.role == "generator":
-            torch.manual_seed(0)
-            split.store.set(f"saved/{name}", str(save_model(name, str(path))))
-        parameters = int(split.store.get(f"saved/{name}"))
-        if found := measure(split, str(path), args.repeats):
+    results = {}
+    for name, path, parameters in saved_models(args.sizes, split, "rl-benchmark-adapters"):
+        if found := measure(split, path, args.repeats):
             results[name] = {"parameters": parameters, "sides": found}
-            shutil.rmtree(path)
     if split.role == "learner":
         return
     rows = []

@@ -12,6 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -107,19 +108,25 @@ def measure(split: Split, path: str, parameters: int, repeats: int) -> dict[str,
     return seconds if split.role == "generator" else None
 
 
-def main(args: Args, split: Split) -> None:
-    results, folder = {}, Path(tempfile.gettempdir()) / "rl-benchmark-publish"
-    for name in args.sizes:
-        path = folder / name
+def saved_models(sizes: Iterable[str], split: Split, folder: str) -> Iterator[tuple[str, str, int]]:
+    """(size, directory, parameters) of each model, which the generator saves for both ranks and removes behind its use."""
+    for name in sizes:
+        path = Path(tempfile.gettempdir()) / folder / name
         if split.role == "generator":
             torch.manual_seed(0)
             split.store.set(f"saved/{name}", str(save_model(name, str(path))))
-        parameters = int(split.store.get(f"saved/{name}"))
-        seconds = measure(split, str(path), parameters, args.repeats)
+        yield name, str(path), int(split.store.get(f"saved/{name}"))
+        if split.role == "generator":
+            shutil.rmtree(path)
+
+
+def main(args: Args, split: Split) -> None:
+    results = {}
+    for name, path, parameters in saved_models(args.sizes, split, "rl-benchmark-publish"):
+        seconds = measure(split, path, parameters, args.repeats)
         split.store.delete_key("weights/plan")
         if seconds:
             results[name] = {"parameters": parameters, "seconds": seconds}
-            shutil.rmtree(path)
     if split.role == "learner":
         return
     head, rows = ["parameters", "raw broadcast", "publish", "over raw", "GB/s", "verifying", "the learner's copy"], []
