@@ -1,4 +1,5 @@
-"""Whether this project works on this machine: packages, driver, kernels, engines, publishes, and a few steps of each script.
+"""Checks whether this project works on this machine: packages, driver, kernels, engines, publishes, and some steps of each
+script.
 
     python doctor.py                                             # the demo's model, a few minutes
     python doctor.py --model Qwen/Qwen2.5-0.5B-Instruct --nproc 2
@@ -23,7 +24,7 @@ from rl.doctor.findings import OK, SKIPPED, WRONG, Finding
 
 
 class Doctor:
-    """Prints findings as they come, and keeps them in a file that is whole at any moment."""
+    """Prints findings as they arrive, and keeps them in a file that is complete at any moment."""
 
     def __init__(self, file: Path):
         self.file, self.started = file, time.time()
@@ -52,7 +53,7 @@ class Doctor:
 
 
 def examine(args: argparse.Namespace, doctor: Doctor) -> None:
-    """All checks, in an order in which each needs only what those before it have found right."""
+    """Run all checks, in an order in which each only relies on what earlier ones have found right."""
     found = processes.run([sys.executable, "-m", "rl.doctor.facts"], args.timeout)
     facts = json.loads(next(line for line in found.output.splitlines() if line.startswith("{"))) if found.code == 0 else {}
     kind = facts.get("kind", packages.kind_by_files())

@@ -1,13 +1,13 @@
-"""Predicts a run's memory and time before it starts: on a laptop, of any number of ranks, without its weights.
+"""Predicts a run's memory and time before it starts: on a laptop, for any number of ranks, without the model's weights.
 
     python plan.py train_async.py --model Qwen/Qwen2.5-7B-Instruct --generators 4 --dtype bfloat16 --gradient-checkpointing \\
         --max-prompt-length 1024 --max-response-length 8192 --max-tokens-per-micro-batch 16384 \\
         --nnodes 2 --nproc-per-node 8 --device H100-80GB --response-lengths 2000:0.9
 
-After the script's name stand the flags that it will be started with, and those of the plan. A copy of a script is named by its
-file: its flags and its `learn` are planned. Memory: the learner's own code runs on tensors without values (rl/plan/dry_run.py),
-and what it holds at its peak is counted. Time: every mode and split of the ranks in simulated time (rl/plan/time_plan.py).
-docs/plan.md says how exact both are. Of the model only config.json is read.
+Give the script's name, then the flags of the run and those of the plan. To plan your own copy of a script, give its file: its
+flags and its `learn` are planned. Memory: the learner's own code runs on tensors without values (rl/plan/dry_run.py), and the
+bytes it holds at its peak are counted. Time: every mode and split of the ranks is simulated (rl/plan/time_plan.py).
+docs/plan.md says how exact both are. Only the model's config.json is read.
 """
 
 import importlib
@@ -44,21 +44,21 @@ class PlanArgs:
     nnodes: Annotated[int, Range(at_least=1)] = 1
     """Machines of the job."""
     nproc_per_node: Annotated[int, Range(at_least=1)] = 1
-    """Ranks of each, one a device."""
+    """Ranks on each machine, one per device."""
     device: str | None = None
     """Kind of the devices (rl/plan/devices.py). Memory is planned only if it is given."""
     from_run: str | None = None
-    """Directory of a finished run of the same model on the same devices: its times are taken instead of the data sheet's."""
+    """Directory of a finished run of the same model on the same devices: its times replace the data sheet's."""
     response_lengths: str | None = None
     """Tokens of the responses: budget (all of --max-response-length), a mean, a mean and the spread of the logarithm
-    (2000:0.9), or the directory of a run whose lengths are taken. By default budget; for the time those of --from-run."""
+    (2000:0.9), or the directory of a run with such lengths. Default: budget, and for the time the lengths of --from-run."""
     image_size: str | None = None
-    """Images of each prompt, for a model that takes some: a size in pixels such as 1000x800, with their number 1000x800x2, or
-    data: those of --train-files, by their headers."""
+    """Images of each prompt, for a model that takes images: a size in pixels such as 1000x800, a size and a number such as
+    1000x800x2, or data: the images of --train-files, whose headers are read."""
 
 
 def main(words: list[str]) -> None:
-    """words: the command line. Raises UserError for what cannot be planned."""
+    """words: the command line. Raise UserError if it cannot be planned."""
     if words in (["--help"], ["-h"], ["--help-all"]):
         print(f"{__doc__}\nThe flags: python plan.py {SCRIPTS[0]}.py --help, and so for each script.")
         return
@@ -78,8 +78,8 @@ def main(words: list[str]) -> None:
 
 
 def load(named: str) -> tuple[str, ModuleType]:
-    """The script by its name, or a copy of one by its file: (the name that it is imported by, the module). The processes that
-    this one starts import it by that name, too."""
+    """Return (import name, module) of a script, given by its name, or of a copy, given by its file. The processes that this one
+    starts import it by the same name."""
     file, name = Path(named), Path(named).stem
     if name in SCRIPTS and not file.is_file():
         return name, importlib.import_module(name)

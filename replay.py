@@ -1,13 +1,13 @@
-"""The learner again on the samples of a run that was recorded (--record-samples DIR), without generators.
+"""Trains again on the recorded samples of a run (--record-samples DIR), without generators.
 
     python replay.py runs/demo                                # the same flags: the same weights, bit for bit
-    python replay.py runs/demo --loss-mode gspo --lr 3e-5     # what these would have made of the same samples
+    python replay.py runs/demo --loss-mode gspo --lr 3e-5     # other flags on the same samples
     python replay.py runs/demo --from-step 120                # from the checkpoint before that step
     torchrun --standalone --nproc-per-node 2 replay.py ...    # a run of two learners
 
-The run comes first: its directory, or that of its record. `learn` is that of the script that was run, as it was then; --script
-FILE takes another's. All other flags are the script's, with the values of the recorded run. With other values the samples are
-off-policy: the weights that made them are not those that learn from them. Left out: validation.
+The first argument is the directory of the run or of its record. `learn` is taken from the script as it was then, or from
+--script FILE. All other flags are the script's and default to the values of the recorded run. With other values the samples
+are off-policy: they were sampled by other weights than those that now train on them. Left out: validation.
 """
 
 if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
@@ -43,8 +43,8 @@ from rl.replay.recorder import SAMPLES, Record
 from rl.rewards.pool import RewardArgs
 from rl.samples.schedule import ScheduleArgs
 
-LENGTH = {"total_training_steps", "total_epochs", "total_rollout_steps"}  # the learning rate's schedule hangs on these
-PLACES = {"train_files", "val_files", "ring_mb", "generators", "trust_remote_code"}  # may be others on another machine
+LENGTH = {"total_training_steps", "total_epochs", "total_rollout_steps"}  # the learning rate's schedule depends on these
+PLACES = {"train_files", "val_files", "ring_mb", "generators", "trust_remote_code"}  # may differ on another machine
 SAMPLED = {"seed", "train_batch_size", "filter_groups", "max_num_gen_batches", "over_sample"}  # made them, and so did
 PARTS = (DataArgs, EngineArgs, EnvironmentArgs, RewardArgs, ScheduleArgs)
 SAMPLED |= {field.name for part in PARTS for field in dataclasses.fields(part)}
@@ -57,26 +57,26 @@ class Replay:
 
     record: Record
     run_dir: Path  # of the recorded run
-    checkpoint: Path | None  # of it, from which the replay begins; None for the model that training began with
+    checkpoint: Path | None  # of the run, from which the replay starts; None: the model that training started from
     first: int  # step
     last: int
     script: ModuleType
     args: object  # of the script
-    changed: dict[str, tuple]  # flags that are others than in the recorded run: (was, is)
+    changed: dict[str, tuple]  # flags that differ from the recorded run: (was, is)
 
     @property
     def start(self) -> dict:
-        """What was noted of the start of the run in which the first step was trained."""
+        """Return what was recorded at the start of the run that trained the first step."""
         return self.record.start_of(self.first)
 
     @property
     def off_policy(self) -> set[str]:
-        """Flags by which the weights become others than those that made the samples."""
+        """Return the flags that make the weights differ from those that sampled."""
         return {name for name in self.changed if name not in may_change(type(self.args)) - LENGTH - {"model"}}
 
 
 def read(words: Sequence[str]) -> Replay:
-    """The command line, and what it names. Raises UserError for what cannot be replayed."""
+    """Parse the command line and find what it names. Raise UserError if it cannot be replayed."""
     if not words or words[0].startswith("-"):
         if not {"-h", "--help", "--help-all"} & {*words}:
             raise UserError("the first argument is the directory of a run, or of its record: python replay.py runs/demo.")
@@ -93,7 +93,7 @@ def read(words: Sequence[str]) -> Replay:
         script = load_script(own.script or record.directory / start["file"])
     except (ImportError, AttributeError) as error:
         raise UserError(
-            f"the recorded script cannot be imported ({error}): the code in rl/ is not what it was. Check out the version that "
+            f"the recorded script cannot be imported ({error}): the code in rl/ has changed. Check out the version that "
             "recorded, or give today's script with --script."
         ) from error
     recorded = flag_words.renamed(start["flags"], {field.name for field in dataclasses.fields(script.Args)})
@@ -104,7 +104,7 @@ def read(words: Sequence[str]) -> Replay:
     flag_needs.warn(f"{flag(name)} does nothing in a replay" for name in left_out)
     changed = {name: (was[name], value) for name, value in asdict(args).items() if value != was[name]}
     if made := [name for name in changed if name in SAMPLED]:
-        raise UserError(f"{', '.join(map(flag, made))}: what made the samples stays as it was in a replay. Leave it out.")
+        raise UserError(f"{', '.join(map(flag, made))}: a replay cannot change how the samples were made. Leave the flag out.")
     last = first
     while last + 1 in record.steps and same_settings(record.start_of(last + 1), start, may_change(type(args))):
         last += 1
@@ -117,7 +117,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def find(where: Path) -> tuple[Record, Path]:
-    """The record and the run's directory, by either directory."""
+    """Return the record and the run's directory, found from either of the two directories."""
     if (where / SAMPLES).exists():
         record = Record(where)
         return record, Path(record.starts[-1]["run"])
@@ -128,7 +128,7 @@ def find(where: Path) -> tuple[Record, Path]:
 
 
 def begin(record: Record, run_dir: Path, wanted: int) -> tuple[Path | None, int]:
-    """The checkpoint to begin from so that `wanted` is replayed, the newest before it, and the first step behind it."""
+    """Return the newest checkpoint before the step `wanted`, and the first step after that checkpoint."""
     steps = set(record.steps)
     if wanted not in steps:
         held = f"holds steps {min(steps)} to {max(steps)}" if steps else "holds no whole step"
@@ -149,7 +149,7 @@ def begin(record: Record, run_dir: Path, wanted: int) -> tuple[Path | None, int]
 
 
 def same_settings(start: dict, other: dict, changing: set[str]) -> bool:
-    """Tells whether two starts of a run trained by the same flags, besides those that may change."""
+    """Return whether two starts of a run had the same flags, apart from those that may change."""
     kept = changing - {"max_tokens_per_micro_batch"}
     of = [
         {name: value for name, value in flag_words.renamed(of["flags"]).items() if name not in kept} | {"": of["total_steps"]}
@@ -159,7 +159,7 @@ def same_settings(start: dict, other: dict, changing: set[str]) -> bool:
 
 
 def load_script(file: Path) -> ModuleType:
-    """The module in the file; what is next to it, losses.py above all, comes before what is installed."""
+    """Import the file as a module. Files next to it, losses.py above all, take precedence over installed ones."""
     sys.path.insert(0, str(file.resolve().parent))
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if not (spec and file.is_file()):
@@ -170,7 +170,7 @@ def load_script(file: Path) -> ModuleType:
 
 
 def main(replay: Replay, ranks: dist.Ranks) -> None:
-    """Learns from each recorded step, as the script's `train` does."""
+    """Train on each recorded step, as the script's `train` does."""
     from rl.algorithm.kl_control import KLControl  # now that the script has imported its losses
     from rl.algorithm.metrics import staleness_metrics
     from rl.setup import make_learner, set_up
@@ -204,14 +204,14 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
 
 
 def notes(replay: Replay) -> dict:
-    """What the replay's config.json says in addition to the flags."""
+    """Return what the replay's config.json holds in addition to the flags."""
     off_policy, changed = sorted(replay.off_policy), {name: list(of) for name, of in replay.changed.items()}
     of = {"of": str(replay.run_dir), "first_step": replay.first, "changed": changed, "off_policy": off_policy}
     return {"replay": of, "code": code_digest(Path(replay.script.__file__))}
 
 
 def describe(replay: Replay, run_dir: Path, ranks: dist.Ranks) -> list[str]:
-    """Lines for the user: what is replayed into which directory, and why its bits may be others."""
+    """Return lines for the user: what is replayed into which directory, and why its bits may differ."""
     record, start = replay.record, replay.start
     source = replay.checkpoint or "the model that training began with"
     lines = [f"replays steps {replay.first} to {replay.last} of {replay.run_dir}, from {source}, into {run_dir}"]
@@ -219,23 +219,23 @@ def describe(replay: Replay, run_dir: Path, ranks: dist.Ranks) -> list[str]:
         why = "with other flags" if replay.last + 1 in later else f"and step {replay.last + 1} is not recorded"
         lines.append(f"the run continued {why}: the rest is replayed by --from-step {later[0]}")
     if record.lost:
-        lines.append(f"warning: the last {record.lost:,} bytes of {record.directory / SAMPLES} are no whole step")
+        lines.append(f"warning: the last {record.lost:,} bytes of {record.directory / SAMPLES} are not a complete step")
     words = ", ".join(f"{flag(name)} {replay.changed[name][1]} (was {replay.changed[name][0]})" for name in replay.off_policy)
     if words:
-        lines.append(f"off-policy: the samples are of other weights than those that learn from them: {words}")
+        lines.append(f"off-policy: the weights that sampled differ from those that train: {words}")
     learners = {record.start_of(step)["hardware"]["world_size"] for step in range(replay.first, replay.last + 1)}
     if learners != {ranks.world_size}:
         of_record = " and ".join(map(str, sorted(learners)))
         lines.append(
-            f"warning: {ranks.world_size} learners; recorded were {of_record}: sums are in another order, bits may differ"
+            f"warning: {ranks.world_size} learners, {of_record} in the recorded run: sums are in another order, bits may differ"
         )
     if start["rl"] != digest_of(package_files()):
-        lines.append("warning: the code in rl/ is not what it was: bits may differ")
+        lines.append("warning: the code in rl/ has changed: bits may differ")
     return lines
 
 
 def compare(ours: Path, theirs: Path, step: int) -> str:
-    """A line on whether both runs' checkpoints of the step hold the same weights."""
+    """Return a line that says whether both runs' checkpoints of the step hold the same weights."""
     weights = []
     for run_dir in (ours, theirs):
         manifest = run_dir / f"step_{step:06d}" / MANIFEST

@@ -1,14 +1,14 @@
-"""Compares runs: plots, tables and conclusions out of their metrics, as Markdown and HTML with PNG files next to them.
+"""Compares runs: plots, tables and conclusions from their metrics, as Markdown and HTML with PNG files next to them.
 
-    python report.py runs/a runs/b --output report      # a directory of runs, metrics.jsonl or event files will do, too
+    python report.py runs/a runs/b --output report      # also directories of runs, metrics.jsonl, event files
     python report.py runs/ --speedup train_sync         # wall clock to the same reward, against the runs of train_sync
     python report.py verl/sync.log runs/async           # a verl console log, compared with a run of ours (docs/report.md)
 
-Runs of the same code whose flags differ only in seed and names are one group: its curves are the mean, with a band from lowest
-to highest. Unfinished and damaged logs are read as far as they go. A conclusion is next to the numbers it rests on; where they
-are too few, it says so: a difference in speed needs two runs of 20 steps, one in learning three runs of each group. Responses
-that a run has kept (--log-val-generations) are shown with their prompts' pictures. Left out: anything else that is not in the
-metrics (docs/metrics.md). Needs no torch.
+Runs of the same code whose flags differ only in seed and names form one group. A group's curve is the mean, with a band from
+the lowest to the highest run. Unfinished and damaged logs are read as far as possible. Each conclusion stands next to the
+numbers it rests on, or says that they are too few: a difference in speed needs two runs of 20 steps, a difference in learning
+three runs of each group. Responses that a run has kept (--log-val-generations) are shown with their prompts' images. Left out:
+anything else that is not in the metrics (docs/metrics.md). Needs no torch.
 """
 
 import html
@@ -60,11 +60,11 @@ LINES = {  # file: title, and for each panel its metric and label
     "mfu": ("MFU", {"perf/mfu/actor": "MFU of the update"}),
 }
 SMOOTHED = {REWARD, THROUGHPUT, STEP_SECONDS, HELD, *IDLE.values()}  # differ much from step to step
-PHASES = """Seconds of a mean step, the first step of each attempt left out. generate: the engine's steps. score: verifiers.
-wait: for the other role. publish: sending or taking weights. train: forward, backward and optimizer. other: everything
-without a timer of its own, which is mostly bookkeeping (drawing tickets and reading the control block, both round trips to
-torchrun's store; packing records; logs, validation, checkpoints). On a busy machine the time in which a process is given no
-core counts for the phase it is in, so that "other" grows, too."""
+PHASES = """Seconds of a mean step, without the first step of each attempt. generate: the engine's steps. score: verifiers.
+wait: for the other role. publish: sending or receiving weights. train: forward, backward and optimizer. other: everything
+without a timer of its own, mostly bookkeeping (drawing tickets and reading the control block, both round trips to
+torchrun's store; packing records; logs, validation, checkpoints). On a busy machine, the time in which a process has no
+core counts towards its current phase, so "other" grows as well."""
 WRAP = 38  # characters of a label's line that fit a panel
 
 
@@ -80,15 +80,15 @@ class Args:
     speedup: str | None = None
     """Compare wall clock to the same reward against this group (its name in the report) or run (its directory)."""
     smooth: int = 10
-    """Steps of which a curve of rewards, throughput or idle ratios shows the mean."""
+    """Steps that each point of a reward, throughput or idle-ratio curve averages over."""
 
 
 # ------------------------------------------------------------------------------------------------------- plots
 
 
 def draw(axes, groups: list[RunGroup], curve: Callable) -> bool:
-    """A line for each group, of curve(log) [n, 2]: the mean over its runs as far as all go, the band from lowest to highest,
-    each run thin behind it. Returns whether there was anything."""
+    """Draw a line for each group: the mean of curve(log) [n, 2] over its runs up to the shortest, a band from lowest to
+    highest, and each run as a thin line behind. Return whether there was anything to draw."""
     for i, group in enumerate(groups):
         curves = [c for log in group.logs if len(c := curve(log))]
         if not curves:
@@ -119,7 +119,7 @@ def curve(name: str, axis: str, width: int, scale: float) -> Callable[[Log], np.
 
 
 def plot_lines(groups: list[RunGroup], target: Path, panels: list[tuple[str, str, str, int]]) -> bool:
-    """A panel for each (metric, label, axis, steps to average). Writes nothing, and returns False, if there is no number."""
+    """Draw a panel for each (metric, label, axis, steps to average). Return False, and write nothing, if there is no number."""
     figure = Figure(figsize=(4.2 * len(panels) + 0.4, 3.4), dpi=75)
     unit, seconds = ("hours", 3600) if max(log.seconds for g in groups for log in g.logs) > 7200 else ("seconds", 1)
     drawn = False
@@ -176,7 +176,7 @@ def plot_bars(bars: dict[str, dict[str, float]], target: Path, label: str) -> bo
 
 
 def plots(groups: list[RunGroup], directory: Path, smooth: int) -> list[tuple]:
-    """Writes every plot that the runs have numbers for; returns the page's blocks, which name what is missing."""
+    """Write every plot that the runs have numbers for. Return the page's blocks, which name the metrics that are missing."""
     made, absent = [], []
 
     def add(file: str, title: str, drawn: bool) -> None:
@@ -218,12 +218,12 @@ def plots(groups: list[RunGroup], directory: Path, smooth: int) -> list[tuple]:
 
 
 def smoothing(name: str, label: str, steps: int) -> tuple[str, int]:
-    """The label of a metric's panel, and of how many steps it shows the mean."""
+    """Return the label of a metric's panel, which includes the number of steps it averages over."""
     return (f"{label}, mean of up to {steps} steps", steps) if name in SMOOTHED else (label, 1)
 
 
 def staleness(group: RunGroup) -> dict[str, float]:
-    """{age in versions: mean share of a step's tokens}; an age that a step does not name is none of its tokens'."""
+    """Return {age in versions: mean share of a step's tokens}; a step that does not list an age has no tokens of that age."""
     rows = [row for log in group.logs for row in log.rows if "staleness/mean" in row]
     ages = sorted({n for row in rows for n in row if n.startswith("staleness/age_")})
     return {n.removeprefix("staleness/age_"): float(np.mean([row.get(n, 0.0) for row in rows])) for n in ages}
@@ -233,8 +233,8 @@ def staleness(group: RunGroup) -> dict[str, float]:
 
 
 def compose(groups: list[RunGroup], args: Args, directory: Path) -> list[tuple]:
-    """The page, in blocks: ("heading" | "text", words), ("table", rows, the header first), ("image", file, words),
-    ("responses", rows of texts and lists of pictures). The first group is what the others are compared with."""
+    """Return the page in blocks: ("heading" | "text", words), ("table", rows, the header first), ("image", file, words),
+    ("responses", rows of texts and lists of images). The other groups are compared with the first one."""
     logs = [log for group in groups for log in group.logs]
     blocks = [("title", args.title), ("table", overview(groups, args.smooth))]
     words = "Several runs: mean (lowest - highest). Seconds of training are counted from the first step's beginning; the "
@@ -258,7 +258,7 @@ def compose(groups: list[RunGroup], args: Args, directory: Path) -> list[tuple]:
 
 
 def find_base(groups: list[RunGroup], name: str) -> RunGroup:
-    """The group of that label, or that holds that run."""
+    """Return the group that has this label or contains this run."""
     for group in groups:
         if name == group.label or Path(name).resolve() in [log.path.resolve() for log in group.logs]:
             return group
@@ -290,7 +290,7 @@ vertical-align: top; white-space: pre-line; overflow-wrap: anywhere } th { backg
 
 
 def page(blocks: list[tuple]) -> str:
-    """HTML that asks the network for nothing; the plots are next to it."""
+    """Return HTML that loads nothing from the network; the plots are files next to it."""
     out = []
     for kind, content, *more in blocks:
         if kind in ("table", "responses"):

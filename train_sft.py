@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 2 train_sft.py --model Qwen/Qwen2.5-0.5B-Instruct --train-files sft.parquet \\
         --val-files sft_val.parquet --lr 1e-5 --total-epochs 2
 
-The algorithm is in `learn`: the mean of -log p over the tokens of all answers of a step. What is saved is a directory that
---model of the other scripts takes. Left out: training by reward (train_sync.py and the others).
+The algorithm is in `learn`: the mean of -log p over the tokens of all answers of a step. --model of the other scripts takes the
+directories that it saves. Left out: training by reward (train_sync.py and the others).
 """
 
 if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
@@ -53,7 +53,7 @@ def learn(learner: Learner, batch: Batch, timer: Timers) -> dict[str, float]:
 
 
 def validate(args: Args, learner: Learner, job: Job) -> float:
-    """-log p of a token of the validation's answers, the mean over all. A collective."""
+    """Return the mean of -log p over all tokens of the validation's answers. A collective."""
     total = torch.zeros(2, dtype=torch.float64)  # of the negative log-probs, and how many
     for first in range(0, len(job.val_prompts), args.train_batch_size):
         rows = range(first, min(first + args.train_batch_size, len(job.val_prompts)))

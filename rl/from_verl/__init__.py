@@ -1,6 +1,6 @@
-"""Translates a verl command into ours, and says of each of verl's keys what it is here.
+"""Translates a verl command into ours, and explains what becomes of each of verl's keys.
 
-command.py reads a verl command or shell script, table.py has every key, keys.py says what a row of it holds, verl_run.py is the
-run that is translated, meanings.py says what its values mean together (those of the algorithm: algorithm.py), translate.py puts
-them together; __main__.py is the command line. docs/make.py writes docs/generated/verl-keys.md out of the tables.
+command.py reads a verl command or shell script, table.py has every key, keys.py defines a row of the table, verl_run.py is the
+run to translate, meanings.py and algorithm.py interpret its values, translate.py puts all together, and __main__.py is the
+command line. docs/make.py makes docs/generated/verl-keys.md from the tables.
 """

@@ -53,15 +53,15 @@ def read(words: list[str], file: Path | None) -> Command:
 
 
 def _is_path(word: str) -> bool:
-    """Whether it names a script: one that is there, or that should be."""
+    """Return whether the word names a script, existing or not."""
     try:
         return Path(word).is_file() or (word.endswith(".sh") and not set(word) & set(" \n="))
-    except (OSError, ValueError):  # a whole command is no name of a file
+    except (OSError, ValueError):  # a whole command is not a file name
         return False
 
 
 def read_text(text: str) -> Command:
-    """A command or a script; overrides alone are read as if verl's program stood before them."""
+    """Return the command or script; overrides without a program are read as those of verl's main program."""
     if _is_overrides(text):
         text = "python3 -m verl " + text.replace("\\\n", " ").replace("\n", " ")
     command = read_script(text)
@@ -70,7 +70,7 @@ def read_text(text: str) -> Command:
 
 
 def _is_overrides(text: str) -> bool:
-    """Whether it is key=value words and no more: values may speak of verl, too."""
+    """Return whether the text only has key=value words; values may mention verl."""
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError:  # a quote without its other half
@@ -80,7 +80,7 @@ def _is_overrides(text: str) -> bool:
 
 
 def report(command: Command) -> str:
-    """The command, then comments: what is not here, unknown or not needed, and where a word means something else."""
+    """Return the command, then comments: keys that are not here, unknown or not needed, and words with another meaning."""
     try:
         from rl.from_verl.translate import translate  # loads the scripts, and with them torch
     except ModuleNotFoundError as error:

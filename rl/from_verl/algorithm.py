@@ -11,7 +11,7 @@ def estimator(run: Run) -> dict[str, object]:
         if word in ("grpo", "grpo_vectorized"):
             word = "dr_grpo"
         else:
-            run.lacks("algorithm.norm_adv_by_std_in_grpo", f"for grpo alone, not {word}")
+            run.lacks("algorithm.norm_adv_by_std_in_grpo", f"only for grpo, not {word}")
     return {"--adv-estimator": "grpo" if word == "grpo_vectorized" else word}
 
 

@@ -74,10 +74,10 @@ class Command:
     module: str = ""  # verl.trainer.main_ppo, ...; empty where only overrides are given
     config_name: str = ""  # Hydra's --config-name
     values: dict[str, object] = field(default_factory=dict)  # key as given -> value, the last one wins
-    unread: list[str] = field(default_factory=list)  # words that are no override
+    unread: list[str] = field(default_factory=list)  # words that are not overrides
     deleted: list[str] = field(default_factory=list)  # ~key
-    environment: dict[str, str] = field(default_factory=dict)  # variables that the script hands to verl
-    unseen: list[str] = field(default_factory=list)  # files that set variables, which are not read
+    environment: dict[str, str] = field(default_factory=dict)  # variables that the script exports to verl
+    unseen: list[str] = field(default_factory=list)  # files that set variables; they are not read
     text: str = ""  # of the script
     notes: list[str] = field(default_factory=list)  # what reading it met
 
@@ -87,7 +87,7 @@ class Command:
 
 
 def read_words(words: list[str]) -> Command:
-    """Takes the command's words as the shell hands them over: an optional `python3 -m module`, then overrides."""
+    """Read the command's words as the shell passes them: an optional `python3 -m module`, then overrides."""
     command, rest = Command(), list(words)
     for index, word in enumerate(words):
         if STARTS_VERL.search(word) and "=" not in word and (index == 0 or words[index - 1] == "-m" or word.endswith(".py")):
@@ -111,7 +111,7 @@ def read_words(words: list[str]) -> Command:
 
 
 def _read_environment(command: Command, words: list[str]) -> None:
-    """Takes the variables that the words before verl's module set."""
+    """Read the variables that the words before verl's module set."""
     for word, following in zip(words, [*words, ""][1:], strict=False):
         name, equals, value = word.partition("=")
         value = value if equals else following
@@ -134,16 +134,16 @@ def _take(command: Command, key: str, value: object) -> None:
 
 
 def read_script(text: str, words: Sequence[str] = ()) -> Command:
-    """Takes the text of a shell script, or of one command. words: what the script is called with. Raises UserError if it starts
-    no verl."""
+    """Read the text of a shell script, or of one command. words: the script's arguments. Raise UserError if it does not start
+    verl."""
     text = NETWORK.sub("/nowhere/", text.replace("\r\n", "\n"))
     rewritten = sent_nowhere(text)
     programs, complaints = _programs(text if rewritten is None else rewritten, words)
     starts = _starts(programs)
     if not starts:
         raise UserError(
-            "no start of verl is found in it: expected a command such as python3 -m verl.trainer.main_ppo key=value ... "
-            "If a program of your own starts verl, hand its key=value words over instead."
+            "it does not start verl: expected a command such as python3 -m verl.trainer.main_ppo key=value ... "
+            "If your own program starts verl, give its key=value words instead."
             + (f" Bash says: {complaints[-1]}" if complaints else "")
         )
     start = starts[0]
@@ -156,9 +156,9 @@ def read_script(text: str, words: Sequence[str] = ()) -> Command:
     sourced = [program.words[1] for program in programs[: programs.index(start)] if program.is_source]
     command.unseen = [*sourced, *command.unseen]
     if refused := next((line for line in complaints if REFUSED in line), ""):
-        command.notes.append(f"What stands before a redirection was not read ({refused}): check what depends on it.")
+        command.notes.append(f"Commands before a redirection were not read ({refused}): check what depends on them.")
     if UNENDING in complaints:
-        command.notes.append(f"{UNENDING}: what follows the loop that it is in was not read.")
+        command.notes.append(f"{UNENDING}: commands after its loop were not read.")
     if len(starts) > 1:
         command.notes.append(f"The script starts verl {len(starts)} times; this is the first.")
     return command
@@ -176,13 +176,13 @@ class Program(NamedTuple):
 
 
 def _starts(programs: list[Program]) -> list[Program]:
-    """Those that start verl; its other tools take no key=value."""
+    """Return those that start verl; its other tools take no key=value."""
     starts = [program for program in programs if not program.is_source and any(map(STARTS_VERL.search, program.words))]
     return [program for program in starts if any("=" in word for word in program.words)] or starts
 
 
 def _programs(text: str, words: Sequence[str]) -> tuple[list[Program], list[str]]:
-    """Every program that the script would start, in its order; and bash's complaints."""
+    """Return every program that the script would start, in order, and bash's error messages."""
     with tempfile.TemporaryFile() as noted, tempfile.TemporaryFile() as said:
         ended = _run_reader(text, words, noted, said)
         noted.seek(0)
@@ -195,7 +195,7 @@ def _programs(text: str, words: Sequence[str]) -> tuple[list[Program], list[str]
 
 
 def _joined(pieces: list[str]) -> list[Program]:
-    """The programs of which processes have written pieces at the same time."""
+    """Assemble the programs from pieces that several processes wrote at the same time."""
     programs, under_way = [], {}  # process -> its words so far, the last one unfinished
     for piece in filter(None, map(PIECE.fullmatch, pieces)):
         process, goes_on, text = piece.groups()
@@ -213,12 +213,12 @@ def _joined(pieces: list[str]) -> list[Program]:
 
 def _program(words: list[str]) -> Program:
     middle = words.index(EXPORTS) if EXPORTS in words else len(words)
-    exports = [pair for pair in words[middle + 1 :] if not pair.startswith("_")]  # those are the reader's own
+    exports = [pair for pair in words[middle + 1 :] if not pair.startswith("_")]  # these belong to the reader itself
     return Program(words[:middle], dict(pair.split("=", 1) for pair in exports))
 
 
 def _run_reader(text: str, words: Sequence[str], noted: IO, said: IO) -> bool:
-    """Has bash note the script's programs, and say what it complains of. Returns whether it came to the script's end."""
+    """Let bash record the script's programs and its own errors. Return whether it reached the script's end."""
     try:
         reader = f"exec 3>&{noted.fileno()} {NOWHERE}<>/dev/null\n{READER}"
         shell = subprocess.Popen(
@@ -239,7 +239,7 @@ def _run_reader(text: str, words: Sequence[str], noted: IO, said: IO) -> bool:
         return False
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(shell.pid, signal.SIGKILL)  # also what it has left in the background
+            os.killpg(shell.pid, signal.SIGKILL)  # including processes left in the background
         shell.wait()
 
 
@@ -263,7 +263,7 @@ def parse_value(text: str) -> object:
 
 
 def _split(text: str) -> list[str]:
-    """Splits a list's inside at the commas that stand in no quotes and no brackets."""
+    """Split the inside of a list at commas outside of quotes and brackets."""
     parts, depth, quote = [""], 0, ""
     for char in text:
         quote = "" if char == quote else quote or (char if char in "'\"" else "")

@@ -1,4 +1,4 @@
-"""The variables that a verl script exports, and what each of them is here."""
+"""The variables that a verl script exports, and what each of them means here."""
 
 import re
 from fnmatch import fnmatchcase
@@ -65,12 +65,13 @@ VARIABLES = [
 
 
 def lines(command: Command) -> list[str]:
-    """The section on the environment: a line for each variable that the script hands to verl, and for what was not read."""
+    """Return the section on the environment: a line for each variable that the script exports to verl, and for each file that
+    was not read."""
     of_keys = {match[1]: value for key, value in command.values.items() if (match := OF_A_KEY.fullmatch(key))}
     of_keys |= {name: str(value).lower() for name, value in of_keys.items() if isinstance(value, bool)}
     given = command.environment | of_keys
     found = [f"{name}={_shown(name, str(value))}: {_word(name, str(value), command.text)}" for name, value in given.items()]
-    found += [f"{file}: not read; its variables need the same look{_of_cann(file)}" for file in command.unseen]
+    found += [f"{file}: not read; check its variables as well{_of_cann(file)}" for file in command.unseen]
     return [f"# the environment ({len(found)})", *(f"#   {line}" for line in found)] if found else []
 
 
@@ -81,12 +82,12 @@ def _word(name: str, value: str, text: str) -> str:
                 return f"{NOT_NEEDED}: harmless with this value"
             return f"{variable.verdict}: {variable.why}"
     if re.search(rf"\$\{{?{name}\b", text):
-        return f"{NOT_NEEDED}: the script itself reads it, which has been done"
+        return f"{NOT_NEEDED}: only the script itself reads it, and that has been evaluated"
     return "not known here: check what reads it"
 
 
 def _shown(name: str, value: str) -> str:
-    """A key to an account is not printed."""
+    """Return the value; keys to accounts are not shown."""
     if name == "PATH" or (SECRET.search(name) and value):
         return "..."
     return value.replace("\n", "\\n")

@@ -13,7 +13,7 @@ TRANSLATED, NOT_NEEDED, NOT_HERE = "translated", "not needed", "not here"
 
 @dataclass(frozen=True)
 class Row:
-    """Keys that stand together."""
+    """Keys that belong together."""
 
     kind: Literal["translated", "not needed", "not here"]
     names: tuple[tuple[str, ...], ...]  # each key under its names, the first is the one used
@@ -42,12 +42,12 @@ def unneeded(keys: str, because: str) -> Row:
 
 
 def missing(keys: str, what: str) -> Row:
-    """A default in `keys` is the value at which nothing is missing."""
+    """Make the row of a feature that is missing here. A default in `keys` is the value with which nothing is missing."""
     return _row(NOT_HERE, keys, note=what)
 
 
 def find(key: str, rows: Iterable[Row]) -> tuple[Row, str] | None:
-    """The row of a key and the name under which the row knows it: first by exact name, then by pattern, the longest."""
+    """Return the row of a key and the key's name in it: by exact name, or by the longest pattern that matches."""
     found = None
     for row in rows:
         for names in row.names:
@@ -60,7 +60,7 @@ def find(key: str, rows: Iterable[Row]) -> tuple[Row, str] | None:
 
 
 def neutral(row: Row, key: str, value: object) -> bool:
-    """True if a key of a missing feature asks for nothing: its value is that of a run without the feature."""
+    """Return True if a key of a missing feature has the value of a run without the feature."""
     pattern = next((name for name in row.defaults if fnmatchcase(key, name)), None)
     if pattern is not None and value == row.defaults[pattern]:
         return True

@@ -42,18 +42,18 @@ def router_replay(run: Run) -> dict[str, object]:
     mode = run["A.actor.router_replay.mode"]
     ours = {"disabled": "off", None: "off", "R2": "R2", "R3": "R3"}.get(mode if isinstance(mode, str | None) else "")
     if ours is None:
-        run.lacks("A.actor.router_replay.mode", "disabled, R2 and R3 alone")
+        run.lacks("A.actor.router_replay.mode", "only disabled, R2 and R3")
     return {"--router-replay": ours}
 
 
 def turns(run: Run) -> dict[str, object]:
-    """Both are of use with several turns alone."""
+    """Both only matter with several turns."""
     if not run["A.rollout.multi_turn.enable"]:
         return {}
     key = "A.rollout.multi_turn.format"
     form = {"hermes": "hermes", "llama3_json": "llama", "qwen3_coder": "xml"}.get(str(run[key]))
     if form is None:
-        run.lacks(key, "hermes, llama3_json and qwen3_coder alone")
+        run.lacks(key, "only hermes, llama3_json and qwen3_coder")
     return {"--max-turns": run["A.rollout.multi_turn.max_assistant_turns"], "--tool-format": form}
 
 
@@ -61,7 +61,7 @@ def router_dtype(run: Run) -> dict[str, object]:
     key = "A.actor.megatron.override_transformer_config.moe_router_dtype"
     ours = {"fp32": "float32"}.get(run[key]) if isinstance(run[key], str) else None
     if run[key] is not None and ours is None:
-        run.lacks(key, "fp32 alone")
+        run.lacks(key, "only fp32")
     return {"--moe-router-dtype": ours}
 
 
@@ -86,7 +86,7 @@ def warmup(run: Run) -> dict[str, object]:
 def scheduler(run: Run) -> dict[str, object]:
     word = run["A.actor.optim.lr_scheduler_type"] or "constant"
     if word not in ("constant", "cosine"):
-        run.lacks("A.actor.optim.lr_scheduler_type", "constant and cosine alone")
+        run.lacks("A.actor.optim.lr_scheduler_type", "only constant and cosine")
         word = "constant"
     if word == "constant":
         of = "A.actor.optim."
@@ -137,7 +137,7 @@ def overlong(run: Run) -> dict[str, object]:
         run.skips(f"{of}len {of}penalty_factor reward.reward_kwargs.max_resp_len", "the overlong buffer is off")
         return {}
     if run["reward.reward_manager.name"] != "dapo":
-        run.lacks(of + "enable", "verl itself penalises long responses with reward_manager=dapo alone")
+        run.lacks(of + "enable", "verl itself only penalises long responses with reward_manager=dapo")
         return {}
     budget = run["reward.reward_kwargs.max_resp_len"]
     if budget not in (None, run["data.max_response_length"]):
@@ -194,7 +194,7 @@ def free_cache(run: Run) -> dict[str, object]:
 def rollout_dtype(run: Run) -> dict[str, object]:
     ours = PRECISIONS.get(run["A.rollout.dtype"])
     if ours is None:
-        run.lacks("A.rollout.dtype", "bfloat16 and float32 alone")
+        run.lacks("A.rollout.dtype", "only bfloat16 and float32")
     return {"--rollout-dtype": "auto" if ours in (None, PRECISIONS.get(run[DTYPE])) else ours}
 
 
@@ -207,7 +207,7 @@ def length(run: Run) -> dict[str, object]:
         run.skips("trainer.total_training_steps", "verl's fully async mode goes by total_rollout_steps and epochs")
         return {"--total-epochs": epochs, "--total-rollout-steps": run["rollout.total_rollout_steps"]}
     if run["rollout.total_rollout_steps"] is not None:
-        run.lacks("rollout.total_rollout_steps", "verl itself reads it in its fully async mode alone")
+        run.lacks("rollout.total_rollout_steps", "verl itself only reads it in its fully async mode")
     if steps is None:
         return {"--total-epochs": epochs}
     if run.has("trainer.total_epochs"):

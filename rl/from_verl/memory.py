@@ -9,14 +9,14 @@ DTYPE, REDUCE = "A.actor.fsdp_config.dtype", "A.actor.fsdp_config.mixed_precisio
 def dtype(run: Run) -> dict[str, object]:
     ours = PRECISIONS.get(run[DTYPE])
     if ours is None:
-        run.lacks(DTYPE, "bfloat16 and float32 alone")
+        run.lacks(DTYPE, "only bfloat16 and float32")
     return {"--dtype": ours}
 
 
 def grad_dtype(run: Run) -> dict[str, object]:
     ours = PRECISIONS.get(run[REDUCE])
     if ours is None:
-        run.lacks(REDUCE, "bfloat16 and float32 alone")
+        run.lacks(REDUCE, "only bfloat16 and float32")
     if ours == "bfloat16":
         run.note("verl reduces gradients in bf16 and keeps them in fp32; --grad-dtype bfloat16 keeps them in bf16, too.")
     return {"--grad-dtype": ours}
@@ -48,7 +48,7 @@ def ref_offload(run: Run) -> dict[str, object]:
 def activation_offload(run: Run) -> dict[str, object]:
     asked = bool(run["A.model.enable_activation_offload"])
     if asked and not run["A.model.enable_gradient_checkpointing"]:
-        run.lacks("A.model.enable_activation_offload", "with gradient checkpointing alone")
+        run.lacks("A.model.enable_activation_offload", "only with gradient checkpointing")
         asked = False
     return {"--activation-offload": asked}
 
@@ -57,14 +57,14 @@ def optimizer(run: Run) -> dict[str, object]:
     name = str(run["A.actor.optim.optimizer"])
     ours = {"adamw": "adamw", "adamw8bit": "adamw_8bit", "_adamw": "adamw"}.get(name.lower())
     if ours is None:
-        run.lacks("A.actor.optim.optimizer", f"{name}; here AdamW and AdamW8bit alone")
+        run.lacks("A.actor.optim.optimizer", f"{name}; here only AdamW and AdamW8bit")
     return {"--optim": ours}
 
 
 def adapters(run: Run) -> dict[str, object]:
     of = "A.model."
     if not run[of + "lora_rank"]:
-        run.skips(f"{of}lora_alpha {of}target_modules {of}lora_adapter_path", "of use with lora_rank alone")
+        run.skips(f"{of}lora_alpha {of}target_modules {of}lora_adapter_path", "it only matters with lora_rank")
         return {}
     target, named = run[of + "target_modules"], None
     if isinstance(target, list):

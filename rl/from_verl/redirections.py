@@ -1,4 +1,4 @@
-"""Sends what a shell script writes into files nowhere, so that a shell that may write no file runs what stands before a `>`."""
+"""Redirects what a shell script writes into files to nowhere, so that a shell that may not write files still runs it."""
 
 import re
 
@@ -6,7 +6,7 @@ NOWHERE = 9  # a descriptor that is open for reading and writing
 
 SINGLE = r"\$'(?:\\.|[^'\\])*'|'[^']*'"
 PARENS, DOUBLE, BRACES = r"\([^()\"'\\]*\)", r'"(?:\\.|\$(?![({])|[^"\\$`])*"', r"\{[^{}\"'\\]*\}"
-for _ in range(4):  # they stand in each other: "$(cd "$(dirname "${A[0]}")")"
+for _ in range(4):  # they may be nested: "$(cd "$(dirname "${A[0]}")")"
     PARENS, DOUBLE, BRACES = (
         rf"\((?:\\.|{SINGLE}|{DOUBLE}|{PARENS}|[^()\"'\\])*\)",
         rf'"(?:\\.|\$(?:{PARENS}|{BRACES}|(?![({{]))|`[^`]*`|[^"\\$`])*"',
@@ -28,7 +28,7 @@ SUBSTITUTION = re.compile(rf"\\.|\$(?!\(\()(?P<command>{PARENS})", re.DOTALL)
 
 
 def sent_nowhere(script: str) -> str | None:
-    """The script, its output into files sent to NOWHERE; None where it is not clear what is a redirection."""
+    """Return the script with its output to files sent to NOWHERE; None if it is not clear what is a redirection."""
     parts, end = [], 0
     for token in TOKEN.finditer(script):
         new = _rewritten(token)

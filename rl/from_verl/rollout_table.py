@@ -28,13 +28,13 @@ ROLLOUT: dict[str, list[Row]] = {
         to("A.rollout.free_cache_engine|A.rollout.enable_sleep_mode=True", "--free-cache-engine", "of effect in "
            "`train_sync.py`", m.free_cache),
         to("A.rollout.dtype=bfloat16", "--rollout-dtype", "by default that of `--dtype`", m.rollout_dtype),
-        missing("A.rollout.pipeline_model_parallel_size=1", "an engine is split by tensor parallelism alone"),
+        missing("A.rollout.pipeline_model_parallel_size=1", "an engine is only split by tensor parallelism"),
         missing("A.rollout.data_parallel_size=1", "each `--rollout-tp` ranks are an engine of their own; none shares experts "
                 "with another"),
         missing("A.rollout.expert_parallel_size=1", "experts are split by tensor parallelism, as everything else"),
         missing("A.rollout.engine_kwargs.*", "other vLLM settings have no flags"),
         to("A.rollout.multi_turn.max_assistant_turns=null A.rollout.multi_turn.format=hermes", "--max-turns, --tool-format",
-           "8 turns by default; with `--env` or `--tools` alone", m.turns),
+           "8 turns by default; only with `--env` or `--tools`", m.turns),
         missing("A.rollout.multi_turn.enable=False A.rollout.agent.default_agent_loop=single_turn_agent "
                 "A.rollout.agent.agent_loop_config_path=null A.rollout.multi_turn.tool_config_path=null "
                 "A.rollout.multi_turn.function_tool_path=null A.rollout.multi_turn.interaction_config_path=null",
@@ -60,7 +60,7 @@ ROLLOUT: dict[str, list[Row]] = {
                  "thing"),
         unneeded("A.rollout.checkpoint_engine.* A.checkpoint_engine A.rollout.update_weights_bucket_megabytes "
                  "A.rollout.moe_load_balance_metrics_interval", "weights are broadcast over the job's own process group"),
-        unneeded("A.rollout.disaggregation.* A.rollout.use_dynamic_bsz", "of use with what is missing here alone"),
+        unneeded("A.rollout.disaggregation.* A.rollout.use_dynamic_bsz", "it only matters with features that are not here"),
         unneeded("A.rollout.agent.num_workers A.rollout.agent.* A.rollout.multi_turn.*", "an environment limits what it "
                  "answers; all calls of a turn are made"),
     ],
@@ -81,7 +81,7 @@ ROLLOUT: dict[str, list[Row]] = {
         missing("V1.separate_async.hybrid_rollout.enable_switch=False async_training.use_dynamic_resource_scheduling=False "
                 "async.use_dynamic_resource_scheduling=False", "learners never generate; plan.py finds the best split"),
         missing("V1.sampler.custom_sampler.* V1.sampler.sampler_kwargs", "the order of prompts is one seeded permutation"),
-        unneeded("trainer.use_v1 V1.sync V1.*", "of verl's newer trainer alone"),
+        unneeded("trainer.use_v1 V1.sync V1.*", "only in verl's newer trainer"),
         unneeded("V1.sampler.sync_refill_failed_groups", "a response that could not be scored is left out, and counted: "
                  "`--on-reward-error`"),
         to("trainer.nnodes=1 trainer.n_gpus_per_node=8 rollout.nnodes|A.rollout.nnodes=1 "

@@ -74,7 +74,7 @@ def devices(run: Run) -> dict[str, object]:
 
 
 def _generating(run: Run) -> int:
-    """Devices that generate."""
+    """Return the number of devices that generate."""
     each = run["A.rollout.n_gpus"] or run["rollout.n_gpus_per_node"]
     if run.is_v1 and not run.has("rollout.n_gpus_per_node"):
         each = run["trainer.n_gpus_per_node"]
@@ -82,8 +82,8 @@ def _generating(run: Run) -> int:
 
 
 def _is_part(run: Run) -> bool:
-    """Whether the generating devices are some of the trainer's. verl's first one-step-off trainer knew only n_gpus, some of
-    them; later ones give the pool nodes of its own, and the trainer what is left."""
+    """Return whether the generating devices are among the trainer's. verl's first one-step-off trainer only had n_gpus, a part
+    of them; later ones give the pool its own nodes, and the trainer the rest."""
     some = run["A.rollout.n_gpus"]
     if not some or run.has("rollout.nnodes") or run.has("rollout.n_gpus_per_node"):
         return False

@@ -30,7 +30,7 @@ TABLE: dict[str, list[Row]] = {
         to("data.image_key=images", "--image-key"),
         to("data.mm_processor_kwargs.min_pixels=null", "--min-pixels"),
         to("data.mm_processor_kwargs.max_pixels=null", "--max-pixels"),
-        missing("data.video_key=videos data.audio_key", "images alone"),
+        missing("data.video_key=videos data.audio_key", "only images"),
         missing("data.apply_chat_template_kwargs.* data.apply_chat_template_kwargs", "the chat template takes no arguments"),
         missing("data.custom_cls.* data.sampler.* data.datagen.*", "files are read as verl's parquet files, with one order"),
         missing("data.tokenizer=null", "the tokenizer is the model's"),
@@ -58,7 +58,7 @@ TABLE: dict[str, list[Row]] = {
            "A.actor.megatron.grad_offload=False A.actor.fsdp_config.offload_policy|A.actor.veomni.enable_fsdp_offload=False "
            "A.actor.optim.override_optimizer_config.optimizer_cpu_offload=False "
            "A.actor.optim.override_optimizer_config.optimizer_offload_fraction=0.0", "--param-offload, --optimizer-offload",
-           "the first is parameters, gradients and moments together, the second moments alone. Megatron's fraction of 0 "
+           "the first is parameters, gradients and moments together, the second only moments. Megatron's fraction of 0 "
            "offloads nothing, whatever else is said", memory.offload),
         to("A.ref.fsdp_config.param_offload|A.ref.megatron.param_offload|A.ref.veomni.param_offload|"
            "A.ref.torchtitan.param_offload=False "
@@ -145,7 +145,7 @@ TABLE: dict[str, list[Row]] = {
                  "prompt and response must fit the model's own context; to lengthen it edit its config.json"),
         unneeded("A.model.override_config.attn_implementation", "attention is chosen by the device"),
         unneeded("A.model.use_shm A.model.lora.* A.model.mtp.* A.model.tiled_mlp.* A.actor.qat.* A.*.fsdp_config.qat.* "
-                 "A.*.fsdp_config.turbo_config.* A.*.router_replay.*", "of use with what is missing here alone"),
+                 "A.*.fsdp_config.turbo_config.* A.*.router_replay.*", "it only matters with features that are not here"),
         unneeded("A.actor.use_prefix_grouper", "each prompt is computed once in a micro-batch, always"),
         unneeded("A.*.fsdp_config.*", "sharded over all learners, layer by layer"),
         unneeded("A.*.use_torch_compile", "`--compile` compiles the learner's layers"),
@@ -209,7 +209,7 @@ TABLE: dict[str, list[Row]] = {
                 "`algorithm.rollout_correction`"),
         to("algorithm.lam=1.0 critic.optim.lr=1e-5 critic.ppo_epochs=null critic.cliprange_value=0.5 critic.model.path=null "
            "trainer.critic_warmup=0", "--lam, --critic-lr, --critic-ppo-epochs, --cliprange-value, --critic-model, "
-           "--critic-warmup", "with `gae` alone. verl's warm-up of n holds n - 1 steps, here n; null epochs are the policy's",
+           "--critic-warmup", "only with `gae`. verl's warm-up of n holds n - 1 steps, here n; null epochs are the policy's",
            algorithm.critic),
         missing("algorithm.use_pf_ppo=False algorithm.pf_ppo.*", "PF-PPO"),
         missing("algorithm.filter_groups.max_inflight_gen_batches=1", "one batch at a time"),
@@ -253,8 +253,8 @@ TABLE: dict[str, list[Row]] = {
            "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor|"
            "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor|reward_model.overlong_buffer.penalty_factor=1.0 "
            "reward.reward_kwargs.max_resp_len|reward_model.reward_kwargs.max_resp_len=null", "--overlong-buffer-len, "
-           "--overlong-penalty-factor", "a length of 0 is off; the response budget is `--max-response-length`. In verl of "
-           "effect with the manager `dapo` alone", m.overlong),
+           "--overlong-penalty-factor", "a length of 0 is off; the response budget is `--max-response-length`. In verl it "
+           "only acts with the manager `dapo`", m.overlong),
         to("reward.reward_manager.name|reward_model.reward_manager=naive", "", "the verifier is chosen by `data_source`; "
            "`naive`, `dapo` and `prime` score alike here", m.reward_manager),
         missing("reward_model.enable=False reward.reward_model.enable=False", "a model that scores is served apart: `--judge`"),
@@ -269,7 +269,7 @@ TABLE: dict[str, list[Row]] = {
                  "reward_model.overlong_buffer.log", "the penalty is always a metric"),
         unneeded("reward.num_workers reward_model.num_workers reward_model.launch_reward_fn_async", "`--reward-workers` a "
                  "rank"),
-        unneeded("reward_model.* reward.reward_model.*", "of use with a reward model alone"),
+        unneeded("reward_model.* reward.reward_model.*", "it only matters with a reward model"),
     ],
     **ROLLOUT,
     "Trainer": [

@@ -1,4 +1,4 @@
-"""Translates one verl command: our command, and a word on every key that was given."""
+"""Translates one verl command: returns our command, and a verdict on every key that was given."""
 
 import os
 import re
@@ -95,8 +95,8 @@ def _launcher(run: Run) -> list[str]:
 
 
 def script_of(command: Command, given: dict[str, object], notes: list[str]) -> str:
-    """The script that does what verl's program does: its name decides, unless the keys speak of devices of their own. Where the
-    name alone does not say it, a note says what was taken and why."""
+    """Return the script for verl's program: its name decides, unless keys give the generators their own devices. A note says
+    which was chosen and why, if the name does not."""
     for word, script in {"fully_async": ASYNC, "one_step_off": ONE_STEP_OFF}.items():
         if word in command.program:
             return script
@@ -107,12 +107,12 @@ def script_of(command: Command, given: dict[str, object], notes: list[str]) -> s
         script, why = ONE_STEP_OFF, "of its name"
     if command.module or script != SYNC:
         name = command.module or "The command"
-        notes.append(f"{name} is taken for verl's {PROGRAM_OF[script]}, and so for {script}, because {why}.")
+        notes.append(f"{name} counts as verl's {PROGRAM_OF[script]}, which is {script} here, because {why}.")
     return script
 
 
 def _script_of_keys(command: Command, given: dict[str, object]) -> tuple[str, str]:
-    """(The script that the keys alone speak for, why)."""
+    """Return (the script that the keys ask for, why)."""
     mode = given.get(V1 + "trainer_mode") if given.get("trainer.use_v1") is not False else None
     if mode in ("sync", "colocate_async", "separate_async"):
         return ASYNC if mode == "separate_async" else SYNC, f"of trainer_mode={mode}"
@@ -128,7 +128,7 @@ def _script_of_keys(command: Command, given: dict[str, object]) -> tuple[str, st
 
 
 def _resolved(command: Command, key: str) -> object:
-    """The value with Hydra's references to other given keys put in."""
+    """Return the value with Hydra's references to other given keys replaced."""
     value = command.values[key]
     for _ in range(5):
         match = isinstance(value, str) and REFERENCE.search(value)
@@ -153,7 +153,7 @@ def _clashes(command: Command, found: dict) -> list[str]:
 
 
 def _flags(run: Run) -> dict[str, object]:
-    """Our flags: those of keys that were given, and those where verl's default is not ours."""
+    """Return our flags: those of the given keys, and those for which verl's default differs from ours."""
     ours, flags = own_defaults(run.script), {}
     for row in ROWS:
         if row.kind != TRANSLATED:
@@ -201,7 +201,7 @@ def _verdict(run: Run, found: tuple | None, value: object) -> tuple[str, str]:
     if name in run.idle:
         return NOT_NEEDED, run.idle[name]
     if row.kind == NOT_HERE and keys.neutral(row, name, value):
-        return NOT_NEEDED, "it asks for nothing here that is missing"
+        return NOT_NEEDED, "its value asks for nothing that is missing here"
     return row.kind, row.note
 
 
@@ -209,9 +209,9 @@ LISTS = ("_files", "target_modules", "gdpo_reward_keys", "gdpo_reward_weights") 
 
 
 def _wrong(row: Row, name: str, value: object, default: object) -> str:
-    """Why a value cannot be used, if it cannot."""
+    """Return why a value cannot be used; empty if it can."""
     if value == "":
-        return "it is empty: a shell variable that is not set?"
+        return "it is empty: is a shell variable not set?"
     if isinstance(value, str) and "${" in value:
         return "it refers to a setting that the command does not give"
     number = name in NUMBERS or isinstance(default, int | float)
@@ -235,12 +235,12 @@ def _expected(name: str, default: object) -> str:
 def _deleted(key: str) -> tuple[str, str]:
     found = keys.find(key, ROWS)
     if found and found[0].kind == TRANSLATED:
-        return NOT_HERE, "~ takes the key away: the default of ours counts"
+        return NOT_HERE, "~ removes the key: our default counts"
     return NOT_NEEDED, "it is taken away"
 
 
 def refusal(translation: Translation) -> str:
-    """The script's message if it refuses the command line, else empty."""
+    """Return the script's message if it refuses the command line, else an empty text."""
     try:
         parse(translation)
     except UserError as error:
@@ -249,8 +249,8 @@ def refusal(translation: Translation) -> str:
 
 
 def parse(translation: Translation):
-    """The script's Args of the command, checked for as many ranks as its launcher starts. Raises UserError where the script
-    would."""
+    """Return the script's Args of the command, checked for the number of ranks that its launcher starts. Raise UserError if
+    the script would."""
     launch = dict(zip(translation.launcher, translation.launcher[1:], strict=False))
     before = dict(os.environ)
     os.environ["WORLD_SIZE"] = str(int(launch.get("--nnodes", 1)) * int(launch["--nproc-per-node"]))  # as torchrun sets it

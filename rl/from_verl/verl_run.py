@@ -1,4 +1,4 @@
-"""A verl run that is being translated: what was given, what verl takes otherwise, and what is to be said about it."""
+"""A verl run to translate: the keys that were given, verl's defaults for the others, and the remarks to print."""
 
 from dataclasses import dataclass, field
 
@@ -21,7 +21,7 @@ class Run:
     launch: dict[str, int] = field(default_factory=dict)  # torchrun's --nnodes and --nproc-per-node
 
     def __getitem__(self, key: str) -> object:
-        """The value given, or verl's default; `A.` stands for actor_rollout_ref."""
+        """Return the given value, or verl's default; `A.` stands for actor_rollout_ref."""
         key = key.replace("A.", "actor_rollout_ref.", 1) if key.startswith("A.") else key
         return self.given.get(key, self.defaults.get(key))
 
@@ -29,13 +29,13 @@ class Run:
         return key.replace("A.", "actor_rollout_ref.", 1) in self.given
 
     def lacks(self, key: str, what: str) -> None:
-        """The key asks for something that is not here. A default asks for nothing that the user should know of."""
+        """Record that the key asks for something that is not here. Nothing is recorded for a default."""
         key = key.replace("A.", "actor_rollout_ref.", 1)
         if key in self.given:
             self.missing[key] = what
 
     def skips(self, keys: str, why: str) -> None:
-        """The keys are of no effect in this run."""
+        """Record that the keys have no effect in this run."""
         self.idle |= {key.replace("A.", "actor_rollout_ref."): why for key in keys.split()}
 
     def note(self, text: str) -> None:
@@ -50,7 +50,7 @@ class Run:
 
     @property
     def steps(self) -> int | None:
-        """Training steps of the run, where they do not depend on the size of the data."""
+        """Return the run's training steps, if they do not depend on the size of the data."""
         steps = self["trainer.total_training_steps"]
         if self.is_v1:
             return steps and steps * self["async_training.trigger_parameter_sync_step"]

@@ -1,7 +1,8 @@
-"""Accelerators by name, from their makers' data sheets: what a plan computes with where nothing was measured.
+"""Accelerators by name, with the numbers of their makers' data sheets: a plan uses them unless a finished run has measured
+some.
 
-Dense peaks in bf16. Links are for one device and one direction; the network between nodes is what such machines are commonly
-built with, one adapter of 400 Gb/s (H) or 200 Gb/s (others) a device, and is the least certain number here.
+Peaks are dense bf16. Links are per device and direction. The network between nodes is the least certain number: it assumes the
+common one adapter of 400 Gb/s (H) or 200 Gb/s (others) per device.
 """
 
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ DEVICES = {
 
 
 def device(name: str) -> Device:
-    """The device of that name, or of that beginning where one alone has it. Raises UserError for another."""
+    """Return the device whose name is given, or is the only one that begins so. Raise UserError for any other name."""
     found = [d for known, d in DEVICES.items() if name.lower() in (known.lower(), known.lower().partition("-")[0])]
     if len(found) != 1:
         raise UserError(f"--device {name}: choose one of {', '.join(DEVICES)}, or add yours to rl/plan/devices.py.")

@@ -1,9 +1,10 @@
-"""The learner's memory without its device: a learner's own code, as the first rank of many, on tensors without values.
+"""Counts the learner's memory without its device: the learner's own code runs, as the first of many ranks, on tensors without
+values.
 
-What runs is what a run would: load, packing, log-probs, reference, losses, backward, clip, optimizer, publish, with the flags
-as given. Left out for the sake of time: of a step's micro-batches all but the two largest of any rank, since one lives at a
-time and the second meets the gradients of the first; and all prompts that are not needed for those. Nothing is read but
-config.json, and what rl/plan/images.py says for a model that takes images.
+The whole step runs with the flags as given: load, packing, log-probs, reference, losses, backward, clip, optimizer, publish. To
+save time only the two largest micro-batches of any rank are computed, because one lives at a time and the second meets the
+gradients of the first; prompts that these do not need are left out. Only config.json is read, and for a model that takes images
+the files that rl/plan/images.py names.
 """
 
 import dataclasses
@@ -69,9 +70,9 @@ class Memory:
 def dry_run(
     script: str, args: CommonArgs, learners: int, attention: str, workload: Drawn, image_size: str | None = None
 ) -> Memory:
-    """In a process of its own, since the fake device stays, and forked from a fresh one: where a backward pass has run before,
-    autograd knows of no new device. attention: see fake_device.start; image_size: see rl/plan/images.py. Raises UserError for
-    what the run itself would refuse."""
+    """Count in a separate process, because the fake device stays, forked from a fresh one: once a backward pass has run,
+    autograd accepts no new device. attention: see fake_device.start; image_size: see rl/plan/images.py. Raise UserError if the
+    run itself would refuse its flags."""
     args = settled(args)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, script])
@@ -84,7 +85,7 @@ def dry_run(
     try:
         result = reader.recv() if reader.poll(LIMIT) else RuntimeError(f"the dry run has not ended within {LIMIT} s")
     except EOFError:
-        result = RuntimeError("the dry run has ended without a word")
+        result = RuntimeError("the dry run ended without a result")
     child.kill()
     child.join()
     if isinstance(result, Exception):
@@ -112,7 +113,7 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn,
     check_heads(config, args.sequence_parallel)
     check_lengths(config.get_text_config(), args)
     if args.teacher:
-        load_config(resolve(args.teacher), args.trust_remote_code, "--teacher")  # raises UserError if there is none
+        load_config(resolve(args.teacher), args.trust_remote_code, "--teacher")  # raises UserError if the directory has none
     if args.critic_model:
         load_config(resolve(args.critic_model), args.trust_remote_code, "--critic-model")
     shapes = {p.shape for p in empty_model(config, args.trust_remote_code).parameters() if p.dim() > 1}
@@ -165,7 +166,7 @@ def _learn(script, args: CommonArgs, learner: Learner, batch: Batch) -> int:
 
 
 def _unread(path: str, trust_remote_code: bool = False, say: bool = True) -> Weights:
-    """Stands for open_weights: tensors of the right size."""
+    """Replaces open_weights: returns tensors of the right size."""
     config = load_config(path, trust_remote_code)
     model, dtype = empty_model(config, trust_remote_code), config.dtype or torch.float32
     for name, buffer in dict(model.named_buffers()).items():
@@ -178,8 +179,8 @@ def _unread(path: str, trust_remote_code: bool = False, say: bool = True) -> Wei
 def make_groups(
     workload: Drawn, args: CommonArgs, ranks: Ranks, prompts: Callable[[int], Prompt] | None
 ) -> tuple[list[Group], list[Images | None]]:
-    """The prompts of an update with their responses and images, or as many of them as fill MICROS micro-batches a rank.
-    prompts: ticket -> the prompt, where they have images."""
+    """Return an update's prompts with their responses and images, or as many as fill MICROS micro-batches per rank.
+    prompts: ticket -> the prompt, if the model takes images."""
     room = MICROS * args.max_tokens_per_micro_batch * ranks.world_size
     groups, images, tokens = [], [], 0
     while len(groups) < args.prompts_per_update and tokens < room:
@@ -194,12 +195,12 @@ def make_groups(
 
 
 def _batch(groups: list[Group], division: Division, images: PlannedImages | None, count: MemoryCount) -> Batch:
-    """This rank's part of a batch, all of its tensors counted."""
+    """Return this rank's part of a batch, with all of its tensors counted."""
     batch = Batch.of(groups, division)
     batch.images = images
     for tensor in vars(batch).values():
         if isinstance(tensor, torch.Tensor):
-            count.note(tensor, OTHER)  # those that numpy has made, too
+            count.note(tensor, OTHER)  # including those that numpy has made
     return batch
 
 
@@ -231,7 +232,7 @@ def _two_fullest(micro_batches: Callable[..., list[MicroBatch]], sizes: list[int
 
 
 def _publish(args: CommonArgs, learner: Learner, ranks: Ranks, fake: FakeDevice) -> object:
-    """What a publish does on the first learner; returns what it holds from then on."""
+    """Publish as the first learner does. Return what it holds from then on."""
     dtype = args.weights_dtype(args.dtype)
     if isinstance(args, SplitArgs):
         split = Split("learner", ranks, ranks.world_size, 1, 0, 1, HashStore(), SimpleNamespace(device=torch.device("cpu")))
@@ -244,7 +245,7 @@ def _publish(args: CommonArgs, learner: Learner, ranks: Ranks, fake: FakeDevice)
 
 
 def _checkpoint_copy(args: CommonArgs, learner: Learner, fake: FakeDevice) -> list[torch.Tensor]:
-    """What rl/checkpoint/saver.py copies before it writes; nothing for a run that saves at its end only."""
+    """Return what rl/checkpoint/saver.py copies before it writes; nothing for a run that only saves at its end."""
     state = learner.state_tensors().values() if args.save_freq > 0 else ()
     with fake.host_too():
         return [torch.empty(local(tensor).shape, dtype=tensor.dtype) for tensor in state]

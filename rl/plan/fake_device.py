@@ -1,19 +1,18 @@
-"""An accelerator that is not there: our own code runs on it, every shape, precision and device is checked, nothing is computed.
+"""A fake accelerator: our own code runs on it, every shape, precision and device is checked, and nothing is computed.
 
-Tensors on the fake device are PyTorch's FakeTensors. The host stays real: what is computed there (packing, advantages, the
-schedule of a batch) is computed, and a tensor that was left on the host by mistake meets one of the device and raises, as it
-would on the machine. What is read back from the device has forgotten its values: it is zeros, but for integers that came from
-the host (rl/plan/known_values.py).
+Tensors on the fake device are PyTorch's FakeTensors. The host stays real: packing, advantages and the schedule of a batch are
+computed, and a tensor left on the host by mistake raises when it meets one on the device, as it would on the machine. Values
+read back from the device are zeros, except integers that came from the host (rl/plan/known_values.py).
 
     ranks = start(16)               # once, in a process of its own: it renames a device for good
     with FakeDevice():
         learner = Learner(path, args, ranks, ...)
 
-The device is called "npu", because PyTorch lets a new device have that name, and gives it autograd and FSDP. A fake "cuda"
-tensor of a build without CUDA has no gradients and cannot be sliced: for CUDA's sake the device can be given what else tells
-the two apart here: its attention (rl/plan/fake_kernels.py), the operators that it has a kernel for (rl/plan/operators.py), the
-precisions that its collectives take, and what torch can ask of its allocator. Whatever else is asked of it raises. Left out:
-time and values, and what an allocator or a collective needs of the host.
+The device is called "npu", because PyTorch allows that name for a new device and gives it autograd and FSDP. (A fake "cuda"
+tensor in a build without CUDA has no gradients and cannot be sliced.) To check CUDA, the device gets everything else in which
+the two differ here: attention (rl/plan/fake_kernels.py), operators with a kernel (rl/plan/operators.py), the precisions that
+collectives accept, and the allocator's functions. Anything else raises. Left out: time and values, and the host memory of
+allocators and collectives.
 """
 
 import contextlib
@@ -45,9 +44,9 @@ ALLOCATOR_CALLS = ["empty_cache", "get_memory_info", "max_memory_allocated", "ma
 ALLOCATOR_CALLS += ["memory_reserved", "memory_stats", "reset_accumulated_memory_stats", "reset_peak_memory_stats"]
 # ProcessGroupHCCL.cpp of torch-npu 2.10, checkSupportedDataType: what is summed; what is only sent may be of any precision
 HCCL_SUMS = {torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.bfloat16}
-SUMMING = ("allreduce", "reduce", "_reduce")  # the beginnings of the names of collectives that sum
+SUMMING = ("allreduce", "reduce", "_reduce")  # prefixes of the names of collectives that sum
 NCCL_LACKS = {torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64}  # of torch's: no collective takes them
-_refuses: str | None = None  # whose lacks the fake device has
+_refuses: str | None = None  # the fake device lacks what this kind lacks
 
 
 class _Stream:
@@ -109,10 +108,10 @@ NPU = SimpleNamespace(  # what PyTorch asks of torch.npu
 
 
 def start(world_size: int = 1, attention: str = KIND, strict: bool = True) -> Ranks:
-    """Registers the device, and makes this process the first of this many ranks, whose collectives return at once. Once a
-    process. attention: the kind of device whose attention, and whose lacks, it has. strict: whether it refuses operators that
-    it would compute on the host. Experts are grouped products: the sizes of one after another would depend on values. Tokens
-    that travel to their experts are assumed to be spread evenly."""
+    """Register the device, and make this process the first of `ranks` ranks, whose collectives return at once. Call once per
+    process. attention: the kind of device to imitate. strict: refuse operators that it would compute on the host. Experts are
+    computed as grouped products, because sizes of single experts would depend on values. Tokens are assumed to be spread evenly
+    over experts."""
     global _refuses
     _refuses = attention if strict else None
     (define_npu_kernels if attention == KIND else define_cuda_kernels)()
@@ -125,7 +124,7 @@ def start(world_size: int = 1, attention: str = KIND, strict: bool = True) -> Ra
     _fsdp_init._move_states_to_device = _move_states_to_device
     _setup_privateuseone_for_python_backend(KIND, backend_module=NPU)
     overlapped.copy_streams = lambda device: (_Stream(), _Stream()) if is_accelerator(device) else None
-    publisher.side_stream = lambda device: FakeDevice()  # the thread that sends has to enter it, too
+    publisher.side_stream = lambda device: FakeDevice()  # the thread that sends has to enter it as well
     for name in ALLOCATOR_CALLS:
         setattr(torch.accelerator, name, _no_allocator if attention == KIND else lambda *_: 0)
     torch.accelerator.synchronize, torch.accelerator.current_stream = lambda *_: None, _Stream
@@ -139,7 +138,7 @@ def _no_allocator(*_, **__):
 
 
 def _even_rows(count: torch.Tensor, rows: int, group) -> tuple[torch.Tensor, list[int], list[int]]:
-    """Stands for rl.model.expert_parallel.rows_to_trade."""
+    """Replaces rl.model.expert_parallel.rows_to_trade."""
     sent = _even(rows, group.size())
     received = [sent[group.rank()]] * group.size()
     arriving = [n for from_rank in received for n in _even(from_rank, len(count) // group.size())]
@@ -158,12 +157,12 @@ def _move_states_to_device(params, buffers, device: torch.device) -> None:
                 moved = tensor.to(device)
             moved.requires_grad_(tensor.requires_grad)
             moved._is_param = isinstance(tensor, torch.nn.Parameter)
-            moved.fake_mode.fake_tensor_converter.meta_converter.tensor_memo.clear()  # of references, which would be in the way
+            moved.fake_mode.fake_tensor_converter.meta_converter.tensor_memo.clear()  # of references, which would interfere
             torch.utils.swap_tensors(tensor, moved)
 
 
 class FakeDevice(TorchDispatchMode):
-    """While it is entered, tensors on the device are fake. It holds for one thread."""
+    """A context in which tensors on the device are fake, for one thread."""
 
     def __init__(self):
         super().__init__()
@@ -181,7 +180,7 @@ class FakeDevice(TorchDispatchMode):
 
     @contextlib.contextmanager
     def host_too(self, yes: bool = True):
-        """In here tensors that are made in host memory are fake as well, and later what is computed from them."""
+        """A context in which tensors made in host memory are fake as well, and so is everything computed from them later."""
         before, self._host_too = self._host_too, yes
         try:
             yield
@@ -191,7 +190,7 @@ class FakeDevice(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if not OWN.issuperset(types):
-            return NotImplemented  # DTensors and their like come back with the tensors that they hold
+            return NotImplemented  # DTensors and similar return with the tensors that they hold
         if of_no_tensor():
             return func(*args, **kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -227,9 +226,9 @@ class FakeDevice(TorchDispatchMode):
         return out
 
     def _keep_in_mind(self, func, args, kwargs, out, known) -> None:
-        """What is now known of integers on the device, and what is no longer."""
+        """Update which integers on the device have known values."""
         if known is None:
-            is_collective = func.namespace == "c10d"  # not all of which say what they write into
+            is_collective = func.namespace == "c10d"  # not all of them declare what they write into
             for x in tree_leaves((args, kwargs)) if is_collective else self._mutated(func, args, kwargs):
                 known_values.forget(x)
             return
@@ -244,19 +243,19 @@ class FakeDevice(TorchDispatchMode):
         return out
 
     def _places(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """An index with a known mask's places in its stead, one a dimension: how many they are depends on values."""
+        """Replace a known mask in an index by its positions, one tensor per dimension: their number depends on values."""
         places = known_values.chosen(index)
         return [index] if places is None else [self._known_stand_in(place, index.device) for place in places]
 
     def _stand_in(self, x: torch.Tensor) -> FakeTensor:
-        """A fake of a real tensor, for an operator that has to do with the device."""
+        """Return a fake of a real tensor, for an operator that involves the device."""
         if isinstance(x, FakeTensor):
             return x
         with self.fake:
             return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
 
     def _into_host(self, func, args, kwargs, tensors: list[torch.Tensor]):
-        """Writes into a real tensor what was computed on the device, or from what was."""
+        """Write a result of the device into a real tensor."""
         for x in tensors:
             if is_accelerator(x.device) and func not in COPIES:
                 raise FakeTensorDeviceMismatchError(func, torch.device("cpu"), x.device)
@@ -271,7 +270,7 @@ class FakeDevice(TorchDispatchMode):
 
     @staticmethod
     def _mutated(func, args, kwargs) -> list[torch.Tensor]:
-        """The tensors that an operator writes into."""
+        """Return the tensors that an operator writes into."""
         out = []
         for place, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -289,7 +288,7 @@ PINNING = {
 
 
 VALUES_TELL = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}  # shapes, or what an operator returns
-READ = {  # what depends on values that are not known
+READ = {  # depends on values that are not known
     aten._local_scalar_dense.default: lambda x: torch.zeros((), dtype=x.dtype).item(),
     aten.bincount.default: lambda x, weights=None, minlength=0: x.new_zeros(minlength),
 }
@@ -314,11 +313,11 @@ def _refuse(func, tensors: list[torch.Tensor]) -> None:
 
 
 def of_no_tensor() -> bool:
-    """True within a fake mode of somebody else: DTensor finds out an operator's whole shape so, and nothing is held."""
+    """Return True within another fake mode: DTensor uses one to find an operator's full shape, and nothing is held."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _forgotten(x: torch.Tensor) -> torch.Tensor:
-    """What the host reads from the device."""
+    """Return what the host reads from the device."""
     known = known_values.values(x)
     return torch.zeros(x.shape, dtype=x.dtype) if known is None else known

@@ -1,10 +1,10 @@
-"""Attention kernels on the fake device: their true signatures, what they refuse, and the shapes of what they keep.
+"""Attention kernels of the fake device: their true signatures, what they refuse, and the shapes of what they keep.
 
-npu_fusion_attention has the schema that torch_npu documents (hiascend.com, and docs/context of Ascend/op-plugin), its layout
-TND alone; it keeps its inputs, its output, and of each token and head the largest score and the sum, 8 times in fp32. Of CUDA,
-`scaled_dot_product_attention` without a mask is a kernel that keeps its output and a number for each token and head; its
-attention over packed rows is an operator of torch's own. Left out: values, which the tests compute by kernels of their own, and
-memory that a kernel takes within its call.
+npu_fusion_attention has the schema that torch_npu documents (hiascend.com, and docs/context of Ascend/op-plugin), only in
+layout TND. It keeps its inputs, its output, and the largest score and the sum of each token and head, 8 times in fp32. CUDA's
+`scaled_dot_product_attention` without a mask keeps its output and a number for each token and head; its attention over packed
+rows is torch's own operator. Left out: values, which the tests compute with their own kernels, and memory that a kernel only
+takes during its call.
 """
 
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ import torch
 from rl.model.attention_kernels import COMPRESSED, RIGHT_DOWN_CAUSAL
 from rl.ranks.device import PACKED_ATTENTION
 
-KEPT = 8  # times that a token's and head's largest score and sum are kept
+KEPT = 8  # copies of each token's and head's largest score and sum that are kept
 _SHARED = (
     "float keep_prob=1., int pre_tockens=2147483647, int next_tockens=2147483647, int inner_precise=0, {}int[]? prefix=None, "
     "int[]? actual_seq_qlen=None, int[]? actual_seq_kvlen=None, int sparse_mode=0, bool gen_mask_parallel=True, "
@@ -31,7 +31,7 @@ BACKWARD = (
     "Tensor? softmax_in=None, Tensor? attention_in=None, float scale_value=1., "
     f"{_SHARED.format('int seed=0, int offset=0, int numels=0, ')}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-_libraries: list[torch.library.Library] = []  # what was defined stays as long as they do
+_libraries: list[torch.library.Library] = []  # keep these alive: definitions go with them
 
 
 def define_npu_kernels() -> None:
@@ -46,7 +46,7 @@ def define_npu_kernels() -> None:
 
 
 def check(query, key, value, head_num: int, layout: str, queries, keys, mask, sparse_mode: int, **others) -> None:
-    """Raises ValueError for what npu_fusion_attention refuses, or would compute without a word otherwise than it is meant."""
+    """Raise ValueError if npu_fusion_attention would refuse the arguments, or silently compute something else."""
     tokens, heads, size = query.shape
     most, precisions = PACKED_ATTENTION["npu"][2], PACKED_ATTENTION["npu"][1]
     wrong = {
@@ -80,7 +80,7 @@ def _forward(*given):
 
 
 def _by_name(given: tuple) -> SimpleNamespace:
-    """The arguments of npu_fusion_attention, with the defaults of those that were not given."""
+    """Return the arguments of npu_fusion_attention, with defaults for those not given."""
     wanted = torch.ops.npu.npu_fusion_attention.default._schema.arguments
     values = [*given, *(argument.default_value for argument in wanted[len(given) :])]
     return SimpleNamespace(**{argument.name: value for argument, value in zip(wanted, values, strict=True)})
@@ -110,7 +110,7 @@ def _gradient(ctx, dy, *_):
 
 
 def define_cuda_kernels() -> None:
-    """On the fake device, scaled_dot_product_attention without a mask as CUDA has it in every precision. Once a process."""
+    """Define scaled_dot_product_attention without a mask as CUDA has it, in every precision. Call once per process."""
     library = torch.library.Library("aten", "IMPL")
     _libraries.append(library)
     for key in ("AutogradPrivateUse1", "PrivateUse1"):

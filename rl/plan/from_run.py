@@ -1,7 +1,7 @@
-"""Seconds of a run's parts as a finished run has recorded them in metrics.jsonl.
+"""Seconds of a run's parts, as recorded by a finished run in metrics.jsonl.
 
-A run records how long its steps took, not how that depends on their size. Training is taken to cost the same for each token,
-and half of a decode step to be the same however many responses run. So the plan is best near the run's own ranks and batch.
+A run records how long its steps took, not how that depends on their size. The plan assumes that each token costs the same to
+train, and that half of a decode step does not depend on the number of responses. It is best near the run's ranks and batch.
 """
 
 import re
@@ -42,7 +42,7 @@ def times_of_run(path: Path) -> Times:
         receive = mean("publish/seconds")
         if "staleness_threshold" in log.flags:
             ahead = 0.5 + log.flags["staleness_threshold"] * log.flags.get("publish_every", 1)
-    running = ahead * responses * per_engine / generators * length / mean("response_length/max")  # the longest runs on alone
+    running = ahead * responses * per_engine / generators * length / mean("response_length/max")  # the longest runs alone
     running = max(1.0, min(log.flags.get("max_num_seqs", 256), running))
     step = busy / per_engine / (responses * length) * running
     return Times(

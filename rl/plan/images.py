@@ -1,4 +1,4 @@
-"""Prompts with images of a run that has not been made: images of a stated size, or the data's own by their headers.
+"""Prompts with images for a planned run: images of a stated size, or the data's own, whose headers are read.
 
 Token counts, grids and positions are real, from rl/data/image_prompts.py. Pixels have shapes and no values, and no image is
 decoded.
@@ -32,8 +32,8 @@ Prompt = tuple[np.ndarray, Images | None]  # ids [p] int32
 def prompts_with_images(
     args: CommonArgs, path: str, config: PretrainedConfig, size: str | None, tokens: int, fake: FakeDevice
 ) -> Callable[[int], Prompt]:
-    """ticket -> its prompt, for a model that takes images. size: of the images, as --image-size has it; tokens: of a prompt,
-    where they are not the data's; fake: the device, on which pixels are to be fake, too. Raises UserError."""
+    """Return ticket -> prompt, for a model that takes images. size: as in --image-size; tokens: of a prompt, unless the data's
+    are used; fake: the device, where pixels are fake as well. Raise UserError for a wrong size."""
     prep = ImagePrep.of(path, config, args)
     prep.prepare = lambda sources: _pixels(prep, config, sources, fake)
     if size == DATA:
@@ -46,7 +46,7 @@ def prompts_with_images(
 
 
 def _parsed(size: str | None) -> tuple[int, int, int]:
-    """(width, height, number) of what --image-size says. Raises UserError."""
+    """Return (width, height, number) from the words of --image-size. Raise UserError for others."""
     try:
         width, height, *number = map(int, (size or "").split("x"))
         (number,) = number or (1,)
@@ -56,7 +56,7 @@ def _parsed(size: str | None) -> tuple[int, int, int]:
     except ValueError:
         given = f"--image-size {size}: not a size" if size else "the model takes images"
         raise UserError(
-            f"{given}. Say of what size they are in each prompt, such as --image-size 1000x800, or 1000x800x2 for two, or "
+            f"{given}. Give the size of the images in each prompt: --image-size 1000x800, or 1000x800x2 for two, or "
             f"--image-size {DATA} for those of --train-files."
         ) from None
 
@@ -65,7 +65,7 @@ def _of_size(prep: ImagePrep, width: int, height: int, number: int, tokens: int)
     Image.new("1", (width, height)).save(file := io.BytesIO(), "PNG")
     given = f"--image-size: an image of {width} x {height} pixels"
     try:
-        needed = number * (prep.count(width, height) + 1) + 1  # text stands before each image, and behind the last
+        needed = number * (prep.count(width, height) + 1) + 1  # text comes before each image and after the last
     except ImageError as error:
         raise UserError(f"--image-size: {error}.") from None
     if needed > tokens:
@@ -75,7 +75,7 @@ def _of_size(prep: ImagePrep, width: int, height: int, number: int, tokens: int)
         )
 
     def prompt(ticket: int) -> Prompt:
-        sources = [file.getvalue() + f"{ticket} {i}".encode() for i in range(number)]  # each is an image of its own
+        sources = [file.getvalue() + f"{ticket} {i}".encode() for i in range(number)]  # each image differs
         ids, found = prep.expand([0, prep.image_token] * number + [0] * (tokens - needed + 1), sources)
         return np.array(ids, np.int32), found
 
@@ -83,7 +83,7 @@ def _of_size(prep: ImagePrep, width: int, height: int, number: int, tokens: int)
 
 
 def _pixels(prep: ImagePrep, config: PretrainedConfig, sources: Sequence[bytes], fake: FakeDevice) -> tuple[Tensor, Tensor]:
-    """Stands for ImagePrep.prepare."""
+    """Replaces ImagePrep.prepare."""
     grids, vision = torch.tensor([prep.grid(*size) for size in images.sizes(sources)]), config.vision_config
     patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     with fake.host_too():
@@ -92,7 +92,7 @@ def _pixels(prep: ImagePrep, config: PretrainedConfig, sources: Sequence[bytes],
 
 @dataclass
 class PlannedImages:
-    """Stands for rl/learning/batch_images.py."""
+    """Replaces rl/learning/batch_images.py."""
 
     of_groups: list[Images | None]
 

@@ -1,8 +1,8 @@
-"""Integers on the fake device whose values are known, because they came from the host: lengths, indices, the grids of images.
+"""Integers on the fake device whose values are known because they came from the host: lengths, indices, the grids of images.
 
-Sizes depend on them: torch.nonzero, repeat_interleave, tolist. A storage of the device that holds such integers has a twin in
-host memory, and what the device would compute of them is computed there, too. What depends on anything else is not known.
-Left out: floating-point numbers, and integers in large numbers.
+Sizes depend on them: torch.nonzero, repeat_interleave, tolist. A device storage of such integers has a twin in host memory, and
+results computed from them are also computed there. Results that depend on anything else are unknown. Left out: floating-point
+numbers, and large tensors of integers.
 """
 
 import torch
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def values(x: torch.Tensor) -> torch.Tensor | None:
-    """The integers of a tensor, on the host; None where they are not known. What is written into them is known from then on."""
+    """Return a tensor's integers, on the host; None if they are unknown. Values written into them are known from then on."""
     if x.dtype not in INTEGERS or x.numel() > MOST or x.device.type == "meta":
         return None
     if not isinstance(x, FakeTensor):
@@ -28,7 +28,7 @@ def values(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def remember(x: FakeTensor, known: torch.Tensor) -> None:
-    """From now on the values of x are known."""
+    """Record the values of x as known."""
     storage = x.untyped_storage()
     if x.numel() and not hasattr(storage, "twin") and known.dtype == x.dtype and x.dtype in INTEGERS:
         storage.twin = torch.zeros(storage.nbytes() // x.itemsize, dtype=x.dtype)
@@ -41,8 +41,8 @@ def forget(x: torch.Tensor) -> None:
 
 
 def computed(func, args, kwargs):
-    """What the operator makes of its arguments, computed on the host; None where that depends on what is not known. Integers
-    that it writes into are written."""
+    """Return the operator's result, computed on the host; None if it depends on unknown values. Integers that it writes into
+    are updated."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags or any(values(x) is None for x in tensors):
         return None
@@ -66,7 +66,7 @@ def _on_host(x):
 
 
 def chosen(mask: torch.Tensor | None) -> tuple[torch.Tensor, ...] | None:
-    """On the host, the places that a known mask chooses, by dimension; None for what is not a known mask."""
+    """Return the positions that a known mask selects, one tensor per dimension, on the host; None if it is not a known mask."""
     is_mask = mask is not None and mask.dtype == torch.bool
     known = values(mask) if is_mask else None
     return None if known is None else known.nonzero(as_tuple=True)

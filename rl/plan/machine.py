@@ -7,7 +7,7 @@ from rl.errors import UserError
 
 @dataclass(frozen=True)
 class Roles:
-    """Of the whole job, by role."""
+    """Ranks of the whole job, by role."""
 
     engines: int
     learners: int

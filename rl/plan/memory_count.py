@@ -1,7 +1,7 @@
-"""What tensors hold, by cause: every storage is noted when it is made, resized and let go.
+"""Counts the bytes that tensors hold, by cause: every storage is counted when it is made, resized and freed.
 
-Works on real tensors and on fake ones alike (rl/plan/fake_device.py), so that the count itself can be checked on real ones.
-Left out: what an operator takes for itself and gives back within its call, and what an allocator rounds up.
+Works on real and on fake tensors (rl/plan/fake_device.py), so that the count itself can be checked on real ones. Left out:
+memory that an operator takes and returns during its call, and the rounding of an allocator.
 """
 
 import functools
@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from rl.plan.fake_device import of_no_tensor
 from rl.ranks.device import is_accelerator
 
-# Where a storage was made -> what it is for: the innermost of these functions on the stack decides. Of a file that ends so,
-# the functions of that name, or all.
+# Where a storage was made -> its cause: the innermost of these functions on the stack decides. Keys are the end of a file's
+# path and a function's name, or None for all functions.
 CAUSES = [
     ("rl/model/head/log_probs.py", None, "logits"),
     ("rl/model/policy.py", "_log_prob", "logits"),
@@ -27,7 +27,7 @@ CAUSES = [
     ("rl/weights/publisher.py", None, "publish"),
     ("rl/plan/dry_run.py", "_checkpoint_copy", "checkpoint"),
     ("rl/data/image_prompts.py", None, "images"),
-    ("rl/model/vision_forward.py", "language_inputs", "images"),  # the tower, too, in the forward pass
+    ("rl/model/vision_forward.py", "language_inputs", "images"),  # including the tower, in the forward pass
     ("_fully_shard/_fsdp_collectives.py", "foreach_reduce", "gradients"),
     ("_fully_shard/_fsdp_collectives.py", "foreach_all_gather", "gathered layers"),
     ("_fully_shard/_fsdp_collectives.py", "foreach_all_gather_copy_out", "gathered layers"),
@@ -47,7 +47,7 @@ PLAIN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
 
 @dataclass
 class Ledger:
-    """The storages on one side, the device's or the host's. Bytes."""
+    """The storages on one side, device or host, in bytes."""
 
     live: Counter = field(default_factory=Counter)  # by cause
     peak: int = 0
@@ -60,11 +60,11 @@ class Ledger:
 
 
 class MemoryCount(TorchDispatchMode):
-    """While it is entered, counts the storages that are made, on the device and in host memory."""
+    """A context that counts the storages made within it, on the device and in host memory."""
 
     def __init__(self, vocabulary: int = 0, shapes: set[torch.Size] | None = None):
-        """vocabulary: of the model; shapes: of its parameters. A backward pass's logits and gradients, which no Python function
-        makes, are known by them."""
+        """vocabulary, shapes: of the model's logits and parameters; they identify the logits and gradients of a backward pass,
+        which no Python function makes."""
         super().__init__()
         self.device, self.host = Ledger(), Ledger()
         self.vocabulary, self.shapes = vocabulary, shapes or set()
@@ -78,7 +78,7 @@ class MemoryCount(TorchDispatchMode):
             self._note_size(storage)
             return out
 
-        torch.UntypedStorage.resize_ = resized  # FSDP frees and takes a layer's gathered weights so
+        torch.UntypedStorage.resize_ = resized  # FSDP frees and takes a layer's gathered weights this way
         return super().__enter__()
 
     def __exit__(self, *error):

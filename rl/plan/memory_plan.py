@@ -1,4 +1,5 @@
-"""The memory part of plan.py: a dry run of the learner, the engine's arithmetic, and the flags that would make them fit."""
+"""The memory part of plan.py: a dry run of the learner, a calculation for the engine, and the flags that would make them
+fit."""
 
 import dataclasses
 from collections import Counter
@@ -33,22 +34,22 @@ class EngineMemory:
 
     weights: int
     kv: int  # of a token
-    state: int  # of a response, whatever its length, where layers have states in the place of keys and values
+    state: int  # of a response of any length, if layers have states instead of keys and values
     room: float  # for these
 
     @property
     def tokens(self) -> int:
-        """That fit, on all ranks of the engine together."""
+        """Tokens that fit, on all ranks of the engine together."""
         return max(0, int(self.room / self.kv))
 
     def responses(self, length: float) -> int:
-        """That fit at once, each of this many tokens with its prompt."""
+        """Responses that fit at once, each with this many tokens, prompt included."""
         return max(0, int(self.room / (self.kv * length + self.state)))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A job's memory on one kind of device. `learner` raises UserError for what the run itself would refuse."""
+    """A job's memory on one kind of device. `learner` raises UserError if the run itself would refuse its flags."""
 
     script: str  # a module
     args: CommonArgs  # its flags
@@ -68,7 +69,7 @@ class Plan:
         return engine_memory(self.args, self.device)
 
     def lacking(self) -> dict[str, float]:
-        """Return by how many bytes each part does not fit."""
+        """Return how many bytes each part lacks."""
         args = self.args
         usable = self.device.memory * (1 - SPARE)
         share = args.gpu_memory_utilization * self.device.memory  # of the engine
@@ -82,8 +83,8 @@ class Plan:
 
 
 def plan_memory(plan: Plan) -> None:
-    """Print what the run holds on the device and in host memory, whether it fits, and if not which flags make it fit. Raise
-    UserError for what cannot be planned."""
+    """Print what the run holds on the device and in host memory, whether it fits, and if not, which flags make it fit. Raise
+    UserError if it cannot be planned."""
     say = partial(Console().print, highlight=False, soft_wrap=True)
     is_auto = plan.args.max_tokens_per_micro_batch == "auto"
     args, plan = plan.args, dataclasses.replace(plan, args=settled(plan.args))
@@ -104,7 +105,7 @@ def plan_memory(plan: Plan) -> None:
         words, changed = found
         say(f"It fits with {words}, counted the same way: {changed.learner.peak / GB:.1f} GB at the learner's peak.")
     else:
-        say("No change of the flags that was tried makes it fit: more or larger devices are needed.")
+        say("None of the changes tried makes it fit: more or larger devices are needed.")
 
 
 def learners_of(args: CommonArgs, machine: Machine) -> int:
@@ -114,7 +115,8 @@ def learners_of(args: CommonArgs, machine: Machine) -> int:
 
 
 def engine_memory(args: CommonArgs, device: Device) -> EngineMemory:
-    """vLLM's account: its share of the device, less the weights, holds keys and values. Divided among --rollout-tp ranks."""
+    """Calculate as vLLM does: its share of the device, less the weights, holds keys and values, divided among --rollout-tp
+    ranks."""
     config = load_config(resolve(args.model), args.trust_remote_code)
     parameters = count_parameters(config, args.trust_remote_code)
     precision = args.weights_dtype(args.dtype).itemsize
@@ -131,8 +133,8 @@ def engine_memory(args: CommonArgs, device: Device) -> EngineMemory:
 
 
 def remedy(plan: Plan) -> tuple[str, Plan] | None:
-    """Return (flags, the plan with them) of the first change that makes it fit, each tried by a dry run: single changes first,
-    then more and more together, those that cost least time first."""
+    """Return (flags, the plan with them) of the first change that makes it fit. Each is tried by a dry run: single changes
+    first, then combinations; changes that cost the least time first."""
     flags = vars(plan.args)
     single = [change for change in candidates(plan.args, plan.machine) if not change.items() <= flags.items()]
     tries = [[change] for change in single] + [single[: n + 1] for n in range(1, len(single))]
@@ -206,8 +208,8 @@ def node_memory(plan: Plan) -> int:
 
 
 def samples_held(args: CommonArgs, nodes: int) -> int:
-    """Groups whose tokens the learners of the first of this many nodes hold at most: of those that have been made, for this
-    step and ahead of it, what came in there, and of this step's what is trained there, or with --record-samples all."""
+    """Return the most groups that the learners of the first of `nodes` nodes hold: those received there, for this step and
+    ahead of it, and of this step's those trained there, or with --record-samples all."""
     made = args.prompts_per_step * (2 if isinstance(args, SplitArgs) else 1)
     if isinstance(args, ScheduleArgs):
         made = args.quota(0)

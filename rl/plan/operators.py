@@ -1,8 +1,8 @@
-"""Which operators a device has a kernel for: what the fake device (rl/plan/fake_device.py) refuses is what the device lacks.
+"""Which operators a device has a kernel for: the fake device (rl/plan/fake_device.py) refuses the others.
 
-Of CUDA torch's own table says it, which comes with torch; of an NPU npu_operators.txt does. Operators that torch composes of
-others need no kernel: the fake device meets the others. Left out: what an operator composed below autograd is made of, and
-which precisions a kernel takes.
+For CUDA this comes from torch's own table, which torch installs; for an NPU from npu_operators.txt. Operators that torch
+composes of others need no kernel, because the fake device sees those. Left out: the parts of operators composed below
+autograd, and the precisions that a kernel accepts.
 """
 
 import importlib.resources
@@ -14,13 +14,14 @@ import torch
 LINES = (importlib.resources.files("rl.plan") / "npu_operators.txt").read_text().splitlines()
 NPU = frozenset(name for line in LINES if not line.startswith("#") for name in line.split())
 KIND = "npu"  # the devices that have them
-PART_OF = {"repeat_interleave.Tensor": "repeat_interleave.self_Tensor"}  # of what an NPU has whole, where torch composes it
+PART_OF = {"repeat_interleave.Tensor": "repeat_interleave.self_Tensor"}  # operators that an NPU has whole and torch composes
 COMPOSED = "CompositeImplicitAutograd", "CompositeExplicitAutograd"
-BY_DELEGATE = "CompositeExplicitAutogradNonFunctional"  # of such a kernel most only call the operator's `out` overload
+BY_DELEGATE = "CompositeExplicitAutogradNonFunctional"  # most such kernels only call the operator's `out` overload
 
 
 def has_kernel(kind: str, func: torch._ops.OpOverload) -> bool:
-    """Whether a device of this kind, "cuda" or "npu", computes the operator itself. True for operators that are not torch's."""
+    """Return whether a device of this kind, "cuda" or "npu", computes the operator itself. True for operators of other
+    libraries."""
     if func.namespace != "aten" or torch.Tag.pt2_compliant_tag not in func.tags:
         return True
     name, (of_cuda, delegates) = func.name().removeprefix("aten::").removesuffix(".default"), _table()
@@ -36,8 +37,8 @@ def _has(func: torch._ops.OpOverload, *keys: str) -> bool:
 
 @cache
 def _table() -> tuple[frozenset[str], dict[str, str]]:
-    """Of torch's table of functions: the names with a CUDA kernel of their own, and name -> the `out` overload that computes
-    it."""
+    """Read torch's table of functions: return the names with their own CUDA kernel, and name -> the `out` overload that
+    computes it."""
     path = importlib.resources.files("torchgen") / "packaged/ATen/native/native_functions.yaml"
     of_cuda, delegates = set(), {}
     for entry in re.split(r"^- func: ", path.read_text(), flags=re.MULTILINE)[1:]:

@@ -1,4 +1,4 @@
-"""Seconds of a run's parts from the device's data sheet alone: an order of magnitude, and what limits what.
+"""Seconds of a run's parts from the device's data sheet alone: an order of magnitude, and the limiting resource.
 
 Each part takes the longer of its arithmetic at the device's peak and its bytes at the memory's bandwidth, both times the
 shares that good implementations reach. Left out: preemption, imbalance between ranks, and the host's own work.
@@ -19,7 +19,7 @@ HOST_LINK = 25e9  # bytes/s between a device and its host, over which a publish 
 
 
 def kv_bytes(config) -> int:
-    """Bytes of a token's keys and values in bf16."""
+    """Return the bytes of a token's keys and values in bf16."""
     text = config.get_text_config()
     dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -27,18 +27,18 @@ def kv_bytes(config) -> int:
 
 
 def count_parameters(config, trust_remote_code: bool = False) -> int:
-    """All parameters of a model, tied ones once, without making it."""
+    """Return the number of a model's parameters, tied ones once, without building it."""
     return sum(p.numel() for p in empty_model(config, trust_remote_code).parameters())
 
 
 def forward_flops(config) -> tuple[float, float]:
-    """FLOP of a token in a forward pass, attention aside, and what each token before it adds."""
+    """Return the FLOP of a token in a forward pass without attention, and the FLOP that each earlier token adds."""
     forward = train_flops_per_token(config, 0) / 3
     return forward, train_flops_per_token(config, 1) / 3 - forward
 
 
 def times_of(config, parameters: int, device: Device, args, roles: Roles, nodes: int = 1) -> Times:
-    """config: a transformers config; parameters: all of them, of every expert."""
+    """config: a transformers config; parameters: their number, of all experts."""
     updates = args.ppo_epochs * -(-args.prompts_per_step // args.prompts_per_update)
     forward, attention = forward_flops(config)
     backward = 1 if args.adapted else 2  # in forward passes: the inputs' gradients, and those of the weights

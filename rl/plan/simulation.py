@@ -1,8 +1,8 @@
-"""A run in simulated time: how long a step takes in each mode, and which side waits.
+"""Simulates a run: how long a step takes in each mode, and which side waits.
 
-All modes are rl/samples/schedule.py with another staleness threshold: 0 for train_sync.py, 1 for train_one_step_off.py, where a
-batch begins when the one before is complete. Left out: engines that have more to do than others, slow rewards, dropped groups,
-validation, checkpoints, start-up and crashes.
+All modes follow rl/samples/schedule.py with a staleness threshold of their own: 0 for train_sync.py, 1 for
+train_one_step_off.py, where a batch starts when the previous one is complete. Left out: uneven engines, slow rewards, dropped
+groups, validation, checkpoints, start-up and crashes.
 """
 
 import heapq
@@ -16,22 +16,22 @@ from rl.plan.machine import Roles
 from rl.plan.workload import Drawn
 from rl.samples.schedule import ScheduleArgs
 
-STEPS = 12  # that are simulated at least; the first third does not count, in which the pipeline fills
+STEPS = 12  # simulated at least; the first third, in which the pipeline fills, does not count
 
 
 @dataclass(frozen=True)
 class Times:
     """Seconds that the parts of a run take."""
 
-    source: str  # where the numbers come from, in words
-    step: float = 0.0  # of a decode step, however many responses run
+    source: str  # their source, in words
+    step: float = 0.0  # of a decode step, for any number of responses
     row: float = 0.0  # more for each response
-    weights: float = 0.0  # of reading all weights; a decode step takes no less
-    row_weights: float = 0.0  # of reading those that one token needs: of a mixture few experts, else all
+    weights: float = 0.0  # of reading all weights; the least that a decode step takes
+    row_weights: float = 0.0  # of reading the weights that one token needs: a few experts in a mixture, else all
     context: float = 0.0  # of a decode step, for each token of context
     prefill: float = 0.0  # of a token of a prompt, which all responses of its group share
     receive: float = 0.0  # in which an engine takes new weights
-    learn: float = 0.0  # of a training step, however many tokens it has
+    learn: float = 0.0  # of a training step, for any number of tokens
     token: float = 0.0  # rank-seconds of training; a prompt's tokens count once for its group
     square: float = 0.0  # rank-seconds for each token and token before it: attention
     publish: float = 0.0  # in which a publish keeps the learners from training
@@ -57,7 +57,7 @@ class Result:
 
 
 class Engines:
-    """All engines of a job, as one that decodes as they do on average."""
+    """All engines of a job as one average engine."""
 
     def __init__(self, times: Times, roles: Roles, slots: int, work: Drawn, groups: list[list[int]]):
         """slots: responses that each engine decodes at once; groups: the lengths of each ticket's responses."""
@@ -72,12 +72,12 @@ class Engines:
         self.waiting: deque[tuple[int, int]] = deque()  # (ticket, tokens) of each response
         self.running: list[tuple[float, int]] = []  # heap: (the decode step that ends it, ticket)
         self.decoded = 0.0  # decode steps so far
-        self.owed = 0.0  # seconds of other work that comes before more decoding
+        self.owed = 0.0  # seconds of other work to do before more decoding
         self.started = self.done = 0  # tickets
         self.now = self.idle = 0.0  # idle: seconds of engines without work, over their number
 
     def start(self, allowed: int) -> None:
-        """Take the tickets up to this number, and begin responses as far as there are slots."""
+        """Take the tickets up to this number, and start responses while there are free slots."""
         new = range(self.started, max(self.started, allowed))
         self.started = new.stop
         for ticket in new:
@@ -122,7 +122,7 @@ def simulate(
     learning = times.learning(part * lengths.sum() + prompts * work.prompt, squares, roles.learners)
     engines = Engines(times, roles, slots, work, groups)
     version = 0
-    free = waited = 0.0  # when the learners have trained what they have; how long they have waited for groups
+    free = waited = 0.0  # when the learners finish the batch they have; how long they have waited for groups
     ends = [(0.0, 0.0, 0.0)]
     publishes = False  # after the step that is trained
     while len(ends) <= steps:

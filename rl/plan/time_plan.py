@@ -45,13 +45,15 @@ class Row:
 
 
 def plan_time(args: CommonArgs, machine: Machine, lengths: str, device: Device | None, run: str | None) -> None:
-    """Print how long a step takes in each mode and split of the ranks, and which is the best. lengths: as --response-lengths
-    has them; run: the directory of a finished run. Raise UserError for what cannot be planned."""
+    """Print how long a step takes in each mode and split of the ranks, and the best of them. lengths: as in --response-lengths;
+    run: the directory of a finished run. Raise UserError if it cannot be planned."""
     work = lengths_like(lengths, args.rollout_n + args.needs_greedy, args.max_response_length, args.max_prompt_length)
     times, slots = sources(args, machine, work, device, run)
     rows = list(compare(args, machine, work, times, slots))
     if not rows:
-        raise UserError(f"--rollout-tp {args.rollout_tp} ranks of an engine cannot be had of {machine.per_node} on a node.")
+        raise UserError(
+            f"--rollout-tp {args.rollout_tp}: an engine's ranks are on one node, and a node has {machine.per_node}."
+        )
     chosen = best(rows)
     table = Table(title="a step in simulated time", box=box.SIMPLE_HEAD)
     table.add_column("mode", no_wrap=True)
@@ -74,7 +76,7 @@ def sources(
         recorded = times_of_run(Path(run))
         return lambda roles: recorded, args.max_num_seqs
     if device is None:
-        raise UserError("Give --device, or --from-run with a finished run's directory: the times must come from somewhere.")
+        raise UserError("No times are known. Give --device, or --from-run with the directory of a finished run.")
     config = load_config(resolve(args.model), args.trust_remote_code)
     parameters = count_parameters(config, args.trust_remote_code)
     fit = engine_memory(args, device).responses(work.prompt + work.mean)
@@ -83,7 +85,7 @@ def sources(
 
 
 def compare(args: CommonArgs, machine: Machine, work: Drawn, times: Callable[[Roles], Times], slots: int) -> Iterator[Row]:
-    """The modes, those with the freshest samples first, each with all splits of the ranks."""
+    """Return all modes, those with the freshest samples first, each with all splits of the ranks."""
     prompts, per_engine = args.prompts_per_step, args.rollout_tp
     total = machine.nodes * machine.per_node
     if total % per_engine == 0:
@@ -101,7 +103,7 @@ def compare(args: CommonArgs, machine: Machine, work: Drawn, times: Callable[[Ro
 
 
 def best(rows: list[Row]) -> Row:
-    """The fastest row; another mode with fresher samples if it is as fast to within WORTH."""
+    """Return the fastest row, or a mode with fresher samples if it is as fast to within WORTH."""
     fastest = max(row.rate for row in rows)
     script = next(row.script for row in rows if row.rate * WORTH >= fastest)
     return max((row for row in rows if row.script == script), key=lambda row: row.rate)

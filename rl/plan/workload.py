@@ -1,4 +1,4 @@
-"""The lengths of a planned run's prompts and responses, drawn from what is known of them."""
+"""Draws the lengths of a planned run's prompts and responses."""
 
 from dataclasses import dataclass
 from pathlib import Path

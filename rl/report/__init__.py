@@ -1,1 +1,1 @@
-"""What stands behind report.py: logs read, runs compared. Needs no torch."""
+"""The parts of report.py: they read logs and compare runs. Need no torch."""

@@ -58,5 +58,5 @@ def last(name: str) -> Callable[[Log], float | None]:
 def too_few_steps(group: RunGroup, metric: str) -> Row | None:
     """None, or the row that says why nothing is concluded from the group's steps of that metric."""
     steps = min(len(log.points(metric)) for log in group.logs)
-    told = f"too few steps to say anything: {steps}, where {MIN_STEPS} are the least"
-    return (group.label, told, f"{metric} of {steps} steps") if steps < MIN_STEPS else None
+    sentence = f"too few steps to say anything: {steps}, where {MIN_STEPS} are the least"
+    return (group.label, sentence, f"{metric} of {steps} steps") if steps < MIN_STEPS else None

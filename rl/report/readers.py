@@ -1,7 +1,7 @@
 """Raw records of runs: metrics.jsonl, validations.jsonl, TensorBoard event files, and verl's own console and file logs.
 
-Each reader returns rows {"step": ..., metric: value} in the order in which they were written; several may be of one step. What
-cannot be read is left out and noted.
+Each reader returns rows {"step": ..., metric: value} in the order in which they were written; a step may have several. Lines
+that cannot be read are left out and noted.
 """
 
 import json
@@ -37,7 +37,7 @@ def console_logs(directory: Path) -> list[Path]:
 
 
 def read(path: Path) -> tuple[list[dict], list[str]] | None:
-    """(rows, notes) of a run's directory or of one file; None if there is no record."""
+    """Return (rows, notes) of a run's directory or of one file; None if there is no record."""
     file = path if path.is_file() else path / "metrics.jsonl"
     if "tfevents" in file.name:
         rows, notes = read_events([file]), []
@@ -51,7 +51,7 @@ def read(path: Path) -> tuple[list[dict], list[str]] | None:
 
 
 def is_console(file: Path) -> bool:
-    """Whether a file is taken for a console log: it is by its name neither JSON lines nor TensorBoard's."""
+    """Return whether a file counts as a console log: its name is neither that of JSON lines nor of a TensorBoard file."""
     return file.is_file() and file.suffix != ".jsonl" and "tfevents" not in file.name
 
 
@@ -68,7 +68,7 @@ def read_lines(file: Path) -> tuple[list[dict], list[str]]:
         elif row is not None:
             bad.append(str(number))
     shown = ", ".join(bad[:5]) + (", ..." if len(bad) > 5 else "")
-    return rows, [f"{file.name} line {shown}: cut off or no record of a step, left out"] if bad else []
+    return rows, [f"{file.name} line {shown}: cut off or not a record of a step, left out"] if bad else []
 
 
 def read_validations(directory: Path, notes: list[str]) -> list[dict]:
@@ -102,12 +102,12 @@ def read_events(files: list[Path]) -> list[dict]:
 def read_config(directory: Path, notes: list[str]) -> dict:
     file = (directory.parent if directory.name == "tensorboard" else directory) / "config.json"
     if not file.exists():
-        notes.append("no config.json: the run stands alone, and its samples cannot be counted")
+        notes.append("no config.json: the run forms a group of its own, and its samples cannot be counted")
         return {}
     try:
         return dict(json.loads(file.read_text()))
     except (ValueError, TypeError):
-        notes.append("config.json cannot be read: the run stands alone, and its samples cannot be counted")
+        notes.append("config.json cannot be read: the run forms a group of its own, and its samples cannot be counted")
         return {}
 
 

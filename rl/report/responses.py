@@ -1,4 +1,4 @@
-"""Responses of the last validation of which a run has kept some (--log-val-generations), with the pictures of their prompts."""
+"""Responses of the last validation that kept some (--log-val-generations), with the images of their prompts."""
 
 import shutil
 from pathlib import Path

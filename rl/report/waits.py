@@ -24,14 +24,14 @@ def waiting(group: RunGroup) -> list[Row]:
     names = sorted(f"ledger/{rank}/score" for rank in ranks_of(group, "generator"))
     scoring = [share for name in names for share in group.each(lambda log, n=name: log.over_time(n))]
     shares = [float(np.mean(of or [0.0])) for of in (idle["generator"], idle["learner"], scoring)]
-    advised, told = verdict(generators or 1, learners or 1, alike, *shares)
+    advised, sentence = verdict(generators or 1, learners or 1, alike, *shares)
     rests = f"{IDLE['generator']} {spread(idle['generator'], '.0%')}, {IDLE['learner']} {spread(idle['learner'], '.0%')}"
     if advised == "graders":
         rests += f", ledger/generator_<n>/score {spread(scoring, '.0%')}"
     rests += ", the first step of each attempt left out"
     if generators and learners:
-        return [(group.label, told, f"{rests}; {generators} to {learners} ranks")]
-    return [(group.label, told.partition(":")[0], rests)]
+        return [(group.label, sentence, f"{rests}; {generators} to {learners} ranks")]
+    return [(group.label, sentence.partition(":")[0], rests)]
 
 
 def ranks_of(group: RunGroup, role: str) -> set[str]:
@@ -47,16 +47,16 @@ def reasons(group: RunGroup) -> list[Row]:
     bound = f"the staleness bound{_of_samples(group)}"
     if held and not too_few_steps(group, IDLE["learner"]):
         share, rest = np.mean(held), np.mean(idle) - np.mean(held)
-        told = f"{bound} held the generators for {share:.0%} of the time"
-        told += f"; for {max(0.0, rest):.0%} they waited for another reason"
+        sentence = f"{bound} held the generators for {share:.0%} of the time"
+        sentence += f"; for {max(0.0, rest):.0%} they waited for another reason"
         threshold = group.logs[0].flags.get("staleness_threshold")
         if share >= BALANCED and threshold is not None:
-            told += f". A --staleness-threshold above {threshold:g} holds them less, and samples get older"
-        return [(group.label, told, f"{HELD} {spread(held, '.0%')}, {IDLE['generator']} {spread(idle, '.0%')}")]
+            sentence += f". A --staleness-threshold above {threshold:g} holds them less, and samples get older"
+        return [(group.label, sentence, f"{HELD} {spread(held, '.0%')}, {IDLE['generator']} {spread(idle, '.0%')}")]
     if any(paused):
-        told = f"the generators paused {count(int(paused[0]), 'time')} because {bound} was reached"
-        told += f", {count(int(paused[1]), 'time')} because the queue was full"
-        return [(group.label, told, "the rollouter's ShouldPause messages in verl's console log")]
+        sentence = f"the generators paused {count(int(paused[0]), 'time')} because {bound} was reached"
+        sentence += f", {count(int(paused[1]), 'time')} because the queue was full"
+        return [(group.label, sentence, "the rollouter's ShouldPause messages in verl's console log")]
     if idle and not held and np.mean(idle) >= BALANCED and not too_few_steps(group, IDLE["learner"]):
         return [(group.label, "why the generators waited was not recorded", f"no {HELD}")]
     return []
@@ -66,8 +66,8 @@ def ages(group: RunGroup) -> list[Row]:
     mean, oldest = group.each(mean_age), group.each(oldest_age)
     if not mean or not max(oldest, default=0):
         return []
-    told = f"a trained token was {np.mean(mean):.2f} versions of the weights old on average, the oldest {max(oldest):.0f}"
-    return [(group.label, told, f"staleness/mean {spread(mean, '.2f')}, staleness/max {spread(oldest, '.0f')}")]
+    sentence = f"a trained token was {np.mean(mean):.2f} versions of the weights old on average, the oldest {max(oldest):.0f}"
+    return [(group.label, sentence, f"staleness/mean {spread(mean, '.2f')}, staleness/max {spread(oldest, '.0f')}")]
 
 
 def mean_age(log: Log) -> float | None:

@@ -180,7 +180,7 @@ def test_values_are_hydras(text, value):
 
 
 def test_what_cannot_be_read_is_said(monkeypatch):
-    with pytest.raises(UserError, match="no start of verl"):
+    with pytest.raises(UserError, match="does not start verl"):
         read_script("echo hello; python3 train.py a.b=1")
     with pytest.raises(UserError, match="bash cannot read it"):
         read_script("python3 -m verl.trainer.main_ppo 'a=1")

@@ -91,9 +91,7 @@ def test_variations_of_the_one_step_off_command(changed, expected, note):
 def test_its_keys_alone_are_enough():
     given = [f"{key}={value}" for key, value in read_script(ONE_STEP_OFF).values.items()]
     found = translate.translate(read_words(given))
-    assert layout(found) == (ONE, 1, 8, 4) and any(
-        "The command is taken for verl's one_step_off_policy" in n for n in found.notes
-    )
+    assert layout(found) == (ONE, 1, 8, 4) and any("The command counts as verl's one_step_off_policy" in n for n in found.notes)
 
 
 @pytest.mark.parametrize("before", [[], ["bash"]])
@@ -196,7 +194,7 @@ def test_files_that_set_variables_are_named_and_not_read(tmp_path):
     text = f"source {tmp_path}/env.sh\n. /usr/local/Ascend/set_env.sh\nray job submit --runtime-env=my.yaml -- {VERL}"
     printed = report(read_script(text))
     assert f"{tmp_path}/env.sh: not read" in printed and "my.yaml: not read" in printed and "CUDA_LAUNCH" not in printed
-    assert "set_env.sh: not read; its variables need the same look. CANN's are needed here too" in printed
+    assert "set_env.sh: not read; check its variables as well. CANN's are needed here too" in printed
 
 
 def test_a_variable_that_the_script_itself_reads_is_no_riddle():

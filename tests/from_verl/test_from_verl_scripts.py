@@ -155,12 +155,12 @@ def test_a_redirection_changes_no_value(before, value, tmp_path, monkeypatch):
 
 def test_an_unclear_redirection_is_reported():
     unclear = "cat <<A <<B > log\na > '\nA\nb\nB\n"
-    with pytest.raises(UserError, match=r"no start of verl.*train\.log: restricted: cannot redirect output"):
+    with pytest.raises(UserError, match=r"does not start verl.*train\.log: restricted: cannot redirect output"):
         read_script(f"{unclear}{VERL} > train.log")
     (note,) = read_script(f"{unclear}{VERL}").notes
-    assert "log: restricted: cannot redirect output" in note and "check what depends on it" in note
+    assert "log: restricted: cannot redirect output" in note and "check what depends on them" in note
 
 
 def test_the_error_says_why_a_script_ended_early():
-    with pytest.raises(UserError, match=r"no start of verl.*DATA: set DATA"):
+    with pytest.raises(UserError, match=r"does not start verl.*DATA: set DATA"):
         read_script(f"echo ${{DATA:?set DATA}}\n{VERL}")

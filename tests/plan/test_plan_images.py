@@ -70,7 +70,7 @@ def test_images_of_the_data(configs, tmp_path):
 @pytest.mark.parametrize(
     ("size", "said"),
     {
-        None: "the model takes images. Say of what size",
+        None: "the model takes images. Give the size",
         "large": "--image-size large: not a size",
         "10x": "--image-size 10x: not a size",
         "0x7": "--image-size 0x7: not a size",

@@ -175,7 +175,7 @@ def test_a_record_that_is_cut_is_replayed_up_to_the_cut(sync, tmp_path):
     last = Record(tmp_path / "record").steps[-1]
     again, said = replayed(tmp_path / "record", tmp_path)
     same(sync, again, last=last)
-    assert 1 < last < 6 and "are no whole step" in said and f"bit for bit those of {sync}/step_{last:06d}" in said
+    assert 1 < last < 6 and "are not a complete step" in said and f"bit for bit those of {sync}/step_{last:06d}" in said
 
 
 def test_other_flags_are_said_to_be_off_policy(sync, tmp_path):
@@ -184,7 +184,7 @@ def test_other_flags_are_said_to_be_off_policy(sync, tmp_path):
     ours, theirs = rows(sync), rows(again)
     assert sorted(theirs) == [4, 5, 6] and theirs[4]["critic/score/mean"] == ours[4]["critic/score/mean"]
     assert theirs[4]["actor/loss"] != ours[4]["actor/loss"] and theirs[4]["actor/lr"] == pytest.approx(3 * ours[4]["actor/lr"])
-    assert "off-policy: the samples are of other weights" in said and "--loss-mode gspo (was ppo_clip)" in said
+    assert "off-policy: the weights that sampled differ" in said and "--loss-mode gspo (was ppo_clip)" in said
     assert "bit for bit" not in said
     done = run_script("report.py", sync, again, "--output", tmp_path / "report")
     page = (tmp_path / "report" / "report.md").read_text()
@@ -235,9 +235,9 @@ def test_a_step_that_was_skipped_is_skipped_again(demo_model, tmp_path):
 REFUSED = {
     "": "the first argument is the directory of a run",
     "nowhere": "nowhere is neither a run that was recorded",
-    "RUN --rollout-n 3 --seed 4": "--rollout-n, --seed: what made the samples stays as it was",
-    "RUN --over-sample 1": "--over-sample: what made the samples stays as it was",
-    "RUN --train-batch-size 2": "--train-batch-size: what made the samples stays as it was",
+    "RUN --rollout-n 3 --seed 4": "--rollout-n, --seed: a replay cannot change how the samples were made",
+    "RUN --over-sample 1": "--over-sample: a replay cannot change how the samples were made",
+    "RUN --train-batch-size 2": "--train-batch-size: a replay cannot change how the samples were made",
     "RUN --from-step 99": "step 99 is not in .*, which holds steps 1 to 6",
     "RUN --script nowhere.py": "--script nowhere.py: there is no such Python file",
     "RUN --lr 7": "--lr must be above 0",

@@ -324,7 +324,7 @@ def test_a_line_cut_in_the_middle(tmp_path):
     run = write(tmp_path / "a", rows(30))
     text = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(text[:-40])
-    assert load(run).notes == ["metrics.jsonl line 30: cut off or no record of a step, left out"]
+    assert load(run).notes == ["metrics.jsonl line 30: cut off or not a record of a step, left out"]
     page = said(tmp_path / "out", run)
     assert "stopped at 29 of 40" in page and "line 30: cut off" in page and "the reward rose" in page
 

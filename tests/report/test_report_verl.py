@@ -224,7 +224,9 @@ def test_verls_tensorboard_directory_and_a_run_of_ours(tmp_path):
             if i > 1:
                 writer.add_scalar(ACCURACY, 0.5, i - 1, walltime=now + 1)
     log = load(tmp_path / "verl" / "experiment")
-    assert log.notes == ["no config.json: the run stands alone, and its samples cannot be counted"] and log.starts == {1}
+    assert log.notes == [
+        "no config.json: the run forms a group of its own, and its samples cannot be counted"
+    ] and log.starts == {1}
     assert log.seconds == 25 * 355 + 24 * 12 and log.points("fully_async/rollouter/idle_ratio").shape == (25, 2)
     ours = tmp_path / "ours"
     ours.mkdir()
