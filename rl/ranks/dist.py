@@ -165,17 +165,18 @@ def engines_first(role: str) -> None:
 
 
 @watchdog.doing("all_gather_bytes")
-def all_gather_bytes(record: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Every rank's bytes, in rank order, on every rank of the group (over gloo, nothing pickled)."""
-    if dist.get_world_size() == 1:
-        return [record]
+def all_gather_bytes(record: bytes, group: dist.ProcessGroup | None = None) -> list[bytearray]:
+    """Return every rank's bytes, in rank order, on every rank of the group. Nothing is pickled, and a rank without any sends
+    nothing. Collective."""
+    if dist.get_world_size(group) == 1:
+        return [bytearray(record)]
     sizes = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([len(record)]), group)
-    longest = int(max(sizes))
-    padded = torch.frombuffer(bytearray(record.ljust(max(1, longest), b"\0")), dtype=torch.uint8)
-    gathered = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded, group)
-    return [g[: int(n)].numpy().tobytes() for g, n in zip(gathered, sizes, strict=True)]
+    parts = [bytearray(record) if rank == dist.get_rank(group) else bytearray(int(size)) for rank, size in enumerate(sizes)]
+    tensors = {rank: torch.frombuffer(part, dtype=torch.uint8) for rank, part in enumerate(parts) if part}
+    for sent in [dist.broadcast(x, group=group, async_op=True, group_src=rank) for rank, x in tensors.items()]:
+        sent.wait()
+    return parts
 
 
 @watchdog.doing("all_reduce_sum")
@@ -211,15 +212,8 @@ def from_main(text: str) -> str:
 
 @watchdog.doing("the first rank's word")
 def bytes_from_main(data: bytes) -> bytes:
-    """Rank 0's bytes on every rank."""
-    if dist.get_world_size() == 1:
-        return data
-    is_main = dist.get_rank() == 0
-    size = torch.tensor([len(data)])
-    dist.broadcast(size, src=0)
-    record = torch.frombuffer(bytearray(data + b"." if is_main else int(size) + 1), dtype=torch.uint8)  # one may be empty
-    dist.broadcast(record, src=0)
-    return data if is_main else record.numpy()[:-1].tobytes()
+    """Return rank 0's bytes on every rank. Collective."""
+    return bytes(all_gather_bytes(data if dist.get_rank() == 0 else b"")[0])
 
 
 def sees_main(directory: Path) -> bool:
