@@ -18,6 +18,7 @@ from rl.samples.gather import all_gather_records
 from rl.samples.group import Group
 from rl.samples.ring_size import ring_mb_for
 from rl.split import Split, SplitArgs
+from rl.transport.bridge import senders
 from rl.transport.relay import Forwarder, Receiver
 from rl.transport.ring import RecordTooLarge, Ring, RingTimeout
 
@@ -28,7 +29,7 @@ def _open_ring(split: Split, megabytes: int) -> Ring | None:
     """This node's ring: its first learner makes it, or its first generator where there are no learners, and its generators
     join. None on other learners, who get their samples from the first, and where nothing would come through it."""
     key, makes = f"ring/{split.node}", split.is_first_here and (split.role == "learner" or not split.here.learners)
-    if makes and (split.here.generators or _sends_to(split)):
+    if makes and (split.here.generators or _nodes_that_send(split)):
         ring = Ring.create(megabytes << 20)
         split.store.set(key, ring.address)
     elif split.role == "generator":
@@ -40,11 +41,9 @@ def _open_ring(split: Split, megabytes: int) -> Ring | None:
     return ring
 
 
-def _sends_to(split: Split) -> list[int]:
-    """The nodes that only generate and send their samples to this one: those nodes take turns over the ones with learners."""
-    learning = [number for number, node in enumerate(split.nodes) if node.learners]
-    generating = [number for number, node in enumerate(split.nodes) if not node.learners]
-    return [number for i, number in enumerate(generating) if learning[i % len(learning)] == split.node]
+def _nodes_that_send(split: Split) -> list[int]:
+    """Return the nodes that only generate and send their samples to this one."""
+    return [number for number, reader in senders(split.nodes).items() if reader == split.node != number]
 
 
 class Outbox:
@@ -150,8 +149,8 @@ class Inbox:
 
     def __init__(self, args: SplitArgs, split: Split):
         self.ring, self.generators = _open_ring(split, args.ring_mb), split.generators
-        senders = _sends_to(split) if self.ring else []
-        self._receiver = Receiver(self.ring, split.store, senders) if senders else None
+        nodes = _nodes_that_send(split) if self.ring else []
+        self._receiver = Receiver(self.ring, split.store, nodes) if nodes else None
         self.groups: deque[Group] = deque()
         self.batches: deque[dict] = deque()  # metrics of whole batches whose groups are all in `groups`
         self.reports: list[dict] = []

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from rl.errors import RankLost
 from rl.ranks import launch
 from rl.ranks.device import device_group, host_group, is_accelerator
-from rl.transport.ring import Barrier
+from rl.transport.ring import Barrier, wait
 
 WINDOW = 32  # messages under way over a network: of 32 MB each, what a link of 160 Gbit/s carries in a way of 50 ms
 SLOTS = 4  # pieces that are laid open at a time
@@ -37,11 +37,10 @@ LOOK_SECONDS = 0.2  # after which a wait looks whether its neighbours are alive
 
 
 def senders(nodes: Sequence[launch.Node]) -> dict[int, int]:
-    """By node with generators, the node whose first learner sends to it: itself where it has learners; the others take turns
-    over all that have."""
-    learning = [number for number, node in enumerate(nodes) if node.learners]
-    turn, generating = itertools.cycle(learning), [number for number, node in enumerate(nodes) if node.generators]
-    return {number: number if nodes[number].learners else next(turn) for number in generating}
+    """Return for each node with generators the node whose first learner sends weights to it and reads its samples: itself if it
+    has learners. The other nodes take turns over those with learners."""
+    turn = itertools.cycle(number for number, node in enumerate(nodes) if node.learners)
+    return {number: number if node.learners else next(turn) for number, node in enumerate(nodes) if node.generators}
 
 
 class Bridge:
@@ -169,17 +168,13 @@ class Slots:
         self._wait(lambda: all(self._words[other * LINE] >= count for other in self._others))
 
     def _wait(self, ready: Callable[[], bool]) -> None:
-        """Looks again and again, at first often. Raises RankLost if another process has exited, and TimeoutError."""
-        began = looked = time.monotonic()
-        while not ready():
-            now = time.monotonic()
-            if now > looked + LOOK_SECONDS:
-                looked = now
-                if (gone := [pid for pid in self._others.values() if not launch.is_alive(pid)]) and not ready():
-                    raise RankLost(f"connection lost: process {gone[0]}, with which weights are shared, has exited")
-                if now > began + self.timeout:
-                    raise TimeoutError(f"no weights went through shared memory in {self.timeout:g} s")
-            time.sleep(min(max(20e-6, (now - began) / 16), 2e-3))
+        """Return when `ready` returns True. Raise RankLost if another process has exited, and TimeoutError."""
+        deadline = time.monotonic() + self.timeout
+        while not wait(ready, LOOK_SECONDS):
+            if (lost := [pid for pid in self._others.values() if not launch.is_alive(pid)]) and not ready():
+                raise RankLost(f"connection lost: process {lost[0]}, with which weights are shared, has exited")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no weights went through shared memory in {self.timeout:g} s")
         self._barrier()
 
 

@@ -138,9 +138,8 @@ class Ring:
         size = sum(map(len, views))
         if size > self.max_record:
             raise RecordTooLarge(f"a record of {size:,} bytes does not fit; this ring takes up to {self.max_record:,}")
-        if not self._write(views, size):
-            message = f"no room for {_footprint(size):,} bytes in {timeout} s"
-            _wait(lambda: self._write(views, size), timeout, lambda: f"{message}; {self.state()}")
+        if not self._write(views, size) and not wait(lambda: self._write(views, size), timeout):
+            raise RingTimeout(f"no room for {_footprint(size):,} bytes in {timeout} s; {self.state()}")
 
     def _write(self, parts: list[memoryview], size: int) -> bool:
         """Writes and commits the record, if nobody else is writing and there is room for it."""
@@ -197,8 +196,8 @@ class Ring:
         RecordDamaged for one that was changed after it was written."""
         words = self._words
         position = words[TAIL]
-        if words[HEAD] == position:
-            _wait(lambda: words[HEAD] != position, timeout, lambda: f"no record in {timeout} s; {self.state()}")
+        if words[HEAD] == position and not wait(lambda: words[HEAD] != position, timeout):
+            raise RingTimeout(f"no record in {timeout} s; {self.state()}")
         self._barrier()  # what was written before this head is visible behind it
         size, data = self._read(position)
         if size & FILLER:  # a record follows it: they were committed together
@@ -269,12 +268,14 @@ def _footprint(size: int) -> int:
     return ALIGN - (-size // ALIGN) * ALIGN
 
 
-def _wait(ready: Callable[[], bool], timeout: float, otherwise: Callable[[], str]) -> None:
-    """Calls `ready` until it returns True: at once, then after naps of 20 microseconds growing to 2 milliseconds, which is
-    about 1% of a core. Raises RingTimeout after this many seconds."""
-    deadline, nap = time.monotonic() + timeout, 20e-6
+def wait(ready: Callable[[], bool], timeout: float) -> bool:
+    """Call `ready` until it returns True: at once, then after naps of 20 microseconds growing to 2 milliseconds, which take
+    about 1% of a core. Return False after this many seconds."""
+    deadline = time.monotonic() + timeout
+    nap = 20e-6
     while not ready():
         if time.monotonic() > deadline:
-            raise RingTimeout(otherwise())
+            return False
         time.sleep(nap)
         nap = min(2 * nap, 2e-3)
+    return True
