@@ -10,8 +10,8 @@ pressure reaches the generators.
 
 Records travel in frames of at most 1 MiB, and a longer frame is refused before it is read.
 
-Nothing is encrypted, as with torch.distributed: the job must be able to trust the network between its nodes. Each record bears a
-number that the job's ranks know from torchrun's store. The receiver ignores records without it.
+Nothing is encrypted, as with torch.distributed: the job must be able to trust the network between its nodes. Each record bears
+a number that the job's ranks know from torchrun's store. The receiver ignores records without it.
 """
 
 import math
