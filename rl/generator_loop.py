@@ -8,7 +8,6 @@ import json
 from dataclasses import dataclass
 from typing import Literal
 
-from rl.background import in_background
 from rl.data.job import Job
 from rl.generation.generator import make_generator
 from rl.rewards.pool import ScoringPool
@@ -40,7 +39,7 @@ class GeneratorLoop:
         self._outbox = Outbox(args, split)
         self._control, self._subscriber = ControlBlock(split), Subscriber(split, self.engine, overlaps=True)
         to_train = job.total_steps * args.prompts_per_step
-        self._tickets = Tickets(split.store.clone(), args, to_train, self.generator.engine_ranks.engines, in_background)
+        self._tickets = Tickets(split.store.clone(), args, to_train, self.generator.engine_ranks.engines)
         self._validated = int(split.store.get("validated"))  # the newest step whose weights have been validated
         self._validating: int | None = None  # the step after which the weights were published that are being validated
         self._snapshot = 0  # the newest step whose checkpoint knows what is under way here

@@ -1,4 +1,4 @@
-"""What some ranks have of a batch, on all of them."""
+"""The groups of some ranks, on all of them."""
 
 from collections.abc import Iterable
 
@@ -16,6 +16,6 @@ def all_gather_records(mine: Iterable[bytes]) -> list[memoryview]:
 
 
 def all_gather_groups(mine: list[Group]) -> list[Group]:
-    """Every rank's groups, in ticket order. A collective."""
+    """Return every rank's groups, in ticket order. Collective."""
     groups = [Group.from_bytes(record) for record in all_gather_records(group.to_bytes() for group in mine)]
     return sorted(groups, key=lambda group: group.ticket)

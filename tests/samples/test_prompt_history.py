@@ -23,6 +23,8 @@ from rl.samples.prompt_history import PromptHistory, StreamHistory, shown
 from rl.samples.schedule import ScheduleArgs
 from rl.samples.tickets import Tickets, drawn, open_tickets, started
 
+pytestmark = pytest.mark.usefixtures("requests_at_once")
+
 
 def group(ticket: int, *scores: float | None, **more) -> Group:
     ids, zeros = np.zeros(2, np.int32), np.zeros(2, np.float32)
