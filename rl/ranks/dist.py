@@ -116,7 +116,6 @@ def meet(generators: int, hang_timeout: float, node_timeout: float) -> tuple[dis
 def take_name(name: str) -> None:
     """Name this process in its reports, with its machine if there are several."""
     watchdog.rename(name)
-    heartbeat.rename(name)
     if len(launch.nodes()) > 1:
         streams.sign_errors(f"{platform.node()} {name}")
 
