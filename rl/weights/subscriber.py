@@ -212,7 +212,7 @@ class Subscriber:
         watchdog.progress()
 
     def _new(self, size: int) -> torch.Tensor:
-        """Return memory to receive into: pinned if the data goes on from the host to an accelerator."""
+        """Return memory to receive into: pinned if the data continues to an accelerator."""
         return torch.empty(size, dtype=self.plan.dtype, device=self.bridge.device, pin_memory=self._pins)
 
     @property
