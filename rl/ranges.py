@@ -50,8 +50,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Content:
-    """The flag names something whose content belongs to the run: a model's directory or hub name, or code, as
-    path/to/file.py:names or a command."""
+    """The flag names something whose content belongs to the run: a model, or code (path/to/file.py:names or a command)."""
 
     kind: Literal["model", "code"]
 
@@ -94,8 +93,7 @@ def check(args) -> None:
 
 
 def check_code(name: str, given: str, named: str) -> None:
-    """Raise UserError unless `given`, of the flag `name`, is path/to/file.py:names of an existing file. named: the word for
-    the names in the message."""
+    """Raise UserError unless `given`, of the flag `name`, is path/to/file.py:names of an existing file. named: those names."""
     path, _, names = given.rpartition(":")
     if not path or not names:
         raise UserError(f"{name} {given}: write it as path/to/file.py:{named}.")

@@ -141,8 +141,8 @@ class CommonArgs(
 
 
 def set_up(args: CommonArgs, file: str) -> Job:
-    """Read the model (without its weights) and the data that the flags name, and seed torch. file: the script's own. Raise
-    UserError if they cannot be used."""
+    """Read the model, without its weights, and the data, and seed torch. Raise UserError if they cannot be used. file: the
+    script's own."""
     torch.manual_seed(args.seed)
     model = DEMO if args.env == DEMO and args.model == RunArgs.model else args.model
     path, config, tokenizer = read_model(model, args)

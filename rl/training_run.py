@@ -184,8 +184,7 @@ class TrainingRun:
         return batch
 
     def record_validation(self, step: int, rows: list[dict], version: int | None = None) -> dict[str, float]:
-        """Record the rows of a validation of the weights after that step; return its metrics. version: of these weights, by
-        default the step."""
+        """Record the rows of a validation after that step; return its metrics. version: of the weights, by default the step."""
         self.record.log_generations(step, self._with_images(rows[: self.args.log_val_generations]))
         self.record.warn_unscored([row["error"] for row in rows if row["error"]])
         metrics = validation_metrics(rows) | {validations.STEP: step}
@@ -279,8 +278,7 @@ class TrainingRun:
             self._save(step)
 
     def stop_if_asked(self, step: int) -> None:
-        """After SIGTERM on any learner: save a checkpoint of that step, the last that was trained, and raise Stopped. A
-        collective."""
+        """After SIGTERM on any learner: save a checkpoint of that step, the last one trained, and raise Stopped. Collective."""
         if not dist.stopping():
             return
         if self.samples:

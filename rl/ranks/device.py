@@ -176,8 +176,7 @@ def _number_in_node(device: torch.device) -> str:
 
 
 def device_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta):
-    """Return a new group that sends device memory directly; None if members share a device, or one of them gives the host.
-    Collective."""
+    """Return a new group that sends device memory directly; None if members share a device or give the host. Collective."""
     store.set(f"device/{rank}", f"{platform.node()}/{device.type}/{_number_in_node(device)}")
     if rank == 0:  # only one asks for all: P ranks that ask for each other are a quarter of a million calls at 512
         devices = store.multi_get([f"device/{i}" for i in range(size)])

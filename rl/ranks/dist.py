@@ -166,8 +166,7 @@ def engines_first(role: str) -> None:
 
 @watchdog.doing("all_gather_bytes")
 def all_gather_bytes(record: bytes, group: dist.ProcessGroup | None = None) -> list[bytearray]:
-    """Return every rank's bytes, in rank order, on every rank of the group. Nothing is pickled, and a rank without any sends
-    nothing. Collective."""
+    """Return every rank's bytes, in rank order, on every rank of the group. A rank without any sends nothing. Collective."""
     if dist.get_world_size(group) == 1:
         return [bytearray(record)]
     sizes = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size(group))]
@@ -217,8 +216,7 @@ def bytes_from_main(data: bytes) -> bytes:
 
 
 def sees_main(directory: Path) -> bool:
-    """Return whether the directory, which rank 0 has made, is the same one on this rank's machine. If not, make it here, too,
-    if possible. Collective."""
+    """Return whether this rank sees the directory that rank 0 has made. If not, make it here, if possible. Collective."""
     if len(launch.nodes()) <= 1:
         return True
     name = from_main(f".seen-by-all-nodes-{os.urandom(8).hex()}")

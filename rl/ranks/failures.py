@@ -71,16 +71,14 @@ def cause(wait: float = 0) -> str:
 
 
 def leave_to_report() -> None:
-    """Return at once unless the job hangs: then this process's watchdog, which may notice a second later, ends it after the
-    report."""
+    """Return at once unless the job hangs: then let this process's watchdog, perhaps a second later, report and end it."""
     with contextlib.suppress(DistError):
         if _open_store().check([watchdog.ALARM]):
             time.sleep(4 * watchdog.ANSWER_SECONDS)
 
 
 def _open_store() -> Store:
-    """Return a new connection, since the others may be in use, or broken. Raise DistError if the store is lost; try only
-    once."""
+    """Return a new connection: others may be in use, or broken. Raise DistError if the store is lost, without a second try."""
     global _is_lost
     if _is_lost:
         raise DistError("the job's store is lost")

@@ -50,8 +50,7 @@ def _pinned(size: int) -> torch.Tensor:
 def keep_freed() -> None:
     """Keep the memory of freed tensors from now on. glibc would return a step's activations to the kernel, and the next step
     would take and clear each page again, a fault for every 4 KB: a tenth of an update. Large pieces come from the heap, too:
-    mapped one by one, they would be returned when they are freed. Do nothing if malloc is not glibc's, or if the environment
-    configures it."""
+    glibc returns mapped ones when they are freed. Do nothing if malloc is not glibc's, or the environment configures it."""
     said = any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt and not said:

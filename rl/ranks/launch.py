@@ -149,8 +149,7 @@ def join(timeout: timedelta) -> dist.Store:
 
     If several nodes are restarted, torchrun gives them different restart counts (only the node that failed counts), and the
     store still holds keys of the last start. So each rank leaves a unique word, rank 0 gathers the words into a proposal, and
-    the first proposal counts that all of its ranks have confirmed.
-    """
+    the first proposal counts that all of its ranks have confirmed."""
     global _start
     me = here()
     if me.local_world_size == me.world_size:  # one torchrun, one count
@@ -199,8 +198,7 @@ def restarts() -> int:
 
 
 def open_store(timeout: timedelta = SHORT) -> dist.Store:
-    """Return a connection to the store of this start, without the keys of earlier ones. Raise DistError before all ranks have
-    met."""
+    """Return a connection to the store of this start, without the keys of earlier ones. Raise DistError before `join`."""
     if "RANK" not in os.environ:
         return dist.HashStore()
     if not _start:
@@ -248,7 +246,6 @@ def is_alive(pid: int) -> bool:
 
 
 def end_well(stopped: bool = False) -> None:
-    """Note for the other ranks, which may have a checkpoint to finish, that this rank ends without a failure. stopped: because
-    it was asked to."""
+    """Note for the other ranks, which may have a checkpoint to finish, that this rank ends well. stopped: as asked."""
     with contextlib.suppress(dist.DistError):  # the rank with the store has ended before
         open_store().set("stopped" if stopped else f"ended/{here().rank}", "")

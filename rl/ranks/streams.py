@@ -17,8 +17,7 @@ def outlive_output() -> None:
 
 
 def sign_errors(name: str) -> None:
-    """From now on each line that Python prints to stderr begins with [name], for consoles of several nodes in one view. Native
-    code bypasses this."""
+    """From now on each line that Python (not native code) prints to stderr begins with [name], for consoles of many nodes."""
     if raw := _raw.get("stderr"):
         raw.sign = f"[{name}] ".encode()
 

@@ -30,8 +30,7 @@ SETTLED = {"update_actor"}  # phases that end when the accelerator is done: the 
 
 
 class Timers:
-    """Seconds by phase since the last `restart`. The seconds of a nested block do not count in the outer one, so that the sum
-    never exceeds the elapsed time."""
+    """Seconds by phase since the last `restart`. A nested block's seconds do not count in the outer one."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
@@ -45,13 +44,12 @@ class Timers:
         again, self._last = name == self._last, name
         if not again:  # a loop that waits opens the same block repeatedly: that is no progress
             watchdog.progress()
-        watchdog.enter(name)
         try:
-            yield
-            if name in SETTLED:
-                device.synchronize()
+            with watchdog.doing(name):
+                yield
+                if name in SETTLED:
+                    device.synchronize()
         finally:
-            watchdog.leave()
             if not again:
                 watchdog.progress()
             elapsed = time.perf_counter() - started

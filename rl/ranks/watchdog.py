@@ -69,23 +69,16 @@ speaking = threading.Lock()  # held for a process's last words: another of its t
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Name what the main thread does or waits for in the block."""
-    enter(what)
+    """Name what the main thread does or waits for in the block. Other threads, such as a saver's, would mix up the order."""
+    global _left
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main:
+        _open.append((what, time.monotonic()))
     try:
         yield
     finally:
-        leave()
-
-
-def enter(what: str) -> None:
-    if threading.current_thread() is threading.main_thread():  # other threads, such as a saver's, would mix up the order
-        _open.append((what, time.monotonic()))
-
-
-def leave() -> None:
-    global _left
-    if threading.current_thread() is threading.main_thread():
-        _left, _ = _open.pop()
+        if is_main:
+            _left, _ = _open.pop()
 
 
 def waits_for(what: str, still: bool) -> None:
@@ -168,8 +161,7 @@ def finish() -> None:
 
 
 class Watchdog:
-    """The thread of one rank. store: shared by all ranks, over a connection of its own: the main thread's is blocked while
-    that waits in it."""
+    """The thread of one rank. store: shared by all ranks, over a connection of its own: waits would block a common one."""
 
     def __init__(self, rank: int, world_size: int, timeout: float, store: Store):
         self.rank, self.ranks, self.timeout, self.store = rank, range(world_size), timeout, store
@@ -235,8 +227,7 @@ class Watchdog:
             return False
 
     def _raise_alarm(self) -> bool:
-        """Return whether this rank has to print the report. If another one failed before, wait until it is clear whether it
-        reports a hang."""
+        """Return whether this rank prints the report. If another one failed before, wait until it may have raised the alarm."""
         if first_to_fail(self.store, f"{_name} has made no progress for {self.timeout:g} s (--hang-timeout)"):
             self.store.set(ALARM, _name)
             return True

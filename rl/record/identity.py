@@ -30,8 +30,7 @@ class Identity:
     """A run's identity now, to be compared with the one in a checkpoint."""
 
     def __init__(self, args, script: str, path: str, prompts: PromptDataset, demonstrations=None):
-        """args: the script's flags. path: of the model, a directory or a hub name. prompts: for training. demonstrations: of
-        --sft-files."""
+        """args: the script's. path: the model's directory or hub name. prompts: to train. demonstrations: of --sft-files."""
         self.args, self.script, self.path, self.prompts = args, script, path, prompts
         self.demonstrations = demonstrations
 
@@ -69,8 +68,7 @@ class Identity:
         return lines
 
     def _settled(self, flags: dict) -> dict:
-        """Return the flags under today's names, with defaults for flags that an older version did not have, and the batch
-        sizes as numbers."""
+        """Return the flags under today's names, with defaults for those that are newer, and the batch sizes as numbers."""
         defaults = json.loads(json.dumps(asdict(type(self.args)())))
         flags = defaults | flag_words.renamed(flags, defaults)
         update = flags.get("ppo_mini_batch_size")

@@ -94,8 +94,7 @@ class Run:
         origin: Origin | None = None,
         notes: dict | None = None,
     ):
-        """origin: the run that resumes, in its directory; None makes a new one. notes: for config.json. Raise UserError if the
-        directory cannot be made."""
+        """origin: the run that resumes, in its directory. notes: for config.json. Raise UserError without a directory."""
         self.timer = Timers()
         self.enabled, self.total_steps = enabled, total_steps
         self.dir = origin.run_dir if origin else Path(args.output_dir)
@@ -189,8 +188,7 @@ class Run:
         self.warn("responses that could not be scored (--on-reward-error)", len(errors), last)
 
     def finish(self, checkpoint: Path | None, plot: str = "reward") -> None:
-        """Draw the plot of that name, close everything, and print where the files are. checkpoint: None if nothing was
-        trained."""
+        """Draw the plot of that name, close everything, and print the files' paths. checkpoint: None if nothing was trained."""
         if not self.enabled:
             return
         self._console.close()

@@ -67,8 +67,7 @@ def markdown(value) -> str:
 
 
 def read(table: Path) -> list[list]:
-    """Return the rows of a table of `write`, its header first: texts, and lists of pictures. Lines that were cut off or changed
-    are left out."""
+    """Return the rows of a table of `write`, its header first: texts, and lists of pictures. Damaged lines are left out."""
     lines = table.read_text(encoding="utf-8", errors="replace").splitlines()
     rows = [[_value(cell[1:-1]) for cell in re.findall(r"((?:\\.|[^\\|])*)\|", line)[1:]] for line in lines]
     if not rows or tuple(rows[0][-len(COLUMNS) :]) != COLUMNS:

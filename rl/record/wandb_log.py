@@ -18,8 +18,7 @@ class WandB:
     """The run in W&B: a new one, or the one whose id is in the run's directory."""
 
     def __init__(self, args, files: Files, records: tuple[str, ...]):
-        """args: the script's flags. records: files of the run's directory whose lines are logged here too. Raise UserError if
-        W&B refuses."""
+        """args: the script's. records: the run's files whose lines are logged here, too. Raise UserError if W&B refuses."""
         import wandb
 
         directory, id_file = files.directory, files.directory / "wandb_id"

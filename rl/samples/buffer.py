@@ -99,8 +99,7 @@ class SampleBuffer:
         }
 
     def account(self, unfinished: list[int], started: int) -> str:
-        """Return one line on where every ticket went. unfinished: tickets that the generators gave up at the end. Raise
-        RuntimeError if the sum is wrong."""
+        """Return one line on every ticket's fate. unfinished: given up by the generators. Raise RuntimeError if one is lost."""
         in_flight, dropped = len(self.waiting) + len(unfinished), self.dropped.total()
         line = f"{started:,} tickets started = {self.trained:,} trained + {dropped:,} dropped + {in_flight:,} in flight"
         if started != self.trained + dropped + in_flight:

@@ -47,8 +47,7 @@ def _nodes_that_send(split: Split) -> list[int]:
 
 
 class Outbox:
-    """A generator's end. It never blocks: a generator that waited for room could not take new weights, and the learner that
-    makes room waits for that."""
+    """A generator's end. It never blocks: the learner that makes room may be waiting until new weights are taken here."""
 
     def __init__(self, args: SplitArgs, split: Split):
         self.ring, self.split = _open_ring(split, args.ring_mb), split
@@ -85,8 +84,7 @@ class Outbox:
             self._send(ROWS, b'%b, "rows": [%b]}' % (head[:-1], b",".join(piece)))
 
     def report(self, timer: Timers, pool: ScoringPool, received: dict[str, float]) -> None:
-        """Report this generator's time since the last report, and restart the timer. received: of the publish that has just
-        ended (rl/weights/subscriber.py)."""
+        """Report this generator's time since the last report, and restart the timer. received: Subscriber.received."""
         content = {
             "elapsed": timer.elapsed,
             "ledger": timer.ledger(),
@@ -106,8 +104,7 @@ class Outbox:
         self._send_json(SNAPSHOT, {"step": step})
 
     def finish(self, unfinished: list[int]) -> None:
-        """Send the last record, with the tickets that were started here and will not be finished. Return when all records have
-        been handed over."""
+        """Send the last record, with the tickets that will not be finished. Return when all records have been handed over."""
         self._send_json(LAST, {"unfinished": unfinished})
         with watchdog.doing("the last records to be taken"):
             while self._queue:
@@ -199,8 +196,7 @@ class Inbox:
                 self.receive()
 
     def unfinished_at(self, step: int) -> list[Group]:
-        """Return the groups under way in all generators, which have been asked for them at this step. They are not in `groups`.
-        A collective."""
+        """Return the groups under way in all generators, which were asked for them at this step. A collective."""
         with watchdog.doing("the generators to send their unfinished groups"):
             while sum(snapshot["step"] == step for snapshot in self._snapshots) < self.generators:
                 self.receive()
@@ -209,18 +205,8 @@ class Inbox:
         self._snapshots.clear()
         return out
 
-    @property
-    def occupancy(self) -> float:
-        """The fraction of this node's ring in use, 0 to 1."""
-        return self.ring.occupancy if self.ring else 0.0
-
-    def unfinished(self) -> list[int]:
-        """Return the tickets that the generators gave up at their end."""
-        return [ticket for last in self.last_words for ticket in last["unfinished"]]
-
     def take_validations(self, until: int | None = None) -> list[Validation]:
-        """Return every validation that has arrived whole since the last call, in order of step. With `until`, wait for that
-        step's (a collective)."""
+        """Return the validations that are whole, in order of step. With `until`, wait for that step's: then a collective."""
         while until is not None and until > self.validations.newest:
             self.receive()
         return self.validations.take()

@@ -14,8 +14,7 @@ HEAD_BYTES, HEAD_BYTES_PER_RESPONSE = 4096, 1024  # JSON: lengths, masks, scores
 
 
 def routes_bytes(args, path: str) -> int:
-    """Return the bytes per token for its experts in a record (rl/model/router.py): 0 without --router-replay R3. path: of the
-    model."""
+    """Return the bytes of a token's experts in a record: 0 without --router-replay R3. path: of the model."""
     if args.router_replay != "R3":
         return 0
     gates = [*routers(empty_model(load_config(path, args.trust_remote_code), args.trust_remote_code)).values()]
@@ -36,8 +35,7 @@ def ring_mb_for(record: int) -> int:
 
 
 def check_ring(args, path: str) -> None:
-    """Raise UserError if the ring is too small for the largest group. args: a script's flags, perhaps without --ring-mb. path:
-    of the model."""
+    """Raise UserError if --ring-mb, which only split scripts have, is too small for the largest group. path: of the model."""
     if not hasattr(args, "ring_mb"):
         return
     record = largest_record(args, routes_bytes(args, path) + 4 * support.width(args))

@@ -37,8 +37,7 @@ class NextTicket:
         return started
 
     def advance(self, ticket: int, groups: list[Group], under_way: Sequence[int] = ()) -> list[int]:
-        """Continue with `ticket`. Return the tickets passed since the last call that are neither among the groups of the batch
-        nor under way."""
+        """Continue with `ticket`. Return the tickets passed since the last call that are not in the batch and not under way."""
         passed = {*range(self.ticket, ticket), *self.under_way}
         self.ticket, self.under_way = ticket, [*under_way]
         return sorted(passed - {group.ticket for group in groups} - {*under_way})

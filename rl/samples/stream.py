@@ -36,7 +36,8 @@ class _Samples:
 
     def metrics(self, step: int, timer: Timers) -> dict[str, float]:
         """Return the metrics of that step, since the last call: waits, publishes, how full the ring is."""
-        return self.meter.metrics(self.inbox.reports, timer) | {"ring/occupancy": self.inbox.occupancy}
+        ring = self.inbox.ring
+        return self.meter.metrics(self.inbox.reports, timer) | {"ring/occupancy": ring.occupancy if ring else 0.0}
 
     def close(self) -> list[str]:
         """Wait for the last words of all generators. Return the lines that a run ends with, again at a second call."""
@@ -217,4 +218,5 @@ class Stream(_Samples):
         self.control.update(stop=True)
         lines = super().close()
         self._take_in()
-        return [self.buffer.account(self.inbox.unfinished(), started(self.split.store)), *lines]
+        unfinished = [ticket for last in self.inbox.last_words for ticket in last["unfinished"]]
+        return [self.buffer.account(unfinished, started(self.split.store)), *lines]

@@ -5,6 +5,7 @@ staleness (rl/samples/schedule.py), and the groups' fate (rl/samples/buffer.py).
 """
 
 import json
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -53,13 +54,14 @@ class Tickets:
         most = max(0, min(most, share - under_way))
         self._draw(most)
         out: list[int] = []
-        while 0 <= version == state.version and len(out) < most and self._may_start(version, state.dropped):
+        quota, starts = self.args.quota(version), 0 <= version == state.version
+        while starts and len(out) < most and self._next(state) < min(quota, self.total):
             ticket = self._reserve.popleft()
             if ticket >= state.settled and ticket not in state.skipped:
                 out.append(ticket)
         self._started += len(out)
         self._draw(most - len(out))
-        self.held = most > 0 and not out and 0 <= version == state.version and self._is_held(version, state.dropped)
+        self.held = most > 0 and not out and starts and quota <= self._next(state) < self.total
         watchdog.waits_for("newer weights, before which no more tickets may start", most > 0 and not out)
         return out
 
@@ -67,14 +69,9 @@ class Tickets:
         """Return the ticket's responses as they were when the run was stopped."""
         return Group.from_bytes(self.store.get(f"tickets/unfinished/{ticket}")) if ticket in self._unfinished else None
 
-    def _may_start(self, version: int, dropped: int) -> bool:
-        """Return whether the next ticket that was drawn may start."""
-        return bool(self._reserve) and self._reserve[0] - dropped < min(self.args.quota(version), self.total)
-
-    def _is_held(self, version: int, dropped: int) -> bool:
-        """Return whether the next ticket that was drawn may start under newer weights, and not under these. False if none has
-        been drawn, or all that will be trained have started."""
-        return bool(self._reserve) and self.args.quota(version) <= self._reserve[0] - dropped < self.total
+    def _next(self, state: State) -> float:
+        """Return the next ticket in the reserve, without counting the dropped ones, for the bound of staleness."""
+        return self._reserve[0] - state.dropped if self._reserve else math.inf
 
     def _draw(self, wanted: int) -> None:
         """Take the tickets that have been drawn, and ask for those missing in the reserve. Raise errors of a request."""
@@ -113,9 +110,8 @@ class Tickets:
 def open_tickets(
     store: Store, drawn: int = 0, again: Sequence[int] = (), unfinished: Iterable[Group] = (), skipped: int = 0
 ) -> None:
-    """Set the counters of a run that begins, or resumes after this many tickets were drawn. To be called once; generators wait
-    for it. again: drawn tickets of which no group is left. unfinished: those of them whose responses continue. skipped: the
-    number of drawn tickets that never start."""
+    """Set the counters of a run that begins, or resumes after this many tickets were drawn; generators wait for it. again:
+    drawn tickets without a group. unfinished: groups of those that continue. skipped: number of drawn ones that never start."""
     store.add(DRAWN, drawn - len(again))
     store.add(STARTED, drawn - len(again) - skipped)
     of = {group.ticket: group for group in unfinished}

@@ -56,8 +56,7 @@ class Bridge:
 
     @staticmethod
     def of(senders: dict[int, int], nodes: Sequence[launch.Node], number: int, local_rank: int, store, own, timeout):
-        """Return this rank's bridge, None if it neither sends nor receives. number: of its node. own: its device.
-        Collective."""
+        """Return this rank's bridge, None if it needs none. number: of its node. own: its device. Collective."""
         learns = local_rank < nodes[number].learners
         sender = number if learns else senders.get(number)
         if sender not in senders.values() or (learns and local_rank):

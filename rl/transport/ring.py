@@ -108,8 +108,7 @@ class Ring:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Records written and taken so far, by all processes. A process killed in between may have counted a record that it
-        did not write or take."""
+        """Records written and taken so far, by all processes. A process killed meanwhile may have counted one too many."""
         return {"written": self._words[WRITTEN], "taken": self._words[TAKEN]}
 
     def state(self) -> str:

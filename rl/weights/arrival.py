@@ -48,8 +48,7 @@ class Announcements:
         self._seen: dict[int, State] = {}  # by version: the newest state that this generator has seen
 
     def of(self, version: int, newest: State) -> State:
-        """Return the state while `version` was the newest, with those fields of `newest` that belong to no version. Versions
-        must not fall."""
+        """Return the state while `version`, which must not fall, was the newest, with the `stop` and `snapshot` of `newest`."""
         self._seen = {v: state for v, state in self._seen.items() if v >= version} | {newest.version: newest}
         if version not in self._seen:
             with watchdog.doing(f"the announcement of version {version} of the weights"):
