@@ -27,7 +27,7 @@ ENDED = "ended"  # instead of the number of a round
 ROUNDS = 10  # in --node-timeout
 TICK = 0.5  # seconds between two looks of the thread that watches the other one
 LEAVING_SECONDS = launch.SHORT.total_seconds() + 1  # for the last words, which may have to open the store
-LAUNCHER_SECONDS = 12.0  # after them, for torchrun to notice that its ranks have ended
+LAUNCHER_SECONDS = 12.0  # for torchrun to notice that its ranks have ended
 
 _heartbeat: "Heartbeat | None" = None  # this process's own
 

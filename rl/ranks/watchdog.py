@@ -40,7 +40,7 @@ EXIT_CODE = 75  # of every rank of a job that hung: EX_TEMPFAIL of sysexits.h
 FAILED = "failed/cause"  # key of the store: the message of the first rank that failed; only that rank reports
 ALARM = "watchdog/alarm"  # key of the store: the rank that calls for a report
 ANSWER_SECONDS = 10.0  # after which a rank that has not answered the alarm counts as silent
-ROLL_SECONDS = 3.0  # as long for the roll call; each rank looks once a second
+ROLL_SECONDS = 3.0  # the same for a roll call; each rank looks once a second
 STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "is stuck in the kernel", "Z": "has died"}
 
 

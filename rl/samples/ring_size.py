@@ -24,7 +24,7 @@ def routes_bytes(args, path: str) -> int:
 def largest_record(args, routes: int) -> int:
     """Return the bytes of a group (Group.to_bytes) with responses of --max-response-length and a prompt of --max-prompt-length.
     routes: bytes per token for its experts and for the tokens that could be sampled."""
-    responses = args.rollout_n + args.needs_greedy  # the greedy one is in the records of what is unfinished
+    responses = args.rollout_n + args.needs_greedy  # the greedy one is in the records of unfinished groups
     tokens = args.max_prompt_length + responses * args.max_response_length
     return HEAD_BYTES + responses * HEAD_BYTES_PER_RESPONSE + tokens * (BYTES_PER_TOKEN + routes)
 
