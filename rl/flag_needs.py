@@ -1,8 +1,8 @@
 """Which flag needs which other flag, or which kind of model, engine or data, to have an effect: one table, and one policy.
 
-What cannot be done, and flags that contradict each other, are refused: each dataclass of flags has a method `check` for that. A
-flag that is given and cannot have an effect with the others is one line of a warning at the start, and config.json has the same
-line. It is not refused: command lines that come from verl carry many, such as --kl-loss-coef 0.001 --no-use-kl-loss.
+Impossible settings and flags that contradict each other are refused, by the method `check` of a dataclass of flags. A given
+flag that cannot have an effect with the others is one line of a warning at the start, and in config.json. It is not refused:
+command lines from verl have many of them, such as --kl-loss-coef 0.001 --no-use-kl-loss.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ from rl.rewards.verifiers import BUILT_IN, HARMLESS, code, gsm8k, verifier_name
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known once the model and the data have been read."""
+    """The facts known once the model and the data have been read."""
 
     takes_images: bool
     has_experts: bool
     engine: str  # "vllm" or "transformers"
     on_accelerator: bool
-    graders: frozenset[Callable]  # built-in ones of the data sources
+    graders: frozenset[Callable]  # the built-in ones of the data sources
     repeats: bool = True  # a prompt may be trained twice
 
     @staticmethod
@@ -44,12 +44,12 @@ class Facts:
 
 @dataclass(frozen=True)
 class Need:
-    """What a flag needs to have an effect."""
+    """A condition for a flag to have an effect."""
 
-    words: str | Callable[[Any], str]  # behind "--kl-reward-coef does nothing": of the script's flags
-    is_met: Callable[..., bool]  # of the script's flags, and with `later` of the Facts, too
-    unless: tuple = ()  # values that ask for nothing but what happens without the need
-    later: bool = False  # the Facts say whether it is met
+    words: str | Callable[[Any], str]  # after "--kl-reward-coef does nothing"; called with the script's flags
+    is_met: Callable[..., bool]  # called with the script's flags, and with the Facts if `later`
+    unless: tuple = ()  # values that change nothing, so that no warning is needed
+    later: bool = False  # whether it depends on the Facts
 
 
 def _with(name: str, unless: tuple = ()) -> Need:
@@ -67,26 +67,17 @@ def _vllm(unless: tuple = ()) -> tuple[Need, ...]:
     return given, Need("with the embedded engine, which --engine auto takes here", chosen, unless, later=True)
 
 
-def _clip(knob: str) -> Need:
-    """The policy loss has to have this clip."""
+def _knob(name: str, chooser: str = "loss_mode", formulas: str = "POLICY_LOSSES") -> Need:
+    """The formula chosen by the flag `chooser` has to have this knob. formulas: their table in losses.py."""
 
     def takers() -> list[str]:
         import losses  # late: a replay says which
 
-        return [name for name, loss in losses.POLICY_LOSSES.items() if knob in loss.knobs | loss.choice_knobs]
+        table = getattr(losses, formulas)
+        return [word for word, formula in table.items() if name in formula.knobs | getattr(formula, "choice_knobs", {})]
 
-    words = lambda args: f"with --loss-mode {args.loss_mode} (taken by {', '.join(takers())})"  # noqa: E731
-    return Need(words, lambda args: args.loss_mode in takers())
-
-
-def _discount() -> Need:
-    def takers() -> list[str]:
-        import losses  # late: a replay says which
-
-        return [name for name, estimator in losses.ADVANTAGES.items() if "gamma" in estimator.knobs]
-
-    words = lambda args: f"with --adv-estimator {args.adv_estimator} (taken by {', '.join(takers())})"  # noqa: E731
-    return Need(words, lambda args: args.adv_estimator in takers())
+    words = lambda args: f"with {flag(chooser)} {getattr(args, chooser)} (taken by {', '.join(takers())})"  # noqa: E731
+    return Need(words, lambda args: getattr(args, chooser) in takers())
 
 
 def _ranks(args) -> int:
@@ -121,13 +112,13 @@ TURNS = Need("without --env, --tools or --agent", lambda args: args.has_environm
 CRITIC = Need("without --adv-estimator gae", lambda args: args.needs_critic)
 ALREADY_THERE = _accelerator(", where all of it is in host memory")
 
-# Flags that are not here have an effect by themselves, or are refused where they cannot have one.
+# All other flags always have an effect, or are refused
 NEEDS: dict[str, tuple[Need, ...]] = {
     # the algorithm
-    "gamma": (_discount(),),
-    "clip_ratio_low": (_clip("clip_low"),),
-    "clip_ratio_high": (_clip("clip_high"),),
-    "clip_ratio_c": (_clip("clip_c"),),
+    "gamma": (_knob("gamma", "adv_estimator", "ADVANTAGES"),),
+    "clip_ratio_low": (_knob("clip_low"),),
+    "clip_ratio_high": (_knob("clip_high"),),
+    "clip_ratio_c": (_knob("clip_c"),),
     "kl_loss_coef": (_with("use_kl_loss", unless=(0,)),),
     "kl_loss_type": (KL_LOSS,),
     "kl_reward_type": (KL_REWARD,),
@@ -212,13 +203,13 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "partial_rollout": (STALE,),
     "on_stale": (Need("without --max-staleness", lambda args: args.max_staleness is not None),),
 }
-# Of a recorded run's learner alone replay.py makes another; these are of what it leaves out.
+# replay.py only repeats a recorded run's learner; these flags are of the parts that it leaves out
 NOT_REPLAYED = {"test_freq", "val_before_train", "log_val_generations", "record_samples", "resume_mode", "resume_anyway"}
 NOT_REPLAYED |= {"generators", "ring_mb", "val_only", "push_to", "publish"}
 
 
 def given(flags: type, words: Sequence[str]) -> set[str]:
-    """The fields of the dataclass whose flags are on the command line."""
+    """Return the fields of the dataclass whose flags are on the command line."""
     fields = {field.name for field in dataclasses.fields(flags)}
     today = flag_words.current(words, fields)
     names = {word[2:].partition("=")[0].replace("-", "_") for word in today if word.startswith("--")}
@@ -226,8 +217,8 @@ def given(flags: type, words: Sequence[str]) -> set[str]:
 
 
 def without_effect(args, names: Iterable[str], facts: Facts | None = None) -> dict[str, str]:
-    """Those of the flags `names` that cannot have an effect, each with a sentence (no full stop) that says so. What only the
-    facts show is left out without them."""
+    """Return those of the flags `names` that cannot have an effect, each with a sentence (no full stop) that says so. Needs
+    that depend on the facts are left out without them."""
     found = {}
     for name in [field.name for field in dataclasses.fields(args) if field.name in NEEDS and field.name in {*names}]:
         needs = [need for need in NEEDS[name] if (facts or not need.later) and getattr(args, name) not in need.unless]
@@ -246,7 +237,7 @@ def _is_met(need: Need, args, facts: Facts | None) -> bool:
 
 
 def warn(lines: Iterable[str]) -> None:
-    """Prints the sentences as one line, on the job's first rank."""
+    """Print the sentences as one line, on the job's first rank."""
     lines = list(lines)
     if lines and launch.here().rank == 0:
         print(f"warning: {'; '.join(lines)}.", file=sys.stderr, flush=True)

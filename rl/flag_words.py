@@ -1,15 +1,15 @@
-"""Names of flags: which are common, and what the names of other programs are here.
+"""Names of flags: the common ones, and other programs' words for them.
 
-COMMON is what --help shows, RENAMED the earlier names that stay accepted. HERE is what the message for an unknown flag says;
-docs/generated/trl-words.md is made of it. Left out: verl's words, which rl/from_verl translates.
+--help shows the COMMON flags; the RENAMED ones keep their earlier names, too. HERE has the answers to unknown flags;
+docs/generated/trl-words.md is made from it. Left out: verl's words, which rl/from_verl translates.
 """
 
 from collections.abc import Container, Iterable, Sequence
 
 from rl.ranges import flag
 
-DEFAULT_BATCH = 8  # prompts of a step, where no flag says it
-# Fields whose flags --help shows, and those that a copy of a script adds; --help-all shows every flag
+DEFAULT_BATCH = 8  # prompts of a step without a flag
+# Fields whose flags --help shows, with those that a copy of a script adds; --help-all shows every flag
 COMMON = {
     *("model", "total_training_steps", "total_epochs", "test_freq"),
     *("train_files", "val_files", "max_prompt_length"),
@@ -21,7 +21,7 @@ COMMON = {
     *("experiment_name", "output_dir", "logger", "save_freq"),
 }
 
-RENAMED = {  # an earlier name of a field, which stays accepted -> today's
+RENAMED = {  # an earlier name of a field, which is still accepted -> its name
     "trigger_parameter_sync_step": "publish_every",
     "ppo_max_token_len_per_gpu": "max_tokens_per_micro_batch",
     "stale": "on_stale",
@@ -33,7 +33,7 @@ RENAMED = {  # an earlier name of a field, which stays accepted -> today's
 }
 
 GEOMETRIC = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
-CORRECTIONS = {  # words of verl and of our earlier --rollout-correction -> our flags
+CORRECTIONS = {  # words of verl and of an earlier --rollout-correction -> flags
     "token_tis": {"rollout_is": "token"},
     "sequence_tis": {"rollout_is": "sequence"},
     "geometric_rs": GEOMETRIC,
@@ -41,13 +41,11 @@ CORRECTIONS = {  # words of verl and of our earlier --rollout-correction -> our 
     "icepop": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
 }
 
-EARLIER = {  # flags of earlier versions -> what they are here
+EARLIER = {  # flags of earlier versions -> their replacement
     "--rollout-correction": "--rollout-is and --rollout-rs with their thresholds; token_tis is --rollout-is token",
     "--require-batches": "--train-batch-size, the prompts of all mini-batches of a step",
-    "--elastic-generators": "not here any more: all generators start with the job",
-    "--cluster-key": "not here any more: samples travel unencrypted, as the weights do",
 }
-HERE = EARLIER | {  # unknown flag -> what it is here
+HERE = EARLIER | {  # unknown flag -> its replacement
     # TRL's GRPOConfig and ScriptArguments (1.16, that of requirements-bench.txt)
     "--model-name-or-path": "--model",
     "--dataset-name": "--train-files",
@@ -94,7 +92,7 @@ HERE = EARLIER | {  # unknown flag -> what it is here
 
 
 def current(words: Sequence[str], fields: Container[str] = ()) -> list[str]:
-    """The command line with flags under today's names, with hyphens. fields: of the script, whose own names stay."""
+    """Return the command line with flags under today's names, with hyphens. fields: of the script; their names stay."""
     found: list[str] = []
     for word in words:
         name, equals, value = word.partition("=")
@@ -109,7 +107,7 @@ def _today(name: str, fields: Container[str]) -> str:
 
 
 def renamed(flags: dict, fields: Container[str] = ()) -> dict:
-    """The flags that an earlier version recorded for a run, under today's names. fields: of the script; their names stay."""
+    """Return the flags that a run recorded, under today's names. fields: of the script; their names stay."""
     earlier = {name: today for name in flags if (today := _today(name, fields)) != name}
     flags = {earlier[name]: flags[name] for name in earlier} | {name: flags[name] for name in flags if name not in earlier}
     preset = CORRECTIONS.get(flags.pop("rollout_correction", None), {})
@@ -120,7 +118,6 @@ def renamed(flags: dict, fields: Container[str] = ()) -> dict:
 
 
 def hint(unknown: Iterable[str]) -> str:
-    """A sentence for each of the unknown flags that has a word here; empty if none has."""
-    names = (word.partition("=")[0].replace("_", "-") for word in unknown)
-    known = {name: HERE[name] for name in names if name in HERE}
-    return "".join(f" {name}: {'' if here.startswith('not here') else 'here '}{here}." for name, here in known.items())
+    """Return a sentence for each unknown flag that has a replacement."""
+    names = dict.fromkeys(word.partition("=")[0].replace("_", "-") for word in unknown)
+    return "".join(f" {name}: here {HERE[name]}." for name in names if name in HERE)

@@ -1,10 +1,10 @@
-"""The command line: tyro reads the flags, which have ranges and groups, and what cannot work is one message.
+"""The command line: tyro reads the flags, which have ranges and groups, and an error is one message.
 
-A flag is a field of a dataclass. Each component has a dataclass of its own, and a script's Args inherits them all. A number's
-range is in its type, and a method `check` of the dataclass refuses what does not go together (rl/ranges.py). A method `hint`
-may know what an unknown flag was meant to be. All flags are checked before anything is loaded. A flag that can have no effect
-is a warning (rl/flag_needs.py). Names that are explained or renamed are in rl/flag_words.py. A boolean flag can be written
---shuffle, --no-shuffle, --shuffle True or --shuffle=false.
+A flag is a field of a dataclass. Each component has its own dataclass, and a script's Args inherits them all. A number's range
+is in its type, and a method `check` of the dataclass refuses flags that contradict each other (rl/ranges.py). A method `hint`
+may know the meaning of an unknown flag. All flags are checked before anything is loaded. A flag without an effect is a warning
+(rl/flag_needs.py). Explained and renamed names are in rl/flag_words.py. A boolean flag can be written --shuffle, --no-shuffle,
+--shuffle True or --shuffle=false.
 """
 
 import ast
@@ -41,7 +41,7 @@ CONFIG = (tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff)
 
 
 def parse(flags: type[Flags], description: str | None = None) -> Flags:
-    """The command line as an instance of the dataclass. Ends the process with one message if it cannot be used."""
+    """Return the command line as an instance of the dataclass. End the process with one message if it cannot be used."""
     try:
         launch.check()
         return read(flags, description)
@@ -52,7 +52,7 @@ def parse(flags: type[Flags], description: str | None = None) -> Flags:
 def read(
     flags: type[Flags], description: str | None = None, args: Sequence[str] | None = None, defaults: dict | None = None
 ) -> Flags:
-    """`parse` for other callers: raises UserError. args: the command line; by default this process's. defaults: of fields,
+    """`parse` for other callers: raise UserError. args: the command line, by default this process's. defaults: of fields,
     instead of the class's own."""
     names = {field.name for field in dataclasses.fields(flags)}
     words = flag_words.current(sys.argv[1:] if args is None else args, names)
@@ -67,7 +67,7 @@ def read(
 
 
 def _spell_out_booleans(flags: type, words: Sequence[str]) -> list[str]:
-    """The command line with True or False behind each boolean flag."""
+    """Return the command line with True or False after each boolean flag."""
     booleans = {flag(name) for name, hint in get_type_hints(flags).items() if hint in (bool, bool | None)}
     spelled: list[str] = []
     for word, following in itertools.pairwise([*words, "--"]):
@@ -85,12 +85,12 @@ def _spell_out_booleans(flags: type, words: Sequence[str]) -> list[str]:
 
 
 def _read(flags: type[Flags], words: Sequence[str]) -> Flags:
-    said = io.StringIO()  # in plain characters: it is no terminal
+    output = io.StringIO()  # gets plain characters, since it is no terminal
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             found, unknown = tyro.cli(flags, args=words, config=CONFIG, add_help=False, return_unknown_args=True)
     except SystemExit:
-        raise UserError(f"the flags cannot be read. --help-all lists all flags.\n{said.getvalue().rstrip()}") from None
+        raise UserError(f"the flags cannot be read. --help-all lists all flags.\n{output.getvalue().rstrip()}") from None
     if not unknown:
         return found
     known = [flag(field.name) for field in dataclasses.fields(flags)]
@@ -109,13 +109,13 @@ def _print_help(flags: type, description: str, defaults: dict, show_all: bool) -
     if os.environ.get("LOCAL_RANK", "0") == "0":
         try:
             print(*_help(flags, description, defaults, show_all), sep="\n", flush=True)
-        except BrokenPipeError:  # the reader has seen enough, as in `--help | head`: the end of Python writes nothing more
+        except BrokenPipeError:  # as in `--help | head`: Python must not write more at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(0)
 
 
 def _help(flags: type, description: str, defaults: dict, show_all: bool) -> Iterator[str]:
-    """The lines of the help."""
+    """Yield the lines of the help."""
     yield f"usage: {os.path.basename(sys.argv[0])} [--FLAG VALUE ...]\n\n{description.strip()}\n"
     yield BOOLEANS if show_all else f"{COMMON}\n{BOOLEANS}"
     hints, limits = get_type_hints(flags), marks(flags, Range)
@@ -131,13 +131,13 @@ def _help(flags: type, description: str, defaults: dict, show_all: bool) -> Iter
             limit = f" ({limits[name]})" if name in limits else ""
             yield f"  {flag(name)} {_kind(hints[name])}{limit}"
             text, default = texts.get(name, ""), defaults.get(name, fields[name].default)
-            if default not in (dataclasses.MISSING, None, ()):  # the text says what that does
+            if default not in (dataclasses.MISSING, None, ()):  # the text explains these
                 text += f" (default: {' '.join(map(str, default)) if isinstance(default, tuple) else default})"
             yield from (f"      {line}" for line in textwrap.wrap(text.strip(), width, break_on_hyphens=False))
 
 
 def _groups(flags: type) -> list[tuple[str, type, list[str]]]:
-    """The title, the dataclass and the fields of each group, in the order of --help."""
+    """Return the title, the dataclass and the fields of each group, in the order of --help."""
     left = {field.name for field in dataclasses.fields(flags)}
     groups = []
     for part in flags.__mro__:
@@ -151,7 +151,7 @@ def _groups(flags: type) -> list[tuple[str, type, list[str]]]:
 
 
 def _kind(hint: Any) -> str:
-    """What a flag takes: INT, True|False, the words to choose from, or [STR ...] for any number of them."""
+    """Return the kind of a flag's value: INT, True|False, the words to choose from, or [STR ...] for any number."""
     if get_origin(hint) is Literal:
         return "|".join(map(str, get_args(hint)))
     parts = "|".join(_kind(part) for part in get_args(hint) if part not in (NoneType, ...))
@@ -161,10 +161,10 @@ def _kind(hint: Any) -> str:
 
 
 def _texts(part: type) -> tuple[str, dict[str, str]]:
-    """The first paragraph of the dataclass's docstring, and of each field the string below it."""
+    """Return the first paragraph of the dataclass's docstring, and for each field the string below it."""
     try:
         source = ast.parse(textwrap.dedent(inspect.getsource(part))).body[0]
-    except (OSError, TypeError):  # made or typed in while Python runs
+    except (OSError, TypeError):  # made while Python runs, or typed in
         return "", {}
     texts = {
         field.target.id: " ".join(text.value.value.split())

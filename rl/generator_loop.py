@@ -1,14 +1,13 @@
-"""The surroundings of the algorithm in a generator's loop: what comes next, new weights, validation, mail to the learners.
+"""The surroundings of the algorithm in a generator's loop: the next action, new weights, validation, samples for the learners.
 
-`GeneratorLoop` is that of train_async.py. What the ranks of one engine do next is decided by the first of them, for all.
-`BatchLoop` is that of train_one_step_off.py, where all of it is known beforehand.
+`GeneratorLoop` is for train_async.py. The first rank of an engine decides for all its ranks what they do next. `BatchLoop` is
+for train_one_step_off.py, where the order is known beforehand.
 """
 
 import json
 from dataclasses import dataclass
 from typing import Literal
 
-from rl.background import in_background
 from rl.data.job import Job
 from rl.generation.generator import make_generator
 from rl.rewards.pool import ScoringPool
@@ -23,15 +22,15 @@ from rl.weights.subscriber import Subscriber
 
 @dataclass(frozen=True)
 class Next:
-    """What a generator does next."""
+    """The next action of a generator."""
 
     version: int  # of the weights that it samples with
     tickets: list[int]  # that start under them
-    idle: Literal["held", "wait"]  # why there is nothing to do, if there is nothing: the bound of staleness, or something else
+    idle: Literal["held", "wait"]  # why it has no work, if it has none: the bound of staleness, or something else
 
 
 class GeneratorLoop:
-    """A generator, its engine, and its ways to the learners."""
+    """A generator, its engine, and its connections to the learners."""
 
     def __init__(self, args: CommonArgs, split: Split, job: Job):
         self.args, self.split, self.job = args, split, job
@@ -40,14 +39,14 @@ class GeneratorLoop:
         self._outbox = Outbox(args, split)
         self._control, self._subscriber = ControlBlock(split), Subscriber(split, self.engine, overlaps=True)
         to_train = job.total_steps * args.prompts_per_step
-        self._tickets = Tickets(split.store.clone(), args, to_train, self.generator.engine_ranks.engines, in_background)
+        self._tickets = Tickets(split.store.clone(), args, to_train, self.generator.engine_ranks.engines)
         self._validated = int(split.store.get("validated"))  # the newest step whose weights have been validated
-        self._validating: int | None = None  # the step after which the weights were published that are being validated
-        self._snapshot = 0  # the newest step whose checkpoint knows what is under way here
-        self._step = 0  # after which the newest weights were published
+        self._validating: int | None = None  # the step of the weights in validation
+        self._snapshot = 0  # the newest step whose checkpoint has the responses under way here
+        self._step = 0  # of the newest weights
 
     def next(self) -> Next | None:
-        """What to do next; None when the run stops. New weights wait for a validation, which is of one version, and with
+        """Return the next action; None when the run stops. New weights wait for a validation, which is of one version, and with
         --partial-rollout off for unfinished responses. No ticket starts while newer weights are due."""
         generator, engine = self.generator, self.engine
         self._send_validation()
@@ -60,16 +59,16 @@ class GeneratorLoop:
         tickets = self._tickets.take(generator.free_slots, len(generator.tickets), version, state) if leads else []
         decision = [state.stop, version, tickets, state.step, self._tickets.held]
         stop, version, tickets, self._step, held = generator.engine_ranks.agree(decision)
-        if stop and version == engine.version:  # the last weights are taken, too, and verified
+        if stop and version == engine.version:  # stop only after taking and verifying the last weights
             return None
-        if state.snapshot > self._snapshot:  # for a checkpoint: what is under way here continues after a restart
+        if state.snapshot > self._snapshot:  # for a checkpoint: responses under way continue after a restart
             self._snapshot = state.snapshot
             self._outbox.send_snapshot(self._snapshot, generator.unfinished())
         return Next(version, tickets, "held" if held else "wait")
 
     def update_weights(self, version: int, recompute_kv: bool) -> None:
-        """Gives the engine the learners' weights of this version, and begins their validation if it is due. recompute_kv: the
-        KV cache of unfinished responses is computed again."""
+        """Give the engine the learners' weights of this version, and begin their validation if it is due. recompute_kv: compute
+        the KV cache of unfinished responses again."""
         args, total, generator = self.args, self.job.total_steps, self.generator
         with generator.timer("update_weights"):
             self._subscriber.receive(version, recompute_kv)
@@ -79,20 +78,20 @@ class GeneratorLoop:
             self._validating = self._step
 
     def start(self, ticket: int) -> None:
-        """Starts the ticket's prompt, or lets its responses continue where they were when the run was stopped."""
+        """Start the ticket's prompt, or continue its responses from before the run was stopped."""
         self.generator.start(ticket, self._tickets.partial(ticket))
 
     def send(self, group: Group) -> None:
-        """Sends a group to the learners."""
+        """Send a group to the learners."""
         self._outbox.send_group(group)
 
     def finish(self) -> None:
-        """Tells the learners what is left unfinished, and ends."""
+        """Send the unfinished tickets to the learners, and end."""
         self._outbox.finish(unfinished=self.generator.tickets)
         self.generator.pool.close()
 
     def _send_validation(self) -> None:
-        """Sends the rows of a validation that has just ended."""
+        """Send the rows of a validation that has just ended."""
         if self._validating is None or self.generator.is_validating:
             return
         rows = self.generator.take_rows()
@@ -115,8 +114,8 @@ class BatchLoop:
             self.generator.history.restore(start["history"])
 
     def update_weights(self, version: int) -> None:
-        """Waits for the weights of this version, gives them to the engine, and validates them where that is due. Of versions
-        before those that a resumed run begins with it takes the latter."""
+        """Wait for the weights of this version, give them to the engine, and validate them if that is due. A resumed run takes
+        its first version in place of earlier ones."""
         generator = self.generator
         waits_as = "held" if version + 1 < self.job.total_steps else "wait"
         version = max(self._oldest, version)
@@ -133,7 +132,7 @@ class BatchLoop:
                 self._outbox.send_rows(version, version, rows)
 
     def send(self, groups: list[Group], next_ticket: int, metrics: dict[str, float]) -> None:
-        """Sends a batch to the learners, with the metrics of its making."""
+        """Send a batch to the learners, with the metrics of its making."""
         self.ticket, history = next_ticket, {}
         if self.args.prompt_sampling != "uniform":
             prompts = self.generator.history
@@ -143,6 +142,6 @@ class BatchLoop:
             self._outbox.send_batch(groups, metrics, next_ticket, history)
 
     def finish(self) -> None:
-        """Tells the learners that there is no more, and ends."""
+        """Send the last word to the learners, and end."""
         self._outbox.finish(unfinished=[])
         self.generator.pool.close()

@@ -1,12 +1,12 @@
-"""Text of a model, of data or of a user's function, before it reaches a terminal."""
+"""Text of a model, of data or of a user's function, made safe for a terminal."""
 
 import re
 
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")  # Unicode's that turn text around, too
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")  # with Unicode's that reverse text
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
-    r"""The text with control characters written out, as \x1b: a terminal would obey them. keep: those that stay."""
+    r"""Return the text with control characters written out, as \x1b: a terminal would obey them. keep: those that stay."""
     return CONTROL.sub(lambda found: found[0] if found[0] in keep else escaped(found[0]), text)
 
 

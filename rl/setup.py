@@ -1,6 +1,6 @@
-"""The start of every script: the flags they all have, and the reading of model and data before the first step.
+"""The start of every script: the flags of all scripts, and the reading of model and data before the first step.
 
-Left out: joining the process groups (rl/ranks/dist.py), and the flags of a component, which stand with it.
+Left out: joining the process groups (rl/ranks/dist.py), and the flags of a component, which are defined with it.
 """
 
 import sys
@@ -35,7 +35,7 @@ from rl.ranks.watchdog import WatchdogArgs
 from rl.record.run import LogArgs
 from rl.rewards.pool import RewardArgs, check_sources
 
-DEFAULT_STEPS = 200  # to train, where no flag says it
+DEFAULT_STEPS = 200  # to train without a flag
 
 
 @dataclass
@@ -45,28 +45,28 @@ class RunArgs:
     # The classes that size a batch add `prompts_per_step` and `prompts_per_update`.
 
     model: MayChange[str] = "demo"
-    """Model to train: a Hugging Face directory or hub name, or one made on the spot: "demo", "demo-moe" (a mixture of experts),
-    "demo-hybrid" (with a gated delta net), "demo-vl" (with images) or "demo-calculator" (with a tool)."""
+    """Model to train: a Hugging Face directory or hub name, or a tiny model that is made here: "demo", "demo-moe" (a mixture of
+    experts), "demo-hybrid" (with a gated delta net), "demo-vl" (with images) or "demo-calculator" (with a tool)."""
     trust_remote_code: MayChange[bool] = False
-    """Run the Python code that the model's directory or hub page brings along."""
+    """Run the Python code in the model's directory or hub page."""
     seed: Annotated[int, Range(at_least=0)] = 0
     """Seeds the prompt order, the sampling and everything else that is random."""
     total_training_steps: MayChange[Annotated[int | None, Range(at_least=1)]] = None
-    """Steps to train. Overrides --total-epochs and --total-rollout-steps. Default: as they say, or 200 without them."""
+    """Steps to train. Overrides --total-epochs and --total-rollout-steps, and is 200 without any of the three."""
     total_epochs: MayChange[Annotated[int | None, Range(at_least=1)]] = None
     """Passes over the training prompts, rounded down to whole steps. A step may reach from one pass into the next."""
     total_rollout_steps: MayChange[Annotated[int | None, Range(at_least=1)]] = None
-    """Prompts to train on, rounded down to whole steps. With --total-epochs, the smaller of the two ends the run."""
+    """Prompts to train on, rounded down to whole steps. With --total-epochs, the smaller limit ends the run."""
     test_freq: MayChange[Annotated[int, Range(at_least=0, also=-1)]] = 20
     """Steps between validations. The last step is always validated; train_async.py validates at the next publish. 0 or -1 never
     validates."""
     val_before_train: MayChange[bool] = True
     """Also validate before the first step, unless --test-freq is 0 or -1."""
     val_only: MayChange[bool] = False
-    """Train nothing: validate --model, which may be a checkpoint's directory, once, record that, and end."""
+    """Train nothing: validate --model, which may be a checkpoint's directory, once, record the result, and end."""
 
     def total_steps(self, num_prompts: int) -> int:
-        """Steps to train on this many training prompts."""
+        """Return the number of steps to train on this many training prompts."""
         if self.val_only:
             return 0
         if self.total_training_steps is not None:
@@ -76,15 +76,15 @@ class RunArgs:
         return max(1, min(prompts) // self.prompts_per_step) if prompts else DEFAULT_STEPS
 
     def version_at(self, step: int) -> int:
-        """The version of the weights that step `step` (from 1) begins with: how many publishes there were by then."""
+        """Return the version of the weights that step `step` (from 1) begins with: the number of publishes by then."""
         return step - 1
 
     def step_of(self, version: int, total_steps: int) -> int:
-        """The step after which this version of the weights is published."""
+        """Return the step after which this version of the weights is published."""
         return version
 
     def validates(self, version: int, total_steps: int) -> bool:
-        """True if this version of the weights is validated; 0 is the model that training begins with."""
+        """Return whether this version of the weights is validated; 0 is the model at the start."""
         if self.val_only:
             return version == 0
         if self.test_freq < 1 or version == 0:
@@ -93,7 +93,7 @@ class RunArgs:
         return step == total_steps or step // self.test_freq > before // self.test_freq
 
     def validated_by(self, version: int, total_steps: int) -> int | None:
-        """The last step whose weights are validated up to this version; None if there is none."""
+        """Return the last step whose weights are validated up to this version; None if there is none."""
         versions = (v for v in range(version, -1, -1) if self.validates(v, total_steps))
         return next((self.step_of(v, total_steps) for v in versions), None)
 
@@ -111,10 +111,10 @@ class CommonArgs(
     CheckpointArgs,
     WatchdogArgs,
 ):
-    """Flags that all scripts have. Each group stands with its component."""
+    """Flags of all scripts. Each group is defined with its component."""
 
     def check(self) -> None:
-        """Raises UserError for flags of different groups that do not go together."""
+        """Raise UserError for flags of different groups that contradict each other."""
         if self.val_only and self.resume_mode not in ("auto", "disable"):
             raise UserError(f"--val-only resumes nothing. To validate a checkpoint give --model {self.resume_mode}.")
         if self.prompt_sampling != "uniform" and (self.rollout_n == 1 or self.teacher_alone):
@@ -130,19 +130,19 @@ class CommonArgs(
             )
         if self.keep_sampling_mask and self.teacher_top_k:
             raise UserError(
-                "--teacher-top-k compares distributions over the whole vocabulary; --keep-sampling-mask trains the one that "
-                "was sampled. Leave one of the two out."
+                "--teacher-top-k compares distributions over the whole vocabulary; --keep-sampling-mask trains the truncated "
+                "one. Leave one of the two out."
             )
         if self.router_replay == "R2" and self.old_is_rollout:
             raise UserError(
-                "--router-replay R2 replays the pass that recomputes the old log-probs; with the generator's as the old ones "
-                "there is none. Take R3, or add --rollout-is token."
+                "--router-replay R2 replays the pass that recomputes the old log-probs, and this run takes the generator's as "
+                "the old ones. Give R3, or add --rollout-is token."
             )
 
 
 def set_up(args: CommonArgs, file: str) -> Job:
-    """Reads what the flags name, the weights aside, and seeds torch. file: the script's own. Raises UserError for what cannot
-    be used."""
+    """Read the model, without its weights, and the data, and seed torch. Raise UserError if they cannot be used. file: the
+    script's own."""
     torch.manual_seed(args.seed)
     model = DEMO if args.env == DEMO and args.model == RunArgs.model else args.model
     path, config, tokenizer = read_model(model, args)
@@ -162,7 +162,7 @@ def set_up(args: CommonArgs, file: str) -> Job:
     validates = args.test_freq > 0 or args.val_only
     val_prompts = PromptDataset(val_files, "val", tokenizer, args, prep, tools) if validates else None
     sources = prompts.sources() | (val_prompts.sources() if val_prompts else {})
-    if not (args.env or args.agent):  # these may score by themselves
+    if not (args.env or args.agent):  # these may score themselves
         check_sources(sources, args)
     has_experts = bool(getattr(config.get_text_config(), "num_experts_per_tok", None))
     facts = flag_needs.Facts.of(args, takes_images=bool(prep), has_experts=has_experts, sources=sources, prompts=len(prompts))
@@ -175,9 +175,9 @@ def set_up(args: CommonArgs, file: str) -> Job:
 
 
 def read_model(model: str, args) -> tuple[str, PretrainedConfig, PreTrainedTokenizerBase]:
-    """Where --model is, its config and its tokenizer. args: the script's. Raises UserError for what cannot be trained."""
+    """Return the path of --model, its config and its tokenizer. args: the script's. Raise UserError if it cannot be trained."""
     path = resolve(model)
-    config = load_config(path, args.trust_remote_code)  # first: where there is no model, a missing tokenizer is not the news
+    config = load_config(path, args.trust_remote_code)  # first: without a model, a missing tokenizer is not the problem
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     check_model(path, tokenizer, args)
     if args.adapted:
@@ -186,11 +186,11 @@ def read_model(model: str, args) -> tuple[str, PretrainedConfig, PreTrainedToken
 
 
 def read_demonstrations(args: CommonArgs, path: str, tokenizer: PreTrainedTokenizerBase, prep: ImagePrep | None) -> Any:
-    """The conversations of --sft-files. Raises UserError for what cannot be used."""
+    """Return the conversations of --sft-files. Raise UserError if they cannot be used."""
     from rl.data.demonstrations import DemonstrationArgs, Demonstrations  # late: other runs do not need it
 
     if prep:
-        raise UserError(f"--sft-files are of text alone, and --model {path} takes images. Leave the flag out.")
+        raise UserError(f"--sft-files takes only text, and --model {path} takes images. Leave the flag out.")
     longest = args.max_prompt_length + args.max_response_length
     limits = DemonstrationArgs(max_length=longest, filter_overlong_prompts=args.filter_overlong_prompts)
     words = ("--max-prompt-length with --max-response-length, which make", "Name them so.")
@@ -199,7 +199,7 @@ def read_demonstrations(args: CommonArgs, path: str, tokenizer: PreTrainedTokeni
 
 
 def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> Any:
-    """The process that environments are forked from; imported for them alone."""
+    """Return the process from which environments are forked. Imported only for them."""
     from rl.environments.pool import Environments
 
     ends = end_token_ids(path, tokenizer, args.trust_remote_code)
@@ -207,16 +207,16 @@ def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokeniz
 
 
 def _idle_flags(args: CommonArgs, facts: flag_needs.Facts) -> dict[str, list[str]]:
-    """Warns of given flags without effect, of those that only the facts show; returns all, for the run's config.json."""
+    """Warn of given flags that have no effect because of the facts. Return all without effect, for the run's config.json."""
     given = flag_needs.given(type(args), sys.argv[1:])
-    idle, said = (flag_needs.without_effect(args, given, of) for of in (facts, None))  # `said` by rl/flags.py
-    flag_needs.warn(line for name, line in idle.items() if name not in said)
+    idle, reported = (flag_needs.without_effect(args, given, of) for of in (facts, None))  # `reported` by rl/flags.py
+    flag_needs.warn(line for name, line in idle.items() if name not in reported)
     flag_needs.warn(lora.rate_warnings(args, given))
     return {"flags_without_effect": list(idle.values())} if idle else {}
 
 
 def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
-    """The learner of this rank, with its learning rates laid out over the whole run. --val-only needs no second model."""
+    """Return the learner of this rank, with its learning rates for the whole run. --val-only needs no second model."""
     engines_first("learner")
     trains = not args.val_only
     teacher = resolve(args.teacher) if args.teacher and trains else None
@@ -234,5 +234,5 @@ def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
 
 
 def critic_path(args: CommonArgs, policy: str) -> str:
-    """Where the critic's model is. policy: the path of --model."""
+    """Return the path of the critic's model. policy: the path of --model."""
     return resolve(args.critic_model) if args.critic_model else policy

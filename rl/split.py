@@ -1,4 +1,4 @@
-"""The split of the ranks into generators and learners, and the ways between the two sides."""
+"""The split of the ranks into generators and learners, and the connections between the two."""
 
 import os
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from rl.errors import UserError
 from rl.ranges import MayChange, Range
-from rl.ranks import device, heartbeat, launch, watchdog
-from rl.ranks.dist import Ranks, show_group, take_name, time_limit, watch
+from rl.ranks import device, launch, watchdog
+from rl.ranks.dist import Ranks, meet, show_group, take_name
 from rl.transport.bridge import Bridge, senders
 
 
@@ -19,17 +19,17 @@ class SplitArgs:
     """The split of the ranks into generators and learners."""
 
     generators: MayChange[Annotated[int, Range(at_least=0)]] = 1
-    """Ranks of this node that generate; the others learn. Nodes may differ: 0 for one that only learns, all of its ranks for
-    one that only generates."""
+    """Ranks of this node that generate; the others learn. Nodes may differ: 0 for a node that only learns, all of its ranks for
+    a node that only generates."""
     ring_mb: MayChange[Annotated[int, Range(at_least=1)]] = 256
     """Shared memory for the samples on their way to the learners, in MiB on each node."""
     publish_over: MayChange[Literal["auto", "host"]] = "auto"
-    """The way of the weights. auto: from device to device (NCCL, HCCL) where each rank has a device of its own. host: through
-    host memory, and between nodes over gloo."""
+    """How weights travel. auto: from device to device (NCCL, HCCL) if each rank has a device of its own. host: through host
+    memory, and between nodes over gloo."""
 
     @property
     def trains_stale(self) -> bool:
-        """Whether responses may come from weights older than those that the learners train."""
+        """Whether responses may be from older weights than those in training."""
         return True
 
     @property
@@ -38,7 +38,7 @@ class SplitArgs:
         return False
 
     def check(self) -> None:
-        """Raises UserError for settings that cannot work."""
+        """Raise UserError for settings that cannot work."""
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
         if self.ring_mb > memory:
             raise UserError(f"--ring-mb {self.ring_mb} is more than the {memory} MiB of this machine's memory.")
@@ -47,7 +47,7 @@ class SplitArgs:
 @dataclass(frozen=True)
 class Split:
     """This process's place in a job whose ranks are split: `ranks` counts within its role, and the default process group holds
-    that role alone (vLLM makes groups out of the default group, by calls that learners would never join)."""
+    only that role (vLLM makes groups from the default group, by calls that learners would never join)."""
 
     role: str  # "learner" or "generator"
     ranks: Ranks
@@ -74,18 +74,11 @@ class Split:
 
 
 def init_split(generators: int, hang_timeout: float = 0, node_timeout: float = 0, over: str = "auto") -> Split:
-    """Joins this rank's role: the last `generators` ranks of this node generate, the others learn; nodes may differ. Raises
-    UserError where the job has no generator or no learner. hang_timeout, node_timeout: of the watchdog and the heartbeat, in
-    seconds; 0 for none. over: --publish-over."""
-    here, timeout = launch.here(), time_limit(hang_timeout)
-    own_device = device.claim(here.local_rank)
-    store = launch.join(timeout)
-    watch(f"rank {here.rank}", hang_timeout)
-    with watchdog.doing("all nodes to come"):
-        launch.exchange_nodes(store, generators)
-        take_name(f"rank {here.rank}")
-    heartbeat.start(node_timeout)
-    nodes = launch.nodes()
+    """Join this rank's role: the last `generators` ranks of this node generate, the others learn; nodes may differ. Raise
+    UserError if the job has no generator or no learner. hang_timeout, node_timeout: of the watchdog and the heartbeat, in
+    seconds; 0 for none. over: --publish-over. Collective."""
+    store, own_device, timeout = meet(generators, hang_timeout, node_timeout)
+    here, nodes = launch.here(), launch.nodes()
     _check_split(nodes)
     number = next(i for i, node in enumerate(nodes) if here.rank in node.ranks)
     role, rank, alike = _role(nodes, number, here.local_rank)
@@ -118,7 +111,7 @@ def init_split(generators: int, hang_timeout: float = 0, node_timeout: float = 0
 
 
 def _role(nodes: list[launch.Node], number: int, local_rank: int) -> tuple[str, int, range]:
-    """Of a rank of node `number`: its role, its number within that role, and the node's ranks of the same role."""
+    """Return the role of a rank of node `number`, its number within that role, and the node's ranks of the same role."""
     node, before = nodes[number], nodes[:number]
     if local_rank < node.learners:
         return "learner", _count(before, "learners") + local_rank, node.ranks[: node.learners]
@@ -130,19 +123,18 @@ def _count(nodes: list[launch.Node], role: Literal["learners", "generators"]) ->
 
 
 def join(args: SplitArgs) -> Split:
-    """`init_split` as a script's flags say."""
+    """`init_split` with a script's flags."""
     return init_split(args.generators, args.hang_timeout, args.node_timeout, args.publish_over)
 
 
 def _check_split(nodes: list[launch.Node]) -> None:
-    """Raises UserError, the same on all ranks, where a node has fewer ranks than generators, or the job lacks a role."""
+    """Raise UserError, the same on all ranks, if a node has fewer ranks than generators, or the job lacks a role."""
     for node in nodes:
         if node.generators > node.size:
             raise UserError(f"--generators {node.generators}: {node.host} has {node.size} ranks. Lower it there.")
     for role in ("learners", "generators"):
         if not _count(nodes, role):
-            remedy = (
-                "start at least two with `torchrun --standalone --nproc-per-node 2 ...`" if len(nodes) == 1 else "change that"
-            )
+            start_two = "start at least two ranks with `torchrun --standalone --nproc-per-node 2 ...`"
+            remedy = start_two if len(nodes) == 1 else "change it on some of the nodes"
             found = f"--generators leaves no {role[:-1]}: {'; '.join(map(str, nodes))}"
-            raise UserError(f"{found}. Of each node's ranks that many generate: {remedy}.")
+            raise UserError(f"{found}. It is the number of each node's ranks that generate: {remedy}.")

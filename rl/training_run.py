@@ -1,6 +1,6 @@
 """The surroundings of the algorithm in a learner's loop: resume, checkpoints, validation, the record, the end.
 
-A part of the script's state that a checkpoint must hold has `state()`, which gives what JSON can hold, and `restore(state)`.
+Each part of the script's state that a checkpoint holds has `state()`, which returns a value for JSON, and `restore(state)`.
 """
 
 import json
@@ -42,9 +42,9 @@ class Part(Protocol):
 
 
 class TrainingRun:
-    """A learner's run, from its first step or the last that was saved to its end."""
+    """A learner's run, from its first step, or the last saved one, to its end."""
 
-    plotted = "reward"  # the curve that is drawn at the end
+    plotted = "reward"  # the curve drawn at the end
 
     def __init__(
         self,
@@ -57,19 +57,18 @@ class TrainingRun:
         after: int = 0,
         **parts: Part,
     ):
-        """Brings the learner, the samples and the parts to where the checkpoint was written, if the run resumes. num_ranks: of
-        the whole job; generator: of this rank, where it learns and generates in turns; after: the step that the learner has
-        been brought to already, of a run that resumes nothing itself. A collective of the learners. Raises UserError if the run
-        cannot resume from there."""
+        """Restore the learner, the samples and the parts from the checkpoint, if the run resumes. num_ranks: of the whole job.
+        generator: of this rank, if it learns and generates in turns. after: the step whose state the learner has already, in a
+        run that resumes nothing itself. Raise UserError if the run cannot resume. A collective of the learners."""
         self.args, self.job, self.learner, self.num_ranks = args, job, learner, num_ranks
         self.samples, self.generator, self.parts = samples, generator, parts
-        if job.environments and not generator:  # they are the generators'
+        if job.environments and not generator:  # only generators use them
             job.environments.close()
         if generator:
             self.parts["events"] = ScoringEvents(generator.pool, learner.ranks)
         if args.prompt_sampling != "uniform":
             self._keep_history()
-        self._hub = None  # where --push-to asks for one
+        self._hub = None  # for --push-to
         if args.push_to and learner.ranks.is_main and not args.val_only:
             from rl.checkpoint import push  # late: other runs do not need it
 
@@ -77,8 +76,8 @@ class TrainingRun:
             self._hub.open_repository(args.push_to)
         self._identity = Identity(args, job.script, job.path, job.prompts, job.demonstrations)
         resumed = resume(args, self._identity, learner, job.total_steps)
-        self.done = resumed.step or after  # the last step that was trained before
-        self._begun = self.done  # the last step that has
+        self.done = resumed.step or after  # the last step trained before
+        self._begun = self.done  # the last step begun
         if resumed.step:
             self._restore(resumed)
         self._put_aside = generator.unfinished() if generator else []  # by this rank, when the newest batch was whole
@@ -93,14 +92,14 @@ class TrainingRun:
         self._note_start()
 
     def _keep_history(self) -> None:
-        """Lets a checkpoint have the history of the prompts (--prompt-sampling)."""
+        """Let checkpoints include the history of the prompts (--prompt-sampling)."""
         if self.samples:
             self.samples.keep_history(self.args, self.job)
         elif self.generator:
             self.parts["prompt_history"] = self.generator.history
 
     def _restore(self, resumed: Resumed) -> None:
-        """Brings everything besides the learner to what the checkpoint holds."""
+        """Restore everything except the learner from the checkpoint."""
         for name, part in self.parts.items():
             part.restore(resumed.state[name])
         if self.samples:
@@ -109,7 +108,7 @@ class TrainingRun:
             self.generator.go_on(resumed.unfinished)
 
     def _choose_micro_batch(self) -> None:
-        """Measures how many tokens a micro-batch has where the flag says auto."""
+        """Measure how many tokens a micro-batch may have, if the flag is auto."""
         if self.args.max_tokens_per_micro_batch != "auto":
             return
         if self.generator and not self.generator.engine.num_unfinished:
@@ -117,13 +116,13 @@ class TrainingRun:
         self.learner.chosen_tokens = choose_micro_batch_tokens(self.args, self.learner)
 
     def _open_samples(self, resumed: Resumed) -> Recorder | None:
-        """The record of the samples (--record-samples), on the first learner."""
+        """Return the record of the samples (--record-samples), on the first learner."""
         if not (self.args.record_samples and self.learner.ranks.is_main):
             return None
         return Recorder(self.args.record_samples, resumed.origin and resumed.origin.run_dir, self.done)
 
     def _open_record(self, resumed: Resumed) -> Run:
-        """The run's directory, loggers and console, with the first lines there."""
+        """Return the run's directory, loggers and console, after its first lines."""
         args, job, ranks, tokens = self.args, self.job, self.learner.ranks, self.learner.micro_batch_tokens
         held = precisions(args)
         notes = job.notes | {"precision": held, "micro_batch_tokens": tokens}
@@ -137,23 +136,23 @@ class TrainingRun:
         return record
 
     def _skip_recorded_validations(self) -> None:
-        """Validations that are in the record are not recorded again. A collective."""
+        """Skip validations that are in the record already. A collective."""
         recorded = [row["step"] for row in validations.read(self.record.dir)] if self.record.enabled else []
         self.samples.inbox.validations.skip_recorded(json.loads(dist.from_main(json.dumps(recorded))))
 
     def _look_at_start(self) -> None:
-        """Prepares what is looked at in each step, and warns of what shows before the first."""
+        """Prepare the checks of each step, and print the warnings before the first."""
         args, job = self.args, self.job
         self.health = Health(args, job, self.record, self.learner.skipped)
         self.health.at_start()
         self.sources = SourceCounts(job.prompts, job.order, args.rollout_n)
-        if args.own_reward:  # one's own function may look for anything
+        if args.own_reward:  # the user's function may look for anything
             return
         for text in unasked(self.job.prompts):
             self.record.say(f"warning: {text}")
 
     def _note_start(self) -> None:
-        """Notes the run's start in the record of the samples."""
+        """Note the run's start in the record of the samples."""
         if not self.recorder:
             return
         identity = self._identity.record
@@ -162,12 +161,12 @@ class TrainingRun:
         self.recorder.begin(self.record.dir, identity | {"flags": flags} | start)
 
     def steps(self) -> range:
-        """The steps that are left to train."""
+        """Return the steps that are left to train."""
         return range(self.done + 1, self.job.total_steps + 1)
 
     def begin(self, groups: list[Group]) -> Batch:
-        """Begins a step: makes its batch, and records the groups where --record-samples asks for it. Raises UserError if it is
-        the first step of this run and nothing in it could be scored. A collective of the learners."""
+        """Begin a step: make its batch, and record the groups with --record-samples. Raise UserError if nothing could be scored
+        in the first step of this run. A collective of the learners."""
         batch = Batch.of(groups, Division.of(self.args, self.learner))
         batch.images = BatchImages.of(self.job.prompts, self.job.order, groups, self.learner.ranks)
         if self._begun == self.done:
@@ -185,8 +184,7 @@ class TrainingRun:
         return batch
 
     def record_validation(self, step: int, rows: list[dict], version: int | None = None) -> dict[str, float]:
-        """Takes the rows of a validation of the weights after that step; returns its metrics. version: of these weights, by
-        default as many as steps."""
+        """Record the rows of a validation after that step; return its metrics. version: of the weights, by default the step."""
         self.record.log_generations(step, self._with_images(rows[: self.args.log_val_generations]))
         self.record.warn_unscored([row["error"] for row in rows if row["error"]])
         metrics = validation_metrics(rows) | {validations.STEP: step}
@@ -201,12 +199,12 @@ class TrainingRun:
         return metrics
 
     def validate_first(self) -> None:
-        """Validates the weights that the run begins with; one that resumes has done so. A collective."""
+        """Validate the weights at the start of a run that does not resume. A collective."""
         if not self.done and (metrics := self._validate(0)):
             self.record.log(0, metrics)
 
     def _validate(self, step: int) -> dict[str, float]:
-        """Validates the weights of that step if it is due, in a run whose learners generate; returns the metrics."""
+        """Validate the weights of that step if it is due, in a run whose learners generate; return the metrics."""
         if not self.args.validates(step, self.job.total_steps):
             return {}
         with self.timer("testing"):
@@ -214,8 +212,8 @@ class TrainingRun:
         return self.record_validation(step, rows)
 
     def receive_validations(self, step: int) -> dict[str, float]:
-        """Records all validations that the generators have sent since the last call; returns the newest one's metrics. Before a
-        checkpoint it waits for those that a resumed run could not make again, after the last step for all. A collective."""
+        """Record all validations that the generators have sent since the last call; return the newest one's metrics. Before a
+        checkpoint wait for those that a resumed run could not repeat, after the last step for all. A collective."""
         with self.timer("testing"):
             metrics = self._take_validations(self._awaited_validation(step))
         if metrics and (news := self.samples.meter.news()):
@@ -229,7 +227,7 @@ class TrainingRun:
         return metrics
 
     def _awaited_validation(self, step: int) -> int | None:
-        """The step whose validation must have arrived at the end of `step`; None if there is none."""
+        """Return the step whose validation must have arrived at the end of `step`; None if there is none."""
         args = self.args
         total = self.job.total_steps
         if step == total:
@@ -240,13 +238,13 @@ class TrainingRun:
         if args.step_of(newest, total) == step:  # the weights of this checkpoint: a resumed run validates them
             newest -= 1
         awaited = args.validated_by(newest, total)
-        # Before this run resumed --test-freq may have been another: what was not validated then never will be.
+        # Before this run resumed, --test-freq may have been different: steps not validated then never will be
         began_with = args.step_of(args.version_at(self.done + 1), total)
         return None if awaited is None or awaited < began_with else awaited
 
     def log(self, step: int, batch: Batch, metrics: dict[str, float], gone: Mapping[str, list[int]] | None = None) -> None:
-        """Records the step, after the validation of its weights where one is due. A collective. gone: tickets that were not
-        trained, by reason, where they are made here; None in a replay, which does not know them."""
+        """Record the step, after the validation of its weights if one is due. gone: tickets that were not trained, by reason,
+        in a run whose learners generate; None in a replay, which does not know them. A collective."""
         if self.samples:
             metrics = metrics | self.samples.metrics(step, self.timer) | self.receive_validations(step)
             gone = self.samples.take_gone()
@@ -270,27 +268,26 @@ class TrainingRun:
     def _look_at_step(
         self, step: int, batch: Batch, metrics: dict[str, float], gone: Mapping[str, list[int]] | None
     ) -> dict[str, float]:
-        """Warns of what the step shows; returns metrics of what became of its samples. A collective."""
+        """Print warnings about the step; return metrics of the fate of its samples. A collective."""
         fates = Fates.of(batch)
         return self.health.of_step(step, batch, metrics, fates) | self.sources.of_step(batch, fates, gone)
 
     def save_if_due(self, step: int) -> None:
-        """Saves a checkpoint after the last step and every --save-freq. A collective."""
+        """Save a checkpoint after the last step and every --save-freq. A collective."""
         if step > self.saver.step and self._saves_after(step):
             self._save(step)
 
     def stop_if_asked(self, step: int) -> None:
-        """After SIGTERM on any learner: saves a checkpoint of that step, the last that was trained, and raises Stopped. A
-        collective."""
+        """After SIGTERM on any learner: save a checkpoint of that step, the last one trained, and raise Stopped. Collective."""
         if not dist.stopping():
             return
         if self.samples:
-            self._take_validations()  # those that are here: the checkpoint may cost an older one its place
+            self._take_validations()  # those that have arrived: the checkpoint may replace an older one
         self.saver.leave(step, self._save)
 
     def finish(self) -> None:
-        """Ends the stream of samples, waits for the last checkpoint, and closes the record."""
-        if self.args.val_only and self.samples:  # where ranks generate and learn in turns, `validate_first` has done it
+        """End the stream of samples, wait for the last checkpoint, and close the record."""
+        if self.args.val_only and self.samples:  # in train_sync.py `validate_first` has recorded it
             self.record.log(0, self._take_validations(until=0))
         for line in self.samples.close() if self.samples else ():
             self.record.say(line)
@@ -300,7 +297,7 @@ class TrainingRun:
             print(f"hub         {self._hub.push(self.args, self.job.script, self.record.dir, checkpoint)}", flush=True)
 
     def _with_images(self, rows: list[dict]) -> list[dict]:
-        """The rows with their prompts' image files, on the rank that writes them down."""
+        """Return the rows with their prompts' image files, on the rank that records them."""
         if not self.record.enabled:
             return []
         images = [self.job.val_prompts[row["index"]].images for row in rows]

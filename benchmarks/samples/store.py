@@ -25,7 +25,6 @@ from common import ROOT, setting, table, words, write
 from torch.distributed import PrefixStore, TCPStore
 
 import train_async
-from rl.background import in_background
 from rl.ranks.heartbeat import Heartbeat
 from rl.ranks.launch import Node
 from rl.ranks.watchdog import Watchdog, WatchdogArgs
@@ -91,7 +90,7 @@ def simulate(port: int, first: int, number: int, generators: int, step_seconds: 
         store = connect(port)
         watches = [Watchdog(f"generator {rank}", rank, generators + 1, 1e9, connect(port)), pulse(port, rank, generators)]
         split = SimpleNamespace(store=store, role="generator", ranks=SimpleNamespace(is_main=False))
-        tickets = Tickets(connect(port), schedule(generators), 10**9, generators, in_background)
+        tickets = Tickets(connect(port), schedule(generators), 10**9, generators)
         ranks.append((ControlBlock(split), tickets, [], watches))
     connect(port).add("ready", number)
     while True:

@@ -1,6 +1,6 @@
-"""The devices: the only file that tells cpu, cuda and npu apart, and that knows their backends (gloo, nccl, hccl).
+"""The devices: the only file that distinguishes cpu, cuda and npu, and their backends (gloo, nccl, hccl).
 
-Everything else asks here what a device can do, and so runs unchanged on all three.
+All other files ask here what a device can do, and so run unchanged on all three.
 """
 
 import contextlib
@@ -23,22 +23,21 @@ from rl.ranks import driver_files, host_memory, launch
 HOST = "cpu"
 HOST_BACKEND = "gloo"  # of groups that send host memory only
 os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")  # each of P ranks asks the store for all addresses at once, not P times
-# Before torch's first attention: cuDNN's, which it prefers on the newest GPUs, makes a plan of tens of milliseconds for each
-# length of the keys, and in decoding these grow by one each step.
+# Before torch's first attention: it prefers cuDNN's on the newest GPUs, which takes tens of milliseconds to plan each length of
+# the keys, and in decoding this grows by one each step
 os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 HALF = {torch.float16, torch.bfloat16}
-# Kernels for attention over packed rows (rl/model/attention_kernels.py): name, precisions, most segments, most numbers a head
+# Kernels for attention over packed rows (rl/model/attention_kernels.py): name, precisions, most segments, largest head
 PACKED_ATTENTION = {
     "cuda": ("flash", HALF, 2**31, 256),
     "npu": ("fusion", HALF | {torch.float32}, 1000, 768),
 }
-# Precisions in which flash-linear-attention, where it is installed, computes gated delta nets (rl/model/hybrid/kernels.py)
+# Precisions in which flash-linear-attention, if installed, computes gated delta nets (rl/model/hybrid/kernels.py)
 DELTA_RULE = {"cuda": HALF, "npu": HALF}
-ONE_DRAW_KINDS = {"npu"}  # of devices on which vLLM draws the random numbers of each seed by a kernel of its own
-# Of devices on which a gather to one rank is one to all behind a pickled broadcast of the shapes (HCCL)
-GATHER_TO_ALL_KINDS = {"npu"}
-# Dense peak in bf16, FLOP/s, from the makers' data sheets; the denominator of MFU. An unknown device has none, and no MFU.
+ONE_DRAW_KINDS = {"npu"}  # on which vLLM draws the random numbers of each seed by a kernel of its own
+GATHER_TO_ALL_KINDS = {"npu"}  # on which a gather to one rank is one to all, after a pickled broadcast of the shapes (HCCL)
+# Dense peak in bf16, FLOP/s, from the makers' data sheets; the denominator of MFU. An unknown device has no MFU.
 PEAK_FLOPS = {
     "H100": 989e12,
     "H200": 989e12,
@@ -46,16 +45,16 @@ PEAK_FLOPS = {
     "A100": 312e12,
     "A800": 312e12,
     "L40S": 362e12,
-    "H20": 148e12,  # behind H200, whose name begins alike
+    "H20": 148e12,  # after H200, whose name begins with this one
     "910B": 354e12,
-    "Ascend910_93": 376e12,  # half of a chip of two dies, each of which is a device
+    "Ascend910_93": 376e12,  # a die: each of the two of a chip is a device
 }
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}  # the devices of a process, by number or name
 
 
 @cache
 def kind() -> str:
-    """The kind of this machine's devices, "cuda", "npu" or "cpu"; RL_DEVICE overrides what is found."""
+    """Return the kind of this machine's devices, "cuda", "npu" or "cpu". RL_DEVICE overrides it."""
     if importlib.util.find_spec("torch_npu"):
         os.environ.setdefault("VLLM_ASCEND_ENABLE_NZ", "0")  # otherwise vllm-ascend cannot take new weights
         import torch_npu  # noqa: F401  (registers the "npu" device)
@@ -71,7 +70,7 @@ def kind() -> str:
 
 
 def _warn_of_unused() -> None:
-    """One line where the machine has devices that torch cannot use."""
+    """Print one line if the machine has devices that torch cannot use."""
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     remedies = {
         "cuda": f"torch {torch.__version__} is {built}. Check the driver with nvidia-smi, and install requirements-cuda.txt",
@@ -84,14 +83,13 @@ def _warn_of_unused() -> None:
 
 
 def default_dtype() -> str:
-    """The precision that --dtype auto takes: half on accelerators, whose fast products and kernels know no other."""
+    """Return the precision of --dtype auto: half on accelerators, whose fast products and kernels support no other."""
     return "float32" if kind() == "cpu" else "bfloat16"
 
 
 def check_own(store: dist.Store, members: range, rank: int, device: torch.device, role: str) -> None:
-    """Raise UserError if ranks of one role on this node share a device: their collectives want one each. members: the ranks of
-    that role here, each of which calls this with its own device. How many devices a rank sees does not matter: a launcher may
-    show each rank its own alone."""
+    """Raise UserError if ranks of one role on this node share a device: their collectives need one each. members: the ranks of
+    that role here, each of which calls this with its own device. A launcher may show each rank only its own device."""
     if not is_accelerator(device):
         return
     store.set(f"device/of/{rank}", _number_in_node(device))
@@ -105,12 +103,12 @@ def check_own(store: dist.Store, members: range, rank: int, device: torch.device
 
 
 def has_accelerator() -> bool:
-    """Whether ranks of this machine compute on a GPU or an NPU."""
+    """Return whether ranks of this machine compute on a GPU or an NPU."""
     return kind() != "cpu"
 
 
 def claim(local_rank: int) -> torch.device:
-    """This rank's device. Ranks share devices where there are fewer of them, as a generator and a learner may."""
+    """Return this rank's device. Ranks share devices if there are fewer of them, as a generator and a learner may."""
     if kind() == "cpu":
         host_memory.keep_freed()
         return torch.device("cpu")
@@ -123,12 +121,12 @@ def claim(local_rank: int) -> torch.device:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """True if the device has memory and queues of its own. Host memory sent to it is pinned, work on it is asynchronous."""
+    """Return whether the device has its own memory and queues. Host memory sent to it is pinned; its work is asynchronous."""
     return device.type != "cpu"
 
 
 def packed_attention(query: torch.Tensor, segments: int) -> str | None:
-    """The device's kernel for attention over a packed row of this many segments, None where it has none for them."""
+    """Return the device's kernel for attention over a packed row of this many segments; None if it has none."""
     if query.device.type not in PACKED_ATTENTION:
         return None
     kernel, precisions, most, size = PACKED_ATTENTION[query.device.type]
@@ -137,13 +135,13 @@ def packed_attention(query: torch.Tensor, segments: int) -> str | None:
 
 
 def seeds_are_slow() -> bool:
-    """Whether requests with seeds of their own cost vLLM a kernel each per token."""
+    """Return whether requests with their own seeds cost vLLM a kernel each per token."""
     return kind() in ONE_DRAW_KINDS
 
 
 @contextlib.contextmanager
 def random_numbers(device: torch.device, seed: int):
-    """What the block draws, on the host and on the device, follows from the seed; draws outside stay what they are."""
+    """Let the seed determine the random numbers of the block, on the host and on the device, and not those outside."""
     with torch.random.fork_rng([device] if is_accelerator(device) else [], device_type=device.type):
         torch.default_generator.manual_seed(seed)
         if is_accelerator(device):
@@ -152,7 +150,7 @@ def random_numbers(device: torch.device, seed: int):
 
 
 def moved(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A tensor of host memory on the device. The host does not wait for what the device is at."""
+    """Copy a tensor of host memory to the device. The host does not wait for the device's work."""
     return x.pin_memory().to(device, non_blocking=True) if is_accelerator(torch.device(device)) else x.to(device)
 
 
@@ -160,17 +158,17 @@ def moved(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def gathers_to_one(device: torch.device) -> bool:
-    """Whether the backend sends a gather's parts to its one receiver only."""
+    """Return whether the backend sends the parts of a gather only to its receiver."""
     return device.type not in GATHER_TO_ALL_KINDS
 
 
 def backend(device: torch.device) -> str:
-    """The backend of a process group of ranks on such devices; host tensors can be sent on each."""
+    """Return the backend of a process group of ranks on such devices. All of them can send host tensors."""
     return BACKENDS[device.type]
 
 
 def _number_in_node(device: torch.device) -> str:
-    """Names a device among all of this machine: ranks that see one device each all call it number 0."""
+    """Name a device among all of this machine: ranks that see one device each all call it number 0."""
     uuid = getattr(_module().get_device_properties(device), "uuid", None) if is_accelerator(device) else None
     visible = os.environ.get(VISIBLE.get(device.type, ""), "").split(",")
     index = device.index or 0
@@ -178,10 +176,9 @@ def _number_in_node(device: torch.device) -> str:
 
 
 def device_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta):
-    """A group apart from the default one which sends device memory directly; None unless each member has a device of its own,
-    or where a member gives the host in its place. Collective."""
+    """Return a new group that sends device memory directly; None if members share a device or give the host. Collective."""
     store.set(f"device/{rank}", f"{platform.node()}/{device.type}/{_number_in_node(device)}")
-    if rank == 0:  # it alone asks of all: a call to the store by each of P ranks about each is a quarter of a million at 512
+    if rank == 0:  # only one asks for all: P ranks that ask for each other are a quarter of a million calls at 512
         devices = store.multi_get([f"device/{i}" for i in range(size)])
         on_host = any(f"/{HOST}/".encode() in name for name in devices)
         store.set("device/own", str(int(len(set(devices)) == size and not on_host)))
@@ -191,7 +188,7 @@ def device_group(store: dist.Store, rank: int, size: int, device: torch.device, 
         from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
         group = ProcessGroupHCCL(store, rank, size, timeout=timeout)
-        # Members connect with their first message, within HCCL_CONNECT_TIMEOUT (two minutes): now, not with the first weights.
+        # Members connect with their first message, within HCCL_CONNECT_TIMEOUT (two minutes): now, not with the first weights
         group.broadcast([torch.zeros(1, device=device)], dist.BroadcastOptions()).wait()
         return group
     options = dist.ProcessGroupNCCL.Options()
@@ -200,8 +197,8 @@ def device_group(store: dist.Store, rank: int, size: int, device: torch.device, 
 
 
 def host_group(store: dist.Store, rank: int, size: int, timeout: timedelta, at_once: int = 2):
-    """A group apart from all others, which sends host memory. timeout: for all members to come, and for what is sent. at_once:
-    collectives that are under way; gloo lets the others wait."""
+    """Return a new group that sends host memory. timeout: for all members to join, and for each collective. at_once: the most
+    collectives under way; gloo lets the others wait. Collective."""
     gloo, networks = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME")
     options = gloo._Options()
     options._timeout, options._threads = timeout, at_once
@@ -212,7 +209,7 @@ def host_group(store: dist.Store, rank: int, size: int, timeout: timedelta, at_o
 
 
 def flight_record(backend_name: str) -> list[dict]:
-    """The collectives of the backend that torch's flight recorder holds; nothing where it has no recorder."""
+    """Return the collectives of the backend in torch's flight recorder; none without a recorder."""
     dump = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}.get(backend_name, "none")
     return json.loads(getattr(torch._C._distributed_c10d, dump, lambda: "{}")()).get("entries", [])
 
@@ -220,25 +217,25 @@ def flight_record(backend_name: str) -> list[dict]:
 # ---------------------------------------------------------------------------------------------------------- time and memory
 
 
-@cache  # a new one each time would be another of a pool, and the allocator keeps what was freed apart for each
+@cache  # each new one would be another of a pool, and the allocator keeps the freed memory of each apart
 def side_stream(device: torch.device):
-    """A context in which the device's work is queued next to the main thread's; nothing to do on a CPU."""
+    """Return a context in which the device's work is queued next to the main thread's; an empty one on a CPU."""
     return torch.Stream(device) if is_accelerator(device) else contextlib.nullcontext()
 
 
 @cache
 def copy_streams(device: torch.device) -> tuple[torch.Stream, torch.Stream] | None:
-    """Two of the device's queues for copies, to it and from it, next to that of its work; None on a CPU."""
+    """Return two more queues of the device, for copies to it and from it; None on a CPU."""
     return (torch.Stream(device), torch.Stream(device)) if is_accelerator(device) else None
 
 
 def _module():
-    """torch.cuda or torch.npu. Their calls about memory, because torch.accelerator's know no allocator of torch-npu 2.10."""
+    """Return torch.cuda or torch.npu, for memory: torch.accelerator's calls do not know the allocator of torch-npu 2.10."""
     return getattr(torch, kind())
 
 
 def memory_gb() -> dict[str, float]:
-    """Peak device memory since the last call, under verl's names; on a CPU the process's own peak (resident set)."""
+    """Return the peak device memory since the last call, under verl's names, and the process's own peak (resident set)."""
     out = {"perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
     if kind() != "cpu":
         out["perf/max_memory_allocated_gb"] = _module().max_memory_allocated() / 2**30
@@ -248,30 +245,30 @@ def memory_gb() -> dict[str, float]:
 
 
 def empty_cache() -> None:
-    """Gives the memory that the allocator holds for no tensor back to the device, for others who take theirs past it."""
+    """Return memory that the allocator holds for no tensor to the device, for code that does not use the allocator."""
     if kind() != "cpu":
         _module().empty_cache()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an accelerator had no room for a tensor."""
+    """Return whether an accelerator had no room for a tensor."""
     return isinstance(error, torch.OutOfMemoryError) or "NPU out of memory" in str(error)
 
 
 def synchronize() -> None:
-    """Waits until this rank's accelerator, if it has one, has done all that it was asked to do."""
+    """Wait until this rank's accelerator, if it has one, has finished its work."""
     if kind() != "cpu":
         torch.accelerator.synchronize()
 
 
 def devices_are_shared() -> bool:
-    """Whether more ranks of this node than it has accelerators compute on them."""
+    """Return whether this node has more ranks than accelerators."""
     return kind() != "cpu" and launch.here().local_world_size > torch.accelerator.device_count()
 
 
 def memory_left() -> tuple[int, int] | None:
-    """(bytes of the accelerator that new tensors may take, all of its bytes); None where its driver does not tell. What the
-    allocator holds for no tensor counts."""
+    """Return (bytes of the accelerator that new tensors may take, all of its bytes); None if its driver does not know. Memory
+    that the allocator holds for no tensor counts as free."""
     try:
         free, total = _module().mem_get_info()
     except RuntimeError:
@@ -280,7 +277,7 @@ def memory_left() -> tuple[int, int] | None:
 
 
 def peak_memory(act: Callable[[], object]) -> int:
-    """Bytes that tensors take on the accelerator at most while it acts, in addition to those that were there before."""
+    """Return the peak of the bytes that tensors take on the accelerator during the call, in addition to those before it."""
     _module().reset_peak_memory_stats()
     before = _module().memory_allocated()
     act()
@@ -291,14 +288,14 @@ def peak_memory(act: Callable[[], object]) -> int:
 
 
 def name() -> str:
-    """The model of the device, as its driver or the system calls it."""
+    """Return the model of the device, in the words of its driver or the system."""
     if kind() == "cpu":
         return platform.processor() or platform.machine()
     return _module().get_device_name()
 
 
 def peak_flops() -> float | None:
-    """The device's dense bf16 peak in FLOP/s, None where it is not known."""
+    """Return the device's dense bf16 peak in FLOP/s, None if it is unknown."""
     if kind() == "cpu":
         return None
     return next((flops for key, flops in PEAK_FLOPS.items() if key in name()), None)

@@ -1,4 +1,4 @@
-"""Ranks, their process groups, and what they send each other."""
+"""Ranks, their process groups, and their collectives."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl.ranks import device, heartbeat, launch, signals, streams, watchdog
 
-SHARED_SECONDS = 10  # network file systems list new files late, but find those that are asked for by name at once
+SHARED_SECONDS = 10  # network file systems list new files late, but find a file by its name at once
 
 
 @dataclass(frozen=True)
@@ -39,56 +39,51 @@ class Ranks:
 
     @property
     def data_rank(self) -> int:
-        """Whose micro-batches this rank computes, alone or with its neighbours."""
+        """The number of this rank, or of its group of neighbours, among those that share the micro-batches."""
         return self.rank // self.sequence_parallel
 
     @property
     def data_size(self) -> int:
-        """How many ranks, or groups of neighbours, the micro-batches are divided among."""
+        """The number of ranks, or groups of neighbours, that share the micro-batches."""
         return self.world_size // self.sequence_parallel
+
+    def _new_mesh(self, **sizes: int) -> DeviceMesh:
+        return init_device_mesh(self.device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
 
     @cached_property
     def sequence_mesh(self) -> DeviceMesh:
-        """All ranks as "data" by "sequence". A collective when it is first asked for."""
-        shape, names = (self.data_size, self.sequence_parallel), ("data", "sequence")
-        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        """All ranks as "data" by "sequence". The first access is a collective."""
+        mesh = self._new_mesh(data=self.data_size, sequence=self.sequence_parallel)
         show_group("the ranks of a sequence", mesh.get_group("sequence"))
         show_group("the groups of a sequence's ranks", mesh.get_group("data"))
         return mesh
 
     @cached_property
     def expert_mesh(self) -> DeviceMesh:
-        """All ranks as "shard" by "expert". A collective when it is first asked for."""
-        shape, names = (self.world_size // self.expert_parallel, self.expert_parallel), ("shard", "expert")
-        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        """All ranks as "shard" by "expert". The first access is a collective."""
+        mesh = self._new_mesh(shard=self.world_size // self.expert_parallel, expert=self.expert_parallel)
         show_group("the ranks of the experts", mesh.get_group("expert"))
         show_group("the ranks of the same experts", mesh.get_group("shard"))
         return mesh
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
-        """Ranks that together hold each micro-batch once: what sums over the batch go over. None for all ranks."""
+        """Ranks that together hold each micro-batch once, for sums over the batch. None for all ranks."""
         return self.sequence_mesh.get_group("data") if self.sequence_parallel > 1 else None
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The ranks of the default process group as the model is sharded over them: along "data". A collective when it is first
-        asked for."""
-        return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("data",))
+        """All ranks along "data", over which the model is sharded. The first access is a collective."""
+        return self._new_mesh(data=self.world_size)
 
 
 def init(hang_timeout: float = 0, node_timeout: float = 0) -> Ranks:
-    """Joins the default process group, under torchrun or alone. CPU tensors go over gloo, device tensors over nccl / hccl.
+    """Join the default process group, under torchrun or alone. CPU tensors go over gloo, device tensors over nccl / hccl.
     hang_timeout, node_timeout: of the watchdog and the heartbeat, in seconds; 0 for none."""
+    store, own_device, timeout = meet(0, hang_timeout, node_timeout)
     here = launch.here()
-    own_device, timeout = device.claim(here.local_rank), time_limit(hang_timeout)
-    store = launch.join(timeout)
-    watch(f"rank {here.rank}", hang_timeout)
     with watchdog.doing("all ranks to join"):
-        launch.exchange_nodes(store, generators=0)
         device.check_own(store, range(here.first, here.first + here.local_world_size), here.rank, own_device, "rank")
-        take_name(f"rank {here.rank}")
-        heartbeat.start(node_timeout)
         backend = device.backend(own_device)
         dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world_size, timeout=timeout)
     show_group("all ranks", dist.group.WORLD)
@@ -97,31 +92,36 @@ def init(hang_timeout: float = 0, node_timeout: float = 0) -> Ranks:
 
 
 def join(args) -> Ranks:
-    """`init` with the limits that a script's flags name."""
+    """`init` with the limits of a script's flags."""
     return init(args.hang_timeout, args.node_timeout)
 
 
+def meet(generators: int, hang_timeout: float, node_timeout: float) -> tuple[dist.Store, torch.device, timedelta]:
+    """Wait for all ranks of the job; from then on the watchdog and the heartbeat observe this one. Return the store that all
+    share, this rank's device, and the time after which a collective fails. generators: on this node. Collective."""
+    here = launch.here()
+    own_device = device.claim(here.local_rank)
+    timeout = timedelta(seconds=hang_timeout + 60) if hang_timeout else timedelta(days=7)  # the watchdog is first: it says more
+    store = launch.join(timeout)
+    if hang_timeout:
+        own_store = launch.open_store(timedelta(minutes=1))
+        watchdog.start(f"rank {here.rank}", here.rank, here.world_size, hang_timeout, own_store)
+    with watchdog.doing("all nodes to join"):
+        launch.exchange_nodes(store, generators)
+    take_name(f"rank {here.rank}")
+    heartbeat.start(node_timeout)
+    return store, own_device, timeout
+
+
 def take_name(name: str) -> None:
-    """Names this process in what it reports, with its machine where there are several."""
+    """Name this process in its reports, with its machine if there are several."""
     watchdog.rename(name)
-    heartbeat.rename(name)
     if len(launch.nodes()) > 1:
         streams.sign_errors(f"{platform.node()} {name}")
 
 
-def watch(name: str, hang_timeout: float) -> None:
-    if hang_timeout:
-        here, store = launch.here(), launch.open_store(timedelta(minutes=1))
-        watchdog.start(name, here.rank, here.world_size, hang_timeout, store)
-
-
-def time_limit(hang_timeout: float) -> timedelta:
-    """After which a collective fails by itself: later than the watchdog, which says more. Without one, a week."""
-    return timedelta(seconds=hang_timeout + 60) if hang_timeout else timedelta(days=7)
-
-
 def show_group(name: str, group: dist.ProcessGroup | dist.Backend) -> None:
-    """Has the watchdog report the last collective that this rank began in the group."""
+    """Let the watchdog report the last collective that this rank began in the group."""
     if not isinstance(group, dist.ProcessGroup):
         watchdog.show_group(name, lambda: _last_collective(group))
         return
@@ -132,7 +132,7 @@ def show_group(name: str, group: dist.ProcessGroup | dist.Backend) -> None:
 
 
 def _last_collective(backend, group: str = "") -> tuple[int, str]:
-    """Number and name; the name is that of torch's flight recorder, and empty where there is none."""
+    """Return its number, and its name in torch's flight recorder, empty without one."""
     number = backend._get_sequence_number_for_group()
     record = device.flight_record(backend.name())
     names = [e["profiling_name"] for e in record if e["process_group"][0] == group and e["collective_seq_id"] == number]
@@ -140,13 +140,13 @@ def _last_collective(backend, group: str = "") -> tuple[int, str]:
 
 
 def stopping() -> bool:
-    """True if any rank of the default group has been asked to stop (SIGTERM). A collective."""
+    """Return whether any rank of the default group has been asked to stop (SIGTERM). Collective."""
     return bool(all_reduce_sum(torch.tensor([float(signals.stop_requested())])))
 
 
 def engines_first(role: str) -> None:
-    """Where generators and learners share this node's devices: a generator reports that its engine has started, and a learner
-    returns when all engines here have. An engine counts memory that is taken while it starts as its own."""
+    """If generators and learners share this node's devices: report that a generator's engine has started, and let a learner
+    wait for all engines of the node. An engine counts memory that others take while it starts as its own."""
     here = launch.here()
     node = next((node for node in launch.nodes() if node.first == here.first), None)
     shares = node and node.generators and node.learners
@@ -165,22 +165,22 @@ def engines_first(role: str) -> None:
 
 
 @watchdog.doing("all_gather_bytes")
-def all_gather_bytes(record: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Every rank's bytes, in rank order, on every rank of the group (over gloo, nothing pickled)."""
-    if dist.get_world_size() == 1:
-        return [record]
+def all_gather_bytes(record: bytes, group: dist.ProcessGroup | None = None) -> list[bytearray]:
+    """Return every rank's bytes, in rank order, on every rank of the group. A rank without any sends nothing. Collective."""
+    if dist.get_world_size(group) == 1:
+        return [bytearray(record)]
     sizes = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([len(record)]), group)
-    longest = int(max(sizes))
-    padded = torch.frombuffer(bytearray(record.ljust(max(1, longest), b"\0")), dtype=torch.uint8)
-    gathered = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded, group)
-    return [g[: int(n)].numpy().tobytes() for g, n in zip(gathered, sizes, strict=True)]
+    parts = [bytearray(record) if rank == dist.get_rank(group) else bytearray(int(size)) for rank, size in enumerate(sizes)]
+    tensors = {rank: torch.frombuffer(part, dtype=torch.uint8) for rank, part in enumerate(parts) if part}
+    for sent in [dist.broadcast(x, group=group, async_op=True, group_src=rank) for rank, x in tensors.items()]:
+        sent.wait()
+    return parts
 
 
 @watchdog.doing("all_reduce_sum")
 def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Sums a tensor over the ranks of the group, by default all, in place, and returns it."""
+    """Sum a tensor over the ranks of the group, by default all, in place, and return it. Collective."""
     if dist.get_world_size(group) > 1:
         dist.all_reduce(tensor, group=group)
     return tensor
@@ -188,7 +188,7 @@ def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None = None)
 
 class AllToAll(torch.autograd.Function):
     """(x [R, ...], rows to send to each rank of the group, rows to receive from each, group) -> [R', ...] in rank order. The
-    gradient goes back the same way."""
+    gradient takes the same way back."""
 
     @staticmethod
     def forward(ctx, x, sent: list[int], received: list[int], group: dist.ProcessGroup):
@@ -205,26 +205,18 @@ class AllToAll(torch.autograd.Function):
 
 
 def from_main(text: str) -> str:
-    """Rank 0's text on every rank."""
+    """Return rank 0's text on every rank. Collective."""
     return bytes_from_main(text.encode()).decode()
 
 
 @watchdog.doing("the first rank's word")
 def bytes_from_main(data: bytes) -> bytes:
-    """Rank 0's bytes on every rank."""
-    if dist.get_world_size() == 1:
-        return data
-    is_main = dist.get_rank() == 0
-    size = torch.tensor([len(data)])
-    dist.broadcast(size, src=0)
-    record = torch.frombuffer(bytearray(data + b"." if is_main else int(size) + 1), dtype=torch.uint8)  # one may be empty
-    dist.broadcast(record, src=0)
-    return data if is_main else record.numpy()[:-1].tobytes()
+    """Return rank 0's bytes on every rank. Collective."""
+    return bytes(all_gather_bytes(data if dist.get_rank() == 0 else b"")[0])
 
 
 def sees_main(directory: Path) -> bool:
-    """False if this rank's machine has another directory there than rank 0's, which has made its own; it is then made, too, if
-    that can be. A collective of the default group."""
+    """Return whether this rank sees the directory that rank 0 has made. If not, make it here, if possible. Collective."""
     if len(launch.nodes()) <= 1:
         return True
     name = from_main(f".seen-by-all-nodes-{os.urandom(8).hex()}")
@@ -233,9 +225,9 @@ def sees_main(directory: Path) -> bool:
         (directory / name).touch()
     barrier()
     deadline = time.monotonic() + SHARED_SECONDS
-    with contextlib.suppress(OSError):  # asks the server, where a network file system remembers that there was none
+    with contextlib.suppress(OSError):  # also makes a network file system ask its server again
         directory.mkdir(parents=True, exist_ok=True)
-    with watchdog.doing("what the first node writes to show here"):
+    with watchdog.doing("a file of the first node to appear here"):
         while not (seen := (directory / name).exists()) and time.monotonic() < deadline:
             time.sleep(0.2)
     barrier()
@@ -249,7 +241,7 @@ def barrier() -> None:
 
 
 def describe_hardware() -> dict[str, str | int | list]:
-    """This rank's machine and the layout of the job, for the run's config record."""
+    """Return this rank's machine and the layout of the job, for the run's config.json."""
     return {
         "device": device.kind(),
         "device_name": device.name(),

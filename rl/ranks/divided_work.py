@@ -1,11 +1,11 @@
-"""Work that the ranks of a node divide among themselves: each does a part, and all get the results of all parts.
+"""Work that the ranks of a node divide: each does a part, and all get the results of all parts.
 
     work = DividedWork()
     for row in work.part(1000): ...; work.advance(1)      or work.fail()
     results = work.gather(own)                            every rank's bytes, in the order of the parts
 
-The job's store carries a few words for each rank. The results stay in memory that has no name in the file system (a memfd); the
-other ranks of the node read it through /proc. A rank that waits for the others' parts makes progress when they do, so that
+The job's store carries a few words per rank. The results stay in memory without a name in the file system (a memfd), which the
+other ranks of the node read through /proc. A rank that waits for the others' parts makes progress when they do, so that
 --hang-timeout may be shorter than the work.
 """
 
@@ -20,7 +20,7 @@ from rl.ranks import launch, watchdog
 REPORT_SECONDS = 1.0  # a rank reports its advance no more often
 LOOK_SECONDS = 0.05
 
-_numbers = itertools.count()  # all ranks of a node divide the same works in the same order
+_numbers = itertools.count()  # all ranks of a node divide the same work in the same order
 
 
 class DividedWork:
@@ -47,7 +47,7 @@ class DividedWork:
         return self._place == 0
 
     def part(self, items: int) -> range:
-        """Return which of this many items are this rank's: the parts follow each other and differ by at most one item."""
+        """Return this rank's part of this many items. The parts are consecutive and differ by at most one item."""
         return range(items * self._place // self.parts, items * (self._place + 1) // self.parts)
 
     def advance(self, items: int) -> bool:
@@ -62,7 +62,7 @@ class DividedWork:
         return not any(self._store.check([f"{self._key}/failed/{place}"]) for place in range(self._place))
 
     def fail(self) -> None:
-        """Report that this part has failed: what the later ones do is not needed."""
+        """Report that this part has failed: the later ones are not needed."""
         if self._store:
             self._store.set(f"{self._key}/failed/{self._place}", "")
 

@@ -1,4 +1,4 @@
-"""The files that a driver makes for its devices. Imports no torch, so that it works where torch is missing or broken."""
+"""The files that a driver makes for its devices. Imports no torch, so that it works if torch is missing or broken."""
 
 import glob
 from pathlib import Path
@@ -8,11 +8,11 @@ DEVICE_FILES = Path("/dev")
 
 
 def device_files(kind: str) -> list[str]:
-    """The files of the devices of that kind; a container may show any of the machine's numbers."""
+    """Return the files of the devices of that kind; a container may show any of the machine's numbers."""
     found = glob.glob(str(DEVICE_FILES / NODES[kind]))
     return sorted(found, key=lambda name: (len(name), name))
 
 
 def kind_by_files() -> str:
-    """The kind of devices whose driver has made its files; "cpu" if none has."""
+    """Return the kind of devices whose driver has made its files; "cpu" if none has."""
     return next((kind for kind in NODES if device_files(kind)), "cpu")

@@ -1,14 +1,14 @@
-"""Signs of life of all ranks: one that falls silent without a word is named, and the job ends on every node.
+"""Signs of life of all ranks: a rank that falls silent is named, and the job ends on every node.
 
-A process that dies closes its connections, and the others hear of it at once. One that is stopped, or whose machine loses power
-or network, does not: gloo would wait half an hour for it. So a thread of each rank leaves a sign of life in torchrun's store
-ten times in --node-timeout, with what its main thread is at. Rank 0 looks for all of them in one request and says what it
-found; the others read that one word, which is rank 0's own sign of life too. A second thread, which never touches the network,
-sees that the store itself has fallen silent: then the node that keeps it is gone, or this one is cut off.
+A process that dies closes its connections, and the others notice at once. A process that is stopped, or whose machine loses
+power or network, does not: gloo would wait half an hour for it. So a thread of each rank leaves a sign of life in torchrun's
+store ten times in --node-timeout, with what its main thread does. Rank 0 reads all of them in one request and writes down its
+verdict; the others read that, which is also rank 0's sign of life. A second thread, which never uses the network, notices that
+the store itself has fallen silent: then its node is lost, or this one is cut off.
 
-Seconds in which a process was stopped itself do not count: each counts the rounds that it has made.
+Seconds in which a process was stopped itself do not count: each process counts its own rounds.
 
-Left out: a process that does not get to run Python for so long, in C code that keeps its lock. It counts as silent.
+Left out: a process that cannot run Python for that long, in C code that keeps its lock. It counts as silent.
 """
 
 import json
@@ -25,30 +25,24 @@ from rl.ranks import failures, launch, watchdog
 
 ENDED = "ended"  # instead of the number of a round
 ROUNDS = 10  # in --node-timeout
-TICK = 0.5  # seconds; of the thread that looks at the other one
+TICK = 0.5  # seconds between two looks of the thread that watches the other one
 LEAVING_SECONDS = launch.SHORT.total_seconds() + 1  # for the last words, which may have to open the store
-LAUNCHER_SECONDS = 12.0  # from then on, torchrun's for noticing that its ranks are gone
+LAUNCHER_SECONDS = 12.0  # for torchrun to notice that its ranks have ended
 
 _heartbeat: "Heartbeat | None" = None  # this process's own
 
 
 def start(timeout: float) -> None:
-    """Begins to give signs of life and to look for the others', who have all met. timeout: in seconds; 0 for never."""
+    """Begin to give signs of life and to look for those of the others, after all have met. timeout: seconds; 0 for never."""
     global _heartbeat
     here = launch.here()
     if timeout and here.world_size > 1:
         store = launch.open_store(timedelta(minutes=1))
-        _heartbeat = Heartbeat(f"rank {here.rank}", here.rank, launch.nodes(), timeout, store)
-
-
-def rename(name: str) -> None:
-    """Tells what others call this process, now that its role is known."""
-    if _heartbeat:
-        _heartbeat.name = name
+        _heartbeat = Heartbeat(here.rank, launch.nodes(), timeout, store)
 
 
 def finish() -> None:
-    """This rank has come to its end, and is not missed from here on."""
+    """Note that this rank has reached its end and will be silent."""
     if _heartbeat:
         _heartbeat.finish()
 
@@ -56,8 +50,8 @@ def finish() -> None:
 class Heartbeat:
     """The two threads of one rank. store: shared by all ranks, over a connection of its own."""
 
-    def __init__(self, name: str, rank: int, nodes: list[launch.Node], timeout: float, store: Store):
-        self.name, self.rank, self.nodes, self.timeout, self.store = name, rank, nodes, timeout, store
+    def __init__(self, rank: int, nodes: list[launch.Node], timeout: float, store: Store):
+        self.rank, self.nodes, self.timeout, self.store = rank, nodes, timeout, store
         self.rounds = 0  # that the store has answered
         self._ended = threading.Event()
         self._others = Signs([r for node in nodes for r in node.ranks if r != rank] if rank == 0 else [0])
@@ -79,13 +73,13 @@ class Heartbeat:
                 if silent:
                     self._end(verdict, silent)
                 self._ended.wait(self.timeout / ROUNDS)
-            self.store.set(f"pulse/{self.rank}", json.dumps([ENDED, self.name, ""]))
-        except DistError:  # the store is gone: that is the other thread's business
+            self.store.set(f"pulse/{self.rank}", json.dumps([ENDED, *watchdog.whereabouts()]))
+        except DistError:  # the store is lost: the other thread notices
             pass
 
     def _round(self) -> tuple[str, list[int]]:
-        """Gives a sign of life; returns what is to be said of silent ranks, and which these are."""
-        own = [self.rounds, self.name, watchdog.place()]
+        """Give a sign of life. Return the verdict on silent ranks, and these ranks."""
+        own = [self.rounds, *watchdog.whereabouts()]
         if self.rank == 0:
             silent = self._others.look(self.store)
             found = self._verdict(silent), silent
@@ -98,7 +92,7 @@ class Heartbeat:
         return tuple(self._others.last[0][3:])
 
     def _guard(self) -> None:
-        """Ends this rank if the store does not answer."""
+        """End this rank if the store does not answer."""
         seen, idle = 0, 0.0
         while not self._ended.is_set() and idle < self.timeout + TICK:
             time.sleep(TICK)
@@ -110,7 +104,7 @@ class Heartbeat:
             self._end(verdict, store_answers=False)
 
     def _verdict(self, silent: list[int]) -> str:
-        """Names the ranks, by node."""
+        """Name the ranks, by node."""
         said = []
         for number, node in enumerate(self.nodes, 1):
             if ranks := [rank for rank in silent if rank in node.ranks]:
@@ -120,13 +114,13 @@ class Heartbeat:
         return f"{'; '.join(said)} (--node-timeout)" if said else ""
 
     def _end(self, verdict: str, silent: Sequence[int] = (), store_answers: bool = True) -> None:
-        """Says it once a node, and ends this rank."""
+        """Print the verdict, once per node, and end this rank."""
         end = threading.Timer(LEAVING_SECONDS + 2 * self.timeout / ROUNDS, os._exit, (1,))  # the store may be out of reach
         end.name, end.daemon = "watchdog's end", True
         end.start()
-        watchdog.speaking.acquire()  # for good: if the main thread has lost a connection meanwhile, it must not speak too
+        watchdog.speaking.acquire()  # for good: if the main thread has lost a connection meanwhile, it must not print that
         if failures.record(verdict).first_of_node if store_answers else failures.tell_torchrun(verdict):
-            cause = failures.cause() if store_answers else ""  # who was stopped itself finds others silent that have ended
+            cause = failures.cause() if store_answers else ""  # a rank that was stopped itself may find ended ranks silent
             print(f"error: {cause or verdict}", file=sys.stderr, flush=True)
         if self.rank in self.nodes[0].ranks:  # the store may end with this node: let the others read first
             time.sleep(1.5 * self.timeout / ROUNDS)
@@ -135,16 +129,16 @@ class Heartbeat:
 
 
 class Signs:
-    """What has been seen of some ranks: the same sign in too many looks means silence."""
+    """The signs of some ranks: the same sign in too many looks means silence."""
 
     def __init__(self, ranks: list[int]):
         self.ranks = ranks
         self.last: dict[int, list] = {}  # rank -> its last sign
-        self._looks: dict[int, int] = {}  # since that one came
-        self._at: dict[int, str] = {}  # when it came
+        self._looks: dict[int, int] = {}  # since that one
+        self._at: dict[int, str] = {}  # its time
 
     def look(self, store: Store) -> list[int]:
-        """Reads the signs; returns the ranks that have been silent for too long."""
+        """Read the signs. Return the ranks that have been silent for too long."""
         there = [rank for rank in self.ranks if rank in self.last or store.check([f"pulse/{rank}"])]
         texts = store.multi_get([f"pulse/{rank}" for rank in there]) if there else []
         for rank, text in zip(there, texts, strict=True):

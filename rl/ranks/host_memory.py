@@ -1,4 +1,4 @@
-"""Host memory: zeros that take none, what is freed stays for the next step, and pinned memory that stays for the whole run."""
+"""Host memory: zeros that take none, freed memory kept for the next step, and pinned memory for the whole run."""
 
 import ctypes
 import math
@@ -9,13 +9,13 @@ import torch
 
 TRIM_THRESHOLD, MMAP_MAX = -1, -4  # glibc's names, M_..., of what mallopt sets
 NEVER = -1  # as TRIM_THRESHOLD
-BLOCK = 1 << 30  # bytes of pinned memory that is taken at once, where much has been taken
+BLOCK = 1 << 30  # most bytes of pinned memory taken at once for small tensors
 LEAST = 1 << 20  # bytes of a tensor that is cut out of such a block
-ALIGN = 512  # bytes: where a tensor begins in it, as torch aligns those of a device
+ALIGN = 512  # bytes, of a tensor's start in it, as torch aligns tensors of a device
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros whose memory is taken page by page, when something is first written there: torch would clear all of it at once."""
+    """Return zeros whose memory is taken page by page, at the first write: torch would clear all of it at once."""
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
@@ -25,7 +25,8 @@ class PinnedBlocks:
     each pinned tensor, a third more than matrices of 192 MB need; a block has such a size itself."""
 
     def __init__(self):
-        self._taken, self._rest = 0, []  # bytes; of each block what is free
+        self._taken = 0  # bytes
+        self._rest: list[torch.Tensor] = []  # the free part of each block
 
     def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """[count]"""
@@ -47,10 +48,9 @@ def _pinned(size: int) -> torch.Tensor:
 
 
 def keep_freed() -> None:
-    """From now on the memory of freed tensors stays with the process. glibc would hand a step's activations back to the kernel,
-    and with the next step each page of them is taken again and cleared, a fault for every 4 KB: a tenth of an update. Large
-    pieces, too, come from the heap then, where they stay; mapped one by one they would be gone as soon as they are freed. Does
-    nothing where malloc is not glibc's, or where the environment says how it shall work."""
+    """Keep the memory of freed tensors from now on. glibc would return a step's activations to the kernel, and the next step
+    would take and clear each page again, a fault for every 4 KB: a tenth of an update. Large pieces come from the heap, too:
+    glibc returns mapped ones when they are freed. Do nothing if malloc is not glibc's, or the environment configures it."""
     said = any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt and not said:

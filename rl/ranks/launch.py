@@ -36,8 +36,8 @@ class Launch:
 
 
 def check() -> None:
-    """Raises UserError for an environment that says half of what torchrun says: this process would wait for ranks that are
-    none, or take itself for the only one."""
+    """Raise UserError for an environment with only a part of torchrun's variables: this process would wait for ranks that do
+    not exist, or take itself for the only one."""
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     given = {name: os.environ[name] for name in (*needed, "LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in os.environ}
     if given.keys() <= {"MASTER_ADDR", "MASTER_PORT"}:  # plain python
@@ -87,12 +87,12 @@ _neighbours: dict[int, int] = {}
 
 
 def nodes() -> list[Node]:
-    """All nodes of the job, in the order of their ranks; none before they have met."""
+    """Return all nodes of the job, in order of their ranks; none before they have met."""
     return _nodes
 
 
 def layout() -> list[dict]:
-    """Each node's host, and by rank what runs there: "learner 0", "generator 3", or "rank 1" where every rank is both."""
+    """Return each node's host, and the role of each rank: "learner 0", "generator 3", or "rank 1" if every rank is both."""
     split, numbers, out = any(node.generators for node in _nodes), Counter(), []
     for node in _nodes:
         roles = ["learner"] * node.learners + ["generator"] * node.generators if split else ["rank"] * node.size
@@ -105,12 +105,12 @@ def layout() -> list[dict]:
 
 
 def neighbours() -> dict[int, int]:
-    """The processes of this node's ranks, by rank; none before all have joined."""
+    """Return the process ids of this node's ranks, by rank; none before all have joined."""
     return _neighbours
 
 
 def exchange_nodes(store: dist.Store, generators: int) -> None:
-    """Learns of all nodes, and has one rank of each say what runs there. Raises UserError for a rank of another job."""
+    """Exchange the nodes of all ranks, and print one line per node. Raise UserError for a rank of another job."""
     me = here()
     if me.rank == 0:
         store.set("world_size", str(me.world_size))
@@ -128,7 +128,7 @@ def exchange_nodes(store: dist.Store, generators: int) -> None:
         number = [node.first for node in _nodes].index(me.rank) + 1
         last = me.rank + me.local_world_size - 1
         ranks = f"ranks {me.rank} to {last}" if last > me.rank else f"rank {me.rank}"
-        first = next((n for n, node in enumerate(_nodes, 1) if node.learners), number)  # without: what they join speaks
+        first = next((n for n, node in enumerate(_nodes, 1) if node.learners), number)  # no learner is an error later
         where = "" if number == first else f"; the run's messages appear on node {first}, {_nodes[first - 1].host}"
         print(f"node {number} of {len(_nodes)}, {platform.node()}: {ranks} of {world}{where}", flush=True)
 
@@ -137,7 +137,7 @@ def exchange_nodes(store: dist.Store, generators: int) -> None:
 class Start:
     """One start of all ranks together; torchrun may start them again after a failure."""
 
-    name: str  # of no other
+    name: str  # unique
     restarts: int  # starts before it
 
 
@@ -145,12 +145,11 @@ _start: Start | None = None
 
 
 def join(timeout: timedelta) -> dist.Store:
-    """Waits for all ranks of this start, and returns a connection to what they share. Nothing is shared before.
+    """Wait for all ranks of this start, and return a connection to the store that they share from then on.
 
-    Where several nodes are restarted torchrun gives them different restart counts (only the node that failed counts), and what
-    ranks of the last start have left in the store is still there. So each rank leaves a word that nobody else has, rank 0
-    gathers them into a proposal, and what counts is the first proposal that all of those ranks have confirmed.
-    """
+    If several nodes are restarted, torchrun gives them different restart counts (only the node that failed counts), and the
+    store still holds keys of the last start. So each rank leaves a unique word, rank 0 gathers the words into a proposal, and
+    the first proposal counts that all of its ranks have confirmed."""
     global _start
     me = here()
     if me.local_world_size == me.world_size:  # one torchrun, one count
@@ -185,7 +184,7 @@ def _agree(store: dist.Store, me: Launch) -> Start:
 
 
 def _check_world(world: int, me: Launch) -> None:
-    """Raises UserError unless the job that this rank has reached is its own. world: ranks of that job."""
+    """Raise UserError unless the job that this rank has reached is its own. world: ranks of that job."""
     if world != me.world_size:
         raise UserError(
             f"rank {me.rank} is one of {me.world_size}, but the job it has reached has {world} ranks: give all nodes of a "
@@ -194,13 +193,12 @@ def _check_world(world: int, me: Launch) -> None:
 
 
 def restarts() -> int:
-    """How often torchrun has started all ranks of the job again."""
+    """Return how often torchrun has restarted all ranks of the job."""
     return _start.restarts if _start else here().restarts
 
 
 def open_store(timeout: timedelta = SHORT) -> dist.Store:
-    """A connection to what all ranks of this start share, apart from what an earlier start has left there. Raises DistError
-    before they have met."""
+    """Return a connection to the store of this start, without the keys of earlier ones. Raise DistError before `join`."""
     if "RANK" not in os.environ:
         return dist.HashStore()
     if not _start:
@@ -214,14 +212,14 @@ def _base_store(timeout: timedelta) -> dist.Store:
 
 
 def job() -> str | None:
-    """An identifier that survives torchrun's restarts of this node's ranks and is no other job's. None without torchrun."""
+    """Return a unique identifier that survives torchrun's restarts of this node's ranks. None without torchrun."""
     return f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{platform.node()}/{os.getppid()}" if "RANK" in os.environ else None
 
 
 def stop_on_sigterm(store: dist.Store, learns: bool = True) -> None:
-    """Lets SIGTERM stop the run between two steps. A rank of this node that exited without having come to a good end has
-    failed, and no step will be finished any more; but a report of a hang will. Where a learner has stopped as it was asked to,
-    the checkpoint is whole: other learners may finish what is their own, and generators (`learns` is False) go."""
+    """Let SIGTERM stop the run between two steps. If a rank of this node has failed, no step will be finished any more, and
+    this rank ends at once, except during the report of a hang. If a learner has stopped as it was asked to, the checkpoint is
+    whole: other learners may finish their part, and generators (`learns` is False) end."""
     me = here()
     store.set(f"pid/{me.rank}", str(os.getpid()))
     processes = {rank: int(store.get(f"pid/{rank}")) for rank in range(me.first, me.first + me.local_world_size)}
@@ -240,7 +238,7 @@ def stop_on_sigterm(store: dist.Store, learns: bool = True) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this machine has not ended."""
+    """Return whether the process of this machine is running."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -248,7 +246,6 @@ def is_alive(pid: int) -> bool:
 
 
 def end_well(stopped: bool = False) -> None:
-    """Tells the others, who may have a checkpoint to finish or a last line to say, that this rank is about to go because it
-    has come to its end, or has `stopped` as it was asked to."""
-    with contextlib.suppress(dist.DistError):  # whoever held the store has ended before
+    """Note for the other ranks, which may have a checkpoint to finish, that this rank ends well. stopped: as asked."""
+    with contextlib.suppress(dist.DistError):  # the rank with the store has ended before
         open_store().set("stopped" if stopped else f"ended/{here().rank}", "")

@@ -1,4 +1,4 @@
-"""The life of a rank's process: what its end says, and with which exit code."""
+"""The life of a rank's process, with its last message and its exit code."""
 
 import contextlib
 import ctypes
@@ -17,15 +17,15 @@ from rl.errors import Stopped, UserError
 from rl.printable import printable
 from rl.ranks import device, dist, failures, heartbeat, launch, signals, streams, watchdog
 
-LOST_SECONDS = 5.0  # after a lost connection torchrun, or the rank that failed, knows more: they get so long to say it
+LOST_SECONDS = 5.0  # after a lost connection, in which the rank that failed, or torchrun, may report the cause
 
 
 def run(main: Callable, join: Callable = dist.init) -> None:
-    """Runs a script's main on this rank and ends the process. The first rank that fails says why: a UserError in one
-    message, anything else with its traceback; exit code 1. torchrun then ends the other ranks. Exit code 143 after SIGTERM,
-    130 after Ctrl-C. A crash in native code leaves every thread's Python stack."""
+    """Run a script's main on this rank and end the process. The first rank that fails prints a UserError as one message,
+    anything else with its traceback; exit code 1. torchrun then ends the other ranks. Exit code 143 after SIGTERM, 130 after
+    Ctrl-C. A crash in native code prints every thread's Python stack."""
     signals.install_handlers()
-    gc.enable()  # it rested while the script imported (rl/ranks/startup.py)
+    gc.enable()  # paused during the script's imports (rl/ranks/startup.py)
     streams.outlive_output()
     faulthandler.enable()
     code, name = 0, f"rank {os.environ.get('RANK', 0)}"
@@ -36,7 +36,7 @@ def run(main: Callable, join: Callable = dist.init) -> None:
         name = joined.name
         main(joined)
         with watchdog.doing("all ranks to end"):
-            if torch.distributed.is_initialized():  # vLLM's engine destroys it when the garbage collector meets the engine
+            if torch.distributed.is_initialized():  # vLLM's engine destroys it when it is collected
                 torch.distributed.destroy_process_group()
         watchdog.finish()
         heartbeat.finish()
@@ -51,7 +51,7 @@ def run(main: Callable, join: Callable = dist.init) -> None:
         fail(error, name)
     except Exception as error:
         code = 1
-        if signals.stop_requested():  # the others have left already
+        if signals.stop_requested():  # the others have ended already
             failures.leave_to_report()
             os._exit(128 + signal.SIGTERM)
         if device.is_out_of_memory(error):
@@ -59,13 +59,13 @@ def run(main: Callable, join: Callable = dist.init) -> None:
         _explain(name, error)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not `sys.exit`: on failure no destructor may wait for a rank that will never come, and on success gloo's threads now and
-    # then abort while the interpreter takes itself apart.
+    # Not `sys.exit`: on failure no destructor may wait for a lost rank, and on success gloo's threads sometimes abort at the
+    # interpreter's end
     os._exit(code)
 
 
 def fail(error: UserError, name: str = "") -> NoReturn:
-    """Ends this process with exit code 1 and the message, which one rank of each node prints. name: of this rank."""
+    """End this process with exit code 1 and the message, which one rank of each node prints. name: of this rank."""
     with watchdog.speaking:
         if failures.record(str(error), name or f"rank {os.environ.get('RANK', 0)}").first_of_node:
             print(printable(f"error: {error}"), file=sys.stderr, flush=True)
@@ -74,7 +74,7 @@ def fail(error: UserError, name: str = "") -> NoReturn:
 
 
 def _explain(name: str, error: Exception) -> None:
-    """Says what went wrong: in full where it is the job's first failure, in one line on the other nodes."""
+    """Print the error: in full if it is the job's first failure, in one line on the other nodes."""
     lost = failures.lost_connection(error) and not failures.cause(wait=LOST_SECONDS) and failures.silent_ranks()
     failures.leave_to_report()
     with watchdog.speaking:
@@ -92,21 +92,21 @@ def _explain(name: str, error: Exception) -> None:
 
 
 def _out_of_memory(error: Exception) -> str:
-    """The message for a device without room: what torch says, where in this code, and what to do."""
+    """Return the message for a device without memory: torch's own, the line of this code, and what to do."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
     where = f" ({os.path.relpath(own[-1].filename)}, line {own[-1].lineno}, {own[-1].name})" if own else ""
     return (
         f"the device has no memory left{where}: {str(error).partition('. GPU ')[0]}\n"
-        "For the learner: --gradient-checkpointing, a number below today's for --max-tokens-per-micro-batch, "
-        "--optimizer-offload, --activation-offload, --optim adamw_8bit, or more learners, which share weights and moments.\n"
+        "For the learner: --gradient-checkpointing, a lower number for --max-tokens-per-micro-batch, --optimizer-offload, "
+        "--activation-offload, --optim adamw_8bit, or more learners, which share weights and moments.\n"
         "For vLLM on the same device: a lower --gpu-memory-utilization, which is its share of all memory, or --max-num-seqs.\n"
-        "`python plan.py SCRIPT <your flags> --device H100-80GB` tells without the device what fits (docs/plan.md)."
+        "`python plan.py SCRIPT <your flags> --device H100-80GB` says without the device whether it fits (docs/plan.md)."
     )
 
 
 def _die_with_parent() -> None:
-    """A torchrun that is killed takes its ranks along (Linux), from here on and if it was killed before."""
+    """End this rank when its torchrun is killed (Linux), now or earlier."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         with open("/proc/1/cmdline", "rb") as file:

@@ -1,8 +1,8 @@
 """Ctrl-C and SIGTERM, at every moment of a rank's life.
 
-A handler written in Python runs on the main thread alone, and not before that returns from C++: from a collective, or from a
-wait for a rank that loads a model. So Python's own handler only writes the signal's number into a pipe, and a thread that
-reads the pipe acts. This file needs nothing but the library of Python: a script calls `install_handlers` before its imports.
+A handler written in Python runs only on the main thread, after that returns from C++: from a collective, or from a wait for a
+rank that loads a model. So Python's own handler only writes the signal's number into a pipe, and a thread that reads the pipe
+acts. This file needs only Python's library: a script calls `install_handlers` before its imports.
 """
 
 import os
@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 
 OURS = (signal.SIGINT, signal.SIGTERM)
-STOP_SECONDS = 25  # from SIGTERM to the end, whatever is unfinished then: torchrun kills after 30
-# Waits until the process $1 has ended (a zombie has), but no longer than torchrun takes, then writes $2.
+STOP_SECONDS = 25  # from SIGTERM to the end, finished or not: torchrun kills after 30
+# Waits until the process $1 has ended or is a zombie, but no longer than torchrun takes, then writes $2
 LAST_WORDS = """
 n=0
 while grep -qs "^State:.[^ZX]" "/proc/$1/status" && [ $n -lt 700 ]; do sleep 0.05; n=$((n + 1)); done
@@ -29,8 +29,8 @@ _remains = "training had not begun"
 
 
 def install_handlers() -> None:
-    """Ctrl-C ends this process from now on, with exit code 130. That a shell starts what is in the background with SIGINT
-    ignored does not matter. SIGTERM ends it too, until `stop_gently`."""
+    """Let Ctrl-C end this process with exit code 130 from now on, also if a shell started it with SIGINT ignored, in the
+    background. SIGTERM ends it too, until `stop_gently`."""
     global _taken
     if _taken:
         return
@@ -41,12 +41,12 @@ def install_handlers() -> None:
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     for number in OURS:
         signal.signal(number, lambda *_: None)
-    # A forked child would write its own signals into the parent's pipe: a pool that ends its workers would end the rank.
+    # A forked child would write its own signals into the parent's pipe: a pool that ends its workers would end the rank
     os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_let_go)
 
 
 def _hold() -> None:
-    """Keeps signals pending during a fork, so that the child meets none before it has let go."""
+    """Keep signals pending during a fork, until the child has reset its handlers."""
     signal.pthread_sigmask(signal.SIG_BLOCK, OURS)
 
 
@@ -62,33 +62,28 @@ def _let_go() -> None:
 
 
 def stop_gently(others_are_well: Callable[[], bool]) -> None:
-    """From now on SIGTERM lets the script save and leave, for at most STOP_SECONDS. torchrun sends it too when a rank has
-    failed; this rank ends at once when `others_are_well`, which is called in another thread, returns False."""
+    """From now on SIGTERM lets the script save and exit, within STOP_SECONDS. torchrun also sends it when a rank has failed:
+    this rank ends at once when `others_are_well`, which is called in another thread, returns False."""
     global _others_are_well
     _others_are_well = others_are_well
 
 
 def stop_requested() -> bool:
-    """True if this rank has received SIGTERM, a cluster's notice that the machine will be taken away."""
+    """Return whether this rank has received SIGTERM, a cluster's notice that it will take the machine away."""
     return _sigterm.is_set()
 
 
 def remains(newest_checkpoint: str | None) -> None:
-    """Tells what a run leaves behind that is stopped now."""
+    """Note what a run leaves behind if it is stopped now."""
     global _remains
     _remains = f"the newest checkpoint is {newest_checkpoint}" if newest_checkpoint else "nothing was saved"
-
-
-def _speaks() -> bool:
-    """True if this rank speaks for all ranks of its node."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _watch(read: int) -> None:
     while True:
         numbers = os.read(read, 64)
         if signal.SIGINT in numbers:
-            if _speaks():
+            if os.environ.get("LOCAL_RANK", "0") == "0":  # this rank speaks for its node
                 _last_words(f"Ctrl-C: stopped; {_remains}")
             os._exit(128 + signal.SIGINT)
         if signal.SIGTERM in numbers and not _sigterm.is_set():
@@ -104,7 +99,7 @@ def _end_after_sigterm() -> None:
 
 
 def _last_words(text: str) -> None:
-    """Writes the line to stderr, under torchrun once that has ended: what it says of a Ctrl-C would bury the line."""
+    """Write the line to stderr. Under torchrun wait for its end: its lines about a Ctrl-C would bury this one."""
     if "RANK" in os.environ:
         with open(os.devnull) as nothing:
             subprocess.Popen(["sh", "-c", LAST_WORDS, "sh", str(os.getppid()), text], stdin=nothing, start_new_session=True)

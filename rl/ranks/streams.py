@@ -1,4 +1,4 @@
-"""Standard output and error of a rank: a full disk behind them stops nothing, and each line of an error bears the rank."""
+"""Standard output and error of a rank: a full disk behind them does not stop it, and each line of an error names the rank."""
 
 import io
 import os
@@ -6,8 +6,8 @@ import sys
 
 
 def outlive_output() -> None:
-    """From now on nothing that is printed ends the process: what goes into a file is lost while its disk is full, and a
-    character that stdout's encoding lacks is escaped, as on stderr; a user's reward may have anything in its messages."""
+    """From now on no printed text ends the process: it is lost while the disk of its file is full, and characters that stdout's
+    encoding lacks are escaped, as on stderr. Messages of a user's reward may hold anything."""
     for name in ("stdout", "stderr"):
         old = getattr(sys, name) or io.TextIOWrapper(io.FileIO(os.devnull, "w"))  # None where it has been closed
         old.flush()
@@ -17,8 +17,7 @@ def outlive_output() -> None:
 
 
 def sign_errors(name: str) -> None:
-    """From now on each line that Python prints to stderr begins with [name], for consoles of several nodes side by side. What
-    native code prints there bypasses Python."""
+    """From now on each line that Python (not native code) prints to stderr begins with [name], for consoles of many nodes."""
     if raw := _raw.get("stderr"):
         raw.sign = f"[{name}] ".encode()
 
@@ -30,7 +29,7 @@ class _Raw(io.FileIO):
     def write(self, data) -> int:
         try:
             return super().write(data) if not self.sign else self._write_signed(bytes(data))
-        except BrokenPipeError:  # nobody reads any more
+        except BrokenPipeError:  # the reader has ended
             raise
         except OSError:
             return len(data)
@@ -44,4 +43,4 @@ class _Raw(io.FileIO):
         return len(data)
 
 
-_raw: dict[str, _Raw] = {}  # what stdout and stderr write through
+_raw: dict[str, _Raw] = {}  # of stdout and stderr

@@ -1,6 +1,6 @@
 """Timers: seconds by phase of each step, and the ledger of all ranks, whose shares add up to 1.
 
-The watchdog learns from the same blocks what a rank does or waits for.
+The watchdog uses the same blocks to report what a rank does or waits for.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ PHASE_OF = {  # by timer
     "score": "score",
     "env": "score",
     "wait": "wait",
-    "held": "wait",  # until newer weights let more samples start: the bound of staleness is reached
+    "held": "wait",  # at the bound of staleness: until newer weights let more samples start
     "update_weights": "publish",
     "old_log_prob": "train",
     "ref": "train",
@@ -26,12 +26,11 @@ PHASE_OF = {  # by timer
     "update_critic": "train",
     "update_actor": "train",
 }
-SETTLED = {"update_actor"}  # at whose end an accelerator is waited for: the last optimizer step belongs to it
+SETTLED = {"update_actor"}  # phases that end when the accelerator is done: the last optimizer step belongs to them
 
 
 class Timers:
-    """Seconds by phase since the last `restart`. Where blocks nest, the inner one's seconds are not the outer one's, so that
-    all of them together never exceed the time that passed."""
+    """Seconds by phase since the last `restart`. A nested block's seconds do not count in the outer one."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
@@ -43,15 +42,14 @@ class Timers:
     def __call__(self, name: str) -> Iterator[None]:
         started, before, self._inside = time.perf_counter(), self._inside, 0.0
         again, self._last = name == self._last, name
-        if not again:  # a loop that waits opens the same block again and again: that is no progress
+        if not again:  # a loop that waits opens the same block repeatedly: that is no progress
             watchdog.progress()
-        watchdog.enter(name)
         try:
-            yield
-            if name in SETTLED:
-                device.synchronize()
+            with watchdog.doing(name):
+                yield
+                if name in SETTLED:
+                    device.synchronize()
         finally:
-            watchdog.leave()
             if not again:
                 watchdog.progress()
             elapsed = time.perf_counter() - started
@@ -64,7 +62,7 @@ class Timers:
         return time.perf_counter() - self._started
 
     def ledger(self) -> dict[str, float]:
-        """The share of the elapsed time in each of PHASES; they add up to 1."""
+        """Return the share of the elapsed time in each of PHASES; they add up to 1."""
         shares, elapsed = dict.fromkeys(PHASES, 0.0), self.elapsed
         for name, seconds in self.seconds.items():
             shares[PHASE_OF.get(name, "other")] += seconds / elapsed
@@ -76,6 +74,6 @@ class Timers:
 
 
 def gather_ledgers(name: str, timer: Timers) -> dict[str, float]:
-    """ledger/<name>_<rank>/<phase> of every rank of the default process group. A collective."""
+    """Return ledger/<name>_<rank>/<phase> of every rank of the default process group. Collective."""
     shares = [json.loads(record) for record in dist.all_gather_bytes(json.dumps(timer.ledger()).encode())]
     return {f"ledger/{name}_{rank}/{phase}": share for rank, of in enumerate(shares) for phase, share in of.items()}

@@ -5,15 +5,16 @@
     progress()                                    something was done
     show("ring", text)                            another line for the report
 
-A thread of each rank watches whether its main thread makes progress. It runs while that sits in a collective, which releases
-Python's lock. A rank without progress for --hang-timeout raises the alarm in torchrun's store, and every rank answers there
-with its part of the report. The one that raised the alarm prints all parts in one piece and names the ranks that did not
-answer; then every rank exits with EXIT_CODE. torchrun's own exit code is 1, as for every failure; its table has the ranks'.
+A thread of each rank watches whether its main thread makes progress. It also runs while the main thread is in a collective,
+which releases Python's lock. A rank without progress for --hang-timeout raises the alarm in torchrun's store, and every rank
+answers there with its part of the report. The rank that raised the alarm prints all parts in one piece and names the ranks that
+did not answer; then every rank exits with EXIT_CODE. torchrun's own exit code is 1, as for every failure; its table has those
+of the ranks.
 
-Progress is a timed phase other than the one before, a record, a bucket of the weights, a micro-batch. Waiting is not, however
-often a loop wakes up to look. Seconds in which the process was stopped do not count.
+Progress is a new timed phase, a record, a bucket of the weights, a micro-batch. Waiting is none, however often a loop wakes up
+to look. Seconds in which the process was stopped do not count.
 
-Left out: a main thread that keeps Python's lock for ever, in C. Its thread cannot speak; the other ranks name it.
+Left out: a main thread that keeps Python's lock for ever, in C. Its watchdog cannot report; the other ranks name it.
 """
 
 import contextlib
@@ -36,10 +37,10 @@ from torch.distributed import DistError, HashStore, Store
 from rl.ranges import MayChange, Range
 
 EXIT_CODE = 75  # of every rank of a job that hung: EX_TEMPFAIL of sysexits.h
-FAILED = "failed/cause"  # in the store: what the first rank that failed says; only that one reports
-ALARM = "watchdog/alarm"  # in the store: who calls for a report
-ANSWER_SECONDS = 10.0  # a rank that has not answered the alarm by then is called silent
-ROLL_SECONDS = 3.0  # each rank looks once a second whether it is asked for a sign of life
+FAILED = "failed/cause"  # key of the store: the message of the first rank that failed; only that rank reports
+ALARM = "watchdog/alarm"  # key of the store: the rank that calls for a report
+ANSWER_SECONDS = 10.0  # after which a rank that has not answered the alarm counts as silent
+ROLL_SECONDS = 3.0  # the same for a roll call; each rank looks once a second
 STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "is stuck in the kernel", "Z": "has died"}
 
 
@@ -54,40 +55,34 @@ class WatchdogArgs:
     """Seconds without a sign of life after which a rank or a node counts as lost. The job ends and names it. 0 disables it."""
 
 
-# What this process's main thread is at. Written by it, read by the watchdog's thread.
-_open: list[tuple[str, float]] = []  # the blocks it is in, outermost first, and when it came in
-_standing: dict[str, float] = {}  # what it waits for besides, and since when
+# What this process's main thread does. Written by it, read by the watchdog's thread.
+_open: list[tuple[str, float]] = []  # the blocks that it is in, outermost first, and their start
+_standing: dict[str, float] = {}  # what else it waits for, and since when
 _facts: dict[str, Callable[[], str]] = {}
 _groups: dict[str, Callable[[], tuple[int, str]]] = {}
-_left = "the start"  # the last block that it came out of
-_done, _done_at = 0, time.monotonic()  # counts what was done, and when the last of it was
+_left = "the start"  # the last block that it left
+_done, _done_at = 0, time.monotonic()  # the count of progress, and the time of the last
+_name = ""  # of this process in reports
 _watchdog: "Watchdog | None" = None
-speaking = threading.Lock()  # held for a process's last words: another of its threads, which has some too, may end it
+speaking = threading.Lock()  # held for a process's last words: another of its threads may have some, too, and end it
 
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Names what the main thread does or waits for in the block."""
-    enter(what)
+    """Name what the main thread does or waits for in the block. Other threads, such as a saver's, would mix up the order."""
+    global _left
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main:
+        _open.append((what, time.monotonic()))
     try:
         yield
     finally:
-        leave()
-
-
-def enter(what: str) -> None:
-    if threading.current_thread() is threading.main_thread():  # the others, such as a saver's, would unsettle the order
-        _open.append((what, time.monotonic()))
-
-
-def leave() -> None:
-    global _left
-    if threading.current_thread() is threading.main_thread():
-        _left, _ = _open.pop()
+        if is_main:
+            _left, _ = _open.pop()
 
 
 def waits_for(what: str, still: bool) -> None:
-    """Says whether the rank waits for something while it does something else."""
+    """Note whether the rank waits for something while it does something else."""
     if still:
         _standing.setdefault(what, time.monotonic())
     else:
@@ -95,49 +90,52 @@ def waits_for(what: str, still: bool) -> None:
 
 
 def progress() -> None:
-    """Something was done that others may have waited for."""
+    """Note that something was done that others may have waited for."""
     global _done, _done_at
     _done, _done_at = _done + 1, time.monotonic()
 
 
 def show(name: str, text: Callable[[], str]) -> None:
-    """Has a report say what `text` returns then. It is called in another thread."""
+    """Let a report include the result of `text`, which is then called in another thread."""
     _facts[name] = text
 
 
 def show_group(name: str, last: Callable[[], tuple[int, str]]) -> None:
-    """Has a report say the last collective that this rank began in a process group: its number, and what it is."""
+    """Let a report include the last collective that this rank began in a process group: its number and its name."""
     _groups[name] = last
 
 
 def start(name: str, rank: int, world_size: int, timeout: float, store: Store) -> None:
-    """Begins to watch this process; name: what the report calls it."""
+    """Begin to watch this process."""
     global _watchdog
-    _watchdog = Watchdog(name, rank, world_size, timeout, store)
+    rename(name)
+    _watchdog = Watchdog(rank, world_size, timeout, store)
 
 
 def rename(name: str) -> None:
-    """Tells what a report calls this process, now that its role is known."""
+    """Name this process in reports."""
+    global _name
+    _name = name
     if _watchdog:
-        _watchdog.rename(name)
+        _watchdog.sign()
 
 
-def place() -> str:
-    """What the main thread is in, and for how long."""
+def whereabouts() -> tuple[str, str]:
+    """Return this process's name, and what its main thread is in, and for how long."""
     now, blocks = time.monotonic(), list(_open)
-    return " > ".join(f"{what} ({now - since:.0f} s)" for what, since in blocks) or f"the code after {_left}"
+    return _name, " > ".join(f"{what} ({now - since:.0f} s)" for what, since in blocks) or f"the code after {_left}"
 
 
 def end_silent(pids: Iterable[int]) -> None:
-    """Kills those of these silent processes that the same torchrun started, which would wait half a minute for one that is
-    stopped. A moment later, since torchrun calls the first one to go the cause."""
+    """Kill those of these silent processes that the same torchrun started: it would wait half a minute for a stopped one. A
+    moment later, since torchrun names the first process that ends as the cause."""
     if stuck := [str(pid) for pid in pids if _state(pid, platform.node())]:
         subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -KILL {' '.join(stuck)}"], start_new_session=True)
 
 
 def end_stuck_launcher(seconds: float) -> None:
-    """Kills the torchrun of this rank if it has no living rank this many seconds from now: with a c10d rendezvous it waits a
-    minute for a store that does not answer, and does not look at its ranks. A healthy one has ended, or started them again."""
+    """Kill the torchrun of this rank if it has no living rank this many seconds from now: with a c10d rendezvous it waits a
+    minute for a store that does not answer, and ignores its ranks. A healthy one has ended by then, or restarted them."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     launcher = os.getppid()
@@ -146,45 +144,43 @@ def end_stuck_launcher(seconds: float) -> None:
 
 
 def first_to_fail(store: Store, cause: str) -> bool:
-    """Leaves the cause in the store, if no rank has failed before. Returns whether none had. cause: names this rank, or else
-    two may believe that they were the first."""
+    """Leave the cause in the store if no rank has failed before. Return whether none had. cause: with this rank's name:
+    otherwise two ranks may believe that they were the first."""
     return store.compare_set(FAILED, "", cause).decode() == cause
 
 
 def silent() -> set[int]:
-    """The ranks whose watchdog does not answer; none where nothing is watched. Raises DistError if the store is gone."""
+    """Return the ranks whose watchdog does not answer; none without a watchdog. Raise DistError if the store is lost."""
     return _watchdog.call_the_roll() if _watchdog else set()
 
 
 def finish() -> None:
-    """This rank has come to its end."""
+    """Note that this rank has reached its end."""
     if _watchdog:
         _watchdog.finish()
 
 
 class Watchdog:
-    """The thread of one rank. store: shared by all ranks, over a connection of its own: the main thread's is blocked while
-    that waits in it."""
+    """The thread of one rank. store: shared by all ranks, over a connection of its own: waits would block a common one."""
 
-    def __init__(self, name: str, rank: int, world_size: int, timeout: float, store: Store):
+    def __init__(self, rank: int, world_size: int, timeout: float, store: Store):
         self.rank, self.ranks, self.timeout, self.store = rank, range(world_size), timeout, store
-        self.is_alone = False  # without the others, since the store is gone
+        self.is_alone = False  # since the store was lost
         self.tick = min(1.0, timeout / 10)
         self.idle = 0.0  # seconds in which this thread looked and the main thread had made no progress
-        self.rename(name)
+        self.sign()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    def rename(self, name: str) -> None:
-        self.name = name
-        self.store.set(f"watchdog/who/{self.rank}", json.dumps([name, os.getpid(), platform.node()]))
+    def sign(self) -> None:
+        self.store.set(f"watchdog/who/{self.rank}", json.dumps([_name, os.getpid(), platform.node()]))
 
     def finish(self) -> None:
-        """Leaves an answer: that a rank is silent which has ended is no sign of a hang."""
-        with contextlib.suppress(DistError):  # whoever held the store has ended before
-            self.store.set(f"watchdog/answer/{self.rank}", json.dumps({"name": self.name, "place": "has come to its end"}))
+        """Leave an answer: a rank that has ended is silent without a hang."""
+        with contextlib.suppress(DistError):  # the rank with the store has ended before
+            self.store.set(f"watchdog/answer/{self.rank}", json.dumps({"name": _name, "place": "has come to its end"}))
 
     def call_the_roll(self) -> set[int]:
-        """Asks for a sign of life; returns the ranks that have given none. For the main thread."""
+        """Ask all ranks for a sign of life. Return the ranks that have given none. For the main thread."""
         if self.is_alone:
             raise DistError("the store is lost")
         self.store.set("watchdog/roll", "")
@@ -207,7 +203,7 @@ class Watchdog:
         end = threading.Timer(3 * ANSWER_SECONDS, os._exit, (EXIT_CODE,))  # whatever goes wrong with the report
         end.name = "watchdog's end"
         end.start()
-        speaking.acquire()  # for good: where a rank ends before the report, the main thread loses a connection
+        speaking.acquire()  # for good: if a rank ends before the report, the main thread loses a connection
         speaks = hangs and self._raise_alarm()
         answer = self._answer()
         self.store.set(f"watchdog/answer/{self.rank}", json.dumps(answer))
@@ -223,20 +219,19 @@ class Watchdog:
 
     def _alarmed(self) -> bool:
         try:
-            if self.store.check(["watchdog/roll"]):  # someone has lost a connection
+            if self.store.check(["watchdog/roll"]):  # a rank has lost a connection
                 self.store.set(f"watchdog/here/{self.rank}", "")
             return self.store.check([ALARM])
-        except DistError:  # torchrun's store is gone: this rank continues to watch itself
+        except DistError:  # torchrun's store is lost: this rank continues to watch itself
             self.store, self.ranks, self.is_alone = HashStore(), [self.rank], True
             return False
 
     def _raise_alarm(self) -> bool:
-        """Returns True if this rank has to print the report. If another has failed before, this one leaves as soon as it is
-        clear whether with a hang."""
-        if first_to_fail(self.store, f"{self.name} has made no progress for {self.timeout:g} s (--hang-timeout)"):
-            self.store.set(ALARM, self.name)
+        """Return whether this rank prints the report. If another one failed before, wait until it may have raised the alarm."""
+        if first_to_fail(self.store, f"{_name} has made no progress for {self.timeout:g} s (--hang-timeout)"):
+            self.store.set(ALARM, _name)
             return True
-        speaking.release()  # the main thread may have to tell its node of that failure
+        speaking.release()  # the main thread may have to print that failure for its node
         with contextlib.suppress(DistError):
             self.store.wait([ALARM], timedelta(seconds=ANSWER_SECONDS))
         speaking.acquire()
@@ -244,11 +239,12 @@ class Watchdog:
 
     def _answer(self) -> dict:
         now = time.monotonic()
+        name, block = whereabouts()
         return {
-            "name": self.name,
+            "name": name,
             "place": f"rank {self.rank}, process {os.getpid()} on {platform.node()}",
             "idle": now - _done_at,
-            "in": place(),
+            "in": block,
             "waits": [f"{what} ({now - since:.0f} s)" for what, since in list(_standing.items())],
             "collectives": {name: found for name, last in _groups.items() if isinstance(found := _ask(last), tuple)},
             "facts": {name: _ask(text) for name, text in _facts.items()},
@@ -256,7 +252,7 @@ class Watchdog:
         }
 
     def _collect(self) -> tuple[list[dict], dict[str, tuple[int, str]]]:
-        """The answers in rank order, and of the ranks that gave none their names, processes and hosts."""
+        """Return the answers in rank order, and the names, processes and hosts of the ranks that gave none."""
         deadline, answers, silent = time.monotonic() + ANSWER_SECONDS, {}, {}
         while len(answers) < len(self.ranks) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -279,8 +275,8 @@ def _ask(question: Callable[[], str | tuple[int, str]]) -> str | tuple[int, str]
 
 
 def report(timeout: float, answers: list[dict], silent: dict[str, tuple[int, str]]) -> str:
-    """The text for the user. answers: of the ranks that gave one, in their order; silent: name, and process and host, of those
-    that gave none (process 0: it has not begun to join)."""
+    """Return the text for the user. answers: in order of the ranks. silent: name -> process and host of the ranks that gave no
+    answer (process 0: it has not begun to join)."""
     alive = [answer for answer in answers if "stacks" in answer]
     by_time = sorted(alive, key=lambda answer: -answer["idle"])
     lines = ["", f"==== The job hangs: {by_time[0]['name']} has made no progress for {timeout:g} s (--hang-timeout). ===="]
@@ -301,7 +297,7 @@ def report(timeout: float, answers: list[dict], silent: dict[str, tuple[int, str
 
 
 def _apart(answers: list[dict]) -> Iterator[str]:
-    """A line for each process group in which some ranks have begun a collective that others have not come to."""
+    """Yield a line for each process group in which some ranks have begun a collective that others have not reached."""
     for group in dict.fromkeys(group for answer in answers for group in answer["collectives"]):
         at = {answer["name"]: answer["collectives"][group] for answer in answers if group in answer["collectives"]}
         last, what = max(at.values())
@@ -311,7 +307,7 @@ def _apart(answers: list[dict]) -> Iterator[str]:
 
 
 def stacks() -> str:
-    """The Python stacks of this process's other threads, the main thread's first."""
+    """Return the Python stacks of this process's other threads, the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main, lines = threading.main_thread().ident, []
     for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
@@ -333,7 +329,7 @@ def _condition(pid: int, host: str) -> str:
 
 
 def _state(pid: int, host: str) -> str | None:
-    """The letter that /proc has for the state of a process that the same torchrun started; None if it is not one."""
+    """Return /proc's letter for the state of a process that the same torchrun started; None for any other."""
     try:
         state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

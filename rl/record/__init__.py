@@ -1,1 +1,1 @@
-"""What a run writes down: metrics, console, loggers, validations, and which run it is."""
+"""The record of a run: metrics, console, loggers, validations, and the run's identity."""

@@ -6,13 +6,13 @@ BALANCED, OVERLAPPING = 0.1, 0.2  # idle shares: neither side waits longer than 
 def verdict(
     generators: int, learners: int, nodes: int | None, generators_idle: float, learners_idle: float, scoring: float
 ) -> tuple[str | int, str]:
-    """What the advice is, "balanced", "graders", "turns" or the best number of generators, and the sentence. Where there is
-    only one split, the sentence says nothing of splits.
+    """Return the advice, "balanced", "graders", "turns" or the best number of generators, and a sentence. If only one split is
+    possible, the sentence does not mention splits.
 
-    generators, learners: ranks of the whole job. nodes: their number if all are split alike, None if they differ. *_idle: share
-    of the time in which a rank of that role waited for the other role, 0 to 1. A role's work is its ranks times the share in
-    which they did not wait. scoring: share of the time in which a generator had nothing to do but wait for scores or for
-    environments; while learners wait for samples, it is what to shorten first.
+    generators, learners: ranks of the whole job. nodes: their number if all are split alike, None if they differ. *_idle:
+    fraction of the time in which a rank of that role waited for the other role. A role's work is its ranks times the fraction
+    in which they did not wait. scoring: fraction of the time in which a generator only waited for scores or environments;
+    while learners wait for samples, shorten this first.
     """
     waits = f"generators waited {generators_idle:.0%} of the time, learners {learners_idle:.0%}"
     if max(generators_idle, learners_idle) < BALANCED:

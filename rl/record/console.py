@@ -23,7 +23,7 @@ class ConsoleLog:
         self.first: tuple[int, float] | None = None  # step and time of the first `show`: a resumed run starts late
         self.bar = None
         console = Console()
-        # isatty besides: FORCE_COLOR makes rich take a log file for a terminal
+        # also isatty: with FORCE_COLOR rich takes a log file for a terminal
         if sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal:
             whole = {"table_column": Column(no_wrap=True)}  # in a narrow window only the bar gives way
             columns = [TextColumn("step", **whole), MofNCompleteColumn(**whole)]
@@ -31,7 +31,7 @@ class ConsoleLog:
             columns += [TextColumn("left", **whole), TimeRemainingColumn(elapsed_when_finished=False, **whole)]
             self.bar = Progress(*columns, console=console, expand=True)
             self.bar.start()
-            console.show_cursor(True)  # a failing rank leaves by os._exit, which would leave the terminal without a cursor
+            console.show_cursor(True)  # a failing rank ends by os._exit, which would leave the terminal without a cursor
             self.task = self.bar.add_task("", total=total_steps)
 
     def show(self, step: int, metrics: dict[str, float]) -> None:
@@ -72,6 +72,6 @@ class ConsoleLog:
 
 
 def _rate(metrics: dict[str, float]) -> float | None:
-    """Tokens per second of all ranks; perf/throughput is a rank's, as in verl."""
+    """Return the tokens per second of all ranks; perf/throughput is per rank, as in verl."""
     seconds = metrics.get("perf/time_per_step")
     return metrics["perf/total_num_tokens"] / seconds if seconds else metrics.get("perf/throughput")

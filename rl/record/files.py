@@ -1,32 +1,32 @@
-"""The files of a run's record, which must not stop it: what cannot be written now is kept and tried again at the next write."""
+"""The files of a run's record. A full disk must not stop the run: data that cannot be written is kept for the next write."""
 
 import sys
 from collections import deque
 from pathlib import Path
 
-KEPT_BYTES = 64 << 20  # that wait to be written; what is more is dropped and counted
+KEPT_BYTES = 64 << 20  # that may wait to be written; further records are dropped and counted
 
 
 class Files:
-    """Files in a run's directory. The disk may be full, or the directory gone or read-only, for a while: one warning says it,
-    and another line when all is written again."""
+    """Files in a run's directory. The disk may be full, or the directory lost or read-only, for a while: one warning says so,
+    and another line follows when all is written."""
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self._waiting: deque[tuple[str, bytes, str]] = deque()  # file, what is to be written, and how to open it
+        self._waiting: deque[tuple[str, bytes, str]] = deque()  # file, data to write, and mode to open it in
         self._dropped = 0
         self._failing = False
 
     def append(self, name: str, data: bytes) -> None:
-        """Writes the data behind what the file holds."""
+        """Append the data to the file."""
         self._add(name, data, "ab")
 
     def replace(self, name: str, data: bytes) -> None:
-        """Writes the data as the whole file."""
+        """Write the data as the whole file."""
         self._add(name, data, "wb")
 
     def close(self) -> None:
-        """Tries once more, and says what could not be written."""
+        """Try once more, and warn of records that could not be written."""
         self._write()
         missing = len(self._waiting) + self._dropped
         if self._failing:
@@ -45,7 +45,7 @@ class Files:
             left = memoryview(data)
             try:
                 path = self.directory / name
-                if path.parent != self.directory:  # a run's directory that was taken away is not made again
+                if path.parent != self.directory:  # a run's directory that was removed is not made again
                     path.parent.mkdir(exist_ok=True)
                 with open(path, mode, buffering=0) as file:
                     while left:
@@ -54,8 +54,8 @@ class Files:
                 self._waiting.appendleft((name, bytes(left) if mode == "ab" else data, mode))
                 if not self._failing:
                     _warn(
-                        f"{self.directory / name} cannot be written ({error.strerror}). Training continues; what is missing is "
-                        "written as soon as it can be"
+                        f"{self.directory / name} cannot be written ({error.strerror}). Training continues; the missing "
+                        "records are written as soon as possible"
                     )
                 self._failing = True
                 return

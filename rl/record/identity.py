@@ -1,7 +1,7 @@
 """The identity of a run, by which it resumes as the same run: its script, its flags, and the content of what the flags name.
 
-A flag belongs to the run unless its type says that it may change. Another value is refused, or listed under --resume-anyway;
-what MUST_STAY is refused in any case, since the saved state has no meaning under another value.
+A flag belongs to the run unless its type says that it may change. A different value is refused, or listed with
+--resume-anyway. The flags of MUST_STAY are refused in any case: the saved state has no meaning under another value.
 """
 
 import hashlib
@@ -30,14 +30,13 @@ class Identity:
     """A run's identity now, to be compared with the one in a checkpoint."""
 
     def __init__(self, args, script: str, path: str, prompts: PromptDataset, demonstrations=None):
-        """args: the script's flags. path: of the model, a directory or a hub name. prompts: those for training.
-        demonstrations: of --sft-files."""
+        """args: the script's. path: the model's directory or hub name. prompts: to train. demonstrations: of --sft-files."""
         self.args, self.script, self.path, self.prompts = args, script, path, prompts
         self.demonstrations = demonstrations
 
     @cached_property
     def record(self) -> dict:
-        """As JSON holds it: script, flags, and a digest of each content."""
+        """Script, flags, and a digest of each content, as JSON holds them."""
         contents = {"model": _digest_model(self.path), "train_files": _digest_prompts(self.prompts)}
         contents["tokenizer"] = _digest_tokenizer(self.prompts.tokenizer)
         for name, content in marks(type(self.args), Content).items():
@@ -48,7 +47,7 @@ class Identity:
         return json.loads(json.dumps({"script": self.script, "flags": asdict(self.args), "contents": contents}))
 
     def check(self, was: dict, where: Path) -> list[str]:
-        """The differences from a saved record, a line each. Raises UserError for any without --resume-anyway."""
+        """Return the differences from a saved record, a line each. Raise UserError for any without --resume-anyway."""
         if self.script != was["script"]:
             raise UserError(f"{where} was written by {was['script']}, not by {self.script}. Resume with {was['script']}.")
         now, old = self._settled(self.record["flags"]), self._settled(was["flags"])
@@ -69,8 +68,7 @@ class Identity:
         return lines
 
     def _settled(self, flags: dict) -> dict:
-        """The flags under today's names, those that an older version did not have at their defaults, and the sizes of a
-        batch as numbers."""
+        """Return the flags under today's names, with defaults for those that are newer, and the batch sizes as numbers."""
         defaults = json.loads(json.dumps(asdict(type(self.args)())))
         flags = defaults | flag_words.renamed(flags, defaults)
         update = flags.get("ppo_mini_batch_size")
@@ -86,20 +84,20 @@ class Identity:
 
 
 def _digest_model(path: str) -> str:
-    """A digest of the weights in a directory: names, sizes, and SAMPLES pieces of each file. Training changes them all."""
+    """Return a digest of the weights in a directory: names, sizes, and SAMPLES pieces of each file. Training changes all."""
     files = sorted(file for kind in ("*.safetensors", "*.bin") for file in Path(path).glob(kind)) if Path(path).is_dir() else []
     return sample(files) if files else path  # a hub name
 
 
 def _digest_code(spec: str) -> str:
-    """A digest of the file in path/to/file.py:names, or of the files that a command names; what has none stands for itself."""
+    """Return a digest of the file in path/to/file.py:names, or of the files that a command names; without files, `spec`."""
     path = Path(spec.rpartition(":")[0])
     files = [path] if path.is_file() else [Path(word) for word in shlex.split(spec) if Path(word).is_file()]
     return " ".join(map(_digest_file, files)) or spec
 
 
 def _digest_prompts(prompts: PromptDataset) -> str:
-    """The number of prompts, with a digest of the files' bytes; of a data set that is no file, of rows spread over it."""
+    """Return the number of prompts, with a digest of the files' bytes; for a data set that is no file, of 1,000 rows."""
     state = xxhash.xxh3_64()
     for file, table in zip(prompts.files, prompts.tables, strict=True):
         if Path(file).is_file():

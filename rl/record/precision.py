@@ -1,8 +1,8 @@
-"""What a run holds in which precision and where: a line at its start, and a part of its config.json."""
+"""The precision and place of a run's tensors: a line at its start, and a part of its config.json."""
 
 
 def precisions(args) -> dict[str, str]:
-    """What -> its precision, and "on the host" where it is not on the learners' devices. args: the script's."""
+    """Return kind of tensor -> precision, with "on the host" if it is not on the learners' devices. args: the script's."""
     all_on_host, on_host = (" on the host" if yes else "" for yes in (args.param_offload, args.optimizer_offload))
     samples = hasattr(args, "weights_dtype")  # a supervised run does not
     adapted = {"frozen model": args.dtype + all_on_host} if args.adapted else {}
@@ -16,7 +16,7 @@ def precisions(args) -> dict[str, str]:
 
 
 def in_words(held: dict[str, str]) -> str:
-    """One line; "" where everything is in fp32 on the device."""
+    """Return one line; "" if everything is in fp32 on the device."""
     if set(held.values()) == {"float32"}:
         return ""
     return "precision: " + ", ".join(f"{what} {how}" for what, how in held.items())

@@ -1,4 +1,4 @@
-"""Which code made a run: its git commit, and a digest that tells two states of the code apart, committed or not."""
+"""Which code made a run: its git commit, and a digest that distinguishes states of the code, committed or not."""
 
 import hashlib
 import importlib.util
@@ -10,35 +10,35 @@ from pathlib import Path
 
 
 def commit() -> str | None:
-    """The code's git commit, "+dirty" behind it if files differ; None outside a checkout."""
-    git = ["git", "-C", str(Path(__file__).parent)]
+    """Return the code's git commit, followed by "+dirty" if files differ; None outside a checkout."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
     try:
-        head = subprocess.run(
-            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
-        status = [*git, "status", "--porcelain", "--untracked-files=no"]
-        dirty = subprocess.run(status, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        head, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError):
         return None
-    return head + ("+dirty" if dirty else "")
+    return head + ("+dirty" if changes else "")
 
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def code_digest(script: Path, *more: Path) -> str:
-    """A digest of all code of the project that a run of the script may execute: rl/ (without rl/report, which only reads runs),
-    what `script_files` names, and the files in `more`. Equal digests mean equal code."""
+    """Return a digest of all code of the project that a run of the script may execute: `package_files`, `script_files`, and the
+    files in `more`. Equal digests mean equal code."""
     return digest_of([*package_files(), *script_files(script), *more])
 
 
 def package_files() -> list[Path]:
-    """The code in rl/ that runs execute."""
+    """Return the code in rl/ that runs execute: all except rl/report, which only reads runs."""
     return [path for path in PACKAGE.rglob("*.py") if PACKAGE / "report" not in path.parents]
 
 
 def script_files(script: Path) -> list[Path]:
-    """The script, losses.py, and the modules that the script has imported from its own directory."""
+    """Return the script, losses.py, and the modules that the script has imported from its own directory."""
     files = {script.resolve()}
     files |= {Path(spec.origin).resolve() for spec in [importlib.util.find_spec("losses")] if spec and spec.origin}
     loaded = [file for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))]
@@ -49,7 +49,7 @@ def script_files(script: Path) -> list[Path]:
 
 
 def digest_of(files: Iterable[Path]) -> str:
-    """A digest of the files' names and contents."""
+    """Return a digest of the files' names and contents."""
     digest = hashlib.sha256()
     for name, content in sorted(
         (file.name, file.read_bytes()) for file in {path.resolve() for path in files} if file.is_file()

@@ -57,14 +57,14 @@ class LogArgs:
     own."""
 
     def check(self) -> None:
-        """Raises UserError for a directory that no file system can have."""
+        """Raise UserError for a directory that no file system can have."""
         path = Path(self.output_dir, self.experiment_name or "")
         try:
             str(path).encode()
             path.exists()
         except UnicodeEncodeError:
             raise UserError(f"--output-dir, --experiment-name: {str(path)!a} is not UTF-8. Choose another name.") from None
-        except OSError as error:  # too long a name, or one that may not be looked at
+        except OSError as error:  # too long a name, or no permission to look
             raise UserError(f"--output-dir, --experiment-name: {str(path)[:60]} cannot be one ({error.strerror}).") from None
 
 
@@ -94,21 +94,18 @@ class Run:
         origin: Origin | None = None,
         notes: dict | None = None,
     ):
-        """origin: the run that resumes, in its directory; else a new one is made. notes: for config.json. Raises UserError if
-        there can be no directory."""
+        """origin: the run that resumes, in its directory. notes: for config.json. Raise UserError without a directory."""
         self.timer = Timers()
         self.enabled, self.total_steps = enabled, total_steps
         self.dir = origin.run_dir if origin else Path(args.output_dir)
         if not enabled:
             return
         record = _strict(describe_run(args, hardware, script) | {"total_steps": total_steps} | (notes or {}))
-        name, first_step = "config.json", 0
-        if origin:
-            first_step = origin.step + 1 if origin.checkpoint else 0
-            name = f"config_from_{first_step:06d}.json"
-        else:
+        first_step = origin.step + 1 if origin and origin.checkpoint else 0
+        if not origin:
             default = f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
             self.dir = new_directory(Path(args.output_dir), args.experiment_name or default)
+        name = f"config_from_{first_step:06d}.json" if origin else "config.json"
         self._files = Files(self.dir)
         self._lock = _lock(self.dir)
         damaged = sum(_forget_from(self.dir / file, first_step) for file in RECORDS) if origin else 0
@@ -126,7 +123,7 @@ class Run:
             self.say(f"{damaged} lines of {self.dir}/*.jsonl cannot be read: they are in *_damaged.jsonl now")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Records the step's metrics and timers, and timing_s/step: the seconds since the last `log`, timed or not."""
+        """Record the step's metrics and timers, and timing_s/step: the seconds since the last `log`, timed or not."""
         metrics = metrics | {"timing_s/step": self.timer.elapsed}
         metrics |= {f"timing_s/{name}": seconds for name, seconds in self.timer.seconds.items()}
         self.timer.restart()
@@ -135,7 +132,7 @@ class Run:
         self._files.append(METRICS, _line({"step": step, "time": time.time(), **_strict(metrics)}))
         self._console.show(step, metrics)
         own = metrics
-        if validations.STEP in metrics:  # `log_validation` has given that to the loggers
+        if validations.STEP in metrics:  # the loggers have the validation from `log_validation`
             own = {name: value for name, value in metrics.items() if not validations.is_of_validation(name)}
         if self._tensorboard:
             self._tensorboard.log(step, own)
@@ -143,8 +140,8 @@ class Run:
             self._wandb.log(step, own)
 
     def log_validation(self, metrics: dict[str, float], version: int, at_step: int, chooses_best: bool) -> None:
-        """Records a validation in validations.jsonl and, at the step that was validated, with the loggers. metrics: with
-        training/validated_step; at_step: under way now."""
+        """Record a validation in validations.jsonl and, at the step that was validated, with the loggers. metrics: with
+        training/validated_step. at_step: the step under way."""
         if not self.enabled:
             return
         step = metrics[validations.STEP]
@@ -156,28 +153,28 @@ class Run:
             self._wandb.log_validation(metrics)
 
     def log_tickets(self, step: int, trained: list[int], **others: list[int]) -> None:
-        """Records in tickets.jsonl which tickets the step trained, and what became of others, by name."""
+        """Record in tickets.jsonl which tickets the step trained, and the others by their fate."""
         if self.enabled:
             self._files.append(TICKETS, _line({"step": step, "trained": trained, **others}))
 
     def log_experts(self, step: int, load: list[list[float]]) -> None:
-        """Records in experts.jsonl a mixture's load, [layers, experts]: at the first step and each tenth of the run."""
+        """Record in experts.jsonl the load of the experts, [layers, experts], at the first step and each tenth of the run."""
         if self.enabled and (step == 1 or step * 10 // self.total_steps > (step - 1) * 10 // self.total_steps):
             self._files.append(EXPERTS, _line({"step": step, "load": [[round(x, 3) for x in layer] for layer in load]}))
 
     def log_generations(self, step: int, rows: list[dict]) -> None:
-        """Writes val_generations/step_<step>.md: one table row per response."""
+        """Write val_generations/step_<step>.md: one table row per response."""
         if self.enabled and rows:
             validation_tables.write(self._files, step, rows)
 
     def say(self, text: str) -> None:
-        """Prints a line for the user, above the progress bar if there is one."""
+        """Print a line for the user, above the progress bar if there is one."""
         if self.enabled:
             self._console.say(text)
 
     def warn(self, what: str, count: int, detail: str) -> None:
-        """Counts `what`, which went wrong `count` times more without stopping the run, and prints one line when it begins and
-        whenever its total has grown tenfold."""
+        """Count `what`, which went wrong `count` more times without stopping the run. Print a line the first time, and whenever
+        the total has grown tenfold."""
         if not (self.enabled and count):
             return
         before = self._warned[what]
@@ -186,13 +183,12 @@ class Run:
             self.say(f"warning: {what}: {self._warned[what]:,} so far. {detail}")
 
     def warn_unscored(self, errors: list[str]) -> None:
-        """Warns of responses that could not be scored, with the last one's error."""
+        """Warn of responses that could not be scored, with the last one's error."""
         last = f"The last: {errors[-1]}" if errors else ""
         self.warn("responses that could not be scored (--on-reward-error)", len(errors), last)
 
     def finish(self, checkpoint: Path | None, plot: str = "reward") -> None:
-        """Draws the plot of that name, closes everything, and says where things are. checkpoint: None if nothing was
-        trained."""
+        """Draw the plot of that name, close everything, and print the files' paths. checkpoint: None if nothing was trained."""
         if not self.enabled:
             return
         self._console.close()
@@ -210,7 +206,7 @@ class Run:
 
 
 def _lock(directory: Path):
-    """Holds the run's directory until this process ends. Raises UserError if another process does."""
+    """Hold the run's directory until this process ends. Raise UserError if another process holds it."""
     try:
         handle = open(directory / ".lock", "w")  # noqa: SIM115  (held as long as the run)
     except OSError as error:
@@ -225,15 +221,15 @@ def _lock(directory: Path):
 
 
 def _forget_from(jsonl: Path, step: int) -> int:
-    """Moves the lines of this step and later ones, which will come again, to *_superseded.jsonl, and lines that record no step
-    to *_damaged.jsonl; returns how many those are. A last line that was cut off is dropped."""
+    """Move the lines of this step and later ones, which the run will repeat, to *_superseded.jsonl, and lines that record no
+    step to *_damaged.jsonl. Return the number of the latter. Drop a last line that was cut off."""
     if not jsonl.exists():
         return 0
     *lines, cut = jsonl.read_bytes().split(b"\n")
     kept, later, damaged = [], [], []
     for line in lines:
-        at = _step_of(line)
-        (damaged if at is None else kept if at < step else later).append(line + b"\n")
+        row = validations.row_of(line)
+        (damaged if row is None else kept if row["step"] < step else later).append(line + b"\n")
     if not (later or damaged or cut):
         return 0
     try:
@@ -249,20 +245,12 @@ def _forget_from(jsonl: Path, step: int) -> int:
     return len(damaged)
 
 
-def _step_of(line: bytes) -> int | None:
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError):
-        return None
-    return step if type(step) is int else None
-
-
 def _line(record: dict) -> bytes:
     return json.dumps(record, allow_nan=False).encode() + b"\n"
 
 
 def new_directory(parent: Path, name: str) -> Path:
-    """Makes parent/name, or name-2, name-3, ... if it is taken: two runs never share one. Raises UserError if none can be."""
+    """Make parent/name, or name-2, name-3, ... if it is taken: two runs never share one. Raise UserError if that fails."""
     for i in range(1, 10_000):
         path = parent / (name if i == 1 else f"{name}-{i}")
         try:
@@ -279,7 +267,7 @@ def new_directory(parent: Path, name: str) -> Path:
 
 
 def describe_run(args: LogArgs, hardware: dict, script: str) -> dict:
-    """Everything that tells this run from another: flags, versions, machine, commit."""
+    """Return everything that distinguishes this run from others: flags, versions, machine, commit."""
     versions = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -302,7 +290,7 @@ def describe_run(args: LogArgs, hardware: dict, script: str) -> dict:
 
 
 def _strict(value):
-    """The same with null for NaN and infinities, which strict JSON has no words for."""
+    """Return the value with None for NaN and infinities, which strict JSON cannot hold."""
     if isinstance(value, dict):
         return {k: _strict(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -311,8 +299,8 @@ def _strict(value):
 
 
 def plot_reward(metrics: Path, target: Path) -> Path:
-    """Draws reward (of training) and accuracy (of validation) against steps, from metrics.jsonl and the validations next to it,
-    as a PNG; of a supervised run the negative log-likelihood."""
+    """Draw training reward and validation accuracy against steps, from metrics.jsonl and the validations next to it, as a PNG;
+    for a supervised run, the negative log-likelihood."""
     from matplotlib.figure import Figure  # not pyplot: that would choose a backend for a notebook that calls this
 
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]

@@ -11,7 +11,7 @@ class TensorBoard:
     """An event file of its own for each start of the run."""
 
     def __init__(self, files: Files, first_step: int):
-        """first_step: of a run that resumes; what an earlier start has recorded from there on is not shown."""
+        """first_step: of a run that resumes. TensorBoard hides the rows of earlier starts from there on."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         self._files, self._event = files, Event

@@ -1,7 +1,7 @@
 """The tables of validation responses, val_generations/step_<step>.md of a run: written as it runs, read by report.py.
 
-A prompt's pictures are next to its responses, as thumbnails: PNG files next to the table, one for each distinct picture however
-many tables show it. Text stands as it is, whatever Markdown or a terminal would make of it. Needs no torch.
+A prompt's pictures are next to its responses, as thumbnails: PNG files next to the table, one per distinct picture. Text is
+escaped, so that neither Markdown nor a terminal changes it. Needs no torch.
 """
 
 import io
@@ -18,8 +18,8 @@ from rl.record.files import Files
 
 DIRECTORY = "val_generations"
 COLUMNS = ("prompt", "response", "ground_truth", "score")
-SIDE = 160  # pixels of a thumbnail at most, either way: 77 KB of PNG where nothing can be compressed
-MOST = 8  # pictures of a prompt that are shown
+SIDE = 160  # most pixels of a thumbnail's side: at most 77 KB of PNG
+MOST = 8  # pictures shown per prompt
 
 
 class Picture(NamedTuple):
@@ -28,7 +28,7 @@ class Picture(NamedTuple):
 
 
 def write(files: Files, step: int, rows: list[dict]) -> None:
-    """Writes the table: a row for each of `rows`, with COLUMNS and, where a row has any, "images", the bytes of image files."""
+    """Write the table. rows: one per response, with COLUMNS and optionally "images", the bytes of image files."""
     with_pictures = any(row.get("images") for row in rows)
     columns = ("picture",) * with_pictures + COLUMNS
     lines = [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
@@ -42,7 +42,7 @@ def write(files: Files, step: int, rows: list[dict]) -> None:
 
 
 def _thumbnail(files: Files, source: bytes) -> Picture | str:
-    """Writes the image's thumbnail, unless there is one already; says what is wrong with an image that has none."""
+    """Write the image's thumbnail, unless it exists, and return it. Return the error of an image that cannot be read."""
     try:
         image = Image.fromarray(images.to_rgb(source))
     except images.ImageError as error:
@@ -57,7 +57,7 @@ def _thumbnail(files: Files, source: bytes) -> Picture | str:
 
 
 def markdown(value) -> str:
-    """A table's cell. Numbers have three decimals, no number is marked as such, and text is on one line."""
+    """Return the value as a table's cell: numbers with three decimals, None as "unscored", text on one line."""
     if isinstance(value, Picture):
         return f"![{value.words}]({value.file})"
     text = "unscored" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
@@ -67,8 +67,7 @@ def markdown(value) -> str:
 
 
 def read(table: Path) -> list[list]:
-    """The rows of a table of `write`, its header first: text as it was, and lists of pictures. Lines that were cut off or
-    changed are left out."""
+    """Return the rows of a table of `write`, its header first: texts, and lists of pictures. Damaged lines are left out."""
     lines = table.read_text(encoding="utf-8", errors="replace").splitlines()
     rows = [[_value(cell[1:-1]) for cell in re.findall(r"((?:\\.|[^\\|])*)\|", line)[1:]] for line in lines]
     if not rows or tuple(rows[0][-len(COLUMNS) :]) != COLUMNS:
@@ -77,7 +76,7 @@ def read(table: Path) -> list[list]:
 
 
 def _value(cell: str) -> str | list[Picture]:
-    """The text or the pictures of which `markdown` has made the cell."""
+    """Return the text or the pictures from which `markdown` made the cell."""
     if cell.startswith("!["):
         return [Picture(file, words) for words, file in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", cell)]
     return re.sub(r"\\(.)|<br>", lambda found: found[1] or "\n", cell)

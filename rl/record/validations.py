@@ -19,25 +19,25 @@ STEP = "training/validated_step"
 
 
 def is_of_validation(name: str) -> bool:
-    """Whether this metric says something about a validation: it belongs to the step that was validated."""
+    """Return whether this metric is of a validation: it belongs to the step that was validated."""
     return name.startswith("val-") or name == STEP
 
 
 def score(metrics: dict[str, float | None]) -> float | None:
-    """The number by which validations are compared: the mean accuracy over the data sources; None without any."""
+    """Return the number by which validations are compared: the mean accuracy over the data sources; None without any."""
     values = [value for name, value in metrics.items() if name.startswith("val-core/") and "/acc/mean@" in name]
     values = [value for value in values if value is not None and math.isfinite(value)]
     return sum(values) / len(values) if values else None
 
 
 def read(run_dir: Path) -> list[dict]:
-    """The validations of a run, in order of step."""
+    """Return the validations of a run, in order of step."""
     return merge(_lines(run_dir / FILE), _lines(run_dir / "metrics.jsonl"))
 
 
 def merge(validations: Iterable[dict], rows: Iterable[dict]) -> list[dict]:
-    """The same from the lines of validations.jsonl and of metrics.jsonl: each step once, in order of step. If a step was
-    validated again, the last line counts. Runs of older versions have their validations in metrics.jsonl alone."""
+    """Return each validated step once, in order, from the rows of validations.jsonl and of metrics.jsonl. If a step was
+    validated again, the last row counts. Runs of older versions have their validations in metrics.jsonl only."""
     found = {}
     for row in rows:
         metrics = {name: value for name, value in row.items() if is_of_validation(name)}
@@ -49,25 +49,27 @@ def merge(validations: Iterable[dict], rows: Iterable[dict]) -> list[dict]:
 
 
 def scores(validations: Iterable[dict]) -> dict[int, float]:
-    """step -> score of the validations that may choose the best checkpoint."""
+    """Return step -> score of the validations that may choose the best checkpoint."""
     known = {row["step"]: score(row) for row in validations if row.get("chooses_best", True)}
     return {step: value for step, value in known.items() if value is not None}
 
 
 def _lines(file: Path) -> list[dict]:
-    """The lines that record a step; others are cut off or damaged."""
-    found = []
-    for line in file.read_bytes().split(b"\n") if file.exists() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and type(row.get("step")) is int:
-            found.append(row)
-    return found
+    """Return the rows of the lines that record a step."""
+    lines = file.read_bytes().split(b"\n") if file.exists() else ()
+    return [row for line in lines if (row := row_of(line))]
 
 
-# ------------------------------------------------------------------------------ on the way from several generators
+def row_of(line: bytes) -> dict | None:
+    """Return what the line of a JSONL file records of a step; None if it is cut off or damaged."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+
+
+# ------------------------------------------------------------------------------------- arriving from several generators
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,7 @@ class Validation:
 
     step: int  # after which these weights were published
     version: int
-    rows: list[dict]  # one a response, in order of the prompts
-
-    @classmethod
-    def of(cls, parts: list[dict]) -> "Validation":
-        """From what each generator has sent. In a checkpoint of an older version the parts have no version."""
-        rows = sorted((row for part in parts for row in part["rows"]), key=lambda row: row["index"])
-        return cls(parts[0]["step"], parts[0].get("version", parts[0]["step"]), rows)
+    rows: list[dict]  # one per response, in order of the prompts
 
 
 class Parts:
@@ -99,13 +95,16 @@ class Parts:
             self.newest = max(self.newest, step)
 
     def take(self) -> list[Validation]:
-        """Those that are whole, in order of step."""
-        whole = sorted(step for step in self._parts if self._is_whole(step))
-        validations = [Validation.of(self._parts.pop(step)) for step in whole]
-        return [validation for validation in validations if validation.rows]
+        """Return those that are whole, in order of step."""
+        out = []
+        for step in sorted(step for step in self._parts if self._is_whole(step)):
+            parts = self._parts.pop(step)
+            rows = sorted((row for part in parts for row in part["rows"]), key=lambda row: row["index"])
+            out += [Validation(step, parts[0]["version"], rows)] if rows else []
+        return out
 
     def skip_recorded(self, steps: Iterable[int]) -> None:
-        """For a run that resumes: validations that its record has, perhaps since the checkpoint, are not taken again."""
+        """Skip validations that the record of a resumed run has already, perhaps since the checkpoint."""
         for step in steps:
             self._parts.pop(step, None)
             self.newest = max(self.newest, step)
@@ -118,6 +117,6 @@ class Parts:
         self._parts = {parts[0]["step"]: parts for parts in state["rows"]}
 
     def _is_whole(self, step: int) -> bool:
-        """Whether all parts are there. A large part is sent as several records, each but the last with "more"."""
+        """Return whether all parts are there. A large part is sent as several records, all with "more" except the last."""
         records = self._parts[step]
         return sum(not record.get("more") for record in records) == records[0]["parts"]

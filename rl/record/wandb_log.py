@@ -1,7 +1,7 @@
 """Metrics for Weights & Biases.
 
-A row's number there counts rows, not steps: several validations may arrive during one step, and W&B keeps one row for a number.
-What a metric is plotted against is training/global_step, for validations training/validated_step.
+A row's number there counts rows, not steps: several validations may arrive during one step, and W&B keeps one row per number.
+Metrics are plotted against training/global_step, those of validations against training/validated_step.
 """
 
 import dataclasses
@@ -15,11 +15,10 @@ GLOBAL_STEP = "training/global_step"
 
 
 class WandB:
-    """The run there: a new one, or the one whose id is in the run's directory."""
+    """The run in W&B: a new one, or the one whose id is in the run's directory."""
 
     def __init__(self, args, files: Files, records: tuple[str, ...]):
-        """args: the script's flags; records: files of the run's directory whose lines are logged here too. Raises UserError if
-        W&B refuses."""
+        """args: the script's. records: the run's files whose lines are logged here, too. Raise UserError if W&B refuses."""
         import wandb
 
         directory, id_file = files.directory, files.directory / "wandb_id"
@@ -36,10 +35,6 @@ class WandB:
         self._axes = {GLOBAL_STEP, validations.STEP}  # that have been defined
         for axis in (GLOBAL_STEP, validations.STEP):
             self._run.define_metric(axis)
-
-    @property
-    def id(self) -> str:
-        return self._run.id
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._log({GLOBAL_STEP: step} | metrics, GLOBAL_STEP)
@@ -63,6 +58,6 @@ class WandB:
 
 
 def _lines(directory: Path, records: tuple[str, ...]) -> int:
-    """The number of lines in these records, those that were superseded included."""
+    """Return the number of lines in these records, including the superseded ones."""
     files = [directory / f"{Path(name).stem}{word}.jsonl" for name in records for word in ("", "_superseded")]
     return sum(file.read_bytes().count(b"\n") for file in files if file.exists())

@@ -1,1 +1,1 @@
-"""From generators to learners: tickets, the schedule with its bound of staleness, groups, and the mail between ranks."""
+"""From generators to learners: tickets, the schedule with its bound of staleness, groups, and messages between ranks."""

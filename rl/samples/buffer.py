@@ -1,4 +1,4 @@
-"""Groups that have arrived, in the order in which they may be trained; what is too old or flat is dropped here."""
+"""Groups that have arrived, in the order in which they may be trained. Groups that are too old or flat are dropped here."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from rl.samples.schedule import ScheduleArgs
 
 
 class SampleBuffer:
-    """The groups that have come in, and which of them a step trains: the oldest first. Every learner holds the same."""
+    """The groups that have arrived, and which of them a step trains: the oldest first. Every learner holds the same."""
 
     def __init__(self, args: ScheduleArgs, filter_groups: bool = False, max_num_gen_batches: int = 10):
         self.args = args
@@ -19,15 +19,15 @@ class SampleBuffer:
         self.dropped: Counter[str] = Counter()  # tickets by reason: "stale", "filtered"
         self.skipped = 0  # tickets that never start (--prompt-sampling)
         self.gone: dict[str, list[int]] = {}  # the dropped and the skipped tickets, since the last step
-        self.observe: Callable[[Group], None] = lambda group: None  # called with what is trained or filtered
+        self.observe: Callable[[Group], None] = lambda group: None  # called with each trained or filtered group
         self._low, self._high = 0, set()  # tickets dealt with: all below, and these
         self._bounds: list[int] = []  # by version: only tickets below may have started under it, or before
         self._flat_left = self._flat_limit = (max_num_gen_batches - 1) * args.prompts_per_step if filter_groups else 0
 
     def add(self, group: Group) -> None:
-        """Takes a group in; with --filter-groups one without signal is dropped, unless a step has lost too many."""
+        """Add a group. With --filter-groups drop it if it has no signal, unless the step has lost too many groups already."""
         if group.ticket in self.waiting or group.ticket in self._high or group.ticket < self._low:
-            raise RuntimeError(f"ticket {group.ticket} came in twice")
+            raise RuntimeError(f"ticket {group.ticket} arrived twice")
         if self._flat_left and not group.has_signal:
             self._flat_left -= 1
             self._drop(group.ticket, "filtered")
@@ -36,20 +36,20 @@ class SampleBuffer:
             self.waiting[group.ticket] = group
 
     def skip(self, ticket: int) -> None:
-        """Settles a ticket that will not start. It makes room for another."""
+        """Settle a ticket that will not start. It makes room for another."""
         self.skipped += 1
         self.gone.setdefault("skipped", []).append(ticket)
         self._settle(ticket)
 
     def published(self, version: int) -> None:
-        """To be called when this version is announced: nothing starts under those before any more."""
-        # A run that ended in the middle of a publish period has one version more than it resumes with if it gets more steps.
+        """Note that this version has been announced: no ticket starts under an earlier one any more."""
+        # A run that ended in the middle of a publish period has one version more than it resumes with if it gets more steps
         del self._bounds[version:]
         while len(self._bounds) < version:
             self._bounds.append(self.args.quota(len(self._bounds)) + self.replaced)
 
     def take(self, step: int) -> list[Group] | None:
-        """The groups of step `step` (from 1), or None while there are not enough."""
+        """Return the groups of step `step` (from 1), or None while there are not enough."""
         args, version = self.args, self.args.version_at(step)
         if args.max_staleness is not None and args.on_stale == "drop":
             for ticket in [t for t, group in self.waiting.items() if version - group.oldest > args.max_staleness]:
@@ -67,13 +67,13 @@ class SampleBuffer:
         return groups
 
     def take_gone(self) -> dict[str, list[int]]:
-        """The tickets that were dropped since the last call, by reason."""
+        """Return the tickets that were dropped since the last call, by reason."""
         gone, self.gone = self.gone, {}
         return gone
 
     @property
     def replaced(self) -> int:
-        """Tickets that are not trained, so that others may start in their place."""
+        """The number of tickets that are not trained, so that others may start in their place."""
         return self.dropped.total() + self.skipped
 
     @property
@@ -99,8 +99,7 @@ class SampleBuffer:
         }
 
     def account(self, unfinished: list[int], started: int) -> str:
-        """One line on where every ticket went. unfinished: those that generators gave up at the end. Raises RuntimeError if
-        the sum does not come out."""
+        """Return one line on every ticket's fate. unfinished: given up by the generators. Raise RuntimeError if one is lost."""
         in_flight, dropped = len(self.waiting) + len(unfinished), self.dropped.total()
         line = f"{started:,} tickets started = {self.trained:,} trained + {dropped:,} dropped + {in_flight:,} in flight"
         if started != self.trained + dropped + in_flight:
@@ -108,8 +107,8 @@ class SampleBuffer:
         return line + (f"; {self.skipped:,} more were skipped (--prompt-sampling)" if self.skipped else "")
 
     def _in_time(self, step: int, tickets: list[int]) -> bool:
-        """True if, with --on-stale wait, all that these tickets leave over can still be trained before it is too old: what
-        started under version v or before (tickets below a bound) must be trained before version v + max_staleness + 1."""
+        """Return whether, with --on-stale wait, all groups that these tickets leave over can still be trained in time: groups
+        that started under version v or before (tickets below a bound) before version v + max_staleness + 1."""
         args = self.args
         if args.max_staleness is None or args.on_stale == "drop":
             return True
@@ -129,7 +128,7 @@ class SampleBuffer:
         return {name: getattr(self, name) for name in names} | {"_high": sorted(self._high)}
 
     def restore(self, state: dict, groups: list[Group], drawn: int) -> list[int]:
-        """Takes `state` and the waiting groups back; returns the tickets that were under way, of `drawn` in all."""
+        """Restore `state` and the waiting groups. Return the tickets that were under way, of `drawn` in all."""
         for name, value in state.items():
             setattr(self, name, value)
         self._high, self.dropped = set(self._high), Counter(self.dropped)
@@ -137,7 +136,7 @@ class SampleBuffer:
         return [t for t in range(self._low, drawn) if t not in self._high and t not in self.waiting]
 
     def skipped_below(self, drawn: int) -> int:
-        """How many of the skipped tickets are below `drawn`; from there on nothing else has been dealt with."""
+        """Return how many of the skipped tickets are below `drawn`. From there on only skipped ones have been dealt with."""
         return self.skipped - max(0, self._low - drawn) - sum(ticket >= drawn for ticket in self._high)
 
     def _drop(self, ticket: int, reason: str) -> None:

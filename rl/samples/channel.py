@@ -1,8 +1,8 @@
-"""Messages between the ranks of a job, the weights aside: generators through their node's ring, learners through the store.
+"""Messages from generators to learners, through their node's ring.
 
-Inbox and Outbox are the ends of the ring: whole groups, validation rows, reports of where a generator's time went, and a last
-word. One byte says which; groups are framed by rl/samples/group.py, everything else is JSON. What the
-first learner sends to all generators is in the control block (rl/samples/control.py).
+Inbox and Outbox are the ends of the ring: groups, validation rows, reports of where a generator's time went, and a last word.
+One byte says which; groups are framed by rl/samples/group.py, everything else is JSON. Messages of the first learner to all
+generators are in the control block (rl/samples/control.py).
 """
 
 import json
@@ -18,6 +18,7 @@ from rl.samples.gather import all_gather_records
 from rl.samples.group import Group
 from rl.samples.ring_size import ring_mb_for
 from rl.split import Split, SplitArgs
+from rl.transport.bridge import senders
 from rl.transport.relay import Forwarder, Receiver
 from rl.transport.ring import RecordTooLarge, Ring, RingTimeout
 
@@ -25,10 +26,10 @@ GROUP, UNFINISHED, BATCH, ROWS, REPORT, SNAPSHOT, LAST = b"G", b"U", b"B", b"V",
 
 
 def _open_ring(split: Split, megabytes: int) -> Ring | None:
-    """This node's ring: its first learner makes it, or its first generator where there are no learners, and its generators
-    join. None on other learners, who get their samples from the first, and where nothing would come through it."""
+    """Return this node's ring. Its first learner makes it, or its first generator if the node has no learner; the generators
+    join. Return None on other learners, which get their samples from the first, and where no sample would arrive."""
     key, makes = f"ring/{split.node}", split.is_first_here and (split.role == "learner" or not split.here.learners)
-    if makes and (split.here.generators or _sends_to(split)):
+    if makes and (split.here.generators or _nodes_that_send(split)):
         ring = Ring.create(megabytes << 20)
         split.store.set(key, ring.address)
     elif split.role == "generator":
@@ -40,16 +41,13 @@ def _open_ring(split: Split, megabytes: int) -> Ring | None:
     return ring
 
 
-def _sends_to(split: Split) -> list[int]:
-    """The nodes that only generate and send their samples to this one: those nodes take turns over the ones with learners."""
-    learning = [number for number, node in enumerate(split.nodes) if node.learners]
-    generating = [number for number, node in enumerate(split.nodes) if not node.learners]
-    return [number for i, number in enumerate(generating) if learning[i % len(learning)] == split.node]
+def _nodes_that_send(split: Split) -> list[int]:
+    """Return the nodes that only generate and send their samples to this one."""
+    return [number for number, reader in senders(split.nodes).items() if reader == split.node != number]
 
 
 class Outbox:
-    """A generator's end. It never blocks: a generator that waited for room could not take new weights, and the learner that
-    makes room waits for just that."""
+    """A generator's end. It never blocks: the learner that makes room may be waiting until new weights are taken here."""
 
     def __init__(self, args: SplitArgs, split: Split):
         self.ring, self.split = _open_ring(split, args.ring_mb), split
@@ -63,14 +61,14 @@ class Outbox:
         self._send(GROUP, group.to_bytes())
 
     def send_batch(self, groups: list[Group], metrics: dict[str, float], next_ticket: int, history: dict) -> None:
-        """A whole batch, with the metrics of its making, the first ticket of the batch after, and its prompts' history."""
+        """Send a whole batch, with the metrics of its making, the first ticket of the next batch, and its prompts' history."""
         for group in groups:
             self.send_group(group)
         self._send_json(BATCH, {"groups": len(groups), "metrics": metrics, "next_ticket": next_ticket} | history)
 
     def send_rows(self, step: int, version: int, rows: list[dict], parts: int = 1) -> None:
-        """A validation of this version of the weights, published after that step: one of `parts`, each by another generator.
-        It is sent as several records where one would take too much of the ring."""
+        """Send a validation of this version of the weights, published after that step. It is one of `parts`, each from another
+        generator, and several records if one would take too much of the ring."""
         pieces: list[list[bytes]] = [[]]
         size, most = 0, self.ring.max_record // 2
         for row in rows:
@@ -86,8 +84,7 @@ class Outbox:
             self._send(ROWS, b'%b, "rows": [%b]}' % (head[:-1], b",".join(piece)))
 
     def report(self, timer: Timers, pool: ScoringPool, received: dict[str, float]) -> None:
-        """Reports this generator's time since the last report, which ends with a publish; restarts the timer. received: of the
-        publish (rl/weights/publisher.py)."""
+        """Report this generator's time since the last report, and restart the timer. received: Subscriber.received."""
         content = {
             "elapsed": timer.elapsed,
             "ledger": timer.ledger(),
@@ -101,13 +98,13 @@ class Outbox:
         timer.restart()
 
     def send_snapshot(self, step: int, unfinished: list[Group]) -> None:
-        """Sends what is under way here, for the checkpoint of that step."""
+        """Send the groups under way here, for the checkpoint of that step."""
         for group in unfinished:
             self._send(UNFINISHED, group.to_bytes())
         self._send_json(SNAPSHOT, {"step": step})
 
     def finish(self, unfinished: list[int]) -> None:
-        """The last record: tickets that were started here and will not be finished. Returns when all has been handed over."""
+        """Send the last record, with the tickets that will not be finished. Return when all records have been handed over."""
         self._send_json(LAST, {"unfinished": unfinished})
         with watchdog.doing("the last records to be taken"):
             while self._queue:
@@ -122,7 +119,7 @@ class Outbox:
                 self._forwarder.wait(self.ring.counts["written"])
 
     def flush(self) -> None:
-        """Hands over what there is room for. Raises UserError for a record for which there never will be."""
+        """Hand over the records for which there is room. Raise UserError for a record for which there will never be any."""
         if self._forwarder:
             self._forwarder.check()
         while self._queue:
@@ -146,12 +143,12 @@ class Outbox:
 
 
 class Inbox:
-    """The learners' end: what has come in on any node, the same on every learner and in the same order."""
+    """The learners' end: the records that have arrived on any node, the same on every learner and in the same order."""
 
     def __init__(self, args: SplitArgs, split: Split):
         self.ring, self.generators = _open_ring(split, args.ring_mb), split.generators
-        senders = _sends_to(split) if self.ring else []
-        self._receiver = Receiver(self.ring, split.store, senders) if senders else None
+        nodes = _nodes_that_send(split) if self.ring else []
+        self._receiver = Receiver(self.ring, split.store, nodes) if nodes else None
         self.groups: deque[Group] = deque()
         self.batches: deque[dict] = deque()  # metrics of whole batches whose groups are all in `groups`
         self.reports: list[dict] = []
@@ -161,7 +158,7 @@ class Inbox:
         self.validations = Parts()
 
     def receive(self, seconds: float = 0.1) -> None:
-        """Waits for a record, no longer than that, and takes all that are there. A collective of the learners."""
+        """Wait for a record, no longer than that, and take all that are there. A collective of the learners."""
         records, wait = [], seconds
         if self._receiver:
             self._receiver.check()
@@ -181,7 +178,7 @@ class Inbox:
             group = Group.from_bytes(body)
             if kind == GROUP:
                 self.groups.append(group)
-                self._unfinished.pop(group.ticket, None)  # it has come after the snapshot
+                self._unfinished.pop(group.ticket, None)  # it ended after the snapshot
             else:
                 self._unfinished[group.ticket] = group
             return
@@ -192,40 +189,24 @@ class Inbox:
             lists = {BATCH: self.batches, REPORT: self.reports, SNAPSHOT: self._snapshots, LAST: self.last_words}
             lists[kind].append(content)
 
-    def have_ended(self) -> bool:
-        """Whether every generator has said its last word."""
-        return len(self.last_words) == self.generators
+    def wait_for_end(self) -> None:
+        """Return when every generator has said its last word. A collective."""
+        with watchdog.doing("the last words of the generators"):
+            while len(self.last_words) < self.generators:
+                self.receive()
 
     def unfinished_at(self, step: int) -> list[Group]:
-        """The responses under way in all generators, which have been asked for them at this step: waits for all. They are
-        not in `groups`."""
-        with watchdog.doing("the generators to say what is under way"):
-            while sum(said["step"] == step for said in self._snapshots) < self.generators:
+        """Return the groups under way in all generators, which were asked for them at this step. A collective."""
+        with watchdog.doing("the generators to send their unfinished groups"):
+            while sum(snapshot["step"] == step for snapshot in self._snapshots) < self.generators:
                 self.receive()
         out = list(self._unfinished.values())
         self._unfinished.clear()
         self._snapshots.clear()
         return out
 
-    @property
-    def occupancy(self) -> float:
-        """The fraction of this node's ring in use, 0 to 1."""
-        return self.ring.occupancy if self.ring else 0.0
-
-    def state(self) -> dict:
-        """For a checkpoint: validations, besides `groups`."""
-        return self.validations.state()
-
-    def restore(self, state: dict) -> None:
-        self.validations.restore(state)
-
-    def unfinished(self) -> list[int]:
-        """Tickets that the generators gave up at their end."""
-        return [ticket for last in self.last_words for ticket in last["unfinished"]]
-
     def take_validations(self, until: int | None = None) -> list[Validation]:
-        """Every validation that has arrived whole since the last call, in order of step. With `until`, waits for that step's (a
-        collective)."""
+        """Return the validations that are whole, in order of step. With `until`, wait for that step's: then a collective."""
         while until is not None and until > self.validations.newest:
             self.receive()
         return self.validations.take()

@@ -1,4 +1,4 @@
-"""The control block: what the learners' first rank announces to all generators, through the store."""
+"""The control block: the state that the first learner announces to all generators, through the store."""
 
 import json
 import threading
@@ -17,7 +17,7 @@ class State:
 
     version: int  # of the newest weights that are ready to be received
     dropped: int  # tickets dropped or skipped so far, for whatever reason: each makes room for another
-    snapshot: int = 0  # the step whose checkpoint wants to know what is under way
+    snapshot: int = 0  # the step whose checkpoint needs the groups under way
     stop: bool = False
     step: int = 0  # after which these weights were published
     skipped: tuple[int, ...] = ()  # tickets that do not start (--prompt-sampling), from `settled` on
@@ -29,10 +29,10 @@ class State:
 
 class ControlBlock:
     """The state in the store. The first learner writes it. In each generator a thread waits for the next state, so that reading
-    it costs no round trip, and waiting for it no polls: the store hears from a generator only when something has changed.
+    it costs no round trip and waiting for it no polls.
 
-    "control" holds the newest state with its number; "control/<number>" is there once that number has been written, and
-    "control/version/<version>" holds the state that announced that version: some 100 bytes of the store's memory each.
+    "control" holds the newest state with its number, "control/version/<version>" the state that announced that version.
+    "control/<number>" exists once that number has been written. Each takes some 100 bytes of the store's memory.
     """
 
     def __init__(self, split: Split):
@@ -43,7 +43,7 @@ class ControlBlock:
         self._following = in_background(self._follow, "control") if split.role == "generator" else None
 
     def update(self, **changes) -> None:
-        """Changes fields of the state; on other learners than the first nothing happens."""
+        """Change fields of the state. Only the first learner writes it."""
         new = replace(self.state or State(version=-1, dropped=0), **changes)
         if self.writes and new != self.state:
             self._number += 1
@@ -54,11 +54,11 @@ class ControlBlock:
         self.state = new
 
     def read(self) -> State:
-        """The newest state that has come here; waits until there is one."""
+        """Return the newest state that has arrived here; wait until there is one."""
         return self._wait(lambda state: True, "the control block in the store")
 
     def wait_for(self, version: int) -> None:
-        """Returns when the weights of this version, or newer ones, are ready."""
+        """Return when the weights of this version, or newer ones, are ready."""
         self._wait(lambda state: state.version >= version, f"version {version} of the weights")
 
     def _wait(self, done: Callable[[State], bool], what: str) -> State:
@@ -70,7 +70,7 @@ class ControlBlock:
             return self.state
 
     def _follow(self) -> None:
-        store = self.store.clone()  # a connection of its own: a call that waits would hold up all others
+        store = self.store.clone()  # a connection of its own: a call that waits would block all others
         while True:
             store.wait([f"control/{self._number + 1}"], timedelta(days=7))  # a step may take long: the watchdog has limits
             number, state = json.loads(store.get("control"))
@@ -80,5 +80,5 @@ class ControlBlock:
 
 
 def announces(version: int) -> str:
-    """The key of the state that announced that version."""
+    """Return the key of the state that announced that version."""
     return f"control/version/{version}"

@@ -45,32 +45,32 @@ class Group:
 
     @property
     def scored(self) -> list[Response]:
-        """Its responses but for those that could not be scored."""
+        """Its responses except those that could not be scored."""
         return [r for r in self.responses if r.score is not None]
 
     @property
     def compared(self) -> list[Response]:
-        """Those of them that have a part in a baseline: what is masked as a whole has none."""
+        """The scored responses that count in a baseline: all except those masked as a whole."""
         return [r for r in self.scored if r.mask is None or r.mask.any()]
 
     @property
     def has_signal(self) -> bool:
-        """True if its scores differ, the penalty on length left out: with zero variance all group-wise advantages are 0, and
-        what is right in every response would teach its length alone (DAPO, arXiv 2503.14476, looks at accuracy)."""
+        """Whether its scores differ without the penalty on length: with zero variance all group-wise advantages are 0, and a
+        group of right responses would only teach their length (DAPO, arXiv 2503.14476, compares accuracy)."""
         return len({r.extra.get(UNPENALISED, r.score) for r in self.compared}) > 1
 
     @property
     def is_flat(self) -> bool:
-        """True if several of its responses are compared, all with one score: group-wise advantages are exactly 0."""
+        """Whether several of its responses are compared, all with one score: group-wise advantages are exactly 0."""
         return len(self.compared) > 1 and len({r.score for r in self.compared}) == 1
 
     @property
     def oldest(self) -> int:
-        """The oldest version that sampled one of its tokens; of a group without any, one that is never too old."""
+        """The oldest version that sampled one of its tokens; without tokens, a version that is never too old."""
         return min((int(r.versions.min()) for r in self.responses if len(r.versions)), default=sys.maxsize)
 
     def to_bytes(self) -> bytes:
-        """A JSON header with the lengths, then the raw arrays. Nothing is pickled."""
+        """Return a JSON header with the lengths, then the raw arrays. Nothing is pickled."""
         header = {
             "ticket": self.ticket,
             "data_source": self.data_source,
@@ -101,7 +101,7 @@ class Group:
 
     @staticmethod
     def from_bytes(record: bytes | memoryview) -> "Group":
-        """The group of a record. Its arrays are views of the record."""
+        """Return the group of a record. Its arrays are views of the record."""
         at = 4 + struct.unpack_from("<I", record)[0]
         header = json.loads(bytes(record[4:at]))
 
@@ -135,8 +135,8 @@ class Group:
 
 
 def _runs(mask: np.ndarray | None) -> list[int] | Literal[False]:
-    """A mask as a header has it: the lengths of its runs, by turns of tokens that are in it, 0 or more at first, and of others.
-    False where there is none."""
+    """Return a mask for a header: the lengths of its runs, in turn of tokens in it, first 0 or more, and of others. False for
+    None."""
     if mask is None:
         return False
     ends = np.flatnonzero(np.diff(mask, prepend=True)).tolist()
@@ -144,5 +144,5 @@ def _runs(mask: np.ndarray | None) -> list[int] | Literal[False]:
 
 
 def _mask(runs: list[int] | Literal[False]) -> np.ndarray | None:
-    """What `_runs` was made of."""
+    """Return the mask of `_runs`."""
     return None if runs is False else np.repeat(np.arange(len(runs)) % 2 == 0, runs)

@@ -1,4 +1,4 @@
-"""Who waits for whom in a split job, out of the generators' reports and the learners' own timers."""
+"""Who waits for whom in a split job, from the generators' reports and the learners' own timers."""
 
 from collections import Counter
 
@@ -9,8 +9,7 @@ from rl.split import Split
 
 
 class IdleMeter:
-    """Who waits for whom, out of the generators' reports and the learners' own timers. The advice leaves out each rank's first
-    report: it covers start-up, where ranks wait for engines and models to load."""
+    """Collects the reports. The advice leaves out each rank's first one: it covers the start, when ranks wait for models."""
 
     def __init__(self, split: Split):
         self.split = split
@@ -21,7 +20,7 @@ class IdleMeter:
         self._advised: str | int | None = None  # in the last `news`
 
     def metrics(self, reports: list[dict], timer: Timers) -> dict[str, float]:
-        """Metrics of what was reported since the last call; empties the list."""
+        """Return the metrics of the reports since the last call, and empty the list."""
         own = timer.ledger()["wait"]
         out = {"fully_async/trainer/idle_ratio": own}
         self._count("learner", 0, timer.elapsed, learner=own)
@@ -42,7 +41,7 @@ class IdleMeter:
         return out | event_metrics(self.events)
 
     def read(self, reports: list[dict]) -> None:
-        """Takes what the summary and the events are made of."""
+        """Count the reports for the summary and the events."""
         for report in reports:
             self._events[report["rank"]] = report["events"]
             ledger = report["ledger"]
@@ -50,7 +49,7 @@ class IdleMeter:
 
     @property
     def events(self) -> Counter:
-        """Counts of what could not be scored since the run began."""
+        """Events of scoring since the run began, by name."""
         return sum(map(Counter, self._events.values()), self._events_before)
 
     def state(self) -> dict:
@@ -68,7 +67,7 @@ class IdleMeter:
         self._started.add((role, rank))
 
     def news(self) -> str:
-        """Advice to change something, if it differs from that of the last call."""
+        """Return advice to change something, if it differs from that of the last call."""
         advised, text = self._verdict()
         is_new = advised not in (None, self._advised)
         self._advised = advised
@@ -76,12 +75,12 @@ class IdleMeter:
         return text if is_new and is_advice else ""
 
     def last_words(self) -> list[str]:
-        """The summary at the end of a run; none of too few steps."""
-        advised, text = self._verdict()
-        return [] if advised is None else [text]
+        """Return the summary at the end of a run; nothing after too few steps."""
+        _, text = self._verdict()
+        return [text] if text else []
 
     def _verdict(self) -> tuple[str | int | None, str]:
-        """What rl/record/balance.py says of the shares so far; (None, "") after too few steps."""
+        """Return the advice of rl/record/balance.py on the shares so far; (None, "") after too few steps."""
         if not (self._elapsed["generator"] and self._elapsed["learner"]):
             return None, ""
         idle = [self._waited[role] / self._elapsed[role] for role in ("generator", "learner")]

@@ -1,12 +1,12 @@
 """--prompt-sampling: prompts that were solved or hopeless when they were last trained are passed over with a probability.
 
-A prompt whose responses all get one score teaches nothing, and is likely to do so again in the next epoch: what its groups have
-shown says so before they are generated (GRESO, arXiv 2506.02177). A ticket is decided on by what was trained up to the version
-of the weights that it may start under, and by a random number of its own, so that the decision is the same on every rank and
-after a resume. A ticket that is passed over never starts; it makes room for another, as a dropped one does.
+A prompt whose responses all get one score teaches nothing, and probably the same in the next epoch: its earlier groups predict
+that before new ones are generated (GRESO, arXiv 2506.02177). The decision on a ticket depends on the groups trained up to the
+version of the weights that it may start under, and on its own random number, so that it is the same on every rank and after a
+resume. A ticket that is passed over never starts; it makes room for another, as a dropped one does.
 
-Where batches are made whole, those who make them keep the history, which is of all batches before. In a stream the learners do:
-they decide on a ticket when the bound of staleness first lets it start, and announce with the weights those that do not.
+If batches are made whole, the generators keep the history, which covers all earlier batches. In a stream the learners keep it:
+they decide on a ticket when the bound of staleness first lets it start, and announce the skipped ones with the weights.
 """
 
 import copy
@@ -20,16 +20,16 @@ from rl.samples.group import UNPENALISED, Group
 
 KINDS = EASY, HARD = "easy", "hard"  # all right, all wrong
 MIXED = "mixed"
-FIRST, LEAST, MOST, MOVE = 0.5, 0.05, 0.95, 0.01  # of GRESO's chances: at first, their bounds, and how far one moves at a time
-TARGET = {EASY: 0.25 / 3, HARD: 0.25 * 2 / 3}  # GRESO's shares of such groups, of all that were generated
-FLOOR = 0.01  # no prompt has a smaller chance: GRESO's tend to 0, and a data set that is solved would end no step
+FIRST, LEAST, MOST, MOVE = 0.5, 0.05, 0.95, 0.01  # GRESO's chances: the first, their bounds, and the size of a change
+TARGET = {EASY: 0.25 / 3, HARD: 0.25 * 2 / 3}  # GRESO's fractions of such groups among all generated ones
+FLOOR = 0.01  # the least chance of a prompt: GRESO's tend to 0, and with a solved data set no step would end
 
-Shown = tuple[int, str]  # a ticket, and what its group has shown: one of KINDS, or MIXED
+Shown = tuple[int, str]  # a ticket, and the kind of its group: one of KINDS, or MIXED
 
 
 def shown(groups: Iterable[Group], wrong: float = 0.0) -> list[Shown]:
-    """What groups have shown. A response is right if its acc, or its score where the reward function returns no acc, is above
-    `wrong`. A group that compares less than two responses shows nothing."""
+    """Return the kinds of the groups. A response is right if its acc, or its score if the reward function returns no acc, is
+    above `wrong`. A group that compares less than two responses has no kind."""
     out = []
     for group in groups:
         if len(group.compared) > 1:
@@ -41,16 +41,16 @@ def shown(groups: Iterable[Group], wrong: float = 0.0) -> list[Shown]:
 
 
 class PromptHistory:
-    """What the prompts have shown so far."""
+    """The kinds of the prompts so far."""
 
     def __init__(self, args, order: PromptOrder):
         """args: a script's flags."""
         self.sampling, self.seed, self.order = args.prompt_sampling, args.seed, order
         self.wrong = args.format_score  # the most that a wrong response gets
-        self.flat: dict[int, list] = {}  # by prompt: what its last groups have shown, and how many of them in a row
+        self.flat: dict[int, list] = {}  # by prompt: the kind of its last groups, and their number in a row
         self.chance = dict.fromkeys(KINDS, FIRST)  # to be taken, of a prompt with one such group
-        self._noted: list[Shown] = []  # of the batch that is being made
-        self._skipped: list[int] = []  # tickets that were passed over since the last `take_skipped`
+        self._noted: list[Shown] = []  # of the batch in the making
+        self._skipped: list[int] = []  # tickets passed over since the last `take_skipped`
 
     def passes_over(self, ticket: int) -> bool:
         kind, times = self.flat.get(self.order(ticket)[1], (MIXED, 0))
@@ -60,7 +60,7 @@ class PromptHistory:
         return random.Random(f"{self.seed}/prompt/{ticket}").random() >= chance
 
     def observe(self, shown: Iterable[Shown]) -> dict:
-        """Takes in what the groups of a step have shown; returns what `apply` needs to do the same elsewhere."""
+        """Observe the kinds of a step's groups. Return the changes, for `apply` on other ranks."""
         changed, counts = {}, Counter()
         for ticket, kind in sorted(shown):
             prompt = self.order(ticket)[1]
@@ -75,14 +75,14 @@ class PromptHistory:
         return {"flat": changed, "chance": dict(self.chance)}
 
     def apply(self, changes: Mapping) -> None:
-        """Takes in what `observe` has returned elsewhere."""
+        """Apply the changes that `observe` has returned on another rank."""
         flat = {str(prompt): of for prompt, of in self.flat.items()} | changes["flat"]
         self.restore({"flat": {prompt: of for prompt, of in flat.items() if of}, "chance": changes["chance"]})
 
-    # -- where batches are made whole
+    # -- for whole batches
 
     def take(self, first: int, count: int) -> tuple[list[int], int]:
-        """`count` tickets from `first` on that are not passed over, and the one behind the last of them."""
+        """Return `count` tickets from `first` on that are not passed over, and the one after the last of them."""
         taken, ticket = [], first
         while len(taken) < count:
             (self._skipped if self.passes_over(ticket) else taken).append(ticket)
@@ -90,28 +90,28 @@ class PromptHistory:
         return taken, ticket
 
     def note(self, groups: Iterable[Group]) -> None:
-        """Keeps what all groups of a batch have shown, in the place of what was noted before, until `commit`."""
+        """Note the kinds of all groups of a batch, replacing those noted before, until `commit`."""
         self._noted = shown(groups, self.wrong)
 
     def commit(self) -> dict:
-        """Observes the batch that was noted, which will be trained."""
+        """Observe the noted batch, which will be trained. Return the changes."""
         noted, self._noted = self._noted, []
         return self.observe(noted)
 
     def take_skipped(self) -> list[int]:
-        """The tickets that were passed over since the last call."""
+        """Return the tickets that were passed over since the last call."""
         skipped, self._skipped = self._skipped, []
         return skipped
 
     @staticmethod
     def apart(passed: Sequence[int], skipped: Sequence[int]) -> dict[str, list[int]]:
-        """The tickets that a batch has passed, by reason: those that were skipped, and the others, which were filtered."""
+        """Return the tickets that a batch has passed, by reason: the skipped ones, and the others, which were filtered."""
         return {"filtered": sorted({*passed} - {*skipped}), "skipped": [*skipped]}
 
     # -- the record, and a checkpoint's part
 
     def metrics(self) -> dict[str, float]:
-        """prompts/*: how many are known to be flat, and GRESO's chances."""
+        """Return prompts/*: the number of prompts of each kind, and GRESO's chances."""
         kinds = Counter(kind for kind, _ in self.flat.values())
         out = {f"prompts/{kind}": kinds[kind] for kind in KINDS}
         return out | ({f"prompts/chance_{kind}": self.chance[kind] for kind in KINDS} if self.sampling == "greso" else {})
@@ -124,7 +124,7 @@ class PromptHistory:
         self.chance = dict(state["chance"])
 
     def after(self, changes: Iterable[Mapping]) -> dict:
-        """The state after further batches."""
+        """Return the state after further batches."""
         later = copy.copy(self)
         for of_batch in changes:
             later.apply(of_batch)
@@ -132,26 +132,26 @@ class PromptHistory:
 
 
 class StreamHistory:
-    """A stream's history, the same on every learner: which tickets start at all, of those that may."""
+    """A stream's history, the same on every learner: decides which tickets start, of those that may."""
 
     def __init__(self, args, history: PromptHistory, buffer: SampleBuffer, total: int):
         """total: tickets that will be trained in the whole run."""
         self.args, self.history, self.buffer, self.total = args, history, buffer, total
         self._news: list[Shown] = []  # since the newest version was published
-        self._version = -1  # up to which the history goes
+        self._version = -1  # the last one in the history
         self._decided = 0  # tickets below are decided on
-        self.skipped: list[int] = []  # of them, those that were passed over, from the buffer's `low` on
+        self.skipped: list[int] = []  # of them, those passed over, from the buffer's `low` on
         buffer.observe = lambda group: self._news.extend(shown([group], history.wrong))
 
     def published(self, version: int) -> None:
-        """To be called before this version is announced. Decides on the tickets that it lets start."""
+        """Decide on the tickets that this version lets start. To be called before it is announced."""
         if version > self._version:  # a run that resumes announces its version again
             self.history.observe(self._news)
             self._news, self._version = [], version
         self.extend()
 
     def extend(self) -> None:
-        """Decides on the tickets that may start by now under the newest version."""
+        """Decide on the tickets that may now start under the newest version."""
         while self._decided < min(self.args.quota(self._version), self.total) + self.buffer.replaced:
             if self.history.passes_over(self._decided):
                 self.buffer.skip(self._decided)

@@ -1,4 +1,4 @@
-"""Whether the largest record that a run may make fits into its ring: known before anything is generated."""
+"""Whether the largest record of a run fits into its ring: checked before anything is generated."""
 
 import math
 
@@ -9,13 +9,12 @@ from rl.model.router import routers
 from rl.transport.ring import ALIGN
 
 MIB = 1 << 20
-BYTES_PER_TOKEN = 12  # of a response: token, log-prob and version; of a prompt a token's 4 are counted as these, too
+BYTES_PER_TOKEN = 12  # of a response: token, log-prob and version; a prompt's tokens, of 4 bytes, count the same
 HEAD_BYTES, HEAD_BYTES_PER_RESPONSE = 4096, 1024  # JSON: lengths, masks, scores, further numbers, errors
 
 
 def routes_bytes(args, path: str) -> int:
-    """Bytes a token that its experts take in a record (rl/model/router.py): 0 without --router-replay R3. path: of the
-    model."""
+    """Return the bytes of a token's experts in a record: 0 without --router-replay R3. path: of the model."""
     if args.router_replay != "R3":
         return 0
     gates = [*routers(empty_model(load_config(path, args.trust_remote_code), args.trust_remote_code)).values()]
@@ -23,21 +22,20 @@ def routes_bytes(args, path: str) -> int:
 
 
 def largest_record(args, routes: int) -> int:
-    """Bytes of a group (Group.to_bytes) all of whose responses have --max-response-length tokens, behind a prompt of
-    --max-prompt-length. routes: bytes a token of its experts, and of what could be sampled."""
-    responses = args.rollout_n + args.needs_greedy  # the greedy one is in the records of what is unfinished
+    """Return the bytes of a group (Group.to_bytes) with responses of --max-response-length and a prompt of --max-prompt-length.
+    routes: bytes per token for its experts and for the tokens that could be sampled."""
+    responses = args.rollout_n + args.needs_greedy  # the greedy one is in the records of unfinished groups
     tokens = args.max_prompt_length + responses * args.max_response_length
     return HEAD_BYTES + responses * HEAD_BYTES_PER_RESPONSE + tokens * (BYTES_PER_TOKEN + routes)
 
 
 def ring_mb_for(record: int) -> int:
-    """The least --ring-mb for a record of this many bytes, which may have almost half of the ring (Ring.max_record)."""
+    """Return the least --ring-mb for a record of this many bytes, which may take almost half of it (Ring.max_record)."""
     return math.ceil(2 * (record + ALIGN) / MIB)
 
 
 def check_ring(args, path: str) -> None:
-    """Raises UserError for a ring that is too small for the largest group. args: a script's flags; without --ring-mb there is
-    nothing to check. path: of the model."""
+    """Raise UserError if --ring-mb, which only split scripts have, is too small for the largest group. path: of the model."""
     if not hasattr(args, "ring_mb"):
         return
     record = largest_record(args, routes_bytes(args, path) + 4 * support.width(args))
@@ -47,5 +45,5 @@ def check_ring(args, path: str) -> None:
         raise UserError(
             f"--ring-mb {args.ring_mb}: a group of --rollout-n {args.rollout_n} responses of --max-response-length "
             f"{args.max_response_length:,} tokens{experts} takes up to {record / 1e6:,.1f} MB, and one record may have half of "
-            f"the ring. Give --ring-mb {needed}: memory is taken only for what is on its way."
+            f"the ring. Give --ring-mb {needed}: only the part in use takes memory."
         )

@@ -31,14 +31,13 @@ class NextTicket:
         self.under_way: list[int] = []  # before it
 
     def begin(self, count: int) -> range:
-        """Moves on by `count` tickets, which are under way from now on; returns them."""
+        """Start `count` tickets, which are under way from now on; return them."""
         started = range(self.ticket, self.ticket + count)
         self.ticket, self.under_way = started.stop, [*self.under_way, *started]
         return started
 
     def advance(self, ticket: int, groups: list[Group], under_way: Sequence[int] = ()) -> list[int]:
-        """Moves on to `ticket`; returns those before it that are neither among the groups of a batch nor under way, since the
-        last call."""
+        """Continue with `ticket`. Return the tickets passed since the last call that are not in the batch and not under way."""
         passed = {*range(self.ticket, ticket), *self.under_way}
         self.ticket, self.under_way = ticket, [*under_way]
         return sorted(passed - {group.ticket for group in groups} - {*under_way})
@@ -46,10 +45,8 @@ class NextTicket:
     def state(self) -> dict:
         return {"ticket": self.ticket, "under_way": self.under_way}
 
-    def restore(self, state: dict | int) -> None:
-        """state: a number in older checkpoints, of runs that had nothing under way."""
-        old = isinstance(state, int)
-        self.ticket, self.under_way = (state, []) if old else (state["ticket"], state["under_way"])
+    def restore(self, state: dict) -> None:
+        self.ticket, self.under_way = state["ticket"], state["under_way"]
 
 
 @dataclass
@@ -70,7 +67,7 @@ class BatchArgs:
         return self.ppo_mini_batch_size or self.prompts_per_step
 
     def check(self) -> None:
-        """Raises UserError for sizes that cannot work."""
+        """Raise UserError for sizes that cannot work."""
         if self.prompts_per_step % self.prompts_per_update:
             raise UserError(
                 f"--train-batch-size {self.prompts_per_step} is not divisible by --ppo-mini-batch-size "
@@ -112,33 +109,33 @@ class ScheduleArgs(BatchArgs, SplitArgs):
         return self.prompts_per_step * self.publish_every
 
     def quota(self, version: int) -> int:
-        """The bound of staleness: how many tickets may have started under the weights of this version, the dropped ones not
-        counted. A fraction of a prompt ahead is none, as in verl."""
+        """Return the bound of staleness: how many tickets may have started under the weights of this version, without the
+        dropped ones. Fractions of a prompt are cut off, as in verl."""
         ahead = int(_exact(self.staleness_threshold) * self.prompts_per_publish)
         return (version + 1) * self.prompts_per_publish + ahead
 
     def version_at(self, step: int) -> int:
-        """The version of the weights that step `step` (from 1) begins with: how many publishes there were by then."""
+        """Return the version of the weights that step `step` (from 1) begins with: the number of publishes by then."""
         return (step - 1) // self.publish_every
 
     def publishes_after(self, step: int, total_steps: int) -> bool:
         return step == total_steps or step % self.publish_every == 0
 
     def step_of(self, version: int, total_steps: int) -> int:
-        """The step after which this version of the weights is published."""
+        """Return the step after which this version of the weights is published."""
         return min(version * self.publish_every, total_steps)
 
     def check(self) -> None:
-        """Raises UserError for settings that cannot work."""
+        """Raise UserError for settings that cannot work."""
         if self.on_stale == "wait" and self.max_staleness is not None and self.max_staleness < self.staleness_threshold:
             raise UserError(
                 f"--on-stale wait cannot keep --max-staleness {self.max_staleness} with --staleness-threshold "
-                f"{self.staleness_threshold}: more groups are started than can be trained in time. Raise the one, lower the "
-                "other, or take --on-stale drop."
+                f"{self.staleness_threshold}: more groups are started than can be trained in time. Raise the first, lower the "
+                "second, or give --on-stale drop."
             )
 
 
 @cache
 def _exact(decimal: float) -> Fraction:
-    """The number as it is written: 0.1 is a tenth. Kept, because generators ask between any two engine steps."""
+    """Return the number as it is written: 0.1 is a tenth. Cached, because generators ask between any two engine steps."""
     return Fraction(str(decimal))

@@ -1,14 +1,14 @@
-"""The learners' end of a split job: samples that have come in, and everything of them that a checkpoint must hold.
+"""The learners' end of a split job: the samples that have arrived, and their part of a checkpoint.
 
-`Batches` hands over whole batches, made by one version of the weights each (train_one_step_off.py); `Stream` the oldest groups
-that have come in (train_async.py). Every learner holds the same.
+`Batches` hands over whole batches, each made by one version of the weights (train_one_step_off.py); `Stream` the oldest groups
+that have arrived (train_async.py). Every learner holds the same.
 """
 
 import json
 from typing import TYPE_CHECKING
 
 from rl.data.job import Job
-from rl.ranks import dist, watchdog
+from rl.ranks import dist
 from rl.ranks.timers import Timers
 from rl.samples.buffer import SampleBuffer
 from rl.samples.channel import Inbox
@@ -24,38 +24,36 @@ if TYPE_CHECKING:
 
 
 class _Samples:
-    """Common to both sides: the ring's end, the control block, and who waits for whom."""
+    """Common to both: the ring's end, the control block, and who waits for whom."""
 
     def __init__(self, args: SplitArgs, split: Split):
-        self.split, self.inbox, self.control = split, Inbox(args, split), ControlBlock(split)
+        self.args, self.split, self.inbox, self.control = args, split, Inbox(args, split), ControlBlock(split)
         self.meter = IdleMeter(split)
 
     def published(self, version: int, step: int) -> None:
-        """Announces to the generators that these weights, those after that step, are ready to be received."""
+        """Announce to the generators that this version, the weights after that step, is ready to be received."""
         self.control.update(version=version, step=step)
 
     def metrics(self, step: int, timer: Timers) -> dict[str, float]:
-        """Of that step, since the last call: who waited, what was published, how full the ring is."""
-        return self.meter.metrics(self.inbox.reports, timer) | {"ring/occupancy": self.inbox.occupancy}
+        """Return the metrics of that step, since the last call: waits, publishes, how full the ring is."""
+        ring = self.inbox.ring
+        return self.meter.metrics(self.inbox.reports, timer) | {"ring/occupancy": ring.occupancy if ring else 0.0}
 
     def close(self) -> list[str]:
-        """Waits for the last words of all generators; returns the lines that a run ends with, again at a second call. The
-        reports of the last publish come after the last step's metrics."""
-        with watchdog.doing("the last words of the generators"):
-            while not self.inbox.have_ended():
-                self.inbox.receive()
-        self.meter.read(self.inbox.reports)
+        """Wait for the last words of all generators. Return the lines that a run ends with, again at a second call."""
+        self.inbox.wait_for_end()
+        self.meter.read(self.inbox.reports)  # of the last publish: they arrive after the last step's metrics
         self.inbox.reports.clear()
         return self.meter.last_words()
 
     def ask(self, step: int) -> None:
-        """Announces the checkpoint of that step to the generators, ahead of `snapshot`."""
+        """Announce the checkpoint of that step to the generators, ahead of `snapshot`."""
 
     def _state(self) -> dict:
-        return {"inbox": self.inbox.state(), "meter": self.meter.state()}
+        return {"inbox": self.inbox.validations.state(), "meter": self.meter.state()}
 
     def _restore(self, state: dict) -> None:
-        self.inbox.restore(state["inbox"])
+        self.inbox.validations.restore(state["inbox"])
         self.meter.restore(state["meter"])
 
 
@@ -64,33 +62,33 @@ class Batches(_Samples):
 
     def __init__(self, args: SplitArgs, split: Split):
         super().__init__(args, split)
-        self._bound = 2 * args.prompts_per_step  # the batch that is trained, and the one after it
         self._next = NextTicket()
         self._gone: dict[str, list[int]] = {"filtered": []}
         self._history: PromptHistory | None = None  # as the generators keep it, for checkpoints
         self._start = {"batch": 0, "ticket": 0, "version": 0}  # where the generators begin
 
     def keep_history(self, args, job: Job) -> None:
-        """For --prompt-sampling, whose history is the generators'; to be called before `restore`. args: the script's."""
+        """Keep the generators' history of --prompt-sampling. To be called before `restore`. args: the script's."""
         from rl.samples import prompt_history  # late: other runs do not need it
 
         self._history = prompt_history.PromptHistory(args, job.order)
 
     def open(self) -> None:
-        """Lets the generators begin."""
+        """Let the generators begin."""
         if self.split.ranks.is_main:
             self.split.store.set("start", json.dumps(self._start | {"validated": self.inbox.validations.newest}))
 
     def metrics(self, step: int, timer: Timers) -> dict[str, float]:
-        return super().metrics(step, timer) | {"fully_async/count/max_required_samples": self._bound}
+        bound = 2 * self.args.prompts_per_step  # the batch in training and the next one
+        return super().metrics(step, timer) | {"fully_async/count/max_required_samples": bound}
 
     def wait(self) -> None:
-        """Waits for the next batch to be whole."""
+        """Wait until the next batch is whole."""
         while not self.inbox.batches:
             self.inbox.receive()
 
     def take(self) -> tuple[list[Group], dict[str, float]]:
-        """The next batch, which is there: its groups, and the metrics of its making."""
+        """Return the next batch, which is there: its groups, and the metrics of its making."""
         batch = self.inbox.batches.popleft()
         groups = [self.inbox.groups.popleft() for _ in range(batch["groups"])]
         self._gone = {"filtered": self._next.advance(batch["next_ticket"], groups)}
@@ -100,13 +98,13 @@ class Batches(_Samples):
         return groups, batch["metrics"]
 
     def take_gone(self) -> dict[str, list[int]]:
-        """The tickets that were not trained since the last call, by reason."""
+        """Return the tickets that were not trained since the last call, by reason."""
         gone, self._gone = self._gone, {"filtered": []}
         return gone
 
     def snapshot(self, step: int) -> tuple[dict, list[Group], list[Group]]:
-        """(state, groups, unfinished groups) for the checkpoint of that step: with the batch of the next one, whose weights are
-        gone. What the generators have begun after it will be made again, the same."""
+        """Return (state, groups, unfinished groups) for the checkpoint of that step, with the next step's batch, whose weights
+        are lost. Later batches will be made again, the same."""
         batches = list(self.inbox.batches)[:1]
         start = {"batch": step + len(batches), "ticket": batches[0]["next_ticket"] if batches else self._next.ticket}
         start |= {"version": step}
@@ -118,7 +116,7 @@ class Batches(_Samples):
         return state, groups, []
 
     def restore(self, state: dict, groups: list[Group], unfinished: list[Group]) -> None:
-        """Takes back what `snapshot` gave."""
+        """Restore a `snapshot`."""
         self._restore(state)
         self._start = state["start"]
         self._next.restore(state["next_ticket"])
@@ -129,31 +127,29 @@ class Batches(_Samples):
 
 
 class Stream(_Samples):
-    """Groups as they come, on their way into the sample buffer, and the tickets they stand for."""
+    """Groups as they arrive, on their way into the sample buffer, and their tickets."""
 
     def __init__(self, args: ScheduleArgs, split: Split):
         super().__init__(args, split)
-        self.args = args
         self.buffer = SampleBuffer(args, args.filter_groups, args.max_num_gen_batches)
         self._tickets = {"drawn": 0, "again": [], "unfinished": []}
         self._history: StreamHistory | None = None
 
     def keep_history(self, args, job: Job) -> None:
-        """For --prompt-sampling: decides which tickets start; to be called before `restore`. args: the script's."""
+        """Decide which tickets start, for --prompt-sampling. To be called before `restore`. args: the script's."""
         from rl.samples import prompt_history  # late: other runs do not need it
 
         to_train, prompts = job.total_steps * args.prompts_per_step, prompt_history.PromptHistory(args, job.order)
         self._history = prompt_history.StreamHistory(args, prompts, self.buffer, to_train)
 
     def open(self) -> None:
-        """Lets the generators begin: with the tickets that were under way when the run stopped, if it resumes."""
+        """Let the generators begin: with the tickets that were under way when the run stopped, if it resumes."""
         if self.split.ranks.is_main:
             open_tickets(self.split.store, **self._tickets)
             self.split.store.set("validated", str(self.inbox.validations.newest))
 
     def wait(self, step: int) -> list[Group]:
-        """Waits for the groups of the step: the oldest of those that have come in. None of them if the run has to stop. A
-        collective."""
+        """Wait for the groups of the step, the oldest that have arrived. Return none if the run has to stop. A collective."""
         while not dist.stopping():
             if groups := self._take(step):
                 return groups
@@ -161,12 +157,12 @@ class Stream(_Samples):
         return []
 
     def take_gone(self) -> dict[str, list[int]]:
-        """The tickets that were not trained since the last call, by reason."""
+        """Return the tickets that were not trained since the last call, by reason."""
         gone = self.buffer.take_gone()
         return {"skipped": []} | gone if self._history else gone
 
     def _take(self, step: int) -> list[Group] | None:
-        """The groups of the step; None while there are not enough."""
+        """Return the groups of the step; None while there are not enough."""
         self._take_in()
         groups = self.buffer.take(step)
         if self._history:
@@ -175,7 +171,7 @@ class Stream(_Samples):
         return groups
 
     def _room(self) -> dict:
-        """What of the control block says which tickets may start: each that is dropped or skipped makes room for another."""
+        """Return the fields of the control block that say which tickets may start: a dropped one makes room for another."""
         room = {"dropped": self.buffer.replaced}
         return room | {"skipped": self._history.skipped, "settled": self.buffer.low} if self._history else room
 
@@ -198,10 +194,10 @@ class Stream(_Samples):
         self.control.update(snapshot=step)
 
     def snapshot(self, step: int) -> tuple[dict, list[Group], list[Group]]:
-        """(state, groups that wait to be trained, groups under way in the generators) for the checkpoint of that step. Waits
-        for the generators to say what is under way."""
+        """Return (state, groups that wait to be trained, groups under way in the generators) for the checkpoint of that step.
+        Waits for the generators to send the latter."""
         unfinished = self.inbox.unfinished_at(step)
-        self._take_in()  # what --filter-groups drops is dropped now
+        self._take_in()  # --filter-groups drops groups here
         groups = [*self.buffer.waiting.values()]
         state = self._state() | {"buffer": self.buffer.state(), "drawn": drawn(self.split.store)}
         if self._history:
@@ -209,7 +205,7 @@ class Stream(_Samples):
         return state, groups, unfinished
 
     def restore(self, state: dict, groups: list[Group], unfinished: list[Group]) -> None:
-        """Takes back what `snapshot` gave. Tickets under way continue, and those of which nothing is left begin again."""
+        """Restore a `snapshot`. Tickets under way continue; those of which nothing is left begin again."""
         self._restore(state)
         again = self.buffer.restore(state["buffer"], groups, state["drawn"])
         if self._history:
@@ -218,8 +214,9 @@ class Stream(_Samples):
         self._tickets = {"drawn": state["drawn"], "again": again, "unfinished": unfinished, "skipped": skipped}
 
     def close(self) -> list[str]:
-        """Stops the generators; the first line is on where every ticket went. Raises RuntimeError if one was lost."""
+        """Stop the generators. The first line is on where every ticket went. Raise RuntimeError if one was lost."""
         self.control.update(stop=True)
         lines = super().close()
         self._take_in()
-        return [self.buffer.account(self.inbox.unfinished(), started(self.split.store)), *lines]
+        unfinished = [ticket for last in self.inbox.last_words for ticket in last["unfinished"]]
+        return [self.buffer.account(unfinished, started(self.split.store)), *lines]

@@ -1,3 +1,3 @@
-"""How bytes travel between ranks: a ring within a node, a relay to another, a bridge from one to many.
+"""How bytes travel between ranks: a ring within a node, a relay to another node, a bridge from one rank to many.
 
-Knows no group and no weight: rl/samples and rl/weights say what is sent."""
+Left out: the content, samples (rl/samples) and weights (rl/weights)."""

@@ -4,12 +4,12 @@
       | shared memory                      | shared memory
       its node's generators                its neighbours
 
-A message is broadcast to the first ranks of the nodes, each of which lays it open in a few slots of shared memory, from which
-its neighbours take it while the next messages are under way. Where every rank has a CUDA device of its own, NCCL's broadcast
-takes the place of all that: it, too, enters a node once.
+A message is broadcast to the first ranks of the nodes. Each of them lays it open in a few slots of shared memory, from which
+its neighbours take it while the next messages are under way. If every rank has a CUDA device of its own, NCCL's broadcast
+replaces all that; it also enters each node once.
 
-The shared memory is a memfd, as the ring's: it has no name, and the kernel frees it with the last process that maps it. Two
-words tell both sides apart: how many pieces were laid open, and how many each neighbour has taken.
+The shared memory is a memfd, as the ring's: it has no name, and the kernel frees it with the last process that maps it. Its
+words count the pieces laid open, and the pieces that each neighbour has taken.
 """
 
 import itertools
@@ -26,38 +26,37 @@ import torch.distributed as dist
 from rl.errors import RankLost
 from rl.ranks import launch
 from rl.ranks.device import device_group, host_group, is_accelerator
-from rl.transport.ring import Barrier
+from rl.transport.ring import Barrier, wait
 
-WINDOW = 32  # messages under way over a network: of 32 MB each, what a link of 160 Gbit/s carries in a way of 50 ms
+WINDOW = 32  # messages of 32 MB under way over a network: they fill a link of 160 Gbit/s with a latency of 50 ms
 SLOTS = 4  # pieces that are laid open at a time
-SLOT_BYTES = 8 << 20  # of a slot; a longer message goes in pieces
-PAGE = 1 << 16  # bytes of the words, for 1,024 ranks of a node; slots begin behind them
-LAID, LINE = 0, 8  # indices of 64-bit words: pieces laid open; neighbour n's pieces taken are at n * LINE, on a line of its own
-LOOK_SECONDS = 0.2  # after which a wait looks whether its neighbours are alive
+SLOT_BYTES = 8 << 20  # of a slot; a longer message takes several pieces
+PAGE = 1 << 16  # bytes of the words, for 1,024 ranks of a node; the slots follow
+LAID, LINE = 0, 8  # 64-bit words: pieces laid open; neighbour n's pieces taken are at n * LINE, in its own cache line
+LOOK_SECONDS = 0.2  # after which a wait checks whether its neighbours are alive
 
 
 def senders(nodes: Sequence[launch.Node]) -> dict[int, int]:
-    """By node with generators, the node whose first learner sends to it: itself where it has learners; the others take turns
-    over all that have."""
-    learning = [number for number, node in enumerate(nodes) if node.learners]
-    turn, generating = itertools.cycle(learning), [number for number, node in enumerate(nodes) if node.generators]
-    return {number: number if nodes[number].learners else next(turn) for number in generating}
+    """Return for each node with generators the node whose first learner sends weights to it and reads its samples: itself if it
+    has learners. The other nodes take turns over those with learners."""
+    turn = itertools.cycle(number for number, node in enumerate(nodes) if node.learners)
+    return {number: number if node.learners else next(turn) for number, node in enumerate(nodes) if node.generators}
 
 
 class Bridge:
-    """One rank's end. All ranks call `broadcast` in the same order, and wait for what it returns in this order."""
+    """One rank's end. All ranks call `broadcast` in the same order, and wait for the returned handles in this order."""
 
     def __init__(self, group, device: torch.device, slots: "Slots | None" = None, is_far: bool = False):
-        """group: of this rank and others, None where no message comes or goes over the network here. device: where the tensors
-        must lie. is_far: whether they are in host memory and go over a network, to this rank or another."""
+        """group: of this rank and others, None if it neither sends nor receives over the network. device: of the tensors.
+        is_far: whether they are in host memory and travel over a network, to this rank or another."""
         self.group, self.device, self.slots, self.is_far = group, device, slots, is_far
-        # How many messages may be under way: each wants memory of who receives it.
+        # The number of messages that may be under way: each needs memory of its receiver
         far = group and not is_accelerator(device)
         self.window = WINDOW if far else 1 if slots and not slots.is_first else 3
 
     @staticmethod
     def of(senders: dict[int, int], nodes: Sequence[launch.Node], number: int, local_rank: int, store, own, timeout):
-        """This rank's, None where it neither sends nor receives. number: of its node; own: its device. Collective."""
+        """Return this rank's bridge, None if it needs none. number: of its node. own: its device. Collective."""
         learns = local_rank < nodes[number].learners
         sender = number if learns else senders.get(number)
         if sender not in senders.values() or (learns and local_rank):
@@ -68,14 +67,14 @@ class Bridge:
 
     @staticmethod
     def join(store: dist.Store, place: int, node_of: Sequence[int], own: torch.device, timeout: timedelta) -> "Bridge":
-        """The bridge of a learner that sends and its generators. place: of this rank, 0 for the learner, generators from 1;
-        node_of: the node of each place; own: this rank's device. Collective."""
+        """Return the bridge of a learner that sends and its generators. place: of this rank, 0 for the learner, generators from
+        1. node_of: the node of each place. own: this rank's device. Collective."""
         group = device_group(store, place, len(node_of), own, timeout)
         return Bridge(group, own) if group else Bridge.over_host(store, place, node_of, timeout)
 
     @staticmethod
     def over_host(store: dist.Store, place: int, node_of: Sequence[int], timeout: timedelta) -> "Bridge":
-        """One that sends host memory. Collective."""
+        """Return one that sends host memory. Collective."""
         firsts = [node_of.index(node) for node in dict.fromkeys(node_of)]
         here = [other for other, node in enumerate(node_of) if node == node_of[place]]
         group, slots = None, None
@@ -86,8 +85,8 @@ class Bridge:
         return Bridge(group, torch.device("cpu"), slots, is_far=len(firsts) > 1)
 
     def broadcast(self, tensor: torch.Tensor):
-        """Starts a broadcast of the contiguous tensor from the learner; returns a handle to `wait` on. When that returns
-        a generator's tensor is filled, and the learner's may change. A learner with neighbours waits here for free slots."""
+        """Start a broadcast of the contiguous tensor from the learner. Return a handle: after its `wait` a generator's tensor
+        is filled, and the learner's may change. A learner with neighbours waits here for free slots."""
         over_network = self.group.broadcast([tensor], dist.BroadcastOptions()) if self.group else None
         if not self.slots:
             return over_network
@@ -100,7 +99,7 @@ class Bridge:
 
 
 class Handle:
-    """What is left to do for a message."""
+    """The remaining steps of a message."""
 
     def __init__(self, *steps: Callable[[], object] | None):
         self._steps = [step for step in steps if step]
@@ -111,10 +110,10 @@ class Handle:
 
 
 class Slots:
-    """Memory that ranks of a node share. The first lays messages open in it, piece by piece; each of the others takes all."""
+    """Memory that ranks of a node share. The first lays messages open in it, in pieces; each of the others takes all."""
 
     def __init__(self, store: dist.Store, number: int, size: int, timeout: timedelta):
-        """number: of this rank among `size` that share; 0 is the first. timeout: of each wait. Collective."""
+        """number: of this rank among the `size` that share; 0 is the first. timeout: of each wait. Collective."""
         self.number, self.timeout, self._barrier = number, timeout.total_seconds(), Barrier()
         if self.is_first:
             file = os.memfd_create("rl-weights", os.MFD_CLOEXEC)
@@ -122,7 +121,7 @@ class Slots:
             path = f"/proc/{os.getpid()}/fd/{file}"
             store.set("first", json.dumps([os.getpid(), path]))
             self._map(path)
-            names = [f"open/{other}" for other in range(1, size)]  # said by those that have it open
+            names = [f"open/{other}" for other in range(1, size)]  # set by those that have it open
             self._others = dict(enumerate(map(int, store.multi_get(names)), 1))  # their processes, by number
             os.close(file)
         else:
@@ -142,11 +141,11 @@ class Slots:
 
     @property
     def laid(self) -> int:
-        """Pieces laid open so far."""
+        """The number of pieces laid open so far."""
         return self._words[LAID]
 
     def lay_open(self, data: torch.Tensor) -> None:
-        """For the others to take; waits while all slots hold what has not been taken."""
+        """Lay the data open for the others; wait while no slot is free."""
         for piece in _pieces(data):
             number = self.laid
             self.until_taken(number + 1 - SLOTS)
@@ -155,7 +154,7 @@ class Slots:
             self._words[LAID] = number + 1
 
     def take(self, data: torch.Tensor) -> None:
-        """Fills data with the next message, which is as long."""
+        """Fill data with the next message of its length."""
         own = self.number * LINE
         for piece in _pieces(data):
             number = self._words[own]
@@ -165,21 +164,17 @@ class Slots:
             self._words[own] = number + 1
 
     def until_taken(self, count: int) -> None:
-        """Returns when all others have taken this many pieces."""
+        """Return when all others have taken this many pieces."""
         self._wait(lambda: all(self._words[other * LINE] >= count for other in self._others))
 
     def _wait(self, ready: Callable[[], bool]) -> None:
-        """Looks again and again, at first often. Raises RankLost if another process has exited, and TimeoutError."""
-        began = looked = time.monotonic()
-        while not ready():
-            now = time.monotonic()
-            if now > looked + LOOK_SECONDS:
-                looked = now
-                if (gone := [pid for pid in self._others.values() if not launch.is_alive(pid)]) and not ready():
-                    raise RankLost(f"connection lost: process {gone[0]}, with which weights are shared, has exited")
-                if now > began + self.timeout:
-                    raise TimeoutError(f"no weights went through shared memory in {self.timeout:g} s")
-            time.sleep(min(max(20e-6, (now - began) / 16), 2e-3))
+        """Return when `ready` returns True. Raise RankLost if another process has exited, and TimeoutError."""
+        deadline = time.monotonic() + self.timeout
+        while not wait(ready, LOOK_SECONDS):
+            if (lost := [pid for pid in self._others.values() if not launch.is_alive(pid)]) and not ready():
+                raise RankLost(f"connection lost: process {lost[0]}, with which weights are shared, has exited")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no weights went through shared memory in {self.timeout:g} s")
         self._barrier()
 
 

@@ -5,11 +5,12 @@ from collections.abc import Iterable
 
 
 def join_records(records: Iterable[bytes]) -> bytes:
-    """Several records as one, each behind its length."""
+    """Return the records as one, each after its length."""
     return b"".join(struct.pack("<Q", len(r)) + r for r in records)
 
 
 def split_records(joined: bytes | memoryview) -> list[bytes | memoryview]:
+    """Return the records that `join_records` has joined."""
     records, at = [], 0
     while at < len(joined):
         (size,) = struct.unpack_from("<Q", joined, at)

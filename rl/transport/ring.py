@@ -6,21 +6,21 @@
     data = ring.get(timeout=5)               # waits while it is empty
 
 The memory is a memfd: it never has a name in the file system, other users cannot open it, and the kernel frees it when the
-last process that holds it ends, however that ends. Not even a SIGKILL of everything leaves something behind.
+last process that holds it ends, however that ends. Even a SIGKILL of all processes leaves nothing behind.
 
-The ring is an endless stream of bytes with two places in it, tail <= head: writers move the head, the reader moves the tail.
-A writer that finds the ring empty begins at the start of the memory again, so that no more of it is ever touched than what was
-on its way at once: a page of shared memory, once touched, counts as memory of every process that does so.
+The ring is an endless stream of bytes with two positions, tail <= head: writers move the head, the reader moves the tail. A
+writer that finds the ring empty begins at the start of the memory again, so that only as much of it is ever touched as was in
+use at once: a touched page of shared memory counts as memory of every process that touches it.
 Any process may be killed at any instruction:
 - A writer fills free space and then commits with a single store of `head`. Killed before, it has changed nothing that counts.
 - The reader frees a record with a single store of `tail`. Killed before, it leaves the record where it is.
 - One writer writes at a time: the mutex is a lock on a byte of the file, which the kernel drops with its holder.
 
-Nothing leans on the order in which a processor makes stores visible (Arm): both sides pass a barrier between the data and the
-word that announces it. And the reader hands out no record that does not fit its checksum.
+The ring does not depend on the order in which a processor makes stores visible (Arm): both sides pass a barrier between the
+data and the word that announces it. The reader checks each record's checksum.
 
 Left out: more than one node, several readers (a node's first learner reads for all), an order among writers that wait for
-room. A `Ring` object is one thread's end. A forked child shares its parent's end, locks included: it attaches again.
+room. A `Ring` object is one thread's end. A forked child shares its parent's end, including locks: it attaches again.
 """
 
 import functools
@@ -40,16 +40,16 @@ ALIGN = 64  # a cache line: records and their data start on one, and so do the w
 HEADER = struct.Struct("<QQ")  # size, and checksum of the data with a seed of position and size
 FILLER = 1 << 63  # in the size of what fills the end of the ring before a record that would wrap
 # Indices of the 64-bit words in the first page: the writers', the reader's, and what never changes.
-HEAD, WRITTEN, BASE = 0, 1, 2  # base: the position that stands at the start of the memory
+HEAD, WRITTEN, BASE = 0, 1, 2  # base: the position at the start of the memory
 TAIL, TAKEN = 8, 9
 KEY, CAPACITY = 16, 17
-PAGE = 4096  # bytes of these words; records begin behind them
+PAGE = 4096  # bytes of these words; the records follow
 CHUNK = 1 << 18  # bytes copied and then hashed while they are in the cache
-WRITING = 0  # byte of the file that stands for the mutex
+WRITING = 0  # the byte of the file that is the mutex
 
 
 class RingTimeout(TimeoutError):
-    """The ring stayed full or empty, or another process kept its end of it, for as long as the caller would wait."""
+    """The ring stayed full or empty, or another process kept the mutex, for as long as the caller would wait."""
 
 
 class RecordTooLarge(ValueError):
@@ -70,12 +70,12 @@ class Ring:
         self._words = self._bytes[:PAGE].cast("Q")  # an item is read or written by a single load or store of 8 bytes
         self.capacity, self._key = self._words[CAPACITY], self._words[KEY]
         self.max_record = self.capacity // 2 - ALIGN  # so that one always fits into an empty ring, wherever the head is
-        self._limit = 0  # how far the head may go, as far as this writer knows: never too far
+        self._limit = 0  # how far the head may move, as far as this writer knows
         self._barrier = Barrier()
 
     @staticmethod
     def create(capacity: int) -> "Ring":
-        """A new ring of `capacity` bytes; a record may have almost half of them."""
+        """Return a new ring of `capacity` bytes; a record may take almost half of them."""
         capacity = max(1, -(-capacity // PAGE)) * PAGE
         key = secrets.randbits(63) | 1
         fd = os.memfd_create(f"rl-ring-{key:x}", os.MFD_CLOEXEC)
@@ -87,10 +87,10 @@ class Ring:
 
     @staticmethod
     def attach(address: str) -> "Ring":
-        """The ring of another process of this machine and user; raises OSError if that process has exited or closed it."""
+        """Return the ring of another process of this machine and user. Raise OSError if that has exited or closed it."""
         path, _, key = address.partition("#")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        if os.pread(fd, 8, 8 * KEY) != bytes.fromhex(key):  # the numbers of a process and its files are used again
+        if os.pread(fd, 8, 8 * KEY) != bytes.fromhex(key):  # the kernel reuses numbers of processes and files
             os.close(fd)
             raise FileNotFoundError(f"{path} is no longer this ring")
         return Ring(fd)
@@ -102,25 +102,24 @@ class Ring:
 
     @property
     def occupancy(self) -> float:
-        """The part of the ring that is in use, 0 to 1."""
-        tail = self._words[TAIL]  # read first: what is written meanwhile only adds
+        """The fraction of the ring in use."""
+        tail = self._words[TAIL]  # read first: writes in between only add
         return min(1.0, (self._words[HEAD] - tail) / self.capacity)
 
     @property
     def counts(self) -> dict[str, int]:
-        """Records written and taken so far, by all processes. One killed in between may have counted a record that it did not
-        get to write or take."""
+        """Records written and taken so far, by all processes. A process killed meanwhile may have counted one too many."""
         return {"written": self._words[WRITTEN], "taken": self._words[TAKEN]}
 
     def state(self) -> str:
-        """One line that says what the ring holds. Any thread may ask."""
+        """Return one line on the content of the ring. Any thread may call this."""
         counts, part = self.counts, self.occupancy
         unread = counts["written"] - counts["taken"]
         used = f"{part:.0%} of {self.capacity >> 20} MiB in use by {unread} records ({part * self.capacity:,.0f} bytes)"
         return f"{used}; {', '.join(f'{count} {name}' for name, count in counts.items())}"
 
     def close(self) -> None:
-        """Leaves the ring."""
+        """Leave the ring."""
         if self.fd < 0:
             return
         self._words.release()
@@ -132,25 +131,24 @@ class Ring:
     # -- writing
 
     def put(self, *parts, timeout: float = 600.0) -> None:
-        """Writes the parts (any buffers), end to end, as one record. Raises RecordTooLarge, or RingTimeout if there is neither
-        room nor a turn in this many seconds: nothing is written then."""
+        """Write the parts (any buffers), end to end, as one record. Raise RecordTooLarge, or RingTimeout if there is no room or
+        no turn in this many seconds: nothing is written then."""
         views = [_flat(part) for part in parts]
         size = sum(map(len, views))
         if size > self.max_record:
             raise RecordTooLarge(f"a record of {size:,} bytes does not fit; this ring takes up to {self.max_record:,}")
-        if not self._write(views, size):
-            message = f"no room for {_footprint(size):,} bytes in {timeout} s"
-            _wait(lambda: self._write(views, size), timeout, lambda: f"{message}; {self.state()}")
+        if not self._write(views, size) and not wait(lambda: self._write(views, size), timeout):
+            raise RingTimeout(f"no room for {_footprint(size):,} bytes in {timeout} s; {self.state()}")
 
     def _write(self, parts: list[memoryview], size: int) -> bool:
-        """Writes and commits the record, if nobody else is writing and there is room for it."""
+        """Write and commit the record, if nobody else is writing and there is room. Return whether it is written."""
         if not _try_lock(self.fd, WRITING):
             return False
         try:
             words = self._words
             head = start = words[HEAD]
-            if words[TAIL] == head:  # empty: until the head moves, nobody asks where the base is
-                self._barrier()  # the reader has done with what is written over now
+            if words[TAIL] == head:  # empty: until the head moves, nobody reads the base
+                self._barrier()  # the reader has finished with the bytes that are overwritten now
                 words[BASE] = head
             left = self.capacity - (head - words[BASE]) % self.capacity
             if _footprint(size) > left:  # records do not wrap
@@ -160,7 +158,7 @@ class Ring:
                 self._limit = words[TAIL] + self.capacity
                 if end > self._limit:
                     return False
-                self._barrier()  # what is written from here on comes after what the reader read there
+                self._barrier()  # the writes below come after the reader's reads there
             if start > head:
                 filler = FILLER | (start - head - ALIGN)
                 HEADER.pack_into(self._bytes, self._at(head), filler, _digest(b"", head ^ filler))
@@ -173,7 +171,7 @@ class Ring:
             _unlock(self.fd, WRITING)
 
     def _copy(self, parts: list[memoryview], size: int, position: int) -> int:
-        """Copies the parts into the record at the position and returns their checksum."""
+        """Copy the parts into the record at the position and return their checksum."""
         ring, at = self._bytes, self._at(position) + ALIGN
         if size <= CHUNK:
             start = at
@@ -193,24 +191,24 @@ class Ring:
     # -- reading
 
     def get(self, timeout: float = 600.0) -> bytes:
-        """The oldest record, whose space is free from then on. Raises RingTimeout if none comes in this many seconds, and
-        RecordDamaged for one that was changed after it was written."""
+        """Return the oldest record and free its space. Raise RingTimeout if none arrives in this many seconds, and
+        RecordDamaged for a record that was changed after it was written."""
         words = self._words
         position = words[TAIL]
-        if words[HEAD] == position:
-            _wait(lambda: words[HEAD] != position, timeout, lambda: f"no record in {timeout} s; {self.state()}")
-        self._barrier()  # what was written before this head is visible behind it
+        if words[HEAD] == position and not wait(lambda: words[HEAD] != position, timeout):
+            raise RingTimeout(f"no record in {timeout} s; {self.state()}")
+        self._barrier()  # the data written before this head is visible after it
         size, data = self._read(position)
         if size & FILLER:  # a record follows it: they were committed together
             position += _footprint(size & ~FILLER)
             size, data = self._read(position)
         words[TAKEN] += 1
-        self._barrier()  # what was read was read before
+        self._barrier()  # the reads above come before the store below
         words[TAIL] = position + _footprint(size)
         return data
 
     def _read(self, position: int) -> tuple[int, bytes]:
-        """(size, data) of the record at the position; a filler has no data."""
+        """Return (size, data) of the record at the position; a filler has no data."""
         at = self._at(position)
         size, checksum = HEADER.unpack_from(self._bytes, at)
         length = 0 if size & FILLER else size
@@ -219,16 +217,16 @@ class Ring:
             raise RecordDamaged(f"the ring's record at {position} does not fit its checksum; {self.state()}")
         return size, data
 
-    # -- what both sides use
+    # -- both
 
     def _at(self, position: int) -> int:
         return PAGE + (position - self._words[BASE]) % self.capacity
 
 
 class Barrier:
-    """All loads and stores above a call happen before all below, as others see them. A lock orders memory by POSIX: nothing
-    from above moves below its release, nothing from below moves above its taking, and these two do not change places. For one
-    thread at a time."""
+    """All loads and stores above a call happen before all below it, as other processes see them. A lock orders memory by POSIX:
+    nothing from above moves below its release, nothing from below moves above its acquisition, and these two keep their order.
+    For one thread at a time."""
 
     def __init__(self):
         lock = threading.Lock()
@@ -241,7 +239,7 @@ class Barrier:
 
 
 def _try_lock(fd: int, byte: int) -> bool:
-    """Takes a mutex: a lock on one byte of the file, which the kernel drops if the holder dies."""
+    """Take a mutex: a lock on one byte of the file, which the kernel drops if the holder dies."""
     try:
         fcntl(fd, F_OFD_SETLK, _flock(F_WRLCK, byte))
     except BlockingIOError:
@@ -255,7 +253,7 @@ def _unlock(fd: int, byte: int) -> None:
 
 @functools.cache
 def _flock(kind: int, byte: int) -> bytes:
-    """struct flock of a byte, for locks that belong to the open file (OFD): each end of the ring has its own."""
+    """Return struct flock of a byte, for locks that belong to the open file (OFD): each end of the ring has its own."""
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, byte, 1, 0)
 
 
@@ -265,16 +263,18 @@ def _flat(part) -> memoryview:
 
 
 def _footprint(size: int) -> int:
-    """Bytes of the ring that a record with this many bytes of data takes."""
+    """Return the bytes of the ring that a record with this many bytes of data takes."""
     return ALIGN - (-size // ALIGN) * ALIGN
 
 
-def _wait(ready: Callable[[], bool], timeout: float, otherwise: Callable[[], str]) -> None:
-    """Calls `ready` until it returns True: at once, then after naps of 20 microseconds growing to 2 milliseconds, which is
-    about 1% of a core. Raises RingTimeout after this many seconds."""
-    deadline, nap = time.monotonic() + timeout, 20e-6
+def wait(ready: Callable[[], bool], timeout: float) -> bool:
+    """Call `ready` until it returns True: at once, then after naps of 20 microseconds growing to 2 milliseconds, which take
+    about 1% of a core. Return False after this many seconds."""
+    deadline = time.monotonic() + timeout
+    nap = 20e-6
     while not ready():
         if time.monotonic() > deadline:
-            raise RingTimeout(otherwise())
+            return False
         time.sleep(nap)
         nap = min(2 * nap, 2e-3)
+    return True

@@ -1,1 +1,1 @@
-"""From learners to generators: what a publish sends, which way, when it counts, and the proof that it arrived."""
+"""From learners to generators: the content of a publish, its way, when it counts, and the proof that it arrived."""

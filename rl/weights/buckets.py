@@ -1,4 +1,4 @@
-"""What a publish of the weights sends, as both sides see it: a stream of all parameters, end to end, cut into buckets."""
+"""The content of a publish, as both sides see it: a stream of all parameters, end to end, cut into buckets."""
 
 import json
 import math
@@ -10,8 +10,13 @@ import torch
 
 from rl.model.attention import dtype_of
 
-BUCKET_BYTES = 32 << 20  # what travels at once; the next buckets are under way meanwhile
+BUCKET_BYTES = 32 << 20  # that travel at once; the next buckets are under way meanwhile
 LEAST_BYTES = 1 << 20  # of a bucket of a small model, of which four or more buckets overlap
+
+
+def probe_of(version: int) -> str:
+    """Return the store's key for the log-probs that an engine must compute with adapters of this version."""
+    return f"weights/probe/{version}"
 
 
 @dataclass(frozen=True)
@@ -34,17 +39,17 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """The parameters to send and their order, the same on both sides. The stream is all parameters, end to end."""
+    """The parameters to send and their order, the same on both sides."""
 
     names: list[str]
     shapes: list[list[int]]
     dtype: torch.dtype
-    frozen: int = 0  # this many at the end never change: they are sent once
-    adapters: bool = False  # what is in front of them are adapters by themselves; an engine keeps the rest
+    frozen: int = 0  # the number of parameters at the end that never change: they are sent once
+    adapters: bool = False  # whether the others are adapters by themselves, and an engine keeps the frozen ones
 
     @cached_property
     def offsets(self) -> list[int]:
-        """The first element of each parameter in the stream, and the end of the last. One in fp32 takes two in bf16."""
+        """The first element of each parameter in the stream, and the end of the last. One fp32 number takes two in bf16."""
         per = [dtype_of(name, self.dtype).itemsize // self.dtype.itemsize for name in self.names]
         return [0, *accumulate(n * math.prod(shape) for n, shape in zip(per, self.shapes, strict=True))]
 
@@ -65,14 +70,16 @@ class Plan:
             out.append(Bucket(range(first, len(self.names)), self.offsets[first], self.offsets[-1], False, True))
         return out
 
-    def views(self, run: torch.Tensor, members: range) -> list[torch.Tensor]:
-        """The parameters `members`, as shapes and precisions are, of a run of the stream that begins with the first of them."""
+    def views(self, run: torch.Tensor, members: range | None = None) -> list[torch.Tensor]:
+        """Return views of the parameters `members`, by default all, with their shapes and precisions. run: a part of the stream
+        that begins with the first of them."""
+        members = range(len(self.names)) if members is None else members
         base, ends = self.offsets[members.start], self.offsets
         parts = ((i, run[ends[i] - base : ends[i + 1] - base]) for i in members)
         return [part.view(dtype_of(self.names[i], self.dtype)).view(self.shapes[i]) for i, part in parts]
 
     def later(self) -> "Plan":
-        """The plan of all publishes but the first: its stream is a beginning of this one's."""
+        """Return the plan of all publishes after the first: its stream is the beginning of this one's."""
         trained = len(self.names) - self.frozen
         return replace(self, names=self.names[:trained], shapes=self.shapes[:trained], frozen=0) if self.frozen else self
 

@@ -1,4 +1,4 @@
-"""Digests of weights, by which generators know that they compute with what the learners sent."""
+"""Digests of weights, by which generators verify that they compute with the weights that the learners sent."""
 
 from collections.abc import Iterable
 
@@ -30,7 +30,7 @@ class Digests:
                 self._sums[i].append(_weighted_sum(data[start:stop], first=bucket.start + start - offsets[i]))
 
     def values(self) -> list[int]:
-        """Signed, so that they fit into a tensor."""
+        """Return the digest of each parameter, signed, so that they fit into a tensor."""
         if self.on_host:
             return [_signed(h.intdigest()) for h in self._hashes]
         totals = iter(_read([torch.stack(sums).sum() for sums in self._sums if sums]))
@@ -38,7 +38,7 @@ class Digests:
 
 
 def digests_of(tensors: Iterable[torch.Tensor], device: torch.device) -> list[int]:
-    """The digest of each tensor, as Digests would find it."""
+    """Return the digest of each tensor, the same as that of Digests."""
     flat = (tensor.contiguous().view(-1) for tensor in tensors)
     if not is_accelerator(device):
         return [_signed(xxhash.xxh3_64_intdigest(x.view(torch.uint8).numpy())) for x in flat]
@@ -46,12 +46,12 @@ def digests_of(tensors: Iterable[torch.Tensor], device: torch.device) -> list[in
 
 
 def _read(sums: list[torch.Tensor]) -> list[int]:
-    """Sums modulo 2^64 from the device, in one copy: each would wait for it."""
+    """Return sums modulo 2^64 from the device, in one copy: each copy waits for the device."""
     return torch.stack(sums).tolist() if sums else []
 
 
 def _weighted_sum(flat: torch.Tensor, first: int) -> torch.Tensor:
-    """The elements' bits as whole numbers, each times an odd weight that depends on its position, summed modulo 2^64."""
+    """Return the sum modulo 2^64 of the elements' bits as whole numbers, each times an odd weight of its position."""
     bits = flat.view(torch.int32 if flat.element_size() == 4 else torch.int16)
     total = torch.zeros((), dtype=torch.long, device=bits.device)
     for start in range(0, len(bits), 1 << 24):

@@ -1,8 +1,8 @@
 """Weights from the learners to the engine in each learner's own process, as train_sync.py publishes them.
 
-What is never trained (--freeze-vision-tower) is gathered from the learners once, with the first publish. An engine that shows
-its own tensors is handed these back; for another a copy is kept in host memory, because it takes whole sets only. With
---publish adapter engines keep the model, and every publish is proven (rl/weights/adapter_proof.py).
+Parameters that are never trained (--freeze-vision-tower) are gathered from the learners once, with the first publish. An engine
+that shows its own tensors gets these again; other engines take whole sets only, so a copy is kept in host memory for them.
+With --publish adapter engines keep the model, and every publish is proven (rl/weights/adapter_proof.py).
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from rl.model.attention import dtype_of
 
 
 class LocalWeights:
-    """What the engine takes of the learner, in the precision `dtype`."""
+    """The learner's weights for the engine, in the precision `dtype`."""
 
     def __init__(self, learner: Learner, engine: Engine, dtype: torch.dtype):
         self.outgoing, self.engine, self.dtype = learner.outgoing(), engine, dtype
@@ -24,17 +24,17 @@ class LocalWeights:
             from rl.weights.adapter_probe import AdapterProbe  # late: no other run needs it
 
             self._probe = AdapterProbe(learner)
-        self._kept: dict[str, torch.Tensor] | None = None  # what is never trained, once it has been published
+        self._kept: dict[str, torch.Tensor] | None = None  # the parameters never trained, after the first publish
 
     def publish(self, version: int) -> None:
-        """Gives the engine the learner's weights between two steps. A collective of the learners."""
+        """Give the engine the learner's weights between two steps. A collective of the learners."""
         if self._probe:
             self._publish_adapters(version)
-            return
-        self.engine.update(self._whole(), version)
+        else:
+            self.engine.update(self._whole(), version)
 
     def _publish_adapters(self, version: int) -> None:
-        """As `publish`, of adapters by themselves, behind the model the first time."""
+        """Publish adapters by themselves; the first time with the model after them."""
         from rl.weights.adapter_proof import Held, check_log_probs  # late: no other run needs it
 
         held, is_first = Held(self.engine, self.dtype), self._kept is None
@@ -50,7 +50,7 @@ class LocalWeights:
         check_log_probs(self.engine, version, self._probe(), self.dtype)
 
     def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of every parameter."""
+        """Yield (name, tensor) of every parameter."""
         kept, is_first = self._kept or {}, self._kept is None
         for name, tensor in self.outgoing.tensors(self.dtype, frozen=is_first):
             yield name, tensor

@@ -3,34 +3,31 @@
     learner:    publisher.publish(version, step)    takes a copy and returns; a thread sends it while training continues
     generator:  subscriber.receive(version)         between two engine steps (rl/weights/subscriber.py)
 
-Each publish ends with the learner's digest of every parameter. The generator compares it with the digest of what its engine
-now computes with, and stops the job where one differs: weights that were not updated are the silent fault of such systems.
+Each publish ends with the learner's digest of every parameter. The generator compares it with the digest of the weights in its
+engine, and stops the job if one differs: weights that were not updated are the silent fault of such systems.
 
 Memory: a learner that sends holds one copy in the generators' precision, in host memory.
 """
 
 import json
-import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 
 import torch
 
+from rl.background import in_background
 from rl.learning.learner import Learner
 from rl.ranks import watchdog
 from rl.ranks.device import is_accelerator, side_stream
 from rl.split import Split
-from rl.weights.buckets import Plan
+from rl.weights.buckets import Plan, probe_of
 from rl.weights.digests import Digests
 
 
-def probe_of(version: int) -> str:
-    """The store's key for what an engine must compute with adapters of this version."""
-    return f"weights/probe/{version}"
-
-
 class Publisher:
-    """The learners' side. Those that send have a copy; the others take part in gathering the shards."""
+    """The learners' side. The learners that send have a copy; the others help to gather the shards."""
 
     def __init__(
         self,
@@ -39,7 +36,7 @@ class Publisher:
         dtype: torch.dtype,
         announce: Callable[[int, int], None] = lambda version, step: None,
     ):
-        """announce: lets the generators know of each publish, by its version and its step."""
+        """announce: called with the version and the step of each publish."""
         self._announce = announce
         self.split, self.device = split, split.ranks.device
         outgoing = learner.outgoing()
@@ -51,15 +48,14 @@ class Publisher:
 
             self._probe = AdapterProbe(learner)
         self._is_first = True
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._sending: Future | None = None
         if split.bridge:
             self._stream = self._new_stream()
             split.store.set("weights/plan", self.plan.to_json())
 
     def publish(self, version: int, step: int = 0) -> None:
-        """Publishes the weights of that step as this version: waits until the publish before has been received, copies the
-        weights (all learners together), announces the version, and returns. What then goes over the bridge is the copy."""
+        """Publish the weights of that step as this version: wait until the generators have the previous publish, copy the
+        weights, announce the version, and return while the copy is sent. A collective of the learners."""
         self.wait()
         if self._is_first and self.split.bridge:
             self.split.store.set("weights/first", str(version))
@@ -72,12 +68,12 @@ class Publisher:
         self._announce(version, step)
 
     def take_copy(self) -> None:
-        """Copies the weights into the stream that is sent. A collective of the learners."""
+        """Copy the weights into the stream that is sent. A collective of the learners."""
         if not self._is_first:
             size, self.plan = self.plan.offsets[-1], self.plan.later()
             if self.plan.adapters and self.split.bridge and self.plan.offsets[-1] < size:
                 self._stream = self._new_stream()  # lets go of the model, which has been sent
-        copies = self.plan.views(self._stream, range(len(self.plan.names))) if self.split.bridge else []
+        copies = self.plan.views(self._stream) if self.split.bridge else []
         for number, (_, tensor) in enumerate(self._tensors(self.plan.dtype, self.split.senders, self._is_first)):
             copies[number].copy_(tensor)
         self._is_first = False
@@ -86,29 +82,19 @@ class Publisher:
         return torch.empty(self.plan.offsets[-1], dtype=self.plan.dtype, pin_memory=is_accelerator(self.device))
 
     def send(self, version: int) -> None:
-        """Begins to send the copy, in the background."""
+        """Begin to send the copy, in the background."""
         if self.split.bridge:
-            self._thread = threading.Thread(target=self._send, args=(version,), daemon=True)
-            self._thread.start()
+            self._sending = in_background(partial(self._send, version), "publish")
 
     def wait(self) -> None:
-        """Returns when the generators have what was published; raises what went wrong with it."""
-        if self._thread:
+        """Return when the generators have the last publish. Raise the error that stopped it, if any."""
+        if self._sending:
             with watchdog.doing("the generators to take the weights"):
-                self._thread.join()
-            self._thread = None
-        if self._error:
-            raise self._error
+                self._sending.result()
+            self._sending = None
 
     def _send(self, version: int) -> None:
-        try:
-            with side_stream(self.device):
-                self._broadcast(version)
-        except BaseException as error:  # raised again in the main thread
-            self._error = error
-
-    def _broadcast(self, version: int) -> None:
-        bridge, plan = self.split.bridge, self.plan
+        bridge = self.split.bridge
         under_way = deque()
 
         def send(data: torch.Tensor) -> None:
@@ -117,11 +103,12 @@ class Publisher:
                 under_way.popleft()[0].wait()
                 watchdog.progress()
 
-        digests = Digests(plan, self.device)
-        for bucket in plan.buckets:
-            data = bucket.of(self._stream).to(bridge.device)
-            send(data)
-            digests.add(bucket, data.to(self.device))  # while it travels
-        send(torch.tensor([version, *digests.values()]).to(bridge.device))
-        for work, _ in under_way:
-            work.wait()
+        with side_stream(self.device):
+            digests = Digests(self.plan, self.device)
+            for bucket in self.plan.buckets:
+                data = bucket.of(self._stream).to(bridge.device)
+                send(data)
+                digests.add(bucket, data.to(self.device))  # while it travels
+            send(torch.tensor([version, *digests.values()]).to(bridge.device))
+            for work, _ in under_way:
+                work.wait()

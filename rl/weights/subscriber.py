@@ -1,11 +1,11 @@
-"""A generator's side of the publish (rl/weights/publisher.py): weights come in over the bridge, go into the engine, and are
+"""A generator's side of the publish (rl/weights/publisher.py): weights arrive over the bridge, go into the engine, and are
 verified.
 
-    subscriber.effective_state(state)      what counts here of an announcement: versions one by one (rl/weights/arrival.py)
-    subscriber.receive(version)     between two engine steps, straight into the engine's memory where it allows that
+    subscriber.effective_state(state)   the state to act on: versions count one by one (rl/weights/arrival.py)
+    subscriber.receive(version)         between two engine steps, straight into the engine's memory if it allows that
 
-Memory: none, or if the engine does not adopt memory, a few buckets (on the first of a node up to 32) or its largest parameter.
-Weights that arrive while the engine continues take one copy in host memory.
+Memory: none, or if the engine does not adopt memory, a few buckets (on the first rank of a node up to 32) or its largest
+parameter. Weights that arrive while the engine continues take one copy in host memory.
 """
 
 import json
@@ -25,7 +25,7 @@ from rl.ranks.device import is_accelerator
 from rl.samples.control import State
 from rl.split import Split
 from rl.weights.arrival import Announcements, Arrival, has_room
-from rl.weights.buckets import Bucket, Plan
+from rl.weights.buckets import Bucket, Plan, probe_of
 from rl.weights.digests import Digests, digests_of
 
 
@@ -33,43 +33,39 @@ class Subscriber:
     """A generator's side."""
 
     def __init__(self, split: Split, engine: Engine, overlaps: bool = False):
-        """overlaps: whether the engine may continue while weights come over a network, where there is memory for that."""
+        """overlaps: whether the engine may continue while weights arrive over a network, if there is memory for that."""
         self.engine, self.bridge, self.device = engine, split.bridge, split.ranks.device
         with watchdog.doing("the learner to load the model"):
             self.plan = Plan.from_json(split.store.get("weights/plan"))
         self._store, self._announcements = split.store, Announcements(split.store)
-        # Of the newest publish: bytes, and seconds on its way while the engine continued.
+        # Bytes of the newest publish, and the seconds ("way") that it traveled while the engine continued
         self.received: dict[str, float] = {}
-        self._kept: list[tuple[str, torch.Tensor]] = []  # what never changes, for an engine that is always given all
+        self._kept: list[tuple[str, torch.Tensor]] = []  # parameters that never change, for engines that take whole sets only
         self._has_warned = False
-        self._memory = None  # laid out as the stream: what arrives is in place at once
+        self._memory = None  # laid out as the stream: data is received in place
         is_ahead = (
             overlaps and self.bridge.is_far and has_room(split, self.plan.offsets[-1] * self.plan.dtype.itemsize, self._pins)
         )
-        self._ahead = Arrival(self._come_in) if is_ahead else None
+        self._ahead = Arrival(self._receive_ahead) if is_ahead else None
         self._shares = engine.shares_memory and not self._ahead  # the memory is the engine's own
         if self._ahead:
             self._memory = self._new(self.plan.offsets[-1])
         elif self._shares:
             self._memory = torch.empty(self.plan.offsets[-1], dtype=self.plan.dtype, device=engine.device)
-            engine.share_parameters(dict(zip(self.plan.names, self.plan.views(self._memory, self._all), strict=True)))
-
-    @property
-    def _all(self) -> range:
-        return range(len(self.plan.names))
+            engine.share_parameters(dict(zip(self.plan.names, self.plan.views(self._memory), strict=True)))
 
     def effective_state(self, state: State, busy: bool) -> State:
-        """What counts here when the learners' newest message is `state`: the version that comes next, or the engine's own where
-        none does, and what was said with it. Not while it is on its way and the generator is busy: one that is not, or has to
-        stop, waits for it in `receive`."""
+        """Return the state that this generator should act on: that of the next version, or of the engine's own if there is no
+        newer one. A version still in transit does not count while the generator is busy: one that is idle, or has to stop,
+        waits for it in `receive`. state: the learners' newest message."""
         newer = self._next_version(state.version)
-        if self._ahead and self.engine.version >= 0:  # before, there is nothing to continue with
+        if self._ahead and self.engine.version >= 0:  # before the first weights there is nothing to continue with
             newer = self._ahead.newest(newer, self.engine.version, busy and not state.stop)
         return self._announcements.of(newer, state) if newer >= 0 else replace(state, version=self.engine.version)
 
     def _next_version(self, announced: int) -> int:
-        """The version to receive next, when the newest that was announced is this; -1 for none. Each is sent once, from the
-        first of the run on."""
+        """Return the version to receive next, -1 for none. Each is sent once, from the first of the run on. announced: the
+        newest version that the learners have announced."""
         if self.engine.version < 0:
             return self._first if announced >= self._first else -1
         return min(announced, self.engine.version + 1)
@@ -79,10 +75,8 @@ class Subscriber:
         return int(self._store.get("weights/first"))
 
     def receive(self, version: int, recompute_kv: bool = False) -> None:
-        """Gives the engine the weights of `version`, which the learner has announced, and verifies them.
-
-        Raises RuntimeError, naming the parameter, if the engine's weights are not those that were sent.
-        """
+        """Give the engine the weights of `version`, which the learner has announced, and verify them. Raise RuntimeError, with
+        the parameter's name, if the engine's weights are not those that were sent."""
         if self._ahead:
             self._ahead.wait()
         digests, arrived = Digests(self.plan, self.device), []
@@ -107,25 +101,25 @@ class Subscriber:
             self._prove(version)
         size, self.plan = self.plan.offsets[-1], self.plan.later()
         if self.plan.adapters and self._ahead and self.plan.offsets[-1] < size:
-            self._memory = self._new(self.plan.offsets[-1])  # lets go of the model, which the engine has
+            self._memory = self._new(self.plan.offsets[-1])  # frees the model, which the engine has
 
     def _prove(self, version: int) -> None:
-        """Raises RuntimeError if the engine does not apply the adapters that it has."""
+        """Raise RuntimeError if the engine does not apply its adapters."""
         from rl.weights.adapter_proof import check_log_probs  # late: no other run needs it
-        from rl.weights.publisher import probe_of
 
         with watchdog.doing("the learner's log-probs of the probe"):
             expected = json.loads(self._store.get(probe_of(version)))
         check_log_probs(self.engine, version, expected, self.plan.dtype)
 
     def _moved(self) -> list[int]:
-        """Parameters whose memory has moved out of the stream since the engine was asked to share it."""
+        """Return the parameters whose memory has moved out of the stream since the engine was asked to share it."""
         addresses = [self._memory.data_ptr() + offset * self.plan.dtype.itemsize for offset in self.plan.offsets]
         return [i for i, name in enumerate(self.plan.names) if self.engine.read_back(name).data_ptr() != addresses[i]]
 
     def _check_loaded(self, version: int, arrived: list[int]) -> None:
-        """Compares what an engine with memory of its own has made of the parameters with what it was given."""
-        read = []  # (number) of what can be read, in the order of the digests
+        """Compare the parameters in an engine with memory of its own with those that it was given, and warn once if it cannot
+        show some of them. arrived: the digests of the latter."""
+        read = []  # numbers of the parameters that the engine shows
 
         def values() -> Iterator[torch.Tensor]:
             for number, name in enumerate(self.plan.names):
@@ -137,25 +131,22 @@ class Subscriber:
             if found != arrived[number]:
                 name = self.plan.names[number]
                 raise RuntimeError(f"version {version}: the generator's {name} is not what the learner sent")
-        if hidden := set(range(len(self.plan.names))) - set(read):
-            self._warn_of_hidden(self.plan.names[min(hidden)], len(hidden))
-
-    def _warn_of_hidden(self, first: str, count: int) -> None:
-        """Says once that part of the engine's weights is out of sight."""
-        if not self._has_warned:
+        hidden = sorted({*range(len(self.plan.names))} - {*read})
+        if hidden and not self._has_warned:
             print(
-                f"warning: the engine cannot show {count} of {len(self.plan.names)} parameters, {first} first. Their publishes "
-                "are verified as they arrive and not as the engine holds them; watch training/rollout_probs_diff_mean.",
+                f"warning: the engine cannot show {len(hidden)} of {len(self.plan.names)} parameters, "
+                f"{self.plan.names[hidden[0]]} first. Their publishes are verified as they arrive and not as the engine holds "
+                "them; watch training/rollout_probs_diff_mean.",
                 file=sys.stderr,
                 flush=True,
             )
-        self._has_warned = True
+            self._has_warned = True
 
     def _incoming(self, digests: Digests, arrived: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of every parameter, as it is complete. Feeds the digests, and fills `arrived` with those of what the
-        engine is to compute with. These take -0.0 as 0.0, because an engine may hold the weights in a form that knows only one
-        zero."""
-        parts, kept = [], []  # parts: of a parameter that comes in several buckets
+        """Yield (name, tensor) of every parameter when it is complete. Feeds the digests, and fills `arrived` with the digests
+        of the parameters as the engine should hold them. These take -0.0 as 0.0, because an engine may hold the weights in a
+        form that knows only one zero."""
+        parts, kept = [], []  # parts: of a parameter that arrives in several buckets
         for bucket, data in self._arriving():
             digests.add(bucket, data)
             if not self._shares:
@@ -180,54 +171,40 @@ class Subscriber:
         self._kept = self._kept or kept
 
     def _arriving(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """The buckets and their data in order."""
-        if self._ahead:  # they are all there
-            came = ((bucket, bucket.of(self._memory)) for bucket in self.plan.buckets)
-        else:
-            came = self._coming_in()
-        for bucket, data in came:
+        """Yield the buckets and their data, in order, on the device. With `_ahead` all have been received before."""
+        ready = ((bucket, bucket.of(self._memory)) for bucket in self.plan.buckets)
+        for bucket, data in ready if self._ahead else self._receiving():
             yield bucket, data.to(self.device)
 
-    def _come_in(self) -> None:
-        """Receives a publish into the memory; for a thread."""
+    def _receive_ahead(self) -> None:
+        """Receive a publish into the memory; for a thread."""
         began = time.monotonic()
-        for _ in self._coming_in():
+        for _ in self._receiving():
             pass
         self._wait(self._table[0])
         self.received["way"] = time.monotonic() - began
 
-    def _coming_in(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """The same as they come over the bridge; the next ones are on their way while one is used."""
+    def _receiving(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """Yield the buckets and their data as they arrive over the bridge. The next ones travel while one is used."""
         self.received = {"bytes": 0, "way": 0.0}
-        under_way = deque()
+        memory, under_way = self._memory, deque()
+        in_place = memory is not None and memory.device == self.bridge.device
 
-        def arrived():
+        def arrived() -> tuple[Bucket, torch.Tensor]:
             work, bucket, data = under_way.popleft()
             self._wait(work)
             self.received["bytes"] += data.nbytes
-            return bucket, self._in_place(bucket, data)
+            return bucket, data if in_place or memory is None else bucket.of(memory).copy_(data)
 
         for bucket in self.plan.buckets:
-            data = self._room(bucket)
+            data = bucket.of(memory) if in_place else self._new(bucket.size)
             under_way.append((self.bridge.broadcast(data), bucket, data))
             if len(under_way) == self.bridge.window:
                 yield arrived()
         table = torch.empty(1 + len(self.plan.names), dtype=torch.long, device=self.bridge.device)
-        self._table = self.bridge.broadcast(table), table  # what comes last, on its way with the rest
+        self._table = self.bridge.broadcast(table), table  # the last message travels with the rest
         while under_way:
             yield arrived()
-
-    def _room(self, bucket: Bucket) -> torch.Tensor:
-        """Where the bucket is received."""
-        if self._memory is not None and self._memory.device == self.bridge.device:
-            return bucket.of(self._memory)
-        return self._new(bucket.size)
-
-    def _in_place(self, bucket: Bucket, data: torch.Tensor) -> torch.Tensor:
-        """The bucket in the memory, if there is one, else as it has been received."""
-        if self._memory is None or self._memory.device == data.device:
-            return data
-        return bucket.of(self._memory).copy_(data)
 
     def _wait(self, work) -> None:
         with watchdog.doing("a bucket of the weights"):
@@ -235,7 +212,7 @@ class Subscriber:
         watchdog.progress()
 
     def _new(self, size: int) -> torch.Tensor:
-        """Where something is received: pinned, if it continues from the host to an accelerator."""
+        """Return memory to receive into: pinned if the data continues to an accelerator."""
         return torch.empty(size, dtype=self.plan.dtype, device=self.bridge.device, pin_memory=self._pins)
 
     @property

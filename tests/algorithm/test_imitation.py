@@ -104,7 +104,7 @@ def test_what_cannot_be_used_is_named(demo_model, demo_vl_model, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "response": "2"}\n')
     with pytest.raises(UserError, match=r"the columns are question, response\. Name them so\."):
         of("--model", demo_model)
-    with pytest.raises(UserError, match=r"--sft-files are of text alone, and --model .* takes images"):
+    with pytest.raises(UserError, match=r"--sft-files takes only text, and --model .* takes images"):
         of("--model", demo_vl_model, "--train-files", "demo-vl", "--val-files", "demo-vl")
     with pytest.raises(UserError, match="--router-replay R3 replays a generator's routes"):
         check(train_sync.Args(router_replay="R3", rollout_is="token", **SFT))

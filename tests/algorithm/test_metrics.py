@@ -165,10 +165,10 @@ def test_wandb_offline_and_the_same_run_after_a_resume(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = make(tmp_path, logger=("wandb",), wandb_mode="offline")
     run.log(1, {"critic/score/mean": 0.5})
-    first = run._wandb.id
+    first = (run.dir / "wandb_id").read_text()
     run.finish(tmp_path)
     run = resume(run, tmp_path, 1, logger=("wandb",), wandb_mode="offline")
-    assert run._wandb.id == first
+    assert run._wandb._run.id == first
     run.finish(tmp_path)
     assert list(run.dir.glob("wandb/offline-run-*/*.wandb"))
 

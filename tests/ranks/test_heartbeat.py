@@ -71,7 +71,7 @@ def test_who_was_stopped_itself_does_not_accuse_those_who_have_ended(monkeypatch
     monkeypatch.setattr(heartbeat.os, "_exit", lambda code: (ended.set(), threading.Event().wait()))
     failures.record("node 1, a: no sign of life of rank 0 for 0.2 s (--node-timeout)")
     signs(store, r1=7)
-    heartbeat.Heartbeat("rank 0", 0, [heartbeat.launch.Node("a", 0, 1, 0), heartbeat.launch.Node("b", 1, 1, 0)], 0.2, store)
+    heartbeat.Heartbeat(0, [heartbeat.launch.Node("a", 0, 1, 0), heartbeat.launch.Node("b", 1, 1, 0)], 0.2, store)
     assert ended.wait(60)
     assert capsys.readouterr().err.startswith("error: node 1, a: no sign of life of rank 0")
 
@@ -95,7 +95,7 @@ def test_a_store_that_does_not_answer_ends_the_rank(monkeypatch):
     monkeypatch.setattr(heartbeat.Heartbeat, "_end", lambda self, verdict, **_: ended.append(verdict))
     nodes = [heartbeat.launch.Node(f"host{i}", i, 1, 0) for i in range(2)]
     store = Silent()
-    watched = heartbeat.Heartbeat("rank 1", 1, nodes, 0.2, store)
+    watched = heartbeat.Heartbeat(1, nodes, 0.2, store)
     time.sleep(0.5)
     assert not ended and watched.rounds > 1, "there is no sign of rank 0 yet: it may not have begun"
     store.answers = False

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from torch.distributed import HashStore
 
-from rl.background import in_background
 from rl.samples.control import State
 from rl.samples.schedule import ScheduleArgs
 from rl.samples.tickets import Tickets, open_tickets, started
@@ -44,7 +43,7 @@ def test_every_ticket_starts_once_and_in_time_and_no_step_waits_for_the_store(se
     far = FarStore(HashStore())
     open_tickets(far.store)
     engines = int(random.integers(1, 4))
-    generators = [Tickets(far, args, total, engines, in_background) for _ in range(engines)]
+    generators = [Tickets(far, args, total, engines) for _ in range(engines)]
     under_way, sent = [[] for _ in generators], []
     for version in range(total // 6):
         state, needed = State(version=version, dropped=0), 6 * (version + 1)
@@ -73,7 +72,7 @@ def test_every_ticket_starts_once_and_in_time_and_no_step_waits_for_the_store(se
 def test_what_may_not_start_yet_is_at_hand_when_the_weights_come():
     far, args = FarStore(HashStore()), ScheduleArgs(ppo_mini_batch_size=4, staleness_threshold=0)
     open_tickets(far.store)
-    tickets = Tickets(far, args, 80, 1, in_background)
+    tickets = Tickets(far, args, 80, 1)
     state = State(version=0, dropped=0)
     first: list[int] = []
     until(lambda: first.extend(tickets.take(4, len(first), 0, state)) or len(first) == 4)
@@ -85,7 +84,7 @@ def test_what_may_not_start_yet_is_at_hand_when_the_weights_come():
 def test_a_store_that_is_lost_ends_the_generator():
     far = FarStore(HashStore())
     open_tickets(far.store)
-    tickets = Tickets(far, ScheduleArgs(), 80, 1, in_background)
+    tickets = Tickets(far, ScheduleArgs(), 80, 1)
     far.add = lambda *_: 1 / 0
     state = State(version=0, dropped=0)
     with pytest.raises(ZeroDivisionError):

@@ -14,7 +14,6 @@ from torch.distributed import HashStore
 
 import train_async
 from rl import generator_loop, split
-from rl.background import at_once
 from rl.data.prompts import Prompt
 from rl.generation.generator import Generator
 from rl.ranks import launch
@@ -25,6 +24,8 @@ from rl.samples.channel import Outbox
 from rl.samples.control import State
 from rl.samples.idle_meter import IdleMeter
 from rl.samples.tickets import Tickets, open_tickets, started
+
+pytestmark = pytest.mark.usefixtures("requests_at_once")
 
 TOKEN = 0.02  # seconds of a token; a sleep of the loop is a tenth of it
 TINY = 1e-6  # seconds of the loop's own round
@@ -126,7 +127,6 @@ class World:
         patch.setattr(generator_loop, "ControlBlock", lambda _: self)
         patch.setattr(generator_loop, "Outbox", Out)
         patch.setattr(generator_loop, "Subscriber", Sub)
-        patch.setattr(generator_loop, "in_background", at_once)
         train_async.generate(args, SimpleNamespace(store=self.store, ranks=None, generators=1), job)
         return self.reports
 

@@ -22,6 +22,8 @@ from rl.samples.schedule import ScheduleArgs
 from rl.samples.tickets import Tickets, open_tickets, started
 from rl.weights.arrival import Announcements, Arrival
 
+pytestmark = pytest.mark.usefixtures("requests_at_once")
+
 
 def group(ticket: int, versions: list[list[int]], scores=None) -> Group:
     """A group whose responses have tokens of these versions."""
@@ -150,7 +152,7 @@ def test_buffer_trains_the_oldest_first_and_takes_no_ticket_twice():
         buffer.add(group(ticket, [[0], [0]]))
     assert [g.ticket for g in buffer.take(1)] == [1, 2] and buffer.take(2) is None
     for ticket in (1, 3):
-        with pytest.raises(RuntimeError, match=f"ticket {ticket} came in twice"):
+        with pytest.raises(RuntimeError, match=f"ticket {ticket} arrived twice"):
             buffer.add(group(ticket, [[0], [0]]))
 
 

@@ -176,7 +176,7 @@ def tensor_parallel(path: str) -> dict:
         if "layers.0" in name
     }
     mine = json.dumps(sorted([list(k), o.token_ids, o.log_probs] for k, o in outputs.items())).encode()
-    out["ranks agree"] = len(set(dist.all_gather_bytes(mine))) == 1
+    out["ranks agree"] = len(set(map(bytes, dist.all_gather_bytes(mine)))) == 1
     swap = side.engine.adapter.swap
     side.engine.adapter.swap = lambda: side.engine.adapter._new.clear()
     side.change(2)

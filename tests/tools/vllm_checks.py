@@ -449,7 +449,7 @@ def tensor_parallel(path: str) -> dict:
     mapped = {line.split(maxsplit=5)[5].strip() for line in maps if "cpushm" in line}
     out["shared memory"] = {"mapped": len(mapped), "named": [name for name in mapped if not name.endswith("(deleted)")]}
     mine = json.dumps(sorted([list(k), o.token_ids, o.log_probs] for k, o in outputs.items())).encode()
-    out["ranks agree"] = len(set(dist.all_gather_bytes(mine))) == 1
+    out["ranks agree"] = len(set(map(bytes, dist.all_gather_bytes(mine)))) == 1
     return out if ranks.is_main else {}
 
 

@@ -236,7 +236,7 @@ def tensor_parallel(path: str) -> dict:
     outputs = drain(engine, case.requests())
     out["after"] = case.error(outputs, new)
     mine = json.dumps(sorted([list(k), o.token_ids, o.log_probs] for k, o in outputs.items())).encode()
-    out["ranks agree"] = len(set(dist.all_gather_bytes(mine))) == 1
+    out["ranks agree"] = len(set(map(bytes, dist.all_gather_bytes(mine)))) == 1
     return out if ranks.is_main else {}
 
 

@@ -106,7 +106,7 @@ def tensor_parallel(path: str) -> dict:
     outputs = drain(engine, requests_for())
     out |= {"error after": error(outputs, new), "wrong after": wrong_routes(outputs, new)}
     mine = json.dumps(sorted([list(k), o.token_ids, o.routes.tolist()] for k, o in outputs.items())).encode()
-    out["ranks agree"] = len(set(dist.all_gather_bytes(mine))) == 1
+    out["ranks agree"] = len(set(map(bytes, dist.all_gather_bytes(mine)))) == 1
     return out if ranks.is_main else {}
 
 
