@@ -17,11 +17,9 @@ from PIL import Image, ImageDraw
 from transformers import Qwen2Tokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from rl.data.demo import SPECIAL, Phase, made_once, save, tokenizer_of, train_in
-from rl.data.demo_cache import VERSIONS
+from rl.data import demo
+from rl.data.demo import Phase
 
-VERSION = VERSIONS["demo-vl"]  # of the recipe below
-INITIALIZER_RANGE = 0.08  # about 1 / sqrt(hidden size): learns from fewer pictures than with the usual 0.02
 SIZES = {"train": 1000, "val": 250}  # pictures of each split
 SIDE = 64  # of a picture, in pixels
 PATCH, MERGE = 16, 2  # pixels of a patch's side, patches of an image token's side
@@ -76,13 +74,8 @@ def problems(split: str) -> list[dict]:
     return rows
 
 
-def model_dir() -> str:
-    """The model's directory; trains it first if it is not there. Several processes may ask at once."""
-    return made_once("demo-vl", VERSION, _make)
-
-
 def build_tokenizer() -> Qwen2Tokenizer:
-    return tokenizer_of(SPECIAL + VISION, CHARACTERS, CHAT_TEMPLATE)
+    return demo.tokenizer_of(demo.SPECIAL + VISION, CHARACTERS, CHAT_TEMPLATE)
 
 
 def build_processor() -> Qwen2VLImageProcessorPil:
@@ -94,19 +87,11 @@ def build_processor() -> Qwen2VLImageProcessorPil:
 def build_model(tokenizer: Qwen2Tokenizer) -> Qwen3VLForConditionalGeneration:
     text = dict(
         vocab_size=len(tokenizer),
-        hidden_size=128,
         num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=32,
         intermediate_size=256,
-        max_position_embeddings=512,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True},
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        tie_word_embeddings=True,
-        initializer_range=INITIALIZER_RANGE,
+        **demo.SHAPE,
     )
     vision = dict(
         depth=2,
@@ -118,7 +103,7 @@ def build_model(tokenizer: Qwen2Tokenizer) -> Qwen3VLForConditionalGeneration:
         spatial_merge_size=MERGE,
         num_position_embeddings=16,
         deepstack_visual_indexes=[0],
-        initializer_range=INITIALIZER_RANGE,
+        initializer_range=demo.SHAPE["initializer_range"],
     )
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     ids = dict(zip(names, tokenizer.convert_tokens_to_ids(VISION), strict=True))
@@ -126,12 +111,12 @@ def build_model(tokenizer: Qwen2Tokenizer) -> Qwen3VLForConditionalGeneration:
     return Qwen3VLForConditionalGeneration(config)
 
 
-def _make(directory: str) -> None:
+def make(directory: str) -> None:
+    """Teaches and saves the model."""
     tokenizer, processor = build_tokenizer(), build_processor()
     model = build_model(tokenizer)
     _teach(model, tokenizer, processor)
-    save(model, directory)
-    tokenizer.save_pretrained(directory)
+    demo.save(model, directory, tokenizer)
     processor.save_pretrained(directory)
 
 
@@ -156,7 +141,7 @@ def _teach(model, tokenizer, processor, tower_steps: int = 160, right_steps: int
         Phase("right answers", right_steps, lambda: loss(1), 1.5e-3, 0.95),
         Phase("wrong answers", wrong_steps, lambda: loss(0.2), 5e-4, 0.95, falling=False),
     ]
-    train_in(model, phases, "making the demo-vl model (once)")
+    demo.train_in(model, phases, "making the demo-vl model (once)")
 
 
 def misread(number: int, rng: random.Random) -> int:

@@ -5,6 +5,7 @@ tenth of what the demo of text has to start: its rows are a table of our own.
 """
 
 import bisect
+import importlib
 import itertools
 import json
 import re
@@ -25,14 +26,8 @@ def read_table(file: str, split: str):
     """The file as a datasets.Dataset, or what stands for one. split: "train", "val" or "sft", the flag that names it; all but
     "val" are for training. Raises UserError for what cannot be read."""
     of_demo = "val" if split == "val" else "train"
-    if file == "demo":
-        from rl.data.demo import problems
-
-        return Rows.of(problems(of_demo))
-    if file == "demo-calculator":
-        from rl.data import demo_calculator
-
-        return Rows.of(demo_calculator.problems(of_demo))
+    if file in ("demo", "demo-calculator"):
+        return Rows.of(importlib.import_module(f"rl.data.{file.replace('-', '_')}").problems(of_demo))
     import pyarrow.parquet as pq
     from datasets import Dataset, disable_progress_bars, load_dataset
 

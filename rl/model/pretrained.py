@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -44,7 +43,9 @@ def resolve(model: str) -> str:
     """ "demo" and its variants -> that model's directory, made on first use; a directory or a hub name stays as it is."""
     if model not in VERSIONS:
         return model
-    return importlib.import_module(f"rl.data.{model.replace('-', '_')}").model_dir()  # late: few need it
+    from rl.data.demo import model_dir  # late: few need it
+
+    return model_dir(model)
 
 
 def load_config(path: str, trust_remote_code: bool = False, name: str = "--model") -> PretrainedConfig:
