@@ -5,6 +5,7 @@ token; what follows, such as Qwen's line break, a policy never samples. Each par
 the tokens that it has in training by reward. Left out: images.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
@@ -12,7 +13,7 @@ from typing import Annotated, Literal, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rl.data.measured import Measured
+from rl.data.measured import Measured, measure
 from rl.data.prompts import is_message, render_chat
 from rl.data.tables import FileRows, check_as_written, check_text, read_table
 from rl.errors import UserError
@@ -81,7 +82,8 @@ class Demonstrations(FileRows):
             check_text(file, table)
             check_as_written(file, table)
             self.tables.append(table)
-        self.rows = self._measure(self.ends[-1] if most < 0 else min(most, self.ends[-1]), split)
+        used = self.ends[-1] if most < 0 else min(most, self.ends[-1])
+        self.rows = measure(functools.partial(self._measure_part, used, split)).kept
         if not len(self.rows):
             raise UserError(f"{', '.join(self.files)}: no conversation has at most {limit} {args.max_length} tokens. Raise it.")
 
@@ -97,26 +99,18 @@ class Demonstrations(FileRows):
             f"columns are {', '.join(sorted(columns))}. {self._column_flags}"
         )
 
-    def _measure(self, rows: int, split: str) -> Sequence[int]:
-        """The rows that are used. Each rank of a node reads a part of them: what cannot be used is an error now."""
-        work, own = DividedWork(), Measured()
-        part = track(work.part(rows), f"measuring {split} conversations", show=launch.here().rank == 0)
-        try:
-            for row in part:
-                length = len(self._read(row).ids)
-                if length <= self.args.max_length:
-                    own.kept.append(row)
-                elif not self.args.filter_overlong_prompts:
-                    raise UserError(
-                        f"{self._where(row)}: the conversation has {length} tokens, more than {self._limit} "
-                        f"{self.args.max_length}. Raise it, or leave such rows out with --filter-overlong-prompts."
-                    )
-                if not work.advance(1):
-                    break
-        except UserError as error:
-            own.error = str(error)
-            work.fail()
-        return Measured.of_parts(map(Measured.of_bytes, work.gather(own.to_bytes()))).kept
+    def _measure_part(self, rows: int, split: str, work: DividedWork, found: Measured) -> None:
+        for row in track(work.part(rows), f"measuring {split} conversations", show=launch.here().rank == 0):
+            length = len(self._read(row).ids)
+            if length <= self.args.max_length:
+                found.kept.append(row)
+            elif not self.args.filter_overlong_prompts:
+                raise UserError(
+                    f"{self._where(row)}: the conversation has {length} tokens, more than {self._limit} "
+                    f"{self.args.max_length}. Raise it, or leave such rows out with --filter-overlong-prompts."
+                )
+            if not work.advance(1):
+                break
 
     def _read(self, row: int) -> Demonstration:
         """Its tokens, and which are trained."""

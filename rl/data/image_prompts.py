@@ -12,6 +12,7 @@ rl/model/vision_forward.py.
 
 import functools
 import json
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -19,22 +20,21 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import xxhash
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-from transformers.utils import cached_file
 
 from rl.data import images
+from rl.data.args import DataArgs
 from rl.data.images import PLACE, ImageError
 from rl.errors import UserError
+from rl.hub.tensor_reader import find
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")  # model_type
 TOWER = "model.visual."  # what the names of the vision tower's parameters begin with
-QUIET = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")
 KEPT_BYTES = 1 << 30  # of prepared pixels, in each process
 
@@ -46,11 +46,6 @@ def takes_images(config: PretrainedConfig) -> bool:
     if kind in FAMILIES or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return True
     return kind not in CONFIG_MAPPING and getattr(config, "vision_config", None) is not None
-
-
-class ImageFlags(Protocol):
-    min_pixels: int | None
-    max_pixels: int | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,19 +70,14 @@ class Images:
         """Image tokens of each."""
         return (self.grid.prod(1) // self.prep.merge**2).tolist()
 
-    @property
-    def pixels(self) -> Tensor:
-        """[patches, values of a patch] fp32 on the CPU, for the vision tower. Prepared now unless it is still kept. Raises
-        ImageError."""
-        return torch.cat([self.pixels_of(i) for i in range(len(self.sources))])
-
     def prepare(self) -> None:
-        """Makes the pixels now, to be kept for those who want them soon. Raises ImageError."""
+        """Makes the pixels now, to be kept until they are used. Raises ImageError."""
         for image in range(len(self.sources)):
             self.pixels_of(image)
 
     def pixels_of(self, image: int) -> Tensor:
-        """The same of one image, by number."""
+        """[patches, values of a patch] fp32 on the CPU: one image for the vision tower, by number. Prepared now unless they are
+        still kept. Raises ImageError."""
         try:
             pixels = self.prep.pixels(self.digests[image], self.sources[image])
             if len(pixels) != int(self.grid[image].prod()):
@@ -101,11 +91,11 @@ class ImagePrep:
     """The preparation of images for one model. PIL does it on every machine: torchvision's resizing gives other pixels."""
 
     @staticmethod
-    def of(path: str, config: PretrainedConfig, args: ImageFlags) -> "ImagePrep | None":
+    def of(path: str, config: PretrainedConfig, args: DataArgs) -> "ImagePrep | None":
         """The preparation for the model at `path`; None if it takes no images. Raises UserError if it cannot be had."""
         return ImagePrep(path, config, args) if takes_images(config) else None
 
-    def __init__(self, path: str, config: PretrainedConfig, args: ImageFlags):
+    def __init__(self, path: str, config: PretrainedConfig, args: DataArgs):
         flags = {"min_pixels": args.min_pixels, "max_pixels": args.max_pixels}
         # by its module: transformers 5.5 shows the name only where there is torchvision. Takes a second, without images no use
         from transformers.models.auto.image_processing_auto import AutoImageProcessor
@@ -147,10 +137,9 @@ class ImagePrep:
         """Writes the model's files about images there, with the limits of --min-pixels and --max-pixels if they were given: so
         the model is used as it was trained."""
         for name in FILES:
-            found = cached_file(self.path, name, **QUIET)
-            if found is None:
+            if not (found := find(self.path, name, download=True)):
                 continue
-            content = json.loads(Path(found).read_text())
+            content = json.loads(found.read_text())
             limited = [part for part in (content, *content.values()) if isinstance(part, dict) and "patch_size" in part]
             for part in limited if self.limits and name in FILES[:2] else ():
                 part |= self.limits | {"size": dict(self.processor.size)}
@@ -159,23 +148,22 @@ class ImagePrep:
     def expand(self, ids: Sequence[int], sources: Sequence[bytes]) -> tuple[list[int], Images]:
         """A prompt's token ids with one image token for each image -> with all of them, and the images. Decodes none. Raises
         ImageError."""
-        _check_count(list(ids).count(self.image_token), len(sources))
+        if (places := list(ids).count(self.image_token)) != len(sources):
+            raise ImageError(f"the prompt has {places} places for images ({PLACE}), the row has {len(sources)} images")
         grids = [self.grid(width, height) for width, height in images.sizes(sources)]
-        whole, starts, left = [], [], iter(grids)
-        for token in ids:
-            if token != self.image_token:
-                whole.append(token)
-                continue
-            _, rows, columns = next(left)
-            starts.append(len(whole))
-            whole += [token] * (rows * columns // self.merge**2)
         merged = [(rows // self.merge, columns // self.merge) for _, rows, columns in grids]
+        whole, starts, left = [], [], iter(merged)
+        for token in ids:
+            if token == self.image_token:
+                starts.append(len(whole))
+                whole += [token] * math.prod(next(left))
+            else:
+                whole.append(token)
         found, following = positions(len(whole), starts, merged)
-        places = [torch.arange(start, start + rows * columns) for start, (rows, columns) in zip(starts, merged, strict=True)]
         return whole, Images(
             digests=tuple(xxhash.xxh3_128_hexdigest(source, seed=self._seed) for source in sources),
             grid=torch.tensor(grids, dtype=torch.long).view(-1, 3),
-            places=torch.cat([torch.zeros(0, dtype=torch.long), *places]),
+            places=(torch.tensor(whole) == self.image_token).nonzero().squeeze(1),
             positions=found,
             next_position=following,
             prep=self,
@@ -240,12 +228,6 @@ def tower_flops(config: PretrainedConfig, patches: Sequence[int], frozen: bool) 
         seen += length * (full * length + (v.depth - full) * window)
     total = 6 * matrices * sum(patches) + 12 * v.hidden_size * seen
     return total / 3 if frozen else total
-
-
-def _check_count(places: int, given: int) -> None:
-    """Raises ImageError unless each image of a prompt has its place in the text."""
-    if places != given:
-        raise ImageError(f"the prompt has {places} places for images ({PLACE}), the row has {given} images")
 
 
 def positions(length: int, starts: Sequence[int], sizes: Sequence[tuple[int, int]]) -> tuple[Tensor, int]:

@@ -33,26 +33,12 @@ from rl.data.columns import (
     ground_truth,
 )
 from rl.data.image_prompts import FAMILIES, ImageError, ImagePrep, Images
-from rl.data.measured import Measured, up_to_error
+from rl.data.measured import Measured, measure
 from rl.data.tables import FileRows, check_as_written, check_text, read_table
 from rl.errors import UserError
 from rl.ranks import launch
 from rl.ranks.divided_work import DividedWork
 from rl.ranks.progress import track
-
-
-def check_kept(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int], where: str) -> None:
-    """Raises UserError if most of the text is lost in its token ids: a tokenizer of other words turns prompts into nothing."""
-    for special in tokenizer.get_added_vocab():
-        text = text.replace(special, "")
-    read = tokenizer.decode(ids, skip_special_tokens=True)
-    text, read = ("".join(x.lower().split()) for x in (text, read))
-    if sum((Counter(text) & Counter(read)).values()) < len(text) / 2:
-        raise UserError(
-            f"{where}: the tokenizer loses most of the prompt: {text[:40]!r} is read as {read[:40]!r}. It belongs to another "
-            "model, or was saved incompletely: copy the model's own files next to the weights."
-        )
-
 
 BATCH = 512  # prompts to tokenise at once, at most
 BATCH_SECONDS = 0.5  # smaller batches where a tokenizer is slow: after each the watchdog sees progress
@@ -118,7 +104,7 @@ class PromptDataset(FileRows):
                 table = self._with_images(file, table)
             self.tables.append(table)
             check_truths(file, table)
-        measured = self._measure(f"measuring {split} prompts")
+        measured = measure(functools.partial(self._measure_part, f"measuring {split} prompts"))
         self.rows = measured.kept
         self.truncated = measured.truncated  # prompts that --truncation cuts
         if not self.rows:
@@ -178,43 +164,24 @@ class PromptDataset(FileRows):
             sizes.update({of["values"]: of["counts"] for of in counted.to_pylist()})
         return sizes
 
-    def _measure(self, description: str) -> Measured:
-        """Measure all rows, of which the ranks of a node measure a part each. A prompt that cannot be used is an error here
-        rather than in the middle of a run."""
-        work = DividedWork()
-        own = self._measure_part(work, description)
-        if own.error:
-            work.fail()
-        return Measured.of_parts(map(Measured.of_bytes, work.gather(own.to_bytes())))
-
-    def _measure_part(self, work: DividedWork, description: str) -> Measured:
-        found, rows, size = Measured(), self._rendered(work, description), 1
-        try:
-            while not found.error:
-                started = time.monotonic()
-                batch, found.error = up_to_error(itertools.islice(rows, size))
-                if not batch:
-                    break
-                for (row, columns, text), ids in zip(batch, self._encode([text for _, _, text in batch]), strict=True):
-                    self._measure_row(found, row, columns, text, ids)
-                    if work.is_first and found.lost:
-                        raise UserError(found.lost)
-                if not work.advance(len(batch)):
-                    break
-                size = min(BATCH, 2 * size) if time.monotonic() - started < BATCH_SECONDS else max(1, size // 2)
-        except UserError as error:  # of an earlier row than the one that ended the batch
-            found.error = str(error)
-        return found
+    def _measure_part(self, description: str, work: DividedWork, found: Measured) -> None:
+        rows, size, started = self._rendered(description, work, found), 1, time.monotonic()
+        while batch := list(itertools.islice(rows, size)):
+            for (row, columns, text), ids in zip(batch, self._encode([text for _, _, text in batch]), strict=True):
+                self._measure_row(found, row, columns, text, ids)
+                if work.is_first and found.lost:
+                    raise UserError(found.lost)
+            if not work.advance(len(batch)):
+                break
+            size = min(BATCH, 2 * size) if time.monotonic() - started < BATCH_SECONDS else max(1, size // 2)
+            started = time.monotonic()
 
     def _measure_row(self, found: Measured, row: int, columns: dict, text: "Text", ids: list[int]) -> None:
         where, limit = self._where(row), self.args.max_prompt_length
         if not ids:
             raise UserError(f"{where}: the prompt makes no token. Remove the row, or check the model's tokenizer.")
         if not found.kept and found.lost is None:
-            try:
-                check_kept(self.tokenizer, text.text, ids, where)
-            except UserError as error:
-                found.lost = str(error)
+            found.lost = _lost(self.tokenizer, text.text, ids, where)
         ids, of_row = self._expand(row, columns, ids)
         length = len(ids)
         if length > limit and self.args.filter_overlong_prompts:
@@ -228,15 +195,20 @@ class PromptDataset(FileRows):
         found.truncated += length > limit
         found.kept.append(row)
 
-    def _rendered(self, work: DividedWork, description: str) -> Iterator[tuple[int, dict, "Text"]]:
-        """(row number over all files, the columns of its prompt, the prompt's text) of this rank's rows; no other column is
-        read."""
+    def _rendered(self, description: str, work: DividedWork, found: Measured) -> Iterator[tuple[int, dict, "Text"]]:
+        """(row number over all files, the columns of its prompt, the prompt's text) of this rank's rows, up to one that cannot
+        be used, which is noted in `found`. No other column is read."""
         part = work.part(self.ends[-1])
         if work.parts > 1:
             description += f", one of {work.parts} parts"
         rows = itertools.chain.from_iterable(self._columns_of(part))
         for number, row in zip(track(part, description, show=launch.here().rank == 0), rows, strict=True):
-            yield number, row, self._render(self._where(number), row)
+            try:
+                text = self._render(self._where(number), row)
+            except UserError as error:
+                found.error = str(error)
+                return
+            yield number, row, text
 
     def _columns_of(self, part: range) -> Iterator[Iterable[dict]]:
         """The prompts' columns of the rows that are numbered so over all files, file by file."""
@@ -265,7 +237,7 @@ class PromptDataset(FileRows):
             of_file = images.places(self.files[self._locate(row)[0]])
             ids, of_row = self.prep.expand(ids, images.files_of(columns.get(self.args.image_key), *of_file))
         except ImageError as error:
-            raise UserError(f"{self._where(row)}: {error}. Mend the row, or remove it.") from None
+            raise UserError(f"{self._where(row)}: {error}. Correct the row, or remove it.") from None
         return ids, of_row if of_row.sources else None
 
     def _encode(self, texts: Sequence["Text"]) -> list[list[int]]:
@@ -329,13 +301,27 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, where: str, messages: list[d
         raise UserError(f"{where}: the model's chat template refuses the messages ({error}). Fix the roles.") from None
 
 
+def _lost(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int], where: str) -> str | None:
+    """A message if most of the text is lost in its token ids: a tokenizer of other words turns prompts into nothing."""
+    for special in tokenizer.get_added_vocab():
+        text = text.replace(special, "")
+    read = tokenizer.decode(ids, skip_special_tokens=True)
+    text, read = ("".join(x.lower().split()) for x in (text, read))
+    if sum((Counter(text) & Counter(read)).values()) >= len(text) / 2:
+        return None
+    return (
+        f"{where}: the tokenizer loses most of the prompt: {text[:40]!r} is read as {read[:40]!r}. It belongs to another "
+        "model, or was saved incompletely: copy the model's own files next to the weights."
+    )
+
+
 class Text(NamedTuple):
     text: str
     is_chat: bool  # rendered by the chat template
 
 
 def _leading(ids: list[int], token: int) -> int:
-    """How often `ids` begin with that token."""
+    """The number of times that the token stands at the beginning of `ids`."""
     return sum(1 for _ in itertools.takewhile(lambda i: i == token, ids))
 
 
