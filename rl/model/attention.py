@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, PretrainedConfig
 
 from rl.errors import UserError
-from rl.model.attention_kernels import Segments, attend
+from rl.model.attention_kernels import Segments, attend, tokens_seen
 from rl.ranks.device import is_accelerator, moved, packed_attention
 
 ATTENTION = "packed"
@@ -48,12 +48,7 @@ class Packed:
         after = after or [-1] * len(segments)
         continued = set(after)
         self.device, self._row = torch.device(device), (segments, after)
-        own = [np.arange(a, b) for a, b in itertools.pairwise([0, *itertools.accumulate(segments)])]
-        sequences = [
-            np.concatenate([own[before], own[i]]) if before >= 0 else own[i]
-            for i, before in enumerate(after)
-            if i not in continued
-        ]
+        sequences = [tokens for i, tokens in enumerate(tokens_seen(segments, after)) if i not in continued]
         self.lengths = [len(s) for s in sequences]
         self.longest = max(self.lengths)
         self.begins = [0, *itertools.accumulate(self.lengths)]  # [S + 1]

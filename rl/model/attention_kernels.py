@@ -30,14 +30,17 @@ RIGHT_DOWN_CAUSAL = 3  # sparse_mode of npu_fusion_attention: aligned at the end
 TOLERANCE = 0.03
 
 
+def tokens_seen(lengths: list[int], after: list[int]) -> list[np.ndarray]:
+    """For each segment, the row's tokens that it attends to: those of the segment in front of it, then its own."""
+    own = [np.arange(a, b) for a, b in itertools.pairwise([0, *itertools.accumulate(lengths)])]
+    return [np.concatenate([own[before], own[i]]) if before >= 0 else own[i] for i, before in enumerate(after)]
+
+
 class Segments:
-    """The segments of a packed row of T tokens as a kernel takes them. Segments without tokens are not among them."""
+    """The segments of a packed row of T tokens as a kernel takes them, except those without tokens."""
 
     def __init__(self, lengths: list[int], after: list[int], device: torch.device):
-        own = [np.arange(a, b) for a, b in itertools.pairwise([0, *itertools.accumulate(lengths)])]
-        seen = [
-            np.concatenate([own[before], own[i]]) if before >= 0 else own[i] for i, before in enumerate(after) if lengths[i]
-        ]
+        seen = [tokens for tokens, length in zip(tokens_seen(lengths, after), lengths, strict=True) if length]
         self.longest = max(filter(None, lengths)), max(map(len, seen))  # queries, keys
         self.ends = list(itertools.accumulate(filter(None, lengths))), list(itertools.accumulate(map(len, seen)))
         keys, self.device = np.concatenate(seen), device

@@ -78,34 +78,23 @@ def divide_experts(model: nn.Module, ranks: Ranks, shard: dict) -> None:
 
 
 def _forward(experts: nn.Module, plain: nn.Module, group, hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor):
-    """What all experts of a layer make of hidden [t, d], by index and weight [t, K] of each token's: [t, d]. `plain` is a copy
-    of the module without parameters, for this rank's experts. A collective of the group."""
-    own = copy.copy(plain)
-    own.__dict__.update({name: getattr(experts, name).to_local() for name in NAMES})  # as FSDP has gathered them
-    return _dispatch(own, group, hidden, index, weight)
-
-
-def _dispatch(own_experts: nn.Module, group, hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Sends each token to its experts, and what they make of it back."""
-    ranks, own, choices = group.size(), own_experts.num_experts, index.shape[1]
+    """The output [t, d] of a layer's experts for hidden [t, d], given index and weight [t, K] of each token's experts: sends
+    each token to its experts, and their output back. `plain` is a copy of the module without parameters, for this rank's
+    experts. A collective of the group."""
+    own_experts = copy.copy(plain)
+    own_experts.__dict__.update({name: getattr(experts, name).to_local() for name in NAMES})  # as FSDP has gathered them
+    ranks, own, choices = group.size(), plain.num_experts, index.shape[1]
     order = index.flatten().argsort(stable=True)  # [t * K], by expert and so by rank
     count = torch.zeros(ranks * own, dtype=torch.long, device=index.device)
-    count = count.scatter_add_(0, index.flatten(), torch.ones_like(order))  # rows for each expert
-    arriving, sent, received = rows_to_trade(count, len(order), group)
+    count = count.scatter_add_(0, index.flatten(), torch.ones_like(order))  # [E] this rank's rows for each expert
+    arriving = torch.empty_like(count)  # [E] rows that arrive from each rank for each of this rank's experts
+    torch.distributed.all_to_all_single(arriving, count, group=group)
+    sent, received = torch.stack([count, arriving]).view(2, ranks, -1).sum(2).tolist()  # by rank; the one wait for the device
     rows = AllToAll.apply(hidden[order // choices], sent, received, group)  # [R, d]
     expert = torch.arange(own, device=index.device).repeat(ranks).repeat_interleave(arriving, output_size=len(rows))  # [R]
     out = AllToAll.apply(_compute(own_experts, rows, expert), received, sent, group)  # [t * K, d] in `order`
     by_token = out[order.argsort()].view(*index.shape, -1)  # [t, K, d]
     return (by_token * weight[..., None]).sum(1).to(hidden.dtype)
-
-
-def rows_to_trade(count: torch.Tensor, rows: int, group) -> tuple[torch.Tensor, list[int], list[int]]:
-    """count [E]: how many of this rank's rows go to each expert of all ranks -> (how many come from each rank for each of its
-    own experts [E], rows to send to each rank, rows from each)."""
-    arriving = torch.empty_like(count)
-    torch.distributed.all_to_all_single(arriving, count, group=group)
-    sent, received = torch.stack([count, arriving]).view(2, group.size(), -1).sum(2).tolist()  # the one wait for the device
-    return arriving, sent, received
 
 
 def _compute(own_experts: nn.Module, rows: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:

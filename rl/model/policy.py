@@ -1,14 +1,13 @@
 """The policy: a causal language model, and of its packed tokens the log-probs and entropy that losses need."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from rl.data.image_prompts import takes_images
 from rl.model import vision_forward
 from rl.model.attention import linear_layers
 from rl.model.head.log_probs import ChunkedLogProbs, log_probs_at, spread, top_tokens
-from rl.model.head.precision import in_fp32
+from rl.model.head.precision import Fp32Head
 from rl.model.router import Router
 
 LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] computed at a time: 256 MB in fp32
@@ -43,8 +42,8 @@ class Policy(nn.Module):
         if self.router:
             self.router.begin(layout, routes, observe)
         hidden, head = self._hidden(inputs, layout)[predict], self.model.lm_head  # [n, hidden]
-        if self.head_fp32:
-            hidden, head = in_fp32(hidden, head)
+        if self.head_fp32 and hidden.dtype != torch.float32:
+            hidden, head = hidden.float(), Fp32Head.of(head)
         if top:
             return top_tokens(hidden, head, labels, temperature, *top, LOGITS_AT_ONCE)
         if entropy == "spread":
@@ -52,7 +51,8 @@ class Policy(nn.Module):
         if labels.dim() > 1:
             return log_probs_at(hidden, head, labels, temperature, entropy, LOGITS_AT_ONCE)
         if len(hidden) * len(head.weight) <= LOGITS_AT_ONCE:
-            return self._log_prob(hidden, head, labels, temperature, entropy)
+            log_prob, entropies = log_probs_at(hidden, head, labels[:, None], temperature, entropy, LOGITS_AT_ONCE)
+            return log_prob.squeeze(1), entropies
         kept = self.logits_kept if torch.is_grad_enabled() else 0
         log_prob, entropies = ChunkedLogProbs.apply(
             hidden, head.weight, head.bias, labels, temperature, entropy != "none", LOGITS_AT_ONCE, kept
@@ -67,11 +67,3 @@ class Policy(nn.Module):
         if self.takes_images:
             return vision_forward.hidden_states(self.model.model, layout, **inputs)
         return self.model.model(**inputs, use_cache=False, layout=layout)[0][0]
-
-    def _log_prob(self, hidden, head, labels, temperature: float, entropy: str):
-        log_probs = (head(hidden).float() / temperature).log_softmax(-1)  # [n, V]
-        log_prob = -F.nll_loss(log_probs, labels, reduction="none")
-        if entropy == "none":
-            return log_prob, torch.zeros_like(log_prob)
-        with torch.set_grad_enabled(entropy == "loss" and torch.is_grad_enabled()):
-            return log_prob, -(log_probs.exp() * log_probs).sum(-1)

@@ -142,8 +142,7 @@ def _check_modules(config: PretrainedConfig, where: str, trust_remote_code: bool
 def empty_model(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model on the meta device: no weights and no memory."""
     with torch.device("meta"):
-        options = computed(config) | {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
-        return auto_class(config).from_config(config, **options)
+        return _from_config(config, trust_remote_code)
 
 
 def unfilled_model(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -157,10 +156,14 @@ def unfilled_model(config: PretrainedConfig, trust_remote_code: bool = False) ->
 
     torch.nn.Module.register_parameter = on_meta
     try:
-        options = computed(config) | {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
-        return auto_class(config).from_config(config, **options)
+        return _from_config(config, trust_remote_code)
     finally:
         torch.nn.Module.register_parameter = register
+
+
+def _from_config(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+    options = computed(config) | {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
+    return auto_class(config).from_config(config, **options)
 
 
 def layers(model: PreTrainedModel) -> list[torch.nn.Module]:

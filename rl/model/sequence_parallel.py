@@ -68,7 +68,7 @@ class Piece:
     @functools.cached_property
     def chain(self):
         """What delta nets ask of the piece."""
-        from rl.model.hybrid.shared import SharedChain
+        from rl.model.hybrid.chain import SharedChain
 
         return SharedChain(self)
 

@@ -6,9 +6,8 @@ all else here is its own code, in its order: `language_inputs` gives what its la
 Left out: rows of which nobody has prepared images, which the language model takes as they are.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +43,6 @@ class RowImages:
                     grid.append(images.grid[number])
                     files.append((images, number))
                 feature.append(first[digest] + torch.arange(count))
-        joined = lambda parts: torch.cat([torch.zeros(0, dtype=torch.long), *parts])  # noqa: E731
         return RowImages(joined(grid).view(-1, 3), joined(places), joined(feature), files)
 
     @property
@@ -60,8 +58,10 @@ class RowImages:
             self.taken()
         return pixels
 
-    def when_taken(self, act: Callable[[], None]) -> "RowImages":
-        return dataclasses.replace(self, taken=act)
+
+def joined(parts: Iterable[Tensor]) -> Tensor:
+    """The parts end to end, of which there may be none: [n] long."""
+    return torch.cat([torch.zeros(0, dtype=torch.long), *parts])
 
 
 def row_inputs(lengths: Sequence[int], after: Sequence[int], images: Sequence[Images | None]) -> dict:

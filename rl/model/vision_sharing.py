@@ -15,7 +15,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from rl.model.vision_forward import RowImages
+from rl.model.vision_forward import RowImages, joined
 from rl.ranks.dist import AllToAll
 
 
@@ -40,7 +40,7 @@ def part_of(row: RowImages, piece) -> RowImages:
     begins = counts.cumsum(0) - counts
     source, local = (torch.empty(int(counts.sum()), dtype=torch.long) for _ in range(2))  # of each distinct feature
     for rank, images in enumerate(images_of):
-        mine = torch.cat([torch.zeros(0, dtype=torch.long), *(begins[i] + torch.arange(counts[i]) for i in images)])
+        mine = joined(begins[i] + torch.arange(counts[i]) for i in images)
         source[mine], local[mine] = rank, torch.arange(len(mine))
     holder, source, local = row.places // piece.size, source[row.feature], local[row.feature]  # of each place, [m]
     me = piece.begin // piece.size

@@ -6,7 +6,6 @@ that their probabilities differ by it, and ScaleRL (arXiv 2510.13786) adopts the
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -25,8 +24,3 @@ class Fp32Head:
     def __call__(self, hidden: Tensor) -> Tensor:
         """[n, hidden] in any precision -> logits [n, V]."""
         return F.linear(hidden.float(), self.weight, self.bias)
-
-
-def in_fp32(hidden: Tensor, head: nn.Linear) -> tuple[Tensor, Fp32Head | nn.Linear]:
-    """Both as the product takes them: unchanged where they are fp32 already."""
-    return (hidden, head) if hidden.dtype == torch.float32 else (hidden.float(), Fp32Head.of(head))
