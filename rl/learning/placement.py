@@ -1,8 +1,8 @@
 """The models of a learner: read, sharded, and in the memory and the precision that the flags ask for.
 
 FSDP2 shards every decoder layer and the rest, unless one rank learns alone and on its device: there is nothing to gather or to
-reduce, and FSDP would still copy weights and gradients, which takes a tenth or more of a small model's step. In bf16 such a rank
-computes with weights that were cast once per update (rl/learning/masters.py).
+reduce, and FSDP would still copy weights and gradients, which takes a tenth or more of a small model's step. In bf16 such a
+rank computes with weights that were cast once per update (rl/learning/masters.py).
 """
 
 from collections import defaultdict
