@@ -50,13 +50,15 @@ def exports_of(learner: Learner) -> list[Export]:
     dtype = config.dtype or config.get_text_config().dtype or torch.float32
     parts = hub_names(model) if learner.ranks.is_main else {}
     dtypes = {name: dtype_of(name, dtype) for name in learner.parameters}
-    plan = _split({name: torch.empty(p.shape, dtype=dtypes[name], device="meta") for name, p in learner.parameters.items()})
+    whole = {name: torch.empty(p.shape, dtype=dtypes[name], device="meta") for name, p in learner.parameters.items()}
+    plan = split_torch_state_dict_into_shards(whole)  # files of 5 GB
     copied = _further_tokens(learner.path) if linear_layers(config) and learner.ranks.is_main else ()
     out = [Export("model", "", plan, parts, dtypes, copied)]
     if learner.adapters:
         shapes = {name: model.get_parameter(name).shape for name in learner.adapters.tensors}
         whole = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        plan = _split(whole, filename_pattern=files.PATTERN, max_shard_size="1TB")  # peft reads one file
+        one_file = {"filename_pattern": files.PATTERN, "max_shard_size": "1TB"}  # as peft reads it
+        plan = split_torch_state_dict_into_shards(whole, **one_file)
         named = {name: [(files.stored_name(name), shape)] for name, shape in shapes.items()}
         out.append(Export("adapter", files.DIRECTORY, plan, named, dict.fromkeys(shapes, torch.float32)))
     return out
@@ -75,7 +77,3 @@ def _further_tokens(path: str) -> list[Copied]:
             yield piece
 
     return [Copied(name, DTYPES[of.run.dtype], of.shape, partial(pieces, of.run)) for name, of in stored.items()]
-
-
-def _split(whole: dict[str, torch.Tensor], **how) -> StateDictSplit:
-    return split_torch_state_dict_into_shards(whole, **how)  # in files of 5 GB where `how` does not say otherwise

@@ -17,7 +17,6 @@ loaded. Left out: writing them, which is rl/checkpoint/saver.py.
 import json
 import platform
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -32,7 +31,6 @@ from rl.checkpoint.manifest import (
     TRAINING,
     UNFINISHED,
     check_path,
-    damage,
     damage_anywhere,
     read_manifest,
 )
@@ -166,13 +164,13 @@ def find(args: CheckpointArgs, output_dir: str, experiment_name: str | None) -> 
     """The run and the checkpoint to resume from, the same on every rank; None to start over. Raises UserError if the checkpoint
     that was asked for cannot be used. A collective."""
     found = _find(args, Path(output_dir), experiment_name) if torch.distributed.get_rank() == 0 else None
-    found = json.loads(dist.from_main(json.dumps(found and [str(found[0]), [str(path) for path in found[1]], found[2]])))
-    run_dir, steps, is_asked = (Path(found[0]), [Path(path) for path in found[1]], found[2]) if found else (None, [], False)
+    found = json.loads(dist.from_main(json.dumps(found, default=str)))
+    run_dir, steps, is_asked = (Path(found[0]), [*map(Path, found[1])], found[2]) if found else (None, [], False)
     if is_asked:
-        return Origin(run_dir, check_path(steps[0], damage_anywhere))
+        return Origin(run_dir, check_path(steps[0]))
     if not steps and (run_dir or (args.resume_mode == "auto" and experiment_name)):
         _check_elsewhere(run_dir or Path(output_dir) / experiment_name)
-    return Origin(run_dir, _first_good(run_dir, steps, damage_anywhere)) if found else None
+    return Origin(run_dir, _first_whole(run_dir, steps)) if run_dir else None
 
 
 def _find(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -> tuple[Path, list[Path], bool] | None:
@@ -227,16 +225,12 @@ def _read_config(path: Path) -> dict | None:
     return record if isinstance(record, dict) else None
 
 
-def newest(run_dir: Path) -> Path | None:
-    """The run's newest checkpoint whose files are all as they were written; None if nothing was saved. Says what is lost by
-    damage. Raises UserError if there are checkpoints and all are damaged."""
-    return _first_good(run_dir, _steps(run_dir), damage)
-
-
-def _first_good(run_dir: Path, paths: list[Path], damage: Callable[[Path], str | None]) -> Path | None:
+def _first_whole(run_dir: Path, paths: list[Path]) -> Path | None:
+    """The first of a run's checkpoints whose files are all as they were written; None if nothing was saved. Warns of steps that
+    damage has lost. Raises UserError if there are checkpoints and all are damaged. A collective."""
     errors = {}
     for path in paths:
-        if (error := damage(path)) is None:
+        if (error := damage_anywhere(path)) is None:
             if errors:
                 _warn(f"the steps after {int(path.name.removeprefix('step_'))} are trained again")
             return path
@@ -251,7 +245,7 @@ def _first_good(run_dir: Path, paths: list[Path], damage: Callable[[Path], str |
 
 
 def _warn(text: str) -> None:
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+    if torch.distributed.get_rank() == 0:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 

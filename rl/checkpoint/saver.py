@@ -13,8 +13,8 @@ import os
 import platform
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,9 +23,10 @@ import torch.distributed
 from transformers import PreTrainedTokenizerBase
 
 from rl.adapters import files as adapter_files
+from rl.background import in_background
 from rl.checkpoint.best import Best
 from rl.checkpoint.exports import Export, exports_of
-from rl.checkpoint.manifest import GROUPS, STATE, STEPS, TRAINING, UNFINISHED, make_anew, remove, rename, write_manifest
+from rl.checkpoint.manifest import GROUPS, STATE, STEPS, TRAINING, UNFINISHED, make_empty, remove, rename, write_manifest
 from rl.checkpoint.resume import CheckpointArgs
 from rl.checkpoint.shard_files import Files, header
 from rl.data.image_prompts import ImagePrep
@@ -79,9 +80,8 @@ class Saver:
         self._state: dict[str, torch.Tensor] | None = None  # what the next save writes: the copies, or the tensors themselves
         self._was_short = False  # of memory, at some save
         self._leaving = False
-        self._thread: threading.Thread | None = None
-        self._moved = 0  # pieces that the thread has written or sent
-        self._lost: Exception | None = None  # what another learner's end has raised in the thread
+        self._saving: Future | None = None  # the thread that writes a checkpoint
+        self._moved = 0  # pieces that it has written or sent
         self.best = Best(self.run_dir, learner.ranks.is_main)
         self.step = origin.step if origin else 0  # that was saved last
         self.error = ""  # of the last save; empty if it is whole
@@ -104,13 +104,11 @@ class Saver:
         self.step = step
         target = self.run_dir / f"step_{step:06d}"
         work = target.with_name(f"{target.name}.partial")
-        if error := self._first_error(lambda: make_anew(work), acts=self._clears):
+        if error := self._first_error(lambda: make_empty(work), acts=self._clears):
             self._give_up(step, work, error)
             return
-        ranks = dist.all_gather_bytes(json.dumps(self.learner.rank_state()).encode())
-        record = {"step": step, "state": state, "learner": self.learner.state()}
-        record["identity"] = self._identity
-        record["ranks"] = [json.loads(rank) for rank in ranks]
+        ranks = [json.loads(of) for of in dist.all_gather_bytes(json.dumps(self.learner.rank_state()).encode())]
+        record = {"step": step, "state": state, "learner": self.learner.state(), "identity": self._identity, "ranks": ranks}
         files = {}
         if self.learner.ranks.is_main:
             files = {
@@ -118,8 +116,7 @@ class Saver:
                 GROUPS: join_records([group.to_bytes() for group in groups]),
                 UNFINISHED: join_records([group.to_bytes() for group in unfinished]),
             }
-        self._thread = threading.Thread(target=self._complete, args=(step, work, target, tensors, files), daemon=True)
-        self._thread.start()
+        self._saving = in_background(lambda: self._complete(step, work, target, tensors, files), "save")
         if not self._is_last(step) and tensors is not self._copies:
             self.wait()  # before training changes them
 
@@ -142,17 +139,17 @@ class Saver:
             self._change = adapters.merge({name: tensor.cpu() for name, tensor in a.items()}, own)
 
     def wait(self) -> None:
-        """Returns when the last save is complete, or has failed. Raises what another learner's end has raised here."""
-        if self._thread:
-            with watchdog.doing("the checkpoint before to be written"):
-                while self._thread.is_alive():
-                    before = self._moved
-                    self._thread.join(1.0)
-                    if self._moved > before:
-                        watchdog.progress()
-            self._thread = None
-        if self._lost:
-            raise self._lost
+        """Returns when the last save is complete, or has failed. Raises the thread's error if another learner has exited."""
+        if not self._saving:
+            return
+        with watchdog.doing("the checkpoint before to be written"):
+            while not self._saving.done():
+                before = self._moved
+                wait([self._saving], timeout=1.0)
+                if self._moved > before:
+                    watchdog.progress()
+        self._saving.result()
+        self._saving = None
 
     def finish(self, step: int) -> Path:
         """Waits; returns the checkpoint of that step, the last one. Raises UserError if it could not be written."""
@@ -209,11 +206,7 @@ class Saver:
     # ------------------------------------------------------------------------------------------------- the thread
 
     def _complete(self, step: int, work: Path, target: Path, tensors: dict, files: dict[str, bytes]) -> None:
-        try:
-            self.error = self._write(work, target, tensors, files)
-        except Exception as lost:  # of a collective, since all else is returned: another learner is gone
-            self._lost = lost
-            return
+        self.error = self._write(work, target, tensors, files)  # raises only if a collective does: another learner has exited
         if self.error:
             self._give_up(step, work, self.error)
         else:

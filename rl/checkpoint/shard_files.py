@@ -7,7 +7,6 @@ its machine does not have is sent by one that does, so that nodes may have chang
 
 import json
 import math
-import struct
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 import torch.distributed
 import xxhash
 
-from rl.hub.tensor_reader import DTYPES, Reader, Run
+from rl.hub.tensor_reader import DTYPES, Reader, Run, read_header
 from rl.model.shards import Block, local
 from rl.ranks import dist, watchdog
 
@@ -145,12 +144,7 @@ def _read_rows(reader: Reader, run: Run, block: Block, common: Block, out: torch
 
 
 def _places(directory: Path, file: str) -> dict[str, tuple[Run, list[int], list[int]]]:
-    """Of each tensor in a learner's file: where it is in the file, and its offset and shape in the whole."""
-    with open(directory / file, "rb") as handle:
-        (length,) = struct.unpack("<Q", handle.read(8))
-        tensors = json.loads(handle.read(length))
-    offsets, out = json.loads(tensors.pop("__metadata__")[SHARDING]), {}
-    for name, of in tensors.items():
-        run = Run(file, of["dtype"], 8 + length + of["data_offsets"][0], math.prod(of["shape"]))
-        out[name] = (run, offsets[name]["saved_offsets"], of["shape"])
-    return out
+    """For each tensor in a learner's file: where it is in the file, and the offset and shape of this part in the whole."""
+    stored, words = read_header(directory / file)
+    places = json.loads(words[SHARDING])
+    return {name: (of.run._replace(file=file), places[name]["saved_offsets"], [*of.shape]) for name, of in stored.items()}

@@ -20,25 +20,6 @@ from rl.hub.tensor_writer import PIECE_BYTES, TYPES
 from rl.ranks import watchdog
 
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of each file of weights
-
-
-def sample(files: Iterable[Path]) -> str:
-    """A digest of the files' names, sizes, and SAMPLES pieces of each."""
-    state = xxhash.xxh3_64()
-    for file in files:
-        _sample(file, state)
-    return state.hexdigest()
-
-
-def _sample(file: Path, state: xxhash.xxh3_64) -> None:
-    size = file.stat().st_size
-    state.update(f"{file.name} {size} ".encode())
-    with open(file, "rb") as handle:
-        for i in range(SAMPLES):
-            handle.seek(i * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
-            state.update(handle.read(SAMPLE_BYTES))
-
-
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {word: dtype for dtype, word in TYPES.items()}
 REMEDY = "Copy or download the files again."
@@ -60,6 +41,19 @@ class Stored(NamedTuple):
     shape: torch.Size
 
 
+def sample(files: Iterable[Path]) -> str:
+    """A digest of the files' names, sizes, and SAMPLES pieces of each."""
+    state = xxhash.xxh3_64()
+    for file in files:
+        size = file.stat().st_size
+        state.update(f"{file.name} {size} ".encode())
+        with open(file, "rb") as handle:
+            for i in range(SAMPLES):
+                handle.seek(i * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
+                state.update(handle.read(SAMPLE_BYTES))
+    return state.hexdigest()
+
+
 def find(path: str, name: str, download: bool = False) -> Path | None:
     """The file of the model at `path`, a directory or a hub name; None if it is not on this machine. download: gets it."""
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
@@ -72,7 +66,7 @@ def stored_tensors(path: str) -> dict[str, Stored] | None:
     file, for one that is missing or damaged, or does not go with the others."""
     where = f"--model {path}"
     if not (index := find(path, INDEX, download=True)):
-        return _read_header(single, where) if (single := find(path, SINGLE, download=True)) else None
+        return _stored_in(single, where) if (single := find(path, SINGLE, download=True)) else None
     try:
         listed: dict[str, str] = json.loads(index.read_text())["weight_map"]
         names = sorted(set(listed.values()))
@@ -82,7 +76,7 @@ def stored_tensors(path: str) -> dict[str, Stored] | None:
     for name in names:
         if not (file := find(path, name, download=True)):
             raise UserError(f"{where}: the weights cannot be read: {name}, which {INDEX} lists, is not there. {REMEDY}")
-        held = _read_header(file, where)
+        held = _stored_in(file, where)
         if twice := out.keys() & held.keys():
             other = out[min(twice)].run.file
             raise UserError(f"{where}: {min(twice)} is in {other} and in {name}: one of them is of another model. {REMEDY}")
@@ -93,22 +87,26 @@ def stored_tensors(path: str) -> dict[str, Stored] | None:
     return out
 
 
-def _read_header(file: Path, where: str) -> dict[str, Stored]:
+def _stored_in(file: Path, where: str) -> dict[str, Stored]:
     try:
         with safe_open(file, "pt"):  # checks that the header and the file's length fit together
             pass
-        with open(file, "rb") as handle:
-            (length,) = struct.unpack("<Q", handle.read(8))
-            header = json.loads(handle.read(length))
+        return read_header(file)[0]
     except (SafetensorError, OSError, ValueError) as error:
         size = f", {file.stat().st_size:,} bytes long" if file.exists() else ""
         raise UserError(f"{where}: {file.name}{size}, cannot be read ({error}). {REMEDY}") from None
-    header.pop("__metadata__", None)
-    out = {}
+
+
+def read_header(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+    """The tensors in a safetensors file by name, and the words that its header has besides."""
+    with open(file, "rb") as handle:
+        (length,) = struct.unpack("<Q", handle.read(8))
+        header = json.loads(handle.read(length))
+    words, out = header.pop("__metadata__", {}), {}
     for name, of in header.items():
         shape = torch.Size(of["shape"])
         out[name] = Stored(Run(file.name, of["dtype"], 8 + length + of["data_offsets"][0], shape.numel()), shape)
-    return out
+    return out, words
 
 
 class Reader:
