@@ -1,4 +1,4 @@
-"""The policy: a causal language model, and of its packed tokens the log-probs and entropy that losses need."""
+"""The policy: a causal language model whose forward returns the log-probs and entropy that losses need."""
 
 import torch
 from torch import nn
@@ -11,11 +11,11 @@ from rl.model.head.precision import Fp32Head
 from rl.model.router import Router
 
 LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] computed at a time: 256 MB in fp32
-LOGITS_KEPT = 2**28  # elements kept for a micro-batch's backward pass: 1 GB in fp32; those of further tokens are made twice
+LOGITS_KEPT = 2**28  # elements kept for a micro-batch's backward pass: 1 GB in fp32; the logits of other tokens are made twice
 
 
 class Policy(nn.Module):
-    """A causal language model whose forward returns what the losses need, and holds [tokens, vocabulary] only where small."""
+    """A causal language model over packed rows. It holds [tokens, vocabulary] only where that is small."""
 
     def __init__(self, model: nn.Module, router: Router | None = None, logits_kept: int = LOGITS_KEPT):
         super().__init__()
@@ -60,7 +60,7 @@ class Policy(nn.Module):
         return log_prob, entropies if entropy == "loss" else entropies.detach()
 
     def reshard(self) -> None:
-        """Lets go of what FSDP has gathered: it puts its own method in the place of this one, which has nothing to do."""
+        """Frees the parameters that FSDP has gathered. FSDP replaces this method; without it there is nothing to free."""
 
     def _hidden(self, inputs: dict, layout) -> torch.Tensor:
         """[T, hidden]"""
