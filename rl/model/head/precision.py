@@ -1,7 +1,7 @@
 """`--lm-head-fp32`: the product of hidden states with the output head in fp32, where the model computes in bf16.
 
 Logits in bf16 have 8 significant bits, and generator and learner round them differently: MiniMax-M1 (arXiv 2506.13585) found
-that their probabilities differ by it, and ScaleRL (arXiv 2510.13786) adopts the remedy. The weights are bf16's on both sides.
+that this makes their probabilities differ, and ScaleRL (arXiv 2510.13786) adopts the remedy. Both sides use the bf16 weights.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @dataclass
 class Fp32Head:
-    """A head whose product and gradients are fp32; those of its weights arrive in their own precision."""
+    """A head whose product and gradients are fp32; gradients of its weights arrive in their own precision."""
 
     weight: Tensor  # [V, hidden]
     bias: Tensor | None  # [V]
