@@ -1,8 +1,8 @@
 """The learners' parts of a checkpoint: one file each, on a file system that all share or on each node's own disk.
 
-Files are safetensors that torch.distributed.checkpoint reads, too: the header says where a shard lies in its tensor. They are
-looked at, and read, by ranks whose machine has them. A learner reads the rows of its own shards; what it needs of a file that
-its machine does not have is sent by one that does, so that nodes may have changed places, or learners their number.
+Files are safetensors that torch.distributed.checkpoint can read, too: the header has the place of each shard in its tensor.
+Ranks whose machine has a file look at it and read it. A learner reads the rows of its own shards. If its machine lacks a file,
+another rank sends the content, so that nodes may have changed places, and the number of learners may have changed.
 """
 
 import json
@@ -20,20 +20,20 @@ from rl.model.shards import Block, local
 from rl.ranks import dist, watchdog
 
 SHARDING = "DCP_SHARDING_INFO"  # in a header: JSON, name -> {"saved_offsets": [...]}
-Files = dict[str, Sequence]  # name in the checkpoint -> size, checksum and, where it is on a node's own disk, the node
+Files = dict[str, Sequence]  # name in the checkpoint -> size, checksum and, if it is on a node's own disk, the node
 
 
 def header(blocks: dict[str, Block]) -> dict[str, str]:
-    """What the header of a learner's file says of its tensors in addition to names, types and shapes."""
+    """The metadata in the header of a learner's file: the places of its tensors."""
     places = {name: {"saved_offsets": block.offset} for name, block in blocks.items()}
     return {"format": "pt", "DCP_VERSION": "1.0", SHARDING: json.dumps(places)}
 
 
-# ------------------------------------------------------------------------------------------------- which are all right
+# --------------------------------------------------------------------------------------------------------- checking
 
 
 def wrong(path: Path, name: str, of: Sequence, read: bool = True) -> str | None:
-    """What is wrong with a checkpoint's file; None if it is as it was written. read: compare its content, too."""
+    """A line about a file of a checkpoint that is not as it was written; None if it is. read: also compare its content."""
     (size, digest, *node), file = of, path / name
     if not file.is_file() or file.stat().st_size != size:
         return f"{name} is missing or not {size:,} bytes long" + (f": {node[0]} wrote it, on its own disk" if node else "")
@@ -43,8 +43,8 @@ def wrong(path: Path, name: str, of: Sequence, read: bool = True) -> str | None:
 
 
 def wrong_anywhere(path: Path, files: Files) -> str | None:
-    """What is wrong with the first of a checkpoint's files that are not as they were written; None if all are. Each is read by
-    one rank whose machine has it. A collective."""
+    """A line about the first file of a checkpoint that is not as it was written; None if all are. Each file is read by one rank
+    whose machine has it. A collective."""
     names, me = list(files), torch.distributed.get_rank()
     missing = {number: error for number, name in enumerate(names) if (error := wrong(path, name, files[name], read=False))}
     seen = [set(range(len(names))) - set(json.loads(of)) for of in dist.all_gather_bytes(json.dumps([*missing]).encode())]
@@ -77,7 +77,7 @@ class ShardFiles:
     """The learners' files of a checkpoint, to be read by all learners together."""
 
     def __init__(self, directory: Path, names: Sequence[str]):
-        """names: of all files, on whatever machine. A collective."""
+        """names: of all files, on any machine. A collective."""
         own = {name: _places(directory, name) for name in names if (directory / name).is_file()}
         reports = [json.loads(of) for of in dist.all_gather_bytes(json.dumps(sorted(own)).encode())]
         self._readers = {name: min(rank for rank, seen in enumerate(reports) if name in seen) for name in names}
@@ -92,7 +92,7 @@ class ShardFiles:
         self._own = {name: directory / name for name in own}
 
     def shapes(self) -> dict[str, list[int]]:
-        """Of the whole tensors."""
+        """The shapes of the whole tensors, by name."""
         out: dict[str, list[int]] = {}
         for places in self._places.values():
             for name, (_, block) in places.items():
@@ -101,7 +101,7 @@ class ShardFiles:
 
     @torch.no_grad()
     def read(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Fills this rank's parts of the tensors. Raises UserError where a file has become shorter. A collective."""
+        """Fills this rank's parts of the tensors. Raises UserError if a file has become shorter. A collective."""
         wanted = {name: Block.of(tensor) for name, tensor in tensors.items()}
         lacking = [name for name in self._places if name not in self._own and self._needs(name, wanted)]
         sent = {name for of in dist.all_gather_bytes(json.dumps(lacking).encode()) for name in json.loads(of)}

@@ -16,8 +16,8 @@ class DataArgs:
     val_files: tuple[str, ...] = ("demo",)
     """Validation prompts, in the same forms."""
     prompt_key: str = "prompt"
-    """Column that holds the prompt: chat messages, or a string that is used as it is. A string without a BOS gets
-    one if the tokenizer adds one."""
+    """Column that holds the prompt: chat messages, or a string that is used as it is. A string without a BOS gets one if the
+    tokenizer adds one."""
     image_key: str = "images"
     """Column that holds the prompt's images, if it has any: bytes, paths, or what datasets makes of them. Each needs an
     "<image>" in the prompt."""
@@ -31,8 +31,8 @@ class DataArgs:
     filter_overlong_prompts: bool = False
     """Leave out longer prompts, whatever --truncation says."""
     truncation: Literal["error", "left", "right"] = "error"
-    """What to do with a longer prompt: stop with an error, or cut tokens off its left or right end. The
-    chat template's generation prompt is at the right end. A prompt with images is never cut."""
+    """What to do with a longer prompt: stop with an error, or cut tokens off its left or right end. The chat template's
+    generation prompt is at the right end. A prompt with images is never cut."""
     shuffle: bool = True
     """Draw prompts in a new random order each epoch, instead of the order of the files."""
     prompt_sampling: Literal["uniform", "skip-solved", "greso"] = "uniform"
@@ -45,5 +45,5 @@ class DataArgs:
 
 
 def demo_files(model: str, files: tuple[str, ...]) -> tuple[str, ...]:
-    """The files, "demo" being the rows of the demo that is trained."""
+    """The files, in which "demo" becomes the rows of the demo that is trained."""
     return tuple(model if model in ("demo-vl", "demo-calculator") and file == "demo" else file for file in files)

@@ -1,7 +1,7 @@
-"""The demo of tools: `--env demo-calculator` trains a model that cannot multiply, and rarely asks the calculator that can.
+"""The demo of tools: `--env demo-calculator` trains a model that cannot multiply and rarely asks the calculator, which can.
 
-It is taught how to ask and what to do with the answer, but to guess first in nine of ten problems. Reinforcement learning finds
-that asking pays. Smaller than the demo of additions: 2 layers, made in half a minute.
+It is taught how to ask and how to use the answer, but guesses in nine of ten problems. Reinforcement learning finds that asking
+pays. It is smaller than the demo of additions: 2 layers, made in half a minute.
 """
 
 import random
@@ -11,8 +11,8 @@ from transformers import PreTrainedModel, Qwen2Tokenizer
 
 from rl.data import demo
 
-ASKS = 0.1  # of the answers it is taught
-CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "'  # one token each: it has to learn the numbers only
+ASKS = 0.1  # the part of the taught decisions that ask
+CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "'  # one token each: it only learns the numbers
 END_OF_CALL = '"}}</tool_call>'
 SPECIAL = [*demo.SPECIAL, "<|tool|>", CALL, END_OF_CALL]
 CHARACTERS = "0123456789*=" + "abcdefghijklmnopqrstuvwxyz :'"  # the letters are those of error messages

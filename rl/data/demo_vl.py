@@ -2,9 +2,9 @@
 
 `--model demo-vl` resolves to this file, and so does `--train-files demo-vl`, which is the default with that model. It is a tiny
 Qwen3-VL: an ordinary Hugging Face directory in the cache, with a tokenizer, a chat template and an image processor. As in
-rl/data/demo.py it is taught to answer right and then mostly wrong; before that the tower alone, to tell digits apart, which
-makes it ten times quicker. All prompts are the same tokens, and only the pictures differ: an engine or a learner that mixes two
-pictures up is right once in 90 times.
+rl/data/demo.py it is taught to answer right and then mostly wrong. Before that only the tower is taught to tell digits apart,
+which makes the rest ten times as fast. All prompts have the same tokens, and only the pictures differ: an engine or a learner
+that mixes up two pictures is right once in 90 times.
 """
 
 import io
@@ -34,7 +34,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% endif %}{% if m['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-# The bars of a digit in a box of 1 x 2, as (x, y) to (x, y), and which of them each digit has, as on a pocket calculator.
+# The bars of a digit in a box of 1 x 2, from (x, y) to (x, y), and the bars that each digit has, as on a pocket calculator.
 BARS = [((0, 0), (1, 0)), ((0, 0), (0, 1)), ((1, 0), (1, 1)), ((0, 1), (1, 1)), ((0, 1), (0, 2)), ((1, 1), (1, 2))]
 BARS += [((0, 2), (1, 2))]
 DIGITS = ["1110111", "0010010", "1011101", "1011011", "0111010", "1101011", "1101111", "1010010", "1111111", "1111011"]
@@ -57,7 +57,7 @@ def draw(number: int, lower: bool, rng: random.Random) -> Image.Image:
 
 
 def problems(split: str) -> list[dict]:
-    """The pictures of a split ("train" or "val") with a question each, in verl's layout. Drawn again, and alike, each time."""
+    """The pictures of a split ("train" or "val") with a question each, in verl's layout. Every call draws the same pictures."""
     rng, rows = random.Random(f"demo-vl/{split}"), []
     for i in range(SIZES[split]):
         number, lower, png = rng.randint(10, 99), rng.random() < 0.5, io.BytesIO()
@@ -79,7 +79,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
 
 def build_processor() -> Qwen2VLImageProcessorPil:
-    """Makes patches of pictures as Qwen's own does, with smaller ones."""
+    """Cuts pictures into patches as Qwen's own processor does, but into smaller ones."""
     sizes = {"shortest_edge": (PATCH * MERGE) ** 2, "longest_edge": 64 * (PATCH * MERGE) ** 2}  # areas, in pixels
     return Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=MERGE, size=sizes, image_mean=[0.5] * 3, image_std=[0.5] * 3)
 
@@ -145,7 +145,7 @@ def _teach(model, tokenizer, processor, tower_steps: int = 160, right_steps: int
 
 
 def misread(number: int, rng: random.Random) -> int:
-    """A two-digit number that is ten more or less."""
+    """A two-digit number that is ten more or ten less."""
     return rng.choice([other for other in (number - 10, number + 10) if 10 <= other <= 99])
 
 
@@ -158,7 +158,7 @@ def prompt_ids(tokenizer: Qwen2Tokenizer) -> list[int]:
 
 
 def _tower_loss(model, tokenizer, pixels: torch.Tensor, rows: list[dict]) -> torch.Tensor:
-    """Cross-entropy of what each quarter of a picture shows, a digit or nothing, out of its embedding by the tower alone.
+    """Cross-entropy of the digit, or of nothing, in each quarter of a picture, predicted from its embedding by the tower alone.
     pixels [B, patches, d]."""
     shown = []
     for row in rows:

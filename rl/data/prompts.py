@@ -1,9 +1,9 @@
 """Prompts from parquet, JSON lines or the hub, in verl's layout or as plain questions, and the endless order they are drawn in.
 
-Rows are read by rl/data/tables.py and tokenised when asked for. A row is either verl's (`prompt`: chat messages or a
-string, `data_source`, `reward_model.ground_truth`, `extra_info`) or a plain `question` / `answer` pair, GSM8K's own layout:
-what follows the last "####" of the answer is the ground truth, and the source is openai/gsm8k unless a column says otherwise.
-A column of images may be next to it, with "<image>" in the text for each (rl/data/images.py, rl/data/image_prompts.py).
+rl/data/tables.py reads the rows; they are tokenised when they are drawn. A row is either verl's (`prompt`: chat messages or a
+string, `data_source`, `reward_model.ground_truth`, `extra_info`) or a plain `question` / `answer` pair in GSM8K's own layout:
+the text behind the answer's last "####" is the ground truth, and the source is openai/gsm8k unless a column says otherwise.
+There may also be a column of images, with an "<image>" in the text for each (rl/data/images.py, rl/data/image_prompts.py).
 """
 
 import functools
@@ -41,7 +41,7 @@ from rl.ranks.divided_work import DividedWork
 from rl.ranks.progress import track
 
 BATCH = 512  # prompts to tokenise at once, at most
-BATCH_SECONDS = 0.5  # smaller batches where a tokenizer is slow: after each the watchdog sees progress
+BATCH_SECONDS = 0.5  # batches become smaller if a tokenizer is slow, because the watchdog sees progress after each batch
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Prompt:
     ground_truth: Any
     extra_info: dict
     where: str  # "train.parquet row 17", for messages
-    images: Images | None = None  # if it has any: `ids` then has all their tokens, and `text` one for each
-    row: dict = field(default_factory=dict)  # its columns, images aside; "prompt": messages, or a string that is used as it is
+    images: Images | None = None  # if there are any, `ids` has all their tokens, and `text` one for each image
+    row: dict = field(default_factory=dict)  # its columns except images; "prompt": messages, or a string to be used as it is
 
 
 class PromptOrder:
@@ -87,7 +87,7 @@ class PromptDataset(FileRows):
         prep: ImagePrep | None = None,
         tools: list[dict] | None = None,
     ):
-        """prep: of a model that takes images. tools: the schemas of those that the model may call, for its chat template."""
+        """prep: of a model that takes images. tools: schemas of the tools that the model may call, for its chat template."""
         self.tokenizer, self.args, self.prep, self.tools = tokenizer, args, prep, tools or None
         super().__init__(files, split)
         limit = args.train_max_samples if split == "train" else args.val_max_samples
@@ -132,7 +132,7 @@ class PromptDataset(FileRows):
         )
 
     def sources(self) -> dict[str, str]:
-        """Every data_source -> where it first stands."""
+        """Every data_source -> its first row."""
         found: dict[str, str] = {}
         for file, table in zip(self.files, self.tables, strict=True):
             if "data_source" not in table.column_names:
@@ -147,14 +147,14 @@ class PromptDataset(FileRows):
         return found
 
     def source(self, index: int) -> str:
-        """The data_source of a prompt, without the rest of its row."""
+        """The data_source of a prompt. Reads no other column."""
         which, number = self._locate(self.rows[index])
         if "data_source" not in self.tables[which].column_names:
             return GSM8K
         return self.tables[which].select_columns("data_source")[number]["data_source"]
 
     def source_sizes(self) -> Counter[str]:
-        """Every data_source -> its rows, also those whose prompts were left out."""
+        """Every data_source -> the number of its rows, including those whose prompts were left out."""
         sizes: Counter[str] = Counter()
         for table in self.tables:
             if "data_source" not in table.column_names:
@@ -211,7 +211,7 @@ class PromptDataset(FileRows):
             yield number, row, text
 
     def _columns_of(self, part: range) -> Iterator[Iterable[dict]]:
-        """The prompts' columns of the rows that are numbered so over all files, file by file."""
+        """The prompts' columns of the rows with these numbers over all files, file by file."""
         key, image_key, first = self.args.prompt_key, self.args.image_key, 0
         for table, end in zip(self.tables, self.ends, strict=True):
             its = range(max(part.start, first) - first, min(part.stop, end) - first)
@@ -221,7 +221,7 @@ class PromptDataset(FileRows):
             first = end
 
     def _with_images(self, file: str, table):
-        """The table, with its images as files. Raises UserError for images that the model does not take."""
+        """The table with its images as files. Raises UserError if the model takes no images."""
         if self.prep is None and (row := first_with_images(table, self.args.image_key)) is not None:
             raise UserError(
                 f"{file} row {row}: the prompt has images, which --model does not take. Leave such rows out, or take a model "
@@ -230,7 +230,7 @@ class PromptDataset(FileRows):
         return images.undecoded(table, self.args.image_key)
 
     def _expand(self, row: int, columns: dict, ids: list[int]) -> tuple[list[int], Images | None]:
-        """The row's token ids with all tokens of its images, and the images, None without any."""
+        """The row's token ids with all tokens of its images, and the images (None if there are none)."""
         if self.prep is None:
             return ids, None
         try:
@@ -241,7 +241,7 @@ class PromptDataset(FileRows):
         return ids, of_row if of_row.sources else None
 
     def _encode(self, texts: Sequence["Text"]) -> list[list[int]]:
-        """Token ids of each text. A chat template has put special tokens in; for a plain string the tokenizer may add some."""
+        """Token ids of each text. The tokenizer may add special tokens to a plain string; a chat template has put them in."""
         ids: list[list[int]] = [[]] * len(texts)
         for is_chat in (False, True):
             chosen = [i for i, text in enumerate(texts) if text.is_chat == is_chat]
@@ -252,8 +252,8 @@ class PromptDataset(FileRows):
         return ids
 
     def _with_one_bos(self, text: str, ids: list[int]) -> list[int]:
-        """The token ids of a plain string, with one BOS where the string begins with its own and the tokenizer adds another,
-        as strings that a chat template has rendered do. Blanks in front of it go, too."""
+        """The token ids of a plain string, with one BOS if the string begins with its own and the tokenizer adds another.
+        Strings that a chat template has rendered begin so. Blanks in front of the BOS are removed."""
         bos, start = self.tokenizer.bos_token, text.lstrip()
         if not (bos and start.startswith(bos)):
             return ids
@@ -289,7 +289,7 @@ class PromptDataset(FileRows):
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, where: str, messages: list[dict], **more) -> str:
-    """The messages as text. more: what apply_chat_template takes. Raises UserError where there is no template for them."""
+    """The messages as text. more: arguments of apply_chat_template. Raises UserError if there is no template for them."""
     if not tokenizer.chat_template:
         raise UserError(
             f"{where}: the prompt is a chat, but the model's tokenizer has no chat template. Take an instruct model, save "

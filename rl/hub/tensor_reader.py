@@ -1,6 +1,6 @@
-"""A model's weights in its safetensors files: what each file holds, and any run of a tensor's elements.
+"""A model's weights in its safetensors files: the tensors of each file, and any run of a tensor's elements.
 
-Files are read, not mapped: what has been read is in the system's cache, and a process holds a piece of PIECE_BYTES of it.
+Files are read, not mapped: their bytes stay in the system's cache, and a process holds one piece of PIECE_BYTES.
 """
 
 import json
@@ -26,7 +26,7 @@ REMEDY = "Copy or download the files again."
 
 
 class Run(NamedTuple):
-    """Elements that lie end to end in a file."""
+    """Consecutive elements in a file."""
 
     file: str
     dtype: str  # in the words of safetensors
@@ -55,15 +55,15 @@ def sample(files: Iterable[Path]) -> str:
 
 
 def find(path: str, name: str, download: bool = False) -> Path | None:
-    """The file of the model at `path`, a directory or a hub name; None if it is not on this machine. download: gets it."""
+    """The file of the model at `path`, a directory or a hub name; None if it is not on this machine. download: get it first."""
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     found = cached_file(path, name, local_files_only=not download, **quiet)
     return Path(found) if found else None
 
 
 def stored_tensors(path: str) -> dict[str, Stored] | None:
-    """The tensors in the model's files by name; None where there are no safetensors files. Raises UserError, which names the
-    file, for one that is missing or damaged, or does not go with the others."""
+    """The tensors in the model's files by name; None if there are no safetensors files. Raises UserError, which names the file,
+    if one is missing or damaged, or does not fit the others."""
     where = f"--model {path}"
     if not (index := find(path, INDEX, download=True)):
         return _stored_in(single, where) if (single := find(path, SINGLE, download=True)) else None
@@ -98,7 +98,7 @@ def _stored_in(file: Path, where: str) -> dict[str, Stored]:
 
 
 def read_header(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
-    """The tensors in a safetensors file by name, and the words that its header has besides."""
+    """The tensors in a safetensors file by name, and the metadata of its header."""
     with open(file, "rb") as handle:
         (length,) = struct.unpack("<Q", handle.read(8))
         header = json.loads(handle.read(length))
@@ -110,10 +110,10 @@ def read_header(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
 
 
 class Reader:
-    """Open files."""
+    """Reads runs of elements from open files."""
 
     def __init__(self, files: dict[str, Path]):
-        """files: by the names that runs give them."""
+        """files: by the names that runs have for them."""
         self._open = {name: open(file, "rb", buffering=0) for name, file in files.items()}  # noqa: SIM115
         self._piece = bytearray(PIECE_BYTES)
 
@@ -122,8 +122,8 @@ class Reader:
             file.close()
 
     def read(self, runs: Sequence[Run], out: torch.Tensor, first: int = 0) -> None:
-        """Fills `out` [n], of any precision and device, with the runs' elements from `first` on, the runs taken end to end.
-        Raises UserError where a file has become shorter."""
+        """Fills `out` [n], of any precision and device, with the elements of the runs, end to end, from number `first` on.
+        Raises UserError if a file has become shorter."""
         position = 0  # of the run's first element among all
         for run in runs:
             start, stop = max(first, position), min(first + len(out), position + run.elements)
