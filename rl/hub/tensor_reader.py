@@ -67,13 +67,8 @@ def stored_tensors(path: str) -> dict[str, Stored] | None:
     where = f"--model {path}"
     if not (index := find(path, INDEX, download=True)):
         return _stored_in(single, where) if (single := find(path, SINGLE, download=True)) else None
-    try:
-        listed: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        names = sorted(set(listed.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{index}: cannot be read ({error}). {REMEDY}") from None
-    out: dict[str, Stored] = {}
-    for name in names:
+    listed, out = read_index(index), {}
+    for name in sorted(set(listed.values())):
         if not (file := find(path, name, download=True)):
             raise UserError(f"{where}: the weights cannot be read: {name}, which {INDEX} lists, is not there. {REMEDY}")
         held = _stored_in(file, where)
@@ -85,6 +80,14 @@ def stored_tensors(path: str) -> dict[str, Stored] | None:
         name = min(lacking)
         raise UserError(f"{where}: {listed[name]} does not hold {name}, which {INDEX} says it does. {REMEDY}")
     return out
+
+
+def read_index(file: Path) -> dict[str, str]:
+    """Each tensor's name -> the file that an index lists for it. Raises UserError if the index is damaged."""
+    try:
+        return {name: str(of) for name, of in json.loads(file.read_text())["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file}: cannot be read ({error}). {REMEDY}") from None
 
 
 def _stored_in(file: Path, where: str) -> dict[str, Stored]:

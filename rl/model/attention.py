@@ -12,7 +12,6 @@ asks for, and rl/model/forward_check.py measures.
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -103,20 +102,18 @@ class Packed:
     def _buckets(self) -> tuple[list[tuple[torch.Tensor, int]], torch.Tensor]:
         """([(index into the row of each cell [S * L], L)], output_index [T]: the cell of each token's output, with the buckets
         laid end to end)."""
-        buckets, cell_of, done = [], torch.empty(len(self.gather_index), dtype=torch.long), 0
-        for _, cells, real in of_similar_length(range(len(self.lengths)), self.begins, self.lengths):
-            cell_of[cells[real]] = done + torch.arange(cells.numel()).view_as(cells)[real]
-            done += cells.numel()
-            buckets.append((self.gather_index[cells.flatten()].to(self.device), cells.shape[1]))
-        return buckets, cell_of[self.scatter_index].to(self.device)
+        buckets, cell_of = in_buckets(self.begins, self.lengths)
+        indices = [(self.gather_index[cells.flatten()].to(self.device), cells.shape[1]) for _, cells, _ in buckets]
+        return indices, cell_of[self.scatter_index].to(self.device)
 
 
-def of_similar_length(
-    numbers: Iterable[int], begins: list[int], lengths: list[int]
-) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor]]:
-    """The sequences with these numbers in buckets, longest first: (their numbers, the places of their tokens [S, L], which of
-    these are real [S, L]). begins, lengths: of all sequences."""
-    left = sorted(numbers, key=lambda s: -lengths[s])
+def in_buckets(
+    begins: list[int], lengths: list[int]
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], torch.Tensor]:
+    """Sequences, which lie end to end, in buckets of similar length, the longest first: ([(numbers of its sequences [S], places
+    of their tokens [S, L], which of these are real [S, L])], the cell of each token [K], with the buckets laid end to end)."""
+    left, buckets, done = sorted(range(len(lengths)), key=lambda s: -lengths[s]), [], 0
+    cell_of = torch.empty(sum(lengths), dtype=torch.long)
     while left:
         longest = lengths[left[0]]
         members = [s for s in left if lengths[s] >= SIMILAR * longest]
@@ -124,7 +121,12 @@ def of_similar_length(
         begin = torch.tensor([begins[s] for s in members])[:, None]  # [S, 1]
         length = torch.tensor([lengths[s] for s in members])[:, None]
         column = torch.arange(longest)[None]  # [1, L]
-        yield members, begin + torch.minimum(column, length - 1), column < length  # padding repeats the last token: in bounds
+        cells = begin + torch.minimum(column, length - 1)  # padding repeats the last token, which is in bounds
+        real = column < length
+        cell_of[cells[real]] = done + torch.arange(cells.numel()).view_as(cells)[real]
+        done += cells.numel()
+        buckets.append((torch.tensor(members), cells, real))
+    return buckets, cell_of
 
 
 def _gather(x: torch.Tensor, index: torch.Tensor, length: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from rl.errors import UserError
 from rl.hub.names import Source, sources
-from rl.hub.tensor_reader import DTYPES, Reader, Run, Stored, find, sample, stored_tensors
+from rl.hub.tensor_reader import DTYPES, INDEX, SINGLE, Reader, Run, Stored, find, read_index, sample, stored_tensors
 from rl.model.attention import linear_layers
 from rl.model.pretrained import auto_class, computed, empty_model, layers, load_config, reason_of, unfilled_model
 from rl.model.shards import Block, local
@@ -80,17 +80,13 @@ def check_files(path: str, where: str) -> None:
     directory = Path(path)
     if (directory / "adapter_config.json").exists():
         raise UserError(f"{where}: there is an adapter (adapter_config.json). Merge it into the model, and train that.")
-    index = directory / "model.safetensors.index.json"
+    index = directory / INDEX
     if not index.exists():
         return
-    if (directory / "model.safetensors").exists():
-        raise UserError(f"{where}: there is a model.safetensors next to {index.name}. Remove the one that is out of date.")
-    try:
-        listed = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{index}: cannot be read ({reason_of(error)}). Copy or download the files again.") from None
-    if unread := {file.name for file in directory.glob("model-*.safetensors")} - listed:
-        raise UserError(f"{where}: {min(unread)} is not listed in {index.name}. Remove it, or correct the index.")
+    if (directory / SINGLE).exists():
+        raise UserError(f"{where}: there is a {SINGLE} next to {INDEX}. Remove the one that is out of date.")
+    if unread := {file.name for file in directory.glob("model-*.safetensors")} - set(read_index(index).values()):
+        raise UserError(f"{where}: {min(unread)} is not listed in {INDEX}. Remove it, or correct the index.")
 
 
 def not_tied(path: str, name: str) -> str:
@@ -106,12 +102,12 @@ def say_unused(path: str, config: PretrainedConfig, names: Iterable[str]) -> Non
     passed_on = [name for name in unused if name.startswith(MTP) and linear_layers(config)]
     if passed_on:
         print(
-            f"--model {path}: the {len(passed_on)} weights {MTP}* are not trained; what is saved has them as they are.",
+            f"--model {path}: the {len(passed_on)} weights {MTP}* are not trained; checkpoints keep them as they are.",
             flush=True,
         )
     if unused := [name for name in unused if name not in passed_on]:
         which = f"{len(unused)} weights in the files are not used, {unused[0]} first"
-        print(f"warning: --model {path}: {which}; what is saved lacks them.", flush=True)
+        print(f"warning: --model {path}: {which}; checkpoints lack them.", flush=True)
 
 
 def _check_loading(info: dict, where: str) -> None:

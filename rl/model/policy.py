@@ -48,11 +48,8 @@ class Policy(nn.Module):
             return top_tokens(hidden, head, labels, temperature, *top, LOGITS_AT_ONCE)
         if entropy == "spread":
             return spread(hidden, head, labels, temperature, LOGITS_AT_ONCE)
-        if labels.dim() > 1:
+        if labels.dim() > 1 or len(hidden) * len(head.weight) <= LOGITS_AT_ONCE:
             return log_probs_at(hidden, head, labels, temperature, entropy, LOGITS_AT_ONCE)
-        if len(hidden) * len(head.weight) <= LOGITS_AT_ONCE:
-            log_prob, entropies = log_probs_at(hidden, head, labels[:, None], temperature, entropy, LOGITS_AT_ONCE)
-            return log_prob.squeeze(1), entropies
         kept = self.logits_kept if torch.is_grad_enabled() else 0
         log_prob, entropies = ChunkedLogProbs.apply(
             hidden, head.weight, head.bias, labels, temperature, entropy != "none", LOGITS_AT_ONCE, kept

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -188,12 +189,13 @@ def spread(
 def log_probs_at(
     hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, temperature: float, entropy: str, elements: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """hidden [n, d], labels [n, m] -> (log-prob of the labels [n, m], entropy [n] as rl/model/policy.py has it), fp32. More
-    logits than `elements` are computed in chunks, and once more in the backward pass."""
+    """hidden [n, d], labels [n] or [n, m] -> (log-prob of the labels, in their shape, entropy [n] as in rl/model/policy.py),
+    fp32. More logits than `elements` are computed in chunks, and once more in the backward pass."""
 
     def of_part(part: torch.Tensor, its_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         log_probs = _log_softmax(part, head, temperature)
-        chosen = log_probs.gather(1, its_labels)
+        one_each = its_labels.dim() == 1
+        chosen = -F.nll_loss(log_probs, its_labels, reduction="none") if one_each else log_probs.gather(1, its_labels)
         if entropy == "none":
             return chosen, chosen.new_zeros(len(chosen))
         with torch.set_grad_enabled(entropy == "loss" and torch.is_grad_enabled()):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl.model.attention import of_similar_length
+from rl.model.attention import in_buckets
 from rl.model.hybrid.kernels import packed_rule, recurred_by
 from rl.model.hybrid.rule import chunked, wide
 
@@ -46,13 +46,10 @@ class Wave:
         """(for each bucket of similar length: its segments' numbers [B], its tokens [B, L], which repeat the last one behind a
         segment's end, and which of them are real [B, L]; the place of each token's output, and of each segment's state, with
         the buckets end to end)."""
-        ends, lengths = self.ends.tolist(), self.ends.diff().tolist()
-        found = [(torch.tensor(of), *rest) for of, *rest in of_similar_length(range(len(lengths)), ends, lengths)]
-        real, numbers = torch.cat([x.flatten() for *_, x in found]), torch.cat([of for of, *_ in found])
-        place = torch.cat([cells.flatten() for _, cells, _ in found])[real].argsort()
-        orders = real.nonzero().squeeze(1)[place], numbers.argsort()
-        buckets = [tuple(x.to(self.tokens.device) for x in of) for of in found]
-        return buckets, *(order.to(self.tokens.device) for order in orders)
+        device, (found, cell_of) = self.tokens.device, in_buckets(self.ends.tolist(), self.ends.diff().tolist())
+        numbers = torch.cat([members for members, *_ in found])
+        buckets = [tuple(x.to(device) for x in bucket) for bucket in found]
+        return buckets, cell_of.to(device), numbers.argsort().to(device)
 
 
 class Chain:
