@@ -60,10 +60,6 @@ class Sizes:
     response: int
     sequences: int  # of an update
 
-    @staticmethod
-    def here() -> "Sizes":
-        return Sizes(32, 24, 24, 16) if not device.has_accelerator() else Sizes(128, 128, 128, 64)
-
 
 class NoImages:
     """The images of a batch whose prompts have none, for a model that takes images (rl/learning/batch_images.py)."""
@@ -78,7 +74,8 @@ class Checks:
     """The checks in their order. Each one uses the state that the checks before it have left."""
 
     def __init__(self, args: Args, ranks: Ranks):
-        self.sizes, self.path = Sizes.here(), args.findings
+        self.sizes = Sizes(128, 128, 128, 64) if device.has_accelerator() else Sizes(32, 24, 24, 16)
+        self.path = args.findings
         self.dtype = torch.bfloat16 if device.has_accelerator() else torch.float32
         name = str(self.dtype).removeprefix("torch.")
         length = ["--max-prompt-length", str(self.sizes.prompt), "--max-response-length", str(self.sizes.response)]
