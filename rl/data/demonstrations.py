@@ -56,7 +56,7 @@ class Demonstration(NamedTuple):
 
 
 class Demonstrations(FileRows):
-    """The rows of all files, end to end. Raises UserError for what cannot be used, naming file, row (from 0) and remedy."""
+    """The rows of all files, end to end. Raises UserError for a row that cannot be used, with its file, number and remedy."""
 
     prep = None  # for images, which conversations do not have
 

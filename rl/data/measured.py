@@ -40,8 +40,8 @@ class Measured:
 
 
 def measure(measure_part: Callable[[DividedWork, Measured], None]) -> Measured:
-    """Return what all ranks of this node find together. measure_part: fills in what it finds in this rank's part of the work. A
-    row that cannot be used is an error here rather than in the middle of a run: it raises UserError, or notes `error`."""
+    """Return the findings of all ranks of this node together. measure_part: adds those of this rank's part of the work. A row
+    that cannot be used is an error here rather than in the middle of a run: it raises UserError, or notes `error`."""
     work, own = DividedWork(), Measured()
     try:
         measure_part(work, own)

@@ -76,7 +76,7 @@ class PromptOrder:
 
 
 class PromptDataset(FileRows):
-    """The rows of all files, end to end. Raises UserError for what cannot be used, naming file, row (from 0) and remedy."""
+    """The rows of all files, end to end. Raises UserError for a row that cannot be used, with its file, number and remedy."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a check found: a line on the console, and an entry of doctor.json."""
+"""The result of a check: a line on the console, and an entry of doctor.json."""
 
 from dataclasses import dataclass, field
 from typing import Literal

@@ -25,7 +25,7 @@ from rl.ranks.device import is_accelerator, moved, packed_attention
 ATTENTION = "packed"
 REMEDY = "Take a model of full causal attention (Llama, Qwen2, Qwen2.5, Qwen3, OLMo-2, ...)."
 LINEAR = "linear_attention"  # config.json's word for layers with a recurrent state; rl/model/hybrid/delta_net.py knows some
-# Parameters of such layers that decide how a state decays, and of the norm behind it: files on the hub have them in fp32, too.
+# Parameters of such layers that decide how a state decays, and of the norm behind it: also in fp32 in the hub's files.
 IN_FP32 = (".linear_attn.A_log", ".linear_attn.dt_bias", ".linear_attn.norm.weight")
 SHORT = 128  # up to this many tokens a CPU's attention, forward and backward, takes up to six times as long in bf16 as in fp32
 SIMILAR = 0.75  # sequences at least this fraction of the longest share a bucket: at most a third more cells than tokens

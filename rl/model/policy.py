@@ -33,11 +33,10 @@ class Policy(nn.Module):
     def forward(
         self, inputs: dict, layout, predict, labels, temperature: float, entropy: str, routes=None, observe=0, top=None
     ):
-        """The model's inputs, predict [n], labels [n] -> (log-prob of the labels [n], entropy [n]), fp32.
+        """The model's inputs, predict [n], labels [n] or [n, m] -> (log-prob of the labels, in their shape, entropy [n]), fp32.
 
-        entropy: "none" gives zeros, "metric" the value without gradient, "loss" the value with it; "spread" gives what `spread`
-        returns. routes, observe: see rl/model/router.py. labels may be [n, m], and then the log-probs are, too. top = (K,
-        vocabulary) gives what `top_tokens` returns.
+        entropy: "none" returns zeros, "metric" the value without gradient, "loss" the value with it; "spread" returns the
+        result of `spread`. top = (K, vocabulary): returns the result of `top_tokens`. routes, observe: see rl/model/router.py.
         """
         if self.router:
             self.router.begin(layout, routes, observe)
