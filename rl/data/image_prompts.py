@@ -130,8 +130,7 @@ class ImagePrep:
 
     def count(self, width: int, height: int) -> int:
         """Image tokens of an image of this many pixels."""
-        _, rows, columns = self.grid(width, height)
-        return rows * columns // self.merge**2
+        return math.prod(self.grid(width, height)) // self.merge**2
 
     def save(self, directory: Path) -> None:
         """Writes the model's files about images to the directory, with the limits of --min-pixels and --max-pixels if they were
