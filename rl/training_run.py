@@ -3,7 +3,6 @@
 A part of the script's state that a checkpoint must hold has `state()`, which gives what JSON can hold, and `restore(state)`.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -139,7 +138,7 @@ class TrainingRun:
     def _skip_recorded_validations(self) -> None:
         """Validations that are in the record are not recorded again. A collective."""
         recorded = [row["step"] for row in validations.read(self.record.dir)] if self.record.enabled else []
-        self.samples.inbox.validations.skip_recorded(json.loads(dist.from_main(json.dumps(recorded))))
+        self.samples.inbox.validations.skip_recorded(dist.from_main(recorded))
 
     def _look_at_start(self) -> None:
         """Prepares what is looked at in each step, and warns of what shows before the first."""

@@ -28,7 +28,7 @@ def damage(path: Path) -> str | None:
 def damage_anywhere(path: Path) -> str | None:
     """As `damage`, for a checkpoint whose files are on the disks of several nodes, or on one that all share: each file is read
     once. A collective."""
-    files = json.loads(dist.from_main(json.dumps(read_manifest(path))))
+    files = dist.from_main(read_manifest(path))
     return files if isinstance(files, str) else wrong_anywhere(path, files)
 
 

@@ -118,7 +118,7 @@ def load(path: Path, learner: Learner) -> dict:
 def _load_tensors(path: Path, learner: Learner) -> None:
     """Reads the master weights and moments into the learner's. A collective."""
     tensors = learner.state_tensors()
-    names = json.loads(dist.from_main(json.dumps(read_manifest(path))))
+    names = dist.from_main(read_manifest(path))
     shards = ShardFiles(path, [name for name in names if name.startswith(f"{TRAINING}/shard-")])
     saved, wanted = shards.shapes(), {name: list(tensor.shape) for name, tensor in tensors.items()}
     if different := [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]:
@@ -165,7 +165,7 @@ def find(args: CheckpointArgs, output_dir: str, experiment_name: str | None) -> 
     """The run and the checkpoint to resume from, the same on every rank; None to start over. Raises UserError if the checkpoint
     that was asked for cannot be used. A collective."""
     found = _find(args, Path(output_dir), experiment_name) if torch.distributed.get_rank() == 0 else None
-    found = json.loads(dist.from_main(json.dumps(found, default=str)))
+    found = dist.from_main(found and (str(found[0]), [*map(str, found[1])], found[2]))
     run_dir, steps, is_asked = (Path(found[0]), [*map(Path, found[1])], found[2]) if found else (None, [], False)
     if is_asked:
         return Origin(run_dir, check_path(steps[0]))
@@ -209,7 +209,7 @@ def _steps(run_dir: Path) -> list[Path]:
 
 def _check_elsewhere(run_dir: Path) -> None:
     """Raises UserError if other nodes have parts of the run's checkpoints and the first node has none. A collective."""
-    reports = [json.loads(of) for of in dist.all_gather_bytes(json.dumps([platform.node(), bool(_steps(run_dir))]).encode())]
+    reports = dist.all_gather_values([platform.node(), bool(_steps(run_dir))])
     if hosts := sorted({host for host, has in reports if has}):
         raise UserError(
             f"{run_dir}: {', '.join(hosts)} has its part of the run's checkpoints, {reports[0][0]} has none. The node whose "

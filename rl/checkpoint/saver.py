@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed
@@ -107,7 +107,7 @@ class Saver:
         if error := self._first_error(lambda: make_empty(work), acts=self._clears):
             self._give_up(step, work, error)
             return
-        ranks = [json.loads(of) for of in dist.all_gather_bytes(json.dumps(self.learner.rank_state()).encode())]
+        ranks = dist.all_gather_values(self.learner.rank_state())
         record = {"step": step, "state": state, "learner": self.learner.state(), "identity": self._identity, "ranks": ranks}
         files = {}
         if self.learner.ranks.is_main:
@@ -179,8 +179,7 @@ class Saver:
     def _has_room(self, live: dict[str, torch.Tensor]) -> bool:
         """True if every learner has the memory for its copies; otherwise prints a line, once. A collective."""
         missing = sum(tensor.nbytes for name, tensor in live.items() if name not in self._copies)
-        report = json.dumps([platform.node(), missing, host.available_memory()]).encode()
-        reports = [json.loads(record) for record in dist.all_gather_bytes(report)]
+        reports = dist.all_gather_values([platform.node(), missing, host.available_memory()])
         for node in {node for node, _, _ in reports}:
             need = SPARE * sum(size for name, size, _ in reports if name == node)
             free = min(free for name, _, free in reports if name == node)
@@ -217,7 +216,7 @@ class Saver:
         ranks, written = self.learner.ranks, {}
         shard = f"{TRAINING}/shard-{ranks.rank + 1:05d}-of-{ranks.world_size:05d}.safetensors"
         error = _attempt(lambda: written.update({shard: self._write_shard(work / shard, tensors)}))
-        reports = [json.loads(of) for of in self._gather(json.dumps([written, self._own_disk, error]).encode())]
+        reports = self._gather([written, self._own_disk, error])
         if error := next((error for *_, error in reports if error), ""):
             return error
         for export in self._exports:
@@ -228,7 +227,7 @@ class Saver:
                 pass  # even if writing failed, since the others still send
         if ranks.is_main and not error:
             error = _attempt(lambda: self._complete_files(work, files, written, reports))
-        if error := self._gather(error.encode())[0].decode():
+        if error := self._gather(error)[0]:
             return error
         # The first learner renames last: its directory has the manifest, which makes the checkpoint complete.
         for is_turn in (self._clears and not ranks.is_main, ranks.is_main):
@@ -236,7 +235,7 @@ class Saver:
                 return error
         saved = [path.name for path in sorted(self.run_dir.glob(STEPS))] if ranks.is_main else []
         old = saved[: -self.args.max_ckpt_to_keep] if self.args.max_ckpt_to_keep else []
-        doomed = [self.run_dir / name for name in json.loads(self._gather(json.dumps(old).encode())[0])]
+        doomed = [self.run_dir / name for name in self._gather(old)[0]]
         with self.best.settled():
             for path in doomed:
                 if self._clears and path.is_dir():
@@ -245,8 +244,7 @@ class Saver:
 
     def _first_error(self, act: Callable[[], object], acts: bool, group: torch.distributed.ProcessGroup | None = None) -> str:
         """The error of the first learner for which the act fails, or "". acts: whether this learner acts. A collective."""
-        errors = dist.all_gather_bytes((_attempt(act) if acts else "").encode(), group)
-        return next((error.decode() for error in errors if error), "")
+        return next(filter(None, dist.all_gather_values(_attempt(act) if acts else "", group)), "")
 
     def _find_own_disk(self) -> str:
         """The name of this node if it does not share the first one's directory, or "". Raises UserError if it cannot have such
@@ -257,15 +255,15 @@ class Saver:
                 f"--output-dir: a node that does not see what the first one writes into {self.run_dir.absolute()} cannot keep "
                 f"its part of the checkpoints there: {error}. Give a directory that all share, or one on every node's disk."
             )
-        if hosts := sorted({of.decode() for of in dist.all_gather_bytes(own.encode()) if of}):
+        if hosts := sorted({name for name in dist.all_gather_values(own) if name}):
             self.run.say(
                 f"checkpoints: {', '.join(hosts)} does not share {self.run_dir.absolute()}: each node keeps its learners' part "
                 "on its own disk, and all are needed to resume"
             )
         return own
 
-    def _gather(self, record: bytes) -> list[bytes]:
-        return dist.all_gather_bytes(record, self._group)
+    def _gather(self, value: Any) -> list:
+        return dist.all_gather_values(value, self._group)
 
     def _write_shard(self, path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, str]:
         """This learner's part of the master weights and moments, as torch.distributed.checkpoint reads it. Returns (size,

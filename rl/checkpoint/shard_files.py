@@ -47,7 +47,7 @@ def wrong_anywhere(path: Path, files: Files) -> str | None:
     whose machine has it. A collective."""
     names, me = list(files), torch.distributed.get_rank()
     missing = {number: error for number, name in enumerate(names) if (error := wrong(path, name, files[name], read=False))}
-    seen = [set(range(len(names))) - set(json.loads(of)) for of in dist.all_gather_bytes(json.dumps([*missing]).encode())]
+    seen = [set(range(len(names))) - set(of_rank) for of_rank in dist.all_gather_values([*missing])]
     errors = {}
     with watchdog.doing("the checkpoint's files to be compared with their checksums"):
         for number, name in enumerate(names):
@@ -57,7 +57,7 @@ def wrong_anywhere(path: Path, files: Files) -> str | None:
             elif having[number % len(having)] == me and (error := wrong(path, name, files[name])):
                 errors[number] = error
             watchdog.progress()
-    reports = [json.loads(of) for of in dist.all_gather_bytes(json.dumps([*errors.items()]).encode())]
+    reports = dist.all_gather_values([*errors.items()])
     return min((tuple(error) for of_rank in reports for error in of_rank), default=(0, None))[1]
 
 
@@ -79,13 +79,13 @@ class ShardFiles:
     def __init__(self, directory: Path, names: Sequence[str]):
         """names: of all files, on any machine. A collective."""
         own = {name: _places(directory, name) for name in names if (directory / name).is_file()}
-        reports = [json.loads(of) for of in dist.all_gather_bytes(json.dumps(sorted(own)).encode())]
+        reports = dist.all_gather_values(sorted(own))
         self._readers = {name: min(rank for rank, seen in enumerate(reports) if name in seen) for name in names}
         me = torch.distributed.get_rank()
         mine = {name: places for name, places in own.items() if self._readers[name] == me}
         self._places: dict[str, dict[str, tuple[Run, Block]]] = {}  # by file and tensor
-        for of in dist.all_gather_bytes(json.dumps(mine).encode()):
-            for name, places in json.loads(of).items():
+        for of_rank in dist.all_gather_values(mine):
+            for name, places in of_rank.items():
                 self._places[name] = {
                     tensor: (Run(*run), Block(tuple(offset), tuple(shape))) for tensor, (run, offset, shape) in places.items()
                 }
@@ -104,7 +104,7 @@ class ShardFiles:
         """Fills this rank's parts of the tensors. Raises UserError if a file has become shorter. A collective."""
         wanted = {name: Block.of(tensor) for name, tensor in tensors.items()}
         lacking = [name for name in self._places if name not in self._own and self._needs(name, wanted)]
-        sent = {name for of in dist.all_gather_bytes(json.dumps(lacking).encode()) for name in json.loads(of)}
+        sent = {name for of_rank in dist.all_gather_values(lacking) for name in of_rank}
         with closing(Reader(self._own)) as reader:
             for file in sorted(self._places):
                 for name, (run, block) in self._places[file].items():

@@ -11,7 +11,6 @@ these, whole and in fp32, on the first rank.
 
 import contextlib
 import functools
-import json
 import platform
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -257,7 +256,7 @@ def fill(model: PreTrainedModel, weights: Weights | None, path: str, ranks: Rank
         weights.model = None  # its parameters, if it holds any, go one by one
         known["runs"] = weights.runs
         known["dtypes"] = {name: str(dtype).removeprefix("torch.") for name, dtype in weights.dtypes.items()}
-    known = json.loads(dist.from_main(json.dumps(known)))
+    known = dist.from_main(known)
     runs = {name: [Run(*run) for run in of] for name, of in known["runs"].items()}
     files = _seen_by_all({run.file for of in runs.values() for run in of}, path)
     with contextlib.closing(Reader(files or {})) as reader:
@@ -307,8 +306,7 @@ def _seen_by_all(names: set[str], path: str) -> dict[str, Path] | None:
     samples = None
     if len(launch.nodes()) > 1 and launch.here().local_rank == 0 and all(files.values()):
         samples = {name: sample([file]) for name, file in files.items()}
-    own = [platform.node(), all(files.values()), samples]
-    reports = [json.loads(record) for record in dist.all_gather_bytes(json.dumps(own).encode())]
+    reports = dist.all_gather_values([platform.node(), all(files.values()), samples])
     first, _, expected = reports[0]
     for host, _, found in reports:
         if other := [name for name in found or () if found[name] != expected[name]]:

@@ -6,7 +6,6 @@ parameter, in the precision that is trained: over a slow network this costs a ro
 generators in bf16 need.
 """
 
-import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from rl.ranks import watchdog
 from rl.ranks.device import gathers_to_one, is_accelerator
-from rl.ranks.dist import all_gather_bytes
+from rl.ranks.dist import all_gather_values
 from rl.ranks.host_memory import PinnedBlocks
 
 
@@ -80,8 +79,7 @@ class Block:
 def blocks_of_all_ranks(named: dict[str, torch.Tensor]) -> list[dict[str, Block]]:
     """For each rank, its part of each tensor by name. A collective of all ranks."""
     own = {name: astuple(Block.of(tensor)) for name, tensor in named.items()}
-    everyone = [json.loads(of_rank) for of_rank in all_gather_bytes(json.dumps(own).encode())]
-    return [{name: Block(*map(tuple, block)) for name, block in of_rank.items()} for of_rank in everyone]
+    return [{name: Block(*map(tuple, block)) for name, block in of_rank.items()} for of_rank in all_gather_values(own)]
 
 
 BUCKET_BYTES = 64 << 20  # of whole parameters; a larger parameter goes alone
