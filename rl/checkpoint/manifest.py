@@ -111,4 +111,4 @@ def check_path(path: Path) -> Path:
 
 
 def _digest_of(files: Files) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(files, sort_keys=True))
+    return xxhash.xxh3_128_hexdigest(json.dumps(files, sort_keys=True).encode())
