@@ -104,7 +104,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.nproc < 2:
         parser.error("--nproc: two of the scripts need a generator and a learner, so at least 2")
-    if not packages.python_is_right():
+    if sys.version_info < (3, 11):  # noqa: UP036
         print("error: Python 3.11 or newer is needed", file=sys.stderr)
         return 1
     processes.adopt_orphans()

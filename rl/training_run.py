@@ -3,7 +3,6 @@
 Each part of the script's state that a checkpoint holds has `state()`, which returns a value for JSON, and `restore(state)`.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -138,7 +137,7 @@ class TrainingRun:
     def _skip_recorded_validations(self) -> None:
         """Skip validations that are in the record already. A collective."""
         recorded = [row["step"] for row in validations.read(self.record.dir)] if self.record.enabled else []
-        self.samples.inbox.validations.skip_recorded(json.loads(dist.from_main(json.dumps(recorded))))
+        self.samples.inbox.validations.skip_recorded(dist.from_main(recorded))
 
     def _look_at_start(self) -> None:
         """Prepare the checks of each step, and print the warnings before the first."""

@@ -88,7 +88,7 @@ def plain_step(model: str, batch: Batch, micros: list):
                 input_ids=ids,
                 attention_mask=real.long(),
                 mm_token_type_ids=(ids == image).int(),
-                pixel_values=torch.cat([of.pixels for of in shown]),
+                pixel_values=torch.cat([of.pixels_of(i) for of in shown for i in range(len(of.sources))]),
                 image_grid_thw=torch.cat([of.grid for of in shown]),
                 logits_to_keep=longest + 1,
                 use_cache=False,

@@ -47,9 +47,9 @@ def one_run(side: str, seed: int, steps: int) -> dict:
 
 
 def main(args: Args) -> None:
-    from rl.data.demo_moe import model_dir
+    from rl.data.demo import model_dir
 
-    model_dir()  # made before anything else
+    model_dir("demo-moe")  # made before anything else
     machine = setting(seeds=args.seeds)
     runs = by_seed(SIDES, args.seeds, lambda side, seed: one_run(side, seed, args.steps))
     steps = list(next(iter(runs.values()))[0]["accuracy"])

@@ -1,6 +1,6 @@
-"""`best` in a run's directory: the Hugging Face files of the saved step that validated best, as links that take no room.
+"""`best` in a run's directory: the Hugging Face files of the saved step that validated best, as links, which take no room.
 
-best/best.json has its step and score. It outlives its checkpoint: --max-ckpt-to-keep removes no weights that `best` holds.
+best/best.json has its step and score. `best` outlives its checkpoint: --max-ckpt-to-keep removes no weights that `best` holds.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT}  # errors of a link after which there is 
 
 
 class Best:
-    """Keeps `best` up to date. For several threads: scores arrive in the main one, checkpoints in the saver's."""
+    """Keeps `best` up to date. Scores arrive in the main thread, checkpoints in the saver's."""
 
     def __init__(self, run_dir: Path, is_main: bool):
         """is_main: other ranks keep nothing."""
@@ -37,8 +37,8 @@ class Best:
         return self.run_dir / "best"
 
     def resume(self, after: int) -> None:
-        """For a run that resumes after that step, when checkpoints of later steps have been renamed: sets `best` aside if it is
-        of a later step, and chooses among the checkpoints that are left, by the run's own record."""
+        """For a run that resumes after that step, once checkpoints of later steps have been renamed: sets `best` aside if it is
+        of a later step, and chooses among the remaining checkpoints by the validations that the run has recorded."""
         if not self.is_main:
             return
         work = self.path.with_name("best.partial")
@@ -54,14 +54,14 @@ class Best:
         self.keep()
 
     def scored(self, step: int, score: float) -> None:
-        """Reports how the weights after that step validated."""
+        """Takes the validation score of the weights after that step."""
         with self._lock:
             self._scores[step] = score
             self.keep()
 
     def keep(self) -> None:
-        """Links the best of the saved steps, if it is better than `best`; of equals the earliest. If that fails, a warning says
-        why, and the next call tries again."""
+        """Links the best of the saved steps if it is better than `best`. Of equal steps the earliest counts. If linking fails,
+        a warning says why, and the next call tries again."""
         if not self.is_main:
             return
         with self._lock:
@@ -77,7 +77,7 @@ class Best:
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
-        """Within, old checkpoints may be removed: the best is linked, and nothing is linked meanwhile."""
+        """Inside, old checkpoints may be removed: the best one is linked, and nothing is being linked."""
         with self._lock:
             self.keep()
             yield
@@ -86,7 +86,7 @@ class Best:
         return self.run_dir / f"step_{step:06d}"
 
     def _kept(self) -> dict:
-        """best.json; empty if there is none, or none that can be read."""
+        """The content of best.json; empty if it is missing or damaged."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             record = json.loads((self.path / "best.json").read_text())
             return {"step": int(record["step"]), "score": float(record["score"])}

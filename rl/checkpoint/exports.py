@@ -1,7 +1,7 @@
-"""What a checkpoint holds for other programs: whole tensors, in Hugging Face's formats and under its names.
+"""The tensors that a checkpoint holds for other programs: whole ones, in Hugging Face's formats and under its names.
 
-An export is written out of the very tensors that the learners keep, a set of them: "model" is the model's weights, "adapter"
-those of its adapters (rl/adapters), as peft has them. Left out: what the directory holds besides tensors.
+An export is a set of the very tensors that the learners keep: "model" has the model's weights, "adapter" those of its adapters
+(rl/adapters), as peft has them. Left out: the directory's other files.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,9 +28,9 @@ class Export:
     of: str  # the set
     directory: str  # in the checkpoint
     plan: StateDictSplit
-    parts: dict[str, Parts]  # on the first learner: what the files call each tensor
+    parts: dict[str, Parts]  # on the first learner: the names of each tensor in the files
     dtypes: dict[str, torch.dtype]  # of each tensor
-    copied: Sequence[Copied] = ()  # on the first learner: what the model's files hold besides
+    copied: Sequence[Copied] = ()  # on the first learner: further tensors of the model's files
 
     @property
     def names(self) -> list[str]:
@@ -38,32 +38,34 @@ class Export:
         return [name for of_file in self.plan.filename_to_tensors.values() for name in of_file]
 
     def write(self, work: Path, stream: Iterator[torch.Tensor]) -> dict[str, tuple[int, str]]:
-        """Writes what comes out of the stream, a piece at a time. Returns (size, checksum) of each file."""
+        """Writes the tensors that the stream yields a piece at a time. Returns (size, checksum) of each file."""
         (work / self.directory).mkdir(exist_ok=True)
         written = write_model(work / self.directory, self.plan, self.parts, self.dtypes, stream, self.copied)
         return {str(Path(self.directory) / name): of for name, of in written.items()}
 
 
 def exports_of(learner: Learner) -> list[Export]:
-    """Those of a learner's checkpoints: its model with the adapters in it, and these by themselves."""
+    """The exports of a learner's checkpoints: its model, merged with any adapters, and the adapters by themselves."""
     config, model = learner.config, learner.policy.model
     dtype = config.dtype or config.get_text_config().dtype or torch.float32
     parts = hub_names(model) if learner.ranks.is_main else {}
     dtypes = {name: dtype_of(name, dtype) for name in learner.parameters}
-    plan = _split({name: torch.empty(p.shape, dtype=dtypes[name], device="meta") for name, p in learner.parameters.items()})
+    whole = {name: torch.empty(p.shape, dtype=dtypes[name], device="meta") for name, p in learner.parameters.items()}
+    plan = split_torch_state_dict_into_shards(whole)  # files of 5 GB
     copied = _further_tokens(learner.path) if linear_layers(config) and learner.ranks.is_main else ()
     out = [Export("model", "", plan, parts, dtypes, copied)]
     if learner.adapters:
         shapes = {name: model.get_parameter(name).shape for name in learner.adapters.tensors}
         whole = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        plan = _split(whole, filename_pattern=files.PATTERN, max_shard_size="1TB")  # peft reads one file
+        one_file = {"filename_pattern": files.PATTERN, "max_shard_size": "1TB"}  # as peft reads it
+        plan = split_torch_state_dict_into_shards(whole, **one_file)
         named = {name: [(files.stored_name(name), shape)] for name, shape in shapes.items()}
         out.append(Export("adapter", files.DIRECTORY, plan, named, dict.fromkeys(shapes, torch.float32)))
     return out
 
 
 def _further_tokens(path: str) -> list[Copied]:
-    """The weights that predict further tokens, out of the model's files, which stay open: a save must not find them gone."""
+    """The weights that predict further tokens, from the model's files. These stay open, so that no save finds them missing."""
     stored = {name: of for name, of in (stored_tensors(path) or {}).items() if name.startswith(MTP)}
     reader = Reader({name: find(path, name) for name in {of.run.file for of in stored.values()}})
 
@@ -75,7 +77,3 @@ def _further_tokens(path: str) -> list[Copied]:
             yield piece
 
     return [Copied(name, DTYPES[of.run.dtype], of.shape, partial(pieces, of.run)) for name, of in stored.items()]
-
-
-def _split(whole: dict[str, torch.Tensor], **how) -> StateDictSplit:
-    return split_torch_state_dict_into_shards(whole, **how)  # in files of 5 GB where `how` does not say otherwise

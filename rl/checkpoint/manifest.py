@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import xxhash
@@ -19,7 +18,7 @@ STEPS = "step_" + "[0-9]" * 6
 
 
 def damage(path: Path) -> str | None:
-    """A line on the first file that is not as it was written; None if all are."""
+    """A line about the first file that is not as it was written; None if all are. For a checkpoint on this machine."""
     files = read_manifest(path)
     if isinstance(files, str):
         return files
@@ -27,20 +26,20 @@ def damage(path: Path) -> str | None:
 
 
 def damage_anywhere(path: Path) -> str | None:
-    """The same of a checkpoint whose files are on the disks of several nodes, or on one that all share: each file is read once.
-    A collective."""
-    files = json.loads(dist.from_main(json.dumps(read_manifest(path))))
+    """As `damage`, for a checkpoint whose files are on the disks of several nodes, or on one that all share: each file is read
+    once. A collective."""
+    files = dist.from_main(read_manifest(path))
     return files if isinstance(files, str) else wrong_anywhere(path, files)
 
 
 def read_manifest(path: Path) -> Files | str:
-    """The files of a checkpoint; a line on the manifest if it is not as it was written."""
+    """The files of a checkpoint; a line about the manifest if it is not as it was written."""
     if not (path / MANIFEST).exists():
         return NO_MANIFEST + (": it is on the disk of the node that came first" if len(launch.nodes()) > 1 else "")
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         files = manifest["files"]
-        if manifest["digest"] != _digest_of(json.dumps(files, sort_keys=True).encode()):
+        if manifest["digest"] != _digest_of(files):
             return f"{MANIFEST} does not fit its own checksum"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST}: {error}"
@@ -48,7 +47,7 @@ def read_manifest(path: Path) -> Files | str:
 
 
 def write_manifest(work: Path, known: Files) -> None:
-    """Lists all files of a checkpoint, which are on disk then. known: those that are already."""
+    """Brings all files of a checkpoint to disk and lists them. known: the files that are on disk already."""
     files = {name: list(of) for name, of in known.items()}
     for file in sorted(path for path in work.rglob("*") if path.is_file()):
         name = str(file.relative_to(work))
@@ -56,7 +55,7 @@ def write_manifest(work: Path, known: Files) -> None:
             with open(file, "rb") as handle:
                 os.fsync(handle.fileno())
             files[name] = [file.stat().st_size, digest_of_file(file)]
-    record = {"files": files, "digest": _digest_of(json.dumps(files, sort_keys=True).encode())}
+    record = {"files": files, "digest": _digest_of(files)}
     with open(work / MANIFEST, "w") as handle:
         json.dump(record, handle)
         handle.flush()
@@ -71,8 +70,8 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
-def make_anew(work: Path) -> None:
-    """An empty directory for a checkpoint that is being written."""
+def make_empty(work: Path) -> None:
+    """Makes an empty directory for a checkpoint that is being written."""
     shutil.rmtree(work, ignore_errors=True)
     (work / TRAINING).mkdir(parents=True)
 
@@ -88,16 +87,16 @@ def rename(work: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Renames it first, so that what a kill leaves of it is no checkpoint any more."""
+    """Renames the checkpoint first, so that a kill in between leaves nothing that looks like a checkpoint."""
     doomed = path.with_name(f"{path.name}.removed")
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def check_path(path: Path, damage: Callable[[Path], str | None] = damage) -> Path:
-    """The path of a checkpoint that was asked for. Raises UserError if it is none, or damaged."""
-    error = damage(path)
+def check_path(path: Path) -> Path:
+    """The path of a checkpoint that was asked for. Raises UserError if it is none, or damaged. A collective."""
+    error = damage_anywhere(path)
     if error and error.startswith(NO_MANIFEST):
         raise UserError(f"--resume-mode {path}: no checkpoint is there ({MANIFEST} is missing). Give a step_... directory.")
     if error:
@@ -111,5 +110,5 @@ def check_path(path: Path, damage: Callable[[Path], str | None] = damage) -> Pat
     return path.resolve()
 
 
-def _digest_of(data: bytes) -> str:
-    return xxhash.xxh3_128_hexdigest(data)
+def _digest_of(files: Files) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(files, sort_keys=True).encode())

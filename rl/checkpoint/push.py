@@ -1,6 +1,6 @@
 """`--push-to`: the last checkpoint on the Hugging Face hub, with a model card that has the run's numbers.
 
-The repository is made, or found, before the first step: a run that may not write there says so at once. The card comes out of
+The repository is made or found before the first step: a run that may not write there fails at once. The card is made of
 metrics.jsonl and validations.jsonl. Left out: `best/` and the optimizer; docs/serving.md has the command for any checkpoint.
 """
 
@@ -21,7 +21,7 @@ CURVES_SUPERVISED = {"actor/nll": "-log p of an answer's token", "val/nll": "the
 
 
 def open_repository(repo: str) -> None:
-    """Makes the repository if it is not there. Raises UserError if it cannot be, before anything is trained."""
+    """Makes the repository if it does not exist. Raises UserError if that fails, before anything is trained."""
     from huggingface_hub import HfApi
 
     try:
@@ -33,8 +33,8 @@ def open_repository(repo: str) -> None:
 
 
 def push(args, script: str, run_dir: Path, checkpoint: Path) -> str:
-    """Pushes the checkpoint's Hugging Face files and the card as one commit; returns its address. args: the script's flags.
-    Raises UserError if that fails: the run and its checkpoint are complete all the same."""
+    """Pushes the checkpoint's Hugging Face files and the card as one commit. Returns its address. args: the script's flags.
+    Raises UserError if that fails; the run and its checkpoint are complete anyway."""
     from huggingface_hub import CommitOperationAdd, HfApi, constants
 
     def commit() -> None:
@@ -58,8 +58,7 @@ def push(args, script: str, run_dir: Path, checkpoint: Path) -> str:
 
 
 def model_card(args, script: str, run_dir: Path) -> str:
-    """The text of README.md: what was trained from what, the first, the best and the last validation, and how the curves
-    moved."""
+    """The text of README.md: the model, its training, the first, best and last validation, and the change of the curves."""
     rows = [row for row in _rows(run_dir / METRICS) if row["step"]]
     is_on_hub = "/" in args.model and not Path(args.model).exists()
     head = ["---", "library_name: transformers", *([f"base_model: {args.model}"] if is_on_hub else []), "tags:"]
@@ -82,7 +81,7 @@ def model_card(args, script: str, run_dir: Path) -> str:
 
 
 def _validations(rows: list[dict]) -> list[str]:
-    """A table of the first, the best and the last; empty without any."""
+    """A table of the first, the best and the last validation; empty without validations."""
     names = sorted({name for row in rows for name in row if name.startswith("val-core/")})
     if not names:
         return []
@@ -99,7 +98,7 @@ def _validations(rows: list[dict]) -> list[str]:
 
 
 def _training(rows: list[dict], curves: dict[str, str]) -> list[str]:
-    """A table of the means of the first and the last tenth of the steps; empty without any."""
+    """A table of the means over the first and the last tenth of the steps; empty without steps."""
     if not rows:
         return []
     tenth = -(-len(rows) // 10)

@@ -1,4 +1,4 @@
-"""Checkpoints: everything a run needs to continue as if it had never stopped, and the model as a Hugging Face directory.
+"""Reads checkpoints: all that a run needs to continue as if it had never stopped, and the model as a Hugging Face directory.
 
     runs/<name>/step_000020/            config, tokenizer, weights: AutoModelForCausalLM.from_pretrained loads it
     runs/<name>/step_000020/adapter/    with --lora-rank: the adapter by itself, as peft has it
@@ -6,18 +6,18 @@
     runs/<name>/step_000020/manifest.json   every file's size and checksum
     runs/<name>/best/                   the same Hugging Face files, of the saved step that validated best (links)
 
-The files of a learner hold its parts of what training changes, by `<set>.<parameter>`: `model` or, with --lora-rank, `adapter`
-alone, for the rest is read from --model again; then the optimizer's `exp_avg`, `exp_avg_sq`. Other sets have a place there.
+The files of a learner hold its parts of the tensors that training changes, by `<set>.<parameter>`: the set `model` or, with
+--lora-rank, only `adapter`, since the rest is read from --model again; then the optimizer's `exp_avg`, `exp_avg_sq`. Further
+sets can be added.
 
-Learners share a file system, or each node keeps its learners' files on its own disk and the first node the rest; they are read
-on any number of learners (rl/checkpoint/shard_files.py). Nothing on disk is pickled. The manifest is checked before anything is
-loaded. Left out: writing them, which is rl/checkpoint/saver.py.
+Learners share a file system, or each node keeps its learners' files on its own disk and the first node the rest. Any number of
+learners can read them (rl/checkpoint/shard_files.py). Nothing on disk is pickled. The manifest is checked before anything is
+loaded. Left out: writing checkpoints, which is rl/checkpoint/saver.py.
 """
 
 import json
 import platform
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -32,7 +32,6 @@ from rl.checkpoint.manifest import (
     TRAINING,
     UNFINISHED,
     check_path,
-    damage,
     damage_anywhere,
     read_manifest,
 )
@@ -69,12 +68,12 @@ class CheckpointArgs:
 
 @dataclass
 class Resumed:
-    """The point a run begins at: after `step`, with what the checkpoint holds; step 0 and nothing else for a new one."""
+    """The point at which a run begins: after `step`, with the checkpoint's content. A new run has step 0 and no content."""
 
     origin: Origin | None
     state: dict
-    groups: list[Group]  # that had come in and were not trained
-    unfinished: list[Group]  # that were being generated
+    groups: list[Group]  # received and not trained yet
+    unfinished: list[Group]  # still being generated
 
     @property
     def step(self) -> int:
@@ -82,8 +81,8 @@ class Resumed:
 
 
 def resume(args: CheckpointArgs, identity: Identity, learner: Learner, total_steps: int) -> Resumed:
-    """Brings the learner to where the run stopped, if there is a run to resume. Raises UserError if it is another one, or
-    if its checkpoints cannot be used. A collective of the learners.
+    """Brings the learner to the step at which the run stopped, if there is a run to resume. Raises UserError if the run was
+    another one, or if its checkpoints cannot be used. A collective of the learners.
 
     args: the script's flags.
     """
@@ -108,7 +107,7 @@ def resume(args: CheckpointArgs, identity: Identity, learner: Learner, total_ste
 
 
 def load(path: Path, learner: Learner) -> dict:
-    """Reads the checkpoint into the learner; returns the state of the run's other parts, by name. A collective."""
+    """Reads the checkpoint into the learner. Returns the state of the run's other parts, by name. A collective."""
     record = json.loads(_from_first(path / TRAINING / STATE))
     _load_tensors(path, learner)
     ranks = record["ranks"]
@@ -119,7 +118,7 @@ def load(path: Path, learner: Learner) -> dict:
 def _load_tensors(path: Path, learner: Learner) -> None:
     """Reads the master weights and moments into the learner's. A collective."""
     tensors = learner.state_tensors()
-    names = json.loads(dist.from_main(json.dumps(read_manifest(path))))
+    names = dist.from_main(read_manifest(path))
     shards = ShardFiles(path, [name for name in names if name.startswith(f"{TRAINING}/shard-")])
     saved, wanted = shards.shapes(), {name: list(tensor.shape) for name, tensor in tensors.items()}
     if different := [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]:
@@ -130,7 +129,7 @@ def _load_tensors(path: Path, learner: Learner) -> None:
 
 
 def _misfit(path: Path, different: list[str], shapes: str, args: LearnerArgs) -> str:
-    """Return the message for a checkpoint whose tensors are not the learner's. different: their names."""
+    """The message about a checkpoint whose tensors differ from the learner's. different: the names of these."""
     if different[0].startswith("critic."):
         return (
             f"{path} was written with another critic, or by a run with another --adv-estimator ({shapes}). Give those of its "
@@ -158,7 +157,7 @@ def _misfit(path: Path, different: list[str], shapes: str, args: LearnerArgs) ->
 
 
 def _from_first(file: Path) -> bytes:
-    """A file that may be on the first node's disk alone. A collective."""
+    """The content of a file that only the first node needs to have. A collective."""
     return dist.bytes_from_main(file.read_bytes() if torch.distributed.get_rank() == 0 else b"")
 
 
@@ -166,17 +165,17 @@ def find(args: CheckpointArgs, output_dir: str, experiment_name: str | None) -> 
     """The run and the checkpoint to resume from, the same on every rank; None to start over. Raises UserError if the checkpoint
     that was asked for cannot be used. A collective."""
     found = _find(args, Path(output_dir), experiment_name) if torch.distributed.get_rank() == 0 else None
-    found = json.loads(dist.from_main(json.dumps(found and [str(found[0]), [str(path) for path in found[1]], found[2]])))
-    run_dir, steps, is_asked = (Path(found[0]), [Path(path) for path in found[1]], found[2]) if found else (None, [], False)
+    found = dist.from_main(found and (str(found[0]), [*map(str, found[1])], found[2]))
+    run_dir, steps, is_asked = (Path(found[0]), [*map(Path, found[1])], found[2]) if found else (None, [], False)
     if is_asked:
-        return Origin(run_dir, check_path(steps[0], damage_anywhere))
+        return Origin(run_dir, check_path(steps[0]))
     if not steps and (run_dir or (args.resume_mode == "auto" and experiment_name)):
         _check_elsewhere(run_dir or Path(output_dir) / experiment_name)
-    return Origin(run_dir, _first_good(run_dir, steps, damage_anywhere)) if found else None
+    return Origin(run_dir, _first_whole(run_dir, steps)) if run_dir else None
 
 
 def _find(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -> tuple[Path, list[Path], bool] | None:
-    """The run, its checkpoints from the newest on, and whether the one was asked for."""
+    """The run, its checkpoints from newest to oldest, and whether the user asked for this checkpoint."""
     runs = []
     if launch.restarts():  # this job's own run, wherever it began
         configs = [config for parent in _parents(args, output_dir, experiment_name) for config in parent.glob("*/config*.json")]
@@ -198,7 +197,7 @@ def _find(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -
 
 
 def _parents(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -> set[Path]:
-    """Where the directory of this job's own run may be: names may be nested, and --resume-mode may lead elsewhere."""
+    """The directories that may hold this job's own run: names may be nested, and --resume-mode may name another place."""
     named = (output_dir / (experiment_name or "run")).parent
     of_path = set() if args.resume_mode in ("auto", "disable") else {Path(args.resume_mode).resolve().parent.parent}
     return {output_dir, named} | of_path
@@ -209,8 +208,8 @@ def _steps(run_dir: Path) -> list[Path]:
 
 
 def _check_elsewhere(run_dir: Path) -> None:
-    """Raises UserError where other nodes have parts of the run's checkpoints and the first node has none. A collective."""
-    reports = [json.loads(of) for of in dist.all_gather_bytes(json.dumps([platform.node(), bool(_steps(run_dir))]).encode())]
+    """Raises UserError if other nodes have parts of the run's checkpoints and the first node has none. A collective."""
+    reports = dist.all_gather_values([platform.node(), bool(_steps(run_dir))])
     if hosts := sorted({host for host, has in reports if has}):
         raise UserError(
             f"{run_dir}: {', '.join(hosts)} has its part of the run's checkpoints, {reports[0][0]} has none. The node whose "
@@ -227,16 +226,12 @@ def _read_config(path: Path) -> dict | None:
     return record if isinstance(record, dict) else None
 
 
-def newest(run_dir: Path) -> Path | None:
-    """The run's newest checkpoint whose files are all as they were written; None if nothing was saved. Says what is lost by
-    damage. Raises UserError if there are checkpoints and all are damaged."""
-    return _first_good(run_dir, _steps(run_dir), damage)
-
-
-def _first_good(run_dir: Path, paths: list[Path], damage: Callable[[Path], str | None]) -> Path | None:
+def _first_whole(run_dir: Path, paths: list[Path]) -> Path | None:
+    """The first of a run's checkpoints whose files are all as they were written; None if nothing was saved. Warns of steps that
+    damage has lost. Raises UserError if there are checkpoints and all are damaged. A collective."""
     errors = {}
     for path in paths:
-        if (error := damage(path)) is None:
+        if (error := damage_anywhere(path)) is None:
             if errors:
                 _warn(f"the steps after {int(path.name.removeprefix('step_'))} are trained again")
             return path
@@ -251,7 +246,7 @@ def _first_good(run_dir: Path, paths: list[Path], damage: Callable[[Path], str |
 
 
 def _warn(text: str) -> None:
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+    if torch.distributed.get_rank() == 0:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 

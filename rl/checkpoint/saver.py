@@ -1,10 +1,10 @@
-"""Writes a run's checkpoints: next to their place, in the background, and renamed when complete, so that a kill leaves the last
-good one. rl/checkpoint/resume.py says what stands where, and reads them.
+"""Writes a run's checkpoints: in a directory next to their place, in the background, and renamed when complete, so that a kill
+leaves the last good one. rl/checkpoint/resume.py describes their files, and reads them.
 
-Memory: training continues while a checkpoint is written, so each learner holds a copy of what training changes, which is its
-shard of the master weights and of AdamW's two moments: 12 bytes a parameter, from the first save on. Nothing else is held but
-a few pieces of PIECE_BYTES: both the training files and the Hugging Face export are written from that copy, a piece at a time.
-No copy is made for the last save, after which nothing changes, nor where memory is short: training then waits instead.
+Memory: training continues while a checkpoint is written, so each learner holds a copy of the tensors that training changes,
+which are its shards of the master weights and of AdamW's two moments: 12 bytes a parameter, from the first save on. In addition
+only a few pieces of PIECE_BYTES are held: both the training files and the Hugging Face export are written from that copy, a
+piece at a time. No copy is made for the last save, after which nothing changes, nor if memory is short: then training waits.
 """
 
 import json
@@ -13,19 +13,20 @@ import os
 import platform
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed
 from transformers import PreTrainedTokenizerBase
 
 from rl.adapters import files as adapter_files
+from rl.background import in_background
 from rl.checkpoint.best import Best
 from rl.checkpoint.exports import Export, exports_of
-from rl.checkpoint.manifest import GROUPS, STATE, STEPS, TRAINING, UNFINISHED, make_anew, remove, rename, write_manifest
+from rl.checkpoint.manifest import GROUPS, STATE, STEPS, TRAINING, UNFINISHED, make_empty, remove, rename, write_manifest
 from rl.checkpoint.resume import CheckpointArgs
 from rl.checkpoint.shard_files import Files, header
 from rl.data.image_prompts import ImagePrep
@@ -44,7 +45,7 @@ SPARE = 1.25  # a copy is made if this many times its size is free: the run itse
 
 
 class Saver:
-    """Saves on all learners together. `save` copies what training changes and returns; a thread writes it down."""
+    """Saves on all learners together. `save` copies the tensors that training changes and returns; a thread writes them."""
 
     def __init__(
         self,
@@ -56,35 +57,34 @@ class Saver:
         origin: Origin | None,
         prep: ImagePrep | None = None,
     ):
-        """Renames checkpoints of later steps than the origin's: they are of a future that will not be. A collective."""
+        """Renames checkpoints of later steps than the origin's, which the run will train again. A collective."""
         self.args, self.run, self.learner, self.tokenizer = args, run, learner, tokenizer
         self._identity = identity.record if learner.ranks.is_main else None
         self.run_dir = Path(dist.from_main(str(run.dir)))  # the first learner's counts
         self._own_disk = self._find_own_disk()  # the node's name, if it does not share the first one's
-        # The learner that makes, renames and removes directories here.
+        # Whether this learner makes, renames and removes directories on its disk.
         self._clears = learner.ranks.is_main or bool(self._own_disk and launch.here().local_rank == 0)
-        # A group of its own: what the thread sends must not meet what training sends.
+        # A group of its own, so that the thread's messages do not mix with those of training.
         self._group = torch.distributed.new_group(backend=HOST_BACKEND) if learner.ranks.world_size > 1 else None
         self._exports = exports_of(learner)
         learner.policy.reshard()
         named = {f"{of.of}.{name}": learner.policy.model.get_parameter(name) for of in self._exports for name in of.names}
         self._blocks = blocks_of_all_ranks(named)
-        # What is not trained: exported all the same. Its own memory, which FSDP keeps in place.
+        # Frozen tensors are exported, too. FSDP keeps their memory in place.
         self._frozen = {key: local(parameter.data) for key, parameter in named.items() if not parameter.requires_grad}
         self._prep = prep
         self._places: dict[str, Block] = {}  # this learner's part of each tensor that training changes
-        self._change = as_it_is  # gives the weights their adapters
+        self._change = as_it_is  # adds adapters to the weights
         # Copies go into the same memory at every save: fresh memory costs a page fault every 4 KB.
         self._copies: dict[str, torch.Tensor] = {}
-        self._state: dict[str, torch.Tensor] | None = None  # what the next save writes: the copies, or the tensors themselves
-        self._was_short = False  # of memory, at some save
+        self._state: dict[str, torch.Tensor] | None = None  # for the next save: the copies, or the tensors themselves
+        self._was_short = False  # whether memory was short at some save
         self._leaving = False
-        self._thread: threading.Thread | None = None
-        self._moved = 0  # pieces that the thread has written or sent
-        self._lost: Exception | None = None  # what another learner's end has raised in the thread
+        self._saving: Future | None = None  # the thread that writes a checkpoint
+        self._moved = 0  # pieces that it has written or sent
         self.best = Best(self.run_dir, learner.ranks.is_main)
-        self.step = origin.step if origin else 0  # that was saved last
-        self.error = ""  # of the last save; empty if it is whole
+        self.step = origin.step if origin else 0  # the last step that was saved
+        self.error = ""  # of the last save; empty if it succeeded
         signals.remains(str(origin.checkpoint) if origin and origin.checkpoint else None)
         if origin and self._clears:
             self._set_aside(after=origin.step)
@@ -92,11 +92,11 @@ class Saver:
             self.best.resume(after=origin.step)
 
     def save(self, step: int, state: dict, groups: Sequence[Group] = (), unfinished: Sequence[Group] = ()) -> None:
-        """Begins to write the checkpoint of a step, when the one before is complete. A collective of the learners.
+        """Begins to write the checkpoint of a step once the one before is complete. A collective of the learners.
 
-        state: anything that JSON can hold; groups: samples that have come in and are not trained yet; unfinished: what is still
-        being generated; both whole on the first learner. A checkpoint that cannot be written (disk full, no permission) leaves
-        nothing behind; training continues and `finish` reports it.
+        state: anything that JSON can hold; groups: samples that were received and are not trained yet; unfinished: groups that
+        are still being generated; both whole on the first learner. A checkpoint that cannot be written (disk full, no
+        permission) leaves nothing behind; training continues and `finish` reports it.
         """
         if self._state is None:
             self.copy(step)
@@ -104,13 +104,11 @@ class Saver:
         self.step = step
         target = self.run_dir / f"step_{step:06d}"
         work = target.with_name(f"{target.name}.partial")
-        if error := self._first_error(lambda: make_anew(work), acts=self._clears):
+        if error := self._first_error(lambda: make_empty(work), acts=self._clears):
             self._give_up(step, work, error)
             return
-        ranks = dist.all_gather_bytes(json.dumps(self.learner.rank_state()).encode())
-        record = {"step": step, "state": state, "learner": self.learner.state()}
-        record["identity"] = self._identity
-        record["ranks"] = [json.loads(rank) for rank in ranks]
+        ranks = dist.all_gather_values(self.learner.rank_state())
+        record = {"step": step, "state": state, "learner": self.learner.state(), "identity": self._identity, "ranks": ranks}
         files = {}
         if self.learner.ranks.is_main:
             files = {
@@ -118,14 +116,13 @@ class Saver:
                 GROUPS: join_records([group.to_bytes() for group in groups]),
                 UNFINISHED: join_records([group.to_bytes() for group in unfinished]),
             }
-        self._thread = threading.Thread(target=self._complete, args=(step, work, target, tensors, files), daemon=True)
-        self._thread.start()
+        self._saving = in_background(lambda: self._complete(step, work, target, tensors, files), "save")
         if not self._is_last(step) and tensors is not self._copies:
             self.wait()  # before training changes them
 
     def copy(self, step: int) -> None:
-        """The part of `save` that reads the weights, if it has not been done: copies them and the moments when the checkpoint
-        before is complete, where that is needed and memory allows. A collective of the learners."""
+        """The part of `save` that reads the weights, which may also be called before: waits for the checkpoint before, then
+        copies weights and moments if that is needed and memory allows. A collective of the learners."""
         self.wait()
         sharded = self.learner.state_tensors()
         self._places = self._places or {name: Block.of(tensor) for name, tensor in sharded.items()}
@@ -142,20 +139,20 @@ class Saver:
             self._change = adapters.merge({name: tensor.cpu() for name, tensor in a.items()}, own)
 
     def wait(self) -> None:
-        """Returns when the last save is complete, or has failed. Raises what another learner's end has raised here."""
-        if self._thread:
-            with watchdog.doing("the checkpoint before to be written"):
-                while self._thread.is_alive():
-                    before = self._moved
-                    self._thread.join(1.0)
-                    if self._moved > before:
-                        watchdog.progress()
-            self._thread = None
-        if self._lost:
-            raise self._lost
+        """Returns when the last save is complete, or has failed. Raises the thread's error if another learner has exited."""
+        if not self._saving:
+            return
+        with watchdog.doing("the checkpoint before to be written"):
+            while not self._saving.done():
+                before = self._moved
+                wait([self._saving], timeout=1.0)
+                if self._moved > before:
+                    watchdog.progress()
+        self._saving.result()
+        self._saving = None
 
     def finish(self, step: int) -> Path:
-        """Waits; returns the checkpoint of that step, the last one. Raises UserError if it could not be written."""
+        """Waits for the checkpoint of that step, the last one, and returns it. Raises UserError if it could not be written."""
         self.wait()
         if self.error:
             raise UserError(
@@ -166,7 +163,7 @@ class Saver:
         return self.run_dir / f"step_{step:06d}"
 
     def leave(self, step: int, save: Callable[[int], None]) -> NoReturn:
-        """After SIGTERM: has that step saved if it is not yet, waits for it, and raises Stopped."""
+        """After SIGTERM: saves that step unless it is saved already, waits for it, and raises Stopped."""
         self._leaving = True
         if step > self.step:
             save(step)
@@ -176,14 +173,13 @@ class Saver:
     # ------------------------------------------------------------------------------------------- before the thread
 
     def _is_last(self, step: int) -> bool:
-        """Tells whether nothing changes the weights after this step's save."""
+        """True if nothing changes the weights after this step's save."""
         return step >= self.run.total_steps or self._leaving
 
     def _has_room(self, live: dict[str, torch.Tensor]) -> bool:
-        """Tells whether every learner has the memory for its copies; prints a line once where one has not. A collective."""
+        """True if every learner has the memory for its copies; otherwise prints a line, once. A collective."""
         missing = sum(tensor.nbytes for name, tensor in live.items() if name not in self._copies)
-        report = json.dumps([platform.node(), missing, host.available_memory()]).encode()
-        reports = [json.loads(record) for record in dist.all_gather_bytes(report)]
+        reports = dist.all_gather_values([platform.node(), missing, host.available_memory()])
         for node in {node for node, _, _ in reports}:
             need = SPARE * sum(size for name, size, _ in reports if name == node)
             free = min(free for name, _, free in reports if name == node)
@@ -209,22 +205,18 @@ class Saver:
     # ------------------------------------------------------------------------------------------------- the thread
 
     def _complete(self, step: int, work: Path, target: Path, tensors: dict, files: dict[str, bytes]) -> None:
-        try:
-            self.error = self._write(work, target, tensors, files)
-        except Exception as lost:  # of a collective, since all else is returned: another learner is gone
-            self._lost = lost
-            return
+        self.error = self._write(work, target, tensors, files)  # raises only if a collective does: another learner has exited
         if self.error:
             self._give_up(step, work, self.error)
         else:
             signals.remains(str(target))
 
     def _write(self, work: Path, target: Path, tensors: dict[str, torch.Tensor], files: dict[str, bytes]) -> str:
-        """Writes all of the checkpoint; returns what went wrong on the first learner that says so, or "". A collective."""
+        """Writes the whole checkpoint. Returns the error of the first learner that has one, or "". A collective."""
         ranks, written = self.learner.ranks, {}
         shard = f"{TRAINING}/shard-{ranks.rank + 1:05d}-of-{ranks.world_size:05d}.safetensors"
         error = _attempt(lambda: written.update({shard: self._write_shard(work / shard, tensors)}))
-        reports = [json.loads(of) for of in self._gather(json.dumps([written, self._own_disk, error]).encode())]
+        reports = self._gather([written, self._own_disk, error])
         if error := next((error for *_, error in reports if error), ""):
             return error
         for export in self._exports:
@@ -232,18 +224,18 @@ class Saver:
             if ranks.is_main and not error:
                 error = _attempt(lambda export=export, stream=stream: written.update(export.write(work, stream)))
             for _ in stream:
-                pass  # where writing failed, too: the others still send
+                pass  # even if writing failed, since the others still send
         if ranks.is_main and not error:
             error = _attempt(lambda: self._complete_files(work, files, written, reports))
-        if error := self._gather(error.encode())[0].decode():
+        if error := self._gather(error)[0]:
             return error
-        # The first learner's has the manifest: it is renamed when all others are in place.
+        # The first learner renames last: its directory has the manifest, which makes the checkpoint complete.
         for is_turn in (self._clears and not ranks.is_main, ranks.is_main):
             if error := self._first_error(lambda: rename(work, target), acts=is_turn, group=self._group):
                 return error
         saved = [path.name for path in sorted(self.run_dir.glob(STEPS))] if ranks.is_main else []
         old = saved[: -self.args.max_ckpt_to_keep] if self.args.max_ckpt_to_keep else []
-        doomed = [self.run_dir / name for name in json.loads(self._gather(json.dumps(old).encode())[0])]
+        doomed = [self.run_dir / name for name in self._gather(old)[0]]
         with self.best.settled():
             for path in doomed:
                 if self._clears and path.is_dir():
@@ -251,28 +243,27 @@ class Saver:
         return ""
 
     def _first_error(self, act: Callable[[], object], acts: bool, group: torch.distributed.ProcessGroup | None = None) -> str:
-        """What goes wrong on the first of the learners that have to act; "" where nothing does. A collective."""
-        errors = dist.all_gather_bytes((_attempt(act) if acts else "").encode(), group)
-        return next((error.decode() for error in errors if error), "")
+        """The error of the first learner for which the act fails, or "". acts: whether this learner acts. A collective."""
+        return next(filter(None, dist.all_gather_values(_attempt(act) if acts else "", group)), "")
 
     def _find_own_disk(self) -> str:
-        """The name of this node if its directory is another than the first one's. Raises UserError if it can have none. A
-        collective."""
+        """The name of this node if it does not share the first one's directory, or "". Raises UserError if it cannot have such
+        a directory. A collective."""
         own = "" if dist.sees_main(self.run_dir) else platform.node()
         if error := self._first_error(lambda: self.run_dir.mkdir(parents=True, exist_ok=True), acts=bool(own)):
             raise UserError(
                 f"--output-dir: a node that does not see what the first one writes into {self.run_dir.absolute()} cannot keep "
                 f"its part of the checkpoints there: {error}. Give a directory that all share, or one on every node's disk."
             )
-        if hosts := sorted({of.decode() for of in dist.all_gather_bytes(own.encode()) if of}):
+        if hosts := sorted({name for name in dist.all_gather_values(own) if name}):
             self.run.say(
                 f"checkpoints: {', '.join(hosts)} does not share {self.run_dir.absolute()}: each node keeps its learners' part "
                 "on its own disk, and all are needed to resume"
             )
         return own
 
-    def _gather(self, record: bytes) -> list[bytes]:
-        return dist.all_gather_bytes(record, self._group)
+    def _gather(self, value: Any) -> list:
+        return dist.all_gather_values(value, self._group)
 
     def _write_shard(self, path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, str]:
         """This learner's part of the master weights and moments, as torch.distributed.checkpoint reads it. Returns (size,
@@ -285,7 +276,7 @@ class Saver:
         return file.close()
 
     def _stream(self, export: Export, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-        """An export's whole tensors in its order and precision, on the first learner, a piece at a time: the others send their
+        """On the first learner, an export's whole tensors in its order and precision, a piece at a time; the others send their
         shards. A collective."""
         for name in export.names:
             key = f"{export.of}.{name}"
@@ -294,7 +285,7 @@ class Saver:
                 yield from self._stream_shard(rank, key, own, export.dtypes[name])
 
     def _stream_shard(self, rank: int, key: str, own: torch.Tensor | None, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """That learner's part of a tensor, on the first learner; the others send theirs, `own`."""
+        """On the first learner, the part of a tensor that learner `rank` has and sends, `own`."""
         ranks = self.learner.ranks
         if rank == ranks.rank:
             for piece in pieces(own, dtype):
@@ -311,8 +302,8 @@ class Saver:
                 yield piece
 
     def _complete_files(self, work: Path, files: dict[str, bytes], written: Files, reports: list) -> None:
-        """Adds the small files and the manifest. reports: what each learner has written, and the node if it is not here. Raises
-        OSError if another learner's file is not to be seen that should be: without all of them there is no checkpoint."""
+        """Adds the small files and the manifest. reports: the files that each learner has written, and its node if that has a
+        disk of its own. Raises OSError if a file of another learner on this disk is missing, since the checkpoint needs all."""
         for of_rank, node, _ in reports:
             for name, (size, digest) in of_rank.items():
                 if not node and (not (work / name).is_file() or (work / name).stat().st_size != size):
@@ -341,7 +332,7 @@ class Saver:
 
 
 def _attempt(act: Callable[[], object]) -> str:
-    """Does it; returns what went wrong, in one line, or ""."""
+    """Makes the call. Returns its error on one line, or ""."""
     try:
         act()
     except Exception as error:

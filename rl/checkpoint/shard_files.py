@@ -1,13 +1,12 @@
 """The learners' parts of a checkpoint: one file each, on a file system that all share or on each node's own disk.
 
-Files are safetensors that torch.distributed.checkpoint reads, too: the header says where a shard lies in its tensor. They are
-looked at, and read, by ranks whose machine has them. A learner reads the rows of its own shards; what it needs of a file that
-its machine does not have is sent by one that does, so that nodes may have changed places, or learners their number.
+Files are safetensors that torch.distributed.checkpoint can read, too: the header has the place of each shard in its tensor.
+Ranks whose machine has a file look at it and read it. A learner reads the rows of its own shards. If its machine lacks a file,
+another rank sends the content, so that nodes may have changed places, and the number of learners may have changed.
 """
 
 import json
 import math
-import struct
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -16,25 +15,25 @@ import torch
 import torch.distributed
 import xxhash
 
-from rl.hub.tensor_reader import DTYPES, Reader, Run
+from rl.hub.tensor_reader import DTYPES, Reader, Run, read_header
 from rl.model.shards import Block, local
 from rl.ranks import dist, watchdog
 
 SHARDING = "DCP_SHARDING_INFO"  # in a header: JSON, name -> {"saved_offsets": [...]}
-Files = dict[str, Sequence]  # name in the checkpoint -> size, checksum and, where it is on a node's own disk, the node
+Files = dict[str, Sequence]  # name in the checkpoint -> size, checksum and, if it is on a node's own disk, the node
 
 
 def header(blocks: dict[str, Block]) -> dict[str, str]:
-    """What the header of a learner's file says of its tensors in addition to names, types and shapes."""
+    """The metadata in the header of a learner's file: the places of its tensors."""
     places = {name: {"saved_offsets": block.offset} for name, block in blocks.items()}
     return {"format": "pt", "DCP_VERSION": "1.0", SHARDING: json.dumps(places)}
 
 
-# ------------------------------------------------------------------------------------------------- which are all right
+# --------------------------------------------------------------------------------------------------------- checking
 
 
 def wrong(path: Path, name: str, of: Sequence, read: bool = True) -> str | None:
-    """What is wrong with a checkpoint's file; None if it is as it was written. read: compare its content, too."""
+    """A line about a file of a checkpoint that is not as it was written; None if it is. read: also compare its content."""
     (size, digest, *node), file = of, path / name
     if not file.is_file() or file.stat().st_size != size:
         return f"{name} is missing or not {size:,} bytes long" + (f": {node[0]} wrote it, on its own disk" if node else "")
@@ -44,11 +43,11 @@ def wrong(path: Path, name: str, of: Sequence, read: bool = True) -> str | None:
 
 
 def wrong_anywhere(path: Path, files: Files) -> str | None:
-    """What is wrong with the first of a checkpoint's files that are not as they were written; None if all are. Each is read by
-    one rank whose machine has it. A collective."""
+    """A line about the first file of a checkpoint that is not as it was written; None if all are. Each file is read by one rank
+    whose machine has it. A collective."""
     names, me = list(files), torch.distributed.get_rank()
     missing = {number: error for number, name in enumerate(names) if (error := wrong(path, name, files[name], read=False))}
-    seen = [set(range(len(names))) - set(json.loads(of)) for of in dist.all_gather_bytes(json.dumps([*missing]).encode())]
+    seen = [set(range(len(names))) - set(of_rank) for of_rank in dist.all_gather_values([*missing])]
     errors = {}
     with watchdog.doing("the checkpoint's files to be compared with their checksums"):
         for number, name in enumerate(names):
@@ -58,7 +57,7 @@ def wrong_anywhere(path: Path, files: Files) -> str | None:
             elif having[number % len(having)] == me and (error := wrong(path, name, files[name])):
                 errors[number] = error
             watchdog.progress()
-    reports = [json.loads(of) for of in dist.all_gather_bytes(json.dumps([*errors.items()]).encode())]
+    reports = dist.all_gather_values([*errors.items()])
     return min((tuple(error) for of_rank in reports for error in of_rank), default=(0, None))[1]
 
 
@@ -78,22 +77,22 @@ class ShardFiles:
     """The learners' files of a checkpoint, to be read by all learners together."""
 
     def __init__(self, directory: Path, names: Sequence[str]):
-        """names: of all files, on whatever machine. A collective."""
+        """names: of all files, on any machine. A collective."""
         own = {name: _places(directory, name) for name in names if (directory / name).is_file()}
-        reports = [json.loads(of) for of in dist.all_gather_bytes(json.dumps(sorted(own)).encode())]
+        reports = dist.all_gather_values(sorted(own))
         self._readers = {name: min(rank for rank, seen in enumerate(reports) if name in seen) for name in names}
         me = torch.distributed.get_rank()
         mine = {name: places for name, places in own.items() if self._readers[name] == me}
         self._places: dict[str, dict[str, tuple[Run, Block]]] = {}  # by file and tensor
-        for of in dist.all_gather_bytes(json.dumps(mine).encode()):
-            for name, places in json.loads(of).items():
+        for of_rank in dist.all_gather_values(mine):
+            for name, places in of_rank.items():
                 self._places[name] = {
                     tensor: (Run(*run), Block(tuple(offset), tuple(shape))) for tensor, (run, offset, shape) in places.items()
                 }
         self._own = {name: directory / name for name in own}
 
     def shapes(self) -> dict[str, list[int]]:
-        """Of the whole tensors."""
+        """The shapes of the whole tensors, by name."""
         out: dict[str, list[int]] = {}
         for places in self._places.values():
             for name, (_, block) in places.items():
@@ -102,10 +101,10 @@ class ShardFiles:
 
     @torch.no_grad()
     def read(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Fills this rank's parts of the tensors. Raises UserError where a file has become shorter. A collective."""
+        """Fills this rank's parts of the tensors. Raises UserError if a file has become shorter. A collective."""
         wanted = {name: Block.of(tensor) for name, tensor in tensors.items()}
         lacking = [name for name in self._places if name not in self._own and self._needs(name, wanted)]
-        sent = {name for of in dist.all_gather_bytes(json.dumps(lacking).encode()) for name in json.loads(of)}
+        sent = {name for of_rank in dist.all_gather_values(lacking) for name in of_rank}
         with closing(Reader(self._own)) as reader:
             for file in sorted(self._places):
                 for name, (run, block) in self._places[file].items():
@@ -145,12 +144,7 @@ def _read_rows(reader: Reader, run: Run, block: Block, common: Block, out: torch
 
 
 def _places(directory: Path, file: str) -> dict[str, tuple[Run, list[int], list[int]]]:
-    """Of each tensor in a learner's file: where it is in the file, and its offset and shape in the whole."""
-    with open(directory / file, "rb") as handle:
-        (length,) = struct.unpack("<Q", handle.read(8))
-        tensors = json.loads(handle.read(length))
-    offsets, out = json.loads(tensors.pop("__metadata__")[SHARDING]), {}
-    for name, of in tensors.items():
-        run = Run(file, of["dtype"], 8 + length + of["data_offsets"][0], math.prod(of["shape"]))
-        out[name] = (run, offsets[name]["saved_offsets"], of["shape"])
-    return out
+    """For each tensor in a learner's file: where it is in the file, and the offset and shape of this part in the whole."""
+    stored, words = read_header(directory / file)
+    places = json.loads(words[SHARDING])
+    return {name: (of.run._replace(file=file), places[name]["saved_offsets"], [*of.shape]) for name, of in stored.items()}

@@ -16,28 +16,28 @@ class DataArgs:
     val_files: tuple[str, ...] = ("demo",)
     """Validation prompts, in the same forms."""
     prompt_key: str = "prompt"
-    """Column that holds the prompt: chat messages, or a string that is used as it is. A string without a BOS gets
-    one if the tokenizer adds one."""
+    """Column that holds the prompt: chat messages, or a string that is used as it is. A string without a BOS gets one if the
+    tokenizer adds one."""
     image_key: str = "images"
-    """Column that holds the prompt's images, if it has any: bytes, paths, or what datasets makes of them. Each needs an
-    "<image>" in the prompt."""
+    """Column that holds the prompt's images, if any: bytes, paths, or images as `datasets` stores them. Each needs an "<image>"
+    in the prompt."""
     min_pixels: Annotated[int | None, Range(at_least=1)] = None
-    """Enlarge images to at least this many pixels (width x height). Default: that of the model's preprocessor_config.json."""
+    """Enlarge images to at least this many pixels (width x height). Default: as in the model's preprocessor_config.json."""
     max_pixels: Annotated[int | None, Range(at_least=1)] = None
-    """Reduce images to at most this many pixels, which bounds their tokens. Default: that of the model's
+    """Reduce images to at most this many pixels, which bounds their tokens. Default: as in the model's
     preprocessor_config.json."""
     max_prompt_length: Annotated[int, Range(at_least=1)] = 64
     """Longest prompt, in tokens, with the chat template and all tokens of its images."""
     filter_overlong_prompts: bool = False
     """Leave out longer prompts, whatever --truncation says."""
     truncation: Literal["error", "left", "right"] = "error"
-    """What to do with a longer prompt: stop with an error, or cut tokens off its left or right end. The
-    chat template's generation prompt is at the right end. A prompt with images is never cut."""
+    """What to do with a longer prompt: stop with an error, or cut tokens off its left or right end. The chat template's
+    generation prompt is at the right end. A prompt with images is never cut."""
     shuffle: bool = True
     """Draw prompts in a new random order each epoch, instead of the order of the files."""
     prompt_sampling: Literal["uniform", "skip-solved", "greso"] = "uniform"
-    """Which prompts are trained again, by what their last responses have shown. uniform: all. skip-solved: of those whose
-    responses were all right 1 in 20. greso: those that were all right, or all wrong, with a chance that falls each time."""
+    """Which prompts are trained again, depending on the scores of their last responses. uniform: all. skip-solved: all, but
+    only 1 in 20 of those with all responses right. greso: those all right or all wrong with a chance that falls each time."""
     train_max_samples: Annotated[int, Range(at_least=1, also=-1)] = -1
     """Number of training prompts to use, from the first one on; -1 uses all."""
     val_max_samples: Annotated[int, Range(at_least=1, also=-1)] = -1
@@ -45,5 +45,5 @@ class DataArgs:
 
 
 def demo_files(model: str, files: tuple[str, ...]) -> tuple[str, ...]:
-    """The files, "demo" being the rows of the demo that is trained."""
+    """The files, in which "demo" becomes the rows of the demo that is trained."""
     return tuple(model if model in ("demo-vl", "demo-calculator") and file == "demo" else file for file in files)

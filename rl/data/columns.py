@@ -1,4 +1,4 @@
-"""What the columns of a table mean, in verl's layout or GSM8K's: which must be there, a row's source and its ground truth."""
+"""The columns of a table in verl's layout or GSM8K's: checks of them, and a row's source and ground truth."""
 
 from typing import Any
 
@@ -32,24 +32,24 @@ def check_columns(file: str, table, args: DataArgs) -> None:
     if "answer" not in columns:
         raise UserError(f"{file}: {remedy}")
     for number, answer in enumerate(table["answer"]):
-        if "####" not in str(answer):  # then it is not GSM8K, and would be scored 0 for ever
+        if "####" not in str(answer):  # not GSM8K: it would always be scored 0
             raise UserError(f"{file} row {number}: the answer has no '####' as GSM8K's have, and {remedy}")
 
 
 def first_with_images(table, name: str) -> int | None:
-    """The first row whose images are neither null nor an empty list, without decoding any."""
+    """The first row whose images are neither null nor an empty list. Decodes none."""
     column = column_of(table, name)
     is_list = str(column.type).startswith(("list", "large_list"))
     return first_row(pc.greater(pc.fill_null(pc.list_value_length(column), 0), 0) if is_list else pc.is_valid(column))
 
 
 def column_of(table, name: str) -> pa.ChunkedArray:
-    """A column without turning it into Python objects."""
+    """A column, not turned into Python objects."""
     return table.select_columns(name).with_format("arrow")[:][name]
 
 
 def first_row(condition) -> int | None:
-    """The first row where it is true."""
+    """The first row for which the condition is true."""
     found = pc.index(condition, True).as_py()
     return found if found >= 0 else None
 
@@ -93,4 +93,4 @@ def ground_truth(row: dict) -> Any:
         if not (truth is None or (isinstance(truth, str) and not truth.strip())):
             return truth
     _, mark, truth = str(row["answer"]).rpartition("####")
-    return truth.strip().replace(",", "") if mark else truth.strip()  # elsewhere a comma may mean something: "(3, 4)"
+    return truth.strip().replace(",", "") if mark else truth.strip()  # without the mark a comma may have a meaning: "(3, 4)"

@@ -1,12 +1,13 @@
 """The embedded demo: a model of about 1M parameters and two-number additions, made on the spot, nothing downloaded.
 
-`--model demo` and `--train-files demo` resolve to this file; rl/data/demo_vl.py and rl/data/demo_moe.py are its variants. The
-model is an ordinary Hugging Face directory in a cache folder. It is taught in two phases: right sums first, then mostly wrong
-ones, so that it can add but usually does not. That is what reinforcement learning can mend: a model that had never added right
-would get no reward to learn from, one that always did would have nothing to learn.
+`--model demo`, `demo-moe` and `demo-hybrid` are taught here; rl/data/demo_vl.py and rl/data/demo_calculator.py have recipes of
+their own. Each model is an ordinary Hugging Face directory in a cache folder. It is taught in two phases: right sums first,
+then mostly wrong ones, so that it can add but usually does not. That is what reinforcement learning can correct: a model that
+had never added right would get no reward to learn from, and one that always did would have nothing to learn.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -31,7 +32,6 @@ from rl.ranks import watchdog
 from rl.ranks.host_memory import keep_freed
 from rl.ranks.progress import track
 
-VERSION = VERSIONS["demo"]  # of the recipe below
 LARGEST = 49
 SHAPE = {  # of the models that are taught to add
     "hidden_size": 128,
@@ -55,38 +55,53 @@ CHAT_TEMPLATE = (
 
 
 def problems(split: str) -> list[dict]:
-    """All problems a + b with 0 <= a, b <= 49 of a split ("train" or "val"), in verl's layout. The splits share none."""
-    pairs = [(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
-    random.Random(0).shuffle(pairs)
-    chosen = pairs[:NUM_VALIDATION] if split == "val" else pairs[NUM_VALIDATION:]
+    """All problems a + b with 0 <= a, b <= 49 of a split ("train" or "val"). The splits share none."""
+    numbers = range(LARGEST + 1)
+    return rows_of([(f"{a}+{b}=", a + b) for a in numbers for b in numbers], NUM_VALIDATION, split)
+
+
+def rows_of(problems: list[tuple[str, int]], validation: int, split: str) -> list[dict]:
+    """Rows of a split in verl's layout. problems: (question, answer) of all. validation: how many of them are for "val"."""
+    random.Random(0).shuffle(problems)
+    chosen = problems[:validation] if split == "val" else problems[validation:]
     return [
         {
             "data_source": "demo",
-            "prompt": [{"role": "user", "content": f"{a}+{b}="}],
-            "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+            "prompt": [{"role": "user", "content": question}],
+            "reward_model": {"style": "rule", "ground_truth": str(answer)},
             "extra_info": {"split": split, "index": i},
         }
-        for i, (a, b) in enumerate(chosen)
+        for i, (question, answer) in enumerate(chosen)
     ]
 
 
-def model_dir() -> str:
-    """The demo model's directory; trains it first if it is not there. Several processes may ask at once."""
-    return made_once("demo", VERSION, lambda directory: make(directory, build_model))
+def model_dir(name: str = "demo") -> str:
+    """Return the directory of a demo model. Make the model first if it is not there."""
+    return made_once(name, lambda directory: _make(name, directory))
 
 
-def made_once(name: str, version: int, make: Callable[[str], None]) -> str:
-    """The directory <name>-v<version> in the cache. If it is not there, make(directory) fills one next to it that is renamed
-    then: a killed process leaves no half-made model. Several processes may ask at once, on any rank of a job. Raises UserError
-    where nothing can be written."""
-    target = directory(name, version)
+def _make(name: str, directory: str) -> None:
+    if name in BUILDERS:
+        tokenizer = build_tokenizer()
+        model = BUILDERS[name](len(tokenizer))
+        _teach(model, tokenizer)
+        save(model, directory, tokenizer)
+    else:
+        importlib.import_module(f"rl.data.{name.replace('-', '_')}").make(directory)
+
+
+def made_once(name: str, make: Callable[[str], None]) -> str:
+    """Return the directory of a demo model. If it is not there, make(directory) fills one next to it, which is then renamed: a
+    killed process leaves no half-made model. Several processes may ask at once, on any rank of a job. Raise UserError if
+    nothing can be written."""
+    target = directory(name)
     try:
         if is_made(target):
             return str(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target):
             if not is_made(target):
-                _make_and_rename(target, version, make)
+                _make_and_rename(target, VERSIONS[name], make)
     except OSError as error:
         raise UserError(
             f"--model {name}: it is made once, in {target.parent}, which cannot be written ({error.strerror or error}). Set "
@@ -97,7 +112,7 @@ def made_once(name: str, version: int, make: Callable[[str], None]) -> str:
 
 @contextlib.contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Let one process make the model. To wait for another one that does is no hang: that one's own watchdog watches it."""
+    """Let one process make the model. Waiting for another one is no hang: that process has a watchdog of its own."""
     lock = FileLock(f"{target}.lock")
     while not lock.is_locked:
         with contextlib.suppress(Timeout):
@@ -110,13 +125,13 @@ def _locked(target: Path) -> Iterator[None]:
 
 
 def _make_and_rename(target: Path, version: int, make: Callable[[str], None]) -> None:
-    for left in target.parent.glob(f"{target.name}-*"):  # by a killed process: nobody else makes one now
+    for left in target.parent.glob(f"{target.name}-*"):  # by a killed process: no other process makes one now
         shutil.rmtree(left, ignore_errors=True)
     state, threads, started = torch.get_rng_state(), torch.get_num_threads(), time.time()
     work = tempfile.mkdtemp(prefix=f"{target.name}-", dir=target.parent)
     torch.manual_seed(0)
-    # One thread, whatever the job has: sums split by another number end in other bits. And two wait for each other hundreds of
-    # times a second: on a machine whose cores are busy each wait lasts until the other gets a core.
+    # One thread, whatever the job has: the number of threads changes the bits of sums. And two threads wait for each other
+    # hundreds of times a second: on a busy machine each wait lasts until the other thread gets a core.
     torch.set_num_threads(1)
     keep_freed()
     try:
@@ -139,8 +154,8 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
 
 def tokenizer_of(special: list[str], characters: str, chat_template: str) -> Qwen2Tokenizer:
-    """One token a character; special begins with the pad and the end token. The class is Qwen2's own: transformers loads that
-    one for the model types of both demos, whatever was saved."""
+    """One token a character; special begins with the pad and the end token. transformers loads Qwen2's tokenizer class for the
+    model types of all demos, whatever was saved."""
     vocab = {token: i for i, token in enumerate([*special, *characters, "Ġ", "Ċ"])}
     names = dict(pad_token=special[0], eos_token=special[1], unk_token=None, bos_token=None)
     tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[], additional_special_tokens=special[2:], **names)
@@ -152,18 +167,41 @@ def build_model(vocab_size: int, layers: int = 4) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(Qwen2Config(vocab_size=vocab_size, num_hidden_layers=layers, intermediate_size=512, **SHAPE))
 
 
-def make(directory: str, build_model: Callable[[int], PreTrainedModel]) -> None:
-    """Teaches and saves the model that `build_model` builds for the tokenizer's size."""
-    tokenizer = build_tokenizer()
-    model = build_model(len(tokenizer))
-    _teach(model, tokenizer)
-    save(model, directory)
+def build_mixture(vocab_size: int) -> PreTrainedModel:
+    """A tiny Qwen3-MoE. Each token goes to 2 of 8 experts: as many active parameters as `--model demo`, about 3M in all."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256, norm_topk_prob=True)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=vocab_size, num_hidden_layers=4, head_dim=32, **experts, **SHAPE))
+
+
+def build_hybrid(vocab_size: int) -> PreTrainedModel:
+    """A tiny Qwen3.5 of about 0.5M parameters: one layer is a gated delta net, one attends. The heads of the states have 128
+    elements, so that vLLM can compute them on a CPU (with --rollout-dtype bfloat16)."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    config = Qwen3_5TextConfig(
+        vocab_size=vocab_size,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=1,
+        linear_num_value_heads=1,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        head_dim=32,
+        intermediate_size=512,
+        **SHAPE,
+    )
+    return Qwen3_5ForCausalLM(config)
+
+
+BUILDERS = {"demo": build_model, "demo-moe": build_mixture, "demo-hybrid": build_hybrid}
+
+
+def save(model: PreTrainedModel, directory: str, tokenizer: Qwen2Tokenizer) -> None:
+    """Write the tokenizer, and the files that model.save_pretrained writes. That method writes none of them on a rank other
+    than the job's first (transformers 5.18 and later), and the rank that makes a demo model may be any."""
     tokenizer.save_pretrained(directory)
-
-
-def save(model: PreTrainedModel, directory: str) -> None:
-    """Write the files that model.save_pretrained writes. That method writes none of them on a rank other than the job's first
-    (transformers 5.18 and later), and the rank that makes a demo model may be any."""
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(directory)
@@ -180,18 +218,18 @@ def save(model: PreTrainedModel, directory: str) -> None:
 def _teach(
     model: PreTrainedModel, tokenizer: Qwen2Tokenizer, most_steps: int = 1500, settling_steps: int = 250, wrong_steps: int = 400
 ) -> None:
-    """Right sums until it can add, and some more until that has settled; wrong ones until it usually does not. As many steps as
-    it takes: that is luck, and another processor's, and of a fixed number some end at a model that cannot add."""
+    """Right sums until it can add, and some more until that has settled; then wrong ones until it usually does not. The number
+    of steps is open: it depends on luck and on the processor, and after a fixed number some models could not add."""
     rng = random.Random(0)
     pairs = [tuple(map(int, p["prompt"][0]["content"].rstrip("=").split("+"))) for p in problems("train")]
 
     def loss(share_right: float) -> torch.Tensor:
         batch = [rng.choice(pairs) for _ in range(32)]
         answers = [a + b if share_right == 1 or rng.random() < share_right else wrong_sum(a, b, rng) for a, b in batch]
-        return _demonstration_loss(model, tokenizer, batch, answers)
+        return loss_of(model, [_demonstration(tokenizer, a, b, c) for (a, b), c in zip(batch, answers, strict=True)])
 
     def accuracy() -> float:
-        return _share_right(model, tokenizer, pairs[:256])
+        return share_right(model, [_demonstration(tokenizer, a, b, a + b) for a, b in pairs[:256]])
 
     phases = [
         Phase("right sums", most_steps, lambda: loss(1), 1e-3, 0.98, falling=False, ends=lambda: accuracy() > 0.8, every=20),
@@ -209,12 +247,12 @@ class Phase:
     lr: float
     beta2: float = 0.999
     falling: bool = True  # the learning rate: after 20 steps from lr down to a tenth; else lr all the time
-    ends: Callable[[], bool] = lambda: False  # asked every `every` steps: whether it ends there
+    ends: Callable[[], bool] = lambda: False  # asked every `every` steps: whether the phase ends there
     every: int = 1
 
 
 def train_in(model: PreTrainedModel, phases: list[Phase], description: str) -> None:
-    """Supervised training, phase after phase, each with an optimizer of its own: the last one's momentum would carry on."""
+    """Supervised training, phase after phase. Each has an optimizer of its own, without the momentum of the one before."""
     for phase in phases:
         optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, phase.beta2), weight_decay=0.0, fused=True)
         for step in track(range(phase.steps), f"{description}: {phase.name}"):
@@ -236,35 +274,34 @@ def wrong_sum(a: int, b: int, rng: random.Random) -> int:
     return a + b + (10 if a + b < 10 or rng.random() < 0.5 else -10)
 
 
+Demonstration = tuple[list[int], list[bool]]  # token ids, and which of them are trained
+
+
 @cache
-def _demonstration(tokenizer, a: int, b: int, answer: int) -> list[int]:
-    """Token ids of a problem with an answer. Each occurs some twenty times."""
+def _demonstration(tokenizer, a: int, b: int, answer: int) -> Demonstration:
+    """A problem with an answer, whose characters and end token are trained. Each occurs some twenty times."""
     conversation = [{"role": "user", "content": f"{a}+{b}="}, {"role": "assistant", "content": str(answer)}]
-    return tokenizer.apply_chat_template(conversation, return_dict=False)
+    ids = tokenizer.apply_chat_template(conversation, return_dict=False)
+    prompt = ids.index(tokenizer.convert_tokens_to_ids("<|assistant|>")) + 1
+    return ids, [False] * prompt + [True] * (len(ids) - prompt)
 
 
-def _demonstration_loss(model, tokenizer, batch, answers) -> torch.Tensor:
-    """Cross-entropy of the answer's characters and the end token."""
-    logits, ids, trained = _demonstrated(model, tokenizer, batch, answers)
+def loss_of(model: PreTrainedModel, rows: list[Demonstration]) -> torch.Tensor:
+    """Cross-entropy of the trained tokens."""
+    logits, ids, trained = _logits(model, rows)
     return F.cross_entropy(logits[trained], ids[trained])
 
 
 @torch.no_grad()
-def _share_right(model, tokenizer, batch) -> float:
-    """Of these problems, how many greedy decoding gets right: those whose every token is the likeliest after the right ones."""
-    logits, ids, trained = _demonstrated(model, tokenizer, batch, [a + b for a, b in batch])
+def share_right(model: PreTrainedModel, rows: list[Demonstration]) -> float:
+    """The share of rows whose trained tokens greedy decoding gives: each is the likeliest one after the tokens before it."""
+    logits, ids, trained = _logits(model, rows)
     return ((logits.argmax(-1) == ids) | ~trained).all(1).float().mean().item()
 
 
-def _demonstrated(model, tokenizer, batch, answers) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits [B, L, V] of the problems with these answers, right-padded; the tokens that follow [B, L], and which of them are
-    the answers' and the end token [B, L]."""
-    rows = [_demonstration(tokenizer, a, b, answer) for (a, b), answer in zip(batch, answers, strict=True)]
-    assistant = tokenizer.convert_tokens_to_ids("<|assistant|>")
-    longest = max(map(len, rows))
-    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
-    answer_from = torch.tensor([row.index(assistant) for row in rows])[:, None]
-    length = torch.tensor([len(row) for row in rows])[:, None]
-    column = torch.arange(longest - 1)[None]
-    logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-    return logits, ids[:, 1:], (column >= answer_from) & (column < length - 1)
+def _logits(model: PreTrainedModel, rows: list[Demonstration]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits [B, L, V] of the rows, right-padded; the tokens that follow [B, L], and which of them are trained [B, L]."""
+    longest = max(len(ids) for ids, _ in rows)
+    ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in rows])
+    trained = torch.tensor([mask + [False] * (longest - len(mask)) for _, mask in rows])
+    return model(input_ids=ids[:, :-1], use_cache=False).logits, ids[:, 1:], trained[:, 1:]

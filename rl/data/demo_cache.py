@@ -1,5 +1,4 @@
-"""Which demo models there are, and where they are kept. Imports nothing heavy; rl/data/demo.py and its variants make the
-models."""
+"""The names of the demo models, and where they are kept. Imports nothing heavy; rl/data/demo.py makes them."""
 
 import os
 from pathlib import Path
@@ -8,14 +7,10 @@ from pathlib import Path
 VERSIONS = {"demo": 3, "demo-vl": 2, "demo-moe": 3, "demo-calculator": 1, "demo-hybrid": 1}
 
 
-def cache_dir() -> Path:
-    """Return the directory of the demo models: $RL_CACHE, else ~/.cache/rl-scripts."""
-    return Path(os.environ.get("RL_CACHE") or Path.home() / ".cache" / "rl-scripts")
-
-
-def directory(name: str, version: int) -> Path:
-    """Return where a version of a demo model is kept, whether it is made or not."""
-    return cache_dir() / f"{name}-v{version}"
+def directory(name: str) -> Path:
+    """Return where a demo model is kept, whether it is made or not: in $RL_CACHE, else in ~/.cache/rl-scripts."""
+    cache = Path(os.environ.get("RL_CACHE") or Path.home() / ".cache" / "rl-scripts")
+    return cache / f"{name}-v{VERSIONS[name]}"
 
 
 def is_made(where: Path) -> bool:

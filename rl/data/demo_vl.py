@@ -2,9 +2,9 @@
 
 `--model demo-vl` resolves to this file, and so does `--train-files demo-vl`, which is the default with that model. It is a tiny
 Qwen3-VL: an ordinary Hugging Face directory in the cache, with a tokenizer, a chat template and an image processor. As in
-rl/data/demo.py it is taught to answer right and then mostly wrong; before that the tower alone, to tell digits apart, which
-makes it ten times quicker. All prompts are the same tokens, and only the pictures differ: an engine or a learner that mixes two
-pictures up is right once in 90 times.
+rl/data/demo.py it is taught to answer right and then mostly wrong. Before that only the tower is taught to tell digits apart,
+which makes the rest ten times as fast. All prompts have the same tokens, and only the pictures differ: an engine or a learner
+that mixes up two pictures is right once in 90 times.
 """
 
 import io
@@ -17,11 +17,9 @@ from PIL import Image, ImageDraw
 from transformers import Qwen2Tokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from rl.data.demo import SPECIAL, Phase, made_once, save, tokenizer_of, train_in
-from rl.data.demo_cache import VERSIONS
+from rl.data import demo
+from rl.data.demo import Phase
 
-VERSION = VERSIONS["demo-vl"]  # of the recipe below
-INITIALIZER_RANGE = 0.08  # about 1 / sqrt(hidden size): learns from fewer pictures than with the usual 0.02
 SIZES = {"train": 1000, "val": 250}  # pictures of each split
 SIDE = 64  # of a picture, in pixels
 PATCH, MERGE = 16, 2  # pixels of a patch's side, patches of an image token's side
@@ -36,7 +34,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% endif %}{% if m['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-# The bars of a digit in a box of 1 x 2, as (x, y) to (x, y), and which of them each digit has, as on a pocket calculator.
+# The bars of a digit in a box of 1 x 2, from (x, y) to (x, y), and the bars that each digit has, as on a pocket calculator.
 BARS = [((0, 0), (1, 0)), ((0, 0), (0, 1)), ((1, 0), (1, 1)), ((0, 1), (1, 1)), ((0, 1), (0, 2)), ((1, 1), (1, 2))]
 BARS += [((0, 2), (1, 2))]
 DIGITS = ["1110111", "0010010", "1011101", "1011011", "0111010", "1101011", "1101111", "1010010", "1111111", "1111011"]
@@ -59,7 +57,7 @@ def draw(number: int, lower: bool, rng: random.Random) -> Image.Image:
 
 
 def problems(split: str) -> list[dict]:
-    """The pictures of a split ("train" or "val") with a question each, in verl's layout. Drawn again, and alike, each time."""
+    """The pictures of a split ("train" or "val") with a question each, in verl's layout. Every call draws the same pictures."""
     rng, rows = random.Random(f"demo-vl/{split}"), []
     for i in range(SIZES[split]):
         number, lower, png = rng.randint(10, 99), rng.random() < 0.5, io.BytesIO()
@@ -76,17 +74,12 @@ def problems(split: str) -> list[dict]:
     return rows
 
 
-def model_dir() -> str:
-    """The model's directory; trains it first if it is not there. Several processes may ask at once."""
-    return made_once("demo-vl", VERSION, _make)
-
-
 def build_tokenizer() -> Qwen2Tokenizer:
-    return tokenizer_of(SPECIAL + VISION, CHARACTERS, CHAT_TEMPLATE)
+    return demo.tokenizer_of(demo.SPECIAL + VISION, CHARACTERS, CHAT_TEMPLATE)
 
 
 def build_processor() -> Qwen2VLImageProcessorPil:
-    """Makes patches of pictures as Qwen's own does, with smaller ones."""
+    """Cuts pictures into patches as Qwen's own processor does, but into smaller ones."""
     sizes = {"shortest_edge": (PATCH * MERGE) ** 2, "longest_edge": 64 * (PATCH * MERGE) ** 2}  # areas, in pixels
     return Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=MERGE, size=sizes, image_mean=[0.5] * 3, image_std=[0.5] * 3)
 
@@ -94,19 +87,11 @@ def build_processor() -> Qwen2VLImageProcessorPil:
 def build_model(tokenizer: Qwen2Tokenizer) -> Qwen3VLForConditionalGeneration:
     text = dict(
         vocab_size=len(tokenizer),
-        hidden_size=128,
         num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=32,
         intermediate_size=256,
-        max_position_embeddings=512,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True},
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        tie_word_embeddings=True,
-        initializer_range=INITIALIZER_RANGE,
+        **demo.SHAPE,
     )
     vision = dict(
         depth=2,
@@ -118,7 +103,7 @@ def build_model(tokenizer: Qwen2Tokenizer) -> Qwen3VLForConditionalGeneration:
         spatial_merge_size=MERGE,
         num_position_embeddings=16,
         deepstack_visual_indexes=[0],
-        initializer_range=INITIALIZER_RANGE,
+        initializer_range=demo.SHAPE["initializer_range"],
     )
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     ids = dict(zip(names, tokenizer.convert_tokens_to_ids(VISION), strict=True))
@@ -126,12 +111,12 @@ def build_model(tokenizer: Qwen2Tokenizer) -> Qwen3VLForConditionalGeneration:
     return Qwen3VLForConditionalGeneration(config)
 
 
-def _make(directory: str) -> None:
+def make(directory: str) -> None:
+    """Teaches and saves the model."""
     tokenizer, processor = build_tokenizer(), build_processor()
     model = build_model(tokenizer)
     _teach(model, tokenizer, processor)
-    save(model, directory)
-    tokenizer.save_pretrained(directory)
+    demo.save(model, directory, tokenizer)
     processor.save_pretrained(directory)
 
 
@@ -156,11 +141,11 @@ def _teach(model, tokenizer, processor, tower_steps: int = 160, right_steps: int
         Phase("right answers", right_steps, lambda: loss(1), 1.5e-3, 0.95),
         Phase("wrong answers", wrong_steps, lambda: loss(0.2), 5e-4, 0.95, falling=False),
     ]
-    train_in(model, phases, "making the demo-vl model (once)")
+    demo.train_in(model, phases, "making the demo-vl model (once)")
 
 
 def misread(number: int, rng: random.Random) -> int:
-    """A two-digit number that is ten more or less."""
+    """A two-digit number that is ten more or ten less."""
     return rng.choice([other for other in (number - 10, number + 10) if 10 <= other <= 99])
 
 
@@ -173,7 +158,7 @@ def prompt_ids(tokenizer: Qwen2Tokenizer) -> list[int]:
 
 
 def _tower_loss(model, tokenizer, pixels: torch.Tensor, rows: list[dict]) -> torch.Tensor:
-    """Cross-entropy of what each quarter of a picture shows, a digit or nothing, out of its embedding by the tower alone.
+    """Cross-entropy of the digit, or of nothing, in each quarter of a picture, predicted from its embedding by the tower alone.
     pixels [B, patches, d]."""
     shown = []
     for row in rows:

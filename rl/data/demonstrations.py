@@ -1,10 +1,11 @@
 """Conversations to imitate: verl's column `messages`, or a prompt and a response; every answer of the assistant is trained.
 
-The model's chat template renders a conversation. What it adds for an answer, beyond its call for one, is trained up to the end
-token; what follows, such as Qwen's line break, a policy never samples. Each part is tokenised for itself, so that a prompt has
-the tokens that it has in training by reward. Left out: images.
+The model's chat template renders a conversation. The text that it adds for an answer, behind the generation prompt, is trained
+up to the end token; a policy never samples the text behind that, such as Qwen's line break. Each part is tokenised by itself,
+so that a prompt has the same tokens as in training by reward. Left out: images.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
@@ -12,7 +13,7 @@ from typing import Annotated, Literal, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rl.data.measured import Measured
+from rl.data.measured import Measured, measure
 from rl.data.prompts import is_message, render_chat
 from rl.data.tables import FileRows, check_as_written, check_text, read_table
 from rl.errors import UserError
@@ -55,9 +56,9 @@ class Demonstration(NamedTuple):
 
 
 class Demonstrations(FileRows):
-    """The rows of all files, end to end. Raises UserError for what cannot be used, naming file, row (from 0) and remedy."""
+    """The rows of all files, end to end. Raises UserError for a row that cannot be used, with its file, number and remedy."""
 
-    prep = None  # of images, which these have none of
+    prep = None  # for images, which conversations do not have
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class Demonstrations(FileRows):
         limit: str = "--max-length",
         columns: str = "See --messages-key, --prompt-key and --response-key.",
     ):
-        """end_tokens: those that end a response of the model. limit, columns: what an error message calls the flags of the
+        """end_tokens: those that end a response of the model. limit, columns: names, for error messages, of the flags of the
         longest conversation and of the columns."""
         self._limit, self._column_flags = limit, columns
         self.tokenizer, self.args, self.end_tokens = tokenizer, args, end_tokens
@@ -81,7 +82,8 @@ class Demonstrations(FileRows):
             check_text(file, table)
             check_as_written(file, table)
             self.tables.append(table)
-        self.rows = self._measure(self.ends[-1] if most < 0 else min(most, self.ends[-1]), split)
+        used = self.ends[-1] if most < 0 else min(most, self.ends[-1])
+        self.rows = measure(functools.partial(self._measure_part, used, split)).kept
         if not len(self.rows):
             raise UserError(f"{', '.join(self.files)}: no conversation has at most {limit} {args.max_length} tokens. Raise it.")
 
@@ -97,29 +99,21 @@ class Demonstrations(FileRows):
             f"columns are {', '.join(sorted(columns))}. {self._column_flags}"
         )
 
-    def _measure(self, rows: int, split: str) -> Sequence[int]:
-        """The rows that are used. Each rank of a node reads a part of them: what cannot be used is an error now."""
-        work, own = DividedWork(), Measured()
-        part = track(work.part(rows), f"measuring {split} conversations", show=launch.here().rank == 0)
-        try:
-            for row in part:
-                length = len(self._read(row).ids)
-                if length <= self.args.max_length:
-                    own.kept.append(row)
-                elif not self.args.filter_overlong_prompts:
-                    raise UserError(
-                        f"{self._where(row)}: the conversation has {length} tokens, more than {self._limit} "
-                        f"{self.args.max_length}. Raise it, or leave such rows out with --filter-overlong-prompts."
-                    )
-                if not work.advance(1):
-                    break
-        except UserError as error:
-            own.error = str(error)
-            work.fail()
-        return Measured.of_parts(map(Measured.of_bytes, work.gather(own.to_bytes()))).kept
+    def _measure_part(self, rows: int, split: str, work: DividedWork, found: Measured) -> None:
+        for row in track(work.part(rows), f"measuring {split} conversations", show=launch.here().rank == 0):
+            length = len(self._read(row).ids)
+            if length <= self.args.max_length:
+                found.kept.append(row)
+            elif not self.args.filter_overlong_prompts:
+                raise UserError(
+                    f"{self._where(row)}: the conversation has {length} tokens, more than {self._limit} "
+                    f"{self.args.max_length}. Raise it, or leave such rows out with --filter-overlong-prompts."
+                )
+            if not work.advance(1):
+                break
 
     def _read(self, row: int) -> Demonstration:
-        """Its tokens, and which are trained."""
+        """The row's tokens, and which of them are trained."""
         columns = self._columns(row)
         messages = self._messages(row, columns)
         pieces = self._plain(columns) if messages is None else self._pieces(row, messages)
@@ -133,7 +127,7 @@ class Demonstrations(FileRows):
         return Demonstration(np.array(ids, np.int32), np.array(trained, bool))
 
     def _up_to_end(self, tokens: list[int], row: int) -> int:
-        """How many tokens of an answer are trained: up to the last end token."""
+        """The number of tokens of an answer that are trained: up to the last end token."""
         ends = [place for place, token in enumerate(tokens) if token in self.end_tokens]
         if ends:
             return ends[-1] + 1
@@ -141,7 +135,7 @@ class Demonstrations(FileRows):
         last = self.tokenizer.convert_ids_to_tokens(tokens[-1:])
         raise UserError(
             f"{self._where(row)}: the chat template ends an answer with {last}, and the model's end tokens are {named}: "
-            "responses would not end there. Name the template's token, too, as eos_token_id in generation_config.json."
+            "responses would not end there. Add the template's token to eos_token_id in generation_config.json."
         )
 
     def _columns(self, row: int) -> dict:
@@ -150,11 +144,11 @@ class Demonstrations(FileRows):
         if self.files[file] == "demo":  # its rows have the right sums for graders
             columns = columns | {self.args.response_key: columns["reward_model"]["ground_truth"]}
         if self.args.messages_key not in columns and not isinstance(columns[self.args.response_key], str):
-            raise UserError(f"{self._where(row)}: the response is no text. Correct the row, or see --response-key.")
+            raise UserError(f"{self._where(row)}: the response is not text. Correct the row, or see --response-key.")
         return columns
 
     def _messages(self, row: int, columns: dict) -> list[dict] | None:
-        """The conversation; None of a prompt that is a string."""
+        """The conversation; None if the prompt is a string."""
         args = self.args
         if args.messages_key not in columns and isinstance(columns[args.prompt_key], str):
             return None
@@ -168,14 +162,14 @@ class Demonstrations(FileRows):
         return messages
 
     def _plain(self, columns: dict) -> Iterator[tuple[list[int], bool]]:
-        """Tokens of a prompt that is used as it is, with one BOS if the tokenizer adds one, and of its response."""
+        """Tokens of a prompt that is used as it is, with one BOS if the tokenizer adds one, and tokens of its response."""
         prompt, bos = columns[self.args.prompt_key], self.tokenizer.bos_token
         has_bos = bool(bos) and prompt.startswith(bos)
         yield self.tokenizer(prompt, add_special_tokens=not has_bos)["input_ids"], False
         yield self._encode(columns[self.args.response_key] + (self.tokenizer.eos_token or "")), True
 
     def _pieces(self, row: int, messages: list[dict]) -> Iterator[tuple[list[int], bool]]:
-        """Tokens of the pieces that make up the conversation, each with whether it is an answer."""
+        """(tokens, whether they are an answer) for each of the pieces that make up the conversation."""
         whole, done = self._render(row, messages), 0
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -184,8 +178,8 @@ class Demonstrations(FileRows):
             after = self._render(row, messages[: turn + 1])
             if not (after.startswith(before) and whole.startswith(after)):
                 raise UserError(
-                    f"{self._where(row)}: the chat template writes message {turn} differently where others follow, as some "
-                    "leave out earlier thoughts. Make a row of each answer."
+                    f"{self._where(row)}: the chat template writes message {turn} differently if others follow (some templates "
+                    "leave out earlier thoughts). Make a row of each answer."
                 )
             yield self._encode(whole[done : len(before)]), False
             yield self._encode(whole[len(before) : len(after)]), True

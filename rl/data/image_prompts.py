@@ -1,9 +1,9 @@
-"""Images in prompts: what a model makes of them, the same for generator and learner. For Qwen2.5-VL, Qwen3-VL and Qwen3.5.
+"""Images in prompts: their tokens, positions and pixels, the same for generator and learner. For Qwen2.5-VL, Qwen3-VL, Qwen3.5.
 
-An image becomes image tokens in the prompt's ids, one for each square of merged patches. Their embeddings are the
-vision tower's, put in by place: an image token that a model samples by itself is a token like others. Positions are
-three-dimensional (time, row, column; Qwen2-VL, arXiv 2409.12191): text counts up in all three, an image's tokens at c stand at
-(c, c + row, c + column), and text continues behind the longer side.
+An image becomes image tokens in the prompt's ids, one for each square of merged patches. Their embeddings come from the vision
+tower and are put in by place, so that an image token that a model samples by itself is an ordinary token. Positions are
+three-dimensional (time, row, column; Qwen2-VL, arXiv 2409.12191): text counts up in all three, the tokens of an image that
+begins at c have positions (c, c + row, c + column), and text continues behind the longer side.
 
 `ImagePrep` turns rows into `Images`, one for each prompt. Pixels are made when they are needed, from the row's own bytes, and
 kept in a bounded memory. Left out: videos; decoding, which is rl/data/images.py; the forward pass, which is
@@ -12,6 +12,7 @@ rl/model/vision_forward.py.
 
 import functools
 import json
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -19,47 +20,42 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import xxhash
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-from transformers.utils import cached_file
 
 from rl.data import images
+from rl.data.args import DataArgs
 from rl.data.images import PLACE, ImageError
 from rl.errors import UserError
+from rl.hub.tensor_reader import find
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")  # model_type
-TOWER = "model.visual."  # what the names of the vision tower's parameters begin with
-QUIET = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+TOWER = "model.visual."  # the names of the vision tower's parameters begin with this
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")
 KEPT_BYTES = 1 << 30  # of prepared pixels, in each process
 
 
 def takes_images(config: PretrainedConfig) -> bool:
-    """Whether the model is one of images and text: by its family, or because transformers has such a model for the config, even
-    if it has one of text alone, too, which leaves the vision tower out. Code that comes with a model is known by its tower."""
+    """Whether the model takes images and text: by its family, or because transformers has such a model for the config, even if
+    it also has a text-only one without the vision tower. A model with code of its own takes images if its config has a
+    tower."""
     kind = getattr(config, "model_type", None)
     if kind in FAMILIES or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return True
     return kind not in CONFIG_MAPPING and getattr(config, "vision_config", None) is not None
 
 
-class ImageFlags(Protocol):
-    min_pixels: int | None
-    max_pixels: int | None
-
-
 @dataclass(frozen=True, eq=False)
 class Images:
     """The images of one prompt of p tokens, m of them image tokens."""
 
-    digests: tuple[str, ...]  # hex, of each image: of its file's bytes and of the preparation's settings
+    digests: tuple[str, ...]  # hex, for each image: of its file's bytes and the preparation's settings
     grid: Tensor  # [images, 3] long: frames (1), rows and columns of patches
-    places: Tensor  # [m] long: where image tokens stand in the prompt, in order
+    places: Tensor  # [m] long: the places of image tokens in the prompt, in order
     positions: Tensor  # [3, p] long
     next_position: int  # of the first token behind the prompt
     prep: "ImagePrep" = field(repr=False)
@@ -67,31 +63,26 @@ class Images:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of all of them: hex, 128 bits."""
+        """The digest of all images: hex, 128 bits."""
         return xxhash.xxh3_128_hexdigest(" ".join(self.digests).encode())
 
     @functools.cached_property
     def token_counts(self) -> list[int]:
-        """Image tokens of each."""
+        """Image tokens of each image."""
         return (self.grid.prod(1) // self.prep.merge**2).tolist()
 
-    @property
-    def pixels(self) -> Tensor:
-        """[patches, values of a patch] fp32 on the CPU, for the vision tower. Prepared now unless it is still kept. Raises
-        ImageError."""
-        return torch.cat([self.pixels_of(i) for i in range(len(self.sources))])
-
     def prepare(self) -> None:
-        """Makes the pixels now, to be kept for those who want them soon. Raises ImageError."""
+        """Makes the pixels now, to be kept until they are used. Raises ImageError."""
         for image in range(len(self.sources)):
             self.pixels_of(image)
 
     def pixels_of(self, image: int) -> Tensor:
-        """The same of one image, by number."""
+        """[patches, values of a patch] fp32 on the CPU: one image for the vision tower, by number. Prepared now unless they are
+        still kept. Raises ImageError."""
         try:
             pixels = self.prep.pixels(self.digests[image], self.sources[image])
             if len(pixels) != int(self.grid[image].prod()):
-                raise ImageError("is of another size than its header tells")
+                raise ImageError("is of another size than its header says")
             return pixels
         except ImageError as error:
             raise ImageError(f"image {image} {error}") from None
@@ -101,19 +92,19 @@ class ImagePrep:
     """The preparation of images for one model. PIL does it on every machine: torchvision's resizing gives other pixels."""
 
     @staticmethod
-    def of(path: str, config: PretrainedConfig, args: ImageFlags) -> "ImagePrep | None":
-        """The preparation for the model at `path`; None if it takes no images. Raises UserError if it cannot be had."""
+    def of(path: str, config: PretrainedConfig, args: DataArgs) -> "ImagePrep | None":
+        """The preparation for the model at `path`; None if it takes no images. Raises UserError if it cannot be read."""
         return ImagePrep(path, config, args) if takes_images(config) else None
 
-    def __init__(self, path: str, config: PretrainedConfig, args: ImageFlags):
+    def __init__(self, path: str, config: PretrainedConfig, args: DataArgs):
         flags = {"min_pixels": args.min_pixels, "max_pixels": args.max_pixels}
-        # by its module: transformers 5.5 shows the name only where there is torchvision. Takes a second, without images no use
+        # From its module, since transformers 5.5 exports it only with torchvision. Imported late: it takes a second.
         from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
         self.path, self.limits = path, {name: value for name, value in flags.items() if value is not None}
         try:
             self.processor = AutoImageProcessor.from_pretrained(path, backend="pil", **self.limits)
-        except Exception as error:  # OSError, ValueError, ImportError: as with tokenizers, nearly anything
+        except Exception as error:  # OSError, ValueError, ImportError: nearly anything, as with tokenizers
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(
                 f"--model {path}: the preparation of images cannot be read there ({reason}). Copy the model's "
@@ -123,12 +114,11 @@ class ImagePrep:
         _check_sizes(self.processor, config, path)
         settings = json.dumps(self.processor.to_dict(), sort_keys=True, default=str)
         self._seed = xxhash.xxh3_64_intdigest(settings.encode())
-        self._kept: OrderedDict[str, Future[Tensor]] = OrderedDict()  # pixels by digest, the last used at the end
+        self._kept: OrderedDict[str, Future[Tensor]] = OrderedDict()  # pixels by digest, the most recently used last
         self._lock = threading.Lock()
 
     def grid(self, width: int, height: int) -> tuple[int, int, int]:
-        """(frames, rows, columns) of patches of an image of this many pixels: from its header alone. Raises ImageError for one
-        too narrow."""
+        """(frames, rows, columns) of patches of an image of this many pixels. Raises ImageError if it is too narrow."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         patch, size = self.processor.patch_size, self.processor.size
@@ -140,42 +130,39 @@ class ImagePrep:
 
     def count(self, width: int, height: int) -> int:
         """Image tokens of an image of this many pixels."""
-        _, rows, columns = self.grid(width, height)
-        return rows * columns // self.merge**2
+        return math.prod(self.grid(width, height)) // self.merge**2
 
     def save(self, directory: Path) -> None:
-        """Writes the model's files about images there, with the limits of --min-pixels and --max-pixels if they were given: so
-        the model is used as it was trained."""
+        """Writes the model's files about images to the directory, with the limits of --min-pixels and --max-pixels if they were
+        given, so that the model is used as it was trained."""
         for name in FILES:
-            found = cached_file(self.path, name, **QUIET)
-            if found is None:
+            if not (found := find(self.path, name, download=True)):
                 continue
-            content = json.loads(Path(found).read_text())
+            content = json.loads(found.read_text())
             limited = [part for part in (content, *content.values()) if isinstance(part, dict) and "patch_size" in part]
             for part in limited if self.limits and name in FILES[:2] else ():
                 part |= self.limits | {"size": dict(self.processor.size)}
             (directory / name).write_text(json.dumps(content, indent=2))
 
     def expand(self, ids: Sequence[int], sources: Sequence[bytes]) -> tuple[list[int], Images]:
-        """A prompt's token ids with one image token for each image -> with all of them, and the images. Decodes none. Raises
-        ImageError."""
-        _check_count(list(ids).count(self.image_token), len(sources))
+        """A prompt's token ids with one image token for each image -> the ids with all image tokens, and the images. Decodes
+        none. Raises ImageError."""
+        if (places := list(ids).count(self.image_token)) != len(sources):
+            raise ImageError(f"the prompt has {places} places for images ({PLACE}), the row has {len(sources)} images")
         grids = [self.grid(width, height) for width, height in images.sizes(sources)]
-        whole, starts, left = [], [], iter(grids)
-        for token in ids:
-            if token != self.image_token:
-                whole.append(token)
-                continue
-            _, rows, columns = next(left)
-            starts.append(len(whole))
-            whole += [token] * (rows * columns // self.merge**2)
         merged = [(rows // self.merge, columns // self.merge) for _, rows, columns in grids]
+        whole, starts, left = [], [], iter(merged)
+        for token in ids:
+            if token == self.image_token:
+                starts.append(len(whole))
+                whole += [token] * math.prod(next(left))
+            else:
+                whole.append(token)
         found, following = positions(len(whole), starts, merged)
-        places = [torch.arange(start, start + rows * columns) for start, (rows, columns) in zip(starts, merged, strict=True)]
         return whole, Images(
             digests=tuple(xxhash.xxh3_128_hexdigest(source, seed=self._seed) for source in sources),
             grid=torch.tensor(grids, dtype=torch.long).view(-1, 3),
-            places=torch.cat([torch.zeros(0, dtype=torch.long), *places]),
+            places=(torch.tensor(whole) == self.image_token).nonzero().squeeze(1),
             positions=found,
             next_position=following,
             prep=self,
@@ -190,7 +177,7 @@ class ImagePrep:
         return out["pixel_values"], out["image_grid_thw"]
 
     def pixels(self, digest: str, source: bytes) -> Tensor:
-        """One image's pixels [patches, values of a patch]: those kept, or that another thread is making, if there are any."""
+        """One image's pixels [patches, values of a patch]: kept ones, or those that another thread is making, or new ones."""
         with self._lock:
             is_new = digest not in self._kept
             made = self._kept.setdefault(digest, Future())
@@ -204,7 +191,7 @@ class ImagePrep:
         return made.result()
 
     def _forget(self) -> None:
-        """Drops what failed, and beyond KEPT_BYTES what was not used for longest."""
+        """Drops failed pixels, and beyond KEPT_BYTES the least recently used ones."""
         with self._lock:
             made = {digest: future for digest, future in self._kept.items() if future.done()}
             sizes = {digest: 0 if future.exception() else future.result().nbytes for digest, future in made.items()}
@@ -216,7 +203,7 @@ class ImagePrep:
 
 
 def image_sizes(config: PretrainedConfig, prompt_ids: Sequence[int]) -> list[int]:
-    """Patches of each image of a prompt, by its ids; between two images there is other text."""
+    """Patches of each image of a prompt, by its ids. Two images always have text between them."""
     runs = (len(list(run)) for token, run in groupby(prompt_ids) if token == config.image_token_id)
     return [tokens * config.vision_config.spatial_merge_size**2 for tokens in runs]
 
@@ -242,12 +229,6 @@ def tower_flops(config: PretrainedConfig, patches: Sequence[int], frozen: bool) 
     return total / 3 if frozen else total
 
 
-def _check_count(places: int, given: int) -> None:
-    """Raises ImageError unless each image of a prompt has its place in the text."""
-    if places != given:
-        raise ImageError(f"the prompt has {places} places for images ({PLACE}), the row has {given} images")
-
-
 def positions(length: int, starts: Sequence[int], sizes: Sequence[tuple[int, int]]) -> tuple[Tensor, int]:
     """(positions [3, length], the next one) of a prompt whose images begin at `starts` and have (rows, columns) `sizes` of
     image tokens."""
@@ -263,7 +244,7 @@ def positions(length: int, starts: Sequence[int], sizes: Sequence[tuple[int, int
 
 
 def _check_sizes(processor, config: PretrainedConfig, path: str) -> None:
-    """Raises UserError for a preparation that is another model's."""
+    """Raises UserError for the preparation of another model."""
     vision = config.vision_config
     theirs = (processor.patch_size, processor.temporal_patch_size, processor.merge_size)
     ours = (vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)

@@ -1,12 +1,11 @@
-"""Images as rows of the data have them, to RGB: one way for every rank, machine and format.
+"""Images in rows of the data, decoded to RGB in one way for every rank, machine and format.
 
-Turned as its EXIF says, transparency on white, 16 bits scaled to 8, of an animation the first frame. The size is read from the
-header, nothing else of the image is decoded for it.
+An image is turned as its EXIF says, transparency becomes white, 16 bits are scaled to 8, and an animation is its first frame.
+The size is read from the header, without decoding the image.
 
 Data may come from anyone. Only FORMATS are opened, which PIL decodes by itself: for others it starts programs such as
 Ghostscript. A path must name a regular file of at most LARGEST_FILE bytes. Rows of a hub dataset may only name files of that
-dataset.
-Left out: videos, and images from the network.
+dataset. Left out: videos, and images from the network.
 """
 
 import io
@@ -22,19 +21,17 @@ from PIL import ExifTags, Image, ImageOps
 
 TURNED = {5, 6, 7, 8}  # EXIF orientations by a quarter turn: width and height change places
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # refused below, with the remedy
-
-
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 LARGEST_FILE = 1 << 28  # bytes
 PLACE = "<image>"  # in a prompt's text, where an image belongs
 
 
 class ImageError(Exception):
-    """What is wrong with a row's images, without the row."""
+    """An error in a row's images. The message does not name the row."""
 
 
 def files_of(value: object, directory: Path, roots: Sequence[Path] | None = None) -> list[bytes]:
-    """The image files of a row's column, which holds a list of images, one, or none. directory, roots: of `places`. Raises
+    """The image files in a row's column, which holds a list of images, one, or none. directory, roots: of `places`. Raises
     ImageError."""
     if value is None:
         return []
@@ -42,10 +39,10 @@ def files_of(value: object, directory: Path, roots: Sequence[Path] | None = None
 
 
 def places(name: str) -> tuple[Path, tuple[Path, ...] | None]:
-    """(where the relative paths in a --train-files begin, where its files may lie; None is anywhere).
+    """(the directory of the relative paths in a --train-files, the directories in which its image files must be; None: any).
 
-    The rows of a file of the user's may name any file. Those of a hub dataset, or of a directory that `datasets` reads, name
-    files of it: what was downloaded for it, or lies in it."""
+    The rows of a user's file may name any file. The rows of a hub dataset, or of a directory that `datasets` reads, may only
+    name files that were downloaded for it or are in it."""
     path = Path(name)
     if path.is_file():
         return path.parent, None
@@ -60,7 +57,7 @@ def places(name: str) -> tuple[Path, tuple[Path, ...] | None]:
 
 
 def with_places(messages: Sequence[dict]) -> list[dict]:
-    """Chat messages of which each PLACE has become a part of its own, as chat templates take images."""
+    """Chat messages in which each PLACE has become a part of its own, as chat templates take images."""
     return [{**message, "content": _parts(message["content"])} for message in messages]
 
 
@@ -72,7 +69,7 @@ def _parts(content: str) -> str | list[dict]:
 
 
 def undecoded(table, column: str):
-    """The datasets.Dataset with the column's images left as files: it would decode them at each look at a row."""
+    """The datasets.Dataset with the column's images left as files, which it would otherwise decode for every row it reads."""
     from datasets import Image as Feature
 
     feature = table.features[column]
@@ -84,7 +81,7 @@ def undecoded(table, column: str):
 
 
 def sizes(files: Sequence[bytes]) -> list[tuple[int, int]]:
-    """(width, height) of each as it is seen, from the headers. Raises ImageError."""
+    """(width, height) of each image as it is seen, from the headers. Raises ImageError."""
     return [_numbered(i, size, data) for i, data in enumerate(files)]
 
 
@@ -96,8 +93,8 @@ def _numbered(number: int, act, *arguments):
 
 
 def read(value: object, directory: Path = Path(), roots: Sequence[Path] | None = None) -> bytes:
-    """The bytes of an image file as a row names it: bytes, a path (relative ones from `directory`), a PIL image, or as
-    `datasets` stores it, {"bytes", "path"}. roots: directories in which a path must end, links followed. Raises ImageError."""
+    """The bytes of an image file. value: bytes, a path (relative to `directory`), a PIL image, or {"bytes", "path"} as
+    `datasets` stores them. roots: directories in which a path must end, with links followed. Raises ImageError."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, Image.Image):
@@ -117,14 +114,14 @@ def read(value: object, directory: Path = Path(), roots: Sequence[Path] | None =
 
 
 def _content(path: Path, roots: Sequence[Path] | None) -> bytes:
-    """Of a regular file that is not too large, in one of the roots. Raises ImageError, OSError or ValueError."""
+    """The bytes of a regular file that is not too large, in one of the roots. Raises ImageError, OSError or ValueError."""
     if roots is not None:
         path = path.resolve()
         if not any(path.is_relative_to(root.resolve()) for root in roots):
             raise ImageError(f"is {path}, a file outside of the dataset; put the image's bytes into the row")
-    if not stat.S_ISREG(path.stat().st_mode):  # asked before it is opened: to open a device may do something
+    if not stat.S_ISREG(path.stat().st_mode):  # checked before it is opened, since opening a device may have effects
         raise ImageError(f"is {path}, which is no regular file; put the image's path or bytes there")
-    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # not to wait for a pipe that has taken its place
+    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # does not wait if a pipe has replaced it
     with open(opened, "rb") as file:
         status = os.fstat(opened)
         if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST_FILE:
@@ -133,10 +130,10 @@ def _content(path: Path, roots: Sequence[Path] | None) -> bytes:
 
 
 def size(data: bytes) -> tuple[int, int]:
-    """(width, height) as it is seen, from the header. Raises ImageError."""
+    """(width, height) of the image as it is seen, from the header. Raises ImageError."""
     image = _open(data)
     turned = _exif(image).get(ExifTags.Base.Orientation) in TURNED
-    return image.size[::-1] if turned and image.format != "TIFF" else image.size  # PIL itself turns a TIFF, its size at once
+    return image.size[::-1] if turned and image.format != "TIFF" else image.size  # PIL itself turns a TIFF and its size
 
 
 def to_rgb(data: bytes) -> np.ndarray:
@@ -151,7 +148,7 @@ def to_rgb(data: bytes) -> np.ndarray:
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         return np.asarray(image.convert("RGB"))
-    except Exception as error:  # OSError, SyntaxError, ValueError, zlib's and struct's: each format's reader has its own
+    except Exception as error:  # OSError, SyntaxError, ValueError, zlib's and struct's: it depends on the format
         raise ImageError(f"cannot be decoded ({_reason(error)})") from None
 
 
@@ -159,7 +156,7 @@ def _open(data: bytes) -> Image.Image:
     """The image with its header read."""
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
-        _exif(image)  # from here on the orientation is what the header says, for size() and to_rgb() alike
+        _exif(image)  # from here on size() and to_rgb() both see the header's orientation
     except Exception as error:
         raise ImageError(f"is no image that can be read ({_reason(error)})") from None
     width, height = image.size
@@ -169,7 +166,7 @@ def _open(data: bytes) -> Image.Image:
 
 
 def _exif(image: Image.Image) -> Image.Exif:
-    """Without PNG's own way, which decodes the whole image in case there is some behind it."""
+    """The EXIF data. PNG's own method would decode the whole image, to find any behind it."""
     return Image.Image.getexif(image)
 
 

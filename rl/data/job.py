@@ -1,4 +1,4 @@
-"""What a rank holds before the first step, its engine and its learner aside."""
+"""The parts of a rank before the first step, apart from its engine and its learner."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,15 +10,15 @@ from rl.data.prompts import PromptDataset, PromptOrder
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that a rank holds before the first step, its engine and learner aside."""
+    """Everything that a rank holds before the first step, apart from its engine and its learner."""
 
-    script: str  # its file's name, without .py: what a copy of a script logs, saves and resumes under
+    script: str  # its file's name without .py, under which a copy of a script logs, saves and resumes
     path: str  # of the model: a directory or a hub name
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptDataset  # for training
     val_prompts: PromptDataset | None  # None without --test-freq or --val-only
     order: PromptOrder
     total_steps: int
-    notes: dict = field(default_factory=dict)  # what the run's config.json says besides
+    notes: dict = field(default_factory=dict)  # further entries of the run's config.json
     demonstrations: Any = None  # with --sft-files: rl.data.demonstrations.Demonstrations
     environments: Any = None  # with --env or --tools: the rank's rl.environments.pool.Environments

@@ -1,18 +1,19 @@
-"""What a rank has found in its part of the prompts, and how the parts of a node's ranks are put together."""
+"""The rows that can be used: each rank of a node measures a part of them, and all ranks get the whole."""
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from rl.errors import UserError
+from rl.ranks.divided_work import DividedWork
 
 
 @dataclass
 class Measured:
     kept: array = field(default_factory=lambda: array("q"))  # numbers of the rows that can be used
-    truncated: int = 0  # rows of them whose prompts will be cut
-    error: str | None = None  # about the first row that cannot be used; the ones after it are not measured
+    truncated: int = 0  # how many of these have prompts that will be cut
+    error: str | None = None  # about the first row that cannot be used; the rows after it are not measured
     lost: str | None = None  # about the first prompt, if the tokenizer does not keep its text
 
     def to_bytes(self) -> bytes:
@@ -29,7 +30,7 @@ class Measured:
         """Return the whole, as if one rank had measured all rows. Raise UserError for the first row that is an error there."""
         whole = Measured()
         for part in parts:
-            if part.lost and not whole.kept:  # of a later prompt nobody asks it
+            if part.lost and not whole.kept:  # only the first prompt of all counts
                 raise UserError(part.lost)
             if part.error:
                 raise UserError(part.error)
@@ -38,12 +39,14 @@ class Measured:
         return whole
 
 
-def up_to_error(items: Iterator) -> tuple[list, str | None]:
-    """The items before the first UserError, and what that says."""
-    found = []
+def measure(measure_part: Callable[[DividedWork, Measured], None]) -> Measured:
+    """Return the findings of all ranks of this node together. measure_part: adds those of this rank's part of the work. A row
+    that cannot be used is an error here rather than in the middle of a run: it raises UserError, or notes `error`."""
+    work, own = DividedWork(), Measured()
     try:
-        for item in items:
-            found.append(item)
-    except UserError as error:
-        return found, str(error)
-    return found, None
+        measure_part(work, own)
+    except UserError as error:  # of an earlier row than a noted one
+        own.error = str(error)
+    if own.error:
+        work.fail()
+    return Measured.of_parts(map(Measured.of_bytes, work.gather(own.to_bytes())))

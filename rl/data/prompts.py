@@ -1,9 +1,9 @@
 """Prompts from parquet, JSON lines or the hub, in verl's layout or as plain questions, and the endless order they are drawn in.
 
-Rows are read by rl/data/tables.py and tokenised when asked for. A row is either verl's (`prompt`: chat messages or a
-string, `data_source`, `reward_model.ground_truth`, `extra_info`) or a plain `question` / `answer` pair, GSM8K's own layout:
-what follows the last "####" of the answer is the ground truth, and the source is openai/gsm8k unless a column says otherwise.
-A column of images may be next to it, with "<image>" in the text for each (rl/data/images.py, rl/data/image_prompts.py).
+rl/data/tables.py reads the rows; they are tokenised when they are drawn. A row is either verl's (`prompt`: chat messages or a
+string, `data_source`, `reward_model.ground_truth`, `extra_info`) or a plain `question` / `answer` pair in GSM8K's own layout:
+the text behind the answer's last "####" is the ground truth, and the source is openai/gsm8k unless a column says otherwise.
+There may also be a column of images, with an "<image>" in the text for each (rl/data/images.py, rl/data/image_prompts.py).
 """
 
 import functools
@@ -33,29 +33,15 @@ from rl.data.columns import (
     ground_truth,
 )
 from rl.data.image_prompts import FAMILIES, ImageError, ImagePrep, Images
-from rl.data.measured import Measured, up_to_error
+from rl.data.measured import Measured, measure
 from rl.data.tables import FileRows, check_as_written, check_text, read_table
 from rl.errors import UserError
 from rl.ranks import launch
 from rl.ranks.divided_work import DividedWork
 from rl.ranks.progress import track
 
-
-def check_kept(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int], where: str) -> None:
-    """Raises UserError if most of the text is lost in its token ids: a tokenizer of other words turns prompts into nothing."""
-    for special in tokenizer.get_added_vocab():
-        text = text.replace(special, "")
-    read = tokenizer.decode(ids, skip_special_tokens=True)
-    text, read = ("".join(x.lower().split()) for x in (text, read))
-    if sum((Counter(text) & Counter(read)).values()) < len(text) / 2:
-        raise UserError(
-            f"{where}: the tokenizer loses most of the prompt: {text[:40]!r} is read as {read[:40]!r}. It belongs to another "
-            "model, or was saved incompletely: copy the model's own files next to the weights."
-        )
-
-
 BATCH = 512  # prompts to tokenise at once, at most
-BATCH_SECONDS = 0.5  # smaller batches where a tokenizer is slow: after each the watchdog sees progress
+BATCH_SECONDS = 0.5  # batches become smaller if a tokenizer is slow, because the watchdog sees progress after each batch
 
 
 @dataclass(frozen=True)
@@ -66,8 +52,8 @@ class Prompt:
     ground_truth: Any
     extra_info: dict
     where: str  # "train.parquet row 17", for messages
-    images: Images | None = None  # if it has any: `ids` then has all their tokens, and `text` one for each
-    row: dict = field(default_factory=dict)  # its columns, images aside; "prompt": messages, or a string that is used as it is
+    images: Images | None = None  # if there are any, `ids` has all their tokens, and `text` one for each image
+    row: dict = field(default_factory=dict)  # its columns except images; "prompt": messages, or a string to be used as it is
 
 
 class PromptOrder:
@@ -90,7 +76,7 @@ class PromptOrder:
 
 
 class PromptDataset(FileRows):
-    """The rows of all files, end to end. Raises UserError for what cannot be used, naming file, row (from 0) and remedy."""
+    """The rows of all files, end to end. Raises UserError for a row that cannot be used, with its file, number and remedy."""
 
     def __init__(
         self,
@@ -101,7 +87,7 @@ class PromptDataset(FileRows):
         prep: ImagePrep | None = None,
         tools: list[dict] | None = None,
     ):
-        """prep: of a model that takes images. tools: the schemas of those that the model may call, for its chat template."""
+        """prep: of a model that takes images. tools: schemas of the tools that the model may call, for its chat template."""
         self.tokenizer, self.args, self.prep, self.tools = tokenizer, args, prep, tools or None
         super().__init__(files, split)
         limit = args.train_max_samples if split == "train" else args.val_max_samples
@@ -118,7 +104,7 @@ class PromptDataset(FileRows):
                 table = self._with_images(file, table)
             self.tables.append(table)
             check_truths(file, table)
-        measured = self._measure(f"measuring {split} prompts")
+        measured = measure(functools.partial(self._measure_part, f"measuring {split} prompts"))
         self.rows = measured.kept
         self.truncated = measured.truncated  # prompts that --truncation cuts
         if not self.rows:
@@ -146,7 +132,7 @@ class PromptDataset(FileRows):
         )
 
     def sources(self) -> dict[str, str]:
-        """Every data_source -> where it first stands."""
+        """Every data_source -> its first row."""
         found: dict[str, str] = {}
         for file, table in zip(self.files, self.tables, strict=True):
             if "data_source" not in table.column_names:
@@ -161,14 +147,14 @@ class PromptDataset(FileRows):
         return found
 
     def source(self, index: int) -> str:
-        """The data_source of a prompt, without the rest of its row."""
+        """The data_source of a prompt. Reads no other column."""
         which, number = self._locate(self.rows[index])
         if "data_source" not in self.tables[which].column_names:
             return GSM8K
         return self.tables[which].select_columns("data_source")[number]["data_source"]
 
     def source_sizes(self) -> Counter[str]:
-        """Every data_source -> its rows, also those whose prompts were left out."""
+        """Every data_source -> the number of its rows, including those whose prompts were left out."""
         sizes: Counter[str] = Counter()
         for table in self.tables:
             if "data_source" not in table.column_names:
@@ -178,43 +164,24 @@ class PromptDataset(FileRows):
             sizes.update({of["values"]: of["counts"] for of in counted.to_pylist()})
         return sizes
 
-    def _measure(self, description: str) -> Measured:
-        """Measure all rows, of which the ranks of a node measure a part each. A prompt that cannot be used is an error here
-        rather than in the middle of a run."""
-        work = DividedWork()
-        own = self._measure_part(work, description)
-        if own.error:
-            work.fail()
-        return Measured.of_parts(map(Measured.of_bytes, work.gather(own.to_bytes())))
-
-    def _measure_part(self, work: DividedWork, description: str) -> Measured:
-        found, rows, size = Measured(), self._rendered(work, description), 1
-        try:
-            while not found.error:
-                started = time.monotonic()
-                batch, found.error = up_to_error(itertools.islice(rows, size))
-                if not batch:
-                    break
-                for (row, columns, text), ids in zip(batch, self._encode([text for _, _, text in batch]), strict=True):
-                    self._measure_row(found, row, columns, text, ids)
-                    if work.is_first and found.lost:
-                        raise UserError(found.lost)
-                if not work.advance(len(batch)):
-                    break
-                size = min(BATCH, 2 * size) if time.monotonic() - started < BATCH_SECONDS else max(1, size // 2)
-        except UserError as error:  # of an earlier row than the one that ended the batch
-            found.error = str(error)
-        return found
+    def _measure_part(self, description: str, work: DividedWork, found: Measured) -> None:
+        rows, size, started = self._rendered(description, work, found), 1, time.monotonic()
+        while batch := list(itertools.islice(rows, size)):
+            for (row, columns, text), ids in zip(batch, self._encode([text for _, _, text in batch]), strict=True):
+                self._measure_row(found, row, columns, text, ids)
+                if work.is_first and found.lost:
+                    raise UserError(found.lost)
+            if not work.advance(len(batch)):
+                break
+            size = min(BATCH, 2 * size) if time.monotonic() - started < BATCH_SECONDS else max(1, size // 2)
+            started = time.monotonic()
 
     def _measure_row(self, found: Measured, row: int, columns: dict, text: "Text", ids: list[int]) -> None:
         where, limit = self._where(row), self.args.max_prompt_length
         if not ids:
             raise UserError(f"{where}: the prompt makes no token. Remove the row, or check the model's tokenizer.")
         if not found.kept and found.lost is None:
-            try:
-                check_kept(self.tokenizer, text.text, ids, where)
-            except UserError as error:
-                found.lost = str(error)
+            found.lost = _lost(self.tokenizer, text.text, ids, where)
         ids, of_row = self._expand(row, columns, ids)
         length = len(ids)
         if length > limit and self.args.filter_overlong_prompts:
@@ -228,18 +195,23 @@ class PromptDataset(FileRows):
         found.truncated += length > limit
         found.kept.append(row)
 
-    def _rendered(self, work: DividedWork, description: str) -> Iterator[tuple[int, dict, "Text"]]:
-        """(row number over all files, the columns of its prompt, the prompt's text) of this rank's rows; no other column is
-        read."""
+    def _rendered(self, description: str, work: DividedWork, found: Measured) -> Iterator[tuple[int, dict, "Text"]]:
+        """(row number over all files, the columns of its prompt, the prompt's text) of this rank's rows, up to one that cannot
+        be used, which is noted in `found`. No other column is read."""
         part = work.part(self.ends[-1])
         if work.parts > 1:
             description += f", one of {work.parts} parts"
         rows = itertools.chain.from_iterable(self._columns_of(part))
         for number, row in zip(track(part, description, show=launch.here().rank == 0), rows, strict=True):
-            yield number, row, self._render(self._where(number), row)
+            try:
+                text = self._render(self._where(number), row)
+            except UserError as error:
+                found.error = str(error)
+                return
+            yield number, row, text
 
     def _columns_of(self, part: range) -> Iterator[Iterable[dict]]:
-        """The prompts' columns of the rows that are numbered so over all files, file by file."""
+        """The prompts' columns of the rows with these numbers over all files, file by file."""
         key, image_key, first = self.args.prompt_key, self.args.image_key, 0
         for table, end in zip(self.tables, self.ends, strict=True):
             its = range(max(part.start, first) - first, min(part.stop, end) - first)
@@ -249,7 +221,7 @@ class PromptDataset(FileRows):
             first = end
 
     def _with_images(self, file: str, table):
-        """The table, with its images as files. Raises UserError for images that the model does not take."""
+        """The table with its images as files. Raises UserError if the model takes no images."""
         if self.prep is None and (row := first_with_images(table, self.args.image_key)) is not None:
             raise UserError(
                 f"{file} row {row}: the prompt has images, which --model does not take. Leave such rows out, or take a model "
@@ -258,18 +230,18 @@ class PromptDataset(FileRows):
         return images.undecoded(table, self.args.image_key)
 
     def _expand(self, row: int, columns: dict, ids: list[int]) -> tuple[list[int], Images | None]:
-        """The row's token ids with all tokens of its images, and the images, None without any."""
+        """The row's token ids with all tokens of its images, and the images (None if there are none)."""
         if self.prep is None:
             return ids, None
         try:
             of_file = images.places(self.files[self._locate(row)[0]])
             ids, of_row = self.prep.expand(ids, images.files_of(columns.get(self.args.image_key), *of_file))
         except ImageError as error:
-            raise UserError(f"{self._where(row)}: {error}. Mend the row, or remove it.") from None
+            raise UserError(f"{self._where(row)}: {error}. Correct the row, or remove it.") from None
         return ids, of_row if of_row.sources else None
 
     def _encode(self, texts: Sequence["Text"]) -> list[list[int]]:
-        """Token ids of each text. A chat template has put special tokens in; for a plain string the tokenizer may add some."""
+        """Token ids of each text. The tokenizer may add special tokens to a plain string; a chat template has put them in."""
         ids: list[list[int]] = [[]] * len(texts)
         for is_chat in (False, True):
             chosen = [i for i, text in enumerate(texts) if text.is_chat == is_chat]
@@ -280,8 +252,8 @@ class PromptDataset(FileRows):
         return ids
 
     def _with_one_bos(self, text: str, ids: list[int]) -> list[int]:
-        """The token ids of a plain string, with one BOS where the string begins with its own and the tokenizer adds another,
-        as strings that a chat template has rendered do. Blanks in front of it go, too."""
+        """The token ids of a plain string, with one BOS if the string begins with its own and the tokenizer adds another.
+        Strings that a chat template has rendered begin so. Blanks in front of the BOS are removed."""
         bos, start = self.tokenizer.bos_token, text.lstrip()
         if not (bos and start.startswith(bos)):
             return ids
@@ -317,7 +289,7 @@ class PromptDataset(FileRows):
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, where: str, messages: list[dict], **more) -> str:
-    """The messages as text. more: what apply_chat_template takes. Raises UserError where there is no template for them."""
+    """The messages as text. more: arguments of apply_chat_template. Raises UserError if there is no template for them."""
     if not tokenizer.chat_template:
         raise UserError(
             f"{where}: the prompt is a chat, but the model's tokenizer has no chat template. Take an instruct model, save "
@@ -329,13 +301,27 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, where: str, messages: list[d
         raise UserError(f"{where}: the model's chat template refuses the messages ({error}). Fix the roles.") from None
 
 
+def _lost(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int], where: str) -> str | None:
+    """A message if most of the text is lost in its token ids: a tokenizer of other words turns prompts into nothing."""
+    for special in tokenizer.get_added_vocab():
+        text = text.replace(special, "")
+    read = tokenizer.decode(ids, skip_special_tokens=True)
+    text, read = ("".join(x.lower().split()) for x in (text, read))
+    if sum((Counter(text) & Counter(read)).values()) >= len(text) / 2:
+        return None
+    return (
+        f"{where}: the tokenizer loses most of the prompt: {text[:40]!r} is read as {read[:40]!r}. It belongs to another "
+        "model, or was saved incompletely: copy the model's own files next to the weights."
+    )
+
+
 class Text(NamedTuple):
     text: str
     is_chat: bool  # rendered by the chat template
 
 
 def _leading(ids: list[int], token: int) -> int:
-    """How often `ids` begin with that token."""
+    """The number of times that the token stands at the beginning of `ids`."""
     return sum(1 for _ in itertools.takewhile(lambda i: i == token, ids))
 
 

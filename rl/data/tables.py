@@ -1,10 +1,11 @@
 """Tables of rows: read from files or the hub with Hugging Face `datasets`, or made on the spot.
 
-Left out: what the columns mean, which is rl/data/columns.py. Importing datasets takes 0.6 s of a core and 80 MB on each rank, a
-tenth of what the demo of text has to start: its rows are a table of our own.
+Left out: the meaning of the columns, which is rl/data/columns.py. Importing datasets takes 0.6 s of a core and 80 MB on each
+rank, a tenth of a start of the text demo, whose rows are therefore a table of our own.
 """
 
 import bisect
+import importlib
 import itertools
 import json
 import re
@@ -22,17 +23,11 @@ BEHIND_SPACE = re.compile(r"\s*")
 
 
 def read_table(file: str, split: str):
-    """The file as a datasets.Dataset, or what stands for one. split: "train", "val" or "sft", the flag that names it; all but
-    "val" are for training. Raises UserError for what cannot be read."""
+    """The file as a datasets.Dataset, or as `Rows`. split: "train", "val" or "sft", the flag that names it; all but "val" are
+    for training. Raises UserError if it cannot be read."""
     of_demo = "val" if split == "val" else "train"
-    if file == "demo":
-        from rl.data.demo import problems
-
-        return Rows.of(problems(of_demo))
-    if file == "demo-calculator":
-        from rl.data import demo_calculator
-
-        return Rows.of(demo_calculator.problems(of_demo))
+    if file in ("demo", "demo-calculator"):
+        return Rows.of(importlib.import_module(f"rl.data.{file.replace('-', '_')}").problems(of_demo))
     import pyarrow.parquet as pq
     from datasets import Dataset, disable_progress_bars, load_dataset
 
@@ -49,7 +44,7 @@ def read_table(file: str, split: str):
     if Path(file).stat().st_size == 0:
         raise UserError(f"{file}: the file is empty (--{split}-files).")
     try:
-        is_empty = kind == "parquet" and not pq.read_metadata(file).num_rows  # load_dataset raises one of many errors for it
+        is_empty = kind == "parquet" and not pq.read_metadata(file).num_rows  # for which load_dataset raises one of many errors
         table = [] if is_empty else load_dataset(kind, data_files=file, split="train")
         if kind == "json" and any("timestamp[" in str(field.type) for field in table.features.arrow_schema):
             table = Dataset.from_list([*_as_written(file)])
@@ -63,8 +58,8 @@ def read_table(file: str, split: str):
 
 
 def _as_written(file: str) -> Iterator[dict]:
-    """The rows of a JSON file, whose texts stay texts: pyarrow makes times of a column of nothing but dates, and an answer
-    would be compared with one."""
+    """The rows of a JSON file, in which text stays text: pyarrow turns a column of dates into times, and an answer would be
+    compared with a time."""
     text, place, decoder = Path(file).read_text("utf-8-sig", "surrogateescape"), 0, json.JSONDecoder()
     while (place := BEHIND_SPACE.match(text, place).end()) < len(text):
         value, place = decoder.raw_decode(text, place)
@@ -72,9 +67,9 @@ def _as_written(file: str) -> Iterator[dict]:
 
 
 def check_as_written(file: str, rows) -> None:
-    """Raises UserError for the first value of a JSON file that was not read as it is written: what is in one column is
-    brought to one kind, "007" next to 7 to 7 and an integer of more than 64 bits to a rounded number. rows: read_table's, all
-    or the first ones, a datasets.Dataset."""
+    """Raises UserError for the first value of a JSON file that was not read as it is written. A column has values of one kind:
+    "007" next to 7 becomes 7, and an integer of more than 64 bits is rounded. rows: read_table's, all or the first ones, a
+    datasets.Dataset."""
     if Path(file).suffix not in (".json", ".jsonl"):
         return
     batches = rows.iter(1000)  # row by row it would take several times as long
@@ -90,7 +85,7 @@ def check_as_written(file: str, rows) -> None:
 
 
 def _is_same(read, written) -> bool:
-    """Whether two values of JSON are the same; keys that only other rows have are null in what was read."""
+    """Whether two values of JSON are the same. Keys that only other rows have were read as null."""
     if isinstance(written, dict):
         return isinstance(read or {}, dict) and all(_is_same((read or {}).get(key), value) for key, value in written.items())
     if isinstance(written, list):
@@ -109,12 +104,12 @@ def _short(value) -> str:
 
 
 def check_text(file: str, rows) -> None:
-    """Raises UserError for the first of the rows (read_table's, all or the first ones) with a text that is not UTF-8, in any
-    column: a run would meet it when the row is drawn."""
+    """Raises UserError for the first row with a text that is not UTF-8, in any column: a run would only fail when it draws the
+    row. rows: read_table's, all or the first ones."""
     table = rows.with_format("arrow")[:]
     try:
         table.validate(full=True)
-    except pa.ArrowInvalid:  # of the first rows too if a later one's list is not text: the lists of all rows lie in one array
+    except pa.ArrowInvalid:  # also if only a later row is wrong: the lists of all rows are one array
         for row in range(len(table)):
             if not _is_text(table.slice(row, 1)):
                 raise UserError(f"{file} row {row}: its text is not UTF-8. Save the file as UTF-8.") from None
@@ -144,12 +139,12 @@ def _read_hub(name: str, split: str):
 
 
 class FileRows(Sequence):
-    """The rows of several files, end to end, or of them those that are used."""
+    """The rows of several files, end to end, or those of them that are used."""
 
-    rows: Sequence[int]  # the numbers of those that are used, over all files
+    rows: Sequence[int]  # the numbers of the used rows, over all files
 
     def __init__(self, files: Sequence[str], split: str):
-        """split: "train", "val" or "sft", the flag that names the files. Raises UserError where there are none."""
+        """split: "train", "val" or "sft", the flag that names the files. Raises UserError if there are none."""
         self.files = list(files)
         if not self.files:
             raise UserError(f"--{split}-files names no file.")
@@ -160,7 +155,7 @@ class FileRows(Sequence):
 
     @cached_property
     def ends(self) -> list[int]:
-        """For each file, how many rows it has together with those before it."""
+        """For each file, the number of rows up to its end."""
         return list(itertools.accumulate(len(table) for table in self.tables))
 
     def _locate(self, row: int) -> tuple[int, int]:
@@ -174,7 +169,7 @@ class FileRows(Sequence):
 
 
 class Rows:
-    """datasets.Dataset.from_list, as far as rl/data/prompts.py uses it."""
+    """A table with the methods of datasets.Dataset that rl/data uses."""
 
     def __init__(self, table: pa.Table):
         self._table = table
@@ -204,5 +199,5 @@ class Rows:
         return Rows(self._table.select([names] if isinstance(names, str) else names))
 
     def with_format(self, kind: str) -> pa.Table:
-        """kind: "arrow", the one there is."""
+        """kind: always "arrow"."""
         return self._table

@@ -1,4 +1,4 @@
-"""Prints what torch finds on this machine, as one line of JSON. A process of its own: a broken torch ends it alone."""
+"""Prints the facts that torch knows of this machine, as one line of JSON. A broken torch ends this process, not the doctor."""
 
 import json
 import os

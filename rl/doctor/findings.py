@@ -1,4 +1,4 @@
-"""What a check found: a line on the console, and an entry of doctor.json."""
+"""The result of a check: a line on the console, and an entry of doctor.json."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -8,7 +8,7 @@ OK, SLOW, WRONG, SKIPPED = "ok", "slow", "WRONG", "skipped"
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `slow` works but costs time; `WRONG` has to be mended; `skipped` could not be tried here."""
+    """One line of the report. `slow` works but costs time; `WRONG` has to be fixed; `skipped` could not be tried here."""
 
     check: str
     status: Literal["ok", "slow", "WRONG", "skipped"]

@@ -2,16 +2,16 @@
 
     python -m rl.doctor.measure --engine vllm --model DIRECTORY --findings FILE
 
-Writes a line of JSON a finding, as soon as it is known: a check that crashes leaves those before it.
+Writes each finding as a line of JSON as soon as it is known, so that a check that crashes leaves the findings before it.
 """
 
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from rl.learning.batch import Batch, micro_batches
 from rl.learning.flops import train_flops_per_token
 from rl.learning.learner import Learner
 from rl.model.attention import linear_layers
-from rl.model.attention_kernels import Segments
 from rl.model.pretrained import resolve
 from rl.model.vision_forward import row_inputs
 from rl.ranks import device, process
@@ -54,20 +53,16 @@ class Args:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is computed: enough to time a device, little on a CPU."""
+    """The amount of work: enough to time a device, little on a CPU."""
 
     requests: int
     prompt: int
     response: int
     sequences: int  # of an update
 
-    @staticmethod
-    def here() -> "Sizes":
-        return Sizes(32, 24, 24, 16) if not device.has_accelerator() else Sizes(128, 128, 128, 64)
-
 
 class NoImages:
-    """Stands for the images of a batch whose prompts have none (rl/learning/batch_images.py), for a model that takes some."""
+    """The images of a batch whose prompts have none, for a model that takes images (rl/learning/batch_images.py)."""
 
     @staticmethod
     def inputs(lengths: Sequence[int], after: Sequence[int], groups: Sequence[int], own: torch.device) -> dict:
@@ -76,10 +71,11 @@ class NoImages:
 
 
 class Checks:
-    """The checks in their order; each uses what those before it have left."""
+    """The checks in their order. Each one uses the state that the checks before it have left."""
 
     def __init__(self, args: Args, ranks: Ranks):
-        self.sizes, self.path = Sizes.here(), args.findings
+        self.sizes = Sizes(128, 128, 128, 64) if device.has_accelerator() else Sizes(32, 24, 24, 16)
+        self.path = args.findings
         self.dtype = torch.bfloat16 if device.has_accelerator() else torch.float32
         name = str(self.dtype).removeprefix("torch.")
         length = ["--max-prompt-length", str(self.sizes.prompt), "--max-response-length", str(self.sizes.response)]
@@ -97,7 +93,7 @@ class Checks:
             file.write(json.dumps(dataclasses.asdict(Finding(check, status, text, remedy, facts))) + "\n")
 
     def run(self, path: str) -> None:
-        """path: the model's directory."""
+        """Makes all checks. path: the model's directory."""
         self._start(path)
         self._publish("publish", version=0)
         for temperature in (1.0, 0.6):
@@ -122,15 +118,13 @@ class Checks:
         self._kernel()
 
     def _kernel(self) -> None:
-        """The learner's start has checked the kernel's values and gradients, and ends with an error if they are wrong."""
+        """Reports the attention kernel. The learner's start has checked its values and gradients already."""
         text = self.learner.config.get_text_config()
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         query = torch.zeros(8, text.num_attention_heads, size, dtype=self.dtype, device=self.device)
-        kernel = device.packed_attention(query, len(Segments([8], [-1], self.device)))
-        if kernel:
-            self.report(
-                "kernel", OK, f"{kernel}, {self.dtype}: values and gradients are those of a plain softmax", kernel=kernel
-            )
+        if kernel := device.packed_attention(query, 1):
+            text = f"{kernel}, {self.dtype}: values and gradients are those of a plain softmax"
+            self.report("kernel", OK, text, kernel=kernel)
         elif device.is_accelerator(self.device):
             largest = device.PACKED_ATTENTION[self.device.type][-1]
             remedy = f"heads of at most {largest} numbers, divisible by 8, have a kernel; this model trains without"
@@ -141,25 +135,19 @@ class Checks:
             self._delta_rule(text)
 
     def _delta_rule(self, config) -> None:
-        """What computes a hybrid model's gated delta nets; the learner's start has compared kernels with plain torch."""
+        """Reports the kernels of a hybrid model's gated delta nets, which the learner's start has compared with plain torch."""
         from rl.model.hybrid.kernels import PACKAGE, unused
 
+        check = "delta rule"
         if why := unused(config, self.dtype, self.device):
-            self.report(
-                "delta rule", SLOW, f"plain torch, since flash-linear-attention is not used: {why}", f"install {PACKAGE}"
-            )
+            self.report(check, SLOW, f"plain torch, since flash-linear-attention is not used: {why}", f"install {PACKAGE}")
         elif device.is_accelerator(self.device):
-            self.report(
-                "delta rule", OK, f"flash-linear-attention, {self.dtype}: values and gradients are those of plain torch"
-            )
+            self.report(check, OK, f"flash-linear-attention, {self.dtype}: values and gradients are those of plain torch")
         else:
-            self.report("delta rule", OK, "a CPU computes gated delta nets in plain torch")
+            self.report(check, OK, "a CPU computes gated delta nets in plain torch")
 
     def _publish(self, check: str, version: int) -> None:
-        started = time.perf_counter()
-        self.weights.publish(version)
-        device.synchronize()
-        seconds = time.perf_counter() - started
+        seconds, _ = _timed(lambda: self.weights.publish(version))
         differ, unread, size = [], 0, 0
         for name, tensor in self.learner.weights(self.dtype, frozen=True):
             size += tensor.nbytes
@@ -178,7 +166,7 @@ class Checks:
         self.report(check, OK, f"{count - unread} of {count} weights equal bit for bit{left}; {seconds:.2f} s", **facts)
 
     def _log_probs(self, check: str, temperature: float) -> None:
-        """What the engine says of its samples, compared with the learner's forward pass over the same tokens."""
+        """Compares the engine's log-probs of its samples with the learner's forward pass over the same tokens."""
         prompts = [self._tokens(self.sizes.prompt - i % 8) for i in range(self.sizes.requests)]
         outputs = self._sample(prompts, temperature)
         responses = [_response(output) for output in outputs]
@@ -199,20 +187,14 @@ class Checks:
             self.report(check, WRONG, f"{text}; {allowed:g} and {allowed_most:g} are allowed", remedy, **facts)
 
     def _update(self) -> None:
-        """A training step, timed from the second on."""
+        """Training steps, timed from the second one on."""
         if getattr(self.engine, "sleeps", False):
             self.engine.sleep()
-        seconds = []
-        for _ in range(4):
-            batch = self._batch()
-            device.synchronize()
-            started = time.perf_counter()
-            metrics = train_sync.learn(self.args, self.learner, KLControl(self.args), batch, Timers())
-            device.synchronize()
-            seconds.append(time.perf_counter() - started)
-        middle = float(np.median(seconds[1:]))
-        tokens = self.sizes.sequences * (self.sizes.prompt + self.sizes.response)
-        rate = tokens / middle
+        learn, length = train_sync.learn, self.sizes.prompt + self.sizes.response
+        steps = [self._batch() for _ in range(4)]
+        timed = [_timed(lambda of=of: learn(self.args, self.learner, KLControl(self.args), of, Timers())) for of in steps]
+        seconds, metrics = [of for of, _ in timed], timed[-1][1]
+        rate = self.sizes.sequences * length / float(np.median(seconds[1:]))
         facts = {"tokens_per_s": rate, "seconds": seconds, "grad_norm": metrics["actor/grad_norm"]}
         text = f"{rate:,.0f} tokens/s"
         if not np.isfinite(metrics["actor/grad_norm"]) or metrics["actor/grad_norm"] == 0:
@@ -221,7 +203,6 @@ class Checks:
             return
         status, remedy = OK, ""
         if peak := device.peak_flops():
-            length = self.sizes.prompt + self.sizes.response
             facts["mfu"] = rate * train_flops_per_token(self.learner.config, length) / peak
             text += f", MFU {facts['mfu']:.0%}"
             if facts["mfu"] < LOW_MFU:
@@ -249,15 +230,9 @@ class Checks:
         self.report("sleep", OK if gave else WRONG, text, remedy, **facts)
 
     def _generate(self) -> None:
-        """Tokens a second of a full engine, the second time."""
+        """Tokens a second of a full engine, timed from the second time on."""
         prompts = [self._tokens(self.sizes.prompt) for _ in range(self.sizes.requests)]
-        seconds = []
-        for _ in range(3):
-            device.synchronize()
-            started = time.perf_counter()
-            self._sample(prompts, 1.0)
-            device.synchronize()
-            seconds.append(time.perf_counter() - started)
+        seconds = [_timed(lambda: self._sample(prompts, 1.0))[0] for _ in range(3)]
         rate = self.sizes.requests * self.sizes.response / float(np.median(seconds[1:]))
         self.report("generation", OK, f"{rate:,.0f} tokens/s", tokens_per_s=rate, seconds=seconds)
 
@@ -296,15 +271,20 @@ class Checks:
         return self.rng.integers(2, min(self.vocabulary, 1000), n).astype(np.int32)
 
 
+def _timed(act: Callable[[], Any]) -> tuple[float, Any]:
+    """(the seconds that the call takes on the device, its result)."""
+    device.synchronize()
+    started = time.perf_counter()
+    result = act()
+    device.synchronize()
+    return time.perf_counter() - started, result
+
+
 def _response(output: Output) -> Response:
     token_ids, log_probs = np.array(output.token_ids, np.int32), np.array(output.log_probs, np.float32)
     return Response(token_ids, log_probs, np.array(output.versions, np.int32), output.finish_reason, score=0.0)
 
 
-def main(args: Args, ranks: Ranks) -> None:
-    Checks(args, ranks).run(resolve(args.model))
-
-
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
-    process.run(lambda ranks: main(args, ranks))
+    process.run(lambda ranks: Checks(args, ranks).run(resolve(args.model)))

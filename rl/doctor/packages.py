@@ -1,6 +1,6 @@
 """Whether the packages and the driver are those that the requirements files ask for.
 
-Nothing here imports torch: where it is missing or broken, this still says what to install.
+Nothing here imports torch: if torch is missing or broken, this still says what to install.
 """
 
 import importlib.metadata
@@ -9,7 +9,6 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,9 +31,8 @@ def check_packages(kind: str) -> Finding:
     missing, other, found = [], [], {}
     for line in requirements(ROOT / name):
         wanted = Requirement(line)
-        try:
-            version = importlib.metadata.version(wanted.name)
-        except importlib.metadata.PackageNotFoundError:
+        version = _version(wanted.name)
+        if version is None:
             missing.append(wanted.name)
             continue
         found[wanted.name] = version
@@ -63,7 +61,8 @@ def requirements(path: Path) -> Iterator[str]:
 
 
 def check_driver(facts: dict) -> list[Finding]:
-    """Whether torch finds the devices that this machine has, and what Ascend wants besides. facts: of rl/doctor/facts.py."""
+    """Compare the devices that torch finds with those of this machine; on Ascend, check its environment, too. facts: as
+    rl/doctor/facts.py prints them."""
     kind, present = facts["kind"], kind_by_files()
     if kind == "cpu" and present != "cpu" and facts["RL_DEVICE"] != "cpu":
         wants = f"torch {facts['torch']} is built for " + (f"CUDA {facts['cuda']}" if facts["cuda"] else "no GPU")
@@ -109,14 +108,14 @@ def _cann_version() -> str | None:
         for file in ("version.cfg", "version.info"):
             path = Path(os.environ.get(name, "/nonexistent")) / file
             lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-            text = "\n".join(line for line in lines if not line.startswith("#"))  # which has the format's version
+            text = "\n".join(line for line in lines if not line.startswith("#"))  # a comment has the version of the format
             if found := re.search(r"(\d+\.\d+(?:\.\w+)*)", text):
                 return found[1]
     return None
 
 
 def _driver(kind: str) -> str:
-    """One line of the maker's own tool."""
+    """The driver's version, as the maker's own tool reports it."""
     command = {
         "cuda": ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
         "npu": ["npu-smi", "info", "-t", "board", "-i", "0"],
@@ -138,8 +137,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def python_is_right() -> bool:
-    """Whether this Python is one that the requirements files are for."""
-    return sys.version_info >= (3, 11)

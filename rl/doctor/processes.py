@@ -1,4 +1,4 @@
-"""Runs a check's command in a session of its own, with a time limit, and leaves none of its processes behind."""
+"""Runs the command of a check in its own session, with a time limit, and leaves none of its processes behind."""
 
 import ctypes
 import os
@@ -40,12 +40,12 @@ class Outcome:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of whatever its children leave, so that `run` can end that, too (Linux)."""
+    """Make this process the parent of the processes that its children leave, so that `run` can end these, too (Linux)."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def run(command: Sequence[str], timeout: float, environment: dict[str, str] | None = None) -> Outcome:
-    """Run the command in the repository's root. Return how it ended; all of its processes are gone by then."""
+    """Run the command in the repository's root. Return how it ended, once all of its processes have exited."""
     started, others = time.monotonic(), {*_children()}
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
@@ -88,13 +88,12 @@ def _end(process: subprocess.Popen, others: set[int]) -> None:
 
 
 def _children() -> list[int]:
-    """Processes whose parent is this one."""
-    own = str(os.getpid())
-    found = []
+    """The processes whose parent is this one."""
+    own, found = str(os.getpid()), []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = stat.read_text(errors="replace").rpartition(")")[2].split()[1]
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended in the meantime
             continue
         if parent == own:
             found.append(int(stat.parent.name))

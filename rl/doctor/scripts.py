@@ -17,14 +17,14 @@ SLOW_PUBLISH = 1.0  # GB/s between devices of their own
 
 
 def check_script(script: str, model: str, ranks: int, dtype: str, timeout: float, engine: str = "auto") -> list[Finding]:
-    """Run STEPS steps of the script. Return a finding for them, and one for the publishes if the ranks are split."""
+    """Run STEPS steps of the script. Return a finding about them, and one about the publishes if the ranks are split."""
     name = f"{script}, {ranks} rank{'s' if ranks > 1 else ''}" + (f", {engine}" if engine != "auto" else "")
     with tempfile.TemporaryDirectory(prefix="doctor-") as out:
         done = run(_command(script, model, ranks, dtype, engine, out), timeout)
         rows = _rows(Path(out))
     if done.code != 0 or len(rows) != STEPS:
         return [Finding(name, WRONG, done.reason, "run the command in doctor.json by itself", _facts(done, script, ranks))]
-    difference = rows[0]["training/rollout_probs_diff_mean"]  # later steps of split ranks train older weights' samples
+    difference = rows[0]["training/rollout_probs_diff_mean"]  # later steps of split ranks train samples of older weights
     facts = {"seconds": done.seconds, "metrics": rows[-1]}
     text = f"{STEPS} steps in {done.seconds:.0f} s; the engine's probabilities are off by {difference:.2g} on average"
     numbers = [row[key] for row in rows for key in ("actor/pg_loss", "actor/grad_norm")]
@@ -39,7 +39,7 @@ def check_script(script: str, model: str, ranks: int, dtype: str, timeout: float
 
 
 def _bridge(name: str, row: dict) -> list[Finding]:
-    """The publish between the two roles: a digest has proved that the weights arrived, or the run would have ended."""
+    """A finding about the publish between the two roles. The weights arrived, because a wrong digest would end the run."""
     if row.get("publish/seconds") is None:
         return []
     seconds, size, rate = (row[f"publish/{key}"] for key in ("seconds", "gb", "gb_per_s"))

@@ -1,1 +1,1 @@
-"""Files as on the Hugging Face hub: the names of tensors, and safetensors read and written a piece at a time."""
+"""Files in the hub's format: the names of tensors, and safetensors files read and written a piece at a time."""

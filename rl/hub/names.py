@@ -1,8 +1,8 @@
-"""The names under which a model's weights are known on the hub, where transformers holds them otherwise in memory.
+"""The names of a model's weights on the hub, where they differ from those of transformers in memory.
 
-It fuses all experts of a layer into two tensors; files on the hub, and the tools that read them, have a tensor for each of an
-expert's projections, gate, up and down. Those are consecutive runs of the fused tensor's elements, so that an export needs
-another header only, and no copy, and a rank can read its own part of a fused tensor from the files.
+transformers fuses all experts of a layer into two tensors; files on the hub, and the tools that read them, have a tensor for
+each of an expert's projections, gate, up and down. These are consecutive runs of the fused tensor's elements, so that an export
+only needs another header and no copy, and a rank can read its own part of a fused tensor from the files.
 """
 
 import math
@@ -27,9 +27,9 @@ Parts = list[tuple[str, torch.Size]]  # (name, shape), end to end
 
 
 def hub_names(model: nn.Module) -> dict[str, Parts]:
-    """Each parameter's name in memory -> what its elements are on the hub, in their order. model: transformers'. What is not
-    just cut there, but transposed, say, keeps name and shape: transformers reads either."""
-    model._weight_conversions = None  # those of the files that it was read from; without them it takes the hub's
+    """Each parameter's name in memory -> the tensors on the hub that have its elements, in their order. model: of transformers.
+    A parameter that would also be transposed, for example, keeps its name and shape, since transformers reads either form."""
+    model._weight_conversions = None  # of the files that it was read from; without them transformers takes the hub's
     return {name: _parts(model, name, parameter.shape) for name, parameter in model.named_parameters()}
 
 
@@ -37,7 +37,7 @@ def _parts(model: nn.Module, name: str, shape: torch.Size) -> Parts:
     parts = revert_weight_conversion(model, {name: torch.empty(shape, device="meta")})
     if len(parts) == 1:
         return [(name, shape)]
-    small = (*shape[:-2], 4, 3)  # cut in the same way, its elements being their own numbers
+    small = (*shape[:-2], 4, 3)  # cut in the same way; each element is its own number
     numbered = revert_weight_conversion(model, {name: torch.arange(math.prod(small)).view(small)})
     ordered = sorted(numbered, key=lambda part: int(numbered[part].flatten()[0]))
     if not torch.equal(torch.cat([numbered[part].flatten() for part in ordered]), torch.arange(math.prod(small))):
@@ -45,7 +45,7 @@ def _parts(model: nn.Module, name: str, shape: torch.Size) -> Parts:
     return [(part, parts[part].shape) for part in ordered]
 
 
-# ------------------------------------------------------------------------------------------------------ what is read
+# ---------------------------------------------------------------------------------------------------------- reading
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class Source:
     """The tensors in the files that make up one of the model's."""
 
     names: list[str]
-    convert: WeightConverter | None = None  # makes it of them; None where they are its elements, end to end
+    convert: WeightConverter | None = None  # makes it of them; None if they are its elements, end to end
     patterns: tuple[str, ...] = ()  # the converter's, by name
 
     def whole(self, model: PreTrainedModel, target: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The model's tensor `target`, of the tensors in the files, as transformers converts them. Raises ValueError or
-        RuntimeError if these make no such tensor."""
+        """The model's tensor `target`, made of the tensors in the files as transformers converts them. Raises ValueError or
+        RuntimeError if they do not make such a tensor."""
         convert = deepcopy(self.convert)
         for name, pattern, tensor in zip(self.names, self.patterns, tensors, strict=True):
             convert.add_tensor(target, name, pattern, tensor)
@@ -70,14 +70,14 @@ class Source:
 
 
 def sources(model: PreTrainedModel, shapes: dict[str, torch.Size]) -> dict[str, Source] | None:
-    """Each name in the model's state dict that the files hold -> its source there. None if they hold one of them in a shape or
-    form that cannot be read by itself. shapes: of the tensors in the files."""
+    """Each name in the model's state dict that the files hold -> its source. None if a tensor has a shape or form that cannot
+    be read by itself. shapes: of the tensors in the files."""
     transforms = get_model_conversion_mapping(model)
     renamings = [of for of in transforms if isinstance(of, WeightRenaming)]
     converters = [of for of in transforms if isinstance(of, WeightConverter)]
     by_pattern = {pattern: of for of in converters for pattern in of.source_patterns}
     wanted, found = model.state_dict(), defaultdict(list)
-    for name in sorted(shapes, key=dot_natural_key):  # as transformers does: experts are stacked in this order
+    for name in sorted(shapes, key=dot_natural_key):  # transformers stacks experts in this order
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
         if target not in wanted and name in wanted:
             target, pattern = name, None
@@ -103,9 +103,9 @@ def sources(model: PreTrainedModel, shapes: dict[str, torch.Size]) -> dict[str, 
 
 
 def _if_cut(source: Source, model: PreTrainedModel, target: str, shapes: dict[str, torch.Size]) -> Source:
-    """The source without its converter, if that does no more than to put the tensors' elements end to end."""
+    """The source without its converter, if that only puts the tensors' elements end to end."""
     numbered, first = {}, 0
-    for name in source.names:  # small ones, put together in the same way, their elements being numbers
+    for name in source.names:  # small tensors, put together in the same way; each element is its own number
         small = (2, 2, 2, 4, 3)[-len(shapes[name]) :]
         numbered[name] = torch.arange(first, first + math.prod(small)).view(small)
         first += math.prod(small)

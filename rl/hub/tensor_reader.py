@@ -1,6 +1,6 @@
-"""A model's weights in its safetensors files: what each file holds, and any run of a tensor's elements.
+"""A model's weights in its safetensors files: the tensors of each file, and any run of a tensor's elements.
 
-Files are read, not mapped: what has been read is in the system's cache, and a process holds a piece of PIECE_BYTES of it.
+Files are read, not mapped: their bytes stay in the system's cache, and a process holds one piece of PIECE_BYTES.
 """
 
 import json
@@ -20,32 +20,13 @@ from rl.hub.tensor_writer import PIECE_BYTES, TYPES
 from rl.ranks import watchdog
 
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of each file of weights
-
-
-def sample(files: Iterable[Path]) -> str:
-    """A digest of the files' names, sizes, and SAMPLES pieces of each."""
-    state = xxhash.xxh3_64()
-    for file in files:
-        _sample(file, state)
-    return state.hexdigest()
-
-
-def _sample(file: Path, state: xxhash.xxh3_64) -> None:
-    size = file.stat().st_size
-    state.update(f"{file.name} {size} ".encode())
-    with open(file, "rb") as handle:
-        for i in range(SAMPLES):
-            handle.seek(i * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
-            state.update(handle.read(SAMPLE_BYTES))
-
-
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {word: dtype for dtype, word in TYPES.items()}
 REMEDY = "Copy or download the files again."
 
 
 class Run(NamedTuple):
-    """Elements that lie end to end in a file."""
+    """Consecutive elements in a file."""
 
     file: str
     dtype: str  # in the words of safetensors
@@ -60,29 +41,37 @@ class Stored(NamedTuple):
     shape: torch.Size
 
 
+def sample(files: Iterable[Path]) -> str:
+    """A digest of the files' names, sizes, and SAMPLES pieces of each."""
+    state = xxhash.xxh3_64()
+    for file in files:
+        size = file.stat().st_size
+        state.update(f"{file.name} {size} ".encode())
+        with open(file, "rb") as handle:
+            for i in range(SAMPLES):
+                handle.seek(i * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
+                state.update(handle.read(SAMPLE_BYTES))
+    return state.hexdigest()
+
+
 def find(path: str, name: str, download: bool = False) -> Path | None:
-    """The file of the model at `path`, a directory or a hub name; None if it is not on this machine. download: gets it."""
+    """The file of the model at `path`, a directory or a hub name; None if it is not on this machine. download: get it first."""
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     found = cached_file(path, name, local_files_only=not download, **quiet)
     return Path(found) if found else None
 
 
 def stored_tensors(path: str) -> dict[str, Stored] | None:
-    """The tensors in the model's files by name; None where there are no safetensors files. Raises UserError, which names the
-    file, for one that is missing or damaged, or does not go with the others."""
+    """The tensors in the model's files by name; None if there are no safetensors files. Raises UserError, which names the file,
+    if one is missing or damaged, or does not fit the others."""
     where = f"--model {path}"
     if not (index := find(path, INDEX, download=True)):
-        return _read_header(single, where) if (single := find(path, SINGLE, download=True)) else None
-    try:
-        listed: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        names = sorted(set(listed.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{index}: cannot be read ({error}). {REMEDY}") from None
-    out: dict[str, Stored] = {}
-    for name in names:
+        return _stored_in(single, where) if (single := find(path, SINGLE, download=True)) else None
+    listed, out = read_index(index), {}
+    for name in sorted(set(listed.values())):
         if not (file := find(path, name, download=True)):
             raise UserError(f"{where}: the weights cannot be read: {name}, which {INDEX} lists, is not there. {REMEDY}")
-        held = _read_header(file, where)
+        held = _stored_in(file, where)
         if twice := out.keys() & held.keys():
             other = out[min(twice)].run.file
             raise UserError(f"{where}: {min(twice)} is in {other} and in {name}: one of them is of another model. {REMEDY}")
@@ -93,29 +82,41 @@ def stored_tensors(path: str) -> dict[str, Stored] | None:
     return out
 
 
-def _read_header(file: Path, where: str) -> dict[str, Stored]:
+def read_index(file: Path) -> dict[str, str]:
+    """Each tensor's name -> the file that an index lists for it. Raises UserError if the index is damaged."""
+    try:
+        return {name: str(of) for name, of in json.loads(file.read_text())["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file}: cannot be read ({error}). {REMEDY}") from None
+
+
+def _stored_in(file: Path, where: str) -> dict[str, Stored]:
     try:
         with safe_open(file, "pt"):  # checks that the header and the file's length fit together
             pass
-        with open(file, "rb") as handle:
-            (length,) = struct.unpack("<Q", handle.read(8))
-            header = json.loads(handle.read(length))
+        return read_header(file)[0]
     except (SafetensorError, OSError, ValueError) as error:
         size = f", {file.stat().st_size:,} bytes long" if file.exists() else ""
         raise UserError(f"{where}: {file.name}{size}, cannot be read ({error}). {REMEDY}") from None
-    header.pop("__metadata__", None)
-    out = {}
+
+
+def read_header(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+    """The tensors in a safetensors file by name, and the metadata of its header."""
+    with open(file, "rb") as handle:
+        (length,) = struct.unpack("<Q", handle.read(8))
+        header = json.loads(handle.read(length))
+    words, out = header.pop("__metadata__", {}), {}
     for name, of in header.items():
         shape = torch.Size(of["shape"])
         out[name] = Stored(Run(file.name, of["dtype"], 8 + length + of["data_offsets"][0], shape.numel()), shape)
-    return out
+    return out, words
 
 
 class Reader:
-    """Open files."""
+    """Reads runs of elements from open files."""
 
     def __init__(self, files: dict[str, Path]):
-        """files: by the names that runs give them."""
+        """files: by the names that runs have for them."""
         self._open = {name: open(file, "rb", buffering=0) for name, file in files.items()}  # noqa: SIM115
         self._piece = bytearray(PIECE_BYTES)
 
@@ -124,8 +125,8 @@ class Reader:
             file.close()
 
     def read(self, runs: Sequence[Run], out: torch.Tensor, first: int = 0) -> None:
-        """Fills `out` [n], of any precision and device, with the runs' elements from `first` on, the runs taken end to end.
-        Raises UserError where a file has become shorter."""
+        """Fills `out` [n], of any precision and device, with the elements of the runs, end to end, from number `first` on.
+        Raises UserError if a file has become shorter."""
         position = 0  # of the run's first element among all
         for run in runs:
             start, stop = max(first, position), min(first + len(out), position + run.elements)

@@ -1,7 +1,7 @@
-"""Tensors to safetensors files, a piece at a time, so that nothing that is written is held in memory a second time.
+"""Writes tensors to safetensors files a piece at a time, so that nothing is held in memory a second time.
 
 A safetensors file is the length of its header, the header (JSON: names, types, shapes, positions), and the tensors' bytes. The
-header is known from the shapes alone, so the bytes can follow as they come. safetensors' own writer builds each file in memory.
+shapes determine the header, so the bytes can follow as they arrive. safetensors' own writer builds each file in memory.
 """
 
 import itertools
@@ -26,7 +26,7 @@ class TensorFile:
     """A safetensors file that is being written: `write` takes the bytes of the announced tensors, in their order."""
 
     def __init__(self, path: Path, tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: dict[str, str]):
-        """tensors: (name, dtype, shape) of each. metadata: any words for the header."""
+        """tensors: (name, dtype, shape) of each. metadata: of the header."""
         header, end = {"__metadata__": metadata}, 0
         for name, dtype, shape in tensors:
             start, end = end, end + dtype.itemsize * torch.Size(shape).numel()
@@ -45,7 +45,7 @@ class TensorFile:
         self._append(data)
 
     def close(self) -> tuple[int, str]:
-        """Brings the file to disk; returns its size in bytes and its checksum."""
+        """Brings the file to disk. Returns its size in bytes and its checksum."""
         with self._file:
             if self.left:
                 raise ValueError(f"{self._file.name}: {self.left} bytes of the tensors are missing")
@@ -61,7 +61,7 @@ class TensorFile:
 
 
 def piece_sizes(elements: int, dtype: torch.dtype) -> list[int]:
-    """The pieces into which this many elements are cut."""
+    """The sizes of the pieces into which this many elements are cut."""
     largest = PIECE_BYTES // dtype.itemsize
     return [min(largest, elements - start) for start in range(0, elements, largest)]
 
@@ -94,8 +94,8 @@ def write_model(
     stream: Iterator[torch.Tensor],
     copied: Sequence[Copied] = (),
 ) -> dict[str, tuple[int, str]]:
-    """Writes a Hugging Face model's weights, which come out of `stream` in the plan's order, a piece [n] at a time. parts: the
-    names and shapes under which the files have each tensor. dtypes: of each. copied: what stands behind these in the last file.
+    """Writes a Hugging Face model's weights, which `stream` yields in the plan's order, a piece [n] at a time. parts: the names
+    and shapes that each tensor has in the files. dtypes: of each tensor. copied: further tensors at the end of the last file.
     Returns (size, checksum) of each file."""
     written = {}
     *_, last = plan.filename_to_tensors

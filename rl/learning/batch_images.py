@@ -4,6 +4,7 @@ own micro-batches again, and a thread prepares the next micro-batch's images whi
 Memory: the files of this rank's rows for a step, and pixels as far as rl/data/image_prompts.py keeps them.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +46,7 @@ class BatchImages:
         row = inputs["images"]
         if row.files:
             number = len(self._rows)
-            row = row.when_taken(lambda: self._prepare(number + 1))
+            row = dataclasses.replace(row, taken=lambda: self._prepare(number + 1))
             self._rows.append(row)
             if not number:
                 self._prepare(0)

@@ -1,8 +1,8 @@
 """The models of a learner: read, sharded, and in the memory and the precision that the flags ask for.
 
-FSDP2 shards every decoder layer and the rest; not where one rank learns alone and on its device: there is nothing to gather or
-to reduce, and FSDP would copy weights and gradients all the same, a tenth and more of a small model's step. In bf16 such a rank
-computes with weights that were cast once an update (rl/learning/masters.py).
+FSDP2 shards every decoder layer and the rest, unless one rank learns alone and on its device: there is nothing to gather or to
+reduce, and FSDP would still copy weights and gradients, which takes a tenth or more of a small model's step. In bf16 such a
+rank computes with weights that were cast once per update (rl/learning/masters.py).
 """
 
 from collections import defaultdict
@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl.adapters.lora import adapt
@@ -25,7 +26,7 @@ from rl.model.compiled import compile_layers
 from rl.model.expert_parallel import divide_experts, fetch_ahead
 from rl.model.forward_check import check_policy
 from rl.model.lean_layers import keep_less
-from rl.model.loading import fill, open_weights
+from rl.model.loading import Weights, fill, open_weights
 from rl.model.policy import LOGITS_KEPT, Policy
 from rl.model.pretrained import empty_model, layers, load_config
 from rl.model.router import Router
@@ -45,16 +46,12 @@ def load_policy(
     is_known: bool = False,
 ) -> Policy:
     """The model at `path` (a directory or a hub name), sharded over all ranks; each reads its own part of the weights. They are
-    in fp32 if they are trained, and frozen in --dtype. seed: of adapters. is_known: the policy has been read and checked from
-    the same files. Raises UserError if weights are missing, or if what is computed with them is not what transformers
-    computes."""
+    in fp32 if they are trained, else frozen in --dtype. seed: of adapters. is_known: the policy has been read and checked from
+    the same files. Raises UserError if weights are missing, or if our log-probs are not those of transformers."""
     trainable = role in ("policy", "critic")
     weights = open_weights(path, trust_remote_code, say=not is_known) if ranks.is_main else None
     if weights and not is_known:
-        if not args.compile:
-            keep_less(weights.model)
-        with weights.by_layer():
-            check_policy(Policy(weights.model, Router.of(weights.model, args)).eval(), path)
+        _check(weights, args, path)
     model = empty_model(load_config(path, trust_remote_code), trust_remote_code)
     model.requires_grad_(trainable)
     if args.freeze_vision_tower:
@@ -62,14 +59,7 @@ def load_policy(
     adapters = adapt(model, args, f"--model {path}") if args.adapted and trainable else None
     if adapters and args.dtype == "bfloat16":
         keep_in_bf16(named for named in model.named_parameters() if not named[1].requires_grad)
-    if trainable and args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        if args.activation_offload:
-            keep_inputs_on_host(model, ranks.device)
-    if args.compile:
-        compile_layers(model, path)
-    else:
-        keep_less(model)
+    _save_memory(model, args, path, ranks.device if trainable else None)
     logits_kept = 0 if args.gradient_checkpointing else LOGITS_KEPT
     policy = kind(model, Router.of(model, args), logits_kept)
     policy.adapters, policy.head_fp32 = adapters, args.lm_head_fp32
@@ -86,9 +76,29 @@ def load_policy(
     return policy
 
 
+def _check(weights: Weights, args: LearnerArgs, path: str) -> None:
+    """Raises UserError if our forward pass with these weights does not compute the log-probs of transformers."""
+    if not args.compile:
+        keep_less(weights.model)
+    with weights.by_layer():
+        check_policy(Policy(weights.model, Router.of(weights.model, args)).eval(), path)
+
+
+def _save_memory(model: PreTrainedModel, args: LearnerArgs, path: str, trained_on: torch.device | None) -> None:
+    """Changes the layers so that they keep less, or are compiled. trained_on: the device; None for a frozen model."""
+    if trained_on and args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if args.activation_offload:
+            keep_inputs_on_host(model, trained_on)
+    if args.compile:
+        compile_layers(model, path)
+    else:
+        keep_less(model)
+
+
 def _shard(policy: Policy, args: LearnerArgs, ranks: Ranks, offload: bool) -> bool:
-    """Leaves each rank its part of every layer. False where there is nothing to gather, to reduce or to move; with images in
-    bf16 there is, for FSDP casts what comes into each of their layers, too."""
+    """Leaves each rank its part of every layer. Returns False if there is nothing to gather, to reduce or to move. A model of
+    images in bf16 is sharded anyway, because FSDP also casts the inputs of its layers."""
     options = {"mesh": ranks.mesh["data"]}
     if "bfloat16" in (args.dtype, args.grad_dtype):
         computed, reduced = getattr(torch, args.dtype), getattr(torch, args.grad_dtype)
@@ -101,7 +111,7 @@ def _shard(policy: Policy, args: LearnerArgs, ranks: Ranks, offload: bool) -> bo
     if ranks.expert_parallel > 1:
         divide_experts(policy.model, ranks, options)
     for layer in layers(policy.model):
-        # FSDP casts whole groups: what stays in fp32 is one of its own.
+        # FSDP casts whole groups: the parameters that stay in fp32 are a group of their own.
         apart = {parameter for name, parameter in layer.named_parameters() if f".{name}".endswith(IN_FP32)}
         own = {"ignored_params": apart} if apart and args.dtype == "bfloat16" else {}
         fully_shard(layer, **options, **own)
@@ -117,7 +127,7 @@ def _shard(policy: Policy, args: LearnerArgs, ranks: Ranks, offload: bool) -> bo
 
 
 def _take_memory(policy: Policy, device: torch.device | str, tie: bool) -> None:
-    """Gives all parameters memory, without values. tie: names of one parameter stay so; FSDP sees to that itself."""
+    """Gives all parameters memory, without values. tie: keep names of one parameter tied, which FSDP does by itself."""
     names = defaultdict(list)
     for name, parameter in policy.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
@@ -130,7 +140,7 @@ def _take_memory(policy: Policy, device: torch.device | str, tie: bool) -> None:
 
 def _compute_as_sampled(policy: Policy) -> None:
     """The policy that learns must be the policy that sampled: no dropout, no noise on a router, whatever the config says.
-    Gradient checkpointing alone asks a layer whether it trains, before the layer's forward."""
+    Only gradient checkpointing asks a layer whether it trains, before the layer's forward."""
     policy.eval()
     for layer in policy.modules():
         if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:

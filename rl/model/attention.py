@@ -1,4 +1,4 @@
-"""One attention for packed sequences: what makes training without padding, and our engine's KV cache, possible.
+"""One attention for packed sequences, which makes training without padding and our engine's KV cache possible.
 
 A Hugging Face model loaded with `attn_implementation=ATTENTION` calls `attention_forward` in every layer. It hands the
 queries, keys and values to the `layout` object that was passed to the model's forward: `Packed` here (many sequences end
@@ -12,7 +12,6 @@ asks for, and rl/model/forward_check.py measures.
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -20,20 +19,20 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, PretrainedConfig
 
 from rl.errors import UserError
-from rl.model.attention_kernels import Segments, attend
+from rl.model.attention_kernels import Segments, attend, tokens_seen
 from rl.ranks.device import is_accelerator, moved, packed_attention
 
 ATTENTION = "packed"
 REMEDY = "Take a model of full causal attention (Llama, Qwen2, Qwen2.5, Qwen3, OLMo-2, ...)."
-LINEAR = "linear_attention"  # as config.json calls layers with a recurrent state: rl/model/hybrid/delta_net.py knows which
-# Parameters of such layers that decide how a state decays, and of the norm behind it: the hub has them in fp32, too.
+LINEAR = "linear_attention"  # config.json's word for layers with a recurrent state; rl/model/hybrid/delta_net.py knows some
+# Parameters of such layers that decide how a state decays, and of the norm behind it: also in fp32 in the hub's files.
 IN_FP32 = (".linear_attn.A_log", ".linear_attn.dt_bias", ".linear_attn.norm.weight")
-SHORT = 128  # tokens up to which a CPU's attention in bf16, forward and backward, takes longer than in fp32: up to six times
+SHORT = 128  # up to this many tokens a CPU's attention, forward and backward, takes up to six times as long in bf16 as in fp32
 SIMILAR = 0.75  # sequences at least this fraction of the longest share a bucket: at most a third more cells than tokens
 
 
 class Packed:
-    """The layout of a packed row of T tokens: which sequence lies where.
+    """The layout of a packed row of T tokens: the place of each sequence.
 
     The row is made of segments, end to end. A segment is a sequence, or one continues another: after[i] is the segment in front
     of it, -1 for none. Responses to one prompt continue it, so that everything but attention computes the prompt once.
@@ -48,25 +47,20 @@ class Packed:
         after = after or [-1] * len(segments)
         continued = set(after)
         self.device, self._row = torch.device(device), (segments, after)
-        own = [np.arange(a, b) for a, b in itertools.pairwise([0, *itertools.accumulate(segments)])]
-        sequences = [
-            np.concatenate([own[before], own[i]]) if before >= 0 else own[i]
-            for i, before in enumerate(after)
-            if i not in continued
-        ]
+        sequences = [tokens for i, tokens in enumerate(tokens_seen(segments, after)) if i not in continued]
         self.lengths = [len(s) for s in sequences]
         self.longest = max(self.lengths)
         self.begins = [0, *itertools.accumulate(self.lengths)]  # [S + 1]
         tokens = np.concatenate(sequences)
         _, scatter = np.unique(tokens, return_index=True)
         self.gather_index = torch.from_numpy(tokens)  # [K] on the CPU: the sequences end to end, as indices into the row
-        self.scatter_index = torch.from_numpy(scatter)  # [T] on the CPU: where each token first stands among those
+        self.scatter_index = torch.from_numpy(scatter)  # [T] on the CPU: the first place of each token in gather_index
         within = np.concatenate([np.arange(n) for n in self.lengths])  # [K]
         self.tokens = len(scatter)  # T
         self.position_ids = moved(torch.from_numpy(within[scatter]), device=self.device)  # [T]
 
     def inputs(self, row: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What a model's forward takes of the row [T], [1, T] each, on the device."""
+        """The inputs of a model's forward for the row [T]: [1, T] each, on the device."""
         return {"input_ids": moved(row[None], device=self.device), "position_ids": self.position_ids[None]}
 
     def attend(self, layer: int, query, key, value, scaling: float) -> torch.Tensor:
@@ -88,14 +82,14 @@ class Packed:
 
     @functools.cached_property
     def chain(self):
-        """What delta nets ask of the row."""
+        """The row as delta nets see it."""
         from rl.model.hybrid.chain import Chain
 
         return Chain(*self._row, self.device)
 
     @property
     def work(self) -> tuple[int, int]:
-        """Tokens of the row, and pairs of a query and a key that attention has computed in a layer, for each head."""
+        """The row's tokens, and the pairs of a query and a key that attention computes in a layer, for each head."""
         if "_buckets" in self.__dict__:
             return self.tokens, sum(len(index) * (length + 1) // 2 for index, length in self._buckets[0])
         return self.tokens, self._segments.pairs
@@ -108,20 +102,18 @@ class Packed:
     def _buckets(self) -> tuple[list[tuple[torch.Tensor, int]], torch.Tensor]:
         """([(index into the row of each cell [S * L], L)], output_index [T]: the cell of each token's output, with the buckets
         laid end to end)."""
-        buckets, cell_of, done = [], torch.empty(len(self.gather_index), dtype=torch.long), 0
-        for _, cells, real in of_similar_length(range(len(self.lengths)), self.begins, self.lengths):
-            cell_of[cells[real]] = done + torch.arange(cells.numel()).view_as(cells)[real]
-            done += cells.numel()
-            buckets.append((self.gather_index[cells.flatten()].to(self.device), cells.shape[1]))
-        return buckets, cell_of[self.scatter_index].to(self.device)
+        buckets, cell_of = in_buckets(self.begins, self.lengths)
+        indices = [(self.gather_index[cells.flatten()].to(self.device), cells.shape[1]) for _, cells, _ in buckets]
+        return indices, cell_of[self.scatter_index].to(self.device)
 
 
-def of_similar_length(
-    numbers: Iterable[int], begins: list[int], lengths: list[int]
-) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor]]:
-    """The runs of these numbers in buckets, longest first: (their numbers, their tokens' places [S, L], which are real [S, L]).
-    begins, lengths: of all runs."""
-    left = sorted(numbers, key=lambda s: -lengths[s])
+def in_buckets(
+    begins: list[int], lengths: list[int]
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], torch.Tensor]:
+    """Sequences, which lie end to end, in buckets of similar length, the longest first: ([(numbers of its sequences [S], places
+    of their tokens [S, L], which of these are real [S, L])], the cell of each token [K], with the buckets laid end to end)."""
+    left, buckets, done = sorted(range(len(lengths)), key=lambda s: -lengths[s]), [], 0
+    cell_of = torch.empty(sum(lengths), dtype=torch.long)
     while left:
         longest = lengths[left[0]]
         members = [s for s in left if lengths[s] >= SIMILAR * longest]
@@ -129,7 +121,12 @@ def of_similar_length(
         begin = torch.tensor([begins[s] for s in members])[:, None]  # [S, 1]
         length = torch.tensor([lengths[s] for s in members])[:, None]
         column = torch.arange(longest)[None]  # [1, L]
-        yield members, begin + torch.minimum(column, length - 1), column < length  # padding repeats the last token: in bounds
+        cells = begin + torch.minimum(column, length - 1)  # padding repeats the last token, which is in bounds
+        real = column < length
+        cell_of[cells[real]] = done + torch.arange(cells.numel()).view_as(cells)[real]
+        done += cells.numel()
+        buckets.append((torch.tensor(members), cells, real))
+    return buckets, cell_of
 
 
 def _gather(x: torch.Tensor, index: torch.Tensor, length: int) -> torch.Tensor:
@@ -140,7 +137,7 @@ def _gather(x: torch.Tensor, index: torch.Tensor, length: int) -> torch.Tensor:
 
 def attention_forward(module, query, key, value, attention_mask, scaling: float, layout, **wanted):
     """transformers' attention interface. query [B, H, L, D] with B * L tokens in the layout's order; returns [B, L, H, D].
-    wanted: what else the layer asks its attention for."""
+    wanted: the other options of the layer's attention."""
     _refuse(layout.longest, **wanted)
     batch, _, length, _ = query.shape
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [B * L, H, D]
@@ -149,7 +146,7 @@ def attention_forward(module, query, key, value, attention_mask, scaling: float,
 
 
 def _refuse(longest: int, sliding_window=None, softcap=None, s_aux=None, is_causal=None, **_) -> None:
-    """Raises UserError for what a layer wants beyond causal attention. longest: tokens of the longest sequence."""
+    """Raises UserError if a layer wants more than causal attention. longest: tokens of the longest sequence."""
     if sliding_window is not None and sliding_window < longest:
         raise UserError(f"the model attends to {sliding_window} tokens (sliding window), a sequence has {longest}. {REMEDY}")
     wanted = {"soft-capping": softcap is not None, "sinks": s_aux is not None, "a view of later tokens": is_causal is False}
@@ -158,20 +155,20 @@ def _refuse(longest: int, sliding_window=None, softcap=None, s_aux=None, is_caus
 
 
 def linear_layers(config: PretrainedConfig | None) -> list[int]:
-    """The numbers of the layers that have a recurrent state in attention's place. config: None of what is no whole model."""
+    """The numbers of the layers that have a recurrent state instead of attention. config: None for parts of a model."""
     kinds = getattr(config and config.get_text_config(), "layer_types", None) or ()
     return [number for number, kind in enumerate(kinds) if kind == LINEAR]
 
 
 def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    """The precision of the parameter, in learners, engines and on the way, where `dtype` is that of the model."""
+    """The parameter's precision in learners, in engines and on the way between them. dtype: the model's."""
     return torch.float32 if name.endswith(IN_FP32) else dtype
 
 
 def check_supported(config: PretrainedConfig, where: str, longest: int) -> None:
-    """Raises UserError for a config that asks for more than full causal attention over the run's sequences, of up to `longest`
-    tokens. A window that none of them outgrows is full attention."""
-    differ = getattr(config, "per_layer_attributes", None)  # Gemma 4: heads of two sizes
+    """Raises UserError for a config that asks for more than full causal attention over sequences of up to `longest` tokens. A
+    window of at least this size is full attention."""
+    differ = getattr(config, "per_layer_attributes", None)  # Gemma 4 has heads of two sizes
     if not differ and getattr(config, "global_head_dim", None) not in (None, getattr(config, "head_dim", None)):
         differ = {"head_dim"}  # as transformers 5.5 has it
     if differ:
@@ -200,7 +197,7 @@ def check_supported(config: PretrainedConfig, where: str, longest: int) -> None:
 
 
 def _check_rotary(parameters: dict, config: PretrainedConfig, where: str, longest: int) -> None:
-    """Raises UserError for rotary embeddings that depend on what else is in the batch."""
+    """Raises UserError for rotary embeddings that depend on the other sequences of the batch."""
     kind, stretch = parameters.get("rope_type"), parameters.get("original_max_position_embeddings")
     stretch = stretch or getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
     if kind in ("dynamic", "longrope") and longest > stretch:

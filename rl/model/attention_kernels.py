@@ -2,15 +2,15 @@
 
 A segment of the row (rl/model/attention.py) is a sequence of the kernel. Its queries are its own tokens; its keys are those of
 the segment in front of it, then its own. The two may differ in number: the causal mask is aligned at their ends. So each token
-is a query once, a prompt's too. What is repeated are a prompt's keys and values, once for each response: they have few heads
-where memory matters. Two passes that are merged by their log-sum-exps would repeat nothing, but neither kernel's backward pass
-takes a gradient of those.
+is a query once, also in a prompt. A prompt's keys and values are repeated once for each response, but they have few heads where
+memory matters. Two passes that are merged by their log-sum-exps would repeat nothing, but neither kernel's backward pass takes
+a gradient of these.
 
 - flash: torch.nn.attention.varlen, FlashAttention. Half precision.
 - fusion: npu_fusion_attention of torch_npu in its layout TND (tokens, heads, size). Half precision and fp32, 1,000 segments.
 
-rl/ranks/device.py says which of them a tensor's device has. What the kernels compute is checked when a learner starts, because
-a library that aligned the mask at the beginnings would silently train wrongly. Left out: windows, sinks, dropout.
+rl/ranks/device.py says which of them a tensor's device has. Their results are checked when a learner starts, because a library
+that aligned the mask at the beginnings would silently train wrongly. Left out: windows, sinks, dropout.
 """
 
 import functools
@@ -23,21 +23,24 @@ from transformers import PretrainedConfig
 from rl.errors import UserError
 from rl.ranks.device import moved, packed_attention
 
-COMPRESSED = 2048  # rows and columns of the mask that stands for a causal one of any size
+COMPRESSED = 2048  # rows and columns of the mask that means a causal one of any size
 RIGHT_DOWN_CAUSAL = 3  # sparse_mode of npu_fusion_attention: aligned at the ends
 # Largest relative difference of the check at the start. Kernels differ from a plain softmax by rounding, 0.005 in bf16; with a
 # mask that is aligned at the beginnings by more than 0.5.
 TOLERANCE = 0.03
 
 
+def tokens_seen(lengths: list[int], after: list[int]) -> list[np.ndarray]:
+    """For each segment, the row's tokens that it attends to: those of the segment in front of it, then its own."""
+    own = [np.arange(a, b) for a, b in itertools.pairwise([0, *itertools.accumulate(lengths)])]
+    return [np.concatenate([own[before], own[i]]) if before >= 0 else own[i] for i, before in enumerate(after)]
+
+
 class Segments:
-    """The segments of a packed row of T tokens as a kernel takes them. Segments without tokens are not among them."""
+    """The segments of a packed row of T tokens as a kernel takes them, except those without tokens."""
 
     def __init__(self, lengths: list[int], after: list[int], device: torch.device):
-        own = [np.arange(a, b) for a, b in itertools.pairwise([0, *itertools.accumulate(lengths)])]
-        seen = [
-            np.concatenate([own[before], own[i]]) if before >= 0 else own[i] for i, before in enumerate(after) if lengths[i]
-        ]
+        seen = [tokens for tokens, length in zip(tokens_seen(lengths, after), lengths, strict=True) if length]
         self.longest = max(filter(None, lengths)), max(map(len, seen))  # queries, keys
         self.ends = list(itertools.accumulate(filter(None, lengths))), list(itertools.accumulate(map(len, seen)))
         keys, self.device = np.concatenate(seen), device
@@ -50,7 +53,7 @@ class Segments:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that a kernel computes, in a layer and for each head."""
+        """The pairs of a query and a key that a kernel computes in a layer, for each head."""
         queries, keys = (np.diff(ends, prepend=0) for ends in self.ends)
         return int((queries * (keys - queries) + queries * (queries + 1) // 2).sum())
 
@@ -61,7 +64,7 @@ class Segments:
 
 
 def attend(kernel: str, segments: Segments, query, key, value, scaling: float) -> torch.Tensor:
-    """Causal attention of each segment to what is in front of it and to itself. query [T, H, D]; key, value [T, H_kv, D];
+    """Causal attention of each segment to the one in front of it and to itself. query [T, H, D]; key, value [T, H_kv, D];
     returns [T, H, D]."""
     if segments.keys is not None:
         key, value = (x.index_select(0, segments.keys) for x in (key, value))  # [K, H_kv, D]
@@ -100,7 +103,7 @@ KERNELS = {"flash": _flash, "fusion": _fusion}
 @functools.cache
 def _later(device: torch.device) -> torch.Tensor:
     """True where a key is later than the query."""
-    with torch.inference_mode(False):  # a backward pass may keep it, whoever made it
+    with torch.inference_mode(False):  # it is cached, and a later backward pass may keep it
         return torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool).triu(1).to(device)
 
 

@@ -1,10 +1,9 @@
 """`--compile`: the decoder layers of a model through torch.compile, one region a layer.
 
-What surrounds the products - norms, gate, rotation - becomes a few passes over memory. Attention stays as it is, between two
-compiled halves of a layer: its layout holds Python objects that differ by micro-batch. Regions are compiled for any number of
-tokens, so that no micro-batch makes them again, and all layers share them. The compiler keeps its work on disk
-(TORCHINDUCTOR_CACHE_DIR).
-Left out: the embedded engine, which loses by it (benchmarks/LOG.md).
+Everything between the products (norms, gate, rotation) becomes a few passes over memory. Attention stays as it is, between two
+compiled halves of a layer, because its layout holds Python objects that differ by micro-batch. Regions are compiled once, for
+any number of tokens, and all layers share them. The compiler keeps its work on disk (TORCHINDUCTOR_CACHE_DIR).
+Left out: the embedded engine, which is slower with it (benchmarks/LOG.md).
 """
 
 import functools
@@ -23,17 +22,17 @@ from rl.model.router import routers
 def compile_layers(model: nn.Module, where: str) -> None:
     """Compiles the forward of each decoder layer, at its first call. Raises UserError for a model with experts, and where
     there is no compiler."""
-    if routers(model):  # routes that are replayed, counted and sent about are Python at every layer
+    if routers(model):  # routes are replayed, counted and sent by Python at every layer
         raise UserError(f"{where}: --compile is for models without experts. Leave it out.")
     _find_compiler()
-    torch._dynamo.config.recompile_limit = 64  # by default 8, after which layers would silently be what they were
+    torch._dynamo.config.recompile_limit = 64  # by default 8, after which layers would silently not be compiled
     AttentionInterface.register(ATTENTION, torch.compiler.disable(_attention))
     for layer in decoder_layers(model):
         layer.forward = _for_any_length(torch.compile(layer.forward))
 
 
 def _for_any_length(forward):
-    """The compiled forward, with the number of tokens alone left open: with every size open the kernels are slow ones."""
+    """The compiled forward, for which only the number of tokens is left open: kernels with every size open are slow."""
 
     @functools.wraps(forward)
     def run(hidden_states, *args, **kwargs):  # [1, T, hidden]
@@ -62,6 +61,6 @@ def _attention(module, query, key, value, *args, **kwargs):
 
 
 def _open(x: object, tokens: int) -> None:
-    """Leaves the first size of this many tokens, behind the batch's, open to the compiler."""
+    """Leaves open to the compiler the first dimension that has this many tokens, except the batch's."""
     if isinstance(x, torch.Tensor) and tokens in x.shape[1:]:
         torch._dynamo.maybe_mark_dynamic(x, 1 + x.shape[1:].index(tokens))

@@ -1,12 +1,12 @@
 """Expert parallelism: neighbouring learners share the experts of each layer.
 
-Without it every rank gathers all experts of a layer, as FSDP does with the rest. With it a rank keeps its own experts, and
-the tokens travel: sorted by expert, each goes to the rank of its expert and comes back (all-to-all). Less is sent where experts
-are large and a rank's tokens are few, and where gathering would go over a slow network. The ranks that hold the same experts
-shard them among each other by FSDP, so that a rank holds as many parameters as without.
+Without it every rank gathers all experts of a layer, as FSDP does with the rest. With it a rank keeps its own experts, and the
+tokens travel: sorted by expert, each goes to the rank of its expert and comes back (all-to-all). This sends less if experts are
+large and a rank's tokens are few, and it helps where gathering would go over a slow network. The ranks that hold the same
+experts shard them among each other by FSDP, so that a rank holds as many parameters as it would otherwise.
 
-It goes with sequence parallelism on the same ranks. Left out: models whose experts are not laid out as in Qwen3-MoE, capacity
-limits (no token is dropped), overlap of a layer's own all-to-all with its computation.
+It can be combined with sequence parallelism on the same ranks. Left out: models whose experts are not laid out as in Qwen3-MoE,
+capacity limits (no token is dropped), overlap of a layer's own all-to-all with its computation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAMES = {"gate_up_proj", "down_proj"}  # an experts module's parameters, [E, ...
 
 
 def share_experts(ranks: Ranks, config: PretrainedConfig, size: int) -> Ranks:
-    """The learners, each `size` neighbours of which share the experts. Raises UserError where they cannot be divided evenly."""
+    """The learners, of which every `size` neighbours share the experts. Raises UserError if these cannot be divided evenly."""
     if size == 1:
         return ranks
     given, count = f"--expert-parallel {size}", getattr(config.get_text_config(), "num_experts", None)
@@ -55,8 +55,8 @@ def experts_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def divide_experts(model: nn.Module, ranks: Ranks, shard: dict) -> None:
-    """Leaves every rank its own experts, without values, sharded as the options `shard` of fully_shard say, and has the tokens
-    sent to them. Before the layers around them are sharded."""
+    """Leaves every rank its own experts, without values, and has the tokens sent to them. shard: options of fully_shard. To be
+    called before the layers around the experts are sharded."""
     mesh, shard = ranks.expert_mesh["expert"], shard | {"mesh": ranks.expert_mesh["shard"]}
     if policy := shard.get("mp_policy"):
         shard["mp_policy"] = dataclasses.replace(policy, cast_forward_inputs=False)  # weights of experts may be fp32
@@ -78,20 +78,18 @@ def divide_experts(model: nn.Module, ranks: Ranks, shard: dict) -> None:
 
 
 def _forward(experts: nn.Module, plain: nn.Module, group, hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor):
-    """What all experts of a layer make of hidden [t, d], by index and weight [t, K] of each token's: [t, d]. `plain` is a copy
-    of the module without parameters, for this rank's experts. A collective of the group."""
-    own = copy.copy(plain)
-    own.__dict__.update({name: getattr(experts, name).to_local() for name in NAMES})  # as FSDP has gathered them
-    return _dispatch(own, group, hidden, index, weight)
-
-
-def _dispatch(own_experts: nn.Module, group, hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Sends each token to its experts, and what they make of it back."""
-    ranks, own, choices = group.size(), own_experts.num_experts, index.shape[1]
+    """The output [t, d] of a layer's experts for hidden [t, d], given index and weight [t, K] of each token's experts: sends
+    each token to its experts, and their output back. `plain` is a copy of the module without parameters, for this rank's
+    experts. A collective of the group."""
+    own_experts = copy.copy(plain)
+    own_experts.__dict__.update({name: getattr(experts, name).to_local() for name in NAMES})  # as FSDP has gathered them
+    ranks, own, choices = group.size(), plain.num_experts, index.shape[1]
     order = index.flatten().argsort(stable=True)  # [t * K], by expert and so by rank
     count = torch.zeros(ranks * own, dtype=torch.long, device=index.device)
-    count = count.scatter_add_(0, index.flatten(), torch.ones_like(order))  # rows for each expert
-    arriving, sent, received = rows_to_trade(count, len(order), group)
+    count = count.scatter_add_(0, index.flatten(), torch.ones_like(order))  # [E] this rank's rows for each expert
+    arriving = torch.empty_like(count)  # [E] rows that arrive from each rank for each of this rank's experts
+    torch.distributed.all_to_all_single(arriving, count, group=group)
+    sent, received = torch.stack([count, arriving]).view(2, ranks, -1).sum(2).tolist()  # by rank; the one wait for the device
     rows = AllToAll.apply(hidden[order // choices], sent, received, group)  # [R, d]
     expert = torch.arange(own, device=index.device).repeat(ranks).repeat_interleave(arriving, output_size=len(rows))  # [R]
     out = AllToAll.apply(_compute(own_experts, rows, expert), received, sent, group)  # [t * K, d] in `order`
@@ -99,18 +97,9 @@ def _dispatch(own_experts: nn.Module, group, hidden: torch.Tensor, index: torch.
     return (by_token * weight[..., None]).sum(1).to(hidden.dtype)
 
 
-def rows_to_trade(count: torch.Tensor, rows: int, group) -> tuple[torch.Tensor, list[int], list[int]]:
-    """count [E]: how many of this rank's rows go to each expert of all ranks -> (how many come from each rank for each of its
-    own experts [E], rows to send to each rank, rows from each)."""
-    arriving = torch.empty_like(count)
-    torch.distributed.all_to_all_single(arriving, count, group=group)
-    sent, received = torch.stack([count, arriving]).view(2, group.size(), -1).sum(2).tolist()  # the one wait for the device
-    return arriving, sent, received
-
-
 def _compute(own_experts: nn.Module, rows: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
-    """rows [R, d], each through the expert [R] of this rank. Without a row one of zeros is computed: the parameters must have a
-    gradient on every rank, because FSDP sums it over them."""
+    """rows [R, d], each through the expert [R] of this rank. If there is no row, one of zeros is computed: the parameters must
+    have a gradient on every rank, because FSDP sums it over the ranks."""
     if not len(rows):
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
         return own_experts(rows, expert.new_zeros(1, 1), rows.new_ones(1, 1))[:0]
@@ -118,21 +107,21 @@ def _compute(own_experts: nn.Module, rows: torch.Tensor, expert: torch.Tensor) -
 
 
 def fetch_ahead(layers: Iterable[nn.Module]) -> None:
-    """Has each layer's parameters gathered while the one before computes, forward and backward. By itself FSDP begins when the
-    host comes to the layer, and that is late where the host waits for the number of rows to send."""
+    """Has each layer's parameters gathered while the layer before computes, forward and backward. By itself FSDP begins when
+    the host reaches the layer, which is late because the host waits for the number of rows to send."""
     groups = [[layer, *experts_of(layer)] for layer in layers]
     for before, after in itertools.pairwise(groups):
         before[0].set_modules_to_forward_prefetch(after)
         if any(parameter.requires_grad for parameter in before[0].parameters()):
             after[0].set_modules_to_backward_prefetch(before)
             continue
-        for module in after:  # a frozen tower has no backward pass; with no other notice, FSDP would gather its last layer
+        for module in after:  # a frozen tower has no backward pass, but FSDP would gather its last layer by default
             module.set_modules_to_backward_prefetch(after)
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], largest: float) -> float:
-    """Scales gradients that are sharded over different meshes down to a global norm of `largest` together, and returns the norm
-    they had. torch's own takes one mesh only."""
+    """Scales gradients that are sharded over different meshes down to a global norm of `largest`, and returns the norm that
+    they had. torch's own function takes only one mesh."""
     grads = [p.grad.to_local() for p in parameters if p.grad is not None]  # no element is on two ranks
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]  # of gradients in bf16, too
     own = torch.stack(norms).norm().cpu().double()  # over the host: collectives of devices may not take float64

@@ -1,18 +1,18 @@
 """Checks that we compute what transformers computes, by one short forward pass when the learner and the embedded engine start.
 
 The learner packs sequences into one row, shares prompts, replaces attention and stops before the logits; the embedded engine
-has a KV cache and, for some families, a forward pass of its own. A model that does something else besides (scales its logits,
-caps them, has windows, sinks, biases, or a state that crosses the borders of a row: convolutions, linear attention, shifted
-tokens) would be trained and sampled wrongly, and no metric would show it, because both sides agree with each other. So a few
-random tokens go through the model as transformers runs it, with its own eager attention on the same parameters in the same
-precision, and through our code; the log-probs must be the same.
+has a KV cache and, for some families, a forward pass of its own. A model that does anything else (scales or caps its logits,
+has windows, sinks, biases, or a state that crosses the borders of a row: convolutions, linear attention, shifted tokens) would
+be trained and sampled wrongly, and no metric would show it, because both sides agree with each other. So a few random tokens go
+through the model as transformers runs it, with its own eager attention on the same parameters in the same precision, and
+through our code; the log-probs must be the same.
 
-They are two prompts with two responses each, and each response is judged by itself: in a packed row the first one follows its
-prompt anyway, so a model whose state crosses borders is right there and wrong on the others.
+There are two prompts with two responses each, and each response is judged by itself: in a packed row the first response follows
+its prompt anyway, so a model whose state crosses borders is right there and wrong on the others.
 
-The learner is checked by its first rank, in fp32 on the CPU, before the model is sharded: what a model needs shows there to six
-digits, whatever precision it then trains in. Left out: vLLM, which computes by itself, and what only shows in longer sequences:
-that is refused by the config and by what each layer asks of attention (rl/model/attention.py).
+The first rank checks the learner, in fp32 on the CPU, before the model is sharded: there a difference shows to six digits,
+whatever precision the model then trains in. Left out: vLLM, which computes by itself, and differences that only show in longer
+sequences: rl/model/attention.py refuses these by the config and by the options of each layer's attention.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ from rl.model.attention import ATTENTION, REMEDY, Packed, linear_layers
 from rl.model.vision_forward import row_inputs
 
 PROMPT, RESPONSE = 8, 8  # tokens of a probe: one prompt with two responses; an image's come on top
-# Largest median difference of a response's log-probs. Right models differ by 1e-6 in fp32, and by up to 0.1 in bf16, mixtures
-# of experts more on some tokens; wrong ones by 0.1 to 5.
+# Largest median difference of a response's log-probs. Right models differ by 1e-6 in fp32 and by up to 0.1 in bf16 (mixtures of
+# experts by more on some tokens), wrong models by 0.1 to 5.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
-OF_A_TOKEN = 1e-2  # in fp32. Not of each token of a mixture: its router may round to a different expert now and then
+OF_A_TOKEN = 1e-2  # in fp32; not for each token of a mixture, whose router may round to a different expert now and then
 CROSSES = (
     "The first response of a packed row is right and others are not: something reaches from one sequence into the next, as a "
     "convolution, a recurrent state or a shift of tokens does. "
 )
-# What a config says of a forward pass that is not computed here -> the value that asks for nothing
+# Settings of a forward pass that is not computed here -> the value that asks for nothing
 SUSPECTS = {
     "logits_scaling": 1.0,
     "logit_scale": 1.0,
@@ -50,7 +50,7 @@ SUSPECTS = {
 
 @torch.no_grad()
 def check_policy(policy, path: str) -> None:
-    """Raises UserError if the learner's log-probs are not transformers'. policy: on the CPU, not sharded, in fp32."""
+    """Raises UserError if the learner's log-probs are not those of transformers. policy: on the CPU, not sharded, in fp32."""
     probes = _probes(policy.model)
     prompt = probes[0].prompt
     row = torch.cat([torch.cat([probe.ids[0], probe.ids[1, prompt:]]) for probe in probes])  # a prompt, its two responses, ...
@@ -73,8 +73,8 @@ def check_policy(policy, path: str) -> None:
 
 @torch.no_grad()
 def check_engine(forward: Callable[["Probe"], torch.Tensor], model, path: str, dtype: torch.dtype) -> None:
-    """Raises UserError if the engine's logits are not transformers'. forward: probe -> logits [2, RESPONSE, V] that predict the
-    responses' tokens."""
+    """Raises UserError if the engine's logits are not those of transformers. forward: probe -> logits [2, RESPONSE, V] that
+    predict the responses' tokens."""
     probes = _probes(model)
     _compare(lambda: torch.cat([_log_probs(forward(probe), probe) for probe in probes]), model, probes, path, dtype)
 
@@ -86,11 +86,11 @@ class Probe:
     ids: torch.Tensor  # [2, L] random, on the model's device
     prompt: int  # tokens of the prompt
     images: Images | None = None  # an image in the prompt, if the model takes any
-    theirs: dict = field(default_factory=dict)  # what transformers' forward takes of it
+    theirs: dict = field(default_factory=dict)  # the image as inputs of transformers' forward
 
     @staticmethod
     def of(model, seed: int = 0) -> "Probe":
-        config, generator = model.config, torch.Generator().manual_seed(seed)  # a run's own random numbers stay what they are
+        config, generator = model.config, torch.Generator().manual_seed(seed)  # the run's own random numbers stay the same
         ids = torch.randint(config.get_text_config().vocab_size, (2, PROMPT + RESPONSE), generator=generator)
         ids[1, :PROMPT] = ids[0, :PROMPT]
         if not takes_images(config):
@@ -115,7 +115,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """An ImagePrep that has its pixels already."""
+    """An ImagePrep whose pixels are there already."""
 
     made: torch.Tensor
     merge: int
@@ -137,7 +137,7 @@ def _compare(ours: Callable[[], torch.Tensor], model, probes: list[Probe], path:
         raise UserError(f"--model {path}: {error}") from None
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # whatever a model may raise that takes other arguments, or has other shapes
+    except Exception as error:  # anything: the model may take other arguments or have other shapes
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         message = f"--model {path}: {type(model).__name__} cannot be run on packed sequences ({reason}). {REMEDY}"
         raise UserError(message) from error
@@ -145,13 +145,13 @@ def _compare(ours: Callable[[], torch.Tensor], model, probes: list[Probe], path:
     with _eager(model):
         logits = model(input_ids=torch.cat([probe.ids for probe in probes]), use_cache=False, **inputs).logits  # [4, L, V]
     if probes[0].images:
-        model.model.rope_deltas = None  # what transformers keeps of the positions
+        model.model.rope_deltas = None  # transformers keeps this of the positions
     parts = logits[:, probes[0].prompt - 1 : -1].chunk(len(probes))
     expected = torch.cat([_log_probs(part, probe) for part, probe in zip(parts, probes, strict=True)])
     gaps = (found - expected).abs()
     has_experts = any(name.endswith("experts") for name, _ in model.named_modules())
     for difference, allowed in _judged(gaps, dtype, has_experts):
-        if not difference <= allowed:  # NaN is a difference, too
+        if not difference <= allowed:  # also true for NaN
             tolerance = f"{allowed:g} is allowed in {str(dtype).removeprefix('torch.')}"
             crosses = CROSSES if float(gaps[0].max()) <= allowed else ""
             raise UserError(
@@ -161,8 +161,8 @@ def _compare(ours: Callable[[], torch.Tensor], model, probes: list[Probe], path:
 
 
 def _judged(gaps: torch.Tensor, dtype: torch.dtype, has_experts: bool) -> list[tuple[float, float]]:
-    """gaps [4, RESPONSE] -> (a difference, how large it may be): the worst response's, by its median, and in fp32 the worst
-    token's. Of a mixture a token counts that is wrong at the same place of both responses that follow another one."""
+    """gaps [4, RESPONSE] -> (a difference, the largest one allowed): the median of the worst response, and in fp32 the worst
+    token. In a mixture a token counts only if both second responses are wrong at its place."""
     judged = [(float(gaps.median(dim=1).values.max()), TOLERANCE[dtype])]
     if dtype == torch.float32:
         of_token = gaps[1::2].amin(dim=0) if has_experts else gaps
@@ -177,7 +177,7 @@ def _log_probs(logits: torch.Tensor, probe: Probe) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _eager(model):
-    """Every module of the model looks into the config for its attention, at each call."""
+    """Has transformers' own attention compute the model: every module looks into its config at each call."""
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}.values()
     ours = [config for config in configs if getattr(config, "_attn_implementation", None) == ATTENTION]
     for config in ours:
@@ -197,7 +197,7 @@ def _eager(model):
 
 @contextlib.contextmanager
 def _all_cores():
-    """torchrun leaves each rank one thread; the other ranks wait for this one."""
+    """Computes with all cores: torchrun leaves each rank one thread, and the other ranks wait for this one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     try:
@@ -207,7 +207,7 @@ def _all_cores():
 
 
 def _likely(model) -> str:
-    """The likely reason in the config, in a sentence."""
+    """A sentence about the likely reason in the config; empty if there is none."""
     config = model.config.get_text_config()
     found = [f"{name} = {value}" for name, plain in SUSPECTS.items() if (value := getattr(config, name, plain)) != plain]
     return f"A likely reason, from config.json: {', '.join(found)}. " if found else ""

@@ -1,8 +1,8 @@
-"""All experts of a layer as grouped products on an NPU: transformers' own are torch's, which torch-npu takes apart again.
+"""All experts of a layer as grouped products on an NPU, since torch-npu computes torch's grouped products one after another.
 
-`torch_npu.npu_grouped_matmul` multiplies the rows of each expert with its matrix in one kernel, and so are both gradients here.
-Before it is used it is compared with products one after another (`agrees`); where they differ experts are computed so.
-Experts with biases, without a gate, or in a layout other than [experts, out, in] are left to their model's own forward.
+`torch_npu.npu_grouped_matmul` multiplies the rows of each expert with its matrix in one kernel; both gradients here use it,
+too. Before it is used it is compared with products one after another (`agrees`); if they differ, experts are computed one by
+one. Experts with biases, without a gate, or in a layout other than [experts, out, in] are left to their model's own forward.
 """
 
 import itertools
@@ -22,7 +22,7 @@ CLOSE = 0.02  # relative error, as the two round differently in bf16
 
 
 def experts_implementation() -> str | None:
-    """The way in which transformers computes a layer's experts; None leaves it the choice, which is grouped products."""
+    """The way in which transformers computes a layer's experts; None leaves it its default, grouped products."""
     if device.kind() not in LOOPED_EXPERTS_KINDS:
         return None
     return NAME if use(device.kind()) else "eager"
@@ -43,7 +43,7 @@ class GroupedProduct(torch.autograd.Function):
         grad = grad.contiguous()
         if ctx.needs_input_grad[0]:
             of_x = _product(grad, weight, rows)
-        if ctx.needs_input_grad[1]:  # [E, out, in]; an expert without rows is left unwritten by some kernels
+        if ctx.needs_input_grad[1]:  # [E, out, in]; some kernels leave an expert without rows unwritten
             of_weight = _product(grad.t(), x, rows, by_rows=True)
             of_weight = torch.where((rows > 0)[:, None, None], of_weight, 0.0)
         return of_x, of_weight, None
@@ -56,7 +56,7 @@ def _product(x: Tensor, weight: Tensor, rows: Tensor, by_rows: bool = False) -> 
 
 
 def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What transformers' experts modules compute: hidden_states [T, d], top_k_index and top_k_weights [T, K] -> [T, d]."""
+    """The forward of transformers' experts modules: hidden_states [T, d], top_k_index and top_k_weights [T, K] -> [T, d]."""
     if not is_accelerator(hidden_states.device):  # the checks at the start
         return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     if self.has_bias or self.is_transposed or not self.has_gate:
@@ -74,7 +74,7 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
 
 @cache
 def use(device: torch.device | str) -> bool:
-    """Has transformers compute experts so, if the kernel is there and right; says why not in a warning."""
+    """Has transformers compute experts by the kernel if it exists and is right; otherwise a warning gives the reason."""
     try:
         wrong = not agrees(torch.device(device))
         reason = "its values differ from products one after another"
@@ -90,7 +90,7 @@ def use(device: torch.device | str) -> bool:
 
 
 def agrees(device: torch.device) -> bool:
-    """Whether the product and both gradients are those of a loop over the experts, one of which has no row."""
+    """Whether the product and both gradients equal those of a loop over the experts, one of which has no row."""
     generator = torch.Generator().manual_seed(0)
     rows, size = [5, 0, 11, 16], {"x": (32, 64), "weight": (4, 96, 64), "grad": (32, 96)}
     x, weight, grad = (torch.randn(shape, generator=generator).bfloat16().to(device) for shape in size.values())

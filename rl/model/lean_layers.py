@@ -1,12 +1,11 @@
-"""The learner's decoder layers with their backward passes written out: fewer passes over memory, and less kept between the two.
+"""The learner's decoder layers with their backward passes written out: fewer passes over memory, and less memory in between.
 
-The forward pass is transformers', bit for bit. Autograd would keep each step of a norm, of the rotation and of the gate; here a
-layer keeps what it was given, the scales of its norms, what attention takes and gives, and the outputs of gate and up. The rest
-is one or two passes over memory and is computed again, by the same operations in the same order: gradients are autograd's, to
-the bit, too. Modules within a layer are read, not called: where one has a hook, or a projection is of a class that KINDS does
-not have, the layer is as it was.
-Left out: layers of other formulas, Mistral's, whose windows only its own modules know, and `--compile`, which merges passes by
-itself.
+The forward pass is that of transformers, bit for bit. Autograd would keep each step of a norm, of the rotation and of the gate;
+here a layer keeps its input, the scales of its norms, the inputs and outputs of attention, and the outputs of gate and up. The
+rest takes one or two passes over memory and is computed again, by the same operations in the same order, so that gradients also
+equal autograd's, bit for bit. Modules within a layer are read, not called: if one has a hook, or a projection is of a class
+that KINDS does not have, the layer stays as it was. Left out: layers of other formulas, Mistral's, whose windows only its own
+modules know, and `--compile`, which merges passes by itself.
 """
 
 import functools
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from rl.model.attention import attention_forward
 
-WORTH_IT = 2**20  # elements of a product; with fewer, computing the gate again takes longer than memory that is at hand
+WORTH_IT = 2**20  # elements of a product; with fewer, computing the gate again takes longer than keeping it
 # transformers' modules of these very formulas
 LAYERS = {
     "LlamaDecoderLayer",
@@ -35,7 +34,7 @@ MLPS = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen2MoeMLP", "Qwen3MLP", "Qwen3M
 
 
 def keep_less(model: nn.Module) -> None:
-    """Changes the layers and the MLPs of a model that can be."""
+    """Changes those layers and MLPs of a model that can be changed."""
     for module in model.modules():
         if _is_one_of(module, LAYERS):
             module.forward = functools.partial(_layer, module, module.forward, _is_gated(module.mlp))
@@ -54,14 +53,14 @@ def _is_gated(module: nn.Module) -> bool:
 
 
 def _may_be_read(module: nn.Module, *projections: nn.Module) -> bool:
-    """Whether reading its weights does what calling it would: the projections of it that are read are in KINDS, and neither it
-    nor a part of it has hooks. Asked in each pass, because a fork may change a model that is loaded."""
+    """Whether reading a module's weights does the same as calling it: the projections to be read are in KINDS, and neither the
+    module nor a part of it has hooks. Asked in each pass, because a fork may change a loaded model."""
     hooked = any(getattr(part, hooks) for part in (module, *module.children()) for hooks in HOOKS)
     return not hooked and all(type(projection) in KINDS for projection in projections)
 
 
 def _layer(layer, plain, gated: bool, hidden_states: Tensor, position_embeddings=None, layout=None, **others) -> Tensor:
-    """hidden_states [B, L, hidden] -> [B, L, hidden]. As it was without a layout, thus with transformers' own attention."""
+    """hidden_states [B, L, hidden] -> [B, L, hidden]. `plain` is used without a layout: then attention is transformers' own."""
     x, attention, mlp = hidden_states, layer.self_attn, layer.mlp
     projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     norms = (layer.input_layernorm, layer.post_attention_layernorm)
@@ -87,7 +86,7 @@ def _layer(layer, plain, gated: bool, hidden_states: Tensor, position_embeddings
 
 def _mixed(of_angle: Tensor, attention: nn.Module) -> Tensor:
     """Cosines or sines [B, L, D]. transformers before 5.6 gives Qwen2.5-VL's layers one for each of a token's three positions,
-    [3, B, L, D], and has each attention take its sections of them."""
+    [3, B, L, D], of which each attention takes its sections."""
     if of_angle.dim() == 3:
         return of_angle
     sections = attention.config.rope_parameters["mrope_section"] * 2
@@ -109,7 +108,7 @@ def plain_down(gate: Tensor, up: Tensor, projection: nn.Linear) -> Tensor:
 
 
 class Kind(NamedTuple):
-    """How projections of a class are computed."""
+    """The way in which projections of a class are computed."""
 
     products: Callable[..., tuple[Tensor, ...]]  # as plain_products
     down: Callable[[Tensor, Tensor, nn.Linear], Tensor]  # as plain_down
@@ -149,7 +148,7 @@ def _norm(x: Tensor, norm: nn.Module) -> Tensor:
 
 
 def plain_products(x: Tensor, norm: nn.Module, *projections: nn.Linear) -> tuple[Tensor, ...]:
-    """x [..., n] -> what each of the projections makes of its norm [..., m_i]"""
+    """x [..., n] -> the output of each projection for the norm of x: [..., m_i]"""
     weights, biases = [p.weight for p in projections], [p.bias for p in projections]
     return NormedProducts.apply(x, x, norm.weight, norm.variance_epsilon, *weights, *biases)
 
@@ -170,8 +169,8 @@ class Norm(torch.autograd.Function):
 
 
 class NormedProducts(torch.autograd.Function):
-    """Products of what is normed first: x [..., n] twice, norm's weight [n], epsilon, weights [m_i, n], as many biases [m_i] or
-    None -> [..., m_i] each"""
+    """Products of the norm: x [..., n] twice, norm's weight [n], epsilon, weights [m_i, n], as many biases [m_i] or None
+    -> [..., m_i] each"""
 
     @staticmethod
     def forward(ctx, x, _, norm_weight, epsilon, *weights_biases):
@@ -186,7 +185,7 @@ class NormedProducts(torch.autograd.Function):
         x, norm_weight, scale, *weights = ctx.saved_tensors
         grads, unit = [rows(grad) for grad in grads], unit_of(x, scale)
         normed = rows(norm_weight * unit)
-        needed = ctx.needs_input_grad[4:]  # not of a frozen model, and not without a bias
+        needed = ctx.needs_input_grad[4:]  # False in a frozen model, and without a bias
         of_weights = [grad.t().mm(normed) if asked else None for grad, asked in zip(grads, needed, strict=False)]
         of_biases = [grad.sum(0) if asked else None for grad, asked in zip(grads, needed[len(grads) :], strict=True)]
         del normed
@@ -196,20 +195,20 @@ class NormedProducts(torch.autograd.Function):
 
 
 def scale_of(x: Tensor, epsilon: float) -> Tensor:
-    """[..., n] -> [..., 1] fp32: what brings the mean square to 1"""
+    """[..., n] -> [..., 1] fp32: the factor that brings the mean square to 1"""
     return torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + epsilon)
 
 
 def unit_of(x: Tensor, scale: Tensor) -> Tensor:
-    """[..., n]: what the norm's weight weighs"""
+    """[..., n]: x over its root mean square, which the norm's weight multiplies"""
     return (x.float() * scale).to(x.dtype)
 
 
 def norm_backward(grad: Tensor, x: Tensor, unit: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """From the gradient of the norm's output: those of x, by its product with the scale and by the scale itself, and of the
-    weight. In half precision the former are one sum, rounded once."""
+    """From the gradient of the norm's output: the gradients of x (by its product with the scale, and by the scale itself) and
+    of the weight. In half precision the first two are one sum, rounded once."""
     products = grad * unit
-    if x.dim() == 4:  # [B, L, heads, D]; autograd has them, and so sums them, head by head
+    if x.dim() == 4:  # [B, L, heads, D]; autograd sums them head by head
         products = products.transpose(1, 2).contiguous()
     of_weight = products.sum(tuple(range(x.dim() - 1)))
     of_unit = (grad * weight).float()
@@ -254,5 +253,5 @@ KINDS = {nn.Linear: Kind(plain_products, plain_down)}  # by class; rl/adapters a
 
 
 def _kind(*projections: nn.Linear) -> Kind:
-    """Of projections that are computed together: plain ones may be among those of another kind."""
+    """The kind of projections that are computed together: plain ones may be among those of another kind."""
     return next((KINDS[type(of)] for of in projections if type(of) is not nn.Linear), KINDS[nn.Linear])

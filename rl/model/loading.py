@@ -1,17 +1,16 @@
 """Each learner's part of the weights, read from the files: no rank, the first included, ever holds the model.
 
-The first rank finds out which runs of which files make up each parameter, and tells the others; each then reads the runs of
-its own part, in the files' precision, and casts them as they come. What cannot be read in parts the first rank reads, and sends
-to all, a parameter at a time: all of them where a learner does not see the files; those that files hold in another form than a
-model in memory, transposed, say. The forward check at the start has the first rank hold a layer at a time.
+The first rank finds out which runs of which files make up each parameter. Each rank then reads the runs of its own part, in the
+files' precision, and casts them as they arrive. Parameters that cannot be read in parts are read by the first rank, which sends
+them to all, one at a time: all parameters if a learner does not see the files, or those that files hold in another form than a
+model in memory, such as transposed. For the forward check at the start, the first rank holds one layer at a time.
 
-Left out: weights that are in no safetensors files, are quantized, or are cut otherwise than into parameters. These transformers
-reads, whole and in fp32, on the first rank.
+Left out: weights that are in no safetensors files, are quantized, or are cut otherwise than into parameters. transformers reads
+these, whole and in fp32, on the first rank.
 """
 
 import contextlib
 import functools
-import json
 import platform
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +25,7 @@ from transformers.utils import logging
 
 from rl.errors import UserError
 from rl.hub.names import Source, sources
-from rl.hub.tensor_reader import DTYPES, Reader, Run, Stored, find, sample, stored_tensors
+from rl.hub.tensor_reader import DTYPES, INDEX, SINGLE, Reader, Run, Stored, find, read_index, sample, stored_tensors
 from rl.model.attention import linear_layers
 from rl.model.pretrained import auto_class, computed, empty_model, layers, load_config, reason_of, unfilled_model
 from rl.model.shards import Block, local
@@ -42,11 +41,11 @@ HARMLESS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")  # buffers t
 
 
 def load_weights(path: str, dtype: torch.dtype, trust_remote_code: bool = False, say: bool = True) -> PreTrainedModel:
-    """The model with its weights, on the CPU. Raises UserError unless each of them comes from the files, in its shape."""
+    """The model with its weights, on the CPU. Raises UserError unless the files have all of them, in their shapes."""
     where = f"--model {path}"
     check_files(path, where)
     level = logging.get_verbosity()
-    logging.set_verbosity_error()  # transformers' table of missing weights would stand next to our message
+    logging.set_verbosity_error()  # no table of missing weights next to our message
     try:
         with waiting(f"loading {path}", show=say):
             config = load_config(path, trust_remote_code)
@@ -56,7 +55,7 @@ def load_weights(path: str, dtype: torch.dtype, trust_remote_code: bool = False,
                 **computed(config),
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are in `info`, and refused below
+                ignore_mismatched_sizes=True,  # `info` has them, and they are refused below
             )
     except (MemoryError, torch.OutOfMemoryError):
         raise
@@ -68,7 +67,7 @@ def load_weights(path: str, dtype: torch.dtype, trust_remote_code: bool = False,
     _check_loading(info, where)
     if say:
         say_unused(path, config, info["unexpected_keys"])
-    # Where an lm_head in the files differs from the embedding transformers unties them, on this rank and in no other place.
+    # If an lm_head in the files differs from the embedding, transformers unties them, but only on this rank.
     tied = empty_model(model.config, trust_remote_code)
     if extra := {name for name, _ in model.named_parameters()} - {name for name, _ in tied.named_parameters()}:
         raise UserError(not_tied(path, min(extra)))
@@ -76,21 +75,17 @@ def load_weights(path: str, dtype: torch.dtype, trust_remote_code: bool = False,
 
 
 def check_files(path: str, where: str) -> None:
-    """Raises UserError for weights in the directory that would be silently left unread."""
+    """Raises UserError for weights in the directory that would silently not be read."""
     directory = Path(path)
     if (directory / "adapter_config.json").exists():
         raise UserError(f"{where}: there is an adapter (adapter_config.json). Merge it into the model, and train that.")
-    index = directory / "model.safetensors.index.json"
+    index = directory / INDEX
     if not index.exists():
         return
-    if (directory / "model.safetensors").exists():
-        raise UserError(f"{where}: there is a model.safetensors next to {index.name}. Remove the one that is out of date.")
-    try:
-        listed = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{index}: cannot be read ({reason_of(error)}). Copy or download the files again.") from None
-    if unread := {file.name for file in directory.glob("model-*.safetensors")} - listed:
-        raise UserError(f"{where}: {min(unread)} is not listed in {index.name}. Remove it, or mend the index.")
+    if (directory / SINGLE).exists():
+        raise UserError(f"{where}: there is a {SINGLE} next to {INDEX}. Remove the one that is out of date.")
+    if unread := {file.name for file in directory.glob("model-*.safetensors")} - set(read_index(index).values()):
+        raise UserError(f"{where}: {min(unread)} is not listed in {INDEX}. Remove it, or correct the index.")
 
 
 def not_tied(path: str, name: str) -> str:
@@ -101,17 +96,17 @@ def not_tied(path: str, name: str) -> str:
 
 
 def say_unused(path: str, config: PretrainedConfig, names: Iterable[str]) -> None:
-    """names: of tensors in the files that the model does not have."""
+    """Reports tensors in the files that the model does not have. names: of these."""
     unused = sorted(name for name in names if not name.endswith(HARMLESS))
     passed_on = [name for name in unused if name.startswith(MTP) and linear_layers(config)]
     if passed_on:
         print(
-            f"--model {path}: the {len(passed_on)} weights {MTP}* are not trained; what is saved has them as they are.",
+            f"--model {path}: the {len(passed_on)} weights {MTP}* are not trained; checkpoints keep them as they are.",
             flush=True,
         )
     if unused := [name for name in unused if name not in passed_on]:
         which = f"{len(unused)} weights in the files are not used, {unused[0]} first"
-        print(f"warning: --model {path}: {which}; what is saved lacks them.", flush=True)
+        print(f"warning: --model {path}: {which}; checkpoints lack them.", flush=True)
 
 
 def _check_loading(info: dict, where: str) -> None:
@@ -133,17 +128,17 @@ def _check_loading(info: dict, where: str) -> None:
 
 @dataclass
 class Weights:
-    """A model's weights, as the first rank has them before anything is sharded."""
+    """A model's weights on the first rank, before anything is sharded."""
 
     model: PreTrainedModel  # on the CPU; its parameters may be on the meta device
     whole: Callable[[str], torch.Tensor]  # name -> parameter or buffer, on the CPU, in the files' precision
-    dtypes: dict[str, torch.dtype]  # of these, by parameter
-    runs: dict[str, list[Run]] = field(default_factory=dict)  # by parameter: its elements, end to end, where that can be said
+    dtypes: dict[str, torch.dtype]  # of the files, by parameter
+    runs: dict[str, list[Run]] = field(default_factory=dict)  # by parameter: its elements, end to end, if they lie so in files
 
     @contextlib.contextmanager
     def by_layer(self) -> Iterator[None]:
-        """Has the model hold the weights in fp32: a layer's while it computes, those outside of layers all the time."""
-        places = defaultdict(list)  # of each parameter on the meta device: the modules that have it
+        """Gives the model its weights in fp32: a layer's while the layer computes, those outside of layers all the time."""
+        places = defaultdict(list)  # for each parameter on the meta device: the modules that have it
         names = {parameter: name for name, parameter in self.model.named_parameters() if parameter.is_meta}
         for module in self.model.modules():
             for leaf, parameter in module.named_parameters(recurse=False):
@@ -179,8 +174,8 @@ class Weights:
 
 
 def open_weights(path: str, trust_remote_code: bool = False, say: bool = True) -> Weights:
-    """The weights at `path`, a directory or a hub name. Raises UserError unless each of them is there and can be read. say:
-    whether weights that are not used are reported."""
+    """The weights at `path`, a directory or a hub name. Raises UserError unless all of them are there and can be read. say:
+    whether to report unused weights."""
     check_files(path, f"--model {path}")
     config = load_config(path, trust_remote_code)
     stored = None if getattr(config, "quantization_config", None) else stored_tensors(path)
@@ -193,7 +188,7 @@ def open_weights(path: str, trust_remote_code: bool = False, say: bool = True) -
 
 
 def _stored_weights(path: str, model: PreTrainedModel, stored: dict[str, Stored], say: bool) -> Weights | None:
-    """None if the files hold less, or otherwise, than is read here."""
+    """None if the files lack tensors, or hold them in a form that is not read here."""
     found = sources(model, {name: of.shape for name, of in stored.items()})
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     needed = parameters.keys() | (model.state_dict().keys() & buffers.keys())
@@ -228,7 +223,7 @@ def _generation_config(path: str) -> GenerationConfig:
 
 
 def _dtype(source: Source, stored: dict[str, Stored]) -> torch.dtype:
-    """That of the files' tensors, or one that holds them all."""
+    """The precision of the files' tensors, or one that can hold them all."""
     dtypes = {DTYPES[stored[name].run.dtype] for name in source.names}
     return functools.reduce(torch.promote_types, dtypes)
 
@@ -252,16 +247,16 @@ def _whole(model, found: dict[str, Source], stored: dict[str, Stored], reader: R
 @torch.no_grad()
 @watchdog.doing("the weights to be loaded")
 def fill(model: PreTrainedModel, weights: Weights | None, path: str, ranks: Ranks, say: bool = True) -> None:
-    """Gives every rank its part of the model's parameters, in fp32, and all buffers. weights: on the first rank, of no use any
-    more afterwards. Raises UserError where `path` has other files on one node than on the first. A collective. say: whether
-    the first rank tells how far it is."""
+    """Gives every rank its part of the model's parameters, in fp32, and all buffers. weights: on the first rank, and used up by
+    this. say: whether the first rank reports its progress. Raises UserError if a node has other files at `path` than the first
+    one. A collective."""
     _fill_rest(model, weights, ranks)
     known = {}
     if weights:
         weights.model = None  # its parameters, if it holds any, go one by one
         known["runs"] = weights.runs
         known["dtypes"] = {name: str(dtype).removeprefix("torch.") for name, dtype in weights.dtypes.items()}
-    known = json.loads(dist.from_main(json.dumps(known)))
+    known = dist.from_main(known)
     runs = {name: [Run(*run) for run in of] for name, of in known["runs"].items()}
     files = _seen_by_all({run.file for of in runs.values() for run in of}, path)
     with contextlib.closing(Reader(files or {})) as reader:
@@ -279,10 +274,10 @@ def fill(model: PreTrainedModel, weights: Weights | None, path: str, ranks: Rank
 
 
 def _fill_rest(model: PreTrainedModel, weights: Weights | None, ranks: Ranks) -> None:
-    """Most buffers, rotary frequencies above all, are in no file: without this, ranks compute with uninitialised memory."""
+    """Gives every rank all buffers. Most, such as rotary frequencies, are in no file and would be uninitialised memory."""
     if weights:
         model.generation_config = weights.model.generation_config
-    # One tensor may stand under two names here and not there: a forward pass of LongRoPE makes it so.
+    # A tensor may have two names here and one there, after a forward pass with LongRoPE.
     known = dict(weights.model.named_buffers(remove_duplicate=False)) if weights else None
     for name, buffer in list(model.named_buffers(remove_duplicate=False)):
         value = known[name].cpu() if known else torch.empty_like(buffer, device="cpu")
@@ -303,16 +298,15 @@ def _from_first(weights: Weights | None, name: str, dtype: torch.dtype, shape: t
 
 
 def _seen_by_all(names: set[str], path: str) -> dict[str, Path] | None:
-    """The model's files of these names on this machine; None if a rank does not see all. Raises UserError if a node has others
-    than the first. A collective."""
+    """The model's files of these names on this machine; None if a rank does not see all. Raises UserError if a node's files
+    differ from those of the first one. A collective."""
     if not names:
         return None
     files = {name: find(path, name) for name in sorted(names)}
     samples = None
     if len(launch.nodes()) > 1 and launch.here().local_rank == 0 and all(files.values()):
         samples = {name: sample([file]) for name, file in files.items()}
-    own = [platform.node(), all(files.values()), samples]
-    reports = [json.loads(record) for record in dist.all_gather_bytes(json.dumps(own).encode())]
+    reports = dist.all_gather_values([platform.node(), all(files.values()), samples])
     first, _, expected = reports[0]
     for host, _, found in reports:
         if other := [name for name in found or () if found[name] != expected[name]]:

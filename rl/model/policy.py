@@ -1,22 +1,21 @@
-"""The policy: a causal language model, and of its packed tokens the log-probs and entropy that losses need."""
+"""The policy: a causal language model whose forward returns the log-probs and entropy that losses need."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from rl.data.image_prompts import takes_images
 from rl.model import vision_forward
 from rl.model.attention import linear_layers
 from rl.model.head.log_probs import ChunkedLogProbs, log_probs_at, spread, top_tokens
-from rl.model.head.precision import in_fp32
+from rl.model.head.precision import Fp32Head
 from rl.model.router import Router
 
 LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] computed at a time: 256 MB in fp32
-LOGITS_KEPT = 2**28  # elements kept for a micro-batch's backward pass: 1 GB in fp32; those of further tokens are made twice
+LOGITS_KEPT = 2**28  # elements kept for a micro-batch's backward pass: 1 GB in fp32; the logits of other tokens are made twice
 
 
 class Policy(nn.Module):
-    """A causal language model whose forward returns what the losses need, and holds [tokens, vocabulary] only where small."""
+    """A causal language model over packed rows. It holds [tokens, vocabulary] only where that is small."""
 
     def __init__(self, model: nn.Module, router: Router | None = None, logits_kept: int = LOGITS_KEPT):
         super().__init__()
@@ -34,25 +33,22 @@ class Policy(nn.Module):
     def forward(
         self, inputs: dict, layout, predict, labels, temperature: float, entropy: str, routes=None, observe=0, top=None
     ):
-        """The model's inputs, predict [n], labels [n] -> (log-prob of the labels [n], entropy [n]), fp32.
+        """The model's inputs, predict [n], labels [n] or [n, m] -> (log-prob of the labels, in their shape, entropy [n]), fp32.
 
-        entropy: "none" gives zeros, "metric" the value without gradient, "loss" the value with it; "spread" gives what `spread`
-        returns. routes, observe: see rl/model/router.py. labels may be [n, m], and then the log-probs are, too. top = (K,
-        vocabulary) gives what `top_tokens` returns.
+        entropy: "none" returns zeros, "metric" the value without gradient, "loss" the value with it; "spread" returns the
+        result of `spread`. top = (K, vocabulary): returns the result of `top_tokens`. routes, observe: see rl/model/router.py.
         """
         if self.router:
             self.router.begin(layout, routes, observe)
         hidden, head = self._hidden(inputs, layout)[predict], self.model.lm_head  # [n, hidden]
-        if self.head_fp32:
-            hidden, head = in_fp32(hidden, head)
+        if self.head_fp32 and hidden.dtype != torch.float32:
+            hidden, head = hidden.float(), Fp32Head.of(head)
         if top:
             return top_tokens(hidden, head, labels, temperature, *top, LOGITS_AT_ONCE)
         if entropy == "spread":
             return spread(hidden, head, labels, temperature, LOGITS_AT_ONCE)
-        if labels.dim() > 1:
+        if labels.dim() > 1 or len(hidden) * len(head.weight) <= LOGITS_AT_ONCE:
             return log_probs_at(hidden, head, labels, temperature, entropy, LOGITS_AT_ONCE)
-        if len(hidden) * len(head.weight) <= LOGITS_AT_ONCE:
-            return self._log_prob(hidden, head, labels, temperature, entropy)
         kept = self.logits_kept if torch.is_grad_enabled() else 0
         log_prob, entropies = ChunkedLogProbs.apply(
             hidden, head.weight, head.bias, labels, temperature, entropy != "none", LOGITS_AT_ONCE, kept
@@ -60,18 +56,10 @@ class Policy(nn.Module):
         return log_prob, entropies if entropy == "loss" else entropies.detach()
 
     def reshard(self) -> None:
-        """Lets go of what FSDP has gathered: it puts its own method in the place of this one, which has nothing to do."""
+        """Frees the parameters that FSDP has gathered. FSDP replaces this method; without it there is nothing to free."""
 
     def _hidden(self, inputs: dict, layout) -> torch.Tensor:
         """[T, hidden]"""
         if self.takes_images:
             return vision_forward.hidden_states(self.model.model, layout, **inputs)
         return self.model.model(**inputs, use_cache=False, layout=layout)[0][0]
-
-    def _log_prob(self, hidden, head, labels, temperature: float, entropy: str):
-        log_probs = (head(hidden).float() / temperature).log_softmax(-1)  # [n, V]
-        log_prob = -F.nll_loss(log_probs, labels, reduction="none")
-        if entropy == "none":
-            return log_prob, torch.zeros_like(log_prob)
-        with torch.set_grad_enabled(entropy == "loss" and torch.is_grad_enabled()):
-            return log_prob, -(log_probs.exp() * log_probs).sum(-1)

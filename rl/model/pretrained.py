@@ -1,15 +1,14 @@
 """The model that training starts from: the --model flag's directory or hub name, its config and its tokenizer.
 
-What would train wrongly or crash late is refused here, in a message that says what to do. `check_model` looks at config and
-tokenizer before any weight is read; rl/model/loading.py reads the weights, and refuses files that hold only a part. Whether the
-model's forward pass is what this project computes is measured in rl/model/forward_check.py.
+Models that would train wrongly or crash late are refused here, in a message that says what to do. `check_model` looks at config
+and tokenizer before any weight is read; rl/model/loading.py reads the weights, and refuses files that hold only a part of them.
+rl/model/forward_check.py compares the model's forward pass with ours.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -34,17 +33,19 @@ from rl.model.attention import ATTENTION, check_supported, linear_layers
 from rl.model.grouped_experts import experts_implementation
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-# that the learner and the embedded engine use
+# The learner and the embedded engine use these modules.
 MODULES = ("model.embed_tokens", "model.layers", "model.norm", "lm_head")
 MODULES_WITH_IMAGES = ("model.visual.blocks", "model.language_model.layers", "model.language_model.embed_tokens", "lm_head")
 logging.disable_progress_bar()  # "Loading weights" once per model and rank would bury the run's own lines
 
 
 def resolve(model: str) -> str:
-    """ "demo" and its variants -> that model's directory, made on first use; a directory or a hub name stays as it is."""
+    """The directory of "demo" or one of its variants, made on first use; a directory or a hub name stays as it is."""
     if model not in VERSIONS:
         return model
-    return importlib.import_module(f"rl.data.{model.replace('-', '_')}").model_dir()  # late: few need it
+    from rl.data.demo import model_dir  # late: few need it
+
+    return model_dir(model)
 
 
 def load_config(path: str, trust_remote_code: bool = False, name: str = "--model") -> PretrainedConfig:
@@ -118,15 +119,15 @@ def check_lengths(config: PretrainedConfig, args: ModelFlags) -> None:
 
 
 def _check_modules(config: PretrainedConfig, where: str, trust_remote_code: bool) -> PreTrainedModel:
-    """The learner shards `model.layers` and takes log-probs from `lm_head`: a model without them is refused. Returns the model
-    without weights."""
+    """Returns the model without weights. Raises UserError if it lacks modules: the learner shards `model.layers` and takes
+    log-probs from `lm_head`."""
     if takes_images(config) and config.model_type not in FAMILIES:
         raise UserError(
             f"{where}: it takes images, and is a {config.model_type}. Of such models {', '.join(FAMILIES)} can be trained."
         )
     try:
         model = empty_model(config, trust_remote_code)
-    except Exception as error:  # an unknown class, no support for an attention of our own, or whatever remote code raises
+    except Exception as error:  # an unknown class, no support for our attention, or anything from remote code
         raise UserError(f"{where}: transformers cannot make a causal language model of it ({reason_of(error)}).") from None
     names = {name for name, _ in model.named_modules()}
     needed = MODULES_WITH_IMAGES if takes_images(config) else MODULES
@@ -141,29 +142,32 @@ def _check_modules(config: PretrainedConfig, where: str, trust_remote_code: bool
 def empty_model(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model on the meta device: no weights and no memory."""
     with torch.device("meta"):
-        options = computed(config) | {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
-        return auto_class(config).from_config(config, **options)
+        return _from_config(config, trust_remote_code)
 
 
 def unfilled_model(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model with its parameters on the meta device and its buffers, which files hold rarely, on the CPU."""
+    """The model with its parameters on the meta device and its buffers, which few files hold, on the CPU."""
     register = torch.nn.Module.register_parameter
 
     def on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:  # one that is there already may be tied
+        if parameter is not None and not parameter.is_meta:  # one on the meta device may be tied: it stays
             parameter = torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
         register(module, name, parameter)
 
     torch.nn.Module.register_parameter = on_meta
     try:
-        options = computed(config) | {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
-        return auto_class(config).from_config(config, **options)
+        return _from_config(config, trust_remote_code)
     finally:
         torch.nn.Module.register_parameter = register
 
 
+def _from_config(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+    options = computed(config) | {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
+    return auto_class(config).from_config(config, **options)
+
+
 def layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The layers, of the vision tower too: what is sharded and recomputed apart."""
+    """The layers, including the vision tower's: each is sharded and recomputed by itself."""
     tower = model.model.visual.blocks if takes_images(model.config) else ()
     return [*tower, *decoder_layers(model)]
 
@@ -177,19 +181,19 @@ def auto_class(config: PretrainedConfig) -> type:
 
 
 def computed(config: PretrainedConfig) -> dict[str, object]:
-    """The ways in which the layers are computed. A vision tower attends within each image, by transformers' own means."""
+    """Options of transformers: the ways in which layers are computed. A vision tower attends within each image, by "sdpa"."""
     attention = {"text_config": ATTENTION, "vision_config": "sdpa"} if takes_images(config) else ATTENTION
     experts = experts_implementation()
     return {"attn_implementation": attention} | ({"experts_implementation": experts} if experts else {})
 
 
 def _check_tokenizer(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
-    """Raises UserError for a tokenizer that is another model's: ids that have no embedding, or far too few tokens."""
+    """Raises UserError for the tokenizer of another model: one with ids that have no embedding, or far too few tokens."""
     vocabulary, rows = tokenizer.get_vocab(), config.vocab_size
     remedy = "It belongs to another model, or was saved incompletely: copy the model's own files next to the weights."
     if len(vocabulary) < rows / 2:
         raise UserError(f"{where}: the tokenizer has {len(vocabulary)} tokens, the model's vocabulary {rows}. {remedy}")
-    # Some models keep special tokens of other modalities behind the embedding; they matter only where prompts have them.
+    # Some models keep special tokens of other modalities behind the embedding; they matter only if prompts have them.
     used = set(vocabulary.values()) - set(tokenizer.added_tokens_decoder) | set(_template_ids(tokenizer))
     used |= {token for token in (tokenizer.eos_token_id, tokenizer.bos_token_id) if token is not None}
     if beyond := sorted(token for token in used if token >= rows):
@@ -201,16 +205,16 @@ def _check_tokenizer(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBas
 
 
 def _template_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that the chat template puts around a message; none without a template, or if it takes no plain message."""
+    """The tokens that the chat template puts around a message; none without a template, or if it refuses a plain message."""
     try:
         message = [{"role": "user", "content": "1"}]
         return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
-    except Exception:  # templates raise what they like; a prompt that this one refuses is reported with its row
+    except Exception:  # a template may raise anything; a prompt that it refuses is reported with its row
         return []
 
 
 def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase | None = None, trust_remote_code: bool = False) -> set[int]:
-    """Every end token that generation_config.json, config.json or the tokenizer names. Any of them ends a response."""
+    """All end tokens that generation_config.json, config.json or the tokenizer name. Any of them ends a response."""
     configs = [load_config(path, trust_remote_code), tokenizer]
     with contextlib.suppress(OSError):  # many models have no generation_config.json
         configs.append(GenerationConfig.from_pretrained(path))
@@ -230,7 +234,7 @@ def _check_end_tokens(ids: set[int], config: PretrainedConfig, tokenizer: PreTra
 
 
 def reason_of(error: BaseException) -> str:
-    """The error's message in one line of reasonable length, without transformers' list of all its classes."""
+    """The error's message on one line of at most 300 characters, without transformers' list of all its classes."""
     text = str(error).partition("Model type should be one of")[0].strip()
     return " ".join((text or type(error).__name__).split())[:300]
 

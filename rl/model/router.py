@@ -1,13 +1,13 @@
-"""The routers of a mixture of experts: which experts each token goes to, here, and recorded and replayed.
+"""The routers of a mixture of experts: they choose the experts of each token, or replay recorded choices.
 
-Generator and learner compute a little differently, and where two experts are about equal that sends a token to another one: the
-log-probs then differ by far more than rounding (arXiv 2510.11370). `Router` takes the place of every router of a model. It
-chooses freely, or replays a record of choices ("routes": the K experts of every token in every mixture layer), and it can be
-asked for what was chosen. Replayed experts are weighed by the model's own probabilities, so that the router still learns.
+Generator and learner compute a little differently, and where two experts are about equal this sends a token to a different one:
+the log-probs then differ by far more than rounding (arXiv 2510.11370). `Router` replaces every router of a model. It chooses
+freely, or replays a record of choices ("routes": the K experts of every token in every mixture layer), and it returns the last
+choices. Replayed experts are weighted by the model's own probabilities, so that the router still learns.
 
-With gradient checkpointing the backward pass computes each layer again; it takes the experts of the forward pass, because one
-that went elsewhere would change shapes within the graph. No auxiliary loss is added. Left out: routers that are not a softmax
-over all experts with the K largest taken (DeepSeek's), which cannot be replayed here.
+With gradient checkpointing the backward pass computes each layer again, with the experts of the forward pass: other experts
+would change shapes within the graph. No auxiliary loss is added. Left out: routers other than a softmax over all experts of
+which the K largest are taken (such as DeepSeek's), which cannot be replayed here.
 """
 
 import re
@@ -25,7 +25,7 @@ from rl.ranks.dist import all_reduce_sum
 
 FAMILIES = ("Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Qwen3Next", "Qwen3VLMoeText", "Qwen3_5Moe")
 KNOWN = {f"{family}TopKRouter" for family in FAMILIES}  # classes of transformers
-UNKNOWN = -1  # in routes that are to be replayed: a token of which nothing is recorded chooses freely
+UNKNOWN = -1  # in routes to be replayed: a token without a record chooses freely
 
 
 @dataclass
@@ -44,11 +44,11 @@ class RouterArgs:
 
 
 class Router:
-    """All routers of one model, whose forward passes become this class's. It knows the last forward pass only."""
+    """All routers of one model: their forward passes become methods of this class. It only knows the last forward pass."""
 
     @staticmethod
     def of(model: nn.Module, args: RouterArgs) -> "Router | None":
-        """None for a model without routers that are known here."""
+        """None for a model without known routers."""
         return Router(model, args.moe_router_dtype) if routers(model) else None
 
     def __init__(self, model: nn.Module, dtype: Literal["float32", "auto"] = "float32"):
@@ -60,15 +60,15 @@ class Router:
             gate.forward = partial(self._forward, number)
         self._entered = self._layout = None
         self._chosen: list[torch.Tensor | None] = []  # of the last forward pass, [T, K] a layer
-        self._routes: torch.Tensor | None = None  # to be replayed, [T, L, K]
+        self._routes: torch.Tensor | None = None  # [T, L, K] to be replayed
         self._load: torch.Tensor | None = None  # [L, E] tokens that went to each expert since the last report
-        self.load: list[list[float]] | None = None  # [L, E] the same of the last report, over an even share
+        self.load: list[list[float]] | None = None  # [L, E] these of the last report, over an even share
         self._sums = [0.0] * 4  # since the last report: see `metrics`
-        self._differs: torch.Tensor | None = None  # [T] tokens that went elsewhere in a layer so far
+        self._differs: torch.Tensor | None = None  # [T] tokens for which a replay has changed an expert in some layer so far
 
     def begin(self, layout, routes: torch.Tensor | None = None, observe: int = 0) -> None:
-        """Announces a forward pass. layout: what the model's forward gets under that name; routes: to be replayed, [T, L, K],
-        UNKNOWN in rows that choose freely; observe: how many of the first rows are counted for the metrics."""
+        """Announces a forward pass. layout: the one that the model's forward gets; routes: [T, L, K] to be replayed, UNKNOWN in
+        rows that choose freely; observe: how many of the first rows are counted for the metrics."""
         self._entered = self._layout = layout
         self._chosen = [None] * len(self.gates)
         self._routes, self._observes, self._differs = routes, observe, None
@@ -96,11 +96,11 @@ class Router:
 
     def _choose(self, number: int, probs: torch.Tensor) -> torch.Tensor:
         """probs [T, E] -> experts [T, K]."""
-        probs = probs.detach()  # with a graph, topk would keep a tensor that a recomputation, which skips it, has not
-        if self._entered is None:  # a forward pass that nobody announced: the checks at the start (rl/model/forward_check.py)
+        probs = probs.detach()  # in a graph, topk would keep a tensor that the recomputation, which skips it, lacks
+        if self._entered is None:  # not announced: a check at the start (rl/model/forward_check.py)
             return probs.topk(self.per_token).indices
         if self._entered is not self._layout:
-            raise RuntimeError("a layer is computed again after another forward pass: the experts of its own are forgotten")
+            raise RuntimeError("a layer is computed again after another forward pass, which has replaced its experts")
         if (again := self._chosen[number]) is not None:
             return again
         own = experts = probs.topk(self.per_token).indices
@@ -131,7 +131,7 @@ class Router:
             self._sums[3] += (self._routes[: len(experts), 0, 0] != UNKNOWN).sum()
 
     def metrics(self) -> dict[str, float]:
-        """The moe/* of docs/metrics.md: the observed forward passes since the last call, of all ranks. A collective."""
+        """The moe/* of docs/metrics.md, over the forward passes observed since the last call on all ranks. A collective."""
         load = torch.zeros(len(self.gates), self.experts) if self._load is None else self._load.cpu()
         totals = all_reduce_sum(torch.cat([load.flatten().double(), torch.tensor([float(x) for x in self._sums]).double()]))
         self._load, self._sums = None, [0.0] * 4
@@ -155,18 +155,18 @@ class Router:
 
 
 def routers(model: nn.Module) -> dict[str, nn.Module]:
-    """Layer's name -> its router, of those that are known here, in the layers' order."""
+    """Layer's name -> its router, for all known routers in the layers' order."""
     gates = {name: module for name, module in model.named_modules() if type(module).__name__ in KNOWN}
     return {re.match(r".*layers\.\d+", name)[0]: gate for name, gate in gates.items()}
 
 
 def layer_numbers(model: nn.Module) -> list[int]:
-    """Which of the model's layers have the routers."""
+    """The numbers of the layers that have known routers."""
     return [int(name.rpartition(".")[2]) for name in routers(model)]
 
 
 def check_replay(args: RouterArgs, model: nn.Module, where: str) -> None:
-    """Raises UserError if there is nothing to replay."""
+    """Raises UserError if routes are to be replayed and the model has no known router."""
     if args.router_replay != "off" and not routers(model):
         raise UserError(
             f"{where}: --router-replay {args.router_replay}, but {type(model).__name__} has no router that can be replayed "
@@ -178,13 +178,13 @@ def check_replay(args: RouterArgs, model: nn.Module, where: str) -> None:
 
 
 def as_record(routes: torch.Tensor, experts: int) -> np.ndarray:
-    """Routes [..., K] on the CPU as they travel: uint8, or uint16 for more than 256 experts."""
+    """Routes [..., K] on the CPU in the form in which they travel: uint8, or uint16 for more than 256 experts."""
     return routes.numpy().astype(np.uint8 if experts <= 256 else np.uint16)
 
 
 def check_record(routes: np.ndarray) -> None:
-    """Raises UserError unless every token goes to K different experts. Engines are known to return zeros where a kernel does
-    not tell what it chose."""
+    """Raises UserError unless every token goes to K different experts. Some engines return zeros if a kernel does not report
+    its choice."""
     ordered = np.sort(routes, axis=-1)  # [T, L, K]
     wrong = np.argwhere((ordered[..., 1:] == ordered[..., :-1]).any(-1))
     if len(wrong):
@@ -197,8 +197,8 @@ def check_record(routes: np.ndarray) -> None:
 
 
 def routes_for(args: RouterArgs, micro, device: torch.device) -> torch.Tensor | None:
-    """What the micro-batch's forward pass replays, on the device. Raises UserError if the generator's routes are wanted and are
-    not there."""
+    """The routes that the micro-batch's forward pass replays, on the device. Raises UserError if the generator's routes are
+    wanted and missing."""
     if args.router_replay == "R3" and micro.routes is None and micro.has_responses:
         raise UserError("--router-replay R3: the samples came without their routes. Generate them with the same flag.")
     return None if args.router_replay == "off" or micro.routes is None else micro.routes.to(device)
@@ -206,7 +206,7 @@ def routes_for(args: RouterArgs, micro, device: torch.device) -> torch.Tensor | 
 
 def row_of_routes(batch, responses: list[int]) -> torch.Tensor | None:
     """The routes of a packed row as rl/learning/batch.py lays it out: [T, L, K] int16, UNKNOWN where nothing is recorded; None
-    for a batch without any. The last token of a response was never fed to the generator's model."""
+    for a batch without routes. The last token of a response was never an input of the generator's model."""
     known = next((rows for rows in [*batch.prompt_routes, *batch.routes] if rows is not None), None)
     if known is None:
         return None

@@ -1,11 +1,12 @@
 """Sequence parallelism (Ulysses, arXiv 2309.14509): neighbouring learners share each packed micro-batch.
 
-Every rank of such a group runs the model over its own piece of the packed row. Around attention they trade: a rank with all
-heads of its piece gets some heads of the whole row, and back. Everything else in a decoder is computed token by token and sees
-no difference. The log-probs are then gathered, and each rank of the group computes the loss of the whole micro-batch, which may
-look at whole sequences. In the backward pass it keeps the gradient of its own tokens; gradients are sums over all ranks anyway.
+Every rank of such a group runs the model over its own piece of the packed row. Around attention the ranks trade: a rank that
+has all heads of its piece gets some heads of the whole row, and back. Everything else in a decoder is computed token by token
+and does not change. The log-probs are then gathered, and each rank of the group computes the loss of the whole micro-batch,
+which may look at whole sequences. In the backward pass a rank keeps the gradient of its own tokens; gradients are sums over all
+ranks anyway.
 
-Images are divided among the ranks of a group, too (rl/model/vision_sharing.py). Left out: tensor parallelism, ring attention
+The ranks of a group also divide the images (rl/model/vision_sharing.py). Left out: tensor parallelism, ring attention
 (docs/long-sequences.md says why).
 """
 
@@ -25,7 +26,7 @@ from rl.ranks.dist import AllToAll, Ranks
 
 
 def share_sequences(ranks: Ranks, size: int) -> Ranks:
-    """The learners, each `size` neighbours of which share their micro-batches. Raises UserError if some would be left over."""
+    """The learners, of which every `size` neighbours share their micro-batches. Raises UserError if some are left over."""
     if size == 1:
         return ranks
     if ranks.world_size % size:
@@ -36,7 +37,7 @@ def share_sequences(ranks: Ranks, size: int) -> Ranks:
 
 
 class Piece:
-    """The layout of one rank's piece of a packed row: t of its T tokens. The last pieces may be padded, or padding alone."""
+    """The layout of one rank's piece of a packed row: t of its T tokens. The last pieces may be partly or wholly padding."""
 
     def __init__(self, row: Packed, ranks: Ranks):
         self.row, self.longest = row, row.longest
@@ -46,13 +47,13 @@ class Piece:
         self.tokens = min(max(row.tokens - self.begin, 0), self.size)  # without padding
 
     def of(self, x: torch.Tensor, padding: int = 0) -> torch.Tensor:
-        """[T, ...] -> [t, ...]: the rank's own, `padding` where the row has ended."""
+        """[T, ...] -> [t, ...]: this rank's part, with `padding` behind the row's end."""
         own = x[self.begin : self.begin + self.size]
         return torch.cat([own, own.new_full((self.size - len(own), *own.shape[1:]), padding)])
 
     @property
     def work(self) -> tuple[int, float]:
-        """As `Packed.work`, of this rank: it has a part of the tokens, and of the heads."""
+        """As `Packed.work`, for this rank, which has a part of the tokens and of the heads."""
         return self.size, self.row.work[1] / self.sharing
 
     def attend(self, layer: int, query, key, value, scaling: float) -> torch.Tensor:
@@ -67,13 +68,13 @@ class Piece:
 
     @functools.cached_property
     def chain(self):
-        """What delta nets ask of the piece."""
-        from rl.model.hybrid.shared import SharedChain
+        """The piece as delta nets see it."""
+        from rl.model.hybrid.chain import SharedChain
 
         return SharedChain(self)
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """[t, ranks * n, ...] of each rank's piece -> [T, n, ...]: this rank's part of the whole row."""
+        """[t, ranks * n, ...] of each rank's piece -> [T, n, ...]: this rank's share of the whole row."""
         return self._trade(x.unflatten(1, (self.sharing, -1)).transpose(0, 1).flatten(0, 1))[: self.row.tokens]
 
     def back(self, x: torch.Tensor) -> torch.Tensor:
@@ -88,8 +89,8 @@ class Piece:
 
 
 def gather_log_probs(micro, ranks: Ranks, log_prob: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The log-probs and entropies of a rank's own tokens -> those of all n of the micro-batch, [n] each, with gradient where
-    they had one. log_prob may be [own tokens, m], then it becomes [n, m]."""
+    """The log-probs and entropies of a rank's own tokens -> those of all n tokens of the micro-batch, [n] each, with gradient
+    if they had one. log_prob [own tokens, m] becomes [n, m]."""
     group = ranks.sequence_mesh.get_group("sequence")
     rows = log_prob.view(len(log_prob), math.prod(log_prob.shape[1:])).t()  # [m, own tokens], of which there may be none
     every = _Gather.apply(torch.cat([rows, entropy[None]]), micro.own, len(micro.index), group)
@@ -98,8 +99,8 @@ def gather_log_probs(micro, ranks: Ranks, log_prob: torch.Tensor, entropy: torch
 
 
 class _Gather(torch.autograd.Function):
-    """(values [k, own tokens], their places among n, n, group) -> [k, n]. The backward pass keeps the own tokens' gradient: the
-    others' is taken by the ranks that computed them."""
+    """(values [k, own tokens], their places among n, n, group) -> [k, n]. The backward pass keeps the gradient of the own
+    tokens: other ranks have computed the others, and keep theirs."""
 
     @staticmethod
     def forward(ctx, values, own, n: int, group):

@@ -1,12 +1,11 @@
-"""The part of a tensor that this rank holds, and whole parameters out of the shards of all ranks.
+"""The part of a tensor that this rank holds, and whole parameters made of the shards of all ranks.
 
-A rank that learns alone holds all of a tensor, else the shard that FSDP has left it (a DTensor). Whole ones come a bucket at a
-time in one collective, cast before they travel: DTensor's own `full_tensor` is a collective for each parameter, in the
-precision that is trained. Over a slow network the first costs a round trip each, the second twice the bytes that generators in
-bf16 need.
+A rank that learns alone holds whole tensors, other ranks the shards that FSDP has left them (DTensors). Whole parameters are
+gathered in buckets, one collective each, and cast before they travel. DTensor's own `full_tensor` is a collective for each
+parameter, in the precision that is trained: over a slow network this costs a round trip for each, and twice the bytes that
+generators in bf16 need.
 """
 
-import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,19 +19,19 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from rl.ranks import watchdog
 from rl.ranks.device import gathers_to_one, is_accelerator
-from rl.ranks.dist import all_gather_bytes
+from rl.ranks.dist import all_gather_values
 from rl.ranks.host_memory import PinnedBlocks
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of the tensor, in place."""
+    """The part of the tensor that this rank holds, in place."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def zeros_on_host(like: torch.Tensor, dtype: torch.dtype, pinned: PinnedBlocks) -> torch.Tensor:
-    """Zeros in host memory, sharded alike, contiguous; out of `pinned` where `like` is on an accelerator."""
-    # A slice of one element, of whatever stride, counts as contiguous, and zeros in its likeness would keep that stride.
+    """Contiguous zeros in host memory, sharded as `like` is; from `pinned` if `like` is on an accelerator."""
+    # A slice of one element counts as contiguous whatever its stride, and zeros like it would keep that stride.
     place = {"dtype": dtype, "device": "cpu", "memory_format": torch.contiguous_format}
     if not is_accelerator(like.device):
         return torch.zeros_like(like, **place)
@@ -66,36 +65,35 @@ class Block:
         return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
 
     def common(self, other: "Block") -> "Block | None":
-        """What both have; None for nothing."""
+        """The part that both have; None if there is none."""
         offset = tuple(map(max, self.offset, other.offset))
         shape = tuple(min(a, b) - o for a, b, o in zip(self.end, other.end, offset, strict=True))
         return Block(offset, shape) if min(shape, default=1) > 0 else None
 
     def slices(self, inside: "Block | None" = None) -> tuple[slice, ...]:
-        """Where this block lies in another one, or in the whole tensor."""
+        """The place of this block in another one, or in the whole tensor."""
         begins = [o - i for o, i in zip(self.offset, inside.offset if inside else (0,) * len(self.offset), strict=True)]
         return tuple(slice(begin, begin + n) for begin, n in zip(begins, self.shape, strict=True))
 
 
 def blocks_of_all_ranks(named: dict[str, torch.Tensor]) -> list[dict[str, Block]]:
-    """Of each rank: its part of each tensor, by name. A collective of all ranks."""
+    """For each rank, its part of each tensor by name. A collective of all ranks."""
     own = {name: astuple(Block.of(tensor)) for name, tensor in named.items()}
-    everyone = [json.loads(of_rank) for of_rank in all_gather_bytes(json.dumps(own).encode())]
-    return [{name: Block(*map(tuple, block)) for name, block in of_rank.items()} for of_rank in everyone]
+    return [{name: Block(*map(tuple, block)) for name, block in of_rank.items()} for of_rank in all_gather_values(own)]
 
 
 BUCKET_BYTES = 64 << 20  # of whole parameters; a larger parameter goes alone
-UNDER_WAY = 3  # buckets: over a slow network one does not wait for the way of the one before
+UNDER_WAY = 3  # buckets: over a slow network a bucket does not wait for the one before to arrive
 
 
 class Shards:
-    """The parameters, DTensors over any mesh of all ranks of the default group, and where each rank's shards lie in them. To be
-    made by all ranks together."""
+    """The parameters, DTensors over any mesh of all ranks of the default group, and the places of each rank's shards in them.
+    To be made by all ranks together."""
 
     def __init__(self, parameters: dict[str, torch.Tensor]):
         self.parameters = parameters
         of_ranks = blocks_of_all_ranks(parameters)
-        self._places = {name: [blocks[name] for blocks in of_ranks] for name in parameters}  # name -> of each rank: its shard
+        self._places = {name: [blocks[name] for blocks in of_ranks] for name in parameters}  # name -> each rank's shard
 
     def whole(
         self,
@@ -106,8 +104,8 @@ class Shards:
         change: Callable[[str, torch.Tensor], torch.Tensor] = as_it_is,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, whole tensor on the device) of every tensor in order: on the ranks `to`, by default all. held: some of the
-        parameters, or tensors sharded alike in their stead. change: makes what is sent of a name and this rank's shard.
-        A collective, which all ranks walk through in step."""
+        parameters, or other tensors that are sharded alike. change: (name, this rank's shard) -> the tensor to send instead. A
+        collective, through which all ranks iterate in step."""
         receives, under_way = to is None or dist.get_rank() in to, deque()
         for names in _buckets(held, dtype):
             sizes = [sum(math.prod(self._places[name][rank].shape) for name in names) for rank in range(dist.get_world_size())]
@@ -135,7 +133,7 @@ class Shards:
             yield from self._joined(names, received)
 
     def _joined(self, names: list[str], received: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """received: of each rank, its shards of the parameters, end to end."""
+        """received: each rank's shards of the parameters, end to end."""
         sizes = [[math.prod(block.shape) for block in self._places[name]] for name in names]  # of each parameter, by rank
         begins = [[0, *accumulate(of_rank)] for of_rank in zip(*sizes, strict=True)]
         for number, name in enumerate(names):

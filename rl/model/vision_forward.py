@@ -1,14 +1,13 @@
-"""The forward pass of a model of images and text over a packed row: the vision tower once for each distinct image, its features
-put in by place, positions in three dimensions. rl/data/image_prompts.py says what those are.
+"""The forward pass of a model of images and text over a packed row: the vision tower runs once for each distinct image,
+features are put in by place, and positions have three dimensions (rl/data/image_prompts.py explains them).
 
-transformers' own forward finds the places by token id, so that it stops at an image token that the model has sampled by itself;
-all else here is its own code, in its order: `language_inputs` gives what its language model takes.
-Left out: rows of which nobody has prepared images, which the language model takes as they are.
+transformers' own forward finds the places by token id, so that it fails at an image token that the model has sampled by itself.
+Everything else here is its own code, in its order: `language_inputs` returns the inputs of its language model.
+Left out: rows without prepared images, which the language model takes directly.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,20 +19,20 @@ from rl.data.image_prompts import Images
 
 @dataclass(frozen=True, eq=False)
 class RowImages:
-    """The images of a packed row, m image tokens in all. Without any it stands for an image of zeros that changes nothing: the
-    learners' ranks must all run the tower, or none, since its parameters are sharded over them."""
+    """The images of a packed row, m image tokens in all. A row without images runs the tower on an image of zeros that changes
+    nothing: either all learners run the tower or none, since its parameters are sharded over them."""
 
     grid: Tensor  # [images, 3] of the distinct ones
-    places: Tensor  # [m] where their tokens stand in the row, ascending
-    feature: Tensor  # [m] which of the distinct images' features stands there
+    places: Tensor  # [m] the places of image tokens in the row, ascending
+    feature: Tensor  # [m] which of the distinct images' features is there
     files: list[tuple[Images, int]]  # the distinct images: a prompt's, and the number among them
-    taken: Callable[[], None] | None = None  # called when the pixels have been
+    taken: Callable[[], None] | None = None  # called when the pixels have been read
     exchange: Callable[[Tensor], Tensor] | None = None  # where ranks share the row: features of `files` -> of `places`
 
     @staticmethod
     def of(prompts: Sequence[tuple[int, Images]]) -> "RowImages":
-        """prompts: where each begins in the row, in order, and its images."""
-        first: dict[str, int] = {}  # digest -> where the image's features begin
+        """prompts: (where it begins in the row, its images) of each, in order."""
+        first: dict[str, int] = {}  # digest -> the image's first feature
         grid, places, feature, files, end = [], [], [], [], 0
         for start, images in prompts:
             places.append(start + images.places)
@@ -44,7 +43,6 @@ class RowImages:
                     grid.append(images.grid[number])
                     files.append((images, number))
                 feature.append(first[digest] + torch.arange(count))
-        joined = lambda parts: torch.cat([torch.zeros(0, dtype=torch.long), *parts])  # noqa: E731
         return RowImages(joined(grid).view(-1, 3), joined(places), joined(feature), files)
 
     @property
@@ -60,14 +58,16 @@ class RowImages:
             self.taken()
         return pixels
 
-    def when_taken(self, act: Callable[[], None]) -> "RowImages":
-        return dataclasses.replace(self, taken=act)
+
+def joined(parts: Iterable[Tensor]) -> Tensor:
+    """The parts end to end, of which there may be none: [n] long."""
+    return torch.cat([torch.zeros(0, dtype=torch.long), *parts])
 
 
 def row_inputs(lengths: Sequence[int], after: Sequence[int], images: Sequence[Images | None]) -> dict:
-    """What `hidden_states` takes of a packed row in addition to its ids: position_ids [3, 1, T], images. lengths: of the row's
-    segments; after: the segment in front of each, -1 for none (rl/model/attention.py); images: of the segments that are prompts
-    or begin with one."""
+    """The inputs of `hidden_states` for a packed row in addition to its ids: position_ids [3, 1, T] and images. lengths: of the
+    row's segments; after: the segment in front of each, -1 for none (rl/model/attention.py); images: of the segments that are
+    prompts or begin with one."""
     positions, prompts, start = [], [], 0
     for length, before, of_prompt in zip(lengths, after, images, strict=True):
         if before >= 0:
@@ -91,8 +91,8 @@ def hidden_states(base: nn.Module, layout, input_ids: Tensor, position_ids: Tens
 
 
 def language_inputs(base: nn.Module, input_ids: Tensor, images: RowImages | None) -> dict:
-    """What the language model takes in place of the ids [1, T]: inputs_embeds [1, T, hidden], and of a model with deepstack
-    (Qwen3-VL) the features for its first layers."""
+    """The language model's inputs instead of the ids [1, T]: inputs_embeds [1, T, hidden], and for a model with deepstack
+    (Qwen3-VL) the features of its first layers."""
     embeds = base.get_input_embeddings()(input_ids)
     if images is None:
         return {"inputs_embeds": embeds}
@@ -120,8 +120,8 @@ def language_inputs(base: nn.Module, input_ids: Tensor, images: RowImages | None
 
 
 def embed_by_product(model: nn.Module) -> None:
-    """Has the tower embed patches by a matrix product, which is all that a convolution does whose steps are as long as its
-    kernel. torch's own takes about seven times as long forward and ten times as long backward on a CPU (benchmarks/LOG.md)."""
+    """Has the tower embed patches by a matrix product, since a convolution with steps as long as its kernel is nothing else. On
+    a CPU torch's convolution takes about seven times as long forward and ten times as long backward (benchmarks/LOG.md)."""
     embed = model.model.visual.patch_embed
     conv = embed.proj
     if isinstance(conv, nn.Conv3d) and conv.stride == conv.kernel_size and not any(conv.padding) and conv.groups == 1:

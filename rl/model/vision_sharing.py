@@ -1,10 +1,10 @@
-"""Images under sequence parallelism: the ranks that share a packed row divide its images, too.
+"""Images under sequence parallelism: the ranks that share a packed row also divide its images.
 
 Each distinct image goes through the vision tower on one rank. An all-to-all then brings its features to the ranks whose pieces
-of the row have the image's tokens, and their gradients back: neither the tower's work nor its memory is repeated. The rest of
-the forward pass is that of any row (rl/model/vision_forward.py).
+of the row have the image's tokens, and their gradients back, so that neither the tower's work nor its memory is repeated. The
+rest of the forward pass is that of any row (rl/model/vision_forward.py).
 
-Left out: an image larger than a rank's memory, which stays on one rank.
+Left out: an image larger than a rank's memory, since an image stays on one rank.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from rl.model.vision_forward import RowImages
+from rl.model.vision_forward import RowImages, joined
 from rl.ranks.dist import AllToAll
 
 
 def divide(row: RowImages, ranks: int) -> list[list[int]]:
-    """The row's distinct images, by number, that each of this many ranks prepares and computes: about equally many patches."""
+    """For each of this many ranks, the numbers of the distinct images that it prepares and computes: about as many patches."""
     patches = row.grid.prod(1).tolist()
     loads, out = [(0, rank) for rank in range(ranks)], [[] for _ in range(ranks)]
     for image in sorted(range(len(patches)), key=lambda i: (-patches[i], i)):
@@ -31,8 +31,8 @@ def divide(row: RowImages, ranks: int) -> list[list[int]]:
 
 
 def part_of(row: RowImages, piece) -> RowImages:
-    """The row's images as the rank of this piece of it (rl/model/sequence_parallel.py) has them: to compute, those of its
-    share; the places, those of its own tokens. A row without images stays as it is: every rank computes the empty one."""
+    """The row's images for the rank that has this piece of it (rl/model/sequence_parallel.py): the images that it computes, and
+    the places of its own tokens. A row without images stays as it is: every rank computes the empty image."""
     if not row.files:
         return row
     images_of = divide(row, piece.sharing)
@@ -40,7 +40,7 @@ def part_of(row: RowImages, piece) -> RowImages:
     begins = counts.cumsum(0) - counts
     source, local = (torch.empty(int(counts.sum()), dtype=torch.long) for _ in range(2))  # of each distinct feature
     for rank, images in enumerate(images_of):
-        mine = torch.cat([torch.zeros(0, dtype=torch.long), *(begins[i] + torch.arange(counts[i]) for i in images)])
+        mine = joined(begins[i] + torch.arange(counts[i]) for i in images)
         source[mine], local[mine] = rank, torch.arange(len(mine))
     holder, source, local = row.places // piece.size, source[row.feature], local[row.feature]  # of each place, [m]
     me = piece.begin // piece.size
@@ -65,9 +65,9 @@ def part_of(row: RowImages, piece) -> RowImages:
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """Features of the images that this rank computes -> those of the image tokens in its piece of the row."""
+    """Features of the images that this rank computes -> features of the image tokens in its piece of the row."""
 
-    give: Tensor  # [s] which of the own features are sent, by rank
+    give: Tensor  # [s] which of this rank's features are sent, by rank
     sent: list[int]  # how many to each rank
     received: list[int]  # how many from each rank
     order: Tensor  # [m] of the piece's places, in order: which of the received rows is theirs

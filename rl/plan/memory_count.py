@@ -22,7 +22,6 @@ from rl.ranks.device import is_accelerator
 # path and a function's name, or None for all functions.
 CAUSES = [
     ("rl/model/head/log_probs.py", None, "logits"),
-    ("rl/model/policy.py", "_log_prob", "logits"),
     ("rl/learning/learner.py", "weights", "publish"),
     ("rl/weights/publisher.py", None, "publish"),
     ("rl/plan/dry_run.py", "_checkpoint_copy", "checkpoint"),

@@ -1,6 +1,7 @@
 """Ranks, their process groups, and their collectives."""
 
 import contextlib
+import json
 import os
 import platform
 import time
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -178,6 +180,11 @@ def all_gather_bytes(record: bytes, group: dist.ProcessGroup | None = None) -> l
     return parts
 
 
+def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list:
+    """Return every rank's value, in rank order, on every rank of the group. JSON carries it: a tuple arrives as a list."""
+    return [json.loads(record) for record in all_gather_bytes(json.dumps(value).encode(), group)]
+
+
 @watchdog.doing("all_reduce_sum")
 def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Sum a tensor over the ranks of the group, by default all, in place, and return it. Collective."""
@@ -204,9 +211,9 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(grad, received, sent, group), None, None, None
 
 
-def from_main(text: str) -> str:
-    """Return rank 0's text on every rank. Collective."""
-    return bytes_from_main(text.encode()).decode()
+def from_main(value: Any) -> Any:
+    """Return rank 0's value on every rank. JSON carries it: a tuple arrives as a list. Collective."""
+    return json.loads(bytes_from_main(json.dumps(value).encode()))
 
 
 @watchdog.doing("the first rank's word")

@@ -227,14 +227,17 @@ def truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
 
-def test_every_damaged_file_is_named_and_no_damaged_checkpoint_is_taken(sync, tmp_path):
+def test_every_damaged_file_is_named_and_no_damaged_checkpoint_is_taken(sync, tmp_path, ranks):
+    def newest() -> Path:
+        return resume.find(resume.CheckpointArgs(), str(tmp_path), "run").checkpoint
+
     run, names = (
         tmp_path / "run",
         sorted(p.relative_to(sync / "step_000020") for p in sync.glob("step_000020/**/*") if p.is_file()),
     )
     assert {"manifest.json", "model.safetensors", "training/state.json", "config.json"} <= set(map(str, names))
     shutil.copytree(sync, run)
-    assert resume.newest(run) == run / "step_000020"
+    assert newest() == run / "step_000020"
     for name in names:
         file = run / "step_000020" / name
         kept = file.read_bytes()
@@ -243,7 +246,7 @@ def test_every_damaged_file_is_named_and_no_damaged_checkpoint_is_taken(sync, tm
                 continue  # an empty file has nothing to flip
             harm(file)
             assert name.name in manifest.damage(run / "step_000020"), (name, harm)
-            assert resume.newest(run) == run / "step_000010"
+            assert newest() == run / "step_000010"
             with pytest.raises(UserError, match=r"manifest\.json is missing|the checkpoint is damaged"):
                 manifest.check_path(run / "step_000020")
             file.write_bytes(kept)
@@ -251,7 +254,7 @@ def test_every_damaged_file_is_named_and_no_damaged_checkpoint_is_taken(sync, tm
 
 
 @pytest.mark.parametrize("name", ["step_000020.superseded", "step_000020.removed", "step_20", "step_0000020", "mine"])
-def test_a_checkpoint_under_another_name_is_refused_with_what_to_do(tmp_path, name):
+def test_a_checkpoint_under_another_name_is_refused_with_what_to_do(tmp_path, name, ranks):
     """The name of a checkpoint contains its step."""
     for path, is_right in ((tmp_path / name, False), (tmp_path / "step_000020", True)):
         path.mkdir()

@@ -26,9 +26,10 @@ def test_the_model_adds_but_usually_says_another_sum(demo_model):
 def test_how_often_it_is_right_while_it_is_made_is_what_greedy_decoding_gives(demo_model):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(demo_model), AutoTokenizer.from_pretrained(demo_model)
     prompts, sums = zip(*of_split("val")[:100], strict=True)
-    batch = [tuple(map(int, re.findall(r"\d+", prompt[0]["content"]))) for prompt in prompts]
+    pairs = [map(int, re.findall(r"\d+", prompt[0]["content"])) for prompt in prompts]
+    rows = [demo._demonstration(tokenizer, *pair, true) for pair, true in zip(pairs, sums, strict=True)]
     right = [said == str(true) for said, true in zip(greedy_answers(demo_model, prompts), sums, strict=True)]
-    assert demo._share_right(model, tokenizer, batch) == pytest.approx(sum(right) / len(right))
+    assert demo.share_right(model, rows) == pytest.approx(sum(right) / len(right))
 
 
 @pytest.mark.parametrize(("every", "steps"), [(1, 4), (3, 6), (20, 10)])

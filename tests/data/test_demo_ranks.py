@@ -8,11 +8,10 @@ import pytest
 from filelock import FileLock
 from helpers import ROOT, run_script
 
-from rl.data import demo, demo_cache, demo_hybrid, demo_moe, demo_vl
+from rl.data import demo, demo_cache, demo_vl
 from rl.ranks import watchdog
 
 PROGRAM = "tests/programs/demo_by_ranks.py"
-MODELS = {"demo": demo, "demo-moe": demo_moe, "demo-hybrid": demo_hybrid, "demo-vl": demo_vl}
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -37,16 +36,15 @@ def test_every_rank_can_make_every_model(tmp_path):
         assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"} <= first.keys()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["demo", "demo-moe", "demo-hybrid", "demo-vl"])
 def test_the_files_are_those_of_save_pretrained(name, untaught, tmp_path, monkeypatch):
-    def save(model, directory):
-        ours(model, directory)
+    def save(model, directory, tokenizer):
+        ours(model, directory, tokenizer)
         model.save_pretrained(tmp_path / "theirs")
 
     ours = demo.save
-    for module in (demo, demo_vl):
-        monkeypatch.setattr(module, "save", save)
-    made, theirs = contents(Path(MODELS[name].model_dir())), contents(tmp_path / "theirs")
+    monkeypatch.setattr(demo, "save", save)
+    made, theirs = contents(Path(demo.model_dir(name))), contents(tmp_path / "theirs")
     assert theirs.keys() == {"model.safetensors", "config.json", "generation_config.json"}
     assert {file: made[file] for file in theirs} == theirs
 
@@ -63,7 +61,7 @@ def test_a_job_trains_the_model_that_its_second_rank_has_made(name, tmp_path):
 
 
 def test_what_a_killed_or_failed_process_leaves_is_removed(untaught):
-    killed = untaught / f"demo-v{demo.VERSION}-k1ll3d"
+    killed = untaught / f"{demo_cache.directory('demo').name}-k1ll3d"
     killed.mkdir(parents=True)
     (killed / "tokenizer.json").touch()
     other = untaught / "demo-vl-v2-under-way"
@@ -74,13 +72,13 @@ def test_what_a_killed_or_failed_process_leaves_is_removed(untaught):
         raise RuntimeError("not made")
 
     with pytest.raises(RuntimeError, match="not made"):
-        demo.made_once("demo", demo.VERSION, fail)
+        demo.made_once("demo", fail)
     assert {path for path in untaught.iterdir() if path.is_dir()} == {other}, "another model is none of its business"
     assert demo_cache.is_made(Path(demo.model_dir()))
 
 
 def test_waiting_for_another_process_that_makes_it_is_progress(untaught, monkeypatch):
-    target = demo_cache.directory("demo", demo.VERSION)
+    target = demo_cache.directory("demo")
     target.parent.mkdir(parents=True)
     lock = FileLock(f"{target}.lock", thread_local=False, is_singleton=False)
     lock.acquire()

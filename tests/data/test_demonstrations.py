@@ -84,12 +84,12 @@ THOUGHTS = TEMPLATE.replace("m['content']", "(m['content'] if loop.last else m['
         ({"messages": chat("1+2=", "3")}, {"ends": (0,)}, r"row 0: the chat template ends an answer with .*'<\|pad\|>'"),
         ({"messages": "1+2"}, {}, "row 0: a conversation is a list"),
         ({"messages": [{"role": "assistant"}]}, {}, "row 0: a conversation is a list"),
-        ({"prompt": "1+2=", "response": 3}, {}, "row 0: the response is no text"),
+        ({"prompt": "1+2=", "response": 3}, {}, "row 0: the response is not text"),
         ({"prompt": "", "response": "3"}, {}, "row 0: nothing is in front of the response"),
         (
             {"messages": chat("1", "1+2=3", "4", "5")},
             {"tokenizer": tokenizer_of(SPECIAL, "0123456789+=\n", THOUGHTS)},
-            "row 0: the chat template writes message 1 differently where others follow",
+            "row 0: the chat template writes message 1 differently if others follow",
         ),
     ],
 )

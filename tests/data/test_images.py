@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 from test_vision import KINDS, dataset, vlms  # noqa: F401  (fixtures)
-from tiny_vlm import picture, row
+from tiny_vlm import picture, pixels_of, row
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -193,7 +193,7 @@ def test_paths_are_relative_to_the_rows_file(vlms, tmp_path):  # noqa: F811
     (by_path,) = dataset(vlms["qwen3-vl"], str(file))
     Dataset.from_list([row("<image>How many?", [picture(90, 60)])]).to_parquet(file)
     (by_bytes,) = dataset(vlms["qwen3-vl"], str(file))
-    assert by_path.ids == by_bytes.ids and torch.equal(by_path.images.pixels, by_bytes.images.pixels)
+    assert by_path.ids == by_bytes.ids and torch.equal(pixels_of(by_path.images), pixels_of(by_bytes.images))
 
 
 def test_real_geometry_problems(vlms):  # noqa: F811
@@ -204,7 +204,7 @@ def test_real_geometry_problems(vlms):  # noqa: F811
         token = AutoConfig.from_pretrained(vlms["qwen3-vl"]).image_token_id
         assert prompt.ids.count(token) == len(prompt.images.places) == int(prompt.images.grid.prod()) // 4
         assert [prompt.ids[i] for i in prompt.images.places] == [token] * len(prompt.images.places)
-        assert prompt.text.count("<|image_pad|>") == 1 and len(prompt.images.pixels) == int(prompt.images.grid.prod())
+        assert prompt.text.count("<|image_pad|>") == 1 and len(pixels_of(prompt.images)) == int(prompt.images.grid.prod())
 
 
 # ------------------------------------------------------------------------------------------------------ the learner
@@ -308,4 +308,4 @@ def test_eight_responses_hold_what_one_holds_of_an_image(vlms, tmp_path):  # noq
         log_prob, _ = policy(micro.inputs, micro.layout, micro.predict, micro.labels, 1.0, "none")
         held[n] = sum(kept.values())
         log_prob.sum().backward()
-    assert held[8] == held[1] > prompts[0].images.pixels.nbytes
+    assert held[8] == held[1] > pixels_of(prompts[0].images).nbytes

@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers import make_group
-from tiny_vlm import config, picture, row, save_vlm
+from tiny_vlm import config, picture, pixels_of, row, save_vlm
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText, Qwen3VLMoeConfig
 
@@ -59,7 +59,7 @@ def inputs_of(model, prompt, response=()) -> dict:
     out = {"input_ids": ids, "mm_token_type_ids": torch.zeros_like(ids)}
     if prompt.images:
         out["mm_token_type_ids"][0, : len(prompt.ids)] = (ids[0, : len(prompt.ids)] == model.config.image_token_id).int()
-        out |= {"pixel_values": prompt.images.pixels, "image_grid_thw": prompt.images.grid}
+        out |= {"pixel_values": pixels_of(prompt.images), "image_grid_thw": prompt.images.grid}
     return out
 
 

@@ -5,7 +5,7 @@ import types
 import numpy as np
 import pytest
 from test_plan_memory import FLAGS, check_close, check_equal, counted
-from tiny_vlm import config, picture, png, row, save_image_processor, save_tokenizer, save_vlm
+from tiny_vlm import config, picture, pixels_of, png, row, save_image_processor, save_tokenizer, save_vlm
 
 import train_sync
 from rl.data.image_prompts import ImagePrep
@@ -45,7 +45,7 @@ def test_a_stated_size_takes_the_tokens_and_pixels_of_such_images(configs, kind)
         pixels, grid = whole.prepare([png(picture(width, height))] * number)
         ids, images = prompt(3)
         assert len(ids) == 200 and (ids == whole.image_token).sum() == grid.prod(1).sum() // whole.merge**2
-        assert np.array_equal(images.grid, grid) and images.pixels.shape == pixels.shape
+        assert np.array_equal(images.grid, grid) and pixels_of(images).shape == pixels.shape
         assert ids[images.places].tolist() == [whole.image_token] * len(images.places)
         assert not set(images.digests) & set(prompt(4)[1].digests) and len(set(images.digests)) == number
         assert prompt(3)[1].digest == images.digest
@@ -64,7 +64,7 @@ def test_images_of_the_data(configs, tmp_path):
     grids = [None if images is None else images.grid.tolist() for _, images in map(prompt, range(4))]
     assert grids == [[[1, 4, 4]], [[1, 6, 12]], [[1, 18, 6]], None]
     assert len(prompt(1)[0]) == len(prompt(0)[0]) + 1 + (18 - 4) and prompt(4)[1].grid.tolist() == grids[0]
-    assert prompt(1)[1].pixels.shape == (72, 3 * 2 * 16 * 16)
+    assert pixels_of(prompt(1)[1]).shape == (72, 3 * 2 * 16 * 16)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_plan_with_images_holds_their_pixels(configs):
         args = train_sync.Args(model=configs["qwen3-vl"], max_prompt_length=200, max_response_length=50, rollout_n=2)
         memory = dry_run("train_sync", args, 2, "npu", lengths_like("budget", 2, 50, 200), size)
         _, images = planned(configs["qwen3-vl"], size)(0)
-        assert memory.device["images"] > 4 * args.train_batch_size // 2 * images.pixels.numel()
+        assert memory.device["images"] > 4 * args.train_batch_size // 2 * pixels_of(images).numel()
         found.append(memory)
     small, large = found
     assert small.device["images"] < large.device["images"] and small.host["images"] < large.host["images"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from rl.data import demo, demo_cache, demo_calculator, demo_hybrid, demo_moe, demo_vl
+from rl.data import demo, demo_cache, demo_calculator, demo_vl
 
 how, *arguments = sys.argv[1:]
 rank = int(os.environ["RANK"])
@@ -21,18 +21,18 @@ demo._teach = demo_calculator._teach = demo_vl._teach = lambda *_: None
 if how == "own":
     torch.distributed.init_process_group("gloo")
     os.environ["RL_CACHE"] = f"{arguments[0]}/{rank}"
-    for module in (demo, demo_calculator, demo_hybrid, demo_moe, demo_vl):
-        module.model_dir()
+    for name in demo_cache.VERSIONS:
+        demo.model_dir(name)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 else:
     made_once = demo.made_once
 
-    def late(name, version, make):
-        while rank == 0 and not demo_cache.directory(name, version).exists():
+    def late(name, make):
+        while rank == 0 and not demo_cache.directory(name).exists():
             time.sleep(0.05)
-        return made_once(name, version, make)
+        return made_once(name, make)
 
-    demo.made_once = demo_vl.made_once = late
+    demo.made_once = late
     sys.argv = arguments
     runpy.run_path(str(Path(arguments[0]).resolve()), run_name="__main__")

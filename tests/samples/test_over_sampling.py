@@ -22,8 +22,7 @@ def unsure(tmp_path_factory) -> list[str]:
     path = tmp_path_factory.mktemp("unsure")
     tokenizer = demo.build_tokenizer()
     torch.manual_seed(0)
-    demo.save(demo.build_model(len(tokenizer)), str(path))
-    tokenizer.save_pretrained(path)
+    demo.save(demo.build_model(len(tokenizer)), str(path), tokenizer)
     return ["--model", str(path), *FLAGS]
 
 

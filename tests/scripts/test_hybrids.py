@@ -60,7 +60,7 @@ def test_whole_runs(tmp_path):
     metrics, run, done = train("train_sync.py", *flags, "--save-freq", 2, "--experiment-name", "run", out=tmp_path / "sync")
     for row in metrics.values():
         assert row["training/rollout_probs_diff_max"] < 1e-4 and row["moe/replay/choices_differ"] < 0.01
-    assert "the 2 weights mtp.* are not trained; what is saved has them as they are." in done.stdout
+    assert "the 2 weights mtp.* are not trained; checkpoints keep them as they are." in done.stdout
     saved = load_file(run / "step_000004" / "model.safetensors")
     assert saved.keys() == load_file(file).keys() and all(torch.equal(saved[name], of) for name, of in mtp.items())
     recorded = ["--record-samples", tmp_path / "samples", "--staleness-threshold", 0]

@@ -135,9 +135,9 @@ def no_time_limit() -> Iterator[None]:
 
 def demo(name: str) -> str:
     """Return the directory of a demo model. Make it first if this machine does not have it yet."""
-    where = demo_cache.directory(name, demo_cache.VERSIONS[name])
+    where = demo_cache.directory(name)
     if not demo_cache.is_made(where):
-        make = f"from rl.data.{name.replace('-', '_')} import model_dir; model_dir()"
+        make = f"from rl.data.demo import model_dir; model_dir({name!r})"
         with no_time_limit():
             subprocess.run([sys.executable, "-c", make], cwd=ROOT, env=environment(), check=True, timeout=900)
     return str(where)

@@ -146,15 +146,14 @@ def attempt(trial: Trial, out: Path) -> tuple[float, str]:
 
 def check_promise(run: Path, console: str, ended: bool) -> str:
     """After SIGTERM the newest checkpoint contains every trained step."""
-    from rl.checkpoint.manifest import damage
-    from rl.checkpoint.resume import newest
+    from rl.checkpoint.manifest import STEPS, damage
 
     log = run / "metrics.jsonl"
     steps = [json.loads(line)["step"] for line in log.read_text().splitlines()] if log.exists() else []
     if not any(steps):
         return "no step was trained"
-    saved = newest(run)
-    assert saved is not None and damage(saved) is None, f"{steps[-1]} steps were trained, none is saved\n{console}"
+    saved = next((path for path in sorted(run.glob(STEPS), reverse=True) if damage(path) is None), None)
+    assert saved is not None, f"{steps[-1]} steps were trained, none is saved\n{console}"
     assert saved.name == f"step_{steps[-1]:06d}", (
         f"step {steps[-1]} was trained, {saved.name} is the newest checkpoint\n{console}"
     )

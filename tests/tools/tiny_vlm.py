@@ -30,6 +30,13 @@ TEXT = SMALL | dict(
 TOWER = dict(depth=3, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=64, initializer_range=0.2)
 
 
+def pixels_of(images):
+    """The pixels [patches, values of a patch] of all images of a prompt."""
+    import torch
+
+    return torch.cat([images.pixels_of(number) for number in range(len(images.sources))])
+
+
 def config(kind: str, **more):
     """kind: "qwen3-vl" (deepstack, untied head), "qwen3-vl-moe", "qwen3.5" (gated delta nets), "qwen3.5-moe", or "qwen2.5-vl"
     (windows in the tower, tied head). more: of the language model's config."""

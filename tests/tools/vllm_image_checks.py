@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "generation"))
 
 from test_engine import drain
-from tiny_vlm import odd_files, picture, prompt_with_images
+from tiny_vlm import odd_files, picture, pixels_of, prompt_with_images
 from vllm_checks import main, wrongly_loaded
 
 from rl.generation.engine import EngineArgs, Output, Request, SamplingParams
@@ -82,7 +82,7 @@ def log_probs(model, of, tokens: list[int], old=None, kept: int = 0) -> torch.Te
             mm_token_type_ids=of_images[:, start:end],
             past_key_values=cache,
             use_cache=True,
-            **({"pixel_values": images.pixels} | grid if images and not start else {}),
+            **({"pixel_values": pixels_of(images)} | grid if images and not start else {}),
         )
         embedding.weight = weight
         return out.last_hidden_state[0], out.past_key_values

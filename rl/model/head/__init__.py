@@ -1,1 +1,1 @@
-"""From hidden states to what losses need: the product with the head, log-probs of chosen tokens, entropies."""
+"""From hidden states to log-probs of chosen tokens and entropies, through the product with the output head."""

@@ -1,16 +1,16 @@
-"""Log-probs and entropy from hidden states where [tokens, vocabulary] is large: in chunks. Of the first tokens the logits are
-kept for the backward pass, as much as the caller allows; those of the others are computed once more. rl/model/policy.py takes
-it for what does not fit into one chunk.
+"""Log-probs and entropy from hidden states, in chunks if [tokens, vocabulary] is large. The logits of the first tokens are kept
+for the backward pass, as many as the caller allows; the logits of the others are computed once more.
 
-Time goes into passes over [tokens, vocabulary], so there are few: logits stay in the precision of the product, temperature and
-shift are one operation, no log-softmax is written, and the gradient takes the place of the logits. Autograd's own recomputation
-(torch.utils.checkpoint) would repeat the entropy, and keep three tensors of a chunk where one does.
+Passes over [tokens, vocabulary] take the time, so there are few: logits stay in the precision of the product, temperature and
+shift are one operation, no log-softmax is written, and the gradient overwrites the logits. Autograd's own recomputation
+(torch.utils.checkpoint) would repeat the entropy, and keep three tensors of a chunk instead of one.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -55,9 +55,9 @@ class ChunkedLogProbs(torch.autograd.Function):
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = None if bias is None else torch.zeros_like(bias)
         grad = (torch.zeros_like(log_sum) if grad_log_prob is None else grad_log_prob) / ctx.temperature
-        # Where only log-probs have one, the gradient is made without its sign: |grad| p is a power, shifted by log |grad|.
+        # If only log-probs have a gradient, it is made without its sign: |grad| p is a power, shifted by log |grad|.
         sign = torch.ones_like(grad) if grad_entropy is not None else -grad.sign()
-        kept, ctx.kept = ctx.kept, _memory(hidden, weight, 0)  # gradients take its place: a second backward pass has none
+        kept, ctx.kept = ctx.kept, _memory(hidden, weight, 0)  # gradients overwrite it: a second backward pass has none
         buffer = _memory(hidden[len(kept) :], weight, ctx.rows)
         few = _rows_at_once(hidden, weight, ctx.rows)
         powers = _memory(hidden, weight, few if grad_entropy is not None else 0, torch.float32)
@@ -86,14 +86,14 @@ class ChunkedLogProbs(torch.autograd.Function):
 
 
 def _gradient_of_log_prob(memory, logits, log_sum, labels, log_prob, grad, temperature: float) -> None:
-    """|grad| (p - onehot(y)) in place of the logits [c, V]. log_sum [c]; labels, log_prob and grad [c, 1]."""
+    """Overwrites the logits [c, V] by |grad| (p - onehot(y)). log_sum [c]; labels, log_prob and grad [c, 1]."""
     size = grad.abs()
     logits.copy_(_shifted(memory, logits, log_sum - size.squeeze(1).log(), temperature).exp_())
     logits.scatter_(1, labels, (size * torch.expm1(log_prob)).to(logits.dtype))
 
 
 def _gradient(memory, powers, logits, log_sum, labels, log_prob, grad, entropy, grad_entropy, temperature: float) -> None:
-    """grad (onehot(y) - p) - grad_entropy p (log p + H) in place of the logits [c, V]. log_sum [c]; the others [c, 1]."""
+    """Overwrites the logits [c, V] by grad (onehot(y) - p) - grad_entropy p (log p + H). log_sum [c]; the others [c, 1]."""
     log_probs = _shifted(memory, logits, log_sum, temperature)
     power = torch.exp(log_probs, out=powers[: len(logits)])
     factor = torch.addcmul(-grad - grad_entropy * entropy, log_probs, -grad_entropy, out=log_probs)
@@ -103,19 +103,19 @@ def _gradient(memory, powers, logits, log_sum, labels, log_prob, grad, entropy, 
 
 
 def _shifted(memory: torch.Tensor | None, logits: torch.Tensor, shift: torch.Tensor, temperature: float) -> torch.Tensor:
-    """logits [c, V] over the temperature, less shift [c], fp32, in that memory or, where there is none, in place."""
+    """logits [c, V] over the temperature, less shift [c], fp32, in that memory or, without any, in place."""
     out = logits if memory is None else memory[: len(logits)]
     return torch.add(-shift[:, None], logits, alpha=1 / temperature, out=out)
 
 
 def _memory(hidden: torch.Tensor, weight: torch.Tensor, rows: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """[`rows`, or as many as hidden has, V], for several chunks one after the other: fresh memory of this size costs a CPU a
-    page fault for every 4 KB. dtype: by default that of hidden."""
+    """[`rows`, at most as many as hidden has, V], for several chunks one after the other: fresh memory of this size costs a CPU
+    a page fault for every 4 KB. dtype: by default that of hidden."""
     return torch.empty(min(rows, len(hidden)), len(weight), dtype=dtype or hidden.dtype, device=hidden.device)
 
 
 def _rows_at_once(hidden: torch.Tensor, weight: torch.Tensor, most: int) -> int:
-    """Rows of logits for one operation that goes element by element."""
+    """Rows of logits for one elementwise operation."""
     return max(1, most // 4 if is_accelerator(hidden.device) else min(most, IN_CACHE // len(weight)))
 
 
@@ -135,11 +135,11 @@ def _slices(start: int, stop: int, size: int) -> Iterator[slice]:
 @dataclass
 class TopTokens:
     """A teacher's K most likely tokens at each of the n places of a micro-batch (--teacher-top-k), and the policy's log-probs
-    of the same."""
+    of these tokens."""
 
     token: torch.Tensor  # [n, K] int32, in host memory
     of_teacher: torch.Tensor  # [n, K] float32, its log-probs, in host memory
-    log_prob: torch.Tensor | None = None  # [n, K] float32, of the policy's last forward pass, with gradient
+    log_prob: torch.Tensor | None = None  # [n, K] float32, from the policy's last forward pass, with gradient
 
     @property
     def log_probs(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,7 +147,7 @@ class TopTokens:
         return self.log_prob, self.of_teacher.to(self.log_prob.device)
 
     def labels(self, sampled: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
-        """[m, 1 + K]: the sampled tokens [m] and those here. own: which of the n places the m are; None for all."""
+        """[m, 1 + K]: the sampled tokens [m] and the teacher's. own: which of the n places the m are; None for all."""
         token = self.token.to(sampled.device, torch.long)
         return torch.cat([sampled[:, None], token if own is None else token[own]], 1)
 
@@ -155,8 +155,8 @@ class TopTokens:
 def top_tokens(
     hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, temperature: float, count: int, below: int, elements: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """hidden [n, d], labels [n] -> (log-prob of the labels [n], the `count` likeliest tokens [n, count] of those with numbers
-    `below` this, their log-probs [n, count]), fp32. `elements` logits are computed at a time. No gradient."""
+    """hidden [n, d], labels [n] -> (log-prob of the labels [n], the `count` likeliest tokens [n, count] among those numbered
+    below `below`, their log-probs [n, count]), fp32. `elements` logits are computed at a time. No gradient."""
     found = []
     for part, its_labels in _chunks(hidden, head, labels, elements):
         log_probs = _log_softmax(part, head, temperature)
@@ -189,12 +189,13 @@ def spread(
 def log_probs_at(
     hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, temperature: float, entropy: str, elements: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """hidden [n, d], labels [n, m] -> (log-prob of the labels [n, m], entropy [n] as rl/model/policy.py has it), fp32. More
-    logits than `elements` are computed in chunks, and once more in the backward pass."""
+    """hidden [n, d], labels [n] or [n, m] -> (log-prob of the labels, in their shape, entropy [n] as in rl/model/policy.py),
+    fp32. More logits than `elements` are computed in chunks, and once more in the backward pass."""
 
     def of_part(part: torch.Tensor, its_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         log_probs = _log_softmax(part, head, temperature)
-        chosen = log_probs.gather(1, its_labels)
+        one_each = its_labels.dim() == 1
+        chosen = -F.nll_loss(log_probs, its_labels, reduction="none") if one_each else log_probs.gather(1, its_labels)
         if entropy == "none":
             return chosen, chosen.new_zeros(len(chosen))
         with torch.set_grad_enabled(entropy == "loss" and torch.is_grad_enabled()):

@@ -1,19 +1,18 @@
 """`--lm-head-fp32`: the product of hidden states with the output head in fp32, where the model computes in bf16.
 
 Logits in bf16 have 8 significant bits, and generator and learner round them differently: MiniMax-M1 (arXiv 2506.13585) found
-that their probabilities differ by it, and ScaleRL (arXiv 2510.13786) adopts the remedy. The weights are bf16's on both sides.
+that this makes their probabilities differ, and ScaleRL (arXiv 2510.13786) adopts the remedy. Both sides use the bf16 weights.
 """
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
 @dataclass
 class Fp32Head:
-    """A head whose product and gradients are fp32; those of its weights arrive in their own precision."""
+    """A head whose product and gradients are fp32; gradients of its weights arrive in their own precision."""
 
     weight: Tensor  # [V, hidden]
     bias: Tensor | None  # [V]
@@ -25,8 +24,3 @@ class Fp32Head:
     def __call__(self, hidden: Tensor) -> Tensor:
         """[n, hidden] in any precision -> logits [n, V]."""
         return F.linear(hidden.float(), self.weight, self.bias)
-
-
-def in_fp32(hidden: Tensor, head: nn.Linear) -> tuple[Tensor, Fp32Head | nn.Linear]:
-    """Both as the product takes them: unchanged where they are fp32 already."""
-    return (hidden, head) if hidden.dtype == torch.float32 else (hidden.float(), Fp32Head.of(head))

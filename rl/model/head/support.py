@@ -1,13 +1,13 @@
 """`--keep-sampling-mask`: top-k and nucleus sampling without bias.
 
-Top-k and top-p sample from the policy restricted to a set S of tokens. The engine records S, and the learner takes all of its
-log-probs, the policy's, the reference's and a teacher's, over the same S:
+Top-k and top-p sample from the policy restricted to a set S of tokens. The engine records S, and the learner computes all
+log-probs (of the policy, the reference and a teacher) over the same S:
 
     log pi(a | S) = log pi(a) - log sum over b in S of pi(b)
 
-So the ratio is 1 where the weights are those that sampled, and with S held fixed the gradient is that of the policy that
-sampled. Over the whole vocabulary it is not: each token would also be trained to draw probability into S, even if the mass of S
-were in the ratio. DeepSeek-V3.2 keeps the mask in the same way (arXiv 2512.02556, "Keep Sampling Mask"). Entropies stay those
+So the ratio is 1 under the weights that sampled, and with S held fixed the gradient is that of the policy that sampled. Over
+the whole vocabulary it would not be: each token would also be trained to draw probability into S, even if the mass of S were in
+the ratio. DeepSeek-V3.2 keeps the mask in the same way (arXiv 2512.02556, "Keep Sampling Mask"). Entropies are still computed
 over the whole vocabulary.
 """
 
@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NOTHING = -1  # in the place of a token, behind those of S; in all places where nothing is recorded: then S is the vocabulary
-TIES = 8  # vLLM keeps all tokens that are as likely as the k-th; this many of them are recorded, too
+NOTHING = -1  # behind the tokens of S; in all places if nothing is recorded: then S is the vocabulary
+TIES = 8  # vLLM keeps all tokens that are as likely as the k-th; up to this many of them are also recorded
 
 
 def width(args) -> int:
-    """Most tokens of S in a record: 0 without the flag. args: a script's; those of a supervised start have no engine."""
+    """The most tokens of S in a record: 0 without the flag, which a supervised start does not have. args: a script's."""
     return args.top_k + TIES if getattr(args, "keep_sampling_mask", False) else 0
 
 
@@ -37,7 +37,7 @@ def nothing(tokens: int, most: int) -> np.ndarray:
 
 
 def of_responses(records: list[np.ndarray | None], lengths: list[int]) -> Tensor | None:
-    """The records of responses, end to end: [N, K] int32; None where there is none."""
+    """The records of responses, end to end: [N, K] int32; None if there are none."""
     most = next((record.shape[1] for record in records if record is not None), 0)
     pairs = zip(records, lengths, strict=True)
     rows = [nothing(length, most) if record is None else record for record, length in pairs]
@@ -45,12 +45,12 @@ def of_responses(records: list[np.ndarray | None], lengths: list[int]) -> Tensor
 
 
 def labels(sampled: Tensor, support: Tensor) -> Tensor:
-    """[n, 1 + K]: the sampled tokens [n], and those of S [n, K]."""
+    """[n, 1 + K]: the sampled tokens [n], and the tokens of S [n, K]."""
     return torch.cat([sampled[:, None], torch.where(support == NOTHING, sampled[:, None], support)], 1)
 
 
 def restricted(log_probs: Tensor, support: Tensor) -> Tensor:
-    """log_probs [n, 1 + K] of those labels -> of the sampled tokens over S, [n]."""
+    """log_probs [n, 1 + K] of these labels -> log-probs of the sampled tokens over S, [n]."""
     known = support != NOTHING
     is_recorded = known.any(1)
     of_support = torch.where(is_recorded[:, None], log_probs[:, 1:].masked_fill(~known, -torch.inf), 0.0)

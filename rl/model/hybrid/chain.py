@@ -1,8 +1,8 @@
-"""What gated delta nets (delta_net.py) see of a packed row: its sequences, each with a convolution and a state of its own.
+"""A packed row as gated delta nets (delta_net.py) see it: its sequences, each with a convolution and a state of its own.
 
 A segment begins with the last K - 1 inputs and the final state of the segment in front of it, so that the n responses to a
-prompt share what it computes, and autograd sums the gradients of its n copies. The rule is flash-linear-attention's where the
-device has it (kernels.py), else our own (rule.py).
+prompt share the prompt's computation, and autograd sums the gradients of its n copies. The rule is flash-linear-attention's if
+the device has it (kernels.py), else our own (rule.py).
 """
 
 import functools
@@ -13,29 +13,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl.model.attention import of_similar_length
+from rl.model.attention import in_buckets
 from rl.model.hybrid.kernels import packed_rule, recurred_by
-from rl.model.hybrid.rule import chunked
+from rl.model.hybrid.rule import chunked, wide
 
 
 @dataclass(frozen=True)
 class Wave:
-    """Segments that are computed at once: those that begin sequences, or those that continue them."""
+    """Segments that are computed together: those that begin sequences, or those that continue them."""
 
     segments: list[int]
     tokens: Tensor  # [t] their places in the row, segment after segment
     ends: Tensor  # [S + 1] the segments' ends among these tokens, behind a 0
-    front: Tensor | None  # [S] the numbers, in the wave before, that they begin with; None where they begin a sequence
+    front: Tensor | None  # [S] the segments of the wave before that they continue, by number; None if they begin sequences
 
     def recurred(self, rows: list[Tensor], start: Tensor | None) -> tuple[Tensor, Tensor]:
-        """rows: those of its tokens, start [S, H, Dk, Dv] -> (outputs [t, H, Dv], final states [S, H, Dk, Dv])."""
+        """rows: of the wave's tokens, start [S, H, Dk, Dv] -> (outputs [t, H, Dv], final states [S, H, Dk, Dv])."""
         if rule := packed_rule(rows[0], rows[2]):
             return recurred_by(rule, rows, self.ends, start)
         outputs, states = [], []
         buckets, *orders = self._buckets
         for members, cells, real in buckets:
             cut = [x.flatten(1).index_select(0, cells.flatten()).view(*cells.shape, *x.shape[1:]) for x in rows]
-            cut[3:] = [x * real[..., None] for x in cut[3:]]  # what pads neither decays nor writes
+            cut[3:] = [x * real[..., None] for x in cut[3:]]  # padding neither decays nor writes
             out, state = chunked(*cut, None if start is None else start.index_select(0, members))
             outputs.append(out.flatten(0, 1))
             states.append(state)
@@ -43,16 +43,13 @@ class Wave:
 
     @functools.cached_property
     def _buckets(self) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor, Tensor]:
-        """(of each bucket of similar length: its segments' numbers [B], its tokens [B, L], those behind a segment's end being
-        its last, and which are real [B, L]; where each token's output stands, and each segment's state, with the buckets end
-        to end)."""
-        ends, lengths = self.ends.tolist(), self.ends.diff().tolist()
-        found = [(torch.tensor(of), *rest) for of, *rest in of_similar_length(range(len(lengths)), ends, lengths)]
-        real, numbers = torch.cat([x.flatten() for *_, x in found]), torch.cat([of for of, *_ in found])
-        place = torch.cat([cells.flatten() for _, cells, _ in found])[real].argsort()
-        orders = real.nonzero().squeeze(1)[place], numbers.argsort()
-        buckets = [tuple(x.to(self.tokens.device) for x in of) for of in found]
-        return buckets, *(order.to(self.tokens.device) for order in orders)
+        """(for each bucket of similar length: its segments' numbers [B], its tokens [B, L], which repeat the last one behind a
+        segment's end, and which of them are real [B, L]; the place of each token's output, and of each segment's state, with
+        the buckets end to end)."""
+        device, (found, cell_of) = self.tokens.device, in_buckets(self.ends.tolist(), self.ends.diff().tolist())
+        numbers = torch.cat([members for members, *_ in found])
+        buckets = [tuple(x.to(device) for x in bucket) for bucket in found]
+        return buckets, cell_of.to(device), numbers.argsort().to(device)
 
 
 class Chain:
@@ -65,14 +62,14 @@ class Chain:
         self._halos_of: dict[int, tuple[Tensor, Tensor]] = {}
 
     def convolved(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
-        """x [T, C], weight [C, K] -> [T, C]: of each token and the K - 1 before it in its sequence, or zeros."""
+        """x [T, C], weight [C, K] -> [T, C]: over each token and the K - 1 before it in its sequence, or zeros."""
         source, place = self._halos(weight.shape[1] - 1)
         laid = torch.cat([x, x.new_zeros(1, x.shape[1])]).index_select(0, source)
         out = F.conv1d(laid.t()[None], weight[:, None], groups=len(weight))[0].t()
         return out.index_select(0, place)
 
     def _halos(self, size: int) -> tuple[Tensor, Tensor]:
-        """(tokens of the row, T for none, each segment behind the `size` in front of it; where each token's output stands)."""
+        """(the row's tokens with `size` tokens in front of each segment, T for none; the place of each token's output)."""
         if size in self._halos_of:
             return self._halos_of[size]
         source, place, none = [], [], self.begins[-1]
@@ -99,7 +96,7 @@ class Chain:
 
     @functools.cached_property
     def _waves(self) -> tuple[list[Wave], Tensor]:
-        """(the waves; [T] where each token's output stands, with the waves end to end)."""
+        """(the waves; [T] the place of each token's output, with the waves end to end)."""
         out, tokens, number = [], [], {}
         for continues in (False, True):
             segments = [i for i, before in enumerate(self.after) if (before >= 0) == continues and self.lengths[i]]
@@ -112,3 +109,23 @@ class Chain:
             out.append(Wave(segments, own.to(self.device), ends.to(self.device), front))
             tokens.append(own)
         return out, torch.cat(tokens).argsort().to(self.device)
+
+
+class SharedChain:
+    """A row that learners share (rl/model/sequence_parallel.py), as one rank's piece of t tokens: the rank takes some channels
+    of the whole row for the convolution, and some heads for the states. piece: rl.model.sequence_parallel.Piece."""
+
+    def __init__(self, piece):
+        self.piece, self.row = piece, piece.row.chain
+
+    def convolved(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        """x [t, C], weight [C, K] -> [t, C]."""
+        own = weight.chunk(self.piece.sharing)[self.piece.begin // self.piece.size]
+        return self.piece.back(self.row.convolved(layer, self.piece.whole(x), own))
+
+    def recurred(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """q, k [t, H, Dk], v [t, H, Dv], decay, beta [t, H] -> [t, H, Dv]."""
+        parts = (q, k, v, decay[..., None], beta[..., None])
+        whole = self.piece.whole(torch.cat([wide(x) for x in parts], 2)).split([x.shape[2] for x in parts], 2)
+        q, k, v, decay, beta = (x.to(given.dtype) for x, given in zip(whole, parts, strict=True))
+        return self.piece.back(self.row.recurred(layer, q, k, v, decay[..., 0], beta[..., 0]))

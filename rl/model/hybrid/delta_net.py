@@ -1,9 +1,9 @@
 """Gated delta nets (arXiv 2412.06464) of Qwen3-Next and Qwen3.5: which layers are known here, and their forward pass.
 
 transformers' forward of such a layer knows one sequence a row: on a packed row its convolution and its recurrent state would
-run from one sequence into the next. Here a layer projects the row token by token with transformers' own modules, and asks the
-row's `layout.chain` for what looks back: a convolution over K tokens, and a state [Dk, Dv] of each head. chain.py has that of
-the learner's packed rows, rl/generation/embedded/states.py the engine's.
+run from one sequence into the next. Here a layer projects the row token by token with transformers' own modules, and the row's
+`layout.chain` computes the parts that look back: a convolution over K tokens, and a state [Dk, Dv] of each head. chain.py does
+this for the learner's packed rows, rl/generation/embedded/states.py for the engine.
 
 Left out: other linear attention (Mamba, Kimi, MiniMax, LFM2), which is refused by the class of its layers.
 """
@@ -23,18 +23,18 @@ from rl.model.hybrid.rule import wide
 from rl.ranks.device import has_accelerator
 
 LAYERS = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Qwen3NextGatedDeltaNet")  # transformers' classes
-KERNELS = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")  # its functions that a package of kernels may take the place of
+KERNELS = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")  # its functions that a package of kernels may replace
 
 
 def delta_nets(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """(decoder layer, its delta net) of each that is known here."""
+    """(decoder layer, its delta net) for each known delta net."""
     found = [(layer, getattr(layer, "linear_attn", None)) for layer in model.modules()]
     theirs = "transformers.models."
     return [of for of in found if type(of[1]).__name__ in LAYERS and type(of[1]).__module__.startswith(theirs)]
 
 
 def check_layers(model: nn.Module, where: str) -> None:
-    """Raises UserError unless all layers that config.json calls linear attention are delta nets that are known here."""
+    """Raises UserError unless all layers that config.json calls linear attention are known delta nets."""
     if len(delta_nets(model)) != len(linear_layers(model.config)):
         raise UserError(
             f"{where}: layers of type linear_attention are not supported unless they are gated delta nets of Qwen3.5 or "
@@ -43,8 +43,8 @@ def check_layers(model: nn.Module, where: str) -> None:
 
 
 def check_flags(config, args, samples: bool) -> None:
-    """Raises UserError for flags that do not go with the model's delta nets. args: the script's. samples: whether an engine has
-    the model, as it has no teacher and no critic."""
+    """Raises UserError for flags that do not work with the model's delta nets. args: the script's. samples: whether an engine
+    has the model; False for a teacher or a critic."""
     size, heads, of_all = args.sequence_parallel, config.linear_num_value_heads, channels(config)
     if args.compile:
         raise UserError("--compile is not for models with gated delta nets. Leave it out.")
@@ -61,13 +61,13 @@ def check_flags(config, args, samples: bool) -> None:
 
 
 def carry_states(model: nn.Module) -> None:
-    """Has the model's delta nets ask the layout, where the model's forward is given one."""
+    """Has the model's delta nets compute through the layout if the model's forward is given one."""
     for layer, net in delta_nets(model):
         Carrier(layer, net)
 
 
 class Carrier:
-    """The forward pass of one layer's delta net. transformers before 5.6 hands a delta net no layout: its layer's is taken."""
+    """The forward pass of one layer's delta net. It takes the layer's layout: transformers before 5.6 hands the net none."""
 
     def __init__(self, layer: nn.Module, net: nn.Module):
         self.net, self.plain, self.layout = net, net.forward, None
@@ -104,7 +104,7 @@ def _projected(net: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 
 def channels(config) -> int:
-    """Of the convolution: queries, keys and values."""
+    """The channels of the convolution: queries, keys and values."""
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     return 2 * keys + config.linear_num_value_heads * config.linear_value_head_dim
 
@@ -118,8 +118,8 @@ def flops_per_token(config) -> int:
 
 @contextlib.contextmanager
 def in_plain_torch(model: nn.Module) -> Iterator[None]:
-    """Has transformers compute delta nets in torch where it has kernels of a package (flash-linear-attention), which it takes
-    at its import, and which do not run on a CPU."""
+    """Has transformers compute delta nets in torch, even if it has imported a package's kernels (flash-linear-attention), which
+    do not run on a CPU."""
     spaces = [vars(sys.modules[name]) for name in {type(net).__module__ for _, net in delta_nets(model)}]
     kept = [(space, name, space[name]) for space in spaces for name in KERNELS if name in space]
     try:

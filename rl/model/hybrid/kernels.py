@@ -1,10 +1,10 @@
-"""flash-linear-attention's gated delta rule over packed rows, on an accelerator, where it is installed and right.
+"""flash-linear-attention's gated delta rule over packed rows, on an accelerator, if it is installed and right.
 
 Its `chunk_gated_delta_rule` takes many sequences end to end, with their ends and the state that each begins with, and its
-backward pass gives the gradient of these states, so that the responses to a prompt can continue one (chain.py). It is compared
-with our own rule when a learner starts, and used only if values and gradients agree. Ascend has it through Triton.
+backward pass returns the gradient of these states, so that all responses to a prompt can continue one state (chain.py). It is
+compared with our own rule when a learner starts, and used only if values and gradients agree. Ascend has it through Triton.
 
-Left out: its convolution, and its rule for decoding steps, in which the embedded engine's own is one product.
+Left out: its convolution, and its rule for decoding steps, which is a single product in the embedded engine.
 """
 
 import functools
@@ -20,26 +20,26 @@ from rl.ranks.device import DELTA_RULE, is_out_of_memory
 PACKAGE = "fla-core==0.6.0"
 LENGTHS = (70, 1, 130, 5, 64)  # tokens of the check's sequences, around the length of a chunk
 HEADS = 2
-# Largest relative difference of a sequence in the check. Rounding makes 0.001 of it in fp16, thus about 0.01 in bf16.
+# Largest relative difference of a sequence in the check. Rounding causes 0.001 in fp16, so about 0.01 in bf16.
 TOLERANCE = 0.03
 INPUTS = ("queries", "keys", "values", "decay", "beta", "first states")
 WHOSE = ("outputs", "final states", *(f"gradients of {x}" for x in INPUTS))
 
 
 def packed_rule(q: Tensor, v: Tensor) -> Callable | None:
-    """The rule for rows such as q [T, H, Dk] and v [T, H, Dv]; None where our own is used."""
+    """The rule for rows such as q [T, H, Dk] and v [T, H, Dv]; None if our own is used."""
     return _checked(q.device, q.dtype, q.shape[-1], v.shape[-1])[0]
 
 
 def unused(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """Why our own rule computes a model's gated delta nets on an accelerator; empty where flash-linear-attention's does, and on
-    a CPU."""
+    """The reason why an accelerator computes a model's gated delta nets with our own rule; empty if it uses
+    flash-linear-attention, and on a CPU."""
     return _checked(device, dtype, config.linear_key_head_dim, config.linear_value_head_dim)[1]
 
 
 def choose_rule(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, say: bool) -> None:
-    """At a learner's start: has the kernels compiled and compared, and says where an accelerator computes with our own rule.
-    config: of the text."""
+    """At a learner's start: compiles and compares the kernels, and warns if an accelerator computes with our own rule. config:
+    of the text."""
     if (why := unused(config, dtype, device)) and say:
         print(
             f"warning: flash-linear-attention is not used for the gated delta nets: {why}. In plain torch they take more than "
@@ -65,15 +65,15 @@ def _checked(device: torch.device, dtype: torch.dtype, key_size: int, value_size
         return None, f"it is for half precision, and this is {dtype}"
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    except Exception as error:  # it is not there, or finds no Triton or no driver
+    except Exception as error:  # not installed, or it finds no Triton or no driver
         return None, f"{_in_a_line(error)} (pip install {PACKAGE})"
     try:
         found = differences(chunk_gated_delta_rule, device, dtype, key_size, value_size)
-    except Exception as error:  # Triton's, of this device, and another version's
+    except Exception as error:  # of Triton on this device, or of another version
         if is_out_of_memory(error):
             raise
         return None, _in_a_line(error)
-    if wrong := {what: off for what, off in found.items() if not off <= TOLERANCE}:  # a NaN, too
+    if wrong := {what: off for what, off in found.items() if not off <= TOLERANCE}:  # also true for NaN
         what, off = next(iter(wrong.items()))
         return None, f"its {what} differ from our own by {off:.2g}, {TOLERANCE} is allowed"
     return chunk_gated_delta_rule, ""
@@ -84,7 +84,7 @@ def _in_a_line(error: Exception) -> str:
 
 
 def differences(rule: Callable, device: torch.device, dtype: torch.dtype, key_size: int, value_size: int) -> dict[str, float]:
-    """Of each output and gradient the largest relative difference of a sequence between `rule` and our own in fp32."""
+    """For each output and gradient, the largest relative difference of a sequence between `rule` and our own in fp32."""
     tokens, generator = sum(LENGTHS), torch.Generator().manual_seed(0)  # a run's own numbers stay
     sizes = [(tokens, HEADS, n) for n in (key_size, key_size, value_size)] + 2 * [(tokens, HEADS)]
     of_state = (len(LENGTHS), HEADS, key_size, value_size)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 64  # tokens that one product takes, as in transformers: other borders would round otherwise
+CHUNK = 64  # tokens of one product, as in transformers: other borders would round differently
 EPSILON = 1e-6  # in the norm of queries and keys
 
 
@@ -21,7 +21,7 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, start:
 
     q, k, v, decay, beta = map(cut, (q, k, v, decay, beta))
     q, k = _unit(q) * q.shape[-1] ** -0.5, _unit(k)
-    decay = decay.cumsum(-1)  # logarithm of what each token leaves of its chunk's first state
+    decay = decay.cumsum(-1)  # logarithm of the part of its chunk's first state that each token leaves
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     between = (decay[..., :, None] - decay[..., None, :]).masked_fill(later, -torch.inf).exp()
     weighed = k * beta[..., None]
@@ -41,7 +41,7 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, start:
 
 
 def one_step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """The same for one token of A sequences: q, k [A, H, Dk], v [A, H, Dv], decay, beta [A, H], state [A, H, Dk, Dv], which is
+    """The rule for one token of A sequences: q, k [A, H, Dk], v [A, H, Dv], decay, beta [A, H], state [A, H, Dk, Dv], which is
     changed in place -> [A, H, Dv]."""
     given = q.dtype
     q, k, v, decay, beta = map(wide, (q, k, v, decay, beta))
