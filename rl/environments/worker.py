@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from rl.environments.programs import BadValue, Programs, seed_random
-from rl.errors import UserError
 from rl.rewards import descendants
-from rl.rewards.worker import import_file, in_one_line, limit_cpu
+from rl.rewards.worker import describe, import_file, limit_cpu
 
 LARGEST = 1 << 17  # bytes of a message between this process and the rank
 OPEN_FILES = 256  # of an environment
@@ -43,7 +42,7 @@ def main(parent: int) -> None:
     try:
         warm = Warm(settings)
     except (Exception, SystemExit) as error:
-        control.send(json.dumps({"failed": str(error) if isinstance(error, UserError) else in_one_line(error)}).encode())
+        control.send(json.dumps({"failed": describe(error)}).encode())
         return
     ready = {"schemas": warm.turns.schemas or [], "scores_at_end": warm.scores_at_end}
     control.send(json.dumps(ready).encode())
@@ -207,15 +206,14 @@ class Episode:
         """One item after the other, until the rank closes its end."""
         for line in self.items:
             item = json.loads(line)
-            if self.cpu_seconds:
-                limit_cpu(self.cpu_seconds)
+            limit_cpu(self.cpu_seconds)
             started = time.monotonic()
             try:
                 reply = getattr(self.answers, item["do"])(item)
             except BadValue as error:
                 reply = {"event": "bad_value", "message": str(error)}
             except (Exception, SystemExit) as error:
-                reply = {"event": "error", "message": f"{in_one_line(error):.500}"}
+                reply = {"event": "error", "message": f"{describe(error):.500}"}
             if os.getpid() != self._pid:  # a fork made by the user's code
                 return
             reply |= {"number": item["number"], "seconds": time.monotonic() - started}

@@ -94,6 +94,21 @@ def exit_code(process: subprocess.Popen, timeout: float) -> int:
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
+def ending(code: int, process: str, over_cpu: str) -> tuple[str, str]:
+    """The event that the end of a process is (rl/rewards/score.py), and a message. over_cpu: the message if its limit of CPU
+    time ended it."""
+    return ("timeout", over_cpu) if code == -signal.SIGXCPU else ("died", f"{process} {how_it_ended(code)}")
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words. Python has no names for most of the real-time signals."""
+    if code >= 0:
+        return f"exited with code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}" + (f" (SIGRTMIN+{-code - signal.SIGRTMIN})" if -code > signal.SIGRTMIN else "")
+
+
 def descendants(ancestor: int) -> list[int]:
     """The processes that the ancestor has started, and those that they have started, as the system lists them now."""
     children: dict[int, list[int]] = {}
