@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rl.doctor import packages, processes, scripts
 from rl.doctor.findings import OK, SKIPPED, WRONG, Finding
+from rl.rewards.descendants import adopt_orphans
 
 
 class Doctor:
@@ -106,7 +107,7 @@ def main() -> int:
     if not packages.python_is_right():
         print("error: Python 3.11 or newer is needed", file=sys.stderr)
         return 1
-    processes.adopt_orphans()
+    adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     doctor = Doctor(args.out)
     try:

@@ -1,6 +1,5 @@
 """Runs a check's command in a session of its own, with a time limit, and leaves none of its processes behind."""
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -10,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl.rewards.descendants import children, end_with_parent
+
 ROOT = Path(__file__).resolve().parents[2]
 GRACE = 20.0  # seconds that torchrun gets to end its ranks
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,6 @@ class Outcome:
         return (raised or lines or ["(nothing)"])[-1][:300]
 
 
-def adopt_orphans() -> None:
-    """Make this process the parent of whatever its children leave, so that `run` can end that, too (Linux)."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
 def run(command: Sequence[str], timeout: float, environment: dict[str, str] | None = None) -> Outcome:
     """Run the command in the repository's root. Return how it ended; all of its processes are gone by then."""
     started, others = time.monotonic(), {*_children()}
@@ -56,7 +50,7 @@ def run(command: Sequence[str], timeout: float, environment: dict[str, str] | No
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=end_with_parent,
         )
         try:
             code = process.wait(timeout)
@@ -66,10 +60,6 @@ def run(command: Sequence[str], timeout: float, environment: dict[str, str] | No
             _end(process, others)
         output.seek(0)
         return Outcome(code, output.read().decode(errors="replace"), time.monotonic() - started)
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end(process: subprocess.Popen, others: set[int]) -> None:
@@ -89,13 +79,4 @@ def _end(process: subprocess.Popen, others: set[int]) -> None:
 
 def _children() -> list[int]:
     """Processes whose parent is this one."""
-    own = str(os.getpid())
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = stat.read_text(errors="replace").rpartition(")")[2].split()[1]
-        except OSError:  # it has ended meanwhile
-            continue
-        if parent == own:
-            found.append(int(stat.parent.name))
-    return found
+    return children().get(os.getpid(), [])

@@ -17,8 +17,8 @@ MANY = 32  # elements of a list, set or union
 
 
 def agree(answer: str, truth: str, any_root: bool = False) -> bool:
-    r"""Whether two answers in the notation of rl/rewards/answers.canonical agree; False if one cannot be parsed. any_root: accept
-    a root of a whole number that has square factors, unless the root is a whole number."""
+    r"""Whether two answers in the notation of rl/rewards/answers.canonical agree; False if one cannot be parsed. any_root:
+    accept a root of a whole number that has square factors, unless the root is a whole number."""
     try:
         tree = parse(answer)
         ways = [tree, simplified_roots(tree)] if any_root else [tree]

@@ -143,7 +143,7 @@ request: {seed: null}
     ("content", "message"),
     [
         ("{", "neither JSON in a .json file nor YAML"),
-        ([1], "no mapping. It has the fields items, system, request"),
+        ([1], "not a mapping. Give it the fields items, system, request"),
         ({"items": {}}, "`items` is empty"),
         ({"item": {"a": RIGHT}}, "look at `item`. The fields are items"),
         ({"items": {"a": {"asks": "?"}}}, "item a: look at `asks`"),
@@ -229,7 +229,7 @@ def test_the_endpoint_is_asked_at_the_start(rubric, monkeypatch):
     refused(r"--judge .*rubric.json: --judge-url http://127.0.0.1:9/v1 cannot be reached", judge_url="http://127.0.0.1:9/v1")
     with serve(Judge(models=["a", "b"])) as url:
         refused(r"there is no model c at .*It has: a, b\.", judge_url=url, judge_model="c")
-        refused(r"has not one model alone. It has: a, b\.", judge_url=url)
+        refused(r"does not have exactly one model. It has: a, b\.", judge_url=url)
         with ScoringPool(RewardArgs(judge=rubric, judge_url=url, judge_model="b")) as pool:
             assert scores(pool, ["42"])["42"].score == 3
     for url in ("localhost:8000", "http://me:secret@host/v1"):

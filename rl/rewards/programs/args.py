@@ -1,4 +1,4 @@
-"""The flags of programs that a model wrote."""
+"""The flags for programs that the model writes."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -23,6 +23,6 @@ class CodeArgs:
     """Address space of each process of a tested program, in GiB."""
 
     def limits(self, in_all: float) -> dict:
-        """What the grader of programs gets with each response. in_all: seconds that its tests may take together."""
+        """What the grader of programs gets with each response. in_all: seconds that all its tests together may take."""
         own = {"seconds": self.code_timeout, "memory_gb": self.code_memory_limit_gb, "tests": self.code_tests}
         return own | {"all": self.code_score == "all", "in_all": in_all}
