@@ -24,7 +24,7 @@ from typing import Any
 
 from rl.environments.programs import BadValue, Programs, seed_random
 from rl.rewards import descendants
-from rl.rewards.worker import describe, import_file, limit_cpu
+from rl.rewards.worker import describe, import_file, limit_cpu, limit_memory
 
 LARGEST = 1 << 17  # bytes of a message between this process and the rank
 OPEN_FILES = 256  # of an environment
@@ -34,9 +34,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 def main(parent: int) -> None:
     if not descendants.guard(parent):
         return
-    control = socket.socket(fileno=os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what the user's code prints goes to stderr
+    control = socket.socket(fileno=descendants.take_pipes()[0])
     os.environ.update(ONE_THREAD)
     settings = json.loads(control.recv(LARGEST))
     try:
@@ -188,9 +186,7 @@ def _children() -> set[int]:
 
 
 def _limit(settings: dict) -> None:
-    if settings["memory_gb"]:
-        memory = int(settings["memory_gb"] * 2**30)
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    limit_memory(settings["memory_gb"])
     resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

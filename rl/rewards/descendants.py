@@ -55,6 +55,14 @@ def guard(starter: int) -> bool:
     return os.getppid() == me
 
 
+def take_pipes() -> tuple[int, int]:
+    """Copies of stdin and stdout that no child inherits. The user's code gets an empty stdin, and its output goes to stderr."""
+    pipes = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    return pipes
+
+
 def end_with_parent() -> None:
     """Has the system kill this process when its parent ends."""
     _prctl(SET_DEATH_SIGNAL, signal.SIGKILL)

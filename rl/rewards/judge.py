@@ -90,15 +90,14 @@ class Rubric:
 
 def _fields(value: Any, what: str, needed: dict[str, Any], known: dict[str, Any]) -> dict:
     """Returns the value if it is a dict with all needed fields, and perhaps known ones, of these types. Raises UserError."""
-    if not isinstance(value, dict):
-        raise UserError(f"{what} is not a mapping. Give it the fields {', '.join(needed | known)}.")
     types = needed | known
-    wrong = [name for name in value if name not in types] or [name for name in needed if name not in value]
-    wrong = wrong or [name for name, its in value.items() if not isinstance(its, types[name])]
-    if wrong:
-        raise UserError(
-            f"{what}: look at `{wrong[0]}`. The fields are {', '.join(needed)} and, optionally, {', '.join(known)}."
-        )
+    if not isinstance(value, dict):
+        raise UserError(f"{what} is not a mapping. Give it the fields {', '.join(types)}.")
+    for name in (*value, *needed):
+        if not isinstance(value.get(name), types.get(name, ())):
+            raise UserError(
+                f"{what}: look at `{name}`. The fields are {', '.join(needed)} and, optionally, {', '.join(known)}."
+            )
     return value
 
 
@@ -227,11 +226,10 @@ class Judge:
         try:
             found = [model.id async for model in self.client.models.list()]
         except self._openai.NotFoundError:
-            if self.model:
-                return
-            found = []
-        if self.model in found or (self.model is None and len(found) == 1):
-            self.model = self.model or found[0]
+            found = [self.model] if self.model else []
+        if self.model is None and len(found) == 1:
+            self.model = found[0]
+        if self.model in found:
             return
         shown = ", ".join(found[:SHOWN_MODELS]) + (", ..." if len(found) > SHOWN_MODELS else "")
         fault = f"there is no model {self.model} at {self.url}" if self.model else f"{self.url} does not have exactly one model"

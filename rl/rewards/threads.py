@@ -37,9 +37,9 @@ class Threads:
         self.done: SimpleQueue[tuple[Any, Score | None]] = SimpleQueue()  # keys and scores, for the rank
         self.begun = threading.Event()  # a process is ready, or a thread has failed
         self.closed = False
+        self.lost: list[Lost] = []  # how processes were lost
         self.first_calls: list[float] = []  # seconds that processes took for their first response
-        self.lost: list[Lost] = []  # processes
-        self._scored = False  # a response has a score
+        self._scored = False  # at least one response has a score
         self._failure: Exception | None = None
         self._threads: list[threading.Thread] = []
 
@@ -65,7 +65,7 @@ class Threads:
         self.done.put((key, score))
 
     def count_lost(self, lost: Lost) -> None:
-        """Raises UserError if nothing but losing processes has happened."""
+        """Raises UserError if LOST_LIMIT processes have been lost and nothing has been scored."""
         self.lost.append(lost)
         if len(self.lost) >= LOST_LIMIT and not self._scored:
             raise self.error(
@@ -87,16 +87,16 @@ class Threads:
 
 
 class Lane:
-    """One thread, and the responses that its process works on."""
+    """What a thread does: it runs a scoring process, and keeps the responses that the process works on."""
 
     def __init__(self, shared: Threads):
         self._shared = shared
         self._args = shared.args
         self._process: ScoringProcess | None = None
         self._suspects: deque[Task] = deque()  # to be scored alone: they were under way when a process was lost
-        self._under_way: dict[int, tuple[Task, float, float]] = {}  # number -> response, start, seconds that it may take
+        self._under_way: dict[int, tuple[Task, float, float]] = {}  # number -> response, start, limit in seconds
         self._is_async = False
-        self._has_answered = False  # the process has
+        self._has_answered = False  # whether the process has answered once
 
     def run(self) -> None:
         """Uses one scoring process after another, until the pool is closed."""

@@ -79,19 +79,20 @@ def limit_cpu(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (until if hard == resource.RLIM_INFINITY else min(until, hard), hard))
 
 
+def limit_memory(gb: float) -> None:
+    """Limits this process's address space; 0 is no limit."""
+    if gb:
+        limit = int(gb * 2**30)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
 def main(spec: str, memory_gb: float, cpu_seconds: float, parent: int) -> None:
     if not descendants.guard(parent):
         return
-    if memory_gb:
-        limit = int(memory_gb * 2**30)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    # Replies go to a copy of stdout; what the user's function prints goes to stderr.
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    sys.stdout = sys.stderr
-    # Items come from a copy of stdin that no child inherits; a child that reads its stdin would take the next item.
-    items = os.fdopen(os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    limit_memory(memory_gb)
+    given, written = descendants.take_pipes()
+    items, replies = os.fdopen(given), os.fdopen(written, "w")
+    sys.stdout = sys.stderr  # which is not buffered
     me = os.getpid()
 
     def answer(reply: dict) -> None:
