@@ -14,6 +14,7 @@ from rl.rewards.answer_form import form, is_literal, same_value, simplified_root
 from rl.rewards.answer_tree import NotUnderstood, parse
 
 MANY = 32  # elements of a list, set or union
+TURNED = {">": "<", r"\ge": r"\le"}
 
 
 def agree(answer: str, truth: str, any_root: bool = False) -> bool:
@@ -59,19 +60,18 @@ def _with_sign(tree: tuple, sign: str) -> tuple:
 
 def _interval(tree: tuple) -> tuple:
     r"""3 < x as (3, \infty) and 0 \le x < 1 as [0, 1); anything else unchanged."""
-    if tree[0] != "relation" or not set(tree[1]) <= {"<", ">", r"\le", r"\ge"}:
+    if tree[0] != "relation":
         return tree
-    signs, sides = list(tree[1]), list(tree[2:])
-    if signs[0] in (">", r"\ge"):  # put the smallest on the left
-        turned = {">": "<", r"\ge": r"\le", "<": ">", r"\le": r"\ge"}
-        signs, sides = [turned[sign] for sign in reversed(signs)], sides[::-1]
-    if not set(signs) <= {"<", r"\le"}:
+    signs, sides = tree[1], tree[2:]
+    if set(signs) <= TURNED.keys():  # put the smallest on the left
+        signs, sides = tuple(TURNED[sign] for sign in reversed(signs)), sides[::-1]
+    if not set(signs) <= {*TURNED.values()}:
         return tree
     infinity = ("name", r"\infty")
     if len(sides) == 2 and sides[0][0] == "name":
-        sides, signs = [("negative", infinity), *sides], ["<", *signs]
+        signs, sides = ("<", *signs), (("negative", infinity), *sides)
     elif len(sides) == 2 and sides[1][0] == "name":
-        sides, signs = [*sides, infinity], [*signs, "<"]
+        signs, sides = (*signs, "<"), (*sides, infinity)
     if len(sides) != 3 or sides[1][0] != "name" or sides[1] == infinity:
         return tree
     brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")

@@ -40,7 +40,7 @@ class NotUnderstood(ValueError):
 
 
 def parse(text: str) -> tuple:
-    """The tree of an answer in the notation of rl/answers.canonical. Raises NotUnderstood."""
+    """The tree of an answer in the notation of rl/rewards/answers.canonical. Raises NotUnderstood."""
     return _Parser(text).whole()
 
 

@@ -45,7 +45,7 @@ def check_sources(sources: dict[str, str], args: RewardArgs) -> None:
         sandbox.check()
 
 
-class ScoringPool:
+class ScoringPool(contextlib.AbstractContextManager):
     """Scores (key, response) items in the background: `submit` never blocks, `poll` and `wait` return what is done.
 
     Each scoring process has a thread, which gives it responses and replaces it when it is lost. This class counts events, and
@@ -121,9 +121,6 @@ class ScoringPool:
         """Ends the processes, and all processes that they have started."""
         self._threads.close()
         self._finalizer.detach()
-
-    def __enter__(self) -> "ScoringPool":
-        return self
 
     def __exit__(self, *_) -> None:
         self.close()

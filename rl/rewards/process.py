@@ -5,10 +5,10 @@ import json
 import os
 import select
 import subprocess
-from collections.abc import Sequence
 
 from rl import printable
 from rl.rewards import descendants
+from rl.rewards.args import RewardArgs
 
 REPLY_LIMIT = 1 << 24  # bytes of one reply; more is not a score
 WROTE = "error", "the reward function wrote to the scoring process's own output"
@@ -23,21 +23,19 @@ class Lost(Exception):
         self.event = event
 
 
-class ScoringProcess:
+class ScoringProcess(contextlib.AbstractContextManager):
     """One scoring process, with a guard (rl/rewards/descendants.py) that ends whatever the process has started. It ends with
     the thread that started it."""
 
-    def __init__(self, spec: str, memory_gb: float, cpu_seconds: float, passed: Sequence[str]):
-        """spec: as RewardArgs.worker_spec returns it; passed: environment variables, as in --reward-env."""
-        arguments, pipe = (spec, str(memory_gb), str(cpu_seconds)), subprocess.PIPE
-        self.process = descendants.start("rl.rewards.worker", *arguments, passed=passed, stdin=pipe, stdout=pipe, bufsize=0)
+    def __init__(self, args: RewardArgs, first: bool):
+        """first: whether it is the run's first one."""
+        arguments = (args.worker_spec(first), str(args.reward_memory_limit_gb), str(args.reward_cpu_limit))
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+        self.process = descendants.start("rl.rewards.worker", *arguments, passed=args.passed_env, **pipes)
         os.set_blocking(self.process.stdin.fileno(), False)  # a long item is written in pieces
         self._count = 0  # items so far; a reply with another number was not written by the worker
         self._unwritten = b""
         self._unread = b""
-
-    def __enter__(self) -> "ScoringProcess":
-        return self
 
     def __exit__(self, *_) -> None:
         descendants.end(self.process)

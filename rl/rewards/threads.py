@@ -112,18 +112,16 @@ class Lane:
 
     def _use_process(self) -> Lost | None:
         """Uses a scoring process for as long as it lasts. Returns how it was lost if it was never ready."""
-        shared, args = self._shared, self._args
-        spec = args.worker_spec(first=not shared.begun.is_set())
-        with ScoringProcess(spec, args.reward_memory_limit_gb, args.reward_cpu_limit, args.passed_env) as self._process:
+        with ScoringProcess(self._args, first=not self._shared.begun.is_set()) as self._process:
             try:
                 self._await_ready()
             except Lost as lost:
                 return lost
             try:
-                while not shared.closed and self._take():
+                while not self._shared.closed and self._take():
                     self._hear()
             except Lost as lost:
-                shared.count_lost(lost)
+                self._shared.count_lost(lost)
                 self._find_fault(lost)
         return None
 
