@@ -21,6 +21,7 @@ from pathlib import Path
 
 from rl.doctor import packages, processes, scripts
 from rl.doctor.findings import OK, SKIPPED, WRONG, Finding
+from rl.rewards.descendants import adopt_orphans
 
 
 class Doctor:
@@ -107,7 +108,7 @@ def main() -> int:
     if sys.version_info < (3, 11):  # noqa: UP036
         print("error: Python 3.11 or newer is needed", file=sys.stderr)
         return 1
-    processes.adopt_orphans()
+    adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     doctor = Doctor(args.out)
     try:

@@ -1,6 +1,5 @@
 """Runs the command of a check in its own session, with a time limit, and leaves none of its processes behind."""
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -10,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl.rewards.descendants import children, end_with_parent
+
 ROOT = Path(__file__).resolve().parents[2]
 GRACE = 20.0  # seconds that torchrun gets to end its ranks
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,6 @@ class Outcome:
         return (raised or lines or ["(nothing)"])[-1][:300]
 
 
-def adopt_orphans() -> None:
-    """Make this process the parent of the processes that its children leave, so that `run` can end these, too (Linux)."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
 def run(command: Sequence[str], timeout: float, environment: dict[str, str] | None = None) -> Outcome:
     """Run the command in the repository's root. Return how it ended, once all of its processes have exited."""
     started, others = time.monotonic(), {*_children()}
@@ -56,7 +50,7 @@ def run(command: Sequence[str], timeout: float, environment: dict[str, str] | No
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=end_with_parent,
         )
         try:
             code = process.wait(timeout)
@@ -66,10 +60,6 @@ def run(command: Sequence[str], timeout: float, environment: dict[str, str] | No
             _end(process, others)
         output.seek(0)
         return Outcome(code, output.read().decode(errors="replace"), time.monotonic() - started)
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end(process: subprocess.Popen, others: set[int]) -> None:
@@ -88,13 +78,5 @@ def _end(process: subprocess.Popen, others: set[int]) -> None:
 
 
 def _children() -> list[int]:
-    """The processes whose parent is this one."""
-    own, found = str(os.getpid()), []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = stat.read_text(errors="replace").rpartition(")")[2].split()[1]
-        except OSError:  # the process has ended in the meantime
-            continue
-        if parent == own:
-            found.append(int(stat.parent.name))
-    return found
+    """Processes whose parent is this one."""
+    return children().get(os.getpid(), [])

@@ -22,6 +22,7 @@ from rl.environments.calls import END_OF_THINKING
 from rl.environments.chat import NO_ROOM, Call, Endpoint, Refused, as_messages, completion
 from rl.environments.programs import as_reward
 from rl.environments.turns import Turns
+from rl.rewards.descendants import how_it_ended
 
 LONGEST_LINE = 1 << 20  # bytes of what an agent prints
 LAST_WORDS = 1.0  # seconds to read what it has printed: another process may hold its output open
@@ -60,7 +61,7 @@ class Session:
         self.agent = Agent(self.command, item["row"], variables, self._news.put)
         call = self._news.get()
         if not isinstance(call, Call):
-            raise Failed(f"the agent {_ended(call)} before its first call")
+            raise Failed(f"the agent {how_it_ended(call)} before its first call")
         return {"prompt": self._take(call)[1], "most": call.most}
 
     def step(self, item: dict) -> dict:
@@ -80,7 +81,7 @@ class Session:
             number, ids = self._take(news)
             return counts | {"history": number, "ids": ids, "most": news.most, "reward": None, "done": False}
         if news:
-            raise Failed(f"the agent {_ended(news)}")
+            raise Failed(f"the agent {how_it_ended(news)}")
         return counts | {"ids": [], "reward": self.agent.reward(), "done": True}
 
     def end(self, item: dict) -> dict:
@@ -139,10 +140,6 @@ def _said(turns: Turns, ids: list[int]) -> tuple[dict, int]:
         thought, content = text, ""
     reasoning = thought.replace("<think>", "").strip()
     return {"content": content.strip(), "reasoning": reasoning, "calls": calls}, len(message["calls"]) - len(calls)
-
-
-def _ended(code: int) -> str:
-    return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
 
 
 class Agent:

@@ -9,7 +9,6 @@ import json
 import math
 import resource
 import selectors
-import signal
 import socket
 import subprocess
 import time
@@ -268,7 +267,10 @@ class Environments:
                     return False
                 message = json.loads(data)
                 if place := self._by_fork.get(message["ended"]):
-                    self._fail(place.key, *_ending(message))
+                    over_cpu = "no answer within the CPU time of --env-cpu-limit"
+                    failed = message.get("failed")
+                    ending = ("died", failed) if failed else descendants.ending(message["code"], "its process", over_cpu)
+                    self._fail(place.key, *ending)
         return True
 
     def _lost(self) -> None:
@@ -277,13 +279,3 @@ class Environments:
             self._fail(key, "died", "the process that it was forked from was ended")
         self.close()
         self._start()
-
-
-def _ending(message: dict) -> tuple[str, str]:
-    """The event that a process's end is, and how it ended, from what the warm process says of it."""
-    if "failed" in message:
-        return "died", message["failed"]
-    code = message["code"]
-    if code == -signal.SIGXCPU:
-        return "timeout", "no answer within the CPU time of --env-cpu-limit"
-    return "died", f"its process was killed by signal {-code}" if code < 0 else f"its process exited with code {code}"

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from rl.environments.programs import BadValue, Programs, seed_random
-from rl.errors import UserError
 from rl.rewards import descendants
-from rl.rewards.worker import import_file, in_one_line, limit_cpu
+from rl.rewards.worker import describe, import_file, limit_cpu, limit_memory
 
 LARGEST = 1 << 17  # bytes of a message between this process and the rank
 OPEN_FILES = 256  # of an environment
@@ -35,15 +34,13 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 def main(parent: int) -> None:
     if not descendants.guard(parent):
         return
-    control = socket.socket(fileno=os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what the user's code prints goes to stderr
+    control = socket.socket(fileno=descendants.take_pipes()[0])
     os.environ.update(ONE_THREAD)
     settings = json.loads(control.recv(LARGEST))
     try:
         warm = Warm(settings)
     except (Exception, SystemExit) as error:
-        control.send(json.dumps({"failed": str(error) if isinstance(error, UserError) else in_one_line(error)}).encode())
+        control.send(json.dumps({"failed": describe(error)}).encode())
         return
     ready = {"schemas": warm.turns.schemas or [], "scores_at_end": warm.scores_at_end}
     control.send(json.dumps(ready).encode())
@@ -189,9 +186,7 @@ def _children() -> set[int]:
 
 
 def _limit(settings: dict) -> None:
-    if settings["memory_gb"]:
-        memory = int(settings["memory_gb"] * 2**30)
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    limit_memory(settings["memory_gb"])
     resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
@@ -207,15 +202,14 @@ class Episode:
         """One item after the other, until the rank closes its end."""
         for line in self.items:
             item = json.loads(line)
-            if self.cpu_seconds:
-                limit_cpu(self.cpu_seconds)
+            limit_cpu(self.cpu_seconds)
             started = time.monotonic()
             try:
                 reply = getattr(self.answers, item["do"])(item)
             except BadValue as error:
                 reply = {"event": "bad_value", "message": str(error)}
             except (Exception, SystemExit) as error:
-                reply = {"event": "error", "message": f"{in_one_line(error):.500}"}
+                reply = {"event": "error", "message": f"{describe(error):.500}"}
             if os.getpid() != self._pid:  # a fork made by the user's code
                 return
             reply |= {"number": item["number"], "seconds": time.monotonic() - started}

@@ -1,25 +1,25 @@
-r"""Whether two answers have the same form, up to spelling and order, or are the same number written as a literal.
+r"""Compares answers: they agree if they have the same form, or are the same number and the answer is a literal.
 
-A policy is paid for computing, so nothing is computed for it. An answer agrees with the ground truth if
+The policy is rewarded for computing, so nothing is computed for it. An answer agrees with the ground truth if
  - both have the same form: the same operations on the same things. Sums, products and sets have no order; 0.5x, x/2 and
-   \frac{1}{2}x are one spelling; the sign of a fraction may stand above, below or before it; or
- - the answer is a literal and the ground truth, which is evaluated, has its value. Literals are numbers, fractions in lowest
-   terms, multiples of pi, e, i and of roots without square factors, and sums of different ones of these, such as 2+\sqrt{3}.
-So \frac{2}{4}, \sqrt{12}, 2+3, 2^3, \binom{4}{2} and (x+1)^2 are right only where the ground truth has that form.
+   \frac{1}{2}x are the same form; the sign of a fraction may be above the line, below it or before it; or
+ - the answer is a literal that has the value of the ground truth, which is evaluated. Literals are numbers, fractions in lowest
+   terms, multiples of pi, e, i and of roots without square factors, and sums of different literals, such as 2+\sqrt{3}.
+So \frac{2}{4}, \sqrt{12}, 2+3, 2^3, \binom{4}{2} and (x+1)^2 are right only if the ground truth has that form.
 """
 
-from collections.abc import Iterator
 from functools import lru_cache
 
 from rl.rewards.answer_form import form, is_literal, same_value, simplified_roots
 from rl.rewards.answer_tree import NotUnderstood, parse
 
 MANY = 32  # elements of a list, set or union
+TURNED = {">": "<", r"\ge": r"\le"}
 
 
 def agree(answer: str, truth: str, any_root: bool = False) -> bool:
-    r"""Both in the notation of rl/answers.canonical. any_root: a root of a whole number counts with square factors, too, unless
-    it is whole. False if one of them is not understood."""
+    r"""Whether two answers in the notation of rl/rewards/answers.canonical agree; False if one cannot be parsed. any_root:
+    accept a root of a whole number that has square factors, unless the root is a whole number."""
     try:
         tree = parse(answer)
         ways = [tree, simplified_roots(tree)] if any_root else [tree]
@@ -37,27 +37,18 @@ def _truth(truth: str) -> tuple:
 
 
 def _spread(tree: tuple) -> tuple:
-    """With plus-minus written as two answers, a set as a list of answers, and inequalities as intervals."""
-    if tree[0] in ("list", "set"):
-        items = [part for item in tree[1:] for part in _signs(item)]
-        items = [_interval(item) for item in items]
-        return ("list", *items) if tree[0] == "list" or len(items) > 1 else items[0]
+    """The tree with plus-minus as two answers, a set as a list of answers, and inequalities as intervals."""
     if tree[0] == "relation" and tree[1] == (r"\in",):
         return _spread(tree[3])
-    items = list(_signs(tree))
-    return ("list", *map(_interval, items)) if len(items) > 1 else _interval(items[0])
+    items = tree[1:] if tree[0] in ("list", "set") else (tree,)
+    answers = [_interval(answer) for item in items for answer in _signs(item)]
+    return ("list", *answers) if tree[0] == "list" or len(answers) > 1 else answers[0]
 
 
-def _signs(tree: tuple) -> Iterator[tuple]:
-    if not _holds(tree, "either"):
-        yield tree
-        return
-    for sign in ("positive", "negative"):
-        yield _with_sign(tree, sign)
-
-
-def _holds(tree: tuple, kind: str) -> bool:
-    return tree[0] == kind or any(isinstance(part, tuple) and part and _holds(part, kind) for part in tree[1:])
+def _signs(tree: tuple) -> list[tuple]:
+    """The tree with plus for plus-minus, and with minus if that differs."""
+    positive, negative = _with_sign(tree, "positive"), _with_sign(tree, "negative")
+    return [positive] if positive == negative else [positive, negative]
 
 
 def _with_sign(tree: tuple, sign: str) -> tuple:
@@ -68,20 +59,19 @@ def _with_sign(tree: tuple, sign: str) -> tuple:
 
 
 def _interval(tree: tuple) -> tuple:
-    r"""3 < x and 0 \le x < 1 as (3, \infty) and [0, 1); everything else as it is."""
-    if tree[0] != "relation" or not set(tree[1]) <= {"<", ">", r"\le", r"\ge"}:
+    r"""3 < x as (3, \infty) and 0 \le x < 1 as [0, 1); anything else unchanged."""
+    if tree[0] != "relation":
         return tree
-    signs, sides = list(tree[1]), list(tree[2:])
-    if signs[0] in (">", r"\ge"):  # the smallest to the left
-        turned = {">": "<", r"\ge": r"\le", "<": ">", r"\le": r"\ge"}
-        signs, sides = [turned[sign] for sign in reversed(signs)], sides[::-1]
-    if not set(signs) <= {"<", r"\le"}:
+    signs, sides = tree[1], tree[2:]
+    if set(signs) <= TURNED.keys():  # put the smallest on the left
+        signs, sides = tuple(TURNED[sign] for sign in reversed(signs)), sides[::-1]
+    if not set(signs) <= {*TURNED.values()}:
         return tree
     infinity = ("name", r"\infty")
     if len(sides) == 2 and sides[0][0] == "name":
-        sides, signs = [("negative", infinity), *sides], ["<", *signs]
+        signs, sides = ("<", *signs), (("negative", infinity), *sides)
     elif len(sides) == 2 and sides[1][0] == "name":
-        sides, signs = [*sides, infinity], [*signs, "<"]
+        signs, sides = (*signs, "<"), (*sides, infinity)
     if len(sides) != 3 or sides[1][0] != "name" or sides[1] == infinity:
         return tree
     brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
@@ -92,24 +82,21 @@ def _agree(answer: tuple, truth: tuple) -> bool:
     if truth[0] == "relation":
         return _same_relation(answer, truth)
     if answer[0] == "relation" and set(answer[1]) == {"="}:
-        answer = answer[-1]  # x = 5, or the last of a chain
+        answer = answer[-1]  # x = 5, or the end of a chain
     if truth[0] == "list":
         return answer[0] == "list" and _paired(answer[1:], truth[1:])
-    if answer[0] == "list" and truth[0] == "sets" and truth[1] == r"\cup":
+    if answer[0] == "list" and truth[:2] == ("sets", r"\cup"):
         answer = ("sets", r"\cup", *answer[1:])  # x < 1 or x > 2
-    if answer[0] == "list":  # one answer in two spellings
+    if answer[0] == "list":  # one answer in several spellings
         return all(_agree(item, truth) for item in answer[1:])
-    if answer[0] != truth[0] and {answer[0], truth[0]} & {"row", "matrix", "sets"}:
+    if not {answer[0], truth[0]} & {"row", "matrix", "cells", "sets"}:
+        return form(answer) == form(truth) or (is_literal(answer) and same_value(answer, truth))
+    if answer[0] != truth[0]:
         return False
-    if truth[0] == "row":
-        return answer[1] == truth[1] and _in_turn(answer[2:], truth[2:])
-    if truth[0] == "matrix":
-        rows = zip(answer[1:], truth[1:], strict=False)
-        return len(answer) == len(truth) and all(_in_turn(a[1:], b[1:]) for a, b in rows)
-    if truth[0] == "sets":
-        ordered = truth[1] == r"\setminus"
-        return answer[1] == truth[1] and (_in_turn if ordered else _paired)(answer[2:], truth[2:])
-    return _same(answer, truth)
+    if truth[0] in ("matrix", "cells"):
+        return _in_turn(answer[1:], truth[1:])
+    has_order = truth[0] == "row" or truth[1] == r"\setminus"
+    return answer[1] == truth[1] and (_in_turn if has_order else _paired)(answer[2:], truth[2:])
 
 
 def _same_relation(answer: tuple, truth: tuple) -> bool:
@@ -125,7 +112,7 @@ def _same_relation(answer: tuple, truth: tuple) -> bool:
 
 
 def _is_left_side(tree: tuple) -> bool:
-    """y, a_1 and f(x), which an answer may leave out or name otherwise."""
+    """Whether it is like y, a_1 or f(x), which an answer may omit or name differently."""
     if tree[0] == "subscript":
         return _is_left_side(tree[1])
     return tree[0] == "name" or (tree[0] == "product" and all(part[0] == "name" for part in tree[1:]) and len(tree) == 3)
@@ -136,11 +123,7 @@ def _in_turn(answers: tuple, truths: tuple) -> bool:
 
 
 def _paired(answers: tuple, truths: tuple) -> bool:
-    """Whether each of both has its like, in any order; a repeated answer counts once."""
+    """Whether each one agrees with one of the other side, in any order; a repeated answer counts once."""
     if max(len(answers), len(truths)) > MANY:
         return answers == truths
     return all(any(_agree(a, b) for b in truths) for a in answers) and all(any(_agree(a, b) for a in answers) for b in truths)
-
-
-def _same(answer: tuple, truth: tuple) -> bool:
-    return form(answer) == form(truth) or (is_literal(answer) and same_value(answer, truth))

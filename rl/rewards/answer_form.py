@@ -1,4 +1,4 @@
-"""The form of an answer, in which spelling and order are gone and nothing is computed, and its value."""
+"""The form of an answer, which depends on neither spelling nor order and computes nothing; and the value of an answer."""
 
 import math
 from collections.abc import Iterable
@@ -6,8 +6,8 @@ from fractions import Fraction
 from functools import cache, lru_cache
 
 ATOMS = {"i", "e", r"\pi"}
-DIGITS = 500  # to which numbers are computed
-MOST = 4000  # an exponent of a ground truth
+DIGITS = 500  # to which values are computed
+MOST = 4000  # the largest exponent that is computed
 MOST_TERMS = 16
 LARGEST_RADICAND = 10**9
 ONE = Fraction(1)
@@ -17,13 +17,13 @@ ONE = Fraction(1)
 
 
 def form(tree: tuple) -> tuple:
-    """The tree with one spelling for what differs by order, by decimals or fractions, or by where a sign stands.
+    """The same tree for answers that differ by order, by decimals or fractions, or by the place of a sign.
 
-    ("term", sign, coefficient, factors, divisors) is a product or quotient; its coefficient is a Fraction if it is one number
-    in lowest terms, else the numbers as they stand."""
+    A product or quotient becomes ("term", sign, coefficient, factors, divisors). The coefficient is a Fraction if it is one
+    number in lowest terms, otherwise the numbers above and below the line."""
     kind = tree[0]
     if kind == "sum":
-        return _sum(_terms(tree))
+        return _sum(term for part in tree[1:] for term in _terms(form(part)))
     if kind in ("number", "negative", "product", "quotient"):
         return _term(tree)
     if kind == "power":
@@ -31,21 +31,15 @@ def form(tree: tuple) -> tuple:
     return (kind, *(form(part) if isinstance(part, tuple) else part for part in tree[1:]))
 
 
-def _terms(tree: tuple) -> list[tuple]:
-    """The terms of a sum, those of the sums in it among them."""
-    terms = []
-    for part in tree[1:]:
-        made = form(part)
-        terms += made[1:] if made[0] == "sum" else [_as_term(made)]
-    return terms
+def _terms(made: tuple) -> tuple[tuple, ...]:
+    """The terms of a form that may be a sum."""
+    if made[0] == "sum":
+        return made[1:]
+    return (made if made[0] == "term" else ("term", 1, ONE, (made,), ()),)
 
 
 def _sum(terms: Iterable[tuple]) -> tuple:
     return ("sum", *sorted(terms, key=repr))
-
-
-def _as_term(made: tuple) -> tuple:
-    return made if made[0] == "term" else ("term", 1, ONE, (made,), ())
 
 
 def _negated(made: tuple) -> tuple:
@@ -56,7 +50,7 @@ def _negated(made: tuple) -> tuple:
 
 
 def _unsigned(made: tuple) -> tuple[int, tuple]:
-    """A sum and its negation as the same sum: 1-x is -(x-1)."""
+    """The sign and the form without it. A sum and its negation become the same sum: 1-x is -(x-1)."""
     if made[0] != "sum":
         return 1, made
     other = _negated(made)
@@ -64,8 +58,8 @@ def _unsigned(made: tuple) -> tuple[int, tuple]:
 
 
 def _power(base: tuple, exponent: tuple) -> tuple:
-    number = exponent[2] if exponent[0] == "term" and exponent[1] == 1 and not exponent[3] + exponent[4] else None
-    if base[0] != "sum" or not isinstance(number, Fraction) or number.denominator != 1:
+    number = _whole(exponent)
+    if base[0] != "sum" or number is None or exponent[1] < 0:
         return ("power", base, exponent)
     sign, base = _unsigned(base)
     made = ("power", base, exponent)
@@ -73,11 +67,11 @@ def _power(base: tuple, exponent: tuple) -> tuple:
 
 
 class _Factors:
-    """What a product or quotient is made of, from its tree."""
+    """The parts of a product or quotient, from its tree."""
 
     def __init__(self, tree: tuple):
         self.sign = 1
-        self.signs = 0  # that stand in it
+        self.signs = 0  # the number of minus signs in it
         self.numbers: tuple[list[Fraction], list[Fraction]] = ([], [])  # above and below the line
         self.others: tuple[list[tuple], list[tuple]] = ([], [])
         self._add(tree, 0, _quotients(tree) == 1)
@@ -98,7 +92,7 @@ class _Factors:
         elif kind == "quotient" and one_line:
             self._add(tree[1], below, one_line)
             self._add(tree[2], 1 - below, one_line)
-        elif kind == "quotient":  # fractions in or next to each other stay what they are
+        elif kind == "quotient":  # one of several fractions, which nobody has multiplied
             self.others[below].append(("quotient", form(tree[1]), form(tree[2])))
         else:
             sign, made = _unsigned(form(tree))
@@ -121,7 +115,7 @@ class _Factors:
 
 
 def _quotients(tree: tuple) -> int:
-    """How many quotients a product or quotient has, those within its sums, powers and functions left out."""
+    """The number of quotients in a product or quotient, without those inside its sums, powers and functions."""
     if tree[0] not in ("negative", "product", "quotient"):
         return 0
     return (tree[0] == "quotient") + sum(map(_quotients, tree[1:]))
@@ -142,7 +136,7 @@ def _term(tree: tuple) -> tuple:
 
 
 def _shared(total: tuple, factor: Fraction) -> tuple | None:
-    """A sum over a number as a sum of fractions: (x+1)/2 is x/2 + 1/2. None if it is not in lowest terms."""
+    """A sum divided by a number, as a sum of fractions: (x+1)/2 is x/2 + 1/2. None if it is not in lowest terms."""
     coefficients = [term[2] for term in total[1:]]
     if factor.denominator == 1 or any(not isinstance(c, Fraction) or c.denominator > 1 for c in coefficients):
         return None
@@ -156,29 +150,25 @@ def _shared(total: tuple, factor: Fraction) -> tuple | None:
 
 
 def is_literal(tree: tuple) -> bool:
-    """Whether an answer is written as a number; not where something would have to be computed."""
-    made, keys = form(tree), set()
-    terms = made[1:] if made[0] == "sum" else [_as_term(made)]
+    """Whether an answer is written as a number that leaves nothing to compute."""
+    terms = _terms(form(tree))
+    keys = set()
     for _, _, coefficient, above, below in terms:
         factors = [_irrational(factor) for factor in above]
         if below or not isinstance(coefficient, Fraction) or None in factors or len(terms) > MOST_TERMS:
             return False
+        kinds = {"root" if exponent.denominator > 1 else base for base, exponent in factors}
         key = tuple(sorted(factors, key=repr))
-        if key in keys or len({_kind(factor) for factor in factors}) < len(factors):
-            return False  # two terms, or two roots in one, that have to be put together
+        if key in keys or len(kinds) < len(factors):
+            return False  # two terms of a kind, or two roots in a product, have to be combined
         if len(terms) > 1 and not coefficient:
             return False
         keys.add(key)
     return True
 
 
-def _kind(factor: tuple) -> object:
-    base, exponent = factor
-    return "root" if exponent.denominator > 1 else base
-
-
 def _irrational(made: tuple) -> tuple | None:
-    r"""(base, exponent) of pi, e, i, a power of pi or e, or a root without a factor that could stand before it."""
+    r"""(base, exponent) of pi, e, i, a power of pi or e, or a root that cannot be simplified; None for anything else."""
     if made[0] == "name" and made[1] in ATOMS:
         return made[1], ONE
     if made[0] == "power" and made[1] in (("name", r"\pi"), ("name", "e")):
@@ -192,7 +182,7 @@ def _irrational(made: tuple) -> tuple | None:
 
 
 def simplified_roots(tree: tuple) -> tuple:
-    r"""The tree with \sqrt{12} as 2\sqrt{3}. A root that is a whole number stays."""
+    r"""The tree with \sqrt{12} as 2\sqrt{3}. A root that is a whole number is left as it is."""
     if tree[0] == "root" and all(part[0] == "number" and part[1].denominator == 1 for part in tree[1:]):
         index, radicand = (part[1].numerator for part in tree[1:])
         outside, inside, degree = _split_root(radicand, index) or (1, 1, 1)
@@ -203,7 +193,7 @@ def simplified_roots(tree: tuple) -> tuple:
 
 
 def _whole(made: tuple) -> int | None:
-    """The whole number that a form is."""
+    """The form as a whole number; None if it is something else."""
     if made[0] != "term" or made[3] or made[4] or not isinstance(made[2], Fraction) or made[2].denominator > 1:
         return None
     return made[1] * made[2].numerator
@@ -211,7 +201,7 @@ def _whole(made: tuple) -> int | None:
 
 @lru_cache(1024)
 def _split_root(radicand: int, index: int) -> tuple[int, int, int] | None:
-    """(a, b, k) with the index-th root of a radicand = a times the k-th root of b, as small as they can be."""
+    """The smallest (a, b, k) so that the index-th root of the radicand is a times the k-th root of b. None if too hard."""
     if not 0 < radicand <= LARGEST_RADICAND or not 1 < index <= 40:
         return None
     powers: dict[int, int] = {}
@@ -230,17 +220,17 @@ def _split_root(radicand: int, index: int) -> tuple[int, int, int] | None:
 
 
 def same_value(tree: tuple, other: tuple) -> bool:
-    """Whether both have a value, and the same, to DIGITS digits: more than an answer has."""
+    """Whether both have the same value, to about DIGITS digits, which is more than an answer has."""
     try:
         a, b = (_value(one, _context()) for one in (tree, other))
-    except (ArithmeticError, ValueError):  # no number, or too hard
+    except (ArithmeticError, ValueError):  # not a number, or too hard
         return False
     return abs(a - b) <= max(1, abs(a), abs(b)) * _context().mpf(10) ** (20 - DIGITS)
 
 
 @cache
 def _context():
-    import mpmath  # torch brings it; late, since few answers get here
+    import mpmath  # a dependency of torch; late: few answers are evaluated
 
     context = mpmath.MPContext()
     context.dps = DIGITS
@@ -248,7 +238,7 @@ def _context():
 
 
 def _value(tree: tuple, context):
-    """The number that a tree says how to compute. Raises ArithmeticError or ValueError if there is none, or it is too hard."""
+    """The value of a tree. Raises ArithmeticError or ValueError if it is not a number, or too hard to compute."""
     kind, *parts = tree
     if kind == "number":
         return context.mpf(parts[0].numerator) / parts[0].denominator

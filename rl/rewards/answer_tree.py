@@ -1,15 +1,15 @@
-r"""An answer in LaTeX as a tree, nothing of it computed: "2 \cdot 3" is a product of two numbers, not 6.
+r"""Parses an answer in LaTeX into a tree. It computes nothing: "2 \cdot 3" is a product of two numbers, not 6.
 
-Understood: numbers, mixed numbers, names, sums, products, quotients, powers, roots, functions, lists, tuples, intervals, sets,
-unions, matrices, equations and inequalities. What is not understood raises NotUnderstood; rl/rewards/answers.py then compares
-letters. A node is a tuple: its kind, then its parts. Parsing is linear in the length of the text, which the caller limits.
+It understands numbers, mixed numbers, names, sums, products, quotients, powers, roots, functions, lists, tuples, intervals,
+sets, unions, matrices, equations and inequalities. Anything else raises NotUnderstood; rl/rewards/answers.py then compares
+letters. A node is a tuple: its kind, then its parts. The time is linear in the length of the text, which the caller limits.
 """
 
 import re
 from fractions import Fraction
 
-DEEPEST = 24  # brackets, fractions and exponents within each other
-MOST_MARKS = 4  # exponents, subscripts and factorials of one thing, or divisions in one row
+DEEPEST = 24  # levels of nested brackets, fractions and exponents
+MOST_MARKS = 4  # exponents, subscripts and factorials after one thing, or divisions in a row
 TOKEN = re.compile(r"\\begin\{\w+\}|\\end\{\w+\}|\\[A-Za-z]+|\\.|\d+\.?\d*|\.\d+|[A-Za-z]+|\S", re.DOTALL)
 NUMERAL = re.compile(r"\d+\.?\d*|\.\d+")
 PAIRS = {"(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
@@ -32,22 +32,22 @@ NAMES = _commands(
 MARKS = _commands("overline vec hat bar mathbf mathbb mathcal overrightarrow bm widehat")  # on a name
 STOPS = {",", ";", "+", "-", "/", "&", r"\\", r"\cup", r"\cap", r"\setminus", r"\pm", r"\mp", ""} | TIMES | RELATIONS | CLOSING
 WORDS = {"and": ",", "or": ","}
-LONGEST_PRODUCT = 3  # letters side by side; more are a word
+LONGEST_PRODUCT = 3  # letters next to each other; more are a word
 
 
 class NotUnderstood(ValueError):
-    """The text is no answer in a notation that is known here."""
+    """The text is not an answer in a notation that this parser knows."""
 
 
 def parse(text: str) -> tuple:
-    """The tree of an answer in the notation of rl/answers.canonical. Raises NotUnderstood."""
+    """The tree of an answer in the notation of rl/rewards/answers.canonical. Raises NotUnderstood."""
     return _Parser(text).whole()
 
 
 def _tokens(text: str) -> list[str]:
-    found = [SPELLINGS.get(token, token) for token in TOKEN.findall(text)]
     tokens: list[str] = []
-    for token in found:
+    for token in TOKEN.findall(text):
+        token = SPELLINGS.get(token, token)
         if not (token.isalpha() and len(token) > 1):
             tokens.append(token)
         elif token.lower() in WORDS:
@@ -84,13 +84,12 @@ class _Parser:
         return items[0] if len(items) == 1 else ("list", *items)
 
     def items(self) -> list[tuple]:
-        """What stands between commas."""
+        """Parts with commas between them."""
         items = [self.relation()]
         while self.next in (",", ";"):
             self.take()
-            if self.next in (",", ";"):  # "1, 2, and 3"
-                continue
-            items.append(self.relation())
+            if self.next not in (",", ";"):  # two in a row: "1, 2, and 3"
+                items.append(self.relation())
         return items
 
     def relation(self) -> tuple:
@@ -102,15 +101,12 @@ class _Parser:
         return ("relation", tuple(signs), *sides) if signs else sides[0]
 
     def union(self) -> tuple:
-        first = self.sum()
+        parts = [self.sum()]
         sign = self.next
-        if sign not in (r"\cup", r"\cap", r"\setminus"):
-            return first
-        parts = [first]
-        while self.next == sign:
+        while self.next == sign and sign in (r"\cup", r"\cap", r"\setminus"):
             self.take()
             parts.append(self.sum())
-        return ("sets", sign, *parts)
+        return ("sets", sign, *parts) if len(parts) > 1 else parts[0]
 
     def sum(self) -> tuple:
         terms = [self.signed()]
@@ -126,7 +122,7 @@ class _Parser:
         return ("negative", term) if sign == "-" else term
 
     def term(self) -> tuple:
-        """Factors and divisors, from the left to the right."""
+        """Factors and divisors, from left to right."""
         value = self.factor()
         quotients = 0
         while True:
@@ -149,7 +145,7 @@ class _Parser:
         return self.next in STOPS or self.next.startswith(r"\end")
 
     def side_by_side(self, left: tuple) -> tuple:
-        """A factor without a sign of its own: a mixed number, or a product."""
+        """A factor without a sign of multiplication: a mixed number, or a product."""
         right = self.factor()
         if left[0] == "number" and right[0] == "number" and self.next == "/":  # 1 2/3
             self.take()
@@ -179,13 +175,11 @@ class _Parser:
         return value
 
     def argument(self, digit: bool = False) -> tuple:
-        r"""What is in braces, or the one thing behind \frac, \sqrt, ^ or _; digit: of a number its first digit, as in
+        r"""What \frac, \sqrt, ^ and _ apply to: a sum in braces, or one thing. digit: of a number the first digit, as in
         \frac12."""
         if self.next == "{":
             self.take()
-            value = self.sum()
-            self.take("}")
-            return value
+            return self.sum_up_to("}")
         if self.next == "-":
             self.take()
             return ("negative", self.base())
@@ -194,6 +188,11 @@ class _Parser:
             self.tokens[self.at] = token[1:]
             return ("number", Fraction(token[0]))
         return self.base()
+
+    def sum_up_to(self, closing: str) -> tuple:
+        value = self.sum()
+        self.take(closing)
+        return value
 
     def base(self) -> tuple:
         self.depth += 1
@@ -204,7 +203,7 @@ class _Parser:
         return value
 
     def thing(self, token: str) -> tuple:
-        """What begins with the token, without exponent and subscript."""
+        """What begins with the token, without its exponent and subscript."""
         if NUMERAL.fullmatch(token):
             return ("number", Fraction(token.rstrip(".")))
         if token.isalpha() or token in NAMES:
@@ -219,9 +218,7 @@ class _Parser:
         if token in MARKS:
             return ("call", token, self.argument())
         if token == "{":
-            value = self.sum()
-            self.take("}")
-            return value
+            return self.sum_up_to("}")
         if token == "|":
             return self.bars()
         if token in PAIRS:
@@ -234,12 +231,11 @@ class _Parser:
         index: tuple = ("number", Fraction(2))
         if self.next == "[":
             self.take()
-            index = self.sum()
-            self.take("]")
+            index = self.sum_up_to("]")
         return ("root", index, self.argument())
 
     def function(self, name: str) -> tuple:
-        """sin^2 2x, log_2 x: its exponent and subscript, then factors up to the next sign or function."""
+        """As in sin^2 2x and log_2 x: exponent and subscript, then factors up to the next sign or function."""
         marks = []
         while self.next in ("^", "_"):
             marks.append((self.take(), self.argument()))
@@ -250,13 +246,12 @@ class _Parser:
 
     def bars(self) -> tuple:
         self.in_bars += 1
-        value = self.sum()
-        self.take("|")
+        value = self.sum_up_to("|")
         self.in_bars -= 1
         return ("call", "|", value)
 
     def bracket(self, opening: str) -> tuple:
-        """(x+1) is the sum in it; (1,2), [0,1) and {1,2} are rows."""
+        """(x+1) is the sum in it, (1,2) and [0,1) are rows, {1,2} is a set."""
         bars, self.in_bars = self.in_bars, 0
         if opening == r"\{" and self.next == r"\}":
             self.take()
@@ -300,8 +295,8 @@ def _is_plain_fraction(tree: tuple) -> bool:
 
 
 def _mixed(whole: Fraction, fraction: tuple) -> tuple:
-    """1 2/3 as one number. Raises NotUnderstood for 1 4/6 and 1 5/3, which are not how one is written."""
+    """1 2/3 as one number. Raises NotUnderstood for 1 4/6 and 1 5/3, which are not mixed numbers."""
     above, below = fraction[1][1], fraction[2][1]
     if not 0 < above < below or whole.denominator != 1 or Fraction(above, below).denominator != below:
-        raise NotUnderstood("no mixed number")
+        raise NotUnderstood("not a mixed number")
     return ("number", whole + Fraction(above, below))

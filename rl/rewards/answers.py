@@ -1,10 +1,10 @@
-r"""Final answers: found in a response, brought to one notation, compared by form.
+r"""Finds the final answer in a response, brings it to one notation, and compares it with the ground truth.
 
-Three ways to mark an answer: \boxed{...} (MATH, Geometry3K), a line "Answer: ..." (DAPO, AIME), "#### ..." (GSM8K). The last
-mark counts. An answer that is not marked is none: a response that only mentions the right number is wrong.
+An answer is marked in one of three ways: \boxed{...} (MATH, Geometry3K), a line "Answer: ..." (DAPO, AIME) or "#### ..."
+(GSM8K). The last mark counts. A response that only mentions the right number, without a mark, is wrong.
 
-Around an answer may stand Markdown, a full stop, a currency, units and plain words. Nothing may stand there that changes its
-value ("not 25", "25 thousand") or leaves a choice ("25 or 30").
+Markdown, a full stop, a currency, units and plain words around an answer are ignored, unless they change its value ("not 25",
+"25 thousand") or leave a choice ("25 or 30").
 """
 
 import re
@@ -22,11 +22,11 @@ BOX = re.compile(r"\\[bf]?box(?:ed)?(?![A-Za-z])\s*")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 WORD = re.compile(r"[^\s$]+")
 LONGEST = 400  # characters of an answer; the longest truth of MATH has about 160
-LONGEST_TRUTH = 4000  # characters: the data is trusted, but not to be endless
+LONGEST_TRUTH = 4000  # characters
 NUMBER = r"(?:\d+(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+"
 EXPONENT = r"(?:[eE][+-]?\d{1,3}(?![\d.]))?"
 CURRENCIES = "£€¥₹¢"
-# Words next to a number that make it another number, or none.
+# Words next to a number that change its value, or make it no answer.
 NOT_JUST_UNITS = _words(
     "no not never nor or and either neither wrong incorrect than least most less more fewer greater smaller between within "
     "about approximately approx roughly around nearly almost hundred thousand million billion trillion dozen half third "
@@ -71,13 +71,13 @@ DECORATION = r"\\(left|right|displaystyle|mathstrut|blacksquare|square|checkmark
 
 
 def boxed(text: str) -> str | None:
-    r"""The content of the last \boxed or \fbox: in braces, after a blank, or as one word without braces. Boxes with nothing but
-    commas or "and" between them are one answer. None if there is none, or if the last one is never closed."""
+    r"""The content of the last \boxed or \fbox, which is in braces or one word. Boxes with only commas, "and" or "or" between
+    them are one answer. None if there is no box, or if the last one is not closed."""
     parts: list[str] = []
     end = 0
     for mark in BOX.finditer(text):
         if mark.start() < end:
-            continue  # a box in a box
+            continue  # it is inside another box
         if not parts or text[end : mark.start()].strip("$,; \t\r\n\f\v") not in ("", "and", "or"):
             parts = []
         content, end = _braces(text, mark.end())
@@ -88,7 +88,7 @@ def boxed(text: str) -> str | None:
 
 
 def _braces(text: str, start: int) -> tuple[str | None, int]:
-    """The content of the braces that open at `start`, or the word that stands there, and where it ends; None if it does not."""
+    """The content of the braces that open at `start`, or the word there, and where it ends. None if the braces do not close."""
     if text[start : start + 1] != "{":
         word = WORD.match(text, start)
         return (word[0].rstrip(".,;:"), word.end()) if word else (None, start)
@@ -101,20 +101,20 @@ def _braces(text: str, start: int) -> tuple[str | None, int]:
 
 
 def answer_line(text: str) -> str | None:
-    """The text behind the last "Answer:", on its line or, if that is empty, on the next line that is not. None without one."""
+    """The text after the last "Answer:", on the first line that has any. None without one."""
     marks = list(re.finditer("(?i)answer(?:\\s+is)?[*_`\\s]{0,4}[:\N{FULLWIDTH COLON}]", text))
     lines = text[marks[-1].end() :].splitlines() if marks else []
     return next((line for line in lines if line.strip("*_`$#>|~{}[]()\\ \t-.")), None)
 
 
 def hash_line(text: str) -> str | None:
-    """The text behind the last "####" that has any, up to the end of its line. None without one."""
+    """The text after the last "####" that is followed by any on its line. None without one."""
     found = re.findall(r"#{4,}\s*([^\n#]*[^\n#\s])", text)
     return found[-1] if found else None
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number of a text; a hyphen behind a number or a word is no minus."""
+    """The last number of a text. A hyphen after a number or a word is not a minus."""
     end = next((i for i in range(len(text), 0, -1) if text[i - 1].isdecimal()), 0)
     text = "".join(map(_latex, text[max(0, end - 200) : end])).replace("\\$", "$")
     found = re.findall(rf"((?<![\w)}}\]])-\s?)?\$?((?:{NUMBER}){EXPONENT})", text)
@@ -125,8 +125,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def canonical(answer: str, longest: int = LONGEST) -> str:
-    """The answer without what is written around it, in LaTeX with one spelling for each thing. Empty for a longer text than any
-    answer is."""
+    """The answer in LaTeX with one spelling for each thing, without decoration around it. Empty if it is too long."""
     text = answer.strip()
     if len(text) > longest:
         return ""
@@ -135,9 +134,9 @@ def canonical(answer: str, longest: int = LONGEST) -> str:
         return ""
     if BOX.search(text):
         text = boxed(text) or ""
-    text = re.sub(r"(?:\s*</?\|?\w+\|?>)+\s*$", "", text)  # an end token, or a closing tag
+    text = re.sub(r"(?:\s*</?\|?\w+\|?>)+\s*$", "", text)  # end tokens and closing tags
     text = text.replace("{,}", ",").replace(r"\$", "").translate(dict.fromkeys(map(ord, CURRENCIES)))
-    text = re.sub(r"(?<=\d)(?:,?(?:\\[!,;: ]|~)+|,\s*\\!\s*)(?=\d{3}(?!\d))", "", text)  # a thin gap between thousands
+    text = re.sub(r"(?<=\d)(?:,?(?:\\[!,;: ]|~)+|,\s*\\!\s*)(?=\d{3}(?!\d))", "", text)  # a thin space between thousands
     text = text.replace("<=", r"\le ").replace(">=", r"\ge ")
     text = re.sub(r"(?<!\\)\\[!,;: ]|~|\\q?quad(?![A-Za-z])", " ", text)
     text = _only_formula(text)
@@ -153,7 +152,7 @@ def canonical(answer: str, longest: int = LONGEST) -> str:
 
 
 def _without_unicode(text: str) -> str:
-    """Typeset characters as LaTeX; without pictures and characters of no width."""
+    """The text with typeset characters as LaTeX, without symbols such as emoji and characters without width."""
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+", lambda run: "^{" + "".join(map(_latex, run[0])) + "}", text)
     text = re.sub(r"√\s*(?:\(([^()]*)\)|(\d+|[a-z]))", lambda root: rf"\sqrt{{{root[1] or root[2]}}}", text)
     return "".join(map(_latex, text))
@@ -169,8 +168,8 @@ def _latex(character: str) -> str:
 
 
 def _only_formula(text: str) -> str:
-    r"""The only formula in $..$, \(..\) or \[..\], if the words around it say nothing of their own; else all without these
-    signs."""
+    r"""The formula in $..$, \(..\) or \[..\] if there is only one and the words around it mean nothing; otherwise all of the
+    text without these signs."""
     delimited = r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]"
     formulas = [next(filter(None, groups)) for groups in re.findall(delimited, text)]
     around = re.sub(delimited, " ", text)
@@ -180,10 +179,10 @@ def _only_formula(text: str) -> str:
 
 
 def _without_units(text: str) -> str:
-    r"""Without \text{...} and its like; where they stand behind a number, as units, without what they hold, too."""
+    r"""The text without \text{...} and similar commands. Their content stays, unless they follow a number and hold a unit."""
     group = r"\\(?:text(?:bf|it|rm|sf|normal)?|mbox|hbox|math(?:rm|bf|it|sf)|operatorname|rm|bf)\s*\{([^{}]*)\}"
     before = None
-    while text != before:  # from the inside out
+    while text != before:  # the innermost first
         before = text
         unit = re.search(rf"(?:(?<=[\d}})\]%])|(?<=\\pi))\s*{group}(?:\s*\^\s*\{{?[23]\}}?)?", text)
         if unit and not NOT_JUST_UNITS & _words(unit[1]) and not re.search(rf"\d|^\s*[^{UNIT_LETTERS}\s]?\s*$", unit[1]):
@@ -201,16 +200,16 @@ def _repeating_decimal(found: re.Match) -> str:
 
 
 def _bare(text: str) -> str:
-    """Without markup, punctuation and braces around all of it, and without commas between thousands."""
+    """The text without markup, punctuation and braces around all of it, and without commas between thousands."""
     before = None
     while text != before:
         before = text
         text = text.strip(' \t\n*_`"#').rstrip(" .,;:").lstrip(" :=")
         text = text.rstrip("\\") if not text.endswith(r"\\") else text
         depth = text.count("{") - text.count("}")
-        if depth < 0 and text.endswith("}"):  # of \textbf{Answer: 5}
+        if depth < 0 and text.endswith("}"):  # what remains of \textbf{Answer: 5}
             text = text[:-1]
-        elif text.startswith("}"):  # of \textbf{Answer:} 5
+        elif text.startswith("}"):  # what remains of \textbf{Answer:} 5
             text = text[1:]
         elif text.startswith("{") and _braces(text, 0) == (text[1:-1], len(text)):
             text = text[1:-1]
@@ -221,7 +220,7 @@ def _bare(text: str) -> str:
 
 
 def number(text: str) -> Fraction | None:
-    """The number that the text, in canonical notation, is; a per cent sign is not counted. None if it is something else."""
+    """The text, in canonical notation, as a number, ignoring a per cent sign. None if it is not one number."""
     text = re.sub(r"\s*\\?%$", "", text.strip())
     text = re.sub(r"^[(\[]([^,]*)[)\]]$|^([+-])\s+", r"\1\2", text)
     text = re.sub(r"\s*\\times 10\^\{(.*)\}$", r"e\1", text)
@@ -230,8 +229,8 @@ def number(text: str) -> Fraction | None:
 
 
 def quantity(text: str) -> Fraction | None:
-    """The only number of a text in canonical notation whose other words are units or fill ("25 dollars", "x = 25", "the sum is
-    25, since ..."). None if there is no such number."""
+    """The number of a text in canonical notation that has only one, if its other words are units or plain ("25 dollars",
+    "x = 25", "the sum is 25, since ..."). None otherwise."""
     text = re.sub(r"\s*\((?![^()]*\bor\b)[^()]*\)\s*$", "", text)
     text = re.sub(r"[,;.]?\s+(?:because|since|as|where|which|when|for)\b.*$", "", text)
     *before, text = re.split(r"=(?=[^=]*\d)", text)
@@ -244,7 +243,7 @@ def quantity(text: str) -> Fraction | None:
         return None
     value = found[0]
     around = f"{text[: value.start()]} {text[value.end() :]}"
-    letters = re.sub(r"(?:^|(?<=\s))a(?=\s)", " ", f"{text[: value.start()]}0{text[value.end() :]}")  # but for the article
+    letters = re.sub(r"(?:^|(?<=\s))a(?=\s)", " ", f"{text[: value.start()]}0{text[value.end() :]}")  # without the article
     variables = set(re.findall(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])", letters)) - {*UNIT_LETTERS}
     if re.search(r"[^A-Za-z\s.,;:'\"%*`_\\-]|\\[^%]", around) or NOT_JUST_UNITS & _words(around) or variables:
         return None
@@ -252,8 +251,8 @@ def quantity(text: str) -> Fraction | None:
 
 
 def same(answer: str, truth: str, any_root: bool = False) -> bool:
-    r"""True if both are the same number, word or mathematical object in the same form (answer_compare.py). Nothing is
-    computed for the answer: 2+3 is not 5. any_root: \sqrt{884} is 2\sqrt{221}, though."""
+    r"""Whether both are the same number, word or mathematical object in the same form (answer_compare.py). Nothing is
+    computed for the answer: 2+3 is not 5. any_root: accept \sqrt{884} for 2\sqrt{221}."""
     b = canonical(truth, LONGEST_TRUTH)
     a = canonical(answer, max(LONGEST, 2 * len(b)))
     if not a or not b:
@@ -263,8 +262,8 @@ def same(answer: str, truth: str, any_root: bool = False) -> bool:
     given, value = number(a), number(b)
     if value is not None and given is None:
         given = quantity(a)
-    if given is not None and value is not None:
-        return given in _percentages(value, a, b)
+    if given is not None and value is not None:  # a per cent sign may be missing on either side, and 0.1 is 10%
+        return given == value or (b.endswith("%") and given == value / 100) or (a.endswith("%") and given == value * 100)
     if a.endswith("%") and given is not None and agree(_fraction(given / 100), b):
         return True
     a, b = (re.sub(rf"\s*\\?%$|(?<=[\w}})])(?:\s*\b(?:{UNITS})\b)+(?:\s*\^\s*\{{?[23]\}}?)?$", "", text) for text in (a, b))
@@ -278,16 +277,8 @@ def _fraction(value: Fraction) -> str:
     return str(value.numerator) if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
-def _percentages(value: Fraction, answer: str, truth: str) -> set[Fraction]:
-    """The numbers that an answer may have: a per cent sign may be left out, and 0.1 is 10%."""
-    values = {value}
-    if truth.endswith("%"):
-        values.add(value / 100)
-    return values | ({value * 100} if answer.endswith("%") else set())
-
-
 def _spelling(text: str) -> str:
-    """The answer to compare letter by letter; a choice is the same with and without parentheses."""
+    """The answer to compare letter by letter: words in lower case, (A) as A, without spaces, per cent and degree signs."""
     text = re.sub(rf"\s+|\\?%$|{DEGREE}", "", text)
     choice = re.fullmatch(r"\(?([A-Z])\)?", text)
     return choice[1] if choice else text.lower() if re.fullmatch(r"[A-Za-z]{2,}", text) else text

@@ -1,8 +1,8 @@
-"""A process that ends together with everything it has started, in whatever session: scoring processes are one.
+"""Runs a process that ends together with everything it has started, in whatever session; and says how a process ended.
 
-A guard stands between the starter and the process. It adopts what loses its own parent (Linux: PR_SET_CHILD_SUBREAPER). When
-the process ends, when the guard gets SIGTERM or when the starter is killed, it kills all that is left. Other systems have no
-guard; there only the process's group is ended.
+A guard process is between the starter and the process. It adopts orphans of the process (Linux: PR_SET_CHILD_SUBREAPER). When
+the process ends, when the guard gets SIGTERM or when the starter is killed, the guard kills all that is left. On other systems
+there is no guard, and only the process's group is ended.
 """
 
 import contextlib
@@ -21,13 +21,23 @@ from rl.rewards.environment import reward_environment
 
 SET_DEATH_SIGNAL = 1  # options of prctl
 SET_SUBREAPER = 36
-NEWS = {signal.SIGTERM, signal.SIGCHLD}  # what a guard waits for
+NEWS = {signal.SIGTERM, signal.SIGCHLD}  # the signals that a guard waits for
 PATIENCE = 10  # seconds that a guard may take to kill what it guards
-LOOK = 0.01  # seconds from one look for a process's end to the next
+LOOK = 0.01  # seconds between looks for a process's end
+
+
+def start(module: str, *arguments: str, passed: Sequence[str], **pipes: Any) -> subprocess.Popen:
+    """Runs a module that calls `guard` with its last argument, the number of this process. Returns the guard. passed:
+    environment variables, as in --reward-env; pipes: as in subprocess.Popen."""
+    root = str(Path(__file__).resolve().parents[2])
+    env = reward_environment(os.environ, passed)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", module, *arguments, str(os.getpid())]
+    return subprocess.Popen(command, env=env, start_new_session=True, **pipes)
 
 
 def guard(starter: int) -> bool:
-    """Forks: the process returns True, its guard ends with it and never returns. False if the starter has ended already."""
+    """Forks: the child returns True, this process becomes its guard and never returns. False if the starter has ended."""
     if sys.platform != "linux":
         return os.getppid() == starter
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -39,51 +49,49 @@ def guard(starter: int) -> bool:
     me = os.getpid()
     process = os.fork()
     if process:
-        _stand_by(process)
+        _stand_guard(process)
     end_with_parent()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NEWS)
     return os.getppid() == me
 
 
+def take_pipes() -> tuple[int, int]:
+    """Copies of stdin and stdout that no child inherits. The user's code gets an empty stdin, and its output goes to stderr."""
+    pipes = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    return pipes
+
+
 def end_with_parent() -> None:
-    """Has the system end this process when its parent ends."""
+    """Has the system kill this process when its parent ends."""
     _prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of what it, or a process that it has started, started and did not wait for."""
+    """Makes this process the parent of its descendants whose own parent has ended."""
     _prctl(SET_SUBREAPER, 1)
 
 
-def start(module: str, *arguments: str, passed: Sequence[str], **pipes: Any) -> subprocess.Popen:
-    """Runs a module whose process becomes a guard; the number of this process is its last argument. passed: --reward-env;
-    pipes: as subprocess.Popen takes them."""
-    command = [sys.executable, "-m", module, *arguments, str(os.getpid())]
-    root = str(Path(__file__).resolve().parent.parent.parent)
-    env = reward_environment(os.environ, passed)
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    return subprocess.Popen(command, env=env, start_new_session=True, **pipes)
-
-
 def end(process: subprocess.Popen) -> None:
-    """Ends a guard, which this process has started in a session of its own, with all it guards. A guard that was killed leaves
-    what it guarded: of that the rest of its process group ends."""
+    """Ends a guard that `start` has returned, and all that it guards. If the guard was killed before, the rest of its process
+    group ends."""
     if process.returncode is None:
         os.kill(process.pid, signal.SIGTERM)
     try:
         exit_code(process, PATIENCE if sys.platform == "linux" else 0)
-    except subprocess.TimeoutExpired:  # no guard, or one that the process has stopped
+    except subprocess.TimeoutExpired:  # there is no guard, or the process has stopped it
         for pid in descendants(process.pid):
             _kill(pid)
-    if process.returncode is None:  # not reaped: no other process or group can have its number
+    if process.returncode is None:  # not reaped, so no other process or group can have its number
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def exit_code(process: subprocess.Popen, timeout: float) -> int:
-    """Like process.wait, but on Linux it leaves the process to be reaped, so that `end` can still end the process's group.
-    Raises subprocess.TimeoutExpired."""
+    """Like process.wait, but on Linux it does not reap the process, so that `end` can still end the process's group. Raises
+    subprocess.TimeoutExpired."""
     if sys.platform != "linux" or process.returncode is not None:
         return process.wait(timeout)
     deadline = time.monotonic() + timeout
@@ -94,27 +102,48 @@ def exit_code(process: subprocess.Popen, timeout: float) -> int:
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
-def descendants(ancestor: int) -> list[int]:
-    """The processes that the ancestor has started, and those that they have started, as the system lists them now."""
-    children: dict[int, list[int]] = {}
+def ending(code: int, process: str, over_cpu: str) -> tuple[str, str]:
+    """The event that the end of a process is (rl/rewards/score.py), and its message. process: a name for it; over_cpu: the
+    message if it has used up its CPU time."""
+    return ("timeout", over_cpu) if code == -signal.SIGXCPU else ("died", f"{process} {how_it_ended(code)}")
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words. Python has no names for most of the real-time signals."""
+    if code >= 0:
+        return f"exited with code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}" + (f" (SIGRTMIN+{-code - signal.SIGRTMIN})" if -code > signal.SIGRTMIN else "")
+
+
+def children() -> dict[int, list[int]]:
+    """Parent -> its children, of all processes that the system lists now."""
+    found: dict[int, list[int]] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError):  # it has just ended
             parent = int(file.read_text(errors="replace").rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(file.parent.name))
-    found = list(children.get(ancestor, ()))
-    for pid in found:
-        found += children.get(pid, ())
+            found.setdefault(parent, []).append(int(file.parent.name))
     return found
 
 
-def _stand_by(process: int) -> None:
-    """The guard's life. Ends as the process does, once nothing is left."""
-    for pipe in (0, 1):  # they are the process's own: that it closes them tells the starter
+def descendants(ancestor: int) -> list[int]:
+    """The children of a process, their children, and so forth."""
+    of = children()
+    found = list(of.get(ancestor, ()))
+    for pid in found:
+        found += of.get(pid, ())
+    return found
+
+
+def _stand_guard(process: int) -> None:
+    """The guard's life. It ends as the process did, once nothing is left."""
+    for pipe in (0, 1):  # only the process may hold them: if it closes them, the starter must notice
         os.close(pipe)
     status = None
     while status is None and signal.sigwait(NEWS) == signal.SIGCHLD:
         status = _reaped().get(process)
-    while left := descendants(os.getpid()):  # what forks meanwhile is found in the next round
+    while left := descendants(os.getpid()):  # a process that forks meanwhile is found in the next round
         for pid in left:
             _kill(pid)
         signal.sigtimedwait({signal.SIGCHLD}, 0.1)
@@ -123,7 +152,7 @@ def _stand_by(process: int) -> None:
 
 
 def _reaped() -> dict[int, int]:
-    """The children that have ended since the last call, with how."""
+    """The children that have ended since the last call, and their statuses."""
     ended = {}
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
@@ -132,12 +161,12 @@ def _reaped() -> dict[int, int]:
 
 
 def _end_as(status: int) -> None:
-    """status: as os.waitpid has it."""
+    """Ends this process with a status of os.waitpid."""
     if os.WIFEXITED(status):
         os._exit(os.WEXITSTATUS(status))
     number = os.WTERMSIG(status)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the process may have left one
-    with contextlib.suppress(OSError):  # SIGKILL, and the signals that the C library keeps for itself
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the process may have left a core file; one is enough
+    with contextlib.suppress(OSError):  # for SIGKILL, and the signals that the C library keeps for itself
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     os.kill(os.getpid(), number)

@@ -1,4 +1,4 @@
-"""The environment of a scoring process: the rank's own, without secrets and without what belongs to the training job."""
+"""The environment variables of a scoring process: the rank's own, without secrets and without those of the training job."""
 
 import os
 import re
@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from rl.errors import UserError
 
-SECRETS = re.compile(  # within a name, or at its end
+SECRETS = re.compile(  # in a name, or at its end
     r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|JWT|CERT|WEBHOOK|(^|_)(PAT|AK|SK|DSN)$|_PWD$", re.IGNORECASE
 )
 SERVICES = ("AWS_", "AZURE_", "GOOGLE_", "GCP_", "HF_", "HUGGING_FACE_", "WANDB_", "MLFLOW_", "COMET_", "NEPTUNE_", "SWANLAB_")
@@ -19,22 +19,22 @@ PASSWORD_IN_URL = re.compile(r"://[^\s@]+@|AccountKey=")
 
 
 def reward_environment(environment: Mapping[str, str], passed: Sequence[str] = ()) -> dict[str, str]:
-    """The variables that a scoring process gets. passed: --reward-env, names or patterns such as MY_*."""
+    """The variables that a scoring process gets. passed: names or patterns such as MY_*, from --reward-env."""
     return {
         name: value
         for name, value in environment.items()
-        if any(fnmatchcase(name, pattern) for pattern in passed) or not _is_kept_back(name, value)
+        if any(fnmatchcase(name, pattern) for pattern in passed) or not _is_removed(name, value)
     }
 
 
 def check_passed(passed: Sequence[str]) -> None:
-    """Raises UserError for a name in --reward-env that is not set, which the function would miss later."""
+    """Raises UserError for a name in --reward-env that is not set: the function would miss it later."""
     for name in passed:
         if name not in os.environ and not set(name) & set("*?["):
             raise UserError(f"--reward-env {name}: the environment has no variable of this name. Export it, or leave it out.")
 
 
-def _is_kept_back(name: str, value: str) -> bool:
+def _is_removed(name: str, value: str) -> bool:
     if name in HARMLESS:
         return False
     prefixed = name.upper().startswith((*SERVICES, *JOB))

@@ -1,7 +1,7 @@
-"""How a prompt asks for the answer so that its built-in grader finds it: the instructions of verl's data.
+"""The instructions in prompts that ask for the answer format of the built-in graders, as in verl's data.
 
-rl/rewards/verifiers.py says what each grader looks for. examples/make_data.py writes these into the prompts; a run warns of
-prompts that never ask.
+rl/rewards/verifiers.py says what each grader looks for. examples/make_data.py adds these instructions to prompts, and a run
+warns if they are missing.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,13 +10,13 @@ from typing import NamedTuple
 from rl.rewards import verifiers
 from rl.rewards.verifiers import BUILT_IN, verifier_name
 
-LOOKED_AT = 64  # first prompts, for the warning
+LOOKED_AT = 64  # the number of prompts that are read for the warning
 
 
 class Format(NamedTuple):
-    before: str  # the problem
-    after: str
-    marks: tuple[str, ...]  # a prompt that has one of them asks for the format
+    before: str  # goes before the problem
+    after: str  # and this after it
+    marks: tuple[str, ...]  # a prompt with one of these asks for the format
 
     def prompt(self, problem: str) -> str:
         return f"{self.before}{problem}{self.after}"
@@ -43,12 +43,12 @@ FORMATS: dict[Callable, Format] = {
 
 
 def format_of(data_source: str) -> Format | None:
-    """What prompts of this source must ask for; None if its grader takes the response as it is, or there is none."""
+    """The format that prompts of this source must ask for; None if its grader needs none, or if it has no grader."""
     return FORMATS.get(BUILT_IN.get(verifier_name(data_source)))
 
 
 def unasked(prompts: Sequence) -> list[str]:
-    """A sentence for each data_source of which none of the first prompts asks for what its built-in grader looks for."""
+    """A warning for each data_source whose first prompts never ask for the format that its built-in grader needs."""
     seen: dict[str, list[str]] = {}
     for index in range(min(len(prompts), LOOKED_AT)):
         prompt = prompts[index]

@@ -1,7 +1,7 @@
 """A scoring process: `python -m rl.rewards.worker SPEC MEMORY_GB CPU_SECONDS PARENT_PID`, started by rl/rewards/process.py.
 
-Reads one numbered JSON item a line and answers with one JSON line that bears its number: one after the other, or with an async
-function all at once. Imports neither torch nor transformers: it starts in a blink.
+Reads an item per line, as JSON [number, arguments, seconds], and replies with a JSON line that has the same number: one item
+after another, or with an async function all at once. It imports neither torch nor transformers, so it starts quickly.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # of 
 
 
 def import_file(path: str, name: str) -> ModuleType:
-    """The user's file as a module of that name; it may import its neighbours."""
+    """Imports the user's file as a module of that name. It may import other files of its folder."""
     module_spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module
@@ -37,9 +37,9 @@ def import_file(path: str, name: str) -> ModuleType:
 
 
 def load(spec: str):
-    """The function of path/to/file.py:function, or the judge whose settings these are (rl/rewards/judge.py)."""
+    """The function of path/to/file.py:function, or the judge with these settings (rl/rewards/judge.py)."""
     if spec.startswith("{"):
-        from rl.rewards import judge  # for it alone
+        from rl.rewards import judge  # late: only judges need it
 
         return judge.begin(**json.loads(spec))
     path, _, name = spec.rpartition(":")
@@ -47,7 +47,7 @@ def load(spec: str):
     function = getattr(module, name, None)
     if not callable(function):
         raise AttributeError(f"{path} has no function {name!r}")
-    with contextlib.suppress(ValueError):  # a callable that tells no signature
+    with contextlib.suppress(ValueError):  # a callable without a signature
         signature = inspect.signature(function)
         try:
             signature.bind(**dict.fromkeys(ARGUMENTS))
@@ -56,17 +56,13 @@ def load(spec: str):
     return function
 
 
-def in_one_line(error: BaseException) -> str:
-    """The error with the line of code it came from, fit for a terminal."""
+def describe(error: BaseException) -> str:
+    """The error in one line, with the place in the user's file; only the message of an error that is ours."""
+    if isinstance(error, UserError) or hasattr(error, "event"):
+        return printable.one_line(str(error))
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    place = "" if frame.filename == __file__ else f" ({frame.filename}:{frame.lineno})"  # a fault in the user's file
+    place = "" if frame.filename == __file__ else f" ({frame.filename}:{frame.lineno})"
     return printable.one_line(f"{type(error).__name__}: {error}{place}")
-
-
-def in_words(error: BaseException) -> str:
-    """Likewise, of ours the message alone."""
-    is_ours = isinstance(error, UserError) or hasattr(error, "event")
-    return printable.one_line(str(error)) if is_ours else in_one_line(error)
 
 
 def is_async(function: Callable) -> bool:
@@ -74,87 +70,94 @@ def is_async(function: Callable) -> bool:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Has the system end this process (SIGXCPU) once it has used so much more CPU time, rounded up to whole seconds."""
+    """Has the system end this process (SIGXCPU) once it has used this much more CPU time, rounded up to whole seconds; 0 is no
+    limit."""
+    if not seconds:
+        return
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     until = math.ceil(time.process_time() + seconds)
     resource.setrlimit(resource.RLIMIT_CPU, (until if hard == resource.RLIM_INFINITY else min(until, hard), hard))
 
 
+def limit_memory(gb: float) -> None:
+    """Limits this process's address space; 0 is no limit."""
+    if gb:
+        limit = int(gb * 2**30)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
 def main(spec: str, memory_gb: float, cpu_seconds: float, parent: int) -> None:
     if not descendants.guard(parent):
         return
-    if memory_gb:
-        limit = int(memory_gb * 2**30)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    # Answers go to a copy of stdout; what the user's function prints goes to stderr.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    # Items come from a copy of stdin, which no child inherits: one that reads its stdin would take the next item.
-    items = os.fdopen(os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    limit_memory(memory_gb)
+    given, written = descendants.take_pipes()
+    items, replies = os.fdopen(given), os.fdopen(written, "w")
+    sys.stdout = sys.stderr  # which is not buffered
     me = os.getpid()
 
     def answer(reply: dict) -> None:
-        if os.getpid() != me:  # a fork made by the user's function: a second answer would go to the next response
+        if os.getpid() != me:  # a fork made by the user's function: its reply would count for the next response
             os._exit(0)
         try:
             line = json.dumps(reply, default=lambda value: value.item())  # numpy and torch scalars
         except (AttributeError, RuntimeError, TypeError, ValueError):
             line = json.dumps(reply | {"value": str(reply["value"])})  # no number, so a bad value
-        answers.write(line + "\n")
-        answers.flush()
+        replies.write(line + "\n")
+        replies.flush()
 
     try:
         own = load(spec) if spec else None
     except (Exception, SystemExit) as error:
-        answer({"failed": in_words(error)})
+        answer({"failed": describe(error)})
         return
-    if own and is_async(own):
-        answer({"ready": "async"})
-        with contextlib.redirect_stdout(sys.stderr):
-            serve_at_once(own, items, answer, cpu_seconds)
-        return
-    answer({"ready": "sync"})
+    works_on_many = own is not None and is_async(own)
+    answer({"ready": "async" if works_on_many else "sync"})
+    (serve_async if works_on_many else serve)(own, items, answer, cpu_seconds)
+
+
+def serve(own: Callable | None, items: TextIO, answer: Callable[[dict], None], cpu_seconds: float) -> None:
+    """Scores one item after another, with the user's function or the built-in verifiers."""
     for line in items:
-        number, item = json.loads(line)
+        number, item, _ = json.loads(line)
         function = own or BUILT_IN[item["data_source"]]
-        if cpu_seconds:
-            limit_cpu(cpu_seconds)
+        limit_cpu(cpu_seconds)
         try:
-            with contextlib.redirect_stdout(sys.stderr):
-                value = function(**item)
-            answer({"number": number, "value": value})
+            answer({"number": number, "value": function(**item)})
         except (Exception, SystemExit) as error:
-            answer({"number": number, "failed": in_one_line(error)})
+            answer(failure(number, error))
 
 
-def serve_at_once(function: Callable, items: TextIO, answer: Callable[[dict], None], cpu_seconds: float) -> None:
-    """Works on every item as soon as it comes, in one event loop. What a line has behind its item are the seconds that it may
-    take. An exception may name the event that it is, as rl.rewards.judge's do."""
+def serve_async(own: Callable, items: TextIO, answer: Callable[[dict], None], cpu_seconds: float) -> None:
+    """Works on every item as soon as it arrives, in one event loop, and cancels those that take too long."""
     import asyncio  # late: other functions do without it
 
     async def score(line: bytes) -> None:
         number, item, seconds = json.loads(line)
         try:
             async with asyncio.timeout(seconds) as limit:
-                value = await function(**item)
+                value = await own(**item)
             answer({"number": number, "value": value})
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            event = "timeout" if limit.expired() else getattr(error, "event", "error")
-            answer({"number": number, "failed": in_words(error), "event": event})
+            answer(failure(number, error) | ({"event": "timeout"} if limit.expired() else {}))
 
-    async def serve() -> None:
-        loop, lines, under_way = asyncio.get_running_loop(), asyncio.StreamReader(limit=1 << 30), set()
+    async def score_all() -> None:
+        loop = asyncio.get_running_loop()
+        lines = asyncio.StreamReader(limit=1 << 30)
+        tasks = set()  # the loop itself holds no strong reference to them
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), items)
         while line := await lines.readline():
-            if cpu_seconds:
-                limit_cpu(cpu_seconds)
+            limit_cpu(cpu_seconds)
             task = loop.create_task(score(line))
-            under_way.add(task)  # the loop itself holds no task
-            task.add_done_callback(under_way.discard)
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
         os._exit(0)  # nobody waits for the rest
 
-    asyncio.run(serve())
+    asyncio.run(score_all())
+
+
+def failure(number: int, error: BaseException) -> dict:
+    """The reply for an item whose function raised. An exception may name its event, as rl.rewards.judge's do."""
+    return {"number": number, "failed": describe(error), "event": getattr(error, "event", "error")}
 
 
 if __name__ == "__main__":

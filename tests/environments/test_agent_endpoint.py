@@ -218,7 +218,7 @@ def test_what_an_agent_does_costs_its_own_response(model, tokenizer, tmp_path):
     assert {key: answer["event"] for key, answer in found.items() if "event" in answer} == EVENTS
     assert {key: answer["reward"] for key, answer in found.items() if "event" not in answer} == good
     assert "before its first call" in found["calls nothing"]["message"] and "code 3" in found["fails"]["message"]
-    assert "signal 9" in found["dies"]["message"]
+    assert "was killed by SIGKILL" in found["dies"]["message"]
     for key in good:
         pool.end(key)
     until = time.monotonic() + 20

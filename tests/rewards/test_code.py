@@ -10,9 +10,9 @@ from test_scoring import FOREVER, drain
 
 from rl.environments.programs import Programs
 from rl.errors import UserError
+from rl.rewards.args import CodeArgs
 from rl.rewards.pool import RewardArgs, ScoringPool
 from rl.rewards.programs import sandbox
-from rl.rewards.programs.args import CodeArgs
 from rl.rewards.programs.cases import read_cases, same_text, same_value
 from rl.rewards.programs.grade import extract, grade
 from rl.rewards.worker import import_file

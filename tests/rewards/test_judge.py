@@ -143,7 +143,7 @@ request: {seed: null}
     ("content", "message"),
     [
         ("{", "neither JSON in a .json file nor YAML"),
-        ([1], "no mapping. It has the fields items, system, request"),
+        ([1], "not a mapping. Give it the fields items, system, request"),
         ({"items": {}}, "`items` is empty"),
         ({"item": {"a": RIGHT}}, "look at `item`. The fields are items"),
         ({"items": {"a": {"asks": "?"}}}, "item a: look at `asks`"),
@@ -177,7 +177,7 @@ def test_each_item_is_a_number_and_a_rude_answer_costs_its_own_response(rubric, 
         found = scores(pool, [*good, *bad])
     assert {text: found[text].event for text in bad} == bad
     assert "'I would say that it is fine.' instead of one of yes, no" in found["rubbish"].message
-    assert pool.events == {"bad_value": 4, "error": 4} and not pool._lost, "no process was lost"
+    assert pool.events == {"bad_value": 4, "error": 4} and not pool._threads.lost, "no process was lost"
     for text in good:
         its, asked = found[text], 2 * (1 + (2 if "twice" in text else 0)) + ("once" in text) * 1
         right = float("42" in text or text == "loud")
@@ -210,7 +210,7 @@ def test_a_judge_that_hangs_costs_the_responses_that_it_hangs_at(rubric):
         pool.args.reward_timeout = FOREVER
         found |= scores(pool, ["41"])
     assert (found["42"].score, found["41"].score) == (3, 0)
-    assert found["hang"].error == "timeout: no score after 1 s (--reward-timeout)" and not pool._lost
+    assert found["hang"].error == "timeout: no score after 1 s (--reward-timeout)" and not pool._threads.lost
 
 
 def test_an_endpoint_without_structured_outputs_is_read_strictly(rubric):
@@ -229,7 +229,7 @@ def test_the_endpoint_is_asked_at_the_start(rubric, monkeypatch):
     refused(r"--judge .*rubric.json: --judge-url http://127.0.0.1:9/v1 cannot be reached", judge_url="http://127.0.0.1:9/v1")
     with serve(Judge(models=["a", "b"])) as url:
         refused(r"there is no model c at .*It has: a, b\.", judge_url=url, judge_model="c")
-        refused(r"has not one model alone. It has: a, b\.", judge_url=url)
+        refused(r"does not have exactly one model. It has: a, b\.", judge_url=url)
         with ScoringPool(RewardArgs(judge=rubric, judge_url=url, judge_model="b")) as pool:
             assert scores(pool, ["42"])["42"].score == 3
     for url in ("localhost:8000", "http://me:secret@host/v1"):

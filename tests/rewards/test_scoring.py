@@ -159,7 +159,7 @@ def test_a_bad_reward_costs_its_own_response_only(bad_reward):
 def test_a_reward_that_hangs_costs_its_own_response_only(bad_reward):
     """Each good response is its process's first, and may take its time on a loaded machine."""
     with ScoringPool(RewardArgs(reward=bad_reward, reward_timeout=0.5)) as pool:
-        pool._threads._first_calls.append(FOREVER)
+        pool._threads.first_calls.append(FOREVER)
         for number, text in enumerate(["fine", "hang", "fine", "hang hard", "fine"]):
             pool.submit(number, "any", text, str(number), {"n": 0})
         results = drain(pool)
@@ -218,8 +218,8 @@ def score(data_source, solution_str, ground_truth, extra_info):
     with ScoringPool(RewardArgs(reward=f"{tmp_path / 'mine.py'}:score", reward_timeout=0.5)) as pool:
         pool.submit(0, "any", "fine", "1", None)
         results = drain(pool)
-        assert max(pool._threads._first_calls) >= 0.8
-        pool._threads._first_calls.append(FOREVER)  # as if it had taken so long: the machine may be slower later
+        assert max(pool._threads.first_calls) >= 0.8
+        pool._threads.first_calls.append(FOREVER)  # as if it had taken so long: the machine may be slower later
         for number, text in enumerate(["hang", "fine", "hang", "fine"], 1):
             pool.submit(number, "any", text, "1", None)
         results |= drain(pool)
@@ -237,7 +237,7 @@ def test_a_function_that_only_ends_its_processes_ends_the_run(tmp_path):
 
 
 def test_a_function_that_never_returns_costs_its_first_call_the_time_of_an_import_only_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl.rewards.pool.FIRST_CALL", 1)
+    monkeypatch.setattr("rl.rewards.threads.FIRST_CALL", 1)
     (tmp_path / "mine.py").write_text("import time\ndef score(**_): time.sleep(1000)\n")
     with ScoringPool(RewardArgs(reward=f"{tmp_path / 'mine.py'}:score", reward_timeout=0.1)) as pool:
         for number in range(3):

@@ -1,1 +1,1 @@
-"""Programs that a model wrote: a sandbox that runs them, and the grader that compares what they print with a row's tests."""
+"""Programs that the model writes: a sandbox that runs them, and a grader that compares their output with a row's tests."""

@@ -1,4 +1,4 @@
-"""The tests of a row, in the layouts of known data sets of programming tasks, and whether a program's output is right."""
+"""Reads a row's tests in the layouts of known data sets of programming tasks, and says whether a program's output passes."""
 
 import contextlib
 import json
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Case(NamedTuple):
-    """One test. It is a program's input and output, a function's arguments and value, or statements that must not fail."""
+    """One test: a program's input and output, a function's arguments and value, or statements that must not fail."""
 
     expected: Any = None
     stdin: str = ""
@@ -16,7 +16,7 @@ class Case(NamedTuple):
     checks: str = ""
 
     def passes(self, output: str) -> bool:
-        """Whether a program that has ended well, with this output, passes."""
+        """Whether a program that ended without an error and printed this output passes."""
         if not self.function and not self.checks:
             return same_text(output, self.expected)
         try:
@@ -29,7 +29,7 @@ class Case(NamedTuple):
 
 
 def read_cases(truth: Any) -> list[Case]:
-    """The tests of a ground truth, which may be JSON. Raises ValueError if it has none in a layout that is known.
+    """The tests of a ground truth, which may be JSON. Raises ValueError if it has none in a known layout.
 
     Layouts: {"inputs", "outputs", "fn_name"} (APPS, TACO, verl's prime_code), also within "input_output"; a list of {"input",
     "output", "testtype", "metadata"} (LiveCodeBench); asserts, as a list or under "test_list" (MBPP) or "assert_case" (verl's
@@ -72,7 +72,7 @@ def _case(function: str | None, given: Any, expected: Any) -> Case:
 
 
 def _from_json(value: Any) -> Any:
-    """The value of a text that is JSON; anything else as it is."""
+    """The value of a text that is JSON; anything else unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -83,8 +83,8 @@ def _from_json(value: Any) -> Any:
 
 
 def same_text(output: str, expected: str) -> bool:
-    """Word by word in each line that is not empty. Where a fraction is expected, a number within 1e-5 counts; where an integer
-    is expected, 3.0 counts for 3. (verl's prime_code lets integers be 1e-5 off, too, and wants one number in a line.)"""
+    """Compares the lines that are not empty, word by word. A fraction may be 1e-5 off, and 3.0 is right where 3 is expected.
+    (verl's prime_code also accepts integers that are 1e-5 off, and only one number in a line.)"""
     lines, wanted = ([line.split() for line in text.splitlines() if line.strip()] for text in (output, expected))
     return len(lines) == len(wanted) and all(
         len(words) == len(its) and all(map(_same_word, words, its)) for words, its in zip(lines, wanted, strict=True)
@@ -109,7 +109,7 @@ def _close(number: float, wanted: float, exactly: bool = False) -> bool:
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Whether JSON values are equal, fractions up to 1e-5. As in verl's prime_code an expected list may hold the value."""
+    """Whether JSON values are equal; fractions may be 1e-5 off. As in verl's prime_code an expected list may hold the value."""
     return _same_json(value, expected) or (isinstance(expected, list) and bool(expected) and _same_json(value, expected[0]))
 
 

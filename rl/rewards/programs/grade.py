@@ -1,7 +1,7 @@
-"""The grader of programs: the response's program, run on a row's tests in a sandbox.
+"""The grader of programs: runs the response's program on a row's tests, in a sandbox.
 
-Expected values stay in this process: the sandbox gets inputs and returns outputs, so that no trick within it passes a test.
-Asserts are the exception: they run next to the program, which may tamper with them.
+Expected values stay in this process: the sandbox gets inputs and returns outputs, so no trick inside it passes a test. Asserts
+are the exception: they run next to the program, which may tamper with them.
 """
 
 import math
@@ -12,13 +12,13 @@ from typing import Any
 from rl.rewards.programs import sandbox
 from rl.rewards.programs.cases import Case, read_cases
 
-KINDS = ("syntax", "error", "timeout", "memory", "output", "wrong")  # how a test fails
-SPARE = 0.1  # of --reward-timeout, for what is not the program's
+KINDS = ("syntax", "error", "timeout", "memory", "output", "wrong")  # of failed tests
+SPARE = 0.1  # the part of --reward-timeout that programs do not get
 BLOCK = re.compile(r"^[ \t]*+```[ \t]*+(\w*+)[^\n]*+\n(.*?)(?:^[ \t]*+```|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def extract(response: str) -> str:
-    """The last block of Python that is fenced by ```, or else the last fenced block, or else all of the response's answer."""
+    """The last Python block in ``` fences; without one the last block in fences, or else everything after the thought."""
     answer = response.rpartition("</think>")[2]
     blocks = BLOCK.findall(answer)
     marked = [code for language, code in blocks if language.lower() in ("python", "py", "python3")]
@@ -26,9 +26,9 @@ def extract(response: str) -> str:
 
 
 def grade(response: str, truth: Any, limits: dict) -> dict[str, float]:
-    """score: as --code-score has it. acc: 1 if all tests pass, else 0. tests_run, tests_passed; failed_<kind>: 1 for the kind
-    of the first failure. limits: see CodeArgs.limits. Raises ValueError for a ground truth that cannot be read, UserError if
-    there is no sandbox."""
+    """Returns score, by --code-score; acc, 1 if all tests pass and else 0; tests_run and tests_passed; and failed_<kind>, which
+    is 1 for the kind of the first failure. limits: as CodeArgs.limits returns them. Raises ValueError for a ground truth that
+    cannot be read, and UserError if there is no sandbox."""
     program, cases, kinds = extract(response), [], []
     if program.strip():
         cases = read_cases(truth)
@@ -38,13 +38,13 @@ def grade(response: str, truth: Any, limits: dict) -> dict[str, float]:
         if (left := until - time.monotonic()) <= 0:
             break
         kinds.append(_kind(program, case, left, limits))
-        if kinds[-1] == "syntax" or (kinds[-1] != "ok" and limits["all"]):  # of syntax all fail
+        if kinds[-1] == "syntax" or (kinds[-1] != "ok" and limits["all"]):  # a syntax error fails all tests
             break
     return _result(kinds, len(cases), limits)
 
 
 def _kind(program: str, case: Case, left: float, limits: dict) -> str:
-    """Of a test: "ok" or one of KINDS. left: seconds that it may take."""
+    """How a test ended: "ok" or one of KINDS. left: the seconds of all tests that are left."""
     ran = sandbox.run(
         program,
         stdin=case.stdin,

@@ -1,9 +1,10 @@
-"""The first process in a sandbox: forks a process for each program and says what the program printed, not whether it is right.
+"""The first process in a sandbox. It forks a process for each program, and reports what the program printed, not whether that
+is right.
 
-Python gets the text of this file on its command line (rl/rewards/programs/sandbox.py): nothing of the project is in the
-sandbox. A program can print what it likes, so nothing that it does to its own process can make it right. This one is process 1
-of its namespace, which no signal from within ends, and it is not dumpable, so nobody may trace it. What a program can change of
-it, its limits and its scheduling, counts as left behind.
+Python gets the text of this file on its command line (rl/rewards/programs/sandbox.py): no file of the project is visible in the
+sandbox. A program can print anything, so nothing that it does to its own process makes its output right. This process is
+number 1 of its namespace, so no signal from inside ends it, and it is not dumpable, so nobody can trace it. A program can
+change its limits and its scheduling; such changes count as left behind, and the sandbox is replaced.
 """
 
 import atexit
@@ -21,14 +22,14 @@ import traceback
 import types
 
 SET_DUMPABLE = 4  # an option of prctl
-ANSWER = 3  # the file descriptor of a function's answer
+ANSWER = 3  # the file descriptor for what a function returns
 OPEN_FILES = 64
 PROCESSES = 16  # threads among them
 FILE_BYTES = 1 << 25
-SYNTAX, MEMORY = 101, 102  # exit codes; a program may use them, too: they only name the failure
+SYNTAX, MEMORY = 101, 102  # exit codes, which only name the failure: a program may use them, too
 SCRATCH = ("/tmp", "/dev/shm")
 SHARED = ("/proc/sysvipc/shm", "/proc/sysvipc/msg", "/proc/sysvipc/sem")
-MODULES = (  # that programs of programming contests take for granted, with all their names
+MODULES = (  # whose names programs of contests take for granted
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools"),
     *("functools", "operator", "io", "sys", "json", "builtins", "typing"),
 )
@@ -36,20 +37,20 @@ MODULES = (  # that programs of programming contests take for granted, with all 
 
 def main() -> None:
     ctypes.CDLL(None).prctl(SET_DUMPABLE, 0, 0, 0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would let a program's signal in
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # with Python's handler a program's signal would reach this process
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))  # the starter's limit is for its own work
-    asked, said = os.fdopen(os.dup(0)), os.dup(1)
+    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))  # the limit of the starter is for the starter's work
+    tasks, replies = os.fdopen(os.dup(0)), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     for file in range(3):
         os.dup2(nothing, file)
-    prelude = types.ModuleType("__main__")  # a fork has it to itself
+    prelude = types.ModuleType("__main__")  # each fork has its own copy
     exec("\n".join(f"from {module} import *\nimport {module}" for module in MODULES), prelude.__dict__)
     unused = traces()
-    _write(said, {"ready": True})
-    for line in asked:
+    _write(replies, {"ready": True})
+    for line in tasks:
         reply = run(json.loads(line), prelude, nothing)
-        _write(said, reply | {"used": traces() != unused})
+        _write(replies, reply | {"used": traces() != unused})
 
 
 def _write(file: int, reply: dict) -> None:
@@ -59,7 +60,7 @@ def _write(file: int, reply: dict) -> None:
 
 
 def traces() -> list:
-    """What a program can leave behind, but for processes."""
+    """Everything that a program can leave behind, except processes."""
     found: list = []
     for folder in SCRATCH:
         with contextlib.suppress(OSError):
@@ -72,7 +73,8 @@ def traces() -> list:
 
 
 def run(task: dict, prelude: types.ModuleType, nothing: int) -> dict:
-    """The program's output, as text, and how it ended: ok, or the kind of its failure. task: as Sandbox.run makes it."""
+    """Runs a program. Returns its output as text, and how it ended: ok, or the kind of its failure. task: as Sandbox.run makes
+    it; prelude: a module with the names of MODULES; nothing: /dev/null."""
     given = os.memfd_create("stdin")
     with open(os.dup(given), "w", errors="replace") as file:
         file.write(task["stdin"])
@@ -83,18 +85,18 @@ def run(task: dict, prelude: types.ModuleType, nothing: int) -> dict:
         _be_program(task, prelude, given, writer, nothing)
     os.close(given)
     os.close(writer)
-    output, ended = _output(reader, process, time.monotonic() + task["seconds"], task["output"])
+    most = task["output"]
+    output, is_late = _output(reader, process, time.monotonic() + task["seconds"], most)
     status = _end_all(process)
-    while not ended and len(output) <= task["output"] and (part := os.read(reader, 1 << 16)):
+    while not is_late and len(output) <= most and (part := os.read(reader, 1 << 16)):
         output += part
     os.close(reader)
-    if len(output) > task["output"]:
-        ended = "output"
-    return {"output": output[: task["output"]].decode(errors="replace"), "ended": ended or _ending(status)}
+    ended = "output" if len(output) > most else "timeout" if is_late else _ending(status)
+    return {"output": output[:most].decode(errors="replace"), "ended": ended}
 
 
-def _output(reader: int, process: int, until: float, most: int) -> tuple[bytearray, str]:
-    """What it writes while it runs, and "timeout" if it still does when its time is up."""
+def _output(reader: int, process: int, until: float, most: int) -> tuple[bytearray, bool]:
+    """What a process writes until it ends or has written more than `most` bytes; and whether it still runs at `until`."""
     output = bytearray()
     end = os.pidfd_open(process)
     poller = select.poll()
@@ -104,36 +106,36 @@ def _output(reader: int, process: int, until: float, most: int) -> tuple[bytearr
         while len(output) <= most:
             ready = {file for file, _ in poller.poll(max(0.0, 1000 * (until - time.monotonic())))}
             if end in ready:
-                return output, ""
+                return output, False
             if reader in ready:
                 part = os.read(reader, 1 << 16)
                 output += part
                 if not part:  # it has closed its output
                     poller.unregister(reader)
             if time.monotonic() >= until:
-                return output, "timeout"
-        return output, "output"
+                return output, True
+        return output, False
     finally:
         os.close(end)
 
 
 def _end_all(process: int) -> int:
-    """Ends the program and whatever it has started; the program's status."""
-    status = 0
+    """Ends the program and everything that it has started. Returns the program's status."""
+    statuses = {}
     while True:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         try:
-            pid, its = os.waitpid(-1, 0)
+            pid, status = os.waitpid(-1, 0)
         except ChildProcessError:
-            return status
-        if pid == process:
-            status = its
+            return statuses[process]
+        statuses[pid] = status
 
 
 def _ending(status: int) -> str:
     if os.WIFSIGNALED(status):
-        return "timeout" if os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL) else "error"  # by its limit of CPU time
+        of_cpu_limit = (signal.SIGXCPU, signal.SIGKILL)
+        return "timeout" if os.WTERMSIG(status) in of_cpu_limit else "error"
     return {0: "ok", SYNTAX: "syntax", MEMORY: "memory"}.get(os.WEXITSTATUS(status), "error")
 
 
@@ -141,7 +143,7 @@ def _ending(status: int) -> str:
 
 
 def _be_program(task: dict, prelude: types.ModuleType, given: int, writer: int, nothing: int) -> None:
-    """The life of the forked process; never returns."""
+    """The life of the forked process. It never returns."""
     code = 1
     try:
         prints = not task["function"] and not task["checks"]
@@ -153,7 +155,7 @@ def _be_program(task: dict, prelude: types.ModuleType, given: int, writer: int, 
         code = _run_program(task, prelude if task["prelude"] else types.ModuleType("__main__"))
     finally:
         with contextlib.suppress(BaseException):
-            threading._shutdown()  # waits for the program's threads, as Python does at its end
+            threading._shutdown()  # waits for the program's threads, as Python does when it ends
             atexit._run_exitfuncs()
             sys.stdout.flush()
         os._exit(code)
@@ -172,17 +174,17 @@ def _limit(task: dict) -> None:
     for limit, most in limits.items():
         _, hard = resource.getrlimit(limit)
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        beyond = 1 if limit == resource.RLIMIT_CPU and most != hard else 0  # the soft one has a signal of its own
+        beyond = 1 if limit == resource.RLIMIT_CPU and most != hard else 0  # SIGXCPU at the soft limit, SIGKILL at the hard one
         resource.setrlimit(limit, (most, most + beyond))
 
 
 def _run_program(task: dict, module: types.ModuleType) -> int:
-    """Its exit code. module: that it is to be."""
+    """Runs the program as this module. Returns its exit code."""
     me, before = os.getpid(), module.__dict__.get(task["function"])
     sys.setrecursionlimit(600_000)
     sys.modules["__main__"] = module
     if task["function"] or task["checks"]:
-        module.__name__ = "solution"  # what it does as a program is of no interest
+        module.__name__ = "solution"  # so that code under `if __name__ == "__main__"` does not run
     try:
         exec(compile(task["program"], "<program>", "exec"), module.__dict__)
         answer = _answer(task, module.__dict__, before)
@@ -194,13 +196,13 @@ def _run_program(task: dict, module: types.ModuleType) -> int:
     except BaseException as error:
         if task["errors"]:
             sys.stdout.flush()
-            traceback.print_exception(error.with_traceback(error.__traceback__.tb_next))  # without this frame
+            traceback.print_exception(error.with_traceback(error.__traceback__.tb_next))  # without this function's frame
         return SYNTAX if isinstance(error, SyntaxError) else MEMORY if isinstance(error, MemoryError) else 1
 
 
 def _answer(task: dict, names: dict, before: object) -> dict | None:
-    """What the tested function returns, or that the checks passed; None of a program that prints. before: what had the
-    function's name before the program."""
+    """What the tested function returns, or that the checks passed; None for a program that prints. before: what had the
+    function's name before the program ran."""
     if task["checks"]:
         exec(compile(task["checks"], "<checks>", "exec"), names)
         return {"passed": True}
@@ -208,13 +210,13 @@ def _answer(task: dict, names: dict, before: object) -> dict | None:
         return None
     holder = names["Solution"]() if isinstance(names.get("Solution"), type) else None
     function = getattr(holder, task["function"], None) or names[task["function"]]
-    if function is before:  # such as operator's add
+    if function is before:  # the program has not defined it; it is operator's add, for example
         raise NameError(task["function"])
     return {"value": function(*map(_with_numbers, task["arguments"]))}
 
 
 def _with_numbers(argument: object) -> object:
-    """A dict whose keys were numbers before it became JSON."""
+    """The argument; if it is a dict, with the keys that were integers before it became JSON."""
     if isinstance(argument, dict):
         with contextlib.suppress(ValueError):
             return {int(key): value for key, value in argument.items()}

