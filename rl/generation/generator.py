@@ -13,7 +13,6 @@ from rl.data.job import Job
 from rl.generation.choose_engine import make_engine
 from rl.generation.engine import Engine, EngineArgs, Output, Request, SamplingParams, check_sampling, request_seed
 from rl.generation.engine_ranks import EngineRanks
-from rl.generation.next_tickets import make_history
 from rl.generation.responses import Responses, Work, make_responses, prompt_routes, recorded, to_response
 from rl.model.router import check_record
 from rl.ranks import dist
@@ -50,7 +49,11 @@ class Generator:
         self.working = self.responses.working
         self._rows: list[dict] = []  # of the validation under way, if there is one
         self._unusable: list[int] = []  # prompts whose images cannot be prepared
-        self.history = make_history(args, job)  # of batches that are made whole
+        self.history = None  # of the prompts, where batches are made whole
+        if args.prompt_sampling != "uniform":
+            from rl.samples.prompt_history import PromptHistory  # late: no other run needs it
+
+            self.history = PromptHistory(args, job.order)
         self.timer = Timers()  # gen, score and wait
 
     @property
@@ -150,12 +153,13 @@ class Generator:
             self.start(ticket)
 
     def next_tickets(self, first: int, count: int) -> tuple[Sequence[int], int]:
-        """`count` tickets from `first` on, without those that --prompt-sampling passes over, and the one behind the last."""
-        return self.history.take(first, count)
+        """Return `count` tickets from `first` on, without those that --prompt-sampling skips, and the next ticket."""
+        return self.history.take(first, count) if self.history else (range(first, first + count), first + count)
 
     def remember(self, groups: Sequence[Group]) -> None:
-        """Notes what all groups of a batch have shown of their prompts, for --prompt-sampling."""
-        self.history.note(groups)
+        """Record the results of a batch's groups, for --prompt-sampling."""
+        if self.history:
+            self.history.note(groups)
 
     def generate(self, tickets: Sequence[int]) -> list[Group]:
         """As many finished, scored groups as there are tickets, in ticket order; none if it gives up. They are those that end
