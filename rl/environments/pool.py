@@ -15,7 +15,7 @@ import subprocess
 import time
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,15 +121,6 @@ class Environments:
         self._selector.close()
 
     # -- episodes
-
-    def __iter__(self) -> Iterator[Hashable]:
-        """The keys of the episodes that have a process."""
-        return iter(self._places)
-
-    @property
-    def waiting(self) -> int:
-        """Environments that have not answered."""
-        return len(self._deadlines)
 
     def begin(self, key: Hashable, row: dict, seed: int, own_seed: int) -> None:
         """Forks an episode's process, and has it reset. seed: for the user's reset; own_seed: of its random numbers."""

@@ -175,8 +175,6 @@ def make_responses(args: EngineArgs, job: Job, engine: Engine, engine_ranks: Eng
         from rl.generation.agent_episodes import AgentEpisodes as Episodes
     else:
         from rl.generation.episodes import Episodes
-    from rl.generation.shared_environments import SharedEnvironments
 
     ends = end_token_ids(job.path, job.tokenizer, args.trust_remote_code)
-    environments = SharedEnvironments(job.environments, engine_ranks) if engine_ranks.size > 1 else job.environments
-    return Episodes(environments, engine, args, job.tokenizer, ends)
+    return Episodes(job, engine, engine_ranks, args, ends)
