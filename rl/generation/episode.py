@@ -30,7 +30,7 @@ class Episode:
     most: int | None = None  # tokens of the next turn, if an agent limits it
 
     def add(self, answer: dict) -> None:
-        """Count an environment's answer to the turn that ends at `at`."""
+        """Counts an environment's answer to the turn that ends at `at`."""
         self.seconds += answer["seconds"]
         self.calls += answer.get("calls", 0)
         self.malformed += answer.get("malformed", 0)

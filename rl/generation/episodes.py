@@ -57,7 +57,7 @@ class Episodes(Responses):
         return self.engine.num_unfinished + sum(len(self.working[key].requests) for key in self._beginnings)
 
     def begin(self, key: int, work: Work, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
-        """Start a prompt's episodes, or replay the recorded ones."""
+        """Starts a prompt's episodes, or replays the recorded ones."""
         self.working[key] = work
         self._of |= {request.id: Episode(output) for request, output in zip(work.requests, before, strict=True)}
         self._beginnings[key] = prompt
@@ -66,7 +66,7 @@ class Episodes(Responses):
         return []
 
     def decode(self, timer: Timers) -> list[Output] | None:
-        """Step the engine once and read the environments' answers; None if neither is at work. A turn that the budget cuts is
+        """Steps the engine once and reads the environments' answers; None if neither is at work. A turn that the budget cuts is
         the last, and no tool runs."""
         with timer("env"):
             self._admit()
@@ -88,7 +88,7 @@ class Episodes(Responses):
         return self.args.in_lock_step and any(self._processes.values())
 
     def replay(self) -> None:
-        """Replay all recorded episodes, before others start. They are added to the engine as if the run had not stopped: first
+        """Replays all recorded episodes, before others start. They are added to the engine as if the run had not stopped: first
         those that were stopped within a turn, then those that waited for their environment."""
         self._replayed = []
         while self._queue or self._beginnings or any(self._processes.values()):
@@ -151,7 +151,7 @@ class Episodes(Responses):
         return episode.rewards if episode and self.args.turn_rewards and not episode.event else None
 
     def drop(self, key: int) -> None:
-        """Forget a prompt whose responses are handed over."""
+        """Forgets a prompt whose responses are handed over."""
         for request in self.working[key].requests:
             del self._of[request.id]
         super().drop(key)
@@ -179,7 +179,7 @@ class Episodes(Responses):
             self.environments.end(id)
 
     def _poll(self, wait: float) -> None:
-        """Read answers; wait up to `wait` seconds for one. A collective of the engine's ranks, if any process is there."""
+        """Reads answers; waits up to `wait` seconds for one. A collective of the engine's ranks, if any process is there."""
         if not self._processes:
             return
         answers = self.environments.poll(wait) if self.engine_ranks.is_leader else []
@@ -194,7 +194,7 @@ class Episodes(Responses):
     # -- the beginning
 
     def _admit(self) -> None:
-        """Fork the environments of prompts that have none. Those put aside do not count in the number of processes."""
+        """Forks the environments of prompts that have none. Those put aside do not count in the number of processes."""
         for key in [key for key in self._queue if key >= self.paused_below]:
             at_work = sum(key >= self.paused_below for key, _ in self._processes)
             if at_work >= BY_ROWS * self.args.max_num_seqs and self._replayed is None:
@@ -251,7 +251,7 @@ class Episodes(Responses):
     # -- turn after turn
 
     def _turn_ended(self, output: Output) -> None:
-        """Give a turn that the engine has finished to its environment, unless it is the last."""
+        """Gives a turn that the engine has finished to its environment, unless it is the last."""
         episode = self._of[output.id]
         episode.cached += output.cached if episode.turns else 0
         episode.output, episode.in_engine = output, False
@@ -263,7 +263,7 @@ class Episodes(Responses):
             self._say(output.id, len(output.token_ids))
 
     def _take(self) -> None:
-        """Act on the answers: in lock step by key, not in order of arrival."""
+        """Acts on the answers: in lock step by key, not in order of arrival."""
         answers = [item for item in self._answers if item[0][0] >= self.paused_below]
         self._answers = [item for item in self._answers if item[0][0] < self.paused_below]
         for id, answer in sorted(answers, key=lambda item: item[0]) if self.args.in_lock_step else answers:
@@ -281,7 +281,7 @@ class Episodes(Responses):
                 self._answered(id, answer)
 
     def _say(self, id: tuple[int, int], end: int) -> None:
-        """Give the environment the model's turn, which ends before token `end`."""
+        """Gives the environment the model's turn, which ends before token `end`."""
         episode = self._of[id]
         episode.turns += 1
         self._ask(id, "step", ids=episode.output.token_ids[episode.at : end])
@@ -318,7 +318,7 @@ class Episodes(Responses):
         return self.args.max_response_length
 
     def _append(self, id: tuple[int, int], tokens: int) -> None:
-        """Mask the next tokens: they are the environment's."""
+        """Masks the next tokens: they are the environment's."""
         episode, masks = self._of[id], self.working[id[0]].masks
         known = masks.get(id[1], np.zeros(0, bool))
         if len(known) < episode.at + tokens:  # else they were recorded
@@ -327,7 +327,7 @@ class Episodes(Responses):
         episode.at += tokens
 
     def _add(self, id: tuple[int, int], so_far: Output | None) -> None:
-        """Have the engine sample the next turn, before turns of prompts that began later. If responses keep their KV cache
+        """Has the engine sample the next turn, before turns of prompts that began later. If responses keep their KV cache
         across updates, so do turns."""
         episode = self._of[id]
         was_playing = bool(episode.output) and episode.output.finish_reason == "unfinished"
@@ -344,7 +344,7 @@ class Episodes(Responses):
     # -- the replay
 
     def _play(self, id: tuple[int, int]) -> None:
-        """Replay the next recorded turn; the last may be incomplete, because the run or the budget ended."""
+        """Replays the next recorded turn; the last may be incomplete, because the run or the budget ended."""
         episode = self._of[id]
         end = episode.at + episode.again.popleft()
         if episode.again or episode.output.token_ids[end - 1] in self.end_tokens:
@@ -355,7 +355,7 @@ class Episodes(Responses):
             self._cut(id)
 
     def _forget(self, id: tuple[int, int]) -> None:
-        """Drop an episode's recorded tokens."""
+        """Drops an episode's recorded tokens."""
         self.working[id[0]].masks.pop(id[1], None)
         self._of[id] = Episode(restarts=self._of[id].restarts + 1)
 
@@ -369,7 +369,7 @@ class Episodes(Responses):
         self._end(id, "length")
 
     def _end(self, id: tuple[int, int], cut: str) -> None:
-        """End an episode that its environment has not ended. The environment may still have a reward for it."""
+        """Ends an episode that its environment has not ended. The environment may still have a reward for it."""
         episode = self._of[id]
         episode.cut = cut
         if self.scores_at_end and not episode.rewards:
