@@ -18,7 +18,7 @@ from rl.adapters.lora import AdapterArgs
 from rl.data.image_prompts import Images, takes_images
 from rl.generation.embedded.forward import has_fast_path, hidden_states
 from rl.generation.embedded.kv_cache import DecodeLayout, KVCache, PrefillLayout
-from rl.generation.embedded.sampling import SlotSettings, sample
+from rl.generation.embedded.sampling import sample
 from rl.generation.engine import Output, Request, check_length, checked
 from rl.model import vision_forward
 from rl.model.attention import check_supported, linear_layers
@@ -343,7 +343,7 @@ class TransformersEngine:
         rows = self.running[first:]
         counts = torch.tensor([len(r.token_ids) for r in rows]).to(self.device)
         uniform = self.uniform[first : len(self.running)].gather(1, counts[:, None]).squeeze(1)
-        token, log_prob, support = sample(self._logits(hidden), uniform, self._settings(rows))
+        token, log_prob, support = sample(self._logits(hidden), uniform, [r.request.sampling for r in rows])
         if support is not None:
             for row, record in zip(rows, support.tolist(), strict=True):
                 if row.request.sampling.support:
@@ -369,16 +369,6 @@ class TransformersEngine:
             return self.model.lm_head(hidden)
         self._head = self._head or Fp32Head.of(self.model.lm_head)
         return self._head(hidden)
-
-    def _settings(self, rows: list[Running]) -> SlotSettings:
-        s = [r.request.sampling for r in rows]
-        return SlotSettings(
-            temperature=torch.tensor([x.temperature for x in s]).to(self.device),
-            top_k=torch.tensor([x.top_k for x in s]).to(self.device),
-            top_p=torch.tensor([x.top_p for x in s]).to(self.device),
-            truncates=any(x.truncates for x in s),
-            support=max(x.support for x in s),
-        )
 
     def _free(self, slots: Collection[int]) -> None:
         """Fills the freed slots from the end, so that those in use stay 0..A-1."""
