@@ -62,19 +62,11 @@ with native_stderr_kept_back():
 
 @dataclass
 class Pending:
-    """A request inside vLLM. `counts[i]` of its tokens had been sampled when version `versions[i]` was replaced."""
+    """A request inside vLLM."""
 
     request: Request
     inner_id: str  # vLLM's own name for it
-    counts: list[int] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    def version_per_token(self, tokens: int, version: int) -> list[int]:
-        """The version of each token that was sampled here."""
-        out: list[int] = []
-        for count, before in zip(self.counts, self.versions, strict=True):
-            out += [before] * (count - len(out))
-        return out + [version] * (tokens - len(out))
+    versions: list[int] = field(default_factory=list)  # of the tokens that were sampled here before the newest update
 
 
 class VLLMEngine:
@@ -172,8 +164,8 @@ class VLLMEngine:
             with self.weights.same_parameters():
                 self.engine.wake_up(["weights"])
         for pending in self._pending.values():
-            pending.counts.append(self._scheduler.requests[pending.inner_id].num_output_tokens)
-            pending.versions.append(self.version)
+            sampled = self._scheduler.requests[pending.inner_id].num_output_tokens
+            pending.versions += [self.version] * (sampled - len(pending.versions))
         self._load(weights)
         if self.asleep:
             empty_cache()
@@ -332,8 +324,8 @@ class VLLMEngine:
     def _joined(self, pending: Pending, sampled, reason: str, routes: np.ndarray | None) -> Output:
         """The request's tokens so far and those sampled here. sampled: vLLM's FlatLogprobs, with one entry a token, or the
         support's as well; routes: of the prompt that vLLM got, and of the tokens sampled here."""
-        versions = pending.version_per_token(len(sampled), self.version)
         so_far, support = pending.request.so_far or Output(None, [], [], [], "unfinished"), None
+        versions = [*so_far.versions, *pending.versions, *[self.version] * (len(sampled) - len(pending.versions))]
         if most := pending.request.sampling.support:
             from rl.generation.vllm.support import taken_apart
 
@@ -343,7 +335,7 @@ class VLLMEngine:
             routes = so_far.routes if routes is None else np.concatenate([so_far.routes, routes[len(so_far.routes) :]])
         if routes is not None and len(routes) != (fed := len(pending.request.prompt_ids) + len(token_ids) - 1):
             raise RuntimeError(f"request {pending.request.id}: vLLM reports the experts of {len(routes)} tokens, but got {fed}")
-        return Output(pending.request.id, token_ids, log_probs, [*so_far.versions, *versions], reason, routes, support)
+        return Output(pending.request.id, token_ids, log_probs, versions, reason, routes, support)
 
 
 def _seed(request: Request) -> int:
