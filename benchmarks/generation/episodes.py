@@ -101,16 +101,11 @@ def rate(decoding: Decoding, seconds: float, pool: Environments | None) -> tuple
     return steps / spent, answers / spent
 
 
-def settle(pool: Environments) -> None:
-    """Waits until no tool is at work."""
-    wait_for(pool, pool.waiting)
-
-
 def measure_steps(args: Args, model: str) -> dict:
     decoding, pool = Decoding(model, args.responses), environments("Slow", model)
     for key in range(args.tools):
         pool.begin(key, {"prompt": []}, seed=key, own_seed=key)
-    settle(pool)
+    wait_for(pool, args.tools)
     rate(decoding, args.seconds / 2, None)  # not counted
     found = {"without": [], "with": [], "answers": []}
     for _ in range(args.rounds):
@@ -120,7 +115,7 @@ def measure_steps(args: Args, model: str) -> dict:
         steps, answers = rate(decoding, args.seconds, pool)
         found["with"].append(steps)
         found["answers"].append(answers)
-        settle(pool)
+        wait_for(pool, args.tools)  # none is at work any more
     pool.close()
     return found
 

@@ -1,7 +1,7 @@
 """Tool calls in the text of a model's turn, in three formats.
 
-Each call is read by itself: of one that cannot be read the model is given the reason, and the others are made. Left out:
-formats in which a call is no text, such as gpt-oss's channels.
+Each call is parsed separately: if one is malformed, the model reads the reason, and the others run. Left out: formats in which
+a call is not text, such as gpt-oss's channels.
 """
 
 import json
@@ -18,13 +18,13 @@ LLAMA = re.compile(r"\s*(<\|python_tag\|>|\{\s*\"name\")")
 
 
 class Malformed(ValueError):
-    """What is wrong with a call, in words for the model."""
+    """A call with an error. The message is for the model."""
 
 
 def parse(text: str, form: str, schemas: Mapping[str, dict], is_thinking: bool = False) -> tuple[str, list[dict | str]]:
-    """A turn's text -> the text without its calls, and its calls in order: {"name", "arguments"}, or what is wrong with one.
-    form: "hermes", "llama" or "xml". schemas: of the tools' parameters, by tool. is_thinking: the prompt has begun a thought,
-    in which nothing is a call."""
+    """Returns a turn's text without its calls, and its calls in order: {"name", "arguments"}, or the error of a malformed one.
+    form: "hermes", "llama" or "xml". schemas: of the tools' parameters, by tool. is_thinking: whether the prompt has begun a
+    thought, in which nothing is a call."""
     thought, closed, said = text.rpartition(END_OF_THINKING)
     if not closed and (is_thinking or "<think>" in text):
         return text, []
@@ -46,7 +46,7 @@ def _call(read, body: str, is_closed: bool, schemas: Mapping[str, dict]) -> dict
 
 
 def _llama(text: str) -> tuple[str, list[tuple[str, bool]]]:
-    """Llama's calls are the whole text: JSON objects with ; or blanks between them."""
+    """Returns the text and the calls in it. Llama's calls are the whole text: JSON objects with ; or blanks between them."""
     if not LLAMA.match(text):
         return text, []
     text, found = text.replace("<|python_tag|>", "").strip(), []
@@ -90,7 +90,7 @@ def _from_tags(body: str, schemas: Mapping[str, dict]) -> dict:
 
 
 def _value(text: str, kind: str | list | None) -> object:
-    """A parameter's text as what the tool's schema says it is; text where it is not."""
+    """Converts a parameter's text to the type in the tool's schema; leaves it if that fails."""
     if kind in ("string", None):
         return text
     try:
@@ -100,7 +100,7 @@ def _value(text: str, kind: str | list | None) -> object:
 
 
 def format_of(rendered: str) -> str | None:
-    """The format of a call, from what a chat template has made of one; None if it is none of ours."""
+    """Returns the format of a call that a chat template has rendered; None if it is not one of ours."""
     if "<tool_call>" in rendered:
         return "xml" if "<function=" in rendered or "<arg_key>" in rendered else "hermes"
     return "llama" if re.search(r"\{\s*\"name\"\s*:.*\"parameters\"\s*:", rendered, re.DOTALL) else None

@@ -1,7 +1,7 @@
-"""Environments as the rank sees them: each episode has a process, and its answers are read between two decoding steps.
+"""A rank's environments: each episode has a process, and its answers are read between two decoding steps.
 
-Nothing here waits for an environment. One that hangs, dies, raises or returns what it may not is an event of its own episode,
-of rl/rewards/pool.py's kinds. The processes are forks of one that rl/environments/worker.py keeps warm.
+Nothing here waits for an environment. If one hangs, dies, raises or returns a wrong value, that is an event of its own episode,
+of the kinds in rl/rewards/score.py. The processes are forks of a warm one, rl/environments/worker.py.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import subprocess
 import time
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +27,11 @@ from rl.rewards import descendants
 from rl.rewards.environment import check_passed
 from rl.rewards.score import plain
 
-START_LIMIT = 120  # seconds to import the tokenizer and the user's file; and again, to fork an episode's process
+START_LIMIT = 120  # seconds to import the tokenizer and the user's file, and as many to fork an episode's process
 REPLY_LIMIT = 1 << 26  # bytes of one answer
+READ_AT_ONCE = 1 << 20  # bytes
 MOST_STARTS = 4  # of the warm process, which only an environment could end
-SHAPES = {  # of answers, by what was asked: name -> types
+SHAPES = {  # of the answers to each question: name -> types
     "reset": {"prompt": (list, type(None))},
     "step": {"ids": list, "reward": (float, type(None)), "done": bool, "calls": int, "malformed": int},
     "end": {"reward": (float, type(None))},
@@ -39,27 +40,26 @@ SHAPES = {  # of answers, by what was asked: name -> types
 
 @dataclass
 class Place:
-    """An episode's process, as the rank sees it."""
+    """An episode's process."""
 
     key: Hashable
-    fork: int  # its number among all that were forked
+    fork: int  # its number among all forks
     socket: socket.socket
     unwritten: bytes = b""
     unread: bytes = b""
-    asked: str | None = None  # what it has not answered
-    number: int = 0  # of the last thing asked
+    asked: str | None = None  # the last question
+    number: int = 0  # of the last question
     has_ended: bool = False
 
 
 class Environments:
-    """The processes of a rank's environments. Those under way have keys, which the caller chooses."""
+    """The processes of a rank's environments, by keys that the caller chooses."""
 
     def __init__(
         self, args: EnvironmentArgs, model: str, end_tokens: set[int], vocabulary: int, trust_remote_code: bool = False
     ):
-        """model: where its tokenizer is; vocabulary: the ids that an answer may have are below it."""
+        """model: where its tokenizer is; vocabulary: all ids in answers are below it."""
         self.args, self.vocabulary = args, vocabulary
-        self.name, self.given = args.environment_flag
         self._settings = {
             "spec": args.environment_spec,
             "are_tools": not args.env,
@@ -77,18 +77,20 @@ class Environments:
         self._starts = self._forks = 0
         self._places: dict[Hashable, Place] = {}
         self._by_fork: dict[int, Place] = {}
-        self._deadlines: dict[Hashable, float] = {}  # of what was asked
+        self._deadlines: dict[Hashable, float] = {}  # of the questions without an answer
         self._events: list[tuple[Hashable, dict]] = []
+        self._buffer = bytearray(READ_AT_ONCE)  # made once: a new one for each answer would take longer than to read it
         self._start()
 
     # -- the warm process
 
     @watchdog.doing("the environments' process to start")
     def _start(self) -> None:
-        """Sets `ready`, what the warm process says of itself: "schemas" of the tools, and whether it "scores_at_end". Raises
-        UserError if the user's file cannot be used."""
+        """Starts the warm process and sets `ready`, its first message: "schemas" of the tools, and whether an environment
+        "scores_at_end". Raises UserError if the user's file cannot be used."""
+        flag, value = self.args.environment_flag
         if self._starts == MOST_STARTS:
-            raise UserError(f"{self.name}: the process that all environments are forked from was ended {MOST_STARTS} times.")
+            raise UserError(f"{flag}: the process that all environments are forked from was ended {MOST_STARTS} times.")
         self._starts += 1
         self._selector, self._orders = selectors.DefaultSelector(), deque()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -107,7 +109,7 @@ class Environments:
             self.ready = {"failed": "its process ended"}
         if "failed" in self.ready:
             self.close()
-            raise UserError(f"{self.name} {self.given}: {self.ready['failed']}")
+            raise UserError(f"{flag} {value}: {self.ready['failed']}")
         self._control.setblocking(False)
 
     def close(self) -> None:
@@ -121,17 +123,8 @@ class Environments:
 
     # -- episodes
 
-    def __iter__(self) -> Iterator[Hashable]:
-        """The keys of the episodes that have a process."""
-        return iter(self._places)
-
-    @property
-    def waiting(self) -> int:
-        """Environments that have not answered."""
-        return len(self._deadlines)
-
     def begin(self, key: Hashable, row: dict, seed: int, own_seed: int) -> None:
-        """Forks an episode's process, and has it reset. seed: for the user's reset; own_seed: of its random numbers."""
+        """Forks an episode's process and asks it to reset. seed: for the user's reset; own_seed: of its random numbers."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self._forks += 1
@@ -143,13 +136,11 @@ class Environments:
 
     def ask(self, key: Hashable, what: str, **item: Any) -> None:
         """Asks an episode's process to "reset", to "step" after the model's turn, or for the reward at an early "end"."""
-        place = self._places.get(key)
-        if place is None:  # its event is on the way
-            return
+        place = self._places[key]
         place.asked, place.number = what, place.number + 1
         line = json.dumps({"do": what, "number": place.number} | item, default=plain)
         place.unwritten += line.encode() + b"\n"
-        queued = START_LIMIT if what == "reset" else 0  # behind the forks of others
+        queued = START_LIMIT if what == "reset" else 0  # the forks of others come first
         self._deadlines[key] = time.monotonic() + self.args.env_timeout + queued
         self._write(place)
 
@@ -159,14 +150,14 @@ class Environments:
             self._deadlines.pop(key, None)
             if not place.has_ended:
                 self._selector.unregister(place.socket)
-            self._orders.append(({"kill": place.fork}, None))  # it may have closed its socket, and live on
+            self._orders.append(({"kill": place.fork}, None))  # closing the socket may not end it
             place.socket.close()
             self._by_fork.pop(place.fork, None)
             self._order()
 
     def poll(self, wait: float = 0.0) -> list[tuple[Hashable, dict]]:
-        """(key, answer) of what was answered since the last call; it waits up to `wait` seconds for one. An answer with
-        "event" and "message" ends the episode."""
+        """Returns (key, answer) for each answer since the last call; waits up to `wait` seconds for one. An answer with "event"
+        and "message" ends the episode."""
         self._order()
         due = min(self._deadlines.values(), default=math.inf) - time.monotonic()
         answers, lost = [], False
@@ -174,7 +165,7 @@ class Environments:
             if entry.data is None:
                 lost = not self._hear_of_ends()
                 continue
-            if entry.data.fork not in self._by_fork:  # its end was heard of in this very poll
+            if entry.data.fork not in self._by_fork:  # this poll has already reported its end
                 continue
             if mask & selectors.EVENT_WRITE:
                 self._write(entry.data)
@@ -193,7 +184,7 @@ class Environments:
         self._events.append((key, {"event": event, "message": printable.one_line(f"the environment: {message}")}))
 
     def _write(self, place: Place) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionError):  # how it has ended, its parent reports
+        with contextlib.suppress(BlockingIOError, ConnectionError):  # its parent reports how it has ended
             while place.unwritten:
                 place.unwritten = place.unwritten[place.socket.send(place.unwritten) :]
         if not place.has_ended:
@@ -202,18 +193,17 @@ class Environments:
                 self._selector.modify(place.socket, wanted, place)
 
     def _read(self, place: Place) -> list[tuple[Hashable, dict]]:
-        """The answer that has arrived, if one has."""
-        data = b""
+        """The answer that has arrived, if any."""
+        count = 0
         with contextlib.suppress(BlockingIOError, ConnectionError):
-            data = place.socket.recv(1 << 20)
-            if data:
-                place.unread += data
-        if not data:
+            count = place.socket.recv_into(self._buffer)
+            place.unread += self._buffer[:count]
+        if not count:
             self._selector.unregister(place.socket)
             place.has_ended = True
             return []
         if b"\n" not in place.unread and len(place.unread) < REPLY_LIMIT:
-            if place.key in self._deadlines:  # the rest had to wait for room
+            if place.key in self._deadlines:  # the rest had to wait for room in the socket
                 self._deadlines[place.key] = time.monotonic() + self.args.env_timeout
             return []
         line, _, place.unread = place.unread.partition(b"\n")
@@ -228,7 +218,7 @@ class Environments:
         return [(place.key, answer | {"asked": place.asked})]
 
     def _checked(self, place: Place, line: bytes) -> dict | None:
-        """An answer; None if it is not what its process says by itself: the user's code can write to any open file."""
+        """An answer; None if it has another form than our own code's: the user's code can write to any open file."""
         with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
             answer = json.loads(line)
             if answer["number"] != place.number or place.key not in self._deadlines:
@@ -245,7 +235,7 @@ class Environments:
         return None
 
     def _order(self) -> None:
-        """Gives the warm process what it has room for."""
+        """Sends the warm process as many orders as it has room for."""
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while self._orders:
                 order, theirs = self._orders[0]
@@ -256,7 +246,7 @@ class Environments:
                     theirs.close()
 
     def _hear_of_ends(self) -> bool:
-        """What the warm process says of episodes' processes that have ended. False if it has ended itself."""
+        """Reads the warm process's reports of processes that have ended. Returns False if it has ended itself."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 try:
@@ -274,7 +264,7 @@ class Environments:
         return True
 
     def _lost(self) -> None:
-        """The warm process has ended, and all that it had forked with it."""
+        """The warm process has ended, and with it all its forks: starts another one."""
         for key in [*self._places]:
             self._fail(key, "died", "the process that it was forked from was ended")
         self.close()

@@ -1,8 +1,8 @@
-"""What runs in an environment's process: a user's environment, tools as functions, or a class of TRL whose methods are tools.
+"""The program of an environment's process: a user's environment, tools as functions, or a TRL class whose methods are tools.
 
-All three are one program here: `reset(row, seed)` returns the messages that it adds to the prompt, or as TRL's the text that it
-adds to the last message; `step(message)` returns the messages that answer the model's, a reward or None, and whether the
-episode is over. Functions of the user may be async.
+All three have the same methods: `reset(row, seed)` returns messages to add to the prompt, or like TRL's a text to add to its
+last message; `step(message)` returns the messages that answer the model's, a reward or None, and whether the episode is over.
+The user's functions may be async.
 """
 
 import asyncio
@@ -15,23 +15,23 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-OF_THE_MACHINE = OSError, MemoryError, ImportError  # such a failure is nobody's answer
-OF_A_PATH = FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError  # which the model gave
-OWN = ("reset", "get_reward", "close")  # methods of a TRL environment that are no tools
+OF_THE_MACHINE = OSError, MemoryError, ImportError  # the model does not read these: its call is not at fault
+OF_A_PATH = FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError  # the model's path is
+OWN = ("reset", "get_reward", "close")  # methods of a TRL environment that are not tools
 
 
 class BadValue(Exception):
-    """The user's code returned what it may not."""
+    """The user's code returned a wrong value."""
 
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """This process's loop, for everything async in an episode."""
+    """This process's event loop."""
     return asyncio.new_event_loop()
 
 
 def awaited(value: Any) -> Any:
-    """What an async function returns, or another one has returned."""
+    """Returns the value, or the result of an awaitable."""
     return _loop().run_until_complete(value) if inspect.isawaitable(value) else value
 
 
@@ -64,15 +64,12 @@ class OwnEnvironment:
             raise BadValue("step returned no message, and is not done")
         return messages, reward, done
 
-    def reward(self) -> float | None:
-        return None
-
 
 class ToolEnvironment:
     """Functions that the model may call: the episode ends with the first turn that calls none."""
 
     def __init__(self, tools: dict[str, Callable], instance: Any = None):
-        """instance: of a TRL environment, whose methods the tools are."""
+        """instance: the TRL environment, if the tools are its methods."""
         self.tools, self.instance = tools, instance
 
     def reset(self, row: dict, seed: int) -> list[dict] | str:
@@ -90,13 +87,13 @@ class ToolEnvironment:
         return [next(done) if inspect.isawaitable(answer) else answer for answer in answers], None, False
 
     def reward(self) -> float | None:
-        """Of the whole episode; None is not scored here."""
+        """Returns the reward of the whole episode; None if it is not scored here."""
         if not hasattr(self.instance, "get_reward"):
             return None
         return as_reward(awaited(self.instance.get_reward()))
 
     def _answer(self, call: dict | str) -> dict | Awaitable[dict]:
-        """What the model reads: the tool's result, or what was wrong with the call or in the tool."""
+        """Returns the message that the model reads: the tool's result, or the error of the call or the tool."""
         if isinstance(call, str):
             return {"role": "tool", "content": f"error: {call}"}
         name = call["name"]
@@ -125,7 +122,7 @@ async def _when_done(name: str, result: Awaitable) -> dict:
 
 
 def _failure(error: Exception) -> str:
-    """What the model reads of a tool that raises. Raises what is no fault of its call."""
+    """Returns the text that the model reads if a tool raises. Raises an error that is not the call's fault."""
     if isinstance(error, OF_THE_MACHINE) and not isinstance(error, OF_A_PATH):
         raise error
     return f"error: {type(error).__name__}: {error}"
@@ -143,19 +140,19 @@ def _as_text(value: Any) -> str:
 
 
 def as_messages(value: Any) -> list[dict]:
-    """The messages that a user's code returned. Raises BadValue if they are none."""
+    """Returns the messages that a user's code returned. Raises BadValue if these are not messages of text."""
     for message in value or ():
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadValue(f"{message!r:.100} is no message {{role, content}}")
+            raise BadValue(f"{message!r:.100} is not a message {{role, content}}")
         if isinstance(message.get("content"), list):
             raise BadValue("a message has images or other parts: only text is possible here")
         if not isinstance(message.get("content"), str):
-            raise BadValue(f"the content of a message is {message.get('content')!r:.100}, no text")
+            raise BadValue(f"the content of a message is {message.get('content')!r:.100}, not text")
     return list(value or ())
 
 
 def as_reward(value: Any) -> float | None:
-    """The reward that a user's code returned. Raises BadValue if it is neither None nor a finite number of fp32."""
+    """Returns the reward that a user's code returned. Raises BadValue if it is neither None nor a finite number of fp32."""
     if value is None:
         return None
     value = value.item() if hasattr(value, "item") else value
@@ -165,10 +162,10 @@ def as_reward(value: Any) -> float | None:
 
 
 class Programs:
-    """What the user's file has, imported once: a program for each episode, and the schemas of its tools."""
+    """The user's functions or class, imported once: makes each episode's program and the schemas of the tools."""
 
     def __init__(self, things: list[Any], are_tools: bool):
-        """things: functions, or one class. Raises TypeError for what is neither."""
+        """things: functions, or one class. Raises TypeError for a class without step or public methods."""
         self.cls = None if are_tools else things[0]
         self.is_own = self.cls is not None and hasattr(self.cls, "step")
         if self.cls is None:
@@ -182,11 +179,11 @@ class Programs:
 
     @property
     def scores_at_end(self) -> bool:
-        """Whether an episode that is cut is asked for its reward."""
+        """Whether an episode that is cut still has a reward."""
         return not self.is_own and hasattr(self.cls, "get_reward")
 
     def schemas(self) -> list[dict]:
-        """Of the tools, as chat templates take them."""
+        """Returns the schemas of the tools, in the form for chat templates."""
         from transformers.utils import get_json_schema
 
         schemas = [get_json_schema(function) for function in self.functions.values()]
@@ -198,7 +195,7 @@ class Programs:
         return schemas
 
     def new(self) -> OwnEnvironment | ToolEnvironment:
-        """The program of an episode."""
+        """Returns an episode's program."""
         if self.cls is None:
             return ToolEnvironment(self.functions)
         instance = self.cls()
@@ -208,7 +205,7 @@ class Programs:
 
 
 def seed_random(seed: int) -> None:
-    """Forks of one process would draw the same numbers."""
+    """Seeds the random numbers: without it, all forks of a process would draw the same."""
     random.seed(seed)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed(seed % 2**32)

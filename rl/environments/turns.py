@@ -1,9 +1,9 @@
-"""The tokens between two turns of the model, and what a turn says.
+"""The tokens between two turns of the model, and the message in a turn's tokens.
 
-What an environment answers is appended to the tokens that were sampled, which are never encoded again. The text between is the
-chat template's own. It is found by rendering a dummy conversation with a mark where the model's turn would be: what stands
-behind the end token that follows the mark comes before the next sampled token. Names of special tokens within an answer are
-encoded as plain text, because an answer is data.
+An environment's answer is appended to the sampled tokens, which are never encoded again. The text around the answer is the chat
+template's. To find it, a dummy conversation is rendered with a mark in place of the model's turn: the text after the end token
+that follows the mark is the text before the next sampled token. Names of special tokens within an answer are encoded as plain
+text, because an answer is data.
 """
 
 import json
@@ -14,21 +14,21 @@ from transformers import PreTrainedTokenizerBase
 from rl.environments.calls import format_of, parse
 from rl.errors import UserError
 
-MARK = "mark7f3a"  # in place of what the model has said
-BREAK = "\ue000"  # cuts the name of a special token in an answer; of private use, left out of answers
+MARK = "mark7f3a"  # in place of the model's text
+BREAK = "\ue000"  # cuts the name of a special token in an answer; for private use, so answers lose theirs
 ANSWER = {"role": "tool", "content": "answer"}
-SHORTEST = 3  # characters of a name that is cut: whitespace and single letters among the added tokens are plain text anyhow
+SHORTEST = 3  # characters of a name that is cut: whitespace and single letters among the added tokens are plain text anyway
 UNUSED = r"(?i:<[^<>\s]?(?:unused|reserved)[^<>\s]*>)"  # thousands in some tokenizers
 
 
 class Turns:
-    """Of one model and its tools."""
+    """The turns of one model with its tools."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, schemas: list[dict], end_tokens: set[int], form: str = "auto"):
-        """schemas: of the tools, as chat templates take them. Raises UserError for a chat template that does not serve."""
+        """schemas: of the tools, in the form for chat templates. Raises UserError for an unsuitable chat template."""
         self.tokenizer, self.schemas, self.end_tokens = tokenizer, schemas or None, end_tokens
         if not tokenizer.chat_template:
-            raise UserError("the model's tokenizer has no chat template, which says what stands between two turns.")
+            raise UserError("the model's tokenizer has no chat template, so the tokens between two turns are unknown.")
         self._ends = [tokenizer.convert_ids_to_tokens(token) for token in sorted(end_tokens)]
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if not re.fullmatch(UNUSED, token.content)]
         names = sorted((name for name in added if len(name.strip()) >= SHORTEST), key=len, reverse=True)
@@ -40,8 +40,8 @@ class Turns:
         self.between([ANSWER if schemas else {"role": "user", "content": "?"}])
 
     def between(self, messages: list[dict], is_cut: bool = False) -> list[int]:
-        """The tokens after a turn of the model, whose last is its end token, that the messages [{role, content}] make: up to
-        where the model's next turn begins. is_cut: the turn has no end token, which comes first then."""
+        """Returns the tokens of the messages [{role, content}] after a turn of the model, from behind its end token up to the
+        model's next turn. is_cut: the turn has no end token, so it comes first."""
         is_tool = any(message["role"] == "tool" for message in messages)
         said = {"role": "assistant", "content": "", "tool_calls": self._calls} if is_tool and self._calls else None
         said = said or {"role": "assistant", "content": MARK}
@@ -57,19 +57,18 @@ class Turns:
         return [self.tokenizer.convert_tokens_to_ids(end)] * is_cut + self._encode(rest[at + len(end) :])
 
     def prompt(self, messages: list[dict], added: list[dict] | str) -> list[int]:
-        """The tokens of a prompt of these messages, and of what an environment adds: messages, or text to the last one."""
+        """Returns the tokens of a prompt of these messages and an environment's addition: messages, or text to the last one."""
         if isinstance(added, str):
             last = messages[-1]
             return self._encode(self._render([*messages[:-1], last | {"content": last["content"] + self._cut(added)}]))
         return self._encode(self._render([*messages, *map(self._as_data, added)]))
 
     def conversation(self, messages: list[dict]) -> list[int]:
-        """The tokens of a prompt of an agent's messages, as rl/environments/chat.py has them: all of them data."""
+        """Returns the tokens of a prompt of an agent's messages, in the form of rl/environments/chat.py: all of them data."""
         return self._encode(self._render([self._as_data(message) | self._as_calls(message) for message in messages]))
 
     def message(self, ids: list[int]) -> dict:
-        """What the model has said: {role, content}, with "tool_calls" if it has made any, and "malformed", a list of reasons,
-        if some cannot be read."""
+        """Returns the model's message {role, content, calls}. A call is {"name", "arguments"}, or a malformed one's error."""
         whole = self.tokenizer.decode(ids, skip_special_tokens=True)
         said = {"role": "assistant", "content": whole, "calls": []}
         if not self.schemas:
@@ -78,7 +77,7 @@ class Turns:
         return said | {"content": content if found else whole, "calls": found}
 
     def text(self, ids: list[int]) -> str:
-        """A turn's text with the special tokens in it, but for its end token."""
+        """Returns a turn's text with its special tokens, except its end token."""
         return self.tokenizer.decode(ids[:-1] if ids[-1:] and ids[-1] in self.end_tokens else ids)
 
     def _render(self, messages: list[dict]) -> str:
@@ -93,14 +92,14 @@ class Turns:
         return [token for part in parts for token in part]
 
     def _as_data(self, message: dict) -> dict:
-        """The message with names of special tokens cut, for a template that may want a tool's name and number."""
+        """Returns the message with names of special tokens cut, for a template that may need a tool's name and number."""
         plain = {"role": message["role"], "content": self._cut(message["content"])}
         if message["role"] != "tool":
             return plain
         return plain | {"name": self._cut(message.get("name", "tool")), "tool_call_id": "call00001"}
 
     def _as_calls(self, message: dict) -> dict:
-        """The calls of a message, with arguments as the template takes them."""
+        """Returns a message's calls in the form that the template accepts."""
         if not message.get("calls"):
             return {}
         takes_text = bool(self._calls) and isinstance(self._calls[0]["function"]["arguments"], str)
@@ -116,8 +115,8 @@ class Turns:
         return self._names.sub(lambda match: match[0][0] + BREAK + match[0][1:], text)
 
     def _accepted_calls(self) -> list[dict]:
-        """A dummy turn's calls as the template takes them: with arguments as an object, or as text. Without a call, if it shows
-        none, a tool's answer follows text."""
+        """Returns a dummy turn's calls in the form that the template accepts: with arguments as an object, or as text. If it
+        renders neither, returns none, and a tool's answer follows text."""
         for arguments in ({"mark": MARK}, f'{{"mark": "{MARK}"}}'):
             name = self.schemas[0]["function"]["name"]
             calls = [{"type": "function", "id": "call00001", "function": {"name": name, "arguments": arguments}}]

@@ -2,8 +2,8 @@
 rl/environments/pool.py.
 
 It imports the user's file and the tokenizer once, stays single-threaded, and forks a process for each episode, which reads
-items from a socket of its own and answers in JSON lines. It reports each one's end, and ends what it left, in whatever session.
-A guard (rl/rewards/descendants.py) ends all of them with the rank.
+questions from a socket and answers in JSON lines. It reports each one's end and kills the processes that one left, in whatever
+session. A guard (rl/rewards/descendants.py) ends all of them with the rank.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class Warm:
     """What all episodes share: the user's code, the tokenizer, the tokens between turns."""
 
     def __init__(self, settings: dict):
-        """settings: as rl/environments/pool.py has them."""
+        """settings: from rl/environments/pool.py."""
         self.settings = settings
         programs = None if settings["agent"] else _programs(settings)
         self.scores_at_end = programs is None or programs.scores_at_end
@@ -65,9 +65,9 @@ class Warm:
             tokenizer = AutoTokenizer.from_pretrained(settings["model"], trust_remote_code=settings["trust_remote_code"])
             turns_of = functools.partial(Turns, tokenizer, end_tokens=set(settings["end_tokens"]), form=settings["form"])
             self.turns = turns_of(programs.schemas() if programs else [])
-        self.new = functools.partial(Program, programs, self.turns)  # what answers in an episode
+        self.new = functools.partial(Program, programs, self.turns)  # makes the object that answers in an episode
         if settings["agent"]:
-            from rl.environments.agents import Session  # for them alone
+            from rl.environments.agents import Session  # late: only agents need it
 
             self.new = functools.partial(Session, settings["agent"], turns_of)
 
@@ -83,8 +83,8 @@ def _programs(settings: dict) -> Programs:
 
 @contextlib.contextmanager
 def _without_torch() -> Iterator[None]:
-    """Has transformers do without torch, unless the user's file has imported it: a quarter of the memory, and forks that take a
-    third of the time."""
+    """Imports transformers without torch, unless the user's file has imported it: a quarter of the memory, and a third of the
+    time for a fork."""
     if "torch" in sys.modules:
         yield
         return
@@ -97,12 +97,12 @@ def _without_torch() -> Iterator[None]:
 
 
 class Forks:
-    """The episodes' processes, as their parent sees them."""
+    """The parent of the episodes' processes."""
 
     def __init__(self, control: socket.socket, warm: Warm):
         self.control, self.warm = control, warm
         self._numbers: dict[int, int] = {}  # pid -> its episode's number
-        self._before = _children()  # of the user's file, when it was imported
+        self._before = _children()  # started by the import of the user's file
         descendants.adopt_orphans()
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -123,7 +123,7 @@ class Forks:
                 return
 
     def _obey(self) -> bool:
-        """Does what the rank asks for: forks an episode, or ends one. False if the rank has closed its end."""
+        """Forks or ends an episode, as the rank orders. Returns False if the rank has closed its end."""
         data, files, _, _ = socket.recv_fds(self.control, LARGEST, 1)
         if not data:
             return False
@@ -148,7 +148,7 @@ class Forks:
         try:
             descendants.end_with_parent()
             descendants.adopt_orphans()
-            os.setsid()
+            os.setpgid(0, 0)  # no session: Linux would give each as much CPU time as the rank (autogroup in sched(7))
             os.set_inheritable(file, False)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -165,7 +165,7 @@ class Forks:
             os._exit(1)
 
     def _reap(self) -> None:
-        """Reports the processes that have ended, and ends what they have left: it is this process's now."""
+        """Reports the processes that have ended, and kills those that they left: this process is now their parent."""
         with contextlib.suppress(ChildProcessError):
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -179,7 +179,7 @@ class Forks:
 
 
 def _children() -> set[int]:
-    """This process's; none where the system does not list them."""
+    """This process's children; none if the system does not list them."""
     with contextlib.suppress(OSError):
         return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
     return set()
@@ -199,7 +199,7 @@ class Episode:
         self.items, self.rank, self._pid = rank.makefile("r"), rank, os.getpid()
 
     def serve(self) -> None:
-        """One item after the other, until the rank closes its end."""
+        """Answers one question after the other, until the rank closes its end."""
         for line in self.items:
             item = json.loads(line)
             limit_cpu(self.cpu_seconds)
@@ -210,20 +210,20 @@ class Episode:
                 reply = {"event": "bad_value", "message": str(error)}
             except (Exception, SystemExit) as error:
                 reply = {"event": "error", "message": f"{describe(error):.500}"}
-            if os.getpid() != self._pid:  # a fork made by the user's code
+            if os.getpid() != self._pid:  # the user's code has forked
                 return
             reply |= {"number": item["number"], "seconds": time.monotonic() - started}
             self.rank.sendall(json.dumps(reply).encode() + b"\n")
 
 
 class Program:
-    """What a user's environment or tools answer."""
+    """The answers of a user's environment or tools."""
 
     def __init__(self, programs: Programs, turns: Any):
         self._new, self.turns, self._program = programs.new, turns, None
 
     def reset(self, item: dict) -> dict:
-        """Answers with the prompt's tokens, if the environment adds messages to it."""
+        """Returns the prompt's tokens, if the environment adds messages to it."""
         seed_random(item["own_seed"])
         self._program = self._new()
         added = self._program.reset(item["row"], item["seed"])
@@ -234,7 +234,7 @@ class Program:
         return {"prompt": self.turns.prompt(item["row"]["prompt"], added)}
 
     def step(self, item: dict) -> dict:
-        """Answers with the tokens before the model's next turn, and what the turn was worth."""
+        """Returns the tokens before the model's next turn, and the turn's reward."""
         message = self.turns.message(item["ids"])
         calls = [isinstance(call, dict) for call in message["calls"]]
         messages, reward, done = self._program.step(message)
@@ -242,7 +242,7 @@ class Program:
         return {"ids": ids, "reward": reward, "done": done, "calls": sum(calls), "malformed": calls.count(False)}
 
     def end(self, item: dict) -> dict:
-        """Answers with the reward of an episode that was cut."""
+        """Returns the reward of an episode that was cut."""
         return {"reward": self._program.reward()}
 
 

@@ -1,13 +1,13 @@
 """The contract of a generation engine, and the flags of every engine.
 
 An `Engine` takes requests (`add`), returns the responses that finished (`step`), and takes new weights between two steps
-(`update`). Every sampled token comes with its log-prob and with the version of the weights that sampled it. What a request
-samples depends on its own seed alone, not on which rank serves it or what else is in the batch.
+(`update`). Every sampled token has a log-prob and the version of the weights that sampled it. A request's tokens only depend on
+its own seed, not on the rank that serves it or on the rest of the batch.
 
-rl/generation/embedded/engine.py and rl/generation/vllm/engine.py fulfil it; rl/generation/choose_engine.py chooses.
+rl/generation/embedded/engine.py and rl/generation/vllm/engine.py implement it; rl/generation/choose_engine.py chooses.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal, Protocol
 
@@ -107,7 +107,7 @@ class EngineArgs(RouterArgs):
 class SamplingParams:
     """temperature 0 is greedy (log-probs are then those at temperature 1); top_k -1 and top_p 1 are off.
 
-    The embedded engine reads the fields in its `_settings` and in `sample`, vLLM's in its `_hand_over`."""
+    The embedded engine reads the fields in its `_sample` and in `sample`, vLLM's in its `_hand_over`."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -124,34 +124,34 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    id: object  # anything hashable, handed back with the output
+    id: object  # anything hashable; the output has the same
     prompt_ids: list[int]
     sampling: SamplingParams
     seed: int  # 64 bits; two requests with the same prompt, settings, seed and weights give the same response
-    so_far: "Output | None" = None  # a response that was unfinished when a run stopped, and continues
-    images: Images | None = None  # of the prompt, whose ids have all their tokens
-    priority: int = 0  # the lowest goes first, where the engine has a queue and --env or --tools is given
-    kv_version: int | None = None  # of weights whose KV cache may serve for `so_far`, where the engine still has it
+    so_far: "Output | None" = None  # an unfinished response that this request continues
+    images: Images | None = None  # of the prompt; prompt_ids includes their tokens
+    priority: int = 0  # the lowest goes first, if the engine has a queue and --env or --tools is given
+    kv_version: int | None = None  # of weights whose KV cache may be reused for `so_far`, if the engine still has it
 
 
 @dataclass(frozen=True)
 class Output:
-    """A response. The three lists are equally long, n, the end-of-sequence token included."""
+    """A response. The three lists have one length, n, which includes the end-of-sequence token."""
 
     id: object
     token_ids: list[int]
     log_probs: list[float]
     versions: list[int]
     finish_reason: Literal["stop", "length", "unfinished"]
-    routes: np.ndarray | None = None  # [prompt + n - 1, L, K] uint8 or uint16, as they were while sampling (model/router.py)
+    routes: np.ndarray | None = None  # [prompt + n - 1, L, K] uint8 or uint16, those of sampling (model/router.py)
     support: np.ndarray | None = None  # [n, K] int32, tokens that could be sampled in each place (model/head/support.py)
-    cached: int = 0  # tokens of the prompt and of `so_far` that were found in a prefix cache
+    cached: int = 0  # tokens of the prompt and `so_far` found in a prefix cache
 
 
 class Engine(Protocol):
     version: int  # of the weights in use; -1 before the first update
     shares_memory: bool  # whether there is `share_parameters`
-    reads: frozenset[str]  # the fields of SamplingParams that it samples by; another value than a field's default is refused
+    reads: frozenset[str]  # the fields of SamplingParams that it supports; for others, only the default is accepted
 
     def add(self, request: Request) -> None: ...
 
@@ -159,33 +159,33 @@ class Engine(Protocol):
         """Samples one token for every running request; returns those that finished."""
 
     def unfinished(self) -> list[Output]:
-        """The outputs so far of all unfinished requests, to continue elsewhere as their `so_far`."""
+        """Returns the outputs so far of all unfinished requests. Further requests may continue them, as `so_far`."""
 
     def abort(self) -> None:
         """Forgets all unfinished requests."""
 
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool = False) -> None:
-        """Takes new weights between two steps. Unfinished responses continue under them, with their KV cache kept as it
-        is or recomputed. Raises ValueError if the weights are not exactly the model's."""
+        """Takes new weights between two steps. Unfinished responses continue under them, with their KV cache unchanged or
+        recomputed. Raises ValueError if the weights are not exactly the model's."""
 
     def read_back(self, name: str) -> torch.Tensor | None:
-        """The value that the engine computes with now for that parameter, read from its live memory: on a tensor parallel rank
-        its part. None where it cannot be reported."""
+        """Returns the parameter's current value, read from the engine's live memory; on a tensor parallel rank, its part. None
+        if the engine cannot report it."""
 
     def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """What `read_back` has to give when the parameter is `whole`."""
+        """Returns the value that `read_back` must return if the parameter is `whole`."""
 
     @property
     def num_unfinished(self) -> int: ...
 
-    # -- of an engine that is made for --publish adapter. Its first update has the adapters in front of the model, later ones
-    # have them alone; read_back and own_part know them by the learner's names.
+    # -- only with --publish adapter: the first update has the adapters and then the model, later ones only have the adapters;
+    # read_back and own_part know the adapters by the learner's names
 
     max_length: int  # prompt + response, in tokens
 
     def log_probs_of(self, ids: list[int]) -> list[float]:
-        """The log-prob, at temperature 1, of each token but the first under the weights in use. Unfinished responses may
-        continue meanwhile; what ends of them comes out of the next step."""
+        """Returns the log-prob, at temperature 1, of each token but the first under the current weights. Unfinished responses
+        may continue meanwhile; the next step returns those that end."""
 
 
 def check_sampling(engine: Engine, sampling: SamplingParams) -> None:
@@ -197,6 +197,28 @@ def check_sampling(engine: Engine, sampling: SamplingParams) -> None:
                 f"{name} does not sample by {field.name}, which is {value!r} here and would be ignored. Take another --engine, "
                 f"or let {name} read it (SamplingParams in rl/generation/engine.py says where) and add it to {name}.reads."
             )
+
+
+def check_length(request: Request, max_length: int) -> None:
+    """Raises ValueError for a request without a prompt, or with more tokens (prompt + budget) than max_length."""
+    longest = len(request.prompt_ids) + request.sampling.max_tokens
+    if not request.prompt_ids or longest > max_length:
+        raise ValueError(f"request {request.id}: {longest} tokens (prompt + budget) do not fit in {max_length}")
+
+
+def checked(
+    weights: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, torch.Size], needed: Iterable[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the weights of an update. Raises ValueError that names the first one that is unknown, of another shape, or
+    missing of those `needed`."""
+    missing = set(needed)
+    for name, tensor in weights:
+        if shapes.get(name) != tensor.shape:
+            raise ValueError(f"weight {name} {list(tensor.shape)} does not belong to the engine's model")
+        missing.discard(name)
+        yield name, tensor
+    if missing:
+        raise ValueError(f"the update lacks {len(missing)} weights, {sorted(missing)[0]} first")
 
 
 def request_seed(seed: int, ticket: int, response: int) -> int:

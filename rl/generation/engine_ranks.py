@@ -1,8 +1,8 @@
 """The ranks that share one tensor parallel engine (--rollout-tp) stay in step.
 
-vLLM's ranks meet in every layer, so each must add the same requests and step as often as the others. Where a batch is made
-whole that needs no message between them: every rank knows all tickets beforehand, and the engine is stepped until it is empty.
-In a stream the first rank of the engine decides what is done next, and tells the others.
+vLLM's ranks meet in every layer, so all must add the same requests and step equally often. A batch that is made whole needs no
+message for this: every rank knows all tickets in advance, and steps the engine until it is empty. In a stream, the first rank
+of the engine decides on the next action and sends its decision to the others.
 """
 
 import json
@@ -25,7 +25,7 @@ class EngineRanks:
         if torn := [node for node in nodes() if node.generators % size]:
             raise UserError(f"--rollout-tp {size}: an engine's ranks share a node, but {torn[0]}. Change --generators there.")
         self.size = size
-        self.is_leader = ranks.rank % size == 0  # the first rank of the engine decides, scores and hands over
+        self.is_leader = ranks.rank % size == 0  # the engine's first rank decides, scores and hands over
         self.index, self.engines = ranks.rank // size, ranks.world_size // size  # which engine of how many
         self._first, self._group = self.index * size, None
         for first in range(0, ranks.world_size, size) if size > 1 else ():
@@ -36,7 +36,7 @@ class EngineRanks:
 
     @doing("the engine's first rank to decide")
     def agree(self, decision: list) -> list:
-        """The first rank's decision, which is anything that JSON can hold, on all of them."""
+        """Returns the first rank's decision, any JSON value, on all ranks."""
         if self._group is None:
             return decision
         text = json.dumps(decision).encode()

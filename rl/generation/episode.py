@@ -1,4 +1,4 @@
-"""What is known of one episode, and of a prompt whose environments are being reset: episodes.py plays them."""
+"""The state of one response of several turns: rl/generation/episodes.py plays it."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -9,36 +9,30 @@ from rl.rewards.pool import Score
 
 @dataclass
 class Episode:
-    """A response of several turns on its way."""
+    """A response that is under way."""
 
     output: Output | None = None  # so far; None while the engine has it, or before it begins
+    is_reset: bool = False
+    prompt: list[int] | None = None  # of its group, if its environment's reset adds to it
     in_engine: bool = False
     is_over: bool = False
-    at: int = 0  # tokens of the turns that have ended, and of what answered them
+    at: int = 0  # tokens of the turns that have ended, and of their answers
     turns: int = 0
     rewards: list[list] = field(default_factory=list)  # [token, reward], of the last token of each turn that has one
     calls: int = 0
     malformed: int = 0
     seconds: float = 0.0  # that its environment took
     cached: int = 0  # tokens that the engine did not compute again for a further turn
-    cut: str = ""  # what ended it early: "turns" or "length"
+    cut: str = ""  # why it ended early: "turns" or "length"
     event: Score | None = None  # why it cannot be scored
-    again: deque[int] = field(default_factory=deque)  # lengths of the recorded runs that are to be played again
+    again: deque[int] = field(default_factory=deque)  # lengths of the recorded runs that are still to be replayed
     restarts: int = 0
-    most: int | None = None  # tokens of the next turn, of an agent that has a limit of its own
+    most: int | None = None  # tokens of the next turn, if an agent limits it
 
     def add(self, answer: dict) -> None:
-        """What an environment's answer counts."""
+        """Counts an environment's answer to the turn that ends at `at`."""
         self.seconds += answer["seconds"]
         self.calls += answer.get("calls", 0)
         self.malformed += answer.get("malformed", 0)
-
-
-@dataclass
-class Beginning:
-    """A prompt whose environments are being reset."""
-
-    recorded: list[int] | None  # the prompt behind which its responses were sampled before
-    n: int
-    left: set[int]  # of the n, those that have not answered
-    prompts: dict[int, list[int]] = field(default_factory=dict)  # of those that add to it
+        if answer["reward"] is not None:
+            self.rewards.append([self.at - 1, answer["reward"]])

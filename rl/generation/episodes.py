@@ -1,8 +1,11 @@
-"""Responses of several turns (--env, --tools): whose word it is, and what is appended.
+"""Responses of several turns (--env, --tools): whose turn it is, and which tokens are appended.
 
-To the engine an episode is one response that is continued: what the environment answers is appended to its tokens, and the
-request is added again with them as its `so_far`. The mask tells the policy's tokens from the environment's, so its runs are the
-turns. An episode of a run that was stopped is played again from them: the environment has to answer what was recorded.
+To the engine an episode is one response that is continued: the environment's answer is appended to its tokens, and the request
+is added again with them as its `so_far`. The mask separates the policy's tokens from the environment's, so its runs are the
+turns. A resumed run replays its episodes from them: the environment has to repeat the recorded answers.
+
+Where several ranks share an engine (--rollout-tp), only the first has processes. All of them ask the same, so they need one
+message a poll: the answers that the first rank read.
 """
 
 import dataclasses
@@ -11,17 +14,19 @@ from typing import Any
 
 import numpy as np
 
+from rl.data.job import Job
 from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
 from rl.generation.engine import Engine, Output, request_seed
-from rl.generation.episode import Beginning, Episode
+from rl.generation.engine_ranks import EngineRanks
+from rl.generation.episode import Episode
 from rl.generation.responses import Responses, Work
 from rl.model.head import support
 from rl.ranks.timers import Timers
 from rl.rewards.pool import Score, can_score
 
 OF_GROUP = 2**32 - 1  # in place of a response's number, for the seed that its group's environments share
-WAIT = 5e-3  # seconds to wait for an environment where there is nothing to sample
+WAIT = 5e-3  # seconds to wait for an environment if there is nothing to sample
 BY_ROWS = 2  # processes for each response that the engine decodes at once
 
 
@@ -30,44 +35,45 @@ class Episodes(Responses):
 
     have_turns = True
 
-    def __init__(self, environments: Environments, engine: Engine, args: EnvironmentArgs, tokenizer: Any, end_tokens: set[int]):
+    def __init__(self, job: Job, engine: Engine, engine_ranks: EngineRanks, args: EnvironmentArgs, end_tokens: set[int]):
         super().__init__(engine)
-        self.environments, self.args = environments, args
-        self.tokenizer, self.end_tokens = tokenizer, end_tokens
-        self.scores_at_end = environments.ready["scores_at_end"]
-        self.paused_below = 0  # keys whose answers wait: those that were put aside
+        self.job, self.engine_ranks, self.args, self.end_tokens = job, engine_ranks, args, end_tokens
+        self.environments: Environments = job.environments
+        self.scores_at_end = self.environments.ready["scores_at_end"]
+        self.paused_below = 0  # keys that were put aside: their answers wait
         self._of: dict[tuple[int, int], Episode] = {}
+        self._processes: dict[tuple[int, int], bool] = {}  # episodes with a process -> whether it owes an answer
         self._queue: list[int] = []  # keys without environments yet
-        self._beginnings: dict[int, Beginning] = {}
+        self._beginnings: dict[int, list[int] | None] = {}  # keys whose environments are being reset -> the recorded prompt
         self._answers: list[tuple[tuple[int, int], dict]] = []
         self._ended: list[Output] = []
-        self._replayed: list[tuple] | None = None  # what is to be added to the engine, in `replay`
+        self._replayed: list[tuple] | None = None  # requests for the engine, collected during `replay`
 
-    # -- what the generator asks
+    # -- the generator's questions
 
     @property
     def num_unfinished(self) -> int:
         """Responses that the engine has, or will be given when their environments are reset."""
-        return self.engine.num_unfinished + sum(beginning.n for beginning in self._beginnings.values())
+        return self.engine.num_unfinished + sum(len(self.working[key].requests) for key in self._beginnings)
 
     def begin(self, key: int, work: Work, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
-        """Starts a prompt's episodes, or plays those again that were recorded."""
+        """Starts a prompt's episodes, or replays the recorded ones."""
         self.working[key] = work
         self._of |= {request.id: Episode(output) for request, output in zip(work.requests, before, strict=True)}
-        self._beginnings[key] = Beginning(prompt, len(work.requests), {request.id[1] for request in work.requests})
+        self._beginnings[key] = prompt
         self._queue.append(key)
         self._admit()
         return []
 
     def decode(self, timer: Timers) -> list[Output] | None:
-        """One step of the engine and what environments have answered; None if neither is at work. A turn that the budget cuts
-        is the last, and no tool runs."""
+        """Steps the engine once and reads the environments' answers; None if neither is at work. A turn that the budget cuts is
+        the last, and no tool runs."""
         with timer("env"):
             self._admit()
-            at_work = self.environments.waiting
+            at_work = any(self._processes.values())
             idle = at_work and (not self.engine.num_unfinished or self._blocked)
-            if any(key >= self.paused_below for key, _ in self.environments):
-                self._answers += self.environments.poll(WAIT if idle else 0.0)
+            if any(key >= self.paused_below for key, _ in self._processes):
+                self._poll(WAIT if idle else 0.0)
             if not self._blocked:
                 self._take()
         outputs = None if self._blocked else super().decode(timer)
@@ -79,15 +85,15 @@ class Episodes(Responses):
     @property
     def _blocked(self) -> bool:
         """Whether the engine waits for environments (--env-lock-step)."""
-        return self.args.in_lock_step and self.environments.waiting > 0
+        return self.args.in_lock_step and any(self._processes.values())
 
     def replay(self) -> None:
-        """Plays all episodes again that were begun with what was recorded, before others start. They are added to the engine
-        as if the run had not stopped: first those whose turn it was cut in, then those whose environment had the word."""
+        """Replays all recorded episodes, before others start. They are added to the engine as if the run had not stopped: first
+        those that were stopped within a turn, then those that waited for their environment."""
         self._replayed = []
-        while self._queue or self._beginnings or self.environments.waiting:
+        while self._queue or self._beginnings or any(self._processes.values()):
             self._admit()
-            self._answers += self.environments.poll(1.0)
+            self._poll(1.0)
             if not self._blocked:
                 self._take()
         for _, _, request in sorted(self._replayed, key=lambda item: item[:2]):
@@ -95,12 +101,12 @@ class Episodes(Responses):
         self._replayed = None
 
     def unfinished(self) -> list[Output]:
-        """What those under way are so far, with those that the engine does not have."""
+        """All unfinished responses so far, with those that the engine does not have."""
         elsewhere = {id: episode.output for id, episode in self._of.items() if not episode.in_engine}
         return super().unfinished() + [output or Output(id, [], [], [], "unfinished") for id, output in elsewhere.items()]
 
     def put_aside(self, below: int) -> None:
-        """As of one turn. What those put aside are answered waits until they proceed."""
+        """As with one turn. Answers to those put aside wait until they proceed."""
         super().put_aside(below)
         self.paused_below = below
 
@@ -109,8 +115,8 @@ class Episodes(Responses):
         super().proceed()
 
     def score(self, id: tuple[int, int]) -> Score | None:
-        """Of an episode that has ended, by its environment; None where a verifier scores it. An episode that nobody scores was
-        cut before its environment could: that is worth 0."""
+        """An ended episode's score by its environment; None if a verifier scores it. An episode that was cut before its
+        environment could score it gets 0."""
         episode = self._of[id]
         if episode.event or episode.rewards:
             return episode.event or Score(sum(reward for _, reward in episode.rewards))
@@ -121,7 +127,7 @@ class Episodes(Responses):
         return Score(None, event="bad_value", message="neither the environment nor a verifier of its data_source scored it")
 
     def extra(self, id: tuple[int, int]) -> dict[str, float]:
-        """The further numbers of an episode that has ended; none if its prompt's images could not be prepared."""
+        """Further numbers of an ended episode; none if its prompt's images could not be prepared."""
         if id not in self._of:
             return {}
         episode = self._of[id]
@@ -146,63 +152,89 @@ class Episodes(Responses):
 
     def drop(self, key: int) -> None:
         """Forgets a prompt whose responses are handed over."""
+        for request in self.working[key].requests:
+            del self._of[request.id]
         super().drop(key)
-        self._of = {id: episode for id, episode in self._of.items() if id[0] != key}
 
-    # -- the beginning
-
-    def _admit(self) -> None:
-        """Forks the environments of prompts that have none, as many as there is room for next to those put aside."""
-        for key in [key for key in self._queue if key >= self.paused_below]:
-            at_work = sum(key >= self.paused_below for key, _ in self.environments)
-            if at_work >= BY_ROWS * self.args.max_num_seqs and self._replayed is None:
-                return
-            self._queue.remove(key)
-            for number in sorted(self._beginnings[key].left):
-                self._fork((key, number))
+    # -- the processes
 
     def _fork(self, id: tuple[int, int]) -> None:
         key, number = id
         prompt, seed = self.working[key].prompt, self.args.seed
         known = {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth, "extra_info": prompt.extra_info}
-        own = request_seed(seed, key, number)
-        self.environments.begin(id, row=prompt.row | known, seed=request_seed(seed, key, OF_GROUP), own_seed=own)
+        seeds = {"seed": request_seed(seed, key, OF_GROUP), "own_seed": request_seed(seed, key, number)}
+        self._processes[id] = True
+        if self.engine_ranks.is_leader:
+            self.environments.begin(id, row=prompt.row | known, **seeds)
+
+    def _ask(self, id: tuple[int, int], what: str, **item: Any) -> None:
+        if id in self._processes:  # else it has failed, and its event is in `_answers`
+            self._processes[id] = True
+            if self.engine_ranks.is_leader:
+                self.environments.ask(id, what, **item)
+
+    def _end_process(self, id: tuple[int, int]) -> None:
+        self._processes.pop(id, None)
+        if self.engine_ranks.is_leader:
+            self.environments.end(id)
+
+    def _poll(self, wait: float) -> None:
+        """Reads answers; waits up to `wait` seconds for one. A collective of the engine's ranks, if any process is there."""
+        if not self._processes:
+            return
+        answers = self.environments.poll(wait) if self.engine_ranks.is_leader else []
+        for id, answer in self.engine_ranks.agree(answers):
+            id = tuple(id)
+            self._answers.append((id, answer))
+            if "event" in answer:
+                self._processes.pop(id, None)
+            elif id in self._processes:
+                self._processes[id] = False
+
+    # -- the beginning
+
+    def _admit(self) -> None:
+        """Forks the environments of prompts that have none. Those put aside do not count in the number of processes."""
+        for key in [key for key in self._queue if key >= self.paused_below]:
+            at_work = sum(key >= self.paused_below for key, _ in self._processes)
+            if at_work >= BY_ROWS * self.args.max_num_seqs and self._replayed is None:
+                return
+            self._queue.remove(key)
+            for request in self.working[key].requests:
+                self._fork(request.id)
 
     def _was_reset(self, id: tuple[int, int], prompt: list[int] | None) -> None:
-        key, number = id
-        beginning = self._beginnings.get(key)
-        if beginning is None:  # it starts again
+        key, episode = id[0], self._of[id]
+        if key not in self._beginnings:  # it starts again
             self._start(id)
             return
-        beginning.left.discard(number)
-        if prompt:
-            beginning.prompts[number] = prompt
-        if not beginning.left:
+        episode.is_reset, episode.prompt = True, prompt or None
+        if all(self._of[request.id].is_reset for request in self.working[key].requests):
             self._start_all(key, self._beginnings.pop(key))
 
-    def _start_all(self, key: int, beginning: Beginning) -> None:
-        """All environments of the prompt are reset. What they add to it is the same for all of them."""
+    def _start_all(self, key: int, recorded: list[int] | None) -> None:
+        """All environments of the prompt are reset. They must add the same to it. recorded: the prompt of the responses that
+        were recorded."""
         work = self.working[key]
-        alive = [id for id, episode in self._of.items() if id[0] == key and not episode.event]
-        prompts = {id: beginning.prompts.get(id[1]) for id in alive}
+        prompts = {r.id: self._of[r.id].prompt for r in work.requests if not self._of[r.id].event}
         first, wrong = next(iter(prompts.values()), None), None
         if first and len(first) > self.args.max_prompt_length:
             wrong = f"the prompt has become {len(first)} tokens long, more than --max-prompt-length"
         elif first and work.prompt.images:
             wrong = "a prompt that has images cannot be added to"
         elif first:
-            work.prompt = dataclasses.replace(work.prompt, ids=first, text=self.tokenizer.decode(first))
-        for id in alive:
-            if wrong or prompts[id] != first:
-                self._refuse(id, wrong, prompts[id])
+            work.prompt = dataclasses.replace(work.prompt, ids=first, text=self.job.tokenizer.decode(first))
+        for id, prompt in prompts.items():
+            if wrong or prompt != first:
+                self._refuse(id, wrong, prompt)
                 continue
-            if self._of[id].output and beginning.recorded != work.prompt.ids:
+            if self._of[id].output and recorded != work.prompt.ids:
                 self._forget(id)
             work.requests[id[1]] = dataclasses.replace(work.requests[id[1]], prompt_ids=work.prompt.ids)
             self._start(id)
 
     def _refuse(self, id: tuple[int, int], wrong: str | None, prompt: list[int] | None) -> None:
-        """An environment has made a prompt that cannot be used: it is wrong, or not that of its group."""
+        """An environment has made a prompt that cannot be used: it is wrong, or different from its group's."""
         self._fail(id, {"event": "bad_value", "message": wrong or "reset adds another prompt than in its group"})
 
     def _start(self, id: tuple[int, int]) -> None:
@@ -219,7 +251,7 @@ class Episodes(Responses):
     # -- turn after turn
 
     def _turn_ended(self, output: Output) -> None:
-        """Hands a turn that the engine has finished to its environment, if there is one after it."""
+        """Gives a turn that the engine has finished to its environment, unless it is the last."""
         episode = self._of[output.id]
         episode.cached += output.cached if episode.turns else 0
         episode.output, episode.in_engine = output, False
@@ -231,7 +263,7 @@ class Episodes(Responses):
             self._say(output.id, len(output.token_ids))
 
     def _take(self) -> None:
-        """Does what the answers say: in lock step in an order that is not that of their arrival."""
+        """Acts on the answers: in lock step by key, not in order of arrival."""
         answers = [item for item in self._answers if item[0][0] >= self.paused_below]
         self._answers = [item for item in self._answers if item[0][0] < self.paused_below]
         for id, answer in sorted(answers, key=lambda item: item[0]) if self.args.in_lock_step else answers:
@@ -244,26 +276,24 @@ class Episodes(Responses):
                 self._was_reset(id, answer.get("prompt"))
             elif answer["asked"] == "end":
                 self._of[id].add(answer)
-                self._reward(id, answer["reward"])
                 self._finish(id, "length")
             else:
                 self._answered(id, answer)
 
     def _say(self, id: tuple[int, int], end: int) -> None:
-        """The model's turn, up to token `end`, to the environment."""
+        """Gives the environment the model's turn, which ends before token `end`."""
         episode = self._of[id]
         episode.turns += 1
-        self.environments.ask(id, "step", ids=episode.output.token_ids[episode.at : end])
+        self._ask(id, "step", ids=episode.output.token_ids[episode.at : end])
         episode.at = end
 
     def _answered(self, id: tuple[int, int], answer: dict) -> None:
         episode, ids = self._of[id], answer["ids"]
         episode.add(answer)
-        self._reward(id, answer["reward"])
         if episode.again:
             recorded = episode.output.token_ids[episode.at : episode.at + episode.again.popleft()]
-            if answer["done"] or recorded != ids:  # the environment answers otherwise than it did: it starts again
-                self.environments.end(id)
+            if answer["done"] or recorded != ids:  # another answer than before: the episode starts again
+                self._end_process(id)
                 self._forget(id)
                 self._fork(id)
                 return
@@ -284,15 +314,11 @@ class Episodes(Responses):
             self._add(id, Output(id, *lists, "unfinished", o.routes, known))
 
     def _room(self, id: tuple[int, int]) -> int:
-        """Tokens that a response's conversation may have."""
+        """The most tokens of a response's conversation."""
         return self.args.max_response_length
 
-    def _reward(self, id: tuple[int, int], reward: float | None) -> None:
-        if reward is not None:
-            self._of[id].rewards.append([self._of[id].at - 1, reward])
-
     def _append(self, id: tuple[int, int], tokens: int) -> None:
-        """Notes that the next tokens are the environment's."""
+        """Masks the next tokens: they are the environment's."""
         episode, masks = self._of[id], self.working[id[0]].masks
         known = masks.get(id[1], np.zeros(0, bool))
         if len(known) < episode.at + tokens:  # else they were recorded
@@ -301,8 +327,8 @@ class Episodes(Responses):
         episode.at += tokens
 
     def _add(self, id: tuple[int, int], so_far: Output | None) -> None:
-        """Has the engine sample the next turn, before turns of prompts that began later. Where responses keep their KV cache
-        across updates, turns do, too."""
+        """Has the engine sample the next turn, before turns of prompts that began later. If responses keep their KV cache
+        across updates, so do turns."""
         episode = self._of[id]
         was_playing = bool(episode.output) and episode.output.finish_reason == "unfinished"
         episode.output, episode.in_engine = None, True
@@ -315,10 +341,10 @@ class Episodes(Responses):
         else:
             self._replayed.append((not was_playing, id, request))
 
-    # -- played again
+    # -- the replay
 
     def _play(self, id: tuple[int, int]) -> None:
-        """The next recorded turn; the last may have been cut, by the end of the run or of the budget."""
+        """Replays the next recorded turn; the last may be incomplete, because the run or the budget ended."""
         episode = self._of[id]
         end = episode.at + episode.again.popleft()
         if episode.again or episode.output.token_ids[end - 1] in self.end_tokens:
@@ -329,39 +355,39 @@ class Episodes(Responses):
             self._cut(id)
 
     def _forget(self, id: tuple[int, int]) -> None:
-        """Drops what was recorded of an episode."""
+        """Drops an episode's recorded tokens."""
         self.working[id[0]].masks.pop(id[1], None)
         self._of[id] = Episode(restarts=self._of[id].restarts + 1)
 
     # -- the end
 
     def _cut(self, id: tuple[int, int]) -> None:
-        """The budget cuts a turn: the episode ends, and its environment does not hear of it."""
+        """The budget cuts a turn: the episode ends, and its environment does not get the turn."""
         episode = self._of[id]
         episode.turns += 1
         episode.at = len(episode.output.token_ids)
         self._end(id, "length")
 
     def _end(self, id: tuple[int, int], cut: str) -> None:
-        """The end of an episode that its environment has not ended: it may still have a reward for it."""
+        """Ends an episode that its environment has not ended. The environment may still have a reward for it."""
         episode = self._of[id]
         episode.cut = cut
         if self.scores_at_end and not episode.rewards:
-            self.environments.ask(id, "end")
+            self._ask(id, "end")
         else:
             self._finish(id, "length")
 
     def _finish(self, id: tuple[int, int], reason: str) -> None:
         episode = self._of[id]
-        self.environments.end(id)
+        self._end_process(id)
         episode.is_over = True
         episode.output = dataclasses.replace(episode.output, finish_reason=reason)
         self._ended.append(episode.output)
 
     def _fail(self, id: tuple[int, int], answer: dict) -> None:
-        """What befell an environment costs its own response."""
+        """An environment's failure costs its own response."""
         episode = self._of[id]
-        self.environments.end(id)
+        self._end_process(id)
         episode.event = Score(None, event=answer["event"], message=answer["message"])
         if episode.in_engine:  # its turn is the last
             return

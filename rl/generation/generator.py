@@ -1,6 +1,6 @@
-"""The generator's turn: take tickets, step the engine, score what finished, hand over whole groups; validation too.
+"""A generator takes tickets, steps the engine, has ended responses scored and hands over whole groups. It validates, too.
 
-Scoring overlaps with generation: a response goes to the scoring pool the moment it ends, while its siblings continue.
+Scoring overlaps with generation: a response goes to the scoring pool the moment it ends, while the rest of its group continues.
 """
 
 import dataclasses
@@ -13,7 +13,6 @@ from rl.data.job import Job
 from rl.generation.choose_engine import make_engine
 from rl.generation.engine import Engine, EngineArgs, Output, Request, SamplingParams, check_sampling, request_seed
 from rl.generation.engine_ranks import EngineRanks
-from rl.generation.next_tickets import make_history
 from rl.generation.responses import Responses, Work, make_responses, prompt_routes, recorded, to_response
 from rl.model.router import check_record
 from rl.ranks import dist
@@ -23,7 +22,7 @@ from rl.rewards.score import Score, overlong_penalty
 from rl.samples.group import UNPENALISED, Group
 from rl.samples.ring_size import check_ring
 
-VALIDATION = 2**62  # added to a validation prompt's index where training has its ticket: the streams never meet
+VALIDATION = 2**62  # a validation prompt's key is its index plus this, so that it never equals a ticket
 
 
 class Generator:
@@ -39,8 +38,8 @@ class Generator:
         give_up: Callable[[], bool] = lambda: False,
         responses: Responses | None = None,
     ):
-        """engine_ranks: those that share the engine; give_up: asked between two engine steps of `generate`; responses: what
-        stands between this and the engine, by default that of responses of one turn."""
+        """engine_ranks: those that share the engine; give_up: asked between two engine steps of `generate`; responses: by
+        default of one turn."""
         self.engine, self.job, self.pool, self.args, self.engine_ranks = engine, job, pool, args, engine_ranks
         self.give_up = give_up if engine_ranks.size == 1 else lambda: False  # ranks that share an engine must stay together
         self.sampling = args.sampling
@@ -48,9 +47,13 @@ class Generator:
         check_sampling(engine, args.val_sampling)
         self.responses = responses or Responses(engine)
         self.working = self.responses.working
-        self._rows: list[dict] = []  # of the validation under way, if there is one
+        self._rows: list[dict] = []  # of the current validation
         self._unusable: list[int] = []  # prompts whose images cannot be prepared
-        self.history = make_history(args, job)  # of batches that are made whole
+        self.history = None  # of the prompts, where batches are made whole
+        if args.prompt_sampling != "uniform":
+            from rl.samples.prompt_history import PromptHistory  # late: no other run needs it
+
+            self.history = PromptHistory(args, job.order)
         self.timer = Timers()  # gen, score and wait
 
     @property
@@ -72,19 +75,19 @@ class Generator:
         return [key for key in self.working if key < VALIDATION and self.engine_ranks.is_leader]
 
     def start(self, ticket: int, partial: Group | None = None) -> None:
-        """Gives the engine the ticket's prompt, n times. partial: what `unfinished` said of it when a run was stopped."""
+        """Gives the engine the ticket's prompt, n times. partial: its group as `unfinished` returned it before a stop."""
         _, index = self.job.order(ticket)
         work = Work(self.job.prompts[index], self.args.rollout_n, greedy=self.args.needs_greedy)
         self._add(ticket, work, self.sampling, partial)
 
     def go_on(self, groups: list[Group]) -> None:
-        """Starts this engine's share of what `unfinished` said on all ranks."""
+        """Starts this engine's share of the groups that `unfinished` returned on all ranks."""
         for group in groups[self.engine_ranks.index :: self.engine_ranks.engines]:
             self.start(group.ticket, group)
         self.responses.replay()
 
     def unfinished(self) -> list[Group]:
-        """Every ticket under way, validation aside, with what its responses have become so far; nothing is scored in these."""
+        """Returns every ticket under way, except validation, with its responses so far, none of them scored."""
         outputs, groups = {output.id: output for output in self.responses.unfinished()}, []
         for ticket in self.tickets:
             work = self.working[ticket]
@@ -99,13 +102,13 @@ class Generator:
         return None if self._unusable else self.responses.decode(self.timer)
 
     def score(self, ended: list[Output] | None, wait: float = 2e-3, idle: str = "wait") -> list[Group]:
-        """Gives the responses that `decode` returned to the scoring pool, and does not wait for it: returns the groups whose
-        responses have all been scored by now. Where nothing was sampled it waits up to `wait` seconds for a score, and with
-        nothing to score either sleeps as long. idle: the timer of that sleep."""
+        """Gives the responses that `decode` returned to the scoring pool, and returns the groups whose responses have all been
+        scored by now. If nothing was sampled, waits up to `wait` seconds for a score, or sleeps as long if there is nothing to
+        score either. idle: the timer of that sleep."""
         return self._take_done(self._take_scores(ended, wait, idle))
 
     def _take_scores(self, ended: list[Output] | None, wait: float, idle: str = "wait") -> list[int]:
-        """What `score` does until groups are taken. Returns the keys of which all may be done."""
+        """Submits the ended responses and collects scores. Returns the keys that may be done."""
         if self._unusable:
             keys, self._unusable = self._unusable, []
             return keys
@@ -126,12 +129,12 @@ class Generator:
         return list(dict.fromkeys(key for (key, _), _ in scored)) if self.engine_ranks.is_leader else self._whole(ended or [])
 
     def _whole(self, ended: list[Output]) -> list[int]:
-        """The keys whose last response is among these."""
+        """Returns the keys whose last response is among these."""
         return [key for key in dict.fromkeys(output.id[0] for output in ended) if self.working[key].has_ended]
 
     def _take_done(self, keys: Iterable[int]) -> list[Group]:
-        """The groups of those that are done; a validation's rows are kept. The engine's first rank hands over, others only drop
-        what has ended."""
+        """Returns the groups of those keys that are done, and keeps a validation's rows. Only the engine's first rank hands
+        over; the others drop ended prompts."""
         groups, leads = [], self.engine_ranks.is_leader
         for key in keys:
             work = self.working[key]
@@ -145,22 +148,22 @@ class Generator:
         return groups
 
     def begin(self, tickets: Sequence[int]) -> None:
-        """Starts this engine's share of tickets besides those that `generate` will be given."""
+        """Starts this engine's share of tickets, in addition to those that `generate` will get."""
         for ticket in tickets[self.engine_ranks.index :: self.engine_ranks.engines]:
             self.start(ticket)
 
     def next_tickets(self, first: int, count: int) -> tuple[Sequence[int], int]:
-        """`count` tickets from `first` on, without those that --prompt-sampling passes over, and the one behind the last."""
-        return self.history.take(first, count)
+        """Returns `count` tickets from `first` on, without those that --prompt-sampling skips, and the next ticket."""
+        return self.history.take(first, count) if self.history else (range(first, first + count), first + count)
 
     def remember(self, groups: Sequence[Group]) -> None:
-        """Notes what all groups of a batch have shown of their prompts, for --prompt-sampling."""
-        self.history.note(groups)
+        """Records the results of a batch's groups, for --prompt-sampling."""
+        if self.history:
+            self.history.note(groups)
 
     def generate(self, tickets: Sequence[int]) -> list[Group]:
-        """As many finished, scored groups as there are tickets, in ticket order; none if it gives up. They are those that end
-        first, of these tickets and those put aside before. The others are put aside: they continue with the next call from
-        where they are."""
+        """Returns as many scored groups as there are tickets, in ticket order; none if it gives up. They are the first to end
+        of these tickets and those put aside before. The others are put aside and continue in the next call."""
         self.responses.proceed()
         for ticket in tickets:
             self.start(ticket)
@@ -176,7 +179,7 @@ class Generator:
         return self._take_done(sorted(ended[: len(tickets)]))
 
     def put_aside(self) -> list[int]:
-        """The tickets that `generate` has put aside, on all ranks. A collective."""
+        """Returns the tickets that `generate` has put aside, on all ranks. A collective."""
         gathered = dist.all_gather_bytes(json.dumps(self.tickets).encode())
         return sorted(ticket for tickets in gathered for ticket in json.loads(tickets))
 
@@ -187,14 +190,13 @@ class Generator:
             self._add(VALIDATION + index, Work(self.job.val_prompts[index], a.val_n), a.val_sampling)
 
     def take_rows(self) -> list[dict]:
-        """The validation's rows since the last call, one a response: index, data_source, prompt, response,
-        ground_truth, score, acc, extra (the reward function's other numbers), error; without score and acc (None) where
-        there is an error."""
+        """Returns the validation's rows since the last call, one a response: index, data_source, prompt, response,
+        ground_truth, score, acc, extra (the reward function's other numbers), error. With an error, score and acc are None."""
         rows, self._rows = self._rows, []
         return rows
 
     def validate(self) -> list[dict]:
-        """Validates with nothing else under way: all rows, in order, on every rank. A collective."""
+        """Validates with nothing else under way. Returns all rows, in order, on every rank. A collective."""
         self.start_validation()
         while self.is_validating:
             self.score(self.decode(), wait=1.0)
@@ -202,15 +204,16 @@ class Generator:
         return sorted((row for rows in gathered for row in json.loads(rows)), key=lambda row: row["index"])
 
     def _group(self, ticket: int, work: Work) -> Group:
-        responses, baseline = [], 0.0
+        a, responses, baseline = self.args, [], 0.0
         for i in range(work.n + work.greedy):
             output, score = work.outputs[i], work.scores[i]
             mask = work.mask(i, len(output.token_ids))
-            penalty = self._overlong(len(output.token_ids) if mask is None else int(mask.sum()))
-            value = 0.0 if score.event and self.args.on_reward_error == "zero" and output.token_ids else score.score
+            length = len(output.token_ids) if mask is None else int(mask.sum())
+            penalty = overlong_penalty(length, a.max_response_length, a.overlong_buffer_len, a.overlong_penalty_factor)
+            value = 0.0 if score.event and a.on_reward_error == "zero" and output.token_ids else score.score
             total = None if value is None else value + penalty
             extra = score.extra | self.responses.extra((ticket, i))
-            if self.args.overlong_buffer_len and value is not None:
+            if a.overlong_buffer_len and value is not None:
                 extra |= {UNPENALISED: value, "overlong_penalty": penalty}
             responses.append(to_response(output, work, total, extra, score.error, self.responses.rewards((ticket, i))))
         if work.greedy:
@@ -224,13 +227,15 @@ class Generator:
         return work.group(ticket, responses, baseline, routes)
 
     def _row(self, index: int, work: Work, number: int) -> dict:
-        """A response of a validation, as `take_rows` describes it: all that the validation's metrics are computed from."""
+        """Returns a validation response as `take_rows` describes it. The validation's metrics are computed from these rows."""
         score = work.scores[number]
         return {
             "index": index,
             "data_source": work.prompt.data_source,
             "prompt": work.prompt.text,
-            "response": self._text(work.outputs[number].token_ids, marked=self.responses.have_turns),
+            "response": self.job.tokenizer.decode(
+                work.outputs[number].token_ids, skip_special_tokens=not self.responses.have_turns
+            ),
             "ground_truth": str(work.prompt.ground_truth),
             "score": score.score,
             "acc": None if score.event else float(score.extra.get("acc", score.score)),
@@ -239,8 +244,8 @@ class Generator:
         }
 
     def _add(self, key: int, work: Work, sampling: SamplingParams, partial: Group | None = None) -> None:
-        """Starts the prompt's responses, or lets them continue from what they are already. If its images cannot be prepared,
-        which a header does not tell, they have no token and no score: such a prompt costs its ticket and nothing else."""
+        """Starts the prompt's responses, or continues recorded ones. If its images cannot be prepared, which their headers do
+        not show, the responses have no token and no score: such a prompt only costs its ticket."""
         images = work.prompt.images
         try:
             if images:
@@ -254,7 +259,7 @@ class Generator:
             self._submit(output)
 
     def _requests(self, key: int, work: Work, sampling: SamplingParams) -> list[Request]:
-        """One a response."""
+        """Returns one request a response."""
         ids, images = work.prompt.ids, work.prompt.images
         seeds = [request_seed(self.args.seed, key, i) for i in range(work.n)]
         requests = [Request((key, i), ids, sampling, seed, images=images) for i, seed in enumerate(seeds)]
@@ -283,23 +288,14 @@ class Generator:
         if score := self.responses.score(output.id):
             self.pool.hand_back(output.id, score)
             return
-        text, asked = self._text(self.responses.last_turn(output)), p.row.get("prompt", p.text)
-        self.pool.submit(output.id, p.data_source, text, p.ground_truth, p.extra_info, asked)
-
-    def _text(self, ids: list[int], marked: bool = False) -> str:  # marked: with special tokens, which show the turns
-        return self.job.tokenizer.decode(ids, skip_special_tokens=not marked)
-
-    def _overlong(self, length: int) -> float:
-        a = self.args
-        if not a.overlong_buffer_len:
-            return 0.0
-        return overlong_penalty(length, a.max_response_length, a.overlong_buffer_len, a.overlong_penalty_factor)
+        text = self.job.tokenizer.decode(self.responses.last_turn(output), skip_special_tokens=True)
+        self.pool.submit(output.id, p.data_source, text, p.ground_truth, p.extra_info, p.row.get("prompt", p.text))
 
 
 def make_generator(
     args: EngineArgs, job: Job, ranks: dist.Ranks, pool: ScoringPool, give_up: Callable[[], bool] = lambda: False
 ) -> Generator:
-    """This rank's generator, with the engine that the flags ask for."""
+    """Returns this rank's generator, with the engine that the flags ask for."""
     check_ring(args, job.path)
     length = args.max_prompt_length + args.max_response_length
     adapters = args if args.publishes_adapters else None

@@ -1,4 +1,4 @@
-"""Responses on their way through an engine: those of one turn, which it samples from the prompt to their end.
+"""Responses between a generator and its engine: here of one turn, which the engine samples from the prompt to their end.
 
 rl/generation/episodes.py has responses of several turns, with the same methods.
 """
@@ -21,26 +21,21 @@ from rl.samples.group import Group, Response
 
 @dataclass
 class Work:
-    """A prompt on its way: what its n responses have become so far."""
+    """A prompt under way, with its n responses so far."""
 
     prompt: Prompt
     n: int
-    greedy: bool = False  # whether number n is a greedy response next to them (ReMax)
+    greedy: bool = False  # whether there is a greedy response as well, number n (ReMax)
     outputs: dict[int, Output] = field(default_factory=dict)
     scores: dict[int, Score] = field(default_factory=dict)
-    masks: dict[int, np.ndarray] = field(default_factory=dict)  # bool, of a response's first tokens; it samples those behind
-    histories: dict[int, list[int]] = field(default_factory=dict)  # tokens of each, of a response that has several
+    masks: dict[int, np.ndarray] = field(default_factory=dict)  # bool, of a response's first tokens; the rest are sampled
+    histories: dict[int, list[int]] = field(default_factory=dict)  # of a response with several: the tokens of each
     requests: list[Request] = field(default_factory=list)  # one a response
 
     def mask(self, number: int, tokens: int) -> np.ndarray | None:
-        """[tokens] bool, what the policy sampled of response `number`; None: all of it."""
+        """Returns which tokens of response `number` the policy sampled, [tokens] bool; None for all of them."""
         known = self.masks.get(number)
         return None if known is None else np.concatenate([known, np.ones(tokens - len(known), bool)])
-
-    def last_turn(self, number: int) -> int:
-        """The first token of response `number` that only tokens of the policy follow."""
-        known = self.masks.get(number)
-        return 0 if known is None else 1 + max(np.flatnonzero(~known), default=-1)
 
     @property
     def has_ended(self) -> bool:
@@ -56,14 +51,14 @@ class Work:
 
 
 class Responses:
-    """What stands between a generator and its engine."""
+    """A generator's responses, of one turn each."""
 
-    have_turns = False  # whether a text of them shows special tokens
+    have_turns = False  # whether their text shows special tokens
 
     def __init__(self, engine: Engine):
         self.engine = engine
         self.working: dict[int, Work] = {}  # the generator's prompts under way, by key
-        self._aside: list[Output] = []  # what was taken out of the engine unfinished
+        self._aside: list[Output] = []  # unfinished responses that were taken out of the engine
 
     @property
     def num_unfinished(self) -> int:
@@ -71,8 +66,8 @@ class Responses:
         return self.engine.num_unfinished
 
     def begin(self, key: int, work: Work, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
-        """Starts a prompt's responses, or lets those continue that were recorded. before: what each has become already; prompt:
-        behind which it was sampled. Returns those that had ended."""
+        """Starts a prompt's responses, or continues recorded ones. before: each response so far; prompt: the one that they were
+        sampled from. Returns those that had ended."""
         self.working[key] = work
         for request, output in zip(work.requests, before, strict=True):
             if output is None or output.finish_reason == "unfinished":
@@ -80,45 +75,47 @@ class Responses:
         return [output for output in before if output and output.finish_reason != "unfinished"]
 
     def replay(self) -> None:
-        """All that a stopped run had under way has begun."""
+        """All responses of a resumed run have begun."""
 
     def decode(self, timer: Timers) -> list[Output] | None:
-        """One step of the engine. Returns the responses that end with it; None if there was nothing to sample."""
+        """Steps the engine once. Returns the responses that end with it; None if there was nothing to sample."""
         if not self.engine.num_unfinished:
             return None
         with timer("gen"):
             return self.engine.step()
 
     def unfinished(self) -> list[Output]:
-        """What those under way are so far."""
+        """Returns all unfinished responses so far."""
         return [*self.engine.unfinished(), *self._aside]
 
     def put_aside(self, below: int) -> None:
-        """Takes out of the engine what has not ended, all with keys below this."""
+        """Takes all unfinished responses out of the engine. below: no key is this large."""
         self._aside = sorted(self.engine.unfinished(), key=lambda output: output.id)
         self.engine.abort()
 
     def proceed(self) -> None:
-        """Gives the engine what was put aside, as a run does that resumes from a checkpoint."""
+        """Gives the responses that were put aside back to the engine, as a resumed run does."""
         for output in self._aside:
             key, number = output.id
             self.engine.add(dataclasses.replace(self.working[key].requests[number], so_far=output))
         self._aside = []
 
     def last_turn(self, output: Output) -> list[int]:
-        """What a verifier looks at, of a response that has ended."""
+        """Returns the tokens of an ended response that a verifier scores: those after which the policy sampled all."""
         key, number = output.id
-        return output.token_ids[self.working[key].last_turn(number) :]
+        known = self.working[key].masks.get(number)
+        first = 0 if known is None else 1 + max(np.flatnonzero(~known), default=-1)
+        return output.token_ids[first:]
 
     def score(self, id: tuple[int, int]) -> Score | None:
-        """Of a response that has ended; None where the scoring pool has to find it."""
+        """Returns an ended response's score; None if the scoring pool has to find it."""
 
     def extra(self, id: tuple[int, int]) -> dict[str, float]:
-        """Further numbers of a response that has ended."""
+        """Returns further numbers of an ended response."""
         return {}
 
     def rewards(self, id: tuple[int, int]) -> list[list] | None:
-        """[token, reward] of each turn that has a reward of its own."""
+        """Returns [token, reward] of each turn that has a reward of its own."""
 
     def drop(self, key: int) -> None:
         """Forgets a prompt whose responses are handed over."""
@@ -133,7 +130,7 @@ def to_response(
     error: str | None = None,
     rewards: list | None = None,
 ) -> Response:
-    """work: the prompt's, of which the output is a response."""
+    """Returns the record of an engine's output. work: its prompt."""
     return Response(
         token_ids=np.array(output.token_ids, np.int32),
         log_probs=np.array(output.log_probs, np.float32),
@@ -151,7 +148,7 @@ def to_response(
 
 
 def recorded(id: tuple[int, int], partial: Group | None, work: Work) -> Output | None:
-    """What response `id` was when the run was stopped; None if it had no token."""
+    """Returns response `id` as it was when the run was stopped; None if it had no token."""
     before = partial.responses[id[1]] if partial else None
     if before is None or not len(before.token_ids):
         return None
@@ -163,20 +160,18 @@ def recorded(id: tuple[int, int], partial: Group | None, work: Work) -> Output |
 
 
 def prompt_routes(outputs: Iterable[Output], prompt: int) -> np.ndarray | None:
-    """The routes of the prompt's tokens, from the first response that has them."""
+    """Returns the routes of the prompt's tokens, from the first response that has them."""
     return next((output.routes[:prompt] for output in outputs if output.routes is not None), None)
 
 
 def make_responses(args: EngineArgs, job: Job, engine: Engine, engine_ranks: EngineRanks) -> Responses:
-    """Of one turn or, with an environment, of several; what these need is imported for them alone."""
+    """Returns responses of one turn or, with an environment, of several. The code for several is only imported for them."""
     if not args.has_environment:
         return Responses(engine)
     if args.agent:
         from rl.generation.agent_episodes import AgentEpisodes as Episodes
     else:
         from rl.generation.episodes import Episodes
-    from rl.generation.shared_environments import SharedEnvironments
 
     ends = end_token_ids(job.path, job.tokenizer, args.trust_remote_code)
-    environments = SharedEnvironments(job.environments, engine_ranks) if engine_ranks.size > 1 else job.environments
-    return Episodes(environments, engine, args, job.tokenizer, ends)
+    return Episodes(job, engine, engine_ranks, args, ends)

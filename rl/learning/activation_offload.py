@@ -1,9 +1,9 @@
-"""What gradient checkpointing keeps for the backward pass, the input of each layer, kept in host memory instead.
+"""Keeps the layers' inputs, which gradient checkpointing saves for the backward pass, in host memory.
 
-A layer's input is 2 x hidden size bytes a token in bf16, and all layers' together are most of what a long sequence takes. Each
-goes to the host when its layer has begun, and comes back when the backward pass reaches it, on the queue of the computation
-itself: a layer computes far longer than its input travels. Left out: activations without gradient checkpointing, which are
-some twenty times as large.
+A layer's input has 2 x hidden size bytes a token in bf16, and those of all layers are most of a long sequence's memory. Each is
+copied to the host when its layer begins, and back when the backward pass reaches it, on the stream of the computation itself: a
+layer computes far longer than its input travels. Left out: activations without gradient checkpointing, which are about twenty
+times as large.
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ def keep_inputs_on_host(model: nn.Module, device: torch.device) -> None:
 
 
 def _call(checkpoint, hooks: saved_tensors_hooks, *args):
-    """What runs within a checkpoint saves nothing; what autograd is given to save is the checkpoint's own arguments."""
+    """Computation within a checkpoint saves nothing, so the hooks only see the checkpoint's arguments."""
     with hooks:
         return checkpoint(*args)
 

@@ -1,13 +1,13 @@
-"""Responses whose advantages are all 0 train nothing: their part of the loss is 0, and so is its gradient. They pass forward
-alone, for the metrics, and are spared two thirds of the arithmetic.
+"""Responses whose advantages are all 0 train nothing: their loss and its gradient are 0. They only get a forward pass, for the
+metrics, which saves two thirds of the arithmetic.
 
-With a group-wise estimator these are all responses of a flat group, whose scores are equal: of a prompt that is too easy or too
-hard, half of a batch and more on many tasks. Scores are known before a batch is divided, and flat groups have micro-batches of
-their own where that pays (`pack_apart` in rl/learning/division.py). The gradient is the same sum without its zeros, equal to
-rounding; metrics are of all tokens, as ever.
+With a group-wise estimator these are the responses of flat groups, whose scores are all equal because the prompt is too easy or
+too hard: on many tasks half of a batch and more. Scores are known before a batch is divided, and flat groups get micro-batches
+of their own if that pays (`pack_apart` in rl/learning/division.py). The gradient is the same sum without its zeros, equal up to
+rounding; metrics include all tokens.
 
-That nothing is left out is looked at twice: a micro-batch passes forward alone if no learner has an advantage in it, and the
-loss's gradient is still computed up to its log-probs. If that is not 0, as in a script of one's own that trains all responses,
+Two checks make sure that nothing is left out: a micro-batch skips its backward pass only if no learner has an advantage in it,
+and the loss's gradient is still computed up to its log-probs. If that is not 0, as in a custom script that trains all,
 the run ends with a message.
 """
 
@@ -21,9 +21,9 @@ from rl.ranks.dist import all_reduce_sum
 
 
 def mark(args, batch: Batch, micros: Sequence[Sequence[MicroBatch]]) -> None:
-    """args: AlgorithmArgs, which imports losses: a replay says which. micros: of each mini-batch. Those in which nothing trains
-    become `forward_only`, but for a mini-batch's last: the optimizer wants a gradient, be it zeros, and with it FSDP lets go of
-    what it has gathered. A collective of the learners."""
+    """Makes micro-batches in which nothing trains `forward_only`, except the last of a mini-batch: the optimizer needs a
+    gradient, even of zeros, and FSDP frees its gathered parameters with it. args: AlgorithmArgs; micros: of each mini-batch. A
+    collective of the learners."""
     if not args.skips_backward:
         return
     in_front = [micro for of_mini in micros for micro in of_mini[:-1]]
@@ -34,14 +34,14 @@ def mark(args, batch: Batch, micros: Sequence[Sequence[MicroBatch]]) -> None:
 
 
 def check_no_gradient(*xs: torch.Tensor) -> None:
-    """Has what a loss is computed of, log-probs and entropy [n], raise a UserError if its gradient there is not 0."""
+    """Has a loss's inputs, log-probs and entropy [n], raise a UserError in the backward pass if their gradient is not 0."""
     for x in xs:
         x.requires_grad_().register_hook(_refuse)
 
 
 def _refuse(grad: torch.Tensor) -> None:
-    if grad.nan_to_num(nan=0.0).any():  # NaN comes of log-probs that are, which a report tells
+    if grad.nan_to_num(nan=0.0).any():  # NaN comes from log-probs that are NaN, which are reported elsewhere
         raise UserError(
-            "the loss trains responses whose advantages are all 0, which pass forward alone. Let the script train them: "
-            "--backward-without-advantage."
+            "the loss trains responses whose advantages are all 0, but they have no backward pass. Add "
+            "--backward-without-advantage, which trains them."
         )

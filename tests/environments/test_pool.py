@@ -97,7 +97,7 @@ def test_what_an_environment_does_costs_its_own_response(rude, tokenizer):
     assert tokenizer.decode(found["good"]["ids"]).startswith("\n<|im_start|>user\ngood hello<|im_end|>")
     assert "only text" in found["returns an image"]["message"]
     rude.end("good")
-    assert not list(rude) and not rude.waiting
+    assert not rude._places and not rude._deadlines
 
 
 def test_an_end_may_be_heard_of_before_its_socket_is_looked_at(rude, monkeypatch):

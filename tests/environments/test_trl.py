@@ -108,13 +108,13 @@ def test_trl_s_own_trainer_plays_the_same_episodes(family, tmp_path, monkeypatch
     job = SimpleNamespace(
         order=lambda ticket: (0, 0), prompts=[Prompt(ids, "", "words", "", {}, "", row=row)], tokenizer=tokenizer
     )
-    engine = ScriptedEngine(script, end)
+    job.environments, engine = pool, ScriptedEngine(script, end)
     scoring = SimpleNamespace(events={}, done=[])
     scoring.hand_back = lambda key, score: scoring.done.append((key, score))
     scoring.pending, scoring.wait = [], lambda _: scoring.poll()
     scoring.poll = lambda: [scoring.done.pop(0) for _ in list(scoring.done)]
-    ranks = SimpleNamespace(is_leader=True, size=1, index=0, engines=1)
-    generator = Generator(engine, job, scoring, args, ranks, responses=Episodes(pool, engine, args, tokenizer, {end}))
+    ranks = SimpleNamespace(is_leader=True, size=1, index=0, engines=1, agree=lambda said: said)
+    generator = Generator(engine, job, scoring, args, ranks, responses=Episodes(job, engine, ranks, args, {end}))
     generator.start(0)
     group = finish(generator)
     pool.close()

@@ -40,7 +40,7 @@ def agents(calls, engine=None, prompt=None, most=None, last=DONE, **flags):
     """A generator whose agents make these calls."""
     generator, played = make(Agents(calls, prompt, most, last), engine=engine, **flags)
     old = generator.responses
-    generator.responses = AgentEpisodes(played, old.engine, old.args, old.tokenizer, old.end_tokens)
+    generator.responses = AgentEpisodes(old.job, old.engine, old.engine_ranks, old.args, old.end_tokens)
     generator.working = generator.responses.working
     return generator, played
 

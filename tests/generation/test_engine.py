@@ -10,7 +10,7 @@ from scripted import ScriptedEngine
 from transformers import AutoModelForCausalLM
 
 from rl.generation.embedded.engine import TransformersEngine
-from rl.generation.embedded.sampling import SlotSettings, sample
+from rl.generation.embedded.sampling import sample
 from rl.generation.engine import Request, SamplingParams, request_seed
 
 HYBRIDS = ("qwen3_5", "qwen3_next")  # these decode by a recurrence what a forward pass computes in chunks
@@ -202,8 +202,8 @@ def test_sampling_never_leaves_its_support(vocab, temperature, top_k, top_p, see
     logits[0, ::3] = -torch.inf
     logits[0, 1] = 0.0
     uniform = torch.tensor([0.0, 0.5, 1 - 2**-24])
-    s = SlotSettings(*(torch.tensor([x] * 3) for x in (temperature, top_k, top_p)), truncates=True)
-    token, log_prob, _ = sample(logits.expand(3, -1), uniform, s)
+    settings = SamplingParams(temperature, top_p, top_k)
+    token, log_prob, _ = sample(logits.expand(3, -1), uniform, [settings] * 3)
 
     order = sorted(range(vocab), key=lambda v: -logits[0, v].item())[: top_k if top_k > 0 else vocab]
     weights = [torch.exp(logits[0, v] / temperature - logits[0, order[0]] / temperature).item() for v in order]
@@ -221,9 +221,8 @@ def test_sampling_never_leaves_its_support(vocab, temperature, top_k, top_p, see
 
 def test_sampling_has_the_right_distribution():
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]]).expand(40000, -1)
-    ones = torch.ones(40000)
-    s = SlotSettings(ones * 0.7, -ones.long(), ones, truncates=False)
-    token, *_ = sample(logits, torch.rand(40000, generator=torch.Generator().manual_seed(0)), s)
+    uniform = torch.rand(40000, generator=torch.Generator().manual_seed(0))
+    token, *_ = sample(logits, uniform, [SamplingParams(temperature=0.7)] * 40000)
     expected = (logits[0] / 0.7).softmax(-1)
     torch.testing.assert_close(torch.bincount(token, minlength=4) / 40000, expected, atol=0.01, rtol=0)
 

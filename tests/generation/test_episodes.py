@@ -18,7 +18,6 @@ from rl.data.prompts import Prompt
 from rl.generation.engine import Output, Request, SamplingParams, request_seed
 from rl.generation.episodes import Episodes
 from rl.generation.generator import VALIDATION, Generator
-from rl.generation.shared_environments import SharedEnvironments
 from rl.learning.batch import Batch
 from rl.rewards.pool import Score
 from rl.samples.group import Group
@@ -33,13 +32,6 @@ class Played:
     def __init__(self, answer, scores_at_end=False, shuffled=False):
         self.answer, self.ready, self.shuffled = answer, {"scores_at_end": scores_at_end}, shuffled
         self.asked, self.turns, self._pending, self.alive = [], {}, [], set()
-
-    def __iter__(self):
-        return iter(self.alive)
-
-    @property
-    def waiting(self):
-        return len(self._pending)
 
     def begin(self, key, row, seed, own_seed):
         self.alive.add(key)
@@ -80,7 +72,7 @@ def until(last: int, reward: float | None = None):
     return lambda key, turn, ids: {"done": turn >= last, "ids": [] if turn >= last else ANSWER, "reward": reward}
 
 
-def make(answer, length=30, n=2, row=None, Args=train_async.Args, script=script, engine=None, **flags):
+def make(answer, length=30, n=2, row=None, Args=train_async.Args, script=script, engine=None, ranks=None, **flags):
     """A generator over `answer` and an engine, by default a scripted one."""
     played = answer if isinstance(answer, Played) else Played(answer)
     args = Args(rollout_n=n, max_response_length=length, env="file.py:Class", **flags)
@@ -93,15 +85,16 @@ def make(answer, length=30, n=2, row=None, Args=train_async.Args, script=script,
 
     pool.submit, pool.poll = submit, lambda: [pool.pending.pop(0) for _ in list(pool.pending)]
     pool.wait = lambda _: pool.poll()
-    ranks = SimpleNamespace(is_leader=True, size=1, index=0, engines=1)
+    ranks = ranks or SimpleNamespace(is_leader=True, size=1, index=0, engines=1, agree=lambda said: said)
     prompt = Prompt([2, 3], "", "demo", "1", {}, "", row=row or {})
     job = SimpleNamespace(order=lambda ticket: (0, 0), prompts=[prompt], val_prompts=[prompt])
+    job.environments = played
     job.tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
     ends = {1, 2, 3, 4, 5, 6} if engine else {END}
     if not engine:
         engine = ScriptedEngine(script, END)
         engine.version = 3
-    episodes = Episodes(played, engine, args, job.tokenizer, ends)
+    episodes = Episodes(job, engine, ranks, args, ends)
     return Generator(engine, job, pool, args, ranks, responses=episodes), played
 
 
@@ -346,12 +339,12 @@ def test_ranks_that_share_an_engine_do_the_same(seed):
     random.seed(seed)
     messages, added, groups = deque(), [], []
     for is_leader in (True, False):
-        generator, played = make(Played(failing, shuffled=True), n=3, Args=train_sync.Args, env_lock_step="off", val_n=3)
+        ranks = SimpleNamespace(is_leader=is_leader, size=2, index=0, engines=1, agree=partial(agree, is_leader=is_leader))
+        flags = {"n": 3, "Args": train_sync.Args, "env_lock_step": "off", "val_n": 3}
+        generator, played = make(Played(failing, shuffled=True), ranks=ranks, **flags)
         requests, pending = [], generator.pool.pending
         generator.engine.script = lambda request, to=requests: to.append((request.id, request.so_far)) or script(request)
         generator.pool.poll = lambda its=pending: [its.pop(0)] if its and random.random() < 0.3 else []  # scores are late
-        ranks = SimpleNamespace(is_leader=is_leader, size=2, index=0, engines=1, agree=partial(agree, is_leader=is_leader))
-        generator.responses.environments, generator.engine_ranks = SharedEnvironments(played, ranks), ranks
         generator.begin([100, 101])
         place = "first batch"
         tickets = [group.ticket for group in generator.generate([0, 1])]

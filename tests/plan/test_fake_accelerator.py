@@ -98,7 +98,7 @@ ALLOWED = {  # what a real device takes from the host as well, by name of the fu
     "FillingChain.keep": "",
     "TransformersEngine._free": "torch.tensor",
     # so may indices, and what is copied into a slice
-    "TransformersEngine._admit": "leader|follower|by_slot|torch.tensor",
+    "TransformersEngine._begin": "torch.tensor",
 }
 MISPLACED = "two devices|same device|device type|incompatible tensor type|AssertionError"
 MISPLACED += "|Unsupported data type"  # of a sum that belongs on the host

@@ -413,11 +413,11 @@ def bfloat16(path: str) -> dict:
             differences += (torch.tensor(output.log_probs) - expected).abs().tolist()
     out = {"mean": sum(differences) / len(differences), "max": max(differences), "wrong": wrongly_loaded(engine, new)}
     out["error of logits"] = [error_of_logits(engine, new)]
-    engine.close()
+    engine.engine.engine_core.shutdown()
     engine = start(path, torch.bfloat16, lm_head_fp32=True)
     engine.update(new.named_parameters(), version=2)
     out["error of logits"].append(error_of_logits(engine, new))
-    engine.close()
+    engine.engine.engine_core.shutdown()
     return out
 
 

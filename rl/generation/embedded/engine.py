@@ -1,15 +1,15 @@
 """The engine contract of rl/generation/engine.py over a transformers model, in this process: for the demo, tests and small
 models.
 
-Why an engine of our own: on the demo's model transformers' continuous batching does a third of the tokens/s of plain
-`generate()` on a fixed batch, which this one outdoes, and it has no seed per request (benchmarks/results/engine.md).
-Left out: prefix caching between groups, tensor parallelism. vLLM is the engine for those
-(rl/generation/vllm/engine.py).
+Why not transformers' own: on the demo's model its continuous batching has a third of the tokens/s of plain `generate()` on a
+fixed batch, which this engine outdoes, and it has no seed per request (benchmarks/results/engine.md). Left out: prefix caching
+between groups, tensor parallelism. vLLM is the engine for those (rl/generation/vllm/engine.py).
 """
 
 import functools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,13 +18,13 @@ from rl.adapters.lora import AdapterArgs
 from rl.data.image_prompts import Images, takes_images
 from rl.generation.embedded.forward import has_fast_path, hidden_states
 from rl.generation.embedded.kv_cache import DecodeLayout, KVCache, PrefillLayout
-from rl.generation.embedded.running import Running
-from rl.generation.embedded.sampling import SlotSettings, sample
-from rl.generation.engine import Output, Request
+from rl.generation.embedded.sampling import sample
+from rl.generation.engine import Output, Request, check_length, checked
 from rl.model import vision_forward
-from rl.model.attention import check_supported, dtype_of, linear_layers
+from rl.model.attention import check_supported, linear_layers
 from rl.model.forward_check import Probe, check_engine
 from rl.model.head.precision import Fp32Head
+from rl.model.head.support import nothing
 from rl.model.loading import load_weights
 from rl.model.pretrained import end_token_ids, load_config
 from rl.model.router import Router, RouterArgs, as_record
@@ -32,11 +32,55 @@ from rl.model.vision_forward import RowImages, row_inputs
 from rl.ranks.device import is_accelerator
 
 
+@dataclass
+class Running:
+    """A request in a slot, with its response so far."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)  # of all tokens but the newest, if recorded: [m, L, K] each
+    support: list[np.ndarray] = field(default_factory=list)  # if recorded: [m, K] each
+
+    @staticmethod
+    def of(request: Request) -> "Running":
+        if not (before := request.so_far):
+            return Running(request)
+        lists = map(list, (before.token_ids, before.log_probs, before.versions))
+        support = before.support
+        if support is None and (most := request.sampling.support):
+            support = nothing(len(before.token_ids), most)
+        records = ([] if record is None else [record] for record in (before.routes, support))
+        return Running(request, *lists, *records)
+
+    @property
+    def in_kv(self) -> tuple[int, ...]:
+        """The tokens whose keys and values the next decoding step needs: all but the newest sampled one."""
+        return (*self.request.prompt_ids, *self.token_ids[:-1])
+
+    @property
+    def key(self) -> tuple:
+        """Equal for requests with the same keys and values: equal tokens may have different images."""
+        return (self.request.images.digest if self.request.images else None, *self.in_kv)
+
+    @property
+    def ahead(self) -> int:
+        """A token's rotary position minus its place in the sequence: an image takes fewer positions than tokens."""
+        images = self.request.images
+        return images.next_position - len(self.request.prompt_ids) if images else 0
+
+    def output(self, reason: str) -> Output:
+        lists = (list(self.token_ids), list(self.log_probs), list(self.versions))
+        records = (np.concatenate(record) if record else None for record in (self.routes, self.support))
+        return Output(self.request.id, *lists, reason, *records)
+
+
 class TransformersEngine:
     """Continuous batching over slots of a preallocated KV cache.
 
-    A step prefills what waits (each distinct prompt once: the n responses of a group share the work), then decodes one
-    token for every slot. `max_length` bounds prompt + response, in tokens.
+    A step prefills the waiting requests (each distinct prompt once: the n responses of a group share the work), then decodes
+    one token for every slot. `max_length` bounds prompt + response, in tokens.
     """
 
     shares_memory = True
@@ -55,7 +99,7 @@ class TransformersEngine:
         router: RouterArgs | None = None,
         adapters: AdapterArgs | None = None,
     ):
-        """adapters: those that `update` brings by themselves; None for an engine of ordinary weights."""
+        """adapters: of an engine that is sent adapters by themselves (--publish adapter)."""
         check_supported(load_config(model_path, trust_remote_code).get_text_config(), f"--model {model_path}", max_length)
         self.model = load_weights(model_path, dtype, trust_remote_code, say=False)
         self.adapters, self._products = None, ()
@@ -66,22 +110,16 @@ class TransformersEngine:
         self.model.to(device).eval().requires_grad_(False)
         self.device, self.dtype = torch.device(device), dtype
         self.sleeps = is_accelerator(self.device)
-        self.max_length, self.max_num_seqs, self.max_num_batched_tokens = (
-            max_length,
-            max_num_seqs,
-            max_num_batched_tokens,
-        )
+        self.max_length = max_length
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.eos = end_tokens or end_token_ids(model_path, trust_remote_code=trust_remote_code)
         self.has_fast_path, self.takes_images = has_fast_path(self.model), takes_images(self.model.config)
         if self.takes_images:
             vision_forward.embed_by_product(self.model)
         if linear_layers(self.model.config):
-            from rl.model.hybrid.delta_net import carry_states, check_layers
+            from rl.generation.embedded.states import carry
 
-            check_layers(self.model, f"--model {model_path}")
-            carry_states(self.model)
-            for name, parameter in self.model.named_parameters():
-                parameter.data = parameter.data.to(dtype_of(name, parameter.dtype))
+            carry(self.model, f"--model {model_path}")
         router = router or RouterArgs()
         self.router = Router.of(self.model, router)
         self.records_routes = self.router is not None and router.router_replay == "R3"
@@ -100,9 +138,7 @@ class TransformersEngine:
     # -- the contract
 
     def add(self, request: Request) -> None:
-        longest = len(request.prompt_ids) + request.sampling.max_tokens
-        if not request.prompt_ids or longest > self.max_length:
-            raise ValueError(f"request {request.id}: {longest} tokens (prompt + budget) do not fit in {self.max_length}")
+        check_length(request, self.max_length)
         self.waiting.append(request)
 
     @property
@@ -115,8 +151,7 @@ class TransformersEngine:
         if self.running:
             rows = len(self.running)
             layout = DecodeLayout(self.position[:rows], self._longest() + 1, self._kv())
-            token, position, ahead = self.token[:rows], self.position[:rows], self.ahead[:rows]
-            hidden = self._decode(token, position, ahead, layout)
+            hidden = self._decode(self.token[:rows], self.position[:rows], self.ahead[:rows], layout)
             if self.records_routes:
                 for row, routes in zip(self.running, self._routes([1] * rows), strict=True):
                     row.routes.append(routes)
@@ -133,16 +168,11 @@ class TransformersEngine:
 
     @torch.no_grad()
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool = False) -> None:
-        missing = set(self.adapters.tensors if self.adapters and self.version >= 0 else self._parameters)
-        for name, tensor in weights:
-            target = self._parameters.get(name)
-            if target is None or target.shape != tensor.shape:
-                raise ValueError(f"weight {name} {list(tensor.shape)} does not belong to the engine's model")
-            if target.data_ptr() != tensor.data_ptr():
+        shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
+        needed = self.adapters.tensors if self.adapters and self.version >= 0 else shapes
+        for name, tensor in checked(weights, shapes, needed):
+            if (target := self._parameters[name]).data_ptr() != tensor.data_ptr():
                 target.copy_(tensor)
-            missing.discard(name)
-        if missing:
-            raise ValueError(f"the update lacks {len(missing)} weights, {sorted(missing)[0]} first")
         self.version, self._head = version, None
         if recompute_kv:
             self._recompute_kv()
@@ -154,15 +184,15 @@ class TransformersEngine:
         return whole
 
     def share_parameters(self, memory: dict[str, torch.Tensor]) -> None:
-        """Makes these tensors, one of each parameter's shape and precision, its parameters' memory, values kept: whoever
-        writes into them changes the weights; `update` has nothing to copy then."""
+        """Makes these tensors, one of each parameter's shape and precision, the parameters' memory; values are kept. Writing
+        into them changes the weights, and `update` has nothing left to copy."""
         for name, parameter in self._parameters.items():
             memory[name].copy_(parameter)
             parameter.data = memory[name]
 
     def sleep(self) -> None:
-        """Gives the KV cache back while the learner works; only between responses. Not on a CPU: the learner has memory of
-        its own, and the kernel would clear each page of a new one again."""
+        """Frees the KV cache while the learner works; only between responses. Not on a CPU: the learner's memory is separate,
+        and the kernel would have to clear each page of a new cache."""
         if self.num_unfinished:
             raise RuntimeError(f"the engine cannot sleep with {self.num_unfinished} unfinished responses")
         if self.sleeps:
@@ -192,8 +222,8 @@ class TransformersEngine:
         return KVCache(self.model.config.get_text_config(), slots, length, self.dtype, self.device)
 
     def _decode_all(self, probe: Probe) -> torch.Tensor:
-        """Logits [S, L - prompt, V] that predict the probe's responses: its prompt is prefilled, the others decoded one by one.
-        For the check of the forward pass; uses a cache of its own."""
+        """Returns logits [S, L - prompt, V] that predict the probe's responses: its prompt is prefilled, the rest is decoded
+        token by token. For the check of the forward pass; uses a separate cache."""
         ids, prompt = probe.ids, probe.prompt
         sequences, length = ids.shape
         cache = self._new_cache(sequences, length)
@@ -235,54 +265,55 @@ class TransformersEngine:
         return self.model.model(**rows, use_cache=False, layout=layout)[0][0]
 
     def _admit(self) -> list[Output]:
-        """Moves waiting requests to free slots, within the prefill's token budget, and samples their first tokens. Those that
-        continue from somewhere have theirs; they are admitted apart from the others."""
-        first, groups, tokens = len(self.running), {}, 0  # groups: what to prefill -> its slots
+        """Moves waiting requests to free slots, within the prefill's token budget, and samples their first tokens. Requests
+        that continue a response have these already; they are admitted apart from the others."""
+        first, tokens = len(self.running), 0
+        sequences: dict[tuple, int] = {}  # what to prefill -> its number
+        leaders: list[int] = []  # of each of these, the first slot that needs it
+        number: list[int] = []  # of each new slot, its sequence's
         while self.waiting and len(self.running) < self.max_num_seqs:
             row = Running.of(self.waiting[0])
-            if groups and bool(row.token_ids) != bool(self.running[first].token_ids):
+            if leaders and bool(row.token_ids) != bool(self.running[first].token_ids):
                 break
             key, length = row.key, len(row.in_kv)
-            if key not in groups and groups and tokens + length > self.max_num_batched_tokens:
-                break
-            tokens += length if key not in groups else 0
-            slot = len(self.running)
-            groups.setdefault(key, []).append(slot)
-            self.waiting.popleft()
-            self.running.append(row)
+            if key not in sequences:
+                if leaders and tokens + length > self.max_num_batched_tokens:
+                    break
+                tokens += length
+                sequences[key] = len(leaders)
+                leaders.append(len(self.running))
+            number.append(sequences[key])
             random = np.random.Generator(np.random.Philox(row.request.seed))
             random = random.random(row.request.sampling.max_tokens, np.float32)
-            self.uniform[slot, : len(random)] = torch.from_numpy(random)
-        if not groups:
-            return []
-        hidden = self._prefill([slots[0] for slots in groups.values()])
+            self.uniform[len(self.running), : len(random)] = torch.from_numpy(random)
+            self.running.append(row)
+            self.waiting.popleft()
+        return self._begin(first, leaders, number) if leaders else []
+
+    def _begin(self, first: int, leaders: list[int], number: list[int]) -> list[Output]:
+        """Prefills the slots from `first` on and samples their first tokens. number: of each of these slots, the index in
+        `leaders` of the slot whose sequence it has; only the leaders' are computed."""
+        hidden, rows, slots = self._prefill(leaders), self.running[first:], slice(first, len(self.running))
         if self.records_routes:
-            lengths = [len(self.running[slots[0]].in_kv) for slots in groups.values()]
-            routes_of = dict(zip(groups, self._routes(lengths), strict=True))
-            for row in self.running[first:]:
-                known = sum(map(len, row.routes))  # of tokens that an environment has added none are
-                row.routes = [*row.routes, routes_of[row.key][known:]] if known < len(row.in_kv) else row.routes
-        order = [i for i, slots in enumerate(groups.values()) for _ in slots]
-        slots = [slot for slots in groups.values() for slot in slots]
-        leader = torch.tensor([slots[0] for slots in groups.values() for _ in slots[1:]], dtype=torch.long)
-        follower = torch.tensor([slot for slots in groups.values() for slot in slots[1:]], dtype=torch.long)
-        if len(leader):
-            longest = max(len(self.running[slots[0]].in_kv) for slots in groups.values())
-            self._kv().copy_slots(leader.to(self.device), follower.to(self.device), longest)
-        rows = self.running[first:]
+            routes = self._routes([len(self.running[slot].in_kv) for slot in leaders])
+            for row, i in zip(rows, number, strict=True):
+                known = sum(map(len, row.routes))  # tokens that an environment has added have none yet
+                row.routes = [*row.routes, routes[i][known:]] if known < len(row.in_kv) else row.routes
+        copies = [(leaders[i], slot) for slot, i in enumerate(number, start=first) if slot != leaders[i]]
+        if copies:
+            source, target = torch.tensor(copies).T.to(self.device)
+            self._kv().copy_slots(source, target, max(len(self.running[slot].in_kv) for slot in leaders))
         if self.takes_images:
-            self.ahead[first : len(self.running)] = torch.tensor([r.ahead for r in rows]).to(self.device)
+            self.ahead[slots] = torch.tensor([r.ahead for r in rows]).to(self.device)
         if rows[0].token_ids:
-            self.token[first : len(self.running)] = torch.tensor([r.token_ids[-1] for r in rows]).to(self.device)
-            self.position[first : len(self.running)] = torch.tensor([len(r.in_kv) for r in rows]).to(self.device)
+            self.token[slots] = torch.tensor([r.token_ids[-1] for r in rows]).to(self.device)
+            self.position[slots] = torch.tensor([len(r.in_kv) for r in rows]).to(self.device)
             return []
-        by_slot = torch.empty(len(slots), dtype=torch.long)
-        by_slot[torch.tensor(slots) - first] = torch.tensor(order)
-        self.position[first : len(self.running)] = torch.tensor([len(r.in_kv) - 1 for r in rows]).to(self.device)
-        return self._sample(hidden[by_slot.to(self.device)], first)
+        self.position[slots] = torch.tensor([len(r.in_kv) - 1 for r in rows]).to(self.device)
+        return self._sample(hidden[torch.tensor(number).to(self.device)], first)
 
     def _prefill(self, slots: list[int]) -> torch.Tensor:
-        """Fills the slots' KV with what their requests are by now; returns the hidden state of each one's last token
+        """Fills the slots' KV with their requests' tokens so far; returns the hidden state of each one's last token
         [S, hidden]."""
         rows = [self.running[slot] for slot in slots]
         sequences = [row.in_kv for row in rows]
@@ -292,7 +323,7 @@ class TransformersEngine:
         return hidden[layout.last]
 
     def _routes(self, lengths: list[int]) -> list[np.ndarray]:
-        """The routes of the last forward pass, [m, L, K] for each run of this many tokens."""
+        """Returns the routes of the last forward pass, [m, L, K] for each run of m tokens."""
         record = as_record(self.router.chosen(), self.router.experts)
         return np.split(record, np.cumsum(lengths)[:-1])
 
@@ -312,7 +343,7 @@ class TransformersEngine:
         rows = self.running[first:]
         counts = torch.tensor([len(r.token_ids) for r in rows]).to(self.device)
         uniform = self.uniform[first : len(self.running)].gather(1, counts[:, None]).squeeze(1)
-        token, log_prob, support = sample(self._logits(hidden), uniform, self._settings(rows))
+        token, log_prob, support = sample(self._logits(hidden), uniform, [r.request.sampling for r in rows])
         if support is not None:
             for row, record in zip(rows, support.tolist(), strict=True):
                 if row.request.sampling.support:
@@ -339,21 +370,8 @@ class TransformersEngine:
         self._head = self._head or Fp32Head.of(self.model.lm_head)
         return self._head(hidden)
 
-    def _settings(self, rows: list[Running]) -> SlotSettings:
-        s = [r.request.sampling for r in rows]
-        return SlotSettings(
-            temperature=torch.tensor([x.temperature for x in s]).to(self.device),
-            top_k=torch.tensor([x.top_k for x in s]).to(self.device),
-            top_p=torch.tensor([x.top_p for x in s]).to(self.device),
-            truncates=any(x.truncates for x in s),
-            support=max(x.support for x in s),
-        )
-
-    def _free(self, slots: Iterable[int]) -> None:
+    def _free(self, slots: Collection[int]) -> None:
         """Fills the freed slots from the end, so that those in use stay 0..A-1."""
-        slots = set(slots)
-        if not slots:
-            return
         left = len(self.running) - len(slots)
         holes = [slot for slot in sorted(slots) if slot < left]
         movers = [slot for slot in range(left, len(self.running)) if slot not in slots]

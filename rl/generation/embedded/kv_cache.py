@@ -9,9 +9,9 @@ from rl.ranks.host_memory import zeros
 
 
 class KVCache:
-    """One tensor [layers, 2, slots, H_kv, length, D]. Slots 0..A-1 are in use, with no holes: a decode step works
-    on a plain slice, and a finished response frees its slot for the last one. On a CPU what was never used takes no memory.
-    Layers with a recurrent state have none here: theirs are in `states`."""
+    """One tensor [layers, 2, slots, H_kv, length, D]. Slots 0..A-1 are in use, without holes: a decoding step uses a plain
+    slice, and the last response moves to a slot that is freed. On a CPU, unused parts take no memory. Layers with a recurrent
+    state only have a part of `states`."""
 
     def __init__(self, config, slots: int, max_length: int, dtype: torch.dtype, device: torch.device):
         heads = config.num_key_value_heads
@@ -35,7 +35,7 @@ class KVCache:
 
 
 class PrefillLayout(Packed):
-    """Packed prompts that leave their keys and values in the cache: sequence i in slot slots[i]."""
+    """Packed prompts that write their keys and values to the cache: sequence i to slot slots[i]."""
 
     def __init__(self, lengths: list[int], slots: list[int], cache: KVCache, device: torch.device):
         super().__init__(lengths, device)
@@ -62,7 +62,7 @@ class DecodeLayout:
         self.chain = cache.states
         self.row = torch.arange(len(position), device=position.device)
         later = torch.arange(longest, device=position.device)[None] > position[:, None]  # [A, L]
-        # of numbers: a mask of booleans would become one in every layer
+        # numbers: a mask of booleans would be converted in every layer
         mask = torch.zeros(later.shape, dtype=cache.data.dtype, device=position.device)
         self.mask = mask.masked_fill_(later, -torch.inf)[:, None, None]  # [A, 1, 1, L]
 
@@ -72,7 +72,7 @@ class DecodeLayout:
         keys, values = self.cache.data[self.cache.number[layer], :, :rows, :, : self.longest]  # [A, H_kv, L, D] each
         keys[self.row, :, self.position] = key
         values[self.row, :, self.position] = value
-        # The query heads that share a key head stand in the query's length dimension: no key is copied for them.
+        # Query heads that share a key head are laid along the query's length dimension, so that no key is copied for them.
         grouped = query.view(rows, key.shape[1], -1, query.shape[2])  # [A, H_kv, H / H_kv, D]
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.mask, scale=scaling)
         return out.reshape(query.shape)

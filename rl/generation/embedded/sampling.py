@@ -1,36 +1,29 @@
 """The embedded engine's sampling: temperature, top k and nucleus, one random number a token."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
+from rl.generation.engine import SamplingParams
 from rl.model.head import support
 
 
-@dataclass
-class SlotSettings:
-    """The sampling settings of the first A slots, one entry a slot."""
-
-    temperature: torch.Tensor  # [A] float
-    top_k: torch.Tensor  # [A] long
-    top_p: torch.Tensor  # [A] float
-    truncates: bool  # whether any slot needs the sort
-    support: int = 0  # most tokens of a slot's support that are recorded; 0 where no slot needs them
-
-
 def sample(
-    logits: torch.Tensor, uniform: torch.Tensor, settings: SlotSettings
+    logits: torch.Tensor, uniform: torch.Tensor, settings: Sequence[SamplingParams]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Inverse-CDF sampling: one uniform number a token, so a request's randomness is a stream of its own.
+    """Inverse-CDF sampling: one uniform number a token, so each request has a separate stream of random numbers.
 
-    logits [A, V] in any precision, uniform [A] in [0, 1) -> (token [A], log-prob of it under the sampled distribution [A],
-    the tokens that could be sampled [A, settings.support] or None).
+    logits [A, V] in any precision, uniform [A] in [0, 1), settings of each row -> (token [A], log-prob of it under the sampled
+    distribution [A], the tokens that could be sampled [A, largest support] or None).
     """
-    greedy = settings.temperature == 0
-    logits = logits.float() / torch.where(greedy, 1.0, settings.temperature)[:, None]
-    if settings.truncates:
-        logits = _truncate(logits, settings.top_k, settings.top_p)
+    temperature = torch.tensor([s.temperature for s in settings]).to(logits.device)
+    greedy = temperature == 0
+    logits = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
+    if any(s.truncates for s in settings):
+        top_k = torch.tensor([s.top_k for s in settings]).to(logits.device)
+        top_p = torch.tensor([s.top_p for s in settings]).to(logits.device)
+        logits = _truncate(logits, top_k, top_p)
     log_probs = F.log_softmax(logits, dim=-1)
     cdf = log_probs.exp().cumsum(-1)
     last = cdf[:, -1:].contiguous()
@@ -38,7 +31,8 @@ def sample(
     token = torch.searchsorted(cdf, uniform[:, None] * last, right=True)
     token = torch.minimum(token, torch.searchsorted(cdf, last)).squeeze(1)
     token = torch.where(greedy, log_probs.argmax(-1), token)
-    found = support.of_logits(logits, settings.support) if settings.support else None
+    most = max(s.support for s in settings)
+    found = support.of_logits(logits, most) if most else None
     return token, log_probs.gather(1, token[:, None]).squeeze(1), found
 
 

@@ -1,22 +1,31 @@
-"""The embedded engine's states of delta nets (rl/model/hybrid/), filled and read together with its KV cache."""
+"""The embedded engine's states of delta nets (rl/model/hybrid/), written and read together with its KV cache."""
 
 import functools
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from rl.model.attention import linear_layers
+from rl.model.attention import dtype_of, linear_layers
 from rl.model.hybrid.chain import Chain
-from rl.model.hybrid.delta_net import channels
+from rl.model.hybrid.delta_net import carry_states, channels, check_layers
 from rl.model.hybrid.rule import one_step
 from rl.ranks.device import is_accelerator
 from rl.ranks.host_memory import zeros
 
 
+def carry(model: PreTrainedModel, where: str) -> None:
+    """Prepares a model's delta nets for the engine. where: names the model in the UserError for layers of another kind."""
+    check_layers(model, where)
+    carry_states(model)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(dtype_of(name, parameter.dtype))
+
+
 class States:
-    """Of each slot and layer the last K - 1 inputs of its convolution [layers, slots, C, K - 1], and its recurrent state
-    [layers, slots, H, Dk, Dv], fp32 in any case. A decoding step asks this of one new token for each of the first A slots."""
+    """For each slot and layer, the last K - 1 inputs of its convolution [layers, slots, C, K - 1] and its recurrent state
+    [layers, slots, H, Dk, Dv], always fp32. A decoding step calls it with one new token for each of the first A slots."""
 
     def __init__(self, config, slots: int, dtype: torch.dtype, device: torch.device):
         self.number, self.device = {layer: number for number, layer in enumerate(linear_layers(config))}, device
@@ -42,7 +51,7 @@ class States:
 
 
 class FillingChain(Chain):
-    """Packed prompts that leave their states: sequence i in slot slots[i]."""
+    """Packed prompts that write their states: sequence i to slot slots[i]."""
 
     def __init__(self, lengths: list[int], slots: list[int], states: States):
         super().__init__(lengths, [-1] * len(lengths), states.device)

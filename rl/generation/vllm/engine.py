@@ -2,17 +2,16 @@
 
     torchrun --standalone --nproc-per-node 2 train_sync.py --engine vllm --rollout-tp 2
 
-vLLM brings paged KV memory, prefix caching between the responses of a group, chunked prefill, CUDA graphs and tensor
-parallelism. This file adds what reinforcement learning needs of it: log-probs of the distribution that was sampled, a version
-per token, and new weights between two steps (rl/generation/vllm/weights.py), with the KV cache of unfinished responses kept or
-recomputed. Images in prompts: rl/generation/vllm/images.py. Left out: pipeline and expert parallelism, more than one process an
-engine. The versions it was run with, and what to do when memory runs out: docs/engines.md.
+vLLM has paged KV memory, prefix caching between the responses of a group, chunked prefill, CUDA graphs and tensor parallelism.
+This file adds log-probs of the distribution that was sampled, a version per token, and new weights between two steps
+(rl/generation/vllm/weights.py), with the KV cache of unfinished responses kept or recomputed. Images in prompts:
+rl/generation/vllm/images.py. Left out: pipeline and expert parallelism, more than one process an engine. docs/engines.md lists
+the versions that were tested, and remedies when memory runs out.
 
-What a request samples depends on its own seed: on the stream of random numbers, never on the rank or on what else is decoded;
-with --rollout-seeds off, and so on an NPU, on the engine's stream of random numbers and on what else is decoded. That stream
-starts after each update from the seeds of the requests that the engine has then (`_random_numbers`).
-The logits may differ in the last bits with the batch they are computed in, so that, unlike the embedded engine's, a response
-repeats bit for bit only where the batches repeat too.
+A request's tokens depend on its own seed, never on the rank or on the other requests. With --rollout-seeds off, and so on an
+NPU, they depend on the engine's random numbers and on the other requests; these numbers start after each update from the seeds
+of the requests that the engine has then (`_random_numbers`). The logits' last bits may depend on the batch, so that, unlike the
+embedded engine's, a response only repeats bit for bit if the batches repeat too.
 """
 
 import contextlib
@@ -28,7 +27,7 @@ import torch.distributed as dist
 
 from rl.data.image_prompts import takes_images
 from rl.errors import UserError
-from rl.generation.engine import EngineArgs, Output, Request
+from rl.generation.engine import EngineArgs, Output, Request, check_length
 from rl.generation.vllm.quiet import native_stderr_kept_back
 from rl.generation.vllm.routes import ChosenExperts
 from rl.generation.vllm.weights import LiveWeights
@@ -37,11 +36,10 @@ from rl.model.pretrained import empty_model, end_token_ids, load_config
 from rl.ranks.device import empty_cache, is_accelerator, random_numbers, seeds_are_slow
 
 # vLLM reads these when it is imported or started.
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core in this process: its step loop is ours
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core in this process, where `step` drives it
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if os.environ.get("RL_ENGINE_LOG") else "ERROR")
-os.environ.setdefault(
-    "VLLM_CPU_KVCACHE_SPACE", "1"
-)  # GiB; else a CPU engine takes --gpu-memory-utilization of the host's memory
+# GiB; else a CPU engine takes --gpu-memory-utilization of the host's memory
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 if not os.environ.get("RL_ENGINE_LOG"):
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
@@ -54,38 +52,32 @@ with native_stderr_kept_back():
     from rl.generation.vllm.start import (
         LOGPROBS_MODE,
         check_flags,
+        check_states,
         give_sampled_log_probs,
         place_among_ranks,
         random_state_kept,
+        settings_of_states,
     )
 
 
 @dataclass
 class Pending:
-    """A request inside vLLM. `counts[i]` of its tokens had been sampled when version `versions[i]` was replaced."""
+    """A request inside vLLM."""
 
     request: Request
     inner_id: str  # vLLM's own name for it
-    counts: list[int] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    def version_per_token(self, tokens: int, version: int) -> list[int]:
-        """The version of each token that was sampled here."""
-        out: list[int] = []
-        for count, before in zip(self.counts, self.versions, strict=True):
-            out += [before] * (count - len(out))
-        return out + [version] * (tokens - len(out))
+    versions: list[int] = field(default_factory=list)  # of the tokens that were sampled here before the newest update
 
 
 class VLLMEngine:
     """`Engine` over one vLLM instance. `max_length` bounds prompt + response, in tokens.
 
-    With rollout_tp > 1 the ranks of the default process group form generators of that many consecutive ranks. They work in
-    lockstep: each of them must add the same requests in the same order, and step and update at the same points. All of them
-    return the same outputs.
+    With rollout_tp > 1 the ranks of the default process group form generators of that many consecutive ranks, which work in
+    lockstep: each must add the same requests in the same order, and step and update at the same points. All return the same
+    outputs.
     """
 
-    # What an engine of adapters changes (rl/generation/vllm/adapters.py):
+    # changed by an engine of adapters (rl/generation/vllm/adapters.py):
     further_settings: dict[str, object] = {}  # noqa: RUF012  of vllm.EngineArgs
     sleep_level = 2  # nothing is copied to the host, because new weights will come anyway
 
@@ -106,9 +98,8 @@ class VLLMEngine:
         # A request with a seed whose prompt is split ends vLLM 0.32 on a CPU ("CPU Generator does not use offset").
         self.chunks = args.enable_chunked_prefill and is_accelerator(self.device)
         check_flags(args, max_length, self.chunks)
-        # the names and shapes of what the learner sends
         config = load_config(model_path, trust_remote_code)
-        skeleton = empty_model(config, trust_remote_code)
+        skeleton = empty_model(config, trust_remote_code)  # for the names and shapes of the learner's weights
         self.eos = sorted(end_tokens or end_token_ids(model_path, trust_remote_code=trust_remote_code))
         self.sleeps = args.engine_sleeps and is_accelerator(self.device)
         self.seeds = args.rollout_seeds == "on" or (args.rollout_seeds == "auto" and not seeds_are_slow())
@@ -118,15 +109,9 @@ class VLLMEngine:
             from rl.generation.vllm.images import PreparedImages
 
             self.images = PreparedImages(config, f"--model {model_path}")
-        self.states = {}
-        if linear_layers(config):
-            from rl.generation.vllm.states import settings
-
-            self.states = settings(config)
-        self.engine = self._start(model_path, args, dtype, trust_remote_code)
+        self.states = settings_of_states(config) if linear_layers(config) else {}
+        self.engine = self._start(self._settings(model_path, args, dtype, trust_remote_code), args)
         if self.states:
-            from rl.generation.vllm.states import check_states
-
             check_states(self.engine)
         self.weights = LiveWeights(self.engine, dict(skeleton.named_parameters()), dtype, args.rollout_tp)
         self.chosen = None
@@ -142,9 +127,7 @@ class VLLMEngine:
     # -- the contract
 
     def add(self, request: Request) -> None:
-        longest = len(request.prompt_ids) + request.sampling.max_tokens
-        if not request.prompt_ids or longest > self.max_length:
-            raise ValueError(f"request {request.id}: {longest} tokens (prompt + budget) do not fit in {self.max_length}")
+        check_length(request, self.max_length)
         self._added += 1
         key = str(self._added)
         self._pending[key] = Pending(request, self._hand_over(key, request))
@@ -164,15 +147,12 @@ class VLLMEngine:
 
     def unfinished(self) -> list[Output]:
         states = self.engine.output_processor.request_states
-        return [
-            self._joined(
-                pending,
-                states[pending.inner_id].logprobs_processor.logprobs,
-                "unfinished",
-                self.chosen and self.chosen.so_far(pending.inner_id),
-            )
-            for pending in self._pending.values()
-        ]
+        outputs = []
+        for pending in self._pending.values():
+            routes = self.chosen and self.chosen.so_far(pending.inner_id)
+            sampled = states[pending.inner_id].logprobs_processor.logprobs
+            outputs.append(self._joined(pending, sampled, "unfinished", routes))
+        return outputs
 
     def abort(self) -> None:
         self.engine.abort_request([pending.inner_id for pending in self._pending.values()], internal=True)
@@ -184,8 +164,8 @@ class VLLMEngine:
             with self.weights.same_parameters():
                 self.engine.wake_up(["weights"])
         for pending in self._pending.values():
-            pending.counts.append(self._scheduler.requests[pending.inner_id].num_output_tokens)
-            pending.versions.append(self.version)
+            sampled = self._scheduler.requests[pending.inner_id].num_output_tokens
+            pending.versions += [self.version] * (sampled - len(pending.versions))
         self._load(weights)
         if self.asleep:
             empty_cache()
@@ -198,11 +178,12 @@ class VLLMEngine:
         self._salts[version] = f"v{self._updates}"
         if recompute_kv:
             self.engine.reset_prefix_cache(reset_running_requests=True)
-        self._renew_waiting()
+        # with their old salt they would share KV blocks of the weights that were just replaced
+        self._hand_over_again(self._take_waiting())
 
     def sleep(self) -> None:
-        """Gives weights and KV memory back while the learner works; `update` wakes the engine. Only between responses. Does
-        nothing on a CPU, which vLLM has no sleep mode for, and with --no-free-cache-engine."""
+        """Frees weights and KV memory while the learner works; `update` wakes the engine. Only between responses. Does nothing
+        on a CPU, for which vLLM has no sleep mode, and with --no-free-cache-engine."""
         if self.num_unfinished:
             raise RuntimeError(f"the engine cannot sleep with {self.num_unfinished} unfinished responses")
         if self.sleeps and not self.asleep:
@@ -210,36 +191,30 @@ class VLLMEngine:
             self.asleep = True
 
     def read_back(self, name: str) -> torch.Tensor | None:
-        """The values that the engine computes with for the learner's weight `name`: see LiveWeights.read_back."""
         return self.weights.read_back(name)
 
     def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """What `read_back` gives if the learner has sent `whole`: see LiveWeights.own_part."""
         return self.weights.own_part(name, whole)
-
-    def close(self) -> None:
-        """Ends vLLM's threads and gives its memory back."""
-        self.engine.engine_core.shutdown()
 
     # -- mechanics
 
-    def _start(self, model_path: str, args: EngineArgs, dtype: torch.dtype, trust_remote_code: bool) -> vllm.LLMEngine:
-        routes = args.router_replay == "R3"
-        settings = vllm.EngineArgs(
+    def _settings(self, model_path: str, args: EngineArgs, dtype: torch.dtype, trust_remote_code: bool) -> vllm.EngineArgs:
+        on_cpu, routes = not is_accelerator(self.device), args.router_replay == "R3"
+        return vllm.EngineArgs(
             model=model_path,
             trust_remote_code=trust_remote_code,
             dtype=str(dtype).removeprefix("torch."),
             skip_tokenizer_init=True,  # token ids go in and come out
-            generation_config="vllm",  # the sampling settings are the request's alone
+            generation_config="vllm",  # no sampling settings but the request's
             max_model_len=self.max_length,
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
             enable_chunked_prefill=self.chunks,
-            # off on a CPU with routes (routes.py), and where states would be shared of prompts that are not split
-            enable_prefix_caching=(is_accelerator(self.device) or not routes) and (self.chunks or not self.states),
-            **({"enable_return_routed_experts": True} if routes and is_accelerator(self.device) else {}),
+            # off on a CPU with routes (routes.py), and with recurrent states unless prompts are split
+            enable_prefix_caching=not (on_cpu and routes) and (self.chunks or not self.states),
+            **({"enable_return_routed_experts": True} if routes and not on_cpu else {}),
             gpu_memory_utilization=args.gpu_memory_utilization,
-            enforce_eager=args.enforce_eager or not is_accelerator(self.device),
+            enforce_eager=args.enforce_eager or on_cpu,
             load_format=args.load_format,
             use_tqdm_on_load=False,
             enable_sleep_mode=self.sleeps,
@@ -251,19 +226,21 @@ class VLLMEngine:
             **({"max_logprobs": args.sampling.support} if args.sampling.support else {}),
             async_scheduling=False,  # else one batch is in flight at an update and its tokens get the wrong version
             disable_log_stats=True,
-            **(self.images.settings(is_accelerator(self.device)) if self.images else {}),
+            **(self.images.settings(not on_cpu) if self.images else {}),
             **self.states,
             **self.further_settings,
-            seed=0,  # of no effect: the random numbers are those of the requests' seeds (`_hand_over`, `_random_numbers`)
+            seed=0,  # without effect: random numbers depend on the requests' seeds (`_hand_over`, `_random_numbers`)
         )
+
+    def _start(self, settings: vllm.EngineArgs, args: EngineArgs) -> vllm.LLMEngine:
         with random_state_kept(), place_among_ranks(self.device), native_stderr_kept_back():
             try:
                 engine = vllm.LLMEngine.from_engine_args(settings)
-            # Out of memory is a RuntimeError; AssertionError: another process has freed memory of the device meanwhile.
+            # RuntimeError: out of memory; AssertionError: another process has freed memory of the device meanwhile
             except (ValueError, RuntimeError, AssertionError) as error:
                 reason = str(error).strip()[:500]
                 raise UserError(
-                    f"--engine vllm: vLLM does not start with {model_path}: {reason}\n"
+                    f"--engine vllm: vLLM does not start with {settings.model}: {reason}\n"
                     "If memory is short, lower --gpu-memory-utilization, --max-num-seqs or --max-num-batched-tokens, or raise "
                     "--rollout-tp; docs/engines.md says which helps when. --engine transformers works without vLLM."
                 ) from error
@@ -279,8 +256,8 @@ class VLLMEngine:
     def _random_numbers(self):
         """The random numbers of one step for requests without seeds of their own.
 
-        They follow from the weights' version, from the seeds and lengths of the requests that were here at the first step with
-        these weights, and from the number of steps since. So they depend on --seed; two engines, which never have the same
+        They depend on the weights' version, on the seeds and lengths of the requests that were here at the first step with
+        these weights, and on the number of steps since. So they depend on --seed; two engines, which never have the same
         requests, never draw the same; a resumed run draws those of its step; and an engine's tensor parallel ranks agree.
         """
         if self.seeds:
@@ -325,13 +302,8 @@ class VLLMEngine:
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.weights.load(weights)
 
-    def _renew_waiting(self) -> None:
-        """Hands the requests that have not begun over again: with the salt of their arrival they would find, and leave, KV
-        blocks of the weights that were just replaced."""
-        self._hand_over_again(self._take_waiting())
-
     def _take_waiting(self) -> list[str]:
-        """Takes the requests that have not begun out of vLLM."""
+        """Takes the requests that have not begun out of vLLM, and returns their keys."""
         of = {key: self._scheduler.requests[pending.inner_id] for key, pending in self._pending.items()}
         waiting = [key for key, request in of.items() if request.status == RequestStatus.WAITING]
         self.engine.abort_request([self._pending[key].inner_id for key in waiting], internal=True)
@@ -346,15 +318,14 @@ class VLLMEngine:
         if completion.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"request {pending.request.id} ended with vLLM's finish reason {completion.finish_reason!r}")
         routes = self.chosen and self.chosen.take(pending.inner_id, completion)
-        return replace(
-            self._joined(pending, completion.logprobs, completion.finish_reason, routes), cached=out.num_cached_tokens or 0
-        )
+        output = self._joined(pending, completion.logprobs, completion.finish_reason, routes)
+        return replace(output, cached=out.num_cached_tokens or 0)
 
     def _joined(self, pending: Pending, sampled, reason: str, routes: np.ndarray | None) -> Output:
-        """The tokens sampled here (vLLM's FlatLogprobs, with one entry a token, or the support's, too), behind what the request
-        came with. routes: of the prompt that vLLM was given, and of the tokens sampled here."""
-        versions = pending.version_per_token(len(sampled), self.version)
+        """The request's tokens so far and those sampled here. sampled: vLLM's FlatLogprobs, with one entry a token, or the
+        support's as well; routes: of the prompt that vLLM got, and of the tokens sampled here."""
         so_far, support = pending.request.so_far or Output(None, [], [], [], "unfinished"), None
+        versions = [*so_far.versions, *pending.versions, *[self.version] * (len(sampled) - len(pending.versions))]
         if most := pending.request.sampling.support:
             from rl.generation.vllm.support import taken_apart
 
@@ -363,10 +334,10 @@ class VLLMEngine:
         if so_far.routes is not None:
             routes = so_far.routes if routes is None else np.concatenate([so_far.routes, routes[len(so_far.routes) :]])
         if routes is not None and len(routes) != (fed := len(pending.request.prompt_ids) + len(token_ids) - 1):
-            raise RuntimeError(f"request {pending.request.id}: vLLM tells the experts of {len(routes)} tokens, {fed} were fed")
-        return Output(pending.request.id, token_ids, log_probs, [*so_far.versions, *versions], reason, routes, support)
+            raise RuntimeError(f"request {pending.request.id}: vLLM reports the experts of {len(routes)} tokens, but got {fed}")
+        return Output(pending.request.id, token_ids, log_probs, versions, reason, routes, support)
 
 
 def _seed(request: Request) -> int:
-    """The request's seed. Its length so far counts, or a resumed response would draw its first random numbers again."""
+    """The request's seed. It depends on the length so far, or a resumed response would repeat its first random numbers."""
     return request.seed ^ (len(request.so_far.token_ids) if request.so_far else 0)

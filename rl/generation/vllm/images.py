@@ -1,9 +1,8 @@
-"""Images in prompts for vLLM: the learner's own pixels, past vLLM's own preparation of images.
+"""Images in prompts for vLLM: it gets the learner's pixels and does not prepare images itself.
 
-Left to itself vLLM decodes, resizes and normalises each image once more, with another library than the learner where there is
-torchvision, and puts as many tokens into the prompt as it counts. Here a request brings what the learner computes with: the ids
-and places that rl/data/image_prompts.py made, and patches for the vision tower. vLLM begins with the tower, so that it loads no
-image processor, and a CPU without torchvision will do.
+Otherwise vLLM would decode, resize and normalise each image again, with another library than the learner if torchvision is
+installed, and insert its own number of tokens into the prompt. Here a request has the learner's inputs: the ids and places from
+rl/data/image_prompts.py, and patches for the vision tower. So vLLM loads no image processor and needs no torchvision on a CPU.
 """
 
 import importlib
@@ -25,7 +24,7 @@ from rl.errors import UserError
 
 KNOWN = ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")  # of one layout
 ARCHITECTURES = tuple(f"{name}ForConditionalGeneration" for name in KNOWN)
-TORCHVISION = "transformers.models.qwen2_vl.image_processing_qwen2_vl"  # which vLLM imports a formula from
+TORCHVISION = "transformers.models.qwen2_vl.image_processing_qwen2_vl"  # vLLM imports a formula from it
 
 
 class Limits(BaseProcessingInfo):
@@ -39,12 +38,12 @@ class Limits(BaseProcessingInfo):
 
 
 class Processor(BaseMultiModalProcessor[Limits]):
-    """In place of a model's own processor: images have been prepared when they come."""
+    """Takes the place of a model's own processor, because images arrive prepared."""
 
     requires_tokenizer = False
 
     def get_dummy_mm_inputs(self, mm_counts, **_) -> dict:
-        """The largest image, for vLLM to find out how much memory the tower needs."""
+        """The largest image, with which vLLM measures the tower's memory."""
         vision = self.info.get_hf_config().vision_config
         merge, tokens = vision.spatial_merge_size, self.info.ctx.model_config.max_model_len
         patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
@@ -59,39 +58,37 @@ class Processor(BaseMultiModalProcessor[Limits]):
 
 
 class PreparedImages:
-    """vLLM made to take prepared images, before an engine of this model starts."""
+    """Has vLLM take prepared images. Make it before an engine of this model starts."""
 
     def __init__(self, config: PretrainedConfig, where: str):
-        """where: names the model in a message. Raises UserError for one whose pixels vLLM may take in another layout."""
+        """where: names the model in the UserError for a model whose pixels vLLM may expect in another layout."""
         architecture = (config.architectures or ["?"])[0]
         if architecture not in ARCHITECTURES:
             known = " and ".join(ARCHITECTURES)
-            raise UserError(
-                f"{where}: --engine vllm takes images for {known} alone, not {architecture}. Try --engine transformers."
-            )
+            raise UserError(f"{where}: --engine vllm takes images for {known}, not {architecture}. Try --engine transformers.")
         model_class = vllms_class(architecture)
         if "_processor_factory" in vars(model_class):
-            del model_class._processor_factory  # vLLM warns where one takes the place of another
+            del model_class._processor_factory  # vLLM warns if one is replaced
         MULTIMODAL_REGISTRY.register_processor(Processor, info=Limits, dummy_inputs=lambda info: None)(model_class)
-        ModelRegistry.register_model(architecture, model_class)  # as it is now; vLLM would look at it in another process
+        ModelRegistry.register_model(architecture, model_class)  # this class; vLLM would import its own in another process
         self.patches_per_token = config.vision_config.spatial_merge_size**2
 
     def settings(self, on_accelerator: bool) -> dict[str, object]:
-        """Of vllm.EngineArgs: what makes vLLM leave prepared pixels as they are."""
+        """Settings of vllm.EngineArgs with which vLLM leaves prepared pixels unchanged."""
         wanted = {
             "mm_device_do_normalize": False,  # else newer versions' towers normalise the pixels a second time
             "mm_processor_cache_gb": 0,
             "limit_mm_per_prompt": {"video": 0},
         }
         known = vllm.EngineArgs.__dataclass_fields__
-        # Nobody measures a CPU's memory. Versions without the first setting ask another class, which prepared images have not
-        # got, for their largest image.
+        # Nobody measures a CPU's memory. Versions without the first setting get their largest image from a class that prepared
+        # images do not have.
         wanted["skip_mm_profiling"] = not on_accelerator or "mm_device_do_normalize" not in known
         return {name: value for name, value in wanted.items() if name in known}
 
     def prompt(self, images: Images, ids: list[int], salt: str) -> dict:
-        """The prompt `ids` with its images in vLLM's form. KV blocks and the tower's outputs are shared where an image's digest
-        and the salt, that of the weights, are the same."""
+        """Returns the prompt `ids` with its images in vLLM's form. KV blocks and the tower's outputs are shared between equal
+        images with the same salt, which stands for the weights."""
         lengths = images.grid.prod(-1) // self.patches_per_token
         starts = images.places[lengths.cumsum(0) - lengths]
         return {
@@ -105,11 +102,11 @@ class PreparedImages:
 
 
 def vllms_class(architecture: str) -> type:
-    """vLLM's class for it, for whose import torchvision need not be there."""
-    if find_spec("torchvision") is None:  # the same formula is in the processor that does without
+    """Returns vLLM's class, whose import then works without torchvision."""
+    if find_spec("torchvision") is None:  # the processor without torchvision has the same formula
         sys.modules.setdefault(TORCHVISION, importlib.import_module(TORCHVISION.replace("_processing_", "_processing_pil_")))
     level = logging.get_verbosity()
-    logging.set_verbosity_error()  # that another image processor is imported, which is not used
+    logging.set_verbosity_error()  # it would warn about an image processor that is not used
     try:
         return ModelRegistry.models[architecture].load_model_cls()
     finally:
@@ -117,7 +114,7 @@ def vllms_class(architecture: str) -> type:
 
 
 def _item(pixels: torch.Tensor, grid: torch.Tensor) -> MultiModalKwargsItem:
-    """One image's pixels [patches, values of a patch] and grid [3] as vLLM has them, not copied."""
+    """One image's pixels [patches, values of a patch] and grid [3] in vLLM's form, not copied."""
     fields = {
         "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grid.prod()[None]),
         "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),

@@ -1,7 +1,7 @@
-"""Keeps what a library's native code writes to stderr while it starts out of the console: warnings that say nothing to a user.
+"""Hides the warnings that a library's native code writes to stderr while it starts.
 
-Nothing is hidden that matters: Python's own lines (errors, the watchdog's report, a crash's stacks) still come through, and if
-the block fails, everything that was kept back is written after all. RL_ENGINE_LOG=1 lets all of it through as it comes.
+Python's own lines (errors, the watchdog's report, a crash's stacks) still appear, and if the block fails, all hidden output is
+printed. RL_ENGINE_LOG=1 hides nothing.
 """
 
 import contextlib

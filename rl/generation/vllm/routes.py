@@ -1,8 +1,8 @@
 """The experts that a running vLLM chooses for each token, for --router-replay R3 (rl/model/router.py).
 
-On accelerators vLLM returns them with each response (enable_return_routed_experts, from 0.32 on). Its CPU build does not: the
-routers' capture hook is read after each forward pass there, and no KV is shared between prompts: what is not computed is not
-routed. Both keep what was chosen first when a response's KV is computed again under other weights.
+On accelerators vLLM returns them with each response (enable_return_routed_experts, from 0.32 on). Its CPU build does not: there
+the routers' capture hook is read after each forward pass, and prompts share no KV, because only computed tokens have routes.
+Both keep the first choice when a response's KV is computed again under other weights.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ class ChosenExperts:
     """The routes of one engine's responses."""
 
     def __init__(self, engine: "vllm.LLMEngine", model: torch.nn.Module, on_cpu: bool):
-        """model: transformers' of the same config, from which the layers with routers are read."""
+        """model: transformers' model of the same config, which shows the layers with routers."""
         self.engine, self.layers = engine, layer_numbers(model)
         self.experts = next(iter(routers(model).values())).num_experts
         self._captured: dict[str, np.ndarray] | None = None  # on a CPU: request -> [m, L, K] so far
@@ -29,25 +29,25 @@ class ChosenExperts:
             return
         scheduler = engine.engine_core.engine_core.scheduler
         if torch.distributed.is_initialized() and not _is_first_tensor_parallel_rank():
-            # The routes arrive on the first of tensor parallel ranks only, while every rank's scheduler here asks for them.
+            # Routes only arrive on the first tensor parallel rank, but here every rank's scheduler would wait for them.
             scheduler.aux_output_connector = None
 
     def take(self, request: str, completion) -> np.ndarray | None:
-        """The routes of a finished request, under vLLM's name for it, and forgets them: [prompt + n - 1, L, K]. completion:
-        vLLM's output. None on tensor parallel ranks that get none."""
+        """Returns the routes [prompt + n - 1, L, K] of a finished request, by vLLM's name, and forgets them; None on tensor
+        parallel ranks that get none. completion: vLLM's output."""
         if self._captured is not None:
             return self._captured.pop(request)
         return None if completion.routed_experts is None else completion.routed_experts[:, self.layers]
 
     def so_far(self, request: str) -> np.ndarray | None:
-        """The routes of an unfinished request up to now; None if it has not begun."""
+        """Returns the routes of an unfinished request so far; None if it has not begun."""
         if self._captured is not None:
             return self._captured.get(request)
         chunks = self.engine.output_processor.request_states[request].routed_experts_chunks
         return np.concatenate(chunks)[:, self.layers] if chunks else None
 
     def _capture(self, runner, layer: int, ids: torch.Tensor) -> None:
-        """A layer's choices in a forward pass, ids [tokens, K], the requests end to end. The last layer's end the pass."""
+        """Takes a layer's choices in a forward pass, ids [tokens, K], the requests end to end. The last layer ends the pass."""
         self._step[layer] = ids.to(torch.int16).clone()
         if layer != self.layers[-1]:
             return

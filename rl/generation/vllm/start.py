@@ -1,4 +1,5 @@
-"""Around the start of vLLM: flags that it cannot follow, its place among the ranks, and what its sampler must give."""
+"""Around the start of vLLM: flags that it cannot follow, its place among the ranks, the log-probs of its sampler, and the
+precision of recurrent states."""
 
 import contextlib
 import random
@@ -8,14 +9,18 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+import vllm
+from vllm import ModelRegistry
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
+from rl.data.image_prompts import takes_images
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs
 from rl.ranks.dist import all_gather_bytes
 
 LOGPROBS_MODE = "processed_logprobs"  # of the distribution that was sampled; raw ones ignore the temperature
 HIGHEST_TEMPERATURE = 2.0  # that vLLM's sampling parameters allow
+STATES = "float32"  # without a dtype in config.json, vLLM would choose the model's
 
 
 def check_flags(args: EngineArgs, max_length: int, chunks: bool) -> None:
@@ -58,6 +63,22 @@ def give_sampled_log_probs(sampler, device: torch.device) -> None:
     )
 
 
+def settings_of_states(config) -> dict[str, object]:
+    """Settings of vllm.EngineArgs for a model with recurrent states (rl/model/hybrid/). Call it before the engine starts."""
+    if not takes_images(config):  # vLLM has text and images in one module, which needs torchvision
+        from rl.generation.vllm.images import vllms_class
+
+        for architecture in config.architectures:
+            ModelRegistry.register_model(architecture, vllms_class(architecture))
+    return {"mamba_ssm_cache_dtype": STATES}
+
+
+def check_states(engine: vllm.LLMEngine) -> None:
+    """Raises RuntimeError if vLLM has taken another precision: log-probs would drift away from the learner's."""
+    if (found := engine.vllm_config.cache_config.mamba_ssm_cache_dtype) != STATES:
+        raise RuntimeError(f"vLLM keeps recurrent states in {found}, not in {STATES}")
+
+
 @contextlib.contextmanager
 def random_state_kept():
     """vLLM reseeds the process's random number generators as it starts; the script's own draws must not depend on that."""
@@ -72,11 +93,11 @@ def random_state_kept():
 
 @contextlib.contextmanager
 def place_among_ranks(device: torch.device):
-    """Tells a starting vLLM its rank in the default process group, out of which it makes its own groups. It would take it from
-    torchrun's variables, which count otherwise where ranks are split into roles or share a device.
+    """Gives a starting vLLM its rank in the default process group, from which it makes its own groups. It would read
+    torchrun's variables, which count differently if ranks are split into roles or share a device.
 
-    The init method's last part names the memory that tensor parallel ranks share on a CPU. As it comes from vLLM the name is
-    the same in every run: two runs on a machine would collide, and so would a run with the remains of one that was killed.
+    The init method's last part names the memory that tensor parallel ranks share on a CPU. vLLM's own name is the same in every
+    run: two runs on a machine would collide, and so would a run with the remains of one that was killed.
     """
     if not dist.is_initialized():
         yield
@@ -90,4 +111,4 @@ def place_among_ranks(device: torch.device):
     finally:
         ExecutorWithExternalLauncher._distributed_args = original
         for path in Path("/dev/shm").glob(f"{run}-*"):
-            path.unlink(missing_ok=True)  # all ranks have it open; without a name it ends with them, however they end
+            path.unlink(missing_ok=True)  # all ranks have it open; without a name it disappears with the last of them

@@ -13,8 +13,8 @@ from rl.model.head.support import nothing
 
 
 def taken_apart(given, most: int, so_far: Output) -> tuple[SimpleNamespace, np.ndarray]:
-    """given: vLLM's FlatLogprobs of n tokens, each followed by the `most` likeliest ones, or the whole vocabulary. Returns the
-    sampled tokens' token_ids and logprobs, n each, and the record of the tokens of so_far and of these, [m + n, most]."""
+    """Returns the sampled tokens' token_ids and logprobs, n each, and the record [m + n, most] of so_far's m tokens and these.
+    given: vLLM's FlatLogprobs of n tokens, each followed by the `most` likeliest ones, or by the whole vocabulary."""
     support = nothing(len(so_far.token_ids) + len(given), most)
     if so_far.support is not None:
         support[: len(so_far.support)] = so_far.support
@@ -24,7 +24,7 @@ def taken_apart(given, most: int, so_far: Output) -> tuple[SimpleNamespace, np.n
         sampled.logprobs.append(given.logprobs[start])
         likeliest = zip(given.token_ids[start + 1 : end], given.logprobs[start + 1 : end], strict=True)
         found = [token for token, log_prob in likeliest if log_prob > -math.inf]
-        if given.token_ids[start] not in found:  # among more tokens as likely as the k-th than there is room for
+        if given.token_ids[start] not in found:  # more tokens are as likely as the k-th than there is room for
             found[most - 1 :] = [given.token_ids[start]]
         row[: len(found)] = found
     return sampled, support

@@ -1,8 +1,8 @@
 """New weights into a running vLLM, and the same weights read back out of it.
 
-vLLM stores weights otherwise than a checkpoint does: q, k and v in one tensor, gate and up in one tensor, all experts of a
-layer in one tensor; and on a CPU most of them only in a packed layout made for its matrix product. `LiveWeights.load` puts a
-checkpoint's tensors in, `LiveWeights.read_back` gives each back as a checkpoint has it.
+vLLM's tensors are not a checkpoint's: q, k and v are one tensor, so are gate and up, and all experts of a layer; and on a CPU
+most exist only in a packed layout for its matrix product. `LiveWeights.load` takes a checkpoint's tensors, and
+`LiveWeights.read_back` returns them.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinea
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+from rl.generation.engine import checked
 from rl.model.attention import IN_FP32, dtype_of
 from rl.ranks.device import is_accelerator
 
@@ -41,8 +42,8 @@ class LiveWeights:
     # -- in
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replaces every weight. Raises ValueError naming the first that is missing, unknown or of another shape; what the
-        engine computes with is undefined then, until a whole set has come."""
+        """Replaces every weight. Raises ValueError that names the first one that is missing, unknown or of another shape; the
+        engine's weights are then undefined until the next load."""
         if self.on_cpu:
             self._forget_packed_experts()
         with set_current_vllm_config(self.config), torch.device(self.worker.device):
@@ -56,9 +57,9 @@ class LiveWeights:
 
     @contextlib.contextmanager
     def same_parameters(self):
-        """Around a wake-up: afterwards the modules have the parameters that they had before. vllm-ascend's puts transposed ones
-        in the place of the experts', for loaders that want a checkpoint's layout; vLLM's reloading wants its kernels' layout,
-        and would copy into the wrong shape, or silently into the wrong elements. Memory wakes up at its old address."""
+        """Around a wake-up: gives the modules their parameters back. vllm-ascend replaces the experts' by transposed ones, for
+        loaders of a checkpoint's layout; vLLM's reloading expects its kernels' layout, and would copy into the wrong shape, or
+        silently into the wrong elements. Memory wakes up at its old address."""
         before = [(module, name, p) for module in self.modules.values() for name, p in module.named_parameters(recurse=False)]
         yield
         for module, name, parameter in before:
@@ -66,34 +67,29 @@ class LiveWeights:
                 setattr(module, name, parameter)
 
     def _checked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights as they come, in copies: vLLM holds on to them until a fused group is whole, while the sender may reuse
-        its buffer. What vLLM does not know or does not get it would skip silently, so names are checked here."""
-        missing, iterator = set(self.shapes), iter(weights)
+        """Yields copies of the weights: vLLM keeps them until a fused group is whole, while the sender may reuse its buffer.
+        Names are checked here, because vLLM silently skips unknown or missing weights."""
+        iterator = checked(weights, self.shapes, self.shapes)
         while True:
             with torch.device("cpu"):  # the sender's code must not find the engine's device as its default
                 item = next(iterator, None)
             if item is None:
-                break
+                return
             name, tensor = item
-            if self.shapes.get(name) != tensor.shape:
-                raise ValueError(f"weight {name} {list(tensor.shape)} does not belong to the engine's model")
-            missing.discard(name)
             tensor = tensor.detach().to(self.worker.device, dtype_of(name, self.dtype), copy=True)
             turn = self.turns_experts and name.rpartition(".")[2] in EXPERTS
             yield name, tensor.transpose(1, 2) if turn else tensor
-        if missing:
-            raise ValueError(f"the update lacks {len(missing)} weights, {sorted(missing)[0]} first")
 
     def _forget_packed_experts(self) -> None:
-        """vLLM packs a CPU's expert weights only where no kernel exists yet, and otherwise copies the unpacked ones over the
-        packed: without this, log-probs after an update are off by 0.75 and nothing says so."""
+        """vLLM only packs a CPU's expert weights if no kernel exists yet, and otherwise copies unpacked weights over the packed
+        ones: without this, log-probs after an update are silently off by 0.75."""
         for module in self.modules.values():
             if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
                 module.quant_method.moe_kernel = None
 
     def _repack_heads(self) -> None:
-        """An output head tied to the input embeddings keeps its packed copy of the old ones on a CPU: without this, log-probs
-        after an update are off by up to 2.2 and nothing says so."""
+        """On a CPU, an output head that is tied to the input embeddings keeps a packed copy of the old ones: without this,
+        log-probs after an update are silently off by up to 2.2."""
         for module in self.modules.values():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
@@ -102,13 +98,12 @@ class LiveWeights:
 
     @torch.no_grad()
     def read_back(self, name: str) -> torch.Tensor | None:
-        """The tensor the engine computes with for the learner's weight `name`, in the learner's shape and the engine's
-        precision, bit for bit. It may share memory with the engine.
+        """Returns the engine's tensor of the learner's weight `name`, bit for bit, in the learner's shape and the engine's
+        precision; on a tensor parallel rank, `own_part` of it. It may share memory with the engine.
 
-        A CPU holds its packed copies out of reach; they are read by multiplying the identity matrix with them, and that gives
-        -0.0 as 0.0: compare by value, or add 0.0 before taking a checksum. On a tensor parallel rank it is `own_part` of the
-        weight. None where it cannot be known: for expert weights there or in a layout that only a GPU's kernel knows, and for
-        what is divided in another way. KeyError for a name that is no weight of the model.
+        A CPU's packed copies are read by multiplying the identity matrix with them, which turns -0.0 into 0.0: compare by
+        value, or add 0.0 before a checksum. None if the value is unknown: for expert weights of tensor parallel ranks or in a
+        GPU kernel's own layout, and for weights that are divided in another way. Raises KeyError for an unknown name.
         """
         module, leaf, front = self.holder(name)
         if leaf in EXPERTS:
@@ -124,12 +119,11 @@ class LiveWeights:
         value = self._matrix(module, leaf)[: own[0]]  # a vocabulary is padded
         head = self._tied_head(module)
         if head is not None and not torch.equal(value, packed := self._matrix(head, leaf)[: own[0]]):
-            return packed  # the copy that betrays a missed update
+            return packed  # the copy that shows a missed update
         return value if value.shape == own or self.tensor_parallel == 1 else None
 
     def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """The part of the learner's weight `name` that this rank computes with, of the weight as it was sent: all of it, but on
-        a tensor parallel rank."""
+        """Returns this rank's part of the learner's weight `name`, given the whole; only tensor parallel ranks have less."""
         module, leaf, front = self.holder(name)
         if name.endswith(IN_FP32):  # vLLM has some of them in the model's precision
             whole = whole.to(getattr(module, leaf).dtype).to(whole.dtype)
@@ -149,8 +143,8 @@ class LiveWeights:
         return self.own_part(name, torch.empty(self.shapes[name], device="meta")).shape
 
     def holder(self, name: str) -> tuple[nn.Module, str, list[str] | None]:
-        """The module that holds the learner's weight, the weight's name there, and, if vLLM fuses it with others, the learner's
-        names of those before it. One of them may be several of vLLM's parts, as q, k and v of a delta net are."""
+        """Returns the module that holds the learner's weight, the weight's name there and, if vLLM fuses it with others, the
+        learner's names of those before it. One of them may be several of vLLM's parts, like q, k and v of a delta net."""
         path, _, leaf = self.vllms_name(name).rpartition(".")
         parent, _, child = path.rpartition(".")
         if leaf in EXPERTS:
@@ -163,7 +157,7 @@ class LiveWeights:
         return self.modules[path], leaf, None
 
     def vllms_name(self, name: str) -> str:
-        """The learner's name with the prefix that vLLM has for it: it keeps a model for images otherwise than transformers."""
+        """Returns the learner's name with vLLM's prefix, which is not transformers' for models that take images."""
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         for theirs, ours in (mapper.orig_to_new_prefix if mapper else {}).items():
             if name.startswith(theirs):
@@ -171,7 +165,7 @@ class LiveWeights:
         return name
 
     def _matrix(self, module: nn.Module, leaf: str) -> torch.Tensor:
-        """A module's parameter [out, in], out of a CPU's packed copy where the product is made from one."""
+        """Returns a module's parameter [out, in], from a CPU's packed copy if the product is computed with one."""
         looked_up = isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
         if leaf != "weight" or looked_up or not hasattr(module, "cpu_linear"):
             return getattr(module, leaf).data
@@ -179,12 +173,12 @@ class LiveWeights:
         return module.cpu_linear(torch.eye(width, dtype=self.dtype), module.weight, None).t()
 
     def _tied_head(self, module: nn.Module) -> nn.Module | None:
-        """The output head that shares this embedding's weight but may have its own packed copy."""
+        """Returns the output head that shares this embedding's weight but may have a packed copy."""
         heads = (m for m in self.modules.values() if isinstance(m, ParallelLMHead) and hasattr(m, "cpu_linear"))
         return next((head for head in heads if head is not module and head.weight is getattr(module, "weight", None)), None)
 
     def _experts(self, module: nn.Module, leaf: str, shape: torch.Size) -> torch.Tensor | None:
-        """All experts' weights [E, out, in] of one layer."""
+        """Returns all experts' weights [E, out, in] of one layer."""
         live = getattr(module, EXPERTS[leaf]).data
         if not self.on_cpu:
             if type(module.quant_method).__name__ in TRANSPOSED_EXPERTS:
@@ -198,8 +192,8 @@ class LiveWeights:
 
 @functools.lru_cache(maxsize=8)
 def _packed_places(shape: torch.Size, dtype: torch.dtype, isa: str) -> torch.Tensor | None:
-    """The index of each element of an expert's matrix [out, in] in vLLM's packed copy: [out * in]. The packing only moves
-    elements about, so that packing their numbers, digit by digit, says where they go. None if it does more than that."""
+    """Returns the index of each element of an expert's matrix [out, in] in vLLM's packed copy: [out * in]; None if the packing
+    does more than move elements. The elements' numbers, packed digit by digit, show where they go."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     return _places(shape.numel(), lambda numbers: cpu_prepack_moe_weight(numbers.to(dtype).view(1, *shape), isa))
