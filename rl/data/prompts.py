@@ -240,13 +240,17 @@ class PromptDataset(FileRows):
 
     def _columns_of(self, part: range) -> Iterator[Iterable[dict]]:
         """The prompts' columns of the rows that are numbered so over all files, file by file."""
-        key, image_key, first = self.args.prompt_key, self.args.image_key, 0
+        first = 0
         for table, end in zip(self.tables, self.ends, strict=True):
             its = range(max(part.start, first) - first, min(part.stop, end) - first)
-            wanted = [key if key in table.column_names else "question", *{image_key} & {*table.column_names}]
             if its:
-                yield table.select_columns(wanted).select(its)
+                yield table.select_columns(self._wanted(table)).select(its)
             first = end
+
+    def _wanted(self, table) -> list[str]:
+        """The columns of which a prompt is made."""
+        key, columns = self.args.prompt_key, table.column_names
+        return [key if key in columns else "question", *{self.args.image_key} & {*columns}]
 
     def _with_images(self, file: str, table):
         """The table, with its images as files. Raises UserError for images that the model does not take."""
