@@ -66,7 +66,8 @@ def test_a_model_that_reads_the_answer_teaches_itself_without_a_reward(reader, t
     accuracy = {step: row["val-core/demo/acc/mean@1"] for step, row in metrics.items() if "val-core/demo/acc/mean@1" in row}
     assert accuracy[0] < 0.6 and accuracy[60] > 0.8
     assert metrics[1]["critic/rewards/max"] == 0 < metrics[1]["critic/score/max"]
-    assert metrics[60]["actor/teacher_kl"] < metrics[1]["actor/teacher_kl"] / 2
+    gaps = [metrics[step]["actor/teacher_kl"] for step in range(1, 61)]
+    assert sum(gaps[50:]) < sum(gaps[:10]) / 1.5
     assert "the teacher reads of demo row 0: '<|user|>" in done.stdout and "warning" not in done.stdout + done.stderr
 
 
@@ -113,5 +114,6 @@ def test_one_step_off_a_small_update_and_tools(tmp_path):
     file.write_text(TOOL)
     flags = ("--model", "demo-calculator", "--train-files", "demo-calculator", "--val-files", "demo-calculator", "--tools")
     flags = (*flags, f"{file}:add", *RUN, "--total-training-steps", 1, "--max-response-length", 40, "--max-prompt-length", 200)
+    flags = (*flags, "--max-tokens-per-micro-batch", 300)
     metrics, _, _ = train("train_sync.py", *flags, out=tmp_path / "tools")
     assert metrics[1]["actor/teacher_kl"] > 0
