@@ -1113,7 +1113,9 @@ def reverse_kl_advantage(log_prob: Tensor, teacher_log_prob: Tensor, mask: Tenso
     it. With the old lp instead, nothing would keep the policy from one token, that of the largest lt - old lp.
 
     On-policy distillation (Lu et al., Thinking Machines, 2025; they take the sampler's lp, which on policy is the same). Each
-    token counts with its own gap alone, those behind it do not (a discount of 0). As a loss, k2 has the same gradient.
+    token counts with its own gap alone, those behind it do not (a discount of 0). As a loss, k2 has the same gradient. Where
+    the teacher is the policy with the answer in its prompt: On-policy self-distillation (OPSD), arXiv 2601.18734;
+    Self-distillation fine-tuning (SDFT), arXiv 2601.19897.
     """
     return -log_ratio(log_prob.detach(), teacher_log_prob, mask)
 

@@ -142,6 +142,7 @@ OTHER_FLAGS = {  # functions of losses.py that have a paper, but are neither an 
     "denominator": "--loss-agg-mode seq-mean-token-sum-norm",
     "kl_penalty": "--kl-loss-type k3r",
     "adaptive_kl_coef": "--kl-ctrl-type adaptive",
+    "reverse_kl_advantage": "--teacher self --teacher-prompt '{prompt} {answer}'",
     "top_k_reverse_kl": "--teacher-top-k 20",
     "value_loss": "--cliprange-value 0.5",
     "lambda_return": "--critic-lam 1",

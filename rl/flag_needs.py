@@ -93,7 +93,9 @@ ADAPTIVE = Need("without --kl-ctrl-type adaptive", lambda args: args.kl_ctrl_typ
 WEIGHTS = Need("without --rollout-is", lambda args: args.rollout_is is not None, (False,))
 REJECTION = Need("without --rollout-rs", lambda args: bool(args.rejection_criteria))
 REFERENCE = Need(
-    "without --use-kl-loss, --use-kl-in-reward or --teacher", lambda args: bool(args.needs_reference or args.teacher), (False,)
+    "without --use-kl-loss, --use-kl-in-reward or a model as --teacher",
+    lambda args: bool(args.needs_reference or args.has_second_model),
+    (False,),
 )
 NO_STEPS = Need("with --total-training-steps, which decides alone", lambda args: args.total_training_steps is None)
 VALIDATION = Need("without --test-freq above 0", lambda args: args.test_freq > 0 or args.val_only, (False, -1, 0))
@@ -133,6 +135,8 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     ),
     **dict.fromkeys(("sft_coef", "sft_batch_size"), (_with("sft_files"),)),
     "teacher_top_k": (_with("teacher", unless=(0,)),),
+    "teacher_prompt": (_with("teacher"),),
+    "teacher_max_prompt_length": (_with("teacher_prompt"),),
     "rollout_is_threshold": (WEIGHTS,),
     "rollout_is_batch_normalize": (WEIGHTS,),
     "rollout_rs_threshold": (REJECTION,),

@@ -5,6 +5,7 @@ Left out: joining the process groups (rl/ranks/dist.py), and the flags of a comp
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from rl.adapters import lora
 from rl.algorithm.args import AlgorithmArgs
 from rl.algorithm.critic import check_critic
 from rl.algorithm.imitation import Imitation
-from rl.algorithm.teacher import check_teacher
+from rl.algorithm.teacher import SELF, check_teacher, teacher_path
 from rl.checkpoint.resume import CheckpointArgs
 from rl.data.args import DataArgs, demo_files
 from rl.data.image_prompts import ImagePrep
@@ -147,7 +148,7 @@ def set_up(args: CommonArgs, file: str) -> Job:
     model = DEMO if args.env == DEMO and args.model == RunArgs.model else args.model
     path, config, tokenizer = read_model(model, args)
     if args.teacher:
-        check_teacher(resolve(args.teacher), args, path)
+        check_teacher(teacher_path(args, path), args, path)
     if args.needs_critic:
         check_critic(critic_path(args, path), args, path)
     if args.router_replay != "off":
@@ -159,6 +160,7 @@ def set_up(args: CommonArgs, file: str) -> Job:
     environments = start_environments(args, path, tokenizer, config) if args.has_environment else None
     tools = environments and environments.ready["schemas"]
     prompts = PromptDataset(train_files, "train", tokenizer, args, prep, tools)
+    teacher_prompts = read_teacher_prompts(args, prompts) if args.teacher_prompt is not None else None
     validates = args.test_freq > 0 or args.val_only
     val_prompts = PromptDataset(val_files, "val", tokenizer, args, prep, tools) if validates else None
     sources = prompts.sources() | (val_prompts.sources() if val_prompts else {})
@@ -170,7 +172,7 @@ def set_up(args: CommonArgs, file: str) -> Job:
     order = PromptOrder(len(prompts), args.seed, args.shuffle)
     total_steps = args.total_steps(len(prompts))
     notes = _idle_flags(args, facts)
-    of_run = (order, total_steps, notes, demonstrations, environments)
+    of_run = (order, total_steps, notes, demonstrations, environments, teacher_prompts)
     return Job(Path(file).stem, path, tokenizer, prompts, val_prompts, *of_run)
 
 
@@ -198,6 +200,15 @@ def read_demonstrations(args: CommonArgs, path: str, tokenizer: PreTrainedTokeni
     return Demonstrations(args.sft_files, "sft", tokenizer, limits, ends, *words)
 
 
+def read_teacher_prompts(args: CommonArgs, prompts: PromptDataset) -> Any:
+    """The teacher's prompts, None where there is no teacher. Rows that are left out for theirs leave `prompts`, too."""
+    if not args.teacher or args.val_only:
+        return None
+    from rl.data.teacher_prompts import TeacherPrompts  # late: other runs do not need it
+
+    return TeacherPrompts(prompts, args.teacher_prompt, args.longest_of_teacher)
+
+
 def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> Any:
     """Return the process from which environments are forked. Imported only for them."""
     from rl.environments.pool import Environments
@@ -219,10 +230,16 @@ def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
     """Return the learner of this rank, with its learning rates for the whole run. --val-only needs no second model."""
     engines_first("learner")
     trains = not args.val_only
-    teacher = resolve(args.teacher) if args.teacher and trains else None
+    teacher = resolve(args.teacher) if args.has_second_model and trains else None
     with_reference = args.needs_reference and trains
     what = (args.temperature, with_reference, args.trust_remote_code, teacher, args.teacher_top_k, args.seed)
     learner = Learner(job.path, args, ranks, job.total_steps, *what)
+    if args.teacher and args.teacher_prompt is not None and trains:
+        from rl.algorithm import teacher_rows  # late: no other run needs it
+
+        learner.teacher_rows = teacher_rows.TeacherRows(partial(job.teacher_prompts.ids_of, job.order))
+        if args.teacher == SELF:
+            learner.teacher = teacher_rows.Itself(learner.policy)
     if args.needs_critic and trains:
         from rl.learning.value_model import Critic  # late: no other run needs it
 

@@ -130,6 +130,8 @@ class TrainingRun:
             record.say(words)
         if self.learner.adapters:
             record.say(self.learner.adapters.in_words(self.learner.policy.model))
+        if job.teacher_prompts:
+            record.say(job.teacher_prompts.in_words())
         if args.max_tokens_per_micro_batch == "auto":
             record.say(f"micro-batches of up to {tokens:,} tokens (--max-tokens-per-micro-batch auto)")
         return record

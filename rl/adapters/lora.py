@@ -147,11 +147,11 @@ class WithoutAdapters:
     def __init__(self, policy: nn.Module):
         self._policy = policy
 
-    def __call__(self, *inputs):
+    def __call__(self, *inputs, **more):
         adapters = self._policy.adapters
         adapters.on = False
         try:
-            return self._policy(*inputs)
+            return self._policy(*inputs, **more)
         finally:
             adapters.on = True
 

@@ -1,27 +1,39 @@
 """On-policy distillation: the flags of a teacher, and which models can be one.
 
-The policy samples, and a frozen model gives the probability of each token. losses.py has the formulas.
-Left out: a teacher with another vocabulary, or one behind a network address.
+The policy samples, and a frozen model, or the policy itself with the answer in its prompt, gives the probability of each token.
+losses.py has the formulas. Left out: a teacher with another vocabulary, one behind a network address, or one that is a moving
+average of the policy.
 """
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 import losses
 from rl.data.image_prompts import takes_images
 from rl.errors import UserError
-from rl.model.pretrained import check_model, load_config, load_tokenizer
+from rl.model.attention import check_supported
+from rl.model.pretrained import check_model, load_config, load_tokenizer, resolve
 from rl.ranges import Content, Range
+
+SELF = "self"  # in the place of a model
 
 
 @dataclass
 class TeacherArgs:
-    """Distillation on the policy's own samples, from a second model that stays as it is."""
+    """Distillation on the policy's own samples, from a second model that stays as it is, or from the policy itself with the
+    answer in its prompt."""
 
     teacher: Annotated[str | None, Content("model")] = None
-    """Model to learn from, with the policy's vocabulary: a Hugging Face directory or hub name."""
+    """Model to learn from, with the policy's vocabulary: a Hugging Face directory or hub name, or "self" for the policy as it
+    is when a step begins."""
+    teacher_prompt: str | None = None
+    """What the teacher reads in the place of the prompt's last message, such as "{prompt} Here is a solution: {answer}".
+    {prompt} is that message, {ground_truth} the row's ground truth, any other name a column or a key of extra_info. By default
+    the teacher reads the policy's prompt."""
+    teacher_max_prompt_length: Annotated[int | None, Range(at_least=1)] = None
+    """Longest prompt of the teacher with --teacher-prompt, in tokens. Default: --max-prompt-length."""
     teacher_coef: Annotated[float, Range(above=0)] = 1.0
     """Weight of the KL to the teacher, next to the rewards'."""
     teacher_top_k: Annotated[int, Range(at_least=0)] = 0
@@ -35,12 +47,23 @@ class TeacherArgs:
         """How a teacher enters the loss: as an advantage of each sampled token, or as a term of its own over its likeliest."""
         return ("top_k" if self.teacher_top_k else "advantage") if self.teacher else None
 
+    @property
+    def has_second_model(self) -> bool:
+        """Whether a teacher is loaded next to the policy."""
+        return self.teacher not in (None, SELF)
+
+    @property
+    def longest_of_teacher(self) -> int:
+        """Tokens of the longest prompt that the teacher reads."""
+        return (self.teacher_prompt is not None and self.teacher_max_prompt_length) or self.max_prompt_length
+
     def check(self) -> None:
         """Raises UserError for flags that a teacher makes meaningless."""
         if self.teacher_alone and not self.teacher:
             raise UserError("--teacher-alone: without --teacher there is nothing to learn from. Add it, or leave the flag out.")
         if not self.teacher:
             return
+        self._check_prompt()
         loss, estimator = losses.POLICY_LOSSES[self.loss_mode], losses.ADVANTAGES[self.adv_estimator]
         if self.teacher_form == "advantage" and (loss.one_advantage or loss.chooses):
             why = "averages it over the response" if loss.one_advantage else "chooses tokens before it is known"
@@ -58,6 +81,25 @@ class TeacherArgs:
                 f"--adv-estimator {self.adv_estimator} compares scores with {', '.join(estimator.inputs)}, and with "
                 "--teacher-alone no score counts. Leave one of the two out."
             )
+
+    def _check_prompt(self) -> None:
+        if self.teacher_prompt is None:
+            if self.teacher == SELF:
+                raise UserError("--teacher self: from its own prompt the policy learns nothing. Add --teacher-prompt.")
+        elif "{" not in self.teacher_prompt:
+            raise UserError(
+                f"--teacher-prompt {self.teacher_prompt!r} is the same for all rows. Put {{prompt}} into it, and what the "
+                "teacher is to know, such as {ground_truth}."
+            )
+        elif self.agent:
+            raise UserError(
+                "--teacher-prompt with --agent: an agent's later conversations hold the policy's prompt. Leave one of them out."
+            )
+
+
+def teacher_path(args, policy: str) -> str:
+    """Where the teacher's model is. policy: the path of --model."""
+    return policy if args.teacher == SELF else resolve(args.teacher)
 
 
 def check_vocabulary(path: str, args, policy: str, flag: str, whose: str) -> PreTrainedTokenizerBase:
@@ -85,5 +127,21 @@ def check_teacher(path: str, args, policy: str) -> None:
         raise UserError(f"--teacher-top-k {args.teacher_top_k}: the vocabulary has {tokens:,} tokens. Take fewer.")
     if takes_images(own) or takes_images(theirs):
         raise UserError(f"--teacher {path}: models that take images cannot teach or be taught here.")
-    if args.expert_parallel > 1:
+    if args.expert_parallel > 1 and args.has_second_model:
         raise UserError("--expert-parallel divides the policy's experts, not a teacher's. Leave it out with --teacher.")
+    _check_length(theirs.get_text_config(), path, args)
+
+
+def _check_length(config: PretrainedConfig, path: str, args) -> None:
+    """Raises UserError unless the model can read the teacher's longest prompt with a response."""
+    prompt, response, context = (
+        args.longest_of_teacher,
+        args.max_response_length,
+        getattr(config, "max_position_embeddings", None),
+    )
+    if context and prompt + response > context:
+        raise UserError(
+            f"--teacher-max-prompt-length {prompt} + --max-response-length {response} = {prompt + response} tokens, but the "
+            f"context of --teacher {path} is {context}. Lower one of them."
+        )
+    check_supported(config, f"--teacher {path}", prompt + response)

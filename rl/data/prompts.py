@@ -211,14 +211,18 @@ class PromptDataset(FileRows):
             yield number, row, text
 
     def _columns_of(self, part: range) -> Iterator[Iterable[dict]]:
-        """The prompts' columns of the rows with these numbers over all files, file by file."""
-        key, image_key, first = self.args.prompt_key, self.args.image_key, 0
+        """Yield the prompts' columns of the rows with these numbers over all files, file by file."""
+        first = 0
         for table, end in zip(self.tables, self.ends, strict=True):
             its = range(max(part.start, first) - first, min(part.stop, end) - first)
-            wanted = [key if key in table.column_names else "question", *{image_key} & {*table.column_names}]
             if its:
-                yield table.select_columns(wanted).select(its)
+                yield table.select_columns(self._wanted(table)).select(its)
             first = end
+
+    def _wanted(self, table) -> list[str]:
+        """Return the columns that a prompt is made from."""
+        key, columns = self.args.prompt_key, table.column_names
+        return [key if key in columns else "question", *{self.args.image_key} & {*columns}]
 
     def _with_images(self, file: str, table):
         """The table with its images as files. Raises UserError if the model takes no images."""

@@ -57,6 +57,7 @@ class Learner:
 
     critic = None  # of rl/learning/value_model.py, where the advantages need one
     imitation = None  # of rl/algorithm/imitation.py, with --sft-files
+    teacher_rows = None  # of rl/algorithm/teacher_rows.py, with --teacher-prompt
 
     def __init__(
         self,
@@ -87,10 +88,8 @@ class Learner:
         if with_reference and not self.adapters:
             offload = args.ref_offload and is_accelerator(ranks.device)
             self.reference = load_policy(path, args, ranks, offload, "reference", trust_remote_code, is_known=True)
-        self.teacher, self.teacher_top_k = None, teacher_top_k
-        if teacher:
-            offload = args.ref_offload and is_accelerator(ranks.device)
-            self.teacher = load_policy(teacher, args, ranks, offload, "teacher", trust_remote_code)
+        self.teacher_top_k = teacher_top_k
+        self.teacher = self._find_teacher(teacher, trust_remote_code) if teacher else None
         # The fp32 weights by name where the policy has them in bf16.
         in_bf16 = args.dtype == "bfloat16" and not isinstance(self.policy, FSDPModule)
         self.masters = set_apart(self.policy, on_host=args.masters_on_host) if in_bf16 or args.masters_on_host else {}
@@ -106,6 +105,13 @@ class Learner:
         self.begin_step(1)
         self.skipped = 0  # optimizer steps left out for a non-finite gradient
         self.chosen_tokens: int | None = None  # of a micro-batch, where the flag says auto (rl/learning/token_budget.py)
+
+    def _find_teacher(self, teacher: str, trust_remote_code: bool) -> Policy:
+        """The model, or the policy without its adapters, where these are all that sets it apart."""
+        if teacher == self.path and self.adapters:
+            return WithoutAdapters(self.policy)
+        offload = self.args.ref_offload and is_accelerator(self.ranks.device)
+        return load_policy(teacher, self.args, self.ranks, offload, "teacher", trust_remote_code)
 
     def _load(self, trust_remote_code: bool, seed: int) -> Policy:
         return load_policy(self.path, self.args, self.ranks, self.args.param_offload, "policy", trust_remote_code, seed)
@@ -151,16 +157,15 @@ class Learner:
     ) -> torch.Tensor:
         """Log-probs [N] of the tokens that this rank trains, on the CPU, from its micro-batches of every mini-batch; 0 of those
         outside the mask. With --router-replay R2 these keep the policy's routes."""
+        if which == "teacher" and self.teacher_rows:
+            return self.teacher_rows.log_probs(self, batch, micros)
         model = getattr(self, which)
         out = torch.zeros(len(batch.token))
         for micro in itertools.chain.from_iterable(micros):
             records = which == "policy" and self.args.router_replay == "R2"
             if records:
                 micro.routes = None  # the generator's
-            if which == "teacher" and self.teacher_top_k:
-                log_prob = self._find_top_tokens(micro)
-            else:
-                log_prob, _ = self._log_probs(model, micro, "none")
+            log_prob = self.read_by_teacher(micro) if which == "teacher" else self._log_probs(model, micro, "none")[0]
             out[micro.index] = log_prob.cpu()
             if records:
                 micro.routes = self.policy.router.chosen()
@@ -178,8 +183,11 @@ class Learner:
             energy[micro.index], entropy[micro.index] = (x.cpu() for x in found)
         return energy, entropy
 
-    def _find_top_tokens(self, micro: MicroBatch) -> torch.Tensor:
-        """Leaves the teacher's most likely tokens in the micro-batch; returns its log-probs [n] of the sampled ones."""
+    def read_by_teacher(self, micro: MicroBatch) -> torch.Tensor:
+        """The teacher's log-probs [n] of the sampled tokens; leaves its most likely ones in the micro-batch, if they are
+        compared."""
+        if not self.teacher_top_k:
+            return self._log_probs(self.teacher, micro, "none")[0]
         progress()
         count, rows = self.teacher_top_k, self.config.get_text_config().vocab_size
         what = (micro.predict, micro.labels, self.temperature, "none")

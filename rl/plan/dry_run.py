@@ -21,6 +21,7 @@ import torch
 from torch.distributed import HashStore
 
 from rl.algorithm.kl_control import KLControl
+from rl.algorithm.teacher import teacher_path
 from rl.data.image_prompts import KEPT_BYTES, Images, takes_images
 from rl.errors import UserError
 from rl.learning import placement
@@ -113,7 +114,7 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn,
     check_heads(config, args.sequence_parallel)
     check_lengths(config.get_text_config(), args)
     if args.teacher:
-        load_config(resolve(args.teacher), args.trust_remote_code, "--teacher")  # raises UserError if the directory has none
+        load_config(teacher_path(args, path), args.trust_remote_code, "--teacher")  # raises UserError if there is none
     if args.critic_model:
         load_config(resolve(args.critic_model), args.trust_remote_code, "--critic-model")
     shapes = {p.shape for p in empty_model(config, args.trust_remote_code).parameters() if p.dim() > 1}
@@ -123,7 +124,7 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn,
     with FakeDevice() as fake, count:
         dist.init_device_mesh = fake.host_too(False)(dist.init_device_mesh)  # ranks are counted in real numbers
         with fake.host_too():
-            learner = make_learner(args, SimpleNamespace(path=path, total_steps=args.total_training_steps or 10**6), ranks)
+            learner = make_learner(args, _job(args, path), ranks)
         read, count.host.peak, count.host.at_peak = count.host.at_peak, 0, Counter()
         place = learner.ranks
         prompts = prompts_with_images(args, path, config, image_size, workload.prompt, fake) if takes_images(config) else None
@@ -152,6 +153,12 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn,
         )
         del kept
     return memory
+
+
+def _job(args: CommonArgs, path: str) -> SimpleNamespace:
+    """What a learner is made of. All of the teacher's prompts are of full length."""
+    of_teacher = SimpleNamespace(ids_of=lambda *_: [0] * args.longest_of_teacher)
+    return SimpleNamespace(path=path, total_steps=args.total_training_steps or 10**6, order=None, teacher_prompts=of_teacher)
 
 
 def _learn(script, args: CommonArgs, learner: Learner, batch: Batch) -> int:

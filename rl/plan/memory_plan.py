@@ -156,7 +156,7 @@ def candidates(args: CommonArgs, machine: Machine) -> Iterator[dict]:
     shared = dataclasses.replace(args, sequence_parallel=2 * args.sequence_parallel)
     yield {"gradient_checkpointing": True}
     yield {"max_tokens_per_micro_batch": longest_on_a_rank(args)}
-    if args.needs_reference or args.teacher:
+    if args.needs_reference or args.has_second_model:
         yield {"ref_offload": True}
     share = args.gpu_memory_utilization
     yield from ({"gpu_memory_utilization": other} for other in (0.4, 0.3, 0.6, 0.8, 0.9) if (other < share) == (share >= 0.5))

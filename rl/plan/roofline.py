@@ -4,6 +4,7 @@ Each part takes the longer of its arithmetic at the device's peak and its bytes 
 shares that good implementations reach. Left out: preemption, imbalance between ranks, and the host's own work.
 """
 
+from rl.algorithm.teacher import teacher_path
 from rl.learning.flops import train_flops_per_token
 from rl.model.attention import linear_layers
 from rl.model.pretrained import empty_model, load_config, resolve
@@ -46,7 +47,7 @@ def times_of(config, parameters: int, device: Device, args, roles: Roles, nodes:
     passes += args.recompute_old_log_probs(updates) + bool(args.needs_reference)
     of_teacher = (0.0, 0.0)
     if args.teacher:
-        of_teacher = forward_flops(load_config(resolve(args.teacher), args.trust_remote_code, "--teacher"))
+        of_teacher = forward_flops(load_config(teacher_path(args, resolve(args.model)), args.trust_remote_code, "--teacher"))
     train = device.flops * TRAIN_SHARE
     flops = roles.per_engine * device.flops
     bandwidth = roles.per_engine * device.bandwidth * BANDWIDTH_SHARE

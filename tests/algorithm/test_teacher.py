@@ -161,6 +161,10 @@ def test_the_top_tokens_have_a_shape():
         ({"teacher_alone": True, "adv_estimator": "remax"}, "--adv-estimator remax compares scores with baseline"),
         ({"adv_estimator": "rloo", "rollout_n": 1}, "nothing is learnt"),
         ({"teacher_alone": True, "teacher": None}, "--teacher-alone: without --teacher"),
+        ({"teacher": "self"}, "from its own prompt the policy learns nothing. Add --teacher-prompt"),
+        ({"teacher_prompt": "Think."}, "is the same for all rows"),
+        ({"teacher_prompt": ""}, "is the same for all rows"),
+        ({"teacher_prompt": "{prompt}", "agent": "true"}, "--teacher-prompt with --agent"),
     ],
 )
 def test_flags_that_a_teacher_makes_meaningless_are_refused(flags, said):
@@ -169,10 +173,23 @@ def test_flags_that_a_teacher_makes_meaningless_are_refused(flags, said):
 
 
 @pytest.mark.parametrize(
-    "flags", [{"loss_mode": "gmpo", "teacher_top_k": 4}, {"adv_estimator": "rloo", "rollout_n": 1, "teacher_alone": True}]
+    "flags",
+    [
+        {"loss_mode": "gmpo", "teacher_top_k": 4},
+        {"adv_estimator": "rloo", "rollout_n": 1, "teacher_alone": True},
+        {"teacher": "self", "teacher_prompt": "{prompt} {answer}"},
+    ],
 )
 def test_others_are_not(flags):
-    check(train_sync.Args(teacher="some model", **flags))
+    check(train_sync.Args(**{"teacher": "some model"} | flags))
+
+
+def test_a_teacher_reads_its_longest_prompt_with_a_response(demo_model):
+    """The demo's context is 512 tokens."""
+    args = train_sync.Args(teacher="self", teacher_prompt="{prompt}", teacher_max_prompt_length=504)
+    check_teacher(demo_model, args, demo_model)
+    with pytest.raises(UserError, match=r"--teacher-max-prompt-length 505 \+ --max-response-length 8 = 513 tokens, but the"):
+        check_teacher(demo_model, dataclasses.replace(args, teacher_max_prompt_length=505), demo_model)
 
 
 def test_a_teacher_needs_the_policys_vocabulary(demo_model, tmp_path):

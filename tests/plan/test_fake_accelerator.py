@@ -22,7 +22,7 @@ SLOW += ["experts, bf16", "engine, CUDA's attention", "engine, experts", "expert
 SLOW += ["shared sequences, CUDA's attention", "shared experts", "shared experts and sequences", "images", "images, windows"]
 SLOW += ["delta nets", "engine, delta nets", "adapters", "a teacher's tokens", "a critic", "demonstrations"]
 SLOW += ["images, shared sequences", "in turns", "in turns, images"]
-SLOW += ["images, a frozen tower", "images, experts", "engine, images", "engine, images, windows"]
+SLOW += ["images, a frozen tower", "images, experts", "engine, images", "engine, images, windows", "a teacher's prompts"]
 NOTICED_BY = {  # a file whose places are taken out -> the cases that must notice
     "rl/learning/learner.py": ["one rank", "one update", "what could be sampled"],
     "rl/learning/placement.py": ["one rank", "one update"],
@@ -53,6 +53,7 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/learning/optimizer.py": ["one rank"],
     "rl/learning/value_model.py": ["a critic"],
     "rl/algorithm/imitation.py": ["demonstrations"],
+    "rl/algorithm/teacher_rows.py": ["a teacher's prompts"],
     "rl/model/vision_sharing.py": ["images, shared sequences"],
 }
 LEFT_OUT = {  # a file with such places of which no case can notice any -> why
@@ -74,7 +75,7 @@ ALLOWED = {  # what a real device takes from the host as well, by name of the fu
     # transformers' own forward with images cannot run there
     "Probe.of": r"tensor\.to",
     # what a teacher has found waits on the host, and might wait on the device
-    "Learner._find_top_tokens": "",
+    "Learner.read_by_teacher": "",
     # moved before or after, or made on the host on purpose
     "Learner._whole": "local",
     # numbers by themselves, at which fake tensors do not look

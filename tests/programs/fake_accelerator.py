@@ -28,6 +28,7 @@ import train_one_step_off
 import train_sync
 from rl.algorithm.imitation import Imitation
 from rl.algorithm.kl_control import KLControl
+from rl.algorithm.teacher_rows import Itself, TeacherRows
 from rl.data.prompts import Prompt
 from rl.generation import choose_engine
 from rl.generation.embedded.engine import TransformersEngine
@@ -153,8 +154,10 @@ def learn(
         groups = [with_support(group, most) for group in groups]
     with FakeDevice():
         assert device.kind() == place.device.type == torch.empty(1, device=place.device).device.type
-        more = {"teacher": args.teacher, "teacher_top_k": args.teacher_top_k}
+        more = {"teacher": args.teacher if args.has_second_model else None, "teacher_top_k": args.teacher_top_k}
         model = Learner(path, args, place, 10, with_reference=args.needs_reference, **more)
+        if args.teacher_prompt:
+            model.teacher, model.teacher_rows = Itself(model.policy), TeacherRows(lambda ticket, ids: [3] * 40 + ids)
         if args.sft_files:
             of_two = np.array([3, 4, 5, 6]), np.array([False, True, True, True])
             model.imitation = Imitation(args, [of_two] * 5)
@@ -384,6 +387,7 @@ CASES = {  # a new kind of model is a line more
     ),
     "adapters": lambda m: learn(m["qwen3"], 2, 0, lora_rank=2, use_kl_loss=True, param_offload=True),
     "a teacher's tokens": lambda m: learn(m["qwen3"], 2, 0, teacher=m["qwen3"], teacher_top_k=2),
+    "a teacher's prompts": lambda m: learn(m["qwen3"], 4, 2, sequence_parallel=2, teacher="self", teacher_prompt="{prompt}"),
     "a critic": lambda m: learn(m["qwen3"], 2, 0, adv_estimator="gae", gamma=0.9),
     "demonstrations": lambda m: learn(m["qwen3"], 2, 1, sft_files=("some",), sft_batch_size=4),
     "in turns": lambda m: turns(m["qwen3"], dtype="bfloat16"),

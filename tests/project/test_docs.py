@@ -127,6 +127,7 @@ def test_every_paper_of_the_formulas_is_listed_with_flags_whose_formula_names_it
     of_others |= {"--kl-ctrl-type adaptive": "adaptive_kl_coef", "--loss-agg-mode seq-mean-token-sum-norm": "denominator"}
     of_others |= {"--top-entropy-quantile 0.2": "high_entropy_tokens", "--critic-lam 1": "lambda_return"}
     of_others |= {"--teacher-top-k 20": "top_k_reverse_kl", "--cliprange-value 0.5": "value_loss"}
+    of_others |= {"--teacher self --teacher-prompt '{prompt} {answer}'": "reverse_kl_advantage"}
     of_others |= {"--rollout-rs batch_k2 --rollout-rs-threshold 0.02": "rollout_rejection_mask"}
     for number, linked_number, flags in rows:
         flag, _, word = flags.partition(" ")

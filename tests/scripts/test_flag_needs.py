@@ -60,6 +60,8 @@ CASES = [
     ("--sft-coef 2", "", "--sft-files demo"),
     ("--sft-batch-size 2", "", "--sft-files demo"),
     ("--teacher-top-k 4", "--use-kl-loss", "--teacher demo"),
+    ("--teacher-prompt {prompt}", "", "--teacher demo"),
+    ("--teacher-max-prompt-length 9", "--teacher demo", "--teacher demo --teacher-prompt {prompt}"),
     ("--critic-model demo", "", "--adv-estimator gae"),
     ("--critic-lr 0.1", "", "--adv-estimator gae"),
     ("--critic-ppo-epochs 2", "", "--adv-estimator gae"),

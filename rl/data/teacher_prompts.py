@@ -1,0 +1,92 @@
+"""Prompts that a teacher reads in the place of the policy's (--teacher-prompt): with the answer, a solution or a hint in them.
+
+A template takes the place of the text of a prompt's last message, or of a prompt that is a string:
+
+    {prompt} Here is a solution: {answer} Now solve it yourself.
+
+{prompt} is the text that it replaces, {ground_truth} the row's ground truth, and every other name a column or a key of
+extra_info. What is put in is not read again, and braces around anything but a name stay. Left out: images.
+"""
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+from rl.data.columns import ground_truth
+from rl.data.measured import Measured
+from rl.data.prompts import PromptDataset, PromptOrder, Text
+from rl.errors import UserError
+
+NAME = re.compile(r"\{(\w+)\}")
+
+
+class TeacherPrompts(PromptDataset):
+    """The rows of a PromptDataset with the teacher's prompts. Raises UserError for a row that the template does not fit, and
+    for a prompt that is too long."""
+
+    def __init__(self, prompts: PromptDataset, template: str, limit: int):
+        """limit: tokens of a prompt. With --filter-overlong-prompts, rows whose prompts are longer leave `prompts`, too."""
+        vars(self).update(vars(prompts))
+        self.policys, self.template = prompts, template
+        self.args = dataclasses.replace(prompts.args, max_prompt_length=limit)
+        kept = {*self._measure("measuring the teacher's prompts").kept}
+        self.rows = prompts.rows = [row for row in prompts.rows if row in kept]
+        if not self.rows:
+            raise UserError(f"no prompt of the teacher is left at --teacher-max-prompt-length {limit}. Raise it.")
+
+    def ids_of(self, order: PromptOrder, ticket: int, prompt_ids: list[int]) -> list[int]:
+        """The token ids of the ticket's prompt for the teacher. prompt_ids: those that its generator sampled from. Raises
+        UserError if these are not the row's."""
+        _, index = order(ticket)
+        row = self.policys[index]
+        if row.ids != prompt_ids:
+            raise UserError(
+                f"{row.where}: the responses of ticket {ticket} follow another prompt. With --teacher-prompt all ranks must "
+                "see the same files, and the reset of an --env must not add to the prompt."
+            )
+        return self[index].ids
+
+    def in_words(self) -> str:
+        """The first prompt, in a line."""
+        first = self[0]
+        return f"the teacher reads of {first.where}: {first.text!r}"
+
+    def _render(self, where: str, row: dict) -> Text:
+        """The row's prompt as the teacher will read it."""
+        asked = self._asked(row)
+        if isinstance(asked, str):
+            asked = self._filled(where, row, asked)
+        else:
+            *before, last = asked
+            asked = [*before, last | {"content": self._filled(where, row, last["content"])}]
+        return super()._render(where, row | {self.args.prompt_key: asked})
+
+    def _filled(self, where: str, row: dict, prompt: str) -> str:
+        known = (row.get("extra_info") or {}) | row | {"ground_truth": ground_truth(row), "prompt": prompt}
+
+        def value(found: re.Match) -> str:
+            name = found[1]
+            if known.get(name) is None:
+                names = ", ".join(sorted(name for name, value in known.items() if value is not None))
+                raise UserError(f"{where}: nothing is there for {{{name}}} of --teacher-prompt. The row has {names}.")
+            return _text(known[name])
+
+        return NAME.sub(value, self.template)
+
+    def _wanted(self, table) -> list[str]:
+        return table.column_names
+
+    def _measure_row(self, found: Measured, row: int, columns: dict, text: Text, ids: list[int]) -> None:
+        limit = self.args.max_prompt_length
+        if len(ids) <= limit:
+            found.kept.append(row)
+        elif not self.args.filter_overlong_prompts:
+            raise UserError(
+                f"{self._where(row)}: the teacher's prompt has {len(ids)} tokens, more than {limit}. Raise "
+                "--teacher-max-prompt-length, or leave such rows out with --filter-overlong-prompts."
+            )
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
