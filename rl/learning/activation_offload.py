@@ -1,9 +1,9 @@
-"""What gradient checkpointing keeps for the backward pass, the input of each layer, kept in host memory instead.
+"""Keeps the inputs of layers, which gradient checkpointing saves for the backward pass, in host memory.
 
-A layer's input is 2 x hidden size bytes a token in bf16, and all layers' together are most of what a long sequence takes. Each
-goes to the host when its layer has begun, and comes back when the backward pass reaches it, on the queue of the computation
-itself: a layer computes far longer than its input travels. Left out: activations without gradient checkpointing, which are
-some twenty times as large.
+A layer's input is 2 x hidden size bytes a token in bf16; the inputs of all layers are most of a long sequence's memory. Each is
+copied to the host when its layer starts, and back when the backward pass reaches it, on the queue of the computation itself: a
+layer computes far longer than its input travels. Left out: activations without gradient checkpointing, about twenty times as
+large.
 """
 
 from functools import partial
@@ -16,7 +16,7 @@ from rl.ranks.device import is_accelerator
 
 
 def keep_inputs_on_host(model: nn.Module, device: torch.device) -> None:
-    """Changes a model whose gradient checkpointing is on."""
+    """Change a model whose gradient checkpointing is on."""
     hooks = saved_tensors_hooks(_to_host, lambda kept: kept.to(device, non_blocking=True))
     for module in model.modules():
         if checkpoint := getattr(module, "_gradient_checkpointing_func", None):
@@ -24,7 +24,7 @@ def keep_inputs_on_host(model: nn.Module, device: torch.device) -> None:
 
 
 def _call(checkpoint, hooks: saved_tensors_hooks, *args):
-    """What runs within a checkpoint saves nothing; what autograd is given to save is the checkpoint's own arguments."""
+    """The inside of a checkpoint saves nothing, so autograd only saves the checkpoint's own arguments."""
     with hooks:
         return checkpoint(*args)
 

@@ -1,14 +1,14 @@
-"""Responses whose advantages are all 0 train nothing: their part of the loss is 0, and so is its gradient. They pass forward
-alone, for the metrics, and are spared two thirds of the arithmetic.
+"""Skips the backward pass of responses whose advantages are all 0: they train nothing, because their part of the loss and its
+gradient are 0. The forward pass is kept for the metrics; two thirds of the arithmetic is saved.
 
-With a group-wise estimator these are all responses of a flat group, whose scores are equal: of a prompt that is too easy or too
-hard, half of a batch and more on many tasks. Scores are known before a batch is divided, and flat groups have micro-batches of
-their own where that pays (`pack_apart` in rl/learning/division.py). The gradient is the same sum without its zeros, equal to
-rounding; metrics are of all tokens, as ever.
+With a group-wise estimator these are all responses of flat groups, whose scores are equal because the prompt is too easy or too
+hard: on many tasks half of a batch or more. Scores are known before a batch is divided, and flat groups get separate
+micro-batches if that saves time (`pack_apart` in rl/learning/division.py). The gradient is the same sum without its zeros,
+equal up to rounding; metrics still include all tokens.
 
-That nothing is left out is looked at twice: a micro-batch passes forward alone if no learner has an advantage in it, and the
-loss's gradient is still computed up to its log-probs. If that is not 0, as in a script of one's own that trains all responses,
-the run ends with a message.
+Two checks ensure that nothing is lost: a micro-batch only skips its backward pass if no learner has an advantage in it, and the
+loss's gradient is still computed up to the log-probs. If that is not 0, as in a custom script that trains all responses, the
+run ends with a message.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ from rl.ranks.dist import all_reduce_sum
 
 
 def mark(args, batch: Batch, micros: Sequence[Sequence[MicroBatch]]) -> None:
-    """args: AlgorithmArgs, which imports losses: a replay says which. micros: of each mini-batch. Those in which nothing trains
-    become `forward_only`, but for a mini-batch's last: the optimizer wants a gradient, be it zeros, and with it FSDP lets go of
-    what it has gathered. A collective of the learners."""
+    """Mark the micro-batches in which nothing trains as `forward_only`, except a mini-batch's last one: the optimizer needs a
+    gradient, even of zeros, and FSDP frees what it has gathered in the backward pass. args: AlgorithmArgs (not annotated: that
+    would import losses, and a replay decides which). micros: of each mini-batch. A collective of the learners."""
     if not args.skips_backward:
         return
     in_front = [micro for of_mini in micros for micro in of_mini[:-1]]
@@ -34,14 +34,14 @@ def mark(args, batch: Batch, micros: Sequence[Sequence[MicroBatch]]) -> None:
 
 
 def check_no_gradient(*xs: torch.Tensor) -> None:
-    """Has what a loss is computed of, log-probs and entropy [n], raise a UserError if its gradient there is not 0."""
+    """Let log-probs and entropy [n] raise a UserError in the backward pass if the loss's gradient there is not 0."""
     for x in xs:
         x.requires_grad_().register_hook(_refuse)
 
 
 def _refuse(grad: torch.Tensor) -> None:
-    if grad.nan_to_num(nan=0.0).any():  # NaN comes of log-probs that are, which a report tells
+    if grad.nan_to_num(nan=0.0).any():  # NaN comes from log-probs that are NaN, which the metrics show
         raise UserError(
-            "the loss trains responses whose advantages are all 0, which pass forward alone. Let the script train them: "
+            "the loss trains responses whose advantages are all 0, whose backward pass is skipped. Let the script train them: "
             "--backward-without-advantage."
         )

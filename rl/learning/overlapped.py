@@ -1,8 +1,8 @@
-"""Work on the device over what rests in host memory, piece by piece: copies there and back go under the work.
+"""Works on the device over data in host memory, piece by piece, while copies run in the background.
 
-While one piece is worked on, the next one comes and the one before goes, each on a queue of its own. Three pieces are on the
-device at once, no more: the host waits until a piece has left before it has another one fetched. What has come is then used by
-no queue any more when its memory is given back. On a CPU there are no queues, and a piece is taken after the other.
+While one piece is processed, the next one arrives and the previous one leaves, each on its own queue. At most three pieces are
+on the device: the host waits until a piece has left before it fetches another one, so no queue still uses memory when it is
+freed. On a CPU there are no queues, and pieces are processed one after the other.
 """
 
 from collections import deque
@@ -14,8 +14,8 @@ from rl.ranks.device import copy_streams
 
 
 def overlapped(device: torch.device, pieces: Iterable, fetch: Callable, work: Callable, put: Callable) -> None:
-    """put(piece, work(piece, fetch(piece))) for each piece. fetch and put only copy; work may use what was there before, and
-    must not read what another piece's put writes. All of it is done on return."""
+    """Do put(piece, work(piece, fetch(piece))) for each piece. fetch and put only copy; work may use earlier data on the
+    device, and must not read what another piece's put writes. Everything is done on return."""
     if (streams := copy_streams(device)) is None:
         for piece in pieces:
             put(piece, work(piece, fetch(piece)))
