@@ -16,7 +16,7 @@ from rl.ranks.device import is_accelerator
 
 
 def keep_inputs_on_host(model: nn.Module, device: torch.device) -> None:
-    """Changes a model whose gradient checkpointing is on."""
+    """Change a model whose gradient checkpointing is on."""
     hooks = saved_tensors_hooks(_to_host, lambda kept: kept.to(device, non_blocking=True))
     for module in model.modules():
         if checkpoint := getattr(module, "_gradient_checkpointing_func", None):

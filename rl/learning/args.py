@@ -16,8 +16,8 @@ class LearnerArgs(AdapterArgs, OptimizerArgs, RouterArgs):
     """Precision, memory and layout of the learners."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the computation; auto is bfloat16 on an accelerator and float32 on a CPU. Master weights are fp32 in any
-    case; so are gradients and the optimizer's moments unless --grad-dtype and --optim say otherwise."""
+    """Precision of the computation; auto is bfloat16 on an accelerator and float32 on a CPU. Master weights are always fp32;
+    so are gradients and the optimizer's moments unless --grad-dtype and --optim say otherwise."""
     gradient_checkpointing: MayChange[bool] = False
     """Recompute each layer's activations, and logits of a large vocabulary, in the backward pass. Takes less memory and about a
     third more time."""
@@ -37,7 +37,8 @@ class LearnerArgs(AdapterArgs, OptimizerArgs, RouterArgs):
     """Learners that share each packed micro-batch, for sequences that do not fit on one (Ulysses). A micro-batch then has up to
     this many times --max-tokens-per-micro-batch tokens."""
     expert_parallel: MayChange[Annotated[int, Range(at_least=1)]] = 1
-    """Learners that share the experts of each layer: tokens are sent to their experts, where each learner would gather all."""
+    """Learners that share the experts of each layer: tokens are sent to their experts. With 1, each learner gathers all
+    experts."""
     ppo_epochs: Annotated[int, Range(at_least=1)] = 1
     """Passes over each batch."""
     freeze_vision_tower: bool = False
@@ -53,13 +54,13 @@ class LearnerArgs(AdapterArgs, OptimizerArgs, RouterArgs):
         return self.optimizer_offload and self.dtype == "bfloat16"
 
     def check(self) -> None:
-        """Raises UserError for flags of which only one can hold, or that cannot do what they are for."""
+        """Raise UserError for flags that exclude each other, or that cannot have an effect."""
         if self.optimizer_offload and self.param_offload:
             raise UserError(
                 "--optimizer-offload: --param-offload keeps the moments in host memory already. Leave one of them out."
             )
         if self.activation_offload and not self.gradient_checkpointing:
             raise UserError(
-                "--activation-offload moves what --gradient-checkpointing leaves; all activations are too much to move. Add "
-                "--gradient-checkpointing."
+                "--activation-offload moves the inputs that --gradient-checkpointing keeps; all activations are too much to "
+                "move. Add --gradient-checkpointing."
             )

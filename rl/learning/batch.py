@@ -1,7 +1,7 @@
-"""How groups become what a learner computes on.
+"""Turns groups into the tensors that a learner computes on.
 
-`Batch` is the scores of all responses of a step, and the tokens of those that this learner trains (rl/learning/division.py),
-end to end; its `Targets` are what `learn` computes of them. `MicroBatch` is what one forward pass takes: whole sequences,
+`Batch` has the scores of all responses of a step, and the tokens of those that this learner trains (rl/learning/division.py),
+end to end. Its `Targets` are what `learn` computes from them. `MicroBatch` is the input of one forward pass: whole sequences,
 packed without padding. `Tokens` are a batch and its targets at the tokens of a micro-batch. Left out: `Group`, which a
 generator sends (rl/samples/group.py).
 """
@@ -34,76 +34,76 @@ from rl.samples.group import Group
 if TYPE_CHECKING:
     from rl.learning.batch_images import BatchImages
 
-PIECE = 1 << 17  # tokens that are computed on at once, where all are: what a processor's cache holds
+PIECE = 1 << 17  # tokens computed at once in passes over all of them: what a processor's cache holds
 
 
 def of_flat_groups(groups: Iterable[Group]) -> list[bool]:
-    """Whether its group is flat, of each response that could be scored."""
+    """Return for each response that could be scored whether its group is flat: all scores are equal."""
     return [is_flat for group in groups for is_flat in [group.is_flat] * len(group.scored)]
 
 
 @dataclass
 class Targets:
-    """What the loss of a batch is computed from, in the order in which `learn` finds it: CPU tensors [N], as the batch's."""
+    """The inputs of a batch's loss, in the order in which `learn` computes them: CPU tensors [N], like the batch's."""
 
-    actor_log_prob: torch.Tensor | None = None  # float32, of the policy that starts the step; NaN where it is not known
-    old_log_prob: torch.Tensor | None = None  # float32, what the ratio is over; None where it is the update's own policy
+    actor_log_prob: torch.Tensor | None = None  # float32, of the policy that starts the step; NaN if unknown
+    old_log_prob: torch.Tensor | None = None  # float32, the ratio's denominator; None: the update's own policy
     ref_log_prob: torch.Tensor | None = None  # float32
     teacher_log_prob: torch.Tensor | None = None  # float32
     energy: torch.Tensor | None = None  # float32, for the optimal token baseline
-    high_entropy: torch.Tensor | None = None  # bool, tokens that --top-entropy-quantile leaves in the policy loss
+    high_entropy: torch.Tensor | None = None  # bool, tokens that --top-entropy-quantile keeps in the policy loss
     value: torch.Tensor | None = None  # float32, of the critic, before the update
-    is_weight: torch.Tensor | None = None  # float32, rollout correction
-    rejected: torch.Tensor | None = None  # bool, tokens that the rollout correction leaves out of the loss
+    is_weight: torch.Tensor | None = None  # float32, weight of the rollout correction
+    rejected: torch.Tensor | None = None  # bool, tokens that the rollout correction excludes from the loss
     reward: torch.Tensor | None = None  # float32, the score on the last token, less KL penalties
     advantage: torch.Tensor | None = None  # float32
-    chosen: torch.Tensor | None = None  # bool, tokens that clip_cov and kl_cov single out
-    returns: torch.Tensor | None = None  # float32, what the critic learns to predict
+    chosen: torch.Tensor | None = None  # bool, tokens that clip_cov and kl_cov choose
+    returns: torch.Tensor | None = None  # float32, the critic's targets
 
 
 @dataclass
 class Batch:
     """B responses; CPU tensors.
 
-    Per response, [B], the same on every learner. Per token, [N]: the tokens of the responses that this learner trains, all of
-    them where it is alone; those of one response are contiguous, and responses are in order. Responses that could not be scored
-    are not among them: they have no part in the loss, its denominators or any baseline.
+    Tensors per response, [B], are the same on every learner. Tensors per token, [N], hold the responses that this learner
+    trains: all of them if it is alone. A response's tokens are contiguous, and responses are in order. Responses that could not
+    be scored are left out: they have no part in the loss, its denominators or any baseline.
     """
 
-    tickets: list[int]  # of its groups, also of one none of whose responses could be scored
+    tickets: list[int]  # of its groups, including one whose responses all failed to be scored
     unscored: int  # responses left out
-    errors: list[str]  # why responses could not be scored, left out or (--on-reward-error zero) not
+    errors: list[str]  # why responses could not be scored, including those kept by --on-reward-error zero
     prompts: list[np.ndarray]  # B prompts, as token ids
     lengths: torch.Tensor  # [B] long, tokens of each response
-    sampled_lengths: torch.Tensor  # [B] long, those of them that are in the mask
+    sampled_lengths: torch.Tensor  # [B] long, tokens of each response in the mask
     group: torch.Tensor  # [B] long, which prompt: the group's place in the batch
     score: torch.Tensor  # [B] float32
     baseline: torch.Tensor  # [B] float32, score of the greedy response to the same prompt (ReMax)
-    extra: list[dict[str, float]]  # B further numbers of the reward function
-    truncated: torch.Tensor  # [B] bool, the response ran into its budget
+    extra: list[dict[str, float]]  # B dicts of further numbers of the reward function
+    truncated: torch.Tensor  # [B] bool, the response was cut at its budget
     token: torch.Tensor  # [N] int32
     seq: torch.Tensor  # [N] long, the response each token belongs to
     mask: torch.Tensor  # [N] bool, tokens that the policy sampled and that may be trained
     rollout_log_prob: torch.Tensor  # [N] float32
     version: torch.Tensor  # [N] int32
     local_lengths: torch.Tensor  # [B] long, tokens of each response among the N: lengths, or 0
-    division: Division | None = None  # among the learners that hold the others' tokens; None where all are here
-    flat: list[bool] | None = None  # B, whether the group is; None where they are not packed apart
+    division: Division | None = None  # among the learners; None: all tokens are here
+    flat: list[bool] | None = None  # B, whether the group is flat; None: flat groups are not packed apart
     routes: list[np.ndarray | None] = field(default_factory=list)  # B responses' routes, as in their records
     prompt_routes: list[np.ndarray | None] = field(default_factory=list)  # B prompts' routes
-    images: BatchImages | None = None  # of its prompts, for a model that takes images
-    failed: torch.Tensor | None = None  # [B] bool, could not be scored and counts as 0 (--on-reward-error zero)
+    images: BatchImages | None = None  # of its prompts, if the model takes images
+    failed: torch.Tensor | None = None  # [B] bool, not scored, counts as 0 (--on-reward-error zero)
     sources: list[str] = field(default_factory=list)  # of its groups: their data sources
     sizes: list[int] = field(default_factory=list)  # of its groups: their responses, scored or not
     turn_rewards: list[list | None] = field(default_factory=list)  # B responses' rewards of turns, as in their records
     histories: list[list[int] | None] = field(default_factory=list)  # B, as in their records
-    support: torch.Tensor | None = None  # [N, K] int32, tokens that could be sampled in each place (rl/model/head/support.py)
+    support: torch.Tensor | None = None  # [N, K] int32, tokens that could be sampled (rl/model/head/support.py)
     targets: Targets = field(default_factory=Targets)
 
     @staticmethod
     def of(groups: list[Group], division: Division | None = None) -> Batch:
-        """Groups in ticket order -> the batch, whoever generated them and whenever they arrived. division: among learners; None
-        leaves all to this one."""
+        """Make the batch of the groups, in ticket order: who generated them, and when, has no effect. division: among the
+        learners; None: this one trains all."""
         groups = sorted(groups, key=lambda g: g.ticket)
         pairs = [(i, g, r) for i, g in enumerate(groups) for r in g.scored]
         lengths = torch.tensor([len(r.token_ids) for _, _, r in pairs], dtype=torch.long)
@@ -149,35 +149,35 @@ class Batch:
         )
 
     def check_scored(self) -> None:
-        """Raises UserError if none of its responses could be scored: in the first step, the reward function cannot work."""
+        """Raise UserError if no response could be scored: in the first step that means a broken reward function."""
         if self.errors and len(self.errors) == self.unscored + len(self.score):
             raise UserError(
                 f"none of the first step's {len(self.errors)} responses could be scored: {self.errors[-1]}. "
-                "Correct the reward function, or what it needs."
+                "Correct the reward function, or provide what it needs."
             )
 
     @property
     def ranks(self) -> Ranks | None:
-        """That hold the others' tokens; None where all are here."""
+        """The learners that hold the other tokens; None if all are here."""
         return self.division and self.division.ranks
 
     @property
     def is_masked(self) -> bool:
-        """A response has tokens that the policy did not sample. The same on every learner."""
+        """Whether a response has tokens that the policy did not sample. The same on every learner."""
         return not torch.equal(self.lengths, self.sampled_lengths)
 
     @property
     def trained(self) -> torch.Tensor:
-        """[N] bool: the tokens of the mask that the rollout correction leaves in the loss."""
+        """[N] bool: the tokens of the mask that the rollout correction keeps in the loss."""
         return self.mask if self.targets.rejected is None else self.mask & ~self.targets.rejected
 
     @property
     def starts(self) -> torch.Tensor:
-        """[B]: where each response's tokens begin in the [N] tensors."""
+        """[B]: index of each response's first token in the [N] tensors."""
         return self.local_lengths.cumsum(0) - self.local_lengths
 
     def by_response(self, x: torch.Tensor) -> torch.Tensor:
-        """x [N] -> its sum over each response's tokens here, [B] float64."""
+        """Sum x [N] over each response's tokens here: [B] float64."""
         out = torch.zeros(len(self.local_lengths), dtype=torch.float64)
         for piece in pieces(self.seq):
             those = slice(int(self.seq[piece.start]), int(self.seq[piece.stop - 1]) + 1)
@@ -185,8 +185,8 @@ class Batch:
         return out
 
     def token_reward(self) -> torch.Tensor:
-        """[N]: each response's score on its last token, 0 elsewhere; of what the score has of turns' rewards (--turn-rewards),
-        each is on its turn's last token instead."""
+        """Return [N]: each response's score on its last token, 0 elsewhere. With --turn-rewards, each turn's reward is on the
+        turn's last token, and only the rest of the score on the last one."""
         reward = torch.zeros(len(self.token))
         ends = self.local_lengths.cumsum(0)[self.local_lengths > 0] - 1
         reward[ends] = self.score[self.local_lengths > 0]
@@ -198,7 +198,7 @@ class Batch:
         return reward
 
     def mini_batches(self, prompts: int) -> list[torch.Tensor]:
-        """The responses [b] of each run of `prompts` prompts, in ticket order."""
+        """Return the responses [b] of each mini-batch of `prompts` prompts, in ticket order."""
         return mini_batches(self.group, len(self.tickets), prompts)
 
     def total_lengths(self) -> list[int]:
@@ -210,64 +210,64 @@ class Batch:
         return [len(p) for p in self.prompts]
 
     def distinct_tokens(self) -> int:
-        """Response tokens, and each prompt's once: what an update computes at the least."""
+        """Response tokens, and each prompt's once: the least that an update can compute."""
         return int(self.lengths.sum()) + sum(map(len, self.distinct_prompts()))
 
     def distinct_prompts(self) -> list[np.ndarray]:
-        """The prompt of each group that has a response."""
+        """Return the prompt of each group that has a response."""
         _, first = np.unique(self.group.numpy(), return_index=True)
         return [self.prompts[i] for i in first]
 
     def tokens_of(self, responses: torch.Tensor) -> torch.Tensor:
-        """Indices into the [N] tensors of all tokens of the given responses [b], which are all here, in that order."""
+        """Return the indices in the [N] tensors of all tokens of the given responses [b], in that order. All must be here."""
         lengths, starts = self.lengths[responses], self.starts[responses]
         if not torch.equal(lengths, self.local_lengths[responses]):
-            raise ValueError("the batch was divided otherwise: tokens of a response are not on this learner")
+            raise ValueError("the batch was divided differently: tokens of a response are not on this learner")
         ends = lengths.cumsum(0)
         offset = torch.arange(int(ends[-1]) if len(ends) else 0)
         return offset + (starts - (ends - lengths)).repeat_interleave(lengths)
 
     def span(self, responses: torch.Tensor) -> slice:
-        """Where the tokens of responses [b] that follow each other, such as a mini-batch's, stand in the [N] tensors."""
+        """Return the slice of the [N] tensors with the tokens of consecutive responses [b], such as a mini-batch's."""
         if not len(responses):
             return slice(0, 0)
         first, last = int(responses[0]), int(responses[-1])
         if last - first != len(responses) - 1:
-            raise ValueError("the responses do not follow each other: tokens_of gives the indices of their tokens")
+            raise ValueError("the responses are not consecutive: tokens_of returns the indices of their tokens")
         start = int(self.local_lengths[:first].sum())
         return slice(start, start + int(self.local_lengths[first : last + 1].sum()))
 
     def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
-        """Sums what each learner has made of its own tokens, in place. A collective of those that share the batch."""
+        """Sum the learners' values in place. A collective of the learners that share the batch."""
         return all_reduce_sum(x, self.ranks.data_group) if self.ranks else x
 
     def of_each_rank(self, values: object) -> list:
-        """What JSON can hold, of each of those learners, in their order. A collective."""
+        """Gather a value, which JSON must be able to hold, from each of those learners, in their order. A collective."""
         if not self.ranks:
             return [values]
         return [json.loads(record) for record in all_gather_bytes(json.dumps(values).encode(), self.ranks.data_group)]
 
     def image_inputs(self, lengths: list[int], after: list[int], groups: list[int], device: torch.device) -> dict:
-        """What the model's forward takes of a packed row's images; nothing of a model without images."""
+        """Return the inputs of the model's forward for a packed row's images; none for a model without images."""
         return self.images.inputs(lengths, after, groups, device) if self.images else {}
 
     def at(self, micro: MicroBatch) -> Tokens:
-        """The batch and its targets at the micro-batch's tokens."""
+        """Return the batch and its targets at the micro-batch's tokens."""
         return Tokens(self, micro)
 
 
 def _sampled_lengths(lengths: torch.Tensor, masks: list[np.ndarray | None]) -> torch.Tensor:
-    """lengths [B] less what is masked, [B]."""
+    """Return lengths [B] without masked tokens, [B]."""
     masked = [0 if mask is None else len(mask) - int(np.count_nonzero(mask)) for mask in masks]
     return lengths - torch.tensor(masked, dtype=torch.long)
 
 
 def pieces(seq: torch.Tensor) -> Iterator[slice]:
-    """seq [N], ascending -> slices of whole responses, of PIECE tokens at most if no response has more."""
+    """Divide seq [N], ascending, into slices of whole responses, of at most PIECE tokens unless a response has more."""
     start = 0
     while start < len(seq):
         stop = min(len(seq), start + PIECE)
-        if stop < len(seq):  # where the response begins that would be cut, or if it is the piece's first, where it ends
+        if stop < len(seq):  # start of the response that would be cut; its end, if it is the piece's first
             first = int(torch.searchsorted(seq, seq[stop]))
             stop = first if first > start else int(torch.searchsorted(seq, seq[start], right=True))
         yield slice(start, stop)
@@ -276,50 +276,50 @@ def pieces(seq: torch.Tensor) -> Iterator[slice]:
 
 @dataclass
 class MicroBatch:
-    """Whole responses, packed, each prompt once: T tokens in all, n of them response tokens whose log-probs are wanted: those
-    of the mask."""
+    """Whole responses, packed, each prompt once: T tokens in all. n of them, the response tokens in the mask, need
+    log-probs."""
 
     inputs: dict[str, torch.Tensor]  # of the model's forward, on the device: input_ids and position_ids [1, T]
     layout: Packed
-    predict: torch.Tensor  # [n] on the device: index in the row of the hidden state that predicts each response token
+    predict: torch.Tensor  # [n] on the device: position in the row of the hidden state that predicts each token
     labels: torch.Tensor  # [n] on the device
     index: torch.Tensor  # [n] on the CPU: the same tokens' indices in the batch's [N] tensors
     routes: torch.Tensor | None = None  # [T, L, K] int16 on the CPU: the experts to be replayed (rl/model/router.py)
-    own: torch.Tensor | None = None  # where the row is shared: which of the n tokens predict and labels are of, on the device
+    own: torch.Tensor | None = None  # if the row is shared: which of the n tokens predict and labels belong to, on the device
     forward_only: bool = False  # nothing in it trains (rl/learning/forward_only.py)
     has_responses: bool = True  # False for a rank without work
     top: TopTokens | None = None  # of a teacher
-    support: torch.Tensor | None = None  # [n, K] on the device: what could be sampled in the places of labels
+    support: torch.Tensor | None = None  # [n, K] on the device: tokens that could be sampled in place of labels
 
     @property
     def real_tokens(self) -> int:
-        """Tokens of the row on this rank, but for padding behind them; 0 for a rank without work."""
+        """Tokens of the row on this rank, without padding; 0 for a rank without work."""
         return self.layout.tokens if self.has_responses else 0
 
     @staticmethod
     def of(batch: Batch, responses: list[int], device: torch.device) -> MicroBatch:
-        """The given responses with their prompts. An empty list gives one sequence of one token with nothing to
-        predict: a rank without work still takes part in the collectives of its forward and backward."""
+        """Pack the given responses with their prompts. An empty list gives one sequence of one token with nothing to predict: a
+        rank without work still takes part in the collectives of its forward and backward pass."""
         index = batch.tokens_of(torch.tensor(responses, dtype=torch.long))
         if not responses:
             layout, nothing = Packed([1], device), torch.zeros(0, dtype=torch.long)
             inputs = layout.inputs(torch.zeros(1, dtype=torch.long)) | batch.image_inputs([1], [-1], [-1], device)
             return MicroBatch(inputs, layout, nothing.to(device), nothing.to(device), nothing, has_responses=False)
-        # The row's segments: tokens, the segment in front or -1, and of prompts their group, else -1. prompt_of: by group.
+        # The row's segments: (tokens, the preceding segment or -1, a prompt's group or -1). prompt_of: by group.
         segments, begins, prompt_of = [], [], {}
         for i, tokens in zip(responses, batch.token[index].split(batch.lengths[responses].tolist()), strict=True):
             group = int(batch.group[i])
             if group not in prompt_of:
                 prompt_of[group] = len(segments)
                 segments.append((torch.from_numpy(batch.prompts[i].astype(np.int32)), -1, group))
-            tokens, *apart = tokens.split(batch.histories[i] or len(tokens))  # apart: with prompts of their own in front
+            tokens, *apart = tokens.split(batch.histories[i] or len(tokens))  # apart: with their own prompts
             segments += [(tokens, prompt_of[group], -1), *((history, -1, -1) for history in apart)]
             begins += [len(batch.prompts[i]) - 1, *[-1] * len(apart)]
         parts, after, groups = map(list, zip(*segments, strict=True))
         sizes = [len(part) for part in parts]
         layout = Packed(sizes, device, after)
-        sequences = layout.gather_index.split(layout.lengths)  # each response behind its prompt
-        # a prompt's last token predicts its response's first; nothing has to predict the first of a history apart, a prompt's
+        sequences = layout.gather_index.split(layout.lengths)  # each response follows its prompt
+        # a prompt's last token predicts its response's first; a separate history has its own prompt
         before = [s[begin:-1] if begin >= 0 else s.roll(1) for begin, s in zip(begins, sequences, strict=True)]
         inputs = layout.inputs(torch.cat(parts).long()) | batch.image_inputs(sizes, after, groups, device)
         predict, routes, mask = torch.cat(before), row_of_routes(batch, responses), batch.mask[index]
@@ -331,11 +331,11 @@ class MicroBatch:
 
 
 class Tokens:
-    """The [N] tensors of a batch and its targets at the n tokens of a micro-batch: each [n], on the micro-batch's device, where
-    it is moved when it is first asked for. None where `learn` has not computed it. What has another shape is in `batch`."""
+    """The [N] tensors of a batch and its targets at the n tokens of a micro-batch: each [n], moved to the micro-batch's device
+    on first use. None if `learn` has not computed it. Data of other shapes is in `batch`."""
 
     mask: torch.Tensor  # bool, the tokens that are trained
-    seq: torch.Tensor  # long, the response that each token belongs to: its number in the batch
+    seq: torch.Tensor  # long, the number in the batch of each token's response
     token: torch.Tensor
     version: torch.Tensor
     rollout_log_prob: torch.Tensor
@@ -357,7 +357,7 @@ class Tokens:
 
     def __getattr__(self, name: str) -> torch.Tensor | None:
         if name not in Tokens.__annotations__:
-            raise AttributeError(f"{name} is no tensor over tokens. These are: {', '.join(Tokens.__annotations__)}")
+            raise AttributeError(f"{name} is not a tensor over tokens. These are: {', '.join(Tokens.__annotations__)}")
         of = self.batch.targets if hasattr(self.batch.targets, name) else self.batch
         whole = self.batch.trained if name == "mask" else getattr(of, name)
         here = None if whole is None else moved(whole[self.micro.index], device=self.micro.labels.device)
@@ -366,18 +366,18 @@ class Tokens:
 
 
 def micro_batches(batch: Batch, members: torch.Tensor, max_tokens: int, ranks: Ranks) -> list[MicroBatch]:
-    """This rank's part of the responses `members` [b], packed; every part has the same number of micro-batches, those of flat
-    groups alone in front. max_tokens: of a micro-batch on one rank."""
+    """Pack this rank's part of the responses `members` [b]. Every rank gets the same number of micro-batches, first those with
+    flat groups only. max_tokens: of a micro-batch on one rank."""
     division = Division(len(batch.tickets), max_tokens, ranks)
     if batch.division and (batch.division.max_tokens, batch.ranks) == (max_tokens, ranks):
-        division = batch.division  # which has planned this
+        division = batch.division  # it has planned this already
     plan = division.micros(batch.total_lengths(), batch.prompt_lengths(), batch.group, members, batch.flat)
     micros = (MicroBatch.of(batch, members[part].tolist(), ranks.device) for part in plan[ranks.data_rank])
     return [part_of(micro, ranks) if ranks.sequence_parallel > 1 else micro for micro in micros]
 
 
 def part_of(micro: MicroBatch, ranks: Ranks) -> MicroBatch:
-    """The micro-batch with this rank's piece of its row. Its index stays that of all n tokens."""
+    """Return the micro-batch with this rank's piece of its row. Its index is still that of all n tokens."""
     piece = Piece(micro.layout, ranks)
     own = torch.nonzero(micro.predict // piece.size == piece.begin // piece.size).squeeze(1)
     return dataclasses.replace(
@@ -393,7 +393,7 @@ def part_of(micro: MicroBatch, ranks: Ranks) -> MicroBatch:
 
 
 def _input_part(x: torch.Tensor | RowImages, piece: Piece):
-    """One of the inputs of a model's forward: [1, T] -> [1, t], [3, 1, T] -> [3, 1, t], or the row's images."""
+    """Cut one input of a model's forward: [1, T] -> [1, t], [3, 1, T] -> [3, 1, t], or the row's images."""
     if isinstance(x, RowImages):
         return vision_sharing.part_of(x, piece)
     return piece.of(x.movedim(-1, 0)).movedim(0, -1)

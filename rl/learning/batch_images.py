@@ -1,7 +1,7 @@
-"""The images of a learner's batch. What travels from generators to learners has no pixels: each learner reads the rows of its
-own micro-batches again, and a thread prepares the next micro-batch's images while this one is computed.
+"""The images of a learner's batch. Samples travel without pixels: each learner reads the rows of its own micro-batches again,
+and a thread prepares the next micro-batch's images while the current one is computed.
 
-Memory: the files of this rank's rows for a step, and pixels as far as rl/data/image_prompts.py keeps them.
+Memory: the files of this rank's rows for a step, and the pixels that rl/data/image_prompts.py keeps.
 """
 
 import dataclasses
@@ -21,27 +21,27 @@ from rl.samples.group import Group
 
 
 class BatchImages:
-    """Images by group, and the packed rows that hold some, in the order in which they are computed."""
+    """Images by group, and the packed rows that have images, in the order in which they are computed."""
 
     @staticmethod
     def of(
         prompts: PromptDataset, order: PromptOrder, groups: Sequence[Group], ranks: Ranks | None = None
     ) -> "BatchImages | None":
-        """None if the model takes no images. ranks: the learners, where several share a row."""
+        """Return None if the model takes no images. ranks: the learners, if several share a row."""
         return BatchImages(prompts, order, groups, ranks) if prompts.prep else None
 
     def __init__(self, prompts: PromptDataset, order: PromptOrder, groups: Sequence[Group], ranks: Ranks | None = None):
         self.prompts, self.order = prompts, order
         self._sharing = ranks.sequence_parallel if ranks else 1
-        self._place = ranks.rank % self._sharing if ranks else 0  # among those that share a row
+        self._place = ranks.rank % self._sharing if ranks else 0  # among the ranks that share a row
         self.groups = sorted(groups, key=lambda group: group.ticket)
         self._read = functools.cache(self._read_again)
         self._rows: list[RowImages] = []
         self._thread = _thread()
 
     def inputs(self, lengths: Sequence[int], after: Sequence[int], groups: Sequence[int], device: torch.device) -> dict:
-        """What a packed row takes in addition to its ids (rl/model/vision_forward.py). lengths, after: of its segments; groups:
-        of segments that are prompts, their place in the batch, -1 of the others."""
+        """Return a packed row's inputs in addition to its ids (rl/model/vision_forward.py). lengths, after: of its segments;
+        groups: the place in the batch of each segment that is a prompt, -1 for the others."""
         inputs = row_inputs(lengths, after, [None if group < 0 else self._read(group) for group in groups])
         row = inputs["images"]
         if row.files:
@@ -53,7 +53,7 @@ class BatchImages:
         return {"position_ids": inputs["position_ids"].to(device), "images": row}
 
     def _prepare(self, number: int) -> None:
-        """Has the thread prepare that row's images; behind the last row comes the first, since rows are computed several times:
+        """Let the thread prepare that row's images. The first row follows the last, because rows are computed several times:
         for the old policy, the reference, the update."""
         row = self._rows[number % len(self._rows)]
         for image in divide(row, self._sharing)[self._place]:
@@ -61,7 +61,7 @@ class BatchImages:
             self._thread.submit(images.pixels_of, file)
 
     def _read_again(self, number: int) -> Images | None:
-        """The images of a group's prompt. Raises RuntimeError if the row is not what its generator had."""
+        """Return the images of a group's prompt. Raise RuntimeError if the row differs from the generator's."""
         group = self.groups[number]
         prompt = self.prompts[self.order(group.ticket)[1]]
         digest = prompt.images.digest if prompt.images else ""
@@ -75,5 +75,5 @@ class BatchImages:
 
 @functools.cache
 def _thread() -> ThreadPoolExecutor:
-    """One for the process. What it cannot prepare is raised where the pixels are taken."""
+    """Return the process's only thread. Its errors are raised where the pixels are used."""
     return ThreadPoolExecutor(1, thread_name_prefix="images")

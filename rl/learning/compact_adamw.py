@@ -1,18 +1,16 @@
-"""AdamW that takes less of the device: its moments rest in host memory, in 8 bits, or both, and gradients may be in bf16.
+"""AdamW with a smaller footprint: moments in host memory, in 8 bits, or both, and optionally bf16 gradients.
 
-The step itself is torch's fused AdamW in fp32 on the device, a piece of a parameter at a time: the moments of the piece are
-brought there and put back, and so are its fp32 weights where the device has them in bf16 alone (rl/learning/masters.py). These
-copies go under the work on other pieces (rl/learning/overlapped.py). What rests in host memory gives the bits that it would
-give on the device. 8 bits do not.
+The step itself is torch's fused AdamW in fp32 on the device, one piece of a parameter at a time. The piece's moments are copied
+to the device and back, and so are its fp32 weights if the device only has them in bf16 (rl/learning/masters.py); copies overlap
+with the work on other pieces (rl/learning/overlapped.py). Offloading changes no bit of the result; 8 bits do.
 
-In 8 bits each block of 256 neighbours in a row has an fp32 scale, and each element is one of 256 values that lie the closer
-the smaller they are (dynamic tree quantization, arXiv 2110.02861). The second moment is kept as its root: kept as it is, small
-ones would become 0 next to first moments that do not, and AdamW divides one by the root of the other. A block never crosses a
-row, and FSDP never cuts one, so that a checkpoint fits any number of learners to the bit. That is where torchao's and
-bitsandbytes' optimizers differ, whose blocks depend on what a rank holds; the first also compiles its step, the second is for
-CUDA.
+In 8 bits each block of 256 neighbours in a row has an fp32 scale, and each element is one of 256 values, which are denser near
+0 (dynamic tree quantization, arXiv 2110.02861). The second moment is stored as its root: stored directly, small ones would
+become 0 next to first moments that do not, and AdamW divides one by the root of the other. A block never crosses a row and FSDP
+never cuts a row, so a checkpoint fits any number of learners to the bit. Blocks of torchao's and bitsandbytes' optimizers
+depend on what a rank holds; torchao also compiles its step, and bitsandbytes needs CUDA.
 
-Between host and device 16 bytes a parameter move in an update, 4 in 8 bits; 8 more for weights in fp32.
+An update moves 16 bytes a parameter between host and device, 4 in 8 bits, and 8 more for weights in fp32.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,10 +24,10 @@ from rl.learning.overlapped import overlapped
 from rl.model.shards import local, zeros_on_host
 from rl.ranks.host_memory import PinnedBlocks
 
-PIECE = 1 << 24  # elements that are stepped at once: 64 MB of each moment
-BLOCK = 256  # elements with a common scale
-NARROW = 64  # shorter rows, and parameters of one dimension, stay in fp32: they are few
-MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
+PIECE = 1 << 24  # elements of a step: 64 MB of each moment
+BLOCK = 256  # elements that share a scale
+NARROW = 64  # shorter rows and one-dimensional parameters stay in fp32: they are few
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether the moment has a sign
 MASTER = "master"
 TINY = torch.finfo(torch.float32).tiny
 
@@ -38,10 +36,10 @@ TINY = torch.finfo(torch.float32).tiny
 class Piece:
     """Rows of a parameter on this rank."""
 
-    value: torch.Tensor  # as the device has them
+    value: torch.Tensor  # on the device
     grad: torch.Tensor
-    step: torch.Tensor  # steps taken before; it is changed
-    kept: dict[str, torch.Tensor]  # of these rows: state, and fp32 weights where `value` is in bf16
+    step: torch.Tensor  # steps taken before; updated in place
+    kept: dict[str, torch.Tensor]  # of these rows: state, and fp32 weights if `value` is in bf16
 
 
 class CompactAdamW(torch.optim.Optimizer):
@@ -66,7 +64,7 @@ class CompactAdamW(torch.optim.Optimizer):
         self._pinned = PinnedBlocks()
 
     def begin(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """The parameter's state, made where there is none yet."""
+        """Return the parameter's state, created on first use."""
         if state := self.state[parameter]:
             return state
         value, state["step"] = parameter.data, torch.zeros((), device=parameter.device)
@@ -81,12 +79,12 @@ class CompactAdamW(torch.optim.Optimizer):
     def _zeros(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if self.on_host:
             return zeros_on_host(like, dtype, self._pinned)
-        # A slice of one element, of whatever stride, counts as contiguous, and zeros in its likeness would keep that stride.
+        # A slice of one element counts as contiguous whatever its stride, and zeros_like would keep that stride.
         return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Takes a step with every parameter that has a gradient."""
+        """Take a step with every parameter that has a gradient."""
         if self.on_host:
             overlapped(self.param_groups[0]["params"][0].device, self._pieces(), self._fetch, self._step, self._put)
         elif self.masters and not self.in_8_bits:
@@ -96,7 +94,7 @@ class CompactAdamW(torch.optim.Optimizer):
                 self._put(piece, self._step(piece, piece.kept))
 
     def _step_all(self) -> None:
-        """One call for all parameters, where everything rests on the device in fp32."""
+        """Step all parameters in one call, if everything is on the device in fp32."""
         parameters = [parameter for parameter in self.param_groups[0]["params"] if parameter.grad is not None]
         states = [self.begin(parameter) for parameter in parameters]
         values = [self.masters[parameter] for parameter in parameters]
@@ -105,7 +103,7 @@ class CompactAdamW(torch.optim.Optimizer):
         torch._foreach_copy_(parameters, values)
 
     def _adamw(self, values, grads, first_moments, second_moments, steps) -> None:
-        """torch's own, in place, of a list of tensors each. It counts the steps."""
+        """Call torch's own step in place, with a list of tensors for each argument. It increments the step counts."""
         group = self.param_groups[0]
         knobs = {name: group[name] for name in ("lr", "weight_decay", "eps")}
         knobs |= {"beta1": group["betas"][0], "beta2": group["betas"][1], "amsgrad": False, "maximize": False, "fused": True}
@@ -129,11 +127,11 @@ class CompactAdamW(torch.optim.Optimizer):
             step += 1
 
     def _fetch(self, piece: Piece) -> dict[str, torch.Tensor]:
-        """What is kept of the piece, on the device; the kept tensors themselves where they are there."""
+        """Fetch the piece's stored tensors to the device; return the tensors themselves if they are on it."""
         return {name: tensor.to(piece.value.device, non_blocking=True) for name, tensor in piece.kept.items()}
 
     def _step(self, piece: Piece, came: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """came: what is kept of the piece, on the device. Returns what is to be kept."""
+        """Step the piece. came: its stored tensors on the device. Return the tensors to store."""
         value, moments = came.get(MASTER, piece.value), [self._decoded(name, came) for name in MOMENTS]
         self._adamw([value], [piece.grad.to(value.dtype)], *([moment] for moment in moments), [piece.step])
         made = {}
@@ -149,7 +147,7 @@ class CompactAdamW(torch.optim.Optimizer):
             piece.kept[name].copy_(tensor, non_blocking=True)
 
     def _decoded(self, name: str, came: dict[str, torch.Tensor]) -> torch.Tensor:
-        """A moment in fp32; the very tensor that came where it is just that."""
+        """Return a moment in fp32: the tensor itself if it already is."""
         moment = came[name]
         if (scale := came.get(f"{name}_scale")) is None:
             return moment
@@ -170,8 +168,8 @@ class CompactAdamW(torch.optim.Optimizer):
 
 
 def _pieces(value: torch.Tensor) -> Iterator[slice]:
-    """Runs of rows of at most PIECE elements, or 16 rows. Their number is a multiple of 16, so that the fused step's vectors
-    are those of the whole."""
+    """Divide rows into runs of at most PIECE elements, or 16 rows. Run lengths are multiples of 16 rows, so that the fused step
+    vectorises each piece as it does the whole."""
     if not value.numel():
         return
     rows = max(16, PIECE // (value.numel() // len(value)) // 16 * 16)
@@ -182,8 +180,8 @@ def _pieces(value: torch.Tensor) -> Iterator[slice]:
 
 
 def dynamic_values(signed: bool) -> list[float]:
-    """The 256 values of a code, ascending, from -1 or 0 to 1: 0, 1, and in each of seven decades below 1 the middles of equally
-    long parts, twice as many as in the decade below it."""
+    """Return the 256 values of a code, ascending, from -1 or 0 to 1: 0, 1, and in each of seven decades below 1 the middles of
+    equally long parts, twice as many as in the next lower decade."""
     values = [0.0, 1.0]
     for decade in range(7):
         parts = 2**decade if signed else 2 ** (decade + 1)
@@ -193,8 +191,8 @@ def dynamic_values(signed: bool) -> list[float]:
 
 
 def to_8_bits(x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., C] -> (codes [..., C] uint8, the index of the nearest value; scale [..., C / 256 rounded up] fp32, the largest
-    magnitude of each block)."""
+    """Encode x [..., C]: return (codes [..., C] uint8, the index of the nearest value; scale [..., C / 256 rounded up] fp32,
+    the largest magnitude of each block)."""
     blocks = _blocks(x)  # [..., C / 256, 256]
     scale = blocks.abs().amax(-1)
     between = (table[1:] + table[:-1]) / 2
@@ -203,12 +201,12 @@ def to_8_bits(x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def from_8_bits(codes: torch.Tensor, scale: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """The values [..., C] of codes [..., C] and their blocks' scales [..., C / 256 rounded up]."""
+    """Decode codes [..., C] with their blocks' scales [..., C / 256 rounded up]: return values [..., C]."""
     values = table[_blocks(codes).int()] * scale[..., None]
     return values.flatten(-2)[..., : codes.shape[-1]].contiguous()
 
 
 def _blocks(x: torch.Tensor) -> torch.Tensor:
-    """[..., C] -> [..., C / 256 rounded up, 256], filled up with zeros."""
+    """Reshape [..., C] to [..., C / 256 rounded up, 256], padded with zeros."""
     missing = -x.shape[-1] % BLOCK
     return (F.pad(x, (0, missing)) if missing else x).unflatten(-1, (-1, BLOCK))

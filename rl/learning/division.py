@@ -1,8 +1,8 @@
 """The division of a batch among the learners: who trains which responses, in which micro-batches.
 
-Every learner knows the length, the score and the group of each response, so that all make the same plan without a word. Tokens
-and what is computed of them each holds of its own responses alone: memory falls with the number of learners. Left out: what
-concerns the whole batch (rl/algorithm/whole_batch.py).
+Every learner knows the length, the score and the group of each response, so all make the same plan without communication. Each
+only holds the tokens of its own responses, and what is computed from them: memory falls with the number of learners. Left out:
+quantities of the whole batch (rl/algorithm/whole_batch.py).
 """
 
 import heapq
@@ -15,23 +15,23 @@ from torch import Tensor
 from rl.ranks.dist import Ranks
 
 OF_BACKWARD = 2 / 3  # of a micro-batch's arithmetic
-A_PASS = 1024  # tokens that take as long as a micro-batch costs in addition to its own
-WORTH_IT = 0.95  # of the time of all together; above, they stay so
+A_PASS = 1024  # fixed cost of a micro-batch, in tokens
+WORTH_IT = 0.95  # of the time of packing all together; above it they are packed together
 
 
 def pack(
     lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[int], max_tokens: int, ranks: int
 ) -> list[list[list[int]]]:
-    """Splits sequences into micro-batches of at most `max_tokens` tokens, equally many on every rank.
+    """Split sequences into micro-batches of at most `max_tokens` tokens, the same number on every rank.
 
-    lengths: tokens of each sequence; prompts: of those its prompt's, which a micro-batch computes once for all its responses;
-    groups: whose neighbours share a prompt. Returns [rank][micro-batch] -> indices into `lengths`. The same input gives the
-    same plan on every rank. Raises ValueError for a sequence above max_tokens.
+    lengths: tokens of each sequence; prompts: how many of them are its prompt's, which a micro-batch computes once for all
+    responses to it; groups: neighbours of one group share a prompt. Return [rank][micro-batch] -> indices into `lengths`. The
+    same input gives the same plan on every rank. Raise ValueError for a sequence above max_tokens.
 
-    What is placed are runs of one group, longest first into the emptiest bin (Graham's rule, at most 4/3 of the best possible);
-    there are more micro-batches until the budget holds. Long runs share their prompt, short ones balance: of plans with runs of
-    up to a micro-batch, and of a whole, a half and a quarter of what a micro-batch would have on average, it is the one that
-    computes the fewest tokens, where all ranks wait for the slowest.
+    Runs of one group are placed, longest first, each into the emptiest bin (Graham's rule, at most 4/3 of the optimum); the
+    number of micro-batches grows until the budget holds. Long runs share their prompt, short ones balance better. So several
+    plans are made, with runs of up to a micro-batch, and of a whole, a half and a quarter of a micro-batch's average load, and
+    the one that computes the fewest tokens is chosen, counting that all ranks wait for the slowest.
     """
     if max(lengths, default=0) > max_tokens:
         raise ValueError(f"a sequence of {max(lengths)} tokens does not fit in a micro-batch of {max_tokens}")
@@ -50,8 +50,8 @@ def pack(
 def pack_apart(
     lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[int], flat: Sequence[bool], max_tokens: int, ranks: int
 ) -> list[list[list[int]]]:
-    """As `pack`, but sequences that are `flat` are in micro-batches of their own, in front of the others, where that takes less
-    time if they pass forward alone. At least one micro-batch is of the others, though it may be empty."""
+    """Pack as `pack` does, but put `flat` sequences into separate micro-batches, before the others, if that saves time because
+    they only need a forward pass. At least one micro-batch, which may be empty, is for the others."""
     what, together = (lengths, prompts, groups), pack(lengths, prompts, groups, max_tokens, ranks)
     if not any(flat):
         return together
@@ -71,8 +71,8 @@ def pack_apart(
 
 
 def _place(lengths: Sequence[int], groups: Sequence[int], max_tokens: int, ranks: int, part: int) -> list[list[int]]:
-    """The bins of a plan, neighbours those of one micro-batch on each rank. part: of a bin's average load, the longest run; 0
-    lets a run fill a bin."""
+    """Return the bins of a plan; neighbouring bins are one micro-batch's on each rank. part: the longest run, as a part of a
+    bin's average load; 0 lets a run fill a bin."""
     count = max(1, -(-sum(lengths) // (max_tokens * ranks)))
     while True:
         runs = _runs(lengths, groups, sum(lengths) / (part * count * ranks) if part else max_tokens)
@@ -85,11 +85,11 @@ def _place(lengths: Sequence[int], groups: Sequence[int], max_tokens: int, ranks
             heapq.heappush(heap, (load + loads[r], b))
         if max(load for load, _ in heap) <= max_tokens:
             return bins
-        count += max(1, count // 32)  # thousands of bins are not tried one by one
+        count += max(1, count // 32)  # do not try thousands of bins one by one
 
 
 def _runs(lengths: Sequence[int], groups: Sequence[int], limit: float) -> list[list[int]]:
-    """Neighbours of one group, together within `limit` tokens; a sequence above it stands alone."""
+    """Group neighbours of one group into runs of up to `limit` tokens; a longer sequence is a run of its own."""
     runs, load = [], 0
     for i, (length, group) in enumerate(zip(lengths, groups, strict=True)):
         if i and groups[i - 1] == group and load + length <= limit:
@@ -104,19 +104,19 @@ def _runs(lengths: Sequence[int], groups: Sequence[int], limit: float) -> list[l
 def _slowest(
     passes: Iterable[Sequence[Sequence[int]]], lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[int]
 ) -> int:
-    """Tokens for which all ranks wait. passes: a micro-batch of each rank."""
+    """Return the tokens that all ranks wait for. passes: a micro-batch of each rank."""
     return sum(max(_row_tokens(members, lengths, prompts, groups) for members in of_ranks) for of_ranks in passes)
 
 
 def _row_tokens(members: Sequence[int], lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[int]) -> int:
-    """Tokens of a micro-batch's row: each prompt is in it once."""
+    """Return the tokens of a micro-batch's row, with each prompt once."""
     return sum(lengths[i] - prompts[i] for i in members) + sum({groups[i]: prompts[i] for i in members}.values())
 
 
 @dataclass(frozen=True)
 class Division:
-    """How a batch is divided among learners: each mini-batch of `prompts` prompts by itself, into micro-batches. A batch has
-    one of its own, which plans each mini-batch once, whoever asks."""
+    """The division of a batch among learners: each mini-batch of `prompts` prompts separately, into micro-batches. Each batch
+    has its own Division, which plans a mini-batch once and keeps the plan."""
 
     prompts: int
     max_tokens: int  # of a micro-batch on one rank
@@ -132,14 +132,14 @@ class Division:
     def own(
         self, lengths: Sequence[int], prompts: Sequence[int], group: Sequence[int], flat: Sequence[bool] | None = None
     ) -> list[int]:
-        """The responses that this rank trains, ascending. lengths: prompt and response tokens, of all B; prompts: the prompt's
-        alone; group [B]; flat [B]: whether that group is, if it is to be packed apart."""
+        """Return the responses that this rank trains, ascending. lengths [B]: prompt and response tokens; prompts [B]: prompt
+        tokens; group [B]; flat [B]: whether the group is flat, if flat groups are packed apart."""
         return [i for i, owner in enumerate(self.owners(lengths, prompts, group, flat)) if owner == self.ranks.data_rank]
 
     def owners(
         self, lengths: Sequence[int], prompts: Sequence[int], group: Sequence[int], flat: Sequence[bool] | None = None
     ) -> list[int]:
-        """The data rank that trains each response; the same on every rank."""
+        """Return the data rank that trains each response; the same on every rank."""
         group, out = torch.as_tensor(group, dtype=torch.long), [0] * len(lengths)
         for mini in mini_batches(group, int(group[-1]) + 1 if len(group) else 0, self.prompts):
             for rank, micros in enumerate(self.micros(lengths, prompts, group, mini, flat)):
@@ -155,8 +155,8 @@ class Division:
         members: Tensor,
         flat: Sequence[bool] | None = None,
     ) -> list[list[list[int]]]:
-        """Each data rank's micro-batches of the responses `members` [b], as indices into these; as many on every rank. lengths,
-        prompts, group, flat: as in `own`."""
+        """Return each data rank's micro-batches of the responses `members` [b], as indices into `members`; the same number on
+        every rank. lengths, prompts, group, flat: as in `own`."""
         of_all = (lengths, prompts, group.tolist(), *(() if flat is None else (flat,)))
         what = tuple(tuple(numbers[i] for i in members.tolist()) for numbers in of_all)
         if what not in self._plans:
@@ -166,5 +166,5 @@ class Division:
 
 
 def mini_batches(group: Tensor, count: int, prompts: int) -> list[Tensor]:
-    """group [B], numbers below `count` -> the responses [b] of each run of `prompts` groups."""
+    """Return the responses [b] of each run of `prompts` groups. group [B]: numbers below `count`."""
     return [torch.nonzero(group // prompts == k).squeeze(1) for k in range(-(-count // prompts))]

@@ -1,10 +1,10 @@
-"""The part of an update's arithmetic that trains nothing: prompts computed more than once, and padding.
+"""Counts the wasted part of an update's arithmetic: prompts computed more than once, and padding.
 
-Counted are forward and backward of the language model, as `train_flops_per_token` counts them. At the least an update computes
-each prompt of a batch once, each response token once, and in attention each token with those in front of it. What it did
-compute follows from the layouts of its micro-batches: a prompt whose responses are divided among micro-batches is in each of
-them, and on a CPU attention computes it for each response, in padded buckets (rl/model/attention.py). Left out: recomputation
-(--gradient-checkpointing), which is chosen, and the vision tower.
+Forward and backward passes of the language model count, as in `train_flops_per_token`. The minimum for a batch is each prompt
+once, each response token once, and in attention each token with those before it. The actual number follows from the layouts of
+the micro-batches: a prompt whose responses are divided among micro-batches is in each of them, and on a CPU attention computes
+it for each response, in padded buckets (rl/model/attention.py). Left out: recomputation (--gradient-checkpointing), which is
+chosen, and the vision tower.
 """
 
 import torch
@@ -16,21 +16,21 @@ from rl.ranks.dist import all_reduce_sum
 
 
 class Computed:
-    """What this rank has computed in a step's updates; a token counts as one, with or without a backward pass."""
+    """Counts of this rank's computation in a step's updates; a token counts as one, with or without a backward pass."""
 
     def __init__(self):
         self.tokens = self.pairs = 0.0  # of rows; of queries and keys in one layer, of all heads
-        self.forward_only = 0.0  # of the tokens, those without a backward pass
+        self.forward_only = 0.0  # tokens without a backward pass
 
     def add(self, micro: MicroBatch) -> None:
-        """To be called after the micro-batch's forward pass."""
+        """Add a micro-batch. Call it after the forward pass."""
         tokens, pairs = micro.layout.work
         self.tokens, self.pairs = self.tokens + tokens, self.pairs + pairs
         self.forward_only += tokens * micro.forward_only
 
     def metrics(self, config: PretrainedConfig, batch: Batch, epochs: int) -> dict[str, float]:
-        """Of the learners' `epochs` passes over the batch, each 0 to 1: perf/wasted_flops, the part of the FLOPs that was for
-        nothing; perf/forward_only, the part of the tokens that had no backward pass. A collective."""
+        """Return metrics of the learners' `epochs` passes over the batch, each 0 to 1: perf/wasted_flops, the wasted part of
+        the FLOPs; perf/forward_only, the part of the tokens without a backward pass. A collective."""
         own = torch.tensor([self.tokens, self.pairs, self.forward_only], dtype=torch.float64)
         tokens, pairs, forward_only = all_reduce_sum(own).tolist()
         computed = _flops(config, tokens, pairs, epochs * int(batch.sampled_lengths.sum()))
@@ -39,7 +39,7 @@ class Computed:
 
 
 def least_flops(config: PretrainedConfig, batch: Batch) -> float:
-    """FLOPs of a forward and backward pass over the batch in which nothing is computed twice."""
+    """Return the FLOPs of a forward and backward pass over the batch that computes nothing twice."""
     own = [len(prompt) for prompt in batch.distinct_prompts()]
     behind = zip(batch.prompt_lengths(), batch.lengths.tolist(), strict=True)
     pairs = sum(n * (n + 1) // 2 for n in own) + sum(p * n + n * (n + 1) // 2 for p, n in behind)
@@ -47,28 +47,28 @@ def least_flops(config: PretrainedConfig, batch: Batch) -> float:
 
 
 def _flops(config: PretrainedConfig, tokens: float, pairs: float, projected: int) -> float:
-    """tokens: through the layers; pairs: of a query and a key; projected: tokens that are, to the vocabulary."""
+    """tokens: through the layers; pairs: of a query and a key; projected: tokens projected to the vocabulary."""
     head, token = head_flops(config), train_flops_per_token(config, 0)
     pair = train_flops_per_token(config, 2) - token  # a token of a mean length of 2 has one pair
     return tokens * (token - head) + pairs * pair + projected * head
 
 
 def head_flops(config: PretrainedConfig) -> int:
-    """FLOPs of forward and backward of a token's projection to the vocabulary."""
+    """Return the FLOPs of a token's projection to the vocabulary, forward and backward."""
     text = config.get_text_config()
     return 6 * text.hidden_size * text.vocab_size
 
 
 def train_flops_per_token(config, mean_length: float, frozen: bool = False) -> float:
-    """FLOP of forward and backward per token of a Hugging Face causal LM (PaLM, arXiv 2204.02311, appendix B).
+    """Return the FLOP per token, forward and backward, of a Hugging Face causal LM (PaLM, arXiv 2204.02311, appendix B).
 
     6 per active matrix parameter (the vocabulary projection included, the embedding look-up not), and for attention
     6 * layers * heads * head_dim * mean_length: 12 in PaLM, halved because causal attention needs half of the products. Layers
-    with a state in its place have their own count.
+    with a recurrent state instead have their own count.
     Mixture-of-experts layers count the experts a token is routed to and the shared one. Recomputation is not counted: this is
-    MFU, not HFU. An estimate where layers differ or have no gate: all are taken as gated, and as mixtures if any is.
-    Of a vision-language model this is the language model's part. frozen: the backward pass computes no gradient of the
-    matrices, because small adapters are trained, which are not counted.
+    MFU, not HFU. It is an estimate if layers differ or have no gate: all count as gated, and as mixtures if any is one. For a
+    vision-language model it is the language model's part. frozen: the backward pass computes no gradient of the matrices,
+    because only small adapters are trained, which are not counted.
     """
     config = config.get_text_config()
     heads, hidden, layers = config.num_attention_heads, config.hidden_size, config.num_hidden_layers

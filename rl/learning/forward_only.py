@@ -1,14 +1,14 @@
-"""Responses whose advantages are all 0 train nothing: their loss and its gradient are 0. They only get a forward pass, for the
-metrics, which saves two thirds of the arithmetic.
+"""Skips the backward pass of responses whose advantages are all 0: they train nothing, because their part of the loss and its
+gradient are 0. The forward pass is kept for the metrics; two thirds of the arithmetic is saved.
 
-With a group-wise estimator these are the responses of flat groups, whose scores are all equal because the prompt is too easy or
-too hard: on many tasks half of a batch and more. Scores are known before a batch is divided, and flat groups get micro-batches
-of their own if that pays (`pack_apart` in rl/learning/division.py). The gradient is the same sum without its zeros, equal up to
-rounding; metrics include all tokens.
+With a group-wise estimator these are all responses of flat groups, whose scores are equal because the prompt is too easy or too
+hard: on many tasks half of a batch or more. Scores are known before a batch is divided, and flat groups get separate
+micro-batches if that saves time (`pack_apart` in rl/learning/division.py). The gradient is the same sum without its zeros,
+equal up to rounding; metrics still include all tokens.
 
-Two checks make sure that nothing is left out: a micro-batch skips its backward pass only if no learner has an advantage in it,
-and the loss's gradient is still computed up to its log-probs. If that is not 0, as in a custom script that trains all,
-the run ends with a message.
+Two checks ensure that nothing is lost: a micro-batch only skips its backward pass if no learner has an advantage in it, and the
+loss's gradient is still computed up to the log-probs. If that is not 0, as in a custom script that trains all responses, the
+run ends with a message.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ from rl.ranks.dist import all_reduce_sum
 
 
 def mark(args, batch: Batch, micros: Sequence[Sequence[MicroBatch]]) -> None:
-    """Makes micro-batches in which nothing trains `forward_only`, except the last of a mini-batch: the optimizer needs a
-    gradient, even of zeros, and FSDP frees its gathered parameters with it. args: AlgorithmArgs; micros: of each mini-batch. A
-    collective of the learners."""
+    """Mark the micro-batches in which nothing trains as `forward_only`, except a mini-batch's last one: the optimizer needs a
+    gradient, even of zeros, and FSDP frees what it has gathered in the backward pass. args: AlgorithmArgs (not annotated: that
+    would import losses, and a replay decides which). micros: of each mini-batch. A collective of the learners."""
     if not args.skips_backward:
         return
     in_front = [micro for of_mini in micros for micro in of_mini[:-1]]
@@ -34,7 +34,7 @@ def mark(args, batch: Batch, micros: Sequence[Sequence[MicroBatch]]) -> None:
 
 
 def check_no_gradient(*xs: torch.Tensor) -> None:
-    """Has a loss's inputs, log-probs and entropy [n], raise a UserError in the backward pass if their gradient is not 0."""
+    """Let log-probs and entropy [n] raise a UserError in the backward pass if the loss's gradient there is not 0."""
     for x in xs:
         x.requires_grad_().register_hook(_refuse)
 

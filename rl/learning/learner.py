@@ -1,7 +1,7 @@
 """The learner: a sharded causal language model, its log-probs on packed micro-batches, and the optimizer's step.
 
-Gradients are summed over ranks, never averaged: the losses' denominators are global already.
-Left out: the loss itself, which is in the scripts and in losses.py.
+Gradients are summed over ranks, never averaged, because the losses' denominators are global. Left out: the loss itself, which
+is in the scripts and in losses.py.
 """
 
 import contextlib
@@ -39,23 +39,23 @@ from rl.ranks.device import is_accelerator, memory_gb, peak_flops
 from rl.ranks.dist import Ranks
 from rl.ranks.watchdog import progress
 
-UNMEASURED_TOKENS = 8192  # of a micro-batch, where --max-tokens-per-micro-batch auto has not measured
+UNMEASURED_TOKENS = 8192  # of a micro-batch, unless --max-tokens-per-micro-batch auto has measured
 
 
 @dataclass(frozen=True)
 class Outgoing:
-    """What leaves a learner for engines and generators: whole tensors under the model's names."""
+    """The tensors that a learner sends to engines and generators: whole tensors under the model's names."""
 
-    shapes: dict[str, list[int]]  # by name, in the order in which the tensors come: those that training changes are first
-    frozen: frozenset[str]  # the names of the others
+    shapes: dict[str, list[int]]  # by name, in the order of the tensors: those that training changes come first
+    frozen: frozenset[str]  # names of the others
     tensors: Callable[..., Iterator[tuple[str, torch.Tensor]]]  # Learner.weights
-    apart: bool = False  # with --publish adapter: adapters by themselves, which engines compute with next to what is frozen
+    apart: bool = False  # with --publish adapter: only adapters, which engines apply to the frozen weights
 
 
 class Learner:
-    """The policy under training, its optimizer and schedule, and the frozen reference policy and teacher if there are any."""
+    """The policy under training, its optimizer and schedule, and the frozen reference policy and teacher, if any."""
 
-    critic = None  # of rl/learning/value_model.py, where the advantages need one
+    critic = None  # of rl/learning/value_model.py, if the advantages need one
     imitation = None  # of rl/algorithm/imitation.py, with --sft-files
     teacher_rows = None  # of rl/algorithm/teacher_rows.py, with --teacher-prompt
 
@@ -72,8 +72,8 @@ class Learner:
         teacher_top_k: int = 0,
         seed: int = 0,
     ):
-        """path, teacher: of models, directories or hub names. teacher_top_k: tokens of the teacher that are compared at each
-        place, 0 for the sampled one alone. seed: of adapters."""
+        """path, teacher: models, as directories or hub names. teacher_top_k: tokens of the teacher to compare at each position,
+        0 for the sampled one only. seed: of adapters."""
         self.path, self.args, self.temperature, self.total_steps = path, args, temperature, total_steps
         self.config = load_config(path, trust_remote_code)
         self.ranks = ranks = share_experts(share_sequences(ranks, args.sequence_parallel), self.config, args.expert_parallel)
@@ -90,10 +90,10 @@ class Learner:
             self.reference = load_policy(path, args, ranks, offload, "reference", trust_remote_code, is_known=True)
         self.teacher_top_k = teacher_top_k
         self.teacher = self._find_teacher(teacher, trust_remote_code) if teacher else None
-        # The fp32 weights by name where the policy has them in bf16.
+        # The fp32 weights by name, if the policy has them in bf16.
         in_bf16 = args.dtype == "bfloat16" and not isinstance(self.policy, FSDPModule)
         self.masters = set_apart(self.policy, on_host=args.masters_on_host) if in_bf16 or args.masters_on_host else {}
-        # Those that stay in fp32 first: together they are few buckets.
+        # Parameters that stay in fp32 come first: together they need few buckets.
         named = dict(sorted(self.policy.model.named_parameters(), key=lambda item: not item[0].endswith(IN_FP32)))
         self._trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         changed = self.adapters.weights if self.adapters else self._trained
@@ -104,7 +104,7 @@ class Learner:
         self.optimizer = make_optimizer(self._trained.values(), args, masters)
         self.begin_step(1)
         self.skipped = 0  # optimizer steps left out for a non-finite gradient
-        self.chosen_tokens: int | None = None  # of a micro-batch, where the flag says auto (rl/learning/token_budget.py)
+        self.chosen_tokens: int | None = None  # of a micro-batch, with the flag's auto (rl/learning/token_budget.py)
 
     def _find_teacher(self, teacher: str, trust_remote_code: bool) -> Policy:
         """The model, or the policy without its adapters, where these are all that sets it apart."""
@@ -118,15 +118,15 @@ class Learner:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Most tokens of a micro-batch on this rank."""
+        """Return the most tokens of a micro-batch on this rank."""
         given = self.args.max_tokens_per_micro_batch
         return (self.chosen_tokens or UNMEASURED_TOKENS) if given == "auto" else given
 
     def log_probs(
         self, micro: MicroBatch, entropy: Literal["none", "metric", "loss"] = "none"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-prob [n], entropy [n]) of the micro-batch's n tokens under the policy, on the device, with gradient; the entropy
-        is 0, without gradient, or with it. Of a micro-batch that is `forward_only` the gradient ends there, and has to be 0."""
+        """Return (log-prob [n], entropy [n]) of the micro-batch's n tokens under the policy, on the device, with gradient. The
+        entropy is 0, without gradient, or with it. In a `forward_only` micro-batch the gradient ends there, and must be 0."""
         ends_here = micro.forward_only and torch.is_grad_enabled()
         with torch.no_grad() if ends_here else contextlib.nullcontext():
             out = self._log_probs(self.policy, micro, entropy, observe=micro.real_tokens, top=micro.top)
@@ -155,8 +155,8 @@ class Learner:
     def log_probs_of(
         self, which: Literal["policy", "reference", "teacher"], batch: Batch, micros: list[list[MicroBatch]]
     ) -> torch.Tensor:
-        """Log-probs [N] of the tokens that this rank trains, on the CPU, from its micro-batches of every mini-batch; 0 of those
-        outside the mask. With --router-replay R2 these keep the policy's routes."""
+        """Return log-probs [N] of the tokens that this rank trains, on the CPU, from its micro-batches of every mini-batch; 0
+        outside the mask. With --router-replay R2 the micro-batches keep the policy's routes."""
         if which == "teacher" and self.teacher_rows:
             return self.teacher_rows.log_probs(self, batch, micros)
         model = getattr(self, which)
@@ -170,13 +170,13 @@ class Learner:
             if records:
                 micro.routes = self.policy.router.chosen()
         if model is not self.policy:
-            model.reshard()  # the root stays gathered after a forward pass; an update follows for the policy alone
+            model.reshard()  # the root stays gathered after a forward pass; only the policy's update follows
         return out
 
     @torch.no_grad()
     def spread_of(self, batch: Batch, micros: list[list[MicroBatch]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(energy [N], entropy [N]) under the policy, which rl/model/head/log_probs.py defines, of the tokens that this rank
-        trains; on the CPU, 0 outside the mask."""
+        """Return (energy [N], entropy [N]) under the policy, as rl/model/head/log_probs.py defines them, of the tokens that
+        this rank trains; on the CPU, 0 outside the mask."""
         energy, entropy = torch.zeros(len(batch.token)), torch.zeros(len(batch.token))
         for micro in itertools.chain.from_iterable(micros):
             found = self._log_probs(self.policy, micro, "spread")
@@ -184,8 +184,8 @@ class Learner:
         return energy, entropy
 
     def read_by_teacher(self, micro: MicroBatch) -> torch.Tensor:
-        """The teacher's log-probs [n] of the sampled tokens; leaves its most likely ones in the micro-batch, if they are
-        compared."""
+        """Return the teacher's log-probs [n] of the sampled tokens. With --teacher-top-k its most likely tokens are stored in
+        the micro-batch."""
         if not self.teacher_top_k:
             return self._log_probs(self.teacher, micro, "none")[0]
         progress()
@@ -193,15 +193,15 @@ class Learner:
         what = (micro.predict, micro.labels, self.temperature, "none")
         sampled, token, log_prob = self.teacher(micro.inputs, micro.layout, *what, top=(count, rows))
         if micro.own is not None:
-            every = torch.cat([sampled[:, None], token.float(), log_prob], 1)  # exact: tokens' numbers are below 2^24
+            every = torch.cat([sampled[:, None], token.float(), log_prob], 1)  # exact: token ids are below 2^24
             every, _ = gather_log_probs(micro, self.ranks, every, torch.zeros_like(sampled))
             sampled, token, log_prob = every.split([1, count, count], 1)
         micro.top = TopTokens(token.to("cpu", torch.int32), log_prob.cpu())
         return sampled.view(-1)
 
     def begin_step(self, step: int) -> None:
-        """Takes the learning rate of training step `step`, from 1, for all optimizer steps until the next call, and counts
-        what is computed from here on."""
+        """Set the learning rate of training step `step`, from 1, for all optimizer steps until the next call, and start
+        counting FLOPs."""
         self.computed, frozen = Computed(), 0
         if self.critic:
             self.critic.begin_step(step)
@@ -212,8 +212,8 @@ class Learner:
         set_learning_rate(self.optimizer, self.args, max(1, step - frozen), self.total_steps - frozen)
 
     def step(self) -> dict[str, float]:
-        """Clips the accumulated gradient and takes the optimizer's step, but for a critic's warm-up. A non-finite gradient is
-        dropped, the same on all ranks, and counted. Returns verl's actor/grad_norm and actor/lr."""
+        """Clip the accumulated gradient and take the optimizer's step, except during a critic's warm-up. A non-finite gradient
+        is dropped on all ranks, and counted. Return verl's actor/grad_norm and actor/lr."""
         if self.ranks.expert_parallel > 1 or self.args.grad_dtype == "bfloat16":
             norm = clip_grad_norm(self._trained.values(), self.args.grad_clip)
         else:
@@ -228,9 +228,9 @@ class Learner:
         return {"actor/grad_norm": norm, "actor/lr": lr, "actor/skipped_steps": self.skipped}
 
     def perf_metrics(self, batch: Batch, seconds: dict[str, float], num_ranks: int) -> dict[str, float]:
-        """verl's perf/*: throughput in tokens (prompt + response) per second and rank of the job, over a step's `seconds` by
-        phase; MFU of the update, which computes each prompt once, where the device's peak is known; the part of its FLOPs that
-        was for nothing (rl/learning/flops.py); peak memory. A collective."""
+        """Return verl's perf/*: throughput in tokens (prompt + response) per second and rank of the job, over a step's
+        `seconds` by phase; MFU of the update, which computes each prompt once, if the device's peak is known; the wasted part
+        of its FLOPs (rl/learning/flops.py); peak memory. A collective."""
         lengths = batch.total_lengths()
         tokens, step_seconds = sum(lengths), sum(seconds.values())
         out = {"perf/total_num_tokens": tokens, "perf/time_per_step": step_seconds} | memory_gb()
@@ -248,11 +248,11 @@ class Learner:
         return out
 
     def router_metrics(self) -> dict[str, float]:
-        """The moe/* of what was trained since the last call; none for a dense model. A collective."""
+        """Return moe/* of the training since the last call; none for a dense model. A collective."""
         return self.policy.router.metrics() if self.policy.router else {}
 
     def outgoing(self) -> Outgoing:
-        """What leaves this learner, which does not change while it lives; the values are those of when they are asked for."""
+        """Return the tensors to send: their names never change, their values are those at the time of reading."""
         if self.args.publishes_adapters:
             shapes = {name: list(parameter.shape) for name, parameter in (self._trained | self.parameters).items()}
             return Outgoing(shapes, frozenset(self.parameters), self.apart, apart=True)
@@ -263,10 +263,10 @@ class Learner:
     def weights(
         self, dtype: torch.dtype = torch.float32, to: Sequence[int] | None = None, frozen: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor on the device) of every parameter, tied ones once; without `frozen` of those that are trained,
-        which come first. A bucket at a time, so that there never are two copies of the model; a collective, which all ranks
-        walk through in step. What has to travel is cast to `dtype` before. to: the ranks that get them, by default all."""
-        self.policy.reshard()  # a forward without backward leaves the root's parameters gathered, which are then no DTensors
+        """Yield (name, whole tensor on the device) of every parameter, tied ones once; without `frozen` only of trained ones,
+        which come first. One bucket at a time, so that there are never two copies of the model. A collective: all ranks
+        iterate in step. Tensors are cast to `dtype` before they travel. to: the ranks that get them, by default all."""
+        self.policy.reshard()  # a forward pass without backward leaves the root's parameters gathered: no DTensors
         held = self.parameters if frozen else self._changed
         if dtype != torch.bfloat16 and not self.adapters:
             held = held | self.masters
@@ -277,7 +277,7 @@ class Learner:
     def apart(
         self, dtype: torch.dtype = torch.float32, to: Sequence[int] | None = None, frozen: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `weights`, with the adapters by themselves in front: behind them, with `frozen`, is the model without them."""
+        """Yield as `weights` does, but the adapters on their own, first; with `frozen`, the model without them follows."""
         self.policy.reshard()
         held = self._trained if dtype == torch.bfloat16 else self._trained | self.masters
         yield from self._whole(held | self.parameters if frozen else held, dtype, to, as_it_is)
@@ -294,12 +294,12 @@ class Learner:
     def _shards(self) -> Shards:
         return Shards(self.parameters | self._trained)
 
-    # -- what a checkpoint holds in addition to the reference policy, which is the model that training began with
+    # -- the state in a checkpoint; the reference policy is the model that training started from
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """The sharded tensors that training changes, by `<set>.<parameter>`: the set "model" or "adapter" has the master
-        weights, and AdamW's moments are a set each; a critic's have `critic.` in front. Made where an optimizer has not stepped
-        yet; a checkpoint is read into them in place."""
+        """Return the sharded tensors that training changes, by `<set>.<parameter>`: the set "model" or "adapter" has the master
+        weights, each of AdamW's moments is a set, and a critic's sets begin with `critic.`. Moments are created if an
+        optimizer has not stepped yet; a checkpoint is read into them in place."""
         self.policy.reshard()
         out, weights = {}, "adapter" if self.adapters else "model"
         for name, parameter in self._trained.items():
@@ -310,17 +310,17 @@ class Learner:
         return out
 
     def state(self) -> dict:
-        """The rest, the same on all ranks."""
+        """Return the rest of the state that is the same on all ranks."""
         first = next(iter(self.optimizer.state.values()))
         own = {"adam_step": int(first["step"]), "skipped": self.skipped, "chosen_tokens": self.micro_batch_tokens}
         return own | {"critic": self.critic.state()} if self.critic else own
 
     def rank_state(self) -> dict:
-        """The rest that differs by rank."""
+        """Return the rest of the state that differs by rank."""
         return {"rng": torch.get_rng_state().tolist()}
 
     def restore(self, state: dict, rank_state: dict | None) -> None:
-        """Takes `state` and `rank_state` back; the tensors have been read already."""
+        """Restore `state` and `rank_state`; the tensors have been read already."""
         for of_parameter in self.optimizer.state.values():
             of_parameter["step"].fill_(state["adam_step"])
         take_masters(self._trained, self.masters)

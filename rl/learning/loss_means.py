@@ -1,4 +1,4 @@
-"""What a step reports of its loss, gathered from its micro-batches and updates."""
+"""A step's loss metrics, gathered from its micro-batches and updates."""
 
 import torch
 
@@ -7,8 +7,8 @@ from rl.ranks.dist import Ranks, all_reduce_sum
 
 
 class LossMeans:
-    """Sums over micro-batches, divided at the end, so that the report is the same whatever the micro-batches and ranks. The
-    loss's terms are means over the updates, each aggregated as the loss is; statistics are means over the trained tokens."""
+    """Sums over micro-batches, divided at the end, so that metrics do not depend on micro-batches and ranks. The loss's terms
+    are means over the updates, each aggregated as the loss is; statistics are means over the trained tokens."""
 
     def __init__(self, batch: Batch, ranks: Ranks):
         self._batch, self._ranks = batch, ranks
@@ -16,10 +16,10 @@ class LossMeans:
         self.stats: dict[str, torch.Tensor] = {}
         self.tokens = torch.zeros((), dtype=torch.float64)
         self._first: list[tuple[torch.Tensor, torch.Tensor]] = []  # (index, log-probs on the device) of the first update
-        self._updates: list[dict[str, float]] = []  # what the optimizer's step said, of each
+        self._updates: list[dict[str, float]] = []  # what each optimizer step returned
 
     def add(self, t: Tokens, log_prob: torch.Tensor, terms: dict[str, torch.Tensor], stats: dict[str, torch.Tensor]) -> None:
-        """Takes a micro-batch's log-probs [n]; terms, stats: see `gather`."""
+        """Add a micro-batch's log-probs [n]; terms, stats: see `gather`."""
         if t.teacher_log_prob is not None:
             stats = stats | {"teacher_kl": log_prob - t.teacher_log_prob}
         self.gather(t, terms, stats)
@@ -27,8 +27,7 @@ class LossMeans:
             self._first.append((t.micro.index, log_prob.detach()))
 
     def gather(self, t: Tokens, terms: dict[str, torch.Tensor], stats: dict[str, torch.Tensor]) -> None:
-        """Takes of a micro-batch the terms, name -> scalar, its share, and the stats, name -> [n]. Every rank adds the same
-        names."""
+        """Add a micro-batch's terms, name -> its share as a scalar, and stats, name -> [n]. Every rank adds the same names."""
         self.tokens = self.tokens + t.mask.sum()
         for name, value in terms.items():
             self.terms[name] = self.terms.get(name, 0.0) + value.detach().double()
@@ -37,21 +36,21 @@ class LossMeans:
             self.stats[name] = self.stats.get(name, 0.0) + total
 
     def end_update(self, step: dict[str, float]) -> None:
-        """Takes what Learner.step returned."""
+        """Add what Learner.step returned."""
         self._updates.append(step)
 
     @property
     def first_log_prob(self) -> torch.Tensor:
-        """[N] on the CPU: the log-probs that the first update computed, which are those of the policy that starts the step; NaN
-        for tokens of later updates and outside the mask."""
+        """[N] on the CPU: the log-probs of the first update, which are those of the policy that starts the step; NaN for tokens
+        of later updates and outside the mask."""
         out = torch.full((len(self._batch.token),), torch.nan)
         for index, log_prob in self._first:
             out[index] = log_prob.cpu()
         return out
 
     def metrics(self) -> dict[str, float]:
-        """actor/<name> -> mean, and the last update's actor/lr and actor/skipped_steps. A collective."""
-        own = torch.stack([self.tokens, *self.terms.values(), *self.stats.values()]).cpu()  # the one wait for the device
+        """Return actor/<name> -> mean, and the last update's actor/lr and actor/skipped_steps. A collective."""
+        own = torch.stack([self.tokens, *self.terms.values(), *self.stats.values()]).cpu()  # the only wait for the device
         tokens, *sums = all_reduce_sum(own, self._ranks.data_group)
         updates = len(self._updates)
         over = [updates] * len(self.terms) + [max(1.0, float(tokens))] * len(self.stats)

@@ -43,7 +43,7 @@ class OptimizerArgs:
 def make_optimizer(
     parameters: Iterable[torch.nn.Parameter], args: OptimizerArgs, masters: dict[torch.nn.Parameter, torch.Tensor] | None = None
 ) -> torch.optim.Optimizer:
-    """AdamW: torch's own, or where moments or gradients are to take less of the device, torch's own a piece at a time. masters:
+    """Return AdamW: torch's own, or torch's own piece by piece if moments or gradients must take less of the device. masters:
     see rl/learning/masters.py."""
     parameters, knobs = list(parameters), (args.lr, (args.adam_beta1, args.adam_beta2), args.weight_decay)
     if args.grad_dtype == "bfloat16":
@@ -57,12 +57,12 @@ def make_optimizer(
 
 
 def _to_bf16(parameter: torch.nn.Parameter) -> None:
-    """To be called when a layer's gradient is there: FSDP makes it in fp32, and adds later ones to what is kept."""
+    """Cast a layer's gradient when it is ready: FSDP makes it in fp32, and adds later ones to the kept one."""
     parameter.grad = parameter.grad.to(torch.bfloat16)
 
 
 def moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """The parameter's sharded moments, by name. Zeros are made for a parameter that has taken no step yet."""
+    """Return the parameter's sharded moments by name: zeros before its first step."""
     state = optimizer.state[parameter]
     if isinstance(optimizer, CompactAdamW):
         optimizer.begin(parameter)
@@ -74,7 +74,7 @@ def moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, args: OptimizerArgs, step: int, total_steps: int) -> None:
     """Give the optimizer the learning rate of training step `step`, from 1. As in verl, all optimizer steps of a training step
-    have one rate. The rate depends on the step alone, so a run can resume with a different number of them."""
+    have one rate. The rate only depends on the step, so a run can resume with a different number of them."""
     for group in optimizer.param_groups:
         group["lr"] = args.lr * lr_factor(step - 1, total_steps, args)
 

@@ -1,11 +1,10 @@
-"""--max-tokens-per-micro-batch auto: a micro-batch of as many tokens as this machine is best at.
+"""--max-tokens-per-micro-batch auto: the best size of a micro-batch for this machine, in tokens.
 
-On an accelerator the most that its memory holds: two micro-batches, of one and of two sequences of full length, are computed
-forward and backward before the first step, and their peaks tell the rest, since memory grows with the tokens alone. On a CPU,
-where larger ones take memory and win little time, CPU_TOKENS, or a group of full length up to UNMEASURED_TOKENS. Nothing is
-measured, and a micro-batch has UNMEASURED_TOKENS, with prompts that hold images, where ranks share a device and where torch
-cannot tell what is free. Left out: what an engine on the same device gives back when it sleeps: what is not free at the start
-is not counted on.
+On an accelerator it is the most that memory holds: two micro-batches, of one and of two sequences of full length, are computed
+forward and backward before the first step, and the rest follows from their peaks, because memory grows linearly with the
+tokens. On a CPU, where larger ones take memory and save little time, it is CPU_TOKENS, or a group of full length up to
+UNMEASURED_TOKENS. Without measuring it is UNMEASURED_TOKENS: with images, if ranks share a device, and if torch cannot say what
+is free. Left out: memory that an engine on the same device frees when it sleeps; only memory that is free at the start counts.
 """
 
 import dataclasses
@@ -22,38 +21,38 @@ from rl.ranks.dist import all_gather_bytes
 from rl.samples.group import Group, Response
 
 CPU_TOKENS = 4096  # benchmarks/learning/micro_batch.py
-SPARE = 0.1  # of the device's memory, left free: what an allocator rounds up and cannot use again; half of it for a number kept
-MULTIPLE = 256  # of which the number is one
+SPARE = 0.1  # of the device's memory stays free for the allocator; half of it for a number that is kept
+MULTIPLE = 256  # the number is a multiple of this
 
 
 def settled(args):
-    """The flags with the number for auto where nothing is measured, as in a plan."""
+    """Return the flags with auto replaced by the unmeasured number, as a plan does."""
     if args.max_tokens_per_micro_batch != "auto":
         return args
     return dataclasses.replace(args, max_tokens_per_micro_batch=max(longest_on_a_rank(args), UNMEASURED_TOKENS))
 
 
 def longest_on_a_rank(args) -> int:
-    """Tokens that each rank holds of a prompt and response of full length."""
+    """Return the tokens that each rank holds of a prompt and response of full length."""
     return -(-(args.max_prompt_length + args.max_response_length) // args.sequence_parallel)
 
 
 def choose_micro_batch_tokens(args, learner: Learner) -> int:
-    """The most tokens of a micro-batch, the same on all learners, and at least one sequence of full length. A run that resumes
-    keeps its number, unless it does not fit here. args: the script's. A collective."""
+    """Return the most tokens of a micro-batch, the same on all learners, and at least one sequence of full length. A resumed
+    run keeps its number unless it does not fit here. args: the script's. A collective."""
     longest, kept = longest_on_a_rank(args), learner.chosen_tokens
     if not is_accelerator(learner.ranks.device):
         group = args.rollout_n * longest  # in one micro-batch its prompt is computed once
         return max(longest, kept or min(max(CPU_TOKENS, group), UNMEASURED_TOKENS))
     if learner.policy.takes_images or devices_are_shared() or not memory_left():
         return max(longest, kept or UNMEASURED_TOKENS)
-    learner.state_tensors()  # the moments take their place
-    _train(args, learner, 1)  # and the gradients theirs
+    learner.state_tensors()  # leave room for the moments
+    _train(args, learner, 1)  # and for the gradients
     one, two = (peak_memory(lambda n=n: _train(args, learner, n)) for n in (1, 2))
     left, total = memory_left()
     for model in (learner, learner.critic) if learner.critic else (learner,):
         model.optimizer.zero_grad()
-    learner.router_metrics()  # forgets what was counted
+    learner.router_metrics()  # resets the counters
     spare = (SPARE / 2 if kept else SPARE) * total
     fits = longest + (left - spare - one) / max(1, two - one) * longest
     fits = min(json.loads(of_rank) for of_rank in all_gather_bytes(json.dumps(fits).encode()))
@@ -63,7 +62,7 @@ def choose_micro_batch_tokens(args, learner: Learner) -> int:
 
 
 def _train(args, learner: Learner, sequences: int) -> None:
-    """Gradients of a micro-batch of this many sequences of full length. A collective."""
+    """Compute the gradients of a micro-batch of this many sequences of full length. A collective."""
     given, rng = learner.args, np.random.default_rng(0)
     groups = []
     for ticket in range(sequences * learner.ranks.data_size):

@@ -1,7 +1,7 @@
-"""The critic: a copy of the policy's model, or another one, that gives a number in the place of a distribution.
+"""The critic: a copy of the policy's model, or another model, whose output is a number instead of a distribution.
 
-V of a token is a product of the hidden state that predicts it, so that it has seen what comes before the token and not the
-token itself. The product begins as zeros. Everything else is a learner's: shards, masters, optimizer, what a checkpoint holds.
+V of a token is a linear function of the hidden state that predicts it, which has seen everything before the token but not the
+token itself. The function starts as zero. Everything else is a learner's: shards, masters, optimizer, checkpoint.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ from rl.ranks.watchdog import progress
 
 
 class ValueModel(Policy):
-    """A causal language model with one output, `value_head` [hidden], in the place of those over the vocabulary."""
+    """A causal language model with one output, `value_head` [hidden], instead of the vocabulary."""
 
     def __init__(self, model: nn.Module, *rest):
         super().__init__(model, *rest)
-        model.lm_head = nn.Identity()  # a tied one stays as the embedding
+        model.lm_head = nn.Identity()  # a tied output layer stays as the embedding
         model.value_head = nn.Parameter(torch.empty(model.config.get_text_config().hidden_size, device="meta"))
 
     def forward(self, inputs: dict, layout, predict) -> torch.Tensor:
@@ -41,7 +41,7 @@ class Critic(Learner):
     """The critic under training, its optimizer and schedule."""
 
     def __init__(self, path: str, args, ranks: Ranks, total_steps: int):
-        """path: of the model, a directory or a hub name. args: CommonArgs, of which the critic's rate is its own."""
+        """path: the model, as a directory or hub name. args: CommonArgs; the critic has its own learning rate."""
         self.warmup, self._is_known = args.critic_warmup, args.critic_model is None
         own = dataclasses.replace(args, lr=args.critic_lr, router_replay="off")
         super().__init__(path, own, ranks, total_steps, trust_remote_code=args.trust_remote_code)
@@ -53,14 +53,14 @@ class Critic(Learner):
         return critic
 
     def values(self, micro: MicroBatch) -> torch.Tensor:
-        """V [n] before each of the micro-batch's n tokens, on the device, with gradient."""
+        """Return V [n] before each of the micro-batch's n tokens, on the device, with gradient."""
         progress()
         own = self.policy(micro.inputs, micro.layout, micro.predict)
         return own if micro.own is None else gather_log_probs(micro, self.ranks, own, torch.zeros_like(own))[0]
 
     @torch.no_grad()
     def values_of(self, batch: Batch, micros: Sequence[Sequence[MicroBatch]]) -> torch.Tensor:
-        """V [N] before the tokens that this rank trains, on the CPU, from its micro-batches of every mini-batch; 0 of those
+        """Return V [N] before the tokens that this rank trains, on the CPU, from its micro-batches of every mini-batch; 0
         outside the mask."""
         out = torch.zeros(len(batch.token))
         for micro in itertools.chain.from_iterable(micros):
