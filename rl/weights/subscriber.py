@@ -8,7 +8,6 @@ Memory: none, or if the engine does not adopt memory, a few buckets (on the firs
 Weights that arrive while the engine continues take one copy in host memory.
 """
 
-import json
 import sys
 import time
 from collections import deque
@@ -38,6 +37,11 @@ class Subscriber:
         with watchdog.doing("the learner to load the model"):
             self.plan = Plan.from_json(split.store.get("weights/plan"))
         self._store, self._announcements = split.store, Announcements(split.store)
+        self._expected = 0  # numbers behind the digests
+        if self.plan.adapters:
+            from rl.weights.adapter_proof import SIZE  # late: no other run needs it
+
+            self._expected = SIZE
         # Of the newest publish: bytes, and seconds on its way while the engine continued.
         self.received: dict[str, float] = {}
         self._kept: list[tuple[str, torch.Tensor]] = []  # what never changes, for an engine that is always given all
@@ -100,23 +104,21 @@ class Subscriber:
         sent_version, *sent = table.tolist()
         if sent_version != version:
             raise RuntimeError(f"the learner sent version {sent_version} of the weights, version {version} is due")
-        for name, theirs, ours in zip(self.plan.names, sent, found, strict=True):
+        count = len(self.plan.names)
+        for name, theirs, ours in zip(self.plan.names, sent[:count], found, strict=True):
             if theirs != ours:
                 raise RuntimeError(f"version {version}: the generator's {name} is not what the learner sent")
         if self.plan.adapters:
-            self._prove(version)
+            self._prove(version, sent[count:])
         size, self.plan = self.plan.offsets[-1], self.plan.later()
         if self.plan.adapters and self._ahead and self.plan.offsets[-1] < size:
             self._memory = self._new(self.plan.offsets[-1])  # lets go of the model, which the engine has
 
-    def _prove(self, version: int) -> None:
-        """Raises RuntimeError if the engine does not apply the adapters that it has."""
-        from rl.weights.adapter_proof import check_log_probs  # late: no other run needs it
-        from rl.weights.publisher import probe_of
+    def _prove(self, version: int, expected: list[int]) -> None:
+        """Raises RuntimeError if the engine does not apply the adapters that it has. expected: what came behind the digests."""
+        from rl.weights.adapter_proof import check_log_probs, unpacked  # late: no other run needs it
 
-        with watchdog.doing("the learner's log-probs of the probe"):
-            expected = json.loads(self._store.get(probe_of(version)))
-        check_log_probs(self.engine, version, expected, self.plan.dtype)
+        check_log_probs(self.engine, version, unpacked(expected), self.plan.dtype)
 
     def _moved(self) -> list[int]:
         """Parameters whose memory has moved out of the stream since the engine was asked to share it."""
@@ -212,7 +214,7 @@ class Subscriber:
             under_way.append((self.bridge.broadcast(data), bucket, data))
             if len(under_way) == self.bridge.window:
                 yield arrived()
-        table = torch.empty(1 + len(self.plan.names), dtype=torch.long, device=self.bridge.device)
+        table = torch.empty(1 + len(self.plan.names) + self._expected, dtype=torch.long, device=self.bridge.device)
         self._table = self.bridge.broadcast(table), table  # what comes last, on its way with the rest
         while under_way:
             yield arrived()
