@@ -1,7 +1,8 @@
 """Adapters on disk, in peft's format: adapter_config.json and adapter_model.safetensors.
 
 A layer's two matrices are `base_model.model.<layer>.lora_A.weight` [rank, in] and `...lora_B.weight` [out, rank] there. peft
-itself is not needed. Left out: its variants, which compute something else (DoRA, rsLoRA, ranks by layer, trained biases).
+itself is not needed. Left out: its variants, which compute something else (DoRA, rsLoRA, ranks by layer, trained biases), and
+adapters of parameters that are no linear layer's (its target_parameters).
 """
 
 import json
@@ -20,19 +21,12 @@ from rl.ranges import flag
 CONFIG, TENSORS, DIRECTORY = "adapter_config.json", "adapter_model.safetensors", "adapter"
 PATTERN = "adapter_model{suffix}.safetensors"  # of TENSORS, as huggingface_hub takes it
 PREFIX, SUFFIX = "base_model.model.", ".weight"
-# Keys of peft's config under which an adapter computes something else, and the values under which it does not.
-VARIANTS = {
-    "use_dora": (False, None),
-    "use_rslora": (False, None),
-    "bias": ("none", None),
-    "fan_in_fan_out": (False, None),
-    "modules_to_save": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layer_replication": (None,),
-    "target_parameters": (None, []),
-    "lora_bias": (False, None),
-}
+# Keys of peft's config whose values do not change what an adapter computes. Any other one that is set makes it another kind.
+HARMLESS = {"peft_type", "peft_version", "task_type", "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules"}
+HARMLESS |= {"layers_to_transform", "layers_pattern", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping"}
+HARMLESS |= {"eva_config", "megatron_core", "qalora_group_size", "ensure_weight_tying"}
+NOT_SET = (None, False, "none", [], {})
+FIRST_VALUES = (True, False, None, "gaussian", "eva", "orthogonal")  # others, such as pissa, change the model as well
 
 
 @dataclass(frozen=True)
@@ -59,9 +53,9 @@ class AdapterFiles:
             raise UserError(
                 f"{self._where}: no adapter can be read there ({reason}). Give a directory that peft wrote."
             ) from None
-        for key, plain in VARIANTS.items():
-            if key in self._config and self._config[key] not in plain:
-                raise UserError(f"{self._where}: {CONFIG} has {key} {self._config[key]!r}, which is not supported here.")
+        for key, value in self._config.items():
+            if key not in HARMLESS and value not in (FIRST_VALUES if key == "init_lora_weights" else NOT_SET):
+                raise UserError(f"{self._where}: {CONFIG} has {key} {value!r}, which is not supported here.")
         target = self._config.get("target_modules") or ()
         self.setting = Setting(rank, alpha, (target,) if isinstance(target, str) else tuple(sorted(target)))
 

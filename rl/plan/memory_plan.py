@@ -178,7 +178,7 @@ def show(plan: Plan) -> None:
     memory, args, machine = plan.learner, plan.args, plan.machine
     learners = learners_of(args, machine)
     groups = samples_held(args, machine.nodes)
-    engine = plan.engine
+    engine, host = plan.engine, memory.host + Counter({"engine asleep": asleep(plan)})
     together = min(args.max_num_seqs, engine.responses(args.max_prompt_length + args.max_response_length))
     table = Table("GB", "at the peak", "between steps", title=f"a learner of {learners} on {plan.device.name}, as counted")
     for cause in sorted(memory.device | memory.kept, key=lambda cause: -memory.device[cause]):
@@ -192,7 +192,7 @@ def show(plan: Plan) -> None:
         f"full length at once, of --max-num-seqs {args.max_num_seqs}.",
         f"Micro-batch: {memory.tokens:,} tokens at most.",
         f"Host memory of the first node's {learners // machine.nodes} learners: {node_memory(plan) / GB:.1f} GB "
-        f"({_listed(memory.host)} on the first), without Python and the libraries of each rank; samples that they share: "
+        f"({_listed(host)} on the first), without Python and the libraries of each rank; samples that they share: "
         f"{groups * memory.samples / GB:.1f} GB, {groups:,} groups of {memory.samples / 1e6:.2g} MB.",
         f"A checkpoint: {memory.saved / GB:.1f} GB on disk.",
     )
@@ -202,9 +202,14 @@ def show(plan: Plan) -> None:
 def node_memory(plan: Plan) -> int:
     """Return bytes of host memory that the learners of the first node hold at most, without samples and Python. Only the first
     learner holds a whole model, and publishes."""
-    memory = plan.learner
+    memory, learners = plan.learner, learners_of(plan.args, plan.machine) // plan.machine.nodes
     others = sum(size for cause, size in memory.host_kept.items() if cause != "publish")
-    return memory.host.total() + (learners_of(plan.args, plan.machine) // plan.machine.nodes - 1) * others
+    return memory.host.total() + (learners - 1) * others + learners * asleep(plan)
+
+
+def asleep(plan: Plan) -> int:
+    """Return bytes of host memory of an engine that sleeps while its rank learns: the model, if it is sent once."""
+    return plan.engine.weights if plan.args.publishes_adapters and plan.args.engine_sleeps else 0
 
 
 def samples_held(args: CommonArgs, nodes: int) -> int:

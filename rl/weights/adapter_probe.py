@@ -14,8 +14,7 @@ from rl.learning.learner import Learner
 from rl.model.sequence_parallel import gather_log_probs
 from rl.model.vision_forward import row_inputs
 from rl.samples.group import Group, Response
-
-TOKENS = 17  # in the probe
+from rl.weights.adapter_proof import NOISE, TOKENS
 
 
 class NoImages:
@@ -38,7 +37,8 @@ class AdapterProbe:
 
     def __call__(self) -> dict:
         """The tokens `ids`, and of all but the first the log-probs at temperature 1, in nats: under the model without adapters
-        (`base`), with those of the last call (`before`), and `now`. A collective of the learners; all compute the same."""
+        (`base`), with those of the last call (`before`), and `now`; with the `noise` of this precision. A collective of the
+        learners; all compute the same."""
         policy = self._learner.policy
         if self._base is None:
             self._base = self._log_probs(WithoutAdapters(policy))
@@ -49,7 +49,7 @@ class AdapterProbe:
             "base": self._base,
             "before": before or self._base,
             "now": now,
-            "dtype": self._learner.args.dtype,
+            "noise": NOISE[getattr(torch, self._learner.args.dtype)],
         }
 
     @torch.no_grad()

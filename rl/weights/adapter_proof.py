@@ -11,6 +11,8 @@ is right, 0 where it computes what r does. It is known to about noise / rms(l - 
 are near zero, show little or nothing (in fp32 one step suffices, in bf16 it takes many): the digests stand alone until then.
 """
 
+from itertools import accumulate, pairwise
+
 import torch
 
 from rl.generation.engine import Engine
@@ -21,15 +23,31 @@ from rl.weights.digests import digests_of
 NOISE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-2}
 LEAST = 0.02  # a difference in the share that is never a fault: adapters are rounded to the engine's precision
 KNOWN = 0.5  # a share that is known less well than this shows nothing
+TOKENS = 17  # in the probe
+PARTS = {"ids": TOKENS, "base": TOKENS - 1, "before": TOKENS - 1, "now": TOKENS - 1}
+SIZE = sum(PARTS.values()) + 1
 
 
 def check_log_probs(engine: Engine, version: int, expected: dict, dtype: torch.dtype) -> None:
     """Raises RuntimeError if the engine does not apply the adapter as the learner does. expected: of AdapterProbe. dtype: the
     engine's."""
     found = engine.log_probs_of(expected["ids"][: engine.max_length - 1])
-    noise = max(NOISE[dtype], NOISE[getattr(torch, expected["dtype"])])
-    if words := fault(found, expected, noise):
+    if words := fault(found, expected, max(NOISE[dtype], expected["noise"])):
         raise RuntimeError(f"version {version}: {words}")
+
+
+def packed(expected: dict) -> list[int]:
+    """As whole numbers [SIZE], which travel behind the digests. expected: of AdapterProbe."""
+    values = [*(value for part in PARTS for value in expected[part]), expected["noise"]]
+    return torch.tensor(values, dtype=torch.float64).view(torch.int64).tolist()
+
+
+def unpacked(words: list[int]) -> dict:
+    """Undoes `packed`."""
+    *values, noise = torch.tensor(words).view(torch.float64).tolist()
+    ends = list(accumulate(PARTS.values(), initial=0))
+    out = {part: values[first:end] for part, (first, end) in zip(PARTS, pairwise(ends), strict=True)}
+    return out | {"ids": [int(token) for token in out["ids"]], "noise": noise}
 
 
 def fault(found: list[float], expected: dict, noise: float) -> str | None:

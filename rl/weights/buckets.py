@@ -14,11 +14,6 @@ BUCKET_BYTES = 32 << 20  # that travel at once; the next buckets are under way m
 LEAST_BYTES = 1 << 20  # of a bucket of a small model, of which four or more buckets overlap
 
 
-def probe_of(version: int) -> str:
-    """Return the store's key for the log-probs that an engine must compute with adapters of this version."""
-    return f"weights/probe/{version}"
-
-
 @dataclass(frozen=True)
 class Bucket:
     """A run of the stream: whole parameters, or a part of one that is larger than a bucket."""

@@ -9,7 +9,6 @@ engine, and stops the job if one differs: weights that were not updated are the 
 Memory: a learner that sends holds one copy in the generators' precision, in host memory.
 """
 
-import json
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -22,7 +21,7 @@ from rl.learning.learner import Learner
 from rl.ranks import watchdog
 from rl.ranks.device import is_accelerator, side_stream
 from rl.split import Split
-from rl.weights.buckets import Plan, probe_of
+from rl.weights.buckets import Plan
 from rl.weights.digests import Digests
 
 
@@ -43,6 +42,7 @@ class Publisher:
         names, shapes = zip(*outgoing.shapes.items(), strict=True)
         self.plan = Plan(list(names), list(shapes), dtype, len(outgoing.frozen), outgoing.apart)
         self._tensors, self._probe = outgoing.tensors, None
+        self._expected: list[int] = []  # what an engine must compute with adapters of this version
         if outgoing.apart:
             from rl.weights.adapter_probe import AdapterProbe  # late: no other run needs it
 
@@ -61,9 +61,9 @@ class Publisher:
             self.split.store.set("weights/first", str(version))
         self.take_copy()
         if self._probe:
-            expected = self._probe()
-            if self.split.ranks.is_main:
-                self.split.store.set(probe_of(version), json.dumps(expected))
+            from rl.weights.adapter_proof import packed  # late: no other run needs it
+
+            self._expected = packed(self._probe())
         self.send(version)
         self._announce(version, step)
 
@@ -109,6 +109,6 @@ class Publisher:
                 data = bucket.of(self._stream).to(bridge.device)
                 send(data)
                 digests.add(bucket, data.to(self.device))  # while it travels
-            send(torch.tensor([version, *digests.values()]).to(bridge.device))
+            send(torch.tensor([version, *digests.values(), *self._expected]).to(bridge.device))
             for work, _ in under_way:
                 work.wait()

@@ -8,7 +8,6 @@ Memory: none, or if the engine does not adopt memory, a few buckets (on the firs
 parameter. Weights that arrive while the engine continues take one copy in host memory.
 """
 
-import json
 import sys
 import time
 from collections import deque
@@ -25,7 +24,7 @@ from rl.ranks.device import is_accelerator
 from rl.samples.control import State
 from rl.split import Split
 from rl.weights.arrival import Announcements, Arrival, has_room
-from rl.weights.buckets import Bucket, Plan, probe_of
+from rl.weights.buckets import Bucket, Plan
 from rl.weights.digests import Digests, digests_of
 
 
@@ -38,6 +37,11 @@ class Subscriber:
         with watchdog.doing("the learner to load the model"):
             self.plan = Plan.from_json(split.store.get("weights/plan"))
         self._store, self._announcements = split.store, Announcements(split.store)
+        self._expected = 0  # numbers behind the digests
+        if self.plan.adapters:
+            from rl.weights.adapter_proof import SIZE  # late: no other run needs it
+
+            self._expected = SIZE
         # Bytes of the newest publish, and the seconds ("way") that it traveled while the engine continued
         self.received: dict[str, float] = {}
         self._kept: list[tuple[str, torch.Tensor]] = []  # parameters that never change, for engines that take whole sets only
@@ -94,22 +98,21 @@ class Subscriber:
         sent_version, *sent = table.tolist()
         if sent_version != version:
             raise RuntimeError(f"the learner sent version {sent_version} of the weights, version {version} is due")
-        for name, theirs, ours in zip(self.plan.names, sent, found, strict=True):
+        count = len(self.plan.names)
+        for name, theirs, ours in zip(self.plan.names, sent[:count], found, strict=True):
             if theirs != ours:
                 raise RuntimeError(f"version {version}: the generator's {name} is not what the learner sent")
         if self.plan.adapters:
-            self._prove(version)
+            self._prove(version, sent[count:])
         size, self.plan = self.plan.offsets[-1], self.plan.later()
         if self.plan.adapters and self._ahead and self.plan.offsets[-1] < size:
             self._memory = self._new(self.plan.offsets[-1])  # frees the model, which the engine has
 
-    def _prove(self, version: int) -> None:
-        """Raise RuntimeError if the engine does not apply its adapters."""
-        from rl.weights.adapter_proof import check_log_probs  # late: no other run needs it
+    def _prove(self, version: int, expected: list[int]) -> None:
+        """Raise RuntimeError if the engine does not apply its adapters. expected: the numbers after the digests."""
+        from rl.weights.adapter_proof import check_log_probs, unpacked  # late: no other run needs it
 
-        with watchdog.doing("the learner's log-probs of the probe"):
-            expected = json.loads(self._store.get(probe_of(version)))
-        check_log_probs(self.engine, version, expected, self.plan.dtype)
+        check_log_probs(self.engine, version, unpacked(expected), self.plan.dtype)
 
     def _moved(self) -> list[int]:
         """Return the parameters whose memory has moved out of the stream since the engine was asked to share it."""
@@ -201,7 +204,7 @@ class Subscriber:
             under_way.append((self.bridge.broadcast(data), bucket, data))
             if len(under_way) == self.bridge.window:
                 yield arrived()
-        table = torch.empty(1 + len(self.plan.names), dtype=torch.long, device=self.bridge.device)
+        table = torch.empty(1 + len(self.plan.names) + self._expected, dtype=torch.long, device=self.bridge.device)
         self._table = self.bridge.broadcast(table), table  # the last message travels with the rest
         while under_way:
             yield arrived()

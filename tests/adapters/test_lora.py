@@ -13,6 +13,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from rl.adapters import lora
+from rl.adapters.files import AdapterFiles, stored_name, write_config
 from rl.adapters.lora import AdaptedLinear
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
@@ -141,6 +142,29 @@ def test_gradients_are_pefts(models, ranks):
             torch.testing.assert_close(weight, merged[name], atol=1e-6, rtol=1e-6)
 
 
+def test_peft_reads_what_is_written_and_its_files_are_read(models, ranks, tmp_path):
+    """The logits of its model with the exported adapter are those of the merged weights; its own files start training."""
+    peft = pytest.importorskip("peft")
+    for kind, rank, target in [*CASES[:3], CASES[4]]:
+        learner, directory = learner_of(models[kind], ranks, lora_rank=rank, lora_target=target), tmp_path / kind
+        directory.mkdir()
+        own = own_tensors(learner)
+        save_file({stored_name(name): tensor for name, tensor in own.items()}, directory / "adapter_model.safetensors")
+        adapters = learner.adapters
+        write_config(directory, adapters.setting, adapters.names, learner.policy.model, models[kind])
+        merged = AutoModelForCausalLM.from_pretrained(models[kind])
+        theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(models[kind]), directory)
+        for name, weight in learner.weights():
+            merged.get_parameter(name).data.copy_(weight)
+        ids = torch.arange(5, 17)[None]
+        assert not [name for name, parameter in theirs.named_parameters() if parameter.requires_grad], "for inference"
+        torch.testing.assert_close(theirs(ids).logits, merged(ids).logits, atol=1e-5, rtol=1e-5)
+        theirs.save_pretrained(tmp_path / f"{kind}-peft")
+        again = Learner(models[kind], LearnerArgs(lora_model=str(tmp_path / f"{kind}-peft")), ranks, 10)
+        assert again.adapters.scale == adapters.scale
+        assert all(torch.equal(value, own[name]) for name, value in own_tensors(again).items())
+
+
 def test_the_reference_is_the_policy_without_adapters(models, ranks):
     """Before the first update both are the same to the bit, so that the KL is 0. Later the reference is still the model that
     training began with, and no second one is held."""
@@ -221,13 +245,44 @@ def test_an_adapter_that_does_not_fit_is_refused_before_weights_are_read(models,
     look(path, lora_rank=4, lora_alpha=16, lora_target=("v_proj", "q_proj"))
     with pytest.raises(UserError, match=r"--lora-rank: the adapter in .* has 4"):
         look(path, lora_rank=8)
-    for number, (change, words) in enumerate([({"use_dora": True}, "use_dora"), ({"peft_type": "IA3"}, "not LORA")]):
-        with pytest.raises(UserError, match=words):
-            look(write_peft(tmp_path / f"c{number}", own, **change))
+    with pytest.raises(UserError, match="not LORA"):
+        look(write_peft(tmp_path / "c", own, peft_type="IA3"))
     with pytest.raises(UserError, match="no adapter can be read there"):
         look(tmp_path)
     with pytest.raises(UserError, match=r"model.layers.0.mlp.experts.lora is no linear layer"):
         look(write_peft(tmp_path / "d", {"model.layers.0.mlp.experts.lora.lora_A": torch.zeros(4, 4)}), models["moe"])
+
+
+# What peft's LoraConfig may have set, of which its layers compute something else than W + alpha / rank B A.
+OTHER_KINDS = {
+    "use_dora": True,
+    "use_rslora": True,
+    "use_qalora": True,
+    "lora_bias": True,
+    "fan_in_fan_out": True,
+    "bias": "lora_only",
+    "modules_to_save": ["lm_head"],
+    "trainable_token_indices": [3],
+    "alora_invocation_tokens": [1, 2],
+    "rank_pattern": {"q_proj": 2},
+    "alpha_pattern": {"q_proj": 2},
+    "layer_replication": [[0, 2]],
+    "target_parameters": ["mlp.experts.gate_up_proj"],
+    "arrow_config": {"top_k": 1},
+    "kasa_config": {"beta": 1.0},
+    "init_lora_weights": "pissa_niter_16",
+    "some_later_kind": True,
+}
+
+
+def test_only_plain_adapters_are_taken(tmp_path):
+    """Of peft's kinds, also of those that change the model itself at the start, and of those that are yet to come."""
+    for number, (key, value) in enumerate(OTHER_KINDS.items()):
+        with pytest.raises(UserError, match=f"adapter_config.json has {key} "):
+            AdapterFiles(write_peft(tmp_path / str(number), {}, **{key: value}))
+    unset = {"use_bdlora": None, "target_parameters": None, "loftq_config": {}, "alpha_pattern": {}, "use_rslora": False}
+    of_training = {"lora_dropout": 0.1, "init_lora_weights": "gaussian", "layers_to_transform": [0], "peft_version": "0.21.2"}
+    assert AdapterFiles(write_peft(tmp_path / "plain", {}, **unset, **of_training)).setting.rank == 4
 
 
 # ---------------------------------------------------------------------------------------- refusals and warnings

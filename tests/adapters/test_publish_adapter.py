@@ -1,11 +1,13 @@
 """--publish adapter: engines compute with the adapters that they are sent, and one that does not ends the run by name."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import run_script, train
+from safetensors.torch import load_file
 from test_engine import HYBRIDS, drain, requests_for
 from test_lora import CASES, learner_of
 from tiny_vlm import save_vlm
@@ -196,6 +198,29 @@ def test_async_is_sync_at_staleness_0_with_adapters_alone(demo_model, tmp_path):
         weights.append((run / "step_000004" / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
     assert steps[3]["publish/gb"] == pytest.approx(4 * 90_112 / 1e9)  # of 1,077,632 parameters
+
+
+@pytest.mark.slow
+def test_one_step_off_learns_what_merged_weights_teach_and_resumes_to_the_bit(demo_model, tmp_path):
+    """The resumed run sends the model once more."""
+
+    def run(publish: str, *flags: str) -> tuple[dict, Path]:
+        words = (*SLOW_STEPS, "--publish", publish, "--save-freq", "2", *flags)
+        return train("train_one_step_off.py", *words, out=tmp_path / publish, ranks=2)[:2]
+
+    def weights(run: Path) -> dict[str, torch.Tensor]:
+        return load_file(run / "step_000004" / "model.safetensors")
+
+    (_, merged), (first, apart) = run("merged"), run("adapter")
+    whole = weights(apart)
+    start = load_file(Path(demo_model) / "model.safetensors")
+    for name, weight in weights(merged).items():
+        torch.testing.assert_close(whole[name], weight, atol=0.01 * float((weight - start[name]).abs().max()), rtol=0)
+    shutil.rmtree(apart / "step_000004")
+    again, apart = run("adapter", "--experiment-name", apart.name)
+    assert all(torch.equal(weight, whole[name]) for name, weight in weights(apart).items())
+    assert first[3]["publish/gb"] == pytest.approx(4 * 90_112 / 1e9)
+    assert again[4]["publish/gb"] == pytest.approx(4 * 1_077_632 / 1e9)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from helpers import CONFIGS, ROOT, documented_metrics
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, MixtralConfig, Qwen2_5_VLConfig, Qwen3MoeConfig
 
 from rl.algorithm.metrics import summarize
@@ -278,6 +279,19 @@ def test_flops_count_the_matrices():
         matrices = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n)
         attention = 6 * config.num_hidden_layers * config.num_attention_heads * 16 * 100
         assert train_flops_per_token(config, 100) == 6 * matrices + attention
+
+
+def test_flops_of_frozen_matrices_are_those_that_torch_counts():
+    """With adapters the gradient passes through each product and no weight has one. Attention's are all counted here."""
+    config, tokens = CONFIGS["qwen3"](), 40
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").requires_grad_(False)
+    embedded = torch.randn(1, tokens, config.hidden_size, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        model(inputs_embeds=embedded).logits.sum().backward()
+    attention = 12 * config.num_hidden_layers * config.num_attention_heads * 16 * tokens**2
+    assert counter.get_total_flops() - attention == pytest.approx(
+        tokens * train_flops_per_token(config, 0, frozen=True), rel=1e-3
+    )
 
 
 def test_flops_of_delta_nets():

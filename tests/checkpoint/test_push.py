@@ -1,6 +1,7 @@
 """--push-to: the model card by hand, and runs against a server on this machine that speaks as the Hugging Face hub does."""
 
 import base64
+import hashlib
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
+import yaml
 from helpers import run_script
 
 from rl.checkpoint import push
@@ -86,38 +88,91 @@ def test_a_push_that_fails_says_where_the_checkpoint_is(tmp_path, monkeypatch):
 
 
 class Hub(ThreadingHTTPServer):
-    """What create_repo and create_commit ask of the hub, for files that are sent within the commit. refuse: a path's part that
-    is answered with 403."""
+    """What create_repo and create_commit ask of the hub. As there, a repository is made once, weights are sent apart by their
+    sha256 (here by LFS alone: Xet needs a server of its own), and a commit takes only weights that have arrived. refuse: a
+    path's part that is answered with 403."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Answer)
         self.refuse, self.asked, self.files, self.summary = "", [], {}, ""
+        self.repos, self.large = set(), {}  # large: content by sha256
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    @property
     def environment(self) -> dict[str, str]:
-        return {"HF_ENDPOINT": f"http://127.0.0.1:{self.server_port}", "HF_TOKEN": "hf_test", "HF_HUB_OFFLINE": "0"}
+        return {"HF_ENDPOINT": self.url, "HF_TOKEN": "hf_test", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+
+    def create(self, body: bytes) -> tuple[int, dict]:
+        made = json.loads(body)
+        repo = f"{made.get('organization') or 'me'}/{made['name']}"
+        code = 409 if repo in self.repos else 200
+        self.repos.add(repo)
+        return code, {"url": f"https://huggingface.co/{repo}"} | ({"error": "it is there"} if code == 409 else {})
+
+    def preupload(self, body: bytes) -> tuple[int, dict]:
+        mode = lambda file: "lfs" if file["path"].endswith(".safetensors") or file["size"] > 10 << 20 else "regular"  # noqa: E731
+        files = [{"path": f["path"], "uploadMode": mode(f), "shouldIgnore": False} for f in json.loads(body)["files"]]
+        return 200, {"files": files}
+
+    def batch(self, body: bytes) -> tuple[int, dict]:
+        objects = [{"oid": each["oid"], "size": each["size"]} for each in json.loads(body)["objects"]]
+        for each in objects:
+            if each["oid"] not in self.large:
+                each["actions"] = {"upload": {"href": f"{self.url}/large/{each['oid']}"}}
+        return 200, {"transfer": "basic", "objects": objects}
+
+    def commit(self, body: bytes) -> tuple[int, dict]:
+        files, summary = {}, ""
+        for line in map(json.loads, body.splitlines()):
+            value = line["value"]
+            if line["key"] == "header":
+                summary = value["summary"]
+            elif line["key"] == "file" and not value["path"].endswith(".safetensors"):
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile" and value["oid"] in self.large:
+                files[value["path"]] = self.large[value["oid"]]
+            else:
+                return 400, {"error": f"{value['path']} is not here"}
+        self.files, self.summary = self.files | files, summary
+        return 200, {"commitUrl": "https://huggingface.co/me/sums/commit/1", "commitOid": "1"}
+
+    def validate(self, body: bytes) -> tuple[int, dict]:
+        head = yaml.safe_load(json.loads(body)["content"].split("---\n")[1])
+        wrong = [key for key in head if key not in ("library_name", "base_model", "tags", "license", "pipeline_tag")]
+        return (400, {"errors": [{"message": f"not known: {wrong}"}]}) if wrong else (200, {"warnings": []})
 
 
 class Answer(BaseHTTPRequestHandler):
     def do_POST(self):
         hub, body = self.server, self.rfile.read(int(self.headers["Content-Length"]))
         hub.asked.append((self.path, body[:200]))
+        if self.headers["Authorization"] != "Bearer hf_test":
+            return self.answer(401, {"error": "who are you?"})
         if hub.refuse and hub.refuse in self.path:
             return self.answer(403, {"error": "you may not"})
-        if "/preupload/" in self.path:
-            modes = [
-                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in json.loads(body)["files"]
-            ]
-            return self.answer(200, {"files": modes})
-        if "/commit/" in self.path:
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    hub.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-                else:
-                    hub.summary = line["value"]["summary"]
-            return self.answer(200, {"commitUrl": "https://huggingface.co/me/sums/commit/1", "commitOid": "1"})
-        return self.answer(200, {"url": "https://huggingface.co/me/sums"})
+        repo = next((repo for repo in hub.repos if f"/{repo}" in self.path), "of nobody")
+        answers = {
+            "/api/repos/create": hub.create,
+            "/api/validate-yaml": hub.validate,
+            f"/api/models/{repo}/preupload/main": hub.preupload,
+            f"/{repo}.git/info/lfs/objects/batch": hub.batch,
+            f"/api/models/{repo}/commit/main": hub.commit,
+        }
+        if self.path not in answers:
+            return self.answer(404, {"error": "not there"})
+        self.answer(*answers[self.path](body))
+
+    def do_PUT(self):
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        digest = hashlib.sha256(content).hexdigest()
+        if self.path != f"/large/{digest}":
+            return self.answer(400, {"error": "another content"})
+        self.server.large[digest] = content
+        self.answer(200, {})
 
     def do_GET(self):
         self.answer(404, {"error": "not there"})

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from helpers import CONFIGS as OTHERS
 from helpers import train
 from test_engine_vllm import CONFIGS, Measuring
+from tiny_vlm import save_vlm
 from transformers import AutoModelForCausalLM
 
 from rl.data.demo import build_tokenizer
@@ -24,13 +26,16 @@ def measured(tmp_path_factory):
     for kind in ("tied", "qwen3"):
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(CONFIGS[kind]()).save_pretrained(root / kind)
+    for kind in ("moe", "qwen3_5"):
+        OTHERS[kind]().save_pretrained(root / kind)
+    save_vlm("qwen2.5-vl", root / "images")
     with Measuring(root, "tests/tools/vllm_adapter_checks.py", RUNS) as measuring:
         yield measuring
 
 
 def test_log_probs_are_those_of_merged_weights_in_vllm_and_in_transformers(measured):
     got = measured("adapters")
-    assert all(got[what] < 1e-4 for what in ("at first", "unmerged", "merged", "log-probs")) and got["without"] > 0.1
+    assert all(got[what] < 1e-5 for what in ("at first", "unmerged", "merged", "log-probs")) and got["without"] > 0.1
     assert got["sender's tensors"], "vLLM scales B in place"
     assert measured("bfloat16")["unmerged"] < 0.15 < 0.3 < measured("bfloat16")["without"]
 
@@ -52,6 +57,8 @@ def test_an_update_that_is_no_adapter_is_refused(measured):
     assert "lacks 1 weights of the adapter, model.layers.0.self_attn.q_proj.lora_A first" in got["missing"]
     assert "does not belong to the engine's adapter" in got["other shape"]
     assert "rank 513 is above vLLM's 512" in got["rank"]
+    for kind in ("moe", "qwen3_5", "images"):
+        assert got[kind].startswith("UserError: --publish adapter with --engine vllm: --model ") and "experts" in got[kind]
 
 
 def test_a_planted_fault_is_named(measured):

@@ -116,9 +116,12 @@ def test_async_with_staleness_0_is_sync_bit_for_bit_whatever_the_nodes_do(demo_m
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_one_step_off_over_nodes_that_only_learn_or_generate(demo_model, tmp_path):
-    flags = ["train_one_step_off.py", "--total-training-steps", 4, "--output-dir", tmp_path, "--test-freq", 0]
-    consoles = run_nodes([(2, [*flags, "--generators", 0]), (1, [*flags, "--generators", 1])])
+@pytest.mark.parametrize("more", [[], ["--lora-rank", 8, "--lr", 1e-3, "--publish", "adapter"]], ids=["plain", "adapters"])
+def test_one_step_off_over_nodes_that_only_learn_or_generate(demo_model, tmp_path, more):
+    """With adapters both generators of the second node prove that they apply them."""
+    flags = ["train_one_step_off.py", "--total-training-steps", 4, "--output-dir", tmp_path, "--test-freq", 0, *more]
+    generators = 2 if more else 1
+    consoles = run_nodes([(2, [*flags, "--generators", 0]), (generators, [*flags, "--generators", generators])])
     assert [code for code, _ in consoles] == [0, 0], consoles
 
 

@@ -1,4 +1,4 @@
-"""Whole runs with a critic, on the demo: in the middle of its warm-up they resume, in async they are as in sync, and replay."""
+"""Whole runs with a critic, on the demo: they learn, resume in the warm-up, are in async what they are in sync, and replay."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import is_documented, run_script
+from helpers import is_documented, run_script, train
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
@@ -21,6 +21,17 @@ def state(run: Path, step: int) -> dict[str, torch.Tensor]:
 
 def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(("script", "ranks"), [("train_sync.py", 1), ("train_one_step_off.py", 2), ("train_async.py", 2)])
+def test_the_demo_learns_with_a_critic_in_every_script(demo_model, tmp_path, script, ranks):
+    """With the flags of docs/teachers.md; the start has .42, and the critic's loss falls."""
+    flags = ("--adv-estimator", "gae", "--critic-warmup", 10, "--critic-ppo-epochs", 4, "--critic-lr", 3e-4)
+    rows, run, _ = train(script, *flags, "--total-training-steps", 40, "--test-freq", 40, out=tmp_path, ranks=ranks)
+    last = json.loads((run / "validations.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 40 and last["val-core/demo/acc/mean@1"] > 0.65
+    loss = [rows[step]["critic/vf_loss"] for step in range(1, 41)]
+    assert sum(loss[30:]) < 0.95 * sum(loss[:10])
 
 
 def test_a_run_resumes_in_the_warm_up_is_the_same_in_async_and_replays(demo_model, tmp_path):

@@ -123,6 +123,9 @@ def refusals(side: Side) -> dict:
     out["missing"] = refusal(lambda: engine.update(own[1:], 20))
     out["other shape"] = refusal(lambda: engine.update([(own[0][0], own[1][1])], 20))
     out["rank"] = refusal(lambda: AdaptedVLLMEngine(side.path, EngineArgs(), 64, adapters=LearnerArgs(lora_rank=513)))
+    for kind in ("moe", "qwen3_5", "images"):
+        path, few = str(Path(side.path).parent / kind), LearnerArgs(lora_rank=4, lora_target=("q_proj",))
+        out[kind] = refusal(lambda path=path, few=few: AdaptedVLLMEngine(path, EngineArgs(), 64, adapters=few))
     engine.update(own, 20)
     return out
 
