@@ -97,7 +97,7 @@ def test_a_folder_has_a_sign_and_few_files(folder):
 def test_a_start_of_plain_training_imports_no_room_of_a_feature():
     """Imported where a flag or the model asks for it."""
     rooms = ["rl.adapters.lean", "rl.model.hybrid", "rl.environments.pool", "rl.checkpoint.push", "rl.supervised"]
-    rooms += ["rl.rewards.judge", "openai"]
+    rooms += ["rl.rewards.judge", "openai", "rl.data.teacher_prompts", "rl.algorithm.teacher_rows"]
     rooms += ["rl.rewards.programs.grade", "rl.rewards.programs.sandbox"]
     code = f"import sys, train_sync; print([name for name in {rooms} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
