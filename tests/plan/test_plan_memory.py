@@ -140,18 +140,16 @@ def test_shards_by_arithmetic(model):
     assert memory.host.total() >= 4 * parameters()  # the first learner reads the whole model
 
 
+@pytest.mark.slow
 def test_a_policy_that_teaches_itself_holds_no_second_model(model):
-    """Its prompts are of up to 2,000 tokens, which a pass without gradient reads one response at a time."""
-    plain = {"dtype": "bfloat16", "max_tokens_per_micro_batch": 240}
-    own = plain | {"teacher": "self", "teacher_prompt": "{prompt} {answer}", "teacher_max_prompt_length": 150}
-    lengths = lengths_like("budget", 4, 100, 20)
-    without, itself, far = (
-        dry_run("train_async", flags(model, **more), 4, "cuda", lengths)
-        for more in (plain, own, own | {"teacher_max_prompt_length": 4000})
+    """Its longer prompts count, which a pass without gradient reads behind each other."""
+    own = {"teacher": "self", "teacher_prompt": "{prompt} {answer}", "max_tokens_per_micro_batch": 240}
+    near, far = (
+        dry_run("train_async", flags(model, **own, teacher_max_prompt_length=n), 4, "cuda", lengths_like("budget", 4, 100, 20))
+        for n in (20, 4000)
     )
-    assert "teacher" not in itself.host_kept | itself.device
-    assert itself.host_kept["batch"] > without.host_kept["batch"]  # its log-probs
-    assert itself.peak < 1.1 * without.peak < far.peak
+    assert "teacher" not in near.host_kept | near.device
+    assert near.peak < far.peak and near.kept == far.kept
 
 
 @pytest.mark.slow
