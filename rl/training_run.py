@@ -81,7 +81,9 @@ class TrainingRun:
             self._restore(resumed)
         self._put_aside = generator.unfinished() if generator else []  # by this rank, when the newest batch was whole
         self._choose_micro_batch()
-        self.recorder = self._open_samples(resumed)  # of --record-samples; before the run's directory is made
+        self.recorder = None  # for --record-samples, on the first learner; opened before the run's directory is made
+        if args.record_samples and learner.ranks.is_main:
+            self.recorder = Recorder(args.record_samples, resumed.origin and resumed.origin.run_dir, self.done)
         self.record = self._open_record(resumed)
         self.timer = self.record.timer
         self.saver = Saver(args, self.record, self._identity, learner, job.tokenizer, resumed.origin, job.prompts.prep)
@@ -113,12 +115,6 @@ class TrainingRun:
         if self.generator and not self.generator.engine.num_unfinished:
             self.generator.engine.sleep()  # as it does while the learner works; the first publish wakes it
         self.learner.chosen_tokens = choose_micro_batch_tokens(self.args, self.learner)
-
-    def _open_samples(self, resumed: Resumed) -> Recorder | None:
-        """Return the record of the samples (--record-samples), on the first learner."""
-        if not (self.args.record_samples and self.learner.ranks.is_main):
-            return None
-        return Recorder(self.args.record_samples, resumed.origin and resumed.origin.run_dir, self.done)
 
     def _open_record(self, resumed: Resumed) -> Run:
         """Return the run's directory, loggers and console, after its first lines."""

@@ -32,6 +32,7 @@ from rl.plan import known_values
 from rl.plan.fake_kernels import define_cuda_kernels, define_npu_kernels
 from rl.plan.operators import KIND, has_kernel
 from rl.ranks import device
+from rl.ranks import dist as ranks_dist
 from rl.ranks.device import is_accelerator
 from rl.ranks.dist import Ranks
 from rl.weights import publisher
@@ -128,6 +129,7 @@ def start(world_size: int = 1, attention: str = KIND, strict: bool = True) -> Ra
     for name in ALLOCATOR_CALLS:
         setattr(torch.accelerator, name, _no_allocator if attention == KIND else lambda *_: 0)
     torch.accelerator.synchronize, torch.accelerator.current_stream = lambda *_: None, _Stream
+    ranks_dist.broadcast_parts = _same_parts
     torch.distributed.Backend.backend_capability["fake"].append(KIND)
     torch.distributed.init_process_group(f"cpu:fake,{KIND}:fake", rank=0, world_size=world_size, store=FakeStore())
     return Ranks(0, world_size, 0, torch.device(KIND, 0))
@@ -135,6 +137,12 @@ def start(world_size: int = 1, attention: str = KIND, strict: bool = True) -> Ra
 
 def _no_allocator(*_, **__):
     raise RuntimeError("Allocator for npu is not a DeviceAllocator.")  # torch's words
+
+
+def _same_parts(parts: list[bytearray], _group) -> None:
+    """Replaces rl.ranks.dist.broadcast_parts: the other ranks send what this one, the first, does."""
+    for part in parts:
+        part[:] = parts[0]
 
 
 def _even_rows(count: torch.Tensor, rows: int, group) -> tuple[torch.Tensor, list[int], list[int]]:

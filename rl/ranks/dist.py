@@ -174,10 +174,15 @@ def all_gather_bytes(record: bytes, group: dist.ProcessGroup | None = None) -> l
     sizes = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([len(record)]), group)
     parts = [bytearray(record) if rank == dist.get_rank(group) else bytearray(int(size)) for rank, size in enumerate(sizes)]
+    broadcast_parts(parts, group)
+    return parts
+
+
+def broadcast_parts(parts: list[bytearray], group: dist.ProcessGroup | None) -> None:
+    """Fill the part of each rank, in rank order, with its bytes. Collective."""
     tensors = {rank: torch.frombuffer(part, dtype=torch.uint8) for rank, part in enumerate(parts) if part}
     for sent in [dist.broadcast(x, group=group, async_op=True, group_src=rank) for rank, x in tensors.items()]:
         sent.wait()
-    return parts
 
 
 def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list:

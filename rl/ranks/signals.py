@@ -74,7 +74,7 @@ def stop_requested() -> bool:
 
 
 def remains(newest_checkpoint: str | None) -> None:
-    """Note what a run leaves behind if it is stopped now."""
+    """Note the newest checkpoint, for the last words of a run that is stopped."""
     global _remains
     _remains = f"the newest checkpoint is {newest_checkpoint}" if newest_checkpoint else "nothing was saved"
 
