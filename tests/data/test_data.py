@@ -16,7 +16,7 @@ from transformers import Qwen2Tokenizer
 from rl.data.args import DataArgs
 from rl.data.demo import CHAT_TEMPLATE, build_tokenizer, problems
 from rl.data.prompts import PromptDataset, PromptOrder
-from rl.data.tables import Rows, read_table
+from rl.data.tables import read_table
 from rl.errors import UserError
 
 TOKENIZER = build_tokenizer()
