@@ -27,7 +27,8 @@ def read_table(file: str, split: str):
     for training. Raises UserError if it cannot be read."""
     of_demo = "val" if split == "val" else "train"
     if file in ("demo", "demo-calculator"):
-        return Rows.of(importlib.import_module(f"rl.data.{file.replace('-', '_')}").problems(of_demo))
+        rows = importlib.import_module(f"rl.data.{file.replace('-', '_')}").problems(of_demo)
+        return Rows(pa.Table.from_pylist(rows))
     import pyarrow.parquet as pq
     from datasets import Dataset, disable_progress_bars, load_dataset
 
@@ -173,10 +174,6 @@ class Rows:
 
     def __init__(self, table: pa.Table):
         self._table = table
-
-    @staticmethod
-    def of(rows: list[dict]) -> "Rows":
-        return Rows(pa.Table.from_pylist(rows))
 
     @property
     def column_names(self) -> list[str]:

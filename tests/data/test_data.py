@@ -16,7 +16,7 @@ from transformers import Qwen2Tokenizer
 from rl.data.args import DataArgs
 from rl.data.demo import CHAT_TEMPLATE, build_tokenizer, problems
 from rl.data.prompts import PromptDataset, PromptOrder
-from rl.data.tables import Rows, read_table
+from rl.data.tables import read_table
 from rl.errors import UserError
 
 TOKENIZER = build_tokenizer()
@@ -219,7 +219,7 @@ def test_images_are_refused_rather_than_ignored(tmp_path):
 
 
 def test_rows_made_on_the_spot_are_what_datasets_makes_of_them():
-    made, expected = Rows.of(problems("train")), Dataset.from_list(problems("train"))
+    made, expected = read_table("demo", "train"), Dataset.from_list(problems("train"))
     assert [*made] == [*expected] and made.column_names == expected.column_names
     some = [0, 5, 1999]
     assert [json.dumps(made.select(some)[i]) for i in range(3)] == [json.dumps(expected.select(some)[i]) for i in range(3)]

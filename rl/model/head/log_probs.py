@@ -201,9 +201,9 @@ def log_probs_at(
         with torch.set_grad_enabled(entropy == "loss" and torch.is_grad_enabled()):
             return chosen, -(log_probs.exp() * log_probs).sum(-1)
 
-    chunks = _chunks(hidden, head, labels, elements)
-    if len(chunks) == 1:
+    if len(hidden) * len(head.weight) <= elements:
         return of_part(hidden, labels)
+    chunks = _chunks(hidden, head, labels, elements)
     log_prob, entropies = zip(*(checkpoint(of_part, *chunk, use_reentrant=False) for chunk in chunks), strict=True)
     return torch.cat(log_prob), torch.cat(entropies)
 
