@@ -247,10 +247,8 @@ def _value(tree: tuple, context):
     if kind not in ("sum", "product", "quotient", "negative", "power", "root", "factorial", "binomial"):
         raise ValueError(f"a {kind} is no number")
     values = [_value(part, context) for part in parts]
-    if kind == "sum":
-        return context.fsum(values)
-    if kind == "product":
-        return context.fprod(values)
+    if kind in ("sum", "product"):
+        return (context.fsum if kind == "sum" else context.fprod)(values)
     if kind == "quotient":
         return values[0] / values[1]
     if kind == "negative":
