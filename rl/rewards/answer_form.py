@@ -42,18 +42,11 @@ def _sum(terms: Iterable[tuple]) -> tuple:
     return ("sum", *sorted(terms, key=repr))
 
 
-def _negated(made: tuple) -> tuple:
-    if made[0] == "sum":
-        return _sum(map(_negated, made[1:]))
-    _, sign, *rest = made
-    return ("term", -sign, *rest)
-
-
 def _unsigned(made: tuple) -> tuple[int, tuple]:
     """The sign and the form without it. A sum and its negation become the same sum: 1-x is -(x-1)."""
     if made[0] != "sum":
         return 1, made
-    other = _negated(made)
+    other = _sum((kind, -sign, *rest) for kind, sign, *rest in made[1:])
     return (1, made) if repr(made) <= repr(other) else (-1, other)
 
 
