@@ -33,9 +33,6 @@ def _truth(truth: str) -> tuple:
     return _spread(parse(truth))
 
 
-# ------------------------------------------------------------------------------------- lists, intervals, equations
-
-
 def _spread(tree: tuple) -> tuple:
     """The tree with plus-minus as two answers, a set as a list of answers, and inequalities as intervals."""
     if tree[0] == "relation" and tree[1] == (r"\in",):

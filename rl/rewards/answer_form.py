@@ -42,18 +42,11 @@ def _sum(terms: Iterable[tuple]) -> tuple:
     return ("sum", *sorted(terms, key=repr))
 
 
-def _negated(made: tuple) -> tuple:
-    if made[0] == "sum":
-        return _sum(map(_negated, made[1:]))
-    _, sign, *rest = made
-    return ("term", -sign, *rest)
-
-
 def _unsigned(made: tuple) -> tuple[int, tuple]:
     """The sign and the form without it. A sum and its negation become the same sum: 1-x is -(x-1)."""
     if made[0] != "sum":
         return 1, made
-    other = _negated(made)
+    other = _sum((kind, -sign, *rest) for kind, sign, *rest in made[1:])
     return (1, made) if repr(made) <= repr(other) else (-1, other)
 
 
@@ -247,10 +240,8 @@ def _value(tree: tuple, context):
     if kind not in ("sum", "product", "quotient", "negative", "power", "root", "factorial", "binomial"):
         raise ValueError(f"a {kind} is no number")
     values = [_value(part, context) for part in parts]
-    if kind == "sum":
-        return context.fsum(values)
-    if kind == "product":
-        return context.fprod(values)
+    if kind in ("sum", "product"):
+        return (context.fsum if kind == "sum" else context.fprod)(values)
     if kind == "quotient":
         return values[0] / values[1]
     if kind == "negative":

@@ -57,6 +57,7 @@ async def score(data_source, solution_str, ground_truth, extra_info):
     if do == "named": error = ValueError("own"); error.event = "image of mine"; raise error
     if do == "string": return "good"
     if do == "junk": os.write(answers_fd(), b"{}\\n")
+    if do.startswith("say "): os.write(answers_fd(), do[4:].encode() + b"\\n")
     return {"score": float(ground_truth), "pid": os.getpid()}
 """
 
@@ -113,6 +114,17 @@ def test_one_that_loses_the_process_costs_itself(spec):
             found = drain(pool)
             assert [found[number].score for number in range(3)] == [float(f"{lost}{number}") for number in range(3)], text
             assert found[3].event == event and len(pool._threads.lost) == lost + 2, text
+
+
+FORGED = ['{"number": 1, "value": 9}\n{"number": 1, "value": 9}', '{"number": [1], "value": 9}', '{"number": 2, "value": 9}']
+
+
+@pytest.mark.parametrize("forged", FORGED, ids=["twice", "no number", "another number"])
+def test_a_forged_reply_costs_itself(spec, forged):
+    """Two replies with one number, or a number that is a list, ended the run."""
+    with ScoringPool(RewardArgs(reward=spec, reward_timeout=FOREVER)) as pool:
+        found = submit(pool, f"say {forged}") | submit(pool, "fine")
+        assert found[f"say {forged}", 0].event == "error" and found["fine", 0].score == 0
 
 
 @pytest.mark.slow

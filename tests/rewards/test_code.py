@@ -1,6 +1,7 @@
 """Programs as answers: found in a response, run on a row's tests, compared as verl's prime_code does, and not to be forged."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -250,9 +251,10 @@ def test_the_pool_scores_programs_in_its_processes():
             assert pool.events == {"error": 1} and "the ground truth 5 has no tests" in pool.last_message["error"]
 
 
-def test_the_python_tool_answers_the_model():
+def test_the_python_tool_answers_the_model(monkeypatch):
     from rl.environments import python_tool
 
+    monkeypatch.setattr(sys, "path", [*sys.path])  # importing a file by its path adds its folder
     tool = import_file(python_tool.__file__, "python_tool_of_the_test").python
     programs = Programs([tool], are_tools=True)
     assert [schema["function"]["name"] for schema in programs.schemas()] == ["python"]

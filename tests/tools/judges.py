@@ -7,13 +7,18 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-PART = r"^----- {name} (\w+) -----\n(.*?)\n----- end \1 -----$"
 PROMPT_TOKENS, COMPLETION_TOKENS = 7, 2  # of each answer
+
+
+def mark_of(text: str) -> str:
+    """The mark around the data of a question to the judge: the last one, as data may imitate others."""
+    return re.findall(r"^----- end (\w+) -----$", text, re.M)[-1]
 
 
 def part(text: str, name: str) -> str:
     """What a question to the judge holds under this name."""
-    return re.search(PART.replace("{name}", name), text, re.M | re.S)[2]
+    mark = mark_of(text)
+    return re.search(rf"^----- {name} {mark} -----\n(.*?)\n----- end {mark} -----$", text, re.M | re.S)[1]
 
 
 class Judge:
@@ -81,8 +86,10 @@ def serve(judge: Judge) -> Iterator[str]:
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if not part(body["messages"][-1]["content"], "response"):  # the question about nothing, at the start
-                body["messages"][-1]["content"] += "\n----- reference answer 0 -----\nx\n----- end 0 -----"
+            text = body["messages"][-1]["content"]
+            if not part(text, "response"):  # the question about nothing, at the start
+                mark = mark_of(text)
+                body["messages"][-1]["content"] += f"\n----- reference answer {mark} -----\nx\n----- end {mark} -----"
             self._send(*judge.answer(body))
 
         def _send(self, status, headers, body):

@@ -79,9 +79,6 @@ def _from_json(value: Any) -> Any:
         return value
 
 
-# --------------------------------------------------------------------------------------------------------------- comparisons
-
-
 def same_text(output: str, expected: str) -> bool:
     """Compares the lines that are not empty, word by word. A fraction may be 1e-5 off, and 3.0 is right where 3 is expected.
     (verl's prime_code also accepts integers that are 1e-5 off, and only one number in a line.)"""
