@@ -29,7 +29,6 @@ from rl.rewards.score import plain
 
 START_LIMIT = 120  # seconds to import the tokenizer and the user's file, and as many to fork an episode's process
 REPLY_LIMIT = 1 << 26  # bytes of one answer
-READ_AT_ONCE = 1 << 20  # bytes
 MOST_STARTS = 4  # of the warm process, which only an environment could end
 SHAPES = {  # of the answers to each question: name -> types
     "reset": {"prompt": (list, type(None))},
@@ -79,7 +78,6 @@ class Environments:
         self._by_fork: dict[int, Place] = {}
         self._deadlines: dict[Hashable, float] = {}  # of the questions without an answer
         self._events: list[tuple[Hashable, dict]] = []
-        self._buffer = bytearray(READ_AT_ONCE)  # made once: a new one for each answer would take longer than to read it
         self._start()
 
     # -- the warm process
@@ -194,11 +192,11 @@ class Environments:
 
     def _read(self, place: Place) -> list[tuple[Hashable, dict]]:
         """The answer that has arrived, if any."""
-        count = 0
+        data = b""
         with contextlib.suppress(BlockingIOError, ConnectionError):
-            count = place.socket.recv_into(self._buffer)
-            place.unread += self._buffer[:count]
-        if not count:
+            data = place.socket.recv(1 << 20)
+            place.unread += data
+        if not data:
             self._selector.unregister(place.socket)
             place.has_ended = True
             return []

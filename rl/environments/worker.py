@@ -148,7 +148,7 @@ class Forks:
         try:
             descendants.end_with_parent()
             descendants.adopt_orphans()
-            os.setpgid(0, 0)  # no session: Linux would give each as much CPU time as the rank (autogroup in sched(7))
+            os.setsid()
             os.set_inheritable(file, False)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
