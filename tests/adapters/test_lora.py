@@ -117,6 +117,24 @@ def test_values_and_gradients_are_those_of_merged_weights(models, ranks, kind, r
     assert learner.outgoing().frozen == untouched and set(learner.outgoing().shapes) == set(merged)
 
 
+def test_merging_rounds_once_and_leaves_the_model_as_it_is(models, ranks):
+    """In bf16 the sum of the model's weights and the adapters' fp32 product is rounded, at each publish anew from the parts."""
+    learner = learner_of(models["qwen3"], ranks, dtype="bfloat16", lora_rank=4)
+    held = {name: local(parameter).clone() for name, parameter in learner.parameters.items()}
+    for publish in range(3):
+        for name in learner.adapters.tensors:
+            if name.endswith("lora_B"):
+                learner.masters[name].normal_(std=0.1)
+        own = {name: learner.masters[name].double() for name in learner.adapters.tensors}
+        for name, weight in learner.weights(torch.bfloat16):
+            layer, expected = name.removesuffix(".weight"), held[name].double()
+            if f"{layer}.lora_A" in own:
+                expected = expected + 4.0 * own[f"{layer}.lora_B"] @ own[f"{layer}.lora_A"]
+                assert not torch.equal(expected.bfloat16(), held[name])
+            assert (weight.bfloat16() == expected.bfloat16()).float().mean() > 0.999, f"{name}, publish {publish}"
+            assert torch.equal(local(learner.parameters[name]), held[name])
+
+
 def test_gradients_are_pefts(models, ranks):
     """To the bit, in fp32, for the same values."""
     peft = pytest.importorskip("peft")

@@ -35,7 +35,7 @@ def measured(tmp_path_factory):
 
 def test_log_probs_are_those_of_merged_weights_in_vllm_and_in_transformers(measured):
     got = measured("adapters")
-    assert all(got[what] < 1e-5 for what in ("at first", "unmerged", "merged", "log-probs")) and got["without"] > 0.1
+    assert all(got[what] < 2e-5 for what in ("at first", "unmerged", "merged", "log-probs")) and got["without"] > 0.1
     assert got["sender's tensors"], "vLLM scales B in place"
     assert measured("bfloat16")["unmerged"] < 0.15 < 0.3 < measured("bfloat16")["without"]
 

@@ -55,15 +55,15 @@ def test_a_supervised_start_learns_resumes_and_divides(supervised, tmp_path):
 
 
 def test_few_responses_suffice_for_a_teacher(teacher, tmp_path):
-    """One response to each of 8 prompts a step. A training run by reward would not have begun to learn. The teacher itself has
+    """One response to each of 8 prompts a step: .90 with a tenth of those that training by reward takes. The teacher itself has
     been validated by reward alone: it starts a run."""
-    flags = ("--lr", 1e-4, "--lr-scheduler-type", "constant", "--rollout-n", 1, "--total-training-steps", 80, "--test-freq", 80)
+    flags = ("--lr", 2e-4, "--lr-scheduler-type", "constant", "--rollout-n", 1, "--total-training-steps", 52, "--test-freq", 52)
     taught = (*flags, "--teacher", teacher, "--teacher-alone", "--teacher-top-k", 4)
     metrics, _, done = train("train_sync.py", *taught, out=tmp_path / "taught")
-    assert accuracies(metrics)[0] < 0.5 and RL / 5 > 80 * 8
-    assert accuracies(metrics)[80] > 0.85
+    assert accuracies(metrics)[0] < 0.5 and RL / 10 >= 52 * 8
+    assert accuracies(metrics)[52] >= 0.90
     assert metrics[1]["critic/rewards/max"] == 0 < metrics[1]["critic/score/max"]
-    assert metrics[80]["actor/teacher_top_kl"] < metrics[1]["actor/teacher_top_kl"] / 4
+    assert metrics[52]["actor/teacher_top_kl"] < metrics[1]["actor/teacher_top_kl"] / 4
     assert "warning" not in done.stdout + done.stderr
     start, _, _ = train("train_sync.py", "--model", teacher, "--total-training-steps", 1, out=tmp_path / "start")
     assert accuracies(start)[0] > 0.9
