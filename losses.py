@@ -1149,6 +1149,17 @@ def adaptive_kl_coef(beta: float, kl: float, target: float, n: int, horizon: int
     return beta * (1 + max(-0.2, min(0.2, kl / target - 1)) * n / horizon)
 
 
+def adaptive_entropy_coef(coef: float, entropy: float, target: float, delta: float, most: float) -> float:
+    """coef + delta where entropy < target, coef - delta where it is above; from 0 to `most`: the coefficient of the next step.
+
+    entropy: of the last step, per token. Where it was above the target, the next step has no bonus at all (in the paper this
+    looks at the next step's own entropy). Skywork-OR1's adaptive entropy control, arXiv 2505.22312, eq. 3.2.
+    """
+    if entropy == target:
+        return coef
+    return min(most, max(0.0, coef + delta if entropy < target else coef - delta))
+
+
 # ----------------------------------------------------------------------------------------------- rollout correction
 # The generator's log-probs differ from the learner's for the same tokens (other kernels, other precision, older weights).
 # log w = log_prob (the learner's) - rollout_log_prob, clamped to +-20; a sum over a response is clamped again. The functions

@@ -125,6 +125,7 @@ ALREADY_THERE = _accelerator(", where all of it is in host memory")
 NEEDS: dict[str, tuple[Need, ...]] = {
     # the algorithm
     "gamma": (_discount(),),
+    **dict.fromkeys(("entropy_coeff_delta", "entropy_coeff_max"), (_with("entropy_target"),)),
     "clip_ratio_low": (_clip("clip_low"),),
     "clip_ratio_high": (_clip("clip_high"),),
     "clip_ratio_c": (_clip("clip_c"),),

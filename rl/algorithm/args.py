@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import losses
 from rl.algorithm.critic import CriticArgs
+from rl.algorithm.entropy_control import EntropyArgs
 from rl.algorithm.imitation import ImitationArgs
 from rl.algorithm.rollout_correction import RolloutCorrectionArgs
 from rl.algorithm.several_rewards import SeveralRewardsArgs
@@ -21,7 +22,7 @@ CLIPS = {"clip_low": "--clip-ratio-low", "clip_high": "--clip-ratio-high", "clip
 
 
 @dataclass
-class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, RolloutCorrectionArgs):
+class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, EntropyArgs, RolloutCorrectionArgs):
     """Advantages, the policy loss and KL terms."""
 
     adv_estimator: Literal[tuple(losses.ADVANTAGES)] = "grpo"
@@ -44,8 +45,6 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
     top_entropy_quantile: Annotated[float, Range(above=0, at_most=1)] = 1.0
     """Restrict the policy loss to this share of a mini-batch's tokens, those at which the policy's entropy is largest: 0.2 in
     arXiv 2506.01939."""
-    entropy_coeff: Annotated[float, Range()] = 0.0
-    """Weight of the entropy bonus."""
     use_kl_loss: bool = False
     """Add --kl-loss-coef times the KL to the reference policy (the starting model) to the loss."""
     kl_loss_coef: Annotated[float, Range(at_least=0)] = 1e-3
@@ -148,7 +147,8 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
     def skips_backward(self) -> bool:
         """Micro-batches without an advantage pass forward alone: the loss has no term that trains them."""
         loss = losses.POLICY_LOSSES[self.loss_mode]
-        trains_all = self.use_kl_loss or self.entropy_coeff or self.teacher or loss.chooses or loss.trains_all
+        has_bonus = self.entropy_coeff or self.entropy_target
+        trains_all = self.use_kl_loss or has_bonus or self.teacher or loss.chooses or loss.trains_all
         return not (trains_all or self.backward_without_advantage)
 
     @property

@@ -57,6 +57,7 @@ class Learner:
 
     critic = None  # of rl/learning/value_model.py, where the advantages need one
     imitation = None  # of rl/algorithm/imitation.py, with --sft-files
+    entropy_control = None  # of rl/algorithm/entropy_control.py, with --entropy-target
 
     def __init__(
         self,
@@ -305,7 +306,8 @@ class Learner:
         """The rest, the same on all ranks."""
         first = next(iter(self.optimizer.state.values()))
         own = {"adam_step": int(first["step"]), "skipped": self.skipped, "chosen_tokens": self.micro_batch_tokens}
-        return own | {"critic": self.critic.state()} if self.critic else own
+        parts = {"critic": self.critic, "entropy_control": self.entropy_control}
+        return own | {name: part.state() for name, part in parts.items() if part}
 
     def rank_state(self) -> dict:
         """The rest that differs by rank."""
@@ -318,6 +320,8 @@ class Learner:
         take_masters(self._trained, self.masters)
         if self.critic:
             self.critic.restore(state["critic"], None)
+        if self.entropy_control:
+            self.entropy_control.restore(state.get("entropy_control"))
         self.skipped, self.chosen_tokens = state["skipped"], state.get("chosen_tokens")
         if rank_state:
             torch.set_rng_state(torch.tensor(rank_state["rng"], dtype=torch.uint8))
