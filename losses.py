@@ -46,171 +46,7 @@ from torch import Tensor
 Loss = tuple[Tensor, dict[str, Tensor]]  # loss [N], {statistic: bool or float [N]}
 
 
-@dataclass(frozen=True)
-class Estimator:
-    """An advantage estimator, which is called like its function, and what a script has to know of it."""
-
-    function: Callable[..., Tensor]
-    group_of_one: Literal["zero", "score"] | None  # what it gives in a group of one: 0, or the score; None without groups
-    aggregation: str | None  # the one that its paper takes, if not token-mean
-    by_token: bool  # it gives a response's tokens different advantages
-    looks_at: Literal["response", "scores", "batch"]  # all that it has to see: one response, all scores, or every token
-    inputs: tuple[str, ...]  # what it takes of the batch in addition to reward, mask, seq and group
-    knobs: dict[str, float]  # its numbers, with their defaults
-
-    def __call__(self, *args, **keywords) -> Tensor:
-        return self.function(*args, **keywords)
-
-
-@dataclass(frozen=True)
-class PolicyLoss:
-    """A policy loss, which is called like its function, and what a script has to know of it."""
-
-    function: Callable[..., Loss]
-    aggregation: str | None  # the one that its paper takes, if not token-mean
-    by_response: bool  # it has one ratio for a whole response, so that no other aggregation makes sense
-    one_advantage: bool  # and one advantage, the mean of its tokens'
-    has_ratio: bool  # False: right for tokens of the policy itself alone; others have to be weighed by `importance_weight`
-    trains_all: bool  # it has a gradient where the advantage is 0, too
-    chooses: Callable[..., Tensor] | None  # what makes its input `chosen`: f(old_log_prob, advantage, mask), global batch
-    inputs: tuple[str, ...]  # what it takes of the batch in addition to the usual arguments
-    knobs: dict[str, float]  # its numbers, with their defaults
-    choice_inputs: tuple[str, ...]  # the same two of `chooses`
-    choice_knobs: dict[str, float]
-
-    def __call__(self, *args, **keywords) -> Loss:
-        return self.function(*args, **keywords)
-
-
-ADVANTAGES: dict[str, Estimator] = {}  # by their own names and, where that differs, by verl's
-POLICY_LOSSES: dict[str, PolicyLoss] = {}
-# Tensors of an advantage that are of responses; every other one of an advantage or a loss is per token, [N]
-PER_RESPONSE = {"group": "[B]", "baseline": "[B]", "parts": "[B, K]", "weights": "[K]"}
-
-
-def _keywords(function: Callable) -> tuple[tuple[str, ...], dict[str, float]]:
-    """The names of a function's keyword-only tensors, and its keyword-only numbers with their defaults."""
-    keywords = [k for k in inspect.signature(function).parameters.values() if k.kind is k.KEYWORD_ONLY]
-    knobs = {k.name: k.default for k in keywords if isinstance(k.default, bool | int | float)}
-    return tuple(k.name for k in keywords if k.name not in knobs), knobs
-
-
-def _checked_and_documented(function: Callable) -> Callable:
-    """The function; it refuses input in another layout, and its docstring has the shapes of its tensors."""
-    function = _checked(function)
-    function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{_shapes(function)}".strip()
-    return function
-
-
-def _shapes(function: Callable) -> str:
-    """A line for `help`: the shape of each tensor that the function takes and returns. Empty where no type says so."""
-    names = [name for name, k in inspect.signature(function).parameters.items() if k.annotation in (Tensor, "Tensor")]
-    if not names:
-        return ""
-    per_token = ", ".join(name for name in names if name not in PER_RESPONSE)
-    others = {shape: [name for name in names if PER_RESPONSE.get(name) == shape] for shape in PER_RESPONSE.values()}
-    of_responses = "".join(f"; {', '.join(those)} {shape}" for shape, those in others.items() if those)
-    made = "[N]" if inspect.signature(function).return_annotation in (Tensor, "Tensor") else "loss [N], {statistic: [N]}"
-    return f"Shapes: {per_token} [N]{of_responses} -> {made}."
-
-
-# ------------------------------------------------------------------------------------------------- input that is refused
-
-
-def _checked(function: Callable) -> Callable:
-    """The function, raising ValueError for input in another layout. Its tensors are per token, but for PER_RESPONSE."""
-    names = list(inspect.signature(function).parameters)
-
-    @functools.wraps(function)
-    def checked(*args, **keywords):
-        given = dict(zip(names, args, strict=False)) | keywords
-        per_token = {name: x for name, x in given.items() if isinstance(x, Tensor) and name not in PER_RESPONSE}
-        _check_tokens(function.__name__, **per_token)
-        if "group" in given and "seq" in given:
-            _check_group(function.__name__, given["seq"], given["group"])
-        return function(*args, **keywords)
-
-    return checked
-
-
-def _returns_loss(function: Callable) -> Callable:
-    """The policy loss, raising ValueError where it returns anything but a Loss. Looks at types and shapes alone."""
-
-    @functools.wraps(function)
-    def checked(log_prob: Tensor, *args, **keywords):
-        made = function(log_prob, *args, **keywords)
-        has_two = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], dict)
-        if has_two and all(isinstance(x, Tensor) and x.shape == log_prob.shape for x in (made[0], *made[1].values())):
-            return made
-        parts = (made[0], *made[1].values()) if has_two else made if isinstance(made, tuple) else (made,)
-        found = ", ".join(str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in parts)
-        raise ValueError(
-            f"{function.__name__} returned {found}. A policy loss returns (token_loss [n], stats): the loss of each token, not "
-            f"aggregated, and a dict of statistics, each [n] or the dict empty; here n is {len(log_prob)}."
-        )
-
-    return checked
-
-
-def _check_parentheses(decorator: str, verl_names: tuple) -> None:
-    if verl_names and callable(verl_names[0]):
-        raise ValueError(f"{verl_names[0].__name__}: write @{decorator}() above it, with parentheses.")
-
-
-def _check_declared(function: Callable, wanted: tuple[str, ...]) -> None:
-    """Raises ValueError unless the arguments before the `*` are those wanted."""
-    parameters = inspect.signature(function).parameters.values()
-    found = tuple(k.name for k in parameters if k.kind is not k.KEYWORD_ONLY)
-    if found != wanted:
-        raise ValueError(
-            f"{function.__name__} takes ({', '.join(found)}). It has to take ({', '.join(wanted)}); numbers of its own, with "
-            "their defaults, and further tensors stand behind a `*`."
-        )
-
-
-def _check_tokens(caller: str, **tensors: Tensor) -> None:
-    """Raises ValueError unless all have one shape [N], `mask` is bool, and `seq` ascends. On an accelerator the values of seq
-    are not looked at: that would wait for the device."""
-    shapes = {name: tuple(x.shape) for name, x in tensors.items()}
-    if len({*shapes.values()}) > 1 or any(len(shape) != 1 for shape in shapes.values()):
-        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise ValueError(
-            f"{caller}: found {found}. Tensors per token are packed: one shape [N] for all. losses.pack packs padded [B, T]."
-        )
-    mask, seq = tensors.get("mask"), tensors.get("seq")
-    if mask is not None and mask.dtype != torch.bool:
-        raise ValueError(f"{caller}: mask is {mask.dtype}. It has to be torch.bool, such as mask > 0.")
-    if seq is None:
-        return
-    if seq.dtype != torch.long:
-        raise ValueError(f"{caller}: seq is {seq.dtype}. It has to be torch.long: which response each token belongs to.")
-    if seq.is_cpu and len(seq) and (seq[0] < 0 or (seq[1:] < seq[:-1]).any()):
-        raise ValueError(f"{caller}: seq does not ascend from 0. A response's tokens lie together, and responses are in order.")
-
-
-def _check_group(caller: str, seq: Tensor, group: Tensor) -> None:
-    """Raises ValueError unless group is [B], one entry a response. seq: checked already."""
-    if group.dim() != 1:
-        raise ValueError(f"{caller}: group has the shape {tuple(group.shape)}. It has to be [B], one entry a response.")
-    if not seq.is_cpu or not len(seq):
-        return
-    responses = int(seq[-1]) + 1
-    if len(group) < responses:
-        raise ValueError(f"{caller}: seq counts {responses} responses, group has {len(group)} entries. It has to be [B].")
-    same = seq[1:] == seq[:-1]
-    if len(group) == len(seq) > responses and bool((group[1:] == group[:-1])[same].all()):
-        raise ValueError(
-            f"{caller}: group has an entry for each of {len(seq)} tokens, seq counts {responses} responses. It has to be [B], "
-            "one entry a response."
-        )
-
-
-def _check_word(what: str, word: str, choices: Iterable[str]) -> None:
-    if word not in choices:
-        raise ValueError(f"unknown {what} {word!r}; choose from {', '.join(choices)}")
-
-
-# ----------------------------------------------------------------------------------------------------------- layout
+# --------------------------------------------------------------------------------------------------------------------- layout
 
 
 def pack(valid: Tensor, *padded: Tensor) -> tuple[Tensor, ...]:
@@ -300,7 +136,10 @@ def _discounted(reward: Tensor, seq: Tensor, gamma: float) -> Tensor:
     return total
 
 
-# ------------------------------------------------------------------------------------------------------ aggregation
+# ---------------------------------------------------------------------------------------------------------------- aggregation
+
+
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 
 
 def denominator(mask: Tensor, seq: Tensor, mode: str, num_seqs: int, budget: int | None = None) -> float:
@@ -341,14 +180,49 @@ def aggregate(loss: Tensor, mask: Tensor, seq: Tensor, mode: str, denominator: f
     return loss.sum() / denominator
 
 
-# ------------------------------------------------------------------------------------------------------- advantages
-# f(reward [N], mask [N], seq [N], group [B]) -> advantage [N], 0 where the mask is, over the GLOBAL batch; some have keywords
-# of their own. `reward` is per token (the score on the last token, KL penalties on each). A response's s is the sum over ALL
-# its tokens, not only the trained ones, so that a score on a masked last token is not lost.
-#
-# mean_g, std_g, n are of the group's responses with a trained token. One without (it could not be scored, or was rejected) is
-# not in its group at all. They are taken in float64, of the distance to the group's lowest score: equal scores give exactly 0,
-# whatever the score, n and dtype, while scores an ulp apart are still two scores.
+# -------------------------------------------------------------------------------------------------- how a formula is declared
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """An advantage estimator, which is called like its function, and what a script has to know of it."""
+
+    function: Callable[..., Tensor]
+    group_of_one: Literal["zero", "score"] | None  # what it gives in a group of one: 0, or the score; None without groups
+    aggregation: str | None  # the one that its paper takes, if not token-mean
+    by_token: bool  # it gives a response's tokens different advantages
+    looks_at: Literal["response", "scores", "batch"]  # all that it has to see: one response, all scores, or every token
+    inputs: tuple[str, ...]  # what it takes of the batch in addition to reward, mask, seq and group
+    knobs: dict[str, float]  # its numbers, with their defaults
+
+    def __call__(self, *args, **keywords) -> Tensor:
+        return self.function(*args, **keywords)
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A policy loss, which is called like its function, and what a script has to know of it."""
+
+    function: Callable[..., Loss]
+    aggregation: str | None  # the one that its paper takes, if not token-mean
+    by_response: bool  # it has one ratio for a whole response, so that no other aggregation makes sense
+    one_advantage: bool  # and one advantage, the mean of its tokens'
+    has_ratio: bool  # False: right for tokens of the policy itself alone; others have to be weighed by `importance_weight`
+    trains_all: bool  # it has a gradient where the advantage is 0, too
+    chooses: Callable[..., Tensor] | None  # what makes its input `chosen`: f(old_log_prob, advantage, mask), global batch
+    inputs: tuple[str, ...]  # what it takes of the batch in addition to the usual arguments
+    knobs: dict[str, float]  # its numbers, with their defaults
+    choice_inputs: tuple[str, ...]  # the same two of `chooses`
+    choice_knobs: dict[str, float]
+
+    def __call__(self, *args, **keywords) -> Loss:
+        return self.function(*args, **keywords)
+
+
+ADVANTAGES: dict[str, Estimator] = {}  # by their own names and, where that differs, by verl's
+POLICY_LOSSES: dict[str, PolicyLoss] = {}
+# Tensors of an advantage that are of responses; every other one of an advantage or a loss is per token, [N]
+PER_RESPONSE = {"group": "[B]", "baseline": "[B]", "parts": "[B, K]", "weights": "[K]"}
 
 
 def advantage_estimator(
@@ -370,6 +244,124 @@ def advantage_estimator(
         return function
 
     return declare
+
+
+def policy_loss(
+    *verl_names: str,
+    aggregation: str | None = None,
+    by_response: bool = False,
+    one_advantage: bool = False,
+    has_ratio: bool = True,
+    trains_all: bool = False,
+    chooses: Callable[..., Tensor] | None = None,
+) -> Callable:
+    """Enters a function into POLICY_LOSSES, by its name and verl's. The keywords are those of `PolicyLoss`."""
+
+    _check_parentheses("policy_loss", verl_names)
+
+    def declare(function: Callable) -> Callable:
+        _check_declared(function, ("log_prob", "old_log_prob", "advantage", "mask", "seq"))
+        if "chosen" in _keywords(function)[0] and chooses is None:
+            raise ValueError(
+                f"{function.__name__} takes `chosen`: its decorator needs chooses=, the function that chooses tokens."
+            )
+        if (by_response or one_advantage) and aggregation is None:
+            raise ValueError(f"{function.__name__} is by response: its decorator needs aggregation=, that of its paper.")
+        function = _returns_loss(_checked_and_documented(function))
+        of_choice = _keywords(chooses) if chooses else ((), {})
+        kind = (aggregation, by_response, one_advantage, has_ratio, trains_all, chooses)
+        declared = PolicyLoss(function, *kind, *_keywords(function), *of_choice)
+        POLICY_LOSSES.update(dict.fromkeys((function.__name__, *verl_names), declared))
+        return function
+
+    return declare
+
+
+def _keywords(function: Callable) -> tuple[tuple[str, ...], dict[str, float]]:
+    """The names of a function's keyword-only tensors, and its keyword-only numbers with their defaults."""
+    keywords = [k for k in inspect.signature(function).parameters.values() if k.kind is k.KEYWORD_ONLY]
+    knobs = {k.name: k.default for k in keywords if isinstance(k.default, bool | int | float)}
+    return tuple(k.name for k in keywords if k.name not in knobs), knobs
+
+
+def _checked_and_documented(function: Callable) -> Callable:
+    """The function; it refuses input in another layout, and its docstring has the shapes of its tensors."""
+    function = _checked(function)
+    function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{_shapes(function)}".strip()
+    return function
+
+
+def _shapes(function: Callable) -> str:
+    """A line for `help`: the shape of each tensor that the function takes and returns. Empty where no type says so."""
+    names = [name for name, k in inspect.signature(function).parameters.items() if k.annotation in (Tensor, "Tensor")]
+    if not names:
+        return ""
+    per_token = ", ".join(name for name in names if name not in PER_RESPONSE)
+    others = {shape: [name for name in names if PER_RESPONSE.get(name) == shape] for shape in PER_RESPONSE.values()}
+    of_responses = "".join(f"; {', '.join(those)} {shape}" for shape, those in others.items() if those)
+    made = "[N]" if inspect.signature(function).return_annotation in (Tensor, "Tensor") else "loss [N], {statistic: [N]}"
+    return f"Shapes: {per_token} [N]{of_responses} -> {made}."
+
+
+def _checked(function: Callable) -> Callable:
+    """The function, raising ValueError for input in another layout. Its tensors are per token, but for PER_RESPONSE."""
+    names = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args, **keywords):
+        given = dict(zip(names, args, strict=False)) | keywords
+        per_token = {name: x for name, x in given.items() if isinstance(x, Tensor) and name not in PER_RESPONSE}
+        _check_tokens(function.__name__, **per_token)
+        if "group" in given and "seq" in given:
+            _check_group(function.__name__, given["seq"], given["group"])
+        return function(*args, **keywords)
+
+    return checked
+
+
+def _returns_loss(function: Callable) -> Callable:
+    """The policy loss, raising ValueError where it returns anything but a Loss. Looks at types and shapes alone."""
+
+    @functools.wraps(function)
+    def checked(log_prob: Tensor, *args, **keywords):
+        made = function(log_prob, *args, **keywords)
+        has_two = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], dict)
+        if has_two and all(isinstance(x, Tensor) and x.shape == log_prob.shape for x in (made[0], *made[1].values())):
+            return made
+        parts = (made[0], *made[1].values()) if has_two else made if isinstance(made, tuple) else (made,)
+        found = ", ".join(str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in parts)
+        raise ValueError(
+            f"{function.__name__} returned {found}. A policy loss returns (token_loss [n], stats): the loss of each token, not "
+            f"aggregated, and a dict of statistics, each [n] or the dict empty; here n is {len(log_prob)}."
+        )
+
+    return checked
+
+
+def _check_parentheses(decorator: str, verl_names: tuple) -> None:
+    if verl_names and callable(verl_names[0]):
+        raise ValueError(f"{verl_names[0].__name__}: write @{decorator}() above it, with parentheses.")
+
+
+def _check_declared(function: Callable, wanted: tuple[str, ...]) -> None:
+    """Raises ValueError unless the arguments before the `*` are those wanted."""
+    parameters = inspect.signature(function).parameters.values()
+    found = tuple(k.name for k in parameters if k.kind is not k.KEYWORD_ONLY)
+    if found != wanted:
+        raise ValueError(
+            f"{function.__name__} takes ({', '.join(found)}). It has to take ({', '.join(wanted)}); numbers of its own, with "
+            "their defaults, and further tensors stand behind a `*`."
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------------- advantages
+# f(reward [N], mask [N], seq [N], group [B]) -> advantage [N], 0 where the mask is, over the GLOBAL batch; some have keywords
+# of their own. `reward` is per token (the score on the last token, KL penalties on each). A response's s is the sum over ALL
+# its tokens, not only the trained ones, so that a score on a masked last token is not lost.
+#
+# mean_g, std_g, n are of the group's responses with a trained token. One without (it could not be scored, or was rejected) is
+# not in its group at all. They are taken in float64, of the distance to the group's lowest score: equal scores give exactly 0,
+# whatever the score, n and dtype, while scores an ulp apart are still two scores.
 
 
 @advantage_estimator(group_of_one="score", looks_at="scores")
@@ -554,20 +546,6 @@ def gae(
     return whiten(lambda_return(reward, mask, seq, value, gamma, lam) - value, mask)
 
 
-def lambda_return(reward: Tensor, mask: Tensor, seq: Tensor, value: Tensor, gamma: float = 1.0, lam: float = 1.0) -> Tensor:
-    """R_t = V_t + sum over k >= t of (gamma lam)^(k - t) delta_k with delta_t = r_t + gamma V_{t+1} - V_t; [N].
-
-    0 where the mask is. Steps are the trained tokens: masked ones are skipped, a reward on one goes to the trained token
-    before it. VAPO's decoupled GAE, arXiv 2504.05118, has another lambda for what the critic learns, 1, than for the policy.
-    """
-    _check_tokens("lambda_return", reward=reward, mask=mask, seq=seq, value=value)
-    index, r = _steps(reward, mask, seq)
-    v, s = torch.where(mask, value, 0.0)[index].to(r.dtype), seq[index]
-    following = torch.cat([v[1:] * (s[1:] == s[:-1]), v.new_zeros(min(1, len(v)))])
-    advantage = _discounted(r + gamma * following - v, s, gamma * lam)
-    return torch.zeros_like(reward).index_copy(0, index, advantage + v)
-
-
 def _centered(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """s - mean_g and s of each response, in float64, and the index of its group, below 2B; [B] each."""
     index = _group_index(mask, seq, group)
@@ -610,43 +588,12 @@ def _masked_tokens(advantage: Tensor, reward: Tensor, mask: Tensor, seq: Tensor)
     return torch.where(mask, to_tokens(advantage.to(reward.dtype), seq), 0.0)
 
 
-# ---------------------------------------------------------------------------------------------------- policy losses
+# -------------------------------------------------------------------------------------------------------------- policy losses
 # f(log_prob [N], old_log_prob [N], advantage [N], mask [N], seq [N]) -> Loss, with keywords of its own: further tensors [N] and
 # knobs, whose defaults are those of the paper unless the docstring says otherwise. They return the loss per token, not
 # aggregated, and detached statistics per token. Only log_prob carries a gradient. Statistics, bool: pg_clipfrac, tokens whose
 # gradient the clip removed; pg_clipfrac_lower, those whose gradient a second clip removed. Before exp, d is clamped to at most
 # 20; it needs no lower bound, because exp(-20) is 0 for all purposes.
-
-
-def policy_loss(
-    *verl_names: str,
-    aggregation: str | None = None,
-    by_response: bool = False,
-    one_advantage: bool = False,
-    has_ratio: bool = True,
-    trains_all: bool = False,
-    chooses: Callable[..., Tensor] | None = None,
-) -> Callable:
-    """Enters a function into POLICY_LOSSES, by its name and verl's. The keywords are those of `PolicyLoss`."""
-
-    _check_parentheses("policy_loss", verl_names)
-
-    def declare(function: Callable) -> Callable:
-        _check_declared(function, ("log_prob", "old_log_prob", "advantage", "mask", "seq"))
-        if "chosen" in _keywords(function)[0] and chooses is None:
-            raise ValueError(
-                f"{function.__name__} takes `chosen`: its decorator needs chooses=, the function that chooses tokens."
-            )
-        if (by_response or one_advantage) and aggregation is None:
-            raise ValueError(f"{function.__name__} is by response: its decorator needs aggregation=, that of its paper.")
-        function = _returns_loss(_checked_and_documented(function))
-        of_choice = _keywords(chooses) if chooses else ((), {})
-        kind = (aggregation, by_response, one_advantage, has_ratio, trains_all, chooses)
-        declared = PolicyLoss(function, *kind, *_keywords(function), *of_choice)
-        POLICY_LOSSES.update(dict.fromkeys((function.__name__, *verl_names), declared))
-        return function
-
-    return declare
 
 
 def log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
@@ -1016,6 +963,15 @@ def decoupled_ppo(
     return loss * weight.clamp(max=cap), stats | {"behav_clipfrac": weight > cap}
 
 
+def _clip_pair(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """-A r and max(-A r, -A clip(r, 1 - low, 1 + high)), [N] each; where they differ the clip removed the gradient."""
+    plain = -advantage * ratio
+    return plain, torch.maximum(plain, -advantage * ratio.clamp(1 - low, 1 + high))
+
+
+# --------------------------------------------------------------------------------------- tokens that a policy loss leaves out
+
+
 def off_policy_tokens(
     log_prob: Tensor, rollout_log_prob: Tensor, advantage: Tensor, mask: Tensor, seq: Tensor, *, threshold: float
 ) -> Tensor:
@@ -1036,6 +992,23 @@ def high_entropy_tokens(entropy: Tensor, mask: Tensor, *, quantile: float) -> Te
     return mask & (entropy >= trained.kthvalue(place + 1).values)
 
 
+# ----------------------------------------------------------------------------------------------------------------- the critic
+
+
+def lambda_return(reward: Tensor, mask: Tensor, seq: Tensor, value: Tensor, gamma: float = 1.0, lam: float = 1.0) -> Tensor:
+    """R_t = V_t + sum over k >= t of (gamma lam)^(k - t) delta_k with delta_t = r_t + gamma V_{t+1} - V_t; [N].
+
+    0 where the mask is. Steps are the trained tokens: masked ones are skipped, a reward on one goes to the trained token
+    before it. VAPO's decoupled GAE, arXiv 2504.05118, has another lambda for what the critic learns, 1, than for the policy.
+    """
+    _check_tokens("lambda_return", reward=reward, mask=mask, seq=seq, value=value)
+    index, r = _steps(reward, mask, seq)
+    v, s = torch.where(mask, value, 0.0)[index].to(r.dtype), seq[index]
+    following = torch.cat([v[1:] * (s[1:] == s[:-1]), v.new_zeros(min(1, len(v)))])
+    advantage = _discounted(r + gamma * following - v, s, gamma * lam)
+    return torch.zeros_like(reward).index_copy(0, index, advantage + v)
+
+
 def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, mask: Tensor, *, clip: float = 0.5) -> Loss:
     """0.5 max((v - R)^2, (clip(v, v_old +- clip) - R)^2), all [N], for a critic; R from `lambda_return`. 0 where the mask is.
 
@@ -1048,13 +1021,7 @@ def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, mask: Tensor, 
     return 0.5 * torch.maximum(plain, clipped), {"vf_clipfrac": clipped > plain}
 
 
-def _clip_pair(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """-A r and max(-A r, -A clip(r, 1 - low, 1 + high)), [N] each; where they differ the clip removed the gradient."""
-    plain = -advantage * ratio
-    return plain, torch.maximum(plain, -advantage * ratio.clamp(1 - low, 1 + high))
-
-
-# --------------------------------------------------------------------------------------------- KL to the reference
+# -------------------------------------------------------------------------------------------------------- KL to the reference
 # Estimators of KL(policy || reference) on tokens the policy sampled; f(x [N]) with x = log_prob - ref_log_prob. Their values
 # and their gradients, as a loss, are different matters. See Schulman, "Approximating KL Divergence" (2020).
 
@@ -1107,6 +1074,9 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, kind: str, 
     return KL_ESTIMATORS[kind](log_ratio(log_prob, ref_log_prob, mask))
 
 
+# ---------------------------------------------------------------------------------------------------------------- the teacher
+
+
 def reverse_kl_advantage(log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor) -> Tensor:
     """-(lp - lt), detached, [N]; 0 where the mask is: an advantage by which a policy gradient lowers KL(policy || teacher), one
     token at a time. lp is of the policy that the update computes, also where older weights sampled the token: the ratio weighs
@@ -1140,6 +1110,9 @@ def top_k_reverse_kl(log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor) -
     return torch.where(mask, value + slope - slope.detach(), 0.0)
 
 
+# ------------------------------------------------------------------------------------------ coefficients that follow a target
+
+
 def adaptive_kl_coef(beta: float, kl: float, target: float, n: int, horizon: int) -> float:
     """beta * (1 + clip(kl / target - 1, +-0.2) * n / horizon): the coefficient of the next step.
 
@@ -1160,10 +1133,15 @@ def adaptive_entropy_coef(coef: float, entropy: float, target: float, delta: flo
     return min(most, max(0.0, coef + delta if entropy < target else coef - delta))
 
 
-# ----------------------------------------------------------------------------------------------- rollout correction
+# --------------------------------------------------------------------------------------------------------- rollout correction
 # The generator's log-probs differ from the learner's for the same tokens (other kernels, other precision, older weights).
 # log w = log_prob (the learner's) - rollout_log_prob, clamped to +-20; a sum over a response is clamped again. The functions
 # take the GLOBAL batch, [N] each; everything is detached.
+
+
+IS_LEVELS = ("token", "sequence", "sequence_geometric")
+REJECTION_LEVELS = ("token", "seq_sum", "seq_mean", "seq_max", "batch")
+DIVERGENCES = ("k1", "k2", "k3", "binary_kl")
 
 
 def rollout_is_weights(
@@ -1260,12 +1238,7 @@ def bounded(weight: Tensor, low: float | None, high: float) -> Tensor:
     return weight.clamp(max=high) if low is None else torch.where((weight >= low) & (weight <= high), weight, 0.0)
 
 
-# ----------------------------------------------------------------------------------------------- the flags' words
-
-AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
-IS_LEVELS = ("token", "sequence", "sequence_geometric")
-REJECTION_LEVELS = ("token", "seq_sum", "seq_mean", "seq_max", "batch")
-DIVERGENCES = ("k1", "k2", "k3", "binary_kl")
+# --------------------------------------------------------------------------------------------------------- what goes together
 
 
 def default_aggregation(adv_estimator: str, loss_mode: str) -> str:
@@ -1289,3 +1262,48 @@ def check_combination(adv_estimator: str, loss_mode: str, loss_agg_mode: str) ->
             f"{loss_mode} weighs a whole response by one advantage; {adv_estimator} gives each token its own, which would be "
             "averaged away. gspo keeps them."
         )
+
+
+# ------------------------------------------------------------------------------------------------------ input that is refused
+
+
+def _check_tokens(caller: str, **tensors: Tensor) -> None:
+    """Raises ValueError unless all have one shape [N], `mask` is bool, and `seq` ascends. On an accelerator the values of seq
+    are not looked at: that would wait for the device."""
+    shapes = {name: tuple(x.shape) for name, x in tensors.items()}
+    if len({*shapes.values()}) > 1 or any(len(shape) != 1 for shape in shapes.values()):
+        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(
+            f"{caller}: found {found}. Tensors per token are packed: one shape [N] for all. losses.pack packs padded [B, T]."
+        )
+    mask, seq = tensors.get("mask"), tensors.get("seq")
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError(f"{caller}: mask is {mask.dtype}. It has to be torch.bool, such as mask > 0.")
+    if seq is None:
+        return
+    if seq.dtype != torch.long:
+        raise ValueError(f"{caller}: seq is {seq.dtype}. It has to be torch.long: which response each token belongs to.")
+    if seq.is_cpu and len(seq) and (seq[0] < 0 or (seq[1:] < seq[:-1]).any()):
+        raise ValueError(f"{caller}: seq does not ascend from 0. A response's tokens lie together, and responses are in order.")
+
+
+def _check_group(caller: str, seq: Tensor, group: Tensor) -> None:
+    """Raises ValueError unless group is [B], one entry a response. seq: checked already."""
+    if group.dim() != 1:
+        raise ValueError(f"{caller}: group has the shape {tuple(group.shape)}. It has to be [B], one entry a response.")
+    if not seq.is_cpu or not len(seq):
+        return
+    responses = int(seq[-1]) + 1
+    if len(group) < responses:
+        raise ValueError(f"{caller}: seq counts {responses} responses, group has {len(group)} entries. It has to be [B].")
+    same = seq[1:] == seq[:-1]
+    if len(group) == len(seq) > responses and bool((group[1:] == group[:-1])[same].all()):
+        raise ValueError(
+            f"{caller}: group has an entry for each of {len(seq)} tokens, seq counts {responses} responses. It has to be [B], "
+            "one entry a response."
+        )
+
+
+def _check_word(what: str, word: str, choices: Iterable[str]) -> None:
+    if word not in choices:
+        raise ValueError(f"unknown {what} {word!r}; choose from {', '.join(choices)}")
