@@ -29,6 +29,10 @@ One step on a prompt with two responses, of two tokens and of one:
     >>> log_prob.grad.tolist()
     [-0.1666666716337204, -0.1666666716337204, 0.1666666716337204]
 
+In this order: layout, sums and means; aggregation; how a formula is declared; advantages; policy losses; tokens that a policy
+loss leaves out; the critic; KL to the reference; the teacher; coefficients; rollout correction. A docstring begins with the
+formula and names its paper, with the equation or section where it could be looked up (docs/generated/papers.md lists them).
+
 Left out: whatever needs a model or a process group. `d`, `r`, `A`, `s` below: log_prob - old_log_prob, exp(d), advantage, a
 response's total reward. sg(x) has the value of x and no gradient.
 """
@@ -46,7 +50,7 @@ from torch import Tensor
 Loss = tuple[Tensor, dict[str, Tensor]]  # loss [N], {statistic: bool or float [N]}
 
 
-# --------------------------------------------------------------------------------------------------------------------- layout
+# ----------------------------------------------------------------------------------------------- layout, sums and means
 
 
 def pack(valid: Tensor, *padded: Tensor) -> tuple[Tensor, ...]:
@@ -148,7 +152,7 @@ def denominator(mask: Tensor, seq: Tensor, mode: str, num_seqs: int, budget: int
     token-mean               trained tokens
     token-sum                1 (so the step grows with the batch)
     seq-mean-token-sum       responses
-    seq-mean-token-sum-norm  responses times `budget` tokens (the response budget, a constant; Dr.GRPO, arXiv 2503.20783)
+    seq-mean-token-sum-norm  responses times `budget` tokens (the response budget; Dr.GRPO, arXiv 2503.20783, section 3.2)
     seq-mean-token-mean      responses with at least one trained token
     At least 1, so that an empty batch gives a loss of 0.
     """
@@ -368,7 +372,7 @@ def _check_declared(function: Callable, wanted: tuple[str, ...]) -> None:
 def grpo(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
     """A = (s - mean_g) / (std_g + eps), std with Bessel's correction; in a group of one mean 0 and std 1: A = s / (1 + eps).
 
-    Group Relative Policy Optimization, arXiv 2402.03300. Equal scores in a group give exactly 0.
+    Group Relative Policy Optimization, arXiv 2402.03300, section 4.1.2. Equal scores in a group give exactly 0.
     """
     centered, score, index = _centered(reward, mask, seq, group)
     alone = _group_sum(torch.ones_like(score), index) == 1
@@ -389,7 +393,10 @@ def grpo_batch_std(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, 
 @advantage_estimator(group_of_one="zero", looks_at="scores")
 def maxrl(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
     """A = (s - mean_g) / mean_g, 0 where mean_g <= eps: with scores of 0 and 1 the gradient of log(pass rate), whose
-    expansion in pass@k ends at the group's size. Maximum Likelihood RL (MaxRL), arXiv 2602.02710. A group of one gives 0."""
+    expansion sum_k grad(pass@k) / k ends at k = n - 1. A group of one gives 0.
+
+    Maximum Likelihood RL (MaxRL), arXiv 2602.02710, algorithm 1.
+    """
     centered, score, _ = _centered(reward, mask, seq, group)
     mean = score - centered
     return _masked_tokens(torch.where(mean > eps, centered / mean.clamp(min=eps), 0.0), reward, mask, seq)
@@ -399,7 +406,7 @@ def maxrl(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, eps: floa
 def dr_grpo(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor) -> Tensor:
     """A = s - mean_g: GRPO without the division by the standard deviation, which favours easy and hard prompts.
 
-    Dr.GRPO, arXiv 2503.20783; its aggregation is seq-mean-token-sum-norm. A group of one gives 0.
+    Dr.GRPO, arXiv 2503.20783, section 3.2; its aggregation is seq-mean-token-sum-norm. A group of one gives 0.
     """
     return _masked_tokens(_centered(reward, mask, seq, group)[0], reward, mask, seq)
 
@@ -523,8 +530,8 @@ def gdpo(
     rewards, each normalised within the group; std(S) over the responses of the whole batch, where the mean of S is 0. The
     sum of the rewards, `reward`, has no part in it.
 
-    Group reward-Decoupled Normalization Policy Optimization (GDPO), arXiv 2601.05242 (verl takes the last std over tokens). A
-    group of one gives 0.
+    Group reward-Decoupled Normalization Policy Optimization (GDPO), arXiv 2601.05242, eqs. 4 to 6 (verl takes the last std over
+    tokens). A group of one gives 0.
     """
     index, total = _group_index(mask, seq, group), torch.zeros(len(group), dtype=torch.float64, device=reward.device)
     for r, weight in zip(parts.double().unbind(1), weights.double(), strict=True):
@@ -539,7 +546,7 @@ def gdpo(
 def gae(
     reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, value: Tensor, gamma: float = 1.0, lam: float = 1.0
 ) -> Tensor:
-    """A = whiten(lambda_return - V), value [N] from a critic. Generalized Advantage Estimation, arXiv 1506.02438.
+    """A = whiten(lambda_return - V), value [N] from a critic. Generalized Advantage Estimation, arXiv 1506.02438, eq. 16.
 
     What the critic learns towards is `lambda_return`, a function of its own.
     """
@@ -622,8 +629,8 @@ def ppo_clip(
 ) -> Loss:
     """max(-A r, -A clip(r, 1 - low, 1 + high)) with r = exp(clamp(d, +-20)); where A < 0 at most -A c (dual clip).
 
-    PPO, arXiv 1707.06347 (low = high = 0.2); DAPO's clip-higher, arXiv 2503.14476 (high = 0.28); dual clip, arXiv 2001.04451
-    (c = 3).
+    PPO, arXiv 1707.06347, eq. 7 (low = high = 0.2); DAPO's clip-higher, arXiv 2503.14476, section 3.1 (high = 0.28); dual clip,
+    arXiv 1912.09729 (c = 3).
     pg_clipfrac_lower: tokens whose gradient the dual clip removed.
     """
     d = log_ratio(log_prob, old_log_prob, mask)
@@ -649,8 +656,8 @@ def gspo(
     geometric mean of the tokens', with a gradient through each token. Aggregation: seq-mean-token-mean; with token-mean, which
     verl takes by default, long responses count by their length.
 
-    GSPO-token, arXiv 2507.18071 (low 3e-4, high 4e-4), which equals GSPO where A is one number a sequence. No dual clip.
-    pg_clipfrac counts whole sequences, token by token.
+    GSPO-token, arXiv 2507.18071, eq. 14 (low 3e-4, high 4e-4 in section 5.1), which equals GSPO where A is one number a
+    sequence. No dual clip. pg_clipfrac counts whole sequences, token by token.
     """
     d = log_ratio(log_prob, old_log_prob, mask)
     (level,) = sequence_means(mask, seq, d.detach())
@@ -690,7 +697,7 @@ def gmpo(
     """-A_i exp(mean_t u_t) on each token of sequence i, u_t = sgn(A) min(sgn(A) d, sgn(A) clip(d, -low, high)): the
     geometric mean of token ratios, clipped per token in the logarithm. A_i: mean of A. Aggregation: seq-mean-token-mean.
 
-    GMPO, arXiv 2507.20673 (low = high = 0.4); the exponent is clamped to +-20. pg_clipfrac: clipped tokens with A > 0,
+    GMPO, arXiv 2507.20673, eq. 4 (low = high = 0.4); the exponent is clamped to +-20. pg_clipfrac: clipped tokens with A > 0,
     pg_clipfrac_lower: with A < 0. Multiplied by one importance weight a token, a response counts with their arithmetic mean
     (in verl with their geometric mean, which is the weight of the level sequence_geometric).
     """
@@ -717,8 +724,8 @@ def cispo(
 ) -> Loss:
     """-sg(clip(r, 1 - low, 1 + high)) A lp, d clamped to +-20: the weight is clipped, no token loses its gradient.
 
-    CISPO, arXiv 2506.13585, which has no lower bound (low = 1) and tunes high (0.2 here). pg_clipfrac: tokens whose weight was
-    clipped.
+    CISPO, arXiv 2506.13585, eqs. 4 and 5, which has no lower bound (low = 1) and tunes high (0.2 here). pg_clipfrac: tokens
+    whose weight was clipped.
     """
     d = log_ratio(log_prob.detach(), old_log_prob, mask)
     least = math.log(1 - clip_low) if clip_low < 1 else -20.0
@@ -740,7 +747,9 @@ def sapo(
     tau_neg: float = 1.05,
 ) -> Loss:
     """-A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos where A > 0, else tau_neg; d clamped to +-20: a gate that closes
-    smoothly instead of a clip. Aggregation: seq-mean-token-mean. Soft Adaptive Policy Optimization, arXiv 2511.20347.
+    smoothly instead of a clip. Aggregation: seq-mean-token-mean.
+
+    Soft Adaptive Policy Optimization (SAPO), arXiv 2511.20347, eqs. 5 and 6.
     """
     d = log_ratio(log_prob, old_log_prob, mask)
     tau = torch.where(advantage > 0, d.new_tensor(tau_pos), d.new_tensor(tau_neg))
@@ -782,7 +791,7 @@ def vespo(
     """-A sg(w^k exp(lam (1 - w))) lp, w = exp(sum_t d) of the whole sequence, its logarithm clamped to +-20; k, lam are k_pos,
     lam_pos where A >= 0, else k_neg, lam_neg. The weight is 1 on policy and falls to 0 on both sides, without a clip.
 
-    VESPO, arXiv 2602.10693, section 3.4 (there c1 and c2; 2, 3 and 3, 2).
+    VESPO, arXiv 2602.10693, eq. 20 (there c1 and c2; 2, 3 and 3, 2 in section 4.1).
     """
     d = log_ratio(log_prob.detach(), old_log_prob, mask)
     log_w = to_tokens(sequence_sum(d, seq).clamp(-20, 20), seq)
@@ -843,10 +852,10 @@ def clip_cov(
 ) -> Loss:
     """ppo_clip without dual clip, and 0 on the `chosen` [N] (bool) tokens: a few of those that lower the entropy most.
 
-    Clip-Cov, arXiv 2505.22617. The choice looks at a whole batch: to be independent of micro-batches make it once,
-    `chosen = random_covariance(old_log_prob, ...)` on the global batch (exact at the pass's first step, where the policy is the
-    old one). None: chosen among the unclipped tokens of this call, so at least one in each micro-batch. pg_clipfrac: chosen
-    tokens. (Those the ratio's clip removed count in pg_clipfrac_lower.)
+    Clip-Cov, arXiv 2505.22617, eqs. 10 to 12. The choice looks at a whole batch. To be independent of micro-batches, make it
+    once: `chosen = random_covariance(old_log_prob, ...)` on the global batch (exact at the pass's first step, where the policy
+    is the old one). None: chosen among the unclipped tokens of this call, so at least one in each micro-batch. pg_clipfrac:
+    chosen tokens. (Those the ratio's clip removed count in pg_clipfrac_lower.)
     """
     d = log_ratio(log_prob, old_log_prob, mask)
     plain, clipped = _clip_pair(d.clamp(max=20).exp(), advantage, clip_low, clip_high)
@@ -869,9 +878,9 @@ def kl_cov(
 ) -> Loss:
     """-A r (d clamped to +-20), plus coef |d| on the `chosen` [N] (bool) tokens: those of the largest covariance.
 
-    KL-Cov, arXiv 2505.22617, whose coef is 1 (verl's ppo_kl_coef has the default 0.1). Choose once on the global batch,
-    `chosen = top_covariance(old_log_prob, ...)`, as in `clip_cov`; None: chosen among this call's tokens. pg_clipfrac: chosen
-    tokens. |d| has no gradient at d = 0.
+    KL-Cov, arXiv 2505.22617, eqs. 13 and 14, whose coef is 1 (verl's ppo_kl_coef has the default 0.1). Choose once on the
+    global batch, `chosen = top_covariance(old_log_prob, ...)`, as in `clip_cov`; None: chosen among this call's tokens.
+    pg_clipfrac: chosen tokens. |d| has no gradient at d = 0.
     """
     d = log_ratio(log_prob, old_log_prob, mask)
     chosen = top_covariance(log_prob, advantage, mask) if chosen is None else chosen & mask
@@ -954,8 +963,8 @@ def decoupled_ppo(
     """ppo_clip's loss times sg(min(exp(old - roll), cap)): `old_log_prob` is of the proximal policy, recomputed by the learner,
     `rollout_log_prob` [N] of the behaviour policy, which sampled and may be many versions older.
 
-    AReaL, arXiv 2505.24298. Statistics: those of ppo_clip, and behav_clipfrac, tokens whose weight met the cap (AReaL drops
-    those instead).
+    AReaL, arXiv 2505.24298, eqs. 4 and 5. Statistics: those of ppo_clip, and behav_clipfrac, tokens whose weight met the cap
+    (AReaL drops those instead).
     """
     clips = {"clip_low": clip_low, "clip_high": clip_high, "clip_c": clip_c}
     loss, stats = ppo_clip(log_prob, old_log_prob, advantage, mask, seq, **clips)
@@ -976,7 +985,10 @@ def off_policy_tokens(
     log_prob: Tensor, rollout_log_prob: Tensor, advantage: Tensor, mask: Tensor, seq: Tensor, *, threshold: float
 ) -> Tensor:
     """The tokens that a loss may leave out, bool [N]: those with A < 0 in responses that have become less likely since they
-    were sampled, mean_t(rollout - log_prob) > threshold. DeepSeek-V3.2's off-policy sequence masking, arXiv 2512.02556."""
+    were sampled, mean_t(rollout - log_prob) > threshold.
+
+    DeepSeek-V3.2's off-policy sequence masking, arXiv 2512.02556, eq. 9.
+    """
     (drift,) = sequence_means(mask, seq, log_ratio(rollout_log_prob, log_prob.detach(), mask))
     return mask & (advantage < 0) & to_tokens(drift > threshold, seq)
 
@@ -1042,8 +1054,8 @@ def k2(x: Tensor) -> Tensor:
 
 
 def k3(x: Tensor) -> Tensor:
-    """clamp(exp(-x) - 1 + x, +-10), x clamped to +-20: unbiased in value, never negative ("low_var_kl", GRPO); as a loss its
-    gradient is that of the reverse divergence, KL(reference || policy)."""
+    """clamp(exp(-x) - 1 + x, +-10), x clamped to +-20: unbiased in value, never negative ("low_var_kl"); as a loss its gradient
+    is that of the reverse divergence, KL(reference || policy). KL of GRPO, arXiv 2402.03300, eq. 4."""
     x = x.clamp(-20, 20)
     return (torch.exp(-x) - 1 + x).clamp(-10, 10)
 
@@ -1065,8 +1077,10 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, kind: str, 
     the reward, r_t - beta k_t, it is taken detached, of the policy that starts the optimizer's pass.
 
     k3r is min(r, 20) k3, r over old_log_prob [N]: unbiased in value and gradient, also on tokens that an older policy sampled.
-    The gradient of r k3(x) is r x, as that of sg(r) k2(x). DeepSeek-V3.2's unbiased KL estimate, arXiv 2512.02556 (TRL's
-    use_bias_correction_kl).
+    The gradient of r k3(x) is r x, as that of sg(r) k2(x). Plain k3 pushes a token that the policy has all but given up with an
+    unbounded weight, and on stale tokens its mean is off; so TRL weighs it by default (use_bias_correction_kl).
+
+    DeepSeek-V3.2's unbiased KL estimate, arXiv 2512.02556, section 3.1.
     """
     _check_word("KL estimator", kind, KL_LOSSES if old_log_prob is not None else KL_ESTIMATORS)
     if kind == "k3r":
@@ -1158,8 +1172,9 @@ def rollout_is_weights(
     """Importance weights [N], 0 where the mask is, to multiply the token losses by.
 
     level: token w; sequence exp(sum_t log w) on all its tokens; sequence_geometric exp(mean_t log w); over trained tokens.
-    Without low min(w, high), truncated importance sampling; with it 0 outside of the band from low to high (IcePop, masked
-    importance sampling). normalize: to mean 1 over the trained tokens, or, at the sequence levels, over the responses.
+    Without low min(w, high), truncated importance sampling; with it 0 outside of the band from low to high, masked importance
+    sampling: IcePop, arXiv 2510.18855. normalize: to mean 1 over the trained tokens, or, at the sequence levels, over the
+    responses.
     """
     weight = bounded(rollout_ratio(log_prob, rollout_log_prob, mask, seq, level), low, high)
     if normalize:
