@@ -801,6 +801,19 @@ def vespo(
     return -advantage * weight * torch.where(mask, log_prob, 0.0), {}
 
 
+def score_centering(expected_log_prob: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+    """A E, [N], to be added to `reinforce`, whose importance weight it replaces: -A (lp - E), 0 where the mask is. E = sum_v
+    sg(q_v) lp_v [N], with gradient, over all tokens v that could be sampled, q_v their probabilities under the sampler.
+
+    Under the sampler, the expected gradient of lp is that of E. REINFORCE without a ratio adds it to each step, times the mean
+    of A: a drift that goes on where sampler and policy differ. Centered, it is 0, and no ratio is needed.
+
+    Score centering, arXiv 2609.20807, eq. 9, whose sums are over the whole support here: no model of the tail is needed.
+    """
+    _check_tokens("score_centering", expected_log_prob=expected_log_prob, advantage=advantage, mask=mask)
+    return advantage * torch.where(mask, expected_log_prob, 0.0)
+
+
 def covariance(log_prob: Tensor, advantage: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
     """(A - mean A)(lp - mean lp), means over the trained tokens, [N]; `fill` where the mask is. Detached."""
     a, lp = torch.where(mask, advantage, 0.0), torch.where(mask, log_prob.detach(), 0.0)

@@ -141,6 +141,7 @@ def design() -> str:
 OTHER_FLAGS = {  # functions of losses.py that have a paper, but are neither an advantage nor a policy loss -> their flags
     "denominator": "--loss-agg-mode seq-mean-token-sum-norm",
     "k3": "--kl-loss-type k3",
+    "score_centering": "--score-centering",
     "kl_penalty": "--kl-loss-type k3r",
     "adaptive_kl_coef": "--kl-ctrl-type adaptive",
     "adaptive_entropy_coef": "--entropy-target 0.2",

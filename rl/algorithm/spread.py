@@ -40,6 +40,20 @@ def where_entropy_is_high(loss: losses.PolicyLoss) -> losses.PolicyLoss:
     return _leaving_out(loss, "high_entropy", lambda high_entropy, *_: ~high_entropy)
 
 
+def centered(loss: losses.PolicyLoss) -> losses.PolicyLoss:
+    """--score-centering: the loss, which has no ratio, with `losses.score_centering`. It takes expected_log_prob [N], too, and
+    is right for tokens of other weights without importance weights."""
+
+    @functools.wraps(loss.function)
+    def with_baseline(
+        log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, seq: Tensor, expected_log_prob: Tensor, **more
+    ) -> losses.Loss:
+        token_loss, stats = loss(log_prob, old_log_prob, advantage, mask, seq, **more)
+        return token_loss + losses.score_centering(expected_log_prob, advantage, mask), stats
+
+    return dataclasses.replace(loss, function=with_baseline, inputs=(*loss.inputs, "expected_log_prob"), has_ratio=True)
+
+
 def masked(loss: losses.PolicyLoss, threshold: float) -> losses.PolicyLoss:
     """The loss without `losses.off_policy_tokens`, which its statistic off_policy_masked counts. It takes rollout_log_prob [N],
     too."""

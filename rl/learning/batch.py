@@ -290,6 +290,7 @@ class MicroBatch:
     has_responses: bool = True  # False for a rank without work
     top: TopTokens | None = None  # of a teacher
     support: torch.Tensor | None = None  # [n, K] on the device: what could be sampled in the places of labels
+    expected_log_prob: torch.Tensor | None = None  # [n] of the policy's last forward pass (--score-centering)
 
     @property
     def real_tokens(self) -> int:
@@ -354,6 +355,11 @@ class Tokens:
 
     def __init__(self, batch: Batch, micro: MicroBatch):
         self.batch, self.micro = batch, micro
+
+    @property
+    def expected_log_prob(self) -> torch.Tensor | None:
+        """With gradient, on the micro-batch's device (--score-centering)."""
+        return self.micro.expected_log_prob
 
     def __getattr__(self, name: str) -> torch.Tensor | None:
         if name not in Tokens.__annotations__:

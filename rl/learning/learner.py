@@ -123,8 +123,11 @@ class Learner:
         """(log-prob [n], entropy [n]) of the micro-batch's n tokens under the policy, on the device, with gradient; the entropy
         is 0, without gradient, or with it. Of a micro-batch that is `forward_only` the gradient ends there, and has to be 0."""
         ends_here = micro.forward_only and torch.is_grad_enabled()
+        centers = getattr(self.args, "score_centering", False)
         with torch.no_grad() if ends_here else contextlib.nullcontext():
-            out = self._log_probs(self.policy, micro, entropy, observe=micro.real_tokens, top=micro.top)
+            out = self._log_probs(self.policy, micro, entropy, observe=micro.real_tokens, top=micro.top, centers=centers)
+        if centers:
+            micro.expected_log_prob, out = out[0][:, 1], (out[0][:, 0], out[1])
         if micro.top:
             micro.top.log_prob, out = out[0][:, 1:], (out[0][:, 0], out[1])
         self.computed.add(micro)
@@ -133,17 +136,30 @@ class Learner:
         return out
 
     def _log_probs(
-        self, model: Policy, micro: MicroBatch, entropy: str, observe: int = 0, top: TopTokens | None = None
+        self,
+        model: Policy,
+        micro: MicroBatch,
+        entropy: str,
+        observe: int = 0,
+        top: TopTokens | None = None,
+        centers: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `log_probs`; with `centers` [n, 2], the log-probs and those that the sampler could expect."""
         progress()
         routes = routes_for(self.args, micro, self.ranks.device) if model is self.policy else None
         labels = top.labels(micro.labels, micro.own) if top else micro.labels
+        known, sampler = None, None
         if micro.support is not None:
-            labels = support.labels(labels, micro.support)
+            known, sampler = support.apart(micro.support, getattr(self.args, "score_centering", False))
+            labels = support.labels(labels, known)
         what = (micro.predict, labels, self.temperature, entropy, routes, observe)
         own = model(micro.inputs, micro.layout, *what)
-        if micro.support is not None and entropy != "spread":
-            own = support.restricted(own[0], micro.support), own[1]
+        if known is not None and entropy != "spread":
+            expected = support.expected(own[0], known, sampler) if centers else None
+            own = support.restricted(own[0], known), own[1]
+            own = (torch.stack([own[0], expected], 1) if centers else own[0]), own[1]
+        elif centers:  # a rank without work
+            own = torch.stack([own[0], torch.zeros_like(own[0])], 1), own[1]
         return own if micro.own is None else gather_log_probs(micro, self.ranks, *own)
 
     @torch.no_grad()

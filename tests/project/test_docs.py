@@ -132,6 +132,7 @@ def test_every_paper_of_the_formulas_is_listed_with_flags_whose_formula_names_it
     of_others |= {"--teacher-top-k 20": "top_k_reverse_kl", "--cliprange-value 0.5": "value_loss"}
     of_others |= {"--rollout-rs batch_k2 --rollout-rs-threshold 0.02": "rollout_rejection_mask"}
     of_others |= {"--kl-loss-type k3": "k3", "--entropy-target 0.2": "adaptive_entropy_coef"}
+    of_others |= {"--score-centering": "score_centering"}
     of_others |= {"--rollout-is token --rollout-is-threshold 0.5_5.0": "rollout_is_weights"}
     for number, linked_number, place, flags in rows:
         flag, _, word = flags.partition(" ")

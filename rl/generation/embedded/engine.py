@@ -40,7 +40,7 @@ class TransformersEngine:
     """
 
     shares_memory = True
-    reads = frozenset({"temperature", "top_p", "top_k", "max_tokens", "ignore_eos", "support"})
+    reads = frozenset({"temperature", "top_p", "top_k", "max_tokens", "ignore_eos", "support", "support_log_probs"})
 
     def __init__(
         self,
@@ -347,6 +347,7 @@ class TransformersEngine:
             top_p=torch.tensor([x.top_p for x in s]).to(self.device),
             truncates=any(x.truncates for x in s),
             support=max(x.support for x in s),
+            support_log_probs=any(x.support_log_probs for x in s),
         )
 
     def _free(self, slots: Iterable[int]) -> None:

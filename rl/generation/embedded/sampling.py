@@ -17,6 +17,7 @@ class SlotSettings:
     top_p: torch.Tensor  # [A] float
     truncates: bool  # whether any slot needs the sort
     support: int = 0  # most tokens of a slot's support that are recorded; 0 where no slot needs them
+    support_log_probs: bool = False  # with their log-probs
 
 
 def sample(
@@ -25,7 +26,7 @@ def sample(
     """Inverse-CDF sampling: one uniform number a token, so a request's randomness is a stream of its own.
 
     logits [A, V] in any precision, uniform [A] in [0, 1) -> (token [A], log-prob of it under the sampled distribution [A],
-    the tokens that could be sampled [A, settings.support] or None).
+    the record of the tokens that could be sampled or None).
     """
     greedy = settings.temperature == 0
     logits = logits.float() / torch.where(greedy, 1.0, settings.temperature)[:, None]
@@ -38,7 +39,7 @@ def sample(
     token = torch.searchsorted(cdf, uniform[:, None] * last, right=True)
     token = torch.minimum(token, torch.searchsorted(cdf, last)).squeeze(1)
     token = torch.where(greedy, log_probs.argmax(-1), token)
-    found = support.of_logits(logits, settings.support) if settings.support else None
+    found = support.of_logits(logits, settings.support, settings.support_log_probs) if settings.support else None
     return token, log_probs.gather(1, token[:, None]).squeeze(1), found
 
 

@@ -90,7 +90,7 @@ class VLLMEngine:
     sleep_level = 2  # nothing is copied to the host, because new weights will come anyway
 
     shares_memory = False
-    reads = frozenset({"temperature", "top_p", "top_k", "max_tokens", "ignore_eos", "support"})
+    reads = frozenset({"temperature", "top_p", "top_k", "max_tokens", "ignore_eos", "support", "support_log_probs"})
 
     def __init__(
         self,
@@ -355,10 +355,10 @@ class VLLMEngine:
         came with. routes: of the prompt that vLLM was given, and of the tokens sampled here."""
         versions = pending.version_per_token(len(sampled), self.version)
         so_far, support = pending.request.so_far or Output(None, [], [], [], "unfinished"), None
-        if most := pending.request.sampling.support:
+        if pending.request.sampling.support:
             from rl.generation.vllm.support import taken_apart
 
-            sampled, support = taken_apart(sampled, most, so_far)
+            sampled, support = taken_apart(sampled, pending.request.sampling, so_far)
         token_ids, log_probs = [*so_far.token_ids, *sampled.token_ids], [*so_far.log_probs, *sampled.logprobs]
         if so_far.routes is not None:
             routes = so_far.routes if routes is None else np.concatenate([so_far.routes, routes[len(so_far.routes) :]])
