@@ -764,6 +764,20 @@ def reinforce(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: T
     return -advantage * torch.where(mask, log_prob, 0.0), {}
 
 
+def score_centering(expected_log_prob: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+    """A E, [N], to be added to `reinforce`, whose importance weight it replaces: -A (lp - E), 0 where the mask is. E = sum_v
+    sg(q_v) lp_v [N], with gradient, over all tokens v that could be sampled, q_v their probabilities under the sampler.
+
+    Over the tokens that the sampler draws, lp has the expected gradient of E, which is not 0 where sampler and policy differ.
+    REINFORCE without a ratio adds it to each step, times the mean of A: a drift. Subtracting E removes it.
+
+    Score centering, arXiv 2609.20807, eq. 9. Its sum is over the whole support here, so the paper's model of the tail is not
+    needed.
+    """
+    _check_tokens("score_centering", expected_log_prob=expected_log_prob, advantage=advantage, mask=mask)
+    return advantage * torch.where(mask, expected_log_prob, 0.0)
+
+
 @policy_loss(trains_all=True)
 def dro(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, seq: Tensor, *, beta: float = 0.05) -> Loss:
     """-A lp + beta / 2 d^2: instead of a ratio or a clip the squared distance to the policy that sampled, for old data, too.
@@ -799,19 +813,6 @@ def vespo(
     k, lam = (torch.where(good, d.new_tensor(a), d.new_tensor(b)) for a, b in ((k_pos, k_neg), (lam_pos, lam_neg)))
     weight = (k * log_w + lam * (1 - log_w.exp())).exp()
     return -advantage * weight * torch.where(mask, log_prob, 0.0), {}
-
-
-def score_centering(expected_log_prob: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
-    """A E, [N], to be added to `reinforce`, whose importance weight it replaces: -A (lp - E), 0 where the mask is. E = sum_v
-    sg(q_v) lp_v [N], with gradient, over all tokens v that could be sampled, q_v their probabilities under the sampler.
-
-    Under the sampler, the expected gradient of lp is that of E. REINFORCE without a ratio adds it to each step, times the mean
-    of A: a drift that goes on where sampler and policy differ. Centered, it is 0, and no ratio is needed.
-
-    Score centering, arXiv 2609.20807, eq. 9, whose sums are over the whole support here: no model of the tail is needed.
-    """
-    _check_tokens("score_centering", expected_log_prob=expected_log_prob, advantage=advantage, mask=mask)
-    return advantage * torch.where(mask, expected_log_prob, 0.0)
 
 
 def covariance(log_prob: Tensor, advantage: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:

@@ -33,7 +33,7 @@ def expected_gradient(loss, logits, q, advantage):
 
 def test_under_the_sampler_there_is_no_drift():
     """An advantage that does not depend on the token moves nothing, whoever samples. One that does moves by its covariance with
-    the score. Without the baseline there is a drift, but where the policy is the sampler."""
+    the score. Without the baseline there is a drift, unless the policy is the sampler."""
     logits = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=F64, requires_grad=True)
     q = torch.tensor([0.4, 0.1, 0.2, 0.3], dtype=F64)
     plain = losses.POLICY_LOSSES["reinforce"]
