@@ -276,8 +276,7 @@ def pieces(seq: torch.Tensor) -> Iterator[slice]:
 
 @dataclass
 class MicroBatch:
-    """Whole responses, packed, each prompt once: T tokens in all, n of them response tokens whose log-probs are wanted: those
-    of the mask."""
+    """Whole responses, packed, each prompt once: T tokens, n of them of the mask, whose log-probs are wanted."""
 
     inputs: dict[str, torch.Tensor]  # of the model's forward, on the device: input_ids and position_ids [1, T]
     layout: Packed
@@ -352,14 +351,10 @@ class Tokens:
     returns: torch.Tensor | None
     advantage: torch.Tensor | None
     chosen: torch.Tensor | None
+    expected_log_prob = property(lambda self: self.micro.expected_log_prob)  # with gradient (--score-centering)
 
     def __init__(self, batch: Batch, micro: MicroBatch):
         self.batch, self.micro = batch, micro
-
-    @property
-    def expected_log_prob(self) -> torch.Tensor | None:
-        """With gradient, on the micro-batch's device (--score-centering)."""
-        return self.micro.expected_log_prob
 
     def __getattr__(self, name: str) -> torch.Tensor | None:
         if name not in Tokens.__annotations__:

@@ -117,16 +117,21 @@ class Learner:
         given = self.args.max_tokens_per_micro_batch
         return (self.chosen_tokens or UNMEASURED_TOKENS) if given == "auto" else given
 
+    @property
+    def _centers(self) -> bool:
+        """--score-centering, which a supervised start does not have."""
+        return getattr(self.args, "score_centering", False)
+
     def log_probs(
         self, micro: MicroBatch, entropy: Literal["none", "metric", "loss"] = "none"
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-prob [n], entropy [n]) of the micro-batch's n tokens under the policy, on the device, with gradient; the entropy
         is 0, without gradient, or with it. Of a micro-batch that is `forward_only` the gradient ends there, and has to be 0."""
         ends_here = micro.forward_only and torch.is_grad_enabled()
-        centers = getattr(self.args, "score_centering", False)
+        how = {"observe": micro.real_tokens, "top": micro.top, "centers": self._centers}
         with torch.no_grad() if ends_here else contextlib.nullcontext():
-            out = self._log_probs(self.policy, micro, entropy, observe=micro.real_tokens, top=micro.top, centers=centers)
-        if centers:
+            out = self._log_probs(self.policy, micro, entropy, **how)
+        if self._centers:
             micro.expected_log_prob, out = out[0][:, 1], (out[0][:, 0], out[1])
         if micro.top:
             micro.top.log_prob, out = out[0][:, 1:], (out[0][:, 0], out[1])
@@ -150,14 +155,15 @@ class Learner:
         labels = top.labels(micro.labels, micro.own) if top else micro.labels
         known, sampler = None, None
         if micro.support is not None:
-            known, sampler = support.apart(micro.support, getattr(self.args, "score_centering", False))
+            known, sampler = support.apart(micro.support, self._centers)
             labels = support.labels(labels, known)
         what = (micro.predict, labels, self.temperature, entropy, routes, observe)
         own = model(micro.inputs, micro.layout, *what)
         if known is not None and entropy != "spread":
-            expected = support.expected(own[0], known, sampler) if centers else None
-            own = support.restricted(own[0], known), own[1]
-            own = (torch.stack([own[0], expected], 1) if centers else own[0]), own[1]
+            log_prob = support.restricted(own[0], known)
+            if centers:
+                log_prob = torch.stack([log_prob, support.expected(own[0], known, sampler)], 1)
+            own = log_prob, own[1]
         elif centers:  # a rank without work
             own = torch.stack([own[0], torch.zeros_like(own[0])], 1), own[1]
         return own if micro.own is None else gather_log_probs(micro, self.ranks, *own)
