@@ -355,7 +355,7 @@ class VLLMEngine:
         came with. routes: of the prompt that vLLM was given, and of the tokens sampled here."""
         versions = pending.version_per_token(len(sampled), self.version)
         so_far, support = pending.request.so_far or Output(None, [], [], [], "unfinished"), None
-        if pending.request.sampling.support:
+        if pending.request.sampling.support_columns:
             from rl.generation.vllm.support import taken_apart
 
             sampled, support = taken_apart(sampled, pending.request.sampling, so_far)
