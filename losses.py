@@ -29,6 +29,10 @@ One step on a prompt with two responses, of two tokens and of one:
     >>> log_prob.grad.tolist()
     [-0.1666666716337204, -0.1666666716337204, 0.1666666716337204]
 
+In this order: layout, sums and means; aggregation; how a formula is declared; advantages; policy losses; tokens that a policy
+loss leaves out; the critic; KL to the reference; the teacher; coefficients; rollout correction. A docstring begins with the
+formula and names its paper, with the equation or section where it could be looked up (docs/generated/papers.md lists them).
+
 Left out: whatever needs a model or a process group. `d`, `r`, `A`, `s` below: log_prob - old_log_prob, exp(d), advantage, a
 response's total reward. sg(x) has the value of x and no gradient.
 """
@@ -46,171 +50,7 @@ from torch import Tensor
 Loss = tuple[Tensor, dict[str, Tensor]]  # loss [N], {statistic: bool or float [N]}
 
 
-@dataclass(frozen=True)
-class Estimator:
-    """An advantage estimator, which is called like its function, and what a script has to know of it."""
-
-    function: Callable[..., Tensor]
-    group_of_one: Literal["zero", "score"] | None  # what it gives in a group of one: 0, or the score; None without groups
-    aggregation: str | None  # the one that its paper takes, if not token-mean
-    by_token: bool  # it gives a response's tokens different advantages
-    looks_at: Literal["response", "scores", "batch"]  # all that it has to see: one response, all scores, or every token
-    inputs: tuple[str, ...]  # what it takes of the batch in addition to reward, mask, seq and group
-    knobs: dict[str, float]  # its numbers, with their defaults
-
-    def __call__(self, *args, **keywords) -> Tensor:
-        return self.function(*args, **keywords)
-
-
-@dataclass(frozen=True)
-class PolicyLoss:
-    """A policy loss, which is called like its function, and what a script has to know of it."""
-
-    function: Callable[..., Loss]
-    aggregation: str | None  # the one that its paper takes, if not token-mean
-    by_response: bool  # it has one ratio for a whole response, so that no other aggregation makes sense
-    one_advantage: bool  # and one advantage, the mean of its tokens'
-    has_ratio: bool  # False: right for tokens of the policy itself alone; others have to be weighed by `importance_weight`
-    trains_all: bool  # it has a gradient where the advantage is 0, too
-    chooses: Callable[..., Tensor] | None  # what makes its input `chosen`: f(old_log_prob, advantage, mask), global batch
-    inputs: tuple[str, ...]  # what it takes of the batch in addition to the usual arguments
-    knobs: dict[str, float]  # its numbers, with their defaults
-    choice_inputs: tuple[str, ...]  # the same two of `chooses`
-    choice_knobs: dict[str, float]
-
-    def __call__(self, *args, **keywords) -> Loss:
-        return self.function(*args, **keywords)
-
-
-ADVANTAGES: dict[str, Estimator] = {}  # by their own names and, where that differs, by verl's
-POLICY_LOSSES: dict[str, PolicyLoss] = {}
-# Tensors of an advantage that are of responses; every other one of an advantage or a loss is per token, [N]
-PER_RESPONSE = {"group": "[B]", "baseline": "[B]", "parts": "[B, K]", "weights": "[K]"}
-
-
-def _keywords(function: Callable) -> tuple[tuple[str, ...], dict[str, float]]:
-    """The names of a function's keyword-only tensors, and its keyword-only numbers with their defaults."""
-    keywords = [k for k in inspect.signature(function).parameters.values() if k.kind is k.KEYWORD_ONLY]
-    knobs = {k.name: k.default for k in keywords if isinstance(k.default, bool | int | float)}
-    return tuple(k.name for k in keywords if k.name not in knobs), knobs
-
-
-def _checked_and_documented(function: Callable) -> Callable:
-    """The function; it refuses input in another layout, and its docstring has the shapes of its tensors."""
-    function = _checked(function)
-    function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{_shapes(function)}".strip()
-    return function
-
-
-def _shapes(function: Callable) -> str:
-    """A line for `help`: the shape of each tensor that the function takes and returns. Empty where no type says so."""
-    names = [name for name, k in inspect.signature(function).parameters.items() if k.annotation in (Tensor, "Tensor")]
-    if not names:
-        return ""
-    per_token = ", ".join(name for name in names if name not in PER_RESPONSE)
-    others = {shape: [name for name in names if PER_RESPONSE.get(name) == shape] for shape in PER_RESPONSE.values()}
-    of_responses = "".join(f"; {', '.join(those)} {shape}" for shape, those in others.items() if those)
-    made = "[N]" if inspect.signature(function).return_annotation in (Tensor, "Tensor") else "loss [N], {statistic: [N]}"
-    return f"Shapes: {per_token} [N]{of_responses} -> {made}."
-
-
-# ------------------------------------------------------------------------------------------------- input that is refused
-
-
-def _checked(function: Callable) -> Callable:
-    """The function, raising ValueError for input in another layout. Its tensors are per token, but for PER_RESPONSE."""
-    names = list(inspect.signature(function).parameters)
-
-    @functools.wraps(function)
-    def checked(*args, **keywords):
-        given = dict(zip(names, args, strict=False)) | keywords
-        per_token = {name: x for name, x in given.items() if isinstance(x, Tensor) and name not in PER_RESPONSE}
-        _check_tokens(function.__name__, **per_token)
-        if "group" in given and "seq" in given:
-            _check_group(function.__name__, given["seq"], given["group"])
-        return function(*args, **keywords)
-
-    return checked
-
-
-def _returns_loss(function: Callable) -> Callable:
-    """The policy loss, raising ValueError where it returns anything but a Loss. Looks at types and shapes alone."""
-
-    @functools.wraps(function)
-    def checked(log_prob: Tensor, *args, **keywords):
-        made = function(log_prob, *args, **keywords)
-        has_two = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], dict)
-        if has_two and all(isinstance(x, Tensor) and x.shape == log_prob.shape for x in (made[0], *made[1].values())):
-            return made
-        parts = (made[0], *made[1].values()) if has_two else made if isinstance(made, tuple) else (made,)
-        found = ", ".join(str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in parts)
-        raise ValueError(
-            f"{function.__name__} returned {found}. A policy loss returns (token_loss [n], stats): the loss of each token, not "
-            f"aggregated, and a dict of statistics, each [n] or the dict empty; here n is {len(log_prob)}."
-        )
-
-    return checked
-
-
-def _check_parentheses(decorator: str, verl_names: tuple) -> None:
-    if verl_names and callable(verl_names[0]):
-        raise ValueError(f"{verl_names[0].__name__}: write @{decorator}() above it, with parentheses.")
-
-
-def _check_declared(function: Callable, wanted: tuple[str, ...]) -> None:
-    """Raises ValueError unless the arguments before the `*` are those wanted."""
-    parameters = inspect.signature(function).parameters.values()
-    found = tuple(k.name for k in parameters if k.kind is not k.KEYWORD_ONLY)
-    if found != wanted:
-        raise ValueError(
-            f"{function.__name__} takes ({', '.join(found)}). It has to take ({', '.join(wanted)}); numbers of its own, with "
-            "their defaults, and further tensors stand behind a `*`."
-        )
-
-
-def _check_tokens(caller: str, **tensors: Tensor) -> None:
-    """Raises ValueError unless all have one shape [N], `mask` is bool, and `seq` ascends. On an accelerator the values of seq
-    are not looked at: that would wait for the device."""
-    shapes = {name: tuple(x.shape) for name, x in tensors.items()}
-    if len({*shapes.values()}) > 1 or any(len(shape) != 1 for shape in shapes.values()):
-        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise ValueError(
-            f"{caller}: found {found}. Tensors per token are packed: one shape [N] for all. losses.pack packs padded [B, T]."
-        )
-    mask, seq = tensors.get("mask"), tensors.get("seq")
-    if mask is not None and mask.dtype != torch.bool:
-        raise ValueError(f"{caller}: mask is {mask.dtype}. It has to be torch.bool, such as mask > 0.")
-    if seq is None:
-        return
-    if seq.dtype != torch.long:
-        raise ValueError(f"{caller}: seq is {seq.dtype}. It has to be torch.long: which response each token belongs to.")
-    if seq.is_cpu and len(seq) and (seq[0] < 0 or (seq[1:] < seq[:-1]).any()):
-        raise ValueError(f"{caller}: seq does not ascend from 0. A response's tokens lie together, and responses are in order.")
-
-
-def _check_group(caller: str, seq: Tensor, group: Tensor) -> None:
-    """Raises ValueError unless group is [B], one entry a response. seq: checked already."""
-    if group.dim() != 1:
-        raise ValueError(f"{caller}: group has the shape {tuple(group.shape)}. It has to be [B], one entry a response.")
-    if not seq.is_cpu or not len(seq):
-        return
-    responses = int(seq[-1]) + 1
-    if len(group) < responses:
-        raise ValueError(f"{caller}: seq counts {responses} responses, group has {len(group)} entries. It has to be [B].")
-    same = seq[1:] == seq[:-1]
-    if len(group) == len(seq) > responses and bool((group[1:] == group[:-1])[same].all()):
-        raise ValueError(
-            f"{caller}: group has an entry for each of {len(seq)} tokens, seq counts {responses} responses. It has to be [B], "
-            "one entry a response."
-        )
-
-
-def _check_word(what: str, word: str, choices: Iterable[str]) -> None:
-    if word not in choices:
-        raise ValueError(f"unknown {what} {word!r}; choose from {', '.join(choices)}")
-
-
-# ----------------------------------------------------------------------------------------------------------- layout
+# ----------------------------------------------------------------------------------------------- layout, sums and means
 
 
 def pack(valid: Tensor, *padded: Tensor) -> tuple[Tensor, ...]:
@@ -300,7 +140,10 @@ def _discounted(reward: Tensor, seq: Tensor, gamma: float) -> Tensor:
     return total
 
 
-# ------------------------------------------------------------------------------------------------------ aggregation
+# ---------------------------------------------------------------------------------------------------------------- aggregation
+
+
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 
 
 def denominator(mask: Tensor, seq: Tensor, mode: str, num_seqs: int, budget: int | None = None) -> float:
@@ -309,7 +152,7 @@ def denominator(mask: Tensor, seq: Tensor, mode: str, num_seqs: int, budget: int
     token-mean               trained tokens
     token-sum                1 (so the step grows with the batch)
     seq-mean-token-sum       responses
-    seq-mean-token-sum-norm  responses times `budget` tokens (the response budget, a constant; Dr.GRPO, arXiv 2503.20783)
+    seq-mean-token-sum-norm  responses times `budget` tokens (the response budget; Dr.GRPO, arXiv 2503.20783, section 3.2)
     seq-mean-token-mean      responses with at least one trained token
     At least 1, so that an empty batch gives a loss of 0.
     """
@@ -341,14 +184,49 @@ def aggregate(loss: Tensor, mask: Tensor, seq: Tensor, mode: str, denominator: f
     return loss.sum() / denominator
 
 
-# ------------------------------------------------------------------------------------------------------- advantages
-# f(reward [N], mask [N], seq [N], group [B]) -> advantage [N], 0 where the mask is, over the GLOBAL batch; some have keywords
-# of their own. `reward` is per token (the score on the last token, KL penalties on each). A response's s is the sum over ALL
-# its tokens, not only the trained ones, so that a score on a masked last token is not lost.
-#
-# mean_g, std_g, n are of the group's responses with a trained token. One without (it could not be scored, or was rejected) is
-# not in its group at all. They are taken in float64, of the distance to the group's lowest score: equal scores give exactly 0,
-# whatever the score, n and dtype, while scores an ulp apart are still two scores.
+# -------------------------------------------------------------------------------------------------- how a formula is declared
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """An advantage estimator, which is called like its function, and what a script has to know of it."""
+
+    function: Callable[..., Tensor]
+    group_of_one: Literal["zero", "score"] | None  # what it gives in a group of one: 0, or the score; None without groups
+    aggregation: str | None  # the one that its paper takes, if not token-mean
+    by_token: bool  # it gives a response's tokens different advantages
+    looks_at: Literal["response", "scores", "batch"]  # all that it has to see: one response, all scores, or every token
+    inputs: tuple[str, ...]  # what it takes of the batch in addition to reward, mask, seq and group
+    knobs: dict[str, float]  # its numbers, with their defaults
+
+    def __call__(self, *args, **keywords) -> Tensor:
+        return self.function(*args, **keywords)
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A policy loss, which is called like its function, and what a script has to know of it."""
+
+    function: Callable[..., Loss]
+    aggregation: str | None  # the one that its paper takes, if not token-mean
+    by_response: bool  # it has one ratio for a whole response, so that no other aggregation makes sense
+    one_advantage: bool  # and one advantage, the mean of its tokens'
+    has_ratio: bool  # False: right for tokens of the policy itself alone; others have to be weighed by `importance_weight`
+    trains_all: bool  # it has a gradient where the advantage is 0, too
+    chooses: Callable[..., Tensor] | None  # what makes its input `chosen`: f(old_log_prob, advantage, mask), global batch
+    inputs: tuple[str, ...]  # what it takes of the batch in addition to the usual arguments
+    knobs: dict[str, float]  # its numbers, with their defaults
+    choice_inputs: tuple[str, ...]  # the same two of `chooses`
+    choice_knobs: dict[str, float]
+
+    def __call__(self, *args, **keywords) -> Loss:
+        return self.function(*args, **keywords)
+
+
+ADVANTAGES: dict[str, Estimator] = {}  # by their own names and, where that differs, by verl's
+POLICY_LOSSES: dict[str, PolicyLoss] = {}
+# Tensors of an advantage that are of responses; every other one of an advantage or a loss is per token, [N]
+PER_RESPONSE = {"group": "[B]", "baseline": "[B]", "parts": "[B, K]", "weights": "[K]"}
 
 
 def advantage_estimator(
@@ -372,11 +250,129 @@ def advantage_estimator(
     return declare
 
 
+def policy_loss(
+    *verl_names: str,
+    aggregation: str | None = None,
+    by_response: bool = False,
+    one_advantage: bool = False,
+    has_ratio: bool = True,
+    trains_all: bool = False,
+    chooses: Callable[..., Tensor] | None = None,
+) -> Callable:
+    """Enters a function into POLICY_LOSSES, by its name and verl's. The keywords are those of `PolicyLoss`."""
+
+    _check_parentheses("policy_loss", verl_names)
+
+    def declare(function: Callable) -> Callable:
+        _check_declared(function, ("log_prob", "old_log_prob", "advantage", "mask", "seq"))
+        if "chosen" in _keywords(function)[0] and chooses is None:
+            raise ValueError(
+                f"{function.__name__} takes `chosen`: its decorator needs chooses=, the function that chooses tokens."
+            )
+        if (by_response or one_advantage) and aggregation is None:
+            raise ValueError(f"{function.__name__} is by response: its decorator needs aggregation=, that of its paper.")
+        function = _returns_loss(_checked_and_documented(function))
+        of_choice = _keywords(chooses) if chooses else ((), {})
+        kind = (aggregation, by_response, one_advantage, has_ratio, trains_all, chooses)
+        declared = PolicyLoss(function, *kind, *_keywords(function), *of_choice)
+        POLICY_LOSSES.update(dict.fromkeys((function.__name__, *verl_names), declared))
+        return function
+
+    return declare
+
+
+def _keywords(function: Callable) -> tuple[tuple[str, ...], dict[str, float]]:
+    """The names of a function's keyword-only tensors, and its keyword-only numbers with their defaults."""
+    keywords = [k for k in inspect.signature(function).parameters.values() if k.kind is k.KEYWORD_ONLY]
+    knobs = {k.name: k.default for k in keywords if isinstance(k.default, bool | int | float)}
+    return tuple(k.name for k in keywords if k.name not in knobs), knobs
+
+
+def _checked_and_documented(function: Callable) -> Callable:
+    """The function; it refuses input in another layout, and its docstring has the shapes of its tensors."""
+    function = _checked(function)
+    function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{_shapes(function)}".strip()
+    return function
+
+
+def _shapes(function: Callable) -> str:
+    """A line for `help`: the shape of each tensor that the function takes and returns. Empty where no type says so."""
+    names = [name for name, k in inspect.signature(function).parameters.items() if k.annotation in (Tensor, "Tensor")]
+    if not names:
+        return ""
+    per_token = ", ".join(name for name in names if name not in PER_RESPONSE)
+    others = {shape: [name for name in names if PER_RESPONSE.get(name) == shape] for shape in PER_RESPONSE.values()}
+    of_responses = "".join(f"; {', '.join(those)} {shape}" for shape, those in others.items() if those)
+    made = "[N]" if inspect.signature(function).return_annotation in (Tensor, "Tensor") else "loss [N], {statistic: [N]}"
+    return f"Shapes: {per_token} [N]{of_responses} -> {made}."
+
+
+def _checked(function: Callable) -> Callable:
+    """The function, raising ValueError for input in another layout. Its tensors are per token, but for PER_RESPONSE."""
+    names = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args, **keywords):
+        given = dict(zip(names, args, strict=False)) | keywords
+        per_token = {name: x for name, x in given.items() if isinstance(x, Tensor) and name not in PER_RESPONSE}
+        _check_tokens(function.__name__, **per_token)
+        if "group" in given and "seq" in given:
+            _check_group(function.__name__, given["seq"], given["group"])
+        return function(*args, **keywords)
+
+    return checked
+
+
+def _returns_loss(function: Callable) -> Callable:
+    """The policy loss, raising ValueError where it returns anything but a Loss. Looks at types and shapes alone."""
+
+    @functools.wraps(function)
+    def checked(log_prob: Tensor, *args, **keywords):
+        made = function(log_prob, *args, **keywords)
+        has_two = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], dict)
+        if has_two and all(isinstance(x, Tensor) and x.shape == log_prob.shape for x in (made[0], *made[1].values())):
+            return made
+        parts = (made[0], *made[1].values()) if has_two else made if isinstance(made, tuple) else (made,)
+        found = ", ".join(str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in parts)
+        raise ValueError(
+            f"{function.__name__} returned {found}. A policy loss returns (token_loss [n], stats): the loss of each token, not "
+            f"aggregated, and a dict of statistics, each [n] or the dict empty; here n is {len(log_prob)}."
+        )
+
+    return checked
+
+
+def _check_parentheses(decorator: str, verl_names: tuple) -> None:
+    if verl_names and callable(verl_names[0]):
+        raise ValueError(f"{verl_names[0].__name__}: write @{decorator}() above it, with parentheses.")
+
+
+def _check_declared(function: Callable, wanted: tuple[str, ...]) -> None:
+    """Raises ValueError unless the arguments before the `*` are those wanted."""
+    parameters = inspect.signature(function).parameters.values()
+    found = tuple(k.name for k in parameters if k.kind is not k.KEYWORD_ONLY)
+    if found != wanted:
+        raise ValueError(
+            f"{function.__name__} takes ({', '.join(found)}). It has to take ({', '.join(wanted)}); numbers of its own, with "
+            "their defaults, and further tensors stand behind a `*`."
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------------- advantages
+# f(reward [N], mask [N], seq [N], group [B]) -> advantage [N], 0 where the mask is, over the GLOBAL batch; some have keywords
+# of their own. `reward` is per token (the score on the last token, KL penalties on each). A response's s is the sum over ALL
+# its tokens, not only the trained ones, so that a score on a masked last token is not lost.
+#
+# mean_g, std_g, n are of the group's responses with a trained token. One without (it could not be scored, or was rejected) is
+# not in its group at all. They are taken in float64, of the distance to the group's lowest score: equal scores give exactly 0,
+# whatever the score, n and dtype, while scores an ulp apart are still two scores.
+
+
 @advantage_estimator(group_of_one="score", looks_at="scores")
 def grpo(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
     """A = (s - mean_g) / (std_g + eps), std with Bessel's correction; in a group of one mean 0 and std 1: A = s / (1 + eps).
 
-    Group Relative Policy Optimization, arXiv 2402.03300. Equal scores in a group give exactly 0.
+    Group Relative Policy Optimization, arXiv 2402.03300, section 4.1.2. Equal scores in a group give exactly 0.
     """
     centered, score, index = _centered(reward, mask, seq, group)
     alone = _group_sum(torch.ones_like(score), index) == 1
@@ -397,7 +393,10 @@ def grpo_batch_std(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, 
 @advantage_estimator(group_of_one="zero", looks_at="scores")
 def maxrl(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
     """A = (s - mean_g) / mean_g, 0 where mean_g <= eps: with scores of 0 and 1 the gradient of log(pass rate), whose
-    expansion in pass@k ends at the group's size. Maximum Likelihood RL (MaxRL), arXiv 2602.02710. A group of one gives 0."""
+    expansion sum_k grad(pass@k) / k ends at k = n - 1. A group of one gives 0.
+
+    Maximum Likelihood RL (MaxRL), arXiv 2602.02710, algorithm 1.
+    """
     centered, score, _ = _centered(reward, mask, seq, group)
     mean = score - centered
     return _masked_tokens(torch.where(mean > eps, centered / mean.clamp(min=eps), 0.0), reward, mask, seq)
@@ -407,7 +406,7 @@ def maxrl(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, eps: floa
 def dr_grpo(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor) -> Tensor:
     """A = s - mean_g: GRPO without the division by the standard deviation, which favours easy and hard prompts.
 
-    Dr.GRPO, arXiv 2503.20783; its aggregation is seq-mean-token-sum-norm. A group of one gives 0.
+    Dr.GRPO, arXiv 2503.20783, section 3.2; its aggregation is seq-mean-token-sum-norm. A group of one gives 0.
     """
     return _masked_tokens(_centered(reward, mask, seq, group)[0], reward, mask, seq)
 
@@ -531,8 +530,8 @@ def gdpo(
     rewards, each normalised within the group; std(S) over the responses of the whole batch, where the mean of S is 0. The
     sum of the rewards, `reward`, has no part in it.
 
-    Group reward-Decoupled Normalization Policy Optimization (GDPO), arXiv 2601.05242 (verl takes the last std over tokens). A
-    group of one gives 0.
+    Group reward-Decoupled Normalization Policy Optimization (GDPO), arXiv 2601.05242, eqs. 4 to 6 (verl takes the last std over
+    tokens). A group of one gives 0.
     """
     index, total = _group_index(mask, seq, group), torch.zeros(len(group), dtype=torch.float64, device=reward.device)
     for r, weight in zip(parts.double().unbind(1), weights.double(), strict=True):
@@ -547,25 +546,11 @@ def gdpo(
 def gae(
     reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, value: Tensor, gamma: float = 1.0, lam: float = 1.0
 ) -> Tensor:
-    """A = whiten(lambda_return - V), value [N] from a critic. Generalized Advantage Estimation, arXiv 1506.02438.
+    """A = whiten(lambda_return - V), value [N] from a critic. Generalized Advantage Estimation, arXiv 1506.02438, eq. 16.
 
     What the critic learns towards is `lambda_return`, a function of its own.
     """
     return whiten(lambda_return(reward, mask, seq, value, gamma, lam) - value, mask)
-
-
-def lambda_return(reward: Tensor, mask: Tensor, seq: Tensor, value: Tensor, gamma: float = 1.0, lam: float = 1.0) -> Tensor:
-    """R_t = V_t + sum over k >= t of (gamma lam)^(k - t) delta_k with delta_t = r_t + gamma V_{t+1} - V_t; [N].
-
-    0 where the mask is. Steps are the trained tokens: masked ones are skipped, a reward on one goes to the trained token
-    before it. VAPO's decoupled GAE, arXiv 2504.05118, has another lambda for what the critic learns, 1, than for the policy.
-    """
-    _check_tokens("lambda_return", reward=reward, mask=mask, seq=seq, value=value)
-    index, r = _steps(reward, mask, seq)
-    v, s = torch.where(mask, value, 0.0)[index].to(r.dtype), seq[index]
-    following = torch.cat([v[1:] * (s[1:] == s[:-1]), v.new_zeros(min(1, len(v)))])
-    advantage = _discounted(r + gamma * following - v, s, gamma * lam)
-    return torch.zeros_like(reward).index_copy(0, index, advantage + v)
 
 
 def _centered(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -610,43 +595,12 @@ def _masked_tokens(advantage: Tensor, reward: Tensor, mask: Tensor, seq: Tensor)
     return torch.where(mask, to_tokens(advantage.to(reward.dtype), seq), 0.0)
 
 
-# ---------------------------------------------------------------------------------------------------- policy losses
+# -------------------------------------------------------------------------------------------------------------- policy losses
 # f(log_prob [N], old_log_prob [N], advantage [N], mask [N], seq [N]) -> Loss, with keywords of its own: further tensors [N] and
 # knobs, whose defaults are those of the paper unless the docstring says otherwise. They return the loss per token, not
 # aggregated, and detached statistics per token. Only log_prob carries a gradient. Statistics, bool: pg_clipfrac, tokens whose
 # gradient the clip removed; pg_clipfrac_lower, those whose gradient a second clip removed. Before exp, d is clamped to at most
 # 20; it needs no lower bound, because exp(-20) is 0 for all purposes.
-
-
-def policy_loss(
-    *verl_names: str,
-    aggregation: str | None = None,
-    by_response: bool = False,
-    one_advantage: bool = False,
-    has_ratio: bool = True,
-    trains_all: bool = False,
-    chooses: Callable[..., Tensor] | None = None,
-) -> Callable:
-    """Enters a function into POLICY_LOSSES, by its name and verl's. The keywords are those of `PolicyLoss`."""
-
-    _check_parentheses("policy_loss", verl_names)
-
-    def declare(function: Callable) -> Callable:
-        _check_declared(function, ("log_prob", "old_log_prob", "advantage", "mask", "seq"))
-        if "chosen" in _keywords(function)[0] and chooses is None:
-            raise ValueError(
-                f"{function.__name__} takes `chosen`: its decorator needs chooses=, the function that chooses tokens."
-            )
-        if (by_response or one_advantage) and aggregation is None:
-            raise ValueError(f"{function.__name__} is by response: its decorator needs aggregation=, that of its paper.")
-        function = _returns_loss(_checked_and_documented(function))
-        of_choice = _keywords(chooses) if chooses else ((), {})
-        kind = (aggregation, by_response, one_advantage, has_ratio, trains_all, chooses)
-        declared = PolicyLoss(function, *kind, *_keywords(function), *of_choice)
-        POLICY_LOSSES.update(dict.fromkeys((function.__name__, *verl_names), declared))
-        return function
-
-    return declare
 
 
 def log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
@@ -675,8 +629,8 @@ def ppo_clip(
 ) -> Loss:
     """max(-A r, -A clip(r, 1 - low, 1 + high)) with r = exp(clamp(d, +-20)); where A < 0 at most -A c (dual clip).
 
-    PPO, arXiv 1707.06347 (low = high = 0.2); DAPO's clip-higher, arXiv 2503.14476 (high = 0.28); dual clip, arXiv 2001.04451
-    (c = 3).
+    PPO, arXiv 1707.06347, eq. 7 (low = high = 0.2); DAPO's clip-higher, arXiv 2503.14476, section 3.1 (high = 0.28); dual clip,
+    arXiv 1912.09729 (c = 3).
     pg_clipfrac_lower: tokens whose gradient the dual clip removed.
     """
     d = log_ratio(log_prob, old_log_prob, mask)
@@ -702,8 +656,8 @@ def gspo(
     geometric mean of the tokens', with a gradient through each token. Aggregation: seq-mean-token-mean; with token-mean, which
     verl takes by default, long responses count by their length.
 
-    GSPO-token, arXiv 2507.18071 (low 3e-4, high 4e-4), which equals GSPO where A is one number a sequence. No dual clip.
-    pg_clipfrac counts whole sequences, token by token.
+    GSPO-token, arXiv 2507.18071, eq. 14 (low 3e-4, high 4e-4 in section 5.1), which equals GSPO where A is one number a
+    sequence. No dual clip. pg_clipfrac counts whole sequences, token by token.
     """
     d = log_ratio(log_prob, old_log_prob, mask)
     (level,) = sequence_means(mask, seq, d.detach())
@@ -743,7 +697,7 @@ def gmpo(
     """-A_i exp(mean_t u_t) on each token of sequence i, u_t = sgn(A) min(sgn(A) d, sgn(A) clip(d, -low, high)): the
     geometric mean of token ratios, clipped per token in the logarithm. A_i: mean of A. Aggregation: seq-mean-token-mean.
 
-    GMPO, arXiv 2507.20673 (low = high = 0.4); the exponent is clamped to +-20. pg_clipfrac: clipped tokens with A > 0,
+    GMPO, arXiv 2507.20673, eq. 4 (low = high = 0.4); the exponent is clamped to +-20. pg_clipfrac: clipped tokens with A > 0,
     pg_clipfrac_lower: with A < 0. Multiplied by one importance weight a token, a response counts with their arithmetic mean
     (in verl with their geometric mean, which is the weight of the level sequence_geometric).
     """
@@ -770,8 +724,8 @@ def cispo(
 ) -> Loss:
     """-sg(clip(r, 1 - low, 1 + high)) A lp, d clamped to +-20: the weight is clipped, no token loses its gradient.
 
-    CISPO, arXiv 2506.13585, which has no lower bound (low = 1) and tunes high (0.2 here). pg_clipfrac: tokens whose weight was
-    clipped.
+    CISPO, arXiv 2506.13585, eqs. 4 and 5, which has no lower bound (low = 1) and tunes high (0.2 here). pg_clipfrac: tokens
+    whose weight was clipped.
     """
     d = log_ratio(log_prob.detach(), old_log_prob, mask)
     least = math.log(1 - clip_low) if clip_low < 1 else -20.0
@@ -793,7 +747,9 @@ def sapo(
     tau_neg: float = 1.05,
 ) -> Loss:
     """-A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos where A > 0, else tau_neg; d clamped to +-20: a gate that closes
-    smoothly instead of a clip. Aggregation: seq-mean-token-mean. Soft Adaptive Policy Optimization, arXiv 2511.20347.
+    smoothly instead of a clip. Aggregation: seq-mean-token-mean.
+
+    Soft Adaptive Policy Optimization (SAPO), arXiv 2511.20347, eqs. 5 and 6.
     """
     d = log_ratio(log_prob, old_log_prob, mask)
     tau = torch.where(advantage > 0, d.new_tensor(tau_pos), d.new_tensor(tau_neg))
@@ -806,6 +762,20 @@ def reinforce(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: T
     """-A lp: the plain policy gradient, without a ratio. On data of another policy it is to be multiplied by
     `importance_weight`, as the scripts do. Loss of Group Policy Gradient, arXiv 2504.02546."""
     return -advantage * torch.where(mask, log_prob, 0.0), {}
+
+
+def score_centering(expected_log_prob: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+    """A E, [N], to be added to `reinforce`, whose importance weight it replaces: -A (lp - E), 0 where the mask is. E = sum_v
+    sg(q_v) lp_v [N], with gradient, over all tokens v that could be sampled, q_v their probabilities under the sampler.
+
+    Over the tokens that the sampler draws, lp has the expected gradient of E, which is not 0 where sampler and policy differ.
+    REINFORCE without a ratio adds it to each step, times the mean of A: a drift. Subtracting E removes it.
+
+    Score centering, arXiv 2609.20807, eq. 9. Its sum is over the whole support here, so the paper's model of the tail is not
+    needed.
+    """
+    _check_tokens("score_centering", expected_log_prob=expected_log_prob, advantage=advantage, mask=mask)
+    return advantage * torch.where(mask, expected_log_prob, 0.0)
 
 
 @policy_loss(trains_all=True)
@@ -835,7 +805,7 @@ def vespo(
     """-A sg(w^k exp(lam (1 - w))) lp, w = exp(sum_t d) of the whole sequence, its logarithm clamped to +-20; k, lam are k_pos,
     lam_pos where A >= 0, else k_neg, lam_neg. The weight is 1 on policy and falls to 0 on both sides, without a clip.
 
-    VESPO, arXiv 2602.10693, section 3.4 (there c1 and c2; 2, 3 and 3, 2).
+    VESPO, arXiv 2602.10693, eq. 20 (there c1 and c2; 2, 3 and 3, 2 in section 4.1).
     """
     d = log_ratio(log_prob.detach(), old_log_prob, mask)
     log_w = to_tokens(sequence_sum(d, seq).clamp(-20, 20), seq)
@@ -896,10 +866,10 @@ def clip_cov(
 ) -> Loss:
     """ppo_clip without dual clip, and 0 on the `chosen` [N] (bool) tokens: a few of those that lower the entropy most.
 
-    Clip-Cov, arXiv 2505.22617. The choice looks at a whole batch: to be independent of micro-batches make it once,
-    `chosen = random_covariance(old_log_prob, ...)` on the global batch (exact at the pass's first step, where the policy is the
-    old one). None: chosen among the unclipped tokens of this call, so at least one in each micro-batch. pg_clipfrac: chosen
-    tokens. (Those the ratio's clip removed count in pg_clipfrac_lower.)
+    Clip-Cov, arXiv 2505.22617, eqs. 10 to 12. The choice looks at a whole batch. To be independent of micro-batches, make it
+    once: `chosen = random_covariance(old_log_prob, ...)` on the global batch (exact at the pass's first step, where the policy
+    is the old one). None: chosen among the unclipped tokens of this call, so at least one in each micro-batch. pg_clipfrac:
+    chosen tokens. (Those the ratio's clip removed count in pg_clipfrac_lower.)
     """
     d = log_ratio(log_prob, old_log_prob, mask)
     plain, clipped = _clip_pair(d.clamp(max=20).exp(), advantage, clip_low, clip_high)
@@ -922,9 +892,9 @@ def kl_cov(
 ) -> Loss:
     """-A r (d clamped to +-20), plus coef |d| on the `chosen` [N] (bool) tokens: those of the largest covariance.
 
-    KL-Cov, arXiv 2505.22617, whose coef is 1 (verl's ppo_kl_coef has the default 0.1). Choose once on the global batch,
-    `chosen = top_covariance(old_log_prob, ...)`, as in `clip_cov`; None: chosen among this call's tokens. pg_clipfrac: chosen
-    tokens. |d| has no gradient at d = 0.
+    KL-Cov, arXiv 2505.22617, eqs. 13 and 14, whose coef is 1 (verl's ppo_kl_coef has the default 0.1). Choose once on the
+    global batch, `chosen = top_covariance(old_log_prob, ...)`, as in `clip_cov`; None: chosen among this call's tokens.
+    pg_clipfrac: chosen tokens. |d| has no gradient at d = 0.
     """
     d = log_ratio(log_prob, old_log_prob, mask)
     chosen = top_covariance(log_prob, advantage, mask) if chosen is None else chosen & mask
@@ -1007,8 +977,8 @@ def decoupled_ppo(
     """ppo_clip's loss times sg(min(exp(old - roll), cap)): `old_log_prob` is of the proximal policy, recomputed by the learner,
     `rollout_log_prob` [N] of the behaviour policy, which sampled and may be many versions older.
 
-    AReaL, arXiv 2505.24298. Statistics: those of ppo_clip, and behav_clipfrac, tokens whose weight met the cap (AReaL drops
-    those instead).
+    AReaL, arXiv 2505.24298, eqs. 4 and 5. Statistics: those of ppo_clip, and behav_clipfrac, tokens whose weight met the cap
+    (AReaL drops those instead).
     """
     clips = {"clip_low": clip_low, "clip_high": clip_high, "clip_c": clip_c}
     loss, stats = ppo_clip(log_prob, old_log_prob, advantage, mask, seq, **clips)
@@ -1016,11 +986,23 @@ def decoupled_ppo(
     return loss * weight.clamp(max=cap), stats | {"behav_clipfrac": weight > cap}
 
 
+def _clip_pair(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """-A r and max(-A r, -A clip(r, 1 - low, 1 + high)), [N] each; where they differ the clip removed the gradient."""
+    plain = -advantage * ratio
+    return plain, torch.maximum(plain, -advantage * ratio.clamp(1 - low, 1 + high))
+
+
+# --------------------------------------------------------------------------------------- tokens that a policy loss leaves out
+
+
 def off_policy_tokens(
     log_prob: Tensor, rollout_log_prob: Tensor, advantage: Tensor, mask: Tensor, seq: Tensor, *, threshold: float
 ) -> Tensor:
     """The tokens that a loss may leave out, bool [N]: those with A < 0 in responses that have become less likely since they
-    were sampled, mean_t(rollout - log_prob) > threshold. DeepSeek-V3.2's off-policy sequence masking, arXiv 2512.02556."""
+    were sampled, mean_t(rollout - log_prob) > threshold.
+
+    DeepSeek-V3.2's off-policy sequence masking, arXiv 2512.02556, eq. 9.
+    """
     (drift,) = sequence_means(mask, seq, log_ratio(rollout_log_prob, log_prob.detach(), mask))
     return mask & (advantage < 0) & to_tokens(drift > threshold, seq)
 
@@ -1036,6 +1018,23 @@ def high_entropy_tokens(entropy: Tensor, mask: Tensor, *, quantile: float) -> Te
     return mask & (entropy >= trained.kthvalue(place + 1).values)
 
 
+# ----------------------------------------------------------------------------------------------------------------- the critic
+
+
+def lambda_return(reward: Tensor, mask: Tensor, seq: Tensor, value: Tensor, gamma: float = 1.0, lam: float = 1.0) -> Tensor:
+    """R_t = V_t + sum over k >= t of (gamma lam)^(k - t) delta_k with delta_t = r_t + gamma V_{t+1} - V_t; [N].
+
+    0 where the mask is. Steps are the trained tokens: masked ones are skipped, a reward on one goes to the trained token
+    before it. VAPO's decoupled GAE, arXiv 2504.05118, has another lambda for what the critic learns, 1, than for the policy.
+    """
+    _check_tokens("lambda_return", reward=reward, mask=mask, seq=seq, value=value)
+    index, r = _steps(reward, mask, seq)
+    v, s = torch.where(mask, value, 0.0)[index].to(r.dtype), seq[index]
+    following = torch.cat([v[1:] * (s[1:] == s[:-1]), v.new_zeros(min(1, len(v)))])
+    advantage = _discounted(r + gamma * following - v, s, gamma * lam)
+    return torch.zeros_like(reward).index_copy(0, index, advantage + v)
+
+
 def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, mask: Tensor, *, clip: float = 0.5) -> Loss:
     """0.5 max((v - R)^2, (clip(v, v_old +- clip) - R)^2), all [N], for a critic; R from `lambda_return`. 0 where the mask is.
 
@@ -1048,13 +1047,7 @@ def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, mask: Tensor, 
     return 0.5 * torch.maximum(plain, clipped), {"vf_clipfrac": clipped > plain}
 
 
-def _clip_pair(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """-A r and max(-A r, -A clip(r, 1 - low, 1 + high)), [N] each; where they differ the clip removed the gradient."""
-    plain = -advantage * ratio
-    return plain, torch.maximum(plain, -advantage * ratio.clamp(1 - low, 1 + high))
-
-
-# --------------------------------------------------------------------------------------------- KL to the reference
+# -------------------------------------------------------------------------------------------------------- KL to the reference
 # Estimators of KL(policy || reference) on tokens the policy sampled; f(x [N]) with x = log_prob - ref_log_prob. Their values
 # and their gradients, as a loss, are different matters. See Schulman, "Approximating KL Divergence" (2020).
 
@@ -1075,8 +1068,8 @@ def k2(x: Tensor) -> Tensor:
 
 
 def k3(x: Tensor) -> Tensor:
-    """clamp(exp(-x) - 1 + x, +-10), x clamped to +-20: unbiased in value, never negative ("low_var_kl", GRPO); as a loss its
-    gradient is that of the reverse divergence, KL(reference || policy)."""
+    """clamp(exp(-x) - 1 + x, +-10), x clamped to +-20: unbiased in value, never negative ("low_var_kl"); as a loss its gradient
+    is that of the reverse divergence, KL(reference || policy). KL of GRPO, arXiv 2402.03300, eq. 4."""
     x = x.clamp(-20, 20)
     return (torch.exp(-x) - 1 + x).clamp(-10, 10)
 
@@ -1098,13 +1091,18 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, kind: str, 
     the reward, r_t - beta k_t, it is taken detached, of the policy that starts the optimizer's pass.
 
     k3r is min(r, 20) k3, r over old_log_prob [N]: unbiased in value and gradient, also on tokens that an older policy sampled.
-    The gradient of r k3(x) is r x, as that of sg(r) k2(x). DeepSeek-V3.2's unbiased KL estimate, arXiv 2512.02556 (TRL's
-    use_bias_correction_kl).
+    The gradient of r k3(x) is r x, as that of sg(r) k2(x). Plain k3 pushes a token that the policy has all but given up with an
+    unbounded weight, and on stale tokens its mean is off; so TRL weighs it by default (use_bias_correction_kl).
+
+    DeepSeek-V3.2's unbiased KL estimate, arXiv 2512.02556, section 3.1.
     """
     _check_word("KL estimator", kind, KL_LOSSES if old_log_prob is not None else KL_ESTIMATORS)
     if kind == "k3r":
         return kl_penalty(log_prob, ref_log_prob, mask, "k3+") * importance_weight(log_prob, old_log_prob, mask)
     return KL_ESTIMATORS[kind](log_ratio(log_prob, ref_log_prob, mask))
+
+
+# ---------------------------------------------------------------------------------------------------------------- the teacher
 
 
 def reverse_kl_advantage(log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor) -> Tensor:
@@ -1142,6 +1140,9 @@ def top_k_reverse_kl(log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor) -
     return torch.where(mask, value + slope - slope.detach(), 0.0)
 
 
+# ------------------------------------------------------------------------------------------ coefficients that follow a target
+
+
 def adaptive_kl_coef(beta: float, kl: float, target: float, n: int, horizon: int) -> float:
     """beta * (1 + clip(kl / target - 1, +-0.2) * n / horizon): the coefficient of the next step.
 
@@ -1151,10 +1152,26 @@ def adaptive_kl_coef(beta: float, kl: float, target: float, n: int, horizon: int
     return beta * (1 + max(-0.2, min(0.2, kl / target - 1)) * n / horizon)
 
 
-# ----------------------------------------------------------------------------------------------- rollout correction
+def adaptive_entropy_coef(coef: float, entropy: float, target: float, delta: float, most: float) -> float:
+    """coef + delta where entropy < target, coef - delta where it is above; from 0 to `most`: the coefficient of the next step.
+
+    entropy: of the last step, per token. Where it was above the target, the next step has no bonus at all (in the paper this
+    looks at the next step's own entropy). Skywork-OR1's adaptive entropy control, arXiv 2505.22312, eq. 3.2.
+    """
+    if entropy == target:
+        return coef
+    return min(most, max(0.0, coef + delta if entropy < target else coef - delta))
+
+
+# --------------------------------------------------------------------------------------------------------- rollout correction
 # The generator's log-probs differ from the learner's for the same tokens (other kernels, other precision, older weights).
 # log w = log_prob (the learner's) - rollout_log_prob, clamped to +-20; a sum over a response is clamped again. The functions
 # take the GLOBAL batch, [N] each; everything is detached.
+
+
+IS_LEVELS = ("token", "sequence", "sequence_geometric")
+REJECTION_LEVELS = ("token", "seq_sum", "seq_mean", "seq_max", "batch")
+DIVERGENCES = ("k1", "k2", "k3", "binary_kl")
 
 
 def rollout_is_weights(
@@ -1171,8 +1188,9 @@ def rollout_is_weights(
     """Importance weights [N], 0 where the mask is, to multiply the token losses by.
 
     level: token w; sequence exp(sum_t log w) on all its tokens; sequence_geometric exp(mean_t log w); over trained tokens.
-    Without low min(w, high), truncated importance sampling; with it 0 outside of the band from low to high (IcePop, masked
-    importance sampling). normalize: to mean 1 over the trained tokens, or, at the sequence levels, over the responses.
+    Without low min(w, high), truncated importance sampling; with it 0 outside of the band from low to high, masked importance
+    sampling: IcePop, arXiv 2510.18855. normalize: to mean 1 over the trained tokens, or, at the sequence levels, over the
+    responses.
     """
     weight = bounded(rollout_ratio(log_prob, rollout_log_prob, mask, seq, level), low, high)
     if normalize:
@@ -1251,12 +1269,7 @@ def bounded(weight: Tensor, low: float | None, high: float) -> Tensor:
     return weight.clamp(max=high) if low is None else torch.where((weight >= low) & (weight <= high), weight, 0.0)
 
 
-# ----------------------------------------------------------------------------------------------- the flags' words
-
-AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
-IS_LEVELS = ("token", "sequence", "sequence_geometric")
-REJECTION_LEVELS = ("token", "seq_sum", "seq_mean", "seq_max", "batch")
-DIVERGENCES = ("k1", "k2", "k3", "binary_kl")
+# --------------------------------------------------------------------------------------------------------- what goes together
 
 
 def default_aggregation(adv_estimator: str, loss_mode: str) -> str:
@@ -1280,3 +1293,48 @@ def check_combination(adv_estimator: str, loss_mode: str, loss_agg_mode: str) ->
             f"{loss_mode} weighs a whole response by one advantage; {adv_estimator} gives each token its own, which would be "
             "averaged away. gspo keeps them."
         )
+
+
+# ------------------------------------------------------------------------------------------------------ input that is refused
+
+
+def _check_tokens(caller: str, **tensors: Tensor) -> None:
+    """Raises ValueError unless all have one shape [N], `mask` is bool, and `seq` ascends. On an accelerator the values of seq
+    are not looked at: that would wait for the device."""
+    shapes = {name: tuple(x.shape) for name, x in tensors.items()}
+    if len({*shapes.values()}) > 1 or any(len(shape) != 1 for shape in shapes.values()):
+        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(
+            f"{caller}: found {found}. Tensors per token are packed: one shape [N] for all. losses.pack packs padded [B, T]."
+        )
+    mask, seq = tensors.get("mask"), tensors.get("seq")
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError(f"{caller}: mask is {mask.dtype}. It has to be torch.bool, such as mask > 0.")
+    if seq is None:
+        return
+    if seq.dtype != torch.long:
+        raise ValueError(f"{caller}: seq is {seq.dtype}. It has to be torch.long: which response each token belongs to.")
+    if seq.is_cpu and len(seq) and (seq[0] < 0 or (seq[1:] < seq[:-1]).any()):
+        raise ValueError(f"{caller}: seq does not ascend from 0. A response's tokens lie together, and responses are in order.")
+
+
+def _check_group(caller: str, seq: Tensor, group: Tensor) -> None:
+    """Raises ValueError unless group is [B], one entry a response. seq: checked already."""
+    if group.dim() != 1:
+        raise ValueError(f"{caller}: group has the shape {tuple(group.shape)}. It has to be [B], one entry a response.")
+    if not seq.is_cpu or not len(seq):
+        return
+    responses = int(seq[-1]) + 1
+    if len(group) < responses:
+        raise ValueError(f"{caller}: seq counts {responses} responses, group has {len(group)} entries. It has to be [B].")
+    same = seq[1:] == seq[:-1]
+    if len(group) == len(seq) > responses and bool((group[1:] == group[:-1])[same].all()):
+        raise ValueError(
+            f"{caller}: group has an entry for each of {len(seq)} tokens, seq counts {responses} responses. It has to be [B], "
+            "one entry a response."
+        )
+
+
+def _check_word(what: str, word: str, choices: Iterable[str]) -> None:
+    if word not in choices:
+        raise ValueError(f"unknown {what} {word!r}; choose from {', '.join(choices)}")

@@ -45,7 +45,8 @@ from rl.samples.schedule import ScheduleArgs
 
 LENGTH = {"total_training_steps", "total_epochs", "total_rollout_steps"}  # the learning rate's schedule depends on these
 PLACES = {"train_files", "val_files", "ring_mb", "generators", "trust_remote_code"}  # may differ on another machine
-SAMPLED = {"seed", "train_batch_size", "filter_groups", "max_num_gen_batches", "over_sample"}  # made them, and so did
+# Flags that made the samples, or that decide what is recorded of them; those of PARTS are added
+SAMPLED = {"seed", "train_batch_size", "filter_groups", "max_num_gen_batches", "over_sample", "score_centering"}
 PARTS = (DataArgs, EngineArgs, EnvironmentArgs, RewardArgs, ScheduleArgs)
 SAMPLED |= {field.name for part in PARTS for field in dataclasses.fields(part)}
 SAMPLED -= PLACES

@@ -23,6 +23,7 @@ import losses
 from rl import flags
 from rl.algorithm import whole_batch
 from rl.algorithm.critic import learn_values
+from rl.algorithm.entropy_control import steered
 from rl.algorithm.imitation import imitate
 from rl.algorithm.kl_control import KLControl
 from rl.algorithm.metrics import batch_metrics, staleness_metrics
@@ -91,6 +92,7 @@ def actor_loss(
 
 def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, timer: Timers) -> dict[str, float]:
     """Trains on the batch: one optimizer step for each mini-batch of prompts, --ppo-epochs times. Returns metrics."""
+    args = steered(args, learner)  # --entropy-target sets the --entropy-coeff of this step
     minis = batch.mini_batches(args.prompts_per_update)  # [b] responses each
     micros = [micro_batches(batch, mini, learner.micro_batch_tokens, learner.ranks) for mini in minis]
     updates = list(zip(minis, micros, strict=True)) * args.ppo_epochs

@@ -140,16 +140,28 @@ def design() -> str:
 
 OTHER_FLAGS = {  # functions of losses.py that have a paper, but are neither an advantage nor a policy loss -> their flags
     "denominator": "--loss-agg-mode seq-mean-token-sum-norm",
+    "k3": "--kl-loss-type k3",
+    "score_centering": "--score-centering",
     "kl_penalty": "--kl-loss-type k3r",
     "adaptive_kl_coef": "--kl-ctrl-type adaptive",
+    "adaptive_entropy_coef": "--entropy-target 0.2",
     "reverse_kl_advantage": "--teacher self --teacher-prompt '{prompt} {answer}'",
     "top_k_reverse_kl": "--teacher-top-k 20",
     "value_loss": "--cliprange-value 0.5",
     "lambda_return": "--critic-lam 1",
     "high_entropy_tokens": "--top-entropy-quantile 0.2",
     "off_policy_tokens": "--off-policy-mask-threshold",
+    "rollout_is_weights": "--rollout-is token --rollout-is-threshold 0.5_5.0",
     "rollout_rejection_mask": "--rollout-rs batch_k2 --rollout-rs-threshold 0.02",
 }
+ELSEWHERE = [  # what is no formula of losses.py: what, arXiv, place there, flag
+    ("DAPO's dynamic sampling", "2503.14476", "section 3.2", "--filter-groups"),
+    ("DAPO's overlong reward shaping", "2503.14476", "eq. 13", "--overlong-buffer-len"),
+    ("GRESO", "2506.02177", "-", "--prompt-sampling greso"),
+    ("AReaL's bound of staleness", "2505.24298", "eq. 3", "--staleness-threshold"),
+    ("Rollout routing replay", "2510.11370", "-", "--router-replay R3"),
+    ("DeepSeek-V3.2's keep sampling mask", "2512.02556", "section 3.1", "--keep-sampling-mask"),
+]
 
 
 def formulas() -> dict[str, str]:
@@ -162,20 +174,29 @@ def formulas() -> dict[str, str]:
     return found
 
 
+NUMBERS = r"\d+(?:\.\d+)*"
+PLACE = rf"(?:eqs?\.|section|algorithm) {NUMBERS}(?: (?:and|to) {NUMBERS})?"  # in a paper
+
+
 def papers() -> str:
-    """Which flags a paper has, newest first: a docstring in losses.py says "NAME, arXiv NUMBER" in a clause of its own."""
-    rows = []
+    """Which flags a paper has, newest first: a docstring in losses.py says "NAME, arXiv NUMBER, PLACE" in a clause of its own;
+    the place, such as eq. 7, is missing where nobody has looked it up."""
+    rows = [_paper(*row[:3], f"`{row[3]}`") for row in ELSEWHERE]
     for name, flags in formulas().items():
-        for clause in re.split(r"(?<=[.;:(]) ", " ".join(getattr(losses, name).__doc__.split())):
-            if found := re.search(r"^\(?(.*), arXiv (\d{4}\.\d{5})", clause):
-                link = f"[{found[2]}](https://arxiv.org/abs/{found[2]})"
-                rows.append((found[2], f"| {found[1]} | {link} | {f'`{flags}`' if flags else f'`losses.{name}`'} |"))
+        for clause in re.split(r"(?<=[.;:(])(?<!eq\.)(?<!eqs\.) ", " ".join(getattr(losses, name).__doc__.split())):
+            if found := re.search(rf"^\(?(.*), arXiv (\d{{4}}\.\d{{5}})(?:, ({PLACE}))?", clause):
+                rows.append(_paper(found[1], found[2], found[3] or "-", f"`{flags}`" if flags else f"`losses.{name}`"))
     rows = [row for _, row in sorted(rows, key=lambda row: row[0], reverse=True)]
     note = "<!-- made by `python docs/make.py` out of losses.py -->"
     back = "Back to [algorithms.md](../algorithms.md). Where no flag stands, it is a function for a script of your own."
     return "\n".join(
-        ["# Papers, and their flags", "", note, "", back, "", "| what | arXiv | here |", "|---|---|---|", *rows, ""]
+        ["# Papers, and their flags", "", note, "", back, "", "| what | arXiv | there | here |", "|---|---|---|---|", *rows, ""]
     )
+
+
+def _paper(what: str, number: str, place: str, here: str) -> tuple[str, str]:
+    """(arXiv number, row of the table)."""
+    return number, f"| {what} | [{number}](https://arxiv.org/abs/{number}) | {place} | {here} |"
 
 
 PAGES = {

@@ -118,6 +118,7 @@ ALREADY_THERE = _accelerator(", where all of it is in host memory")
 NEEDS: dict[str, tuple[Need, ...]] = {
     # the algorithm
     "gamma": (_knob("gamma", "adv_estimator", "ADVANTAGES"),),
+    **dict.fromkeys(("entropy_coeff_delta", "entropy_coeff_max"), (_with("entropy_target"),)),
     "clip_ratio_low": (_knob("clip_low"),),
     "clip_ratio_high": (_knob("clip_high"),),
     "clip_ratio_c": (_knob("clip_c"),),

@@ -16,6 +16,7 @@ from rl import flag_needs
 from rl.adapters import lora
 from rl.algorithm.args import AlgorithmArgs
 from rl.algorithm.critic import check_critic
+from rl.algorithm.entropy_control import EntropyControl
 from rl.algorithm.imitation import Imitation
 from rl.algorithm.teacher import SELF, check_teacher, teacher_path
 from rl.checkpoint.resume import CheckpointArgs
@@ -247,6 +248,8 @@ def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
         learner.begin_step(1)
     if args.sft_files and not args.val_only:
         learner.imitation = Imitation(args, job.demonstrations)
+    if args.entropy_target is not None:
+        learner.entropy_control = EntropyControl(args)
     return learner
 
 

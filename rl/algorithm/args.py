@@ -8,10 +8,11 @@ from typing import Annotated, Literal
 
 import losses
 from rl.algorithm.critic import CriticArgs
+from rl.algorithm.entropy_control import EntropyArgs
 from rl.algorithm.imitation import ImitationArgs
 from rl.algorithm.rollout_correction import RolloutCorrectionArgs
 from rl.algorithm.several_rewards import SeveralRewardsArgs
-from rl.algorithm.spread import masked, where_entropy_is_high
+from rl.algorithm.spread import centered, masked, where_entropy_is_high
 from rl.algorithm.teacher import TeacherArgs
 from rl.errors import UserError
 from rl.learning.batch import Batch
@@ -21,7 +22,7 @@ CLIPS = {"clip_low": "--clip-ratio-low", "clip_high": "--clip-ratio-high", "clip
 
 
 @dataclass
-class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, RolloutCorrectionArgs):
+class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, EntropyArgs, RolloutCorrectionArgs):
     """Advantages, the policy loss and KL terms."""
 
     adv_estimator: Literal[tuple(losses.ADVANTAGES)] = "grpo"
@@ -41,11 +42,13 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
     loss_args: tuple[str, ...] = ()
     """Further parameters of the policy loss, as name=value. For sapo: --loss-args tau_pos=1 tau_neg=1.1. The names and
     defaults are those of the function in losses.py."""
+    score_centering: bool = False
+    """For --loss-mode reinforce with --keep-sampling-mask: instead of weighing tokens by their ratio, subtract the log-prob
+    that the sampler could expect, so that engine and learner do not drift apart. Engines record the log-probs of all tokens
+    that could be sampled."""
     top_entropy_quantile: Annotated[float, Range(above=0, at_most=1)] = 1.0
     """Restrict the policy loss to this share of a mini-batch's tokens, those at which the policy's entropy is largest: 0.2 in
     arXiv 2506.01939."""
-    entropy_coeff: Annotated[float, Range()] = 0.0
-    """Weight of the entropy bonus."""
     use_kl_loss: bool = False
     """Add --kl-loss-coef times the KL to the reference policy (the starting model) to the loss."""
     kl_loss_coef: Annotated[float, Range(at_least=0)] = 1e-3
@@ -84,6 +87,8 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
     def policy_loss(self) -> losses.PolicyLoss:
         """The function of --loss-mode, with the masks of --off-policy-mask-threshold and --top-entropy-quantile if given."""
         loss = losses.POLICY_LOSSES[self.loss_mode]
+        if self.score_centering:
+            loss = centered(loss)
         if self.off_policy_mask_threshold is not None:
             loss = masked(loss, self.off_policy_mask_threshold)
         return loss if self.top_entropy_quantile == 1 else where_entropy_is_high(loss)
@@ -148,7 +153,8 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
     def skips_backward(self) -> bool:
         """Micro-batches without an advantage pass forward alone: the loss has no term that trains them."""
         loss = losses.POLICY_LOSSES[self.loss_mode]
-        trains_all = self.use_kl_loss or self.entropy_coeff or self.teacher or loss.chooses or loss.trains_all
+        has_bonus = self.entropy_coeff or self.entropy_target
+        trains_all = self.use_kl_loss or has_bonus or self.teacher or loss.chooses or loss.trains_all
         return not (trains_all or self.backward_without_advantage)
 
     @property
@@ -217,6 +223,7 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
             )
         self._check_old_log_probs()
         self._check_loss_args()
+        self._check_score_centering()
 
     def _check_old_log_probs(self) -> None:
         """The log-probs that the loss and the rollout correction compare have to be there, and are compared once."""
@@ -230,11 +237,24 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
                 f"--loss-mode {self.loss_mode} weighs tokens by recomputed over generator's log-probs by itself: leave "
                 "--use-rollout-log-probs and --rollout-is out."
             )
-        has_ratio = losses.POLICY_LOSSES[self.loss_mode].has_ratio
+        has_ratio = self.policy_loss.has_ratio
         if not has_ratio and self.trains_stale and not self.old_is_rollout and not self.rollout_is:
             raise UserError(
                 f"--loss-mode {self.loss_mode} has no ratio: its gradient is wrong for responses that older weights sampled, "
                 "unless they are weighed. Leave --use-rollout-log-probs False out, or add --rollout-is token or sequence."
+            )
+
+    def _check_score_centering(self) -> None:
+        """It is for a loss without weights, and needs to know what could be sampled."""
+        if not self.score_centering:
+            return
+        if losses.POLICY_LOSSES[self.loss_mode].has_ratio or self.rollout_is:
+            has = "--rollout-is weighs tokens" if self.rollout_is else f"--loss-mode {self.loss_mode} has one"
+            raise UserError(f"--score-centering takes the place of a ratio, and {has}. Take --loss-mode reinforce alone.")
+        if not self.keep_sampling_mask:
+            raise UserError(
+                "--score-centering needs the sampler's probability of every token that could be sampled. Engines record it "
+                "with --keep-sampling-mask --top-k K: add both."
             )
 
     def _check_loss_args(self) -> None:

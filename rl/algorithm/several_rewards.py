@@ -9,6 +9,7 @@ from torch import Tensor
 import losses
 from rl.errors import UserError
 from rl.learning.batch import Batch
+from rl.samples.group import PENALTY, Group
 
 
 @dataclass
@@ -24,6 +25,15 @@ class SeveralRewardsArgs:
     def has_several_rewards(self) -> bool:
         """The estimator compares named rewards, not the score."""
         return "parts" in losses.ADVANTAGES[self.adv_estimator].inputs
+
+    @property
+    def compared_rewards(self) -> tuple[str, ...]:
+        """Names of the rewards by which a group is judged (Group.differs); none where it is the score."""
+        return self.gdpo_reward_keys if self.has_several_rewards else ()
+
+    def has_signal(self, group: Group) -> bool:
+        """Tells whether the estimator can learn from the group (--filter-groups)."""
+        return group.differs(self.compared_rewards)
 
     def several_rewards(self, batch: Batch) -> dict[str, Tensor]:
         """parts [B, K] and weights [K], for the estimator. Raises UserError for a number that a response does not have."""
@@ -52,8 +62,8 @@ class SeveralRewardsArgs:
                 f"--use-kl-in-reward changes the score, which --adv-estimator {self.adv_estimator} does not look at. Take "
                 "--use-kl-loss."
             )
-        if getattr(self, "overlong_buffer_len", 0) and not {"overlong_penalty", "score"} & {*keys}:
-            raise UserError("--overlong-buffer-len: add its number, overlong_penalty, to --gdpo-reward-keys.")
+        if getattr(self, "overlong_buffer_len", 0) and not {PENALTY, "score"} & {*keys}:
+            raise UserError(f"--overlong-buffer-len: add its number, {PENALTY}, to --gdpo-reward-keys.")
 
 
 def _number(batch: Batch, response: int, key: str) -> float:

@@ -4,6 +4,7 @@ The losses that leave tokens out are here, too: for this, and for `--off-policy-
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,31 +36,45 @@ def spread_of(
 
 
 def where_entropy_is_high(loss: losses.PolicyLoss) -> losses.PolicyLoss:
-    """The loss with 0, and no gradient, outside of high_entropy [N]; denominators stay those of all tokens."""
+    """The loss on the tokens of high_entropy [N] alone, which it takes, too; denominators stay those of all tokens."""
+    return _leaving_out(loss, "high_entropy", lambda high_entropy, *_: ~high_entropy)
+
+
+def centered(loss: losses.PolicyLoss) -> losses.PolicyLoss:
+    """--score-centering: the loss, which has no ratio, with `losses.score_centering`. It takes expected_log_prob [N], too, and
+    is right for tokens of other weights without importance weights."""
 
     @functools.wraps(loss.function)
-    def within(
-        log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, seq: Tensor, high_entropy: Tensor, **more
+    def with_baseline(
+        log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, seq: Tensor, expected_log_prob: Tensor, **more
     ) -> losses.Loss:
         token_loss, stats = loss(log_prob, old_log_prob, advantage, mask, seq, **more)
-        return torch.where(high_entropy, token_loss, 0.0), stats
+        return token_loss + losses.score_centering(expected_log_prob, advantage, mask), stats
 
-    return dataclasses.replace(loss, function=within, inputs=(*loss.inputs, "high_entropy"))
+    return dataclasses.replace(loss, function=with_baseline, inputs=(*loss.inputs, "expected_log_prob"), has_ratio=True)
 
 
 def masked(loss: losses.PolicyLoss, threshold: float) -> losses.PolicyLoss:
-    """The loss with 0, and no gradient, on `losses.off_policy_tokens`, which its statistic off_policy_masked counts. It takes
-    rollout_log_prob [N], too."""
+    """The loss without `losses.off_policy_tokens`, which its statistic off_policy_masked counts. It takes rollout_log_prob [N],
+    too."""
+
+    def off_policy(rollout_log_prob: Tensor, log_prob: Tensor, advantage: Tensor, mask: Tensor, seq: Tensor) -> Tensor:
+        return losses.off_policy_tokens(log_prob, rollout_log_prob, advantage, mask, seq, threshold=threshold)
+
+    return _leaving_out(loss, "rollout_log_prob", off_policy, counts="off_policy_masked")
+
+
+def _leaving_out(
+    loss: losses.PolicyLoss, name: str, which: Callable[..., Tensor], counts: str | None = None
+) -> losses.PolicyLoss:
+    """The loss with 0, and no gradient, on the tokens that which(x, log_prob, advantage, mask, seq) chooses, [N] bool; x [N] is
+    an input of that name. counts: the statistic of these tokens."""
 
     @functools.wraps(loss.function)
-    def without(
-        log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, seq: Tensor, rollout_log_prob: Tensor, **more
-    ) -> losses.Loss:
-        if "rollout_log_prob" in loss.inputs:
-            more["rollout_log_prob"] = rollout_log_prob
-        out = losses.off_policy_tokens(log_prob, rollout_log_prob, advantage, mask, seq, threshold=threshold)
-        token_loss, stats = loss(log_prob, old_log_prob, advantage, mask, seq, **more)
-        return torch.where(out, 0.0, token_loss), stats | {"off_policy_masked": out}
+    def without(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, seq: Tensor, **inputs) -> losses.Loss:
+        x = inputs[name] if name in loss.inputs else inputs.pop(name)
+        out = which(x, log_prob, advantage, mask, seq)
+        token_loss, stats = loss(log_prob, old_log_prob, advantage, mask, seq, **inputs)
+        return torch.where(out, 0.0, token_loss), stats | ({counts: out} if counts else {})
 
-    inputs = tuple(dict.fromkeys((*loss.inputs, "rollout_log_prob")))
-    return dataclasses.replace(loss, function=without, inputs=inputs)
+    return dataclasses.replace(loss, function=without, inputs=tuple(dict.fromkeys((*loss.inputs, name))))

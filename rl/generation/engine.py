@@ -78,7 +78,8 @@ class EngineArgs(RouterArgs):
     def sampling(self) -> "SamplingParams":
         """How training samples."""
         of_all = (self.temperature, self.top_p, self.top_k, self.max_response_length, self.ignore_eos)
-        return SamplingParams(*of_all, support=support.width(self))
+        most, with_log_probs = support.most_tokens(self), getattr(self, "score_centering", False)
+        return SamplingParams(*of_all, support=most, support_log_probs=with_log_probs)
 
     @property
     def val_sampling(self) -> "SamplingParams":
@@ -115,11 +116,17 @@ class SamplingParams:
     max_tokens: int = 16
     ignore_eos: bool = False
     support: int = 0  # record the tokens that could be sampled, at most this many a token (rl/model/head/support.py); 0: do not
+    support_log_probs: bool = False  # and their log-probs
 
     @property
     def truncates(self) -> bool:
         """Whether tokens are left out. Log-probs are then those of the truncated distribution, of which a run warns."""
         return self.top_k > 0 or self.top_p < 1
+
+    @property
+    def support_columns(self) -> int:
+        """Columns of the record of the tokens that could be sampled."""
+        return self.support * (2 if self.support_log_probs else 1)
 
 
 @dataclass(frozen=True)

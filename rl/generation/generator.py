@@ -19,7 +19,7 @@ from rl.ranks import dist
 from rl.ranks.timers import Timers
 from rl.rewards.pool import ScoringPool
 from rl.rewards.score import Score, overlong_penalty
-from rl.samples.group import UNPENALISED, Group
+from rl.samples.group import PENALTY, UNPENALISED, Group
 from rl.samples.ring_size import check_ring
 
 VALIDATION = 2**62  # a validation prompt's key is its index plus this, so that it never equals a ticket
@@ -214,7 +214,7 @@ class Generator:
             total = None if value is None else value + penalty
             extra = score.extra | self.responses.extra((ticket, i))
             if a.overlong_buffer_len and value is not None:
-                extra |= {UNPENALISED: value, "overlong_penalty": penalty}
+                extra |= {UNPENALISED: value, PENALTY: penalty}
             responses.append(to_response(output, work, total, extra, score.error, self.responses.rewards((ticket, i))))
         if work.greedy:
             greedy = responses.pop()

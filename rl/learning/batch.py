@@ -290,6 +290,7 @@ class MicroBatch:
     has_responses: bool = True  # False for a rank without work
     top: TopTokens | None = None  # of a teacher
     support: torch.Tensor | None = None  # [n, K] on the device: tokens that could be sampled in place of labels
+    expected_log_prob: torch.Tensor | None = None  # [n] of the policy's last forward pass (--score-centering)
 
     @property
     def real_tokens(self) -> int:
@@ -351,6 +352,7 @@ class Tokens:
     returns: torch.Tensor | None
     advantage: torch.Tensor | None
     chosen: torch.Tensor | None
+    expected_log_prob = property(lambda self: self.micro.expected_log_prob)  # with gradient (--score-centering)
 
     def __init__(self, batch: Batch, micro: MicroBatch):
         self.batch, self.micro = batch, micro

@@ -58,6 +58,7 @@ class Learner:
     critic = None  # of rl/learning/value_model.py, if the advantages need one
     imitation = None  # of rl/algorithm/imitation.py, with --sft-files
     teacher_rows = None  # of rl/algorithm/teacher_rows.py, with --teacher-prompt
+    entropy_control = None  # of rl/algorithm/entropy_control.py, with --entropy-target
 
     def __init__(
         self,
@@ -122,14 +123,22 @@ class Learner:
         given = self.args.max_tokens_per_micro_batch
         return (self.chosen_tokens or UNMEASURED_TOKENS) if given == "auto" else given
 
+    @property
+    def _centers(self) -> bool:
+        """--score-centering, which a supervised start does not have."""
+        return getattr(self.args, "score_centering", False)
+
     def log_probs(
         self, micro: MicroBatch, entropy: Literal["none", "metric", "loss"] = "none"
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (log-prob [n], entropy [n]) of the micro-batch's n tokens under the policy, on the device, with gradient. The
         entropy is 0, without gradient, or with it. In a `forward_only` micro-batch the gradient ends there, and must be 0."""
         ends_here = micro.forward_only and torch.is_grad_enabled()
+        how = {"observe": micro.real_tokens, "top": micro.top, "centers": self._centers}
         with torch.no_grad() if ends_here else contextlib.nullcontext():
-            out = self._log_probs(self.policy, micro, entropy, observe=micro.real_tokens, top=micro.top)
+            out = self._log_probs(self.policy, micro, entropy, **how)
+        if self._centers:
+            micro.expected_log_prob, out = out[0][:, 1], (out[0][:, 0], out[1])
         if micro.top:
             micro.top.log_prob, out = out[0][:, 1:], (out[0][:, 0], out[1])
         self.computed.add(micro)
@@ -138,17 +147,31 @@ class Learner:
         return out
 
     def _log_probs(
-        self, model: Policy, micro: MicroBatch, entropy: str, observe: int = 0, top: TopTokens | None = None
+        self,
+        model: Policy,
+        micro: MicroBatch,
+        entropy: str,
+        observe: int = 0,
+        top: TopTokens | None = None,
+        centers: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `log_probs`; with `centers` [n, 2], the log-probs and those that the sampler could expect."""
         progress()
         routes = routes_for(self.args, micro, self.ranks.device) if model is self.policy else None
         labels = top.labels(micro.labels, micro.own) if top else micro.labels
+        known, sampler = None, None
         if micro.support is not None:
-            labels = support.labels(labels, micro.support)
+            known, sampler = support.apart(micro.support, self._centers)
+            labels = support.labels(labels, known)
         what = (micro.predict, labels, self.temperature, entropy, routes, observe)
         own = model(micro.inputs, micro.layout, *what)
-        if micro.support is not None and entropy != "spread":
-            own = support.restricted(own[0], micro.support), own[1]
+        if known is not None and entropy != "spread":
+            log_prob = support.restricted(own[0], known)
+            if centers:
+                log_prob = torch.stack([log_prob, support.expected(own[0], known, sampler)], 1)
+            own = log_prob, own[1]
+        elif centers:  # a rank without work
+            own = torch.stack([own[0], torch.zeros_like(own[0])], 1), own[1]
         return own if micro.own is None else gather_log_probs(micro, self.ranks, *own)
 
     @torch.no_grad()
@@ -313,7 +336,8 @@ class Learner:
         """Return the rest of the state that is the same on all ranks."""
         first = next(iter(self.optimizer.state.values()))
         own = {"adam_step": int(first["step"]), "skipped": self.skipped, "chosen_tokens": self.micro_batch_tokens}
-        return own | {"critic": self.critic.state()} if self.critic else own
+        parts = {"critic": self.critic, "entropy_control": self.entropy_control}
+        return own | {name: part.state() for name, part in parts.items() if part}
 
     def rank_state(self) -> dict:
         """Return the rest of the state that differs by rank."""
@@ -326,6 +350,8 @@ class Learner:
         take_masters(self._trained, self.masters)
         if self.critic:
             self.critic.restore(state["critic"], None)
+        if self.entropy_control:
+            self.entropy_control.restore(state.get("entropy_control"))
         self.skipped, self.chosen_tokens = state["skipped"], state.get("chosen_tokens")
         if rank_state:
             torch.set_rng_state(torch.tensor(rank_state["rng"], dtype=torch.uint8))

@@ -1,7 +1,7 @@
 """Groups that have arrived, in the order in which they may be trained. Groups that are too old or flat are dropped here."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rl.ranks import watchdog
 from rl.samples.group import Group
@@ -11,8 +11,11 @@ from rl.samples.schedule import ScheduleArgs
 class SampleBuffer:
     """The groups that have arrived, and which of them a step trains: the oldest first. Every learner holds the same."""
 
-    def __init__(self, args: ScheduleArgs, filter_groups: bool = False, max_num_gen_batches: int = 10):
-        self.args = args
+    def __init__(
+        self, args: ScheduleArgs, filter_groups: bool = False, max_num_gen_batches: int = 10, rewards: Sequence[str] = ()
+    ):
+        """rewards: by which groups are judged, where they are named (Group.differs)."""
+        self.args, self._rewards = args, rewards
         self.waiting: dict[int, Group] = {}
         watchdog.show("groups for the next step", lambda: f"{len(self.waiting)} of {args.prompts_per_step}")
         self.trained = 0
@@ -28,7 +31,7 @@ class SampleBuffer:
         """Add a group. With --filter-groups drop it if it has no signal, unless the step has lost too many groups already."""
         if group.ticket in self.waiting or group.ticket in self._high or group.ticket < self._low:
             raise RuntimeError(f"ticket {group.ticket} arrived twice")
-        if self._flat_left and not group.has_signal:
+        if self._flat_left and not group.differs(self._rewards):
             self._flat_left -= 1
             self._drop(group.ticket, "filtered")
             self.observe(group)

@@ -5,12 +5,15 @@ import json
 import math
 import struct
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
-UNPENALISED = "unpenalised_score"  # among a response's further numbers, where there is a penalty on length
+# Among a response's further numbers, where there is a penalty on length
+UNPENALISED = "unpenalised_score"
+PENALTY = "overlong_penalty"
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,10 @@ class Response:
     rewards: list | None = None  # [token, reward] of turns, whose sum the score has; None: the score is the last token's
     histories: list[int] | None = None  # tokens of each: the first follows the group's prompt, the others attend to themselves
     support: np.ndarray | None = None  # [n, K] int32, tokens that could be sampled in each place (rl/model/head/support.py)
+
+    def reward(self, name: str) -> float | None:
+        """The reward of that name, without the penalty on length: "score", or a further number; None where it has none."""
+        return self.extra.get(UNPENALISED, self.score) if name == "score" else self.extra.get(name)
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,13 @@ class Group:
     def has_signal(self) -> bool:
         """Whether its scores differ without the penalty on length: with zero variance all group-wise advantages are 0, and a
         group of right responses would only teach their length (DAPO, arXiv 2503.14476, compares accuracy)."""
-        return len({r.extra.get(UNPENALISED, r.score) for r in self.compared}) > 1
+        return self.differs()
+
+    def differs(self, rewards: Sequence[str] = ()) -> bool:
+        """Whether one of these rewards differs (--gdpo-reward-keys): rewards may differ although their sums do not. Without
+        names the score is compared, as in `has_signal`."""
+        names = [name for name in rewards if name != PENALTY] or ["score"]
+        return any(len({r.reward(name) for r in self.compared}) > 1 for name in names)
 
     @property
     def is_flat(self) -> bool:

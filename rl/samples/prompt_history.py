@@ -13,10 +13,11 @@ import copy
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 from rl.data.prompts import PromptOrder
 from rl.samples.buffer import SampleBuffer
-from rl.samples.group import UNPENALISED, Group
+from rl.samples.group import Group
 
 KINDS = EASY, HARD = "easy", "hard"  # all right, all wrong
 MIXED = "mixed"
@@ -27,16 +28,16 @@ FLOOR = 0.01  # the least chance of a prompt: GRESO's tend to 0, and with a solv
 Shown = tuple[int, str]  # a ticket, and the kind of its group: one of KINDS, or MIXED
 
 
-def shown(groups: Iterable[Group], wrong: float = 0.0) -> list[Shown]:
+def shown(groups: Iterable[Group], wrong: float = 0.0, rewards: Sequence[str] = ()) -> list[Shown]:
     """Return the kinds of the groups. A response is right if its acc, or its score if the reward function returns no acc, is
-    above `wrong`. A group that compares less than two responses has no kind."""
+    above `wrong`. A group that compares less than two responses has no kind. rewards: as in `Group.differs`."""
     out = []
     for group in groups:
         if len(group.compared) > 1:
             response = group.compared[0]
-            score = response.extra.get("acc", response.extra.get(UNPENALISED, response.score))
+            score = response.extra.get("acc", response.reward("score"))
             flat = EASY if score > wrong else HARD
-            out.append((group.ticket, MIXED if group.has_signal else flat))
+            out.append((group.ticket, MIXED if group.differs(rewards) else flat))
     return out
 
 
@@ -46,7 +47,7 @@ class PromptHistory:
     def __init__(self, args, order: PromptOrder):
         """args: a script's flags."""
         self.sampling, self.seed, self.order = args.prompt_sampling, args.seed, order
-        self.wrong = args.format_score  # the most that a wrong response gets
+        self.shown = partial(shown, wrong=args.format_score, rewards=args.compared_rewards)  # a wrong response gets no more
         self.flat: dict[int, list] = {}  # by prompt: the kind of its last groups, and their number in a row
         self.chance = dict.fromkeys(KINDS, FIRST)  # to be taken, of a prompt with one such group
         self._noted: list[Shown] = []  # of the batch in the making
@@ -91,7 +92,7 @@ class PromptHistory:
 
     def note(self, groups: Iterable[Group]) -> None:
         """Note the kinds of all groups of a batch, replacing those noted before, until `commit`."""
-        self._noted = shown(groups, self.wrong)
+        self._noted = self.shown(groups)
 
     def commit(self) -> dict:
         """Observe the noted batch, which will be trained. Return the changes."""
@@ -141,7 +142,7 @@ class StreamHistory:
         self._version = -1  # the last one in the history
         self._decided = 0  # tickets below are decided on
         self.skipped: list[int] = []  # of them, those passed over, from the buffer's `low` on
-        buffer.observe = lambda group: self._news.extend(shown([group], history.wrong))
+        buffer.observe = lambda group: self._news.extend(history.shown([group]))
 
     def published(self, version: int) -> None:
         """Decide on the tickets that this version lets start. To be called before it is announced."""

@@ -131,7 +131,7 @@ class Stream(_Samples):
 
     def __init__(self, args: ScheduleArgs, split: Split):
         super().__init__(args, split)
-        self.buffer = SampleBuffer(args, args.filter_groups, args.max_num_gen_batches)
+        self.buffer = SampleBuffer(args, args.filter_groups, args.max_num_gen_batches, args.compared_rewards)
         self._tickets = {"drawn": 0, "again": [], "unfinished": []}
         self._history: StreamHistory | None = None
 

@@ -10,6 +10,10 @@ import train_sync
 from rl.errors import UserError
 from rl.learning.batch import Batch
 from rl.ranges import check
+from rl.samples.buffer import SampleBuffer
+from rl.samples.group import PENALTY
+from rl.samples.prompt_history import PromptHistory
+from rl.samples.schedule import ScheduleArgs
 
 GDPO = {"adv_estimator": "gdpo", "rollout_n": 2}
 
@@ -29,6 +33,26 @@ def test_the_numbers_are_taken_by_name():
     assert not args.packs_flat_apart and train_sync.Args().packs_flat_apart, "equal scores may hide rewards that differ"
     empty = train_sync.Args(**GDPO, gdpo_reward_keys=("a", "b")).estimator_inputs(batch_of())
     assert empty["parts"].shape == (0, 2) and empty["weights"].tolist() == [1, 1]
+
+
+def test_a_group_is_judged_by_each_reward():
+    """The scores of both responses are 1, their rewards differ: gdpo learns from the group, grpo does not."""
+    group = make_group(0, [3, 3], score=1)
+    extras = ({"a": 1.0, "b": 0.0, PENALTY: 0.0}, {"a": 0.0, "b": 1.0, PENALTY: -1.0})
+    responses = [dataclasses.replace(r, extra=extra) for r, extra in zip(group.responses, extras, strict=True)]
+    group = dataclasses.replace(group, responses=responses)
+
+    def judged(*keys, **flags):
+        args = train_sync.Args(**GDPO | {"gdpo_reward_keys": keys, "filter_groups": True, "prompt_sampling": "greso"} | flags)
+        buffer = SampleBuffer(ScheduleArgs(), True, 2, args.compared_rewards)
+        buffer.add(group)
+        ((_, kind),) = PromptHistory(args, None).shown([group])
+        assert args.has_signal(group) == (not buffer.dropped) == (kind == "mixed")
+        return args.has_signal(group)
+
+    assert judged("a", "b") and judged("score", "b")
+    assert not judged("score") and not judged("score", PENALTY), "the penalty on length alone is no signal"
+    assert not judged("a", "b", adv_estimator="grpo"), "which looks at the score"
 
 
 def test_a_response_without_a_number_is_named_unless_it_counts_as_0():

@@ -37,12 +37,27 @@ def test_the_embedded_engine_reads_what_it_says(models):
     assert watched.asked == TransformersEngine.reads
 
 
+@dataclass
+class Sampled:
+    """vLLM's FlatLogprobs, as far as they are read."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
 def test_vllm_is_given_what_it_says():
     engine = pytest.importorskip("rl.generation.vllm.engine", exc_type=ImportError).VLLMEngine
     given, watched = [], Watched()
     own = {"seeds": False, "eos": [1], "_updates": 0, "_salts": {}, "images": None, "_ask": lambda *of: given.append(of)}
-    engine._hand_over(SimpleNamespace(**own), "0", Request(0, [3, 4], watched, 0))
-    assert watched.asked == engine.reads and len(given) == 1
+    request = Request(0, [3, 4], watched, 0)
+    engine._hand_over(SimpleNamespace(**own), "0", request)
+    assert len(given) == 1
+    pending = SimpleNamespace(request=request, version_per_token=lambda count, version: [version] * count)
+    engine._joined(SimpleNamespace(version=0), pending, Sampled([5], [-1.0]), "stop", None)  # what it gives is asked for here
+    assert watched.asked == engine.reads
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import doctest
 import inspect
+import itertools
 import math
 import os
 import re
@@ -170,6 +171,19 @@ def test_groupwise_advantages_by_hand():
     assert by_score("grpo_passk", scores, groups, norm_by_std=False) == pytest.approx([0, 0, 0, 0, 2, 0])
     # of 6 responses 4 differ from their mean when group 3 is flat: alpha = 6/4
     assert by_score("gpg", [1.0, 3.0, 0.0, 0.0, 3.0, 1.0], groups) == pytest.approx([0.75, 0, -0.75, -0.75, 0, 0.75])
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_maxrl_is_the_gradient_of_the_log_of_the_pass_rate_up_to_pass_at_n_less_1(n, p):
+    """Over all outcomes of n responses that are right with p: E[mean_i A_i dlog p(outcome_i)/dp] = sum_k d(pass@k)/dp / k."""
+    expected = 0.0
+    for outcome in itertools.product([0.0, 1.0], repeat=n):
+        right = int(sum(outcome))
+        advantage = by_score("maxrl", list(outcome), [0] * n)
+        slope = [1 / p if s else -1 / (1 - p) for s in outcome]
+        expected += p**right * (1 - p) ** (n - right) * sum(a * d for a, d in zip(advantage, slope, strict=True)) / n
+    assert expected == pytest.approx(sum((1 - p) ** (k - 1) for k in range(1, n)), abs=1e-9)  # d(1 - (1 - p)^k)/dp / k
 
 
 def test_several_rewards_by_hand():

@@ -172,11 +172,15 @@ def test_value_loss_by_hand():
 @given(LENGTHS, SEEDS, st.floats(0.05, 1))
 def test_value_loss_equals_slow_loops(lengths, seed, eps):
     b = slow.random_batch(lengths, seed)
-    v, old, target = b["value"], b["advantage"], b["reward"]
+    v, old, target = b["value"].requires_grad_(), b["advantage"], b["reward"]
     loss, _ = losses.value_loss(v, old, target, b["mask"], clip=eps)
+    (gradient,) = torch.autograd.grad(loss.sum(), v)
+    assert not loss[~b["mask"]].any() and not gradient[~b["mask"]].any()
     for t in b["mask"].nonzero()[:, 0].tolist():
-        expected = slow.value_loss(v[t].item(), old[t].item(), target[t].item(), eps)
-        assert loss[t].item() == pytest.approx(expected, abs=1e-9)
+        twin = lambda value, t=t: slow.value_loss(value, old[t].item(), target[t].item(), eps)  # noqa: E731
+        value, step = v[t].item(), 1e-6
+        assert loss[t].item() == pytest.approx(twin(value), abs=1e-9)
+        assert gradient[t].item() == pytest.approx((twin(value + step) - twin(value - step)) / (2 * step), abs=1e-5)
 
 
 # --------------------------------------------------------------------------------------------- against slow loops

@@ -227,7 +227,49 @@ def test_what_vllm_gives_is_taken_apart():
     log_probs = [[-1.0, -0.5, -1.0, -inf, -inf], [0.0, 0.0, -inf, -inf, -inf], [-1.6] * 5]
     flat = Flat(*([*itertools.chain(*x)] for x in (ids, log_probs)), [0, 5, 10], [5, 10, 15])
     before = Output(0, [1, 2], [-1.0, -1.0], [0, 0], "unfinished")
-    sampled, record = taken_apart(flat, 4, before)
+    sampled, record = taken_apart(flat, SamplingParams(support=4), before)
     assert sampled.token_ids == [7, 4, 30] and sampled.logprobs == [-1.0, 0.0, -1.6]
     expected = [[-1] * 4, [-1] * 4, [9, 7, -1, -1], [4, -1, -1, -1], [1, 2, 3, 30]]
     assert record.tolist() == expected and record.dtype == np.int32
+    again, wide = taken_apart(flat, SamplingParams(support=4, support_log_probs=True), before)
+    tokens, of_sampler = support.apart(torch.from_numpy(wide), with_log_probs=True)
+    assert again == sampled and tokens.tolist() == expected
+    found = [[lp for t, lp in zip(*row, strict=True) if t >= 0] for row in zip(expected, of_sampler.tolist(), strict=True)]
+    assert found == [[], [], [-0.5, -1.0], [0.0], pytest.approx([-1.6] * 4)]
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_the_embedded_engine_records_what_it_samples_by(models, top_p):
+    """--score-centering: the log-probs of all tokens that could be sampled, in the order of their record; they sum to 1, and
+    the sampled token's is the one that is recorded for itself."""
+    engine = TransformersEngine(models["qwen3"], max_length=64, end_tokens={1})
+    sampling = SamplingParams(0.7, top_p, 4, 8, ignore_eos=True, support=4 + support.TIES, support_log_probs=True)
+    plain = dataclasses.replace(sampling, support_log_probs=False)
+    (output,), (other,) = (drain(engine, [Request(0, [3, 5], of, seed=1)]).values() for of in (sampling, plain))
+    assert output.token_ids == other.token_ids and output.support.shape == (8, 2 * (4 + support.TIES))
+    tokens, log_probs = support.apart(torch.from_numpy(output.support), with_log_probs=True)
+    assert np.array_equal(tokens, other.support)
+    for row, of_row, token, log_prob in zip(tokens.tolist(), log_probs, output.token_ids, output.log_probs, strict=True):
+        known = [place for place, t in enumerate(row) if t >= 0]
+        assert float(of_row[known].exp().sum()) == pytest.approx(1, abs=1e-5)
+        assert float(of_row[row.index(token)]) == pytest.approx(log_prob, abs=1e-5)
+
+
+def test_what_the_sampler_could_expect(groups):
+    """Value and gradient in double precision, from the definition; 0 where nothing is recorded."""
+    rng = np.random.default_rng(3)
+    (group, *_) = recorded(groups[:1], rng)
+    record = torch.from_numpy(np.concatenate([support.nothing(2, K), group.responses[1].support])).long()
+    sampled = torch.where(record[:, 0] < 0, 3, record[:, 0])
+    logits = torch.randn(len(record), SMALL["vocab_size"], dtype=torch.float64, requires_grad=True)
+    sampler = torch.randn(len(record), K, dtype=torch.float64).masked_fill(record < 0, -torch.inf).log_softmax(1)
+    of_labels = logits.log_softmax(1).gather(1, support.labels(sampled, record))
+    found, expected = support.expected(of_labels, record, sampler), []
+    for row, tokens, q in zip(logits, record.tolist(), sampler, strict=True):
+        known = [t for t in tokens if t >= 0]
+        over = row[known].log_softmax(0) if known else row[:0]
+        expected.append(sum((q[tokens.index(t)].exp() * lp for t, lp in zip(known, over, strict=True)), start=0 * row.sum()))
+    expected = torch.stack(expected)
+    weight = torch.linspace(1, 2, len(record), dtype=torch.float64)
+    both = [torch.autograd.grad((x * weight).sum(), logits, retain_graph=True)[0] for x in (found, expected)]
+    assert torch.allclose(found, expected) and torch.allclose(*both) and not found[:2].any() and found[2:].any()

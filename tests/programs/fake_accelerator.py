@@ -334,6 +334,7 @@ def is_refused(act) -> bool:
 
 COMPACT = {"optim": "adamw_8bit", "optimizer_offload": True, "gradient_checkpointing": True, "activation_offload": True}
 TRUNCATED = {"top_k": 3, "keep_sampling_mask": True, "lm_head_fp32": True, "top_entropy_quantile": 0.3}
+TRUNCATED |= {"score_centering": True, "loss_mode": "reinforce"}
 CASES = {  # a new kind of model is a line more
     "what could be sampled": lambda m: learn(m["qwen3"], 2, 1, dtype="bfloat16", sequence_parallel=2, **TRUNCATED),
     "one rank": lambda m: learn(m["qwen2-tied"]),

@@ -262,5 +262,14 @@ def test_a_record_that_begins_late_needs_its_checkpoint(tmp_path):
 
 
 def test_what_made_the_samples_is_no_flag_of_a_replay():
-    assert {"env", "tools", "max_turns", "turn_rewards", "rollout_n", "temperature", "reward"} <= replay.SAMPLED
+    assert {
+        "env",
+        "tools",
+        "max_turns",
+        "turn_rewards",
+        "rollout_n",
+        "temperature",
+        "reward",
+        "score_centering",
+    } <= replay.SAMPLED
     assert not {"lora_rank", "teacher", "loss_mode", "val_files"} & replay.SAMPLED

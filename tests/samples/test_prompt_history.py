@@ -32,7 +32,10 @@ def group(ticket: int, *scores: float | None, **more) -> Group:
 
 
 def history(sampling: str = "greso", prompts: int = 10, seed: int = 0, wrong: float = 0.0) -> PromptHistory:
-    return PromptHistory(SimpleNamespace(prompt_sampling=sampling, seed=seed, format_score=wrong), PromptOrder(prompts, seed))
+    return PromptHistory(
+        SimpleNamespace(prompt_sampling=sampling, seed=seed, format_score=wrong, compared_rewards=()),
+        PromptOrder(prompts, seed),
+    )
 
 
 def share_taken(of: PromptHistory, prompt: int, tickets: int = 20_000) -> float:

@@ -67,6 +67,8 @@ CASES = [
     ("--critic-ppo-epochs 2", "", "--adv-estimator gae"),
     ("--critic-warmup 5", "", "--adv-estimator gae"),
     ("--critic-lam 1", "", "--adv-estimator gae"),
+    ("--entropy-coeff-delta 0.1", "--entropy-coeff 0.1", "--entropy-target 0.5"),
+    ("--entropy-coeff-max 0.1", "", "--entropy-target 0.5"),
     ("--lam 0.9", "--adv-estimator reinforce_pp", "--adv-estimator gae"),
     ("--cliprange-value 0.2", "", "--adv-estimator gae"),
     ("--rollout-is-threshold 3", "", "--rollout-is token"),
@@ -151,9 +153,10 @@ ALWAYS = {  # component -> its flags that have an effect by themselves, or are r
     "TeacherArgs": "teacher teacher_alone",
     "JudgeArgs": "judge",
     "ImitationArgs": "sft_files",
-    "AlgorithmArgs": "adv_estimator loss_mode loss_agg_mode loss_args backward_without_advantage entropy_coeff use_kl_loss "
-    "top_entropy_quantile "
+    "AlgorithmArgs": "adv_estimator loss_mode loss_agg_mode loss_args backward_without_advantage use_kl_loss "
+    "top_entropy_quantile score_centering "
     "use_kl_in_reward use_rollout_log_probs filter_groups",
+    "EntropyArgs": "entropy_coeff entropy_target",
     "RolloutCorrectionArgs": "rollout_is rollout_rs off_policy_mask_threshold",
     "DataArgs": "train_files prompt_key max_prompt_length filter_overlong_prompts shuffle train_max_samples",
     "RewardArgs": "reward on_reward_error overlong_buffer_len",

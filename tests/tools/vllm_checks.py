@@ -33,7 +33,7 @@ from rl.errors import UserError
 from rl.generation.engine import EngineArgs, Output, Request, SamplingParams, request_seed
 from rl.generation.vllm import engine as vllm_engine
 from rl.generation.vllm.engine import VLLMEngine
-from rl.model.head.support import TIES
+from rl.model.head.support import TIES, apart
 
 LONG = [5 + i % 20 for i in range(140)]  # more than a KV block of a CPU, 128 tokens: less is never shared
 MAX_LENGTH = 200
@@ -138,7 +138,7 @@ def sampling(engine, model) -> dict:
     out["different responses"] = len({tuple(o.token_ids) for o in wide.values()})
     few = drain(engine, requests_for(top_k=3))
     out["top-k, smallest sum"], out["top-k error"] = truncated(few, model, k=3)
-    support = drain(engine, requests_for(top_k=3, top_p=0.9, support=3 + TIES))
+    support = drain(engine, requests_for(top_k=3, top_p=0.9, support=3 + TIES, support_log_probs=True))
     out["support error"], out["support sizes"] = restricted(support, model)
     out["tokens of a request that ignores the end"] = sorted(
         {len(o.token_ids) for o in drain(engine, requests_for(ignore_eos=True)).values()}
@@ -160,15 +160,19 @@ def truncated(outputs, model, k: int) -> tuple[bool, float]:
 
 
 def restricted(outputs, model) -> tuple[float, list[int]]:
-    """The largest error of the log-probs against those over the recorded support, and how many tokens it had."""
+    """The largest error of the log-probs, and of those that are recorded, against those over the recorded support, and how
+    many tokens it had."""
     worst, sizes = 0.0, set()
     for (i, _), output in outputs.items():
         with torch.no_grad():
             logits = model(torch.tensor([PROMPTS[i] + output.token_ids])).logits[0][len(PROMPTS[i]) - 1 : -1]
-        places = zip(logits, output.token_ids, output.log_probs, output.support, strict=True)
-        for of_place, token, log_prob, row in places:
+        tokens, sampler = apart(torch.from_numpy(output.support), with_log_probs=True)
+        places = zip(logits, output.token_ids, output.log_probs, tokens, sampler, strict=True)
+        for of_place, token, log_prob, row, of_row in places:
             kept = row[row >= 0].tolist()
-            worst = max(worst, abs(float(of_place[token] - of_place[kept].logsumexp(0)) - log_prob))
+            expected = of_place[kept].log_softmax(0)
+            worst = max(worst, abs(float(expected[kept.index(token)]) - log_prob))
+            worst = max(worst, float((of_row[row >= 0] - expected).abs().max()))
             sizes.add(len(kept))
     return worst, sorted(sizes)
 

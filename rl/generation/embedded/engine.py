@@ -49,8 +49,8 @@ class Running:
             return Running(request)
         lists = map(list, (before.token_ids, before.log_probs, before.versions))
         support = before.support
-        if support is None and (most := request.sampling.support):
-            support = nothing(len(before.token_ids), most)
+        if support is None and (columns := request.sampling.support_columns):
+            support = nothing(len(before.token_ids), columns)
         records = ([] if record is None else [record] for record in (before.routes, support))
         return Running(request, *lists, *records)
 
@@ -84,7 +84,7 @@ class TransformersEngine:
     """
 
     shares_memory = True
-    reads = frozenset({"temperature", "top_p", "top_k", "max_tokens", "ignore_eos", "support"})
+    reads = frozenset({"temperature", "top_p", "top_k", "max_tokens", "ignore_eos", "support", "support_log_probs"})
 
     def __init__(
         self,

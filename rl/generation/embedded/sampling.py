@@ -15,7 +15,7 @@ def sample(
     """Inverse-CDF sampling: one uniform number a token, so each request has a separate stream of random numbers.
 
     logits [A, V] in any precision, uniform [A] in [0, 1), settings of each row -> (token [A], log-prob of it under the sampled
-    distribution [A], the tokens that could be sampled [A, largest support] or None).
+    distribution [A], the record of the tokens that could be sampled or None).
     """
     temperature = torch.tensor([s.temperature for s in settings]).to(logits.device)
     greedy = temperature == 0
@@ -31,8 +31,8 @@ def sample(
     token = torch.searchsorted(cdf, uniform[:, None] * last, right=True)
     token = torch.minimum(token, torch.searchsorted(cdf, last)).squeeze(1)
     token = torch.where(greedy, log_probs.argmax(-1), token)
-    most = max(s.support for s in settings)
-    found = support.of_logits(logits, most) if most else None
+    most, log_probs_too = max(s.support for s in settings), any(s.support_log_probs for s in settings)
+    found = support.of_logits(logits, most, log_probs_too) if most else None
     return token, log_probs.gather(1, token[:, None]).squeeze(1), found
 
 

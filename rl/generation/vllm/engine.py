@@ -82,7 +82,7 @@ class VLLMEngine:
     sleep_level = 2  # nothing is copied to the host, because new weights will come anyway
 
     shares_memory = False
-    reads = frozenset({"temperature", "top_p", "top_k", "max_tokens", "ignore_eos", "support"})
+    reads = frozenset({"temperature", "top_p", "top_k", "max_tokens", "ignore_eos", "support", "support_log_probs"})
 
     def __init__(
         self,
@@ -326,10 +326,10 @@ class VLLMEngine:
         support's as well; routes: of the prompt that vLLM got, and of the tokens sampled here."""
         so_far, support = pending.request.so_far or Output(None, [], [], [], "unfinished"), None
         versions = [*so_far.versions, *pending.versions, *[self.version] * (len(sampled) - len(pending.versions))]
-        if most := pending.request.sampling.support:
+        if pending.request.sampling.support_columns:
             from rl.generation.vllm.support import taken_apart
 
-            sampled, support = taken_apart(sampled, most, so_far)
+            sampled, support = taken_apart(sampled, pending.request.sampling, so_far)
         token_ids, log_probs = [*so_far.token_ids, *sampled.token_ids], [*so_far.log_probs, *sampled.logprobs]
         if so_far.routes is not None:
             routes = so_far.routes if routes is None else np.concatenate([so_far.routes, routes[len(so_far.routes) :]])

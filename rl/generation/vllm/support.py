@@ -8,14 +8,16 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from rl.generation.engine import Output
+from rl.generation.engine import Output, SamplingParams
 from rl.model.head.support import nothing
 
 
-def taken_apart(given, most: int, so_far: Output) -> tuple[SimpleNamespace, np.ndarray]:
-    """Returns the sampled tokens' token_ids and logprobs, n each, and the record [m + n, most] of so_far's m tokens and these.
-    given: vLLM's FlatLogprobs of n tokens, each followed by the `most` likeliest ones, or by the whole vocabulary."""
-    support = nothing(len(so_far.token_ids) + len(given), most)
+def taken_apart(given, sampling: SamplingParams, so_far: Output) -> tuple[SimpleNamespace, np.ndarray]:
+    """Return the sampled tokens' token_ids and logprobs, n each, and the record [m + n, sampling.support_columns] of so_far's m
+    tokens and these. given: vLLM's FlatLogprobs of n tokens, each followed by the sampling.support likeliest ones, or by the
+    whole vocabulary."""
+    most = sampling.support
+    support = nothing(len(so_far.token_ids) + len(given), sampling.support_columns)
     if so_far.support is not None:
         support[: len(so_far.support)] = so_far.support
     sampled = SimpleNamespace(token_ids=[], logprobs=[])
@@ -23,8 +25,10 @@ def taken_apart(given, most: int, so_far: Output) -> tuple[SimpleNamespace, np.n
         sampled.token_ids.append(given.token_ids[start])
         sampled.logprobs.append(given.logprobs[start])
         likeliest = zip(given.token_ids[start + 1 : end], given.logprobs[start + 1 : end], strict=True)
-        found = [token for token, log_prob in likeliest if log_prob > -math.inf]
+        found = {token: log_prob for token, log_prob in likeliest if log_prob > -math.inf}
         if given.token_ids[start] not in found:  # more tokens are as likely as the k-th than there is room for
-            found[most - 1 :] = [given.token_ids[start]]
-        row[: len(found)] = found
+            found = dict([*found.items()][: most - 1]) | {given.token_ids[start]: given.logprobs[start]}
+        row[: len(found)] = [*found]
+        if sampling.support_log_probs:
+            row[most : most + len(found)] = np.array([*found.values()], np.float32).view(np.int32)
     return sampled, support

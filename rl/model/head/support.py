@@ -9,6 +9,8 @@ So the ratio is 1 under the weights that sampled, and with S held fixed the grad
 the whole vocabulary it would not be: each token would also be trained to draw probability into S, even if the mass of S were in
 the ratio. DeepSeek-V3.2 keeps the mask in the same way (arXiv 2512.02556, "Keep Sampling Mask"). Entropies are still computed
 over the whole vocabulary.
+
+A record of a place is the K tokens of S. With --score-centering there are K more columns: the bits of the sampler's log-probs.
 """
 
 import numpy as np
@@ -19,21 +21,38 @@ NOTHING = -1  # behind the tokens of S; in all places if nothing is recorded: th
 TIES = 8  # vLLM keeps all tokens that are as likely as the k-th; up to this many of them are also recorded
 
 
-def width(args) -> int:
+def most_tokens(args) -> int:
     """The most tokens of S in a record: 0 without the flag, which a supervised start does not have. args: a script's."""
     return args.top_k + TIES if getattr(args, "keep_sampling_mask", False) else 0
 
 
-def of_logits(logits: Tensor, most: int) -> Tensor:
-    """logits [A, V], -inf outside of S -> S [A, most] int32, the likeliest token first."""
+def width(args) -> int:
+    """Columns of a record."""
+    return most_tokens(args) * (2 if getattr(args, "score_centering", False) else 1)
+
+
+def of_logits(logits: Tensor, most: int, with_log_probs: bool = False) -> Tensor:
+    """logits [A, V], -inf outside of S -> S [A, most] int32, the likeliest token first; or [A, 2 most], with the log-probs."""
     values, tokens = logits.topk(min(most, logits.shape[1]))
-    found = tokens.masked_fill(values == -torch.inf, NOTHING).int()
-    return torch.nn.functional.pad(found, (0, most - found.shape[1]), value=NOTHING)
+    beyond = (0, most - values.shape[1])
+    found = torch.nn.functional.pad(tokens.masked_fill(values == -torch.inf, NOTHING).int(), beyond, value=NOTHING)
+    if not with_log_probs:
+        return found
+    log_probs = values.float() - logits.float().logsumexp(-1, keepdim=True)
+    return torch.cat([found, torch.nn.functional.pad(log_probs, beyond, value=-torch.inf).view(torch.int32)], 1)
 
 
-def nothing(tokens: int, most: int) -> np.ndarray:
-    """The record of tokens that were not sampled: [tokens, most] int32."""
-    return np.full((tokens, most), NOTHING, np.int32)
+def apart(record: Tensor, with_log_probs: bool) -> tuple[Tensor, Tensor | None]:
+    """A record [n, K or 2 K] -> (its tokens [n, K], their log-probs under the sampler [n, K] where it has them)."""
+    if not with_log_probs:
+        return record, None
+    tokens, bits = record.chunk(2, 1)
+    return tokens, bits.int().view(torch.float32)
+
+
+def nothing(tokens: int, columns: int) -> np.ndarray:
+    """The record of tokens that were not sampled: [tokens, columns] int32."""
+    return np.full((tokens, columns), NOTHING, np.int32)
 
 
 def of_responses(records: list[np.ndarray | None], lengths: list[int]) -> Tensor | None:
@@ -51,7 +70,21 @@ def labels(sampled: Tensor, support: Tensor) -> Tensor:
 
 def restricted(log_probs: Tensor, support: Tensor) -> Tensor:
     """log_probs [n, 1 + K] of these labels -> log-probs of the sampled tokens over S, [n]."""
+    return log_probs[:, 0] - _log_mass(log_probs, support)
+
+
+def expected(log_probs: Tensor, support: Tensor, sampler: Tensor) -> Tensor:
+    """Return sum over v in S of sg(q_v) log pi(v | S), [n], where q are the sampler's probabilities over S; 0 where nothing is
+    recorded. log_probs [n, 1 + K] of these labels; sampler [n, K]: log q."""
+    known = support != NOTHING
+    q = torch.where(known, sampler.exp(), 0.0)
+    over_support = torch.where(known, log_probs[:, 1:], 0.0) - _log_mass(log_probs, support)[:, None]
+    return (q * torch.where(known, over_support, 0.0)).sum(1)
+
+
+def _log_mass(log_probs: Tensor, support: Tensor) -> Tensor:
+    """Return log sum over v in S of pi(v), [n]; 0 where nothing is recorded."""
     known = support != NOTHING
     is_recorded = known.any(1)
     of_support = torch.where(is_recorded[:, None], log_probs[:, 1:].masked_fill(~known, -torch.inf), 0.0)
-    return log_probs[:, 0] - torch.where(is_recorded, of_support.logsumexp(1), 0.0)
+    return torch.where(is_recorded, of_support.logsumexp(1), 0.0)

@@ -1,0 +1,83 @@
+"""--entropy-target: the weight of the entropy bonus is steered from step to step, to keep the policy's entropy above a target.
+
+A step is steered by the mean entropy of the step before, per token, in nats, as its metrics report it. The formula is
+losses.adaptive_entropy_coef.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated
+
+import losses
+from rl.errors import UserError
+from rl.ranges import Range
+
+MEANS = ("token-mean", "seq-mean-token-mean")  # aggregations of which actor/entropy is the entropy of a token
+
+
+@dataclass
+class EntropyArgs:
+    """The bonus for the policy's entropy."""
+
+    entropy_coeff: Annotated[float, Range()] = 0.0
+    """Weight of the entropy bonus; the first one with --entropy-target."""
+    entropy_target: Annotated[float | None, Range(above=0)] = None
+    """Entropy of a token, in nats, that the policy is to keep: below it the weight of the entropy bonus grows from step to
+    step, above it the weight falls and the bonus is off. 0.2 in arXiv 2505.22312; look at actor/entropy first. Default: the
+    weight stays."""
+    entropy_coeff_delta: Annotated[float, Range(above=0)] = 0.005
+    """By how much --entropy-target changes the weight in a step."""
+    entropy_coeff_max: Annotated[float, Range(above=0)] = 1.0
+    """Most that --entropy-target makes of the weight."""
+
+    def check(self) -> None:
+        """Raises UserError for an entropy that cannot be steered."""
+        if self.entropy_target is None:
+            return
+        if self.aggregation not in MEANS:
+            raise UserError(
+                f"--entropy-target is the entropy of a token: --loss-agg-mode {self.aggregation} sums over tokens. Give "
+                f"--loss-agg-mode {' or '.join(MEANS)}, or leave the target out."
+            )
+        if not 0 <= self.entropy_coeff <= self.entropy_coeff_max:
+            raise UserError(
+                f"--entropy-coeff {self.entropy_coeff:g} is the first weight that --entropy-target steers: it has to be from 0 "
+                f"to --entropy-coeff-max {self.entropy_coeff_max:g}."
+            )
+
+
+class EntropyControl:
+    """The weight of the entropy bonus. The same on every learner."""
+
+    def __init__(self, args: EntropyArgs):
+        self.args, self.coef = args, args.entropy_coeff
+        self.is_low = False  # the entropy of the last step was at most the target
+
+    @property
+    def applied(self) -> float:
+        """The weight in the next step."""
+        return self.coef if self.is_low else 0.0
+
+    def update(self, entropy: float) -> dict[str, float]:
+        """Takes a step's entropy; returns the weight that the step was trained with."""
+        args, used = self.args, self.applied
+        self.coef = losses.adaptive_entropy_coef(
+            self.coef, entropy, args.entropy_target, args.entropy_coeff_delta, args.entropy_coeff_max
+        )
+        self.is_low = entropy <= args.entropy_target
+        return {"actor/entropy_coeff": used}
+
+    def state(self) -> dict:
+        return {"coef": self.coef, "is_low": self.is_low}
+
+    def restore(self, state: dict | None) -> None:
+        """Takes `state` back. None: the run was not steered before."""
+        if state:
+            self.coef, self.is_low = state["coef"], state["is_low"]
+
+
+def steered(args, learner):
+    """The script's flags, with the --entropy-coeff of this step where --entropy-target steers it."""
+    if args.entropy_target is None:
+        return args
+    return dataclasses.replace(args, entropy_coeff=learner.entropy_control.applied)
