@@ -89,7 +89,7 @@ class GeneratorLoop:
     def finish(self) -> None:
         """Tells the learners what is left unfinished, and ends."""
         self._outbox.finish(unfinished=self.generator.tickets)
-        self.generator.pool.close()
+        self.generator.close()
 
     def _send_validation(self) -> None:
         """Sends the rows of a validation that has just ended."""
@@ -145,4 +145,4 @@ class BatchLoop:
     def finish(self) -> None:
         """Tells the learners that there is no more, and ends."""
         self._outbox.finish(unfinished=[])
-        self.generator.pool.close()
+        self.generator.close()

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rl.environments.programs import BadValue, Programs, seed_random
+from rl.environments.programs import BadValue, Programs, Silent, seed_random
 from rl.errors import UserError
 from rl.rewards import descendants
 from rl.rewards.worker import import_file, in_one_line, limit_cpu
@@ -58,7 +58,7 @@ class Warm:
     def __init__(self, settings: dict):
         """settings: as rl/environments/pool.py has them."""
         self.settings = settings
-        programs = None if settings["agent"] else _programs(settings)
+        programs = _programs(settings) if settings["spec"] else None
         self.scores_at_end = programs is None or programs.scores_at_end
         with _without_torch():
             from transformers import AutoTokenizer
@@ -69,10 +69,12 @@ class Warm:
             turns_of = functools.partial(Turns, tokenizer, end_tokens=set(settings["end_tokens"]), form=settings["form"])
             self.turns = turns_of(programs.schemas() if programs else [])
         self.new = functools.partial(Program, programs, self.turns)  # what answers in an episode
-        if settings["agent"]:
-            from rl.environments.agents import Session  # for them alone
+        if programs is None:
+            from rl.environments import agents  # for them alone
 
-            self.new = functools.partial(Session, settings["agent"], turns_of)
+            command = functools.partial(agents.start_command, settings["agent"])
+            worker = functools.partial(agents.wait_for_worker, settings["gateway"], settings["timeout"])
+            self.new = functools.partial(agents.Session, command if settings["agent"] else worker, turns_of)
 
 
 def _programs(settings: dict) -> Programs:
@@ -212,8 +214,8 @@ class Episode:
             started = time.monotonic()
             try:
                 reply = getattr(self.answers, item["do"])(item)
-            except BadValue as error:
-                reply = {"event": "bad_value", "message": str(error)}
+            except (BadValue, Silent) as error:
+                reply = {"event": error.event, "message": str(error)}
             except (Exception, SystemExit) as error:
                 reply = {"event": "error", "message": f"{in_one_line(error):.500}"}
             if os.getpid() != self._pid:  # a fork made by the user's code

@@ -1,4 +1,4 @@
-"""Responses of agents that own their loop (--agent): what they call is turns, and what does not extend them, histories.
+"""Responses of agents that own their loop: what they call is turns, and what does not extend them, histories.
 
 A call that extends no history begins a further one, with a prompt of its own: a sub-agent's, or what is left of a conversation
 that was compressed. To the engine it is a request with another prompt. In the end all of a response's histories are one
@@ -53,6 +53,9 @@ class AgentEpisodes(Episodes):
             self._of[request.id].restarts = int(output is not None)
         return []
 
+    def replay(self) -> None:
+        """Nothing is played again."""
+
     def last_turn(self, output: Output) -> list[int]:
         """The model's last answer, in whichever history it is."""
         return self._histories[output.id].last
@@ -68,24 +71,44 @@ class AgentEpisodes(Episodes):
 
     # -- the beginning
 
-    def _start(self, id: tuple[int, int]) -> None:
-        self._begin_histories(id)
-        super()._start(id)
-
-    def _refuse(self, id: tuple[int, int], wrong: str | None, prompt: list[int] | None) -> None:
-        """An agent's first call that is not that of its group begins a history of its own."""
-        if wrong:
-            super()._refuse(id, wrong, prompt)
+    def _was_reset(self, id: tuple[int, int], prompt: list[int] | None) -> None:
+        """An agent's first call, for which those of its group do not wait: the first of them is the group's prompt. One that is
+        not that begins a history of its own. prompt: None if the agent has failed."""
+        key, number = id
+        beginning, work = self._beginnings[key], self.working[key]
+        if number not in beginning.left:
             return
-        self._begin_histories(id, first=1)
-        self._turn_to(id, 1, prompt)
+        beginning.left.discard(number)
+        beginning.n -= 1
+        if not beginning.left:
+            del self._beginnings[key]
+        if prompt is None:
+            return
+        if not beginning.prompts:
+            if wrong := self._wrong(prompt, work):
+                self._fail(id, {"event": "bad_value", "message": wrong})
+                return
+            beginning.prompts[number] = prompt
+            work.prompt = dataclasses.replace(work.prompt, ids=prompt, text=self.tokenizer.decode(prompt))
+        is_other = prompt != work.prompt.ids
+        if not is_other:
+            work.requests[number] = dataclasses.replace(work.requests[number], prompt_ids=prompt)
+        self._begin_histories(id, first=int(is_other))
+        if is_other:
+            self._turn_to(id, 1, prompt)
         if self._room(id) > 0:
             self._add(id, None)
             return
         message = f"the first call is not that of its group, and its {len(prompt)} tokens leave none of --max-response-length"
         self._fail(id, {"event": "bad_value", "message": message})
 
-    def _begin_histories(self, id: tuple[int, int], first: int = 0) -> None:
+    def _wrong(self, prompt: list[int], work: Work) -> str | None:
+        """Why a group cannot have this prompt."""
+        if len(prompt) > self.args.max_prompt_length:
+            return f"the prompt has become {len(prompt)} tokens long, more than --max-prompt-length"
+        return "a prompt that has images cannot be added to" if work.prompt.images else None
+
+    def _begin_histories(self, id: tuple[int, int], first: int) -> None:
         key, number = id
         begun = History(self.working[key].requests[number], Output(id, [], [], [], "unfinished"))
         self._histories[id] = Histories([begun], first)

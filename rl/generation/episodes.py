@@ -15,7 +15,7 @@ from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
 from rl.generation.engine import Engine, Output, request_seed
 from rl.generation.episode import Beginning, Episode
-from rl.generation.responses import Responses, Work
+from rl.generation.responses import VALIDATION, Responses, Work
 from rl.model.head import support
 from rl.ranks.timers import Timers
 from rl.rewards.pool import Score, can_score
@@ -149,6 +149,10 @@ class Episodes(Responses):
         super().drop(key)
         self._of = {id: episode for id, episode in self._of.items() if id[0] != key}
 
+    def close(self) -> None:
+        """The run has ended, and so do all environments."""
+        self.environments.close()
+
     # -- the beginning
 
     def _admit(self) -> None:
@@ -165,8 +169,8 @@ class Episodes(Responses):
         key, number = id
         prompt, seed = self.working[key].prompt, self.args.seed
         known = {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth, "extra_info": prompt.extra_info}
-        own = request_seed(seed, key, number)
-        self.environments.begin(id, row=prompt.row | known, seed=request_seed(seed, key, OF_GROUP), own_seed=own)
+        seeds = {"seed": request_seed(seed, key, OF_GROUP), "own_seed": request_seed(seed, key, number)}
+        self.environments.begin(id, row=prompt.row | known, split="val" if key >= VALIDATION else "train", **seeds)
 
     def _was_reset(self, id: tuple[int, int], prompt: list[int] | None) -> None:
         key, number = id

@@ -14,7 +14,7 @@ from rl.generation.choose_engine import make_engine
 from rl.generation.engine import Engine, EngineArgs, Output, Request, SamplingParams, check_sampling, request_seed
 from rl.generation.engine_ranks import EngineRanks
 from rl.generation.next_tickets import make_history
-from rl.generation.responses import Responses, Work, make_responses, prompt_routes, recorded, to_response
+from rl.generation.responses import VALIDATION, Responses, Work, make_responses, prompt_routes, recorded, to_response
 from rl.model.router import check_record
 from rl.ranks import dist
 from rl.ranks.timers import Timers
@@ -22,8 +22,6 @@ from rl.rewards.pool import ScoringPool
 from rl.rewards.score import Score, overlong_penalty
 from rl.samples.group import UNPENALISED, Group
 from rl.samples.ring_size import check_ring
-
-VALIDATION = 2**62  # added to a validation prompt's index where training has its ticket: the streams never meet
 
 
 class Generator:
@@ -70,6 +68,11 @@ class Generator:
     def tickets(self) -> list[int]:
         """Tickets under way, on the rank that hands them over."""
         return [key for key in self.working if key < VALIDATION and self.engine_ranks.is_leader]
+
+    def close(self) -> None:
+        """The run has ended."""
+        self.pool.close()
+        self.responses.close()
 
     def start(self, ticket: int, partial: Group | None = None) -> None:
         """Gives the engine the ticket's prompt, n times. partial: what `unfinished` said of it when a run was stopped."""

@@ -18,6 +18,8 @@ from rl.ranks.timers import Timers
 from rl.rewards.pool import Score
 from rl.samples.group import Group, Response
 
+VALIDATION = 2**62  # added to a validation prompt's index where training has its ticket: the streams never meet
+
 
 @dataclass
 class Work:
@@ -124,6 +126,9 @@ class Responses:
         """Forgets a prompt whose responses are handed over."""
         del self.working[key]
 
+    def close(self) -> None:
+        """The run has ended."""
+
 
 def to_response(
     output: Output,
@@ -171,12 +176,14 @@ def make_responses(args: EngineArgs, job: Job, engine: Engine, engine_ranks: Eng
     """Of one turn or, with an environment, of several; what these need is imported for them alone."""
     if not args.has_environment:
         return Responses(engine)
-    if args.agent:
+    if args.has_agent:
         from rl.generation.agent_episodes import AgentEpisodes as Episodes
     else:
         from rl.generation.episodes import Episodes
     from rl.generation.shared_environments import SharedEnvironments
 
     ends = end_token_ids(job.path, job.tokenizer, args.trust_remote_code)
+    if args.serve_policy and engine_ranks.is_leader:
+        job.environments.serve(engine_ranks.index)
     environments = SharedEnvironments(job.environments, engine_ranks) if engine_ranks.size > 1 else job.environments
     return Episodes(environments, engine, args, job.tokenizer, ends)

@@ -45,6 +45,11 @@ class SharedEnvironments:
         if self._pool:
             self._pool.end(key)
 
+    def close(self) -> None:
+        """Ends all processes."""
+        if self._pool:
+            self._pool.close()
+
     def poll(self, wait: float = 0.0) -> list[tuple[Hashable, dict]]:
         """What the first rank's environments have answered. A collective of the engine's ranks where any are under way."""
         if not self._asked:

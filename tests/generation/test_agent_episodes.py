@@ -25,8 +25,8 @@ class Agents(Played):
         self.calls, self.prompt, self.most, self.last = calls, prompt or (lambda key: [2, 3]), most, last
         super().__init__(self._say, scores_at_end=True)
 
-    def begin(self, key, row, seed, own_seed):
-        super().begin(key, row, seed, own_seed)
+    def begin(self, key, row, seed, own_seed, split):
+        super().begin(key, row, seed, own_seed, split)
         self._pending[-1][1].update(prompt=self.prompt(key), most=self.most)
 
     def _say(self, key, turn, ids):

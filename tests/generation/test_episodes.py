@@ -41,7 +41,7 @@ class Played:
     def waiting(self):
         return len(self._pending)
 
-    def begin(self, key, row, seed, own_seed):
+    def begin(self, key, row, seed, own_seed, split):
         self.alive.add(key)
         self.turns[key] = 0
         self._pending.append((key, {"asked": "reset", "seconds": 0.0, "prompt": row.get("prompt_ids")}))

@@ -1,0 +1,106 @@
+"""HTTP requests with JSON bodies: what the endpoint of an episode and the gateway of all episodes share."""
+
+import hmac
+import json
+import socket
+import socketserver
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+LARGEST = 1 << 26  # bytes of a request
+
+
+class Refused(Exception):
+    """A request that cannot be answered, as HTTP says it."""
+
+    def __init__(self, status: int, message: str, code: str | None = None):
+        super().__init__(message)
+        self.status = status
+        self.body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+
+
+class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    """A thread for each connection. key: that a request must have; None where somebody else has checked it."""
+
+    daemon_threads, block_on_close, request_queue_size, allow_reuse_address = True, False, 128, True
+    key: str | None = None
+    closes = False  # each connection after one request
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that breaks a connection costs nobody anything."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """A connection."""
+
+    protocol_version, server_version = "HTTP/1.1", "policy"
+    wbufsize = 1 << 16  # of a buffer: in two packets the second would wait for the first to be acknowledged
+    server: Server
+    routes: Mapping[str, str]  # "POST /v1/path" -> the method that answers it, from the body; None: it has answered
+
+    def do_GET(self) -> None:
+        self._respond(read=False)
+
+    def do_POST(self) -> None:
+        self._respond(read=True)
+
+    def _respond(self, read: bool) -> None:
+        try:
+            text = self._body() if read else b""
+            self.check_key()
+            name = self.routes.get(f"{self.command} {self.path.partition('?')[0]}")
+            if name is None:
+                raise Refused(404, f"there are {', '.join(self.routes)} here")
+            try:
+                body = json.loads(text or b"{}")
+            except (ValueError, RecursionError) as error:
+                raise Refused(400, f"the request is no JSON: {error}") from None
+            if not isinstance(body, dict):
+                raise Refused(400, "the request is no JSON object")
+            answer = getattr(self, name)(body)
+        except Refused as refused:
+            self.send(refused.status, refused.body)
+            return
+        if answer is not None:
+            self.send(200, answer)
+
+    def check_key(self) -> None:
+        """Raises Refused for a request without the server's key."""
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ").encode()
+        if self.server.key is not None and not hmac.compare_digest(given, self.server.key.encode()):
+            raise Refused(401, "the key is not this session's OPENAI_API_KEY", "invalid_api_key")
+
+    def _body(self) -> bytes:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > LARGEST:
+            self.close_connection = True
+            raise Refused(413 if length.isdecimal() else 411, f"Content-Length: a number up to {LARGEST}")
+        return self.rfile.read(int(length))
+
+    def is_open(self) -> bool:
+        """Whether the client has not closed the connection."""
+        try:
+            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def send(self, status: int, body: dict) -> None:
+        """Answers with an object."""
+        self.write(status, "application/json", json.dumps(body).encode())
+
+    def write(self, status: int, kind: str, data: bytes) -> None:
+        """Answers with these bytes."""
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        if self.server.closes:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(data)
+        self.wfile.flush()
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing: an agent's calls are counted as turns."""
