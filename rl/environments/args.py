@@ -120,5 +120,3 @@ class EnvironmentArgs:
                 "--env-lock-step on with --serve-policy: a worker that waits for the model's answer cannot take the episodes "
                 "that the engine would wait for. Leave --env-lock-step out."
             )
-        if getattr(self, "router_replay", "off") == "R3":
-            raise UserError(f"{name} with --router-replay R3: not here yet. Take --router-replay R2, or leave it out.")

@@ -56,6 +56,10 @@ class AgentEpisodes(Episodes):
     def replay(self) -> None:
         """Nothing is played again."""
 
+    def unfinished(self) -> list[Output]:
+        """As of others, without routes: those of a further history do not fit the prompt, and nothing continues with them."""
+        return [dataclasses.replace(output, routes=None) for output in super().unfinished()]
+
     def last_turn(self, output: Output) -> list[int]:
         """The model's last answer, in whichever history it is."""
         return self._histories[output.id].last
@@ -193,7 +197,8 @@ class AgentEpisodes(Episodes):
             parts += [(None, len(prompt)), (output.support, len(output.token_ids))]
         known = support.of_responses(*zip(*parts, strict=True))
         known = None if known is None else known.numpy()
-        self._of[id].output = Output(id, tokens, log_probs, versions, "unfinished", support=known)
+        routes = _joined_routes([first.output, *(h.output for h in others)], len(work.prompt.ids)) if tokens else None
+        self._of[id].output = Output(id, tokens, log_probs, versions, "unfinished", routes, known)
         work.masks[id[1]] = np.concatenate(masks)
         if len(lengths) > 1:
             work.histories[id[1]] = lengths
@@ -202,3 +207,18 @@ class AgentEpisodes(Episodes):
 def _whole_mask(history: History) -> np.ndarray:
     tokens, known = len(history.output.token_ids), np.zeros(0, bool) if history.mask is None else history.mask
     return np.concatenate([known, np.ones(tokens - len(known), bool)])
+
+
+def _joined_routes(outputs: list[Output], prompt: int) -> np.ndarray | None:
+    """The routes of all histories, each with those of its own prompt. The last token of a history was fed to no model: its row
+    is one that the learner does not replay, and so are those of the group's prompt where the first history is empty. prompt:
+    tokens of the group's."""
+    known = [output.routes for output in outputs if output.routes is not None]
+    if not known:
+        return None
+    nothing = np.broadcast_to(np.arange(known[0].shape[2], dtype=known[0].dtype), (prompt, *known[0].shape[1:]))
+    rows = [nothing[1:] if outputs[0].routes is None else outputs[0].routes]
+    for output in outputs[1:]:
+        if output.routes is not None:
+            rows += [nothing[:1], output.routes]
+    return np.concatenate(rows)

@@ -93,7 +93,7 @@ class Generator:
             work = self.working[ticket]
             so_far = [work.outputs.get(i) or outputs[ticket, i] for i in range(work.n + work.greedy)]
             responses = [to_response(output, work) for output in so_far]
-            groups.append(work.group(ticket, responses, routes=prompt_routes(so_far, len(work.prompt.ids))))
+            groups.append(work.group(ticket, responses, routes=prompt_routes(so_far, work)))
         return groups
 
     def decode(self) -> list[Output] | None:
@@ -223,7 +223,7 @@ class Generator:
                 responses = [
                     dataclasses.replace(r, score=None, error=f"the greedy response: {greedy.error}") for r in responses
                 ]
-        routes = prompt_routes(work.outputs.values(), len(work.prompt.ids))
+        routes = prompt_routes(work.outputs.values(), work)
         return work.group(ticket, responses, baseline, routes)
 
     def _row(self, index: int, work: Work, number: int) -> dict:

@@ -167,9 +167,11 @@ def recorded(id: tuple[int, int], partial: Group | None, work: Work) -> Output |
     return Output(id, *parts, before.finish_reason, routes, before.support)
 
 
-def prompt_routes(outputs: Iterable[Output], prompt: int) -> np.ndarray | None:
-    """The routes of the prompt's tokens, from the first response that has them."""
-    return next((output.routes[:prompt] for output in outputs if output.routes is not None), None)
+def prompt_routes(outputs: Iterable[Output], work: Work) -> np.ndarray | None:
+    """The routes of the prompt's tokens, from the first response that has them: from one that follows it, if there is one."""
+    known = [output for output in outputs if output.routes is not None]
+    known.sort(key=lambda output: work.histories.get(output.id[1], [1])[0] == 0)
+    return known[0].routes[: len(work.prompt.ids)] if known else None
 
 
 def make_responses(args: EngineArgs, job: Job, engine: Engine, engine_ranks: EngineRanks) -> Responses:
