@@ -129,8 +129,7 @@ class Desk(Server):
         found = self.counts()
         ago = found["seconds_since_asked"]
         asked = "none has asked" if ago is None else f"the last one asked {ago:.0f} s ago"
-        where = f"http://{self.settings['host']}:{self.settings['port']}"
-        return f"{found['waiting']} wait for workers ({asked} at {where}), {found['taken']} are taken"
+        return f"{found['waiting']} wait for workers ({asked} at {self.settings['url']}), {found['taken']} are taken"
 
     def finish(self) -> None:
         """No worker gets anything from now on."""
@@ -182,13 +181,12 @@ class DeskHandler(Handler):
         found = re.search(rb"\r\nAuthorization: *Bearer +([\x21-\x7e]+) *\r\n", head.partition(b"\r\n\r\n")[0] + b"\r\n", re.I)
         return found[1].decode() if found else ""
 
-    def check_key(self) -> None:
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        if given.isascii() and self.server.is_signed(given):
-            self.server.unaware.discard(given)
-            raise Refused(410, OVER if self.server.is_over else ENDED)
-        if not given.isascii() or not hmac.compare_digest(given, self.server.key):
-            raise Refused(401, "the key is neither the run's nor an episode's", "invalid_api_key")
+    def wrong_key(self) -> Refused | None:
+        """As of others; and a key of an episode that has ended."""
+        if self.given_key.isascii() and self.server.is_signed(self.given_key):
+            self.server.unaware.discard(self.given_key)
+            return Refused(410, OVER if self.server.is_over else ENDED)
+        return super().wrong_key()
 
     def next(self, _: dict) -> None:
         """Gives the worker an episode: 204 if there is none for a while."""
@@ -196,10 +194,10 @@ class DeskHandler(Handler):
         if episode is None:
             self.write(204, "application/json", b"")
             return
-        host = self.headers.get("Host") or f"{self.server.settings['host']}:{self.server.settings['port']}"
-        more = {"base_url": f"http://{host}/v1", "api_key": episode.key, "model": MODEL}
+        url = f"http://{self.headers['Host']}" if "Host" in self.headers else self.server.settings["url"]  # as it is reached
+        more = {"base_url": f"{url}/v1", "api_key": episode.key, "model": MODEL, "timeout": self.server.settings["timeout"]}
         try:
-            self.send(200, episode.offer | more | {"timeout": self.server.settings["timeout"]})
+            self.send(200, episode.offer | more)
         except OSError:
             self.server.give_back(episode)
             raise

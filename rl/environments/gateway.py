@@ -42,11 +42,12 @@ class Gateway:
         theirs.close()
         self._finalizer = weakref.finalize(self, descendants.end, self._process)
         self._control.settimeout(START_LIMIT)
-        known = {"name": name, "host": host, "port": port, "timeout": timeout, "secret": read_secret()}
+        reached = platform.node() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+        self.url = f"http://{reached}:{port}"
+        known = {"name": name, "host": host, "port": port, "url": self.url, "timeout": timeout, "secret": read_secret()}
         answer = self._ask(known)
         if "failed" in answer:
             raise UserError(f"--serve-policy: cannot listen at {host}:{port}: {answer['failed']}.")
-        self.url = f"http://{platform.node() if host in ('0.0.0.0', '::') else host}:{port}"
         print(f"episodes for workers: {self.url}/v1/episodes/next, with the key in {SECRET} (docs/agents.md)", flush=True)
         watchdog.show("episodes for workers", self.status)
 

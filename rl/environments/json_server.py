@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-LARGEST = 1 << 26  # bytes of a request
+LARGEST, LARGEST_OF_STRANGERS = 1 << 26, 1 << 16  # bytes of a request: with the key, and without
+BODY_SECONDS = 60.0  # in which it has to come
 
 
 class Refused(Exception):
@@ -47,8 +48,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def _respond(self, read: bool) -> None:
         try:
-            text = self._body() if read else b""
-            self.check_key()
+            refused = self.wrong_key()
+            text = self._body(LARGEST_OF_STRANGERS if refused and refused.status == 401 else LARGEST) if read else b""
+            if refused:
+                raise refused
             name = self.routes.get(f"{self.command} {self.path.partition('?')[0]}")
             if name is None:
                 raise Refused(404, f"there are {', '.join(self.routes)} here")
@@ -65,18 +68,27 @@ class Handler(BaseHTTPRequestHandler):
         if answer is not None:
             self.send(200, answer)
 
-    def check_key(self) -> None:
-        """Raises Refused for a request without the server's key."""
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ").encode()
-        if self.server.key is not None and not hmac.compare_digest(given, self.server.key.encode()):
-            raise Refused(401, "the key is not this session's OPENAI_API_KEY", "invalid_api_key")
+    @property
+    def given_key(self) -> str:
+        return self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
 
-    def _body(self) -> bytes:
+    def wrong_key(self) -> Refused | None:
+        """What is wrong with the request's key."""
+        key = self.server.key
+        if key is None or hmac.compare_digest(self.given_key.encode(), key.encode()):
+            return None
+        return Refused(401, "the key is not this session's OPENAI_API_KEY", "invalid_api_key")
+
+    def _body(self, most: int) -> bytes:
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > LARGEST:
+        if not length.isdecimal() or int(length) > most:
             self.close_connection = True
-            raise Refused(413 if length.isdecimal() else 411, f"Content-Length: a number up to {LARGEST}")
-        return self.rfile.read(int(length))
+            raise Refused(413 if length.isdecimal() else 411, f"Content-Length: a number up to {most}")
+        self.connection.settimeout(BODY_SECONDS)
+        try:
+            return self.rfile.read(int(length))
+        finally:
+            self.connection.settimeout(None)
 
     def is_open(self) -> bool:
         """Whether the client has not closed the connection."""

@@ -34,14 +34,14 @@ def model(tmp_path_factory) -> str:
     return str(path)
 
 
-def serving(model: str, monkeypatch, **flags) -> Environments:
+def serving(model: str, monkeypatch, number: int = 0, **flags) -> Environments:
     monkeypatch.setenv("SERVE_POLICY_KEY", SECRET)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = {"serve_policy": port, "env_timeout": 30.0, "env_memory_limit_gb": 0.0, "env_cpu_limit": 20.0} | flags
+    flags = {"serve_policy": port - number, "env_timeout": 30.0, "env_memory_limit_gb": 0.0, "env_cpu_limit": 20.0} | flags
     pool = Environments(Args(**flags), model, end_tokens("qwen2_5"), 300)
-    pool.serve(0)
+    pool.serve(number)
     return pool
 
 
@@ -53,7 +53,11 @@ def pool(model, monkeypatch) -> Iterator[Environments]:
 
 
 def url_of(pool: Environments) -> str:
-    return f"http://127.0.0.1:{pool.args.serve_policy}/v1"
+    return f"{pool._gateway.url}/v1"
+
+
+def address_of(pool: Environments) -> tuple[str, int]:
+    return "127.0.0.1", int(pool._gateway.url.rpartition(":")[2])
 
 
 def post(pool: Environments, path: str, key: str, body: dict | None = None) -> tuple[int, dict]:
@@ -177,6 +181,9 @@ def test_a_key_opens_its_own_door_alone(pool):
         assert post(pool, "episodes/next", key.encode().decode("latin1"))[0] == 401
         assert post(pool, "chat/completions", key.encode().decode("latin1"), HELLO)[0] == 401
     assert post(pool, "chat/completions", SECRET, HELLO)[0] == 404
+    with socket.create_connection(address_of(pool)) as stranger:
+        stranger.sendall(b"POST /v1/episodes/next HTTP/1.1\r\nContent-Length: 100000\r\n\r\n")
+        assert b" 413 " in stranger.recv(1 << 16)
     own = take(pool)["api_key"]
     assert post(pool, "episodes/next", own)[0] == 404 and post(pool, "episodes/end", own[:-1], {})[0] == 401
     assert SECRET not in own and post(pool, "episodes", SECRET)[1]["taken"] == 1
@@ -246,7 +253,8 @@ def test_a_worker_hears_that_the_budget_is_used_up(pool):
 
 
 def test_an_episode_waits_for_a_worker_and_no_longer_for_one_that_is_silent(model, monkeypatch, capfd):
-    pool = serving(model, monkeypatch, env_timeout=1.0)
+    pool = serving(model, monkeypatch, number=3, env_timeout=1.0)
+    assert pool._gateway.url == f"http://127.0.0.1:{pool.args.serve_policy + 3}"
     begin(pool, "a")
     until = time.monotonic() + 3
     while time.monotonic() < until:
@@ -265,7 +273,7 @@ def test_an_episode_waits_for_a_worker_and_no_longer_for_one_that_is_silent(mode
 def test_an_episode_whose_worker_hangs_up_is_the_next_one_s(pool):
     """A worker that has gone away while it waited is given nothing."""
     for _ in range(3):
-        with socket.create_connection(("127.0.0.1", pool.args.serve_policy)) as client:
+        with socket.create_connection(address_of(pool)) as client:
             client.sendall(
                 f"POST /v1/episodes/next HTTP/1.1\r\nAuthorization: Bearer {SECRET}\r\nContent-Length: 0\r\n\r\n".encode()
             )
@@ -276,7 +284,7 @@ def test_an_episode_whose_worker_hangs_up_is_the_next_one_s(pool):
 
 def test_rubbish_at_the_port_costs_nobody_anything(pool):
     for rubbish in (b"", b"\x16\x03\x01\x02\x00" * 50, b"GET / HTTP/1.1\r\n\r\n", b"POST /v1/episodes/next HTTP/1.1\r\nAuthor"):
-        with socket.create_connection(("127.0.0.1", pool.args.serve_policy)) as client:
+        with socket.create_connection(address_of(pool)) as client:
             client.sendall(rubbish)
     begin(pool, "a")
     assert take(pool)["row"]["name"] == "a"
@@ -298,7 +306,7 @@ def test_the_end_is_said_to_whoever_asks(model, monkeypatch):
     ends.join(10)
     with socket.socket() as again:
         again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        again.bind(("127.0.0.1", pool.args.serve_policy))
+        again.bind(address_of(pool))
 
 
 def test_what_cannot_be_served_is_a_message(model, monkeypatch):
