@@ -151,7 +151,7 @@ class Environments:
         """Environments that have not answered."""
         return len(self._deadlines)
 
-    def begin(self, key: Hashable, row: dict, seed: int, own_seed: int, split: str) -> None:
+    def begin(self, key: Hashable, row: dict, seed: int, own_seed: int, split: str = "train") -> None:
         """Forks an episode's process, and has it reset. seed: for the user's reset; own_seed: of its random numbers; split:
         "train" or "val"."""
         if self._gateway:

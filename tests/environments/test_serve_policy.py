@@ -326,6 +326,7 @@ def test_what_cannot_be_served_is_a_message(model, monkeypatch):
 
 def test_a_gateway_that_was_killed_ends_the_run(pool):
     begin(pool, "a")
+    take(pool)
     for pid in descendants(pool._gateway._process.pid):
         os.kill(pid, signal.SIGKILL)
     answer = answers(pool, ["a"])["a"]
