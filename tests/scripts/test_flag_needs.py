@@ -111,6 +111,7 @@ CASES = [
     ("--env-cpu-limit 3", "", "--env demo-calculator"),
     ("--env-memory-limit-gb 3", "", "--env demo-calculator"),
     ("--env-lock-step on", "", "--env demo-calculator"),
+    ("--serve-host 0.0.0.0", "--agent python", "--serve-policy 8000"),
     ("--gpu-memory-utilization 0.8", "--engine transformers", "--engine vllm"),
     ("--gpu-memory-utilization 0.8", CPU, VLLM),
     ("--enable-chunked-prefill", "--engine transformers", "--engine vllm"),
