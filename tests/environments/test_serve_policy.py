@@ -206,7 +206,7 @@ def as_nobody(name: str) -> int:
 
 
 def test_an_episode_ends_once(pool):
-    """Bad values are refused and end nothing; after the end all is refused, also when its process has gone."""
+    """Bad values are refused and end nothing; after the end all is refused, also when its process has exited."""
     begin(pool, "a")
     key = take(pool)["api_key"]
     call = calls(pool, {"api_key": key})
@@ -271,7 +271,7 @@ def test_an_episode_waits_for_a_worker_and_no_longer_for_one_that_is_silent(mode
 
 
 def test_an_episode_whose_worker_hangs_up_is_the_next_one_s(pool):
-    """A worker that has gone away while it waited is given nothing."""
+    """A worker that disconnects while it waits is given nothing."""
     for _ in range(3):
         with socket.create_connection(address_of(pool)) as client:
             client.sendall(
