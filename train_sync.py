@@ -207,7 +207,7 @@ def train(args: Args, ranks: dist.Ranks, job: Job) -> None:
             metrics |= staleness_metrics(batch, step - 1)
         run.log(step, batch, metrics, {"filtered": filtered})
         run.save_if_due(step)
-    pool.close()
+    generator.close()
     run.finish()
 
 

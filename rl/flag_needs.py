@@ -110,7 +110,7 @@ PROCESSES = Need(
 PROGRAMS = Need("without --reward code or data of programs", lambda args, facts: code in facts.graders, later=True)
 STALE = Need("without --staleness-threshold above 0 or --publish-every above 1", lambda args: args.trains_stale, ("off",))
 AGAIN = Need("in a run that sees no prompt twice", lambda args, facts: facts.repeats, ("uniform",), later=True)
-TURNS = Need("without --env, --tools or --agent", lambda args: args.has_environment)
+TURNS = Need("without --env, --tools, --agent or --serve-policy", lambda args: args.has_environment)
 CRITIC = Need("without --adv-estimator gae", lambda args: args.needs_critic)
 ALREADY_THERE = _accelerator(", where all of it is in host memory")
 
@@ -174,6 +174,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     # environments
     **dict.fromkeys(("max_turns", "tool_format", "env_timeout", "env_cpu_limit", "env_memory_limit_gb"), (TURNS,)),
     "turn_rewards": (dataclasses.replace(TURNS, unless=(False,)),),
+    "serve_host": (_with("serve_policy"),),
     "env_lock_step": (dataclasses.replace(TURNS, unless=("auto", "off")),),
     # the engine
     "gpu_memory_utilization": _vllm(),

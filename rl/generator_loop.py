@@ -88,7 +88,7 @@ class GeneratorLoop:
     def finish(self) -> None:
         """Send the unfinished tickets to the learners, and end."""
         self._outbox.finish(unfinished=self.generator.tickets)
-        self.generator.pool.close()
+        self.generator.close()
 
     def _send_validation(self) -> None:
         """Send the rows of a validation that has just ended."""
@@ -144,4 +144,4 @@ class BatchLoop:
     def finish(self) -> None:
         """Send the last word to the learners, and end."""
         self._outbox.finish(unfinished=[])
-        self.generator.pool.close()
+        self.generator.close()

@@ -165,7 +165,7 @@ def set_up(args: CommonArgs, file: str) -> Job:
     validates = args.test_freq > 0 or args.val_only
     val_prompts = PromptDataset(val_files, "val", tokenizer, args, prep, tools) if validates else None
     sources = prompts.sources() | (val_prompts.sources() if val_prompts else {})
-    if not (args.env or args.agent):  # these may score themselves
+    if not (args.env or args.has_agent):  # these may score themselves
         check_sources(sources, args)
     has_experts = bool(getattr(config.get_text_config(), "num_experts_per_tok", None))
     facts = flag_needs.Facts.of(args, takes_images=bool(prep), has_experts=has_experts, sources=sources, prompts=len(prompts))

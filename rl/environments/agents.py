@@ -1,8 +1,9 @@
-"""An agent that owns its loop (--agent): a command a response, whose calls of an OpenAI-compatible endpoint are the turns.
+"""Agents that own their loop: their calls of an OpenAI-compatible endpoint are the turns of a response.
 
-The command runs in the process group of its episode's process, which serves its calls (rl/environments/chat.py) and compares
-them, as messages, with what is known: a call that extends a history continues its tokens, any other begins a history with a
-prompt of its own. rl/generation/agent_episodes.py keeps the tokens.
+An agent is a command that is started for the response (--agent), or a worker elsewhere that has asked for an episode
+(--serve-policy, rl/environments/desk.py). The episode's process serves its calls (rl/environments/chat.py) and compares them,
+as messages, with what is known: a call that extends a history continues its tokens, any other begins a history with a prompt of
+its own. rl/generation/agent_episodes.py keeps the tokens.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import json
 import os
 import queue
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl.environments.calls import END_OF_THINKING
-from rl.environments.chat import NO_ROOM, Call, Endpoint, Refused, as_messages, completion
-from rl.environments.programs import as_reward
+from rl.environments.chat import NO_ROOM, Call, End, Endpoint, as_messages, completion
+from rl.environments.json_server import Refused
+from rl.environments.programs import Silent, as_reward
 from rl.environments.turns import Turns
 from rl.rewards.descendants import how_it_ended
 
@@ -43,25 +46,27 @@ class History:
 
 
 class Session:
-    """What answers in an agent's episode: its process, its calls, and what they extend."""
+    """What answers in an agent's episode: the calls, and what they extend."""
 
-    def __init__(self, command: str, turns_of: Callable[[list[dict]], Turns]):
-        """turns_of: of the tools that a call names."""
-        self.command, self._turns_of = command, turns_of
+    def __init__(self, start: Callable[[dict, queue.SimpleQueue], float | None], turns_of: Callable[[list[dict]], Turns]):
+        """start: has an agent begin, of an item and the queue that its news go to, and returns the seconds that it has to make
+        its first call, None without a limit; turns_of: of the tools that a call names."""
+        self._start, self._turns_of = start, turns_of
         self._turns: dict[str, Turns] = {}
-        self._news: queue.SimpleQueue[Call | int] = queue.SimpleQueue()  # calls, and at the end the agent's exit code
+        self._news: queue.SimpleQueue[Call | End] = queue.SimpleQueue()
         self.histories: list[History] = []
         self._at, self._count = 0, 0  # the history whose call is open; calls that were answered
         self._open: Call | None = None
 
     def reset(self, item: dict) -> dict:
         """Starts the agent. Answers with the tokens of its first call."""
-        endpoint = Endpoint(self._news)
-        variables = endpoint.variables | {"EPISODE_SEED": str(item["own_seed"])}
-        self.agent = Agent(self.command, item["row"], variables, self._news.put)
-        call = self._news.get()
-        if not isinstance(call, Call):
-            raise Failed(f"the agent {how_it_ended(call)} before its first call")
+        limit = self._start(item, self._news)
+        try:
+            call = self._news.get(timeout=limit)
+        except queue.Empty:
+            raise Silent(f"no call after {limit:g} s (--env-timeout)") from None
+        if isinstance(call, End):
+            raise Failed(f"the agent {call.failure or 'ended'} before its first call")
         return {"prompt": self._take(call)[1], "most": call.most}
 
     def step(self, item: dict) -> dict:
@@ -80,9 +85,9 @@ class Session:
         if isinstance(news, Call):
             number, ids = self._take(news)
             return counts | {"history": number, "ids": ids, "most": news.most, "reward": None, "done": False}
-        if news:
-            raise Failed(f"the agent {how_it_ended(news)}")
-        return counts | {"ids": [], "reward": self.agent.reward(), "done": True}
+        if news.failure:
+            raise Failed(f"the agent {news.failure}")
+        return counts | {"ids": [], "reward": as_reward(news.reward), "done": True}
 
     def end(self, item: dict) -> dict:
         """Refuses all further calls. Answers with the reward of an agent that ends well all the same."""
@@ -90,10 +95,10 @@ class Session:
         while isinstance(news, Call):
             news.reply(Refused(400, NO_ROOM, "context_length_exceeded"))
             news = self._news.get()
-        return {"reward": None if news else self.agent.reward()}
+        return {"reward": None if news.failure else as_reward(news.reward)}
 
-    def _next(self, last: Call) -> Call | int:
-        """The next call, or the agent's exit code. A client that repeats a call whose answer it has not read gets it again."""
+    def _next(self, last: Call) -> Call | End:
+        """The next call, or the end. A client that repeats a call whose answer it has not read gets it again."""
         while isinstance(news := self._news.get(), Call):
             if last.was_read or (news.messages, news.tools) != (last.messages, last.tools):
                 break
@@ -142,11 +147,43 @@ def _said(turns: Turns, ids: list[int]) -> tuple[dict, int]:
     return {"content": content.strip(), "reasoning": reasoning, "calls": calls}, len(message["calls"]) - len(calls)
 
 
+def start_command(command: str, item: dict, news: queue.SimpleQueue) -> None:
+    """Start an agent that is a command, with its own port."""
+    variables = {"EPISODE_SEED": str(item["own_seed"]), "EPISODE_SPLIT": item["split"]}
+    Agent(command, item["row"], Endpoint(news).variables | variables, news.put)
+
+
+def wait_for_worker(name: str, timeout: float, item: dict, news: queue.SimpleQueue) -> float:
+    """Offer an episode and return when a worker has taken it. Its calls and its end are put into `news`."""
+    channel = socket.socket(socket.AF_UNIX)
+    channel.connect(f"\0{name}")
+    offer = {"row": item["row"], "seed": item["own_seed"], "split": item["split"]}
+    channel.sendall(json.dumps(offer).encode() + b"\n")
+    endpoint, is_taken = Endpoint(news, is_served=True), threading.Event()
+    threading.Thread(target=_receive, args=(channel, endpoint, is_taken), daemon=True).start()
+    is_taken.wait()
+    return timeout
+
+
+def _receive(channel: socket.socket, endpoint: Endpoint, is_taken: threading.Event) -> None:
+    while True:
+        try:
+            message, files, *_ = socket.recv_fds(channel, 1, 1)
+        except OSError:
+            message = b""
+        is_taken.set()
+        if not message:
+            endpoint.news.put(End(failure="cannot reach it: the gateway's process has ended"))
+            return
+        for file in files:
+            endpoint.process_request(socket.socket(fileno=file), None)
+
+
 class Agent:
     """A user's command. Its stdin is the row, as JSON. What it prints goes to the console, but for a reward at the end."""
 
-    def __init__(self, command: str, row: dict, variables: dict[str, str], on_exit: Callable[[int], None]):
-        """on_exit: is given the exit code, from a thread."""
+    def __init__(self, command: str, row: dict, variables: dict[str, str], on_end: Callable[[End], None]):
+        """on_end: is given the end, from a thread. Its reward is what the last line has, {"reward": 1.0}, or None."""
         environment = os.environ | variables
         for name in ("NO_PROXY", "no_proxy"):
             environment[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
@@ -156,30 +193,26 @@ class Agent:
             file.write(json.dumps(row).encode())
             file.seek(0)
             self._process = subprocess.Popen(shlex.split(command), stdin=file, stdout=subprocess.PIPE, env=environment)
-        self._last, self._on_exit = b"", on_exit
+        self._last, self._on_end = b"", on_end
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def reward(self) -> float | None:
-        """Of the last line that it has printed, {"reward": 1.0}; None without one. Raises BadValue if it is no number."""
-        with contextlib.suppress(ValueError, RecursionError):
-            if isinstance(last := json.loads(self._last), dict) and "reward" in last:
-                return as_reward(last["reward"])
-        if self._last:
-            self._print(self._last)
-        return None
-
     def _read(self) -> None:
         while line := self._process.stdout.readline(LONGEST_LINE):
-            if self._last:
-                self._print(self._last)
-            self._last = line if line.strip() else self._last
+            if line.strip():
+                self._print()
+                self._last = line
 
-    def _print(self, line: bytes) -> None:
-        sys.stderr.write(line.decode(errors="replace"))
+    def _print(self) -> None:
+        sys.stderr.write(self._last.decode(errors="replace"))
 
     def _watch(self) -> None:
-        code = self._process.wait()
+        code, last = self._process.wait(), None
         self._reader.join(LAST_WORDS)
-        self._on_exit(code)
+        with contextlib.suppress(ValueError, RecursionError):
+            last = json.loads(self._last)
+        has_reward = isinstance(last, dict) and "reward" in last
+        if not has_reward:
+            self._print()
+        self._on_end(End(last["reward"] if has_reward else None, how_it_ended(code) if code else None))

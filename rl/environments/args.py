@@ -25,6 +25,12 @@ class EnvironmentArgs:
     agent: Annotated[str | None, Content("code")] = None
     """Your own agent, as a command: it is started for each response, gets the row as JSON on its stdin, and calls the model by
     OPENAI_BASE_URL and OPENAI_API_KEY."""
+    serve_policy: MayChange[Annotated[int | None, Range(at_least=1, at_most=65_535)]] = None
+    """A port at which agents that run elsewhere take episodes: a worker asks for one, gets its row and a key, calls the model
+    with that, and ends the episode. Engine i serves at port + i. The secret is in SERVE_POLICY_KEY."""
+    serve_host: MayChange[str] = "127.0.0.1"
+    """The address that --serve-policy listens at: by default this machine's own programs alone can reach it; 0.0.0.0 is every
+    network that the machine is in."""
     max_turns: Annotated[int, Range(at_least=1)] = 8
     """Turns of the model in a response."""
     tool_format: Literal["auto", "hermes", "llama", "xml"] = "auto"
@@ -45,18 +51,28 @@ class EnvironmentArgs:
     @property
     def has_environment(self) -> bool:
         """Whether responses have several turns."""
-        return bool(self.env or self.tools or self.agent)
+        return bool(self.env or self.tools or self.has_agent)
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether agents own their loops."""
+        return bool(self.agent or self.serve_policy)
 
     @property
     def in_lock_step(self) -> bool:
         """Whether the engine waits for all environments."""
-        return self.env_lock_step == "on" or (self.env_lock_step == "auto" and hasattr(self, "over_sample"))
+        automatic = hasattr(self, "over_sample") and not self.serve_policy  # a worker may wait for another's episode to end
+        return self.env_lock_step == "on" or (self.env_lock_step == "auto" and automatic)
 
     @property
     def environment_flag(self) -> tuple[str, str]:
         """The flag that names the environment, and its value."""
-        given = {"--env": self.env, "--tools": self.tools, "--agent": self.agent}
-        return next((name, value) for name, value in given.items() if value)
+        return self._given[0]
+
+    @property
+    def _given(self) -> list[tuple[str, str]]:
+        of_all = {"--env": self.env, "--tools": self.tools, "--agent": self.agent, "--serve-policy": self.serve_policy}
+        return [(name, str(value)) for name, value in of_all.items() if value]
 
     @property
     def environment_spec(self) -> str:
@@ -68,12 +84,15 @@ class EnvironmentArgs:
         if not self.has_environment:
             return
         name, _ = self.environment_flag
-        if bool(self.env) + bool(self.tools) + bool(self.agent) > 1:
+        if len(self._given) > 1:
             raise UserError(
-                "--env, --tools and --agent: a response has one environment. Make the tools methods of it, or leave one out."
+                f"{' and '.join(name for name, _ in self._given)}: a response has one environment. Leave one out; tools can be "
+                "methods of an environment."
             )
         if self.agent:
-            self._check_agent()
+            self._check_command()
+        if self.has_agent:
+            self._check_agent(name)
         else:
             check_code(name, self.environment_spec, "Class" if self.env else "function,function")
         if sys.platform != "linux":
@@ -85,14 +104,19 @@ class EnvironmentArgs:
                 f"--env-timeout {self.env_timeout:g} is not below --hang-timeout, which would end the run. Lower it."
             )
 
-    def _check_agent(self) -> None:
+    def _check_command(self) -> None:
         try:
             words = shlex.split(self.agent)
         except ValueError as error:
             raise UserError(f"--agent {self.agent}: it cannot be read as a command: {error}.") from None
         if not words or not shutil.which(words[0]):
             raise UserError(f"--agent {self.agent}: there is no program {words[0] if words else ''!r}. Give a command.")
+
+    def _check_agent(self, name: str) -> None:
         if self.turn_rewards:
-            raise UserError("--turn-rewards with --agent: an agent has one reward, at its end. Leave --turn-rewards out.")
-        if getattr(self, "router_replay", "off") == "R3":
-            raise UserError("--agent with --router-replay R3: not here yet. Take --router-replay R2, or leave it out.")
+            raise UserError(f"--turn-rewards with {name}: an agent has one reward, at its end. Leave --turn-rewards out.")
+        if self.serve_policy and self.env_lock_step == "on":
+            raise UserError(
+                "--env-lock-step on with --serve-policy: a worker that waits for the model's answer cannot take the episodes "
+                "that the engine would wait for. Leave --env-lock-step out."
+            )

@@ -1,45 +1,43 @@
 """An OpenAI-compatible endpoint for one agent: chat completions, which it hands to whoever answers them.
 
-Each session has a server of its own, on 127.0.0.1 and a port that was free, with a key of its own. A call waits in a thread
-until it is answered; calls that come at once are answered one after the other. Left out: what would sample other tokens than
-the policy's own, or other models.
+Each session has a server of its own, on 127.0.0.1 and a port that was free, with a key of its own; or it gets its connections
+from the gateway (rl/environments/gateway.py). A call waits in a thread until it is answered; calls that come at once are
+answered one after the other. Left out: what would sample other tokens than the policy's own, or other models.
 """
 
 import contextlib
-import hmac
 import json
 import queue
 import secrets
-import socket
-import socketserver
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+from rl.environments.json_server import Handler, Refused, Server
+from rl.environments.programs import BadValue, as_reward
+
 MODEL = "policy"
-LARGEST = 1 << 26  # bytes of a request
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 NO_ROOM = "the response's budget of tokens or turns is used up: --max-response-length, --max-turns"
+ENDED = "this episode has ended"
 
 
-class Refused(Exception):
-    """A request that cannot be answered, as HTTP says it."""
+@dataclass(frozen=True)
+class End:
+    """The end of an agent's episode. reward: None where a grader scores it; failure: why nobody can."""
 
-    def __init__(self, status: int, message: str, code: str | None = None):
-        super().__init__(message)
-        self.status = status
-        self.body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+    reward: Any = None
+    failure: str | None = None
 
 
 class Call:
     """A chat completion that waits for its answer."""
 
-    def __init__(self, body: Any):
-        """body: of the request, as JSON has it. Raises Refused for what cannot be answered."""
-        if not isinstance(body, dict):
-            raise Refused(400, "the request is no JSON object")
+    def __init__(self, body: dict):
+        """body: of the request. Raises Refused for what cannot be answered."""
         if body.get("model") != MODEL:
             raise Refused(404, f"there is no model {body.get('model')!r:.100} here: {MODEL!r} is the one", "model_not_found")
         for name, usual in (("n", 1), ("logprobs", False), ("functions", []), ("response_format", {"type": "text"})):
@@ -155,15 +153,16 @@ def chunks(answer: dict, counts: bool) -> Iterator[dict]:
         yield head | {"choices": [], "usage": answer["usage"]}
 
 
-class Endpoint(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """The server of a session. Its calls are put into `calls`, as what else its owner puts there."""
+class Endpoint(Server):
+    """The server of a session. Its calls, and the end that a worker gives it, are put into `news`."""
 
-    daemon_threads, block_on_close, request_queue_size = True, False, 128
-
-    def __init__(self, calls: queue.SimpleQueue):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.calls, self.key = calls, secrets.token_hex(16)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+    def __init__(self, news: queue.SimpleQueue, is_served: bool = False):
+        """is_served: the gateway hands it connections, whose key it has checked; else it has a port and a key of its own."""
+        super().__init__(("127.0.0.1", 0), ChatHandler, bind_and_activate=not is_served)
+        self.news, self.closes, self.ended = news, is_served, threading.Lock()  # ended: taken by the first end
+        if not is_served:
+            self.key = secrets.token_hex(16)
+            threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
     def variables(self) -> dict[str, str]:
@@ -171,41 +170,29 @@ class Endpoint(socketserver.ThreadingMixIn, socketserver.TCPServer):
         url = f"http://127.0.0.1:{self.server_address[1]}/v1"
         return {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": self.key, "OPENAI_MODEL": MODEL}
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that breaks a connection costs nobody anything."""
 
+class ChatHandler(Handler):
+    """A client of a session."""
 
-class Handler(BaseHTTPRequestHandler):
-    """A connection."""
-
-    protocol_version, server_version = "HTTP/1.1", "policy"
-    wbufsize = 1 << 16  # of a buffer: in two packets the second would wait for the first to be acknowledged
     server: Endpoint
+    routes = MappingProxyType({"GET /v1/models": "models", "POST /v1/chat/completions": "chat", "POST /v1/episodes/end": "end"})
 
-    def do_GET(self) -> None:
+    def models(self, _: dict) -> dict:
         """The models that there are: one."""
-        try:
-            self._check("/models")
-            self._send(200, {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "run"}]})
-        except Refused as refused:
-            self._send(refused.status, refused.body)
+        return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "run"}]}
 
-    def do_POST(self) -> None:
+    def chat(self, body: dict) -> None:
         """A chat completion."""
         try:
-            body = self._body()
-            self._check("/chat/completions")
-            try:
-                call = Call(json.loads(body))
-            except (ValueError, TypeError, RecursionError) as error:
-                raise Refused(400, f"the request is no chat completion as JSON: {error}") from None
-        except Refused as refused:
-            self._send(refused.status, refused.body)
-            return
-        self.server.calls.put(call)
+            call = Call(body)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise Refused(400, f"the request is no chat completion: {error}") from None
+        if self.server.ended.locked():
+            raise Refused(410, ENDED)
+        self.server.news.put(call)
         answer, was_read = call.wait(), False
         try:
-            is_open = self._is_open()
+            is_open = self.is_open()
             self._answer(call, answer)
             was_read = is_open
         finally:
@@ -213,46 +200,29 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self, call: Call, answer: dict | Refused) -> None:
         if isinstance(answer, Refused):
-            self._send(answer.status, answer.body)
+            self.send(answer.status, answer.body)
         elif call.streams:
             lines = [*(json.dumps(chunk) for chunk in chunks(answer, call.counts)), "[DONE]"]
-            self._write(200, "text/event-stream", "".join(f"data: {line}\n\n" for line in lines).encode())
+            self.write(200, "text/event-stream", "".join(f"data: {line}\n\n" for line in lines).encode())
         else:
-            self._send(200, answer)
+            self.send(200, answer)
 
-    def _check(self, path: str) -> None:
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ").encode()
-        if not hmac.compare_digest(given, self.server.key.encode()):
-            raise Refused(401, "the key is not this session's OPENAI_API_KEY", "invalid_api_key")
-        if self.path.partition("?")[0] != f"/v1{path}":
-            raise Refused(404, "there are POST /v1/chat/completions and GET /v1/models here")
-
-    def _body(self) -> bytes:
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > LARGEST:
-            self.close_connection = True
-            raise Refused(413 if length.isdecimal() else 411, f"Content-Length: a number up to {LARGEST}")
-        return self.rfile.read(int(length))
-
-    def _is_open(self) -> bool:
-        """Whether the client has not closed the connection."""
+    def end(self, body: dict) -> None:
+        """The end of an episode, by its worker: {"reward": 1.0}, {} for the grader, or {"error": "why it cannot be scored"}."""
+        if not self.server.closes:
+            raise Refused(404, "an agent's command ends its episode by exiting")
+        if unknown := body.keys() - {"reward", "error"}:
+            raise Refused(400, f"an end has reward or error, not {sorted(unknown)[0]!r:.100}")
         try:
-            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-
-    def _send(self, status: int, body: dict) -> None:
-        self._write(status, "application/json", json.dumps(body).encode())
-
-    def _write(self, status: int, kind: str, data: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-        self.wfile.flush()
-
-    def log_message(self, *_: Any) -> None:
-        """Nothing: an agent's calls are counted as turns."""
+            reward = as_reward(body.get("reward"))
+        except BadValue as error:
+            raise Refused(400, str(error)) from None
+        error = body.get("error")
+        if error is not None and (reward is not None or not isinstance(error, str)):
+            raise Refused(400, "error: a text, and no reward next to it")
+        if not self.server.ended.acquire(blocking=False):
+            raise Refused(410, ENDED)
+        try:
+            self.send(200, {"ended": True})  # first: the episode's process ends with what follows
+        finally:
+            self.server.news.put(End(reward, None if error is None else f"was ended by its worker: {error or 'no reason'}"))

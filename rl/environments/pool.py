@@ -8,6 +8,7 @@ import contextlib
 import json
 import math
 import resource
+import secrets
 import selectors
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from typing import Any
 
 from rl import printable
 from rl.environments.args import EnvironmentArgs
+from rl.environments.gateway import Gateway, read_secret
 from rl.environments.worker import LARGEST
 from rl.errors import UserError
 from rl.ranks import watchdog
@@ -30,6 +32,7 @@ from rl.rewards.score import plain
 START_LIMIT = 120  # seconds to import the tokenizer and the user's file, and as many to fork an episode's process
 REPLY_LIMIT = 1 << 26  # bytes of one answer
 MOST_STARTS = 4  # of the warm process, which only an environment could end
+EVENTS = ("error", "bad_value", "timeout")  # that an episode's process may answer with
 SHAPES = {  # of the answers to each question: name -> types
     "reset": {"prompt": (list, type(None))},
     "step": {"ids": list, "reward": (float, type(None)), "done": bool, "calls": int, "malformed": int},
@@ -59,10 +62,13 @@ class Environments:
     ):
         """model: where its tokenizer is; vocabulary: all ids in answers are below it."""
         self.args, self.vocabulary = args, vocabulary
+        self._gateway: Gateway | None = None
         self._settings = {
             "spec": args.environment_spec,
             "are_tools": not args.env,
             "agent": args.agent,
+            "gateway": secrets.token_hex(16) if args.serve_policy else "",
+            "timeout": args.env_timeout,
             "model": model,
             "trust_remote_code": trust_remote_code,
             "end_tokens": sorted(end_tokens),
@@ -71,6 +77,8 @@ class Environments:
             "cpu_seconds": args.env_cpu_limit,
         }
         check_passed(args.reward_env)
+        if args.serve_policy:
+            read_secret()
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a socket an episode
         self._starts = self._forks = 0
@@ -106,12 +114,24 @@ class Environments:
         except ConnectionError:
             self.ready = {"failed": "its process ended"}
         if "failed" in self.ready:
-            self.close()
+            self._close()
             raise UserError(f"{flag} {value}: {self.ready['failed']}")
         self._control.setblocking(False)
 
+    def serve(self, number: int) -> None:
+        """Lets workers take the episodes (--serve-policy), of the engine with this number."""
+        port, limit = self.args.serve_policy + number, self.args.env_timeout
+        self._gateway = Gateway(self._settings["gateway"], self.args.serve_host, port, limit)
+
     def close(self) -> None:
-        """Ends all processes."""
+        """Ends all processes. Workers hear that the run has ended."""
+        if self._gateway:
+            self._gateway.finish()
+        self._close()
+        if self._gateway:
+            self._gateway.close()
+
+    def _close(self) -> None:
         self._finalizer()
         for place in self._places.values():
             place.socket.close()
@@ -121,15 +141,18 @@ class Environments:
 
     # -- episodes
 
-    def begin(self, key: Hashable, row: dict, seed: int, own_seed: int) -> None:
-        """Forks an episode's process and asks it to reset. seed: for the user's reset; own_seed: of its random numbers."""
+    def begin(self, key: Hashable, row: dict, seed: int, own_seed: int, split: str = "train") -> None:
+        """Forks an episode's process and asks it to reset. seed: for the user's reset; own_seed: of its random numbers; split:
+        "train" or "val"."""
+        if self._gateway:
+            self._gateway.check()
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self._forks += 1
         self._orders.append(({"fork": self._forks}, theirs))
         place = self._places[key] = self._by_fork[self._forks] = Place(key, self._forks, ours)
         self._selector.register(ours, selectors.EVENT_READ, place)
-        self.ask(key, "reset", row=row, seed=seed, own_seed=own_seed)
+        self.ask(key, "reset", row=row, seed=seed, own_seed=own_seed, split=split)
         self._order()
 
     def ask(self, key: Hashable, what: str, **item: Any) -> None:
@@ -138,8 +161,9 @@ class Environments:
         place.asked, place.number = what, place.number + 1
         line = json.dumps({"do": what, "number": place.number} | item, default=plain)
         place.unwritten += line.encode() + b"\n"
-        queued = START_LIMIT if what == "reset" else 0  # the forks of others come first
-        self._deadlines[key] = time.monotonic() + self.args.env_timeout + queued
+        # A worker may take any time to come. A fork waits for the forks of others.
+        queued = math.inf if self._gateway else START_LIMIT
+        self._deadlines[key] = time.monotonic() + self.args.env_timeout + (queued if what == "reset" else 0)
         self._write(place)
 
     def end(self, key: Hashable) -> None:
@@ -222,7 +246,7 @@ class Environments:
             if answer["number"] != place.number or place.key not in self._deadlines:
                 return None
             if "event" in answer:
-                return answer if answer["event"] in ("error", "bad_value") and isinstance(answer["message"], str) else None
+                return answer if answer["event"] in EVENTS and isinstance(answer["message"], str) else None
             shape = SHAPES[place.asked]
             if not all(isinstance(answer.get(name), kinds) for name, kinds in shape.items()):
                 return None
@@ -265,5 +289,5 @@ class Environments:
         """The warm process has ended, and with it all its forks: starts another one."""
         for key in [*self._places]:
             self._fail(key, "died", "the process that it was forked from was ended")
-        self.close()
+        self._close()
         self._start()

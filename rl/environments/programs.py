@@ -23,6 +23,14 @@ OWN = ("reset", "get_reward", "close")  # methods of a TRL environment that are 
 class BadValue(Exception):
     """The user's code returned a wrong value."""
 
+    event = "bad_value"
+
+
+class Silent(Exception):
+    """The user's agent has taken too long."""
+
+    event = "timeout"
+
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rl.environments.programs import BadValue, Programs, seed_random
+from rl.environments.programs import BadValue, Programs, Silent, seed_random
 from rl.rewards import descendants
 from rl.rewards.worker import describe, import_file, limit_cpu, limit_memory
 
@@ -55,7 +55,7 @@ class Warm:
     def __init__(self, settings: dict):
         """settings: from rl/environments/pool.py."""
         self.settings = settings
-        programs = None if settings["agent"] else _programs(settings)
+        programs = _programs(settings) if settings["spec"] else None
         self.scores_at_end = programs is None or programs.scores_at_end
         with _without_torch():
             from transformers import AutoTokenizer
@@ -66,10 +66,12 @@ class Warm:
             turns_of = functools.partial(Turns, tokenizer, end_tokens=set(settings["end_tokens"]), form=settings["form"])
             self.turns = turns_of(programs.schemas() if programs else [])
         self.new = functools.partial(Program, programs, self.turns)  # makes the object that answers in an episode
-        if settings["agent"]:
-            from rl.environments.agents import Session  # late: only agents need it
+        if programs is None:
+            from rl.environments import agents  # late: only agents need it
 
-            self.new = functools.partial(Session, settings["agent"], turns_of)
+            command = functools.partial(agents.start_command, settings["agent"])
+            worker = functools.partial(agents.wait_for_worker, settings["gateway"], settings["timeout"])
+            self.new = functools.partial(agents.Session, command if settings["agent"] else worker, turns_of)
 
 
 def _programs(settings: dict) -> Programs:
@@ -206,8 +208,8 @@ class Episode:
             started = time.monotonic()
             try:
                 reply = getattr(self.answers, item["do"])(item)
-            except BadValue as error:
-                reply = {"event": "bad_value", "message": str(error)}
+            except (BadValue, Silent) as error:
+                reply = {"event": error.event, "message": str(error)}
             except (Exception, SystemExit) as error:
                 reply = {"event": "error", "message": f"{describe(error):.500}"}
             if os.getpid() != self._pid:  # the user's code has forked

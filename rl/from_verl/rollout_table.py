@@ -38,7 +38,8 @@ ROLLOUT: dict[str, list[Row]] = {
         missing("A.rollout.multi_turn.enable=False A.rollout.agent.default_agent_loop=single_turn_agent "
                 "A.rollout.agent.agent_loop_config_path=null A.rollout.multi_turn.tool_config_path=null "
                 "A.rollout.multi_turn.function_tool_path=null A.rollout.multi_turn.interaction_config_path=null",
-                "verl's classes of tools and interactions: write functions (`--tools`) or an environment (`--env`), agents.md"),
+                "verl's classes of tools, interactions and agent loops: write functions (`--tools`), an environment (`--env`) "
+                "or an agent (`--agent`, `--serve-policy`), agents.md"),
         missing("A.rollout.quantization=null A.rollout.quantization_config_file=null", "no quantised engine"),
         missing("A.rollout.do_sample=True A.rollout.repetition_penalty=1.0 A.rollout.min_p=0.0", "sampling by temperature, "
                 "top-p and top-k"),

@@ -1,4 +1,4 @@
-"""Responses of agents that own their loop (--agent): what they call is turns, and what does not extend them, histories.
+"""Responses of agents that own their loop: what they call is turns, and what does not extend them, histories.
 
 A call that extends no history begins a further one, with a prompt of its own: a sub-agent's, or what is left of a conversation
 that was compressed. To the engine it is a request with another prompt. In the end all of a response's histories are one
@@ -45,6 +45,12 @@ class AgentEpisodes(Episodes):
 
     # -- what the generator asks
 
+    @property
+    def num_unfinished(self) -> int:
+        """Responses that the engine has, or will be given with their agents' first calls."""
+        begins = (request.id for key in self._beginnings for request in self.working[key].requests)
+        return self.engine.num_unfinished + sum(not self._of[id].is_reset for id in begins)
+
     def begin(self, key: int, work: Work, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
         """As of others, but an agent cannot be played again: what was recorded starts again."""
         work.masks.clear()
@@ -52,6 +58,13 @@ class AgentEpisodes(Episodes):
         for request, output in zip(work.requests, before, strict=True):
             self._of[request.id].restarts = int(output is not None)
         return []
+
+    def replay(self) -> None:
+        """Nothing is played again."""
+
+    def unfinished(self) -> list[Output]:
+        """As of others, without routes: those of a further history do not fit the prompt, and nothing continues with them."""
+        return [dataclasses.replace(output, routes=None) for output in super().unfinished()]
 
     def last_turn(self, output: Output) -> list[int]:
         """The model's last answer, in whichever history it is."""
@@ -68,24 +81,43 @@ class AgentEpisodes(Episodes):
 
     # -- the beginning
 
-    def _start(self, id: tuple[int, int]) -> None:
-        self._begin_histories(id)
-        super()._start(id)
-
-    def _refuse(self, id: tuple[int, int], wrong: str | None, prompt: list[int] | None) -> None:
-        """An agent's first call that is not that of its group begins a history of its own."""
-        if wrong:
-            super()._refuse(id, wrong, prompt)
+    def _was_reset(self, id: tuple[int, int], prompt: list[int] | None) -> None:
+        """An agent's first call, for which those of its group do not wait: the first of them is the group's prompt. One that is
+        not that begins a history of its own. prompt: None if the agent has failed."""
+        key, number = id
+        episode, work = self._of[id], self.working[key]
+        if episode.is_reset:
             return
-        self._begin_histories(id, first=1)
-        self._turn_to(id, 1, prompt)
+        episode.is_reset = True
+        if all(self._of[request.id].is_reset for request in work.requests):
+            del self._beginnings[key]
+        if prompt is None:
+            return
+        if not any(self._of[request.id].prompt for request in work.requests):
+            if wrong := self._wrong(prompt, work):
+                self._fail(id, {"event": "bad_value", "message": wrong})
+                return
+            work.prompt = dataclasses.replace(work.prompt, ids=prompt, text=self.job.tokenizer.decode(prompt))
+        episode.prompt = prompt
+        is_other = prompt != work.prompt.ids
+        if not is_other:
+            work.requests[number] = dataclasses.replace(work.requests[number], prompt_ids=prompt)
+        self._begin_histories(id, first=int(is_other))
+        if is_other:
+            self._turn_to(id, 1, prompt)
         if self._room(id) > 0:
             self._add(id, None)
             return
         message = f"the first call is not that of its group, and its {len(prompt)} tokens leave none of --max-response-length"
         self._fail(id, {"event": "bad_value", "message": message})
 
-    def _begin_histories(self, id: tuple[int, int], first: int = 0) -> None:
+    def _wrong(self, prompt: list[int], work: Work) -> str | None:
+        """Why a group cannot have this prompt."""
+        if len(prompt) > self.args.max_prompt_length:
+            return f"the prompt has become {len(prompt)} tokens long, more than --max-prompt-length"
+        return "a prompt that has images cannot be added to" if work.prompt.images else None
+
+    def _begin_histories(self, id: tuple[int, int], first: int) -> None:
         key, number = id
         begun = History(self.working[key].requests[number], Output(id, [], [], [], "unfinished"))
         self._histories[id] = Histories([begun], first)
@@ -170,7 +202,8 @@ class AgentEpisodes(Episodes):
             parts += [(None, len(prompt)), (output.support, len(output.token_ids))]
         known = support.of_responses(*zip(*parts, strict=True))
         known = None if known is None else known.numpy()
-        self._of[id].output = Output(id, tokens, log_probs, versions, "unfinished", support=known)
+        routes = _joined_routes([first.output, *(h.output for h in others)], len(work.prompt.ids)) if tokens else None
+        self._of[id].output = Output(id, tokens, log_probs, versions, "unfinished", routes, known)
         work.masks[id[1]] = np.concatenate(masks)
         if len(lengths) > 1:
             work.histories[id[1]] = lengths
@@ -179,3 +212,18 @@ class AgentEpisodes(Episodes):
 def _whole_mask(history: History) -> np.ndarray:
     tokens, known = len(history.output.token_ids), np.zeros(0, bool) if history.mask is None else history.mask
     return np.concatenate([known, np.ones(tokens - len(known), bool)])
+
+
+def _joined_routes(outputs: list[Output], prompt: int) -> np.ndarray | None:
+    """The routes of all histories, each with those of its own prompt. The last token of a history was fed to no model: its row
+    is one that the learner does not replay, and so are those of the group's prompt where the first history is empty. prompt:
+    tokens of the group's."""
+    known = [output.routes for output in outputs if output.routes is not None]
+    if not known:
+        return None
+    nothing = np.broadcast_to(np.arange(known[0].shape[2], dtype=known[0].dtype), (prompt, *known[0].shape[1:]))
+    rows = [nothing[1:] if outputs[0].routes is None else outputs[0].routes]
+    for output in outputs[1:]:
+        if output.routes is not None:
+            rows += [nothing[:1], output.routes]
+    return np.concatenate(rows)

@@ -20,7 +20,7 @@ from rl.environments.pool import Environments
 from rl.generation.engine import Engine, Output, request_seed
 from rl.generation.engine_ranks import EngineRanks
 from rl.generation.episode import Episode
-from rl.generation.responses import Responses, Work
+from rl.generation.responses import VALIDATION, Responses, Work
 from rl.model.head import support
 from rl.ranks.timers import Timers
 from rl.rewards.pool import Score, can_score
@@ -156,6 +156,10 @@ class Episodes(Responses):
             del self._of[request.id]
         super().drop(key)
 
+    def close(self) -> None:
+        """Ends all environments: the run has ended."""
+        self.environments.close()
+
     # -- the processes
 
     def _fork(self, id: tuple[int, int]) -> None:
@@ -165,7 +169,7 @@ class Episodes(Responses):
         seeds = {"seed": request_seed(seed, key, OF_GROUP), "own_seed": request_seed(seed, key, number)}
         self._processes[id] = True
         if self.engine_ranks.is_leader:
-            self.environments.begin(id, row=prompt.row | known, **seeds)
+            self.environments.begin(id, row=prompt.row | known, split="val" if key >= VALIDATION else "train", **seeds)
 
     def _ask(self, id: tuple[int, int], what: str, **item: Any) -> None:
         if id in self._processes:  # else it has failed, and its event is in `_answers`

@@ -13,7 +13,7 @@ from rl.data.job import Job
 from rl.generation.choose_engine import make_engine
 from rl.generation.engine import Engine, EngineArgs, Output, Request, SamplingParams, check_sampling, request_seed
 from rl.generation.engine_ranks import EngineRanks
-from rl.generation.responses import Responses, Work, make_responses, prompt_routes, recorded, to_response
+from rl.generation.responses import VALIDATION, Responses, Work, make_responses, prompt_routes, recorded, to_response
 from rl.model.router import check_record
 from rl.ranks import dist
 from rl.ranks.timers import Timers
@@ -21,8 +21,6 @@ from rl.rewards.pool import ScoringPool
 from rl.rewards.score import Score, overlong_penalty
 from rl.samples.group import PENALTY, UNPENALISED, Group
 from rl.samples.ring_size import check_ring
-
-VALIDATION = 2**62  # a validation prompt's key is its index plus this, so that it never equals a ticket
 
 
 class Generator:
@@ -74,6 +72,11 @@ class Generator:
         """Tickets under way, on the rank that hands them over."""
         return [key for key in self.working if key < VALIDATION and self.engine_ranks.is_leader]
 
+    def close(self) -> None:
+        """The run has ended."""
+        self.pool.close()
+        self.responses.close()
+
     def start(self, ticket: int, partial: Group | None = None) -> None:
         """Gives the engine the ticket's prompt, n times. partial: its group as `unfinished` returned it before a stop."""
         _, index = self.job.order(ticket)
@@ -93,7 +96,7 @@ class Generator:
             work = self.working[ticket]
             so_far = [work.outputs.get(i) or outputs[ticket, i] for i in range(work.n + work.greedy)]
             responses = [to_response(output, work) for output in so_far]
-            groups.append(work.group(ticket, responses, routes=prompt_routes(so_far, len(work.prompt.ids))))
+            groups.append(work.group(ticket, responses, routes=prompt_routes(so_far, work)))
         return groups
 
     def decode(self) -> list[Output] | None:
@@ -223,7 +226,7 @@ class Generator:
                 responses = [
                     dataclasses.replace(r, score=None, error=f"the greedy response: {greedy.error}") for r in responses
                 ]
-        routes = prompt_routes(work.outputs.values(), len(work.prompt.ids))
+        routes = prompt_routes(work.outputs.values(), work)
         return work.group(ticket, responses, baseline, routes)
 
     def _row(self, index: int, work: Work, number: int) -> dict:

@@ -18,6 +18,8 @@ from rl.ranks.timers import Timers
 from rl.rewards.pool import Score
 from rl.samples.group import Group, Response
 
+VALIDATION = 2**62  # added to a validation prompt's index where training has its ticket: the streams never meet
+
 
 @dataclass
 class Work:
@@ -121,6 +123,9 @@ class Responses:
         """Forgets a prompt whose responses are handed over."""
         del self.working[key]
 
+    def close(self) -> None:
+        """The run has ended."""
+
 
 def to_response(
     output: Output,
@@ -159,19 +164,23 @@ def recorded(id: tuple[int, int], partial: Group | None, work: Work) -> Output |
     return Output(id, *parts, before.finish_reason, routes, before.support)
 
 
-def prompt_routes(outputs: Iterable[Output], prompt: int) -> np.ndarray | None:
-    """Returns the routes of the prompt's tokens, from the first response that has them."""
-    return next((output.routes[:prompt] for output in outputs if output.routes is not None), None)
+def prompt_routes(outputs: Iterable[Output], work: Work) -> np.ndarray | None:
+    """Returns the routes of the prompt's tokens from a response that has them, if possible one that follows the prompt."""
+    known = [output for output in outputs if output.routes is not None]
+    known.sort(key=lambda output: work.histories.get(output.id[1], [1])[0] == 0)
+    return known[0].routes[: len(work.prompt.ids)] if known else None
 
 
 def make_responses(args: EngineArgs, job: Job, engine: Engine, engine_ranks: EngineRanks) -> Responses:
     """Returns responses of one turn or, with an environment, of several. The code for several is only imported for them."""
     if not args.has_environment:
         return Responses(engine)
-    if args.agent:
+    if args.has_agent:
         from rl.generation.agent_episodes import AgentEpisodes as Episodes
     else:
         from rl.generation.episodes import Episodes
 
     ends = end_token_ids(job.path, job.tokenizer, args.trust_remote_code)
+    if args.serve_policy and engine_ranks.is_leader:
+        job.environments.serve(engine_ranks.index)
     return Episodes(job, engine, engine_ranks, args, ends)

@@ -1,5 +1,6 @@
 """Agents that own their loop: real processes with real clients; what one does costs its own response alone."""
 
+import functools
 import json
 import queue
 import socket
@@ -14,8 +15,9 @@ from helpers import ROOT
 from test_pool import Args, answers
 from test_turns import SCHEMA, turns_of
 
-from rl.environments.agents import Agent, Failed, Session
-from rl.environments.chat import Call, Endpoint, Handler, Refused, as_messages
+from rl.environments.agents import Agent, Failed, Session, start_command
+from rl.environments.chat import Call, ChatHandler, End, Endpoint, as_messages
+from rl.environments.json_server import Refused
 from rl.environments.pool import Environments
 from rl.errors import UserError
 from rl.rewards.descendants import descendants
@@ -23,8 +25,10 @@ from rl.rewards.descendants import descendants
 ROW = {"ground_truth": "6", "prompt": [{"role": "user", "content": "2*3="}]}
 ASKED = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "2*3"}}\n</tool_call>'
 WITH_OPENAI = """
-import json, sys
+import json, os, sys
 import openai
+
+assert (os.environ["EPISODE_SEED"], os.environ["EPISODE_SPLIT"]) == ("1", "train")
 
 def refused(kind, **more):
     try:
@@ -275,7 +279,7 @@ class Scripted(Session):
     """A session whose agent is the test: `calls` are its calls, made when the last was answered."""
 
     def __init__(self, calls: list[list[dict]], family: str = "qwen2_5", tools: list[dict] | None = None):
-        super().__init__("", lambda schemas: turns_of(family, with_tools=bool(schemas)))
+        super().__init__(None, lambda schemas: turns_of(family, with_tools=bool(schemas)))
         self.waiting = [Call({"model": "policy", "messages": messages, "tools": tools}) for messages in calls]
         for call in self.waiting:
             call.end(was_read=True)  # nobody writes
@@ -427,7 +431,7 @@ BODY = {"model": "policy", "messages": [{"role": "user", "content": "Hello."}]}
 
 def test_calls_at_once_are_answered_one_after_the_other(endpoint):
     clients = [post(endpoint, BODY | {"messages": [user(str(i))]}) for i in range(5)]
-    calls = [endpoint.calls.get(timeout=10) for _ in clients]
+    calls = [endpoint.news.get(timeout=10) for _ in clients]
     assert {call.messages[0]["content"] for call in calls} == set("01234")
     for call in calls:
         call.reply(Refused(418, "no"))
@@ -437,9 +441,9 @@ def test_calls_at_once_are_answered_one_after_the_other(endpoint):
 def test_a_client_that_breaks_off_and_asks_again_is_given_the_same_answer(endpoint):
     """A retry is no second turn; who has read an answer and asks the same again, is."""
     session = Scripted([])
-    session._news = endpoint.calls
+    session._news = endpoint.news
     post(endpoint, BODY).close()
-    first = endpoint.calls.get(timeout=10)
+    first = endpoint.news.get(timeout=10)
     again = post(endpoint, BODY)
     session._take(first)
     answered = []
@@ -456,9 +460,9 @@ def test_a_client_that_breaks_off_and_asks_again_is_given_the_same_answer(endpoi
 
 def test_an_answer_that_could_not_be_written_was_not_read(endpoint, monkeypatch):
     """The connection was open when the answer came, and is lost before all of it is written."""
-    monkeypatch.setattr(Handler, "_write", lambda *_: (_ for _ in ()).throw(ConnectionResetError))
+    monkeypatch.setattr(ChatHandler, "write", lambda *_: (_ for _ in ()).throw(ConnectionResetError))
     with post(endpoint, BODY):
-        call = endpoint.calls.get(timeout=10)
+        call = endpoint.news.get(timeout=10)
         call.reply(Refused(418, "no"))
         assert not call.was_read
 
@@ -473,7 +477,7 @@ def test_an_answer_that_could_not_be_written_was_not_read(endpoint, monkeypatch)
     ],
 )
 def test_other_requests_are_refused(endpoint, path, headers, expected):
-    assert status(post(endpoint, BODY, path, **headers)) == expected and endpoint.calls.empty()
+    assert status(post(endpoint, BODY, path, **headers)) == expected and endpoint.news.empty()
 
 
 def test_an_agent_has_its_own_variables_and_no_path_of_ours(tmp_path, monkeypatch):
@@ -482,11 +486,11 @@ def test_an_agent_has_its_own_variables_and_no_path_of_ours(tmp_path, monkeypatc
     ended = queue.SimpleQueue()
     shown = "print([os.environ[name] for name in ('PYTHONPATH', 'NO_PROXY', 'X')], json.load(sys.stdin))"
     agent = Agent(f'{sys.executable} -c "import json, os, sys; {shown}"', {"a": 1}, {"X": "y"}, ended.put)
-    assert ended.get(timeout=30) == 0
+    assert ended.get(timeout=30) == End()
     assert agent._last.decode() == f"{[str(tmp_path), 'example.org,127.0.0.1', 'y']} {{'a': 1}}\n"
 
 
 def test_an_agent_whose_first_call_never_comes_has_failed(tmp_path):
-    session = Session(f"{sys.executable} -c pass", None)
-    with pytest.raises(Failed, match="exited with code 0 before its first call"):
-        session.reset({"row": {}, "own_seed": 1})
+    session = Session(functools.partial(start_command, f"{sys.executable} -c pass"), None)
+    with pytest.raises(Failed, match="the agent ended before its first call"):
+        session.reset({"row": {}, "own_seed": 1, "split": "train"})

@@ -10,6 +10,7 @@ from scripted import ScriptedEngine
 from test_episodes import ANSWER, TURN, Played, finish, make, script
 
 from rl.generation.agent_episodes import AgentEpisodes
+from rl.generation.engine import Output, Request, SamplingParams
 from rl.learning.batch import Batch, MicroBatch
 from rl.model.head import support
 from rl.samples.group import Group
@@ -25,8 +26,8 @@ class Agents(Played):
         self.calls, self.prompt, self.most, self.last = calls, prompt or (lambda key: [2, 3]), most, last
         super().__init__(self._say, scores_at_end=True)
 
-    def begin(self, key, row, seed, own_seed):
-        super().begin(key, row, seed, own_seed)
+    def begin(self, key, row, seed, own_seed, split):
+        super().begin(key, row, seed, own_seed, split)
         self._pending[-1][1].update(prompt=self.prompt(key), most=self.most)
 
     def _say(self, key, turn, ids):
@@ -50,6 +51,11 @@ def group_of(*given, n=2, **flags) -> Group:
     generator, _ = agents(*given, n=n, **flags)
     generator.start(0)
     return Group.from_bytes(finish(generator).to_bytes())
+
+
+def so_far(ids: list[int]) -> Output:
+    """These tokens of an unfinished response."""
+    return Output(0, ids, [0.0] * len(ids), [0] * len(ids), "unfinished")
 
 
 def runs(response) -> list[tuple[list[int], list[bool]]]:
@@ -275,3 +281,49 @@ def test_log_probs_of_all_histories_agree_with_the_learner_s_pass(models):
     torch.testing.assert_close(found, torch.stack(expected), atol=1e-5, rtol=0)
     torch.testing.assert_close(found, batch.rollout_log_prob[micro.index], atol=1e-4, rtol=0)
     assert batch.mask[micro.index].all() and len(found) == int(batch.mask.sum()) > 40
+
+
+@pytest.mark.parametrize("unlike", [-1, 0])
+def test_every_history_is_replayed_with_the_experts_that_sampled_it(models, ranks, unlike):
+    """--router-replay R3: the routes of each history are those of a pass over it alone, and the learner takes them. unlike: the
+    response whose first call is not its group's; it ends first."""
+    from rl.generation.embedded.engine import TransformersEngine
+    from rl.learning.args import LearnerArgs
+    from rl.learning.learner import Learner
+    from rl.model.router import UNKNOWN, RouterArgs
+
+    def engine_of():
+        replay = RouterArgs(router_replay="R3")
+        return TransformersEngine(models["moe"], 64, 4, end_tokens={1, 2, 3, 4, 5, 6}, router=replay)
+
+    calls = [(1, [20, 9]), (0, [21, 8]), (1, [22, 7, 8]), (2, [23])]
+    prompt = lambda key: [7, 7, 2] if key[1] == unlike else [2, 3]  # noqa: E731
+    generator, played = agents(calls, engine=engine_of(), prompt=prompt, n=5, length=50)
+    played.answer = lambda key, turn, ids: DONE if key[1] == unlike else played._say(key, turn, ids)
+    generator.sampling = generator.args.sampling
+    generator.start(0)
+    played._pending.reverse()  # the first response's call comes last
+    group = Group.from_bytes(finish(generator).to_bytes())
+    assert group.prompt_ids.tolist() == [2, 3] and sum(len(r.histories or []) > 2 for r in group.responses) >= 2
+    assert (group.responses[0].histories or [1])[0] > 0 or unlike == 0
+    ends, whole = [], engine_of()
+    for response in group.responses:
+        end = 0
+        for number, (tokens, _) in enumerate(runs(response)):
+            end += len(tokens)
+            if not tokens:
+                continue
+            ids = ([] if number else [2, 3]) + tokens
+            whole.add(Request(0, ids[:1], SamplingParams(max_tokens=len(ids)), 0, so_far=so_far(ids[1:])))
+            expected = whole.step()[0].routes[: len(ids) - 1]
+            own = response.routes[end - len(tokens) : end - 1]
+            assert np.array_equal(own if number else np.concatenate([group.prompt_routes, own]), expected)
+        ends += [end - 1 for end in np.cumsum(response.histories or [len(response.token_ids)]).tolist() if end]
+    batch = Batch.of([group])
+    micro = MicroBatch.of(batch, list(range(5)), torch.device("cpu"))
+    free = [len(part) for part in (group.prompt_ids, *(r.token_ids for r in group.responses))]
+    assert int((micro.routes[:, 0, 0] == UNKNOWN).sum()) == len(ends) and len(micro.routes) == sum(free)
+    learner = Learner(models["moe"], LearnerArgs(lr_warmup_steps=0, router_replay="R3"), ranks, 10)
+    found, metrics = learner.log_probs(micro)[0], learner.router_metrics()
+    torch.testing.assert_close(found.detach(), batch.rollout_log_prob[micro.index], atol=1e-4, rtol=0)
+    assert metrics["moe/replay/tokens_differ"] < 0.01

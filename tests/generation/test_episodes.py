@@ -33,7 +33,7 @@ class Played:
         self.answer, self.ready, self.shuffled = answer, {"scores_at_end": scores_at_end}, shuffled
         self.asked, self.turns, self._pending, self.alive = [], {}, [], set()
 
-    def begin(self, key, row, seed, own_seed):
+    def begin(self, key, row, seed, own_seed, split):
         self.alive.add(key)
         self.turns[key] = 0
         self._pending.append((key, {"asked": "reset", "seconds": 0.0, "prompt": row.get("prompt_ids")}))

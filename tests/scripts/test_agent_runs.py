@@ -3,12 +3,16 @@
 import json
 import re
 import signal
+import socket
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, bits, is_documented, left_over, run_script, start, train
+import torch
+from helpers import ROOT, bits, is_documented, left_over, run_script, start, train, weights
 
 ENVIRONMENTS = '''
 import time
@@ -92,6 +96,47 @@ def test_sync_async_and_replay_train_the_same_bits(tmp_path):
     assert "bit for bit" in said
 
 
+@pytest.fixture
+def served(monkeypatch) -> Iterator[list[str]]:
+    """The flags of a run whose episodes three workers take, which must end well."""
+    monkeypatch.setenv("SERVE_POLICY_KEY", "0123456789abcdef")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, ROOT / "examples" / "worker.py", f"http://127.0.0.1:{port}"]
+    workers = [subprocess.Popen(command) for _ in range(3)]
+    try:
+        yield ["--serve-policy", str(port)]
+        assert [worker.wait(30) for worker in workers] == [0, 0, 0]
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "ranks", "more"),
+    [("train_sync.py", None, []), ("train_one_step_off.py", 2, []), ("train_async.py", 2, ["--staleness-threshold", "0"])],
+    ids=["sync", "one step off", "async"],
+)
+def test_workers_train_the_bits_of_an_environment(served, script, ranks, more, tmp_path):
+    """Fewer of them than responses to a prompt; they play the validation, too, and hear of the end. One step off trains with
+    the log-probs of the engine, whose last bits are those of the rows that it decodes at once."""
+    flags = [*SHORT[:2], *more, "--total-training-steps", "3", "--lr", "1e-3", "--test-freq", "3", "--val-max-samples", "8"]
+    flags += ["--no-val-before-train", "--rollout-n", "4"]
+    expected, env, _ = train(script, *CALCULATOR, *flags, ranks=ranks, out=tmp_path / "env")
+    found, run, done = train(script, *CALCULATOR[:2], *served, *CALCULATOR[4:], *flags, ranks=ranks, out=tmp_path / "served")
+    assert bits(env) == bits(run) or script == "train_one_step_off.py"
+    for name, value in weights(env).items():
+        torch.testing.assert_close(weights(run)[name], value, atol=1e-5, rtol=0)
+    for name in ("critic/score/mean", "response_length/mean", "reward/extra/turns/mean"):
+        assert [found[step][name] for step in (1, 2, 3)] == [expected[step][name] for step in (1, 2, 3)]
+    name = "val-core/demo/acc/mean@1"
+    assert found[3][name] == expected[3][name]
+    assert sum(found[step]["reward/extra/tool_calls/mean"] for step in (1, 2, 3)) > 0
+    assert f"episodes for workers: http://127.0.0.1:{served[1]}/v1/episodes/next" in done.stdout
+
+
 @pytest.mark.slow
 def test_one_step_off_has_turns_too(tmp_path):
     flags = [*CALCULATOR, *SHORT, "--total-training-steps", "3"]
@@ -113,10 +158,14 @@ def test_over_sampling_resumes_bit_for_bit(file, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["env", "agent"])
-def test_kill_9_while_tools_are_at_work_loses_no_ticket(kind, file, tmp_path):
-    """Complaint 20, and no process is left. An agent's forked histories are among what is recorded."""
-    what = {"env": ["--env", f"{file}:Slow", *CALCULATOR[4:]], "agent": [*forking(file), "--max-response-length", "64"]}[kind]
+@pytest.mark.parametrize("kind", ["env", "agent", "served"])
+def test_kill_9_while_tools_are_at_work_loses_no_ticket(kind, file, request, tmp_path):
+    """Complaint 20, and no process is left. An agent's forked histories are among what is recorded. Workers outlive the run."""
+    if kind == "agent":
+        what = [*forking(file), "--max-response-length", "64"]
+    else:
+        what = ["--env", f"{file}:Slow"] if kind == "env" else request.getfixturevalue("served")
+        what = [*what, *CALCULATOR[4:]]
     flags = [*CALCULATOR[:2], *what, *SHORT, "--lr", "1e-3", "--save-freq", "1"]
     flags += ["--experiment-name", "run", "--output-dir", tmp_path, "--staleness-threshold", "1"]
     job, mark = start("train_async.py", *flags, "--total-training-steps", "400", ranks=2)
@@ -132,7 +181,7 @@ def test_kill_9_while_tools_are_at_work_loses_no_ticket(kind, file, tmp_path):
     step = max(int(path.name[5:]) for path in tmp_path.glob("run/step_*") if (path / "config.json").exists())
     done = run_script("train_async.py", *flags, "--total-training-steps", step + 3, ranks=2)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert {row.get("reward/extra/forks/mean") for row in rows} == {None if kind == "env" else 2.0}
+    assert {row.get("reward/extra/forks/mean") for row in rows} == {{"env": None, "agent": 2.0, "served": 0.0}[kind]}
     assert not any(row["reward/unscored"] for row in rows) and all(map(is_documented, rows[-1].keys() - {"step", "time"}))
     started, trained, dropped, flying = map(
         int, re.search(r"([\d,]+) tickets started = (\d+) trained \+ (\d+) dropped \+ (\d+) in flight", done.stdout).groups()

@@ -115,6 +115,7 @@ CASES = [
     ("--env-cpu-limit 3", "", "--env demo-calculator"),
     ("--env-memory-limit-gb 3", "", "--env demo-calculator"),
     ("--env-lock-step on", "", "--env demo-calculator"),
+    ("--serve-host 0.0.0.0", "--agent python", "--serve-policy 8000"),
     ("--gpu-memory-utilization 0.8", "--engine transformers", "--engine vllm"),
     ("--gpu-memory-utilization 0.8", CPU, VLLM),
     ("--enable-chunked-prefill", "--engine transformers", "--engine vllm"),
@@ -160,7 +161,7 @@ ALWAYS = {  # component -> its flags that have an effect by themselves, or are r
     "RolloutCorrectionArgs": "rollout_is rollout_rs off_policy_mask_threshold",
     "DataArgs": "train_files prompt_key max_prompt_length filter_overlong_prompts shuffle train_max_samples",
     "RewardArgs": "reward on_reward_error overlong_buffer_len",
-    "EnvironmentArgs": "env tools agent",
+    "EnvironmentArgs": "env tools agent serve_policy",
     "EngineArgs": "rollout_n max_response_length temperature top_p top_k ignore_eos engine max_num_seqs max_num_batched_tokens "
     "keep_sampling_mask rollout_dtype rollout_tp rollout_seeds",
     "LearnerArgs": "dtype gradient_checkpointing compile max_tokens_per_micro_batch sequence_parallel expert_parallel "

@@ -1,0 +1,59 @@
+"""A worker that takes episodes from a run wherever that is, plays each, and ends it with a reward, until the run has ended.
+
+    export SERVE_POLICY_KEY=$(openssl rand -hex 16)
+    torchrun --standalone --nproc-per-node 2 train_async.py --model demo-calculator --serve-policy 8000 \
+        --max-response-length 24 --train-batch-size 16 --total-training-steps 40 &
+    for i in 1 2 3 4; do python examples/worker.py http://127.0.0.1:8000 & done; wait
+
+It plays as examples/agent.py does. A worker may start before the run and outlive a resume. See docs/agents.md.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+
+from agent import answer
+
+PATIENCE = 600  # seconds without an answer of the run after which this ends
+
+
+def post(url: str, key: str, body: dict) -> dict:
+    """The answer; an empty one if there is no episode yet."""
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as reply:
+        return json.loads(reply.read() or "{}")
+
+
+def play(episode: dict) -> None:
+    """One episode. Without a reward, as when its budget is used up, the run's grader scores it."""
+    url, key = episode["base_url"], episode["api_key"]
+    os.environ |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "OPENAI_MODEL": episode["model"]}
+    end = {}
+    with contextlib.suppress(urllib.error.HTTPError):  # 400: the budget is used up
+        end["reward"] = float(answer(episode["row"]["prompt"]) == episode["row"]["ground_truth"])
+    with contextlib.suppress(urllib.error.HTTPError):  # 410: it has ended, as after --env-timeout
+        post(f"{url}/episodes/end", key, end)
+
+
+def work(url: str) -> None:
+    """Episode after episode."""
+    heard = time.monotonic()
+    while time.monotonic() < heard + PATIENCE:
+        try:
+            if episode := post(f"{url}/v1/episodes/next", os.environ["SERVE_POLICY_KEY"], {}):
+                play(episode)
+            heard = time.monotonic()
+        except urllib.error.HTTPError as error:
+            if error.code != 410:  # the run has ended
+                raise
+            return
+        except OSError:  # it has not started, or is starting again
+            time.sleep(1)
+
+
+if __name__ == "__main__":
+    work(sys.argv[1])

@@ -1,0 +1,276 @@
+"""Where workers take episodes (--serve-policy): `python -m rl.environments.desk PARENT_PID`, started by gateway.py.
+
+A worker asks for an episode with the run's secret. It gets the row and a key that is the episode's own, with which it calls the
+model and ends the episode. Its connections are handed, as open files, to the episode's process, which answers them
+(rl/environments/chat.py): nothing of a request is read here but its head. An episode's process announces itself by a connection
+to a Unix socket, which is also the way of the files.
+
+Left out: encryption. Put a tunnel or a proxy in front of it where the network is not yours.
+"""
+
+import contextlib
+import errno
+import hmac
+import json
+import os
+import re
+import resource
+import secrets
+import socket
+import socketserver
+import struct
+import sys
+import threading
+import time
+from collections import deque
+from types import MappingProxyType
+from typing import Any
+
+from rl.environments.chat import ENDED, MODEL
+from rl.environments.json_server import Handler, Refused, Server
+from rl.rewards import descendants
+
+LARGEST = 1 << 16  # bytes of a message between this process and the rank
+POLL = 20.0  # seconds that a worker waits for an episode before it is asked to come again
+PATIENCE = 60.0  # seconds without a worker after which the console says so
+HEAD = 1 << 16  # bytes of a request's head
+HEAD_SECONDS = 10.0  # in which it has to come
+LINGER = (1.0, 5.0)  # seconds at the end in which workers hear of it: at least, and while one that has an episode has not
+PORT_SECONDS = 10.0  # for a port to become free
+OVER = "the run has ended: there will be no more episodes"
+TAKEN, CALLED = b"t", b"c"  # what an episode's process hears; the latter comes with a connection
+
+
+class Episode:
+    """One that an episode's process has offered."""
+
+    def __init__(self, offer: dict, key: str, channel: socket.socket):
+        self.offer, self.key, self.channel = offer, key, channel
+
+    def tell(self, what: bytes, *files: int) -> None:
+        """Raises OSError if the episode has ended."""
+        socket.send_fds(self.channel, [what], files)
+
+
+class Desk(Server):
+    """The server for workers."""
+
+    closes = True
+
+    def __init__(self, settings: dict):
+        self.settings, self.key = settings, settings["secret"]
+        self.address_family = socket.AF_INET6 if ":" in settings["host"] else socket.AF_INET
+        self.changed = threading.Condition()
+        self.waiting: deque[Episode] = deque()
+        self.alive: dict[str, Episode] = {}
+        self.is_over = False
+        self.unaware: set[str] = set()  # keys whose workers have not heard of it
+        self.asked = 0.0  # when the last worker did
+        self._run, self._count = secrets.token_hex(4), 0
+        super().__init__((settings["host"], settings["port"]), DeskHandler)
+
+    def shutdown_request(self, request: socket.socket) -> None:
+        """Closes this process's own file alone: another one may have the connection now."""
+        self.close_request(request)
+
+    def sign(self, name: str) -> str:
+        """The key of an episode."""
+        return f"{name}-{hmac.digest(self.key.encode(), name.encode(), 'sha256').hex()[:32]}"
+
+    def is_signed(self, key: str) -> bool:
+        """Whether it is the key of an episode, of this run or of another one with this secret."""
+        return hmac.compare_digest(self.sign(key.rpartition("-")[0]), key)
+
+    def offer(self, offer: dict, channel: socket.socket) -> Episode:
+        """Lets workers take an episode."""
+        with self.changed:
+            self._count += 1
+            episode = Episode(offer, self.sign(f"{self._run}-{self._count}"), channel)
+            self.alive[episode.key] = episode
+            self.waiting.append(episode)
+            self.changed.notify()
+        return episode
+
+    def withdraw(self, episode: Episode) -> None:
+        """The episode's process has ended."""
+        with self.changed:
+            del self.alive[episode.key]
+            if episode in self.waiting:
+                self.waiting.remove(episode)
+
+    def give_back(self, episode: Episode) -> None:
+        """The worker has not read the answer: the next one is given the episode."""
+        with self.changed:
+            if episode.key in self.alive:
+                self.waiting.appendleft(episode)
+            self.changed.notify()
+
+    def take(self, asks: "DeskHandler") -> Episode | None:
+        """The episode that has waited longest; None if there is none for a while. Raises Refused at the end of the run."""
+        with self.changed:
+            self.asked = time.monotonic()
+            self.changed.wait_for(lambda: self.waiting or self.is_over, POLL)
+            self.asked = time.monotonic()
+            if self.is_over:
+                raise Refused(410, OVER)
+            if self.waiting and asks.is_open():
+                return self.waiting.popleft()
+            self.changed.notify()
+        return None
+
+    def counts(self) -> dict:
+        """Of the episodes under way, and the seconds since a worker has asked for one."""
+        with self.changed:
+            waiting, ago = len(self.waiting), time.monotonic() - self.asked if self.asked else None
+            return {"waiting": waiting, "taken": len(self.alive) - waiting, "seconds_since_asked": ago}
+
+    def text(self) -> str:
+        """The counts in words."""
+        found = self.counts()
+        ago = found["seconds_since_asked"]
+        asked = "none has asked" if ago is None else f"the last one asked {ago:.0f} s ago"
+        return f"{found['waiting']} wait for workers ({asked} at {self.settings['url']}), {found['taken']} are taken"
+
+    def finish(self) -> None:
+        """No worker gets anything from now on."""
+        with self.changed:
+            self.is_over = True
+            self.unaware = self.alive.keys() - {episode.key for episode in self.waiting}
+            self.changed.notify_all()
+
+    def linger(self) -> None:
+        """Waits until workers have heard that the run has ended."""
+        started, (least, most) = time.monotonic(), LINGER if self.asked else (0.0, 0.0)
+        while time.monotonic() < started + (most if self.unaware else least):
+            time.sleep(0.05)
+
+    def remind(self) -> None:
+        """Says on the console that no worker comes."""
+        while True:
+            time.sleep(PATIENCE)
+            found = self.counts()
+            if found["waiting"] and not found["taken"] and (found["seconds_since_asked"] or PATIENCE) >= PATIENCE:
+                print(f"waiting for workers: {self.text()}", file=sys.stderr, flush=True)
+
+
+class DeskHandler(Handler):
+    """A worker's connection, for one request."""
+
+    server: Desk
+    routes = MappingProxyType({"POST /v1/episodes/next": "next", "GET /v1/episodes": "status"})
+
+    def handle(self) -> None:
+        """Hands a connection with an episode's key to the episode's process."""
+        episode = self.server.alive.get(self._peek())
+        if episode and not self.server.is_over:
+            with contextlib.suppress(OSError):  # the episode ends at this moment
+                episode.tell(CALLED, self.connection.fileno())
+                return
+        super().handle()
+
+    def _peek(self) -> str:
+        """The request's key, which stays unread."""
+        deadline = time.monotonic() + HEAD_SECONDS
+        self.connection.settimeout(HEAD_SECONDS)
+        while time.monotonic() < deadline:
+            head = self.connection.recv(HEAD, socket.MSG_PEEK)
+            if not head or b"\r\n\r\n" in head or len(head) == HEAD:
+                break
+            time.sleep(0.01)
+        self.connection.settimeout(None)
+        found = re.search(rb"\r\nAuthorization: *Bearer +([\x21-\x7e]+) *\r\n", head.partition(b"\r\n\r\n")[0] + b"\r\n", re.I)
+        return found[1].decode() if found else ""
+
+    def wrong_key(self) -> Refused | None:
+        """As of others; and a key of an episode that has ended."""
+        if self.given_key.isascii() and self.server.is_signed(self.given_key):
+            self.server.unaware.discard(self.given_key)
+            return Refused(410, OVER if self.server.is_over else ENDED)
+        return super().wrong_key()
+
+    def next(self, _: dict) -> None:
+        """Gives the worker an episode: 204 if there is none for a while."""
+        episode = self.server.take(self)
+        if episode is None:
+            self.write(204, "application/json", b"")
+            return
+        url = f"http://{self.headers['Host']}" if "Host" in self.headers else self.server.settings["url"]  # as it is reached
+        more = {"base_url": f"{url}/v1", "api_key": episode.key, "model": MODEL, "timeout": self.server.settings["timeout"]}
+        try:
+            self.send(200, episode.offer | more)
+        except OSError:
+            self.server.give_back(episode)
+            raise
+        with contextlib.suppress(OSError):
+            episode.tell(TAKEN)
+
+    def status(self, _: dict) -> dict:
+        """How many episodes there are."""
+        return self.server.counts()
+
+
+class Offers(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    """The server for the episodes' processes."""
+
+    daemon_threads, block_on_close, request_queue_size = True, False, 1024
+
+    def __init__(self, name: str, desk: Desk):
+        self.desk = desk
+        super().__init__(f"\0{name}", OfferHandler)
+
+    def verify_request(self, request: socket.socket, client_address: Any) -> bool:
+        """Whether it is a process of this user."""
+        _, user, _ = struct.unpack("3i", request.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return user == os.getuid()
+
+
+class OfferHandler(socketserver.StreamRequestHandler):
+    """An episode's process, for as long as it lives."""
+
+    def handle(self) -> None:
+        line = self.rfile.readline()
+        if not line.endswith(b"\n"):
+            return
+        episode = self.server.desk.offer(json.loads(line), self.connection)
+        try:
+            with contextlib.suppress(OSError):
+                self.connection.recv(1)  # it says nothing more
+        finally:
+            self.server.desk.withdraw(episode)
+
+
+def main(parent: int) -> None:
+    if not descendants.guard(parent):
+        return
+    control = socket.socket(fileno=os.dup(0))
+    settings = json.loads(control.recv(LARGEST))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # one for each episode, and for each connection
+    try:
+        desk = listen(settings)
+    except OSError as error:
+        control.send(json.dumps({"failed": str(error)}).encode())
+        return
+    offers = Offers(settings["name"], desk)
+    for job in (desk.serve_forever, offers.serve_forever, desk.remind):
+        threading.Thread(target=job, daemon=True).start()
+    control.send(b"{}")
+    while message := control.recv(LARGEST):
+        {"finish": desk.finish, "linger": desk.linger, "status": desk.text}[json.loads(message)["do"]]()
+        control.send(json.dumps({"status": desk.text()}).encode())
+
+
+def listen(settings: dict) -> Desk:
+    """Waits for the port, which a run that has just ended may still have. Raises OSError."""
+    deadline = time.monotonic() + PORT_SECONDS
+    while True:
+        try:
+            return Desk(settings)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

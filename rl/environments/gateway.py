@@ -1,0 +1,77 @@
+"""The address at which workers take episodes (--serve-policy), as the rank sees it: rl/environments/desk.py is its process."""
+
+import contextlib
+import json
+import os
+import platform
+import socket
+import subprocess
+import threading
+import weakref
+
+from rl.environments.desk import LARGEST
+from rl.errors import UserError
+from rl.ranks import watchdog
+from rl.rewards import descendants
+
+SECRET = "SERVE_POLICY_KEY"  # the variable of the environment that has it
+SHORTEST_SECRET = 16  # characters
+START_LIMIT = 30.0  # seconds of an answer
+
+
+def read_secret() -> str:
+    """What workers must know. Raises UserError where it is not set."""
+    secret = os.environ.get(SECRET, "")
+    if len(secret) < SHORTEST_SECRET or not secret.isascii() or not secret.isprintable() or " " in secret:
+        raise UserError(
+            f"--serve-policy: set {SECRET}, the secret of its workers, to {SHORTEST_SECRET} ASCII characters or more without "
+            f"blanks: export {SECRET}=$(openssl rand -hex 16)"
+        )
+    return secret
+
+
+class Gateway:
+    """The gateway's process, as the rank sees it."""
+
+    def __init__(self, name: str, host: str, port: int, timeout: float):
+        """name: of the Unix socket. Raises UserError if the port cannot be had."""
+        self._one_at_a_time = threading.Lock()  # the watchdog's thread asks, too
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        nowhere = subprocess.DEVNULL
+        self._process = descendants.start("rl.environments.desk", passed=(), stdin=theirs, stdout=nowhere)
+        theirs.close()
+        self._finalizer = weakref.finalize(self, descendants.end, self._process)
+        self._control.settimeout(START_LIMIT)
+        reached = platform.node() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+        self.url = f"http://{reached}:{port}"
+        known = {"name": name, "host": host, "port": port, "url": self.url, "timeout": timeout, "secret": read_secret()}
+        answer = self._ask(known)
+        if "failed" in answer:
+            raise UserError(f"--serve-policy: cannot listen at {host}:{port}: {answer['failed']}.")
+        print(f"episodes for workers: {self.url}/v1/episodes/next, with the key in {SECRET} (docs/agents.md)", flush=True)
+        watchdog.show("episodes for workers", self.status)
+
+    def _ask(self, message: dict) -> dict:
+        with self._one_at_a_time, contextlib.suppress(OSError):
+            self._control.send(json.dumps(message).encode())
+            return json.loads(self._control.recv(LARGEST) or '{"failed": "its process has ended"}')
+        return {"failed": "its process does not answer"}
+
+    def status(self) -> str:
+        """How many episodes wait for a worker, in words."""
+        answer = self._ask({"do": "status"})
+        return answer.get("status") or answer["failed"]
+
+    def check(self) -> None:
+        """Raises UserError if the process has ended."""
+        if self._process.poll() is not None:
+            raise UserError(f"--serve-policy: the process that serves {self.url} has exited.")
+
+    def finish(self) -> None:
+        """The run has ended: workers hear that, whatever they ask for."""
+        self._ask({"do": "finish"})
+
+    def close(self) -> None:
+        """Ends the process, once workers have heard."""
+        self._ask({"do": "linger"})
+        self._finalizer()

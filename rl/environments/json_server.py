@@ -1,0 +1,118 @@
+"""HTTP requests with JSON bodies: what the endpoint of an episode and the gateway of all episodes share."""
+
+import hmac
+import json
+import socket
+import socketserver
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+LARGEST, LARGEST_OF_STRANGERS = 1 << 26, 1 << 16  # bytes of a request: with the key, and without
+BODY_SECONDS = 60.0  # in which it has to come
+
+
+class Refused(Exception):
+    """A request that cannot be answered, as HTTP says it."""
+
+    def __init__(self, status: int, message: str, code: str | None = None):
+        super().__init__(message)
+        self.status = status
+        self.body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+
+
+class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    """A thread for each connection. key: that a request must have; None where somebody else has checked it."""
+
+    daemon_threads, block_on_close, request_queue_size, allow_reuse_address = True, False, 128, True
+    key: str | None = None
+    closes = False  # each connection after one request
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that breaks a connection costs nobody anything."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """A connection."""
+
+    protocol_version, server_version = "HTTP/1.1", "policy"
+    wbufsize = 1 << 16  # of a buffer: in two packets the second would wait for the first to be acknowledged
+    server: Server
+    routes: Mapping[str, str]  # "POST /v1/path" -> the method that answers it, from the body; None: it has answered
+
+    def do_GET(self) -> None:
+        self._respond(read=False)
+
+    def do_POST(self) -> None:
+        self._respond(read=True)
+
+    def _respond(self, read: bool) -> None:
+        try:
+            refused = self.wrong_key()
+            text = self._body(LARGEST_OF_STRANGERS if refused and refused.status == 401 else LARGEST) if read else b""
+            if refused:
+                raise refused
+            name = self.routes.get(f"{self.command} {self.path.partition('?')[0]}")
+            if name is None:
+                raise Refused(404, f"there are {', '.join(self.routes)} here")
+            try:
+                body = json.loads(text or b"{}")
+            except (ValueError, RecursionError) as error:
+                raise Refused(400, f"the request is no JSON: {error}") from None
+            if not isinstance(body, dict):
+                raise Refused(400, "the request is no JSON object")
+            answer = getattr(self, name)(body)
+        except Refused as refused:
+            self.send(refused.status, refused.body)
+            return
+        if answer is not None:
+            self.send(200, answer)
+
+    @property
+    def given_key(self) -> str:
+        return self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+
+    def wrong_key(self) -> Refused | None:
+        """What is wrong with the request's key."""
+        key = self.server.key
+        if key is None or hmac.compare_digest(self.given_key.encode(), key.encode()):
+            return None
+        return Refused(401, "the key is not this session's OPENAI_API_KEY", "invalid_api_key")
+
+    def _body(self, most: int) -> bytes:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > most:
+            self.close_connection = True
+            raise Refused(413 if length.isdecimal() else 411, f"Content-Length: a number up to {most}")
+        self.connection.settimeout(BODY_SECONDS)
+        try:
+            return self.rfile.read(int(length))
+        finally:
+            self.connection.settimeout(None)
+
+    def is_open(self) -> bool:
+        """Whether the client has not closed the connection."""
+        try:
+            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def send(self, status: int, body: dict) -> None:
+        """Answers with an object."""
+        self.write(status, "application/json", json.dumps(body).encode())
+
+    def write(self, status: int, kind: str, data: bytes) -> None:
+        """Answers with these bytes."""
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        if self.server.closes:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(data)
+        self.wfile.flush()
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing: an agent's calls are counted as turns."""
