@@ -43,11 +43,6 @@ def awaited(value: Any) -> Any:
     return _loop().run_until_complete(value) if inspect.isawaitable(value) else value
 
 
-def tool_methods(cls: type) -> list[str]:
-    """A TRL environment's tools: its public methods."""
-    return [name for name, _ in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_") and name not in OWN]
-
-
 class OwnEnvironment:
     """A class with `step`."""
 
@@ -181,7 +176,8 @@ class Programs:
         elif self.is_own:
             self.functions = {function.__name__: function for function in getattr(self.cls, "tools", ())}
         else:
-            self.functions = {name: getattr(self.cls, name) for name in tool_methods(self.cls)}
+            methods = dict(inspect.getmembers(self.cls, inspect.isfunction))
+            self.functions = {name: methods[name] for name in methods if not name.startswith("_") and name not in OWN}
         if not self.functions and not self.is_own:
             raise TypeError(f"{self.cls.__name__} has neither a method step nor public methods that could be tools")
 

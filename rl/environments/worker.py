@@ -159,7 +159,7 @@ class Forks:
             self.control.detach()
             _limit(self.warm.settings)
             with contextlib.suppress(ConnectionError):  # the rank has ended the episode
-                Episode(self.warm, socket.socket(fileno=file)).serve()
+                _answer_all(self.warm, socket.socket(fileno=file))
             os._exit(0)
         except BaseException:
             traceback.print_exc()
@@ -193,29 +193,23 @@ def _limit(settings: dict) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-class Episode:
-    """One episode, in its own process."""
-
-    def __init__(self, warm: Warm, rank: socket.socket):
-        self.answers, self.cpu_seconds = warm.new(), warm.settings["cpu_seconds"]
-        self.items, self.rank, self._pid = rank.makefile("r"), rank, os.getpid()
-
-    def serve(self) -> None:
-        """Answers one question after the other, until the rank closes its end."""
-        for line in self.items:
-            item = json.loads(line)
-            limit_cpu(self.cpu_seconds)
-            started = time.monotonic()
-            try:
-                reply = getattr(self.answers, item["do"])(item)
-            except (BadValue, Silent) as error:
-                reply = {"event": error.event, "message": str(error)}
-            except (Exception, SystemExit) as error:
-                reply = {"event": "error", "message": f"{describe(error):.500}"}
-            if os.getpid() != self._pid:  # the user's code has forked
-                return
-            reply |= {"number": item["number"], "seconds": time.monotonic() - started}
-            self.rank.sendall(json.dumps(reply).encode() + b"\n")
+def _answer_all(warm: Warm, rank: socket.socket) -> None:
+    """An episode: answers one question after the other, until the rank closes its end."""
+    program, me = warm.new(), os.getpid()
+    for line in rank.makefile("r"):
+        item = json.loads(line)
+        limit_cpu(warm.settings["cpu_seconds"])
+        started = time.monotonic()
+        try:
+            reply = getattr(program, item["do"])(item)
+        except (BadValue, Silent) as error:
+            reply = {"event": error.event, "message": str(error)}
+        except (Exception, SystemExit) as error:
+            reply = {"event": "error", "message": f"{describe(error):.500}"}
+        if os.getpid() != me:  # the user's code has forked
+            return
+        reply |= {"number": item["number"], "seconds": time.monotonic() - started}
+        rank.sendall(json.dumps(reply).encode() + b"\n")
 
 
 class Program:
