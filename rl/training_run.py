@@ -6,10 +6,9 @@ Each part of the script's state that a checkpoint holds has `state()`, which ret
 from collections.abc import Mapping
 from typing import Protocol
 
-from rl.algorithm.fates import Fates
+from rl.algorithm.fates import Fates, SourceCounts
 from rl.algorithm.health import Health
 from rl.algorithm.metrics import hardly_scored, validation_metrics
-from rl.algorithm.source_counts import SourceCounts
 from rl.checkpoint.resume import Resumed, resume
 from rl.checkpoint.saver import Saver
 from rl.data.job import Job

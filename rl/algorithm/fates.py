@@ -1,19 +1,33 @@
-"""What became of a batch's responses: trained, or rejected by the rollout correction. And why a step has nothing to learn from.
+"""What became of a step's responses, as a whole and by data source, and why a step has nothing to learn from.
 
-Left out: responses that could not be scored and are no part of the batch (Batch.unscored, Batch.sizes).
+    data/<source>/trained      a token was trained
+    data/<source>/rejected     the rollout correction left no token
+    data/<source>/unscored     it could not be scored
+    data/<source>/masked       the policy sampled none of its tokens; only if some are masked
+    data/<source>/filtered     its prompt was replaced by --filter-groups
+    data/<source>/dropped      its prompt was dropped as too old (--max-staleness)
+    data/<source>/skipped      it was not generated, because its prompt was passed over; only with --prompt-sampling
+
+Each response of a prompt that was started and settled is in one of these counts of one step.
 """
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 import losses
 from rl.algorithm.args import AlgorithmArgs
+from rl.data.prompts import PromptDataset, PromptOrder
 from rl.learning.batch import Batch
 
 REJECTED, UNSCORED, MASKED, TRUNCATED = "rejected", "unscored", "masked", "truncated"
 EQUAL, OTHER = "equal_scores", "other"
+KINDS_OF_A_BATCH = ("trained", "rejected", "unscored")
+KINDS = (*KINDS_OF_A_BATCH, "filtered", "dropped")
+MOST = 16  # sources with metrics of their own; with more the smallest ones share theirs
+OTHERS = "(others)"
 
 
 @dataclass(frozen=True)
@@ -87,3 +101,38 @@ def causes(args: AlgorithmArgs, batch: Batch, fates: Fates) -> Counter[str]:
         else:
             found[TRUNCATED if all(truncated[i] for i in responses) else EQUAL] += 1
     return found
+
+
+class SourceCounts:
+    """Counts by the data sources of the training prompts."""
+
+    def __init__(self, prompts: PromptDataset, order: PromptOrder, responses: int):
+        """responses: of each prompt."""
+        self.prompts, self.order, self.responses = prompts, order, responses
+        sizes = prompts.source_sizes()
+        largest = sorted(sizes, key=lambda source: (-sizes[source], source))
+        self.shown = largest if len(largest) <= MOST else [*largest[: MOST - 1], OTHERS]
+
+    def of_step(self, batch: Batch, fates: Fates, gone: Mapping[str, Sequence[int]] | None) -> dict[str, int]:
+        """data/*. gone: tickets that were not trained, by reason: "filtered", "stale" or "skipped". None if they are not known:
+        then the kinds that count them are left out."""
+        counts = {source: Counter() for source in self.shown}
+        places = batch.group.tolist()
+        of_each = (x.tolist() for x in (fates.trained, fates.rejected, fates.masked))
+        for place, trained, rejected, masked in zip(places, *of_each, strict=True):
+            counts[self._shown(batch.sources[place])].update(trained=trained, rejected=rejected, masked=masked)
+        scored = Counter(places)
+        for place, (source, size) in enumerate(zip(batch.sources, batch.sizes, strict=True)):
+            counts[self._shown(source)].update(unscored=size - scored[place])
+        for reason, tickets in (gone or {}).items():
+            kind = "dropped" if reason == "stale" else reason
+            for ticket in tickets:
+                source = self.prompts.source(self.order(ticket)[1])
+                counts[self._shown(source)].update({kind: self.responses})
+        kinds = (*(KINDS if gone is not None else KINDS_OF_A_BATCH), *(["masked"] if batch.is_masked else []))
+        kinds += ("skipped",) if gone and "skipped" in gone else ()
+        return {f"data/{source}/{kind}": int(of[kind]) for source, of in counts.items() for kind in kinds}
+
+    def _shown(self, source: str) -> str:
+        """The name that the source counts under. One that no prompt has (a replay may have other data) is among the last."""
+        return source if source in self.shown else self.shown[-1]

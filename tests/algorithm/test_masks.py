@@ -12,10 +12,9 @@ from helpers import is_documented, make_group
 import losses
 import train_sync
 from rl.algorithm import whole_batch
-from rl.algorithm.fates import EQUAL, MASKED, UNSCORED, Fates, causes
+from rl.algorithm.fates import EQUAL, MASKED, UNSCORED, Fates, SourceCounts, causes
 from rl.algorithm.kl_control import KLControl
 from rl.algorithm.metrics import batch_metrics, staleness_metrics
-from rl.algorithm.source_counts import SourceCounts
 from rl.learning.batch import Batch
 from rl.ranks.timers import Timers
 from rl.samples.group import UNPENALISED, Group, Response

@@ -9,8 +9,7 @@ import pytest
 import torch
 from helpers import make_group, run_script
 
-from rl.algorithm.fates import Fates
-from rl.algorithm.source_counts import KINDS, MOST, OTHERS, SourceCounts
+from rl.algorithm.fates import KINDS, MOST, OTHERS, Fates, SourceCounts
 from rl.learning.batch import Batch
 
 REWARD = """
