@@ -118,7 +118,7 @@ def test_values_and_gradients_are_those_of_merged_weights(models, ranks, kind, r
 
 
 def test_merging_rounds_once_and_leaves_the_model_as_it_is(models, ranks):
-    """In bf16 the sum of the model's weights and the adapters' fp32 product is rounded, from the parts at each publish."""
+    """In bf16 the sum of the model's weights and the adapters' fp32 product is rounded, at each publish for itself."""
     learner = learner_of(models["qwen3"], ranks, dtype="bfloat16", lora_rank=4)
     held = {name: local(parameter).clone() for name, parameter in learner.parameters.items()}
     for publish in range(3):
