@@ -1,4 +1,4 @@
-"""The flags of the algorithm and what follows from them. The algorithm itself is in the scripts, the formulas in losses.py."""
+"""The algorithm's flags, and what they imply. The algorithm itself is in the scripts, the formulas in losses.py."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ from rl.errors import UserError
 from rl.learning.batch import Batch
 from rl.ranges import MayChange, Range
 
-CLIPS = {"clip_low": "--clip-ratio-low", "clip_high": "--clip-ratio-high", "clip_c": "--clip-ratio-c"}  # by a loss's word
+CLIPS = {"clip_low": "--clip-ratio-low", "clip_high": "--clip-ratio-high", "clip_c": "--clip-ratio-c"}  # by a loss's keyword
 
 
 @dataclass
@@ -43,18 +43,18 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
     """Further parameters of the policy loss, as name=value. For sapo: --loss-args tau_pos=1 tau_neg=1.1. The names and
     defaults are those of the function in losses.py."""
     score_centering: bool = False
-    """For --loss-mode reinforce with --keep-sampling-mask: instead of weighing tokens by their ratio, subtract the log-prob
-    that the sampler could expect, so that engine and learner do not drift apart. Engines record the log-probs of all tokens
-    that could be sampled."""
+    """For --loss-mode reinforce with --keep-sampling-mask: instead of weighting tokens by their ratio, subtract the log-prob
+    that is expected under the sampler, so that engine and learner do not drift apart. Engines record the log-probs of all
+    tokens that could be sampled."""
     top_entropy_quantile: Annotated[float, Range(above=0, at_most=1)] = 1.0
-    """Restrict the policy loss to this share of a mini-batch's tokens, those at which the policy's entropy is largest: 0.2 in
+    """Restrict the policy loss to this share of a mini-batch's tokens, those with the largest entropy of the policy: 0.2 in
     arXiv 2506.01939."""
     use_kl_loss: bool = False
     """Add --kl-loss-coef times the KL to the reference policy (the starting model) to the loss."""
     kl_loss_coef: Annotated[float, Range(at_least=0)] = 1e-3
     """Weight of the KL loss."""
     kl_loss_type: Literal[losses.KL_LOSSES] = "k3"
-    """Estimator of the KL (losses.py). With "+" its gradient is also unbiased; k3r weighs stale tokens by their ratio, too."""
+    """Estimator of the KL (losses.py). With "+" its gradient is also unbiased; k3r also weights stale tokens by their ratio."""
     use_kl_in_reward: bool = False
     """Subtract --kl-reward-coef times the KL to the reference policy from each token's reward."""
     kl_reward_type: Literal[tuple(losses.KL_ESTIMATORS)] = "k1"
@@ -62,17 +62,17 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
     kl_ctrl_type: Literal["fixed", "adaptive"] = "fixed"
     """Keep --kl-reward-coef, or adapt it so that the KL approaches --target-kl."""
     kl_reward_coef: Annotated[float, Range(at_least=0)] = 1e-3
-    """Weight of the KL in the reward; the first one if it is adaptive."""
+    """Weight of the KL in the reward; the initial one if it is adaptive."""
     target_kl: Annotated[float, Range(above=0)] = 0.1
     """KL per token that the adaptive weight aims at."""
     kl_horizon: Annotated[int, Range(at_least=1)] = 10_000
     """Responses over which the adaptive weight reacts: the larger, the slower."""
     use_rollout_log_probs: bool | None = None
     """Take the generator's log-probs as the old ones instead of recomputing them, so that the ratio corrects for staleness. By
-    default True where batches may be stale, unless a correction or a loss compares the two."""
+    default True if batches may be stale, unless a correction or a loss compares the two."""
     backward_without_advantage: MayChange[bool] = False
     """Also compute gradients of responses whose advantages are all 0. These gradients are 0, so by default such responses only
-    pass forward, for the metrics."""
+    get a forward pass, for the metrics."""
     filter_groups: bool = False
     """DAPO's dynamic sampling: replace groups whose scores are all equal, which give no signal, with fresh prompts. The
     penalty of --overlong-buffer-len does not count."""
@@ -95,12 +95,12 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
 
     @property
     def loss_knobs(self) -> dict[str, float]:
-        """The numbers that the policy loss is called with: those given, of those that it takes."""
+        """The numeric parameters for the policy loss: those given by flags that it takes."""
         return self._given_of(losses.POLICY_LOSSES[self.loss_mode].knobs)
 
     @property
     def choice_knobs(self) -> dict[str, float]:
-        """The numbers that the choice of tokens is made with, for the losses that single some out."""
+        """The numeric parameters for the choice of tokens, in losses that choose some."""
         return self._given_of(losses.POLICY_LOSSES[self.loss_mode].choice_knobs)
 
     def _given_of(self, knobs: dict[str, float]) -> dict[str, float]:
@@ -117,41 +117,41 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
 
     @property
     def needs_greedy(self) -> bool:
-        """The estimator compares with a greedy response, which is sampled with each group."""
+        """Whether the estimator compares with a greedy response, which is sampled with each group."""
         return "baseline" in losses.ADVANTAGES[self.adv_estimator].inputs
 
     @property
     def needs_spread(self) -> bool:
-        """The advantage or the loss asks for what rl/algorithm/spread.py finds."""
+        """Whether the advantage or the loss needs the result of rl/algorithm/spread.py."""
         return self.top_entropy_quantile < 1 or "energy" in losses.ADVANTAGES[self.adv_estimator].inputs
 
     @property
     def trains_stale(self) -> bool:
-        """Responses may come from weights older than those that the learners train."""
+        """Whether responses may come from weights older than those that the learners train."""
         return False
 
     @property
     def old_is_rollout(self) -> bool:
-        """The old log-probs are the generator's."""
+        """Whether the old log-probs are the generator's."""
         if self.use_rollout_log_probs is not None:
             return self.use_rollout_log_probs
         return self.trains_stale and not self.corrects_rollout and not self.compares_itself
 
     @property
     def compares_itself(self) -> bool:
-        """The loss itself weighs tokens by the learner's probability over the generator's."""
+        """Whether the loss itself weights tokens by the learner's probability over the generator's."""
         return "rollout_log_prob" in losses.POLICY_LOSSES[self.loss_mode].inputs
 
     def recompute_old_log_probs(self, updates: int) -> bool:
-        """The log-probs of the policy that starts the step need a forward pass of their own. They do not where the old ones are
-        the generator's, nor for a batch of one update, whose ratio is 1, unless something asks for them earlier."""
+        """Return whether log-probs of the policy before the step need a separate forward pass. They do not if the old ones are
+        the generator's, or for a batch with one update, whose ratio is 1, unless something needs them earlier."""
         chooses = losses.POLICY_LOSSES[self.loss_mode].chooses
         asked = self.corrects_rollout or self.use_kl_in_reward or chooses is not None
         return not self.old_is_rollout and (updates > 1 or asked)
 
     @property
     def skips_backward(self) -> bool:
-        """Micro-batches without an advantage pass forward alone: the loss has no term that trains them."""
+        """Whether micro-batches without an advantage only get a forward pass: the loss has no term that trains them."""
         loss = losses.POLICY_LOSSES[self.loss_mode]
         has_bonus = self.entropy_coeff or self.entropy_target
         trains_all = self.use_kl_loss or has_bonus or self.teacher or loss.chooses or loss.trains_all
@@ -159,17 +159,17 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
 
     @property
     def packs_flat_apart(self) -> bool:
-        """Groups with equal scores, whose advantages are 0, have micro-batches of their own."""
+        """Whether groups with equal scores, whose advantages are 0, get separate micro-batches."""
         is_by_group = losses.ADVANTAGES[self.adv_estimator].group_of_one is not None
         return self.skips_backward and is_by_group and not self.use_kl_in_reward and not self.has_several_rewards
 
     @property
     def loss_inputs(self) -> tuple[str, ...]:
-        """Fields of the batch that the loss takes beyond the usual ones."""
+        """The batch's fields that the loss takes in addition to the usual ones."""
         return self.policy_loss.inputs
 
     def estimator_inputs(self, batch: Batch) -> dict:
-        """Keywords that the advantage estimator takes beyond the usual arguments."""
+        """Return the advantage estimator's keywords, in addition to the usual arguments."""
         estimator = losses.ADVANTAGES[self.adv_estimator]
         numbers = {name: getattr(self, name) for name in ("gamma", "lam") if name in estimator.knobs}
         if self.has_several_rewards:
@@ -177,7 +177,8 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
         return numbers | {name: getattr(batch if name == "baseline" else batch.targets, name) for name in estimator.inputs}
 
     def hint(self, unknown: Sequence[str]) -> str:
-        """A sentence for each unknown flag that is a number of a loss, of the chosen one if it has it, or of an estimator."""
+        """Return a sentence for each unknown flag that is a numeric parameter of a loss (preferably the chosen one) or an
+        estimator."""
         said = ""
         for flag, following in itertools.pairwise([*unknown, "--"]):
             if flag.startswith("--"):
@@ -200,7 +201,7 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
         return ""
 
     def check(self) -> None:
-        """Raises UserError, with the reason, for flags that contradict each other."""
+        """Raise UserError, with the reason, for flags that contradict each other."""
         try:
             losses.check_combination(self.adv_estimator, self.loss_mode, self.aggregation)
         except ValueError as error:
@@ -226,7 +227,8 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
         self._check_score_centering()
 
     def _check_old_log_probs(self) -> None:
-        """The log-probs that the loss and the rollout correction compare have to be there, and are compared once."""
+        """Raise UserError unless the log-probs that the loss and the rollout correction compare exist, and are only compared
+        once."""
         if self.use_rollout_log_probs and self.corrects_rollout:
             raise UserError(
                 "--rollout-is and --rollout-rs compare recomputed log-probs with the generator's; with --use-rollout-log-probs "
@@ -245,7 +247,7 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
             )
 
     def _check_score_centering(self) -> None:
-        """It is for a loss without weights, and needs to know what could be sampled."""
+        """Raise UserError unless the loss has no weights and engines record the tokens that could be sampled."""
         if not self.score_centering:
             return
         if losses.POLICY_LOSSES[self.loss_mode].has_ratio or self.rollout_is:
@@ -258,7 +260,7 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
             )
 
     def _check_loss_args(self) -> None:
-        """Each word of --loss-args has to name a number that the loss takes."""
+        """Raise UserError unless each word of --loss-args names a numeric parameter of the loss."""
         loss = losses.POLICY_LOSSES[self.loss_mode]
         known = {name: value for name, value in (loss.knobs | loss.choice_knobs).items() if name not in CLIPS}
         for word in self.loss_args:

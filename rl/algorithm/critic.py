@@ -1,6 +1,6 @@
-"""PPO's critic in the algorithm: its flags, which models can be one, and its part of a step.
+"""PPO's critic in the algorithm: its flags, the models that can be one, and its part of a step.
 
-losses.py has the formulas, rl/learning/value_model.py the model and its optimizer, imported for `--adv-estimator gae` alone.
+losses.py has the formulas, rl/learning/value_model.py the model and its optimizer, imported only for `--adv-estimator gae`.
 Left out: a critic that shares the policy's layers, which would change what the policy learns.
 """
 
@@ -38,19 +38,18 @@ class CriticArgs:
     critic_ppo_epochs: Annotated[int, Range(at_least=1)] = 1
     """The critic's passes over each batch."""
     critic_warmup: Annotated[int, Range(at_least=0)] = 0
-    """Training steps at the start in which the critic learns and the policy does not. The policy's learning rate begins
-    afterwards."""
+    """Training steps at the start in which only the critic learns. The policy's learning rate schedule begins afterwards."""
     lam: Annotated[float, Range(at_least=0, at_most=1)] = 1.0
     """GAE's lambda: 1 compares whole returns with the critic's values, 0 looks one token ahead."""
     critic_lam: Annotated[float | None, Range(at_least=0, at_most=1)] = None
-    """Lambda of the returns that the critic learns: VAPO, arXiv 2504.05118, takes 1 there and less for the policy. Default:
+    """Lambda of the returns that the critic learns: VAPO, arXiv 2504.05118, uses 1 for it and less for the policy. Default:
     --lam."""
     cliprange_value: Annotated[float, Range(above=0)] = 0.5
-    """How far an update may move the critic's values from those before it."""
+    """How far an update may move the critic's values from the previous ones."""
 
     @property
     def needs_critic(self) -> bool:
-        """The estimator compares with a critic's values."""
+        """Whether the estimator compares with a critic's values."""
         return "value" in losses.ADVANTAGES[self.adv_estimator].inputs
 
     @property
@@ -58,7 +57,7 @@ class CriticArgs:
         return self.lam if self.critic_lam is None else self.critic_lam
 
     def check(self) -> None:
-        """Raises UserError for flags that do not go with a critic."""
+        """Raise UserError for flags that cannot be combined with a critic."""
         if not self.needs_critic:
             return
         estimator = f"--adv-estimator {self.adv_estimator}"
@@ -69,7 +68,7 @@ class CriticArgs:
 
 
 def check_critic(path: str, args, policy: str) -> None:
-    """Raises UserError unless the model at `path` can be the critic of that at `policy`. Reads no weights."""
+    """Raise UserError unless the model at `path` can be the critic of the one at `policy`. No weights are read."""
     if args.critic_model:
         tokenizer = check_vocabulary(path, args, policy, "--critic-model", "A critic")
         check_model(path, tokenizer, args, "--critic-model")
@@ -80,8 +79,9 @@ def check_critic(path: str, args, policy: str) -> None:
 def learn_values(
     args, critic: "Critic", batch: Batch, minis: Sequence[torch.Tensor], micros: Sequence[Sequence[MicroBatch]]
 ) -> dict[str, float]:
-    """Trains the critic towards the returns: an optimizer step for each mini-batch, --critic-ppo-epochs times. minis: responses
-    [b] of each mini-batch; micros: of each. Sets the targets' returns; returns verl's critic/*. A collective of learners."""
+    """Train the critic towards the returns: an optimizer step for each mini-batch, --critic-ppo-epochs times. minis: the
+    responses [b] of each mini-batch; micros: its micro-batches. Set the targets' returns; return verl's critic/*. A collective
+    of learners."""
     of_tokens = (batch.targets.reward, batch.trained, batch.seq, batch.targets.value)
     batch.targets.returns = losses.lambda_return(*of_tokens, args.gamma, args.returns_lam)
     means = LossMeans(batch, critic.ranks)
@@ -100,8 +100,8 @@ def learn_values(
 
 
 def explained_variance(batch: Batch) -> float:
-    """1 - E (V - R)^2 / var(R) over the whole batch's trained tokens, V from before the update: 1 for a perfect critic, 0 for
-    one that knows the mean alone, negative for one that is worse; 0 if all returns are equal. verl takes the variance of R - V,
+    """Return 1 - E (V - R)^2 / var(R) over the whole batch's trained tokens, V from before the update: 1 for a perfect critic,
+    0 for one that only knows the mean, negative for a worse one; 0 if all returns are equal. verl takes the variance of R - V,
     which a constant error does not change. A collective."""
     value, returns = (x[batch.trained].double() for x in (batch.targets.value, batch.targets.returns))
     own = [torch.tensor(float(len(value))), returns.sum(), (returns**2).sum(), ((value - returns) ** 2).sum()]

@@ -1,6 +1,6 @@
 """--entropy-target: the weight of the entropy bonus is steered from step to step, to keep the policy's entropy above a target.
 
-A step is steered by the mean entropy of the step before, per token, in nats, as its metrics report it. The formula is
+The mean entropy of a step, per token, in nats, as its metrics report it, steers the next step. The formula is
 losses.adaptive_entropy_coef.
 """
 
@@ -12,7 +12,7 @@ import losses
 from rl.errors import UserError
 from rl.ranges import Range
 
-MEANS = ("token-mean", "seq-mean-token-mean")  # aggregations of which actor/entropy is the entropy of a token
+MEANS = ("token-mean", "seq-mean-token-mean")  # aggregations for which actor/entropy is the entropy per token
 
 
 @dataclass
@@ -20,18 +20,18 @@ class EntropyArgs:
     """The bonus for the policy's entropy."""
 
     entropy_coeff: Annotated[float, Range()] = 0.0
-    """Weight of the entropy bonus; the first one with --entropy-target."""
+    """Weight of the entropy bonus; the initial one with --entropy-target."""
     entropy_target: Annotated[float | None, Range(above=0)] = None
-    """Entropy of a token, in nats, that the policy is to keep: below it the weight of the entropy bonus grows from step to
+    """Entropy per token, in nats, that the policy should keep: below it the weight of the entropy bonus grows from step to
     step, above it the weight falls and the bonus is off. 0.2 in arXiv 2505.22312; look at actor/entropy first. Default: the
-    weight stays."""
+    weight is constant."""
     entropy_coeff_delta: Annotated[float, Range(above=0)] = 0.005
-    """By how much --entropy-target changes the weight in a step."""
+    """Change of the weight in a step with --entropy-target."""
     entropy_coeff_max: Annotated[float, Range(above=0)] = 1.0
-    """Most that --entropy-target makes of the weight."""
+    """Largest weight with --entropy-target."""
 
     def check(self) -> None:
-        """Raises UserError for an entropy that cannot be steered."""
+        """Raise UserError if the entropy cannot be steered."""
         if self.entropy_target is None:
             return
         if self.aggregation not in MEANS:
@@ -59,7 +59,7 @@ class EntropyControl:
         return self.coef if self.is_low else 0.0
 
     def update(self, entropy: float) -> dict[str, float]:
-        """Takes a step's entropy; returns the weight that the step was trained with."""
+        """Update the weight after a step with this entropy; return the weight that the step was trained with."""
         args, used = self.args, self.applied
         self.coef = losses.adaptive_entropy_coef(
             self.coef, entropy, args.entropy_target, args.entropy_coeff_delta, args.entropy_coeff_max
@@ -71,13 +71,13 @@ class EntropyControl:
         return {"coef": self.coef, "is_low": self.is_low}
 
     def restore(self, state: dict | None) -> None:
-        """Takes `state` back. None: the run was not steered before."""
+        """Restore `state`. None: the run was not steered before."""
         if state:
             self.coef, self.is_low = state["coef"], state["is_low"]
 
 
 def steered(args, learner):
-    """The script's flags, with the --entropy-coeff of this step where --entropy-target steers it."""
+    """Return the script's flags, with the --entropy-coeff of this step if --entropy-target steers it."""
     if args.entropy_target is None:
         return args
     return dataclasses.replace(args, entropy_coeff=learner.entropy_control.applied)

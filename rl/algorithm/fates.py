@@ -1,4 +1,4 @@
-"""What became of a step's responses, as a whole and by data source, and why a step has nothing to learn from.
+"""The fates of a step's responses, in total and by data source, and the causes if a step has nothing to learn from.
 
     data/<source>/trained      a token was trained
     data/<source>/rejected     the rollout correction left no token
@@ -8,7 +8,7 @@
     data/<source>/dropped      its prompt was dropped as too old (--max-staleness)
     data/<source>/skipped      it was not generated, because its prompt was passed over; only with --prompt-sampling
 
-Each response of a prompt that was started and settled is in one of these counts of one step.
+Each response of a prompt that was started and settled is in exactly one of these counts of one step.
 """
 
 from collections import Counter
@@ -26,21 +26,21 @@ REJECTED, UNSCORED, MASKED, TRUNCATED = "rejected", "unscored", "masked", "trunc
 EQUAL, OTHER = "equal_scores", "other"
 KINDS_OF_A_BATCH = ("trained", "rejected", "unscored")
 KINDS = (*KINDS_OF_A_BATCH, "filtered", "dropped")
-MOST = 16  # sources with metrics of their own; with more the smallest ones share theirs
+MOST = 16  # sources with separate metrics; if there are more, the smallest ones share theirs
 OTHERS = "(others)"
 
 
 @dataclass(frozen=True)
 class Fates:
-    """Of each response, the same on every learner."""
+    """The fate of each response; the same on every learner."""
 
-    before: torch.Tensor  # [B] its tokens that are in the mask
-    after: torch.Tensor  # [B] those of them that the rollout correction leaves, with a weight above 0
-    has_signal: bool  # one of these tokens has an advantage, or a teacher
+    before: torch.Tensor  # [B] number of its tokens in the mask
+    after: torch.Tensor  # [B] number of those that the rollout correction keeps, with a weight above 0
+    has_signal: bool  # whether one of these tokens has an advantage, or a teacher
 
     @staticmethod
     def of(batch: Batch) -> "Fates":
-        """A collective of the learners."""
+        """Return the fates of a batch. A collective of the learners."""
         weight = batch.targets.is_weight
         after = batch.trained if weight is None else batch.trained & (weight != 0)
         signals = after if batch.targets.teacher_log_prob is not None else after & (batch.targets.advantage != 0)
@@ -65,17 +65,16 @@ class Fates:
 
     @property
     def rejected_share(self) -> float:
-        """The part of the tokens that the rollout correction left out."""
+        """The share of the tokens that the rollout correction left out."""
         total = float(self.before.sum())
         return 1 - float(self.after.sum()) / total if total else 0.0
 
 
 def causes(args: AlgorithmArgs, batch: Batch, fates: Fates) -> Counter[str]:
-    """Why nothing is learnt, for a step without any signal: cause -> groups, or for an estimator without groups the whole batch
-    as one. A group counts once, with what took the signal from it: scores differ, but responses were rejected; otherwise most
-    could not be scored; otherwise they are masked as a whole; otherwise all ran into the length; otherwise the scores are
-    equal. OTHER: the scores differ, none was
-    rejected, and the estimator makes nothing of it."""
+    """Return why nothing is learnt in a step without any signal: cause -> number of groups (without a group-wise estimator, the
+    whole batch is one group). A group counts once, under the first cause that applies: scores differ, but responses were
+    rejected; most could not be scored; they are masked as a whole; all reached the length limit; the scores are equal. OTHER:
+    the scores differ, none was rejected, and the estimator gives no advantage."""
     estimator = losses.ADVANTAGES[args.adv_estimator]
     members: dict[int, list[int]] = {place: [] for place in range(len(batch.sizes))}
     for response, place in enumerate(batch.group.tolist()):
@@ -107,15 +106,15 @@ class SourceCounts:
     """Counts by the data sources of the training prompts."""
 
     def __init__(self, prompts: PromptDataset, order: PromptOrder, responses: int):
-        """responses: of each prompt."""
+        """responses: number of responses to each prompt."""
         self.prompts, self.order, self.responses = prompts, order, responses
         sizes = prompts.source_sizes()
         largest = sorted(sizes, key=lambda source: (-sizes[source], source))
         self.shown = largest if len(largest) <= MOST else [*largest[: MOST - 1], OTHERS]
 
     def of_step(self, batch: Batch, fates: Fates, gone: Mapping[str, Sequence[int]] | None) -> dict[str, int]:
-        """data/*. gone: tickets that were not trained, by reason: "filtered", "stale" or "skipped". None if they are not known:
-        then the kinds that count them are left out."""
+        """Return data/*. gone: tickets that were not trained, by reason: "filtered", "stale" or "skipped"; None if they are
+        unknown: the kinds that count them are then left out."""
         counts = {source: Counter() for source in self.shown}
         places = batch.group.tolist()
         of_each = (x.tolist() for x in (fates.trained, fates.rejected, fates.masked))
@@ -134,5 +133,6 @@ class SourceCounts:
         return {f"data/{source}/{kind}": int(of[kind]) for source, of in counts.items() for kind in kinds}
 
     def _shown(self, source: str) -> str:
-        """The name that the source counts under. One that no prompt has (a replay may have other data) is among the last."""
+        """Return the name under which the source counts. A source that no prompt has (a replay may have other data) counts
+        under the last one."""
         return source if source in self.shown else self.shown[-1]

@@ -1,7 +1,7 @@
-"""Warnings: what makes a run learn less, or something else, than it looks, without stopping it.
+"""Warnings about conditions that let a run learn less than it seems to, or something else, without stopping it.
 
-Each kind is printed when it first comes up and whenever its count has grown tenfold. It is a metric, too: warnings/<kind>, its
-count since this process began.
+Each kind is printed when it first occurs and whenever its count has grown tenfold. The metric warnings/<kind> is its count
+since this process began.
 """
 
 from collections import Counter
@@ -13,9 +13,9 @@ from rl.data.job import Job
 from rl.learning.batch import Batch
 from rl.record.run import Run
 
-MUCH_REJECTED = 0.8  # of a step's tokens, from which on a warning says so
-FEW_EFFECTIVE = 0.3  # effective sample size of the importance weights, below which a warning says so
-# Why a step has no signal, and what to do.
+MUCH_REJECTED = 0.8  # share of a step's tokens from which on there is a warning
+FEW_EFFECTIVE = 0.3  # effective sample size of the importance weights below which there is a warning
+# Why a step has no signal, and the remedy.
 CAUSES = {
     REJECTED: (
         "scores differ, but --rollout-rs or --rollout-is-threshold left out the responses that do",
@@ -41,16 +41,16 @@ CHIEF |= {EQUAL: ": equal scores", OTHER: ""}
 
 
 class Health:
-    """Looks at each step of a run."""
+    """The warnings of a run, from each of its steps."""
 
     def __init__(self, args, job: Job, record: Run, skipped: int):
-        """skipped: optimizer steps that the run left out before, if it is resumed."""
+        """skipped: optimizer steps that a resumed run has skipped before."""
         self.args, self.job, self.record = args, job, record
         self.counts: Counter[str] = Counter()
         self._skipped = skipped
 
     def at_start(self) -> None:
-        """Warns of what is known before the first step."""
+        """Warn of problems that are known before the first step."""
         cut = {"training": self.job.prompts.truncated}
         cut["validation"] = self.job.val_prompts.truncated if self.job.val_prompts else 0
         for which, count in cut.items():
@@ -60,7 +60,7 @@ class Health:
             self._warn("cut_prompts", f"{which} prompts longer than --max-prompt-length", count, detail)
 
     def of_step(self, step: int, batch: Batch, metrics: dict[str, float], fates: Fates | None = None) -> dict[str, int]:
-        """Warns of what the step shows; returns warnings/*. fates: of the batch, if they are there already. A collective."""
+        """Warn of the step's problems; return warnings/*. fates: the batch's, if they are known already. A collective."""
         args, responses, fates = self.args, len(batch.lengths), fates or Fates.of(batch)
         if args.sampling.truncates and not args.keep_sampling_mask:
             detail = "Their log-probs are of the truncated distribution, the learner's of the full one: ratios and KL are off."
@@ -89,8 +89,8 @@ class Health:
         return {f"warnings/{kind}": count for kind, count in self.counts.items()}
 
     def _warn_of_no_signal(self, step: int, batch: Batch, fates: Fates) -> None:
-        """Names the cause. Where the scores of a group differ, what took its signal is the step's cause, for equal scores in
-        others are no fault. Otherwise it is the most frequent one."""
+        """Warn with the cause. If a group's scores differ, the cause of its missing signal is the step's cause, because equal
+        scores in other groups are no fault. Otherwise it is the most frequent cause."""
         found = causes(self.args, batch, fates).most_common()
         found.sort(key=lambda item: (item[0] != REJECTED, item[0] != OTHER))
         grouped = losses.ADVANTAGES[self.args.adv_estimator].group_of_one or self.args.needs_greedy
@@ -103,7 +103,7 @@ class Health:
         self.record.warn(f"steps without any signal{CHIEF[chief]}", 1, detail)
 
     def _warn_of_correction(self, step: int, metrics: dict[str, float], fates: Fates) -> None:
-        """Warns where little is left of a step behind the rollout correction."""
+        """Warn if the rollout correction leaves little of a step."""
         if fates.rejected_share >= MUCH_REJECTED:
             count, remedy = int(fates.rejected.sum()), CAUSES[REJECTED][1]
             detail = f"In step {step} {fates.rejected_share:.0%} of the tokens, {count} responses as a whole. {remedy}."

@@ -1,10 +1,10 @@
-"""--sft-files: each optimizer step also imitates demonstrations, by a term with a coefficient and a denominator of its own.
+"""--sft-files: each optimizer step also imitates demonstrations, by a term with a separate coefficient and denominator.
 
     loss = policy loss + sft_coef * mean over the demonstrations' trained tokens of -log p
 
-Demonstrations are packed by themselves: no baseline, denominator or metric of the policy's own samples counts them. Left out:
-weights by how likely a demonstration is, as in LUFFY (arXiv 2504.14945) and CHORD (arXiv 2508.11408), for which `imitate` is
-the place; images.
+Demonstrations are packed separately: no baseline, denominator or metric of the policy's samples counts them. Left out: weights
+that depend on a demonstration's likelihood, as in LUFFY (arXiv 2504.14945) and CHORD (arXiv 2508.11408), which would belong in
+`imitate`; images.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ from rl.samples.group import Group, Response
 
 @dataclass
 class ImitationArgs:
-    """Demonstrations next to the policy's own samples."""
+    """Demonstrations in addition to the policy's samples."""
 
     sft_files: MayChange[tuple[str, ...]] = ()
     """Conversations to imitate while training by reward, in the forms of train_sft.py's --train-files. None may have more
@@ -38,27 +38,27 @@ class ImitationArgs:
     """Demonstrations of each optimizer step, over all ranks."""
 
     def check(self) -> None:
-        """Raises UserError for what does not go with demonstrations."""
+        """Raise UserError for flags that cannot be combined with demonstrations."""
         if self.sft_files and self.router_replay == "R3":
             raise UserError("--router-replay R3 replays a generator's routes, and --sft-files have none. Take R2, or off.")
 
 
 class Imitation:
-    """The demonstrations of a run, and which of them are next."""
+    """The demonstrations of a run, and the position of the next ones."""
 
     def __init__(self, args, rows: Sequence):
         """args: a script's flags; rows: rl.data.demonstrations.Demonstrations."""
         self.args, self.rows, self.order = args, rows, PromptOrder(len(rows), args.seed, args.shuffle)
-        self.updates = args.ppo_epochs * -(-args.prompts_per_step // args.prompts_per_update)  # of a step
+        self.updates = args.ppo_epochs * -(-args.prompts_per_step // args.prompts_per_update)  # in a step
         self.begin_step(1)
 
     def begin_step(self, step: int) -> None:
-        """step: from 1. What it imitates depends on its number alone."""
+        """step: from 1. The demonstrations only depend on it."""
         self._next = (step - 1) * self.updates * self.args.sft_batch_size
         self.losses: list[float] = []  # of this step's updates
 
     def batch(self, learner) -> Batch:
-        """The demonstrations of the next update, divided among the learners."""
+        """Return the demonstrations of the next update, divided among the learners."""
         tickets = range(self._next, self._next + self.args.sft_batch_size)
         self._next = tickets.stop
         division = Division(len(tickets), learner.micro_batch_tokens, learner.ranks)
@@ -66,12 +66,12 @@ class Imitation:
 
 
 def imitate(args, learner) -> dict[str, float]:
-    """Adds the gradient of the next demonstrations' term to that of an update. Returns actor/sft_nll, the mean of -log p over
-    their tokens, of the step's updates so far. A collective of the learners."""
-    imitation, computed, learner.computed = learner.imitation, learner.computed, Computed()  # perf/* is of the samples alone
+    """Add the gradient of the next demonstrations' term to that of an update. Return actor/sft_nll, the mean of -log p over
+    their tokens, averaged over the step's updates so far. A collective of the learners."""
+    imitation, computed, learner.computed = learner.imitation, learner.computed, Computed()  # perf/* only counts samples
     batch, found = imitation.batch(learner), []
     every = torch.arange(len(batch.lengths))
-    denominator = whole_batch.denominator(batch, every, "token-mean", 0)  # their trained tokens, of all ranks
+    denominator = whole_batch.denominator(batch, every, "token-mean", 0)  # trained tokens of all ranks
     for micro in micro_batches(batch, every, learner.micro_batch_tokens, learner.ranks):
         t = batch.at(micro)
         log_prob, _ = learner.log_probs(micro)  # [n]
@@ -85,8 +85,8 @@ def imitate(args, learner) -> dict[str, float]:
 
 
 def to_groups(rows: Sequence, indices: Mapping[int, int]) -> list[Group]:
-    """Rows of rl.data.demonstrations.Demonstrations as records that a learner takes: what comes before the first trained token
-    is the prompt. indices: ticket -> row."""
+    """Convert rows of rl.data.demonstrations.Demonstrations to groups, which a learner takes: all tokens before the first
+    trained one are the prompt. indices: ticket -> row."""
     return [_to_group(ticket, rows, index) for ticket, index in indices.items()]
 
 

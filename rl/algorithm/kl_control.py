@@ -1,4 +1,4 @@
-"""The weight of the KL to the reference policy, where the reward is charged with it."""
+"""The weight of the KL to the reference policy in the reward."""
 
 import losses
 from rl.algorithm.args import AlgorithmArgs
@@ -11,7 +11,8 @@ class KLControl:
         self.args, self.coef = args, args.kl_reward_coef
 
     def update(self, kl: float, responses: int) -> dict[str, float]:
-        """Takes the batch's KL per token; returns it and the weight that the batch was trained with, under verl's names."""
+        """Update the weight after a batch with this KL per token; return the KL and the weight that the batch was trained with,
+        under verl's names."""
         used = self.coef
         if self.args.kl_ctrl_type == "adaptive":
             self.coef = losses.adaptive_kl_coef(used, kl, self.args.target_kl, responses, self.args.kl_horizon)
@@ -21,8 +22,8 @@ class KLControl:
         return {"coef": self.coef, "kl_coef": self.args.kl_reward_coef}
 
     def restore(self, state: dict[str, float] | float) -> None:
-        """Take the steered weight back. The flag counts where nothing steers, and where it has changed: steering then begins
-        again from it. Older checkpoints hold the weight alone."""
+        """Restore the steered weight. If nothing steers it, or the flag has changed, the flag's weight is used, and steering
+        starts from it. Older checkpoints only have the weight."""
         if not isinstance(state, dict):
             state = {"coef": state, "kl_coef": self.args.kl_reward_coef}
         if self.args.kl_ctrl_type == "adaptive" and state["kl_coef"] == self.args.kl_reward_coef:

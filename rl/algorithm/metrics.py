@@ -1,6 +1,6 @@
-"""The metrics of a step, from what it did. docs/metrics.md explains each.
+"""The metrics of a step. docs/metrics.md explains each.
 
-Left out: writing them down, which is rl/record/run.py, and timing, which is rl/ranks/timers.py.
+Left out: recording them (rl/record/run.py) and timing (rl/ranks/timers.py).
 """
 
 import math
@@ -15,8 +15,8 @@ OLDEST_SHOWN = 8  # the histogram of ages ends here
 
 
 def describe(values: torch.Tensor) -> dict[str, float]:
-    """mean, max, min and std (Bessel's; 0 of a single value) of a tensor of any shape; NaN where it is empty: rejection may
-    leave no token at all."""
+    """Return mean, max, min and std (Bessel's; 0 for a single value) of a tensor of any shape; NaN if it is empty: rejection
+    may leave no token at all."""
     values = values.double()
     if not values.numel():
         return dict.fromkeys(("mean", "max", "min", "std"), math.nan)
@@ -25,12 +25,12 @@ def describe(values: torch.Tensor) -> dict[str, float]:
 
 
 def summarize(prefix: str, values: torch.Tensor) -> dict[str, float]:
-    """{prefix/mean, prefix/max, prefix/min}, as verl reports most things."""
+    """Return {prefix/mean, prefix/max, prefix/min}, which verl reports for most quantities."""
     return {f"{prefix}/{name}": describe(values)[name] for name in ("mean", "max", "min")}
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
-    """verl's metrics of a batch: scores, advantages, rewards and lengths."""
+    """Return verl's metrics of a batch: scores, advantages, rewards and lengths."""
     out = summarize("critic/score", batch.score) | _advantage_metrics(batch)
     out |= summarize("critic/rewards", batch.sum_over_ranks(batch.by_response(batch.targets.reward)))
     out |= summarize("response_length", batch.lengths) | {"response_length/clip_ratio": describe(batch.truncated)["mean"]}
@@ -42,14 +42,14 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 
 
 def _means(extras: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of each number over the responses that have it, in order of names. extras: of each response."""
+    """Return the mean of each number over the responses that have it, ordered by name. extras: each response's numbers."""
     values = {name: [extra[name] for extra in extras if name in extra] for name in sorted({*chain.from_iterable(extras)})}
     return {name: sum(its) / len(its) for name, its in values.items()}
 
 
 def _advantage_metrics(batch: Batch) -> dict[str, float]:
-    """critic/advantages/* over the trained tokens; NaN without any."""
-    own = [0, 0.0, -math.inf, math.inf]  # how many, their sum, the largest and the smallest
+    """Return critic/advantages/* over the trained tokens; NaN if there are none."""
+    own = [0, 0.0, -math.inf, math.inf]  # count, sum, largest, smallest
     for mask, advantage in zip(batch.trained.split(PIECE), batch.targets.advantage.split(PIECE), strict=True):
         trained = advantage if mask.all() else advantage[mask]
         if len(trained):
@@ -63,15 +63,15 @@ def _advantage_metrics(batch: Batch) -> dict[str, float]:
 
 
 def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
-    """The ages of a step's sampled tokens in versions, under verl's names where it has them; empty for a batch without any.
-    version: what the step begins with."""
+    """Return the ages of a step's sampled tokens in versions, under verl's names if there are any; empty for a batch without
+    sampled tokens. version: the one that the step begins with."""
     has_tokens, tokens = batch.sampled_lengths > 0, int(batch.sampled_lengths.sum())
     if not tokens:
         return {}
     versions = batch.version[batch.mask] if batch.is_masked else batch.version
-    lengths = torch.where(batch.local_lengths > 0, batch.sampled_lengths, 0)  # of the tokens here
+    lengths = torch.where(batch.local_lengths > 0, batch.sampled_lengths, 0)  # of the responses that are here
     sampled_by, here = versions.numpy(), lengths > 0
-    ages = torch.zeros(2, len(batch.lengths), dtype=torch.long)  # of each response, the oldest and the newest token's
+    ages = torch.zeros(2, len(batch.lengths), dtype=torch.long)  # of each response's oldest and newest token
     if here.any():
         starts = (lengths.cumsum(0) - lengths)[here].numpy()
         for age, least_or_most in zip(ages, (np.minimum, np.maximum), strict=True):
@@ -96,11 +96,11 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
 
 
 def validation_metrics(rows: list[dict]) -> dict[str, float]:
-    """verl's val-core/<data_source>/acc/mean@n and pass@n (the best of the n), averaged over the prompts of each source, and
-    how many responses could not be scored. These count as wrong: 0, or the worst score of their source here where that is
-    below 0. verl's val-aux/<data_source>/<name>/mean@n of each further number of the reward function: its mean over the
-    responses that have it. rows: one a response, as `Generator.take_rows` describes them. Every name begins with "val-": by
-    that the record tells a validation's metrics from a step's."""
+    """Return verl's val-core/<data_source>/acc/mean@n and pass@n (the best of the n), averaged over the prompts of each source,
+    and the number of responses that could not be scored. These count as wrong: 0, or the worst score of their source here if
+    that is below 0. Also return verl's val-aux/<data_source>/<name>/mean@n of each further number of the reward function: its
+    mean over the responses that have it. rows: one per response, as `Generator.take_rows` describes them. Every name begins
+    with "val-": by that the record distinguishes a validation's metrics from a step's."""
     metrics = {"val-aux/reward/unscored": sum(row["error"] is not None for row in rows)}
     for source, its in _by_source(rows).items():
         worst = min([0.0, *(row["acc"] for row in its if row["error"] is None)])
@@ -118,8 +118,8 @@ def validation_metrics(rows: list[dict]) -> dict[str, float]:
 
 
 def hardly_scored(rows: list[dict]) -> list[str]:
-    """The data sources of a validation less than half of whose responses could be scored. Their mean tells what failures count
-    as, which may be better than any true score: it must not choose the best checkpoint."""
+    """Return the data sources of a validation in which less than half of the responses could be scored. Their mean mostly
+    reflects the score of failures, which may be better than any true score: it must not choose the best checkpoint."""
     return [source for source, its in _by_source(rows).items() if 2 * sum(row["error"] is not None for row in its) > len(its)]
 
 

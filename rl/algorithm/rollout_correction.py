@@ -1,7 +1,7 @@
-"""Rollout correction: its flags, and what they do to a batch with the functions of losses.py.
+"""Rollout correction: its flags, and their application to a batch with the functions of losses.py.
 
-The generator's log-probs differ from the learner's for the same tokens: other kernels, other precision, older weights. Tokens
-are weighed or left out by how far the two are apart. Left out: what is reported of it (rl/algorithm/rollout_metrics.py).
+The generator's log-probs differ from the learner's for the same tokens: different kernels, different precision, older weights.
+Tokens are weighted or left out depending on the difference. Left out: its metrics (rl/algorithm/rollout_metrics.py).
 """
 
 from dataclasses import dataclass
@@ -27,17 +27,17 @@ class RolloutCorrectionArgs:
     rollout_is: Literal[losses.IS_LEVELS] | None = None
     """Importance sampling: weight tokens by the ratio of the learner's probability to the generator's, at this level."""
     rollout_is_threshold: str | None = None
-    """Cap of the weight ("2.0", the default), or a band outside of which the weight is 0 ("0.5_5.0")."""
+    """Cap of the weight ("2.0", the default), or a band outside which the weight is 0 ("0.5_5.0")."""
     rollout_is_batch_normalize: bool = False
     """Scale the weights to a mean of 1 over the batch."""
     rollout_rs: str | None = None
-    """Rejection sampling: leave out tokens or responses whose log-probs disagree. Write level_divergence, several with commas.
-    Levels: token, seq_sum, seq_mean, seq_max, batch; divergences: k1, k2, k3, binary_kl (losses.py)."""
+    """Rejection sampling: leave out tokens or responses whose log-probs disagree. Write level_divergence; separate several by
+    commas. Levels: token, seq_sum, seq_mean, seq_max, batch; divergences: k1, k2, k3, binary_kl (losses.py)."""
     rollout_rs_threshold: str | None = None
-    """A bound for each word of --rollout-rs, with commas: a band "0.999_1.001" for k1, a number for others."""
+    """A bound for each word of --rollout-rs, separated by commas: a band "0.999_1.001" for k1, a number for the others."""
     off_policy_mask_threshold: Annotated[float | None, Range(above=0)] = None
-    """Leave tokens with a negative advantage out of the loss in responses whose mean log-prob has fallen by more than this
-    since they were sampled, such as 0.5 (DeepSeek-V3.2, losses.off_policy_tokens). Default: none are left out."""
+    """Leave tokens with a negative advantage out of the loss if their response's mean log-prob has fallen by more than this
+    since it was sampled, such as 0.5 (DeepSeek-V3.2, losses.off_policy_tokens). Default: none are left out."""
 
     @property
     def weight_bounds(self) -> Bounds:
@@ -46,16 +46,16 @@ class RolloutCorrectionArgs:
 
     @property
     def rejection_criteria(self) -> list[Criterion]:
-        """Empty without rejection."""
+        """The criteria of --rollout-rs; empty without rejection."""
         return parse_criteria(self.rollout_rs, self.rollout_rs_threshold or "") if self.rollout_rs else []
 
     @property
     def corrects_rollout(self) -> bool:
-        """Tokens are weighed or left out by how far generator and learner are apart."""
+        """Whether tokens are weighted or left out depending on the difference between generator and learner."""
         return bool(self.rollout_is or self.rejection_criteria)
 
     def check(self) -> None:
-        """Raises UserError for bounds that cannot be read."""
+        """Raise UserError for bounds that cannot be parsed."""
         try:
             _ = self.weight_bounds
         except ValueError as error:
@@ -67,8 +67,8 @@ class RolloutCorrectionArgs:
 
 
 def correct_rollout(args: RolloutCorrectionArgs, batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(weight of each token, whether it is rejected), [N]; None where nothing is weighed or rejected. Piece by piece, since
-    every response has its own, but for weights that are normalised over the batch and a rejection that looks at all of it."""
+    """Return (weight of each token, whether it is rejected), [N]; None if nothing is weighted or rejected. They are computed
+    piece by piece, except weights that are normalised over the batch and rejection at the batch level."""
     weight, rejected, actor_log_prob = None, None, batch.targets.actor_log_prob
     low, high = args.weight_bounds
     weigh = {"level": args.rollout_is, "low": low, "high": high, "normalize": args.rollout_is_batch_normalize}
@@ -107,8 +107,8 @@ def parse_threshold(text: str) -> Bounds:
 
 
 def parse_criteria(criteria: str, threshold: str) -> list[Criterion]:
-    """ "seq_mean_k3,token_k1" and "0.01,0.5_2.0" -> [("seq_mean", "k3", 0, 0.01), ("token", "k1", 0.5, 2.0)]. A single bound hi
-    of k1 means the band from 1/hi to hi."""
+    """ "seq_mean_k3,token_k1" and "0.01,0.5_2.0" -> [("seq_mean", "k3", 0, 0.01), ("token", "k1", 0.5, 2.0)]. For k1, a single
+    bound hi means the band from 1/hi to hi."""
     names, texts = [n.strip() for n in criteria.split(",")], [t.strip() for t in str(threshold).split(",")]
     texts = texts * len(names) if len(texts) == 1 else texts
     if len(texts) != len(names):

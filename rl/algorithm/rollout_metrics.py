@@ -1,8 +1,9 @@
-"""The distance between generator and learner, under verl's names and in its sense. It is reported with or without a rollout
-correction, because it shows whether one is needed.
+"""Metrics of the difference between generator and learner, with verl's names and definitions. They are reported with or without
+a rollout correction, because they show whether one is needed.
 
-Everything is computed a piece at a time, of whole responses and small enough for a processor's cache: over millions of tokens
-that is several times as fast as one operation after the other, and takes no memory. Sums of pieces are added up in float64.
+Everything is computed one piece at a time, of whole responses and small enough for a processor's cache: for millions of tokens
+that is several times as fast as one operation on all of them after another, and takes no memory. Sums of pieces are added in
+float64.
 """
 
 import math
@@ -17,9 +18,9 @@ from rl.learning.batch import Batch, pieces
 
 
 def rollout_metrics(args: RolloutCorrectionArgs, batch: Batch) -> dict[str, float]:
-    """The metrics of the tokens whose log-probs under the learner are known, before any was rejected. Without --rollout-is
-    rollout_is_* are of the weights that --rollout-is token would apply. training/rollout_probs_diff_*: of the trained tokens,
-    the difference of the two probabilities."""
+    """Return the metrics of the tokens whose log-probs under the learner are known, including rejected ones. Without
+    --rollout-is, rollout_is_* describe the weights that --rollout-is token would apply. training/rollout_probs_diff_*: the
+    difference of the two probabilities of trained tokens."""
     totals = _Totals(args.rollout_is or "token", args.weight_bounds)
     targets = batch.targets
     for piece in pieces(batch.seq):
@@ -42,14 +43,14 @@ def compare(
     bounds: Bounds = (None, 2.0),
     rejected: Tensor | None = None,
 ) -> dict[str, float]:
-    """Tensors [N] of the global batch -> metrics; none without trained tokens.
+    """Return the metrics of tensors [N] of the global batch; none without trained tokens.
 
-    rollout_is_*: of the weights at `level` as applied, but before they are normalised, over trained tokens; at the sequence
-    levels max and min are before the cap. eff_sample_size = (mean w)^2 / mean w^2. ratio_fraction_high / low, of tokens, or at
-    the sequence levels of responses: weights above the cap (the band), below its inverse (the band), before either.
-    rollout_rs_masked_fraction: of trained tokens, those that are `rejected`; rollout_rs_seq_masked_fraction: of responses with
-    trained tokens, those that lose any. kl, k3_kl: KL(generator || learner) by k1 and k3; chi2: mean w^2 - 1 by token and by
-    response; *_ppl: per response, then averaged. The correlation is of the probabilities.
+    rollout_is_*: of the weights of trained tokens at `level` as applied, but before normalisation; at the sequence levels, max
+    and min are before the cap. eff_sample_size = (mean w)^2 / mean w^2. ratio_fraction_high / low: the share of tokens, or of
+    responses at the sequence levels, whose unbounded weight is above the cap (or band), or below its inverse (or the band).
+    rollout_rs_masked_fraction: the share of trained tokens that are `rejected`; rollout_rs_seq_masked_fraction: the share of
+    responses with trained tokens that lose any. kl, k3_kl: KL(generator || learner) by k1 and k3; chi2: mean w^2 - 1 by token
+    and by response; *_ppl: per response, then averaged. The correlation is of the probabilities.
     """
     totals = _Totals(level, bounds)
     for piece in pieces(seq):
@@ -62,20 +63,20 @@ MOMENTS = ("weight", "difference", "probabilities")
 
 
 class _Totals:
-    """What the metrics are made of, summed over pieces."""
+    """The sums over pieces from which the metrics are computed."""
 
     def __init__(self, level: str, bounds: Bounds):
         self.level, self.bounds = level, bounds
         self.rejects = False
         self.sums: Counter[str] = Counter()  # over tokens, responses, or the level's units
-        self.least, self.most = math.inf, -math.inf  # weight
+        self.least, self.most = math.inf, -math.inf  # of the weights
         self.weight, self.difference = Moments(1), Moments(1)
         self.probabilities = Moments(2)
         self.largest_difference = -math.inf
 
     @staticmethod
     def together(level: str, bounds: Bounds, states: list[dict]) -> "_Totals":
-        """Of the `state` of several, as JSON gives it back."""
+        """Merge the `state` of several, as read from JSON."""
         out = _Totals(level, bounds)
         for state in states:
             out.rejects = out.rejects or state["rejects"]
@@ -91,10 +92,10 @@ class _Totals:
         return {name: getattr(self, name) for name in names} | {name: getattr(self, name).state() for name in MOMENTS}
 
     def add(self, lp: Tensor, roll: Tensor, mask: Tensor, seq: Tensor, rejected: Tensor | None) -> None:
-        """A piece, [n] each: whole responses."""
+        """Add a piece of whole responses, [n] each."""
         self.rejects = self.rejects or rejected is not None
         dtype = torch.promote_types(lp.dtype, torch.float32)
-        whole = bool(mask.all())  # nothing to be taken out, which would take longer than all the rest
+        whole = bool(mask.all())  # then nothing is selected, which would take longer than all the rest
         take = (lambda x: x) if whole else (lambda x: x[mask])
         lp, roll, seq = take(lp).to(dtype), take(roll).to(dtype), take(seq)
         rejected = None if rejected is None else take(rejected)
@@ -121,7 +122,7 @@ class _Totals:
             self.sums[name] += value
 
     def _add_weights(self, ratio: Tensor, counts: Tensor, log_of_response: Tensor) -> None:
-        """ratio [n]: at the token level; log_of_response [b]: the logarithm of a response's."""
+        """ratio [n]: at the token level; log_of_response [b]: the logarithm of each response's ratio."""
         low, high = self.bounds
         units = ratio if self.level == "token" else log_of_response.exp()
         weight = bounded(units, low, high)
@@ -131,14 +132,14 @@ class _Totals:
         self.weight.add(weight, counts=None if self.level == "token" else counts)
 
     def _add_perplexities(self, training: Tensor, rollout: Tensor) -> None:
-        """[b] each: a response's mean negative log-prob."""
+        """training, rollout [b]: each response's mean negative log-prob under learner and generator."""
         gap = training - rollout
         self._sum(training_ppl=training.clamp(max=50).exp(), rollout_ppl=rollout.clamp(max=50).exp())
         self._sum(training_log_ppl=training, rollout_log_ppl=rollout, log_ppl_diff=gap, log_ppl_abs_diff=gap.abs())
         self._sum(ppl_ratio=gap.clamp(-50, 50).exp())
 
     def _add_probabilities(self, p: Tensor, q: Tensor, rejected: Tensor | None) -> None:
-        """[n] each, the learner's and the generator's."""
+        """p, q [n]: the learner's and the generator's probabilities."""
         self.probabilities.add(p, q)
         difference = p.sub_(q).abs_()
         difference = difference if rejected is None else difference[~rejected]
@@ -147,7 +148,7 @@ class _Totals:
             self.largest_difference = max(self.largest_difference, float(difference.max()))
 
     def metrics(self) -> dict[str, float]:
-        """As `compare` returns them."""
+        """Return the metrics that `compare` describes."""
         sums = self.sums
         if not sums["tokens"]:
             return {}
@@ -169,7 +170,7 @@ class _Totals:
         return out | {"training/rollout_actor_probs_pearson_corr": correlation}
 
     def differences(self) -> dict[str, float]:
-        """training/rollout_probs_diff_*; NaN without any trained token."""
+        """Return training/rollout_probs_diff_*; NaN without any trained token."""
         n = self.difference.n
         ((mean,), ((squares,),)) = self.difference.result() if n else ((math.nan,), ((math.nan,),))
         values = {"mean": mean, "max": self.largest_difference if n else math.nan, "std": math.sqrt(squares / max(1, n - 1))}
@@ -177,15 +178,15 @@ class _Totals:
 
 
 class Moments:
-    """The mean of k variables and the products of distances from it, piece by piece: each piece's own, merged without the loss
-    of digits that sums of squares would have (Chan, Golub and LeVeque, 1979)."""
+    """The means of k variables and the sums of products of distances from them, piece by piece: those of each piece are merged
+    without the loss of digits that sums of squares would have (Chan, Golub and LeVeque, 1979)."""
 
     def __init__(self, k: int):
         self.n, self._mean = 0, [0.0] * k
         self._products = [[0.0] * k for _ in range(k)]
 
     def add(self, *xs: Tensor, counts: Tensor | None = None) -> None:
-        """xs: [n] each; counts [n]: how often each value counts, by default once."""
+        """Add values xs, [n] each. counts [n]: how often each value counts, by default once."""
         weigh = (lambda x: x) if counts is None else (lambda x: x * counts)
         n = len(xs[0]) if counts is None else int(counts.sum())
         mean = [weigh(x).sum() / n for x in xs]
@@ -194,7 +195,7 @@ class Moments:
         self.merge(n, list(map(float, mean)), products)
 
     def merge(self, n: int, mean: list[float], products: list[list[float]]) -> None:
-        """Takes in what the `state` of another is. Of the products those on and above the diagonal count."""
+        """Merge another's `state`. Only products on and above the diagonal are read."""
         total, delta = self.n + n, [m - was for m, was in zip(mean, self._mean, strict=True)]
         if not n:
             return
@@ -209,5 +210,5 @@ class Moments:
         return self.n, self._mean, self._products
 
     def result(self) -> tuple[list[float], list[list[float]]]:
-        """The means [k], and the sums of products of distances [k, k]."""
+        """Return the means [k], and the sums of products of distances [k, k]."""
         return self._mean, self._products

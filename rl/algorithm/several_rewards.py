@@ -1,5 +1,5 @@
-"""Several named rewards of a response, for estimators that compare each by itself (gdpo): the flags, and what a batch has of
-them. The names are those of a reward function's numbers, as they are logged."""
+"""Several named rewards of a response, for estimators that compare each one separately (gdpo): the flags, and a batch's values.
+The names are those of a reward function's numbers, as they are logged."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from rl.samples.group import PENALTY, Group
 
 @dataclass
 class SeveralRewardsArgs:
-    """Rewards that are normalised one by one."""
+    """Rewards that are normalised separately."""
 
     gdpo_reward_keys: tuple[str, ...] = ()
     """For --adv-estimator gdpo: names of the numbers that the reward function, or the judge, returns; "score" is the score."""
@@ -23,20 +23,20 @@ class SeveralRewardsArgs:
 
     @property
     def has_several_rewards(self) -> bool:
-        """The estimator compares named rewards, not the score."""
+        """Whether the estimator compares named rewards, not the score."""
         return "parts" in losses.ADVANTAGES[self.adv_estimator].inputs
 
     @property
     def compared_rewards(self) -> tuple[str, ...]:
-        """Names of the rewards by which a group is judged (Group.differs); none where it is the score."""
+        """Names of the rewards that are compared within a group (Group.differs); empty if it is the score."""
         return self.gdpo_reward_keys if self.has_several_rewards else ()
 
     def has_signal(self, group: Group) -> bool:
-        """Tells whether the estimator can learn from the group (--filter-groups)."""
+        """Return whether the estimator can learn from the group (--filter-groups)."""
         return group.differs(self.compared_rewards)
 
     def several_rewards(self, batch: Batch) -> dict[str, Tensor]:
-        """parts [B, K] and weights [K], for the estimator. Raises UserError for a number that a response does not have."""
+        """Return parts [B, K] and weights [K] for the estimator. Raise UserError if a response does not have a number."""
         keys = self.gdpo_reward_keys
         rows = [[_number(batch, i, key) for key in keys] for i in range(len(batch.score))]
         weights = self.gdpo_reward_weights or [1.0] * len(keys)
@@ -46,7 +46,7 @@ class SeveralRewardsArgs:
         }
 
     def check(self) -> None:
-        """Raises UserError for rewards that are not named, and for what would have no part in the advantage."""
+        """Raise UserError for rewards that are not named, and for flags that would not affect the advantage."""
         keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
         if not self.has_several_rewards:
             return

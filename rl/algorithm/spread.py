@@ -1,6 +1,6 @@
-"""What the policy's distributions at each token decide, before the update: which tokens the policy loss is restricted to
-(`--top-entropy-quantile`), and how `--adv-estimator optimal_token_baseline` weighs them. It takes a forward pass of its own.
-The losses that leave tokens out are here, too: for this, and for `--off-policy-mask-threshold`."""
+"""Decisions from the policy's distribution at each token, before the update: the tokens to which the policy loss is restricted
+(`--top-entropy-quantile`), and their weights in `--adv-estimator optimal_token_baseline`. They take a separate forward pass.
+Also the losses that leave tokens out, for this and for `--off-policy-mask-threshold`."""
 
 import dataclasses
 import functools
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 def spread_of(
     args, learner: "Learner", batch: "Batch", minis: list[Tensor], micros: list[list["MicroBatch"]]
 ) -> tuple[Tensor, Tensor | None]:
-    """(energy [N] of losses.optimal_token_baseline, bool [N] the tokens of large entropy in each mini-batch, or None without
-    --top-entropy-quantile). args: AlgorithmArgs; minis: the responses [b] of each mini-batch."""
+    """Return (energy [N] for losses.optimal_token_baseline, bool [N], the tokens with large entropy in each mini-batch, or None
+    without --top-entropy-quantile). args: AlgorithmArgs; minis: the responses [b] of each mini-batch."""
     energy, entropy = learner.spread_of(batch, micros)
     if args.top_entropy_quantile == 1:
         return energy, None
 
     def choose(entropy: Tensor, mask: Tensor, seq: Tensor) -> Tensor:
-        sizes = [int(batch.lengths[mini].sum()) for mini in minis]  # they follow each other
+        sizes = [int(batch.lengths[mini].sum()) for mini in minis]  # they are consecutive
         parts = zip(entropy.split(sizes), mask.split(sizes), strict=True)
         return torch.cat([losses.high_entropy_tokens(*part, quantile=args.top_entropy_quantile) for part in parts])
 
@@ -36,13 +36,13 @@ def spread_of(
 
 
 def where_entropy_is_high(loss: losses.PolicyLoss) -> losses.PolicyLoss:
-    """The loss on the tokens of high_entropy [N] alone, which it takes, too; denominators stay those of all tokens."""
+    """Restrict the loss to the tokens of high_entropy [N], a further input; denominators still count all tokens."""
     return _leaving_out(loss, "high_entropy", lambda high_entropy, *_: ~high_entropy)
 
 
 def centered(loss: losses.PolicyLoss) -> losses.PolicyLoss:
-    """--score-centering: the loss, which has no ratio, with `losses.score_centering`. It takes expected_log_prob [N], too, and
-    is right for tokens of other weights without importance weights."""
+    """Add `losses.score_centering` to the loss, which has no ratio (--score-centering). The result also takes expected_log_prob
+    [N], and is correct for tokens of other weights without importance weights."""
 
     @functools.wraps(loss.function)
     def with_baseline(
@@ -55,8 +55,8 @@ def centered(loss: losses.PolicyLoss) -> losses.PolicyLoss:
 
 
 def masked(loss: losses.PolicyLoss, threshold: float) -> losses.PolicyLoss:
-    """The loss without `losses.off_policy_tokens`, which its statistic off_policy_masked counts. It takes rollout_log_prob [N],
-    too."""
+    """Remove `losses.off_policy_tokens` from the loss; its statistic off_policy_masked counts them. The result also takes
+    rollout_log_prob [N]."""
 
     def off_policy(rollout_log_prob: Tensor, log_prob: Tensor, advantage: Tensor, mask: Tensor, seq: Tensor) -> Tensor:
         return losses.off_policy_tokens(log_prob, rollout_log_prob, advantage, mask, seq, threshold=threshold)
@@ -67,8 +67,8 @@ def masked(loss: losses.PolicyLoss, threshold: float) -> losses.PolicyLoss:
 def _leaving_out(
     loss: losses.PolicyLoss, name: str, which: Callable[..., Tensor], counts: str | None = None
 ) -> losses.PolicyLoss:
-    """The loss with 0, and no gradient, on the tokens that which(x, log_prob, advantage, mask, seq) chooses, [N] bool; x [N] is
-    an input of that name. counts: the statistic of these tokens."""
+    """Return the loss with 0, and no gradient, on the tokens that which(x, log_prob, advantage, mask, seq) chooses, [N] bool; x
+    [N] is the input `name`. counts: name of a statistic of these tokens."""
 
     @functools.wraps(loss.function)
     def without(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, seq: Tensor, **inputs) -> losses.Loss:

@@ -1,8 +1,8 @@
-"""On-policy distillation: the flags of a teacher, and which models can be one.
+"""On-policy distillation: the flags of a teacher, and the models that can be one.
 
 The policy samples, and a frozen model, or the policy itself with the answer in its prompt, gives the probability of each token.
-losses.py has the formulas. Left out: a teacher with another vocabulary, one behind a network address, or one that is a moving
-average of the policy.
+losses.py has the formulas. Left out: teachers with a different vocabulary, teachers behind a network address, and moving
+averages of the policy.
 """
 
 from dataclasses import dataclass
@@ -17,34 +17,35 @@ from rl.model.attention import check_supported
 from rl.model.pretrained import check_model, load_config, load_tokenizer, resolve
 from rl.ranges import Content, Range
 
-SELF = "self"  # in the place of a model
+SELF = "self"  # instead of a model
 
 
 @dataclass
 class TeacherArgs:
-    """Distillation on the policy's own samples, from a second model that stays as it is, or from the policy itself with the
-    answer in its prompt."""
+    """Distillation on the policy's own samples, from a second, frozen model, or from the policy itself with the answer in its
+    prompt."""
 
     teacher: Annotated[str | None, Content("model")] = None
-    """Model to learn from, with the policy's vocabulary: a Hugging Face directory or hub name, or "self" for the policy as it
-    is when a step begins."""
+    """Model to learn from, with the policy's vocabulary: a Hugging Face directory or hub name, or "self" for the policy at the
+    beginning of a step."""
     teacher_prompt: str | None = None
-    """What the teacher reads in the place of the prompt's last message, such as "{prompt} Here is a solution: {answer}".
-    {prompt} is that message, {ground_truth} the row's ground truth, any other name a column or a key of extra_info. By default
-    the teacher reads the policy's prompt."""
+    """What the teacher reads instead of the prompt's last message, such as "{prompt} Here is a solution: {answer}". {prompt} is
+    that message, {ground_truth} the row's ground truth, any other name a column or a key of extra_info. By default the teacher
+    reads the policy's prompt."""
     teacher_max_prompt_length: Annotated[int | None, Range(at_least=1)] = None
     """Longest prompt of the teacher with --teacher-prompt, in tokens. Default: --max-prompt-length."""
     teacher_coef: Annotated[float, Range(above=0)] = 1.0
-    """Weight of the KL to the teacher, next to the rewards'."""
+    """Weight of the KL to the teacher, relative to the rewards."""
     teacher_top_k: Annotated[int, Range(at_least=0)] = 0
-    """Compare the two distributions at this many of the teacher's most likely tokens, and at all others together. 0: at the
-    sampled token alone, as an advantage."""
+    """Compare the two distributions at this many of the teacher's most likely tokens, and at all others together. 0: only at
+    the sampled token, as an advantage."""
     teacher_alone: bool = False
-    """Rewards do not count: the policy learns from the teacher alone."""
+    """Rewards do not count: the policy only learns from the teacher."""
 
     @property
     def teacher_form(self) -> Literal["advantage", "top_k"] | None:
-        """How a teacher enters the loss: as an advantage of each sampled token, or as a term of its own over its likeliest."""
+        """How a teacher enters the loss: as an advantage of each sampled token, or as a separate term over its most likely
+        tokens."""
         return ("top_k" if self.teacher_top_k else "advantage") if self.teacher else None
 
     @property
@@ -54,11 +55,11 @@ class TeacherArgs:
 
     @property
     def longest_of_teacher(self) -> int:
-        """Tokens of the longest prompt that the teacher reads."""
+        """Largest number of tokens in a prompt that the teacher reads."""
         return (self.teacher_prompt is not None and self.teacher_max_prompt_length) or self.max_prompt_length
 
     def check(self) -> None:
-        """Raises UserError for flags that a teacher makes meaningless."""
+        """Raise UserError for flags that a teacher makes meaningless."""
         if self.teacher_alone and not self.teacher:
             raise UserError("--teacher-alone: without --teacher there is nothing to learn from. Add it, or leave the flag out.")
         if not self.teacher:
@@ -98,14 +99,14 @@ class TeacherArgs:
 
 
 def teacher_path(args, policy: str) -> str:
-    """Where the teacher's model is. policy: the path of --model."""
+    """Return the path of the teacher's model. policy: the path of --model."""
     return policy if args.teacher == SELF else resolve(args.teacher)
 
 
 def check_vocabulary(path: str, args, policy: str, flag: str, whose: str) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of the model at `path`, which `flag` names. Raises UserError unless it is that of the one at
-    `policy`: their tokens are compared, since models of one family may have embeddings of different lengths (Qwen2.5's differ
-    from 7B on). whose: "A teacher"."""
+    """Return the tokenizer of the model at `path`, which `flag` names. Raise UserError unless it equals that of the model at
+    `policy`: their tokens are compared, because models of one family may have embeddings of different lengths (Qwen2.5's differ
+    from 7B on). whose: the subject of the message, such as "A teacher"."""
     tokenizer = load_tokenizer(path, args.trust_remote_code, flag)
     ours, its = load_tokenizer(policy, args.trust_remote_code).get_vocab(), tokenizer.get_vocab()
     if differing := sorted(token for token in ours.keys() | its.keys() if ours.get(token) != its.get(token)):
@@ -119,7 +120,7 @@ def check_vocabulary(path: str, args, policy: str, flag: str, whose: str) -> Pre
 
 
 def check_teacher(path: str, args, policy: str) -> None:
-    """Raises UserError unless the model at `path` can teach that at `policy`. Reads no weights."""
+    """Raise UserError unless the model at `path` can teach the one at `policy`. No weights are read."""
     own, theirs = (load_config(at, args.trust_remote_code, name) for at, name in ((policy, "--model"), (path, "--teacher")))
     tokenizer = check_vocabulary(path, args, policy, "--teacher", "A teacher")
     check_model(path, tokenizer, args, "--teacher")
@@ -133,7 +134,7 @@ def check_teacher(path: str, args, policy: str) -> None:
 
 
 def _check_length(config: PretrainedConfig, path: str, args) -> None:
-    """Raises UserError unless the model can read the teacher's longest prompt with a response."""
+    """Raise UserError unless the model can read the teacher's longest prompt with a response."""
     prompt, response, context = (
         args.longest_of_teacher,
         args.max_response_length,

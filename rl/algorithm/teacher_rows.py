@@ -1,9 +1,9 @@
-"""A teacher that reads the policy's responses behind prompts of its own (--teacher-prompt), and a policy that teaches itself.
+"""A teacher that reads the policy's responses after different prompts (--teacher-prompt), and a policy that teaches itself.
 
-Each micro-batch becomes rows of the same responses behind the teacher's prompts. Where these are the policy's, it is one row
-with the same bits; where they are longer, there are as many rows as keep to the size of a micro-batch. A single response that
-exceeds it is computed all the same: a pass without gradient takes less memory than the update. Left out: agents, whose later
-conversations hold the policy's prompt.
+Each micro-batch becomes rows of the same responses after the teacher's prompts. If these are the policy's, it is one row with
+the same bits; if they are longer, there are as many rows as the size of a micro-batch requires. A single response that exceeds
+it is computed anyway: a pass without gradient takes less memory than the update. Left out: agents, whose later conversations
+hold the policy's prompt.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from rl.model.policy import Policy
 
 
 class Itself:
-    """The policy as its own teacher, with the weights that it has; routes of a mixture are its own, and not replayed."""
+    """The policy as its own teacher, with its current weights; a mixture's routes are computed, not replayed."""
 
     def __init__(self, policy: Policy):
         self._policy = policy
@@ -34,18 +34,18 @@ class Itself:
 
 class TeacherRows:
     def __init__(self, ids_of: Callable[[int, list[int]], Sequence[int]]):
-        """ids_of: (ticket, token ids of the policy's prompt) -> those of the teacher's."""
+        """ids_of: (ticket, token ids of the policy's prompt) -> token ids of the teacher's prompt."""
         self._ids_of = ids_of
 
     def log_probs(self, learner, batch: Batch, micros: Sequence[Sequence[MicroBatch]]) -> torch.Tensor:
-        """The teacher's log-probs [N] of the tokens that this rank trains, on the CPU; 0 of those outside the mask. Leaves its
-        top tokens, if they are compared, in the micro-batches. A collective of the learners."""
+        """Return the teacher's log-probs [N] of the tokens that this rank trains, on the CPU; 0 outside the mask. Its top
+        tokens, if they are compared, are stored in the micro-batches. A collective of the learners."""
         out, every = torch.zeros(len(batch.token)), [*itertools.chain.from_iterable(micros)]
         taught, limit = self._with_its_prompts(batch), learner.micro_batch_tokens * learner.ranks.sequence_parallel
         parts = [_parts(taught, micro, limit) for micro in every]
         for micro, its_parts, count in zip(every, parts, _most(batch, parts), strict=True):
             tops = []
-            for part in [*its_parts, *[[]] * (count - len(its_parts))]:  # as many passes on every rank
+            for part in [*its_parts, *[[]] * (count - len(its_parts))]:  # the same number of passes on every rank
                 row = MicroBatch.of(taught, part, learner.ranks.device)
                 row = part_of(row, learner.ranks) if learner.ranks.sequence_parallel > 1 else row
                 out[row.index] = learner.read_by_teacher(row).cpu()
@@ -55,7 +55,7 @@ class TeacherRows:
         return out
 
     def _with_its_prompts(self, batch: Batch) -> Batch:
-        """The batch with the teacher's prompts of the responses that are here."""
+        """Return the batch with the teacher's prompts for the responses that are here."""
         prompts, of_group = [*batch.prompts], {}
         for i in torch.nonzero(batch.local_lengths).flatten().tolist():
             group = int(batch.group[i])
@@ -67,7 +67,7 @@ class TeacherRows:
 
 
 def _parts(taught: Batch, micro: MicroBatch, limit: int) -> list[list[int]]:
-    """The micro-batch's responses, divided into rows of `limit` tokens, or of one response that has more."""
+    """Divide the micro-batch's responses into rows of up to `limit` tokens, or of one response that has more."""
     responses = taught.seq[micro.index].unique().tolist()
     prompts = [len(taught.prompts[i]) for i in responses]
     lengths = [prompt + int(taught.lengths[i]) for prompt, i in zip(prompts, responses, strict=True)]
@@ -76,7 +76,7 @@ def _parts(taught: Batch, micro: MicroBatch, limit: int) -> list[list[int]]:
 
 
 def _most(batch: Batch, parts: list[list[list[int]]]) -> list[int]:
-    """The number of rows of each micro-batch on the learner that has most. A collective."""
+    """Return the number of rows of each micro-batch on the learner with the most. A collective."""
     ranks = batch.ranks
     counts = torch.zeros(ranks.data_size if ranks else 1, len(parts), dtype=torch.long)
     counts[ranks.data_rank if ranks else 0] = torch.tensor([len(rows) for rows in parts])
@@ -84,6 +84,6 @@ def _most(batch: Batch, parts: list[list[list[int]]]) -> list[int]:
 
 
 def _joined(tops: list[tuple[torch.Tensor, TopTokens]]) -> TopTokens:
-    """The top tokens of rows, each with its index, in the order of their micro-batch's tokens."""
+    """Join the top tokens of rows, each with its index, in the order of their micro-batch's tokens."""
     order = torch.cat([index for index, _ in tops]).argsort()
     return TopTokens(*(torch.cat([getattr(top, name) for _, top in tops])[order] for name in ("token", "of_teacher")))

@@ -1,4 +1,4 @@
-"""The tokens that clip_cov and kl_cov single out of a mini-batch."""
+"""The tokens that clip_cov and kl_cov choose in a mini-batch."""
 
 import torch
 
@@ -9,8 +9,8 @@ from rl.learning.batch import Batch
 
 
 def choose_tokens(args: AlgorithmArgs, batch: Batch, minis: list[torch.Tensor]) -> torch.Tensor | None:
-    """[N] bool, the tokens that the loss singles out; None for a loss that does not. minis: the responses [b] of each
-    mini-batch. What is drawn depends on the batch alone: it is the same on every rank, whatever the micro-batches, and after a
+    """Return the tokens that the loss chooses, [N] bool; None for a loss that chooses none. minis: the responses [b] of each
+    mini-batch. Random choices only depend on the batch: they are the same on every rank, for any micro-batches, and after a
     resume."""
     loss = losses.POLICY_LOSSES[args.loss_mode]
     if loss.chooses is None:
@@ -22,7 +22,7 @@ def choose_tokens(args: AlgorithmArgs, batch: Batch, minis: list[torch.Tensor]) 
 
     def choose(old: torch.Tensor, advantage: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
         chosen, at = torch.zeros_like(mask), 0
-        for mini in minis:  # they follow each other
+        for mini in minis:  # they are consecutive
             tokens = slice(at, at := at + int(batch.lengths[mini].sum()))
             chosen[tokens] = loss.chooses(old[tokens], advantage[tokens], mask[tokens], **options)
         return chosen

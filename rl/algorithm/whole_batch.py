@@ -1,7 +1,7 @@
-"""What concerns the whole batch, whichever learner holds which part of it: advantages, denominators, means.
+"""Quantities of the whole batch, whichever learner holds which part of it: advantages, denominators, means.
 
-It is summed over the learners in float64 or in whole numbers. An estimator of advantages declares what it looks at: most look
-at the scores alone, which travel as one number a response; the few that look at every token have them gathered while they work.
+They are summed over the learners in float64 or in integers. An advantage estimator declares the data it needs: most only need
+the scores, which travel as one number per response; for the few that need every token, all tokens are gathered temporarily.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
     from rl.learning.batch import Batch
 
 
-ADDITIVE = ("token-mean", "seq-mean-token-mean")  # aggregations whose denominators count what each rank can count by itself
+ADDITIVE = ("token-mean", "seq-mean-token-mean")  # aggregations whose denominators are sums over the ranks
 
 
 # ------------------------------------------------------------------------------------------------------- of the whole batch
 
 
 def mean_of_responses(x: Tensor, batch: "Batch") -> float:
-    """Mean over the whole batch's responses of x [N], of each its mean over its trained tokens; 0 if none has any."""
+    """Average x [N] over each response's trained tokens, then over the whole batch's responses that have any; 0 if none has. A
+    collective."""
     (means,) = losses.sequence_means(batch.trained, batch.seq, x.double())
     own = means[losses.trained_sequences(batch.trained, batch.seq)]
     total, count = batch.sum_over_ranks(torch.tensor([float(own.sum()), len(own)], dtype=torch.float64)).tolist()
@@ -31,7 +32,7 @@ def mean_of_responses(x: Tensor, batch: "Batch") -> float:
 
 
 def denominator(batch: "Batch", mini: Tensor, mode: str, budget: int) -> float:
-    """losses.denominator of a mini-batch, whose responses are `mini` [b]."""
+    """Return losses.denominator of a mini-batch, whose responses are `mini` [b]. A collective."""
     tokens = batch.span(mini)
     mask, seq = batch.trained[tokens], batch.seq[tokens]
     own = losses.denominator(mask, seq, mode, len(mini), budget)
@@ -41,8 +42,8 @@ def denominator(batch: "Batch", mini: Tensor, mode: str, budget: int) -> float:
 
 
 def groups_of_one(batch: "Batch") -> int:
-    """The groups of which one response alone is trained: there is one, or the others could not be scored, were rejected, or are
-    masked as a whole."""
+    """Return the number of groups with exactly one trained response: there is only one, or the others could not be scored, were
+    rejected, or are masked as a whole."""
     counts = torch.bincount(batch.group)
     if batch.targets.rejected is not None or batch.is_masked:
         counts = torch.bincount(batch.group[batch.sum_over_ranks(batch.by_response(batch.trained)) > 0])
@@ -50,7 +51,8 @@ def groups_of_one(batch: "Batch") -> int:
 
 
 def advantage(estimator: Callable, batch: "Batch", **inputs) -> Tensor:
-    """The estimator's advantages [N]. inputs: its keywords; tensors among them are [N], but for losses.PER_RESPONSE, [B]."""
+    """Return the estimator's advantages [N]. inputs: its keywords; tensors among them are [N], except those of
+    losses.PER_RESPONSE."""
     reward, mask = batch.targets.reward, batch.trained
     if estimator.looks_at == "response":
         return estimator(reward, mask, batch.seq, batch.group, **inputs)
@@ -62,7 +64,7 @@ def advantage(estimator: Callable, batch: "Batch", **inputs) -> Tensor:
             return estimator(reward, mask, seq, batch.group, **dict(zip(own, tensors, strict=True)), **inputs)
 
         return on_whole(batch, of_whole, reward, mask, *own.values())
-    # One token stands for each response: its total, trained if any of its tokens is.
+    # One token represents each response: it has the total reward, and is trained if any token of the response is.
     totals, trained = (batch.sum_over_ranks(batch.by_response(x)) for x in (reward, mask))
     of_response = estimator(totals, trained > 0, torch.arange(len(totals)), batch.group, **inputs).to(reward.dtype)
     advantages = losses.to_tokens(of_response, batch.seq)
@@ -70,13 +72,13 @@ def advantage(estimator: Callable, batch: "Batch", **inputs) -> Tensor:
 
 
 def on_whole(batch: "Batch", function: Callable, *xs: Tensor) -> Tensor:
-    """function(each x of the whole batch, its seq) -> a tensor of the whole batch; this returns the part that is here. For the
-    few things that cannot be had from sums: every learner holds them whole meanwhile."""
+    """Call function(each x of the whole batch, its seq), which returns a tensor of the whole batch; return the part that is
+    here. This is for the few quantities that are not sums: every learner temporarily holds the whole tensors. A collective."""
     if not batch.ranks:
         return function(*xs, batch.seq)
     lengths = batch.lengths
     shift = (lengths.cumsum(0) - lengths) - batch.starts
-    places = torch.arange(len(batch.seq)) + losses.to_tokens(shift, batch.seq)  # of this rank's tokens in the whole
+    places = torch.arange(len(batch.seq)) + losses.to_tokens(shift, batch.seq)  # of this rank's tokens in the whole batch
     wholes = []
     for x in xs:
         number = x.to(torch.uint8) if x.dtype == torch.bool else x
