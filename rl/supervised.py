@@ -1,4 +1,4 @@
-"""What train_sft.py needs beyond its algorithm: its flags, the start, and a run without samples and rewards."""
+"""The surroundings of the algorithm in train_sft.py: its flags, the start, and a run without samples and rewards."""
 
 import sys
 from dataclasses import dataclass
@@ -28,12 +28,12 @@ from rl.training_run import TrainingRun
 
 @dataclass
 class SupervisedArgs(RunArgs, DemonstrationArgs, LearnerArgs, LogArgs, CheckpointArgs, WatchdogArgs):
-    """The size of a batch."""
+    """The batch size."""
 
     train_batch_size: Annotated[int, Range(at_least=1)] = 64
-    """Conversations of a step, over all ranks."""
+    """Conversations per step, over all ranks."""
 
-    # Fields that the parts look at, and that are no flags of a supervised run
+    # Fields that other parts read, and that are not flags of a supervised run
     packs_flat_apart: ClassVar = False
     rollout_n: ClassVar = 1
     prompt_sampling: ClassVar = "uniform"
@@ -65,8 +65,8 @@ class SupervisedArgs(RunArgs, DemonstrationArgs, LearnerArgs, LogArgs, Checkpoin
 
 
 def set_up(args: SupervisedArgs, file: str) -> Job:
-    """Reads what the flags name, the weights aside, and seeds torch. file: the script's own. Raises UserError for what cannot
-    be used."""
+    """Read the files that the flags name, except the weights, and seed torch. file: the script's. Raise UserError for files
+    that cannot be used."""
     torch.manual_seed(args.seed)
     path, config, tokenizer = read_model(args.model, args)
     if takes_images(config):
@@ -90,7 +90,7 @@ class SupervisedRun(TrainingRun):
     plotted = "nll"
 
     def batch(self, step: int) -> Batch:
-        """Begins the step: its conversations. A collective of the learners."""
+        """Begin the step; return its conversations. A collective of the learners."""
         size = self.args.train_batch_size
         tickets = range((step - 1) * size, step * size)
         return self.begin(to_groups(self.job.prompts, {ticket: self.job.order(ticket)[1] for ticket in tickets}))

@@ -1,8 +1,8 @@
 """Adapters on disk, in peft's format: adapter_config.json and adapter_model.safetensors.
 
-A layer's two matrices are `base_model.model.<layer>.lora_A.weight` [rank, in] and `...lora_B.weight` [out, rank] there. peft
-itself is not needed. Left out: its variants, which compute something else (DoRA, rsLoRA, ranks by layer, trained biases), and
-adapters of parameters that are no linear layer's (its target_parameters).
+A layer's two matrices have the names `base_model.model.<layer>.lora_A.weight` [rank, in] and `...lora_B.weight` [out, rank].
+peft itself is not needed. Left out: its variants, which compute something else (DoRA, rsLoRA, ranks by layer, trained biases),
+and adapters of parameters outside linear layers (its target_parameters).
 """
 
 import json
@@ -19,19 +19,19 @@ from rl.errors import UserError
 from rl.ranges import flag
 
 CONFIG, TENSORS, DIRECTORY = "adapter_config.json", "adapter_model.safetensors", "adapter"
-PATTERN = "adapter_model{suffix}.safetensors"  # of TENSORS, as huggingface_hub takes it
+PATTERN = "adapter_model{suffix}.safetensors"  # of TENSORS, in huggingface_hub's form
 PREFIX, SUFFIX = "base_model.model.", ".weight"
-# Keys of peft's config whose values do not change what an adapter computes. Any other one that is set makes it another kind.
+# Keys of peft's config whose values do not change what an adapter computes. Any other key that is set makes it another kind.
 HARMLESS = {"peft_type", "peft_version", "task_type", "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules"}
 HARMLESS |= {"layers_to_transform", "layers_pattern", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping"}
 HARMLESS |= {"eva_config", "megatron_core", "qalora_group_size", "ensure_weight_tying"}
 NOT_SET = (None, False, "none", [], {})
-FIRST_VALUES = (True, False, None, "gaussian", "eva", "orthogonal")  # others, such as pissa, change the model as well
+FIRST_VALUES = (True, False, None, "gaussian", "eva", "orthogonal")  # others, such as pissa, also change the model
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What decides an adapter's shape and scale."""
+    """The numbers and layers that determine an adapter's shape and scale."""
 
     rank: int
     alpha: float
@@ -39,7 +39,7 @@ class Setting:
 
 
 class AdapterFiles:
-    """An adapter to start from. Raises UserError if there is none, or one of another kind."""
+    """An adapter to start from. Raise UserError if there is none, or one of another kind."""
 
     def __init__(self, directory: str):
         self.directory, self._where = Path(directory), f"--lora-model {directory}"
@@ -60,7 +60,7 @@ class AdapterFiles:
         self.setting = Setting(rank, alpha, (target,) if isinstance(target, str) else tuple(sorted(target)))
 
     def check(self, args) -> None:
-        """Raises UserError if a flag says something else than the files. args: AdapterArgs."""
+        """Raise UserError if a flag contradicts the files. args: AdapterArgs."""
         own = {"lora_rank": self.setting.rank, "lora_alpha": self.setting.alpha, "lora_target": self.setting.target}
         for name, value in own.items():
             asked, default = getattr(args, name), type(args).__dataclass_fields__[name].default
@@ -72,7 +72,7 @@ class AdapterFiles:
 
     @cached_property
     def _stored(self) -> dict[str, str]:
-        """Each parameter's name -> that of its tensor in the file."""
+        """Each parameter's name -> the name of its tensor in the file."""
         try:
             with safe_open(self.directory / TENSORS, "pt") as file:
                 keys = list(file.keys())
@@ -86,7 +86,8 @@ class AdapterFiles:
         return {name.rpartition(".")[0] for name in self._stored}
 
     def tensors(self, model: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Parameters of the model by name, whole, on the CPU. Raises UserError if the file lacks one or has another shape."""
+        """Return parameters of the model by name, whole, on the CPU. Raise UserError if one is not in the file or has another
+        shape."""
         out = {}
         with safe_open(self.directory / TENSORS, "pt") as file:
             for name in names:
@@ -99,13 +100,13 @@ class AdapterFiles:
 
 
 def stored_name(name: str) -> str:
-    """Of the parameter `name`, in peft's file."""
+    """Return the name of parameter `name` in peft's file."""
     return f"{PREFIX}{name}{SUFFIX}"
 
 
 def write_config(directory: Path, setting: Setting, layers: Sequence[str], model: nn.Module, base: str) -> None:
-    """Writes adapter_config.json. layers: names of those with an adapter. model: the one that has them. base: the directory or
-    hub name of the model without them."""
+    """Write adapter_config.json. layers: the names of the layers with an adapter. model: with these layers. base: the directory
+    or hub name of the model without adapters."""
     ends = {name.rpartition(".")[2] for name in layers}
     others = {name.rpartition(".")[2] for name, module in model.named_modules() if name not in {*layers}}
     record = {
@@ -114,7 +115,7 @@ def write_config(directory: Path, setting: Setting, layers: Sequence[str], model
         "base_model_name_or_path": base,
         "r": setting.rank,
         "lora_alpha": setting.alpha,
-        "target_modules": sorted(layers if ends & others else ends),  # names that only these layers have
+        "target_modules": sorted(layers if ends & others else ends),  # suffixes that only these layers have
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

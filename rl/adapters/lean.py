@@ -1,7 +1,7 @@
 """Projections with adapters in the learner's decoder layers, with their backward passes written out (rl/model/lean_layers.py).
 
-As there, values and gradients are those of the plain modules to the bit, and little is kept between the passes: besides what
-a layer without adapters keeps, only the [tokens, rank] outputs of A.
+As there, values and gradients are those of the plain modules to the bit, and little is kept between the passes: only the
+outputs [tokens, rank] of A, in addition to what a layer without adapters keeps.
 """
 
 import torch
@@ -13,7 +13,7 @@ from rl.model.lean_layers import Kind, norm_backward, plain_down, plain_products
 
 
 def products(x: Tensor, norm: nn.Module, *projections: nn.Linear) -> tuple[Tensor, ...]:
-    """x [..., n] -> what each of the projections, some of which have adapters, makes of its norm [..., m_i]"""
+    """Return each projection [..., m_i] of the norm of x [..., n]. At least one of the projections has an adapter."""
     adapters = next(of.adapters for of in projections if hasattr(of, "adapters"))
     if not adapters.on:
         return plain_products(x, norm, *projections)
@@ -22,7 +22,7 @@ def products(x: Tensor, norm: nn.Module, *projections: nn.Linear) -> tuple[Tenso
 
 
 def down(gate: Tensor, up: Tensor, projection: nn.Linear) -> Tensor:
-    """gate, up [..., I] -> [..., hidden]"""
+    """Return the down projection [..., hidden] of gate, up [..., I]."""
     if not projection.adapters.on:
         return plain_down(gate, up, projection)
     if gate.numel() < lean_layers.WORTH_IT and torch.is_grad_enabled():
@@ -34,7 +34,7 @@ KIND = Kind(products, down)
 
 
 class AdaptedProducts(torch.autograd.Function):
-    """NormedProducts of frozen weights: weights [m_i, n], biases [m_i] or None, A [r, n] and B [m_i, r], or None without."""
+    """NormedProducts with frozen weights: weights [m_i, n], biases [m_i] or None, A [r, n] and B [m_i, r] or None."""
 
     @staticmethod
     def forward(ctx, x, _, norm_weight, epsilon, factor, *tensors):
@@ -73,7 +73,7 @@ class AdaptedProducts(torch.autograd.Function):
 
 
 class AdaptedGatedDown(torch.autograd.Function):
-    """GatedDown of a frozen weight: gate, up [..., I], weight [hidden, I], A [r, I], B [hidden, r] -> [..., hidden]"""
+    """GatedDown with a frozen weight: gate, up [..., I], weight [hidden, I], A [r, I], B [hidden, r] -> [..., hidden]"""
 
     @staticmethod
     def forward(ctx, gate, up, weight, a, b, factor):

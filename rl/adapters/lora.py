@@ -1,11 +1,12 @@
-"""LoRA (arXiv 2106.09685): the model is frozen, and each of its linear layers has a trained product of two thin matrices.
+"""LoRA (arXiv 2106.09685): the model is frozen, and a trained product of two thin matrices is added to each of its linear
+layers.
 
     y = x W^T + b + alpha / rank * (x A^T) B^T        A [rank, in] random, B [out, rank] zeros
 
-A and B are parameters of the layer itself, whose class is changed in place: every other parameter keeps its name, and so files,
-shards, publishes and checkpoints need no translation. peft puts a module around each layer, which renames all of them. Values
-and gradients are peft's to the bit (tests/adapters). Left out: adapters of a mixture's experts, which are no linear layers, of
-the vision tower, of the embedding and of the output layer.
+A and B are parameters of the layer itself, whose class is changed in place: every other parameter keeps its name, so files,
+shards, publishes and checkpoints need no translation. peft wraps each layer in a module, which renames all parameters. Values
+and gradients equal peft's to the bit (tests/adapters). Left out: adapters of a mixture's experts, which are not linear layers,
+of the vision tower, of the embedding and of the output layer.
 """
 
 import math
@@ -26,29 +27,30 @@ from rl.model.shards import Block, Shards, local
 from rl.ranges import Content, MayChange, Range
 
 ALL = ("all-linear",)
-WANTED_RATE = 1e-5  # the least --lr with which adapters have been seen to learn a large model
+WANTED_RATE = 1e-5  # the smallest --lr with which adapters of a large model have been seen to learn
 
 
 @dataclass
 class AdapterArgs:
-    """Adapters (LoRA): the model stays as it is, and thin matrices next to its linear layers are trained."""
+    """Adapters (LoRA): the model is frozen, and thin matrices next to its linear layers are trained."""
 
     lora_rank: Annotated[int, Range(at_least=0)] = 0
-    """Rank of the adapters; 0 trains all weights. Adapters want about ten times the --lr of all weights: 1e-3 for the demo, and
-    from 1e-5 for billions of parameters."""
+    """Rank of the adapters; 0 trains all weights. Adapters need about ten times the --lr of all weights: 1e-3 for the demo, and
+    at least 1e-5 for billions of parameters."""
     lora_alpha: Annotated[float, Range(above=0)] = 32.0
-    """The adapters' product counts alpha / rank times."""
+    """The adapters' product is multiplied by alpha / rank."""
     lora_target: tuple[str, ...] = ALL
-    """Layers that have an adapter: all-linear for all linear layers of the decoder, or ends of their names (q_proj v_proj)."""
+    """Layers that get an adapter: all-linear for all linear layers of the decoder, or suffixes of their names (q_proj
+    v_proj)."""
     lora_model: MayChange[Annotated[str | None, Content("model")]] = None
-    """Directory of an adapter in peft's format to start from. It decides --lora-rank, --lora-alpha and --lora-target."""
+    """Directory of an adapter in peft's format to start from. It sets --lora-rank, --lora-alpha and --lora-target."""
     publish: MayChange[Literal["merged", "adapter"]] = "merged"
-    """What engines get at a publish: weights with the adapters merged into them, or the adapters alone, to be added to a
-    model that is sent once. The latter is small, and slows generation down a little (vLLM on a CPU: two to three times)."""
+    """What engines get at a publish: weights with the adapters merged into them, or only the adapters, to be added to a model
+    that is sent once. The latter is small, and slows generation down (vLLM on a CPU: two to three times)."""
 
     @property
     def publishes_adapters(self) -> bool:
-        """Whether adapters go to the engines by themselves."""
+        """Whether only adapters are sent to the engines."""
         return self.adapted and self.publish == "adapter"
 
     @property
@@ -57,13 +59,13 @@ class AdapterArgs:
         return self.lora_rank > 0 or self.lora_model is not None
 
     def check(self) -> None:
-        """Raises UserError for adapters of nothing."""
+        """Raise UserError if no layer is named."""
         if not self.lora_target:
             raise UserError("--lora-target names no layer. Give all-linear, or names such as q_proj v_proj.")
 
 
 class AdaptedLinear(nn.Linear):
-    """An nn.Linear with an adapter, made of one in place (`adapt`): lora_A [rank, in], lora_B [out, rank]."""
+    """An nn.Linear that was given an adapter in place (`adapt`): lora_A [rank, in], lora_B [out, rank]."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out]"""
@@ -77,28 +79,28 @@ class Adapters:
     """The adapters of one model."""
 
     def __init__(self, setting: Setting, names: Sequence[str], files: AdapterFiles | None):
-        """names: of the layers that have one. files: the adapter that training starts from."""
+        """names: the layers that have an adapter. files: the adapter that training starts from."""
         self.setting, self.names, self.files = setting, list(names), files
         self.scale = setting.alpha / setting.rank
-        self.weights = {f"{name}.weight" for name in names}  # the parameters that they change
+        self.weights = {f"{name}.weight" for name in names}  # the parameters that the adapters change
         self.on = True
         self._shards: Shards | None = None
 
     @property
     def tensors(self) -> list[str]:
-        """The names of their own parameters."""
+        """The names of the adapters' parameters."""
         return [f"{name}.{part}" for name in self.names for part in ("lora_A", "lora_B")]
 
     def in_words(self, model: nn.Module) -> str:
-        """What is trained, in a line."""
+        """Return a line about the trained parameters."""
         own = sum(model.get_parameter(name).numel() for name in self.tensors)
         all_of_it, layers = sum(parameter.numel() for parameter in model.parameters()), len(self.names)
         return f"adapters: rank {self.setting.rank} in {layers} linear layers, {own:,} of {all_of_it:,} parameters are trained"
 
     @torch.no_grad()
     def begin(self, model: nn.Module, seed: int) -> None:
-        """Gives this rank its part of their values: those of the files, or peft's first ones, drawn whole so that they are the
-        same on any number of ranks. Raises UserError for files that do not fit the model."""
+        """Initialize this rank's part of the adapters: with the files' values, or peft's initial ones, drawn whole so that they
+        are the same on any number of ranks. Raise UserError if the files do not fit the model."""
         values = self.files.tensors(model, self.tensors) if self.files else {}
         generator = torch.Generator().manual_seed(seed)
         for name in self.tensors:
@@ -114,7 +116,8 @@ class Adapters:
 
     @torch.no_grad()
     def whole_a(self, held: dict[str, torch.Tensor], device: torch.device | str) -> dict[str, torch.Tensor]:
-        """Every lora_A [rank, in] in fp32 on the device, by name. held: their tensors in fp32, sharded. A collective."""
+        """Return every lora_A [rank, in] in fp32 on the device, by name. held: the adapters' tensors in fp32, sharded. A
+        collective."""
         thin = {name: held[name].data for name in self.tensors if name.endswith("lora_A")}
         if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
             return {name: local(tensor).to(device, torch.float32) for name, tensor in thin.items()}
@@ -122,13 +125,13 @@ class Adapters:
         return dict(self._shards.whole(thin, torch.device(device), torch.float32))
 
     def merger(self, held: dict[str, torch.Tensor], device: torch.device) -> Callable[[str, torch.Tensor], torch.Tensor]:
-        """As `merge` with what is held now, on the device. held: as for `whole_a`. A collective."""
+        """Return `merge` of the current values, on the device. held: as for `whole_a`. A collective."""
         b = {name: local(held[name].data).to(device) for name in self.tensors if name.endswith("lora_B")}
         return self.merge(self.whole_a(held, device), b)
 
     def merge(self, a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> Callable[[str, torch.Tensor], torch.Tensor]:
-        """Returns (a parameter's name, this rank's rows of it) -> these rows with the adapter, fp32(W) + scale * B A, or as
-        they are if it has none. a: from `whole_a`; b: every lora_B, this rank's rows, by name."""
+        """Return a function (a parameter's name, this rank's rows of it) -> these rows with the adapter, fp32(W) + scale * B A,
+        or unchanged if there is none. a: from `whole_a`; b: this rank's rows of every lora_B, by name."""
 
         @torch.no_grad()
         def merged(name: str, rows: torch.Tensor) -> torch.Tensor:
@@ -142,7 +145,7 @@ class Adapters:
 
 
 class WithoutAdapters:
-    """A policy with its adapters switched off: the model that training began with, without a second copy of it."""
+    """A policy with its adapters switched off: the model that training started from, without a second copy of it."""
 
     def __init__(self, policy: nn.Module):
         self._policy = policy
@@ -160,7 +163,7 @@ class WithoutAdapters:
 
 
 def adapt(model: PreTrainedModel, args: AdapterArgs, where: str) -> Adapters:
-    """Freezes the model and gives layers of its decoder adapters, without values. Raises UserError for what can have none."""
+    """Freeze the model and add adapters, without values, to layers of its decoder. Raise UserError if that is impossible."""
     from rl.adapters import lean  # late: a run without adapters does not need it
 
     files = AdapterFiles(args.lora_model) if args.lora_model is not None else None
@@ -179,8 +182,7 @@ def adapt(model: PreTrainedModel, args: AdapterArgs, where: str) -> Adapters:
 
 
 def check_model(model: PreTrainedModel, args: AdapterArgs, where: str) -> None:
-    """Raises UserError for a model that cannot have these adapters, or flags that contradict --lora-model. model: without
-    weights."""
+    """Raise UserError if the model cannot have these adapters, or flags contradict --lora-model. model: without weights."""
     if args.lora_model is not None:
         AdapterFiles(args.lora_model).check(args)
     if hasattr(model.model, "visual") and not args.freeze_vision_tower:
@@ -192,7 +194,7 @@ def check_model(model: PreTrainedModel, args: AdapterArgs, where: str) -> None:
 
 
 def _chosen(model: PreTrainedModel, setting: Setting, files: AdapterFiles | None, where: str) -> list[str]:
-    """The names of the layers that get an adapter."""
+    """Return the names of the layers that get an adapter."""
     of_decoder = {module for layer in decoder_layers(model) for module in layer.modules()}
     linear = [name for name, module in model.named_modules() if module in of_decoder and type(module) is nn.Linear]
     if files:
@@ -207,7 +209,7 @@ def _chosen(model: PreTrainedModel, setting: Setting, files: AdapterFiles | None
                 f"{', '.join(ends)}; experts, embeddings, the output layer and a vision tower cannot have adapters here."
             )
         return [name for name in linear if any(f".{name}".endswith(f".{end}") for end in setting.target)]
-    others = [module for module in of_decoder if not isinstance(module, nn.Conv1d)]  # one is in each gated delta net
+    others = [module for module in of_decoder if not isinstance(module, nn.Conv1d)]  # each gated delta net has one
     if any(parameter.dim() > 2 for module in others for parameter in module.parameters(recurse=False)):
         raise UserError(
             f"--lora-target all-linear: {where} is a mixture whose experts are no linear layers, and they cannot have adapters "
@@ -217,7 +219,7 @@ def _chosen(model: PreTrainedModel, setting: Setting, files: AdapterFiles | None
 
 
 def rate_warnings(args: AdapterArgs, given: set[str]) -> list[str]:
-    """A sentence where --lr is one for training all weights. given: the flags on the command line."""
+    """Return a warning if --lr is one for training all weights, else none. given: the flags on the command line."""
     if not args.adapted or ("lr" in given and args.lr >= WANTED_RATE):
         return []
     now = f"--lr {args.lr:g}" + ("" if "lr" in given else ", the default,")

@@ -108,7 +108,7 @@ class Learner:
         self.chosen_tokens: int | None = None  # of a micro-batch, with the flag's auto (rl/learning/token_budget.py)
 
     def _find_teacher(self, teacher: str, trust_remote_code: bool) -> Policy:
-        """The model, or the policy without its adapters, where these are all that sets it apart."""
+        """The model, or the policy without its adapters if it only differs by them."""
         if teacher == self.path and self.adapters:
             return WithoutAdapters(self.policy)
         offload = self.args.ref_offload and is_accelerator(self.ranks.device)
@@ -125,14 +125,15 @@ class Learner:
 
     @property
     def _centers(self) -> bool:
-        """--score-centering, which a supervised start does not have."""
+        """Whether --score-centering is set; a supervised start does not have the flag."""
         return getattr(self.args, "score_centering", False)
 
     def log_probs(
         self, micro: MicroBatch, entropy: Literal["none", "metric", "loss"] = "none"
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (log-prob [n], entropy [n]) of the micro-batch's n tokens under the policy, on the device, with gradient. The
-        entropy is 0, without gradient, or with it. In a `forward_only` micro-batch the gradient ends there, and must be 0."""
+        entropy is 0 ("none"), without gradient ("metric"), or with gradient ("loss"). In a `forward_only` micro-batch the
+        gradient ends there, and must be 0."""
         ends_here = micro.forward_only and torch.is_grad_enabled()
         how = {"observe": micro.real_tokens, "top": micro.top, "centers": self._centers}
         with torch.no_grad() if ends_here else contextlib.nullcontext():
@@ -155,7 +156,8 @@ class Learner:
         top: TopTokens | None = None,
         centers: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `log_probs`; with `centers` [n, 2], the log-probs and those that the sampler could expect."""
+        """Return as `log_probs` does. With `centers`, log-probs are [n, 2]: each token's, and the one expected under the
+        sampler."""
         progress()
         routes = routes_for(self.args, micro, self.ranks.device) if model is self.policy else None
         labels = top.labels(micro.labels, micro.own) if top else micro.labels

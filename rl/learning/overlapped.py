@@ -14,7 +14,7 @@ from rl.ranks.device import copy_streams
 
 
 def overlapped(device: torch.device, pieces: Iterable, fetch: Callable, work: Callable, put: Callable) -> None:
-    """Runs put(piece, work(piece, fetch(piece))) for each piece. fetch and put only copy; work must not read what another
+    """Run put(piece, work(piece, fetch(piece))) for each piece. fetch and put only copy; work must not read what another
     piece's put writes. Everything is done on return."""
     if (streams := copy_streams(device)) is None:
         for piece in pieces:

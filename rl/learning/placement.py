@@ -45,9 +45,10 @@ def load_policy(
     kind: type[Policy] = Policy,
     is_known: bool = False,
 ) -> Policy:
-    """The model at `path` (a directory or a hub name), sharded over all ranks; each reads its own part of the weights. They are
-    in fp32 if they are trained, else frozen in --dtype. seed: of adapters. is_known: the policy has been read and checked from
-    the same files. Raises UserError if weights are missing, or if our log-probs are not those of transformers."""
+    """Return the model at `path` (a directory or a hub name), sharded over all ranks; each reads only its part of the weights.
+    They are in fp32 if they are trained, else frozen in --dtype. seed: of adapters. is_known: the policy has been read and
+    checked from the same files. Raise UserError if weights are missing, or if our log-probs differ from those of
+    transformers."""
     trainable = role in ("policy", "critic")
     weights = open_weights(path, trust_remote_code, say=not is_known) if ranks.is_main else None
     if weights and not is_known:
@@ -77,7 +78,7 @@ def load_policy(
 
 
 def _check(weights: Weights, args: LearnerArgs, path: str) -> None:
-    """Raises UserError if our forward pass with these weights does not compute the log-probs of transformers."""
+    """Raise UserError if our forward pass with these weights does not compute the log-probs of transformers."""
     if not args.compile:
         keep_less(weights.model)
     with weights.by_layer():
@@ -85,7 +86,7 @@ def _check(weights: Weights, args: LearnerArgs, path: str) -> None:
 
 
 def _save_memory(model: PreTrainedModel, args: LearnerArgs, path: str, trained_on: torch.device | None) -> None:
-    """Changes the layers so that they keep less, or are compiled. trained_on: the device; None for a frozen model."""
+    """Change the layers so that they keep less, or are compiled. trained_on: the device; None for a frozen model."""
     if trained_on and args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if args.activation_offload:
@@ -97,7 +98,7 @@ def _save_memory(model: PreTrainedModel, args: LearnerArgs, path: str, trained_o
 
 
 def _shard(policy: Policy, args: LearnerArgs, ranks: Ranks, offload: bool) -> bool:
-    """Leaves each rank its part of every layer. Returns False if there is nothing to gather, to reduce or to move. A model of
+    """Leave each rank its part of every layer. Return False if there is nothing to gather, to reduce or to move. A model of
     images in bf16 is sharded anyway, because FSDP also casts the inputs of its layers."""
     options = {"mesh": ranks.mesh["data"]}
     if "bfloat16" in (args.dtype, args.grad_dtype):
@@ -127,7 +128,7 @@ def _shard(policy: Policy, args: LearnerArgs, ranks: Ranks, offload: bool) -> bo
 
 
 def _take_memory(policy: Policy, device: torch.device | str, tie: bool) -> None:
-    """Gives all parameters memory, without values. tie: keep names of one parameter tied, which FSDP does by itself."""
+    """Allocate memory for all parameters, without values. tie: keep names of one parameter tied, which FSDP does on its own."""
     names = defaultdict(list)
     for name, parameter in policy.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
@@ -139,8 +140,8 @@ def _take_memory(policy: Policy, device: torch.device | str, tie: bool) -> None:
 
 
 def _compute_as_sampled(policy: Policy) -> None:
-    """The policy that learns must be the policy that sampled: no dropout, no noise on a router, whatever the config says.
-    Only gradient checkpointing asks a layer whether it trains, before the layer's forward."""
+    """Ensure that the learning policy computes as the sampling one did: no dropout, no noise on a router, whatever the config
+    says. Only gradient checkpointing asks a layer whether it trains, before the layer's forward."""
     policy.eval()
     for layer in policy.modules():
         if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:

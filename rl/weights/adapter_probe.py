@@ -1,6 +1,6 @@
-"""What an engine must compute with the adapters that it is sent: log-probs of a few fixed tokens, with and without them.
+"""The log-probs of a few fixed tokens, with and without adapters, that an engine must compute with the adapters it is sent.
 
-rl/weights/adapter_proof.py compares an engine with it at every publish.
+rl/weights/adapter_proof.py compares an engine with them at every publish.
 """
 
 from functools import cached_property
@@ -18,7 +18,7 @@ from rl.weights.adapter_proof import NOISE, TOKENS
 
 
 class NoImages:
-    """The images of a batch of text alone, for a model that takes some (rl/learning/batch_images.py)."""
+    """The images of a text-only batch, for a model that takes images (rl/learning/batch_images.py)."""
 
     def inputs(self, lengths: list[int], after: list[int], groups: list[int], device: torch.device) -> dict:
         inputs = row_inputs(lengths, after, [None] * len(lengths))
@@ -26,19 +26,19 @@ class NoImages:
 
 
 class AdapterProbe:
-    """The probe of one learner. Its tokens mean nothing; they are from the middle of the vocabulary, where none is special."""
+    """The probe of one learner. Its tokens are meaningless, from the middle of the vocabulary, where none is special."""
 
     def __init__(self, learner: Learner):
         self._learner = learner
         rows = learner.config.get_text_config().vocab_size
         self.ids = [rows // 4 + 7919 * place % max(1, rows // 2) for place in range(TOKENS)]
         self._base: list[float] | None = None  # the model without adapters, which never changes
-        self._before: list[float] | None = None  # with those of the last call
+        self._before: list[float] | None = None  # with the adapters of the last call
 
     def __call__(self) -> dict:
-        """The tokens `ids`, and of all but the first the log-probs at temperature 1, in nats: under the model without adapters
-        (`base`), with those of the last call (`before`), and `now`; with the `noise` of this precision. A collective of the
-        learners; all compute the same."""
+        """Return the tokens `ids`; the log-probs of all but the first at temperature 1, in nats: without adapters (`base`),
+        with those of the last call (`before`), and with the current ones (`now`); and the `noise` of this precision. A
+        collective of the learners; all return the same."""
         policy = self._learner.policy
         if self._base is None:
             self._base = self._log_probs(WithoutAdapters(policy))
