@@ -1,19 +1,19 @@
 """Advantages, policy losses, KL estimators, aggregations and rollout correction: pure functions of tensors (torch only).
 
-Layout. Everything per token is packed, [N]: the response tokens of the batch end to end. Next to it are `mask` [N] (bool,
-True on trained tokens) and `seq` [N] (long, ascending: which response a token belongs to, 0..B-1); per response there is
-`group` [B] (long, any ids: responses of one prompt share one, wherever they lie). Packed, because then no padding exists
-that could leak into a mean, and a micro-batch is an index into the same tensors, in which not every response need occur. A
-response always lies whole in one micro-batch. `pack` and `unpack` convert from and to padded [B, T].
+Layout. Tensors per token are packed, [N]: the response tokens of the batch end to end. `mask` [N] is True on trained tokens
+(bool), `seq` [N] is the response that a token belongs to (long, ascending, 0..B-1), and `group` [B] has an id per response
+(long, any ids: responses to one prompt share an id and need not be adjacent). Packed tensors have no padding that could leak
+into a mean, and a micro-batch is an index into the same tensors, which need not contain every response. A response is never
+split between micro-batches. `pack` and `unpack` convert from and to padded [B, T].
 
 Denominators are arguments, computed once over the GLOBAL mini-batch (all ranks, all micro-batches), so that the sum of the
-micro-batches' losses does not depend on how the batch was cut. Advantages and rollout correction take the global batch.
+micro-batches' losses does not depend on how the batch was divided. Advantages and rollout correction take the global batch.
 
 Policy losses return the loss per token and detached statistics per token; a statistic's masked mean over the global batch is
-the metric. A decorator on each advantage and each loss declares what the scripts must know of it, and enters it under its names
-in ADVANTAGES or POLICY_LOSSES, which the scripts' flags choose from.
+the metric. A decorator on each advantage and each loss declares what the scripts must know about it, and registers it under its
+names in ADVANTAGES or POLICY_LOSSES, from which the scripts' flags choose.
 
-One step on a prompt with two responses, of two tokens and of one:
+One step on a prompt with two responses, of two tokens and one token:
 
     >>> import torch
     >>> mask, seq, group = torch.tensor([True, True, True]), torch.tensor([0, 0, 1]), torch.tensor([7, 7])
@@ -29,9 +29,9 @@ One step on a prompt with two responses, of two tokens and of one:
     >>> log_prob.grad.tolist()
     [-0.1666666716337204, -0.1666666716337204, 0.1666666716337204]
 
-In this order: layout, sums and means; aggregation; how a formula is declared; advantages; policy losses; tokens that a policy
-loss leaves out; the critic; KL to the reference; the teacher; coefficients; rollout correction. A docstring begins with the
-formula and names its paper, with the equation or section where it could be looked up (docs/generated/papers.md lists them).
+The file's order: layout, sums and means; aggregation; how a formula is declared; advantages; policy losses; tokens that a
+policy loss leaves out; the critic; KL to the reference; the teacher; coefficients; rollout correction. A docstring begins with
+the formula and names its paper, with the equation or section if it could be looked up (docs/generated/papers.md lists them).
 
 Left out: whatever needs a model or a process group. `d`, `r`, `A`, `s` below: log_prob - old_log_prob, exp(d), advantage, a
 response's total reward. sg(x) has the value of x and no gradient.
@@ -54,13 +54,13 @@ Loss = tuple[Tensor, dict[str, Tensor]]  # loss [N], {statistic: bool or float [
 
 
 def pack(valid: Tensor, *padded: Tensor) -> tuple[Tensor, ...]:
-    """valid [B, T] (bool: response tokens, trained or not, wherever the padding lies) and any tensors [B, T] -> seq [N] and
-    each tensor as [N]. Why packed: see the top of the file."""
+    """Pack tensors [B, T]: return seq [N], and each tensor as [N]. valid [B, T]: bool, True on response tokens, trained or not,
+    wherever the padding is. Why packed: see the top of the file."""
     return (valid.nonzero()[:, 0], *(x[valid] for x in padded))
 
 
 def unpack(x: Tensor, seq: Tensor, num_seqs: int, length: int | None = None, fill: float = 0.0) -> Tensor:
-    """x, seq [N] -> [num_seqs, T], padded on the right with `fill`; T is `length`, by default the longest response's."""
+    """Unpack x, seq [N] to [num_seqs, T], padded on the right with `fill`; T is `length`, by default the longest response's."""
     sizes = torch.bincount(seq, minlength=num_seqs)  # [B]
     position = torch.arange(len(seq), device=seq.device) - (sizes.cumsum(0) - sizes)[seq]  # [N]
     length = length if length is not None else (int(sizes.max()) if num_seqs else 0)
@@ -70,36 +70,37 @@ def unpack(x: Tensor, seq: Tensor, num_seqs: int, length: int | None = None, fil
 
 
 def sequence_sum(x: Tensor, seq: Tensor, num_seqs: int | None = None) -> Tensor:
-    """Sum of x [N] over each response's tokens -> [num_seqs]; 0 for a response without tokens."""
+    """Return the sum of x [N] over each response's tokens, [num_seqs]; 0 for a response without tokens."""
     if num_seqs is None:
         num_seqs = int(seq[-1]) + 1 if len(seq) else 0
     return torch.zeros(num_seqs, dtype=x.dtype, device=x.device).index_add(0, seq, x)
 
 
 def sequence_means(mask: Tensor, seq: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
-    """Mean of each x [N] over each response's trained tokens -> [B] each; 0 for a response without one."""
+    """Return the mean of each x [N] over each response's trained tokens, [B] each; 0 for a response without one."""
     count = sequence_sum(mask.to(xs[0].dtype), seq).clamp(min=1)
     return tuple(sequence_sum(torch.where(mask, x, 0.0), seq) / count for x in xs)
 
 
 def trained_sequences(mask: Tensor, seq: Tensor) -> Tensor:
-    """The indices of the responses with a trained token, ascending."""
+    """Return the indices of the responses with a trained token, ascending."""
     return torch.unique_consecutive(seq if mask.all() else seq[mask])
 
 
 def to_tokens(x: Tensor, seq: Tensor) -> Tensor:
-    """x [B] -> [N]: each token gets its response's. (Several times as fast as x[seq] on a CPU.)"""
+    """Expand x [B] to [N]: each token gets its response's value. Several times as fast as x[seq] on a CPU."""
     return x.index_select(0, seq)
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of x [N] over the trained tokens, a scalar; 0 if there is none."""
+    """Return the mean of x [N] over the trained tokens, a scalar; 0 if there is none."""
     return torch.where(mask, x, 0.0).sum() / mask.count_nonzero().clamp(min=1)
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """(x - mean) * rsqrt(var + 1e-8) over the trained tokens of the (global) batch, var with Bessel's correction; 0 where the
-    mask is. A single trained token gives 0, equal ones exactly 0: averaged is the distance to the least, in float64."""
+    """(x - mean) * rsqrt(var + 1e-8) over the trained tokens of the (global) batch, var with Bessel's correction; 0 outside the
+    mask. A single trained token gives 0, and equal ones exactly 0: the mean is taken of distances to the smallest, in
+    float64."""
     above = x.double() - torch.where(mask, x.double(), torch.inf).min() if mask.any() else x.double()
     centered = torch.where(mask, above - masked_mean(above, mask), 0.0)
     variance = (centered**2).sum() / (mask.count_nonzero() - 1).clamp(min=1)
@@ -107,9 +108,9 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def return_to_go(reward: Tensor, mask: Tensor, seq: Tensor, gamma: float = 1.0) -> Tensor:
-    """R_t = sum over k >= t of gamma^(k - t) r_k within the response, [N] -> [N], 0 where the mask is.
+    """R_t = sum over k >= t of gamma^(k - t) r_k within the response, [N] -> [N], 0 outside the mask.
 
-    Steps are the trained tokens: masked ones are skipped, a reward on one goes to the trained token before it.
+    Steps are the trained tokens: masked tokens are skipped, and a reward on one goes to the trained token before it.
     """
     _check_tokens("return_to_go", reward=reward, mask=mask, seq=seq)
     if mask.all():
@@ -119,7 +120,7 @@ def return_to_go(reward: Tensor, mask: Tensor, seq: Tensor, gamma: float = 1.0) 
 
 
 def _steps(reward: Tensor, mask: Tensor, seq: Tensor) -> tuple[Tensor, Tensor]:
-    """The trained tokens [M], and the reward [M] of each with that of the masked tokens behind it."""
+    """Return the indices [M] of the trained tokens, and the reward [M] of each plus that of the masked tokens after it."""
     index = mask.nonzero()[:, 0]
     before = mask.long().cumsum(0) - 1  # [N] the last trained token at or before each, as a position in index
     credited = before >= 0
@@ -129,8 +130,8 @@ def _steps(reward: Tensor, mask: Tensor, seq: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _discounted(reward: Tensor, seq: Tensor, gamma: float) -> Tensor:
-    """return_to_go where every token is a step, in log2(longest response) passes: the sum over a window of 2w tokens is the sum
-    over w plus gamma^w times the sum over the next w."""
+    """Compute return_to_go if every token is a step, in log2(longest response) passes: the sum over a window of 2w tokens is
+    the sum over w plus gamma^w times the sum over the next w."""
     longest = int(torch.bincount(seq).max()) if len(seq) else 0
     total, width = reward, 1
     while width < longest:
@@ -147,7 +148,7 @@ AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token
 
 
 def denominator(mask: Tensor, seq: Tensor, mode: str, num_seqs: int, budget: int | None = None) -> float:
-    """The number that `aggregate` divides by; mask, seq [N] and num_seqs are of the GLOBAL mini-batch. By mode, its unit:
+    """Return the divisor of `aggregate`. mask, seq [N] and num_seqs describe the GLOBAL mini-batch. Its unit by mode:
 
     token-mean               trained tokens
     token-sum                1 (so the step grows with the batch)
@@ -172,7 +173,7 @@ def denominator(mask: Tensor, seq: Tensor, mode: str, num_seqs: int, budget: int
 
 
 def aggregate(loss: Tensor, mask: Tensor, seq: Tensor, mode: str, denominator: float) -> Tensor:
-    """loss, mask, seq [N] of a micro-batch -> its share (scalar) of the global loss; `denominator` from the function above.
+    """Return a micro-batch's share (scalar) of the global loss; loss, mask, seq [N]; `denominator` from the function above.
 
     The sum over trained tokens, each weighted 1, or 1 / (trained tokens of its response) in seq-mean-token-mean.
     """
@@ -189,15 +190,15 @@ def aggregate(loss: Tensor, mask: Tensor, seq: Tensor, mode: str, denominator: f
 
 @dataclass(frozen=True)
 class Estimator:
-    """An advantage estimator, which is called like its function, and what a script has to know of it."""
+    """An advantage estimator, called like its function, and what a script must know about it."""
 
     function: Callable[..., Tensor]
-    group_of_one: Literal["zero", "score"] | None  # what it gives in a group of one: 0, or the score; None without groups
-    aggregation: str | None  # the one that its paper takes, if not token-mean
-    by_token: bool  # it gives a response's tokens different advantages
-    looks_at: Literal["response", "scores", "batch"]  # all that it has to see: one response, all scores, or every token
-    inputs: tuple[str, ...]  # what it takes of the batch in addition to reward, mask, seq and group
-    knobs: dict[str, float]  # its numbers, with their defaults
+    group_of_one: Literal["zero", "score"] | None  # its value for a group of one: 0, or the score; None: it ignores groups
+    aggregation: str | None  # its paper's, if not token-mean
+    by_token: bool  # tokens of one response can have different advantages
+    looks_at: Literal["response", "scores", "batch"]  # the data it needs: one response, all scores, or every token
+    inputs: tuple[str, ...]  # the batch's tensors that it takes in addition to reward, mask, seq and group
+    knobs: dict[str, float]  # its numeric parameters, with their defaults
 
     def __call__(self, *args, **keywords) -> Tensor:
         return self.function(*args, **keywords)
@@ -205,27 +206,27 @@ class Estimator:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A policy loss, which is called like its function, and what a script has to know of it."""
+    """A policy loss, called like its function, and what a script must know about it."""
 
     function: Callable[..., Loss]
-    aggregation: str | None  # the one that its paper takes, if not token-mean
-    by_response: bool  # it has one ratio for a whole response, so that no other aggregation makes sense
-    one_advantage: bool  # and one advantage, the mean of its tokens'
-    has_ratio: bool  # False: right for tokens of the policy itself alone; others have to be weighed by `importance_weight`
-    trains_all: bool  # it has a gradient where the advantage is 0, too
-    chooses: Callable[..., Tensor] | None  # what makes its input `chosen`: f(old_log_prob, advantage, mask), global batch
-    inputs: tuple[str, ...]  # what it takes of the batch in addition to the usual arguments
-    knobs: dict[str, float]  # its numbers, with their defaults
-    choice_inputs: tuple[str, ...]  # the same two of `chooses`
+    aggregation: str | None  # its paper's, if not token-mean
+    by_response: bool  # one ratio for a whole response, so no other aggregation makes sense
+    one_advantage: bool  # one advantage for a whole response, the mean of its tokens'
+    has_ratio: bool  # False: only correct for on-policy tokens; others must be weighted by `importance_weight`
+    trains_all: bool  # it has a gradient even if the advantage is 0
+    chooses: Callable[..., Tensor] | None  # computes `chosen` on the global batch: f(old_log_prob, advantage, mask)
+    inputs: tuple[str, ...]  # the batch's tensors that it takes in addition to the usual arguments
+    knobs: dict[str, float]  # its numeric parameters, with their defaults
+    choice_inputs: tuple[str, ...]  # inputs and knobs of `chooses`
     choice_knobs: dict[str, float]
 
     def __call__(self, *args, **keywords) -> Loss:
         return self.function(*args, **keywords)
 
 
-ADVANTAGES: dict[str, Estimator] = {}  # by their own names and, where that differs, by verl's
+ADVANTAGES: dict[str, Estimator] = {}  # by function name and, if it differs, by verl's name
 POLICY_LOSSES: dict[str, PolicyLoss] = {}
-# Tensors of an advantage that are of responses; every other one of an advantage or a loss is per token, [N]
+# Arguments of advantages that are not per token; all other tensors of advantages and losses are, [N]
 PER_RESPONSE = {"group": "[B]", "baseline": "[B]", "parts": "[B, K]", "weights": "[K]"}
 
 
@@ -236,7 +237,7 @@ def advantage_estimator(
     by_token: bool = False,
     looks_at: Literal["response", "scores", "batch"] = "batch",
 ) -> Callable:
-    """Enters a function into ADVANTAGES, by its name and verl's. The keywords are those of `Estimator`."""
+    """Register a function in ADVANTAGES under its name and verl's. The keywords are those of `Estimator`."""
 
     _check_parentheses("advantage_estimator", verl_names)
 
@@ -259,7 +260,7 @@ def policy_loss(
     trains_all: bool = False,
     chooses: Callable[..., Tensor] | None = None,
 ) -> Callable:
-    """Enters a function into POLICY_LOSSES, by its name and verl's. The keywords are those of `PolicyLoss`."""
+    """Register a function in POLICY_LOSSES under its name and verl's. The keywords are those of `PolicyLoss`."""
 
     _check_parentheses("policy_loss", verl_names)
 
@@ -282,21 +283,21 @@ def policy_loss(
 
 
 def _keywords(function: Callable) -> tuple[tuple[str, ...], dict[str, float]]:
-    """The names of a function's keyword-only tensors, and its keyword-only numbers with their defaults."""
+    """Return the names of a function's keyword-only tensors, and its keyword-only numbers with their defaults."""
     keywords = [k for k in inspect.signature(function).parameters.values() if k.kind is k.KEYWORD_ONLY]
     knobs = {k.name: k.default for k in keywords if isinstance(k.default, bool | int | float)}
     return tuple(k.name for k in keywords if k.name not in knobs), knobs
 
 
 def _checked_and_documented(function: Callable) -> Callable:
-    """The function; it refuses input in another layout, and its docstring has the shapes of its tensors."""
+    """Return the function with a check of its input's layout, and with its tensors' shapes in its docstring."""
     function = _checked(function)
     function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{_shapes(function)}".strip()
     return function
 
 
 def _shapes(function: Callable) -> str:
-    """A line for `help`: the shape of each tensor that the function takes and returns. Empty where no type says so."""
+    """Return a line for `help`: the shapes of the tensors taken and returned. Empty if no argument is annotated as Tensor."""
     names = [name for name, k in inspect.signature(function).parameters.items() if k.annotation in (Tensor, "Tensor")]
     if not names:
         return ""
@@ -308,7 +309,7 @@ def _shapes(function: Callable) -> str:
 
 
 def _checked(function: Callable) -> Callable:
-    """The function, raising ValueError for input in another layout. Its tensors are per token, but for PER_RESPONSE."""
+    """Let the function raise ValueError for input in another layout. Tensors are per token, except those in PER_RESPONSE."""
     names = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -324,7 +325,7 @@ def _checked(function: Callable) -> Callable:
 
 
 def _returns_loss(function: Callable) -> Callable:
-    """The policy loss, raising ValueError where it returns anything but a Loss. Looks at types and shapes alone."""
+    """Let the policy loss raise ValueError if it returns anything but a Loss. Only types and shapes are checked."""
 
     @functools.wraps(function)
     def checked(log_prob: Tensor, *args, **keywords):
@@ -348,7 +349,7 @@ def _check_parentheses(decorator: str, verl_names: tuple) -> None:
 
 
 def _check_declared(function: Callable, wanted: tuple[str, ...]) -> None:
-    """Raises ValueError unless the arguments before the `*` are those wanted."""
+    """Raise ValueError unless the arguments before the `*` are those wanted."""
     parameters = inspect.signature(function).parameters.values()
     found = tuple(k.name for k in parameters if k.kind is not k.KEYWORD_ONLY)
     if found != wanted:
@@ -359,13 +360,13 @@ def _check_declared(function: Callable, wanted: tuple[str, ...]) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------- advantages
-# f(reward [N], mask [N], seq [N], group [B]) -> advantage [N], 0 where the mask is, over the GLOBAL batch; some have keywords
-# of their own. `reward` is per token (the score on the last token, KL penalties on each). A response's s is the sum over ALL
-# its tokens, not only the trained ones, so that a score on a masked last token is not lost.
+# f(reward [N], mask [N], seq [N], group [B]) -> advantage [N], 0 outside the mask, over the GLOBAL batch; some take further
+# keywords. `reward` is per token (the score on the last token, KL penalties on each). A response's s is the sum over ALL its
+# tokens, not only the trained ones, so that a score on a masked last token is not lost.
 #
-# mean_g, std_g, n are of the group's responses with a trained token. One without (it could not be scored, or was rejected) is
-# not in its group at all. They are taken in float64, of the distance to the group's lowest score: equal scores give exactly 0,
-# whatever the score, n and dtype, while scores an ulp apart are still two scores.
+# mean_g, std_g and n only count the group's responses with a trained token; one without (it could not be scored, or was
+# rejected) is not in the group at all. They are computed in float64, from distances to the group's lowest score: equal scores
+# give exactly 0 for any score, n and dtype, while scores one ulp apart still differ.
 
 
 @advantage_estimator(group_of_one="score", looks_at="scores")
@@ -382,8 +383,8 @@ def grpo(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, eps: float
 
 @advantage_estimator(group_of_one="zero", looks_at="scores")
 def grpo_batch_std(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """A = (s - mean_g) / (std + eps), std over the scores of the whole batch, with Bessel's correction: groups whose scores
-    hardly differ are not blown up. Lite PPO, arXiv 2508.08221; ScaleRL, arXiv 2510.13786. A group of one gives 0."""
+    """A = (s - mean_g) / (std + eps), std over all scores of the batch, with Bessel's correction: advantages are not inflated
+    in groups whose scores hardly differ. Lite PPO, arXiv 2508.08221; ScaleRL, arXiv 2510.13786. A group of one gives 0."""
     centered, score, _ = _centered(reward, mask, seq, group)
     scores = score[trained_sequences(mask, seq)]
     std = (scores - scores[:1]).std() if len(scores) > 1 else 0.0
@@ -392,8 +393,8 @@ def grpo_batch_std(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, 
 
 @advantage_estimator(group_of_one="zero", looks_at="scores")
 def maxrl(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """A = (s - mean_g) / mean_g, 0 where mean_g <= eps: with scores of 0 and 1 the gradient of log(pass rate), whose
-    expansion sum_k grad(pass@k) / k ends at k = n - 1. A group of one gives 0.
+    """A = (s - mean_g) / mean_g, 0 if mean_g <= eps. With scores of 0 and 1 this is the gradient of log(pass rate), with its
+    expansion sum_k grad(pass@k) / k cut off at k = n - 1. A group of one gives 0.
 
     Maximum Likelihood RL (MaxRL), arXiv 2602.02710, algorithm 1.
     """
@@ -426,7 +427,7 @@ def rloo(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor) -> Tensor:
 def reinforce_pp(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, gamma: float = 1.0) -> Tensor:
     """A_t = whiten(sum over k >= t of gamma^(k - t) r_k), whitened over the trained tokens of the batch; no groups.
 
-    REINFORCE++, arXiv 2501.03262. Differs from token to token if rewards do, or gamma < 1.
+    REINFORCE++, arXiv 2501.03262. A differs from token to token if rewards do, or if gamma < 1.
     """
     return whiten(return_to_go(reward, mask, seq, gamma), mask)
 
@@ -436,7 +437,7 @@ def reinforce_pp_baseline(reward: Tensor, mask: Tensor, seq: Tensor, group: Tens
     """A = whiten(s - mean_g), whitened over the trained tokens of the batch. REINFORCE++ with baseline, arXiv 2501.03262.
 
     Equal scores, and a group of one, have s - mean_g = 0 exactly; whitening shifts that by the batch's mean over tokens, which
-    is not 0 where long responses score otherwise than short ones.
+    is not 0 if long and short responses score differently.
     """
     centered = _centered(reward, mask, seq, group)[0]
     return whiten(to_tokens(centered, seq), mask).to(reward.dtype)
@@ -466,21 +467,21 @@ def opo(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor) -> Tensor:
 @advantage_estimator("tir_optimal_token_baseline", group_of_one="score", by_token=True)
 def optimal_token_baseline(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, energy: Tensor) -> Tensor:
     """A_t = G_t - B_t, G_t = sum over k >= t of r_k, B_t = sum_g(W_t G_t) / (sum_g(W_t) + 1e-8) over the group's responses that
-    have a t-th trained token; W_t is the sum of their energy [N] up to t. Where one response alone is that long B_t is 0.
+    have a t-th trained token; W_t is the sum of a response's energy [N] up to t. B_t is 0 if only one response is that long.
 
-    Optimal Token Baseline, arXiv 2602.07078: of least variance if energy is the squared norm of a token's gradient. Its proxy
-    is that of the logits' gradient, 1 - 2 p(token) + sum_v p(v)^2. Steps are the trained tokens, as in verl's
-    tir_optimal_token_baseline; the importance weights there are left out. With equal scores B_t is exactly the score.
+    Optimal Token Baseline, arXiv 2602.07078: the variance is least if energy is the squared norm of a token's gradient. The
+    proxy for it is that of the logits' gradient, 1 - 2 p(token) + sum_v p(v)^2. Steps are the trained tokens, as in verl's
+    tir_optimal_token_baseline, but without its importance weights. With equal scores B_t is exactly the score.
     """
     _, score, index = _centered(reward, mask, seq, group)
     kept = mask.nonzero()[:, 0]  # [M]
     s, energy = seq[kept], energy[kept].double()
     sizes = torch.bincount(s, minlength=len(group))  # [B]
-    first = (sizes.cumsum(0) - sizes)[s]  # of each one's response
+    first = (sizes.cumsum(0) - sizes)[s]  # where each one's response begins
     spent = energy.cumsum(0)
     weight = spent - (spent - energy)[first]
     longest, of_group = int(sizes.max()) if len(s) else 0, torch.unique(index, return_inverse=True)[1][s]
-    cell = of_group * longest + torch.arange(len(s), device=s.device) - first  # one for the t-th tokens of a group
+    cell = of_group * longest + torch.arange(len(s), device=s.device) - first  # one for each group and t
     ahead = return_to_go(reward.double(), mask, seq)[kept]
     above = ahead - _group_min(score, index)[s]
 
@@ -496,7 +497,7 @@ def optimal_token_baseline(reward: Tensor, mask: Tensor, seq: Tensor, group: Ten
 def grpo_passk(
     reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6
 ) -> Tensor:
-    """A = (best - second best) / (std_g + eps) for the best response of a group, 0 for the others; or without the std.
+    """A = (best - second best) / (std_g + eps) for the best response of a group, else 0; without norm_by_std undivided.
 
     Inference-time objectives, here the best of n, arXiv 2503.19595. A tie for the best and a group of one give 0 to all.
     """
@@ -510,8 +511,8 @@ def grpo_passk(
 
 @advantage_estimator(group_of_one="zero", looks_at="scores")
 def gpg(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor) -> Tensor:
-    """A = alpha (s - mean_g), alpha = responses / responses of groups whose scores differ: it makes up for groups without
-    signal. Responses without a trained token count in neither.
+    """A = alpha (s - mean_g), alpha = responses / responses in groups whose scores differ, to compensate for groups without
+    signal. Neither number counts responses without a trained token.
 
     Group Policy Gradient, arXiv 2504.02546 (verl divides by the number of non-zero scores instead). A group of one gives 0.
     """
@@ -527,8 +528,8 @@ def gdpo(
     reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor, *, parts: Tensor, weights: Tensor, eps: float = 1e-6
 ) -> Tensor:
     """A = S / (std(S) + eps), S = sum_k weights_k (r_k - mean_g r_k) / (std_g r_k + eps) with r_k column k of parts: several
-    rewards, each normalised within the group; std(S) over the responses of the whole batch, where the mean of S is 0. The
-    sum of the rewards, `reward`, has no part in it.
+    rewards, each normalised within the group; std(S) over the responses of the whole batch, where the mean of S is 0. The sum
+    of the rewards, `reward`, is not used.
 
     Group reward-Decoupled Normalization Policy Optimization (GDPO), arXiv 2601.05242, eqs. 4 to 6 (verl takes the last std over
     tokens). A group of one gives 0.
@@ -548,20 +549,20 @@ def gae(
 ) -> Tensor:
     """A = whiten(lambda_return - V), value [N] from a critic. Generalized Advantage Estimation, arXiv 1506.02438, eq. 16.
 
-    What the critic learns towards is `lambda_return`, a function of its own.
+    The critic's target is `lambda_return`, a separate function.
     """
     return whiten(lambda_return(reward, mask, seq, value, gamma, lam) - value, mask)
 
 
 def _centered(reward: Tensor, mask: Tensor, seq: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """s - mean_g and s of each response, in float64, and the index of its group, below 2B; [B] each."""
+    """Return s - mean_g and s of each response, in float64, and the index of its group, below 2B; [B] each."""
     index = _group_index(mask, seq, group)
     score = sequence_sum(reward.double(), seq, len(group))
     return _above_mean(score, index), score, index
 
 
 def _group_index(mask: Tensor, seq: Tensor, group: Tensor) -> Tensor:
-    """The index of each response's group, below 2B; [B]."""
+    """Return the index of each response's group, below 2B; [B]."""
     index = len(group) + torch.arange(len(group), device=group.device)  # without a trained token: a group of its own
     trained = trained_sequences(mask, seq)
     index[trained] = torch.unique(group[trained], return_inverse=True)[1]
@@ -569,49 +570,49 @@ def _group_index(mask: Tensor, seq: Tensor, group: Tensor) -> Tensor:
 
 
 def _above_mean(score: Tensor, index: Tensor) -> Tensor:
-    """score - mean_g of each response; [B]."""
+    """Return score - mean_g of each response; [B]."""
     above = score - _group_min(score, index)
     return above - _group_sum(above, index) / _group_sum(torch.ones_like(above), index)
 
 
 def _group_sum(x: Tensor, index: Tensor) -> Tensor:
-    """x [B], index [B] below 2B -> each response's sum over its group [B]."""
+    """Return each response's sum of x [B] over its group, [B]. index [B]: below 2B."""
     return x.new_zeros(2 * len(x)).index_add(0, index, x)[index]
 
 
 def _group_min(x: Tensor, index: Tensor) -> Tensor:
-    """x [B], index [B] below 2B -> each response's minimum over its group [B]."""
+    """Return each response's minimum of x [B] over its group, [B]. index [B]: below 2B."""
     return x.new_full((2 * len(x),), torch.inf).scatter_reduce(0, index, x, "amin")[index]
 
 
 def _group_std(centered: Tensor, index: Tensor) -> Tensor:
-    """Standard deviation of each response's group [B], with Bessel's correction; 0 in a group of one."""
+    """Return the standard deviation of each response's group [B], with Bessel's correction; 0 in a group of one."""
     size = _group_sum(torch.ones_like(centered), index)
     return (_group_sum(centered**2, index) / (size - 1).clamp(min=1)).sqrt()
 
 
 def _masked_tokens(advantage: Tensor, reward: Tensor, mask: Tensor, seq: Tensor) -> Tensor:
-    """advantage [B] -> [N] in the reward's dtype, 0 where the mask is."""
+    """Expand advantage [B] to [N] in the reward's dtype, 0 outside the mask."""
     return torch.where(mask, to_tokens(advantage.to(reward.dtype), seq), 0.0)
 
 
 # -------------------------------------------------------------------------------------------------------------- policy losses
-# f(log_prob [N], old_log_prob [N], advantage [N], mask [N], seq [N]) -> Loss, with keywords of its own: further tensors [N] and
-# knobs, whose defaults are those of the paper unless the docstring says otherwise. They return the loss per token, not
-# aggregated, and detached statistics per token. Only log_prob carries a gradient. Statistics, bool: pg_clipfrac, tokens whose
-# gradient the clip removed; pg_clipfrac_lower, those whose gradient a second clip removed. Before exp, d is clamped to at most
-# 20; it needs no lower bound, because exp(-20) is 0 for all purposes.
+# f(log_prob [N], old_log_prob [N], advantage [N], mask [N], seq [N]) -> Loss. Keywords of a loss are further tensors [N], and
+# knobs, whose defaults are those of the paper unless the docstring says otherwise. A loss is per token, not aggregated, and so
+# are the detached statistics. Only log_prob carries a gradient. Statistics, bool: pg_clipfrac, tokens whose gradient the clip
+# removed; pg_clipfrac_lower, those whose gradient a second clip removed. Before exp, d is clamped to at most 20; it needs no
+# lower bound, because exp(-20) is 0 for all purposes.
 
 
 def log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
-    """d = log_prob - old_log_prob, [N]; 0 where the mask is, so that nothing non-finite there reaches loss or gradient."""
+    """d = log_prob - old_log_prob, [N]; 0 outside the mask, so that nothing non-finite there reaches loss or gradient."""
     _check_tokens("log_ratio", log_prob=log_prob, old_log_prob=old_log_prob, mask=mask)
     return torch.where(mask, log_prob - old_log_prob, 0.0)
 
 
 def importance_weight(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor, *, cap: float = 20.0) -> Tensor:
-    """min(r, cap), detached, [N]: what a loss without a ratio is multiplied by. Exactly 1 where the policy is the old one. The
-    cap is there for outliers alone."""
+    """min(r, cap), detached, [N]: the factor for a loss without a ratio. Exactly 1 if the policy is the old one. The cap only
+    matters for outliers."""
     return log_ratio(log_prob.detach(), old_log_prob, mask).clamp(max=math.log(cap)).exp()
 
 
@@ -652,11 +653,11 @@ def gspo(
     clip_high: float = 4e-4,
     clamp: float = 10.0,
 ) -> Loss:
-    """max(-A s, -A clip(s, 1 - low, 1 + high)), s_t = exp(min(lp - sg(lp) + sg(mean_t d), clamp)): one ratio a sequence, the
-    geometric mean of the tokens', with a gradient through each token. Aggregation: seq-mean-token-mean; with token-mean, which
-    verl takes by default, long responses count by their length.
+    """max(-A s, -A clip(s, 1 - low, 1 + high)), s_t = exp(min(lp - sg(lp) + sg(mean_t d), clamp)): one ratio per sequence, the
+    geometric mean of its tokens' ratios, with a gradient through each token. Aggregation: seq-mean-token-mean; with token-mean,
+    verl's default, responses count in proportion to their length.
 
-    GSPO-token, arXiv 2507.18071, eq. 14 (low 3e-4, high 4e-4 in section 5.1), which equals GSPO where A is one number a
+    GSPO-token, arXiv 2507.18071, eq. 14 (low 3e-4, high 4e-4 in section 5.1), which equals GSPO if A is one number per
     sequence. No dual clip. pg_clipfrac counts whole sequences, token by token.
     """
     d = log_ratio(log_prob, old_log_prob, mask)
@@ -678,8 +679,8 @@ def luspo(
     clip_low: float = 2e-3,
     clip_high: float = 2.5e-3,
 ) -> Loss:
-    """gspo with each sequence's loss times its length, which its aggregation, seq-mean-token-sum, does: gspo's 1 / length
-    favours short sequences among good ones. LUSPO, arXiv 2602.05261 (low 2e-3, high 2.5e-3 in section 5.1)."""
+    """gspo with each sequence's loss times its length, by the aggregation seq-mean-token-sum: gspo's 1 / length favours short
+    sequences among good ones. LUSPO, arXiv 2602.05261 (low 2e-3, high 2.5e-3 in section 5.1)."""
     return gspo(log_prob, old_log_prob, advantage, mask, seq, clip_low=clip_low, clip_high=clip_high)
 
 
@@ -698,12 +699,12 @@ def gmpo(
     geometric mean of token ratios, clipped per token in the logarithm. A_i: mean of A. Aggregation: seq-mean-token-mean.
 
     GMPO, arXiv 2507.20673, eq. 4 (low = high = 0.4); the exponent is clamped to +-20. pg_clipfrac: clipped tokens with A > 0,
-    pg_clipfrac_lower: with A < 0. Multiplied by one importance weight a token, a response counts with their arithmetic mean
-    (in verl with their geometric mean, which is the weight of the level sequence_geometric).
+    pg_clipfrac_lower: with A < 0. If tokens have importance weights, a response is weighted by their arithmetic mean (in verl
+    by their geometric mean, which is the weight at the level sequence_geometric).
     """
     d, sign = log_ratio(log_prob, old_log_prob, mask), advantage.sign()
     clipped = d.clamp(-clip_low, clip_high)
-    u = sign * torch.minimum(sign * d, sign * clipped)  # 0 where the mask is, as d is
+    u = sign * torch.minimum(sign * d, sign * clipped)  # 0 outside the mask, as d is
     count = sequence_sum(mask.to(d.dtype), seq).clamp(min=1)  # [B]
     level = sequence_sum(torch.where(mask, advantage, 0.0), seq) / count
     loss = -level * (sequence_sum(u, seq) / count).clamp(-20, 20).exp()
@@ -759,19 +760,19 @@ def sapo(
 
 @policy_loss("gpg", has_ratio=False)
 def reinforce(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, seq: Tensor) -> Loss:
-    """-A lp: the plain policy gradient, without a ratio. On data of another policy it is to be multiplied by
-    `importance_weight`, as the scripts do. Loss of Group Policy Gradient, arXiv 2504.02546."""
+    """-A lp: the plain policy gradient, without a ratio. On data of another policy, multiply it by `importance_weight`, as the
+    scripts do. Loss of Group Policy Gradient, arXiv 2504.02546."""
     return -advantage * torch.where(mask, log_prob, 0.0), {}
 
 
 def score_centering(expected_log_prob: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
-    """A E, [N], to be added to `reinforce`, whose importance weight it replaces: -A (lp - E), 0 where the mask is. E = sum_v
+    """A E, [N], 0 outside the mask. Added to `reinforce` it makes -A (lp - E), which needs no importance weight. E = sum_v
     sg(q_v) lp_v [N], with gradient, over all tokens v that could be sampled, q_v their probabilities under the sampler.
 
-    Over the tokens that the sampler draws, lp has the expected gradient of E, which is not 0 where sampler and policy differ.
+    On tokens that the sampler draws, the expected gradient of lp is that of E, which is not 0 if sampler and policy differ.
     REINFORCE without a ratio adds it to each step, times the mean of A: a drift. Subtracting E removes it.
 
-    Score centering, arXiv 2609.20807, eq. 9. Its sum is over the whole support here, so the paper's model of the tail is not
+    Score centering, arXiv 2609.20807, eq. 9. Here the sum is over the whole support, so the paper's model of the tail is not
     needed.
     """
     _check_tokens("score_centering", expected_log_prob=expected_log_prob, advantage=advantage, mask=mask)
@@ -780,7 +781,7 @@ def score_centering(expected_log_prob: Tensor, advantage: Tensor, mask: Tensor) 
 
 @policy_loss(trains_all=True)
 def dro(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, seq: Tensor, *, beta: float = 0.05) -> Loss:
-    """-A lp + beta / 2 d^2: instead of a ratio or a clip the squared distance to the policy that sampled, for old data, too.
+    """-A lp + beta / 2 d^2: the squared distance to the sampling policy instead of a ratio or a clip, also for old data.
 
     Direct Reward Optimization, arXiv 2405.19107; Kimi k1.5, arXiv 2501.12599, which squares a response's sum of d. Token by
     token as in Tinker (beta 0.05) and verl (no default).
@@ -816,7 +817,7 @@ def vespo(
 
 
 def covariance(log_prob: Tensor, advantage: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
-    """(A - mean A)(lp - mean lp), means over the trained tokens, [N]; `fill` where the mask is. Detached."""
+    """(A - mean A)(lp - mean lp), means over the trained tokens, [N]; `fill` outside the mask. Detached."""
     a, lp = torch.where(mask, advantage, 0.0), torch.where(mask, log_prob.detach(), 0.0)
     count = mask.count_nonzero().clamp(min=1)
     product = a.sub_(a.sum() / count).mul_(lp.sub_(lp.sum() / count))
@@ -824,7 +825,7 @@ def covariance(log_prob: Tensor, advantage: Tensor, mask: Tensor, fill: float = 
 
 
 def top_covariance(log_prob: Tensor, advantage: Tensor, mask: Tensor, *, ratio: float = 2e-4) -> Tensor:
-    """The max(1, int(ratio * trained tokens)) trained tokens of largest covariance: bool [N]."""
+    """Return the max(1, int(ratio * trained tokens)) trained tokens with the largest covariance: bool [N]."""
     cov = covariance(log_prob, advantage, mask, fill=-torch.inf)
     total = int(mask.count_nonzero())
     top = cov.topk(min(total, max(1, int(ratio * total))), sorted=False).indices
@@ -842,8 +843,8 @@ def random_covariance(
     among: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """At random max(1, int(ratio * trained tokens)) of the tokens with low < covariance < high (and `among`, [N] bool), all of
-    them if they are fewer: bool [N]. Give every rank the same generator."""
+    """Draw max(1, int(ratio * trained tokens)) of the tokens with low < covariance < high (and in `among`, [N] bool), or all of
+    them if there are fewer: bool [N]. Give every rank the same generator."""
     cov = covariance(log_prob, advantage, mask)
     allowed = (cov > low) & (cov < high) & mask & (mask if among is None else among)
     candidates = allowed.nonzero()[:, 0]
@@ -866,10 +867,10 @@ def clip_cov(
 ) -> Loss:
     """ppo_clip without dual clip, and 0 on the `chosen` [N] (bool) tokens: a few of those that lower the entropy most.
 
-    Clip-Cov, arXiv 2505.22617, eqs. 10 to 12. The choice looks at a whole batch. To be independent of micro-batches, make it
-    once: `chosen = random_covariance(old_log_prob, ...)` on the global batch (exact at the pass's first step, where the policy
-    is the old one). None: chosen among the unclipped tokens of this call, so at least one in each micro-batch. pg_clipfrac:
-    chosen tokens. (Those the ratio's clip removed count in pg_clipfrac_lower.)
+    Clip-Cov, arXiv 2505.22617, eqs. 10 to 12. To be independent of micro-batches, choose once: `chosen =
+    random_covariance(old_log_prob, ...)` on the global batch (exact in the first update, whose policy is the old one). If None,
+    tokens are chosen among the unclipped ones of this call, at least one in each micro-batch. pg_clipfrac: chosen tokens;
+    pg_clipfrac_lower: those whose gradient the ratio's clip removed.
     """
     d = log_ratio(log_prob, old_log_prob, mask)
     plain, clipped = _clip_pair(d.clamp(max=20).exp(), advantage, clip_low, clip_high)
@@ -893,12 +894,12 @@ def kl_cov(
     """-A r (d clamped to +-20), plus coef |d| on the `chosen` [N] (bool) tokens: those of the largest covariance.
 
     KL-Cov, arXiv 2505.22617, eqs. 13 and 14, whose coef is 1 (verl's ppo_kl_coef has the default 0.1). Choose once on the
-    global batch, `chosen = top_covariance(old_log_prob, ...)`, as in `clip_cov`; None: chosen among this call's tokens.
-    pg_clipfrac: chosen tokens. |d| has no gradient at d = 0.
+    global batch, `chosen = top_covariance(old_log_prob, ...)`, as in `clip_cov`; if None, tokens are chosen among those of this
+    call. pg_clipfrac: chosen tokens. |d| has no gradient at d = 0.
     """
     d = log_ratio(log_prob, old_log_prob, mask)
     chosen = top_covariance(log_prob, advantage, mask) if chosen is None else chosen & mask
-    index = chosen.nonzero()[:, 0]  # few: the penalty costs them alone
+    index = chosen.nonzero()[:, 0]  # few: the penalty is computed for these only
     loss = -advantage * d.clamp(max=20).exp()
     return loss.index_add(0, index, coef * d.index_select(0, index).abs()), {"pg_clipfrac": chosen}
 
@@ -918,7 +919,7 @@ def dppo_tv(
     """-A sg(min(r, c)) lp where p - p_old <= high (A > 0) or >= -low (A <= 0), else 0; d clamped to +-20. The trust region is
     in the difference of probabilities (total variation), not in their ratio, which is noisy for rare tokens.
 
-    DPPO, arXiv 2602.04879. pg_clipfrac: tokens left out, pg_clipfrac_lower: tokens left in whose weight met c.
+    DPPO, arXiv 2602.04879. pg_clipfrac: tokens left out; pg_clipfrac_lower: other tokens whose ratio exceeds c.
     """
     lp, old = (torch.where(mask, x, 0.0) for x in (log_prob, old_log_prob))
     moved = lp.detach().exp() - old.exp()
@@ -938,8 +939,8 @@ def dppo_kl(
     clip_high: float = 0.05,
     clip_c: float = 20.0,
 ) -> Loss:
-    """dppo_tv with the trust region in `binary_kl` of the old policy to this one: a token is left out if it is above high and p
-    above p_old (A > 0), or above low and p below p_old (A <= 0). DPPO, arXiv 2602.04879, Binary-KL; the same statistics."""
+    """dppo_tv with the trust region in `binary_kl` from the old policy to this one: a token is left out if the KL is above high
+    and p > p_old (A > 0), or above low and p < p_old (A <= 0). DPPO, arXiv 2602.04879, Binary-KL; the same statistics."""
     lp, old = (torch.where(mask, x, 0.0) for x in (log_prob, old_log_prob))
     d, kl = lp.detach() - old, binary_kl(old, lp.detach())
     out = torch.where(advantage > 0, (kl > clip_high) & (d > 0), (kl > clip_low) & (d < 0))
@@ -947,15 +948,15 @@ def dppo_kl(
 
 
 def _left_in(out: Tensor, lp: Tensor, old: Tensor, advantage: Tensor, cap: float) -> Loss:
-    """-A sg(min(r, cap)) lp on the tokens that are not `out`, else 0; lp, old [N]: log-probs, 0 where the mask is."""
+    """-A sg(min(r, cap)) lp on the tokens that are not `out`, else 0; lp, old [N]: log-probs, 0 outside the mask."""
     ratio = (lp.detach() - old).clamp(max=20).exp()
     weight = torch.where(out, 0.0, ratio.clamp(max=cap))
     return -advantage * weight * lp, {"pg_clipfrac": out, "pg_clipfrac_lower": (ratio > cap) & ~out}
 
 
 def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL of "this token or another" under p to the same under q, [N]: p log(p / q) + (1 - p) log((1 - p) / (1 - q)), with 1 - p
-    and 1 - q at least 1e-8."""
+    """KL(p || q) of the two outcomes "this token" and "another token", [N]: p log(p / q) + (1 - p) log((1 - p) / (1 - q)), with
+    1 - p and 1 - q at least 1e-8."""
     other_p, other_q = ((-torch.expm1(x)).clamp(min=1e-8) for x in (log_p, log_q))
     return log_p.exp() * (log_p - log_q) + other_p * (other_p / other_q).log()
 
@@ -974,11 +975,11 @@ def decoupled_ppo(
     cap: float = 5.0,
     rollout_log_prob: Tensor,
 ) -> Loss:
-    """ppo_clip's loss times sg(min(exp(old - roll), cap)): `old_log_prob` is of the proximal policy, recomputed by the learner,
-    `rollout_log_prob` [N] of the behaviour policy, which sampled and may be many versions older.
+    """ppo_clip's loss times sg(min(exp(old - roll), cap)): `old_log_prob` is from the proximal policy, recomputed by the
+    learner, `rollout_log_prob` [N] from the behaviour policy, which sampled the tokens and may be many versions older.
 
-    AReaL, arXiv 2505.24298, eqs. 4 and 5. Statistics: those of ppo_clip, and behav_clipfrac, tokens whose weight met the cap
-    (AReaL drops those instead).
+    AReaL, arXiv 2505.24298, eqs. 4 and 5. Statistics: those of ppo_clip, and behav_clipfrac, tokens whose weight exceeds the
+    cap (AReaL drops those instead).
     """
     clips = {"clip_low": clip_low, "clip_high": clip_high, "clip_c": clip_c}
     loss, stats = ppo_clip(log_prob, old_log_prob, advantage, mask, seq, **clips)
@@ -987,7 +988,7 @@ def decoupled_ppo(
 
 
 def _clip_pair(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """-A r and max(-A r, -A clip(r, 1 - low, 1 + high)), [N] each; where they differ the clip removed the gradient."""
+    """Return -A r and max(-A r, -A clip(r, 1 - low, 1 + high)), [N] each; if they differ, the clip removed the gradient."""
     plain = -advantage * ratio
     return plain, torch.maximum(plain, -advantage * ratio.clamp(1 - low, 1 + high))
 
@@ -998,8 +999,8 @@ def _clip_pair(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tup
 def off_policy_tokens(
     log_prob: Tensor, rollout_log_prob: Tensor, advantage: Tensor, mask: Tensor, seq: Tensor, *, threshold: float
 ) -> Tensor:
-    """The tokens that a loss may leave out, bool [N]: those with A < 0 in responses that have become less likely since they
-    were sampled, mean_t(rollout - log_prob) > threshold.
+    """Return the tokens that a loss may leave out, bool [N]: those with A < 0 in responses that have become less likely since
+    they were sampled, with mean_t(rollout - log_prob) > threshold.
 
     DeepSeek-V3.2's off-policy sequence masking, arXiv 2512.02556, eq. 9.
     """
@@ -1008,13 +1009,13 @@ def off_policy_tokens(
 
 
 def high_entropy_tokens(entropy: Tensor, mask: Tensor, *, quantile: float) -> Tensor:
-    """The trained tokens at which the policy's entropy [N] is largest, a share `quantile` of them and ties, bool [N]: to them
-    the policy loss can be restricted. High-entropy minority tokens, arXiv 2506.01939 (0.2); TRL's top_entropy_quantile."""
+    """Return the share `quantile` of the trained tokens with the largest entropy [N] of the policy, and ties, as bool [N]: the
+    policy loss can be restricted to them. High-entropy minority tokens, arXiv 2506.01939 (0.2); TRL's top_entropy_quantile."""
     _check_tokens("high_entropy_tokens", entropy=entropy, mask=mask)
     trained = entropy[mask]
     if not len(trained):
         return mask
-    place = math.ceil(round((1 - quantile) * (len(trained) - 1), 6))  # from 0, of the least that is kept
+    place = math.ceil(round((1 - quantile) * (len(trained) - 1), 6))  # rank, from 0, of the lowest entropy that is kept
     return mask & (entropy >= trained.kthvalue(place + 1).values)
 
 
@@ -1024,8 +1025,8 @@ def high_entropy_tokens(entropy: Tensor, mask: Tensor, *, quantile: float) -> Te
 def lambda_return(reward: Tensor, mask: Tensor, seq: Tensor, value: Tensor, gamma: float = 1.0, lam: float = 1.0) -> Tensor:
     """R_t = V_t + sum over k >= t of (gamma lam)^(k - t) delta_k with delta_t = r_t + gamma V_{t+1} - V_t; [N].
 
-    0 where the mask is. Steps are the trained tokens: masked ones are skipped, a reward on one goes to the trained token
-    before it. VAPO's decoupled GAE, arXiv 2504.05118, has another lambda for what the critic learns, 1, than for the policy.
+    0 outside the mask. Steps are the trained tokens: masked tokens are skipped, and a reward on one goes to the trained token
+    before it. VAPO's decoupled GAE, arXiv 2504.05118, takes lambda 1 for the critic's target and another for the policy.
     """
     _check_tokens("lambda_return", reward=reward, mask=mask, seq=seq, value=value)
     index, r = _steps(reward, mask, seq)
@@ -1036,7 +1037,7 @@ def lambda_return(reward: Tensor, mask: Tensor, seq: Tensor, value: Tensor, gamm
 
 
 def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, mask: Tensor, *, clip: float = 0.5) -> Loss:
-    """0.5 max((v - R)^2, (clip(v, v_old +- clip) - R)^2), all [N], for a critic; R from `lambda_return`. 0 where the mask is.
+    """0.5 max((v - R)^2, (clip(v, v_old +- clip) - R)^2), all [N], for a critic; R from `lambda_return`. 0 outside the mask.
 
     vf_clipfrac: tokens whose gradient the clip removed. PPO, arXiv 1707.06347, as commonly implemented.
     """
@@ -1048,8 +1049,8 @@ def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, mask: Tensor, 
 
 
 # -------------------------------------------------------------------------------------------------------- KL to the reference
-# Estimators of KL(policy || reference) on tokens the policy sampled; f(x [N]) with x = log_prob - ref_log_prob. Their values
-# and their gradients, as a loss, are different matters. See Schulman, "Approximating KL Divergence" (2020).
+# Estimators of KL(policy || reference) on tokens the policy sampled; f(x [N]) with x = log_prob - ref_log_prob. An unbiased
+# value does not imply an unbiased gradient as a loss. See Schulman, "Approximating KL Divergence" (2020).
 
 
 def k1(x: Tensor) -> Tensor:
@@ -1075,7 +1076,7 @@ def k3(x: Tensor) -> Tensor:
 
 
 def with_unbiased_gradient(value: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """An estimator's value with the gradient of k2 (straight-through; verl's "+"): k1+ and k3+ are unbiased in both."""
+    """Return `value` with the gradient of k2 (straight-through; verl's "+"): k1+ and k3+ are unbiased in value and gradient."""
     return lambda x: value(x).detach() + k2(x) - k2(x).detach()
 
 
@@ -1087,12 +1088,13 @@ KL_LOSSES = (*KL_ESTIMATORS, "k3r")
 
 
 def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, kind: str, old_log_prob: Tensor | None = None) -> Tensor:
-    """The estimator `kind` (of KL_LOSSES) per token, [N]; 0 where the mask is. As a loss term its usual weight is 1e-3; in
-    the reward, r_t - beta k_t, it is taken detached, of the policy that starts the optimizer's pass.
+    """Return the estimator `kind` (of KL_LOSSES) per token, [N]; 0 outside the mask. As a loss term its usual weight is 1e-3.
+    In the reward, r_t - beta k_t, it is detached, and that of the policy before the step's first update.
 
-    k3r is min(r, 20) k3, r over old_log_prob [N]: unbiased in value and gradient, also on tokens that an older policy sampled.
-    The gradient of r k3(x) is r x, as that of sg(r) k2(x). Plain k3 pushes a token that the policy has all but given up with an
-    unbounded weight, and on stale tokens its mean is off; so TRL weighs it by default (use_bias_correction_kl).
+    k3r is min(r, 20) k3, with r over old_log_prob [N]: unbiased in value and gradient, also on tokens that an older policy
+    sampled. The gradient of r k3(x) is r x, like that of sg(r) k2(x). Plain k3 pushes tokens that have become very unlikely
+    under the policy with an unbounded weight, and its mean is biased on stale tokens; so TRL weights it by default
+    (use_bias_correction_kl).
 
     DeepSeek-V3.2's unbiased KL estimate, arXiv 2512.02556, section 3.1.
     """
@@ -1106,27 +1108,27 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, kind: str, 
 
 
 def reverse_kl_advantage(log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor) -> Tensor:
-    """-(lp - lt), detached, [N]; 0 where the mask is: an advantage by which a policy gradient lowers KL(policy || teacher), one
-    token at a time. lp is of the policy that the update computes, also where older weights sampled the token: the ratio weighs
-    it. With the old lp instead, nothing would keep the policy from one token, that of the largest lt - old lp.
+    """-(lp - lt), detached, [N]; 0 outside the mask. With this advantage a policy gradient lowers KL(policy || teacher), one
+    token at a time. lp is from the current policy, even if older weights sampled the token: the ratio weights it. With the old
+    lp, nothing would keep the policy from collapsing onto the token with the largest lt - old lp.
 
     On-policy distillation (Lu et al., Thinking Machines, 2025; they take the sampler's lp, which on policy is the same). Each
-    token counts with its own gap alone, those behind it do not (a discount of 0). As a loss, k2 has the same gradient. Where
-    the teacher is the policy with the answer in its prompt: On-policy self-distillation (OPSD), arXiv 2601.18734;
-    Self-distillation fine-tuning (SDFT), arXiv 2601.19897.
+    token only counts its own gap, not those of later tokens (a discount of 0). As a loss, k2 has the same gradient. If the
+    teacher is the policy with the answer in its prompt: On-policy self-distillation (OPSD), arXiv 2601.18734; Self-distillation
+    fine-tuning (SDFT), arXiv 2601.19897.
     """
     return -log_ratio(log_prob.detach(), teacher_log_prob, mask)
 
 
 def top_k_reverse_kl(log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor) -> Tensor:
-    """KL(policy || teacher) per token, [N], over K tokens of the vocabulary and one bucket for all others: log_prob and
-    teacher_log_prob [N, K], at the teacher's most likely tokens. 0 where the mask [N] is. Whoever sampled a token, the value is
-    exact where it stands: no ratio has to weigh it.
+    """KL(policy || teacher) per token, [N], over K tokens of the vocabulary and one bucket for all others; 0 outside the mask
+    [N]. log_prob, teacher_log_prob [N, K]: at the teacher's most likely tokens. The value is exact at each position whichever
+    policy sampled the token, so it needs no ratio.
 
-    sum_j p_j gap_j, gap = lp - lt, j over the K and the bucket, of at least 1e-6. The gradient is that of
-    sum_k sg(p_k (gap_k - gap of the bucket)) lp_k, exactly 0 where the two agree.
+    sum_j p_j gap_j, gap = lp - lt, with j over the K tokens and the bucket, whose probability is at least 1e-6. The gradient is
+    that of sum_k sg(p_k (gap_k - gap of the bucket)) lp_k, exactly 0 if the two agree.
 
-    GKD with the reverse KL, arXiv 2306.13649. The bucket is TRL's: without it, mass outside the K would be free.
+    GKD with the reverse KL, arXiv 2306.13649. The bucket is TRL's: without it, mass outside the K tokens would cost nothing.
     """
     if log_prob.shape != teacher_log_prob.shape or log_prob.shape[:1] != mask.shape or log_prob.dim() != 2:
         found = f"log_prob {tuple(log_prob.shape)}, teacher_log_prob {tuple(teacher_log_prob.shape)}, mask {tuple(mask.shape)}"
@@ -1153,10 +1155,10 @@ def adaptive_kl_coef(beta: float, kl: float, target: float, n: int, horizon: int
 
 
 def adaptive_entropy_coef(coef: float, entropy: float, target: float, delta: float, most: float) -> float:
-    """coef + delta where entropy < target, coef - delta where it is above; from 0 to `most`: the coefficient of the next step.
+    """coef + delta if entropy < target, coef - delta if it is above, kept from 0 to `most`: the coefficient of the next step.
 
-    entropy: of the last step, per token. Where it was above the target, the next step has no bonus at all (in the paper this
-    looks at the next step's own entropy). Skywork-OR1's adaptive entropy control, arXiv 2505.22312, eq. 3.2.
+    entropy: of the last step, per token. If it was above the target, the next step has no bonus at all (in the paper, this
+    depends on the next step's own entropy). Skywork-OR1's adaptive entropy control, arXiv 2505.22312, eq. 3.2.
     """
     if entropy == target:
         return coef
@@ -1164,9 +1166,9 @@ def adaptive_entropy_coef(coef: float, entropy: float, target: float, delta: flo
 
 
 # --------------------------------------------------------------------------------------------------------- rollout correction
-# The generator's log-probs differ from the learner's for the same tokens (other kernels, other precision, older weights).
-# log w = log_prob (the learner's) - rollout_log_prob, clamped to +-20; a sum over a response is clamped again. The functions
-# take the GLOBAL batch, [N] each; everything is detached.
+# The generator's log-probs differ from the learner's for the same tokens (different kernels, different precision, older
+# weights). log w = log_prob (the learner's) - rollout_log_prob, clamped to +-20; a sum over a response is clamped again. The
+# functions take the GLOBAL batch, [N] each; everything is detached.
 
 
 IS_LEVELS = ("token", "sequence", "sequence_geometric")
@@ -1185,12 +1187,12 @@ def rollout_is_weights(
     high: float = 2.0,
     normalize: bool = False,
 ) -> Tensor:
-    """Importance weights [N], 0 where the mask is, to multiply the token losses by.
+    """Return importance weights [N], 0 outside the mask, by which to multiply the token losses.
 
-    level: token w; sequence exp(sum_t log w) on all its tokens; sequence_geometric exp(mean_t log w); over trained tokens.
-    Without low min(w, high), truncated importance sampling; with it 0 outside of the band from low to high, masked importance
-    sampling: IcePop, arXiv 2510.18855. normalize: to mean 1 over the trained tokens, or, at the sequence levels, over the
-    responses.
+    level: token is w; sequence is exp(sum_t log w) on all tokens of a response; sequence_geometric is exp(mean_t log w); over
+    trained tokens. Without `low`, weights are min(w, high), truncated importance sampling; with it, they are 0 outside the band
+    from low to high, masked importance sampling: IcePop, arXiv 2510.18855. normalize: to a mean of 1 over the trained tokens,
+    or, at the sequence levels, over the responses.
     """
     weight = bounded(rollout_ratio(log_prob, rollout_log_prob, mask, seq, level), low, high)
     if normalize:
@@ -1202,15 +1204,15 @@ def rollout_is_weights(
 def rollout_rejection_mask(
     log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, seq: Tensor, *, criteria: Sequence[tuple[str, str, float, float]]
 ) -> Tensor:
-    """mask [N] without the tokens, or whole responses, whose log-probs disagree too much: bool [N].
+    """Return mask [N] without the tokens, or whole responses, whose log-probs disagree too much: bool [N].
 
     criteria: (level, divergence, low, high), all of which must hold. Levels: token; seq_sum; seq_mean (k1: the geometric mean
-    of the ratios); seq_max (one bad token rejects the response); batch (the worst tokens go until the mean of the others is at
-    most high; not k1). Divergences: k1, a band on the ratio learner / generator itself (verl's band is on the inverse ratio);
-    k2 = (log w)^2 / 2, k3 = w - log w - 1 and binary_kl, the larger of both directions' `binary_kl`, bounded by high alone.
-    Usual: seq_mean k1 0.999 to 1.001, seq_mean k3 0.01, seq_sum k1 0.5 to 2.0; token binary_kl 2.0 (KPop, as AReaL has it).
-    M2PO, arXiv 2510.01161, is batch k2 0.02 (as AReaL has it, whose bound is on (log w)^2: 0.04). Each criterion looks at the
-    given mask, not at what another left.
+    of the ratios); seq_max (one bad token rejects the response); batch (the worst tokens are rejected until the mean of the
+    others is at most high; not for k1). Divergences: k1, a band on the ratio learner / generator itself (verl's band is on the
+    inverse ratio); k2 = (log w)^2 / 2, k3 = w - log w - 1 and binary_kl, the larger of both directions' `binary_kl`, are only
+    bounded by high. Usual values: seq_mean k1 0.999 to 1.001, seq_mean k3 0.01, seq_sum k1 0.5 to 2.0; token binary_kl 2.0
+    (KPop, as AReaL has it). M2PO, arXiv 2510.01161, is batch k2 0.02 (as AReaL has it, whose bound is on (log w)^2: 0.04). Each
+    criterion is applied to the given mask, not to what another one left.
     """
     _check_tokens("rollout_rejection_mask", mask=mask, seq=seq)
     log_weight = rollout_log_ratio(log_prob, rollout_log_prob, mask)
@@ -1241,19 +1243,19 @@ def rollout_rejection_mask(
 
 
 def _least(x: Tensor, mask: Tensor, most: float) -> Tensor:
-    """bool [N]: as many as possible of the trained tokens with the least x whose mean is at most `most`."""
+    """Return the trained tokens with the smallest x, as many as have a mean of at most `most`: bool [N]."""
     order = torch.where(mask, x, torch.inf).argsort(stable=True)[: int(mask.count_nonzero())]
     means = x[order].double().cumsum(0) / torch.arange(1, len(order) + 1, device=x.device)
     return torch.zeros_like(mask).index_fill(0, order[: int((means <= most).count_nonzero())], True)
 
 
 def rollout_log_ratio(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> Tensor:
-    """log w [N], detached; 0 where the mask is."""
+    """Return log w [N], detached; 0 outside the mask."""
     return log_ratio(log_prob.detach(), rollout_log_prob.detach(), mask).clamp(-20, 20)
 
 
 def rollout_ratio(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, seq: Tensor, level: str) -> Tensor:
-    """The importance ratio [N] at a level of IS_LEVELS, before any bound."""
+    """Return the importance ratio [N] at a level of IS_LEVELS, before any bound."""
     _check_word("level of importance weights", level, IS_LEVELS)
     _check_tokens("rollout_ratio", mask=mask, seq=seq)
     log_weight = rollout_log_ratio(log_prob, rollout_log_prob, mask)
@@ -1265,7 +1267,7 @@ def rollout_ratio(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, seq:
 
 
 def bounded(weight: Tensor, low: float | None, high: float) -> Tensor:
-    """Capped at high, or with low given 0 outside of the band."""
+    """Return the weights capped at high, or, with `low`, set to 0 outside the band."""
     return weight.clamp(max=high) if low is None else torch.where((weight >= low) & (weight <= high), weight, 0.0)
 
 
@@ -1273,12 +1275,12 @@ def bounded(weight: Tensor, low: float | None, high: float) -> Tensor:
 
 
 def default_aggregation(adv_estimator: str, loss_mode: str) -> str:
-    """The aggregation of the loss's paper, or else of the advantage's; otherwise token-mean."""
+    """Return the aggregation of the loss's paper, or else of the advantage's; otherwise token-mean."""
     return POLICY_LOSSES[loss_mode].aggregation or ADVANTAGES[adv_estimator].aggregation or "token-mean"
 
 
 def check_combination(adv_estimator: str, loss_mode: str, loss_agg_mode: str) -> None:
-    """Raises ValueError, with the reason, for an unknown word or a combination that makes no sense."""
+    """Raise ValueError, with the reason, for an unknown word or a combination that makes no sense."""
     for word, choices in ((adv_estimator, ADVANTAGES), (loss_mode, POLICY_LOSSES), (loss_agg_mode, AGGREGATIONS)):
         if word not in choices:
             raise ValueError(f"{word!r} is none of {', '.join(choices)}")
@@ -1299,8 +1301,8 @@ def check_combination(adv_estimator: str, loss_mode: str, loss_agg_mode: str) ->
 
 
 def _check_tokens(caller: str, **tensors: Tensor) -> None:
-    """Raises ValueError unless all have one shape [N], `mask` is bool, and `seq` ascends. On an accelerator the values of seq
-    are not looked at: that would wait for the device."""
+    """Raise ValueError unless all have one shape [N], `mask` is bool, and `seq` ascends. On an accelerator the values of seq
+    are not checked: that would wait for the device."""
     shapes = {name: tuple(x.shape) for name, x in tensors.items()}
     if len({*shapes.values()}) > 1 or any(len(shape) != 1 for shape in shapes.values()):
         found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
@@ -1319,7 +1321,7 @@ def _check_tokens(caller: str, **tensors: Tensor) -> None:
 
 
 def _check_group(caller: str, seq: Tensor, group: Tensor) -> None:
-    """Raises ValueError unless group is [B], one entry a response. seq: checked already."""
+    """Raise ValueError unless group is [B], one entry per response. seq: already checked."""
     if group.dim() != 1:
         raise ValueError(f"{caller}: group has the shape {tuple(group.shape)}. It has to be [B], one entry a response.")
     if not seq.is_cpu or not len(seq):

@@ -4,11 +4,11 @@
     torchrun --standalone --nproc-per-node 8 train_async.py --generators 4 --model Qwen/Qwen2.5-0.5B-Instruct \\
         --train-files gsm8k/train.parquet --max-response-length 512 --lr 1e-6 --publish-every 4 --ppo-mini-batch-size 32
 
-`generate` is a generator's life, `train` a learner's, top to bottom. The formulas are in losses.py. With
---staleness-threshold 0 this trains bit for bit what train_sync.py trains.
+`generate` is a generator's life, `train` a learner's, top to bottom. The formulas are in losses.py. With --staleness-threshold
+0 the result is that of train_sync.py, bit for bit.
 """
 
-if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
+if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C also ends those
     from rl.ranks import signals, startup
 
     signals.install_handlers()
@@ -49,7 +49,7 @@ from rl.weights.publisher import Publisher
 
 @dataclass
 class Args(ScheduleArgs, CommonArgs):
-    """Flags bear verl's or TRL's names where they have one; each group stands with its component in rl/."""
+    """Flags have verl's or TRL's names if there are any; each group is defined with its component in rl/."""
 
 
 # actor_loss and learn are the same text in the three scripts, so that a copy of one can change them; a test compares them.
@@ -58,9 +58,9 @@ class Args(ScheduleArgs, CommonArgs):
 def actor_loss(
     args: Args, t: Tokens, log_prob: Tensor, entropy: Tensor, denominator: float
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The loss of one micro-batch, with its tokens' log_prob [n] and entropy [n] under the policy. Returns terms and stats.
-    terms: its shares of the terms of the global mini-batch's loss and of their sum "loss". stats: what else to report, [n]."""
-    # Where this update's own policy is the old one, the ratio is 1 and its gradient that of log_prob.
+    """Compute the loss of one micro-batch from its tokens' log_prob [n] and entropy [n] under the policy. Return terms, the
+    micro-batch's shares of the global mini-batch's loss terms and of their sum "loss", and stats, statistics per token, [n]."""
+    # If the old policy is the one being updated, the ratio is 1 and its gradient that of log_prob.
     old = log_prob.detach() if t.old_log_prob is None else t.old_log_prob
     policy_loss = args.policy_loss  # of losses.POLICY_LOSSES
     inputs = {name: getattr(t, name) for name in args.loss_inputs}
@@ -68,7 +68,7 @@ def actor_loss(
     if args.teacher_form == "advantage":
         advantage = advantage + args.teacher_coef * losses.reverse_kl_advantage(log_prob, t.teacher_log_prob, t.mask)
     token_loss, stats = policy_loss(log_prob, old, advantage, t.mask, t.seq, **args.loss_knobs, **inputs)
-    if not policy_loss.has_ratio:  # tokens that older weights sampled, before a publish or an update, need a weight
+    if not policy_loss.has_ratio:  # tokens sampled before a publish or an update need a weight
         token_loss = token_loss * losses.importance_weight(log_prob, old, t.mask)
     if t.is_weight is not None:
         token_loss = token_loss * t.is_weight
@@ -91,14 +91,14 @@ def actor_loss(
 
 
 def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, timer: Timers) -> dict[str, float]:
-    """Trains on the batch: one optimizer step for each mini-batch of prompts, --ppo-epochs times. Returns metrics."""
+    """Train on the batch: one optimizer step for each mini-batch of prompts, --ppo-epochs times. Return metrics."""
     args = steered(args, learner)  # --entropy-target sets the --entropy-coeff of this step
     minis = batch.mini_batches(args.prompts_per_update)  # [b] responses each
     micros = [micro_batches(batch, mini, learner.micro_batch_tokens, learner.ranks) for mini in minis]
     updates = list(zip(minis, micros, strict=True)) * args.ppo_epochs
-    targets = batch.targets  # what follows fills it in, from top to bottom
+    targets = batch.targets  # filled in below, from top to bottom
 
-    # Log-probs before the first update: under the old policy, where the loss needs them by then, and under the reference.
+    # Before the first update: log-probs under the old policy, if the loss needs them by then, the reference and the teacher.
     recompute = args.recompute_old_log_probs(len(updates))
     with timer("old_log_prob"):
         if recompute:
@@ -127,7 +127,7 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
             kl = losses.kl_penalty(targets.old_log_prob, targets.ref_log_prob, batch.trained, args.kl_reward_type)
             targets.reward = targets.reward - kl_control.coef * kl
             metrics |= kl_control.update(whole_batch.mean_of_responses(kl, batch), len(batch.score))
-        estimator = losses.ADVANTAGES[args.adv_estimator]  # of the batch's reward, mask, seq and group
+        estimator = losses.ADVANTAGES[args.adv_estimator]  # a function of the batch's reward, mask, seq and group
         targets.advantage = whole_batch.advantage(estimator, batch, **args.estimator_inputs(batch))
         targets.chosen = choose_tokens(args, batch, minis)
         forward_only.mark(args, batch, micros)
@@ -136,7 +136,7 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
         with timer("update_critic"):
             metrics |= learn_values(args, learner.critic, batch, minis, micros)
 
-    # The updates. The gradient of a mini-batch is gathered from this rank's micro-batches.
+    # The updates. A mini-batch's gradient is accumulated over this rank's micro-batches.
     with timer("update_actor"):
         means = LossMeans(batch, learner.ranks)
         for mini, its_micros in updates:
@@ -150,24 +150,24 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
             if args.sft_files:
                 metrics |= imitate(args, learner)
             means.end_update(learner.step())
-        if not recompute:  # generator and learner are compared all the same
+        if not recompute:  # generator and learner are compared anyway
             targets.actor_log_prob = means.first_log_prob
     return metrics | rollout_metrics(args, batch) | batch_metrics(batch) | means.metrics()
 
 
 def generate(args: Args, split: Split, job: Job) -> None:
-    """A generator's life: take new weights, start the prompts that the bound of staleness allows, sample one token of every
-    response, send the groups that are scored."""
+    """A generator's life: take new weights, start the prompts that the staleness bound allows, sample one token of every
+    response, send the scored groups."""
     loop = GeneratorLoop(args, split, job)
     generator = loop.generator
     while todo := loop.next():  # the same on all ranks of an engine; None when the run stops
         if todo.version > generator.engine.version:  # between two tokens: unfinished responses continue under the new weights
             loop.update_weights(todo.version, recompute_kv=args.partial_rollout == "recompute")
-        # The bound of staleness, which these tickets keep: prompt k of the run starts under the weights of version v only if
+        # The tickets respect the staleness bound: prompt k of the run starts under the weights of version v only if
         #     k - dropped < (v + 1 + staleness_threshold) * prompts_per_publish      (AReaL, arXiv 2505.24298, eq. 3)
         for ticket in todo.tickets:
             loop.start(ticket)
-        ended = generator.decode()  # responses; they are scored in other processes while the rest is sampled
+        ended = generator.decode()  # responses, which other processes score while the rest is sampled
         for group in generator.score(ended, idle=todo.idle):
             loop.send(group)
     loop.finish()
@@ -184,7 +184,7 @@ def train(args: Args, split: Split, job: Job) -> None:
     for step in run.steps():
         version = args.version_at(step)
         with run.timer("wait"):
-            groups = samples.wait(step)  # the oldest that have come in; none if the run has to stop
+            groups = samples.wait(step)  # the oldest ones received; none if the run has to stop
         if not groups:
             run.stop_if_asked(step - 1)  # saves, and raises Stopped
         batch = run.begin(groups)

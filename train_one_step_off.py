@@ -4,12 +4,12 @@
     torchrun --standalone --nproc-per-node 8 train_one_step_off.py --generators 4 --model Qwen/Qwen2.5-3B-Instruct \\
         --train-files gsm8k/train.parquet --val-files gsm8k/test.parquet --train-batch-size 128 --max-response-length 512
 
-`generate` is a generator's life, `train` a learner's, top to bottom. Every batch is made whole by one version of the weights,
-so the same flags and seed give the same run. The formulas are in losses.py. Left out here: more than one step of staleness,
-and responses that outlive a publish (train_async.py).
+`generate` is a generator's life, `train` a learner's, top to bottom. One version of the weights makes a whole batch, so the
+same flags and seed give the same run. The formulas are in losses.py. Left out here: more than one step of staleness, and
+responses that outlive a publish (train_async.py).
 """
 
-if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
+if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C also ends those
     from rl.ranks import signals, startup
 
     signals.install_handlers()
@@ -53,25 +53,25 @@ from rl.weights.publisher import Publisher
 
 @dataclass
 class Args(SplitArgs, BatchArgs, CommonArgs):
-    """Flags bear verl's or TRL's names where they have one; each group stands with its component in rl/."""
+    """Flags have verl's or TRL's names if there are any; each group is defined with its component in rl/."""
 
 
 def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Group], int, dict[str, float]]:
-    """Every engine serves its share of the tickets from `ticket` on; then every rank knows all groups. Groups without signal
-    are replaced by fresh tickets with --filter-groups. Returns the groups, the next ticket, and metrics."""
+    """Generate the tickets from `ticket` on, divided among the engines, and gather all groups on every rank. With
+    --filter-groups, groups without signal are replaced by fresh tickets. Return the groups, the next ticket, and metrics."""
     kept, dropped, rounds = [], [], 0
     engine, engines = generator.engine_ranks.index, generator.engine_ranks.engines
     while len(kept) < args.train_batch_size and rounds < args.max_num_gen_batches:
         rounds += 1
         tickets, ticket = generator.next_tickets(ticket, args.train_batch_size - len(kept))
-        groups = generator.generate(tickets[engine::engines])  # sampled and, while the rest is sampled, scored
+        groups = generator.generate(tickets[engine::engines])  # scored while others are being sampled
         for group in all_gather_groups(groups):
             if args.filter_groups and not args.has_signal(group):
                 dropped.append(group)
             else:
                 kept.append(group)
     generator.remember(kept + dropped)
-    missing = args.train_batch_size - len(kept)  # filled with groups that were dropped: the batch has its size
+    missing = args.train_batch_size - len(kept)  # replaced by dropped groups, so that the batch is full
     metrics = {"train/num_gen_batches": rounds, "train/filtered_groups": len(dropped), "train/filled_groups": missing}
     return kept + dropped[:missing], ticket, metrics
 
@@ -82,9 +82,9 @@ def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Grou
 def actor_loss(
     args: Args, t: Tokens, log_prob: Tensor, entropy: Tensor, denominator: float
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The loss of one micro-batch, with its tokens' log_prob [n] and entropy [n] under the policy. Returns terms and stats.
-    terms: its shares of the terms of the global mini-batch's loss and of their sum "loss". stats: what else to report, [n]."""
-    # Where this update's own policy is the old one, the ratio is 1 and its gradient that of log_prob.
+    """Compute the loss of one micro-batch from its tokens' log_prob [n] and entropy [n] under the policy. Return terms, the
+    micro-batch's shares of the global mini-batch's loss terms and of their sum "loss", and stats, statistics per token, [n]."""
+    # If the old policy is the one being updated, the ratio is 1 and its gradient that of log_prob.
     old = log_prob.detach() if t.old_log_prob is None else t.old_log_prob
     policy_loss = args.policy_loss  # of losses.POLICY_LOSSES
     inputs = {name: getattr(t, name) for name in args.loss_inputs}
@@ -92,7 +92,7 @@ def actor_loss(
     if args.teacher_form == "advantage":
         advantage = advantage + args.teacher_coef * losses.reverse_kl_advantage(log_prob, t.teacher_log_prob, t.mask)
     token_loss, stats = policy_loss(log_prob, old, advantage, t.mask, t.seq, **args.loss_knobs, **inputs)
-    if not policy_loss.has_ratio:  # tokens that older weights sampled, before a publish or an update, need a weight
+    if not policy_loss.has_ratio:  # tokens sampled before a publish or an update need a weight
         token_loss = token_loss * losses.importance_weight(log_prob, old, t.mask)
     if t.is_weight is not None:
         token_loss = token_loss * t.is_weight
@@ -115,14 +115,14 @@ def actor_loss(
 
 
 def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, timer: Timers) -> dict[str, float]:
-    """Trains on the batch: one optimizer step for each mini-batch of prompts, --ppo-epochs times. Returns metrics."""
+    """Train on the batch: one optimizer step for each mini-batch of prompts, --ppo-epochs times. Return metrics."""
     args = steered(args, learner)  # --entropy-target sets the --entropy-coeff of this step
     minis = batch.mini_batches(args.prompts_per_update)  # [b] responses each
     micros = [micro_batches(batch, mini, learner.micro_batch_tokens, learner.ranks) for mini in minis]
     updates = list(zip(minis, micros, strict=True)) * args.ppo_epochs
-    targets = batch.targets  # what follows fills it in, from top to bottom
+    targets = batch.targets  # filled in below, from top to bottom
 
-    # Log-probs before the first update: under the old policy, where the loss needs them by then, and under the reference.
+    # Before the first update: log-probs under the old policy, if the loss needs them by then, the reference and the teacher.
     recompute = args.recompute_old_log_probs(len(updates))
     with timer("old_log_prob"):
         if recompute:
@@ -151,7 +151,7 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
             kl = losses.kl_penalty(targets.old_log_prob, targets.ref_log_prob, batch.trained, args.kl_reward_type)
             targets.reward = targets.reward - kl_control.coef * kl
             metrics |= kl_control.update(whole_batch.mean_of_responses(kl, batch), len(batch.score))
-        estimator = losses.ADVANTAGES[args.adv_estimator]  # of the batch's reward, mask, seq and group
+        estimator = losses.ADVANTAGES[args.adv_estimator]  # a function of the batch's reward, mask, seq and group
         targets.advantage = whole_batch.advantage(estimator, batch, **args.estimator_inputs(batch))
         targets.chosen = choose_tokens(args, batch, minis)
         forward_only.mark(args, batch, micros)
@@ -160,7 +160,7 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
         with timer("update_critic"):
             metrics |= learn_values(args, learner.critic, batch, minis, micros)
 
-    # The updates. The gradient of a mini-batch is gathered from this rank's micro-batches.
+    # The updates. A mini-batch's gradient is accumulated over this rank's micro-batches.
     with timer("update_actor"):
         means = LossMeans(batch, learner.ranks)
         for mini, its_micros in updates:
@@ -174,13 +174,14 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
             if args.sft_files:
                 metrics |= imitate(args, learner)
             means.end_update(learner.step())
-        if not recompute:  # generator and learner are compared all the same
+        if not recompute:  # generator and learner are compared anyway
             targets.actor_log_prob = means.first_log_prob
     return metrics | rollout_metrics(args, batch) | batch_metrics(batch) | means.metrics()
 
 
 def generate(args: Args, split: Split, job: Job) -> None:
-    """A generator's life: batch k, from 0, with the weights of version k - 1, the newest that are ready when it begins."""
+    """A generator's life: make batch k, from 0, with the weights of version k - 1, the newest ones that are ready when it
+    begins."""
     loop = BatchLoop(args, split, job)
     for k in range(loop.first, job.total_steps + 2):  # the last two versions are only validated
         loop.update_weights(k - 1)
@@ -200,7 +201,7 @@ def train(args: Args, split: Split, job: Job) -> None:
     for step in run.steps():
         with run.timer("wait"):
             samples.wait()
-        run.save_if_due(step - 1)  # with this batch: the weights that made it are gone
+        run.save_if_due(step - 1)  # includes this batch: the weights that made it are lost
         run.stop_if_asked(step - 1)
         groups, metrics = samples.take()
         batch = run.begin(groups)

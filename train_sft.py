@@ -1,14 +1,14 @@
-"""A supervised start: the model learns to write given answers, before it is trained by reward.
+"""A supervised start: the model learns to write given answers before it is trained by reward.
 
     python train_sft.py                                                     # the demo's sums
     torchrun --standalone --nproc-per-node 2 train_sft.py --model Qwen/Qwen2.5-0.5B-Instruct --train-files sft.parquet \\
         --val-files sft_val.parquet --lr 1e-5 --total-epochs 2
 
-The algorithm is in `learn`: the mean of -log p over the tokens of all answers of a step. --model of the other scripts takes the
-directories that it saves. Left out: training by reward (train_sync.py and the others).
+The algorithm is in `learn`: the mean of -log p over the tokens of all answers of a step. The directories that it saves can be
+the --model of the other scripts. Left out: training by reward (train_sync.py and the others).
 """
 
-if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
+if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C also ends those
     from rl.ranks import signals, startup
 
     signals.install_handlers()
@@ -34,11 +34,11 @@ from rl.supervised import SupervisedArgs, SupervisedRun, set_up, to_groups
 
 @dataclass
 class Args(SupervisedArgs):
-    """Flags bear verl's names where it has one; each group stands with its component in rl/."""
+    """Flags have verl's names if there are any; each group is defined with its component in rl/."""
 
 
 def learn(learner: Learner, batch: Batch, timer: Timers) -> dict[str, float]:
-    """Trains on the batch, one optimizer step. Returns metrics."""
+    """Train on the batch with one optimizer step. Return metrics."""
     with timer("update_actor"):
         means, every = LossMeans(batch, learner.ranks), torch.arange(len(batch.lengths))
         denominator = whole_batch.denominator(batch, every, "token-mean", 0)  # trained tokens of all ranks
@@ -53,8 +53,8 @@ def learn(learner: Learner, batch: Batch, timer: Timers) -> dict[str, float]:
 
 
 def validate(args: Args, learner: Learner, job: Job) -> float:
-    """Return the mean of -log p over all tokens of the validation's answers. A collective."""
-    total = torch.zeros(2, dtype=torch.float64)  # of the negative log-probs, and how many
+    """Return the mean of -log p over all tokens of the validation answers. A collective."""
+    total = torch.zeros(2, dtype=torch.float64)  # sum of the negative log-probs, and their number
     for first in range(0, len(job.val_prompts), args.train_batch_size):
         rows = range(first, min(first + args.train_batch_size, len(job.val_prompts)))
         batch = Batch.of(to_groups(job.val_prompts, {row: row for row in rows}), Division.of(args, learner))
