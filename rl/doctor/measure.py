@@ -138,13 +138,16 @@ class Checks:
         """Reports the kernels of a hybrid model's gated delta nets, which the learner's start has compared with plain torch."""
         from rl.model.hybrid.kernels import PACKAGE, unused
 
-        check = "delta rule"
         if why := unused(config, self.dtype, self.device):
-            self.report(check, SLOW, f"plain torch, since flash-linear-attention is not used: {why}", f"install {PACKAGE}")
+            self.report(
+                "delta rule", SLOW, f"plain torch, since flash-linear-attention is not used: {why}", f"install {PACKAGE}"
+            )
         elif device.is_accelerator(self.device):
-            self.report(check, OK, f"flash-linear-attention, {self.dtype}: values and gradients are those of plain torch")
+            self.report(
+                "delta rule", OK, f"flash-linear-attention, {self.dtype}: values and gradients are those of plain torch"
+            )
         else:
-            self.report(check, OK, "a CPU computes gated delta nets in plain torch")
+            self.report("delta rule", OK, "a CPU computes gated delta nets in plain torch")
 
     def _publish(self, check: str, version: int) -> None:
         seconds, _ = _timed(lambda: self.weights.publish(version))
