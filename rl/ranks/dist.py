@@ -103,7 +103,7 @@ def meet(generators: int, hang_timeout: float, node_timeout: float) -> tuple[dis
     share, this rank's device, and the timeout of a collective. generators: number on this node. Collective."""
     here = launch.here()
     own_device = device.claim(here.local_rank)
-    timeout = timedelta(seconds=hang_timeout + 60) if hang_timeout else timedelta(days=7)  # the watchdog says more, and is first
+    timeout = timedelta(seconds=hang_timeout + 60) if hang_timeout else timedelta(days=7)  # the watchdog is first: it says more
     store = launch.join(timeout)
     if hang_timeout:
         own_store = launch.open_store(timedelta(minutes=1))

@@ -113,5 +113,5 @@ def silent_ranks() -> str:
 
 
 def numbered(ranks: list[int]) -> str:
-    """ Return "rank 2", or "ranks 2, 3"."""
+    """Return "rank 2", or "ranks 2, 3"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
