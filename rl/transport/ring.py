@@ -12,7 +12,7 @@ The ring is an endless stream of bytes with two positions, tail <= head: writers
 writer that finds the ring empty begins at the start of the memory again, so that no more memory is ever touched than was in use
 at once: a touched page of shared memory counts as memory of every process that touches it.
 Any process may be killed at any instruction:
-- A writer fills free space and then commits with a single store of `head`. If killed before, it has changed nothing that counts.
+- A writer fills free space and then commits with a single store of `head`. If killed before, it changed nothing that counts.
 - The reader frees a record with a single store of `tail`. If killed before, it leaves the record where it is.
 - One writer writes at a time: the mutex is a lock on a byte of the file, which the kernel drops when its holder dies.
 
