@@ -1,9 +1,9 @@
-"""An agent that owns its loop: it asks the model, makes the calls of tools itself, and says what the answer is worth.
+"""An agent that owns its loop: it asks the model, runs the tool calls itself, and scores the answer.
 
     torchrun --standalone --nproc-per-node 2 train_async.py --model demo-calculator --agent 'python examples/agent.py' \
         --max-response-length 24 --train-batch-size 16 --total-training-steps 40
 
-It is started for each response. Any client of OpenAI's chat completions will do; the standard library starts soonest. See
+It is started for each response. Any client of OpenAI's chat completions will do; the standard library starts fastest. See
 docs/agents.md.
 """
 
@@ -19,7 +19,7 @@ TOOL = {"type": "function", "function": {"name": "calculate", "description": "Co
 
 
 def ask(messages: list[dict]) -> dict:
-    """What the model says next."""
+    """Return the model's next message."""
     body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages, "tools": [TOOL]}).encode()
     headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
     url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
@@ -28,13 +28,13 @@ def ask(messages: list[dict]) -> dict:
 
 
 def calculate(expression: str) -> str:
-    """The tool."""
+    """Return the product of two numbers: the model's tool."""
     a, b = expression.split("*")
     return str(int(a) * int(b))
 
 
 def answer(messages: list[dict]) -> str:
-    """What the model says in the end."""
+    """Return the model's final answer, after running its tool calls."""
     while "tool_calls" in (said := ask(messages)):
         messages.append(said)
         for call in said["tool_calls"]:
@@ -48,5 +48,5 @@ def answer(messages: list[dict]) -> str:
 
 if __name__ == "__main__":
     row = json.load(sys.stdin)  # the columns of the data, and ground_truth
-    with contextlib.suppress(urllib.error.HTTPError):  # that the response's budget is used up
+    with contextlib.suppress(urllib.error.HTTPError):  # the response's budget is used up
         print(json.dumps({"reward": float(answer(row["prompt"]) == row["ground_truth"])}))

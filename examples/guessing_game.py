@@ -1,4 +1,4 @@
-"""An environment of several turns: the model guesses a number, and hears whether it is lower or higher.
+"""An environment of several turns: the model guesses a number and learns whether the secret is lower or higher.
 
     python train_sync.py --env examples/guessing_game.py:Guess --max-turns 6 ...
 
@@ -7,14 +7,14 @@ The row's ground truth is the number. See docs/agents.md.
 
 
 class Guess:
-    """One game; the sooner it ends, the more it is worth."""
+    """One game. The fewer guesses it takes, the higher the reward."""
 
     def reset(self, row: dict, seed: int) -> None:
-        """Begins a game."""
+        """Begin a game."""
         self.secret, self.tries = int(row["ground_truth"]), 0
 
     def step(self, message: dict) -> tuple[list[dict], float | None, bool]:
-        """Answers a guess."""
+        """Answer a guess."""
         self.tries += 1
         try:
             guess = int(message["content"].split()[-1].rstrip("."))

@@ -1,4 +1,4 @@
-"""Writes the data sets of the recipes as parquet files in verl's layout, with the instruction that the grader wants.
+"""Writes the data sets of the recipes as parquet files in verl's layout, with the instruction that the grader expects.
 
     python examples/make_data.py gsm8k                             # data/gsm8k/{train,test}.parquet, from the hub
     python examples/make_data.py geo3k --out /data/geo3k
@@ -6,9 +6,9 @@
     python examples/make_data.py gsm8k --source ~/downloads/gsm8k  # without a network: a copy of the hub's repository
     python examples/make_data.py gsm8k --train-files my.jsonl --val-files other.parquet
 
-A row has data_source, prompt (one chat message), images where there are any, ability, reward_model and extra_info (split,
-index, answer, question). Rows that are in verl's layout already, as DAPO-Math-17k's are, stay as they are; of its training
-rows, which its authors repeat about a hundred times, one each is kept.
+A row has data_source, prompt (one chat message), images if there are any, ability, reward_model and extra_info (split, index,
+answer, question). Rows that are already in verl's layout, such as DAPO-Math-17k's, are not changed, but each of its training
+rows, which its authors repeat about a hundred times, is kept only once.
 """
 
 import argparse
@@ -35,18 +35,18 @@ FILES = {".parquet", ".jsonl", ".json"}
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set of the hub."""
+    """A data set on the hub."""
 
     data_source: str  # chooses the grader
     hub: dict[str, tuple[str, str | None, str]]  # train or val -> (name, configuration, split)
     out: dict[str, str]  # train or val -> the file that is written
-    question: tuple[str, ...]  # columns that may hold the problem
-    answer: tuple[str, ...]
-    truth: Callable[[str], str | None] = str.strip  # of the answer; None if there is none
+    question: tuple[str, ...]  # columns that may have the problem
+    answer: tuple[str, ...]  # columns that may have the answer
+    truth: Callable[[str], str | None] = str.strip  # answer -> ground truth, or None if there is none
 
 
 def after_hashes(answer: str) -> str | None:
-    """GSM8K's: the number after "####"."""
+    """Return the ground truth of a GSM8K answer: the number after "####"."""
     found = re.search(r"#### (-?[0-9.,]+)", answer)
     return found and found[1].replace(",", "")
 
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def make(name: str, which: str, args: argparse.Namespace) -> str:
-    """Writes one of the two files; returns a line on it. Raises UserError."""
+    """Write one of the two files, and return a line about it. Raise UserError if that is impossible."""
     data, target = DATA[name], (args.out or Path("data", name)) / DATA[name].out[which]
     files = getattr(args, f"{which}_files") or (local_files(args.source, data.hub[which]) if args.source else [])
     if not files and (args.train_files or args.val_files):
@@ -135,7 +135,7 @@ def from_hub(of: tuple[str, str | None, str]) -> tuple[str, Path, Any]:
     name, configuration, split = of
     try:
         return name, Path(), load_dataset(name, configuration, split=split)
-    except Exception as error:  # no network, no such name: each its own exception in datasets and hub
+    except Exception as error:  # no network, no such name: datasets and hub have many exceptions
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"{name}: it cannot be loaded from the hub here ({reason}). Download it elsewhere, and give its directory with "
@@ -144,14 +144,14 @@ def from_hub(of: tuple[str, str | None, str]) -> tuple[str, Path, Any]:
 
 
 def local_files(source: Path, of: tuple[str, str | None, str]) -> list[Path]:
-    """The files of the split in a copy of the hub's repository, or in a directory of such copies."""
+    """Return the split's files in a copy of the hub's repository, or in a directory of such copies."""
     name, configuration, split = of
     repository = next((path for path in (source / name, source / Path(name).name) if path.is_dir()), source)
     found = sorted(path for path in repository.rglob("*") if path.suffix in FILES and path.is_file())
     found = [path for path in found if configuration in path.relative_to(repository).parts] or found
     of_split = [path for path in found if re.match(rf"{split}\b|{split}_", path.stem)]
     if not of_split and len(found) == 1 and repository != source:
-        of_split = found  # a repository of one file, whatever it is called
+        of_split = found  # a repository with a single file, whatever its name
     if not of_split:
         raise UserError(
             f"--source {source}: no .parquet, .json or .jsonl file there begins with {split!r}. Name the files with "
@@ -161,7 +161,7 @@ def local_files(source: Path, of: tuple[str, str | None, str]) -> list[Path]:
 
 
 def converted(data: DataSet, which: str, where: str, directory: Path, table) -> Iterator[dict]:
-    """The rows in verl's layout. Raises UserError, naming the row."""
+    """Yield the rows in verl's layout. Raise UserError, naming the row, if one cannot be converted."""
     if "images" in table.column_names:
         table = images.undecoded(table, "images")
     names = {key: _column(where, table, getattr(data, key)) for key in ("question", "answer")}
@@ -211,7 +211,7 @@ def _converted(data: DataSet, split: str, at: str, directory: Path, row: dict, n
 
 
 def _images(at: str, directory: Path, given: Any, question: str) -> list[dict]:
-    """The images as bytes, with the names that they had."""
+    """Return the images as bytes, with their original names."""
     given = given if isinstance(given, list) else [given]
     if question.count(images.PLACE) != len(given):
         raise UserError(f"{at}: {len(given)} images, and {question.count(images.PLACE)} times {images.PLACE} in the problem.")

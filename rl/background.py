@@ -1,4 +1,4 @@
-"""Calls in a thread, next to the main thread."""
+"""Calls that run in a background thread."""
 
 import threading
 from collections.abc import Callable
@@ -6,13 +6,13 @@ from concurrent.futures import Future
 
 
 def in_background(call: Callable, name: str) -> Future:
-    """Make the call in a thread of that name. The process ends without waiting for it."""
+    """Run the call in a daemon thread of that name; return its future. The process ends without waiting for the thread."""
     future = Future()
 
     def make() -> None:
         try:
             future.set_result(call())
-        except BaseException as error:  # raised by `result`
+        except BaseException as error:  # `result` raises it
             future.set_exception(error)
 
     threading.Thread(target=make, name=name, daemon=True).start()

@@ -1,8 +1,8 @@
-"""Which flag needs which other flag, or which kind of model, engine or data, to have an effect: one table, and one policy.
+"""The conditions (other flags, the kind of model, engine or data) under which each flag has an effect: one table, one policy.
 
-Impossible settings and flags that contradict each other are refused, by the method `check` of a dataclass of flags. A given
-flag that cannot have an effect with the others is one line of a warning at the start, and in config.json. It is not refused:
-command lines from verl have many of them, such as --kl-loss-coef 0.001 --no-use-kl-loss.
+The method `check` of a dataclass refuses impossible settings and flags that contradict each other. A flag that is given but
+cannot have an effect is not refused: a warning at the start names it, and so does config.json. Command lines from verl have
+many of them, such as --kl-loss-coef 0.001 --no-use-kl-loss.
 """
 
 import dataclasses
@@ -21,18 +21,18 @@ from rl.rewards.verifiers import BUILT_IN, HARMLESS, code, gsm8k, verifier_name
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts known once the model and the data have been read."""
+    """Facts that are known once the model and the data have been read."""
 
     takes_images: bool
     has_experts: bool
     engine: str  # "vllm" or "transformers"
     on_accelerator: bool
-    graders: frozenset[Callable]  # the built-in ones of the data sources
+    graders: frozenset[Callable]  # built-in graders of the data sources
     repeats: bool = True  # a prompt may be trained twice
 
     @staticmethod
     def of(args, takes_images: bool, has_experts: bool, sources: Iterable[str], prompts: int) -> "Facts":
-        """args: a script's flags; prompts: to train on."""
+        """Return the facts of a run. args: a script's flags; prompts: the number of training prompts."""
         on_accelerator, engine = has_accelerator(), args.engine
         if engine == "auto":
             engine = "vllm" if on_accelerator and importlib.util.find_spec("vllm") else "transformers"
@@ -46,14 +46,14 @@ class Facts:
 class Need:
     """A condition for a flag to have an effect."""
 
-    words: str | Callable[[Any], str]  # after "--kl-reward-coef does nothing"; called with the script's flags
+    words: str | Callable[[Any], str]  # end of "--kl-reward-coef does nothing ...", or a function of the flags
     is_met: Callable[..., bool]  # called with the script's flags, and with the Facts if `later`
     unless: tuple = ()  # values that change nothing, so that no warning is needed
-    later: bool = False  # whether it depends on the Facts
+    later: bool = False  # whether the condition depends on the Facts
 
 
 def _with(name: str, unless: tuple = ()) -> Need:
-    """The flag `name` has to be on."""
+    """Return the need that the flag `name` is on."""
     return Need(f"without {flag(name)}", lambda args: bool(getattr(args, name)), unless)
 
 
@@ -68,10 +68,11 @@ def _vllm(unless: tuple = ()) -> tuple[Need, ...]:
 
 
 def _knob(name: str, chooser: str = "loss_mode", formulas: str = "POLICY_LOSSES") -> Need:
-    """The formula chosen by the flag `chooser` has to have this knob. formulas: their table in losses.py."""
+    """Return the need that the formula chosen by the flag `chooser` has this knob. formulas: the name of its table in
+    losses.py."""
 
     def takers() -> list[str]:
-        import losses  # late: a replay says which
+        import losses  # late: a replay decides which losses.py is imported
 
         table = getattr(losses, formulas)
         return [word for word, formula in table.items() if name in formula.knobs | getattr(formula, "choice_knobs", {})]
@@ -114,7 +115,7 @@ TURNS = Need("without --env, --tools, --agent or --serve-policy", lambda args: a
 CRITIC = Need("without --adv-estimator gae", lambda args: args.needs_critic)
 ALREADY_THERE = _accelerator(", where all of it is in host memory")
 
-# All other flags always have an effect, or are refused
+# Every other flag either always has an effect or is refused
 NEEDS: dict[str, tuple[Need, ...]] = {
     # the algorithm
     "gamma": (_knob("gamma", "adv_estimator", "ADVANTAGES"),),
@@ -209,7 +210,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "partial_rollout": (STALE,),
     "on_stale": (Need("without --max-staleness", lambda args: args.max_staleness is not None),),
 }
-# replay.py only repeats a recorded run's learner; these flags are of the parts that it leaves out
+# replay.py repeats only the learner of a recorded run; these flags belong to the parts that it leaves out
 NOT_REPLAYED = {"test_freq", "val_before_train", "log_val_generations", "record_samples", "resume_mode", "resume_anyway"}
 NOT_REPLAYED |= {"generators", "ring_mb", "val_only", "push_to", "publish"}
 
@@ -223,8 +224,8 @@ def given(flags: type, words: Sequence[str]) -> set[str]:
 
 
 def without_effect(args, names: Iterable[str], facts: Facts | None = None) -> dict[str, str]:
-    """Return those of the flags `names` that cannot have an effect, each with a sentence (no full stop) that says so. Needs
-    that depend on the facts are left out without them."""
+    """Return the flags among `names` that cannot have an effect, each with a sentence (without a full stop) that says so.
+    Without the facts, needs that depend on them are not checked."""
     found = {}
     for name in [field.name for field in dataclasses.fields(args) if field.name in NEEDS and field.name in {*names}]:
         needs = [need for need in NEEDS[name] if (facts or not need.later) and getattr(args, name) not in need.unless]
@@ -238,12 +239,12 @@ def without_effect(args, names: Iterable[str], facts: Facts | None = None) -> di
 def _is_met(need: Need, args, facts: Facts | None) -> bool:
     try:
         return bool(need.is_met(args, facts) if need.later else need.is_met(args))
-    except AttributeError:  # a fork has left the other flag out
+    except AttributeError:  # a fork has removed the other flag
         return True
 
 
 def warn(lines: Iterable[str]) -> None:
-    """Print the sentences as one line, on the job's first rank."""
+    """Print the sentences as one warning line, on the job's first rank."""
     lines = list(lines)
     if lines and launch.here().rank == 0:
         print(f"warning: {'; '.join(lines)}.", file=sys.stderr, flush=True)

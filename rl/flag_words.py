@@ -1,15 +1,15 @@
-"""Names of flags: the common ones, and other programs' words for them.
+"""Flag names: the common ones, earlier names, and other programs' names for them.
 
---help shows the COMMON flags; the RENAMED ones keep their earlier names, too. HERE has the answers to unknown flags;
-docs/generated/trl-words.md is made from it. Left out: verl's words, which rl/from_verl translates.
+--help shows the COMMON flags. The earlier names of RENAMED flags are still accepted. HERE explains unknown flags;
+docs/generated/trl-words.md is made from it. Left out: verl's names, which rl/from_verl translates.
 """
 
 from collections.abc import Container, Iterable, Sequence
 
 from rl.ranges import flag
 
-DEFAULT_BATCH = 8  # prompts of a step without a flag
-# Fields whose flags --help shows, with those that a copy of a script adds; --help-all shows every flag
+DEFAULT_BATCH = 8  # prompts per step if no flag says so
+# Fields whose flags --help shows, in addition to those that a copy of a script adds; --help-all shows every flag
 COMMON = {
     *("model", "total_training_steps", "total_epochs", "test_freq"),
     *("train_files", "val_files", "max_prompt_length"),
@@ -21,7 +21,7 @@ COMMON = {
     *("experiment_name", "output_dir", "logger", "save_freq"),
 }
 
-RENAMED = {  # an earlier name of a field, which is still accepted -> its name
+RENAMED = {  # earlier name of a field, still accepted -> current name
     "trigger_parameter_sync_step": "publish_every",
     "ppo_max_token_len_per_gpu": "max_tokens_per_micro_batch",
     "stale": "on_stale",
@@ -46,7 +46,7 @@ EARLIER = {  # flags of earlier versions -> their replacement
     "--require-batches": "--train-batch-size, the prompts of all mini-batches of a step",
 }
 HERE = EARLIER | {  # unknown flag -> its replacement
-    # TRL's GRPOConfig and ScriptArguments (1.16, that of requirements-bench.txt)
+    # TRL's GRPOConfig and ScriptArguments (1.16, the version in requirements-bench.txt)
     "--model-name-or-path": "--model",
     "--dataset-name": "--train-files",
     "--reward-funcs": "--reward FILE.py:FUNCTION",
@@ -96,7 +96,7 @@ HERE = EARLIER | {  # unknown flag -> its replacement
 
 
 def current(words: Sequence[str], fields: Container[str] = ()) -> list[str]:
-    """Return the command line with flags under today's names, with hyphens. fields: of the script; their names stay."""
+    """Return the command line with flags under their current names, with hyphens. fields: the script's, whose names stay."""
     found: list[str] = []
     for word in words:
         name, equals, value = word.partition("=")
@@ -111,7 +111,7 @@ def _today(name: str, fields: Container[str]) -> str:
 
 
 def renamed(flags: dict, fields: Container[str] = ()) -> dict:
-    """Return the flags that a run recorded, under today's names. fields: of the script; their names stay."""
+    """Return the flags that a run recorded, under their current names. fields: the script's, whose names stay."""
     earlier = {name: today for name in flags if (today := _today(name, fields)) != name}
     flags = {earlier[name]: flags[name] for name in earlier} | {name: flags[name] for name in flags if name not in earlier}
     preset = CORRECTIONS.get(flags.pop("rollout_correction", None), {})
@@ -122,6 +122,6 @@ def renamed(flags: dict, fields: Container[str] = ()) -> dict:
 
 
 def hint(unknown: Iterable[str]) -> str:
-    """Return a sentence for each unknown flag that has a replacement."""
+    """Return text with a sentence for each unknown flag that has a replacement."""
     names = dict.fromkeys(word.partition("=")[0].replace("_", "-") for word in unknown)
     return "".join(f" {name}: here {HERE[name]}." for name in names if name in HERE)

@@ -1,10 +1,10 @@
-"""The command line: tyro reads the flags, which have ranges and groups, and an error is one message.
+"""The command line: tyro parses the flags, which have ranges and groups, and each error is a single message.
 
 A flag is a field of a dataclass. Each component has its own dataclass, and a script's Args inherits them all. A number's range
-is in its type, and a method `check` of the dataclass refuses flags that contradict each other (rl/ranges.py). A method `hint`
-may know the meaning of an unknown flag. All flags are checked before anything is loaded. A flag without an effect is a warning
-(rl/flag_needs.py). Explained and renamed names are in rl/flag_words.py. A boolean flag can be written --shuffle, --no-shuffle,
---shuffle True or --shuffle=false.
+is part of its type, and a method `check` of the dataclass refuses flags that contradict each other (rl/ranges.py). A method
+`hint` may explain an unknown flag. All flags are checked before anything is loaded. A flag without an effect causes a warning
+(rl/flag_needs.py). Other programs' names and renamed flags are in rl/flag_words.py. A boolean flag can be written --shuffle,
+--no-shuffle, --shuffle True or --shuffle=false.
 """
 
 import ast
@@ -41,7 +41,7 @@ CONFIG = (tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff)
 
 
 def parse(flags: type[Flags], description: str | None = None) -> Flags:
-    """Return the command line as an instance of the dataclass. End the process with one message if it cannot be used."""
+    """Parse the command line into an instance of the dataclass. If it is invalid, end the process with one message."""
     try:
         launch.check()
         return read(flags, description)
@@ -52,8 +52,8 @@ def parse(flags: type[Flags], description: str | None = None) -> Flags:
 def read(
     flags: type[Flags], description: str | None = None, args: Sequence[str] | None = None, defaults: dict | None = None
 ) -> Flags:
-    """`parse` for other callers: raise UserError. args: the command line, by default this process's. defaults: of fields,
-    instead of the class's own."""
+    """Parse a command line like `parse`, but raise UserError. args: the command line, by default this process's. defaults:
+    values of fields that replace the class's defaults."""
     names = {field.name for field in dataclasses.fields(flags)}
     words = flag_words.current(sys.argv[1:] if args is None else args, names)
     words = _spell_out_booleans(flags, words)
@@ -72,7 +72,7 @@ def _spell_out_booleans(flags: type, words: Sequence[str]) -> list[str]:
     spelled: list[str] = []
     for word, following in itertools.pairwise([*words, "--"]):
         name, _, value = word.partition("=")
-        if spelled and spelled[-1] in booleans:  # this is its value
+        if spelled and spelled[-1] in booleans:  # the word is the flag's value
             word = word.capitalize()
         elif name in booleans and value:
             word = f"{name}={value.capitalize()}"
@@ -85,7 +85,7 @@ def _spell_out_booleans(flags: type, words: Sequence[str]) -> list[str]:
 
 
 def _read(flags: type[Flags], words: Sequence[str]) -> Flags:
-    output = io.StringIO()  # gets plain characters, since it is no terminal
+    output = io.StringIO()  # not a terminal, so tyro writes plain characters
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             found, unknown = tyro.cli(flags, args=words, config=CONFIG, add_help=False, return_unknown_args=True)
@@ -105,11 +105,11 @@ def _read(flags: type[Flags], words: Sequence[str]) -> Flags:
 
 
 def _print_help(flags: type, description: str, defaults: dict, show_all: bool) -> NoReturn:
-    """Print the flags on the first rank of the node, and end the process. show_all: not only the common ones and a fork's."""
+    """Print the flags on the node's first rank, and end the process. show_all: all flags, not only common ones and a fork's."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         try:
             print(*_help(flags, description, defaults, show_all), sep="\n", flush=True)
-        except BrokenPipeError:  # as in `--help | head`: Python must not write more at its end
+        except BrokenPipeError:  # as in `--help | head`: Python must not flush the rest at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(0)
 
@@ -131,7 +131,7 @@ def _help(flags: type, description: str, defaults: dict, show_all: bool) -> Iter
             limit = f" ({limits[name]})" if name in limits else ""
             yield f"  {flag(name)} {_kind(hints[name])}{limit}"
             text, default = texts.get(name, ""), defaults.get(name, fields[name].default)
-            if default not in (dataclasses.MISSING, None, ()):  # the text explains these
+            if default not in (dataclasses.MISSING, None, ()):  # the help text explains these
                 text += f" (default: {' '.join(map(str, default)) if isinstance(default, tuple) else default})"
             yield from (f"      {line}" for line in textwrap.wrap(text.strip(), width, break_on_hyphens=False))
 
@@ -151,7 +151,7 @@ def _groups(flags: type) -> list[tuple[str, type, list[str]]]:
 
 
 def _kind(hint: Any) -> str:
-    """Return the kind of a flag's value: INT, True|False, the words to choose from, or [STR ...] for any number."""
+    """Return how --help shows a flag's value: INT, True|False, the choices, or [STR ...] for any number of values."""
     if get_origin(hint) is Literal:
         return "|".join(map(str, get_args(hint)))
     parts = "|".join(_kind(part) for part in get_args(hint) if part not in (NoneType, ...))
@@ -161,10 +161,10 @@ def _kind(hint: Any) -> str:
 
 
 def _texts(part: type) -> tuple[str, dict[str, str]]:
-    """Return the first paragraph of the dataclass's docstring, and for each field the string below it."""
+    """Return the first paragraph of the dataclass's docstring, and the string below each field."""
     try:
         source = ast.parse(textwrap.dedent(inspect.getsource(part))).body[0]
-    except (OSError, TypeError):  # made while Python runs, or typed in
+    except (OSError, TypeError):  # created at run time, or typed interactively
         return "", {}
     texts = {
         field.target.id: " ".join(text.value.value.split())

@@ -1,7 +1,7 @@
 """The surroundings of the algorithm in a generator's loop: the next action, new weights, validation, samples for the learners.
 
-`GeneratorLoop` is for train_async.py. The first rank of an engine decides for all its ranks what they do next. `BatchLoop` is
-for train_one_step_off.py, where the order is known beforehand.
+`GeneratorLoop` is for train_async.py: an engine's first rank decides what all of the engine's ranks do next. `BatchLoop` is for
+train_one_step_off.py, where the order is known beforehand.
 """
 
 import json
@@ -24,9 +24,9 @@ from rl.weights.subscriber import Subscriber
 class Next:
     """The next action of a generator."""
 
-    version: int  # of the weights that it samples with
-    tickets: list[int]  # that start under them
-    idle: Literal["held", "wait"]  # why it has no work, if it has none: the bound of staleness, or something else
+    version: int  # the weights' version for sampling
+    tickets: list[int]  # tickets that start under this version
+    idle: Literal["held", "wait"]  # the reason if it has no work: "held" by the bound of staleness, or another one
 
 
 class GeneratorLoop:
@@ -42,12 +42,12 @@ class GeneratorLoop:
         self._tickets = Tickets(split.store.clone(), args, to_train, self.generator.engine_ranks.engines)
         self._validated = int(split.store.get("validated"))  # the newest step whose weights have been validated
         self._validating: int | None = None  # the step of the weights in validation
-        self._snapshot = 0  # the newest step whose checkpoint has the responses under way here
+        self._snapshot = 0  # the newest step whose checkpoint got this generator's unfinished responses
         self._step = 0  # of the newest weights
 
     def next(self) -> Next | None:
-        """Return the next action; None when the run stops. New weights wait for a validation, which is of one version, and with
-        --partial-rollout off for unfinished responses. No ticket starts while newer weights are due."""
+        """Return the next action; None when the run stops. New weights wait for a running validation, which is of one version,
+        and with --partial-rollout off also for unfinished responses. No ticket starts while newer weights are due."""
         generator, engine = self.generator, self.engine
         self._send_validation()
         self._outbox.flush()
@@ -61,14 +61,14 @@ class GeneratorLoop:
         stop, version, tickets, self._step, held = generator.engine_ranks.agree(decision)
         if stop and version == engine.version:  # stop only after taking and verifying the last weights
             return None
-        if state.snapshot > self._snapshot:  # for a checkpoint: responses under way continue after a restart
+        if state.snapshot > self._snapshot:  # for a checkpoint, so that unfinished responses continue after a restart
             self._snapshot = state.snapshot
             self._outbox.send_snapshot(self._snapshot, generator.unfinished())
         return Next(version, tickets, "held" if held else "wait")
 
     def update_weights(self, version: int, recompute_kv: bool) -> None:
-        """Give the engine the learners' weights of this version, and begin their validation if it is due. recompute_kv: compute
-        the KV cache of unfinished responses again."""
+        """Load the learners' weights of this version into the engine, and start their validation if it is due. recompute_kv:
+        recompute the KV cache of unfinished responses."""
         args, total, generator = self.args, self.job.total_steps, self.generator
         with generator.timer("update_weights"):
             self._subscriber.receive(version, recompute_kv)
@@ -78,7 +78,7 @@ class GeneratorLoop:
             self._validating = self._step
 
     def start(self, ticket: int) -> None:
-        """Start the ticket's prompt, or continue its responses from before the run was stopped."""
+        """Start the ticket's prompt, or continue the responses that it had when the run was stopped."""
         self.generator.start(ticket, self._tickets.partial(ticket))
 
     def send(self, group: Group) -> None:
@@ -91,7 +91,7 @@ class GeneratorLoop:
         self.generator.close()
 
     def _send_validation(self) -> None:
-        """Send the rows of a validation that has just ended."""
+        """If a validation has just ended, send its rows."""
         if self._validating is None or self.generator.is_validating:
             return
         rows = self.generator.take_rows()
@@ -100,7 +100,7 @@ class GeneratorLoop:
 
 
 class BatchLoop:
-    """The generators of whole batches, each made by one version of the weights."""
+    """A generator of whole batches, each sampled by one version of the weights."""
 
     def __init__(self, args: CommonArgs, split: Split, job: Job):
         self.args, self.split, self.job = args, split, job
@@ -108,14 +108,14 @@ class BatchLoop:
         self._outbox = Outbox(args, split)
         self._control, self._subscriber = ControlBlock(split), Subscriber(split, self.generator.engine)
         start = json.loads(split.store.get("start"))
-        self.first, self.ticket = start["batch"], start["ticket"]  # of the first batch that is made here
+        self.first, self.ticket = start["batch"], start["ticket"]  # of the first batch to generate
         self._oldest, self._validated = start["version"], start["validated"]
         if "history" in start:
             self.generator.history.restore(start["history"])
 
     def update_weights(self, version: int) -> None:
-        """Wait for the weights of this version, give them to the engine, and validate them if that is due. A resumed run takes
-        its first version in place of earlier ones."""
+        """Wait for the weights of this version, load them into the engine, and validate them if that is due. A resumed run uses
+        its first version instead of earlier ones."""
         generator = self.generator
         waits_as = "held" if version + 1 < self.job.total_steps else "wait"
         version = max(self._oldest, version)
@@ -132,7 +132,7 @@ class BatchLoop:
                 self._outbox.send_rows(version, version, rows)
 
     def send(self, groups: list[Group], next_ticket: int, metrics: dict[str, float]) -> None:
-        """Send a batch to the learners, with the metrics of its making."""
+        """Send a batch to the learners, with its generation metrics."""
         self.ticket, history = next_ticket, {}
         if self.args.prompt_sampling != "uniform":
             prompts = self.generator.history
@@ -142,6 +142,6 @@ class BatchLoop:
             self._outbox.send_batch(groups, metrics, next_ticket, history)
 
     def finish(self) -> None:
-        """Send the last word to the learners, and end."""
+        """Send the final record to the learners, and end."""
         self._outbox.finish(unfinished=[])
         self.generator.close()

@@ -1,6 +1,6 @@
 """Marks in the type of a flag's field, and the check of all flags.
 
-They say which numbers it may have, the kind of thing that it names, and whether a run may resume with another value:
+A mark says which numbers the flag accepts, what kind of thing it names, or that a run may resume with another value:
 
     lr: Annotated[float, Range(above=0)] = 1e-4
     teacher: Annotated[str | None, Content("model")] = None
@@ -15,18 +15,18 @@ from typing import Annotated, Literal, TypeVar, get_type_hints
 from rl.errors import UserError
 
 Mark, Value = TypeVar("Mark"), TypeVar("Value")
-LARGEST_INT, LARGEST_FLOAT = 2**63 - 1, 3e38  # that torch takes: 64 bits, float32
+LARGEST_INT, LARGEST_FLOAT = 2**63 - 1, 3e38  # torch's limits: 64 bits, float32
 
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a flag may have. No range includes NaN, infinity, or numbers too large for torch."""
+    """The numbers that a flag accepts. No range includes NaN, infinity, or numbers too large for torch."""
 
     above: float | None = None
     at_least: float | None = None
     below: float | None = None
     at_most: float | None = None
-    also: float | str | None = None  # a value outside of the bounds with its own meaning: -1 for "all", "auto"
+    also: float | str | None = None  # a value outside the bounds with a special meaning: -1 for "all", "auto"
 
     def __contains__(self, value: float) -> bool:
         if value == self.also:
@@ -50,21 +50,21 @@ class Range:
 
 @dataclass(frozen=True)
 class Content:
-    """The flag names something whose content belongs to the run: a model, or code (path/to/file.py:names or a command)."""
+    """A flag naming something whose content is part of the run: a model, or code (path/to/file.py:names or a command)."""
 
     kind: Literal["model", "code"]
 
 
 @dataclass(frozen=True)
 class _Changing:
-    """A run may resume with another value of the flag: it changes neither the loss nor the distribution of samples."""
+    """A flag that may change when a run resumes, since it affects neither the loss nor the distribution of samples."""
 
 
 MayChange = Annotated[Value, _Changing()]
 
 
 def may_change(flags: type) -> set[str]:
-    """Return the fields that may have other values when a run resumes."""
+    """Return the fields whose values may change when a run resumes."""
     return {*marks(flags, _Changing)}
 
 
@@ -73,13 +73,13 @@ def _largest(value: float) -> float:
 
 
 def flag(name: str) -> str:
-    """Return a field's flag: "top_p" -> "--top-p"."""
+    """Return the flag of a field: "top_p" -> "--top-p"."""
     return "--" + name.replace("_", "-")
 
 
 def check(args) -> None:
-    """Raise UserError for a number out of its range, and for flags that contradict each other: each dataclass of the arguments
-    may have a method `check` for those."""
+    """Raise UserError for a number out of its range, and for flags that contradict each other. The latter are found by the
+    method `check` that each dataclass of the arguments may have."""
     for name, limits in marks(type(args), Range).items():
         value = getattr(args, name)
         if value is None or value in limits:
@@ -93,7 +93,8 @@ def check(args) -> None:
 
 
 def check_code(name: str, given: str, named: str) -> None:
-    """Raise UserError unless `given`, of the flag `name`, is path/to/file.py:names of an existing file. named: those names."""
+    """Raise UserError unless the flag's value is path/to/file.py:names and the file exists. name: the flag; given: its value;
+    named: what the names are, for the message."""
     path, _, names = given.rpartition(":")
     if not path or not names:
         raise UserError(f"{name} {given}: write it as path/to/file.py:{named}.")
@@ -102,6 +103,6 @@ def check_code(name: str, given: str, named: str) -> None:
 
 
 def marks(flags: type, kind: type[Mark]) -> dict[str, Mark]:
-    """Return the mark of this kind of each field that has one."""
+    """Return each field that has a mark of this kind, with the mark."""
     hints = get_type_hints(flags, include_extras=True).items()
     return {name: mark for name, hint in hints for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, kind)}

@@ -1,4 +1,4 @@
-"""The start of every script: the flags of all scripts, and the reading of model and data before the first step.
+"""The start of every script: the flags that all scripts share, and reading the model and the data before the first step.
 
 Left out: joining the process groups (rl/ranks/dist.py), and the flags of a component, which are defined with it.
 """
@@ -44,7 +44,7 @@ DEFAULT_STEPS = 200  # to train without a flag
 class RunArgs:
     """The model, the length of the run, and validation."""
 
-    # The classes that size a batch add `prompts_per_step` and `prompts_per_update`.
+    # Classes that define the batch size add `prompts_per_step` and `prompts_per_update`.
 
     model: MayChange[str] = "demo"
     """Model to train: a Hugging Face directory or hub name, or a tiny model that is made here: "demo", "demo-moe" (a mixture of
@@ -52,11 +52,11 @@ class RunArgs:
     trust_remote_code: MayChange[bool] = False
     """Run the Python code in the model's directory or hub page."""
     seed: Annotated[int, Range(at_least=0)] = 0
-    """Seeds the prompt order, the sampling and everything else that is random."""
+    """Seed of the prompt order, the sampling and everything else that is random."""
     total_training_steps: MayChange[Annotated[int | None, Range(at_least=1)]] = None
-    """Steps to train. Overrides --total-epochs and --total-rollout-steps, and is 200 without any of the three."""
+    """Steps to train. Overrides --total-epochs and --total-rollout-steps; 200 if none of the three is given."""
     total_epochs: MayChange[Annotated[int | None, Range(at_least=1)]] = None
-    """Passes over the training prompts, rounded down to whole steps. A step may reach from one pass into the next."""
+    """Passes over the training prompts, rounded down to whole steps. A step may span two passes."""
     total_rollout_steps: MayChange[Annotated[int | None, Range(at_least=1)]] = None
     """Prompts to train on, rounded down to whole steps. With --total-epochs, the smaller limit ends the run."""
     test_freq: MayChange[Annotated[int, Range(at_least=0, also=-1)]] = 20
@@ -65,7 +65,7 @@ class RunArgs:
     val_before_train: MayChange[bool] = True
     """Also validate before the first step, unless --test-freq is 0 or -1."""
     val_only: MayChange[bool] = False
-    """Train nothing: validate --model, which may be a checkpoint's directory, once, record the result, and end."""
+    """Train nothing: validate --model once (it may be a checkpoint's directory), record the result, and end."""
 
     def total_steps(self, num_prompts: int) -> int:
         """Return the number of steps to train on this many training prompts."""
@@ -143,8 +143,8 @@ class CommonArgs(
 
 
 def set_up(args: CommonArgs, file: str) -> Job:
-    """Read the model, without its weights, and the data, and seed torch. Raise UserError if they cannot be used. file: the
-    script's own."""
+    """Seed torch, and read the data and the model without its weights. Raise UserError if they cannot be used. file: the
+    script's path."""
     torch.manual_seed(args.seed)
     model = DEMO if args.env == DEMO and args.model == RunArgs.model else args.model
     path, config, tokenizer = read_model(model, args)
@@ -202,7 +202,8 @@ def read_demonstrations(args: CommonArgs, path: str, tokenizer: PreTrainedTokeni
 
 
 def read_teacher_prompts(args: CommonArgs, prompts: PromptDataset) -> Any:
-    """The teacher's prompts, None where there is no teacher. Rows that are left out for theirs leave `prompts`, too."""
+    """Return the teacher's prompts; None without a teacher. A row whose teacher prompt is left out is also removed from
+    `prompts`."""
     if not args.teacher or args.val_only:
         return None
     from rl.data.teacher_prompts import TeacherPrompts  # late: other runs do not need it
@@ -211,7 +212,7 @@ def read_teacher_prompts(args: CommonArgs, prompts: PromptDataset) -> Any:
 
 
 def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> Any:
-    """Return the process from which environments are forked. Imported only for them."""
+    """Start the process from which environments are forked. Its module is imported only here."""
     from rl.environments.pool import Environments
 
     ends = end_token_ids(path, tokenizer, args.trust_remote_code)
@@ -219,7 +220,8 @@ def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokeniz
 
 
 def _idle_flags(args: CommonArgs, facts: flag_needs.Facts) -> dict[str, list[str]]:
-    """Warn of given flags that have no effect because of the facts. Return all without effect, for the run's config.json."""
+    """Warn about given flags that have no effect because of the facts. Return all flags without effect, for the run's
+    config.json."""
     given = flag_needs.given(type(args), sys.argv[1:])
     idle, reported = (flag_needs.without_effect(args, given, of) for of in (facts, None))  # `reported` by rl/flags.py
     flag_needs.warn(line for name, line in idle.items() if name not in reported)
@@ -228,7 +230,7 @@ def _idle_flags(args: CommonArgs, facts: flag_needs.Facts) -> dict[str, list[str
 
 
 def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
-    """Return the learner of this rank, with its learning rates for the whole run. --val-only needs no second model."""
+    """Return the learner of this rank, with the learning-rate schedule of the whole run. --val-only loads no second model."""
     engines_first("learner")
     trains = not args.val_only
     teacher = resolve(args.teacher) if args.has_second_model and trains else None

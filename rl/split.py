@@ -22,7 +22,7 @@ class SplitArgs:
     """Ranks of this node that generate; the others learn. Nodes may differ: 0 for a node that only learns, all of its ranks for
     a node that only generates."""
     ring_mb: MayChange[Annotated[int, Range(at_least=1)]] = 256
-    """Shared memory for the samples on their way to the learners, in MiB on each node."""
+    """Shared memory for samples in transit to the learners, in MiB per node."""
     publish_over: MayChange[Literal["auto", "host"]] = "auto"
     """How weights travel. auto: from device to device (NCCL, HCCL) if each rank has a device of its own. host: through host
     memory, and between nodes over gloo."""
@@ -34,7 +34,7 @@ class SplitArgs:
 
     @property
     def engine_sleeps(self) -> bool:
-        """Never: generators do not wait for a learner on their device."""
+        """Always False: generators do not wait for a learner on their device."""
         return False
 
     def check(self) -> None:
@@ -46,15 +46,15 @@ class SplitArgs:
 
 @dataclass(frozen=True)
 class Split:
-    """This process's place in a job whose ranks are split: `ranks` counts within its role, and the default process group holds
-    only that role (vLLM makes groups from the default group, by calls that learners would never join)."""
+    """This process's place in a job whose ranks are split. `ranks` counts within its role, and the default process group has
+    only ranks of that role (vLLM derives groups from the default group, in calls that learners would never join)."""
 
     role: str  # "learner" or "generator"
     ranks: Ranks
     learners: int
     generators: int
     nodes: list[launch.Node]
-    node: int  # which of them this is
+    node: int  # index of this process's node
     store: dist.Store  # shared by all ranks of the job
     bridge: Bridge | None  # None on learners that send no weights
     senders: tuple[int, ...] = (0,)  # learners that send weights
@@ -75,8 +75,8 @@ class Split:
 
 def init_split(generators: int, hang_timeout: float = 0, node_timeout: float = 0, over: str = "auto") -> Split:
     """Join this rank's role: the last `generators` ranks of this node generate, the others learn; nodes may differ. Raise
-    UserError if the job has no generator or no learner. hang_timeout, node_timeout: of the watchdog and the heartbeat, in
-    seconds; 0 for none. over: --publish-over. Collective."""
+    UserError if the job has no generator or no learner. hang_timeout, node_timeout: seconds, of the watchdog and the heartbeat;
+    0 turns them off. over: --publish-over. Collective."""
     store, own_device, timeout = meet(generators, hang_timeout, node_timeout)
     here, nodes = launch.here(), launch.nodes()
     _check_split(nodes)
@@ -111,7 +111,7 @@ def init_split(generators: int, hang_timeout: float = 0, node_timeout: float = 0
 
 
 def _role(nodes: list[launch.Node], number: int, local_rank: int) -> tuple[str, int, range]:
-    """Return the role of a rank of node `number`, its number within that role, and the node's ranks of the same role."""
+    """Return a rank's role, its number within that role, and the ranks of its node with the same role. number: the node's."""
     node, before = nodes[number], nodes[:number]
     if local_rank < node.learners:
         return "learner", _count(before, "learners") + local_rank, node.ranks[: node.learners]
@@ -123,7 +123,7 @@ def _count(nodes: list[launch.Node], role: Literal["learners", "generators"]) ->
 
 
 def join(args: SplitArgs) -> Split:
-    """`init_split` with a script's flags."""
+    """Call `init_split` with a script's flags."""
     return init_split(args.generators, args.hang_timeout, args.node_timeout, args.publish_over)
 
 

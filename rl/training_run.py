@@ -55,9 +55,9 @@ class TrainingRun:
         after: int = 0,
         **parts: Part,
     ):
-        """Restore the learner, the samples and the parts from the checkpoint, if the run resumes. num_ranks: of the whole job.
-        generator: of this rank, if it learns and generates in turns. after: the step whose state the learner has already, in a
-        run that resumes nothing itself. Raise UserError if the run cannot resume. A collective of the learners."""
+        """Restore the learner, the samples and the parts from the checkpoint if the run resumes. num_ranks: ranks of the whole
+        job. generator: this rank's, if it learns and generates in turns. after: the step whose state the learner already has,
+        in a run that does not restore it here. Raise UserError if the run cannot resume. A collective of the learners."""
         self.args, self.job, self.learner, self.num_ranks = args, job, learner, num_ranks
         self.samples, self.generator, self.parts = samples, generator, parts
         if job.environments and not generator:  # only generators use them
@@ -78,7 +78,7 @@ class TrainingRun:
         self._begun = self.done  # the last step begun
         if resumed.step:
             self._restore(resumed)
-        self._put_aside = generator.unfinished() if generator else []  # by this rank, when the newest batch was whole
+        self._put_aside = generator.unfinished() if generator else []  # this rank's unfinished work at the newest batch
         self._choose_micro_batch()
         self.recorder = None  # for --record-samples, on the first learner; opened before the run's directory is made
         if args.record_samples and learner.ranks.is_main:
@@ -108,15 +108,15 @@ class TrainingRun:
             self.generator.go_on(resumed.unfinished)
 
     def _choose_micro_batch(self) -> None:
-        """Measure how many tokens a micro-batch may have, if the flag is auto."""
+        """Measure how many tokens a micro-batch may have if --max-tokens-per-micro-batch is auto."""
         if self.args.max_tokens_per_micro_batch != "auto":
             return
         if self.generator and not self.generator.engine.num_unfinished:
-            self.generator.engine.sleep()  # as it does while the learner works; the first publish wakes it
+            self.generator.engine.sleep()  # as while the learner trains; the first publish wakes it
         self.learner.chosen_tokens = choose_micro_batch_tokens(self.args, self.learner)
 
     def _open_record(self, resumed: Resumed) -> Run:
-        """Return the run's directory, loggers and console, after its first lines."""
+        """Open the run's directory, loggers and console, print its first lines, and return it."""
         args, job, ranks, tokens = self.args, self.job, self.learner.ranks, self.learner.micro_batch_tokens
         held = precisions(args)
         notes = job.notes | {"precision": held, "micro_batch_tokens": tokens}
@@ -132,12 +132,12 @@ class TrainingRun:
         return record
 
     def _skip_recorded_validations(self) -> None:
-        """Skip validations that are in the record already. A collective."""
+        """Skip validations that have already been recorded. A collective."""
         recorded = [row["step"] for row in validations.read(self.record.dir)] if self.record.enabled else []
         self.samples.inbox.validations.skip_recorded(dist.from_main(recorded))
 
     def _look_at_start(self) -> None:
-        """Prepare the checks of each step, and print the warnings before the first."""
+        """Prepare the checks of each step, and print the warnings that precede the first step."""
         args, job = self.args, self.job
         self.health = Health(args, job, self.record, self.learner.skipped)
         self.health.at_start()
@@ -157,12 +157,12 @@ class TrainingRun:
         self.recorder.begin(self.record.dir, identity | {"flags": flags} | start)
 
     def steps(self) -> range:
-        """Return the steps that are left to train."""
+        """Return the remaining steps to train."""
         return range(self.done + 1, self.job.total_steps + 1)
 
     def begin(self, groups: list[Group]) -> Batch:
-        """Begin a step: make its batch, and record the groups with --record-samples. Raise UserError if nothing could be scored
-        in the first step of this run. A collective of the learners."""
+        """Begin a step: make its batch, and record the groups if --record-samples is given. Raise UserError if no response of
+        the run's first step could be scored. A collective of the learners."""
         batch = Batch.of(groups, Division.of(self.args, self.learner))
         batch.images = BatchImages.of(self.job.prompts, self.job.order, groups, self.learner.ranks)
         if self._begun == self.done:
@@ -180,7 +180,8 @@ class TrainingRun:
         return batch
 
     def record_validation(self, step: int, rows: list[dict], version: int | None = None) -> dict[str, float]:
-        """Record the rows of a validation after that step; return its metrics. version: of the weights, by default the step."""
+        """Record the rows of a validation after that step; return its metrics. version: the weights' version, by default the
+        step."""
         self.record.log_generations(step, self._with_images(rows[: self.args.log_val_generations]))
         self.record.warn_unscored([row["error"] for row in rows if row["error"]])
         metrics = validation_metrics(rows) | {validations.STEP: step}
@@ -200,7 +201,7 @@ class TrainingRun:
             self.record.log(0, metrics)
 
     def _validate(self, step: int) -> dict[str, float]:
-        """Validate the weights of that step if it is due, in a run whose learners generate; return the metrics."""
+        """Validate the weights of that step if a validation is due, in a run whose learners generate; return the metrics."""
         if not self.args.validates(step, self.job.total_steps):
             return {}
         with self.timer("testing"):
@@ -209,7 +210,8 @@ class TrainingRun:
 
     def receive_validations(self, step: int) -> dict[str, float]:
         """Record all validations that the generators have sent since the last call; return the newest one's metrics. Before a
-        checkpoint wait for those that a resumed run could not repeat, after the last step for all. A collective."""
+        checkpoint, wait for the validations that a resumed run could not repeat; after the last step, wait for all. A
+        collective."""
         with self.timer("testing"):
             metrics = self._take_validations(self._awaited_validation(step))
         if metrics and (news := self.samples.meter.news()):
@@ -231,7 +233,7 @@ class TrainingRun:
         if not self._saves_after(step):
             return None
         newest = args.version_at(step + 1)
-        if args.step_of(newest, total) == step:  # the weights of this checkpoint: a resumed run validates them
+        if args.step_of(newest, total) == step:  # these are the checkpoint's weights: a resumed run validates them
             newest -= 1
         awaited = args.validated_by(newest, total)
         # Before this run resumed, --test-freq may have been different: steps not validated then never will be
@@ -239,8 +241,8 @@ class TrainingRun:
         return None if awaited is None or awaited < began_with else awaited
 
     def log(self, step: int, batch: Batch, metrics: dict[str, float], gone: Mapping[str, list[int]] | None = None) -> None:
-        """Record the step, after the validation of its weights if one is due. gone: tickets that were not trained, by reason,
-        in a run whose learners generate; None in a replay, which does not know them. A collective."""
+        """Record the step, after the validation of its weights if one is due. gone: untrained tickets by reason, in a run whose
+        learners generate; None in a replay, which does not know them. A collective."""
         if self.samples:
             metrics = metrics | self.samples.metrics(step, self.timer) | self.receive_validations(step)
             gone = self.samples.take_gone()
@@ -266,21 +268,22 @@ class TrainingRun:
     def _look_at_step(
         self, step: int, batch: Batch, metrics: dict[str, float], gone: Mapping[str, list[int]] | None
     ) -> dict[str, float]:
-        """Print warnings about the step; return metrics of the fate of its samples. A collective."""
+        """Print warnings about the step; return metrics on the fate of its samples. A collective."""
         fates = Fates.of(batch)
         return self.health.of_step(step, batch, metrics, fates) | self.sources.of_step(batch, fates, gone)
 
     def save_if_due(self, step: int) -> None:
-        """Save a checkpoint after the last step and every --save-freq. A collective."""
+        """Save a checkpoint after the last step and every --save-freq steps. A collective."""
         if step > self.saver.step and self._saves_after(step):
             self._save(step)
 
     def stop_if_asked(self, step: int) -> None:
-        """After SIGTERM on any learner: save a checkpoint of that step, the last one trained, and raise Stopped. Collective."""
+        """If any learner has received SIGTERM, save a checkpoint of that step, the last one trained, and raise Stopped.
+        Collective."""
         if not dist.stopping():
             return
         if self.samples:
-            self._take_validations()  # those that have arrived: the checkpoint may replace an older one
+            self._take_validations()  # record those that have arrived: the checkpoint may replace an older one
         self.saver.leave(step, self._save)
 
     def finish(self) -> None:

@@ -9,13 +9,14 @@ extra_info. What is put in is not read again, and braces around anything but a n
 """
 
 import dataclasses
+import functools
 import json
 import re
 from array import array
 from typing import Any
 
 from rl.data.columns import ground_truth
-from rl.data.measured import Measured
+from rl.data.measured import Measured, measure
 from rl.data.prompts import PromptDataset, PromptOrder, Text
 from rl.errors import UserError
 
@@ -31,7 +32,7 @@ class TeacherPrompts(PromptDataset):
         vars(self).update(vars(prompts))
         self.policys, self.template = prompts, template
         self.args = dataclasses.replace(prompts.args, max_prompt_length=limit)
-        kept = {*self._measure("measuring the teacher's prompts").kept}
+        kept = {*measure(functools.partial(self._measure_part, "measuring the teacher's prompts")).kept}
         self.rows = prompts.rows = array("q", (row for row in prompts.rows if row in kept))
         if not self.rows:
             raise UserError(f"no prompt of the teacher is left at --teacher-max-prompt-length {limit}. Raise it.")

@@ -1,4 +1,5 @@
-"""Prints the facts that torch knows of this machine, as one line of JSON. A broken torch ends this process, not the doctor."""
+"""A program that prints torch's facts about this machine, as one line of JSON. A broken torch ends this process, not the
+doctor."""
 
 import json
 import os

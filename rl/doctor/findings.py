@@ -8,7 +8,7 @@ OK, SLOW, WRONG, SKIPPED = "ok", "slow", "WRONG", "skipped"
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `slow` works but costs time; `WRONG` has to be fixed; `skipped` could not be tried here."""
+    """One line of the report. `slow`: works, but costs time; `WRONG`: must be fixed; `skipped`: could not be tried here."""
 
     check: str
     status: Literal["ok", "slow", "WRONG", "skipped"]

@@ -2,7 +2,7 @@
 
     python -m rl.doctor.measure --engine vllm --model DIRECTORY --findings FILE
 
-Writes each finding as a line of JSON as soon as it is known, so that a check that crashes leaves the findings before it.
+Each finding is written as a line of JSON as soon as it is known, so that a check that crashes leaves the earlier findings.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from rl.ranks.timers import Timers
 from rl.samples.group import Group, Response
 from rl.weights.local import LocalWeights
 
-# Largest mean and largest 99% quantile of |log-prob of the engine - log-prob of the learner|. Raw log-probs, which ignore a
+# Largest mean and largest 99% quantile of |log-prob of the engine - log-prob of the learner|. Raw log-probs, without a
 # temperature of 0.6, are off by 0.1 or more.
 LIMITS = {torch.float32: (2e-3, 2e-2), torch.bfloat16: (5e-2, 0.5)}
 LOW_MFU = 0.1
@@ -53,16 +53,16 @@ class Args:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The amount of work: enough to time a device, little on a CPU."""
+    """The amount of work: enough to time an accelerator, little on a CPU."""
 
     requests: int
     prompt: int
     response: int
-    sequences: int  # of an update
+    sequences: int  # in an update
 
 
 class NoImages:
-    """The images of a batch whose prompts have none, for a model that takes images (rl/learning/batch_images.py)."""
+    """The image inputs of a batch without images, for a model that takes images (rl/learning/batch_images.py)."""
 
     @staticmethod
     def inputs(lengths: Sequence[int], after: Sequence[int], groups: Sequence[int], own: torch.device) -> dict:
@@ -71,7 +71,7 @@ class NoImages:
 
 
 class Checks:
-    """The checks in their order. Each one uses the state that the checks before it have left."""
+    """The checks, in order. Each one builds on the state that earlier checks have left."""
 
     def __init__(self, args: Args, ranks: Ranks):
         self.sizes = Sizes(128, 128, 128, 64) if device.has_accelerator() else Sizes(32, 24, 24, 16)
@@ -93,7 +93,7 @@ class Checks:
             file.write(json.dumps(dataclasses.asdict(Finding(check, status, text, remedy, facts))) + "\n")
 
     def run(self, path: str) -> None:
-        """Makes all checks. path: the model's directory."""
+        """Run all checks. path: the model's directory."""
         self._start(path)
         self._publish("publish", version=0)
         for temperature in (1.0, 0.6):
@@ -118,7 +118,7 @@ class Checks:
         self._kernel()
 
     def _kernel(self) -> None:
-        """Reports the attention kernel. The learner's start has checked its values and gradients already."""
+        """Report the attention kernel. The learner has checked its values and gradients when it started."""
         text = self.learner.config.get_text_config()
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         query = torch.zeros(8, text.num_attention_heads, size, dtype=self.dtype, device=self.device)
@@ -135,16 +135,20 @@ class Checks:
             self._delta_rule(text)
 
     def _delta_rule(self, config) -> None:
-        """Reports the kernels of a hybrid model's gated delta nets, which the learner's start has compared with plain torch."""
+        """Report the kernels of a hybrid model's gated delta nets, which the learner has compared with plain torch when it
+        started."""
         from rl.model.hybrid.kernels import PACKAGE, unused
 
-        check = "delta rule"
         if why := unused(config, self.dtype, self.device):
-            self.report(check, SLOW, f"plain torch, since flash-linear-attention is not used: {why}", f"install {PACKAGE}")
+            self.report(
+                "delta rule", SLOW, f"plain torch, since flash-linear-attention is not used: {why}", f"install {PACKAGE}"
+            )
         elif device.is_accelerator(self.device):
-            self.report(check, OK, f"flash-linear-attention, {self.dtype}: values and gradients are those of plain torch")
+            self.report(
+                "delta rule", OK, f"flash-linear-attention, {self.dtype}: values and gradients are those of plain torch"
+            )
         else:
-            self.report(check, OK, "a CPU computes gated delta nets in plain torch")
+            self.report("delta rule", OK, "a CPU computes gated delta nets in plain torch")
 
     def _publish(self, check: str, version: int) -> None:
         seconds, _ = _timed(lambda: self.weights.publish(version))
@@ -166,7 +170,7 @@ class Checks:
         self.report(check, OK, f"{count - unread} of {count} weights equal bit for bit{left}; {seconds:.2f} s", **facts)
 
     def _log_probs(self, check: str, temperature: float) -> None:
-        """Compares the engine's log-probs of its samples with the learner's forward pass over the same tokens."""
+        """Compare the engine's log-probs of its samples with the learner's forward pass over the same tokens."""
         prompts = [self._tokens(self.sizes.prompt - i % 8) for i in range(self.sizes.requests)]
         outputs = self._sample(prompts, temperature)
         responses = [_response(output) for output in outputs]
@@ -187,7 +191,7 @@ class Checks:
             self.report(check, WRONG, f"{text}; {allowed:g} and {allowed_most:g} are allowed", remedy, **facts)
 
     def _update(self) -> None:
-        """Training steps, timed from the second one on."""
+        """Run training steps, and time them from the second one on."""
         if getattr(self.engine, "sleeps", False):
             self.engine.sleep()
         learn, length = train_sync.learn, self.sizes.prompt + self.sizes.response
@@ -215,7 +219,7 @@ class Checks:
             self.report("sleep", OK, "nothing to free: this engine keeps its memory on this device")
             return
         asleep = device.memory_left()
-        self.weights.publish(1)  # wakes it
+        self.weights.publish(1)  # wakes the engine
         awake = device.memory_left()
         self.engine.sleep()
         again = device.memory_left()
@@ -230,7 +234,7 @@ class Checks:
         self.report("sleep", OK if gave else WRONG, text, remedy, **facts)
 
     def _generate(self) -> None:
-        """Tokens a second of a full engine, timed from the second time on."""
+        """Measure the tokens per second of a full engine, from the second run on."""
         prompts = [self._tokens(self.sizes.prompt) for _ in range(self.sizes.requests)]
         seconds = [_timed(lambda: self._sample(prompts, 1.0))[0] for _ in range(3)]
         rate = self.sizes.requests * self.sizes.response / float(np.median(seconds[1:]))
@@ -272,7 +276,7 @@ class Checks:
 
 
 def _timed(act: Callable[[], Any]) -> tuple[float, Any]:
-    """(the seconds that the call takes on the device, its result)."""
+    """Return (the seconds that the call takes on the device, its result)."""
     device.synchronize()
     started = time.perf_counter()
     result = act()

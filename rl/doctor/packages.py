@@ -1,6 +1,6 @@
-"""Whether the packages and the driver are those that the requirements files ask for.
+"""A check of the packages and the driver against the requirements files.
 
-Nothing here imports torch: if torch is missing or broken, this still says what to install.
+Nothing here imports torch, so that this check works even if torch is missing or broken.
 """
 
 import importlib.metadata
@@ -17,12 +17,12 @@ from rl.doctor.processes import ROOT
 from rl.ranks.driver_files import device_files, kind_by_files
 
 REQUIREMENTS = {"cpu": "requirements.txt", "cuda": "requirements-cuda.txt", "npu": "requirements-npu.txt"}
-OLDEST_GLIBC = (2, 34)  # of vllm-ascend's wheels, manylinux_2_34
+OLDEST_GLIBC = (2, 34)  # required by vllm-ascend's wheels, manylinux_2_34
 CANN = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")  # set by CANN's set_env.sh
 
 
 def check_packages(kind: str) -> Finding:
-    """Compare what is installed with the requirements file for that kind of device."""
+    """Compare the installed packages with the requirements file for that kind of device."""
     name = REQUIREMENTS[kind]
     try:
         from packaging.requirements import Requirement
@@ -51,7 +51,7 @@ def check_packages(kind: str) -> Finding:
 
 
 def requirements(path: Path) -> Iterator[str]:
-    """The requirements of a file and of those that it includes."""
+    """Yield the requirements of a file and of the files that it includes."""
     for line in path.read_text().splitlines():
         line = line.partition("#")[0].strip()
         if line.startswith("-r "):
@@ -61,7 +61,7 @@ def requirements(path: Path) -> Iterator[str]:
 
 
 def check_driver(facts: dict) -> list[Finding]:
-    """Compare the devices that torch finds with those of this machine; on Ascend, check its environment, too. facts: as
+    """Compare the devices that torch finds with those of this machine; on Ascend, also check CANN's environment. facts: as
     rl/doctor/facts.py prints them."""
     kind, present = facts["kind"], kind_by_files()
     if kind == "cpu" and present != "cpu" and facts["RL_DEVICE"] != "cpu":
@@ -108,14 +108,14 @@ def _cann_version() -> str | None:
         for file in ("version.cfg", "version.info"):
             path = Path(os.environ.get(name, "/nonexistent")) / file
             lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-            text = "\n".join(line for line in lines if not line.startswith("#"))  # a comment has the version of the format
+            text = "\n".join(line for line in lines if not line.startswith("#"))  # a comment has the file format's version
             if found := re.search(r"(\d+\.\d+(?:\.\w+)*)", text):
                 return found[1]
     return None
 
 
 def _driver(kind: str) -> str:
-    """The driver's version, as the maker's own tool reports it."""
+    """Return the driver's version, as the vendor's tool reports it."""
     command = {
         "cuda": ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
         "npu": ["npu-smi", "info", "-t", "board", "-i", "0"],

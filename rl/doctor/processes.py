@@ -1,4 +1,4 @@
-"""Runs the command of a check in its own session, with a time limit, and leaves none of its processes behind."""
+"""The command of a check, run in its own session with a time limit; none of its processes stays behind."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ class Outcome:
 
     @property
     def reason(self) -> str:
-        """The line that says why it failed: the last `error:`, else the last line of a traceback or of the output."""
+        """The line that explains the failure: the last `error:`, else the last line of a traceback or of the output."""
         if self.code is None:
             return f"it did not end within {self.seconds:.0f} s; its last line was: {self._last_line}"
         errors = [line for line in self.output.splitlines() if line.startswith("error:")]
@@ -63,7 +63,7 @@ def run(command: Sequence[str], timeout: float, environment: dict[str, str] | No
 
 
 def _end(process: subprocess.Popen, others: set[int]) -> None:
-    """End the command and everything that it started. others: children that this process had before, which stay."""
+    """End the command and everything that it started. others: earlier children of this process, which stay."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:
@@ -78,5 +78,5 @@ def _end(process: subprocess.Popen, others: set[int]) -> None:
 
 
 def _children() -> list[int]:
-    """Processes whose parent is this one."""
+    """Return the processes whose parent is this one."""
     return children().get(os.getpid(), [])

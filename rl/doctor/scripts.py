@@ -1,4 +1,4 @@
-"""A few steps of each script: whole jobs, as a user starts them."""
+"""A few steps of each script, run as whole jobs like a user's."""
 
 import json
 import math
@@ -10,10 +10,10 @@ from rl.doctor.findings import OK, SLOW, WRONG, Finding
 from rl.doctor.processes import Outcome, run
 
 SCRIPTS = ("train_sync.py", "train_one_step_off.py", "train_async.py")
-# Mean difference of the engine's and the learner's probability of a sampled token, by the learner's precision
+# Largest mean difference between the engine's and the learner's probability of a sampled token, by the learner's precision
 CLOSE = {"float32": 1e-3, "bfloat16": 0.03}
-STEPS = 3  # the last one's row reports a publish in all modes
-SLOW_PUBLISH = 1.0  # GB/s between devices of their own
+STEPS = 3  # with this many the last row reports a publish in all modes
+SLOW_PUBLISH = 1.0  # GB/s between separate devices
 
 
 def check_script(script: str, model: str, ranks: int, dtype: str, timeout: float, engine: str = "auto") -> list[Finding]:
@@ -24,7 +24,7 @@ def check_script(script: str, model: str, ranks: int, dtype: str, timeout: float
         rows = _rows(Path(out))
     if done.code != 0 or len(rows) != STEPS:
         return [Finding(name, WRONG, done.reason, "run the command in doctor.json by itself", _facts(done, script, ranks))]
-    difference = rows[0]["training/rollout_probs_diff_mean"]  # later steps of split ranks train samples of older weights
+    difference = rows[0]["training/rollout_probs_diff_mean"]  # with split ranks, later steps train samples of older weights
     facts = {"seconds": done.seconds, "metrics": rows[-1]}
     text = f"{STEPS} steps in {done.seconds:.0f} s; the engine's probabilities are off by {difference:.2g} on average"
     numbers = [row[key] for row in rows for key in ("actor/pg_loss", "actor/grad_norm")]
@@ -39,7 +39,8 @@ def check_script(script: str, model: str, ranks: int, dtype: str, timeout: float
 
 
 def _bridge(name: str, row: dict) -> list[Finding]:
-    """A finding about the publish between the two roles. The weights arrived, because a wrong digest would end the run."""
+    """Return a finding about the publish from learners to generators. Its digest was right: a wrong one would have ended the
+    run."""
     if row.get("publish/seconds") is None:
         return []
     seconds, size, rate = (row[f"publish/{key}"] for key in ("seconds", "gb", "gb_per_s"))

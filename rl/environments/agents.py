@@ -1,9 +1,9 @@
-"""Agents that own their loop: their calls of an OpenAI-compatible endpoint are the turns of a response.
+"""Agents that own their loop: their calls to an OpenAI-compatible endpoint are the turns of a response.
 
 An agent is a command that is started for the response (--agent), or a worker elsewhere that has asked for an episode
-(--serve-policy, rl/environments/desk.py). The episode's process serves its calls (rl/environments/chat.py) and compares them,
-as messages, with what is known: a call that extends a history continues its tokens, any other begins a history with a prompt of
-its own. rl/generation/agent_episodes.py keeps the tokens.
+(--serve-policy, rl/environments/desk.py). The episode's process serves its calls (rl/environments/chat.py) and compares their
+messages with the histories so far: a call that extends a history continues its tokens, any other call begins a new history with
+a separate prompt. rl/generation/agent_episodes.py keeps the tokens.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from rl.environments.programs import Silent, as_reward
 from rl.environments.turns import Turns
 from rl.rewards.descendants import how_it_ended
 
-LONGEST_LINE = 1 << 20  # bytes of what an agent prints
-LAST_WORDS = 1.0  # seconds to read what it has printed: another process may hold its output open
+LONGEST_LINE = 1 << 20  # bytes of a line that an agent prints
+LAST_WORDS = 1.0  # seconds to read the rest of its output after it ends: another process may hold the pipe open
 
 
 class Failed(Exception):
@@ -37,29 +37,29 @@ class Failed(Exception):
 
 @dataclass
 class History:
-    """Calls that extend each other."""
+    """A sequence of calls, each of which extends the one before."""
 
-    messages: list[dict]  # as as_messages has them, the model's last one included
+    messages: list[dict]  # in the form of `as_messages`, including the model's last one
     tools: list[dict]
     tokens: int
-    is_cut: bool = False  # the last turn, by the call's own limit
+    is_cut: bool = False  # whether the call's max_tokens cut the last turn
 
 
 class Session:
-    """What answers in an agent's episode: the calls, and what they extend."""
+    """An agent's episode: its calls, and the histories that they extend."""
 
     def __init__(self, start: Callable[[dict, queue.SimpleQueue], float | None], turns_of: Callable[[list[dict]], Turns]):
-        """start: has an agent begin, of an item and the queue that its news go to, and returns the seconds that it has to make
-        its first call, None without a limit; turns_of: of the tools that a call names."""
+        """start: starts the agent, given an item and the queue for its calls and its end, and returns the time limit for its
+        first call in seconds, or None; turns_of: makes the `Turns` for a call's tools."""
         self._start, self._turns_of = start, turns_of
         self._turns: dict[str, Turns] = {}
         self._news: queue.SimpleQueue[Call | End] = queue.SimpleQueue()
         self.histories: list[History] = []
-        self._at, self._count = 0, 0  # the history whose call is open; calls that were answered
+        self._at, self._count = 0, 0  # the number of the open call's history; calls answered so far
         self._open: Call | None = None
 
     def reset(self, item: dict) -> dict:
-        """Starts the agent. Answers with the tokens of its first call."""
+        """Start the agent. Return the tokens of its first call."""
         limit = self._start(item, self._news)
         try:
             call = self._news.get(timeout=limit)
@@ -70,8 +70,8 @@ class Session:
         return {"prompt": self._take(call)[1], "most": call.most}
 
     def step(self, item: dict) -> dict:
-        """Gives the agent the model's turn. Answers with the history that its next call extends, by number, and the tokens that
-        it adds to that; or with the agent's reward."""
+        """Give the agent the model's turn. Return the number of the history that its next call extends and the tokens that the
+        call adds to it; or the agent's reward."""
         call, history = self._open, self.histories[self._at]
         message, malformed = _said(self._of(call.tools), item["ids"])
         history.is_cut = item["ids"][-1] not in self._of(call.tools).end_tokens
@@ -90,7 +90,7 @@ class Session:
         return counts | {"ids": [], "reward": as_reward(news.reward), "done": True}
 
     def end(self, item: dict) -> dict:
-        """Refuses all further calls. Answers with the reward of an agent that ends well all the same."""
+        """Refuse all further calls. Return the agent's reward, if it nevertheless ends without a failure."""
         news = self._open
         while isinstance(news, Call):
             news.reply(Refused(400, NO_ROOM, "context_length_exceeded"))
@@ -98,7 +98,7 @@ class Session:
         return {"reward": None if news.failure else as_reward(news.reward)}
 
     def _next(self, last: Call) -> Call | End:
-        """The next call, or the end. A client that repeats a call whose answer it has not read gets it again."""
+        """Return the next call, or the end. A client that repeats a call because it did not read the answer gets it again."""
         while isinstance(news := self._news.get(), Call):
             if last.was_read or (news.messages, news.tools) != (last.messages, last.tools):
                 break
@@ -107,7 +107,7 @@ class Session:
         return news
 
     def _take(self, call: Call) -> tuple[int, list[int]]:
-        """The longest history that a call extends, and the tokens that it adds; a new one where there is none."""
+        """Return the number of the longest history that the call extends, or of a new one, and the tokens that it adds."""
         extended = [i for i, history in enumerate(self.histories) if _extends(call, history)]
         turns, self._open = self._of(call.tools), call
         if extended:
@@ -135,8 +135,8 @@ def _extends(call: Call, history: History) -> bool:
 
 
 def _said(turns: Turns, ids: list[int]) -> tuple[dict, int]:
-    """A turn as an agent gets it: the thought, the text and the calls apart. Where no call can be read, they are in the text.
-    And how many cannot be read."""
+    """Return a turn in the agent's form, with thought, text and calls separated, and the number of malformed calls. If no call
+    is well formed, all of them stay in the text."""
     message = turns.message(ids)
     calls = [call for call in message["calls"] if isinstance(call, dict)]
     text = message["content"] if calls else turns.text(ids)
@@ -148,13 +148,13 @@ def _said(turns: Turns, ids: list[int]) -> tuple[dict, int]:
 
 
 def start_command(command: str, item: dict, news: queue.SimpleQueue) -> None:
-    """Start an agent that is a command, with its own port."""
+    """Start an agent that is a command, with a port for its calls."""
     variables = {"EPISODE_SEED": str(item["own_seed"]), "EPISODE_SPLIT": item["split"]}
     Agent(command, item["row"], Endpoint(news).variables | variables, news.put)
 
 
 def wait_for_worker(name: str, timeout: float, item: dict, news: queue.SimpleQueue) -> float:
-    """Offer an episode and return when a worker has taken it. Its calls and its end are put into `news`."""
+    """Offer an episode, and return once a worker has taken it. The worker's calls and the end are put into `news`."""
     channel = socket.socket(socket.AF_UNIX)
     channel.connect(f"\0{name}")
     offer = {"row": item["row"], "seed": item["own_seed"], "split": item["split"]}
@@ -180,14 +180,14 @@ def _receive(channel: socket.socket, endpoint: Endpoint, is_taken: threading.Eve
 
 
 class Agent:
-    """A user's command. Its stdin is the row, as JSON. What it prints goes to the console, but for a reward at the end."""
+    """A user's command. Its stdin is the row as JSON. Its output goes to the console, except for a reward in the last line."""
 
     def __init__(self, command: str, row: dict, variables: dict[str, str], on_end: Callable[[End], None]):
-        """on_end: is given the end, from a thread. Its reward is what the last line has, {"reward": 1.0}, or None."""
+        """on_end: called with the end, in a thread. The reward is that of the last line, {"reward": 1.0}, or None."""
         environment = os.environ | variables
         for name in ("NO_PROXY", "no_proxy"):
             environment[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
-        root = str(Path(__file__).resolve().parent.parent.parent)  # added for the episode's own process
+        root = str(Path(__file__).resolve().parent.parent.parent)  # was added for the episode's process
         environment["PYTHONPATH"] = os.environ.get("PYTHONPATH", "").removeprefix(root).removeprefix(os.pathsep)
         with tempfile.TemporaryFile() as file:
             file.write(json.dumps(row).encode())

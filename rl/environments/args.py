@@ -18,35 +18,35 @@ class EnvironmentArgs:
     """Environments, tools and agents: responses of several turns."""
 
     env: Annotated[str | None, Content("code")] = None
-    """Your own environment, as path/to/file.py:Class, or "demo-calculator". A response is then an episode: the model's turns,
-    and between them what the environment answers, which is not trained."""
+    """Your own environment, as path/to/file.py:Class, or "demo-calculator". A response is then an episode: turns of the model
+    with the environment's answers between them, which are not trained."""
     tools: Annotated[str | None, Content("code")] = None
     """Tools that the model may call, as path/to/file.py:function,function: typed functions with docstrings."""
     agent: Annotated[str | None, Content("code")] = None
-    """Your own agent, as a command: it is started for each response, gets the row as JSON on its stdin, and calls the model by
+    """Your own agent, as a command: it is started for each response, gets the row as JSON on stdin, and calls the model with
     OPENAI_BASE_URL and OPENAI_API_KEY."""
     serve_policy: MayChange[Annotated[int | None, Range(at_least=1, at_most=65_535)]] = None
-    """A port at which agents that run elsewhere take episodes: a worker asks for one, gets its row and a key, calls the model
-    with that, and ends the episode. Engine i serves at port + i. The secret is in SERVE_POLICY_KEY."""
+    """Port at which agents that run elsewhere get episodes: a worker asks for one, gets its row and a key, calls the model with
+    the key, and ends the episode. Engine i serves at port + i. The secret is in SERVE_POLICY_KEY."""
     serve_host: MayChange[str] = "127.0.0.1"
-    """The address that --serve-policy listens at: by default this machine's own programs alone can reach it; 0.0.0.0 is every
-    network that the machine is in."""
+    """Address at which --serve-policy listens. By default only programs on this machine can reach it; 0.0.0.0 listens on all
+    of the machine's networks."""
     max_turns: Annotated[int, Range(at_least=1)] = 8
     """Turns of the model in a response."""
     tool_format: Literal["auto", "hermes", "llama", "xml"] = "auto"
-    """How the model writes a call: JSON within <tool_call>, JSON alone, or <function=...> tags. auto: as its chat template
+    """How the model writes a call: JSON within <tool_call>, only JSON, or <function=...> tags. auto: as its chat template
     does."""
     turn_rewards: bool = False
-    """Give each turn's reward to the turn's last token, instead of their sum to the response's."""
+    """Give each turn's reward to the turn's last token, instead of the sum of rewards to the response's last token."""
     env_timeout: MayChange[Annotated[float, Range(above=0, at_most=86_400)]] = 30.0
-    """Seconds that an environment may take for a turn. One that takes longer costs its response, which is not trained."""
+    """Seconds that an environment may take for a turn. If it takes longer, its response is not trained."""
     env_cpu_limit: MayChange[Annotated[float, Range(at_least=0, at_most=86_400)]] = 60.0
-    """CPU seconds that an environment may take for a turn; 0 is no limit."""
+    """CPU seconds that an environment may take for a turn; 0 means no limit."""
     env_memory_limit_gb: MayChange[Annotated[float, Range(at_least=0, at_most=1_000_000)]] = 4.0
-    """Address space of each environment's process, in GiB; 0 is no limit."""
+    """Address space of each environment's process, in GiB; 0 means no limit."""
     env_lock_step: Literal["auto", "on", "off"] = "auto"
     """Sample no token while an environment is at work, so that no result depends on how long one takes. auto: on in
-    train_sync.py."""
+    train_sync.py, except with --serve-policy."""
 
     @property
     def has_environment(self) -> bool:
@@ -55,7 +55,7 @@ class EnvironmentArgs:
 
     @property
     def has_agent(self) -> bool:
-        """Whether agents own their loops."""
+        """Whether the turns are those of agents that own their loop."""
         return bool(self.agent or self.serve_policy)
 
     @property
@@ -76,11 +76,11 @@ class EnvironmentArgs:
 
     @property
     def environment_spec(self) -> str:
-        """What to import, as file:names."""
+        """The user's code to import, as file:names."""
         return f"{Path(__file__).parent / 'calculator.py'}:Calculator" if self.env == DEMO else self.env or self.tools or ""
 
     def check(self) -> None:
-        """Raises UserError for a file that is not there, and for what cannot be done with several turns."""
+        """Raise UserError for a missing file or command, and for flags that do not work with several turns."""
         if not self.has_environment:
             return
         name, _ = self.environment_flag

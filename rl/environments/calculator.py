@@ -1,4 +1,4 @@
-"""The environment of the demo `--env demo-calculator`: the model may have products computed, which it cannot do itself."""
+"""The environment of the demo `--env demo-calculator`: a tool that computes products, which the model cannot do itself."""
 
 
 class Calculator:

@@ -22,8 +22,8 @@ class Malformed(ValueError):
 
 
 def parse(text: str, form: str, schemas: Mapping[str, dict], is_thinking: bool = False) -> tuple[str, list[dict | str]]:
-    """Returns a turn's text without its calls, and its calls in order: {"name", "arguments"}, or the error of a malformed one.
-    form: "hermes", "llama" or "xml". schemas: of the tools' parameters, by tool. is_thinking: whether the prompt has begun a
+    """Return a turn's text without its calls, and its calls in order: {"name", "arguments"}, or the error of a malformed one.
+    form: "hermes", "llama" or "xml". schemas: of the tools' parameters, by tool. is_thinking: whether the prompt opens a
     thought, in which nothing is a call."""
     thought, closed, said = text.rpartition(END_OF_THINKING)
     if not closed and (is_thinking or "<think>" in text):
@@ -46,7 +46,7 @@ def _call(read, body: str, is_closed: bool, schemas: Mapping[str, dict]) -> dict
 
 
 def _llama(text: str) -> tuple[str, list[tuple[str, bool]]]:
-    """Returns the text and the calls in it. Llama's calls are the whole text: JSON objects with ; or blanks between them."""
+    """Return the text and the calls in it. Llama's calls are the whole text: JSON objects with ; or blanks between them."""
     if not LLAMA.match(text):
         return text, []
     text, found = text.replace("<|python_tag|>", "").strip(), []
@@ -90,7 +90,7 @@ def _from_tags(body: str, schemas: Mapping[str, dict]) -> dict:
 
 
 def _value(text: str, kind: str | list | None) -> object:
-    """Converts a parameter's text to the type in the tool's schema; leaves it if that fails."""
+    """Convert a parameter's text to the type in the tool's schema; leave it if that fails."""
     if kind in ("string", None):
         return text
     try:
@@ -100,7 +100,7 @@ def _value(text: str, kind: str | list | None) -> object:
 
 
 def format_of(rendered: str) -> str | None:
-    """Returns the format of a call that a chat template has rendered; None if it is not one of ours."""
+    """Return the format of a call that a chat template has rendered; None if it is not one of ours."""
     if "<tool_call>" in rendered:
         return "xml" if "<function=" in rendered or "<arg_key>" in rendered else "hermes"
     return "llama" if re.search(r"\{\s*\"name\"\s*:.*\"parameters\"\s*:", rendered, re.DOTALL) else None

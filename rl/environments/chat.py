@@ -1,8 +1,8 @@
-"""An OpenAI-compatible endpoint for one agent: chat completions, which it hands to whoever answers them.
+"""An OpenAI-compatible endpoint for one agent: puts its chat completions into a queue and sends the answers.
 
-Each session has a server of its own, on 127.0.0.1 and a port that was free, with a key of its own; or it gets its connections
-from the gateway (rl/environments/gateway.py). A call waits in a thread until it is answered; calls that come at once are
-answered one after the other. Left out: what would sample other tokens than the policy's own, or other models.
+Each session has a separate server with a separate key, on 127.0.0.1 and a free port; or it gets its connections from the
+gateway (rl/environments/gateway.py). A call waits in a thread until it is answered; simultaneous calls are answered one after
+another. Left out: options that would change the policy's sampling, and other models.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ ENDED = "this episode has ended"
 
 @dataclass(frozen=True)
 class End:
-    """The end of an agent's episode. reward: None where a grader scores it; failure: why nobody can."""
+    """The end of an agent's episode. reward: None if a grader scores it; failure: why it cannot be scored."""
 
     reward: Any = None
     failure: str | None = None
@@ -37,43 +37,43 @@ class Call:
     """A chat completion that waits for its answer."""
 
     def __init__(self, body: dict):
-        """body: of the request. Raises Refused for what cannot be answered."""
+        """body: of the request. Raise Refused if it cannot be answered."""
         if body.get("model") != MODEL:
             raise Refused(404, f"there is no model {body.get('model')!r:.100} here: {MODEL!r} is the one", "model_not_found")
         for name, usual in (("n", 1), ("logprobs", False), ("functions", []), ("response_format", {"type": "text"})):
             if body.get(name) not in (None, usual):
                 raise Refused(400, f"{name} {json.dumps(body[name]):.100}: the policy samples one answer, as it likes")
         self.messages, self.tools = as_messages(body.get("messages")), as_tools(body.get("tools"))
-        self.most = body.get("max_completion_tokens") or body.get("max_tokens")  # to be sampled
+        self.most = body.get("max_completion_tokens") or body.get("max_tokens")  # limit of the tokens to sample
         if self.most is not None and (type(self.most) is not int or self.most < 1):
             raise Refused(400, f"max_tokens {self.most!r:.100}: a number of tokens")
         self.streams = bool(body.get("stream"))
         options = body.get("stream_options")
         self.counts = not self.streams or (isinstance(options, dict) and bool(options.get("include_usage")))
         self.answer: dict | Refused | None = None  # a completion
-        self.was_read = False  # by the client, as far as the connection tells
+        self.was_read = False  # whether the client has read the answer, as far as the connection shows
         self._answered, self._written = threading.Event(), threading.Event()
 
     def reply(self, answer: dict | Refused) -> None:
-        """Answers, and waits until that is written."""
+        """Set the answer, and wait until it is written."""
         self.answer = answer
         self._answered.set()
         self._written.wait()
 
     def wait(self) -> dict | Refused:
-        """The answer."""
+        """Wait for the answer and return it."""
         self._answered.wait()
         return self.answer
 
     def end(self, was_read: bool) -> None:
-        """The answer was written, or could not be."""
+        """Note that the answer was written, or could not be."""
         self.was_read = was_read
         self._written.set()
 
 
 def as_messages(value: Any) -> list[dict]:
-    """A request's messages: role and content, a text; of an assistant "calls", [{name, arguments}]; of a tool its name. Raises
-    Refused for others."""
+    """Return a request's messages: role and content (text), an assistant's "calls", [{name, arguments}], and a tool's name.
+    Raise Refused for messages of any other form."""
     if not isinstance(value, list) or not value:
         raise Refused(400, "messages: a list with one message at least")
     messages, names = [], {}
@@ -101,7 +101,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _call(given: Any, names: dict[str, str], where: str) -> dict:
-    """A call as parsed; what its arguments' text is, if that is not JSON. names: of tools, by the call's id, is added to."""
+    """Return the parsed call; its arguments stay text if they are not JSON. names: tools by call id; the call is added."""
     function = given.get("function") if isinstance(given, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Refused(400, f"{where}: a tool call is no {{id, type, function: {{name, arguments}}}}")
@@ -113,7 +113,7 @@ def _call(given: Any, names: dict[str, str], where: str) -> dict:
 
 
 def as_tools(value: Any) -> list[dict]:
-    """A request's tools, as chat templates take them. Raises Refused for others."""
+    """Return a request's tools in the form for chat templates. Raise Refused for tools of any other form."""
     tools = []
     for number, tool in enumerate(value if isinstance(value, list) else [value] if value else []):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
@@ -124,8 +124,8 @@ def as_tools(value: Any) -> list[dict]:
 
 
 def completion(number: int, message: dict, sampled: int, before: int, is_cut: bool) -> dict:
-    """The answer to call `number` of a session. message: {content, reasoning, calls}; sampled, before: tokens; is_cut: by the
-    call's own limit."""
+    """Return the answer to call `number` of a session. message: {content, reasoning, calls}; sampled, before: numbers of
+    tokens; is_cut: whether the call's max_tokens cut it."""
     calls = [
         {"id": f"call_{number}_{i}", "type": "function", "function": call | {"arguments": json.dumps(call["arguments"])}}
         for i, call in enumerate(message["calls"])
@@ -141,7 +141,7 @@ def completion(number: int, message: dict, sampled: int, before: int, is_cut: bo
 
 
 def chunks(answer: dict, counts: bool) -> Iterator[dict]:
-    """A completion as a stream has it: all that was said, why it ended and, where asked for, the counts of tokens."""
+    """Yield a completion as the chunks of a stream: the message, its finish reason and, if requested, the token counts."""
     head = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     (choice,) = answer["choices"]
     delta = dict(choice["message"])
@@ -154,19 +154,19 @@ def chunks(answer: dict, counts: bool) -> Iterator[dict]:
 
 
 class Endpoint(Server):
-    """The server of a session. Its calls, and the end that a worker gives it, are put into `news`."""
+    """The server of a session. It puts the calls, and the end that a worker sends, into `news`."""
 
     def __init__(self, news: queue.SimpleQueue, is_served: bool = False):
-        """is_served: the gateway hands it connections, whose key it has checked; else it has a port and a key of its own."""
+        """is_served: the gateway checks keys and passes connections on; otherwise the server has its own port and key."""
         super().__init__(("127.0.0.1", 0), ChatHandler, bind_and_activate=not is_served)
-        self.news, self.closes, self.ended = news, is_served, threading.Lock()  # ended: taken by the first end
+        self.news, self.closes, self.ended = news, is_served, threading.Lock()  # ended: acquired by the first end
         if not is_served:
             self.key = secrets.token_hex(16)
             threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
     def variables(self) -> dict[str, str]:
-        """Of the environment, for a client of it."""
+        """The environment variables for a client of this endpoint."""
         url = f"http://127.0.0.1:{self.server_address[1]}/v1"
         return {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": self.key, "OPENAI_MODEL": MODEL}
 
@@ -178,11 +178,11 @@ class ChatHandler(Handler):
     routes = MappingProxyType({"GET /v1/models": "models", "POST /v1/chat/completions": "chat", "POST /v1/episodes/end": "end"})
 
     def models(self, _: dict) -> dict:
-        """The models that there are: one."""
+        """Return the list of models: the policy."""
         return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "run"}]}
 
     def chat(self, body: dict) -> None:
-        """A chat completion."""
+        """Answer a chat completion."""
         try:
             call = Call(body)
         except (ValueError, TypeError, RecursionError) as error:
@@ -208,7 +208,7 @@ class ChatHandler(Handler):
             self.send(200, answer)
 
     def end(self, body: dict) -> None:
-        """The end of an episode, by its worker: {"reward": 1.0}, {} for the grader, or {"error": "why it cannot be scored"}."""
+        """End the episode, as its worker asks: {"reward": 1.0}, {} for the grader, or {"error": "why it cannot be scored"}."""
         if not self.server.closes:
             raise Refused(404, "an agent's command ends its episode by exiting")
         if unknown := body.keys() - {"reward", "error"}:
@@ -223,6 +223,6 @@ class ChatHandler(Handler):
         if not self.server.ended.acquire(blocking=False):
             raise Refused(410, ENDED)
         try:
-            self.send(200, {"ended": True})  # first: the episode's process ends with what follows
+            self.send(200, {"ended": True})  # before the end is put: it ends the episode's process
         finally:
             self.server.news.put(End(reward, None if error is None else f"was ended by its worker: {error or 'no reason'}"))

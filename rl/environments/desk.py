@@ -1,11 +1,11 @@
-"""Where workers take episodes (--serve-policy): `python -m rl.environments.desk PARENT_PID`, started by gateway.py.
+"""The server that gives episodes to workers (--serve-policy): `python -m rl.environments.desk PARENT_PID`, run by gateway.py.
 
-A worker asks for an episode with the run's secret. It gets the row and a key that is the episode's own, with which it calls the
-model and ends the episode. Its connections are handed, as open files, to the episode's process, which answers them
-(rl/environments/chat.py): nothing of a request is read here but its head. An episode's process announces itself by a connection
-to a Unix socket, which is also the way of the files.
+A worker asks for an episode with the run's secret. It gets the row and the episode's key, with which it calls the model and
+ends the episode. This process only reads the head of those requests: it passes each connection, as an open file, to the
+episode's process, which answers it (rl/environments/chat.py). An episode's process registers by connecting to a Unix socket,
+through which it also receives these files.
 
-Left out: encryption. Put a tunnel or a proxy in front of it where the network is not yours.
+Left out: encryption. Put a tunnel or a proxy in front of it if you do not control the network.
 """
 
 import contextlib
@@ -34,21 +34,21 @@ LARGEST = 1 << 16  # bytes of a message between this process and the rank
 POLL = 20.0  # seconds that a worker waits for an episode before it is asked to come again
 PATIENCE = 60.0  # seconds without a worker after which the console says so
 HEAD = 1 << 16  # bytes of a request's head
-HEAD_SECONDS = 10.0  # in which it has to come
-LINGER = (1.0, 5.0)  # seconds at the end in which workers hear of it: at least, and while one that has an episode has not
-PORT_SECONDS = 10.0  # for a port to become free
+HEAD_SECONDS = 10.0  # time limit for receiving the head
+LINGER = (1.0, 5.0)  # seconds to keep answering after the run: minimum; maximum, while a worker with an episode does not know
+PORT_SECONDS = 10.0  # time limit for a port to become free
 OVER = "the run has ended: there will be no more episodes"
-TAKEN, CALLED = b"t", b"c"  # what an episode's process hears; the latter comes with a connection
+TAKEN, CALLED = b"t", b"c"  # messages to an episode's process; CALLED is sent with a connection
 
 
 class Episode:
-    """One that an episode's process has offered."""
+    """An episode that its process has offered to workers."""
 
     def __init__(self, offer: dict, key: str, channel: socket.socket):
         self.offer, self.key, self.channel = offer, key, channel
 
     def tell(self, what: bytes, *files: int) -> None:
-        """Raises OSError if the episode has ended."""
+        """Send its process a message, with open files. Raise OSError if the episode has ended."""
         socket.send_fds(self.channel, [what], files)
 
 
@@ -64,25 +64,25 @@ class Desk(Server):
         self.waiting: deque[Episode] = deque()
         self.alive: dict[str, Episode] = {}
         self.is_over = False
-        self.unaware: set[str] = set()  # keys whose workers have not heard of it
-        self.asked = 0.0  # when the last worker did
+        self.unaware: set[str] = set()  # keys of workers that do not know yet that the run is over
+        self.asked = 0.0  # time of the last worker's request for an episode
         self._run, self._count = secrets.token_hex(4), 0
         super().__init__((settings["host"], settings["port"]), DeskHandler)
 
     def shutdown_request(self, request: socket.socket) -> None:
-        """Closes this process's own file alone: another one may have the connection now."""
+        """Close only this process's file: the connection may belong to an episode's process now."""
         self.close_request(request)
 
     def sign(self, name: str) -> str:
-        """The key of an episode."""
+        """Return the key of the episode with this name."""
         return f"{name}-{hmac.digest(self.key.encode(), name.encode(), 'sha256').hex()[:32]}"
 
     def is_signed(self, key: str) -> bool:
-        """Whether it is the key of an episode, of this run or of another one with this secret."""
+        """Return whether the key is an episode's, of this run or of another run with the same secret."""
         return hmac.compare_digest(self.sign(key.rpartition("-")[0]), key)
 
     def offer(self, offer: dict, channel: socket.socket) -> Episode:
-        """Lets workers take an episode."""
+        """Let workers take an episode."""
         with self.changed:
             self._count += 1
             episode = Episode(offer, self.sign(f"{self._run}-{self._count}"), channel)
@@ -92,21 +92,21 @@ class Desk(Server):
         return episode
 
     def withdraw(self, episode: Episode) -> None:
-        """The episode's process has ended."""
+        """Remove an episode whose process has ended."""
         with self.changed:
             del self.alive[episode.key]
             if episode in self.waiting:
                 self.waiting.remove(episode)
 
     def give_back(self, episode: Episode) -> None:
-        """The worker has not read the answer: the next one is given the episode."""
+        """Offer the episode to the next worker, because this one did not read the answer."""
         with self.changed:
             if episode.key in self.alive:
                 self.waiting.appendleft(episode)
             self.changed.notify()
 
     def take(self, asks: "DeskHandler") -> Episode | None:
-        """The episode that has waited longest; None if there is none for a while. Raises Refused at the end of the run."""
+        """Return the episode that has waited longest; None if there is none within POLL. Raise Refused if the run has ended."""
         with self.changed:
             self.asked = time.monotonic()
             self.changed.wait_for(lambda: self.waiting or self.is_over, POLL)
@@ -119,33 +119,33 @@ class Desk(Server):
         return None
 
     def counts(self) -> dict:
-        """Of the episodes under way, and the seconds since a worker has asked for one."""
+        """Return the numbers of waiting and taken episodes, and the seconds since a worker last asked for one."""
         with self.changed:
             waiting, ago = len(self.waiting), time.monotonic() - self.asked if self.asked else None
             return {"waiting": waiting, "taken": len(self.alive) - waiting, "seconds_since_asked": ago}
 
     def text(self) -> str:
-        """The counts in words."""
+        """Return the counts in words."""
         found = self.counts()
         ago = found["seconds_since_asked"]
         asked = "none has asked" if ago is None else f"the last one asked {ago:.0f} s ago"
         return f"{found['waiting']} wait for workers ({asked} at {self.settings['url']}), {found['taken']} are taken"
 
     def finish(self) -> None:
-        """No worker gets anything from now on."""
+        """Refuse all requests of workers from now on, because the run has ended."""
         with self.changed:
             self.is_over = True
             self.unaware = self.alive.keys() - {episode.key for episode in self.waiting}
             self.changed.notify_all()
 
     def linger(self) -> None:
-        """Waits until workers have heard that the run has ended."""
+        """Wait until workers have heard that the run has ended."""
         started, (least, most) = time.monotonic(), LINGER if self.asked else (0.0, 0.0)
         while time.monotonic() < started + (most if self.unaware else least):
             time.sleep(0.05)
 
     def remind(self) -> None:
-        """Says on the console that no worker comes."""
+        """Print a line whenever episodes wait and no worker asks for them."""
         while True:
             time.sleep(PATIENCE)
             found = self.counts()
@@ -160,7 +160,7 @@ class DeskHandler(Handler):
     routes = MappingProxyType({"POST /v1/episodes/next": "next", "GET /v1/episodes": "status"})
 
     def handle(self) -> None:
-        """Hands a connection with an episode's key to the episode's process."""
+        """Hand a connection with an episode's key to the episode's process."""
         episode = self.server.alive.get(self._peek())
         if episode and not self.server.is_over:
             with contextlib.suppress(OSError):  # the episode ends at this moment
@@ -169,7 +169,7 @@ class DeskHandler(Handler):
         super().handle()
 
     def _peek(self) -> str:
-        """The request's key, which stays unread."""
+        """Return the request's key without consuming the request."""
         deadline = time.monotonic() + HEAD_SECONDS
         self.connection.settimeout(HEAD_SECONDS)
         while time.monotonic() < deadline:
@@ -182,19 +182,19 @@ class DeskHandler(Handler):
         return found[1].decode() if found else ""
 
     def wrong_key(self) -> Refused | None:
-        """As of others; and a key of an episode that has ended."""
+        """Check the key as usual, and refuse the key of an ended episode with status 410."""
         if self.given_key.isascii() and self.server.is_signed(self.given_key):
             self.server.unaware.discard(self.given_key)
             return Refused(410, OVER if self.server.is_over else ENDED)
         return super().wrong_key()
 
     def next(self, _: dict) -> None:
-        """Gives the worker an episode: 204 if there is none for a while."""
+        """Give the worker an episode, or answer 204 if there is none within POLL."""
         episode = self.server.take(self)
         if episode is None:
             self.write(204, "application/json", b"")
             return
-        url = f"http://{self.headers['Host']}" if "Host" in self.headers else self.server.settings["url"]  # as it is reached
+        url = f"http://{self.headers['Host']}" if "Host" in self.headers else self.server.settings["url"]  # as workers see it
         more = {"base_url": f"{url}/v1", "api_key": episode.key, "model": MODEL, "timeout": self.server.settings["timeout"]}
         try:
             self.send(200, episode.offer | more)
@@ -205,7 +205,7 @@ class DeskHandler(Handler):
             episode.tell(TAKEN)
 
     def status(self, _: dict) -> dict:
-        """How many episodes there are."""
+        """Return the numbers of episodes."""
         return self.server.counts()
 
 
@@ -219,13 +219,13 @@ class Offers(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         super().__init__(f"\0{name}", OfferHandler)
 
     def verify_request(self, request: socket.socket, client_address: Any) -> bool:
-        """Whether it is a process of this user."""
+        """Return whether the request is from a process of this user."""
         _, user, _ = struct.unpack("3i", request.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         return user == os.getuid()
 
 
 class OfferHandler(socketserver.StreamRequestHandler):
-    """An episode's process, for as long as it lives."""
+    """The connection of an episode's process, open for as long as the process lives."""
 
     def handle(self) -> None:
         line = self.rfile.readline()
@@ -234,7 +234,7 @@ class OfferHandler(socketserver.StreamRequestHandler):
         episode = self.server.desk.offer(json.loads(line), self.connection)
         try:
             with contextlib.suppress(OSError):
-                self.connection.recv(1)  # it says nothing more
+                self.connection.recv(1)  # returns when the process ends: it sends nothing more
         finally:
             self.server.desk.withdraw(episode)
 
@@ -245,7 +245,7 @@ def main(parent: int) -> None:
     control = socket.socket(fileno=os.dup(0))
     settings = json.loads(control.recv(LARGEST))
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # one for each episode, and for each connection
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # one file for each episode, and for each connection
     try:
         desk = listen(settings)
     except OSError as error:
@@ -261,7 +261,7 @@ def main(parent: int) -> None:
 
 
 def listen(settings: dict) -> Desk:
-    """Waits for the port, which a run that has just ended may still have. Raises OSError."""
+    """Return the server once its port is free: a run that has just ended may still use it. Raise OSError if it stays used."""
     deadline = time.monotonic() + PORT_SECONDS
     while True:
         try:

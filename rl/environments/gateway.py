@@ -1,4 +1,4 @@
-"""The address at which workers take episodes (--serve-policy), as the rank sees it: rl/environments/desk.py is its process."""
+"""The rank's side of the server that gives episodes to workers (--serve-policy): its process is rl/environments/desk.py."""
 
 import contextlib
 import json
@@ -14,13 +14,13 @@ from rl.errors import UserError
 from rl.ranks import watchdog
 from rl.rewards import descendants
 
-SECRET = "SERVE_POLICY_KEY"  # the variable of the environment that has it
+SECRET = "SERVE_POLICY_KEY"  # the environment variable with the secret
 SHORTEST_SECRET = 16  # characters
-START_LIMIT = 30.0  # seconds of an answer
+START_LIMIT = 30.0  # seconds to wait for an answer
 
 
 def read_secret() -> str:
-    """What workers must know. Raises UserError where it is not set."""
+    """Return the secret that workers must have. Raise UserError if it is not set or unsuitable."""
     secret = os.environ.get(SECRET, "")
     if len(secret) < SHORTEST_SECRET or not secret.isascii() or not secret.isprintable() or " " in secret:
         raise UserError(
@@ -31,11 +31,11 @@ def read_secret() -> str:
 
 
 class Gateway:
-    """The gateway's process, as the rank sees it."""
+    """The rank's handle on the gateway's process."""
 
     def __init__(self, name: str, host: str, port: int, timeout: float):
-        """name: of the Unix socket. Raises UserError if the port cannot be had."""
-        self._one_at_a_time = threading.Lock()  # the watchdog's thread asks, too
+        """name: of the Unix socket; timeout: --env-timeout, in seconds. Raise UserError if the port is not available."""
+        self._one_at_a_time = threading.Lock()  # the watchdog's thread also asks
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         nowhere = subprocess.DEVNULL
         self._process = descendants.start("rl.environments.desk", passed=(), stdin=theirs, stdout=nowhere)
@@ -58,20 +58,20 @@ class Gateway:
         return {"failed": "its process does not answer"}
 
     def status(self) -> str:
-        """How many episodes wait for a worker, in words."""
+        """Return the numbers of episodes that wait for a worker and that are taken, in words."""
         answer = self._ask({"do": "status"})
         return answer.get("status") or answer["failed"]
 
     def check(self) -> None:
-        """Raises UserError if the process has ended."""
+        """Raise UserError if the process has ended."""
         if self._process.poll() is not None:
             raise UserError(f"--serve-policy: the process that serves {self.url} has exited.")
 
     def finish(self) -> None:
-        """The run has ended: workers hear that, whatever they ask for."""
+        """Answer all further requests of workers with the message that the run has ended."""
         self._ask({"do": "finish"})
 
     def close(self) -> None:
-        """Ends the process, once workers have heard."""
+        """End the process once workers know that the run has ended."""
         self._ask({"do": "linger"})
         self._finalizer()

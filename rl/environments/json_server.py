@@ -1,4 +1,4 @@
-"""HTTP requests with JSON bodies: what the endpoint of an episode and the gateway of all episodes share."""
+"""HTTP requests with JSON bodies: the base of an episode's endpoint and of the gateway for all episodes."""
 
 import hmac
 import json
@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-LARGEST, LARGEST_OF_STRANGERS = 1 << 26, 1 << 16  # bytes of a request: with the key, and without
-BODY_SECONDS = 60.0  # in which it has to come
+LARGEST, LARGEST_OF_STRANGERS = 1 << 26, 1 << 16  # bytes of a request with a valid key, and of one without
+BODY_SECONDS = 60.0  # time limit for receiving the body
 
 
 class Refused(Exception):
-    """A request that cannot be answered, as HTTP says it."""
+    """A request that cannot be answered: its HTTP status and error body."""
 
     def __init__(self, status: int, message: str, code: str | None = None):
         super().__init__(message)
@@ -22,23 +22,23 @@ class Refused(Exception):
 
 
 class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """A thread for each connection. key: that a request must have; None where somebody else has checked it."""
+    """A server with a thread for each connection. key: the one that requests must have; None if it was checked elsewhere."""
 
     daemon_threads, block_on_close, request_queue_size, allow_reuse_address = True, False, 128, True
     key: str | None = None
-    closes = False  # each connection after one request
+    closes = False  # whether to close each connection after one request
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that breaks a connection costs nobody anything."""
+        """Ignore it: a client that breaks its connection affects nobody else."""
 
 
 class Handler(BaseHTTPRequestHandler):
-    """A connection."""
+    """A client's connection."""
 
     protocol_version, server_version = "HTTP/1.1", "policy"
-    wbufsize = 1 << 16  # of a buffer: in two packets the second would wait for the first to be acknowledged
+    wbufsize = 1 << 16  # without a buffer, the second packet of an answer would wait for the first one's acknowledgement
     server: Server
-    routes: Mapping[str, str]  # "POST /v1/path" -> the method that answers it, from the body; None: it has answered
+    routes: Mapping[str, str]  # "POST /v1/path" -> name of a method: body -> answer, or None if it has sent one
 
     def do_GET(self) -> None:
         self._respond(read=False)
@@ -73,7 +73,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
 
     def wrong_key(self) -> Refused | None:
-        """What is wrong with the request's key."""
+        """Return the refusal of a request with a wrong key; None if the key is right."""
         key = self.server.key
         if key is None or hmac.compare_digest(self.given_key.encode(), key.encode()):
             return None
@@ -91,7 +91,7 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.settimeout(None)
 
     def is_open(self) -> bool:
-        """Whether the client has not closed the connection."""
+        """Return whether the client still has the connection open."""
         try:
             return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
         except BlockingIOError:
@@ -100,11 +100,11 @@ class Handler(BaseHTTPRequestHandler):
             return False
 
     def send(self, status: int, body: dict) -> None:
-        """Answers with an object."""
+        """Answer with a JSON object."""
         self.write(status, "application/json", json.dumps(body).encode())
 
     def write(self, status: int, kind: str, data: bytes) -> None:
-        """Answers with these bytes."""
+        """Answer with `data`. kind: its content type."""
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
@@ -115,4 +115,4 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def log_message(self, *_: Any) -> None:
-        """Nothing: an agent's calls are counted as turns."""
+        """Print nothing: an agent's calls are counted as turns."""

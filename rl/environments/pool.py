@@ -29,9 +29,9 @@ from rl.rewards import descendants
 from rl.rewards.environment import check_passed
 from rl.rewards.score import plain
 
-START_LIMIT = 120  # seconds to import the tokenizer and the user's file, and as many to fork an episode's process
+START_LIMIT = 120  # seconds to import the tokenizer and the user's file; also the limit to fork an episode's process
 REPLY_LIMIT = 1 << 26  # bytes of one answer
-MOST_STARTS = 4  # of the warm process, which only an environment could end
+MOST_STARTS = 4  # of the warm process; only an environment could have ended it
 EVENTS = ("error", "bad_value", "timeout")  # that an episode's process may answer with
 SHAPES = {  # of the answers to each question: name -> types
     "reset": {"prompt": (list, type(None))},
@@ -60,7 +60,7 @@ class Environments:
     def __init__(
         self, args: EnvironmentArgs, model: str, end_tokens: set[int], vocabulary: int, trust_remote_code: bool = False
     ):
-        """model: where its tokenizer is; vocabulary: all ids in answers are below it."""
+        """model: the path of its tokenizer; vocabulary: all ids in answers are below it."""
         self.args, self.vocabulary = args, vocabulary
         self._gateway: Gateway | None = None
         self._settings = {
@@ -80,7 +80,7 @@ class Environments:
         if args.serve_policy:
             read_secret()
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a socket an episode
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # one socket per episode
         self._starts = self._forks = 0
         self._places: dict[Hashable, Place] = {}
         self._by_fork: dict[int, Place] = {}
@@ -92,8 +92,8 @@ class Environments:
 
     @watchdog.doing("the environments' process to start")
     def _start(self) -> None:
-        """Starts the warm process and sets `ready`, its first message: "schemas" of the tools, and whether an environment
-        "scores_at_end". Raises UserError if the user's file cannot be used."""
+        """Start the warm process and set `ready` to its first message: "schemas" of the tools, and whether an environment
+        "scores_at_end". Raise UserError if the user's file cannot be used."""
         flag, value = self.args.environment_flag
         if self._starts == MOST_STARTS:
             raise UserError(f"{flag}: the process that all environments are forked from was ended {MOST_STARTS} times.")
@@ -119,12 +119,12 @@ class Environments:
         self._control.setblocking(False)
 
     def serve(self, number: int) -> None:
-        """Lets workers take the episodes (--serve-policy), of the engine with this number."""
+        """Let workers take the episodes of engine `number` (--serve-policy)."""
         port, limit = self.args.serve_policy + number, self.args.env_timeout
         self._gateway = Gateway(self._settings["gateway"], self.args.serve_host, port, limit)
 
     def close(self) -> None:
-        """Ends all processes. Workers hear that the run has ended."""
+        """End all processes, and let workers know that the run has ended."""
         if self._gateway:
             self._gateway.finish()
         self._close()
@@ -142,8 +142,8 @@ class Environments:
     # -- episodes
 
     def begin(self, key: Hashable, row: dict, seed: int, own_seed: int, split: str = "train") -> None:
-        """Forks an episode's process and asks it to reset. seed: for the user's reset; own_seed: of its random numbers; split:
-        "train" or "val"."""
+        """Fork an episode's process and ask it to reset. seed: for the user's reset; own_seed: for the process's random
+        numbers; split: "train" or "val"."""
         if self._gateway:
             self._gateway.check()
         ours, theirs = socket.socketpair()
@@ -156,18 +156,18 @@ class Environments:
         self._order()
 
     def ask(self, key: Hashable, what: str, **item: Any) -> None:
-        """Asks an episode's process to "reset", to "step" after the model's turn, or for the reward at an early "end"."""
+        """Ask an episode's process to "reset", to "step" after the model's turn, or for the reward at an early "end"."""
         place = self._places[key]
         place.asked, place.number = what, place.number + 1
         line = json.dumps({"do": what, "number": place.number} | item, default=plain)
         place.unwritten += line.encode() + b"\n"
-        # A worker may take any time to come. A fork waits for the forks of others.
+        # There is no limit to the wait for a worker. A fork may wait for those ordered before it.
         queued = math.inf if self._gateway else START_LIMIT
         self._deadlines[key] = time.monotonic() + self.args.env_timeout + (queued if what == "reset" else 0)
         self._write(place)
 
     def end(self, key: Hashable) -> None:
-        """Ends an episode's process."""
+        """End an episode's process."""
         if place := self._places.pop(key, None):
             self._deadlines.pop(key, None)
             if not place.has_ended:
@@ -178,7 +178,7 @@ class Environments:
             self._order()
 
     def poll(self, wait: float = 0.0) -> list[tuple[Hashable, dict]]:
-        """Returns (key, answer) for each answer since the last call; waits up to `wait` seconds for one. An answer with "event"
+        """Return (key, answer) for each answer since the last call; wait up to `wait` seconds for one. An answer with "event"
         and "message" ends the episode."""
         self._order()
         due = min(self._deadlines.values(), default=math.inf) - time.monotonic()
@@ -206,7 +206,7 @@ class Environments:
         self._events.append((key, {"event": event, "message": printable.one_line(f"the environment: {message}")}))
 
     def _write(self, place: Place) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionError):  # its parent reports how it has ended
+        with contextlib.suppress(BlockingIOError, ConnectionError):  # if the process has ended, its parent reports how
             while place.unwritten:
                 place.unwritten = place.unwritten[place.socket.send(place.unwritten) :]
         if not place.has_ended:
@@ -215,7 +215,7 @@ class Environments:
                 self._selector.modify(place.socket, wanted, place)
 
     def _read(self, place: Place) -> list[tuple[Hashable, dict]]:
-        """The answer that has arrived, if any."""
+        """Return the key and the answer that has arrived, if any."""
         data = b""
         with contextlib.suppress(BlockingIOError, ConnectionError):
             data = place.socket.recv(1 << 20)
@@ -240,7 +240,7 @@ class Environments:
         return [(place.key, answer | {"asked": place.asked})]
 
     def _checked(self, place: Place, line: bytes) -> dict | None:
-        """An answer; None if it has another form than our own code's: the user's code can write to any open file."""
+        """Return the answer; None if our own code cannot have written it: the user's code can write to any open file."""
         with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
             answer = json.loads(line)
             if answer["number"] != place.number or place.key not in self._deadlines:
@@ -257,7 +257,7 @@ class Environments:
         return None
 
     def _order(self) -> None:
-        """Sends the warm process as many orders as it has room for."""
+        """Send the warm process as many orders as it has room for."""
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while self._orders:
                 order, theirs = self._orders[0]
@@ -268,7 +268,7 @@ class Environments:
                     theirs.close()
 
     def _hear_of_ends(self) -> bool:
-        """Reads the warm process's reports of processes that have ended. Returns False if it has ended itself."""
+        """Read the warm process's reports of processes that have ended. Return False if the warm process itself has ended."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 try:
@@ -286,7 +286,7 @@ class Environments:
         return True
 
     def _lost(self) -> None:
-        """The warm process has ended, and with it all its forks: starts another one."""
+        """Start another warm process, because the last one has ended, and all its forks with it."""
         for key in [*self._places]:
             self._fail(key, "died", "the process that it was forked from was ended")
         self._close()

@@ -1,7 +1,7 @@
 """The program of an environment's process: a user's environment, tools as functions, or a TRL class whose methods are tools.
 
-All three have the same methods: `reset(row, seed)` returns messages to add to the prompt, or like TRL's a text to add to its
-last message; `step(message)` returns the messages that answer the model's, a reward or None, and whether the episode is over.
+All three have the same methods: `reset(row, seed)` returns messages to add to the prompt or, as in TRL, text to add to its last
+message; `step(message)` returns the messages that answer the model's, a reward or None, and whether the episode is over.
 The user's functions may be async.
 """
 
@@ -15,8 +15,8 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-OF_THE_MACHINE = OSError, MemoryError, ImportError  # the model does not read these: its call is not at fault
-OF_A_PATH = FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError  # the model's path is
+OF_THE_MACHINE = OSError, MemoryError, ImportError  # not shown to the model: its call is not at fault
+OF_A_PATH = FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError  # shown: a wrong path
 OWN = ("reset", "get_reward", "close")  # methods of a TRL environment that are not tools
 
 
@@ -27,24 +27,24 @@ class BadValue(Exception):
 
 
 class Silent(Exception):
-    """The user's agent has taken too long."""
+    """The user's agent took too long."""
 
     event = "timeout"
 
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """This process's event loop."""
+    """Return this process's event loop."""
     return asyncio.new_event_loop()
 
 
 def awaited(value: Any) -> Any:
-    """Returns the value, or the result of an awaitable."""
+    """Return the value, or the result of an awaitable."""
     return _loop().run_until_complete(value) if inspect.isawaitable(value) else value
 
 
 class OwnEnvironment:
-    """A class with `step`."""
+    """An instance of the user's class with `step`."""
 
     def __init__(self, instance: Any):
         self.instance = instance
@@ -69,7 +69,7 @@ class OwnEnvironment:
 
 
 class ToolEnvironment:
-    """Functions that the model may call: the episode ends with the first turn that calls none."""
+    """Functions that the model may call. The episode ends with the first turn that calls none."""
 
     def __init__(self, tools: dict[str, Callable], instance: Any = None):
         """instance: the TRL environment, if the tools are its methods."""
@@ -90,13 +90,13 @@ class ToolEnvironment:
         return [next(done) if inspect.isawaitable(answer) else answer for answer in answers], None, False
 
     def reward(self) -> float | None:
-        """Returns the reward of the whole episode; None if it is not scored here."""
+        """Return the reward of the whole episode; None if it is not scored here."""
         if not hasattr(self.instance, "get_reward"):
             return None
         return as_reward(awaited(self.instance.get_reward()))
 
     def _answer(self, call: dict | str) -> dict | Awaitable[dict]:
-        """Returns the message that the model reads: the tool's result, or the error of the call or the tool."""
+        """Return the message that the model reads: the tool's result, or the error of the call or the tool."""
         if isinstance(call, str):
             return {"role": "tool", "content": f"error: {call}"}
         name = call["name"]
@@ -125,7 +125,7 @@ async def _when_done(name: str, result: Awaitable) -> dict:
 
 
 def _failure(error: Exception) -> str:
-    """Returns the text that the model reads if a tool raises. Raises an error that is not the call's fault."""
+    """Return the text that the model reads if a tool raises. Raise an error that is not the call's fault."""
     if isinstance(error, OF_THE_MACHINE) and not isinstance(error, OF_A_PATH):
         raise error
     return f"error: {type(error).__name__}: {error}"
@@ -143,7 +143,7 @@ def _as_text(value: Any) -> str:
 
 
 def as_messages(value: Any) -> list[dict]:
-    """Returns the messages that a user's code returned. Raises BadValue if these are not messages of text."""
+    """Return the messages that the user's code returned. Raise BadValue if they are not messages of text."""
     for message in value or ():
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BadValue(f"{message!r:.100} is not a message {{role, content}}")
@@ -155,7 +155,7 @@ def as_messages(value: Any) -> list[dict]:
 
 
 def as_reward(value: Any) -> float | None:
-    """Returns the reward that a user's code returned. Raises BadValue if it is neither None nor a finite number of fp32."""
+    """Return the reward that the user's code returned. Raise BadValue if it is neither None nor a finite number of fp32."""
     if value is None:
         return None
     value = value.item() if hasattr(value, "item") else value
@@ -165,10 +165,10 @@ def as_reward(value: Any) -> float | None:
 
 
 class Programs:
-    """The user's functions or class, imported once: makes each episode's program and the schemas of the tools."""
+    """The user's functions or class, imported once. It makes each episode's program and the schemas of the tools."""
 
     def __init__(self, things: list[Any], are_tools: bool):
-        """things: functions, or one class. Raises TypeError for a class without step or public methods."""
+        """things: functions, or one class. Raise TypeError for a class without step or public methods."""
         self.cls = None if are_tools else things[0]
         self.is_own = self.cls is not None and hasattr(self.cls, "step")
         if self.cls is None:
@@ -183,11 +183,11 @@ class Programs:
 
     @property
     def scores_at_end(self) -> bool:
-        """Whether an episode that is cut still has a reward."""
+        """Whether an episode that was cut still has a reward."""
         return not self.is_own and hasattr(self.cls, "get_reward")
 
     def schemas(self) -> list[dict]:
-        """Returns the schemas of the tools, in the form for chat templates."""
+        """Return the schemas of the tools, in the form for chat templates."""
         from transformers.utils import get_json_schema
 
         schemas = [get_json_schema(function) for function in self.functions.values()]
@@ -199,7 +199,7 @@ class Programs:
         return schemas
 
     def new(self) -> OwnEnvironment | ToolEnvironment:
-        """Returns an episode's program."""
+        """Return an episode's program."""
         if self.cls is None:
             return ToolEnvironment(self.functions)
         instance = self.cls()
@@ -209,7 +209,7 @@ class Programs:
 
 
 def seed_random(seed: int) -> None:
-    """Seeds the random numbers: without it, all forks of a process would draw the same."""
+    """Seed the random number generators: otherwise all forks of a process would draw the same numbers."""
     random.seed(seed)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed(seed % 2**32)

@@ -15,7 +15,7 @@ from rl.environments.calls import format_of, parse
 from rl.errors import UserError
 
 MARK = "mark7f3a"  # in place of the model's text
-BREAK = "\ue000"  # cuts the name of a special token in an answer; for private use, so answers lose theirs
+BREAK = "\ue000"  # cuts the name of a special token in an answer; a private-use character, removed from answers
 ANSWER = {"role": "tool", "content": "answer"}
 SHORTEST = 3  # characters of a name that is cut: whitespace and single letters among the added tokens are plain text anyway
 UNUSED = r"(?i:<[^<>\s]?(?:unused|reserved)[^<>\s]*>)"  # thousands in some tokenizers
@@ -25,7 +25,7 @@ class Turns:
     """The turns of one model with its tools."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, schemas: list[dict], end_tokens: set[int], form: str = "auto"):
-        """schemas: of the tools, in the form for chat templates. Raises UserError for an unsuitable chat template."""
+        """schemas: of the tools, in the form for chat templates. Raise UserError for an unsuitable chat template."""
         self.tokenizer, self.schemas, self.end_tokens = tokenizer, schemas or None, end_tokens
         if not tokenizer.chat_template:
             raise UserError("the model's tokenizer has no chat template, so the tokens between two turns are unknown.")
@@ -40,8 +40,8 @@ class Turns:
         self.between([ANSWER if schemas else {"role": "user", "content": "?"}])
 
     def between(self, messages: list[dict], is_cut: bool = False) -> list[int]:
-        """Returns the tokens of the messages [{role, content}] after a turn of the model, from behind its end token up to the
-        model's next turn. is_cut: the turn has no end token, so it comes first."""
+        """Return the tokens of the messages [{role, content}] after a turn of the model, from its end token (not included) to
+        the model's next turn. is_cut: the turn lacks its end token, which is then included."""
         is_tool = any(message["role"] == "tool" for message in messages)
         said = {"role": "assistant", "content": "", "tool_calls": self._calls} if is_tool and self._calls else None
         said = said or {"role": "assistant", "content": MARK}
@@ -57,18 +57,18 @@ class Turns:
         return [self.tokenizer.convert_tokens_to_ids(end)] * is_cut + self._encode(rest[at + len(end) :])
 
     def prompt(self, messages: list[dict], added: list[dict] | str) -> list[int]:
-        """Returns the tokens of a prompt of these messages and an environment's addition: messages, or text to the last one."""
+        """Return the tokens of a prompt: its messages, and those that the environment adds, or text added to the last one."""
         if isinstance(added, str):
             last = messages[-1]
             return self._encode(self._render([*messages[:-1], last | {"content": last["content"] + self._cut(added)}]))
         return self._encode(self._render([*messages, *map(self._as_data, added)]))
 
     def conversation(self, messages: list[dict]) -> list[int]:
-        """Returns the tokens of a prompt of an agent's messages, in the form of rl/environments/chat.py: all of them data."""
+        """Return the tokens of a prompt of an agent's messages, in the form of rl/environments/chat.py. All are data."""
         return self._encode(self._render([self._as_data(message) | self._as_calls(message) for message in messages]))
 
     def message(self, ids: list[int]) -> dict:
-        """Returns the model's message {role, content, calls}. A call is {"name", "arguments"}, or a malformed one's error."""
+        """Return the model's message {role, content, calls}. A call is {"name", "arguments"}, or a malformed one's error."""
         whole = self.tokenizer.decode(ids, skip_special_tokens=True)
         said = {"role": "assistant", "content": whole, "calls": []}
         if not self.schemas:
@@ -77,7 +77,7 @@ class Turns:
         return said | {"content": content if found else whole, "calls": found}
 
     def text(self, ids: list[int]) -> str:
-        """Returns a turn's text with its special tokens, except its end token."""
+        """Return a turn's text with its special tokens, except its end token."""
         return self.tokenizer.decode(ids[:-1] if ids[-1:] and ids[-1] in self.end_tokens else ids)
 
     def _render(self, messages: list[dict]) -> str:
@@ -92,14 +92,14 @@ class Turns:
         return [token for part in parts for token in part]
 
     def _as_data(self, message: dict) -> dict:
-        """Returns the message with names of special tokens cut, for a template that may need a tool's name and number."""
+        """Return the message with names of special tokens cut, and with a tool's name and call id, which templates may need."""
         plain = {"role": message["role"], "content": self._cut(message["content"])}
         if message["role"] != "tool":
             return plain
         return plain | {"name": self._cut(message.get("name", "tool")), "tool_call_id": "call00001"}
 
     def _as_calls(self, message: dict) -> dict:
-        """Returns a message's calls in the form that the template accepts."""
+        """Return a message's calls in the form that the template accepts."""
         if not message.get("calls"):
             return {}
         takes_text = bool(self._calls) and isinstance(self._calls[0]["function"]["arguments"], str)
@@ -115,8 +115,8 @@ class Turns:
         return self._names.sub(lambda match: match[0][0] + BREAK + match[0][1:], text)
 
     def _accepted_calls(self) -> list[dict]:
-        """Returns a dummy turn's calls in the form that the template accepts: with arguments as an object, or as text. If it
-        renders neither, returns none, and a tool's answer follows text."""
+        """Return a dummy turn's calls in the form that the template accepts: with arguments as an object, or as text. If it
+        renders neither, return no calls: a tool's answer then follows text."""
         for arguments in ({"mark": MARK}, f'{{"mark": "{MARK}"}}'):
             name = self.schemas[0]["function"]["name"]
             calls = [{"type": "function", "id": "call00001", "function": {"name": name, "arguments": arguments}}]

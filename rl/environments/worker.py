@@ -2,8 +2,8 @@
 rl/environments/pool.py.
 
 It imports the user's file and the tokenizer once, stays single-threaded, and forks a process for each episode, which reads
-questions from a socket and answers in JSON lines. It reports each one's end and kills the processes that one left, in whatever
-session. A guard (rl/rewards/descendants.py) ends all of them with the rank.
+questions from a socket and answers in JSON lines. It reports the end of each episode's process and kills the processes that
+this one left, in whatever session. A guard (rl/rewards/descendants.py) ends all of them with the rank.
 """
 
 import contextlib
@@ -45,12 +45,12 @@ def main(parent: int) -> None:
     ready = {"schemas": warm.turns.schemas or [], "scores_at_end": warm.scores_at_end}
     control.send(json.dumps(ready).encode())
     gc.collect()
-    gc.freeze()  # what is shared with the forks stays shared
+    gc.freeze()  # keeps memory shared with the forks
     Forks(control, warm).serve()
 
 
 class Warm:
-    """What all episodes share: the user's code, the tokenizer, the tokens between turns."""
+    """The state that all episodes share: the user's code, the tokenizer, the tokens between turns."""
 
     def __init__(self, settings: dict):
         """settings: from rl/environments/pool.py."""
@@ -75,7 +75,7 @@ class Warm:
 
 
 def _programs(settings: dict) -> Programs:
-    """The user's environment or tools, imported."""
+    """Import the user's environment or tools."""
     path, _, names = settings["spec"].rpartition(":")
     module = import_file(path, "user_environment")
     if missing := [name for name in names.split(",") if not callable(getattr(module, name, None))]:
@@ -85,8 +85,8 @@ def _programs(settings: dict) -> Programs:
 
 @contextlib.contextmanager
 def _without_torch() -> Iterator[None]:
-    """Imports transformers without torch, unless the user's file has imported it: a quarter of the memory, and a third of the
-    time for a fork."""
+    """Import transformers without torch, unless the user's file has imported torch. A fork then needs a quarter of the memory
+    and a third of the time."""
     if "torch" in sys.modules:
         yield
         return
@@ -111,7 +111,7 @@ class Forks:
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
 
     def serve(self) -> None:
-        """Until the rank closes its end."""
+        """Obey orders until the rank closes its end."""
         poller = select.poll()
         poller.register(self.control, select.POLLIN)
         poller.register(self._woken, select.POLLIN)
@@ -125,7 +125,7 @@ class Forks:
                 return
 
     def _obey(self) -> bool:
-        """Forks or ends an episode, as the rank orders. Returns False if the rank has closed its end."""
+        """Fork or end an episode, as the rank orders. Return False if the rank has closed its end."""
         data, files, _, _ = socket.recv_fds(self.control, LARGEST, 1)
         if not data:
             return False
@@ -167,7 +167,7 @@ class Forks:
             os._exit(1)
 
     def _reap(self) -> None:
-        """Reports the processes that have ended, and kills those that they left: this process is now their parent."""
+        """Report the processes that have ended, and kill those that they left, whose parent is now this process."""
         with contextlib.suppress(ChildProcessError):
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -181,7 +181,7 @@ class Forks:
 
 
 def _children() -> set[int]:
-    """This process's children; none if the system does not list them."""
+    """Return the pids of this process's children; none if the system does not list them."""
     with contextlib.suppress(OSError):
         return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
     return set()
@@ -194,7 +194,7 @@ def _limit(settings: dict) -> None:
 
 
 def _answer_all(warm: Warm, rank: socket.socket) -> None:
-    """An episode: answers one question after the other, until the rank closes its end."""
+    """Play an episode: answer one question after another, until the rank closes its end."""
     program, me = warm.new(), os.getpid()
     for line in rank.makefile("r"):
         item = json.loads(line)
@@ -219,7 +219,7 @@ class Program:
         self._new, self.turns, self._program = programs.new, turns, None
 
     def reset(self, item: dict) -> dict:
-        """Returns the prompt's tokens, if the environment adds messages to it."""
+        """Return the prompt's tokens, if the environment adds messages to it."""
         seed_random(item["own_seed"])
         self._program = self._new()
         added = self._program.reset(item["row"], item["seed"])
@@ -230,7 +230,7 @@ class Program:
         return {"prompt": self.turns.prompt(item["row"]["prompt"], added)}
 
     def step(self, item: dict) -> dict:
-        """Returns the tokens before the model's next turn, and the turn's reward."""
+        """Return the tokens before the model's next turn, and the turn's reward."""
         message = self.turns.message(item["ids"])
         calls = [isinstance(call, dict) for call in message["calls"]]
         messages, reward, done = self._program.step(message)
@@ -238,7 +238,7 @@ class Program:
         return {"ids": ids, "reward": reward, "done": done, "calls": sum(calls), "malformed": calls.count(False)}
 
     def end(self, item: dict) -> dict:
-        """Returns the reward of an episode that was cut."""
+        """Return the reward of an episode that was cut."""
         return {"reward": self._program.reward()}
 
 

@@ -1,3 +1,3 @@
-"""The generators' side: the engine's contract, the engines, and a generator's turn.
+"""The generators' side: the engine's contract, the engines, and the generator that drives one.
 
-Never imports rl/learning: samples go one way (rl/samples), weights the other (rl/weights)."""
+It never imports rl/learning: samples go one way (rl/samples), weights the other (rl/weights)."""

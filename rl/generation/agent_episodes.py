@@ -1,8 +1,8 @@
-"""Responses of agents that own their loop: what they call is turns, and what does not extend them, histories.
+"""Responses of agents that own their loop: each call is a turn, and a call that extends no earlier one begins a new history.
 
-A call that extends no history begins a further one, with a prompt of its own: a sub-agent's, or what is left of a conversation
-that was compressed. To the engine it is a request with another prompt. In the end all of a response's histories are one
-response: one score, one advantage, one budget of tokens, in which the further prompts count and are masked.
+A new history has a separate prompt: that of a sub-agent, or a conversation that the agent has compressed. To the engine it is a
+request with a different prompt. At the end, all of a response's histories are joined into one response: one score, one
+advantage, and one budget of tokens, in which the further prompts count, although they are masked.
 """
 
 import dataclasses
@@ -18,22 +18,22 @@ from rl.model.head import support
 
 @dataclass
 class History:
-    """One of a response's. What changes of it is elsewhere while it is the active one: in Episode and Work."""
+    """One of a response's histories. While it is active, its current state is in Episode and Work instead."""
 
     request: Request
     output: Output
-    mask: np.ndarray | None = None  # of its first tokens; the policy has sampled those behind
+    mask: np.ndarray | None = None  # of its first tokens; the policy has sampled the rest
     at: int = 0
 
 
 @dataclass
 class Histories:
-    """Of a response. The first follows the group's prompt, and is empty if the agent's first call has another one."""
+    """A response's histories. The first follows the group's prompt, and is empty if the agent's first call has another one."""
 
     all: list[History]
-    first: int = 0  # the number of the one that the agent's first call began
+    first: int = 0  # the number of the history that the agent's first call began
     active: int = 0
-    last: list[int] = field(default_factory=list)  # tokens of the last turn, in whichever of them
+    last: list[int] = field(default_factory=list)  # tokens of the last turn of any history
 
 
 class AgentEpisodes(Episodes):
@@ -43,16 +43,16 @@ class AgentEpisodes(Episodes):
         super().__init__(*given)
         self._histories: dict[tuple[int, int], Histories] = {}
 
-    # -- what the generator asks
+    # -- the generator's questions
 
     @property
     def num_unfinished(self) -> int:
-        """Responses that the engine has, or will be given with their agents' first calls."""
+        """The number of responses that the engine has, or will get with their agents' first calls."""
         begins = (request.id for key in self._beginnings for request in self.working[key].requests)
         return self.engine.num_unfinished + sum(not self._of[id].is_reset for id in begins)
 
     def begin(self, key: int, work: Work, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
-        """As of others, but an agent cannot be played again: what was recorded starts again."""
+        """Start a prompt's episodes. Recorded ones start again from the beginning, because an agent cannot be replayed."""
         work.masks.clear()
         super().begin(key, work, [None] * len(before), None)
         for request, output in zip(work.requests, before, strict=True):
@@ -60,30 +60,31 @@ class AgentEpisodes(Episodes):
         return []
 
     def replay(self) -> None:
-        """Nothing is played again."""
+        """Do nothing: agents cannot be replayed."""
 
     def unfinished(self) -> list[Output]:
-        """As of others, without routes: those of a further history do not fit the prompt, and nothing continues with them."""
+        """Return all unfinished responses so far, without routes: those of a later history do not fit the prompt, and a resumed
+        run does not use them."""
         return [dataclasses.replace(output, routes=None) for output in super().unfinished()]
 
     def last_turn(self, output: Output) -> list[int]:
-        """The model's last answer, in whichever history it is."""
+        """Return the tokens of the model's last turn, of whichever history."""
         return self._histories[output.id].last
 
     def extra(self, id: tuple[int, int]) -> dict[str, float]:
-        """As of others, and how many histories do not extend the group's prompt."""
+        """Return an ended episode's further numbers, with the number of histories that do not extend the group's prompt."""
         return super().extra(id) | {"forks": len(self._histories[id].all) - 1 if id in self._histories else 0}
 
     def drop(self, key: int) -> None:
-        """Forgets a prompt whose responses are handed over."""
+        """Forget a prompt whose responses were handed over."""
         super().drop(key)
         self._histories = {id: of for id, of in self._histories.items() if id[0] != key}
 
     # -- the beginning
 
     def _was_reset(self, id: tuple[int, int], prompt: list[int] | None) -> None:
-        """An agent's first call, for which those of its group do not wait: the first of them is the group's prompt. One that is
-        not that begins a history of its own. prompt: None if the agent has failed."""
+        """Start a response with its agent's first call, without waiting for the rest of the group. The group's first call sets
+        the group's prompt; a different one begins a separate history. prompt: None if the agent has failed."""
         key, number = id
         episode, work = self._of[id], self.working[key]
         if episode.is_reset:
@@ -112,7 +113,7 @@ class AgentEpisodes(Episodes):
         self._fail(id, {"event": "bad_value", "message": message})
 
     def _wrong(self, prompt: list[int], work: Work) -> str | None:
-        """Why a group cannot have this prompt."""
+        """Return why a group cannot have this prompt; None if it can."""
         if len(prompt) > self.args.max_prompt_length:
             return f"the prompt has become {len(prompt)} tokens long, more than --max-prompt-length"
         return "a prompt that has images cannot be added to" if work.prompt.images else None
@@ -126,7 +127,7 @@ class AgentEpisodes(Episodes):
 
     def _add(self, id: tuple[int, int], so_far: Output | None) -> None:
         episode, requests, room = self._of[id], self.working[id[0]].requests, self._room(id)
-        so_far = so_far if so_far and so_far.token_ids else None  # of a history that begins
+        so_far = so_far if so_far and so_far.token_ids else None  # None for a new history
         limit = room if episode.most is None else min(room, (len(so_far.token_ids) if so_far else 0) + episode.most)
         sampling = dataclasses.replace(requests[id[1]].sampling, max_tokens=limit)
         requests[id[1]] = dataclasses.replace(requests[id[1]], sampling=sampling)
@@ -139,7 +140,7 @@ class AgentEpisodes(Episodes):
         super()._turn_ended(output)
 
     def _answered(self, id: tuple[int, int], answer: dict) -> None:
-        """A call that begins a history gives its prompt, one that extends a history the tokens behind it."""
+        """Continue with the agent's next call. Its tokens are a new history's prompt, or are appended to an existing one."""
         if not answer["done"]:
             self._of[id].most = answer["most"]
             of = self._histories[id]
@@ -151,7 +152,7 @@ class AgentEpisodes(Episodes):
         super()._answered(id, answer)
 
     def _turn_to(self, id: tuple[int, int], number: int, prompt: list[int]) -> None:
-        """Makes another history the active one. prompt: of one that begins."""
+        """Make another history the active one. prompt: of a new history."""
         of, episode, work = self._histories[id], self._of[id], self.working[id[0]]
         self._note(id)
         if number == len(of.all):
@@ -165,14 +166,15 @@ class AgentEpisodes(Episodes):
         work.requests[id[1]] = history.request
 
     def _note(self, id: tuple[int, int]) -> None:
-        """Puts what the active history has become where it is kept."""
+        """Store the current state of the active history."""
         of, episode = self._histories[id], self._of[id]
         history = of.all[of.active]
         history.output, history.at = episode.output or history.output, episode.at
         history.mask = self.working[id[0]].masks.pop(id[1], None)
 
     def _room(self, id: tuple[int, int]) -> int:
-        """Tokens that the active history may have: the others, and the prompts of all but the first, count in a response."""
+        """Return the most tokens of the active history. The response's budget also includes the other histories, and the
+        prompts of all but the first."""
         of = self._histories[id]
         others = sum(len(history.output.token_ids) for i, history in enumerate(of.all) if i != of.active)
         return self.args.max_response_length - others - sum(len(history.request.prompt_ids) for history in of.all[1:])
@@ -185,14 +187,14 @@ class AgentEpisodes(Episodes):
         super()._finish(id, reason)
 
     def _join(self, id: tuple[int, int]) -> None:
-        """All histories as one output: each further one is its prompt, masked, and what follows it."""
+        """Join all histories into one output. Each one after the first begins with its prompt, which is masked."""
         self._note(id)
         work, (first, *others) = self.working[id[0]], self._histories[id].all
         tokens, log_probs, versions = list(first.output.token_ids), list(first.output.log_probs), list(first.output.versions)
         masks, lengths, parts = [_whole_mask(first)], [len(tokens)], [(first.output.support, len(tokens))]
         for history in others:
             output, prompt = history.output, history.request.prompt_ids
-            if not output.token_ids:  # the response has ended before it was sampled
+            if not output.token_ids:  # the response ended before the history's first turn
                 continue
             tokens += [*prompt, *output.token_ids]
             log_probs += [0.0] * len(prompt) + output.log_probs
@@ -215,9 +217,9 @@ def _whole_mask(history: History) -> np.ndarray:
 
 
 def _joined_routes(outputs: list[Output], prompt: int) -> np.ndarray | None:
-    """The routes of all histories, each with those of its own prompt. The last token of a history was fed to no model: its row
-    is one that the learner does not replay, and so are those of the group's prompt where the first history is empty. prompt:
-    tokens of the group's."""
+    """Return the routes of all histories, each with those of its prompt. No model got the last token of a history: the learner
+    does not replay its row, nor the rows of the group's prompt if the first history is empty. prompt: number of tokens of the
+    group's prompt."""
     known = [output.routes for output in outputs if output.routes is not None]
     if not known:
         return None

@@ -20,8 +20,8 @@ def make_engine(
     trust_remote_code: bool,
     adapters: AdapterArgs | None = None,
 ) -> Engine:
-    """Returns the engine that the flags ask for, loaded from `path`. Raises UserError if that is impossible. adapters: of an
-    engine that is sent adapters by themselves (--publish adapter)."""
+    """Return the engine that the flags ask for, loaded from `path`. Raise UserError if that is impossible. adapters: for an
+    engine that gets adapters without the model's weights (--publish adapter)."""
     dtype = args.weights_dtype(learner_dtype)
     chosen = choose_engine(args.engine, device)
     if args.rollout_tp != 1 and chosen != "vllm":
@@ -51,7 +51,7 @@ def make_engine(
 
 
 def choose_engine(wanted: str, device: torch.device) -> str:
-    """Returns "vllm" or "transformers"; the choice of auto is printed, once a job. Raises UserError if vLLM is missing."""
+    """Return "vllm" or "transformers". The choice of auto is printed once per job. Raise UserError if vLLM is missing."""
     if wanted == "transformers" or (wanted == "auto" and not is_accelerator(device)):
         chosen, why = "transformers", "the device is a CPU"
     else:

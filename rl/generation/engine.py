@@ -28,7 +28,7 @@ class EngineArgs(RouterArgs):
     rollout_n: Annotated[int, Range(at_least=1)] = 8
     """Responses per prompt."""
     max_response_length: Annotated[int, Range(at_least=1)] = 8
-    """Longest response, in tokens. One that reaches it is cut off there."""
+    """Longest response, in tokens. Longer responses are cut off."""
     temperature: Annotated[float, Range(at_least=0.01, at_most=100)] = 1.0
     """Sampling temperature. The learner divides its logits by it as well."""
     top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
@@ -38,8 +38,8 @@ class EngineArgs(RouterArgs):
     """Sample from the k likeliest tokens; -1 turns it off. The generator's log-probs are then those of the truncated
     distribution."""
     keep_sampling_mask: bool = False
-    """With --top-k, and perhaps --top-p: record the tokens that could be sampled, and take the learner's log-probs over them,
-    too. Without it ratios and KL compare a truncated distribution with a full one."""
+    """With --top-k and optionally --top-p: record the tokens that could be sampled, and also compute the learner's log-probs
+    over them. Without this, ratios and KL compare a truncated distribution with a full one."""
     ignore_eos: bool = False
     """Generate past the end token up to --max-response-length, so that all responses have one length: for timing."""
     val_n: Annotated[int, Range(at_least=1)] = 1
@@ -49,50 +49,50 @@ class EngineArgs(RouterArgs):
     val_top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
     """Nucleus sampling in validation."""
     engine: MayChange[Literal["auto", "transformers", "vllm"]] = "auto"
-    """Inference engine. auto takes vllm where it is installed and the device is not a CPU, otherwise the embedded engine on top
-    of transformers, and prints which."""
+    """Inference engine. auto chooses vllm if it is installed and the device is not a CPU, otherwise the embedded engine on top
+    of transformers, and prints its choice."""
     max_num_seqs: MayChange[Annotated[int, Range(at_least=1, at_most=65_536)]] = 256
     """Responses that one engine decodes at once."""
     max_num_batched_tokens: MayChange[Annotated[int, Range(at_least=1)]] = 8192
     """Tokens in one forward pass of an engine: prompts to prefill, and with vllm also the responses' next tokens."""
     rollout_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the engine's copy of the weights; auto takes the learner's --dtype."""
+    """Precision of the engine's copy of the weights; auto uses the learner's --dtype."""
     rollout_tp: MayChange[Annotated[int, Range(at_least=1)]] = 1
     """vllm: ranks that share one engine by tensor parallelism. They must be on one node."""
     gpu_memory_utilization: MayChange[Annotated[float, Range(above=0, at_most=1)]] = 0.5
-    """vllm: share of the device's memory for the engine: weights and KV cache. The learner needs the rest."""
+    """vllm: fraction of the device's memory for the engine's weights and KV cache. The learner needs the rest."""
     enable_chunked_prefill: MayChange[bool] = True
-    """vllm: split long prompts over several steps, so that running responses need not wait for them. Never on a CPU."""
+    """vllm: split long prompts over several steps, so that running responses need not wait for them. Always off on a CPU."""
     enforce_eager: MayChange[bool] = False
     """vllm: do not capture graphs or compile. Slower, but starts quickly and takes less memory. A CPU is always eager."""
     load_format: MayChange[str] = "auto"
-    """vllm: how the engine reads the model at the start. "dummy" reads nothing: the learner sends its weights anyway."""
+    """vllm: how the engine reads the model at startup. "dummy" reads nothing: the learner sends its weights anyway."""
     free_cache_engine: MayChange[bool] = True
     """vllm: free the engine's device memory while the learner works (train_sync.py, not on a CPU)."""
 
     rollout_seeds: MayChange[Literal["auto", "on", "off"]] = "auto"
-    """vllm: give each request its own seed, so that its response can be repeated. off draws a step's random numbers at once.
+    """vllm: give each request a separate seed, so that its response can be repeated. off draws a step's random numbers at once.
     auto is off on an NPU, where each seed costs a kernel per token, and on elsewhere."""
 
     @property
     def sampling(self) -> "SamplingParams":
-        """How training samples."""
+        """The sampling parameters of training."""
         of_all = (self.temperature, self.top_p, self.top_k, self.max_response_length, self.ignore_eos)
         most, with_log_probs = support.most_tokens(self), getattr(self, "score_centering", False)
         return SamplingParams(*of_all, support=most, support_log_probs=with_log_probs)
 
     @property
     def val_sampling(self) -> "SamplingParams":
-        """How validation samples."""
+        """The sampling parameters of validation."""
         return SamplingParams(self.val_temperature, self.val_top_p, max_tokens=self.max_response_length)
 
     @property
     def engine_sleeps(self) -> bool:
-        """Whether an engine's memory is given back while a learner works: where one process does both in turns."""
+        """Whether the engine frees its memory while the learner works, if one process does both in turn."""
         return self.free_cache_engine
 
     def check(self) -> None:
-        """Raises UserError for a record without a bound."""
+        """Raise UserError if --keep-sampling-mask has no bound on the number of recorded tokens."""
         if self.keep_sampling_mask and self.top_k < 1:
             raise UserError(
                 "--keep-sampling-mask records the tokens that could be sampled in each place, and --top-k bounds their number. "
@@ -100,7 +100,7 @@ class EngineArgs(RouterArgs):
             )
 
     def weights_dtype(self, learner_dtype: str) -> torch.dtype:
-        """The precision of the engine's weights, which is also that in which they are sent."""
+        """Return the precision of the engine's weights, in which they are also sent."""
         return getattr(torch, learner_dtype if self.rollout_dtype == "auto" else self.rollout_dtype)
 
 
@@ -108,24 +108,24 @@ class EngineArgs(RouterArgs):
 class SamplingParams:
     """temperature 0 is greedy (log-probs are then those at temperature 1); top_k -1 and top_p 1 are off.
 
-    The embedded engine reads the fields in its `_sample` and in `sample`, vLLM's in its `_hand_over`."""
+    The embedded engine reads the fields in its `_sample` and in `sample`, the vLLM engine in its `_hand_over`."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     max_tokens: int = 16
     ignore_eos: bool = False
-    support: int = 0  # record the tokens that could be sampled, at most this many a token (rl/model/head/support.py); 0: do not
-    support_log_probs: bool = False  # and their log-probs
+    support: int = 0  # most tokens to record that could be sampled in each place (rl/model/head/support.py); 0 records none
+    support_log_probs: bool = False  # whether to record their log-probs as well
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are left out. Log-probs are then those of the truncated distribution, of which a run warns."""
+        """Whether tokens are left out. Log-probs are then those of the truncated distribution, and the run warns about it."""
         return self.top_k > 0 or self.top_p < 1
 
     @property
     def support_columns(self) -> int:
-        """Columns of the record of the tokens that could be sampled."""
+        """The number of columns in the record of the tokens that could be sampled."""
         return self.support * (2 if self.support_log_probs else 1)
 
 
@@ -137,8 +137,8 @@ class Request:
     seed: int  # 64 bits; two requests with the same prompt, settings, seed and weights give the same response
     so_far: "Output | None" = None  # an unfinished response that this request continues
     images: Images | None = None  # of the prompt; prompt_ids includes their tokens
-    priority: int = 0  # the lowest goes first, if the engine has a queue and --env or --tools is given
-    kv_version: int | None = None  # of weights whose KV cache may be reused for `so_far`, if the engine still has it
+    priority: int = 0  # the lowest goes first, if the engine has a queue and responses have several turns
+    kv_version: int | None = None  # version of the weights whose KV cache may be reused for `so_far`, if it still exists
 
 
 @dataclass(frozen=True)
@@ -150,53 +150,53 @@ class Output:
     log_probs: list[float]
     versions: list[int]
     finish_reason: Literal["stop", "length", "unfinished"]
-    routes: np.ndarray | None = None  # [prompt + n - 1, L, K] uint8 or uint16, those of sampling (model/router.py)
+    routes: np.ndarray | None = None  # [prompt + n - 1, L, K] uint8 or uint16, as chosen in sampling (model/router.py)
     support: np.ndarray | None = None  # [n, K] int32, tokens that could be sampled in each place (model/head/support.py)
     cached: int = 0  # tokens of the prompt and `so_far` found in a prefix cache
 
 
 class Engine(Protocol):
     version: int  # of the weights in use; -1 before the first update
-    shares_memory: bool  # whether there is `share_parameters`
+    shares_memory: bool  # whether it has `share_parameters`
     reads: frozenset[str]  # the fields of SamplingParams that it supports; for others, only the default is accepted
 
     def add(self, request: Request) -> None: ...
 
     def step(self) -> list[Output]:
-        """Samples one token for every running request; returns those that finished."""
+        """Sample one token for every running request; return those that finished."""
 
     def unfinished(self) -> list[Output]:
-        """Returns the outputs so far of all unfinished requests. Further requests may continue them, as `so_far`."""
+        """Return the outputs so far of all unfinished requests. Further requests may continue them, as `so_far`."""
 
     def abort(self) -> None:
-        """Forgets all unfinished requests."""
+        """Forget all unfinished requests."""
 
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool = False) -> None:
-        """Takes new weights between two steps. Unfinished responses continue under them, with their KV cache unchanged or
-        recomputed. Raises ValueError if the weights are not exactly the model's."""
+        """Load new weights between two steps. Unfinished responses continue under them, with their KV cache unchanged or
+        recomputed. Raise ValueError if the weights are not exactly the model's."""
 
     def read_back(self, name: str) -> torch.Tensor | None:
-        """Returns the parameter's current value, read from the engine's live memory; on a tensor parallel rank, its part. None
+        """Return the parameter's current value, read from the engine's live memory; on a tensor parallel rank, its part. None
         if the engine cannot report it."""
 
     def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Returns the value that `read_back` must return if the parameter is `whole`."""
+        """Return the value that `read_back` must return if the parameter is `whole`."""
 
     @property
     def num_unfinished(self) -> int: ...
 
-    # -- only with --publish adapter: the first update has the adapters and then the model, later ones only have the adapters;
-    # read_back and own_part know the adapters by the learner's names
+    # -- only with --publish adapter: the first update has the adapters and then the model, later ones only the adapters;
+    # read_back and own_part accept the learner's names of the adapters
 
     max_length: int  # prompt + response, in tokens
 
     def log_probs_of(self, ids: list[int]) -> list[float]:
-        """Returns the log-prob, at temperature 1, of each token but the first under the current weights. Unfinished responses
+        """Return the log-prob, at temperature 1, of each token except the first under the current weights. Unfinished responses
         may continue meanwhile; the next step returns those that end."""
 
 
 def check_sampling(engine: Engine, sampling: SamplingParams) -> None:
-    """Raises UserError for a field that the engine would ignore, unless it has its default."""
+    """Raise UserError for a field that the engine would ignore, unless the field has its default."""
     name = type(engine).__name__
     for field in fields(SamplingParams):
         if field.name not in engine.reads and (value := getattr(sampling, field.name)) != field.default:
@@ -207,7 +207,7 @@ def check_sampling(engine: Engine, sampling: SamplingParams) -> None:
 
 
 def check_length(request: Request, max_length: int) -> None:
-    """Raises ValueError for a request without a prompt, or with more tokens (prompt + budget) than max_length."""
+    """Raise ValueError for a request without a prompt, or with more tokens (prompt + budget) than max_length."""
     longest = len(request.prompt_ids) + request.sampling.max_tokens
     if not request.prompt_ids or longest > max_length:
         raise ValueError(f"request {request.id}: {longest} tokens (prompt + budget) do not fit in {max_length}")
@@ -216,8 +216,8 @@ def check_length(request: Request, max_length: int) -> None:
 def checked(
     weights: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, torch.Size], needed: Iterable[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the weights of an update. Raises ValueError that names the first one that is unknown, of another shape, or
-    missing of those `needed`."""
+    """Yield the weights of an update. Raise ValueError, naming the first weight that is unknown, has a wrong shape, or is
+    `needed` but missing."""
     missing = set(needed)
     for name, tensor in weights:
         if shapes.get(name) != tensor.shape:
@@ -229,5 +229,5 @@ def checked(
 
 
 def request_seed(seed: int, ticket: int, response: int) -> int:
-    """A 63-bit seed for response number `response` of `ticket`, independent of which rank serves it."""
+    """Return a 63-bit seed for response number `response` of `ticket`, independent of the rank that serves it."""
     return int(np.random.SeedSequence((seed, ticket, response)).generate_state(1, np.uint64)[0] >> 1)

@@ -1,8 +1,8 @@
 """The ranks that share one tensor parallel engine (--rollout-tp) stay in step.
 
-vLLM's ranks meet in every layer, so all must add the same requests and step equally often. A batch that is made whole needs no
-message for this: every rank knows all tickets in advance, and steps the engine until it is empty. In a stream, the first rank
-of the engine decides on the next action and sends its decision to the others.
+vLLM's ranks communicate in every layer, so all must add the same requests and step equally often. Generating a whole batch
+needs no messages for this: every rank knows all tickets in advance, and steps the engine until it is empty. In a stream, the
+engine's first rank decides on the next action and sends its decision to the others.
 """
 
 import json
@@ -18,15 +18,15 @@ from rl.ranks.watchdog import doing
 
 
 class EngineRanks:
-    """The ranks of the default process group that share this rank's engine: `size` neighbours."""
+    """The ranks of the default process group that share this rank's engine: `size` consecutive ranks."""
 
     def __init__(self, ranks: Ranks, size: int):
-        """Raises UserError if a node's generators cannot be divided into engines."""
+        """Raise UserError if a node's generators cannot be divided into engines."""
         if torn := [node for node in nodes() if node.generators % size]:
             raise UserError(f"--rollout-tp {size}: an engine's ranks share a node, but {torn[0]}. Change --generators there.")
         self.size = size
         self.is_leader = ranks.rank % size == 0  # the engine's first rank decides, scores and hands over
-        self.index, self.engines = ranks.rank // size, ranks.world_size // size  # which engine of how many
+        self.index, self.engines = ranks.rank // size, ranks.world_size // size  # this engine's number; the number of engines
         self._first, self._group = self.index * size, None
         for first in range(0, ranks.world_size, size) if size > 1 else ():
             group = torch.distributed.new_group(range(first, first + size), backend=HOST_BACKEND)  # a collective of all engines
@@ -36,7 +36,7 @@ class EngineRanks:
 
     @doing("the engine's first rank to decide")
     def agree(self, decision: list) -> list:
-        """Returns the first rank's decision, any JSON value, on all ranks."""
+        """Return the first rank's decision, any JSON value, on all ranks."""
         if self._group is None:
             return decision
         text = json.dumps(decision).encode()

@@ -1,11 +1,11 @@
-"""Responses of several turns (--env, --tools): whose turn it is, and which tokens are appended.
+"""Responses of several turns (--env, --tools): decides whose turn it is and which tokens are appended.
 
 To the engine an episode is one response that is continued: the environment's answer is appended to its tokens, and the request
-is added again with them as its `so_far`. The mask separates the policy's tokens from the environment's, so its runs are the
-turns. A resumed run replays its episodes from them: the environment has to repeat the recorded answers.
+is added again with them as its `so_far`. The mask separates the policy's tokens from the environment's, so runs of equal mask
+values are the turns. A resumed run replays its episodes from these: the environment has to repeat the recorded answers.
 
-Where several ranks share an engine (--rollout-tp), only the first has processes. All of them ask the same, so they need one
-message a poll: the answers that the first rank read.
+If several ranks share an engine (--rollout-tp), only the first has processes. All ranks ask the same questions, so each poll
+needs only one message: the answers that the first rank read.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ from rl.model.head import support
 from rl.ranks.timers import Timers
 from rl.rewards.pool import Score, can_score
 
-OF_GROUP = 2**32 - 1  # in place of a response's number, for the seed that its group's environments share
+OF_GROUP = 2**32 - 1  # replaces a response's number in the seed that its group's environments share
 WAIT = 5e-3  # seconds to wait for an environment if there is nothing to sample
-BY_ROWS = 2  # processes for each response that the engine decodes at once
+BY_ROWS = 2  # processes per response that the engine can decode at once
 
 
 class Episodes(Responses):
@@ -40,7 +40,7 @@ class Episodes(Responses):
         self.job, self.engine_ranks, self.args, self.end_tokens = job, engine_ranks, args, end_tokens
         self.environments: Environments = job.environments
         self.scores_at_end = self.environments.ready["scores_at_end"]
-        self.paused_below = 0  # keys that were put aside: their answers wait
+        self.paused_below = 0  # smaller keys were put aside: their answers wait
         self._of: dict[tuple[int, int], Episode] = {}
         self._processes: dict[tuple[int, int], bool] = {}  # episodes with a process -> whether it owes an answer
         self._queue: list[int] = []  # keys without environments yet
@@ -53,11 +53,11 @@ class Episodes(Responses):
 
     @property
     def num_unfinished(self) -> int:
-        """Responses that the engine has, or will be given when their environments are reset."""
+        """The number of responses that the engine has, or will get when their environments are reset."""
         return self.engine.num_unfinished + sum(len(self.working[key].requests) for key in self._beginnings)
 
     def begin(self, key: int, work: Work, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
-        """Starts a prompt's episodes, or replays the recorded ones."""
+        """Start a prompt's episodes, or replay the recorded ones."""
         self.working[key] = work
         self._of |= {request.id: Episode(output) for request, output in zip(work.requests, before, strict=True)}
         self._beginnings[key] = prompt
@@ -66,8 +66,8 @@ class Episodes(Responses):
         return []
 
     def decode(self, timer: Timers) -> list[Output] | None:
-        """Steps the engine once and reads the environments' answers; None if neither is at work. A turn that the budget cuts is
-        the last, and no tool runs."""
+        """Step the engine once and read the environments' answers. Return the episodes that ended; None if neither the engine
+        nor an environment is at work. A turn that the budget cuts is the last, and its tools do not run."""
         with timer("env"):
             self._admit()
             at_work = any(self._processes.values())
@@ -88,7 +88,7 @@ class Episodes(Responses):
         return self.args.in_lock_step and any(self._processes.values())
 
     def replay(self) -> None:
-        """Replays all recorded episodes, before others start. They are added to the engine as if the run had not stopped: first
+        """Replay all recorded episodes before new ones start. They are added to the engine as if the run had not stopped: first
         those that were stopped within a turn, then those that waited for their environment."""
         self._replayed = []
         while self._queue or self._beginnings or any(self._processes.values()):
@@ -101,12 +101,12 @@ class Episodes(Responses):
         self._replayed = None
 
     def unfinished(self) -> list[Output]:
-        """All unfinished responses so far, with those that the engine does not have."""
+        """Return all unfinished responses so far, including those that the engine does not have."""
         elsewhere = {id: episode.output for id, episode in self._of.items() if not episode.in_engine}
         return super().unfinished() + [output or Output(id, [], [], [], "unfinished") for id, output in elsewhere.items()]
 
     def put_aside(self, below: int) -> None:
-        """As with one turn. Answers to those put aside wait until they proceed."""
+        """Take all unfinished responses out of the engine. Their environments' answers wait until the responses proceed."""
         super().put_aside(below)
         self.paused_below = below
 
@@ -115,8 +115,8 @@ class Episodes(Responses):
         super().proceed()
 
     def score(self, id: tuple[int, int]) -> Score | None:
-        """An ended episode's score by its environment; None if a verifier scores it. An episode that was cut before its
-        environment could score it gets 0."""
+        """Return an ended episode's score by its environment; None if a verifier has to score it. An episode that was cut
+        before its environment could score it gets 0."""
         episode = self._of[id]
         if episode.event or episode.rewards:
             return episode.event or Score(sum(reward for _, reward in episode.rewards))
@@ -127,7 +127,7 @@ class Episodes(Responses):
         return Score(None, event="bad_value", message="neither the environment nor a verifier of its data_source scored it")
 
     def extra(self, id: tuple[int, int]) -> dict[str, float]:
-        """Further numbers of an ended episode; none if its prompt's images could not be prepared."""
+        """Return further numbers of an ended episode; none if its prompt's images could not be prepared."""
         if id not in self._of:
             return {}
         episode = self._of[id]
@@ -146,18 +146,18 @@ class Episodes(Responses):
         }
 
     def rewards(self, id: tuple[int, int]) -> list[list] | None:
-        """[token, reward] of each turn, with --turn-rewards, of an episode that could be scored."""
+        """Return [token, reward] for each turn with a reward, with --turn-rewards and if the episode could be scored."""
         episode = self._of.get(id)
         return episode.rewards if episode and self.args.turn_rewards and not episode.event else None
 
     def drop(self, key: int) -> None:
-        """Forgets a prompt whose responses are handed over."""
+        """Forget a prompt whose responses were handed over."""
         for request in self.working[key].requests:
             del self._of[request.id]
         super().drop(key)
 
     def close(self) -> None:
-        """Ends all environments: the run has ended."""
+        """End all environments at the end of the run."""
         self.environments.close()
 
     # -- the processes
@@ -172,7 +172,7 @@ class Episodes(Responses):
             self.environments.begin(id, row=prompt.row | known, split="val" if key >= VALIDATION else "train", **seeds)
 
     def _ask(self, id: tuple[int, int], what: str, **item: Any) -> None:
-        if id in self._processes:  # else it has failed, and its event is in `_answers`
+        if id in self._processes:  # otherwise it has failed, and its event is in `_answers`
             self._processes[id] = True
             if self.engine_ranks.is_leader:
                 self.environments.ask(id, what, **item)
@@ -183,7 +183,7 @@ class Episodes(Responses):
             self.environments.end(id)
 
     def _poll(self, wait: float) -> None:
-        """Reads answers; waits up to `wait` seconds for one. A collective of the engine's ranks, if any process is there."""
+        """Read answers; wait up to `wait` seconds for one. Collective over the engine's ranks, if there is any process."""
         if not self._processes:
             return
         answers = self.environments.poll(wait) if self.engine_ranks.is_leader else []
@@ -198,7 +198,7 @@ class Episodes(Responses):
     # -- the beginning
 
     def _admit(self) -> None:
-        """Forks the environments of prompts that have none. Those put aside do not count in the number of processes."""
+        """Fork the environments of queued prompts. Episodes that were put aside do not count towards the limit of processes."""
         for key in [key for key in self._queue if key >= self.paused_below]:
             at_work = sum(key >= self.paused_below for key, _ in self._processes)
             if at_work >= BY_ROWS * self.args.max_num_seqs and self._replayed is None:
@@ -209,7 +209,7 @@ class Episodes(Responses):
 
     def _was_reset(self, id: tuple[int, int], prompt: list[int] | None) -> None:
         key, episode = id[0], self._of[id]
-        if key not in self._beginnings:  # it starts again
+        if key not in self._beginnings:  # the episode starts again
             self._start(id)
             return
         episode.is_reset, episode.prompt = True, prompt or None
@@ -217,8 +217,8 @@ class Episodes(Responses):
             self._start_all(key, self._beginnings.pop(key))
 
     def _start_all(self, key: int, recorded: list[int] | None) -> None:
-        """All environments of the prompt are reset. They must add the same to it. recorded: the prompt of the responses that
-        were recorded."""
+        """Start the prompt's episodes once all its environments are reset. All of them must add the same to the prompt.
+        recorded: the prompt of the recorded responses."""
         work = self.working[key]
         prompts = {r.id: self._of[r.id].prompt for r in work.requests if not self._of[r.id].event}
         first, wrong = next(iter(prompts.values()), None), None
@@ -238,7 +238,7 @@ class Episodes(Responses):
             self._start(id)
 
     def _refuse(self, id: tuple[int, int], wrong: str | None, prompt: list[int] | None) -> None:
-        """An environment has made a prompt that cannot be used: it is wrong, or different from its group's."""
+        """Fail an episode whose environment made an unusable prompt: a wrong one, or one that differs from its group's."""
         self._fail(id, {"event": "bad_value", "message": wrong or "reset adds another prompt than in its group"})
 
     def _start(self, id: tuple[int, int]) -> None:
@@ -255,7 +255,7 @@ class Episodes(Responses):
     # -- turn after turn
 
     def _turn_ended(self, output: Output) -> None:
-        """Gives a turn that the engine has finished to its environment, unless it is the last."""
+        """Give a turn that the engine has finished to its environment, unless it is the last."""
         episode = self._of[output.id]
         episode.cached += output.cached if episode.turns else 0
         episode.output, episode.in_engine = output, False
@@ -267,7 +267,7 @@ class Episodes(Responses):
             self._say(output.id, len(output.token_ids))
 
     def _take(self) -> None:
-        """Acts on the answers: in lock step by key, not in order of arrival."""
+        """Act on the answers: in lock step by key, not in order of arrival."""
         answers = [item for item in self._answers if item[0][0] >= self.paused_below]
         self._answers = [item for item in self._answers if item[0][0] < self.paused_below]
         for id, answer in sorted(answers, key=lambda item: item[0]) if self.args.in_lock_step else answers:
@@ -285,7 +285,7 @@ class Episodes(Responses):
                 self._answered(id, answer)
 
     def _say(self, id: tuple[int, int], end: int) -> None:
-        """Gives the environment the model's turn, which ends before token `end`."""
+        """Give the environment the model's turn, which ends before token `end`."""
         episode = self._of[id]
         episode.turns += 1
         self._ask(id, "step", ids=episode.output.token_ids[episode.at : end])
@@ -296,7 +296,7 @@ class Episodes(Responses):
         episode.add(answer)
         if episode.again:
             recorded = episode.output.token_ids[episode.at : episode.at + episode.again.popleft()]
-            if answer["done"] or recorded != ids:  # another answer than before: the episode starts again
+            if answer["done"] or recorded != ids:  # a different answer: the episode starts again
                 self._end_process(id)
                 self._forget(id)
                 self._fork(id)
@@ -318,21 +318,21 @@ class Episodes(Responses):
             self._add(id, Output(id, *lists, "unfinished", o.routes, known))
 
     def _room(self, id: tuple[int, int]) -> int:
-        """The most tokens of a response's conversation."""
+        """Return the most tokens that a response's conversation may have."""
         return self.args.max_response_length
 
     def _append(self, id: tuple[int, int], tokens: int) -> None:
-        """Masks the next tokens: they are the environment's."""
+        """Mask the next `tokens` tokens, which are the environment's."""
         episode, masks = self._of[id], self.working[id[0]].masks
         known = masks.get(id[1], np.zeros(0, bool))
-        if len(known) < episode.at + tokens:  # else they were recorded
+        if len(known) < episode.at + tokens:  # otherwise the mask was recorded
             turn, answer = np.ones(episode.at - len(known), bool), np.zeros(tokens, bool)
             masks[id[1]] = np.concatenate([known, turn, answer])
         episode.at += tokens
 
     def _add(self, id: tuple[int, int], so_far: Output | None) -> None:
-        """Has the engine sample the next turn, before turns of prompts that began later. If responses keep their KV cache
-        across updates, so do turns."""
+        """Let the engine sample the next turn, before turns of prompts that began later. If responses keep their KV cache
+        across updates, turns keep it too."""
         episode = self._of[id]
         was_playing = bool(episode.output) and episode.output.finish_reason == "unfinished"
         episode.output, episode.in_engine = None, True
@@ -348,7 +348,7 @@ class Episodes(Responses):
     # -- the replay
 
     def _play(self, id: tuple[int, int]) -> None:
-        """Replays the next recorded turn; the last may be incomplete, because the run or the budget ended."""
+        """Replay the next recorded turn; the last may be incomplete, because the run or the budget ended."""
         episode = self._of[id]
         end = episode.at + episode.again.popleft()
         if episode.again or episode.output.token_ids[end - 1] in self.end_tokens:
@@ -359,21 +359,21 @@ class Episodes(Responses):
             self._cut(id)
 
     def _forget(self, id: tuple[int, int]) -> None:
-        """Drops an episode's recorded tokens."""
+        """Drop an episode's recorded tokens."""
         self.working[id[0]].masks.pop(id[1], None)
         self._of[id] = Episode(restarts=self._of[id].restarts + 1)
 
     # -- the end
 
     def _cut(self, id: tuple[int, int]) -> None:
-        """The budget cuts a turn: the episode ends, and its environment does not get the turn."""
+        """End an episode whose turn the budget has cut. Its environment does not get the turn."""
         episode = self._of[id]
         episode.turns += 1
         episode.at = len(episode.output.token_ids)
         self._end(id, "length")
 
     def _end(self, id: tuple[int, int], cut: str) -> None:
-        """Ends an episode that its environment has not ended. The environment may still have a reward for it."""
+        """End an episode that its environment has not ended. The environment may still have a reward for it."""
         episode = self._of[id]
         episode.cut = cut
         if self.scores_at_end and not episode.rewards:
@@ -389,11 +389,11 @@ class Episodes(Responses):
         self._ended.append(episode.output)
 
     def _fail(self, id: tuple[int, int], answer: dict) -> None:
-        """An environment's failure costs its own response."""
+        """End an episode whose environment has failed. Only this response is lost."""
         episode = self._of[id]
         self._end_process(id)
         episode.event = Score(None, event=answer["event"], message=answer["message"])
-        if episode.in_engine:  # its turn is the last
+        if episode.in_engine:  # the turn under way is the last
             return
         episode.output = episode.output or Output(id, [], [], [], "length")
         self._finish(id, "stop")

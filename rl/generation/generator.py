@@ -1,4 +1,4 @@
-"""A generator takes tickets, steps the engine, has ended responses scored and hands over whole groups. It validates, too.
+"""A generator takes tickets, steps the engine, lets the pool score ended responses and returns whole groups. It also validates.
 
 Scoring overlaps with generation: a response goes to the scoring pool the moment it ends, while the rest of its group continues.
 """
@@ -36,8 +36,8 @@ class Generator:
         give_up: Callable[[], bool] = lambda: False,
         responses: Responses | None = None,
     ):
-        """engine_ranks: those that share the engine; give_up: asked between two engine steps of `generate`; responses: by
-        default of one turn."""
+        """engine_ranks: the ranks that share the engine; give_up: called between two engine steps of `generate`, which stops if
+        it returns True; responses: by default of one turn."""
         self.engine, self.job, self.pool, self.args, self.engine_ranks = engine, job, pool, args, engine_ranks
         self.give_up = give_up if engine_ranks.size == 1 else lambda: False  # ranks that share an engine must stay together
         self.sampling = args.sampling
@@ -46,8 +46,8 @@ class Generator:
         self.responses = responses or Responses(engine)
         self.working = self.responses.working
         self._rows: list[dict] = []  # of the current validation
-        self._unusable: list[int] = []  # prompts whose images cannot be prepared
-        self.history = None  # of the prompts, where batches are made whole
+        self._unusable: list[int] = []  # keys of prompts whose images cannot be prepared
+        self.history = None  # of the prompts, with --prompt-sampling
         if args.prompt_sampling != "uniform":
             from rl.samples.prompt_history import PromptHistory  # late: no other run needs it
 
@@ -69,28 +69,28 @@ class Generator:
 
     @property
     def tickets(self) -> list[int]:
-        """Tickets under way, on the rank that hands them over."""
+        """Tickets under way; none on ranks that do not hand over groups."""
         return [key for key in self.working if key < VALIDATION and self.engine_ranks.is_leader]
 
     def close(self) -> None:
-        """The run has ended."""
+        """Close the scoring pool and the responses at the end of the run."""
         self.pool.close()
         self.responses.close()
 
     def start(self, ticket: int, partial: Group | None = None) -> None:
-        """Gives the engine the ticket's prompt, n times. partial: its group as `unfinished` returned it before a stop."""
+        """Give the engine the ticket's prompt, n times. partial: its group as `unfinished` returned it before a stop."""
         _, index = self.job.order(ticket)
         work = Work(self.job.prompts[index], self.args.rollout_n, greedy=self.args.needs_greedy)
         self._add(ticket, work, self.sampling, partial)
 
     def go_on(self, groups: list[Group]) -> None:
-        """Starts this engine's share of the groups that `unfinished` returned on all ranks."""
+        """Start this engine's share of the groups that `unfinished` returned on all ranks."""
         for group in groups[self.engine_ranks.index :: self.engine_ranks.engines]:
             self.start(group.ticket, group)
         self.responses.replay()
 
     def unfinished(self) -> list[Group]:
-        """Returns every ticket under way, except validation, with its responses so far, none of them scored."""
+        """Return a group for every ticket under way, except validation, with its responses so far, all without scores."""
         outputs, groups = {output.id: output for output in self.responses.unfinished()}, []
         for ticket in self.tickets:
             work = self.working[ticket]
@@ -100,18 +100,18 @@ class Generator:
         return groups
 
     def decode(self) -> list[Output] | None:
-        """Samples the next token of every response under way: one step of the engine. Returns the responses that end with it;
+        """Sample the next token of every response under way: one step of the engine. Return the responses that end with it;
         None if there was nothing to sample."""
         return None if self._unusable else self.responses.decode(self.timer)
 
     def score(self, ended: list[Output] | None, wait: float = 2e-3, idle: str = "wait") -> list[Group]:
-        """Gives the responses that `decode` returned to the scoring pool, and returns the groups whose responses have all been
-        scored by now. If nothing was sampled, waits up to `wait` seconds for a score, or sleeps as long if there is nothing to
+        """Give the responses that `decode` returned to the scoring pool, and return the groups whose responses have all been
+        scored by now. If nothing was sampled, wait up to `wait` seconds for a score, or sleep this long if there is nothing to
         score either. idle: the timer of that sleep."""
         return self._take_done(self._take_scores(ended, wait, idle))
 
     def _take_scores(self, ended: list[Output] | None, wait: float, idle: str = "wait") -> list[int]:
-        """Submits the ended responses and collects scores. Returns the keys that may be done."""
+        """Submit the ended responses and collect scores. Return the keys that may be done."""
         if self._unusable:
             keys, self._unusable = self._unusable, []
             return keys
@@ -132,12 +132,12 @@ class Generator:
         return list(dict.fromkeys(key for (key, _), _ in scored)) if self.engine_ranks.is_leader else self._whole(ended or [])
 
     def _whole(self, ended: list[Output]) -> list[int]:
-        """Returns the keys whose last response is among these."""
+        """Return the keys whose last response is among these."""
         return [key for key in dict.fromkeys(output.id[0] for output in ended) if self.working[key].has_ended]
 
     def _take_done(self, keys: Iterable[int]) -> list[Group]:
-        """Returns the groups of those keys that are done, and keeps a validation's rows. Only the engine's first rank hands
-        over; the others drop ended prompts."""
+        """Return the groups of those keys that are done, and keep a validation's rows. Only the engine's first rank returns
+        groups; the others drop ended prompts."""
         groups, leads = [], self.engine_ranks.is_leader
         for key in keys:
             work = self.working[key]
@@ -151,26 +151,26 @@ class Generator:
         return groups
 
     def begin(self, tickets: Sequence[int]) -> None:
-        """Starts this engine's share of tickets, in addition to those that `generate` will get."""
+        """Start this engine's share of tickets, in addition to those that `generate` will get."""
         for ticket in tickets[self.engine_ranks.index :: self.engine_ranks.engines]:
             self.start(ticket)
 
     def next_tickets(self, first: int, count: int) -> tuple[Sequence[int], int]:
-        """Returns `count` tickets from `first` on, without those that --prompt-sampling skips, and the next ticket."""
+        """Return `count` tickets from `first` on, except those that --prompt-sampling skips, and the ticket after them."""
         return self.history.take(first, count) if self.history else (range(first, first + count), first + count)
 
     def remember(self, groups: Sequence[Group]) -> None:
-        """Records the results of a batch's groups, for --prompt-sampling."""
+        """Record the results of a batch's groups, for --prompt-sampling."""
         if self.history:
             self.history.note(groups)
 
     def generate(self, tickets: Sequence[int]) -> list[Group]:
-        """Returns as many scored groups as there are tickets, in ticket order; none if it gives up. They are the first to end
-        of these tickets and those put aside before. The others are put aside and continue in the next call."""
+        """Return as many scored groups as there are tickets, in ticket order; none if `give_up` says so. They are the first to
+        end of these tickets and those put aside before. The others are put aside and continue in the next call."""
         self.responses.proceed()
         for ticket in tickets:
             self.start(ticket)
-        self._unusable = []  # they are among those that have ended already
+        self._unusable = []  # their keys are in `ended`
         ended = sorted(key for key, work in self.working.items() if work.has_ended)
         while len(ended) < len(tickets) or self.pool.pending:
             if self.give_up():
@@ -182,24 +182,24 @@ class Generator:
         return self._take_done(sorted(ended[: len(tickets)]))
 
     def put_aside(self) -> list[int]:
-        """Returns the tickets that `generate` has put aside, on all ranks. A collective."""
+        """Return the tickets that `generate` has put aside, of all ranks. Collective."""
         gathered = dist.all_gather_bytes(json.dumps(self.tickets).encode())
         return sorted(ticket for tickets in gathered for ticket in json.loads(tickets))
 
     def start_validation(self) -> None:
-        """Gives the engine its share of the validation prompts, val_n times each."""
+        """Give the engine its share of the validation prompts, each val_n times."""
         a, ranks = self.args, self.engine_ranks
         for index in range(ranks.index, len(self.job.val_prompts), ranks.engines):
             self._add(VALIDATION + index, Work(self.job.val_prompts[index], a.val_n), a.val_sampling)
 
     def take_rows(self) -> list[dict]:
-        """Returns the validation's rows since the last call, one a response: index, data_source, prompt, response,
+        """Return the validation's rows since the last call, one per response: index, data_source, prompt, response,
         ground_truth, score, acc, extra (the reward function's other numbers), error. With an error, score and acc are None."""
         rows, self._rows = self._rows, []
         return rows
 
     def validate(self) -> list[dict]:
-        """Validates with nothing else under way. Returns all rows, in order, on every rank. A collective."""
+        """Validate with nothing else under way. Return all rows, in order, on every rank. Collective."""
         self.start_validation()
         while self.is_validating:
             self.score(self.decode(), wait=1.0)
@@ -230,7 +230,7 @@ class Generator:
         return work.group(ticket, responses, baseline, routes)
 
     def _row(self, index: int, work: Work, number: int) -> dict:
-        """Returns a validation response as `take_rows` describes it. The validation's metrics are computed from these rows."""
+        """Return a validation response as `take_rows` describes it. The validation's metrics are computed from these rows."""
         score = work.scores[number]
         return {
             "index": index,
@@ -247,8 +247,8 @@ class Generator:
         }
 
     def _add(self, key: int, work: Work, sampling: SamplingParams, partial: Group | None = None) -> None:
-        """Starts the prompt's responses, or continues recorded ones. If its images cannot be prepared, which their headers do
-        not show, the responses have no token and no score: such a prompt only costs its ticket."""
+        """Start the prompt's responses, or continue recorded ones. If its images cannot be prepared, which their headers do not
+        show, the responses have no token and no score, and only this ticket is lost."""
         images = work.prompt.images
         try:
             if images:
@@ -262,7 +262,7 @@ class Generator:
             self._submit(output)
 
     def _requests(self, key: int, work: Work, sampling: SamplingParams) -> list[Request]:
-        """Returns one request a response."""
+        """Return one request per response."""
         ids, images = work.prompt.ids, work.prompt.images
         seeds = [request_seed(self.args.seed, key, i) for i in range(work.n)]
         requests = [Request((key, i), ids, sampling, seed, images=images) for i, seed in enumerate(seeds)]
@@ -298,7 +298,7 @@ class Generator:
 def make_generator(
     args: EngineArgs, job: Job, ranks: dist.Ranks, pool: ScoringPool, give_up: Callable[[], bool] = lambda: False
 ) -> Generator:
-    """Returns this rank's generator, with the engine that the flags ask for."""
+    """Return this rank's generator, with the engine that the flags ask for."""
     check_ring(args, job.path)
     length = args.max_prompt_length + args.max_response_length
     adapters = args if args.publishes_adapters else None

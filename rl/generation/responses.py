@@ -1,4 +1,4 @@
-"""Responses between a generator and its engine: here of one turn, which the engine samples from the prompt to their end.
+"""Responses between a generator and its engine. Those here have one turn: the engine samples them from the prompt to the end.
 
 rl/generation/episodes.py has responses of several turns, with the same methods.
 """
@@ -18,12 +18,12 @@ from rl.ranks.timers import Timers
 from rl.rewards.pool import Score
 from rl.samples.group import Group, Response
 
-VALIDATION = 2**62  # added to a validation prompt's index where training has its ticket: the streams never meet
+VALIDATION = 2**62  # added to a validation prompt's index, so that no key is also a training ticket
 
 
 @dataclass
 class Work:
-    """A prompt under way, with its n responses so far."""
+    """A prompt under way, with its n responses."""
 
     prompt: Prompt
     n: int
@@ -31,11 +31,11 @@ class Work:
     outputs: dict[int, Output] = field(default_factory=dict)
     scores: dict[int, Score] = field(default_factory=dict)
     masks: dict[int, np.ndarray] = field(default_factory=dict)  # bool, of a response's first tokens; the rest are sampled
-    histories: dict[int, list[int]] = field(default_factory=dict)  # of a response with several: the tokens of each
-    requests: list[Request] = field(default_factory=list)  # one a response
+    histories: dict[int, list[int]] = field(default_factory=dict)  # of a response with several: number of tokens of each
+    requests: list[Request] = field(default_factory=list)  # one per response
 
     def mask(self, number: int, tokens: int) -> np.ndarray | None:
-        """Returns which tokens of response `number` the policy sampled, [tokens] bool; None for all of them."""
+        """Return which tokens of response `number` the policy sampled, [tokens] bool; None if all of them."""
         known = self.masks.get(number)
         return None if known is None else np.concatenate([known, np.ones(tokens - len(known), bool)])
 
@@ -64,12 +64,12 @@ class Responses:
 
     @property
     def num_unfinished(self) -> int:
-        """Responses that the engine has, or will be given."""
+        """The number of responses that the engine has, or will get."""
         return self.engine.num_unfinished
 
     def begin(self, key: int, work: Work, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
-        """Starts a prompt's responses, or continues recorded ones. before: each response so far; prompt: the one that they were
-        sampled from. Returns those that had ended."""
+        """Start a prompt's responses, or continue recorded ones. before: each response so far; prompt: the recorded prompt's
+        tokens. Return the responses that had already ended."""
         self.working[key] = work
         for request, output in zip(work.requests, before, strict=True):
             if output is None or output.finish_reason == "unfinished":
@@ -77,54 +77,54 @@ class Responses:
         return [output for output in before if output and output.finish_reason != "unfinished"]
 
     def replay(self) -> None:
-        """All responses of a resumed run have begun."""
+        """Prepare to continue after the last `begin` of a resumed run. With one turn, there is nothing to do."""
 
     def decode(self, timer: Timers) -> list[Output] | None:
-        """Steps the engine once. Returns the responses that end with it; None if there was nothing to sample."""
+        """Step the engine once. Return the responses that end with it; None if there was nothing to sample."""
         if not self.engine.num_unfinished:
             return None
         with timer("gen"):
             return self.engine.step()
 
     def unfinished(self) -> list[Output]:
-        """Returns all unfinished responses so far."""
+        """Return all unfinished responses so far."""
         return [*self.engine.unfinished(), *self._aside]
 
     def put_aside(self, below: int) -> None:
-        """Takes all unfinished responses out of the engine. below: no key is this large."""
+        """Take all unfinished responses out of the engine. below: an upper bound of their keys, exclusive."""
         self._aside = sorted(self.engine.unfinished(), key=lambda output: output.id)
         self.engine.abort()
 
     def proceed(self) -> None:
-        """Gives the responses that were put aside back to the engine, as a resumed run does."""
+        """Give the responses that were put aside back to the engine, as a resumed run does."""
         for output in self._aside:
             key, number = output.id
             self.engine.add(dataclasses.replace(self.working[key].requests[number], so_far=output))
         self._aside = []
 
     def last_turn(self, output: Output) -> list[int]:
-        """Returns the tokens of an ended response that a verifier scores: those after which the policy sampled all."""
+        """Return the tokens of an ended response that a verifier scores: those after the last masked one."""
         key, number = output.id
         known = self.working[key].masks.get(number)
         first = 0 if known is None else 1 + max(np.flatnonzero(~known), default=-1)
         return output.token_ids[first:]
 
     def score(self, id: tuple[int, int]) -> Score | None:
-        """Returns an ended response's score; None if the scoring pool has to find it."""
+        """Return an ended response's score; None if the scoring pool has to compute it."""
 
     def extra(self, id: tuple[int, int]) -> dict[str, float]:
-        """Returns further numbers of an ended response."""
+        """Return further numbers of an ended response."""
         return {}
 
     def rewards(self, id: tuple[int, int]) -> list[list] | None:
-        """Returns [token, reward] of each turn that has a reward of its own."""
+        """Return [token, reward] for each turn that has a separate reward; None if there are none."""
 
     def drop(self, key: int) -> None:
-        """Forgets a prompt whose responses are handed over."""
+        """Forget a prompt whose responses were handed over."""
         del self.working[key]
 
     def close(self) -> None:
-        """The run has ended."""
+        """Free resources at the end of the run."""
 
 
 def to_response(
@@ -135,7 +135,7 @@ def to_response(
     error: str | None = None,
     rewards: list | None = None,
 ) -> Response:
-    """Returns the record of an engine's output. work: its prompt."""
+    """Return the record of an engine's output. work: its prompt."""
     return Response(
         token_ids=np.array(output.token_ids, np.int32),
         log_probs=np.array(output.log_probs, np.float32),
@@ -153,7 +153,7 @@ def to_response(
 
 
 def recorded(id: tuple[int, int], partial: Group | None, work: Work) -> Output | None:
-    """Returns response `id` as it was when the run was stopped; None if it had no token."""
+    """Return response `id` as it was when the run stopped, and restore its mask in `work`; None if it had no token."""
     before = partial.responses[id[1]] if partial else None
     if before is None or not len(before.token_ids):
         return None
@@ -165,14 +165,14 @@ def recorded(id: tuple[int, int], partial: Group | None, work: Work) -> Output |
 
 
 def prompt_routes(outputs: Iterable[Output], work: Work) -> np.ndarray | None:
-    """Returns the routes of the prompt's tokens from a response that has them, if possible one that follows the prompt."""
+    """Return the routes of the prompt's tokens from a response that has them, if possible one that follows the prompt."""
     known = [output for output in outputs if output.routes is not None]
     known.sort(key=lambda output: work.histories.get(output.id[1], [1])[0] == 0)
     return known[0].routes[: len(work.prompt.ids)] if known else None
 
 
 def make_responses(args: EngineArgs, job: Job, engine: Engine, engine_ranks: EngineRanks) -> Responses:
-    """Returns responses of one turn or, with an environment, of several. The code for several is only imported for them."""
+    """Return responses of one turn or, with an environment, of several turns, whose code is imported only then."""
     if not args.has_environment:
         return Responses(engine)
     if args.has_agent:

@@ -87,14 +87,22 @@ def _forward(experts: nn.Module, plain: nn.Module, group, hidden: torch.Tensor, 
     order = index.flatten().argsort(stable=True)  # [t * K], by expert and so by rank
     count = torch.zeros(ranks * own, dtype=torch.long, device=index.device)
     count = count.scatter_add_(0, index.flatten(), torch.ones_like(order))  # [E] this rank's rows for each expert
-    arriving = torch.empty_like(count)  # [E] rows that arrive from each rank for each of this rank's experts
-    torch.distributed.all_to_all_single(arriving, count, group=group)
-    sent, received = torch.stack([count, arriving]).view(2, ranks, -1).sum(2).tolist()  # by rank; the one wait for the device
+    arriving, sent, received = rows_to_trade(count, len(order), group)
     rows = AllToAll.apply(hidden[order // choices], sent, received, group)  # [R, d]
     expert = torch.arange(own, device=index.device).repeat(ranks).repeat_interleave(arriving, output_size=len(rows))  # [R]
     out = AllToAll.apply(_compute(own_experts, rows, expert), received, sent, group)  # [t * K, d] in `order`
     by_token = out[order.argsort()].view(*index.shape, -1)  # [t, K, d]
     return (by_token * weight[..., None]).sum(1).to(hidden.dtype)
+
+
+def rows_to_trade(count: torch.Tensor, rows: int, group) -> tuple[torch.Tensor, list[int], list[int]]:
+    """Return the rows that arrive from each rank for each of this rank's experts [E], and the numbers of rows to send to and
+    receive from each rank. count [E]: this rank's rows for each expert of all ranks; rows: their sum, which plan.py's fake
+    device needs."""
+    arriving = torch.empty_like(count)
+    torch.distributed.all_to_all_single(arriving, count, group=group)
+    sent, received = torch.stack([count, arriving]).view(2, group.size(), -1).sum(2).tolist()  # the only wait for the device
+    return arriving, sent, received
 
 
 def _compute(own_experts: nn.Module, rows: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:

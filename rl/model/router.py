@@ -223,6 +223,6 @@ def row_of_routes(batch, responses: list[int]) -> torch.Tensor | None:
             seen.add(group)
             add(batch.prompt_routes[i], len(batch.prompts[i]))
         add(batch.routes[i], int(batch.lengths[i]))
-        ends = np.cumsum(batch.histories[i] or [])[:-1]  # neither was the last token of a history
+        ends = np.cumsum(batch.histories[i] or [], dtype=int)[:-1]  # neither was the last token of a history
         parts[-1][ends[ends > 0] - 1] = UNKNOWN
     return torch.from_numpy(np.concatenate(parts))

@@ -75,6 +75,7 @@ def dry_run(
     autograd accepts no new device. attention: see fake_device.start; image_size: see rl/plan/images.py. Raise UserError if the
     run itself would refuse its flags."""
     args = settled(args)
+    resolve(args.model)  # here, since a demo model is trained when it is first asked for
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, script])
     reader, writer = context.Pipe(duplex=False)

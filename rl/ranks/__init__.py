@@ -1,3 +1,3 @@
-"""The processes of a job: how they start, find their device and each other, fail, hang and end.
+"""The processes of a job: how they start, find their devices and each other, fail, hang and end.
 
-Left out: who generates and who learns (rl/split.py), and what they send each other (rl/transport)."""
+Left out: the split into generators and learners (rl/split.py), and the data that they exchange (rl/transport)."""

@@ -1,6 +1,6 @@
 """The devices: the only file that distinguishes cpu, cuda and npu, and their backends (gloo, nccl, hccl).
 
-All other files ask here what a device can do, and so run unchanged on all three.
+All other files ask this one what a device can do, so they run unchanged on all three.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ from rl.errors import UserError
 from rl.ranks import driver_files, host_memory, launch
 
 HOST = "cpu"
-HOST_BACKEND = "gloo"  # of groups that send host memory only
-os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")  # each of P ranks asks the store for all addresses at once, not P times
-# Before torch's first attention: it prefers cuDNN's on the newest GPUs, which takes tens of milliseconds to plan each length of
-# the keys, and in decoding this grows by one each step
+HOST_BACKEND = "gloo"  # of groups that send only host memory
+os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")  # a rank asks the store once for all addresses
+# Before torch's first attention: on the newest GPUs it prefers cuDNN's, which takes tens of milliseconds to plan each length of
+# the keys, and in decoding the length grows by one each step
 os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 HALF = {torch.float16, torch.bfloat16}
@@ -35,8 +35,8 @@ PACKED_ATTENTION = {
 }
 # Precisions in which flash-linear-attention, if installed, computes gated delta nets (rl/model/hybrid/kernels.py)
 DELTA_RULE = {"cuda": HALF, "npu": HALF}
-ONE_DRAW_KINDS = {"npu"}  # on which vLLM draws the random numbers of each seed by a kernel of its own
-GATHER_TO_ALL_KINDS = {"npu"}  # on which a gather to one rank is one to all, after a pickled broadcast of the shapes (HCCL)
+ONE_DRAW_KINDS = {"npu"}  # on which vLLM draws the random numbers of each seed with a separate kernel
+GATHER_TO_ALL_KINDS = {"npu"}  # on which a gather to one rank sends to all, after a pickled broadcast of the shapes (HCCL)
 # Dense peak in bf16, FLOP/s, from the makers' data sheets; the denominator of MFU. An unknown device has no MFU.
 PEAK_FLOPS = {
     "H100": 989e12,
@@ -47,9 +47,9 @@ PEAK_FLOPS = {
     "L40S": 362e12,
     "H20": 148e12,  # after H200, whose name begins with this one
     "910B": 354e12,
-    "Ascend910_93": 376e12,  # a die: each of the two of a chip is a device
+    "Ascend910_93": 376e12,  # a die: each of a chip's two dies is a device
 }
-VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}  # the devices of a process, by number or name
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}  # a process's devices, by number or name
 
 
 @cache
@@ -83,13 +83,14 @@ def _warn_of_unused() -> None:
 
 
 def default_dtype() -> str:
-    """Return the precision of --dtype auto: half on accelerators, whose fast products and kernels support no other."""
+    """Return the precision of --dtype auto: bfloat16 on accelerators, whose fast products and kernels need half precision."""
     return "float32" if kind() == "cpu" else "bfloat16"
 
 
 def check_own(store: dist.Store, members: range, rank: int, device: torch.device, role: str) -> None:
-    """Raise UserError if ranks of one role on this node share a device: their collectives need one each. members: the ranks of
-    that role here, each of which calls this with its own device. A launcher may show each rank only its own device."""
+    """Raise UserError if ranks of one role on this node share a device, since their collectives need one each. members: the
+    ranks of that role on this node, each of which calls this with its own device. A launcher may show each rank only its own
+    device."""
     if not is_accelerator(device):
         return
     store.set(f"device/of/{rank}", _number_in_node(device))
@@ -108,7 +109,8 @@ def has_accelerator() -> bool:
 
 
 def claim(local_rank: int) -> torch.device:
-    """Return this rank's device. Ranks share devices if there are fewer of them, as a generator and a learner may."""
+    """Return this rank's device, and make it the current one. Ranks share devices if there are fewer devices than ranks, as a
+    generator and a learner may."""
     if kind() == "cpu":
         host_memory.keep_freed()
         return torch.device("cpu")
@@ -121,7 +123,8 @@ def claim(local_rank: int) -> torch.device:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether the device has its own memory and queues. Host memory sent to it is pinned; its work is asynchronous."""
+    """Return whether the device has its own memory and queues: host memory sent to it is pinned, and its work is
+    asynchronous."""
     return device.type != "cpu"
 
 
@@ -135,13 +138,13 @@ def packed_attention(query: torch.Tensor, segments: int) -> str | None:
 
 
 def seeds_are_slow() -> bool:
-    """Return whether requests with their own seeds cost vLLM a kernel each per token."""
+    """Return whether vLLM needs a separate kernel per token for each request with its own seed."""
     return kind() in ONE_DRAW_KINDS
 
 
 @contextlib.contextmanager
 def random_numbers(device: torch.device, seed: int):
-    """Let the seed determine the random numbers of the block, on the host and on the device, and not those outside."""
+    """Let the seed determine the random numbers inside the block, on the host and on the device, but not those outside."""
     with torch.random.fork_rng([device] if is_accelerator(device) else [], device_type=device.type):
         torch.default_generator.manual_seed(seed)
         if is_accelerator(device):
@@ -158,17 +161,17 @@ def moved(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def gathers_to_one(device: torch.device) -> bool:
-    """Return whether the backend sends the parts of a gather only to its receiver."""
+    """Return whether the backend sends the parts of a gather only to the receiving rank."""
     return device.type not in GATHER_TO_ALL_KINDS
 
 
 def backend(device: torch.device) -> str:
-    """Return the backend of a process group of ranks on such devices. All of them can send host tensors."""
+    """Return the backend of a process group of ranks on such devices. Every backend can also send host tensors."""
     return BACKENDS[device.type]
 
 
 def _number_in_node(device: torch.device) -> str:
-    """Name a device among all of this machine: ranks that see one device each all call it number 0."""
+    """Return a name of the device that is unique on this machine: ranks that see one device each all call it number 0."""
     uuid = getattr(_module().get_device_properties(device), "uuid", None) if is_accelerator(device) else None
     visible = os.environ.get(VISIBLE.get(device.type, ""), "").split(",")
     index = device.index or 0
@@ -176,9 +179,10 @@ def _number_in_node(device: torch.device) -> str:
 
 
 def device_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta):
-    """Return a new group that sends device memory directly; None if members share a device or give the host. Collective."""
+    """Return a new group that sends device memory directly; None if members share a device or a member's device is the host.
+    Collective."""
     store.set(f"device/{rank}", f"{platform.node()}/{device.type}/{_number_in_node(device)}")
-    if rank == 0:  # only one asks for all: P ranks that ask for each other are a quarter of a million calls at 512
+    if rank == 0:  # only one rank asks for all: if each asked for all, 512 ranks would make a quarter of a million calls
         devices = store.multi_get([f"device/{i}" for i in range(size)])
         on_host = any(f"/{HOST}/".encode() in name for name in devices)
         store.set("device/own", str(int(len(set(devices)) == size and not on_host)))
@@ -188,7 +192,7 @@ def device_group(store: dist.Store, rank: int, size: int, device: torch.device, 
         from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
         group = ProcessGroupHCCL(store, rank, size, timeout=timeout)
-        # Members connect with their first message, within HCCL_CONNECT_TIMEOUT (two minutes): now, not with the first weights
+        # Members connect at their first message, within HCCL_CONNECT_TIMEOUT (two minutes): do it now, not at the first weights
         group.broadcast([torch.zeros(1, device=device)], dist.BroadcastOptions()).wait()
         return group
     options = dist.ProcessGroupNCCL.Options()
@@ -198,7 +202,7 @@ def device_group(store: dist.Store, rank: int, size: int, device: torch.device, 
 
 def host_group(store: dist.Store, rank: int, size: int, timeout: timedelta, at_once: int = 2):
     """Return a new group that sends host memory. timeout: for all members to join, and for each collective. at_once: the most
-    collectives under way; gloo lets the others wait. Collective."""
+    collectives under way at a time; gloo lets the others wait. Collective."""
     gloo, networks = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME")
     options = gloo._Options()
     options._timeout, options._threads = timeout, at_once
@@ -209,7 +213,7 @@ def host_group(store: dist.Store, rank: int, size: int, timeout: timedelta, at_o
 
 
 def flight_record(backend_name: str) -> list[dict]:
-    """Return the collectives of the backend in torch's flight recorder; none without a recorder."""
+    """Return the backend's collectives from torch's flight recorder; an empty list without a recorder."""
     dump = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}.get(backend_name, "none")
     return json.loads(getattr(torch._C._distributed_c10d, dump, lambda: "{}")()).get("entries", [])
 
@@ -217,20 +221,21 @@ def flight_record(backend_name: str) -> list[dict]:
 # ---------------------------------------------------------------------------------------------------------- time and memory
 
 
-@cache  # each new one would be another of a pool, and the allocator keeps the freed memory of each apart
+@cache  # each call would return another stream, and the allocator keeps the freed memory of each stream apart
 def side_stream(device: torch.device):
-    """Return a context in which the device's work is queued next to the main thread's; an empty one on a CPU."""
+    """Return a context whose device work is queued separately from the main thread's; an empty context on a CPU."""
     return torch.Stream(device) if is_accelerator(device) else contextlib.nullcontext()
 
 
 @cache
 def copy_streams(device: torch.device) -> tuple[torch.Stream, torch.Stream] | None:
-    """Return two more queues of the device, for copies to it and from it; None on a CPU."""
+    """Return two more queues of the device, for copies to and from it; None on a CPU."""
     return (torch.Stream(device), torch.Stream(device)) if is_accelerator(device) else None
 
 
 def _module():
-    """Return torch.cuda or torch.npu, for memory: torch.accelerator's calls do not know the allocator of torch-npu 2.10."""
+    """Return torch.cuda or torch.npu, for its memory functions: torch.accelerator's do not know the allocator of torch-npu
+    2.10."""
     return getattr(torch, kind())
 
 
@@ -245,13 +250,13 @@ def memory_gb() -> dict[str, float]:
 
 
 def empty_cache() -> None:
-    """Return memory that the allocator holds for no tensor to the device, for code that does not use the allocator."""
+    """Give unused memory of the allocator back to the device, for code that does not use the allocator."""
     if kind() != "cpu":
         _module().empty_cache()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an accelerator had no room for a tensor."""
+    """Return whether the error means that an accelerator had no room for a tensor."""
     return isinstance(error, torch.OutOfMemoryError) or "NPU out of memory" in str(error)
 
 
@@ -267,8 +272,8 @@ def devices_are_shared() -> bool:
 
 
 def memory_left() -> tuple[int, int] | None:
-    """Return (bytes of the accelerator that new tensors may take, all of its bytes); None if its driver does not know. Memory
-    that the allocator holds for no tensor counts as free."""
+    """Return (bytes of the accelerator that new tensors may take, its total bytes); None if its driver does not know. Unused
+    memory of the allocator counts as free."""
     try:
         free, total = _module().mem_get_info()
     except RuntimeError:
@@ -277,7 +282,7 @@ def memory_left() -> tuple[int, int] | None:
 
 
 def peak_memory(act: Callable[[], object]) -> int:
-    """Return the peak of the bytes that tensors take on the accelerator during the call, in addition to those before it."""
+    """Return the peak of the bytes that tensors take on the accelerator during the call, beyond those taken before it."""
     _module().reset_peak_memory_stats()
     before = _module().memory_allocated()
     act()
@@ -288,14 +293,14 @@ def peak_memory(act: Callable[[], object]) -> int:
 
 
 def name() -> str:
-    """Return the model of the device, in the words of its driver or the system."""
+    """Return the device's model name, as given by its driver or the system."""
     if kind() == "cpu":
         return platform.processor() or platform.machine()
     return _module().get_device_name()
 
 
 def peak_flops() -> float | None:
-    """Return the device's dense bf16 peak in FLOP/s, None if it is unknown."""
+    """Return the device's dense bf16 peak in FLOP/s; None if it is unknown."""
     if kind() == "cpu":
         return None
     return next((flops for key, flops in PEAK_FLOPS.items() if key in name()), None)

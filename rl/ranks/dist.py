@@ -1,4 +1,4 @@
-"""Ranks, their process groups, and their collectives."""
+"""Ranks, their process groups and their collectives."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl.ranks import device, heartbeat, launch, signals, streams, watchdog
 
-SHARED_SECONDS = 10  # network file systems list new files late, but find a file by its name at once
+SHARED_SECONDS = 10  # network file systems list new files late, but find a file by name at once
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Ranks:
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
-        """Ranks that together hold each micro-batch once, for sums over the batch. None for all ranks."""
+        """The ranks that together hold each micro-batch once, for sums over the batch; None if these are all ranks."""
         return self.sequence_mesh.get_group("data") if self.sequence_parallel > 1 else None
 
     @cached_property
@@ -80,8 +80,8 @@ class Ranks:
 
 
 def init(hang_timeout: float = 0, node_timeout: float = 0) -> Ranks:
-    """Join the default process group, under torchrun or alone. CPU tensors go over gloo, device tensors over nccl / hccl.
-    hang_timeout, node_timeout: of the watchdog and the heartbeat, in seconds; 0 for none."""
+    """Join the default process group, under torchrun or as the only rank. gloo sends CPU tensors; nccl or hccl sends device
+    tensors. hang_timeout, node_timeout: seconds, of the watchdog and the heartbeat; 0 turns them off. Collective."""
     store, own_device, timeout = meet(0, hang_timeout, node_timeout)
     here = launch.here()
     with watchdog.doing("all ranks to join"):
@@ -94,13 +94,13 @@ def init(hang_timeout: float = 0, node_timeout: float = 0) -> Ranks:
 
 
 def join(args) -> Ranks:
-    """`init` with the limits of a script's flags."""
+    """Call `init` with the timeouts of a script's flags."""
     return init(args.hang_timeout, args.node_timeout)
 
 
 def meet(generators: int, hang_timeout: float, node_timeout: float) -> tuple[dist.Store, torch.device, timedelta]:
-    """Wait for all ranks of the job; from then on the watchdog and the heartbeat observe this one. Return the store that all
-    share, this rank's device, and the time after which a collective fails. generators: on this node. Collective."""
+    """Wait for all ranks of the job; from then on the watchdog and the heartbeat observe this rank. Return the store that all
+    share, this rank's device, and the timeout of a collective. generators: number on this node. Collective."""
     here = launch.here()
     own_device = device.claim(here.local_rank)
     timeout = timedelta(seconds=hang_timeout + 60) if hang_timeout else timedelta(days=7)  # the watchdog is first: it says more
@@ -116,7 +116,7 @@ def meet(generators: int, hang_timeout: float, node_timeout: float) -> tuple[dis
 
 
 def take_name(name: str) -> None:
-    """Name this process in its reports, with its machine if there are several."""
+    """Name this process in its reports, and on its stderr if there are several nodes."""
     watchdog.rename(name)
     if len(launch.nodes()) > 1:
         streams.sign_errors(f"{platform.node()} {name}")
@@ -134,7 +134,7 @@ def show_group(name: str, group: dist.ProcessGroup | dist.Backend) -> None:
 
 
 def _last_collective(backend, group: str = "") -> tuple[int, str]:
-    """Return its number, and its name in torch's flight recorder, empty without one."""
+    """Return the last collective's number, and its name in torch's flight recorder; the name is empty without a recorder."""
     number = backend._get_sequence_number_for_group()
     record = device.flight_record(backend.name())
     names = [e["profiling_name"] for e in record if e["process_group"][0] == group and e["collective_seq_id"] == number]
@@ -147,8 +147,8 @@ def stopping() -> bool:
 
 
 def engines_first(role: str) -> None:
-    """If generators and learners share this node's devices: report that a generator's engine has started, and let a learner
-    wait for all engines of the node. An engine counts memory that others take while it starts as its own."""
+    """If generators and learners share this node's devices, report that a generator's engine has started, and let a learner
+    wait for all engines of the node: a starting engine counts memory that others allocate meanwhile as its own."""
     here = launch.here()
     node = next((node for node in launch.nodes() if node.first == here.first), None)
     shares = node and node.generators and node.learners
@@ -168,7 +168,7 @@ def engines_first(role: str) -> None:
 
 @watchdog.doing("all_gather_bytes")
 def all_gather_bytes(record: bytes, group: dist.ProcessGroup | None = None) -> list[bytearray]:
-    """Return every rank's bytes, in rank order, on every rank of the group. A rank without any sends nothing. Collective."""
+    """Return every rank's bytes, in rank order, on every rank of the group. A rank with no bytes sends nothing. Collective."""
     if dist.get_world_size(group) == 1:
         return [bytearray(record)]
     sizes = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size(group))]
@@ -179,20 +179,21 @@ def all_gather_bytes(record: bytes, group: dist.ProcessGroup | None = None) -> l
 
 
 def broadcast_parts(parts: list[bytearray], group: dist.ProcessGroup | None) -> None:
-    """Fill the part of each rank, in rank order, with its bytes. Collective."""
+    """Fill each part with the bytes of its rank; parts are in rank order. Collective."""
     tensors = {rank: torch.frombuffer(part, dtype=torch.uint8) for rank, part in enumerate(parts) if part}
     for sent in [dist.broadcast(x, group=group, async_op=True, group_src=rank) for rank, x in tensors.items()]:
         sent.wait()
 
 
 def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list:
-    """Return every rank's value, in rank order, on every rank of the group. JSON carries it: a tuple arrives as a list."""
+    """Return every rank's value, in rank order, on every rank of the group. Values are sent as JSON: a tuple arrives as a list.
+    Collective."""
     return [json.loads(record) for record in all_gather_bytes(json.dumps(value).encode(), group)]
 
 
 @watchdog.doing("all_reduce_sum")
 def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Sum a tensor over the ranks of the group, by default all, in place, and return it. Collective."""
+    """Sum a tensor in place over the ranks of the group, by default all, and return it. Collective."""
     if dist.get_world_size(group) > 1:
         dist.all_reduce(tensor, group=group)
     return tensor
@@ -200,7 +201,7 @@ def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None = None)
 
 class AllToAll(torch.autograd.Function):
     """(x [R, ...], rows to send to each rank of the group, rows to receive from each, group) -> [R', ...] in rank order. The
-    gradient takes the same way back."""
+    gradient is sent back the same way."""
 
     @staticmethod
     def forward(ctx, x, sent: list[int], received: list[int], group: dist.ProcessGroup):
@@ -217,7 +218,7 @@ class AllToAll(torch.autograd.Function):
 
 
 def from_main(value: Any) -> Any:
-    """Return rank 0's value on every rank. JSON carries it: a tuple arrives as a list. Collective."""
+    """Return rank 0's value on every rank. It is sent as JSON: a tuple arrives as a list. Collective."""
     return json.loads(bytes_from_main(json.dumps(value).encode()))
 
 
@@ -228,7 +229,7 @@ def bytes_from_main(data: bytes) -> bytes:
 
 
 def sees_main(directory: Path) -> bool:
-    """Return whether this rank sees the directory that rank 0 has made. If not, make it here, if possible. Collective."""
+    """Return whether this rank sees the directory that rank 0 has made. If it does not, try to make it here. Collective."""
     if len(launch.nodes()) <= 1:
         return True
     name = from_main(f".seen-by-all-nodes-{os.urandom(8).hex()}")
@@ -237,7 +238,7 @@ def sees_main(directory: Path) -> bool:
         (directory / name).touch()
     barrier()
     deadline = time.monotonic() + SHARED_SECONDS
-    with contextlib.suppress(OSError):  # also makes a network file system ask its server again
+    with contextlib.suppress(OSError):  # this also makes a network file system query its server again
         directory.mkdir(parents=True, exist_ok=True)
     with watchdog.doing("a file of the first node to appear here"):
         while not (seen := (directory / name).exists()) and time.monotonic() < deadline:

@@ -1,12 +1,12 @@
-"""Work that the ranks of a node divide: each does a part, and all get the results of all parts.
+"""Work divided among the ranks of a node: each rank does a part, and all get the results of all parts.
 
     work = DividedWork()
     for row in work.part(1000): ...; work.advance(1)      or work.fail()
     results = work.gather(own)                            every rank's bytes, in the order of the parts
 
-The job's store carries a few words per rank. The results stay in memory without a name in the file system (a memfd), which the
-other ranks of the node read through /proc. A rank that waits for the others' parts makes progress when they do, so that
---hang-timeout may be shorter than the work.
+The job's store holds a few words per rank. The results stay in memory that has no name in the file system (a memfd), which the
+other ranks of the node read through /proc. A rank that waits for the other parts counts as making progress when they do, so
+that --hang-timeout may be shorter than the work.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rl.ranks import launch, watchdog
 
-REPORT_SECONDS = 1.0  # a rank reports its advance no more often
+REPORT_SECONDS = 1.0  # a rank reports its advance at most this often
 LOOK_SECONDS = 0.05
 
 _numbers = itertools.count()  # all ranks of a node divide the same work in the same order
@@ -43,7 +43,7 @@ class DividedWork:
 
     @property
     def is_first(self) -> bool:
-        """True where the part begins with the first item."""
+        """True if this rank's part begins with the first item."""
         return self._place == 0
 
     def part(self, items: int) -> range:
@@ -51,7 +51,8 @@ class DividedWork:
         return range(items * self._place // self.parts, items * (self._place + 1) // self.parts)
 
     def advance(self, items: int) -> bool:
-        """Report that this many more items are done. Return False if an earlier part has failed, and the rest is not needed."""
+        """Report that this many more items are done. Return False if an earlier part has failed, so that the rest is not
+        needed."""
         watchdog.progress()
         self._unreported += items
         if not self._store or time.monotonic() - self._reported_at < REPORT_SECONDS:
@@ -62,7 +63,7 @@ class DividedWork:
         return not any(self._store.check([f"{self._key}/failed/{place}"]) for place in range(self._place))
 
     def fail(self) -> None:
-        """Report that this part has failed: the later ones are not needed."""
+        """Report that this part has failed, so that later parts are not needed."""
         if self._store:
             self._store.set(f"{self._key}/failed/{self._place}", "")
 
@@ -81,7 +82,7 @@ class DividedWork:
             parts = [Path(path).read_bytes() for path in paths]
             if self._store.add(f"{self._key}/readers", 1) == self.parts:
                 self._store.set(f"{self._key}/read", "")
-            self._wait_for([f"{self._key}/read"])  # others may still read this rank's
+            self._wait_for([f"{self._key}/read"])  # until then, others may still be reading this rank's
         finally:
             os.close(file)
         return parts

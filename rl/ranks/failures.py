@@ -1,5 +1,5 @@
-"""Failures of ranks, recorded in torchrun's store. The first one is explained, in full on the console of its own node and in
-one line on the others; those that follow from it are not."""
+"""Failures of ranks, recorded in torchrun's store. The first one is explained, in full on its own node's console and in one
+line on the others; failures that follow from it are not."""
 
 import contextlib
 import json
@@ -27,21 +27,21 @@ class Failure:
 
 
 def record(what: str, name: str = "") -> Failure:
-    """Record that this rank fails. what: in one line. name: of the rank, unless another one is the cause."""
-    what = printable(what.encode("utf-8", "backslashreplace").decode())  # the store takes no half of a surrogate pair
+    """Record that this rank fails. what: one line. name: this rank's, unless another rank is the cause."""
+    what = printable(what.encode("utf-8", "backslashreplace").decode())  # the store does not accept half of a surrogate pair
     first_of_node = tell_torchrun(what)
     cause = f"{name} on {platform.node()} failed: {what}" if name else what
     try:
-        # In one request: this rank may be ended before a second one, and the cause would be lost
+        # In a single request: this rank may be killed before a second one, and the cause would be lost
         first = watchdog.first_to_fail(_open_store(), cause)
-    except DistError:  # nobody can know better
+    except DistError:  # without the store, only this node is known
         first = first_of_node
     return Failure(first, first_of_node)
 
 
 def tell_torchrun(what: str) -> bool:
-    """Let torchrun's own summary, the last lines on the console, name the cause. Return whether this rank is the first of its
-    node to fail: each rank's file is in a folder of its own, inside one of this node and attempt."""
+    """Let torchrun's summary, the last lines on the console, name the cause. Return whether this rank is the first of its node
+    to fail. (Each rank's file is in its own folder, inside a folder of this node and attempt.)"""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return True
@@ -58,7 +58,7 @@ def tell_torchrun(what: str) -> bool:
 
 
 def cause(wait: float = 0) -> str:
-    """Return the message of the first rank that failed; empty if none has after this many seconds."""
+    """Return the message of the first rank that failed; an empty string if none has failed after this many seconds."""
     try:
         store, deadline = _open_store(), time.monotonic() + wait
         while not store.check([watchdog.FAILED]):
@@ -71,14 +71,16 @@ def cause(wait: float = 0) -> str:
 
 
 def leave_to_report() -> None:
-    """Return at once unless the job hangs: then let this process's watchdog, perhaps a second later, report and end it."""
+    """Return at once unless the job hangs. If it hangs, wait, so that this process's watchdog can report and end it, perhaps a
+    second later."""
     with contextlib.suppress(DistError):
         if _open_store().check([watchdog.ALARM]):
             time.sleep(4 * watchdog.ANSWER_SECONDS)
 
 
 def _open_store() -> Store:
-    """Return a new connection: others may be in use, or broken. Raise DistError if the store is lost, without a second try."""
+    """Return a new connection, since others may be in use or broken. Raise DistError if the store is lost; it is not tried
+    again."""
     global _is_lost
     if _is_lost:
         raise DistError("the job's store is lost")
@@ -99,7 +101,8 @@ def lost_connection(error: BaseException) -> bool:
 
 
 def silent_ranks() -> str:
-    """Name the ranks that no longer answer, and their hosts; empty if all answer, or cannot be asked."""
+    """Name the ranks that no longer answer, and their hosts; return an empty string if all answer, or if they cannot be
+    asked."""
     nodes = launch.nodes()
     try:
         silent = watchdog.silent()
@@ -110,5 +113,5 @@ def silent_ranks() -> str:
 
 
 def numbered(ranks: list[int]) -> str:
-    """ "rank 2", or "ranks 2, 3"."""
+    """Return "rank 2", or "ranks 2, 3"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,12 +1,12 @@
-"""Signs of life of all ranks: a rank that falls silent is named, and the job ends on every node.
+"""Signs of life of all ranks: if a rank falls silent, it is named, and the job ends on every node.
 
 A process that dies closes its connections, and the others notice at once. A process that is stopped, or whose machine loses
 power or network, does not: gloo would wait half an hour for it. So a thread of each rank leaves a sign of life in torchrun's
-store ten times in --node-timeout, with what its main thread does. Rank 0 reads all of them in one request and writes down its
-verdict; the others read that, which is also rank 0's sign of life. A second thread, which never uses the network, notices that
-the store itself has fallen silent: then its node is lost, or this one is cut off.
+store ten times per --node-timeout, with what its main thread is doing. Rank 0 reads all of them in one request and writes down
+its verdict; the others read the verdict, which is also rank 0's sign of life. A second thread, which never uses the network,
+notices if the store itself has fallen silent: then the store's node is lost, or this one is cut off.
 
-Seconds in which a process was stopped itself do not count: each process counts its own rounds.
+Seconds in which a process was itself stopped do not count, since each process counts its own rounds.
 
 Left out: a process that cannot run Python for that long, in C code that keeps its lock. It counts as silent.
 """
@@ -25,15 +25,16 @@ from rl.ranks import failures, launch, watchdog
 
 ENDED = "ended"  # instead of the number of a round
 ROUNDS = 10  # in --node-timeout
-TICK = 0.5  # seconds between two looks of the thread that watches the other one
-LEAVING_SECONDS = launch.SHORT.total_seconds() + 1  # for the last words, which may have to open the store
+TICK = 0.5  # seconds between two looks of the guard thread
+LEAVING_SECONDS = launch.SHORT.total_seconds() + 1  # for the last message, which may need to open the store
 LAUNCHER_SECONDS = 12.0  # for torchrun to notice that its ranks have ended
 
 _heartbeat: "Heartbeat | None" = None  # this process's own
 
 
 def start(timeout: float) -> None:
-    """Begin to give signs of life and to look for those of the others, after all have met. timeout: seconds; 0 for never."""
+    """Begin to give signs of life and to look for those of the other ranks, once all have met. timeout: seconds; 0 turns it
+    off."""
     global _heartbeat
     here = launch.here()
     if timeout and here.world_size > 1:
@@ -48,11 +49,11 @@ def finish() -> None:
 
 
 class Heartbeat:
-    """The two threads of one rank. store: shared by all ranks, over a connection of its own."""
+    """The two threads of one rank. store: shared by all ranks, over a separate connection."""
 
     def __init__(self, rank: int, nodes: list[launch.Node], timeout: float, store: Store):
         self.rank, self.nodes, self.timeout, self.store = rank, nodes, timeout, store
-        self.rounds = 0  # that the store has answered
+        self.rounds = 0  # the number of rounds that the store has answered
         self._ended = threading.Event()
         self._others = Signs([r for node in nodes for r in node.ranks if r != rank] if rank == 0 else [0])
         self._threads = [
@@ -78,7 +79,7 @@ class Heartbeat:
             pass
 
     def _round(self) -> tuple[str, list[int]]:
-        """Give a sign of life. Return the verdict on silent ranks, and these ranks."""
+        """Give a sign of life. Return the verdict on silent ranks, and the silent ranks."""
         own = [self.rounds, *watchdog.whereabouts()]
         if self.rank == 0:
             silent = self._others.look(self.store)
@@ -104,7 +105,7 @@ class Heartbeat:
             self._end(verdict, store_answers=False)
 
     def _verdict(self, silent: list[int]) -> str:
-        """Name the ranks, by node."""
+        """Return a sentence that names the silent ranks, by node."""
         said = []
         for number, node in enumerate(self.nodes, 1):
             if ranks := [rank for rank in silent if rank in node.ranks]:
@@ -118,9 +119,9 @@ class Heartbeat:
         end = threading.Timer(LEAVING_SECONDS + 2 * self.timeout / ROUNDS, os._exit, (1,))  # the store may be out of reach
         end.name, end.daemon = "watchdog's end", True
         end.start()
-        watchdog.speaking.acquire()  # for good: if the main thread has lost a connection meanwhile, it must not print that
+        watchdog.speaking.acquire()  # never released: if the main thread has lost a connection by now, it must not print that
         if failures.record(verdict).first_of_node if store_answers else failures.tell_torchrun(verdict):
-            cause = failures.cause() if store_answers else ""  # a rank that was stopped itself may find ended ranks silent
+            cause = failures.cause() if store_answers else ""  # a rank that was itself stopped may find ended ranks silent
             print(f"error: {cause or verdict}", file=sys.stderr, flush=True)
         if self.rank in self.nodes[0].ranks:  # the store may end with this node: let the others read first
             time.sleep(1.5 * self.timeout / ROUNDS)
@@ -129,13 +130,13 @@ class Heartbeat:
 
 
 class Signs:
-    """The signs of some ranks: the same sign in too many looks means silence."""
+    """The signs of some ranks. A rank is silent if its sign has been the same in too many looks."""
 
     def __init__(self, ranks: list[int]):
         self.ranks = ranks
         self.last: dict[int, list] = {}  # rank -> its last sign
-        self._looks: dict[int, int] = {}  # since that one
-        self._at: dict[int, str] = {}  # its time
+        self._looks: dict[int, int] = {}  # number of looks since that sign
+        self._at: dict[int, str] = {}  # the time of that sign
 
     def look(self, store: Store) -> list[int]:
         """Read the signs. Return the ranks that have been silent for too long."""

@@ -1,4 +1,4 @@
-"""Facts of the machine that a run records or relies on."""
+"""Facts about the machine that a run records or relies on."""
 
 import contextlib
 import os
@@ -18,7 +18,8 @@ def cpu_name() -> str:
 
 
 def available_memory() -> int:
-    """Return the bytes that processes may still take here, of the machine's memory and of each control group of this one."""
+    """Return the bytes that this process may still allocate, by the machine's free memory and the limits of its control
+    groups."""
     free = [2**62]
     with contextlib.suppress(OSError), open("/proc/meminfo") as file:
         free += [1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:")]
@@ -32,7 +33,7 @@ def available_memory() -> int:
 
 
 def _left_of(group: Path) -> int:
-    """Return the bytes left of a control group's limit (version 1 or 2), with cached files as free."""
+    """Return the bytes left under a control group's limit (version 1 or 2), counting cached files as free."""
     for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         with contextlib.suppress(OSError, ValueError):
             most, used = (int((group / name).read_text()) for name in (limit, usage))

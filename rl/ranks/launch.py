@@ -1,4 +1,4 @@
-"""This process as it was launched, the nodes of its job, and the store through which all ranks of the job meet."""
+"""This process's launch, the nodes of its job, and the store through which all ranks of the job meet."""
 
 import contextlib
 import json
@@ -16,18 +16,18 @@ import torch.distributed as dist
 from rl.errors import UserError
 from rl.ranks import signals, watchdog
 
-SHORT = timedelta(seconds=8)  # above the 5 for which a name server that does not answer stalls who connects to torch's store
+SHORT = timedelta(seconds=8)  # more than the 5 s by which an unresponsive name server delays a connection to torch's store
 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process in the words of torchrun or `accelerate launch`; plain `python` is rank 0 of 1."""
+    """This process as described by torchrun or `accelerate launch`; plain `python` is rank 0 of 1."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    restarts: int  # how often torchrun has started this node's ranks again
+    restarts: int  # how often torchrun has restarted this node's ranks
 
     @property
     def first(self) -> int:
@@ -36,8 +36,8 @@ class Launch:
 
 
 def check() -> None:
-    """Raise UserError for an environment with only a part of torchrun's variables: this process would wait for ranks that do
-    not exist, or take itself for the only one."""
+    """Raise UserError if the environment has only some of torchrun's variables: this process would wait for ranks that do not
+    exist, or take itself for the only one."""
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     given = {name: os.environ[name] for name in (*needed, "LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in os.environ}
     if given.keys() <= {"MASTER_ADDR", "MASTER_PORT"}:  # plain python
@@ -67,8 +67,8 @@ class Node:
 
     host: str
     first: int  # the lowest of its ranks
-    size: int  # how many it has
-    generators: int  # of them: its last ranks
+    size: int  # number of its ranks
+    generators: int  # number of generators: its last ranks
 
     @property
     def learners(self) -> int:
@@ -110,7 +110,8 @@ def neighbours() -> dict[int, int]:
 
 
 def exchange_nodes(store: dist.Store, generators: int) -> None:
-    """Exchange the nodes of all ranks, and print one line per node. Raise UserError for a rank of another job."""
+    """Exchange the nodes of all ranks, and print one line per node. Raise UserError if this rank has reached another job.
+    Collective."""
     me = here()
     if me.rank == 0:
         store.set("world_size", str(me.world_size))
@@ -128,17 +129,17 @@ def exchange_nodes(store: dist.Store, generators: int) -> None:
         number = [node.first for node in _nodes].index(me.rank) + 1
         last = me.rank + me.local_world_size - 1
         ranks = f"ranks {me.rank} to {last}" if last > me.rank else f"rank {me.rank}"
-        first = next((n for n, node in enumerate(_nodes, 1) if node.learners), number)  # no learner is an error later
+        first = next((n for n, node in enumerate(_nodes, 1) if node.learners), number)  # no learner: refused later
         where = "" if number == first else f"; the run's messages appear on node {first}, {_nodes[first - 1].host}"
         print(f"node {number} of {len(_nodes)}, {platform.node()}: {ranks} of {world}{where}", flush=True)
 
 
 @dataclass(frozen=True)
 class Start:
-    """One start of all ranks together; torchrun may start them again after a failure."""
+    """One start of all ranks; torchrun may restart them after a failure."""
 
     name: str  # unique
-    restarts: int  # starts before it
+    restarts: int  # number of earlier starts
 
 
 _start: Start | None = None
@@ -147,12 +148,12 @@ _start: Start | None = None
 def join(timeout: timedelta) -> dist.Store:
     """Wait for all ranks of this start, and return a connection to the store that they share from then on.
 
-    If several nodes are restarted, torchrun gives them different restart counts (only the node that failed counts), and the
+    If several nodes are restarted, torchrun gives them different restart counts (only the failed node's increases), and the
     store still holds keys of the last start. So each rank leaves a unique word, rank 0 gathers the words into a proposal, and
-    the first proposal counts that all of its ranks have confirmed."""
+    the first proposal that all of its ranks have confirmed counts."""
     global _start
     me = here()
-    if me.local_world_size == me.world_size:  # one torchrun, one count
+    if me.local_world_size == me.world_size:  # a single torchrun, so a single count
         _start = Start(str(me.restarts), me.restarts)
     else:
         _start = _agree(_base_store(timeout), me)
@@ -184,7 +185,7 @@ def _agree(store: dist.Store, me: Launch) -> Start:
 
 
 def _check_world(world: int, me: Launch) -> None:
-    """Raise UserError unless the job that this rank has reached is its own. world: ranks of that job."""
+    """Raise UserError unless the job that this rank has reached is its own. world: number of ranks of that job."""
     if world != me.world_size:
         raise UserError(
             f"rank {me.rank} is one of {me.world_size}, but the job it has reached has {world} ranks: give all nodes of a "
@@ -198,7 +199,7 @@ def restarts() -> int:
 
 
 def open_store(timeout: timedelta = SHORT) -> dist.Store:
-    """Return a connection to the store of this start, without the keys of earlier ones. Raise DistError before `join`."""
+    """Return a connection to the store of this start, without the keys of earlier starts. Raise DistError before `join`."""
     if "RANK" not in os.environ:
         return dist.HashStore()
     if not _start:
@@ -212,14 +213,14 @@ def _base_store(timeout: timedelta) -> dist.Store:
 
 
 def job() -> str | None:
-    """Return a unique identifier that survives torchrun's restarts of this node's ranks. None without torchrun."""
+    """Return a unique identifier that survives torchrun's restarts of this node's ranks; None without torchrun."""
     return f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{platform.node()}/{os.getppid()}" if "RANK" in os.environ else None
 
 
 def stop_on_sigterm(store: dist.Store, learns: bool = True) -> None:
-    """Let SIGTERM stop the run between two steps. If a rank of this node has failed, no step will be finished any more, and
-    this rank ends at once, except during the report of a hang. If a learner has stopped as it was asked to, the checkpoint is
-    whole: other learners may finish their part, and generators (`learns` is False) end."""
+    """Let SIGTERM stop the run between two steps. If a rank of this node has failed, no further step can finish, and this rank
+    ends at once, except during the report of a hang. If a learner has stopped as requested, the checkpoint is complete: other
+    learners may finish their part, and generators (`learns` is False) end."""
     me = here()
     store.set(f"pid/{me.rank}", str(os.getpid()))
     processes = {rank: int(store.get(f"pid/{rank}")) for rank in range(me.first, me.first + me.local_world_size)}
@@ -238,7 +239,7 @@ def stop_on_sigterm(store: dist.Store, learns: bool = True) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether the process of this machine is running."""
+    """Return whether this process of this machine is running."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -246,6 +247,7 @@ def is_alive(pid: int) -> bool:
 
 
 def end_well(stopped: bool = False) -> None:
-    """Note for the other ranks, which may have a checkpoint to finish, that this rank ends well. stopped: as asked."""
+    """Note for the other ranks, which may have a checkpoint to finish, that this rank ends without a failure. stopped: whether
+    it was asked to stop."""
     with contextlib.suppress(dist.DistError):  # the rank with the store has ended before
         open_store().set("stopped" if stopped else f"ended/{here().rank}", "")

@@ -1,4 +1,4 @@
-"""The life of a rank's process, with its last message and its exit code."""
+"""The life of a rank's process, including its last message and its exit code."""
 
 import contextlib
 import ctypes
@@ -17,13 +17,13 @@ from rl.errors import Stopped, UserError
 from rl.printable import printable
 from rl.ranks import device, dist, failures, heartbeat, launch, signals, streams, watchdog
 
-LOST_SECONDS = 5.0  # after a lost connection, in which the rank that failed, or torchrun, may report the cause
+LOST_SECONDS = 5.0  # after a lost connection, during which the failed rank, or torchrun, may report the cause
 
 
 def run(main: Callable, join: Callable = dist.init) -> None:
-    """Run a script's main on this rank and end the process. The first rank that fails prints a UserError as one message,
-    anything else with its traceback; exit code 1. torchrun then ends the other ranks. Exit code 143 after SIGTERM, 130 after
-    Ctrl-C. A crash in native code prints every thread's Python stack."""
+    """Run a script's main on this rank and end the process. The first rank that fails prints a UserError as one message, any
+    other error with its traceback, and exits with code 1; torchrun then ends the other ranks. The exit code is 143 after
+    SIGTERM, 130 after Ctrl-C. A crash in native code prints every thread's Python stack."""
     signals.install_handlers()
     gc.enable()  # paused during the script's imports (rl/ranks/startup.py)
     streams.outlive_output()
@@ -51,7 +51,7 @@ def run(main: Callable, join: Callable = dist.init) -> None:
         fail(error, name)
     except Exception as error:
         code = 1
-        if signals.stop_requested():  # the others have ended already
+        if signals.stop_requested():  # the other ranks have already ended
             failures.leave_to_report()
             os._exit(128 + signal.SIGTERM)
         if device.is_out_of_memory(error):
@@ -65,7 +65,7 @@ def run(main: Callable, join: Callable = dist.init) -> None:
 
 
 def fail(error: UserError, name: str = "") -> NoReturn:
-    """End this process with exit code 1 and the message, which one rank of each node prints. name: of this rank."""
+    """End this process with exit code 1 and the message, which one rank of each node prints. name: this rank's."""
     with watchdog.speaking:
         if failures.record(str(error), name or f"rank {os.environ.get('RANK', 0)}").first_of_node:
             print(printable(f"error: {error}"), file=sys.stderr, flush=True)
@@ -74,7 +74,7 @@ def fail(error: UserError, name: str = "") -> NoReturn:
 
 
 def _explain(name: str, error: Exception) -> None:
-    """Print the error: in full if it is the job's first failure, in one line on the other nodes."""
+    """Print the error: in full if it is the job's first failure, as one line on the other nodes."""
     lost = failures.lost_connection(error) and not failures.cause(wait=LOST_SECONDS) and failures.silent_ranks()
     failures.leave_to_report()
     with watchdog.speaking:
@@ -92,7 +92,7 @@ def _explain(name: str, error: Exception) -> None:
 
 
 def _out_of_memory(error: Exception) -> str:
-    """Return the message for a device without memory: torch's own, the line of this code, and what to do."""
+    """Return the message for a device that is out of memory: torch's own, the line of this project's code, and what to do."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
     where = f" ({os.path.relpath(own[-1].filename)}, line {own[-1].lineno}, {own[-1].name})" if own else ""
@@ -106,10 +106,10 @@ def _out_of_memory(error: Exception) -> str:
 
 
 def _die_with_parent() -> None:
-    """End this rank when its torchrun is killed (Linux), now or earlier."""
+    """Let this rank end when its torchrun is killed (Linux); end it now if that has already happened."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         with open("/proc/1/cmdline", "rb") as file:
             launcher = file.read()
-        if os.getppid() == 1 and b"python" not in launcher and b"torch" not in launcher:  # of a container, that may be 1
+        if os.getppid() == 1 and b"python" not in launcher and b"torch" not in launcher:  # a container's launcher may be 1
             os._exit(1)

@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 
 
 def track(items: Sequence[Item], description: str, show: bool = True) -> Iterator[Item]:
-    """Yield the items and show how many are done. show=False is silent, for all ranks except one."""
+    """Yield the items and show how many are done. show: False on all ranks except one."""
     if not show or sys.stdout.isatty():
         yield from rich.progress.track(items, description, transient=True, disable=not show)
         return
@@ -29,7 +29,7 @@ def track(items: Sequence[Item], description: str, show: bool = True) -> Iterato
 
 @contextlib.contextmanager
 def waiting(description: str, show: bool = True) -> Iterator[None]:
-    """Print every ten seconds that the block is still running: for work of unknown length, such as loading a model."""
+    """Print every ten seconds that the block is still running, for work of unknown length such as loading a model."""
     done, started = threading.Event(), time.monotonic()
 
     def say() -> None:

@@ -1,8 +1,8 @@
 """Ctrl-C and SIGTERM, at every moment of a rank's life.
 
-A handler written in Python runs only on the main thread, after that returns from C++: from a collective, or from a wait for a
-rank that loads a model. So Python's own handler only writes the signal's number into a pipe, and a thread that reads the pipe
-acts. This file needs only Python's library: a script calls `install_handlers` before its imports.
+A handler written in Python runs only on the main thread, once that has returned from C++: from a collective, or from a wait for
+a rank that loads a model. So Python's handler only writes the signal's number into a pipe, and a thread that reads the pipe
+acts. This file needs only Python's standard library, since a script calls `install_handlers` before its imports.
 """
 
 import os
@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 OURS = (signal.SIGINT, signal.SIGTERM)
 STOP_SECONDS = 25  # from SIGTERM to the end, finished or not: torchrun kills after 30
-# Waits until the process $1 has ended or is a zombie, but no longer than torchrun takes, then writes $2
+# Wait until the process $1 has ended or is a zombie, but no longer than torchrun takes, then write $2
 LAST_WORDS = """
 n=0
 while grep -qs "^State:.[^ZX]" "/proc/$1/status" && [ $n -lt 700 ]; do sleep 0.05; n=$((n + 1)); done
@@ -29,8 +29,8 @@ _remains = "training had not begun"
 
 
 def install_handlers() -> None:
-    """Let Ctrl-C end this process with exit code 130 from now on, also if a shell started it with SIGINT ignored, in the
-    background. SIGTERM ends it too, until `stop_gently`."""
+    """Let Ctrl-C end this process with exit code 130 from now on, even if a shell started it in the background, with SIGINT
+    ignored. SIGTERM also ends it, until `stop_gently`."""
     global _taken
     if _taken:
         return
@@ -41,7 +41,7 @@ def install_handlers() -> None:
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     for number in OURS:
         signal.signal(number, lambda *_: None)
-    # A forked child would write its own signals into the parent's pipe: a pool that ends its workers would end the rank
+    # A forked child would write its own signals into the parent's pipe, so a pool that ends its workers would end the rank
     os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_let_go)
 
 
@@ -62,8 +62,8 @@ def _let_go() -> None:
 
 
 def stop_gently(others_are_well: Callable[[], bool]) -> None:
-    """From now on SIGTERM lets the script save and exit, within STOP_SECONDS. torchrun also sends it when a rank has failed:
-    this rank ends at once when `others_are_well`, which is called in another thread, returns False."""
+    """Let the script save and exit within STOP_SECONDS after SIGTERM from now on. torchrun also sends SIGTERM when a rank has
+    failed, so this rank ends at once when `others_are_well`, which is called in another thread, returns False."""
     global _others_are_well
     _others_are_well = others_are_well
 
@@ -74,7 +74,7 @@ def stop_requested() -> bool:
 
 
 def remains(newest_checkpoint: str | None) -> None:
-    """Note the newest checkpoint, for the last words of a run that is stopped."""
+    """Note the newest checkpoint, for the last message of a run that is stopped."""
     global _remains
     _remains = f"the newest checkpoint is {newest_checkpoint}" if newest_checkpoint else "nothing was saved"
 
@@ -99,10 +99,11 @@ def _end_after_sigterm() -> None:
 
 
 def _last_words(text: str) -> None:
-    """Write the line to stderr. Under torchrun wait for its end: its lines about a Ctrl-C would bury this one."""
+    """Write the line to stderr. Under torchrun, wait for torchrun to end, since its own lines about a Ctrl-C would bury this
+    one."""
     if "RANK" in os.environ:
         with open(os.devnull) as nothing:
             subprocess.Popen(["sh", "-c", LAST_WORDS, "sh", str(os.getppid()), text], stdin=nothing, start_new_session=True)
     else:
-        sys.stderr.write(f"\n{text}\n")  # in one piece: another thread may write between two
+        sys.stderr.write(f"\n{text}\n")  # as one write, since another thread could write between two
         sys.stderr.flush()

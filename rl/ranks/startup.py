@@ -1,4 +1,4 @@
-"""The first line of a script, before its imports, which take seconds. Needs only Python's library."""
+"""The first line of a script's output, before its imports, which take seconds. Needs only Python's standard library."""
 
 import contextlib
 import gc
@@ -8,8 +8,8 @@ import sys
 
 def begin() -> None:
     """Print the run's first line on the job's first rank, unless --help is given, and pause the garbage collector on every rank
-    until `process.run`: it takes a sixth of the time of the imports, whose objects stay. The line bypasses sys.stdout: if it
-    cannot be written, none of it stays in a buffer."""
+    until `process.run`: it would take a sixth of the time of the imports, whose objects stay. The line bypasses sys.stdout, so
+    that nothing stays in a buffer if it cannot be written."""
     gc.disable()
     if os.environ.get("RANK", "0") == "0" and not {"-h", "--help", "--help-all"} & set(sys.argv):
         ranks = os.environ.get("WORLD_SIZE", "1")

@@ -1,4 +1,5 @@
-"""Standard output and error of a rank: a full disk behind them does not stop it, and each line of an error names the rank."""
+"""A rank's standard output and error: a full disk behind them does not stop the rank, and each line of an error names the
+rank."""
 
 import io
 import os
@@ -6,10 +7,10 @@ import sys
 
 
 def outlive_output() -> None:
-    """From now on no printed text ends the process: it is lost while the disk of its file is full, and characters that stdout's
-    encoding lacks are escaped, as on stderr. Messages of a user's reward may hold anything."""
+    """Let no printed text end the process from now on: text is lost while the disk of its file is full, and characters that
+    stdout's encoding lacks are escaped, as on stderr. Messages of a user's reward function may contain anything."""
     for name in ("stdout", "stderr"):
-        old = getattr(sys, name) or io.TextIOWrapper(io.FileIO(os.devnull, "w"))  # None where it has been closed
+        old = getattr(sys, name) or io.TextIOWrapper(io.FileIO(os.devnull, "w"))  # None if it has been closed
         old.flush()
         raw = _raw[name] = _Raw(old.fileno(), "w", closefd=False)
         how = {"encoding": old.encoding, "errors": "backslashreplace", "line_buffering": old.line_buffering}
@@ -17,7 +18,8 @@ def outlive_output() -> None:
 
 
 def sign_errors(name: str) -> None:
-    """From now on each line that Python (not native code) prints to stderr begins with [name], for consoles of many nodes."""
+    """Let each line that Python (not native code) prints to stderr from now on begin with [name], for consoles of many
+    nodes."""
     if raw := _raw.get("stderr"):
         raw.sign = f"[{name}] ".encode()
 

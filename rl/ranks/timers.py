@@ -1,6 +1,6 @@
-"""Timers: seconds by phase of each step, and the ledger of all ranks, whose shares add up to 1.
+"""Timers: seconds by phase of each step, and the ledger of all ranks, in which each rank's shares add up to 1.
 
-The watchdog uses the same blocks to report what a rank does or waits for.
+The watchdog uses the same blocks to report what a rank is doing or waiting for.
 """
 
 import contextlib
@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 from rl.ranks import device, dist, watchdog
 
-PHASES = ("generate", "score", "wait", "publish", "train", "other")  # of every rank's time
+PHASES = ("generate", "score", "wait", "publish", "train", "other")  # into which every rank's time is divided
 PHASE_OF = {  # by timer
     "gen": "generate",
     "score": "score",
     "env": "score",
     "wait": "wait",
-    "held": "wait",  # at the bound of staleness: until newer weights let more samples start
+    "held": "wait",  # by the bound of staleness, until newer weights let more samples start
     "update_weights": "publish",
     "old_log_prob": "train",
     "ref": "train",
@@ -26,7 +26,7 @@ PHASE_OF = {  # by timer
     "update_critic": "train",
     "update_actor": "train",
 }
-SETTLED = {"update_actor"}  # phases that end when the accelerator is done: the last optimizer step belongs to them
+SETTLED = {"update_actor"}  # timers that stop only when the accelerator is done, so that they include the last optimizer step
 
 
 class Timers:
@@ -35,14 +35,14 @@ class Timers:
     def __init__(self):
         self.seconds: dict[str, float] = {}
         self._started = time.perf_counter()
-        self._inside = 0.0  # seconds of the blocks within the open one
+        self._inside = 0.0  # seconds of blocks inside the open one
         self._last = ""
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         started, before, self._inside = time.perf_counter(), self._inside, 0.0
         again, self._last = name == self._last, name
-        if not again:  # a loop that waits opens the same block repeatedly: that is no progress
+        if not again:  # a waiting loop opens the same block repeatedly, which is no progress
             watchdog.progress()
         try:
             with watchdog.doing(name):

@@ -1,4 +1,4 @@
-"""Ends a job that hangs, after a report of what every rank waits for.
+"""The watchdog, which ends a job that hangs, after a report of what every rank waits for.
 
     with doing("samples of the generators"):      what the main thread does; the timers of the ledger call this themselves
     waits_for("room in the ring", True)           what the rank waits for while it does something else
@@ -11,10 +11,10 @@ answers there with its part of the report. The rank that raised the alarm prints
 did not answer; then every rank exits with EXIT_CODE. torchrun's own exit code is 1, as for every failure; its table has those
 of the ranks.
 
-Progress is a new timed phase, a record, a bucket of the weights, a micro-batch. Waiting is none, however often a loop wakes up
-to look. Seconds in which the process was stopped do not count.
+A new timed phase, a record, a bucket of the weights and a micro-batch count as progress. Waiting does not, however often a loop
+wakes up to look. Seconds in which the process was stopped do not count.
 
-Left out: a main thread that keeps Python's lock for ever, in C. Its watchdog cannot report; the other ranks name it.
+Left out: a main thread that keeps Python's lock forever, in C. Its watchdog cannot report; the other ranks name it.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from rl.ranges import MayChange, Range
 EXIT_CODE = 75  # of every rank of a job that hung: EX_TEMPFAIL of sysexits.h
 FAILED = "failed/cause"  # key of the store: the message of the first rank that failed; only that rank reports
 ALARM = "watchdog/alarm"  # key of the store: the rank that calls for a report
-ANSWER_SECONDS = 10.0  # after which a rank that has not answered the alarm counts as silent
+ANSWER_SECONDS = 10.0  # until a rank that has not answered the alarm counts as silent
 ROLL_SECONDS = 3.0  # the same for a roll call; each rank looks once a second
 STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "is stuck in the kernel", "Z": "has died"}
 
@@ -55,21 +55,22 @@ class WatchdogArgs:
     """Seconds without a sign of life after which a rank or a node counts as lost. The job ends and names it. 0 disables it."""
 
 
-# What this process's main thread does. Written by it, read by the watchdog's thread.
-_open: list[tuple[str, float]] = []  # the blocks that it is in, outermost first, and their start
-_standing: dict[str, float] = {}  # what else it waits for, and since when
+# The activity of this process's main thread, which writes it; the watchdog's thread reads it
+_open: list[tuple[str, float]] = []  # the blocks that it is in, outermost first, with their start times
+_standing: dict[str, float] = {}  # what else it waits for -> since when
 _facts: dict[str, Callable[[], str]] = {}
 _groups: dict[str, Callable[[], tuple[int, str]]] = {}
 _left = "the start"  # the last block that it left
-_done, _done_at = 0, time.monotonic()  # the count of progress, and the time of the last
-_name = ""  # of this process in reports
+_done, _done_at = 0, time.monotonic()  # the count of progress, and the time of the latest
+_name = ""  # this process's name in reports
 _watchdog: "Watchdog | None" = None
-speaking = threading.Lock()  # held for a process's last words: another of its threads may have some, too, and end it
+speaking = threading.Lock()  # held while a thread prints this process's last message: another one may do so too, and end it
 
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Name what the main thread does or waits for in the block. Other threads, such as a saver's, would mix up the order."""
+    """Name what the main thread does or waits for in the block. Other threads, such as a saver's, are ignored: they would mix
+    up the order."""
     global _left
     is_main = threading.current_thread() is threading.main_thread()
     if is_main:
@@ -90,7 +91,7 @@ def waits_for(what: str, still: bool) -> None:
 
 
 def progress() -> None:
-    """Note that something was done that others may have waited for."""
+    """Note that something was done for which others may have waited."""
     global _done, _done_at
     _done, _done_at = _done + 1, time.monotonic()
 
@@ -121,21 +122,21 @@ def rename(name: str) -> None:
 
 
 def whereabouts() -> tuple[str, str]:
-    """Return this process's name, and what its main thread is in, and for how long."""
+    """Return this process's name, and the blocks that its main thread is in, with how long."""
     now, blocks = time.monotonic(), list(_open)
     return _name, " > ".join(f"{what} ({now - since:.0f} s)" for what, since in blocks) or f"the code after {_left}"
 
 
 def end_silent(pids: Iterable[int]) -> None:
-    """Kill those of these silent processes that the same torchrun started: it would wait half a minute for a stopped one. A
-    moment later, since torchrun names the first process that ends as the cause."""
+    """Kill those of these silent processes that the same torchrun started, for it would wait half a minute for a stopped one.
+    The kill comes a moment later, since torchrun names the first process that ends as the cause."""
     if stuck := [str(pid) for pid in pids if _state(pid, platform.node())]:
         subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -KILL {' '.join(stuck)}"], start_new_session=True)
 
 
 def end_stuck_launcher(seconds: float) -> None:
-    """Kill the torchrun of this rank if it has no living rank this many seconds from now: with a c10d rendezvous it waits a
-    minute for a store that does not answer, and ignores its ranks. A healthy one has ended by then, or restarted them."""
+    """Kill this rank's torchrun if it has no living rank this many seconds from now: with a c10d rendezvous it waits a minute
+    for a store that does not answer, and ignores its ranks. A healthy torchrun has ended by then, or has restarted them."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     launcher = os.getppid()
@@ -144,13 +145,14 @@ def end_stuck_launcher(seconds: float) -> None:
 
 
 def first_to_fail(store: Store, cause: str) -> bool:
-    """Leave the cause in the store if no rank has failed before. Return whether none had. cause: with this rank's name:
-    otherwise two ranks may believe that they were the first."""
+    """Store the cause if no rank has failed before. Return whether none had. cause: must include this rank's name, since
+    otherwise two ranks may both believe that they were the first."""
     return store.compare_set(FAILED, "", cause).decode() == cause
 
 
 def silent() -> set[int]:
-    """Return the ranks whose watchdog does not answer; none without a watchdog. Raise DistError if the store is lost."""
+    """Return the ranks whose watchdog does not answer; an empty set without a watchdog. Raise DistError if the store is
+    lost."""
     return _watchdog.call_the_roll() if _watchdog else set()
 
 
@@ -161,13 +163,13 @@ def finish() -> None:
 
 
 class Watchdog:
-    """The thread of one rank. store: shared by all ranks, over a connection of its own: waits would block a common one."""
+    """The thread of one rank. store: shared by all ranks, over a separate connection, since waits would block a common one."""
 
     def __init__(self, rank: int, world_size: int, timeout: float, store: Store):
         self.rank, self.ranks, self.timeout, self.store = rank, range(world_size), timeout, store
-        self.is_alone = False  # since the store was lost
+        self.is_alone = False  # whether the store is lost
         self.tick = min(1.0, timeout / 10)
-        self.idle = 0.0  # seconds in which this thread looked and the main thread had made no progress
+        self.idle = 0.0  # seconds without progress of the main thread, counted by this thread's looks
         self.sign()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
@@ -175,12 +177,12 @@ class Watchdog:
         self.store.set(f"watchdog/who/{self.rank}", json.dumps([_name, os.getpid(), platform.node()]))
 
     def finish(self) -> None:
-        """Leave an answer: a rank that has ended is silent without a hang."""
-        with contextlib.suppress(DistError):  # the rank with the store has ended before
+        """Leave an answer, since a rank that has ended is silent but does not hang."""
+        with contextlib.suppress(DistError):  # the rank with the store has already ended
             self.store.set(f"watchdog/answer/{self.rank}", json.dumps({"name": _name, "place": "has come to its end"}))
 
     def call_the_roll(self) -> set[int]:
-        """Ask all ranks for a sign of life. Return the ranks that have given none. For the main thread."""
+        """Ask all ranks for a sign of life. Return the ranks that give none. For the main thread."""
         if self.is_alone:
             raise DistError("the store is lost")
         self.store.set("watchdog/roll", "")
@@ -200,10 +202,10 @@ class Watchdog:
                 break
             time.sleep(self.tick)
             self.idle, seen = (self.idle + self.tick if seen == _done else 0.0), _done
-        end = threading.Timer(3 * ANSWER_SECONDS, os._exit, (EXIT_CODE,))  # whatever goes wrong with the report
+        end = threading.Timer(3 * ANSWER_SECONDS, os._exit, (EXIT_CODE,))  # in case anything goes wrong with the report
         end.name = "watchdog's end"
         end.start()
-        speaking.acquire()  # for good: if a rank ends before the report, the main thread loses a connection
+        speaking.acquire()  # never released: if a rank ends before the report, the main thread loses a connection
         speaks = hangs and self._raise_alarm()
         answer = self._answer()
         self.store.set(f"watchdog/answer/{self.rank}", json.dumps(answer))
@@ -219,7 +221,7 @@ class Watchdog:
 
     def _alarmed(self) -> bool:
         try:
-            if self.store.check(["watchdog/roll"]):  # a rank has lost a connection
+            if self.store.check(["watchdog/roll"]):  # another rank has lost a connection
                 self.store.set(f"watchdog/here/{self.rank}", "")
             return self.store.check([ALARM])
         except DistError:  # torchrun's store is lost: this rank continues to watch itself
@@ -227,7 +229,8 @@ class Watchdog:
             return False
 
     def _raise_alarm(self) -> bool:
-        """Return whether this rank prints the report. If another one failed before, wait until it may have raised the alarm."""
+        """Raise the alarm. Return whether this rank prints the report. If another rank failed before, wait until that one may
+        have raised the alarm."""
         if first_to_fail(self.store, f"{_name} has made no progress for {self.timeout:g} s (--hang-timeout)"):
             self.store.set(ALARM, _name)
             return True
@@ -270,13 +273,13 @@ class Watchdog:
 def _ask(question: Callable[[], str | tuple[int, str]]) -> str | tuple[int, str]:
     try:
         return question()
-    except Exception as error:  # a report that lacks a line is better than none
+    except Exception as error:  # a report without this line is better than none
         return f"unknown ({error})"
 
 
 def report(timeout: float, answers: list[dict], silent: dict[str, tuple[int, str]]) -> str:
-    """Return the text for the user. answers: in order of the ranks. silent: name -> process and host of the ranks that gave no
-    answer (process 0: it has not begun to join)."""
+    """Return the report's text. answers: in rank order. silent: name -> process and host of each rank that gave no answer
+    (process 0: it has not begun to join)."""
     alive = [answer for answer in answers if "stacks" in answer]
     by_time = sorted(alive, key=lambda answer: -answer["idle"])
     lines = ["", f"==== The job hangs: {by_time[0]['name']} has made no progress for {timeout:g} s (--hang-timeout). ===="]
@@ -307,7 +310,7 @@ def _apart(answers: list[dict]) -> Iterator[str]:
 
 
 def stacks() -> str:
-    """Return the Python stacks of this process's other threads, the main thread's first."""
+    """Return the Python stacks of this process's threads except the watchdog's, the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main, lines = threading.main_thread().ident, []
     for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):

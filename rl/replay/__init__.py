@@ -1,1 +1,1 @@
-"""What --record-samples writes and replay.py reads: the samples of a run."""
+"""The samples of a run, which --record-samples writes and replay.py reads."""

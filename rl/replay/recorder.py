@@ -1,11 +1,11 @@
-"""The record of a run's samples: every group that the learners consumed, in order, for replay.py to learn from again.
+"""The record of a run's samples: every group that the learners consumed, in order, so that replay.py can learn from them again.
 
     DIR/samples.rec        frames, appended step by step: what each start of the run was, and each step's groups
     DIR/code/<digest>/     the script, losses.py and the script's neighbours as they were, which a replay imports
 
-A frame is a header and compressed data, both with a checksum. A step counts if its frames are whole, so the file may be cut
-anywhere. A group is recorded as it travels (Group.to_bytes): tokens, log-probs, versions, scores. Left out: the weights, which
-the run's checkpoints hold, and the state of the learner, which follows from the samples.
+A frame is a header and compressed data, both with a checksum. A step counts if its frames are complete, so the file may be cut
+anywhere. A group is recorded in the form in which it is sent (Group.to_bytes): tokens, log-probs, versions, scores. Left out:
+the weights, which are in the run's checkpoints, and the learner's state, which follows from the samples.
 """
 
 import json
@@ -27,18 +27,18 @@ from rl.samples.group import Group
 
 SAMPLES, CODE = "samples.rec", "code"
 HEADER = struct.Struct("<4sQQQQ")  # kind, step, bytes of the data, bytes of them unpacked, checksum of the data
-CHECK = struct.Struct("<Q")  # of the header, behind it
+CHECK = struct.Struct("<Q")  # checksum of the header, after it
 START, PART, LAST = b"RLr0", b"RLr1", b"RLr2"  # kinds: a start of the run; groups of a step, and the last of them
-FRAME_BYTES = 8 << 20  # of groups in a frame, about
+FRAME_BYTES = 8 << 20  # of groups in a frame, approximately
 CODEC = pa.Codec("zstd", compression_level=1)
 
 
 class Recorder:
-    """Appends to a record. A disk that is full stops no training: the step is left out, and a warning says so."""
+    """A writer that appends to a record. A full disk does not stop training: the step is left out, and a warning says so."""
 
     def __init__(self, directory: str, run_dir: Path | None, after: int):
-        """run_dir, after: of a run that resumes, and the step after which it does; what was recorded of later steps is moved to
-        samples_superseded.rec. Raises UserError if the record of another run is there, or if none can be written."""
+        """run_dir: of a run that resumes; after: the step after which it resumes. The record of later steps is moved to
+        samples_superseded.rec. Raise UserError if the directory has another run's record, or if none can be written."""
         self.directory, self.path = Path(directory), Path(directory) / SAMPLES
         self._missing = False  # whether the last step could not be written
         try:
@@ -57,7 +57,7 @@ class Recorder:
             ) from error
 
     def begin(self, run_dir: Path, start: dict) -> None:
-        """Notes a start of the run, and keeps its code. start: as JSON holds it, with "after", the step after which it
+        """Record a start of the run, and copy its code. start: a JSON object, with "after", the step after which the run
         resumes."""
         script = Path(sys.argv[0])
         files = script_files(script)
@@ -73,11 +73,11 @@ class Recorder:
         self._append(start["after"], [(START, json.dumps(start).encode())])
 
     def write(self, step: int, groups: Sequence[Group]) -> None:
-        """Records the groups of a step."""
+        """Record the groups of a step."""
         self._append(step, _parts(groups))
 
     def _append(self, step: int, frames) -> None:
-        """frames: (kind, data)."""
+        """Append the step's frames, or none of them. frames: (kind, data)."""
         end = self._end
         try:
             for kind, data in frames:
@@ -104,10 +104,10 @@ class Recorder:
 
 
 class Record:
-    """What is whole of a record."""
+    """A record's complete part, for reading."""
 
     def __init__(self, directory: Path):
-        """Checks every frame. Raises UserError if there is no record."""
+        """Check every frame. Raise UserError if there is no record."""
         self.directory = directory
         try:
             self._file = os.open(directory / SAMPLES, os.O_RDONLY | os.O_CLOEXEC)
@@ -116,7 +116,7 @@ class Record:
                 f"{directory / SAMPLES} cannot be read ({error.strerror}): no samples were recorded here."
             ) from error
         self.starts: list[dict] = []
-        self._frames: dict[int, list[Frame]] = {}  # of whole steps, by step
+        self._frames: dict[int, list[Frame]] = {}  # of complete steps, by step
         parts, self.end = [], 0
         for frame in scan(self._file, check_data=True):
             self.end = frame.end
@@ -126,17 +126,17 @@ class Record:
             parts = [*parts, frame] if parts and parts[0].step == frame.step else [frame]
             if frame.kind == LAST:
                 self._frames[frame.step], parts = parts, []
-        self.lost = os.fstat(self._file).st_size - self.end  # bytes that are no frame, from the first that is none on
+        self.lost = os.fstat(self._file).st_size - self.end  # bytes after the last complete frame
         if not self.starts:
             raise UserError(f"{directory / SAMPLES} is no record, or cut off before its first step.")
 
     @property
     def steps(self) -> list[int]:
-        """The steps whose samples are all there, ascending."""
+        """The steps whose samples are complete, ascending."""
         return sorted(self._frames)
 
     def start_of(self, step: int) -> dict:
-        """What was noted of the start of the run in which this step was trained."""
+        """Return the record of the run's start in which this step was trained."""
         return [start for start in self.starts if start["after"] < step][-1]
 
     def groups(self, step: int) -> list[Group]:
@@ -148,13 +148,13 @@ class Record:
 
 @dataclass(frozen=True)
 class Frame:
-    """Where a frame is in the file."""
+    """A frame's place in the file."""
 
     file: int
     kind: bytes
     step: int
     at: int  # of the data
-    size: int  # of the data, compressed
+    size: int  # of the compressed data
     unpacked: int
     checksum: int
 
@@ -176,8 +176,8 @@ class Frame:
 
 
 def scan(file: int, check_data: bool = False) -> Iterator[Frame]:
-    """The frames from the file's beginning up to the first that is not whole. check_data: reads them all, and checks what is in
-    them, too."""
+    """Yield the frames from the file's beginning up to the first incomplete one. check_data: also read and check the data of
+    each frame."""
     at, size = 0, os.fstat(file).st_size
     while len(header := os.pread(file, HEADER.size + CHECK.size, at)) == HEADER.size + CHECK.size:
         if CHECK.unpack_from(header, HEADER.size)[0] != xxh3_64_intdigest(header[: HEADER.size]):
@@ -197,7 +197,7 @@ def _frame(kind: bytes, step: int, data: bytes) -> bytes:
 
 
 def _write(file: int, at: int, data: bytes) -> int:
-    """Writes all of the data there; returns where it ends."""
+    """Write all of the data at this position. Return where it ends."""
     left = memoryview(data)
     while left:
         written = os.pwrite(file, left, at)
@@ -206,7 +206,7 @@ def _write(file: int, at: int, data: bytes) -> int:
 
 
 def _parts(groups: Sequence[Group]) -> Iterator[tuple[bytes, bytes]]:
-    """(kind, data) of a step's frames."""
+    """Yield (kind, data) of a step's frames."""
     records, size = [], 0
     for number, group in enumerate(groups, 1):
         records.append(group.to_bytes())
@@ -217,8 +217,9 @@ def _parts(groups: Sequence[Group]) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _pack(records: list[bytes]) -> bytes:
-    """The records as they compress best: all heads (the length of the JSON text, and the text), then all arrays: the first byte
-    of each four, then the second ones, and so on. Most tokens' upper bytes are equal."""
+    """Return the records in the order that compresses best: all heads (the length of the JSON text, and the text), then all
+    arrays as planes: the first byte of every four, then the second byte of every four, and so on. The upper bytes of most
+    tokens are equal."""
     heads = [4 + struct.unpack_from("<I", record)[0] for record in records]
     cut = [(record[:head], record[head:]) for record, head in zip(records, heads, strict=True)]
     arrays = b"".join(rest.ljust(_whole(len(rest)), b"\0") for _, rest in cut)
@@ -240,5 +241,5 @@ def _unpack(data: bytes) -> list[bytes]:
 
 
 def _whole(size: int) -> int:
-    """The size in whole numbers of four bytes."""
+    """Return the size, rounded up to a multiple of four bytes."""
     return -(-size // 4) * 4

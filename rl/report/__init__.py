@@ -1,1 +1,1 @@
-"""The parts of report.py: they read logs and compare runs. Need no torch."""
+"""The parts of report.py, which read logs and compare runs. They need no torch."""

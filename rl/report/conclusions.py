@@ -1,8 +1,8 @@
-"""Conclusions from the numbers of runs, each next to the numbers it rests on; or the remark that these are too few.
+"""Conclusions from the numbers of runs, each with the numbers it rests on, or a remark that there are too few.
 
-Every function returns rows (of what, conclusion, the numbers it rests on). A claim about learning or speed needs MIN_STEPS
-steps, one about a difference in learning between groups MIN_SEEDS runs of each that do not overlap. For a difference in speed
-one run of each is enough: every step measures it (rl/report/speed.py).
+Every function returns rows (subject, conclusion, the numbers it rests on). A claim about learning or speed needs MIN_STEPS
+steps. A claim about a difference in learning between groups needs MIN_SEEDS runs of each, which do not overlap. For a
+difference in speed one run of each is enough, since every step measures it (rl/report/speed.py).
 """
 
 import math
@@ -26,12 +26,12 @@ from rl.report.numbers import (
 )
 
 OF_ALL, A_RANK = "tokens/s of all ranks, median step", "tokens/s a rank, median step"
-LEVELS = (0.5, 0.75, 0.9, 1.0)  # of the way that all runs have covered, for the speed-up
+LEVELS = (0.5, 0.75, 0.9, 1.0)  # fractions of the range of reward that all runs have covered, for the speed-up
 
 
 def overview(groups: list[RunGroup], smooth: int) -> list[list[str]]:
-    """The table of groups, its header first. Has no column for MFU or waiting where no group recorded it, and tokens/s
-    a rank only where a group recorded no others."""
+    """Return the table of groups, header first. It has no column for MFU or waiting if no group recorded it, and tokens/s a
+    rank only if a group recorded no others."""
     numbers = {
         "steps": (lambda log: log.steps, ".0f"),
         "seconds of training": (lambda log: log.seconds, ".0f"),
@@ -61,7 +61,7 @@ def conclude(groups: list[RunGroup]) -> list[Row]:
 
 
 def learning(group: RunGroup) -> list[Row]:
-    """Says whether the reward moved by more than twice the noise of the two means."""
+    """Say whether the reward moved by more than twice the noise of the two means."""
     if few := too_few_steps(group, REWARD):
         return [few]
     width = min(MIN_STEPS, min(len(log.points(REWARD)) for log in group.logs) // 2)
@@ -107,7 +107,8 @@ def lengths(group: RunGroup) -> list[Row]:
 
 
 def mismatch(group: RunGroup) -> list[Row]:
-    """Generator against learner. Only in fp32 and on-policy is there a bound: else precision and staleness explain much."""
+    """Compare the generator's probabilities with the learner's. There is a bound only in fp32 and on-policy: otherwise
+    precision and staleness explain large differences."""
     name = "training/rollout_probs_diff_max"
     worst = group.each(lambda log: p[:, 1].max() if len(p := log.points(name)) else None)
     stale = any(row.get("staleness/max", 0) > 0 for log in group.logs for row in log.rows)
@@ -122,7 +123,7 @@ def mismatch(group: RunGroup) -> list[Row]:
 
 
 def trouble(group: RunGroup) -> list[Row]:
-    """Counters that should be zero."""
+    """Report counters that should be zero."""
     counters = {"actor/skipped_steps": "optimizer steps were skipped for a non-finite gradient"}
     kinds = ("timeout", "error", "bad_value", "died", "image")
     counters |= {f"reward/events/{kind}": f"responses could not be scored ({kind})" for kind in kinds}
@@ -136,8 +137,8 @@ def trouble(group: RunGroup) -> list[Row]:
 
 
 def between(groups: list[RunGroup]) -> list[Row]:
-    """The groups against the first: their speed, and their learning where every run of the one lies beyond every run of the
-    other."""
+    """Compare each group with the first one: its speed, and its learning, with a difference only if every run of the one lies
+    beyond every run of the other."""
     base, *others = groups
     out = [row for group in others for row in speed.compared(group, base)]
     numbers = [("reward of the last steps", lambda log: last_reward(log, MIN_STEPS))]
@@ -153,7 +154,7 @@ def between(groups: list[RunGroup]) -> list[Row]:
 
 
 def _compared(ours: list[float], base: list[float], logs: list[Log]) -> str:
-    """What can be said of a group's rewards or accuracies compared with the first group's. logs: of both groups."""
+    """Return what can be said about a group's rewards or accuracies compared with the first group's. logs: of both groups."""
     steps, ends = min(len(log.points(REWARD)) for log in logs), sorted({log.steps for log in logs})
     if steps < MIN_STEPS:
         return f": too few steps to compare ({steps})"
@@ -171,8 +172,8 @@ def _compared(ours: list[float], base: list[float], logs: list[Log]) -> str:
 
 
 def speedup(groups: list[RunGroup], base: RunGroup, smooth: int) -> list[list[str]]:
-    """Wall clock to the same reward, base over group, at levels that every run reaches and none starts above; header first.
-    The reward is the mean of `smooth` steps, so that no lucky batch counts."""
+    """Return the table of wall-clock time to the same reward, base over group, at levels that every run reaches and none starts
+    above; header first. The reward is the mean of `smooth` steps, so that no lucky batch counts."""
     out = [["group", "level of reward", "seconds", f"seconds of {base.label}", "speed-up", "worst to best pair"]]
     for group in (g for g in groups if g is not base):
         curves = {g.label: [smoothed(log.points(REWARD, "seconds"), smooth) for log in g.logs] for g in (group, base)}
@@ -196,5 +197,5 @@ def speedup(groups: list[RunGroup], base: RunGroup, smooth: int) -> list[list[st
 
 
 def first_at(curve: np.ndarray, level: float) -> float:
-    """Seconds at which the curve first is at the level. curve [n, 2]; it must get there."""
+    """Return the seconds at which the curve first reaches the level. curve [n, 2]; it must reach the level."""
     return float(curve[np.argmax(curve[:, 1] >= level), 0])

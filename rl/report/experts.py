@@ -1,4 +1,4 @@
-"""A map of how many tokens each expert of each layer of a mixture got, at the first and the last step that a run recorded."""
+"""A map of the number of tokens that each expert of each layer got, at the first and the last step that a run recorded."""
 
 from pathlib import Path
 
@@ -10,14 +10,14 @@ from rl.report.readers import read_lines
 
 
 def loads(log: Log) -> list[tuple[int, np.ndarray]]:
-    """(step, [layers, experts] tokens over an even share) of every step recorded in experts.jsonl."""
+    """Return (step, [layers, experts] tokens over an even share) of every step recorded in experts.jsonl."""
     file = (log.path if log.path.is_dir() else log.path.parent) / "experts.jsonl"
     rows = read_lines(file)[0] if file.exists() else []
     return [(row["step"], np.array(row["load"])) for row in rows if row.get("load")]
 
 
 def expert_map(group: RunGroup, target: Path) -> bool:
-    """Draws the map of the group's first run that has one; returns whether there was any."""
+    """Draw the map of the group's first run that has one. Return whether there was any."""
     recorded = next(filter(None, map(loads, group.logs)), [])
     if not recorded:
         return False

@@ -1,10 +1,10 @@
-"""Runs as they were recorded (rl/report/readers.py reads the files), and groups of runs of a kind. Needs no torch.
+"""Recorded runs (rl/report/readers.py reads the files), and groups of runs of the same kind. Needs no torch.
 
-Damaged records are left out, and `Log.notes` says so. Seconds are seconds of training: start-up before the first step and
-the pauses between a run's attempts (a stop, a crash, a restart) are not counted. A step ends at its record's `time` and began
-`timing_s/step` seconds before, so a gap between one step's end and the next one's beginning is such a pause. What was trained
-again after a restart counts once. In records of verl no pause is looked for: its steps leave out the publish and the validation
-between them.
+Damaged records are left out, and `Log.notes` says so. Seconds are seconds of training: start-up before the first step and the
+pauses between a run's attempts (a stop, a crash, a restart) are not counted. A step ends at its record's `time` and began
+`timing_s/step` seconds before, so a gap between one step's end and the next one's beginning is such a pause. A step that was
+trained again after a restart counts once. No pauses are looked for in records of verl, whose steps leave out the publish and
+the validation between them.
 """
 
 import json
@@ -21,28 +21,28 @@ from rl.errors import UserError
 from rl.record import validations
 from rl.report import readers
 
-NAMES = {"seed", "experiment_name", "output_dir", "project_name", "logger", "wandb_mode"}  # flags that tell no groups apart
+NAMES = {"seed", "experiment_name", "output_dir", "project_name", "logger", "wandb_mode"}  # flags that distinguish no groups
 NAMES |= {"record_samples", "resume_mode"}
-PAUSE = 1.0  # seconds between two steps that only a restart explains
+PAUSE = 1.0  # seconds between two steps that only a restart exceeds
 GIVE = "a run's directory (runs/<name>), its metrics.jsonl, a TensorBoard directory or a verl console log"
 
 
 @dataclass
 class Log:
-    """One run as far as it was recorded. Rows hold finite numbers only, in the order of their steps."""
+    """One run, as far as it was recorded. Rows contain only finite numbers, in the order of their steps."""
 
     path: Path
     config: dict
     rows: list[dict[str, float]]
     notes: list[str] = field(default_factory=list)  # what is wrong with the record
-    validations: list[dict[str, float]] = field(default_factory=list)  # the lines of validations.jsonl, then all
+    validations: list[dict[str, float]] = field(default_factory=list)  # lines of validations.jsonl; later all validations
 
     def __post_init__(self):
         self.validations = validations.merge(self.validations, self.rows)
         self.clock: dict[float, float] = {}  # step -> seconds of training up to its end
         self.starts: set[float] = set()  # the first step of each attempt
         self._read_clock()
-        for row in self.rows:  # of all ranks together, for runs on equal machines: perf/throughput is a rank's, as in verl
+        for row in self.rows:  # of all ranks together, for runs on equal machines; perf/throughput is per rank, as in verl
             if row.get("perf/time_per_step") and "perf/total_num_tokens" in row:
                 row["tokens/s"] = row["perf/total_num_tokens"] / row["perf/time_per_step"]
         self.flags, self.script = flag_words.renamed(self.config.get("flags", {})), self.config.get("script", "")
@@ -61,7 +61,7 @@ class Log:
 
     @property
     def steady(self) -> list[dict[str, float]]:
-        """The rows without those with which an attempt began, whose time holds the start-up, if there are others."""
+        """The rows without each attempt's first one, whose time includes the start-up; all rows if there are no others."""
         return [row for row in self.rows if row["step"] not in self.starts] or self.rows
 
     @property
@@ -77,12 +77,12 @@ class Log:
 
     @property
     def code(self) -> str | None:
-        """An identifier of the run's code: a digest of its files, or the commit where the record has none."""
+        """An identifier of the run's code: a digest of its files, or the commit if the record has no digest."""
         return self.config.get("code") or self.config.get("commit")
 
     @property
     def responses_per_step(self) -> int | None:
-        """Responses that one step trains; None where config.json does not say."""
+        """The number of responses that one step trains; None if config.json does not say."""
         f = self.flags
         if not {"rollout_n", "train_batch_size"} <= {*f}:
             return None
@@ -90,7 +90,7 @@ class Log:
 
     @property
     def off_policy(self) -> bool:
-        """A replay whose weights are not those that made its samples (replay.py)."""
+        """Whether this is a replay whose weights are not those that made its samples (replay.py)."""
         return bool(self.config.get("replay", {}).get("off_policy"))
 
     @property
@@ -99,8 +99,8 @@ class Log:
         return "" if total is None else "finished" if self.steps >= total else f"stopped at {self.steps} of {total}"
 
     def points(self, name: str, axis: str = "step") -> np.ndarray:
-        """[n, 2]: x and value of a metric. A validation stands at the step whose weights it was of; on the clock, where its
-        result came in."""
+        """Return [n, 2]: x and value of a metric. A validation is placed at the step of its weights; on the clock, at the time
+        when its result arrived."""
         out, per_step = [], self.responses_per_step
         for row in self.validations if name.startswith("val-") else self.rows:
             x = {"step": row["step"], "responses": row["step"] * per_step if per_step else None}.get(axis)
@@ -111,21 +111,21 @@ class Log:
         return np.array(out, dtype=float).reshape(-1, 2)
 
     def over_time(self, name: str) -> float | None:
-        """Mean of a share of the step's time, each step weighing as much as it took; None if it was not recorded. Leaves out
-        the steps with which an attempt began, if there are others: start-up is in their waiting."""
+        """Return the mean of a share of the step's time, weighted by the steps' durations; None if it was not recorded. The
+        first step of each attempt is left out if there are others, since its waiting time includes the start-up."""
         known = [(row[name], own_seconds(row) or 1.0) for row in self.steady if name in row]
         total = sum(seconds for _, seconds in known)
         return sum(share * seconds for share, seconds in known) / total if total else None
 
     @property
     def mean_step(self) -> float | None:
-        """Seconds of a mean step, without the steps with which an attempt began; None if they were not recorded."""
+        """The mean seconds of a step, without the first step of each attempt; None if they were not recorded."""
         seconds = [row["timing_s/step"] for row in self.steady if "timing_s/step" in row]
         return sum(seconds) / len(seconds) if seconds else None
 
     @property
     def _is_verls(self) -> bool:
-        """Whether verl recorded the run: this project's runs have a configuration, and ledgers of their ranks' time."""
+        """Whether verl recorded the run: this project's runs have a configuration, or ledgers of their ranks' time."""
         return not self.config and not any(name.startswith("ledger/") for name in self.names)
 
     def _read_clock(self) -> None:
@@ -141,7 +141,7 @@ class Log:
             pauses += [gap] if is_pause else []
             if before is None or is_pause or is_only_validated(before):
                 self.starts.add(row["step"])
-            if before is None or is_pause or passed < 0:  # a clock that was set back
+            if before is None or is_pause or passed < 0:  # the clock was set back
                 passed = own or 0.0
             seconds += passed
             self.clock[row["step"]] = seconds
@@ -151,12 +151,12 @@ class Log:
 
 
 def own_seconds(row: dict[str, float]) -> float | None:
-    """What the step itself took; None if it was not recorded."""
+    """Return the seconds that the step itself took; None if they were not recorded."""
     return row.get("timing_s/step", row.get("perf/time_per_step"))
 
 
 def is_only_validated(row: dict[str, float]) -> bool:
-    """Whether the row is of a validation before the first step, and of no step."""
+    """Return whether the row is only of a validation before the first step, not of a step."""
     return any(name.startswith("val-") for name in row) and not row.keys() & {"perf/time_per_step", "critic/score/mean"}
 
 
@@ -166,12 +166,13 @@ class RunGroup:
     logs: list[Log]
 
     def each(self, number: Callable[[Log], float | None]) -> list[float]:
-        """number(log) of each run that has one."""
+        """Return number(log) of each run that has one."""
         return [value for log in self.logs if (value := number(log)) is not None]
 
 
 def find_runs(wheres: tuple[str, ...]) -> list[Path]:
-    """Each argument as it is, or the runs within it. Raises UserError for what is none."""
+    """Return each argument itself if it is a run or a file, else the runs inside it. Raise UserError if a path does not exist,
+    or if there is none."""
     found = []
     for where in map(Path, wheres):
         if not where.exists():
@@ -188,7 +189,8 @@ def find_runs(wheres: tuple[str, ...]) -> list[Path]:
 
 
 def load(path: Path) -> Log:
-    """Reads a run's directory or one file of records; of a directory metrics.jsonl, or else its TensorBoard event files."""
+    """Read a run's directory or one file of records; from a directory read metrics.jsonl, or else its TensorBoard event
+    files."""
     if (found := readers.read(path)) is None:
         raise UserError(f"{path}: neither metrics.jsonl nor TensorBoard event files are there. Give {GIVE}.")
     raw, notes = found
@@ -211,7 +213,7 @@ def load(path: Path) -> Log:
 
 
 def _add_times(rows: list[dict[str, float]], notes: list[str]) -> None:
-    """Puts the steps one right after the other, for a record that has no time stamps."""
+    """Place the steps one right after the other, for a record without time stamps."""
     time = 0.0
     for row in rows:
         time += own_seconds(row) or 0.0
@@ -220,13 +222,13 @@ def _add_times(rows: list[dict[str, float]], notes: list[str]) -> None:
 
 
 def group_runs(logs: list[Log]) -> list[RunGroup]:
-    """Puts runs together that differ in seed and names only; other code is another group. Each group's label is its script and
-    what tells it from the others."""
+    """Group runs that differ only in seed and names; runs of different code are in different groups. Each group's label is its
+    script and the settings that distinguish it from the others."""
 
     def marks(log: Log) -> dict:
         hardware = log.config.get("hardware", {})
         flags = {f"--{name.replace('_', '-')}": value for name, value in log.flags.items() if name not in NAMES}
-        ranks = {"ranks:": hardware.get("world_size"), "device:": hardware.get("device")}  # of one role, if split
+        ranks = {"ranks:": hardware.get("world_size"), "device:": hardware.get("device")}  # of one role if the run is split
         return flags | ranks | {"code:": log.code}
 
     kinds: dict[str, list[Log]] = defaultdict(list)
@@ -247,12 +249,12 @@ def group_runs(logs: list[Log]) -> list[RunGroup]:
 
 
 def _base(log: Log) -> str:
-    """The script that a replay replays, or the run's own."""
+    """Return the script that a replay replays, or else the run's own script."""
     return log.script.removeprefix("replay of ")
 
 
 def _short(code: str | None) -> str:
-    """The first eight digits of a digest or commit, with what stands behind a plus sign."""
+    """Return the first eight digits of a digest or commit, with the part after a plus sign."""
     digits, plus, state = (code or "unknown").partition("+")
     return digits[:8] + plus + state
 
@@ -262,7 +264,7 @@ def is_accuracy(name: str) -> bool:
 
 
 def smoothed(points: np.ndarray, width: int) -> np.ndarray:
-    """The mean of the last `width` values, from the first full window on. points [n, 2] -> [n - width + 1, 2]."""
+    """Return the mean of the last `width` values, from the first full window on. points [n, 2] -> [n - width + 1, 2]."""
     if len(points) < width:
         return points[:0]
     means = np.convolve(points[:, 1], np.ones(width) / width, "valid")

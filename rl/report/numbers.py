@@ -1,4 +1,4 @@
-"""Numbers of runs and groups, and how tables and conclusions write them."""
+"""Numbers of runs and groups, and their format in tables and conclusions."""
 
 from collections.abc import Callable
 
@@ -6,16 +6,16 @@ import numpy as np
 
 from rl.report.logs import Log, RunGroup, is_accuracy
 
-MIN_STEPS = 20  # of a run, for a conclusion about its learning or its speed
-MIN_SEEDS = 3  # runs of each group, for a conclusion about the difference of their learning
+MIN_STEPS = 20  # that a run needs for a conclusion about its learning or its speed
+MIN_SEEDS = 3  # runs that each group needs for a conclusion about a difference in learning
 REWARD, THROUGHPUT, STEP_SECONDS = "critic/score/mean", "tokens/s", "perf/time_per_step"
 HELD = "fully_async/rollouter/held_ratio"
 IDLE = {"generator": "fully_async/rollouter/idle_ratio", "learner": "fully_async/trainer/idle_ratio"}
-Row = tuple[str, str, str]  # of what, conclusion, the numbers it rests on
+Row = tuple[str, str, str]  # subject, conclusion, the numbers it rests on
 
 
 def spread(values: list[float], form: str = ".3f") -> str:
-    """The mean, with lowest and highest if they differ; what a table says of a group."""
+    """Return a table's text on a group's values: the mean, with the lowest and the highest if they differ."""
     if not values:
         return "-"
     mean, low, high = (f"{value:{form}}" for value in (np.mean(values), min(values), max(values)))
@@ -27,7 +27,7 @@ def count(number: int, noun: str) -> str:
 
 
 def times(ratio: float) -> str:
-    """A ratio, as 3.3x."""
+    """Return a ratio as text, such as 3.3x."""
     return f"{digits(ratio)}x"
 
 
@@ -40,7 +40,7 @@ def accuracy_names(group: RunGroup) -> list[str]:
 
 
 def accuracy_at(log: Log, which: int) -> float | None:
-    """The first (0) or last (-1) validation's accuracy, the mean over its data sources."""
+    """Return the accuracy of the first (0) or last (-1) validation, averaged over its data sources."""
     curves = [log.points(name) for name in accuracy_names(RunGroup("", [log]))]
     return float(np.mean([c[which, 1] for c in curves])) if curves else None
 
@@ -51,12 +51,13 @@ def last_reward(log: Log, steps: int) -> float | None:
 
 
 def last(name: str) -> Callable[[Log], float | None]:
-    """A function that returns a run's last value of that metric."""
+    """Return a function that returns a run's last value of that metric."""
     return lambda log: float(points[-1, 1]) if len(points := log.points(name)) else None
 
 
 def too_few_steps(group: RunGroup, metric: str) -> Row | None:
-    """None, or the row that says why nothing is concluded from the group's steps of that metric."""
+    """Return the row that says why nothing is concluded from the group's steps of that metric; None if there are enough
+    steps."""
     steps = min(len(log.points(metric)) for log in group.logs)
     sentence = f"too few steps to say anything: {steps}, where {MIN_STEPS} are the least"
     return (group.label, sentence, f"{metric} of {steps} steps") if steps < MIN_STEPS else None

@@ -1,7 +1,7 @@
-"""Raw records of runs: metrics.jsonl, validations.jsonl, TensorBoard event files, and verl's own console and file logs.
+"""Readers of raw records of runs: metrics.jsonl, validations.jsonl, TensorBoard event files, and verl's console and file logs.
 
-Each reader returns rows {"step": ..., metric: value} in the order in which they were written; a step may have several. Lines
-that cannot be read are left out and noted.
+Each reader returns rows {"step": ..., metric: value} in the order in which they were written; a step may have several rows.
+Lines that cannot be read are left out and noted.
 """
 
 import json
@@ -17,11 +17,11 @@ NAMES = {  # of older versions of verl
     "trainer/idle_ratio": "fully_async/trainer/idle_ratio",
     "rollouter/idle_ratio": "fully_async/rollouter/idle_ratio",
 }
-CONSOLE = (".log", ".txt", ".out")  # names under which a directory's console logs are looked for
+CONSOLE = (".log", ".txt", ".out")  # suffixes of the files among which a directory's console logs are searched for
 
 
 def event_files(directory: Path) -> list[Path]:
-    """A run's TensorBoard files: in its directory, or in tensorboard/ there."""
+    """Return a run's TensorBoard files, from its directory or from tensorboard/ there."""
     pattern = "events.out.tfevents*"
     return sorted(directory.glob(pattern)) or sorted(directory.glob(f"tensorboard/{pattern}"))
 
@@ -31,7 +31,7 @@ def is_run(directory: Path) -> bool:
 
 
 def console_logs(directory: Path) -> list[Path]:
-    """The directory's files that hold steps of verl's console logger."""
+    """Return the directory's files that contain steps of verl's console logger."""
     files = [file for file in sorted(directory.iterdir()) if file.suffix in CONSOLE and file.is_file()]
     return [file for file in files if verl_console.holds_steps(file)]
 
@@ -56,7 +56,7 @@ def is_console(file: Path) -> bool:
 
 
 def read_lines(file: Path) -> tuple[list[dict], list[str]]:
-    """(rows, notes) of a file with a JSON object in each line; verl's file logger puts the metrics under "data"."""
+    """Return (rows, notes) of a file with a JSON object in each line; verl's file logger puts the metrics under "data"."""
     rows, bad = [], []
     for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
         try:
@@ -72,8 +72,8 @@ def read_lines(file: Path) -> tuple[list[dict], list[str]]:
 
 
 def read_validations(directory: Path, notes: list[str]) -> list[dict]:
-    """The lines of validations.jsonl: one for each validation, with the step of its weights and, as at_step, the step during
-    which its result arrived."""
+    """Return the lines of validations.jsonl: one for each validation, with the step of its weights and, as at_step, the step
+    during which its result arrived."""
     file = directory / validations.FILE
     lines, bad = read_lines(file) if file.exists() else ([], [])
     notes += bad
@@ -81,8 +81,8 @@ def read_validations(directory: Path, notes: list[str]) -> list[dict]:
 
 
 def read_events(files: list[Path]) -> list[dict]:
-    """Rows of event files. A row's time is that of its first scalar, in the newest file that has it: a validation, which comes
-    later, does not count."""
+    """Return the rows of event files. A row's time is that of its first scalar in the newest file that has the step; a
+    validation, which is written later, does not count."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     rows: dict[int, dict] = defaultdict(dict)
@@ -112,8 +112,8 @@ def read_config(directory: Path, notes: list[str]) -> dict:
 
 
 def merge(raw: list[dict]) -> tuple[dict[float, dict], int]:
-    """({step: its row}, how many steps were recorded again). Rows of one step are parts of it, as verl writes them, unless
-    they disagree: then the step was trained again after a restart, and the later row counts."""
+    """Return ({step: its row}, how many steps were recorded again). Rows of one step are parts of it, as verl writes them,
+    unless they disagree: then the step was trained again after a restart, and the later row counts."""
     rows, again = {}, 0
     for part in raw:
         row = rows.get(part["step"], {})
@@ -128,6 +128,6 @@ def is_number(value) -> bool:
 
 
 def _flat(row: dict, name: str) -> dict:
-    """The row with the metrics that are nested under that name at its top."""
+    """Return the row with the metrics nested under that name moved to the top level."""
     nested = row.get(name)
     return {**{n: v for n, v in row.items() if n != name}, **nested} if isinstance(nested, dict) else row

@@ -1,4 +1,4 @@
-"""Responses of the last validation that kept some (--log-val-generations), with the images of their prompts."""
+"""Responses of the last validation that recorded some (--log-val-generations), with the images of their prompts."""
 
 import shutil
 from pathlib import Path
@@ -6,13 +6,13 @@ from pathlib import Path
 from rl.record.validation_tables import DIRECTORY, Picture, read
 from rl.report.logs import Log, RunGroup
 
-ROWS = 10  # of a run
-CHARACTERS = 600  # of a text; longer ones lose their middle
+ROWS = 10  # of a run's responses
+CHARACTERS = 600  # of a text; longer texts lose their middle
 
 
 def responses(group: RunGroup, directory: Path) -> tuple[str, list[list]] | None:
-    """(heading, table with its header first) of the group's first run that has any; None without one. Cells are texts, or lists
-    of pictures, whose files are copied into `directory`."""
+    """Return (heading, table with its header first) of the group's first run that has any; None if no run has. Cells are texts,
+    or lists of pictures, whose files are copied into `directory`."""
     for log in group.logs:
         for file in reversed(sorted(_tables(log))):
             table = read(file)[: ROWS + 1]

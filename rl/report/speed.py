@@ -1,9 +1,10 @@
-"""How fast groups are: tokens/s, seconds a step and MFU, and their ratios with an interval over steps.
+"""The speed of groups: tokens/s, seconds a step and MFU, and their ratios with an interval over steps.
 
-A quantity is measured at every step as (amount, of how much), [n, 2], and a run's value is one sum over the other: the tokens
-of all steps over their seconds. So a step that waits for the samples of four counts in full, where a median would pass it over.
-The interval is a bootstrap over blocks of steps, since neighbours are alike. It says how much the steps of these runs differ,
-and nothing about other runs, machines or learning. The steps with which an attempt began are left out.
+A quantity is measured at every step as a pair (numerator, denominator), [n, 2], and a run's value is the ratio of the two sums:
+the tokens of all steps over their seconds, for example. So a step that waits for the samples of four steps counts in full,
+while a median would ignore it. The interval is a bootstrap over blocks of steps, since neighbouring steps are alike. It says
+how much the steps of these runs differ, and nothing about other runs, machines or learning. The first step of each attempt is
+left out.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ RESAMPLES = 2000
 
 
 def _seconds(row: dict[str, float]) -> float | None:
-    """Of the step without validation and saving, where that was recorded."""
+    """Return the step's seconds, without validation and saving if that was recorded."""
     return None if is_only_validated(row) else row.get(STEP_SECONDS) or own_seconds(row)
 
 
@@ -44,16 +45,16 @@ def _mfu(row: dict[str, float]) -> tuple[float, float] | None:
 @dataclass(frozen=True)
 class Quantity:
     name: str
-    measure: Callable[[dict[str, float]], tuple[float, float] | None]  # of a row
+    measure: Callable[[dict[str, float]], tuple[float, float] | None]  # called with a row
     form: str
-    says: str  # of {ours}, {base} and their {ratio}
+    says: str  # with {ours}, {base} and their {ratio}
 
     def steps(self, log: Log) -> np.ndarray:
-        """[n, 2]: (amount, of how much) at each step."""
+        """Return [n, 2]: (numerator, denominator) at each step."""
         return np.array([of for row in log.steady if (of := self.measure(row))], dtype=float).reshape(-1, 2)
 
     def recorded(self, log: Log) -> int:
-        """Steps at which it was recorded, those that begin an attempt included."""
+        """Return the number of steps at which it was recorded, including the first of each attempt."""
         return sum(self.measure(row) is not None for row in log.rows)
 
     def value(self, log: Log) -> float | None:
@@ -65,12 +66,12 @@ class Quantity:
         return float(np.median(steps[:, 0] / steps[:, 1])) if len(steps) else None
 
     def of_all(self, group: RunGroup) -> float:
-        """The value over all steps of the group's runs."""
+        """Return the value over all steps of the group's runs."""
         amount, of = np.concatenate([self.steps(log) for log in group.logs]).sum(0)
         return float(amount / of)
 
     def with_quartiles(self, group: RunGroup) -> str:
-        """That value, with the quartiles of the steps in brackets."""
+        """Return that value as text, with the quartiles of the steps in brackets."""
         steps = np.concatenate([self.steps(log) for log in group.logs])
         low, high = (f"{quartile:{self.form}}" for quartile in np.quantile(steps[:, 0] / steps[:, 1], (0.25, 0.75)))
         return f"{self.of_all(group):{self.form}} ({low} - {high})"
@@ -83,8 +84,8 @@ MFU = Quantity("MFU of the update", _mfu, ".1%", "the update of {ours} has {rati
 
 
 def compared(ours: RunGroup, base: RunGroup) -> list[Row]:
-    """Rows on how fast a group is compared with another, for each quantity that both recorded. Without the tokens of all ranks,
-    those of a rank are compared."""
+    """Return rows that compare a group's speed with another's, for each quantity that both recorded. Without the tokens of all
+    ranks, those of one rank are compared."""
     both = [q for q in (TOKENS, A_RANK, STEP, MFU) if all(len(q.steps(log)) for log in [*ours.logs, *base.logs])]
     return [_row(quantity, ours, base) for quantity in both if not (quantity is A_RANK and TOKENS in both)]
 
@@ -119,7 +120,7 @@ def _sentence(quantity: Quantity, ours: RunGroup, base: RunGroup) -> str:
 
 
 def _more(quantity: Quantity, ours: RunGroup, base: RunGroup, ratio: float) -> str:
-    """The end of the sentence: how many tokens the compared steps have, or how many ranks share the tokens."""
+    """Return the end of the sentence: how many tokens the compared steps have, or how many ranks share the tokens."""
     if quantity is STEP and all(len(TOKENS.steps(log)) for log in [*ours.logs, *base.logs]):
         sizes = [np.mean(np.concatenate([TOKENS.steps(log) for log in group.logs])[:, 0]) for group in (ours, base)]
         return f", with {times(sizes[0] / sizes[1])} the tokens"
@@ -130,8 +131,8 @@ def _more(quantity: Quantity, ours: RunGroup, base: RunGroup, ratio: float) -> s
 
 
 def interval(ours: list[tuple[np.ndarray, int]], base: list[tuple[np.ndarray, int]]) -> tuple[float, float]:
-    """The middle 95% of the ratio of ours to base, over resamples of each run's steps, [n, 2], in blocks of neighbours. The
-    number with each run is the shortest block."""
+    """Return the middle 95% of the ratio of ours to base, over resamples of each run's steps, [n, 2], in blocks of neighbouring
+    steps. The number with each run is the length of the shortest block."""
     random = np.random.default_rng(0)
     sums = [sum(_resampled(steps, block, random) for steps, block in of) for of in (ours, base)]
     ratios = (sums[0][:, 0] / sums[0][:, 1]) / (sums[1][:, 0] / sums[1][:, 1])
@@ -140,7 +141,7 @@ def interval(ours: list[tuple[np.ndarray, int]], base: list[tuple[np.ndarray, in
 
 
 def _resampled(steps: np.ndarray, block: int, random: np.random.Generator) -> np.ndarray:
-    """[RESAMPLES, 2]: sums over as many steps as there are, drawn in blocks that wrap around."""
+    """Return [RESAMPLES, 2]: sums over about as many steps as there are, drawn in blocks that wrap around."""
     n = len(steps)
     block = min(n, max(block, round(n ** (1 / 3))))
     up_to = np.concatenate([np.zeros((1, 2)), np.cumsum(np.concatenate([steps, steps[:block]]), axis=0)])
@@ -149,12 +150,12 @@ def _resampled(steps: np.ndarray, block: int, random: np.random.Generator) -> np
 
 
 def _period(log: Log) -> int:
-    """Steps from one publish to the next, of which the first may wait for all."""
+    """Return the number of steps from one publish to the next; the first of them may wait for the samples of all."""
     return log.flags.get("publish_every") or 1
 
 
 def _ranks(group: RunGroup) -> int | None:
-    """Ranks of the whole job: the tokens/s of all over those of one."""
+    """Return the number of ranks of the whole job, as the tokens/s of all over those of one; None if it was not recorded."""
     rows = [row for log in group.logs for row in log.steady if _tokens(row) and row.get("perf/throughput")]
     return round(np.median([row["tokens/s"] / row["perf/throughput"] for row in rows])) if rows else None
 

@@ -1,4 +1,5 @@
-"""Reads a verl run's console output, as `tee` keeps it: the lines of its logger, and its rollouter's messages about pauses.
+"""A reader of a verl run's console output, as saved by `tee`: the lines of its logger, and its rollouter's messages about
+pauses.
 
     (TaskRunner pid=1234) step:12 - actor/grad_norm:np.float64(0.13) - perf/throughput:365.2 - ...
 
@@ -16,7 +17,7 @@ NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf)|True|False
 PART = re.compile(rf"(\S(?:.*\S)?):(?:np\.\w+\()?({NUMBER})\)?(?:\s|$)")
 TRUTH = {"True": 1, "False": 0}
 BOUND = re.compile(r"max_required_samples'?:? (\d+)")
-PAUSES = {  # of the generators, by what verl says: the names that a row has them under
+PAUSES = {  # pauses of the generators: verl's message -> name in a row
     re.compile(r"ShouldPause\].*staleness_samples \d+ >= max_required_samples"): "pauses/bound",
     re.compile(r"ShouldPause\].*full queue"): "pauses/queue",
 }
@@ -28,10 +29,10 @@ def holds_steps(file: Path) -> bool:
 
 
 def read(file: Path) -> tuple[list[dict], list[str]]:
-    """(rows, notes). What the rollouter said before the first line of a step is in that row."""
+    """Return (rows, notes). The rollouter's messages before the first line of a step are in that line's row."""
     rows: list[dict] = []
     said: dict[str, float] = {}
-    ends: set[str | None] = set()  # the last metrics of lines
+    ends: set[str | None] = set()  # the last metric of each line
     newest, cut = -1, 0
     for line in _lines(file):
         if found := STEP.search(line):
@@ -39,7 +40,7 @@ def read(file: Path) -> tuple[list[dict], list[str]]:
             last = next(reversed(metrics), None)
             if line.endswith("\n"):
                 ends.add(last)
-            elif metrics and ends and last not in ends:  # the file ends within this line: its last number may lack digits
+            elif metrics and ends and last not in ends:  # the file ends within this line, so its last number may lack digits
                 metrics.popitem()
                 whole = False
             cut += not whole
@@ -57,13 +58,13 @@ def read(file: Path) -> tuple[list[dict], list[str]]:
 
 
 def _lines(file: Path) -> Iterator[str]:
-    """Lines without colors. A progress bar ends its own with a carriage return, which ends a line here, too."""
+    """Yield the lines without colors. A progress bar ends its lines with a carriage return, which also ends a line here."""
     with open(file, encoding="utf-8", errors="replace") as lines:
         for line in lines:
             yield COLORS.sub("", line)
 
 
 def _metrics(text: str) -> tuple[dict[str, float], bool]:
-    """The metrics of a step's line, and whether all of it could be read."""
+    """Return the metrics of a step's line, and whether all of it could be read."""
     found = [PART.match(part) for part in text.split(" - ")]
     return {of[1]: float(TRUTH.get(of[2], of[2])) for of in found if of}, all(found)

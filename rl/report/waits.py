@@ -1,4 +1,4 @@
-"""Who waits for whom in a split run and why, how old samples are, and the bound of their staleness."""
+"""Waiting times in a split run and their reasons, the age of samples, and the bound of their staleness."""
 
 from collections import Counter
 
@@ -11,7 +11,7 @@ from rl.report.verl_console import MAX_REQUIRED, PAUSES
 
 
 def waiting(group: RunGroup) -> list[Row]:
-    """Who waited for whom or for graders, and, if the ranks were recorded, the split that would balance them."""
+    """Say who waited for whom or for graders, and, if the ranks were recorded, which split would balance them."""
     idle = {role: group.each(lambda log, n=name: log.over_time(n)) for role, name in IDLE.items()}
     if not all(idle.values()):
         return []
@@ -35,13 +35,13 @@ def waiting(group: RunGroup) -> list[Row]:
 
 
 def ranks_of(group: RunGroup, role: str) -> set[str]:
-    """Names of the group's ranks of that role, out of its ledgers."""
+    """Return the names of the group's ranks of that role, from its ledgers."""
     names = {name.split("/")[1] for log in group.logs for name in log.names if name.startswith("ledger/")}
     return {name for name in names if name.rpartition("_")[0] == role}
 
 
 def reasons(group: RunGroup) -> list[Row]:
-    """Why the generators waited: because of the staleness bound, or for another reason."""
+    """Say why the generators waited: because of the staleness bound, or for another reason."""
     idle, held = (group.each(lambda log, n=name: log.over_time(n)) for name in (IDLE["generator"], HELD))
     paused = [sum(row.get(name, 0) for log in group.logs for row in log.rows) for name in PAUSES.values()]
     bound = f"the staleness bound{_of_samples(group)}"
@@ -81,7 +81,7 @@ def oldest_age(log: Log) -> float | None:
 
 
 def columns(groups: list[RunGroup]) -> dict[str, list[str]]:
-    """Columns of the table of groups, without those that no group recorded."""
+    """Return columns for the table of groups, without those that no group recorded."""
     share = lambda name: lambda log: log.over_time(name)  # noqa: E731
     numbers = {
         "learners wait": (share(IDLE["learner"]), ".0%"),

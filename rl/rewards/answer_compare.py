@@ -1,6 +1,6 @@
-r"""Compares answers: they agree if they have the same form, or are the same number and the answer is a literal.
+r"""The comparison of answers: they agree if they have the same form, or are the same number and the answer is a literal.
 
-The policy is rewarded for computing, so nothing is computed for it. An answer agrees with the ground truth if
+The policy is rewarded for computing, so the grader computes nothing for it. An answer agrees with the ground truth if
  - both have the same form: the same operations on the same things. Sums, products and sets have no order; 0.5x, x/2 and
    \frac{1}{2}x are the same form; the sign of a fraction may be above the line, below it or before it; or
  - the answer is a literal that has the value of the ground truth, which is evaluated. Literals are numbers, fractions in lowest
@@ -18,8 +18,8 @@ TURNED = {">": "<", r"\ge": r"\le"}
 
 
 def agree(answer: str, truth: str, any_root: bool = False) -> bool:
-    r"""Whether two answers in the notation of rl/rewards/answers.canonical agree; False if one cannot be parsed. any_root:
-    accept a root of a whole number that has square factors, unless the root is a whole number."""
+    r"""Return whether two answers in the notation of rl/rewards/answers.canonical agree; False if one cannot be parsed.
+    any_root: accept a root of a whole number with square factors, unless the root is a whole number."""
     try:
         tree = parse(answer)
         ways = [tree, simplified_roots(tree)] if any_root else [tree]
@@ -34,7 +34,7 @@ def _truth(truth: str) -> tuple:
 
 
 def _spread(tree: tuple) -> tuple:
-    """The tree with plus-minus as two answers, a set as a list of answers, and inequalities as intervals."""
+    """Return the tree with plus-minus as two answers, a set as a list of answers, and inequalities as intervals."""
     if tree[0] == "relation" and tree[1] == (r"\in",):
         return _spread(tree[3])
     items = tree[1:] if tree[0] in ("list", "set") else (tree,)
@@ -43,7 +43,7 @@ def _spread(tree: tuple) -> tuple:
 
 
 def _signs(tree: tuple) -> list[tuple]:
-    """The tree with plus for plus-minus, and with minus if that differs."""
+    """Return the tree with plus for plus-minus, and the tree with minus if that differs."""
     positive, negative = _with_sign(tree, "positive"), _with_sign(tree, "negative")
     return [positive] if positive == negative else [positive, negative]
 
@@ -56,7 +56,7 @@ def _with_sign(tree: tuple, sign: str) -> tuple:
 
 
 def _interval(tree: tuple) -> tuple:
-    r"""3 < x as (3, \infty) and 0 \le x < 1 as [0, 1); anything else unchanged."""
+    r"""Return 3 < x as (3, \infty) and 0 \le x < 1 as [0, 1); anything else unchanged."""
     if tree[0] != "relation":
         return tree
     signs, sides = tree[1], tree[2:]
@@ -84,7 +84,7 @@ def _agree(answer: tuple, truth: tuple) -> bool:
         return answer[0] == "list" and _paired(answer[1:], truth[1:])
     if answer[0] == "list" and truth[:2] == ("sets", r"\cup"):
         answer = ("sets", r"\cup", *answer[1:])  # x < 1 or x > 2
-    if answer[0] == "list":  # one answer in several spellings
+    if answer[0] == "list":  # a single answer in several spellings
         return all(_agree(item, truth) for item in answer[1:])
     if not {answer[0], truth[0]} & {"row", "matrix", "cells", "sets"}:
         return form(answer) == form(truth) or (is_literal(answer) and same_value(answer, truth))
@@ -109,7 +109,7 @@ def _same_relation(answer: tuple, truth: tuple) -> bool:
 
 
 def _is_left_side(tree: tuple) -> bool:
-    """Whether it is like y, a_1 or f(x), which an answer may omit or name differently."""
+    """Return whether it is a left-hand side like y, a_1 or f(x), which an answer may omit or name differently."""
     if tree[0] == "subscript":
         return _is_left_side(tree[1])
     return tree[0] == "name" or (tree[0] == "product" and all(part[0] == "name" for part in tree[1:]) and len(tree) == 3)
@@ -120,7 +120,7 @@ def _in_turn(answers: tuple, truths: tuple) -> bool:
 
 
 def _paired(answers: tuple, truths: tuple) -> bool:
-    """Whether each one agrees with one of the other side, in any order; a repeated answer counts once."""
+    """Return whether each item agrees with an item of the other side, in any order; a repeated answer counts once."""
     if max(len(answers), len(truths)) > MANY:
         return answers == truths
     return all(any(_agree(a, b) for b in truths) for a in answers) and all(any(_agree(a, b) for a in answers) for b in truths)

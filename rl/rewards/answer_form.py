@@ -1,4 +1,5 @@
-"""The form of an answer, which depends on neither spelling nor order and computes nothing; and the value of an answer."""
+"""The form of an answer, which depends on neither spelling nor order and involves no computation; and the value of an
+answer."""
 
 import math
 from collections.abc import Iterable
@@ -6,7 +7,7 @@ from fractions import Fraction
 from functools import cache, lru_cache
 
 ATOMS = {"i", "e", r"\pi"}
-DIGITS = 500  # to which values are computed
+DIGITS = 500  # of precision for values
 MOST = 4000  # the largest exponent that is computed
 MOST_TERMS = 16
 LARGEST_RADICAND = 10**9
@@ -17,7 +18,7 @@ ONE = Fraction(1)
 
 
 def form(tree: tuple) -> tuple:
-    """The same tree for answers that differ by order, by decimals or fractions, or by the place of a sign.
+    """Return the tree's form: the same for answers that differ only in order, decimals or fractions, or the place of a sign.
 
     A product or quotient becomes ("term", sign, coefficient, factors, divisors). The coefficient is a Fraction if it is one
     number in lowest terms, otherwise the numbers above and below the line."""
@@ -32,7 +33,7 @@ def form(tree: tuple) -> tuple:
 
 
 def _terms(made: tuple) -> tuple[tuple, ...]:
-    """The terms of a form that may be a sum."""
+    """Return the terms of a form that may be a sum."""
     if made[0] == "sum":
         return made[1:]
     return (made if made[0] == "term" else ("term", 1, ONE, (made,), ()),)
@@ -43,7 +44,7 @@ def _sum(terms: Iterable[tuple]) -> tuple:
 
 
 def _unsigned(made: tuple) -> tuple[int, tuple]:
-    """The sign and the form without it. A sum and its negation become the same sum: 1-x is -(x-1)."""
+    """Return the sign, and the form without it. A sum and its negation become the same sum: 1-x is -(x-1)."""
     if made[0] != "sum":
         return 1, made
     other = _sum((kind, -sign, *rest) for kind, sign, *rest in made[1:])
@@ -64,7 +65,7 @@ class _Factors:
 
     def __init__(self, tree: tuple):
         self.sign = 1
-        self.signs = 0  # the number of minus signs in it
+        self.signs = 0  # the number of minus signs
         self.numbers: tuple[list[Fraction], list[Fraction]] = ([], [])  # above and below the line
         self.others: tuple[list[tuple], list[tuple]] = ([], [])
         self._add(tree, 0, _quotients(tree) == 1)
@@ -85,7 +86,7 @@ class _Factors:
         elif kind == "quotient" and one_line:
             self._add(tree[1], below, one_line)
             self._add(tree[2], 1 - below, one_line)
-        elif kind == "quotient":  # one of several fractions, which nobody has multiplied
+        elif kind == "quotient":  # one of several fractions that were not multiplied out
             self.others[below].append(("quotient", form(tree[1]), form(tree[2])))
         else:
             sign, made = _unsigned(form(tree))
@@ -108,7 +109,7 @@ class _Factors:
 
 
 def _quotients(tree: tuple) -> int:
-    """The number of quotients in a product or quotient, without those inside its sums, powers and functions."""
+    """Return the number of quotients in a product or quotient, except those inside its sums, powers and functions."""
     if tree[0] not in ("negative", "product", "quotient"):
         return 0
     return (tree[0] == "quotient") + sum(map(_quotients, tree[1:]))
@@ -129,7 +130,8 @@ def _term(tree: tuple) -> tuple:
 
 
 def _shared(total: tuple, factor: Fraction) -> tuple | None:
-    """A sum divided by a number, as a sum of fractions: (x+1)/2 is x/2 + 1/2. None if it is not in lowest terms."""
+    """Return a sum divided by a number as a sum of fractions: (x+1)/2 is x/2 + 1/2. Return None if it is not in lowest
+    terms."""
     coefficients = [term[2] for term in total[1:]]
     if factor.denominator == 1 or any(not isinstance(c, Fraction) or c.denominator > 1 for c in coefficients):
         return None
@@ -143,7 +145,7 @@ def _shared(total: tuple, factor: Fraction) -> tuple | None:
 
 
 def is_literal(tree: tuple) -> bool:
-    """Whether an answer is written as a number that leaves nothing to compute."""
+    """Return whether an answer is written as a number that leaves nothing to compute."""
     terms = _terms(form(tree))
     keys = set()
     for _, _, coefficient, above, below in terms:
@@ -161,7 +163,7 @@ def is_literal(tree: tuple) -> bool:
 
 
 def _irrational(made: tuple) -> tuple | None:
-    r"""(base, exponent) of pi, e, i, a power of pi or e, or a root that cannot be simplified; None for anything else."""
+    r"""Return (base, exponent) of pi, e, i, a power of pi or e, or a root that cannot be simplified; None for anything else."""
     if made[0] == "name" and made[1] in ATOMS:
         return made[1], ONE
     if made[0] == "power" and made[1] in (("name", r"\pi"), ("name", "e")):
@@ -175,7 +177,7 @@ def _irrational(made: tuple) -> tuple | None:
 
 
 def simplified_roots(tree: tuple) -> tuple:
-    r"""The tree with \sqrt{12} as 2\sqrt{3}. A root that is a whole number is left as it is."""
+    r"""Return the tree with \sqrt{12} as 2\sqrt{3}. A root that is a whole number is left as it is."""
     if tree[0] == "root" and all(part[0] == "number" and part[1].denominator == 1 for part in tree[1:]):
         index, radicand = (part[1].numerator for part in tree[1:])
         outside, inside, degree = _split_root(radicand, index) or (1, 1, 1)
@@ -186,7 +188,7 @@ def simplified_roots(tree: tuple) -> tuple:
 
 
 def _whole(made: tuple) -> int | None:
-    """The form as a whole number; None if it is something else."""
+    """Return the form as a whole number; None if it is something else."""
     if made[0] != "term" or made[3] or made[4] or not isinstance(made[2], Fraction) or made[2].denominator > 1:
         return None
     return made[1] * made[2].numerator
@@ -194,7 +196,8 @@ def _whole(made: tuple) -> int | None:
 
 @lru_cache(1024)
 def _split_root(radicand: int, index: int) -> tuple[int, int, int] | None:
-    """The smallest (a, b, k) so that the index-th root of the radicand is a times the k-th root of b. None if too hard."""
+    """Return the (a, b, k) with the smallest b and k so that the index-th root of the radicand is a times the k-th root of b;
+    None if that is too hard."""
     if not 0 < radicand <= LARGEST_RADICAND or not 1 < index <= 40:
         return None
     powers: dict[int, int] = {}
@@ -213,7 +216,7 @@ def _split_root(radicand: int, index: int) -> tuple[int, int, int] | None:
 
 
 def same_value(tree: tuple, other: tuple) -> bool:
-    """Whether both have the same value, to about DIGITS digits, which is more than an answer has."""
+    """Return whether both have the same value, to about DIGITS digits, which is more than any answer has."""
     try:
         a, b = (_value(one, _context()) for one in (tree, other))
     except (ArithmeticError, ValueError):  # not a number, or too hard
@@ -231,7 +234,7 @@ def _context():
 
 
 def _value(tree: tuple, context):
-    """The value of a tree. Raises ArithmeticError or ValueError if it is not a number, or too hard to compute."""
+    """Return the value of a tree. Raise ArithmeticError or ValueError if it is not a number, or too hard to compute."""
     kind, *parts = tree
     if kind == "number":
         return context.mpf(parts[0].numerator) / parts[0].denominator

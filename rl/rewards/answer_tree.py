@@ -1,15 +1,16 @@
-r"""Parses an answer in LaTeX into a tree. It computes nothing: "2 \cdot 3" is a product of two numbers, not 6.
+r"""A parser of LaTeX answers into trees. It computes nothing: "2 \cdot 3" is a product of two numbers, not 6.
 
 It understands numbers, mixed numbers, names, sums, products, quotients, powers, roots, functions, lists, tuples, intervals,
-sets, unions, matrices, equations and inequalities. Anything else raises NotUnderstood; rl/rewards/answers.py then compares
-letters. A node is a tuple: its kind, then its parts. The time is linear in the length of the text, which the caller limits.
+sets, unions, matrices, equations and inequalities. Anything else raises NotUnderstood; then only the comparison of spellings in
+rl/rewards/answers.py counts. A node is a tuple: its kind, then its parts. The time is linear in the length of the text, which
+the caller limits.
 """
 
 import re
 from fractions import Fraction
 
 DEEPEST = 24  # levels of nested brackets, fractions and exponents
-MOST_MARKS = 4  # exponents, subscripts and factorials after one thing, or divisions in a row
+MOST_MARKS = 4  # exponents, subscripts and factorials after one operand, or consecutive divisions
 TOKEN = re.compile(r"\\begin\{\w+\}|\\end\{\w+\}|\\[A-Za-z]+|\\.|\d+\.?\d*|\.\d+|[A-Za-z]+|\S", re.DOTALL)
 NUMERAL = re.compile(r"\d+\.?\d*|\.\d+")
 PAIRS = {"(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
@@ -29,18 +30,18 @@ NAMES = _commands(
     "pi theta alpha beta gamma delta epsilon varepsilon lambda mu nu rho sigma tau phi varphi psi omega Delta Omega "
     "infty emptyset ell circ"
 )
-MARKS = _commands("overline vec hat bar mathbf mathbb mathcal overrightarrow bm widehat")  # on a name
+MARKS = _commands("overline vec hat bar mathbf mathbb mathcal overrightarrow bm widehat")  # above a name
 STOPS = {",", ";", "+", "-", "/", "&", r"\\", r"\cup", r"\cap", r"\setminus", r"\pm", r"\mp", ""} | TIMES | RELATIONS | CLOSING
 WORDS = {"and": ",", "or": ","}
-LONGEST_PRODUCT = 3  # letters next to each other; more are a word
+LONGEST_PRODUCT = 3  # adjacent letters; more are a word
 
 
 class NotUnderstood(ValueError):
-    """The text is not an answer in a notation that this parser knows."""
+    """A text that is not an answer in a notation that this parser knows."""
 
 
 def parse(text: str) -> tuple:
-    """The tree of an answer in the notation of rl/rewards/answers.canonical. Raises NotUnderstood."""
+    """Return the tree of an answer in the notation of rl/rewards/answers.canonical. Raise NotUnderstood for anything else."""
     return _Parser(text).whole()
 
 
@@ -84,7 +85,7 @@ class _Parser:
         return items[0] if len(items) == 1 else ("list", *items)
 
     def items(self) -> list[tuple]:
-        """Parts with commas between them."""
+        """Parse parts with commas between them."""
         items = [self.relation()]
         while self.next in (",", ";"):
             self.take()
@@ -122,7 +123,7 @@ class _Parser:
         return ("negative", term) if sign == "-" else term
 
     def term(self) -> tuple:
-        """Factors and divisors, from left to right."""
+        """Parse factors and divisors, from left to right."""
         value = self.factor()
         quotients = 0
         while True:
@@ -139,13 +140,13 @@ class _Parser:
                 value = self.side_by_side(value)
 
     def at_stop(self) -> bool:
-        """Whether no further factor begins here."""
+        """Return whether no further factor begins here."""
         if self.next == "|":
             return self.in_bars > 0
         return self.next in STOPS or self.next.startswith(r"\end")
 
     def side_by_side(self, left: tuple) -> tuple:
-        """A factor without a sign of multiplication: a mixed number, or a product."""
+        """Parse a factor without a multiplication sign: the result is a mixed number or a product."""
         right = self.factor()
         if left[0] == "number" and right[0] == "number" and self.next == "/":  # 1 2/3
             self.take()
@@ -175,8 +176,8 @@ class _Parser:
         return value
 
     def argument(self, digit: bool = False) -> tuple:
-        r"""What \frac, \sqrt, ^ and _ apply to: a sum in braces, or one thing. digit: of a number the first digit, as in
-        \frac12."""
+        r"""Parse the operand of \frac, \sqrt, ^ or _: a sum in braces, or a single operand. digit: take only a number's first
+        digit, as in \frac12."""
         if self.next == "{":
             self.take()
             return self.sum_up_to("}")
@@ -203,7 +204,7 @@ class _Parser:
         return value
 
     def thing(self, token: str) -> tuple:
-        """What begins with the token, without its exponent and subscript."""
+        """Parse the operand that begins with the token, without its exponent and subscript."""
         if NUMERAL.fullmatch(token):
             return ("number", Fraction(token.rstrip(".")))
         if token.isalpha() or token in NAMES:
@@ -235,7 +236,8 @@ class _Parser:
         return ("root", index, self.argument())
 
     def function(self, name: str) -> tuple:
-        """As in sin^2 2x and log_2 x: exponent and subscript, then factors up to the next sign or function."""
+        """Parse a function's exponent and subscript, then factors up to the next sign or function, as in sin^2 2x and log_2
+        x."""
         marks = []
         while self.next in ("^", "_"):
             marks.append((self.take(), self.argument()))
@@ -251,7 +253,7 @@ class _Parser:
         return ("call", "|", value)
 
     def bracket(self, opening: str) -> tuple:
-        """(x+1) is the sum in it, (1,2) and [0,1) are rows, {1,2} is a set."""
+        """Parse a bracket: (x+1) is the sum in it, (1,2) and [0,1) are rows, {1,2} is a set."""
         bars, self.in_bars = self.in_bars, 0
         if opening == r"\{" and self.next == r"\}":
             self.take()
@@ -295,7 +297,7 @@ def _is_plain_fraction(tree: tuple) -> bool:
 
 
 def _mixed(whole: Fraction, fraction: tuple) -> tuple:
-    """1 2/3 as one number. Raises NotUnderstood for 1 4/6 and 1 5/3, which are not mixed numbers."""
+    """Return 1 2/3 as one number. Raise NotUnderstood for 1 4/6 and 1 5/3, which are not mixed numbers."""
     above, below = fraction[1][1], fraction[2][1]
     if not 0 < above < below or whole.denominator != 1 or Fraction(above, below).denominator != below:
         raise NotUnderstood("not a mixed number")

@@ -1,7 +1,7 @@
-r"""Finds the final answer in a response, brings it to one notation, and compares it with the ground truth.
+r"""The final answer of a response: found, brought to one notation, and compared with the ground truth.
 
 An answer is marked in one of three ways: \boxed{...} (MATH, Geometry3K), a line "Answer: ..." (DAPO, AIME) or "#### ..."
-(GSM8K). The last mark counts. A response that only mentions the right number, without a mark, is wrong.
+(GSM8K). The last mark counts. A response that mentions the right number without a mark is wrong.
 
 Markdown, a full stop, a currency, units and plain words around an answer are ignored, unless they change its value ("not 25",
 "25 thousand") or leave a choice ("25 or 30").
@@ -21,12 +21,12 @@ def _words(text: str) -> set[str]:
 BOX = re.compile(r"\\[bf]?box(?:ed)?(?![A-Za-z])\s*")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 WORD = re.compile(r"[^\s$]+")
-LONGEST = 400  # characters of an answer; the longest truth of MATH has about 160
+LONGEST = 400  # characters of an answer; MATH's longest ground truth has about 160
 LONGEST_TRUTH = 4000  # characters
 NUMBER = r"(?:\d+(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+"
 EXPONENT = r"(?:[eE][+-]?\d{1,3}(?![\d.]))?"
 CURRENCIES = "£€¥₹¢"
-# Words next to a number that change its value, or make it no answer.
+# Words next to a number that change its value, or with which it is no answer
 NOT_JUST_UNITS = _words(
     "no not never nor or and either neither wrong incorrect than least most less more fewer greater smaller between within "
     "about approximately approx roughly around nearly almost hundred thousand million billion trillion dozen half third "
@@ -71,8 +71,8 @@ DECORATION = r"\\(left|right|displaystyle|mathstrut|blacksquare|square|checkmark
 
 
 def boxed(text: str) -> str | None:
-    r"""The content of the last \boxed or \fbox, which is in braces or one word. Boxes with only commas, "and" or "or" between
-    them are one answer. None if there is no box, or if the last one is not closed."""
+    r"""Return the content of the last \boxed or \fbox, which is in braces or one word. Boxes with only commas, "and" or "or"
+    between them are one answer. Return None if there is no box, or if the last one is not closed."""
     parts: list[str] = []
     end = 0
     for mark in BOX.finditer(text):
@@ -88,7 +88,8 @@ def boxed(text: str) -> str | None:
 
 
 def _braces(text: str, start: int) -> tuple[str | None, int]:
-    """The content of the braces that open at `start`, or the word there, and where it ends. None if the braces do not close."""
+    """Return the content of the braces that open at `start`, or the word there, and where it ends. The content is None if the
+    braces do not close."""
     if text[start : start + 1] != "{":
         word = WORD.match(text, start)
         return (word[0].rstrip(".,;:"), word.end()) if word else (None, start)
@@ -101,20 +102,20 @@ def _braces(text: str, start: int) -> tuple[str | None, int]:
 
 
 def answer_line(text: str) -> str | None:
-    """The text after the last "Answer:", on the first line that has any. None without one."""
+    """Return the text after the last "Answer:", from the first line that has any. Return None without one."""
     marks = list(re.finditer("(?i)answer(?:\\s+is)?[*_`\\s]{0,4}[:\N{FULLWIDTH COLON}]", text))
     lines = text[marks[-1].end() :].splitlines() if marks else []
     return next((line for line in lines if line.strip("*_`$#>|~{}[]()\\ \t-.")), None)
 
 
 def hash_line(text: str) -> str | None:
-    """The text after the last "####" that is followed by any on its line. None without one."""
+    """Return the text after the last "####" that has text after it on its line. Return None without one."""
     found = re.findall(r"#{4,}\s*([^\n#]*[^\n#\s])", text)
     return found[-1] if found else None
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number of a text. A hyphen after a number or a word is not a minus."""
+    """Return the last number of a text. A hyphen after a number or a word is not a minus."""
     end = next((i for i in range(len(text), 0, -1) if text[i - 1].isdecimal()), 0)
     text = "".join(map(_latex, text[max(0, end - 200) : end])).replace("\\$", "$")
     found = re.findall(rf"((?<![\w)}}\]])-\s?)?\$?((?:{NUMBER}){EXPONENT})", text)
@@ -125,7 +126,8 @@ def last_number(text: str) -> Fraction | None:
 
 
 def canonical(answer: str, longest: int = LONGEST) -> str:
-    """The answer in LaTeX with one spelling for each thing, without decoration around it. Empty if it is too long."""
+    """Return the answer in LaTeX with one spelling for each thing and no decoration around it; an empty string if it is too
+    long."""
     text = answer.strip()
     if len(text) > longest:
         return ""
@@ -152,7 +154,7 @@ def canonical(answer: str, longest: int = LONGEST) -> str:
 
 
 def _without_unicode(text: str) -> str:
-    """The text with typeset characters as LaTeX, without symbols such as emoji and characters without width."""
+    """Return the text with typeset characters as LaTeX, without symbols such as emoji and without zero-width characters."""
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+", lambda run: "^{" + "".join(map(_latex, run[0])) + "}", text)
     text = re.sub(r"√\s*(?:\(([^()]*)\)|(\d+|[a-z]))", lambda root: rf"\sqrt{{{root[1] or root[2]}}}", text)
     return "".join(map(_latex, text))
@@ -168,8 +170,8 @@ def _latex(character: str) -> str:
 
 
 def _only_formula(text: str) -> str:
-    r"""The formula in $..$, \(..\) or \[..\] if there is only one and the words around it mean nothing; otherwise all of the
-    text without these signs."""
+    r"""Return the formula in $..$, \(..\) or \[..\] if there is only one and the words around it do not matter; otherwise the
+    whole text without these delimiters."""
     delimited = r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]"
     formulas = [next(filter(None, groups)) for groups in re.findall(delimited, text)]
     around = re.sub(delimited, " ", text)
@@ -179,7 +181,7 @@ def _only_formula(text: str) -> str:
 
 
 def _without_units(text: str) -> str:
-    r"""The text without \text{...} and similar commands. Their content stays, unless they follow a number and hold a unit."""
+    r"""Return the text without \text{...} and similar commands. Their content stays, unless it is a unit after a number."""
     group = r"\\(?:text(?:bf|it|rm|sf|normal)?|mbox|hbox|math(?:rm|bf|it|sf)|operatorname|rm|bf)\s*\{([^{}]*)\}"
     before = None
     while text != before:  # the innermost first
@@ -200,7 +202,7 @@ def _repeating_decimal(found: re.Match) -> str:
 
 
 def _bare(text: str) -> str:
-    """The text without markup, punctuation and braces around all of it, and without commas between thousands."""
+    """Return the text without surrounding markup, punctuation and braces, and without commas between thousands."""
     before = None
     while text != before:
         before = text
@@ -220,7 +222,7 @@ def _bare(text: str) -> str:
 
 
 def number(text: str) -> Fraction | None:
-    """The text, in canonical notation, as a number, ignoring a per cent sign. None if it is not one number."""
+    """Return the text, in canonical notation, as a number, ignoring a per cent sign; None if it is not one number."""
     text = re.sub(r"\s*\\?%$", "", text.strip())
     text = re.sub(r"^[(\[]([^,]*)[)\]]$|^([+-])\s+", r"\1\2", text)
     text = re.sub(r"\s*\\times 10\^\{(.*)\}$", r"e\1", text)
@@ -229,8 +231,8 @@ def number(text: str) -> Fraction | None:
 
 
 def quantity(text: str) -> Fraction | None:
-    """The number of a text in canonical notation that has only one, if its other words are units or plain ("25 dollars",
-    "x = 25", "the sum is 25, since ..."). None otherwise."""
+    """Return the only number of a text in canonical notation, if its other words are units or plain words ("25 dollars", "x =
+    25", "the sum is 25, since ..."); None otherwise."""
     text = re.sub(r"\s*\((?![^()]*\bor\b)[^()]*\)\s*$", "", text)
     text = re.sub(r"[,;.]?\s+(?:because|since|as|where|which|when|for)\b.*$", "", text)
     *before, text = re.split(r"=(?=[^=]*\d)", text)
@@ -251,7 +253,7 @@ def quantity(text: str) -> Fraction | None:
 
 
 def same(answer: str, truth: str, any_root: bool = False) -> bool:
-    r"""Whether both are the same number, word or mathematical object in the same form (answer_compare.py). Nothing is
+    r"""Return whether both are the same number, word or mathematical object in the same form (answer_compare.py). Nothing is
     computed for the answer: 2+3 is not 5. any_root: accept \sqrt{884} for 2\sqrt{221}."""
     b = canonical(truth, LONGEST_TRUTH)
     a = canonical(answer, max(LONGEST, 2 * len(b)))
@@ -278,7 +280,8 @@ def _fraction(value: Fraction) -> str:
 
 
 def _spelling(text: str) -> str:
-    """The answer to compare letter by letter: words in lower case, (A) as A, without spaces, per cent and degree signs."""
+    """Return the answer for a comparison letter by letter: words in lower case, (A) as A, no spaces, per cent or degree
+    signs."""
     text = re.sub(rf"\s+|\\?%$|{DEGREE}", "", text)
     choice = re.fullmatch(r"\(?([A-Z])\)?", text)
     return choice[1] if choice else text.lower() if re.fullmatch(r"[A-Za-z]{2,}", text) else text

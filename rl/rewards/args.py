@@ -16,17 +16,17 @@ class CodeArgs:
     """Programs that the model writes, which are run in a sandbox and tested."""
 
     code_score: Literal["fraction", "all"] = "fraction"
-    """Score of a program: the fraction of its tests that it passes, or 1 if it passes all of them and else 0."""
+    """Score of a program. fraction: the fraction of tests passed; all: 1 if all tests pass, else 0."""
     code_tests: Annotated[int, Range(at_least=0)] = 10
-    """Only the first tests of a row are run, this many at most; 0 runs all."""
+    """Run at most this many of a row's tests, the first ones; 0 runs all."""
     code_timeout: MayChange[Annotated[float, Range(above=0, at_most=86_400)]] = 5.0
-    """CPU seconds that a test may take, rounded up to whole ones; it may last twice as long. All tests of a response together
-    have --reward-timeout; tests that are not run by then have failed."""
+    """CPU seconds that a test may take, rounded up to a whole number; by the clock it may take twice as long. All tests of a
+    response share --reward-timeout; tests not run by then count as failed."""
     code_memory_limit_gb: MayChange[Annotated[float, Range(at_least=0.0625, at_most=1_000_000)]] = 1.0
     """Address space of each process of a tested program, in GiB."""
 
     def limits(self, in_all: float) -> dict:
-        """What the grader of programs gets with each response. in_all: seconds that all its tests together may take."""
+        """Return the limits that the grader of programs gets with each response. in_all: seconds for all its tests together."""
         own = {"seconds": self.code_timeout, "memory_gb": self.code_memory_limit_gb, "tests": self.code_tests}
         return own | {"all": self.code_score == "all", "in_all": in_all}
 
@@ -36,16 +36,16 @@ class JudgeArgs:
     """Scores by a language model."""
 
     judge: Annotated[str | None, Content("code")] = None
-    """Have a language model score the responses by this rubric, a YAML or JSON file (docs/judges.md)."""
+    """Let a language model score the responses by this rubric, a YAML or JSON file (docs/judges.md)."""
     judge_url: MayChange[str] = "http://localhost:8000/v1"
-    """OpenAI-compatible endpoint of --judge. Its key is read from the environment's OPENAI_API_KEY."""
+    """OpenAI-compatible endpoint of --judge. The key is read from the environment variable OPENAI_API_KEY."""
     judge_model: str | None = None
-    """Model at that endpoint. Default: its only one."""
+    """Model at that endpoint. Default: the only model there."""
     judge_retries: MayChange[Annotated[int, Range(at_least=0, at_most=100)]] = 3
-    """Times that a question is asked again after a failure of the endpoint, within --reward-timeout."""
+    """Retries of a question after a failure of the endpoint, within --reward-timeout."""
 
     def check(self) -> None:
-        """Raises UserError for a rubric or a URL that cannot be used."""
+        """Raise UserError for a rubric or a URL that cannot be used."""
         if not self.judge:
             return
         from rl.rewards.judge import Rubric  # late: no other run needs it
@@ -81,22 +81,22 @@ class RewardArgs(JudgeArgs, CodeArgs):
     give it a score of 0. It is counted either way. In validation it counts as wrong: it gets 0, or the worst score of its
     source if that is below 0."""
     format_score: Annotated[float, Range()] = 0.0
-    """Score of a wrong answer in the right format, from the built-in gsm8k."""
+    """Score that the built-in gsm8k grader gives to a wrong answer in the right format."""
     overlong_buffer_len: Annotated[int, Range(at_least=0)] = 0
-    """DAPO: a response that ends within this many tokens of --max-response-length is penalised, linearly; 0 turns it off."""
+    """DAPO: penalise, linearly, a response that ends within this many tokens of --max-response-length; 0 turns it off."""
     overlong_penalty_factor: Annotated[float, Range(at_least=0)] = 1.0
-    """DAPO: the penalty of a response of --max-response-length."""
+    """DAPO: the penalty of a response with --max-response-length tokens."""
 
     @property
     def own_reward(self) -> str | None:
-        """The flag that replaces the built-in verifiers, and its value; None if they score."""
+        """The flag that replaces the built-in verifiers, with its value; None if the verifiers score."""
         if self.judge:
             return f"--judge {self.judge}"
         return f"--reward {self.reward}" if self.reward and self.reward != CODE else None
 
     def worker_spec(self, first: bool) -> str:
-        """What a scoring process imports (rl/rewards/worker.py): the user's function, or a judge with these settings; empty for
-        the built-in verifiers. first: whether it is the run's first process."""
+        """Return what a scoring process loads (rl/rewards/worker.py): the user's function, or a judge's settings; empty for the
+        built-in verifiers. first: whether it is the run's first process."""
         if self.judge:
             settings = {"rubric": self.judge, "url": self.judge_url, "model": self.judge_model, "retries": self.judge_retries}
             return json.dumps(settings | {"first": first})
@@ -104,11 +104,11 @@ class RewardArgs(JudgeArgs, CodeArgs):
 
     @property
     def passed_env(self) -> tuple[str, ...]:
-        """Environment variables that a scoring process gets although they may be secrets, by name or pattern."""
+        """Environment variables, by name or pattern, that a scoring process gets although they may be secrets."""
         return (*self.reward_env, "OPENAI_*", "SSL_CERT_*") if self.judge else self.reward_env
 
     def check(self) -> None:
-        """Raises UserError for a --reward that names no file."""
+        """Raise UserError for a --reward that names no file, and for --reward with --judge."""
         if self.judge and self.reward:
             raise UserError("--reward and --judge: a response has one score. Call the judge in your function (docs/judges.md).")
         if self.reward and self.reward != CODE:

@@ -1,8 +1,8 @@
-"""Runs a process that ends together with everything it has started, in whatever session; and says how a process ended.
+"""Processes that end together with everything they have started, in any session; and how a process ended.
 
-A guard process is between the starter and the process. It adopts orphans of the process (Linux: PR_SET_CHILD_SUBREAPER). When
-the process ends, when the guard gets SIGTERM or when the starter is killed, the guard kills all that is left. On other systems
-there is no guard, and only the process's group is ended.
+A guard process sits between the starter and the process. On Linux it adopts orphans of the process (PR_SET_CHILD_SUBREAPER).
+When the process ends, when the guard gets SIGTERM or when the starter is killed, the guard kills everything that is left. On
+other systems there is no guard, and only the process's group is ended.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ LOOK = 0.01  # seconds between looks for a process's end
 
 
 def start(module: str, *arguments: str, passed: Sequence[str], **pipes: Any) -> subprocess.Popen:
-    """Runs a module that calls `guard` with its last argument, the number of this process. Returns the guard. passed:
-    environment variables, as in --reward-env; pipes: as in subprocess.Popen."""
+    """Run a module that calls `guard` with its last argument, the id of this process. Return the guard. passed: environment
+    variables, as in --reward-env; pipes: as in subprocess.Popen."""
     root = str(Path(__file__).resolve().parents[2])
     env = reward_environment(os.environ, passed)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
@@ -37,7 +37,7 @@ def start(module: str, *arguments: str, passed: Sequence[str], **pipes: Any) -> 
 
 
 def guard(starter: int) -> bool:
-    """Forks: the child returns True, this process becomes its guard and never returns. False if the starter has ended."""
+    """Fork: the child returns True; this process becomes its guard and never returns. Return False if the starter has ended."""
     if sys.platform != "linux":
         return os.getppid() == starter
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -56,7 +56,8 @@ def guard(starter: int) -> bool:
 
 
 def take_pipes() -> tuple[int, int]:
-    """Copies of stdin and stdout that no child inherits. The user's code gets an empty stdin, and its output goes to stderr."""
+    """Return copies of stdin and stdout that no child inherits. The user's code gets an empty stdin, and its output is sent to
+    stderr."""
     pipes = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -64,18 +65,18 @@ def take_pipes() -> tuple[int, int]:
 
 
 def end_with_parent() -> None:
-    """Has the system kill this process when its parent ends."""
+    """Let the system kill this process when its parent ends."""
     _prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of its descendants whose own parent has ended."""
+    """Make this process the parent of its descendants whose own parent has ended."""
     _prctl(SET_SUBREAPER, 1)
 
 
 def end(process: subprocess.Popen) -> None:
-    """Ends a guard that `start` has returned, and all that it guards. If the guard was killed before, the rest of its process
-    group ends."""
+    """End a guard that `start` has returned, and everything that it guards. If the guard has been killed, end the rest of its
+    process group."""
     if process.returncode is None:
         os.kill(process.pid, signal.SIGTERM)
     try:
@@ -90,7 +91,7 @@ def end(process: subprocess.Popen) -> None:
 
 
 def exit_code(process: subprocess.Popen, timeout: float) -> int:
-    """Like process.wait, but on Linux it does not reap the process, so that `end` can still end the process's group. Raises
+    """Wait like process.wait, but on Linux do not reap the process, so that `end` can still end the process's group. Raise
     subprocess.TimeoutExpired."""
     if sys.platform != "linux" or process.returncode is not None:
         return process.wait(timeout)
@@ -103,13 +104,13 @@ def exit_code(process: subprocess.Popen, timeout: float) -> int:
 
 
 def ending(code: int, process: str, over_cpu: str) -> tuple[str, str]:
-    """The event that the end of a process is (rl/rewards/score.py), and its message. process: a name for it; over_cpu: the
+    """Return the event for the end of a process (rl/rewards/score.py), and its message. process: a name for it; over_cpu: the
     message if it has used up its CPU time."""
     return ("timeout", over_cpu) if code == -signal.SIGXCPU else ("died", f"{process} {how_it_ended(code)}")
 
 
 def how_it_ended(code: int) -> str:
-    """An exit code in words. Python has no names for most of the real-time signals."""
+    """Return an exit code in words. Python has no names for most of the real-time signals."""
     if code >= 0:
         return f"exited with code {code}"
     with contextlib.suppress(ValueError):
@@ -118,7 +119,7 @@ def how_it_ended(code: int) -> str:
 
 
 def children() -> dict[int, list[int]]:
-    """Parent -> its children, of all processes that the system lists now."""
+    """Return parent -> its children, for all processes that the system lists now."""
     found: dict[int, list[int]] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError):  # it has just ended
@@ -128,7 +129,7 @@ def children() -> dict[int, list[int]]:
 
 
 def descendants(ancestor: int) -> list[int]:
-    """The children of a process, their children, and so forth."""
+    """Return the children of a process, their children, and so on."""
     of = children()
     found = list(of.get(ancestor, ()))
     for pid in found:
@@ -137,8 +138,8 @@ def descendants(ancestor: int) -> list[int]:
 
 
 def _stand_guard(process: int) -> None:
-    """The guard's life. It ends as the process did, once nothing is left."""
-    for pipe in (0, 1):  # only the process may hold them: if it closes them, the starter must notice
+    """Run the guard. It ends as the process did, once nothing is left."""
+    for pipe in (0, 1):  # only the process may hold them, so that the starter notices if it closes them
         os.close(pipe)
     status = None
     while status is None and signal.sigwait(NEWS) == signal.SIGCHLD:
@@ -152,7 +153,7 @@ def _stand_guard(process: int) -> None:
 
 
 def _reaped() -> dict[int, int]:
-    """The children that have ended since the last call, and their statuses."""
+    """Return the children that have ended since the last call, with their statuses."""
     ended = {}
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
@@ -161,11 +162,11 @@ def _reaped() -> dict[int, int]:
 
 
 def _end_as(status: int) -> None:
-    """Ends this process with a status of os.waitpid."""
+    """End this process with a status of os.waitpid."""
     if os.WIFEXITED(status):
         os._exit(os.WEXITSTATUS(status))
     number = os.WTERMSIG(status)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the process may have left a core file; one is enough
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the process may have left a core file already
     with contextlib.suppress(OSError):  # for SIGKILL, and the signals that the C library keeps for itself
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})

@@ -1,4 +1,4 @@
-"""The environment variables of a scoring process: the rank's own, without secrets and without those of the training job."""
+"""The environment variables of a scoring process: the rank's, without secrets and without those of the training job."""
 
 import os
 import re
@@ -19,7 +19,7 @@ PASSWORD_IN_URL = re.compile(r"://[^\s@]+@|AccountKey=")
 
 
 def reward_environment(environment: Mapping[str, str], passed: Sequence[str] = ()) -> dict[str, str]:
-    """The variables that a scoring process gets. passed: names or patterns such as MY_*, from --reward-env."""
+    """Return the variables that a scoring process gets. passed: names or patterns such as MY_*, from --reward-env."""
     return {
         name: value
         for name, value in environment.items()
@@ -28,7 +28,7 @@ def reward_environment(environment: Mapping[str, str], passed: Sequence[str] = (
 
 
 def check_passed(passed: Sequence[str]) -> None:
-    """Raises UserError for a name in --reward-env that is not set: the function would miss it later."""
+    """Raise UserError for a name in --reward-env that is not set: the function would miss it later."""
     for name in passed:
         if name not in os.environ and not set(name) & set("*?["):
             raise UserError(f"--reward-env {name}: the environment has no variable of this name. Export it, or leave it out.")

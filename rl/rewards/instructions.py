@@ -1,4 +1,4 @@
-"""The instructions in prompts that ask for the answer format of the built-in graders, as in verl's data.
+"""Prompt instructions that ask for the answer formats of the built-in graders, as in verl's data.
 
 rl/rewards/verifiers.py says what each grader looks for. examples/make_data.py adds these instructions to prompts, and a run
 warns if they are missing.
@@ -10,12 +10,12 @@ from typing import NamedTuple
 from rl.rewards import verifiers
 from rl.rewards.verifiers import BUILT_IN, verifier_name
 
-LOOKED_AT = 64  # the number of prompts that are read for the warning
+LOOKED_AT = 64  # the number of prompts that the warning is based on
 
 
 class Format(NamedTuple):
-    before: str  # goes before the problem
-    after: str  # and this after it
+    before: str  # precedes the problem
+    after: str  # follows the problem
     marks: tuple[str, ...]  # a prompt with one of these asks for the format
 
     def prompt(self, problem: str) -> str:
@@ -43,12 +43,12 @@ FORMATS: dict[Callable, Format] = {
 
 
 def format_of(data_source: str) -> Format | None:
-    """The format that prompts of this source must ask for; None if its grader needs none, or if it has no grader."""
+    """Return the format that prompts of this source must ask for; None if its grader needs none, or if there is no grader."""
     return FORMATS.get(BUILT_IN.get(verifier_name(data_source)))
 
 
 def unasked(prompts: Sequence) -> list[str]:
-    """A warning for each data_source whose first prompts never ask for the format that its built-in grader needs."""
+    """Return a warning for each data_source whose first prompts never ask for the format that its built-in grader needs."""
     seen: dict[str, list[str]] = {}
     for index in range(min(len(prompts), LOOKED_AT)):
         prompt = prompts[index]

@@ -1,7 +1,7 @@
 """Scores for responses: the pool that runs the built-in verifiers (rl/rewards/verifiers.py) or the user's own function.
 
-They run in processes of their own, so that a response that cannot be scored - the function hangs, raises, returns no finite
-number, uses too much memory, dies - is a counted event and never stops the run: the response is left out of the training
+They run in separate processes, so that a response that cannot be scored (the function hangs, raises, returns no finite number,
+uses too much memory or dies) is counted as an event and never stops the run: the response is left out of training
 (--on-reward-error). The threads that serve these processes are in rl/rewards/threads.py, the program that runs in them is
 rl/rewards/worker.py. They exchange JSON; nothing is pickled.
 """
@@ -26,13 +26,13 @@ from rl.rewards.verifiers import BUILT_IN, HARMLESS, code, gsm8k, verifier_name
 
 
 def can_score(source: str, args: RewardArgs) -> bool:
-    """Whether responses to prompts of this data_source can be scored."""
+    """Return whether responses to prompts of this data_source can be scored."""
     return bool(args.own_reward) or verifier_name(source, args.reward) is not None
 
 
 def check_sources(sources: dict[str, str], args: RewardArgs) -> None:
-    """Raises UserError for a data_source that no verifier serves (--reward serves all), and for programs without a sandbox that
-    holds. sources: data_source -> where the data has it first."""
+    """Raise UserError for a data_source without a verifier (--reward serves all), and for programs if the sandbox is missing or
+    not secure. sources: data_source -> its first place in the data."""
     for source, where in sources.items():
         if not can_score(source, args):
             raise UserError(
@@ -46,18 +46,18 @@ def check_sources(sources: dict[str, str], args: RewardArgs) -> None:
 
 
 class ScoringPool(contextlib.AbstractContextManager):
-    """Scores (key, response) items in the background: `submit` never blocks, `poll` and `wait` return what is done.
+    """Background scoring of (key, response) items: `submit` never blocks; `poll` and `wait` return finished scores.
 
     Each scoring process has a thread, which gives it responses and replaces it when it is lost. This class counts events, and
-    raises the error that a thread fails with. A user's function is imported in the first process right away, so that a file
-    that cannot be imported is a UserError at the start. The processes end when the pool is closed or garbage collected, or when
-    Python ends.
+    raises the error of a thread that fails. The first process imports a user's function right away, so that a file that cannot
+    be imported is a UserError at the start. The processes end when the pool is closed or garbage collected, or when Python
+    ends.
     """
 
     def __init__(self, args: RewardArgs):
         self.args = args
         self.events: Counter[str] = Counter()
-        self.last_message: dict[str, str] = {}  # per kind of event
+        self.last_message: dict[str, str] = {}  # by kind of event
         self.pending = 0  # responses whose score has not been returned
         self._threads = Threads(args)
         self._finalizer = weakref.finalize(self, self._threads.close)
@@ -74,7 +74,7 @@ class ScoringPool(contextlib.AbstractContextManager):
     def submit(
         self, key: Any, data_source: str, text: str, ground_truth: Any, extra_info: dict | None = None, prompt: Any = None
     ) -> None:
-        """Queues a response. prompt: messages or text, for the judge."""
+        """Queue a response for scoring. prompt: messages or text, for the judge."""
         self._threads.raise_failure()
         more = {"prompt": prompt} if self.args.judge else {}
         if not self.args.own_reward:
@@ -94,16 +94,16 @@ class ScoringPool(contextlib.AbstractContextManager):
             self._threads.start_one()
 
     def hand_back(self, key: Any, score: Score) -> None:
-        """Takes a score from elsewhere, which `poll` returns with the others."""
+        """Accept a score computed elsewhere; `poll` returns it with the others."""
         self._threads.hand_back(key, score)
         self.pending += 1
 
     def poll(self) -> list[tuple[Any, Score]]:
-        """The responses scored since the last call."""
+        """Return the responses scored since the last call, as (key, score)."""
         return self.wait(0.0)
 
     def wait(self, timeout: float) -> list[tuple[Any, Score]]:
-        """Like poll, but sleeps up to `timeout` seconds until there is something."""
+        """Return what `poll` returns, but wait up to `timeout` seconds for a first score."""
         self._threads.raise_failure()
         done: list[tuple[Any, Score]] = []
         with contextlib.suppress(Empty):
@@ -118,7 +118,7 @@ class ScoringPool(contextlib.AbstractContextManager):
         return done
 
     def close(self) -> None:
-        """Ends the processes, and all processes that they have started."""
+        """End the scoring processes, and all processes that they have started."""
         self._threads.close()
         self._finalizer.detach()
 
@@ -127,7 +127,7 @@ class ScoringPool(contextlib.AbstractContextManager):
 
 
 def event_metrics(events: Mapping[str, int]) -> dict[str, int]:
-    """The counts as metrics reward/events/<kind>."""
+    """Return the counts as metrics reward/events/<kind>."""
     return {f"reward/events/{kind}": events.get(kind, 0) for kind in EVENTS}
 
 
@@ -138,7 +138,7 @@ class ScoringEvents:
         self._pool, self._ranks = pool, ranks
 
     def state(self) -> dict[str, int]:
-        """The counts. A collective."""
+        """Return the counts. A collective."""
         counts = dist.all_reduce_sum(torch.tensor([float(self._pool.events[kind]) for kind in EVENTS]))
         return {kind: int(count) for kind, count in zip(EVENTS, counts, strict=True)}
 

@@ -1,4 +1,5 @@
-"""A scoring process, as a thread of the rank sees it (rl/rewards/threads.py); rl/rewards/worker.py runs in it."""
+"""A scoring process, as seen by its thread in the rank (rl/rewards/threads.py); the process itself runs
+rl/rewards/worker.py."""
 
 import contextlib
 import json
@@ -15,7 +16,7 @@ WROTE = "error", "the reward function wrote to the scoring process's own output"
 
 
 class Lost(Exception):
-    """The process has ended, or has written something that is not its own."""
+    """The loss of a process: it has ended, or its output is not the worker's."""
 
     def __init__(self, event: str, message: str):
         """event: one of rl/rewards/score.py's EVENTS; message: what happened."""
@@ -24,7 +25,7 @@ class Lost(Exception):
 
 
 class ScoringProcess(contextlib.AbstractContextManager):
-    """One scoring process, with a guard (rl/rewards/descendants.py) that ends whatever the process has started. It ends with
+    """A scoring process, with a guard (rl/rewards/descendants.py) that ends everything the process has started. It ends with
     the thread that started it."""
 
     def __init__(self, args: RewardArgs, first: bool):
@@ -43,14 +44,14 @@ class ScoringProcess(contextlib.AbstractContextManager):
         self.process.stdout.close()
 
     def put(self, item: str, seconds: float) -> int:
-        """Queues an item, which `exchange` writes. Returns its number. seconds: that an async function may take for it."""
+        """Queue an item, which `exchange` will write, and return its number. seconds: the time limit for an async function."""
         self._count += 1
         self._unwritten += f"[{self._count}, {item}, {seconds}]\n".encode()
         return self._count
 
     def exchange(self, seconds: float) -> list[dict]:
-        """Writes as much as the process takes, and waits up to `seconds` for replies, in any order. The very first reply says
-        that the process is ready, or why not. Raises Lost."""
+        """Write as much as the process accepts, wait up to `seconds`, and return its replies, in any order. The very first
+        reply says that the process is ready, or why it is not. Raise Lost if the process is lost."""
         poller = select.poll()  # unlike select.select it takes any number of open files
         poller.register(self.process.stdout, select.POLLIN)
         if self._unwritten:
@@ -59,7 +60,7 @@ class ScoringProcess(contextlib.AbstractContextManager):
         if self.process.stdin.fileno() in ready:
             try:
                 self._unwritten = self._unwritten[os.write(self.process.stdin.fileno(), self._unwritten) :]
-            except BrokenPipeError:  # it has ended: its output will tell how
+            except BrokenPipeError:  # it has ended; `_ending` finds out how
                 self._unwritten = b""
         if self.process.stdout.fileno() in ready:
             data = os.read(self.process.stdout.fileno(), 1 << 16)
@@ -72,12 +73,12 @@ class ScoringProcess(contextlib.AbstractContextManager):
         return [_reply(line) for line in lines]
 
     def check_idle(self) -> None:
-        """Raises Lost if the process has ended or written something since its last reply."""
+        """Raise Lost if the process has ended or written something since its last reply."""
         if self.exchange(0) or self._unread:
             raise Lost(*WROTE)
 
     def _ending(self) -> tuple[str, str]:
-        """The event that the process's end is, and a message."""
+        """Return the event for the end of the process, and a message."""
         try:
             code = descendants.exit_code(self.process, timeout=2)
         except subprocess.TimeoutExpired:
@@ -86,7 +87,7 @@ class ScoringProcess(contextlib.AbstractContextManager):
 
 
 def _reply(line: bytes) -> dict:
-    """A worker's line. Raises Lost if it is something else: the user's function can write to any file descriptor."""
+    """Parse a worker's line. Raise Lost if it is something else: the user's function can write to any file descriptor."""
     with contextlib.suppress(ValueError, RecursionError):
         reply = json.loads(line)
         shapes = ({"ready"}, {"failed"}, {"number", "value"}, {"number", "failed", "event"})

@@ -1,4 +1,4 @@
-"""A response's score, or the event that kept it from being scored; and the penalty on length."""
+"""A response's score, or the event that kept it from being scored; and the length penalty."""
 
 import math
 from dataclasses import dataclass, field
@@ -19,12 +19,12 @@ class Score:
 
     @property
     def error(self) -> str | None:
-        """The event with its message; None if there was none."""
+        """The event with its message; None without an event."""
         return f"{self.event}: {self.message}" if self.event else None
 
 
 def as_score(value: Any) -> Score:
-    """The return value of a reward function as a Score; anything but a finite fp32 number is a bad_value event."""
+    """Return a reward function's return value as a Score; anything but a finite fp32 number is a bad_value event."""
     is_dict = isinstance(value, dict)
     score = value.get("score") if is_dict else value
     if not (_is_number(score) and abs(score) <= LARGEST_FLOAT):
@@ -42,13 +42,13 @@ def _is_number(value: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """For JSON: a numpy scalar or array, bytes or a date of a parquet row, as plain Python."""
+    """Return a numpy scalar or array, bytes or a date of a parquet row as plain Python, for JSON."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def overlong_penalty(length: int, max_response_length: int, buffer_len: int, factor: float) -> float:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), in [-factor, 0]: 0 up to max_response_length - buffer_len
-    tokens, and falling linearly from there."""
+    """Return DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), in [-factor, 0]: 0 up to max_response_length -
+    buffer_len tokens, falling linearly from there."""
     if buffer_len <= 0:
         return 0.0
     over = length - (max_response_length - buffer_len)

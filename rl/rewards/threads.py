@@ -1,7 +1,7 @@
 """The threads of a scoring pool: each gives responses to a scoring process, and replaces the process when it is lost.
 
 A process works on one response at a time, or on many if the reward function is async. If it is lost while it works on several,
-nobody knows which one was at fault: they are scored again, each alone, so that only the one at fault has no score.
+any of them may be at fault: each is scored again on its own, so that only the one at fault gets no score.
 """
 
 import json
@@ -20,16 +20,17 @@ from rl.rewards.verifiers import BUILT_IN, code
 Task = tuple[Any, str]  # a response's key, and its item as JSON
 
 START_LIMIT = 60  # seconds that a scoring process may take to import the user's file
-FIRST_CALL = 60  # seconds more that the first response of all may take: the function may import or load something
+FIRST_CALL = 60  # extra seconds for the very first response: the function may import or load something
 LOST_LIMIT = 16  # processes that may be lost before anything has been scored
-BAD_STARTS = 3  # processes in a row, of one thread, that may end before they are ready; before the first is ready, none may
+BAD_STARTS = 3  # consecutive processes of a thread that may end before they are ready; none may until one has been ready
 LOOK = 0.02  # seconds between looks for new responses while others are under way
-GRACE = 10  # seconds beyond its limit in which an async response is cancelled by its process, unless the process is blocked
+GRACE = 10  # seconds beyond its limit in which the process cancels an async response, unless the process is blocked
 BLOCKED = "the reward function blocked its event loop: await what takes time, or give it to asyncio.to_thread"
 
 
 class Threads:
-    """What a pool shares with its threads. They hold no reference to the pool, so that it can be garbage collected."""
+    """The state that a pool shares with its threads. They hold no reference to the pool, so that it can be garbage
+    collected."""
 
     def __init__(self, args: RewardArgs):
         self.args = args
@@ -52,7 +53,7 @@ class Threads:
         thread.start()
 
     def close(self) -> None:
-        """Ends the threads and their processes."""
+        """End the threads and their processes."""
         self.closed = True
         for _ in self._threads:
             self.queue.put(None)
@@ -65,7 +66,7 @@ class Threads:
         self.done.put((key, score))
 
     def count_lost(self, lost: Lost) -> None:
-        """Raises UserError if LOST_LIMIT processes have been lost and nothing has been scored."""
+        """Raise UserError if LOST_LIMIT processes have been lost and nothing has been scored."""
         self.lost.append(lost)
         if len(self.lost) >= LOST_LIMIT and not self._scored:
             raise self.error(
@@ -73,7 +74,7 @@ class Threads:
             )
 
     def fail(self, error: Exception) -> None:
-        """Has the rank raise the error."""
+        """Let the rank raise the error."""
         self._failure = error
         self.begun.set()
         self.done.put((None, None))  # wakes the rank
@@ -87,19 +88,19 @@ class Threads:
 
 
 class Lane:
-    """What a thread does: it runs a scoring process, and keeps the responses that the process works on."""
+    """The work of a thread: it runs a scoring process, and tracks the responses that the process works on."""
 
     def __init__(self, shared: Threads):
         self._shared = shared
         self._args = shared.args
         self._process: ScoringProcess | None = None
-        self._suspects: deque[Task] = deque()  # to be scored alone: they were under way when a process was lost
+        self._suspects: deque[Task] = deque()  # to be scored one at a time, since they were under way when a process was lost
         self._under_way: dict[int, tuple[Task, float, float]] = {}  # number -> response, start, limit in seconds
         self._is_async = False
         self._has_answered = False  # whether the process has answered once
 
     def run(self) -> None:
-        """Uses one scoring process after another, until the pool is closed."""
+        """Use one scoring process after another, until the pool is closed."""
         bad_starts = 0
         try:
             while not self._shared.closed:
@@ -111,7 +112,7 @@ class Lane:
             self._shared.fail(error)
 
     def _use_process(self) -> Lost | None:
-        """Uses a scoring process for as long as it lasts. Returns how it was lost if it was never ready."""
+        """Use a scoring process for as long as it lasts. If it was never ready, return how it was lost."""
         with ScoringProcess(self._args, first=not self._shared.begun.is_set()) as self._process:
             try:
                 self._await_ready()
@@ -126,7 +127,8 @@ class Lane:
         return None
 
     def _await_ready(self) -> None:
-        """Returns when the process is ready or the pool is closed. Raises Lost, and UserError if the import fails."""
+        """Return when the process is ready or the pool is closed. Raise Lost if the process is lost, UserError if the import
+        fails."""
         until = time.monotonic() + START_LIMIT
         while not (replies := self._process.exchange(LOOK)):
             if self._shared.closed:
@@ -142,8 +144,8 @@ class Lane:
         self._shared.begun.set()
 
     def _take(self) -> bool:
-        """Gives the process all the responses that it has room for, and waits for one if none is under way. Returns False when
-        the pool is closed. Raises Lost."""
+        """Give the process as many responses as it has room for; if none is under way, wait for one. Return False when the pool
+        is closed. Raise Lost if the process is lost."""
         room = self._args.reward_concurrency if self._is_async else 1
         while len(self._under_way) < (1 if self._suspects else room):
             try:
@@ -159,7 +161,7 @@ class Lane:
         return True
 
     def _check_idle(self, task: Task) -> None:
-        """Raises Lost if the process was lost before it got this response, which is not at fault then."""
+        """Raise Lost if the process was lost before it got this response, which then is not at fault."""
         try:
             self._process.check_idle()
         except Lost:
@@ -168,7 +170,7 @@ class Lane:
             raise
 
     def _hear(self) -> None:
-        """Hands back the scores of the responses that the process has answered, after at most LOOK seconds. Raises Lost."""
+        """Hand back the scores that the process has sent, after at most LOOK seconds. Raise Lost if the process is lost."""
         replies = self._process.exchange(LOOK)
         if len(self._under_way.keys() & [reply.get("number") for reply in replies]) < len(replies):
             raise Lost(*WROTE)
@@ -184,7 +186,7 @@ class Lane:
             self._check_time()
 
     def _check_time(self) -> None:
-        """Raises Lost if a response takes too long. An async one is normally ended by the process itself."""
+        """Raise Lost if a response takes too long. Normally the process itself cancels an async one."""
         now = time.monotonic()
         for _, started, seconds in self._under_way.values():
             if now > started + (seconds + GRACE if self._is_async else self._limit()):
@@ -194,7 +196,7 @@ class Lane:
                 raise Lost("timeout", message)
 
     def _find_fault(self, lost: Lost) -> None:
-        """Hands back the response with which the process was lost. If there were several, they become suspects."""
+        """Hand back the response that was under way when the process was lost. If there were several, they become suspects."""
         tasks = [task for task, _, _ in self._under_way.values()]
         self._under_way.clear()
         if len(tasks) != 1:
@@ -206,8 +208,8 @@ class Lane:
         self._shared.hand_back(key, self._unscored(item, lost.event, str(lost)))
 
     def _limit(self) -> float:
-        """Seconds that a response may take. Until the process has answered once it has more: the function may import or load
-        something."""
+        """Return the seconds that a response may take. Until the process has answered once, there are more: the function may
+        import or load something."""
         if self._has_answered or self._args.judge:
             return self._args.reward_timeout
         return self._args.reward_timeout + self._first_call()
@@ -229,8 +231,9 @@ class Lane:
         return self._unscored(item, event, self._too_late() if event == "timeout" else reply["failed"])
 
     def _unscored(self, item: str, event: str, message: str) -> Score:
-        """What a response gets whose process was lost, or whose function failed. An answer that a built-in grader cannot finish
-        is wrong; a program fails in the sandbox, so an error of its grader is not its fault."""
+        """Return the score of a response whose process was lost or whose function failed. An answer that a built-in grader
+        cannot finish grading is wrong. A program fails inside the sandbox, so an error of the grader itself is not the
+        program's fault."""
         if not self._args.own_reward:
             its = json.loads(item)
             is_wrong = event == "timeout" or (event == "error" and BUILT_IN[its["data_source"]] is not code)
@@ -240,6 +243,6 @@ class Lane:
 
 
 def wrong_answer(item: dict) -> Score:
-    """What a built-in grader gives for no answer: its lowest score."""
+    """Return the score that a built-in grader gives to an empty response: its lowest."""
     function = BUILT_IN[item["data_source"]]
     return as_score(function(**item | {"solution_str": ""}))

@@ -1,4 +1,4 @@
-"""The built-in verifiers, and which of them serves which data source.
+"""The built-in verifiers, and the data sources that each of them serves.
 
 A verifier is a function with verl's signature, (data_source, solution_str, ground_truth, extra_info) -> float, or a dict with
 "score" and further numbers. rl/rewards/pool.py runs them, or a user's own function.
@@ -18,10 +18,11 @@ GEO3K = re.compile(r"<think>(?>.*?</think>)(?>.*?\\boxed\{).*?\}", re.DOTALL)  #
 def gsm8k(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None, format_score: float = 0.0
 ) -> float:
-    """1 if the ground truth follows the last "####" in the last 300 characters, format_score if another number does, else 0.
+    """Return 1 if the ground truth follows the last "####" in the last 300 characters, format_score if another number does,
+    else 0.
 
-    This is verl's strict method, with these differences: it compares numbers, so "#### $18", "18.0", "**18**", "x = 18" and
-    "####18" are right if 18 is; "#### 18 or 3" is not a number, while verl reads the first one.
+    This is verl's strict method with two differences. It compares numbers, so "#### $18", "18.0", "**18**", "x = 18" and
+    "####18" are right if 18 is. "#### 18 or 3" is not a number, while verl reads the first one.
     """
     line = hash_line(solution_str[-300:])
     given = None if line is None else _number(line.rstrip("!"))
@@ -31,13 +32,14 @@ def gsm8k(
 
 
 def gsm8k_flexible(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
-    """1 if the last number of the response is the ground truth, else 0. verl's flexible method, but it compares numbers."""
+    """Return 1 if the last number of the response is the ground truth, else 0. This is verl's flexible method, but it compares
+    numbers."""
     given = last_number(solution_str)
     return float(given is not None and given == _truth(ground_truth))
 
 
 def _truth(ground_truth: str) -> Fraction | None:
-    """The number of a ground truth, which may be a whole answer as in GSM8K's own files, with "####" before the number."""
+    """Return the number of a ground truth, which may be a whole answer with "####" before the number, as in GSM8K's files."""
     return _number(str(ground_truth).rpartition("####")[2])
 
 
@@ -48,20 +50,21 @@ def _number(text: str) -> Fraction | None:
 
 
 def math_verify(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
-    r"""1 if the last \boxed{} (without any, the last line "Answer: ...") is the ground truth, else 0.
+    r"""Return 1 if the last \boxed{} (without any, the last line "Answer: ...") is the ground truth, else 0.
 
-    verl's grader of MATH compares spellings. This one accepts what verl's does, and other spellings of the same result. Neither
-    computes anything for the answer: \boxed{\binom{8}{4}} is not 70.
+    verl's grader of MATH compares spellings. This one accepts everything that verl's does, and other spellings of the same
+    result. Neither computes anything for the answer: \boxed{\binom{8}{4}} is not 70.
     """
     answer = boxed(solution_str) if BOX.search(solution_str) else answer_line(solution_str)
     return float(answer is not None and same(answer, str(ground_truth)))
 
 
 def math_dapo(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> dict:
-    r"""1 if the last "Answer: ..." (without any, the last \boxed{}) is the ground truth, else -1: DAPO's scale (arXiv
+    r"""Return 1 if the last "Answer: ..." (without any, the last \boxed{}) is the ground truth, else -1: DAPO's scale (arXiv
     2503.14476). acc is 1 or 0.
 
-    verl's grader compares spellings, and only after "Answer:" in the last 300 characters. This one accepts what verl's does.
+    verl's grader compares spellings, and only after "Answer:" in the last 300 characters. This one accepts everything that
+    verl's does.
     """
     answer = answer_line(solution_str) or boxed(solution_str)
     right = float(answer is not None and same(answer, str(ground_truth)))
@@ -69,8 +72,8 @@ def math_dapo(data_source: str, solution_str: str, ground_truth: str, extra_info
 
 
 def geo3k(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> dict:
-    r"""0.9 accuracy + 0.1 format, as in verl. The format of the whole response is <think>...</think>...\boxed{...}...: nothing
-    may be before <think>, not even a space."""
+    r"""Return 0.9 accuracy + 0.1 format, as in verl. The whole response must have the form <think>...</think>...\boxed{...}...:
+    nothing may precede <think>, not even a space."""
     answer = boxed(solution_str)
     right = float(answer is not None and same(answer, str(ground_truth), any_root=True))
     well_formed = float(GEO3K.match(solution_str) is not None)
@@ -78,15 +81,15 @@ def geo3k(data_source: str, solution_str: str, ground_truth: str, extra_info: di
 
 
 def exact(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
-    """1 if the response is the ground truth, else 0. Spaces around both are ignored."""
+    """Return 1 if the response is the ground truth, else 0. Spaces around both are ignored."""
     return float(solution_str.strip() == str(ground_truth).strip())
 
 
 def code(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict | None = None, limits: dict | None = None
 ) -> dict:
-    """The fraction of the ground truth's tests that the response's program passes, in a sandbox (rl/rewards/programs/grade.py).
-    limits: as CodeArgs.limits returns them."""
+    """Return the fraction of the ground truth's tests that the response's program passes, in a sandbox
+    (rl/rewards/programs/grade.py). limits: as CodeArgs.limits returns them."""
     from rl.rewards.programs.grade import grade  # late: only programs need it
 
     return grade(solution_str, ground_truth, limits or CodeArgs().limits(in_all=10.0))
@@ -109,13 +112,13 @@ BUILT_IN: dict[str, Callable] = {
     CODE: code,
     **dict.fromkeys(("apps", "codecontests", "codeforces", "taco"), code),
 }
-# These are a few string operations, which cannot hang, so the rank runs them itself. Scoring processes run everything else: the
+# The rank itself runs these: a few string operations, which cannot hang. Scoring processes run everything else: the
 # user's function, which may do anything, and the graders of mathematics, which parse whatever the model writes.
 HARMLESS = {exact, gsm8k, gsm8k_flexible}
 
 
 def verifier_name(data_source: str, reward: str | None = None) -> str | None:
-    """The name in BUILT_IN of the verifier for the data_source; None if there is none. reward: --reward, unless it names the
+    """Return the name in BUILT_IN of the data_source's verifier; None if there is none. reward: --reward, unless it names the
     user's function."""
     if reward == CODE:
         return CODE

@@ -1,7 +1,8 @@
 """A scoring process: `python -m rl.rewards.worker SPEC MEMORY_GB CPU_SECONDS PARENT_PID`, started by rl/rewards/process.py.
 
-Reads an item per line, as JSON [number, arguments, seconds], and replies with a JSON line that has the same number: one item
-after another, or with an async function all at once. It imports neither torch nor transformers, so it starts quickly.
+It reads one item per line, as JSON [number, arguments, seconds], and replies with a JSON line that has the same number. It
+scores one item after another, or with an async function all of them at once. It imports neither torch nor transformers, so it
+starts quickly.
 """
 
 import contextlib
@@ -23,11 +24,11 @@ from rl.errors import UserError
 from rl.rewards import descendants
 from rl.rewards.verifiers import BUILT_IN
 
-ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # of a verifier, by name
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # that a verifier is called with, by name
 
 
 def import_file(path: str, name: str) -> ModuleType:
-    """Imports the user's file as a module of that name. It may import other files of its folder."""
+    """Import the user's file as a module of that name. It may import other files from its folder."""
     module_spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module
@@ -37,7 +38,7 @@ def import_file(path: str, name: str) -> ModuleType:
 
 
 def load(spec: str):
-    """The function of path/to/file.py:function, or the judge with these settings (rl/rewards/judge.py)."""
+    """Return the function of path/to/file.py:function, or the judge with these settings (rl/rewards/judge.py)."""
     if spec.startswith("{"):
         from rl.rewards import judge  # late: only judges need it
 
@@ -47,7 +48,7 @@ def load(spec: str):
     function = getattr(module, name, None)
     if not callable(function):
         raise AttributeError(f"{path} has no function {name!r}")
-    with contextlib.suppress(ValueError):  # a callable without a signature
+    with contextlib.suppress(ValueError):  # some callables have no signature
         signature = inspect.signature(function)
         try:
             signature.bind(**dict.fromkeys(ARGUMENTS))
@@ -57,7 +58,7 @@ def load(spec: str):
 
 
 def describe(error: BaseException) -> str:
-    """The error in one line, with the place in the user's file; only the message of an error that is ours."""
+    """Return the error in one line, with its place in the user's file; for this project's own errors only the message."""
     if isinstance(error, UserError) or hasattr(error, "event"):
         return printable.one_line(str(error))
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -70,7 +71,7 @@ def is_async(function: Callable) -> bool:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Has the system end this process (SIGXCPU) once it has used this much more CPU time, rounded up to whole seconds; 0 is no
+    """Let the system end this process (SIGXCPU) once it has used this much more CPU time, rounded up to whole seconds; 0 is no
     limit."""
     if not seconds:
         return
@@ -80,7 +81,7 @@ def limit_cpu(seconds: float) -> None:
 
 
 def limit_memory(gb: float) -> None:
-    """Limits this process's address space; 0 is no limit."""
+    """Limit this process's address space; 0 is no limit."""
     if gb:
         limit = int(gb * 2**30)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -92,7 +93,7 @@ def main(spec: str, memory_gb: float, cpu_seconds: float, parent: int) -> None:
     limit_memory(memory_gb)
     given, written = descendants.take_pipes()
     items, replies = os.fdopen(given), os.fdopen(written, "w")
-    sys.stdout = sys.stderr  # which is not buffered
+    sys.stdout = sys.stderr  # which is unbuffered
     me = os.getpid()
 
     def answer(reply: dict) -> None:
@@ -116,7 +117,7 @@ def main(spec: str, memory_gb: float, cpu_seconds: float, parent: int) -> None:
 
 
 def serve(own: Callable | None, items: TextIO, answer: Callable[[dict], None], cpu_seconds: float) -> None:
-    """Scores one item after another, with the user's function or the built-in verifiers."""
+    """Score one item after another, with the user's function or the built-in verifiers."""
     for line in items:
         number, item, _ = json.loads(line)
         function = own or BUILT_IN[item["data_source"]]
@@ -128,8 +129,8 @@ def serve(own: Callable | None, items: TextIO, answer: Callable[[dict], None], c
 
 
 def serve_async(own: Callable, items: TextIO, answer: Callable[[dict], None], cpu_seconds: float) -> None:
-    """Works on every item as soon as it arrives, in one event loop, and cancels those that take too long."""
-    import asyncio  # late: other functions do without it
+    """Score every item as soon as it arrives, in one event loop, and cancel items that take too long."""
+    import asyncio  # late: synchronous functions do not need it
 
     async def score(line: bytes) -> None:
         number, item, seconds = json.loads(line)
@@ -156,7 +157,7 @@ def serve_async(own: Callable, items: TextIO, answer: Callable[[dict], None], cp
 
 
 def failure(number: int, error: BaseException) -> dict:
-    """The reply for an item whose function raised. An exception may name its event, as rl.rewards.judge's do."""
+    """Return the reply for an item whose function raised. An exception may name its event, as those of rl.rewards.judge do."""
     return {"number": number, "failed": describe(error), "event": getattr(error, "event", "error")}
 
 

@@ -1,1 +1,1 @@
-"""From generators to learners: tickets, the schedule with its bound of staleness, groups, and messages between ranks."""
+"""The way from generators to learners: tickets, the schedule and its bound of staleness, groups, and messages between ranks."""

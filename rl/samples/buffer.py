@@ -1,4 +1,4 @@
-"""Groups that have arrived, in the order in which they may be trained. Groups that are too old or flat are dropped here."""
+"""The groups that have arrived, in the order in which they may be trained. Groups that are too old or flat are dropped here."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -9,26 +9,26 @@ from rl.samples.schedule import ScheduleArgs
 
 
 class SampleBuffer:
-    """The groups that have arrived, and which of them a step trains: the oldest first. Every learner holds the same."""
+    """The groups that have arrived. A step trains the oldest ones. Every learner has the same buffer."""
 
     def __init__(
         self, args: ScheduleArgs, filter_groups: bool = False, max_num_gen_batches: int = 10, rewards: Sequence[str] = ()
     ):
-        """rewards: by which groups are judged, where they are named (Group.differs)."""
+        """rewards: names of the rewards that decide whether a group has a signal (Group.differs)."""
         self.args, self._rewards = args, rewards
         self.waiting: dict[int, Group] = {}
         watchdog.show("groups for the next step", lambda: f"{len(self.waiting)} of {args.prompts_per_step}")
         self.trained = 0
         self.dropped: Counter[str] = Counter()  # tickets by reason: "stale", "filtered"
-        self.skipped = 0  # tickets that never start (--prompt-sampling)
-        self.gone: dict[str, list[int]] = {}  # the dropped and the skipped tickets, since the last step
+        self.skipped = 0  # number of tickets that never start (--prompt-sampling)
+        self.gone: dict[str, list[int]] = {}  # tickets dropped or skipped since the last step, by reason
         self.observe: Callable[[Group], None] = lambda group: None  # called with each trained or filtered group
-        self._low, self._high = 0, set()  # tickets dealt with: all below, and these
-        self._bounds: list[int] = []  # by version: only tickets below may have started under it, or before
+        self._low, self._high = 0, set()  # settled tickets: all below _low, and those in _high
+        self._bounds: list[int] = []  # by version: only tickets below may have started under it or an earlier one
         self._flat_left = self._flat_limit = (max_num_gen_batches - 1) * args.prompts_per_step if filter_groups else 0
 
     def add(self, group: Group) -> None:
-        """Add a group. With --filter-groups drop it if it has no signal, unless the step has lost too many groups already."""
+        """Add a group. With --filter-groups, drop it if it has no signal, unless the step has already lost too many groups."""
         if group.ticket in self.waiting or group.ticket in self._high or group.ticket < self._low:
             raise RuntimeError(f"ticket {group.ticket} arrived twice")
         if self._flat_left and not group.differs(self._rewards):
@@ -39,14 +39,14 @@ class SampleBuffer:
             self.waiting[group.ticket] = group
 
     def skip(self, ticket: int) -> None:
-        """Settle a ticket that will not start. It makes room for another."""
+        """Settle a ticket that will not start. Another may start in its place."""
         self.skipped += 1
         self.gone.setdefault("skipped", []).append(ticket)
         self._settle(ticket)
 
     def published(self, version: int) -> None:
-        """Note that this version has been announced: no ticket starts under an earlier one any more."""
-        # A run that ended in the middle of a publish period has one version more than it resumes with if it gets more steps
+        """Note that this version has been announced: no ticket will start under an earlier one."""
+        # A run that ended within a publish period has one version more than the run with more steps that resumes from it
         del self._bounds[version:]
         while len(self._bounds) < version:
             self._bounds.append(self.args.quota(len(self._bounds)) + self.replaced)
@@ -70,27 +70,27 @@ class SampleBuffer:
         return groups
 
     def take_gone(self) -> dict[str, list[int]]:
-        """Return the tickets that were dropped since the last call, by reason."""
+        """Return the tickets that were dropped or skipped since the last call, by reason."""
         gone, self.gone = self.gone, {}
         return gone
 
     @property
     def replaced(self) -> int:
-        """The number of tickets that are not trained, so that others may start in their place."""
+        """The number of tickets that were dropped or skipped, so that others may start in their place."""
         return self.dropped.total() + self.skipped
 
     @property
     def low(self) -> int:
-        """All tickets below are dealt with."""
+        """The lowest ticket that is not settled."""
         return self._low
 
     @property
     def newest(self) -> int:
-        """The highest ticket dealt with so far."""
+        """The highest settled ticket."""
         return max(self._high, default=self._low - 1)
 
     def metrics(self, started: int) -> dict[str, int]:
-        """verl's fully_async/count/*. started: tickets that all generators have started."""
+        """Return verl's fully_async/count/*. started: number of tickets that all generators have started."""
         return {
             "fully_async/count/started_samples": started,
             "fully_async/count/trained_samples": self.trained,
@@ -102,7 +102,8 @@ class SampleBuffer:
         }
 
     def account(self, unfinished: list[int], started: int) -> str:
-        """Return one line on every ticket's fate. unfinished: given up by the generators. Raise RuntimeError if one is lost."""
+        """Return one line that accounts for every ticket. unfinished: tickets that the generators gave up. Raise RuntimeError
+        if any is lost."""
         in_flight, dropped = len(self.waiting) + len(unfinished), self.dropped.total()
         line = f"{started:,} tickets started = {self.trained:,} trained + {dropped:,} dropped + {in_flight:,} in flight"
         if started != self.trained + dropped + in_flight:
@@ -110,8 +111,9 @@ class SampleBuffer:
         return line + (f"; {self.skipped:,} more were skipped (--prompt-sampling)" if self.skipped else "")
 
     def _in_time(self, step: int, tickets: list[int]) -> bool:
-        """Return whether, with --on-stale wait, all groups that these tickets leave over can still be trained in time: groups
-        that started under version v or before (tickets below a bound) before version v + max_staleness + 1."""
+        """Return whether, with --on-stale wait, all other groups can still be trained in time if the step takes these tickets.
+        Groups that started under version v or earlier (tickets below a bound) must be trained before version v + max_staleness
+        + 1."""
         args = self.args
         if args.max_staleness is None or args.on_stale == "drop":
             return True
@@ -126,12 +128,12 @@ class SampleBuffer:
         return True
 
     def state(self) -> dict:
-        """For a checkpoint, with the groups in `waiting`."""
+        """Return the state for a checkpoint, which also holds the groups in `waiting`."""
         names = ("trained", "dropped", "skipped", "gone", "_low", "_bounds", "_flat_left")
         return {name: getattr(self, name) for name in names} | {"_high": sorted(self._high)}
 
     def restore(self, state: dict, groups: list[Group], drawn: int) -> list[int]:
-        """Restore `state` and the waiting groups. Return the tickets that were under way, of `drawn` in all."""
+        """Restore `state` and the waiting groups. Return the tickets that were under way, among the first `drawn` ones."""
         for name, value in state.items():
             setattr(self, name, value)
         self._high, self.dropped = set(self._high), Counter(self.dropped)
@@ -139,7 +141,7 @@ class SampleBuffer:
         return [t for t in range(self._low, drawn) if t not in self._high and t not in self.waiting]
 
     def skipped_below(self, drawn: int) -> int:
-        """Return how many of the skipped tickets are below `drawn`. From there on only skipped ones have been dealt with."""
+        """Return how many of the skipped tickets are below `drawn`. From `drawn` on, only skipped tickets are settled."""
         return self.skipped - max(0, self._low - drawn) - sum(ticket >= drawn for ticket in self._high)
 
     def _drop(self, ticket: int, reason: str) -> None:

@@ -1,8 +1,8 @@
 """Messages from generators to learners, through their node's ring.
 
-Inbox and Outbox are the ends of the ring: groups, validation rows, reports of where a generator's time went, and a last word.
-One byte says which; groups are framed by rl/samples/group.py, everything else is JSON. Messages of the first learner to all
-generators are in the control block (rl/samples/control.py).
+Inbox and Outbox are the ends of the ring. A message's first byte says what it is: a group, validation rows, a report on where a
+generator's time went, or a final record, for example. Groups are framed by rl/samples/group.py; everything else is JSON. The
+first learner's messages to all generators are in the control block (rl/samples/control.py).
 """
 
 import json
@@ -26,8 +26,9 @@ GROUP, UNFINISHED, BATCH, ROWS, REPORT, SNAPSHOT, LAST = b"G", b"U", b"B", b"V",
 
 
 def _open_ring(split: Split, megabytes: int) -> Ring | None:
-    """Return this node's ring. Its first learner makes it, or its first generator if the node has no learner; the generators
-    join. Return None on other learners, which get their samples from the first, and where no sample would arrive."""
+    """Return this node's ring. The node's first learner, or without learners its first generator, creates the ring; the
+    generators attach to it. Return None on other learners, which get their samples from the first one, and if no sample would
+    arrive."""
     key, makes = f"ring/{split.node}", split.is_first_here and (split.role == "learner" or not split.here.learners)
     if makes and (split.here.generators or _nodes_that_send(split)):
         ring = Ring.create(megabytes << 20)
@@ -42,12 +43,13 @@ def _open_ring(split: Split, megabytes: int) -> Ring | None:
 
 
 def _nodes_that_send(split: Split) -> list[int]:
-    """Return the nodes that only generate and send their samples to this one."""
+    """Return the nodes without learners that send their samples to this one."""
     return [number for number, reader in senders(split.nodes).items() if reader == split.node != number]
 
 
 class Outbox:
-    """A generator's end. It never blocks: the learner that makes room may be waiting until new weights are taken here."""
+    """A generator's end. It never blocks, since the learner that should make room may be waiting for this generator to receive
+    weights."""
 
     def __init__(self, args: SplitArgs, split: Split):
         self.ring, self.split = _open_ring(split, args.ring_mb), split
@@ -61,14 +63,14 @@ class Outbox:
         self._send(GROUP, group.to_bytes())
 
     def send_batch(self, groups: list[Group], metrics: dict[str, float], next_ticket: int, history: dict) -> None:
-        """Send a whole batch, with the metrics of its making, the first ticket of the next batch, and its prompts' history."""
+        """Send a whole batch, with its generation metrics, the first ticket of the next batch, and its prompts' history."""
         for group in groups:
             self.send_group(group)
         self._send_json(BATCH, {"groups": len(groups), "metrics": metrics, "next_ticket": next_ticket} | history)
 
     def send_rows(self, step: int, version: int, rows: list[dict], parts: int = 1) -> None:
-        """Send a validation of this version of the weights, published after that step. It is one of `parts`, each from another
-        generator, and several records if one would take too much of the ring."""
+        """Send a validation of this version of the weights, published after that step. It is one of `parts`, each from a
+        different generator, and is sent as several records if one would take too much of the ring."""
         pieces: list[list[bytes]] = [[]]
         size, most = 0, self.ring.max_record // 2
         for row in rows:
@@ -84,7 +86,8 @@ class Outbox:
             self._send(ROWS, b'%b, "rows": [%b]}' % (head[:-1], b",".join(piece)))
 
     def report(self, timer: Timers, pool: ScoringPool, received: dict[str, float]) -> None:
-        """Report this generator's time since the last report, and restart the timer. received: Subscriber.received."""
+        """Report how this generator spent its time since the last report, and restart the timer. received:
+        Subscriber.received."""
         content = {
             "elapsed": timer.elapsed,
             "ledger": timer.ledger(),
@@ -98,13 +101,13 @@ class Outbox:
         timer.restart()
 
     def send_snapshot(self, step: int, unfinished: list[Group]) -> None:
-        """Send the groups under way here, for the checkpoint of that step."""
+        """Send this generator's unfinished groups, for the checkpoint of that step."""
         for group in unfinished:
             self._send(UNFINISHED, group.to_bytes())
         self._send_json(SNAPSHOT, {"step": step})
 
     def finish(self, unfinished: list[int]) -> None:
-        """Send the last record, with the tickets that will not be finished. Return when all records have been handed over."""
+        """Send the final record, with the tickets that will not be finished. Return when all records have been handed over."""
         self._send_json(LAST, {"unfinished": unfinished})
         with watchdog.doing("the last records to be taken"):
             while self._queue:
@@ -119,7 +122,7 @@ class Outbox:
                 self._forwarder.wait(self.ring.counts["written"])
 
     def flush(self) -> None:
-        """Hand over the records for which there is room. Raise UserError for a record for which there will never be any."""
+        """Hand over the records for which the ring has room. Raise UserError for a record that is too large for the ring."""
         if self._forwarder:
             self._forwarder.check()
         while self._queue:
@@ -150,15 +153,15 @@ class Inbox:
         nodes = _nodes_that_send(split) if self.ring else []
         self._receiver = Receiver(self.ring, split.store, nodes) if nodes else None
         self.groups: deque[Group] = deque()
-        self.batches: deque[dict] = deque()  # metrics of whole batches whose groups are all in `groups`
+        self.batches: deque[dict] = deque()  # metrics of complete batches, whose groups are all in `groups`
         self.reports: list[dict] = []
         self.last_words: list[dict] = []
-        self._unfinished: dict[int, Group] = {}  # of the snapshot that is being taken
+        self._unfinished: dict[int, Group] = {}  # groups of the snapshot that is being taken
         self._snapshots: list[dict] = []
         self.validations = Parts()
 
     def receive(self, seconds: float = 0.1) -> None:
-        """Wait for a record, no longer than that, and take all that are there. A collective of the learners."""
+        """Wait up to `seconds` for a record, and take all that have arrived. A collective of the learners."""
         records, wait = [], seconds
         if self._receiver:
             self._receiver.check()
@@ -178,7 +181,7 @@ class Inbox:
             group = Group.from_bytes(body)
             if kind == GROUP:
                 self.groups.append(group)
-                self._unfinished.pop(group.ticket, None)  # it ended after the snapshot
+                self._unfinished.pop(group.ticket, None)  # it was finished after the snapshot
             else:
                 self._unfinished[group.ticket] = group
             return
@@ -190,13 +193,13 @@ class Inbox:
             lists[kind].append(content)
 
     def wait_for_end(self) -> None:
-        """Return when every generator has said its last word. A collective."""
+        """Return when every generator has sent its final record. A collective."""
         with watchdog.doing("the last words of the generators"):
             while len(self.last_words) < self.generators:
                 self.receive()
 
     def unfinished_at(self, step: int) -> list[Group]:
-        """Return the groups under way in all generators, which were asked for them at this step. A collective."""
+        """Return the unfinished groups of all generators, which were asked for them at this step. A collective."""
         with watchdog.doing("the generators to send their unfinished groups"):
             while sum(snapshot["step"] == step for snapshot in self._snapshots) < self.generators:
                 self.receive()
@@ -206,7 +209,8 @@ class Inbox:
         return out
 
     def take_validations(self, until: int | None = None) -> list[Validation]:
-        """Return the validations that are whole, in order of step. With `until`, wait for that step's: then a collective."""
+        """Return the complete validations, in order of step. With `until`, wait for that step's validation; then it is a
+        collective."""
         while until is not None and until > self.validations.newest:
             self.receive()
         return self.validations.take()

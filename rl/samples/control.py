@@ -15,24 +15,24 @@ from rl.split import Split
 class State:
     """The first learner's message to all generators."""
 
-    version: int  # of the newest weights that are ready to be received
-    dropped: int  # tickets dropped or skipped so far, for whatever reason: each makes room for another
-    snapshot: int = 0  # the step whose checkpoint needs the groups under way
+    version: int  # version of the newest weights that are ready to be received
+    dropped: int  # number of tickets dropped or skipped so far, for any reason: others may start in their place
+    snapshot: int = 0  # the step whose checkpoint needs the unfinished groups
     stop: bool = False
-    step: int = 0  # after which these weights were published
+    step: int = 0  # the step after which these weights were published
     skipped: tuple[int, ...] = ()  # tickets that do not start (--prompt-sampling), from `settled` on
-    settled: int = 0  # no ticket below starts
+    settled: int = 0  # no ticket below this one starts
 
     def __post_init__(self):
-        object.__setattr__(self, "skipped", tuple(self.skipped))  # JSON has a list
+        object.__setattr__(self, "skipped", tuple(self.skipped))  # JSON gives a list
 
 
 class ControlBlock:
     """The state in the store. The first learner writes it. In each generator a thread waits for the next state, so that reading
-    it costs no round trip and waiting for it no polls.
+    it needs no round trip and waiting for it no polling.
 
-    "control" holds the newest state with its number, "control/version/<version>" the state that announced that version.
-    "control/<number>" exists once that number has been written. Each takes some 100 bytes of the store's memory.
+    The key "control" has the newest state with its number; "control/version/<version>" has the state that announced that
+    version. "control/<number>" exists once that number has been written. Each takes about 100 bytes of the store's memory.
     """
 
     def __init__(self, split: Split):
@@ -43,7 +43,7 @@ class ControlBlock:
         self._following = in_background(self._follow, "control") if split.role == "generator" else None
 
     def update(self, **changes) -> None:
-        """Change fields of the state. Only the first learner writes it."""
+        """Change fields of the state. Only the first learner writes it to the store."""
         new = replace(self.state or State(version=-1, dropped=0), **changes)
         if self.writes and new != self.state:
             self._number += 1
@@ -64,15 +64,15 @@ class ControlBlock:
     def _wait(self, done: Callable[[State], bool], what: str) -> State:
         with watchdog.doing(what), self._changed:
             while not (self.state and done(self.state)) and not self._following.done():
-                self._changed.wait(1.0)  # a signal's handler runs in between
+                self._changed.wait(1.0)  # signal handlers run in between
             if self._following.done():  # it has failed
                 self._following.result()
             return self.state
 
     def _follow(self) -> None:
-        store = self.store.clone()  # a connection of its own: a call that waits would block all others
+        store = self.store.clone()  # a separate connection, since a waiting call blocks all others
         while True:
-            store.wait([f"control/{self._number + 1}"], timedelta(days=7))  # a step may take long: the watchdog has limits
+            store.wait([f"control/{self._number + 1}"], timedelta(days=7))  # a step may take long; the watchdog has the limits
             number, state = json.loads(store.get("control"))
             with self._changed:
                 self._number, self.state = number, State(**state)
@@ -80,5 +80,5 @@ class ControlBlock:
 
 
 def announces(version: int) -> str:
-    """Return the key of the state that announced that version."""
+    """Return the key of the state that announced this version."""
     return f"control/version/{version}"

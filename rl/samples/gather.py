@@ -1,4 +1,4 @@
-"""The groups of some ranks, on all of them."""
+"""All-gathers of records and of groups."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""The record that travels from generators to learners: `Group`, one prompt with its n scored responses."""
+"""The record that generators send to learners: `Group`, one prompt with its n scored responses."""
 
 import itertools
 import json
@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-# Among a response's further numbers, where there is a penalty on length
+# Names among a response's further numbers, if there is a length penalty
 UNPENALISED = "unpenalised_score"
 PENALTY = "overlong_penalty"
 
@@ -24,35 +24,35 @@ class Response:
     log_probs: np.ndarray  # [n] float32, as recorded while sampling
     versions: np.ndarray  # [n] int32, of the weights that sampled each token
     finish_reason: str  # "stop" or "length"
-    score: float | None = 0.0  # None if it could not be scored: then it is not trained
+    score: float | None = 0.0  # None if it could not be scored; then it is not trained
     extra: dict[str, float] = field(default_factory=dict)  # further numbers of the reward function
     error: str | None = None  # why it could not be scored
     mask: np.ndarray | None = None  # [n] bool, the tokens that the policy sampled; None: all of them. Others are not trained
     routes: np.ndarray | None = None  # [n - 1, L, K] uint8 or uint16, experts of all but the last token (rl/model/router.py)
-    rewards: list | None = None  # [token, reward] of turns, whose sum the score has; None: the score is the last token's
-    histories: list[int] | None = None  # tokens of each: the first follows the group's prompt, the others attend to themselves
+    rewards: list | None = None  # [token, reward] of each turn, which sum to the score; None: the last token gets the score
+    histories: list[int] | None = None  # lengths: the first follows the group's prompt, the others attend only to themselves
     support: np.ndarray | None = None  # [n, K] int32, tokens that could be sampled in each place (rl/model/head/support.py)
 
     def reward(self, name: str) -> float | None:
-        """The reward of that name, without the penalty on length: "score", or a further number; None where it has none."""
+        """Return the reward of that name, without the length penalty: "score", or a further number; None if it has none."""
         return self.extra.get(UNPENALISED, self.score) if name == "score" else self.extra.get(name)
 
 
 @dataclass(frozen=True)
 class Group:
-    """A prompt with its responses; `ticket` is the place in the endless prompt order."""
+    """A prompt with its responses. `ticket` is its place in the endless prompt order."""
 
     ticket: int
     prompt_ids: np.ndarray  # [p] int32
     data_source: str
     responses: list[Response]
-    baseline: float = 0.0  # score of the greedy response (ReMax), where one was sampled
-    images: str = ""  # digest of the prompt's images, which do not travel; empty without any
-    prompt_routes: np.ndarray | None = None  # [p, L, K]; None where no response has routes
+    baseline: float = 0.0  # score of the greedy response (ReMax), if one was sampled
+    images: str = ""  # digest of the prompt's images, which are not sent; empty without images
+    prompt_routes: np.ndarray | None = None  # [p, L, K]; None if no response has routes
 
     @property
     def scored(self) -> list[Response]:
-        """Its responses except those that could not be scored."""
+        """The responses except those that could not be scored."""
         return [r for r in self.responses if r.score is not None]
 
     @property
@@ -62,28 +62,28 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Whether its scores differ without the penalty on length: with zero variance all group-wise advantages are 0, and a
-        group of right responses would only teach their length (DAPO, arXiv 2503.14476, compares accuracy)."""
+        """Whether the scores without the length penalty differ. With zero variance all group-wise advantages are 0, and a group
+        of right responses would only teach their length (DAPO, arXiv 2503.14476, compares accuracy)."""
         return self.differs()
 
     def differs(self, rewards: Sequence[str] = ()) -> bool:
-        """Whether one of these rewards differs (--gdpo-reward-keys): rewards may differ although their sums do not. Without
-        names the score is compared, as in `has_signal`."""
+        """Return whether one of these rewards differs (--gdpo-reward-keys): rewards may differ even if their sums do not.
+        Without names, compare the score, as in `has_signal`."""
         names = [name for name in rewards if name != PENALTY] or ["score"]
         return any(len({r.reward(name) for r in self.compared}) > 1 for name in names)
 
     @property
     def is_flat(self) -> bool:
-        """Whether several of its responses are compared, all with one score: group-wise advantages are exactly 0."""
+        """Whether several responses are compared and all have the same score, so that group-wise advantages are exactly 0."""
         return len(self.compared) > 1 and len({r.score for r in self.compared}) == 1
 
     @property
     def oldest(self) -> int:
-        """The oldest version that sampled one of its tokens; without tokens, a version that is never too old."""
+        """The oldest version of the weights that sampled one of its tokens; without tokens, a version that is never too old."""
         return min((int(r.versions.min()) for r in self.responses if len(r.versions)), default=sys.maxsize)
 
     def to_bytes(self) -> bytes:
-        """Return a JSON header with the lengths, then the raw arrays. Nothing is pickled."""
+        """Return the group as bytes: a JSON header with the lengths, then the raw arrays. Nothing is pickled."""
         header = {
             "ticket": self.ticket,
             "data_source": self.data_source,
@@ -148,7 +148,7 @@ class Group:
 
 
 def _runs(mask: np.ndarray | None) -> list[int] | Literal[False]:
-    """Return a mask for a header: the lengths of its runs, in turn of tokens in it, first 0 or more, and of others. False for
+    """Return a mask for a header: the lengths of its alternating runs of True (first, perhaps 0) and False. False stands for
     None."""
     if mask is None:
         return False

@@ -1,4 +1,4 @@
-"""Who waits for whom in a split job, from the generators' reports and the learners' own timers."""
+"""Idle times in a split job (who waits for whom), from the generators' reports and the learners' own timers."""
 
 from collections import Counter
 
@@ -9,15 +9,16 @@ from rl.split import Split
 
 
 class IdleMeter:
-    """Collects the reports. The advice leaves out each rank's first one: it covers the start, when ranks wait for models."""
+    """A collector of the reports. The advice leaves out each rank's first report, which covers the start, when ranks wait for
+    models."""
 
     def __init__(self, split: Split):
         self.split = split
-        self._waited, self._elapsed = Counter(), Counter()  # seconds by role over the whole run; "scores": of generators
-        self._events: dict[int, dict] = {}  # of each generator's scoring
-        self._events_before: Counter[str] = Counter()  # of the run that resumes here
+        self._waited, self._elapsed = Counter(), Counter()  # seconds by role over the whole run, and for "scores"
+        self._events: dict[int, dict] = {}  # scoring events by generator
+        self._events_before: Counter[str] = Counter()  # from before the run was resumed
         self._started: set[tuple[str, int]] = set()  # ranks that have reported their start-up
-        self._advised: str | int | None = None  # in the last `news`
+        self._advised: str | int | None = None  # the advice in the last `news`
 
     def metrics(self, reports: list[dict], timer: Timers) -> dict[str, float]:
         """Return the metrics of the reports since the last call, and empty the list."""
@@ -34,7 +35,7 @@ class IdleMeter:
             out["fully_async/rollouter/idle_ratio"] = waited / total
             out["fully_async/rollouter/held_ratio"] = sum(report.get("held", 0.0) for report in reports) / total
             newest = reports[-1]
-            way = max(seconds, newest["publish_way"])  # longer where the engine continues while weights arrive
+            way = max(seconds, newest["publish_way"])  # longer if the engine continues while weights arrive
             size = newest["publish_gb"]
             out |= {"publish/seconds": seconds, "publish/gb": size, "publish/gb_per_s": size / way}
         reports.clear()
@@ -53,7 +54,7 @@ class IdleMeter:
         return sum(map(Counter, self._events.values()), self._events_before)
 
     def state(self) -> dict:
-        """For a checkpoint."""
+        """Return the state for a checkpoint."""
         return {"waited": self._waited, "elapsed": self._elapsed, "events": self.events}
 
     def restore(self, state: dict) -> None:
@@ -67,7 +68,7 @@ class IdleMeter:
         self._started.add((role, rank))
 
     def news(self) -> str:
-        """Return advice to change something, if it differs from that of the last call."""
+        """Return advice to change something if it differs from the last call's advice; else an empty string."""
         advised, text = self._verdict()
         is_new = advised not in (None, self._advised)
         self._advised = advised
@@ -75,7 +76,7 @@ class IdleMeter:
         return text if is_new and is_advice else ""
 
     def last_words(self) -> list[str]:
-        """Return the summary at the end of a run; nothing after too few steps."""
+        """Return the summary for the end of a run; an empty list after too few steps."""
         _, text = self._verdict()
         return [text] if text else []
 

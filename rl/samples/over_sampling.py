@@ -1,10 +1,10 @@
-"""`--over-sample`: in train_sync.py a step does not wait for its longest responses.
+"""`--over-sample`, with which a step of train_sync.py does not wait for its longest responses.
 
-More prompts are under way than a step trains. Generation ends when enough prompts have all their responses; unfinished ones
-continue in the next step, under the newer weights, from their last token (APRIL, arXiv 2509.18521; Kimi k1.5 calls it partial
-rollouts, arXiv 2501.12599). Each prompt is trained once, so short responses are not favoured over the run; but long ones come
-later, and partly from older weights: their tokens have the log-probs of their sampling, by which the loss corrects as in async.
-Prompts under way at the end of the run stay untrained.
+More prompts are under way than a step trains. Generation ends when enough prompts have all their responses; unfinished
+responses continue in the next step from their last token, under the newer weights (APRIL, arXiv 2509.18521; Kimi k1.5 calls it
+partial rollouts, arXiv 2501.12599). Each prompt is trained once, so the run as a whole does not favour short responses; but
+long ones are trained later, and are partly from older weights. Their tokens keep the log-probs recorded while sampling, with
+which the loss corrects for this as in async. Prompts under way at the end of the run stay untrained.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class OverSampleArgs(BatchArgs):
     """Prompts under way beyond the batch."""
 
     over_sample: Annotated[float, Range(at_least=0, at_most=8)] = 0.0
-    """Prompts under way in addition to a step's, as a fraction of them. A step trains the prompts whose responses end first;
-    the others continue in the next."""
+    """Prompts under way in addition to a step's, as a fraction of the step's. A step trains the prompts whose responses end
+    first; the others continue in the next step."""
 
     def check(self) -> None:
         if self.train_batch_size < (ranks := launch.here().world_size):
@@ -40,8 +40,8 @@ class OverSampleArgs(BatchArgs):
         return self.surplus > 0
 
     def to_start(self, under_way: int) -> int:
-        """Return the number of prompts to start before the first step, so that the surplus is under way. under_way: of a
-        resumed run. Raise UserError if they are more than the surplus: no step would wait for them."""
+        """Return the number of prompts to start before the first step, so that the surplus is under way. under_way: prompts
+        under way in a resumed run. Raise UserError if they exceed the surplus: no step would wait for them."""
         if under_way > self.surplus:
             raise UserError(
                 f"--over-sample {self.over_sample:g}: the resumed run has {under_way} prompts under way beyond a step's, and "

@@ -1,12 +1,12 @@
-"""--prompt-sampling: prompts that were solved or hopeless when they were last trained are passed over with a probability.
+"""--prompt-sampling, which skips prompts that were solved or hopeless when they were last trained, with a probability.
 
-A prompt whose responses all get one score teaches nothing, and probably the same in the next epoch: its earlier groups predict
-that before new ones are generated (GRESO, arXiv 2506.02177). The decision on a ticket depends on the groups trained up to the
-version of the weights that it may start under, and on its own random number, so that it is the same on every rank and after a
-resume. A ticket that is passed over never starts; it makes room for another, as a dropped one does.
+A prompt whose responses all get the same score teaches nothing, and the next epoch will probably be alike: the prompt's earlier
+groups predict this before new ones are generated (GRESO, arXiv 2506.02177). The decision on a ticket depends on the groups
+trained up to the version of the weights under which it may start, and on the ticket's random number, so that it is the same on
+every rank and after a resume. A skipped ticket never starts; another may start in its place, as for a dropped one.
 
 If batches are made whole, the generators keep the history, which covers all earlier batches. In a stream the learners keep it:
-they decide on a ticket when the bound of staleness first lets it start, and announce the skipped ones with the weights.
+they decide on a ticket when the bound of staleness first lets it start, and announce the skipped tickets with the weights.
 """
 
 import copy
@@ -22,15 +22,15 @@ from rl.samples.group import Group
 KINDS = EASY, HARD = "easy", "hard"  # all right, all wrong
 MIXED = "mixed"
 FIRST, LEAST, MOST, MOVE = 0.5, 0.05, 0.95, 0.01  # GRESO's chances: the first, their bounds, and the size of a change
-TARGET = {EASY: 0.25 / 3, HARD: 0.25 * 2 / 3}  # GRESO's fractions of such groups among all generated ones
-FLOOR = 0.01  # the least chance of a prompt: GRESO's tend to 0, and with a solved data set no step would end
+TARGET = {EASY: 0.25 / 3, HARD: 0.25 * 2 / 3}  # GRESO's target fractions of such groups among all generated ones
+FLOOR = 0.01  # the least chance of a prompt: GRESO's tend to 0, so that no step would end once the data set is solved
 
 Shown = tuple[int, str]  # a ticket, and the kind of its group: one of KINDS, or MIXED
 
 
 def shown(groups: Iterable[Group], wrong: float = 0.0, rewards: Sequence[str] = ()) -> list[Shown]:
     """Return the kinds of the groups. A response is right if its acc, or its score if the reward function returns no acc, is
-    above `wrong`. A group that compares less than two responses has no kind. rewards: as in `Group.differs`."""
+    above `wrong`. A group that compares fewer than two responses has no kind. rewards: as in `Group.differs`."""
     out = []
     for group in groups:
         if len(group.compared) > 1:
@@ -42,16 +42,16 @@ def shown(groups: Iterable[Group], wrong: float = 0.0, rewards: Sequence[str] = 
 
 
 class PromptHistory:
-    """The kinds of the prompts so far."""
+    """The kinds that prompts have shown so far."""
 
     def __init__(self, args, order: PromptOrder):
         """args: a script's flags."""
         self.sampling, self.seed, self.order = args.prompt_sampling, args.seed, order
-        self.shown = partial(shown, wrong=args.format_score, rewards=args.compared_rewards)  # a wrong response gets no more
-        self.flat: dict[int, list] = {}  # by prompt: the kind of its last groups, and their number in a row
-        self.chance = dict.fromkeys(KINDS, FIRST)  # to be taken, of a prompt with one such group
-        self._noted: list[Shown] = []  # of the batch in the making
-        self._skipped: list[int] = []  # tickets passed over since the last `take_skipped`
+        self.shown = partial(shown, wrong=args.format_score, rewards=args.compared_rewards)  # a wrong one gets at most this
+        self.flat: dict[int, list] = {}  # by prompt: the kind of its latest groups, and how many in a row had it
+        self.chance = dict.fromkeys(KINDS, FIRST)  # that a prompt with one such group is taken
+        self._noted: list[Shown] = []  # for the batch that is being generated
+        self._skipped: list[int] = []  # tickets skipped since the last `take_skipped`
 
     def passes_over(self, ticket: int) -> bool:
         kind, times = self.flat.get(self.order(ticket)[1], (MIXED, 0))
@@ -61,7 +61,7 @@ class PromptHistory:
         return random.Random(f"{self.seed}/prompt/{ticket}").random() >= chance
 
     def observe(self, shown: Iterable[Shown]) -> dict:
-        """Observe the kinds of a step's groups. Return the changes, for `apply` on other ranks."""
+        """Update the history with the kinds of a step's groups. Return the changes, for `apply` on other ranks."""
         changed, counts = {}, Counter()
         for ticket, kind in sorted(shown):
             prompt = self.order(ticket)[1]
@@ -83,7 +83,7 @@ class PromptHistory:
     # -- for whole batches
 
     def take(self, first: int, count: int) -> tuple[list[int], int]:
-        """Return `count` tickets from `first` on that are not passed over, and the one after the last of them."""
+        """Return the next `count` tickets from `first` on that are not skipped, and the ticket after the last of them."""
         taken, ticket = [], first
         while len(taken) < count:
             (self._skipped if self.passes_over(ticket) else taken).append(ticket)
@@ -91,22 +91,22 @@ class PromptHistory:
         return taken, ticket
 
     def note(self, groups: Iterable[Group]) -> None:
-        """Note the kinds of all groups of a batch, replacing those noted before, until `commit`."""
+        """Note the kinds of all groups of a batch, for `commit`; they replace those noted before."""
         self._noted = self.shown(groups)
 
     def commit(self) -> dict:
-        """Observe the noted batch, which will be trained. Return the changes."""
+        """Observe the noted batch, since it will be trained. Return the changes."""
         noted, self._noted = self._noted, []
         return self.observe(noted)
 
     def take_skipped(self) -> list[int]:
-        """Return the tickets that were passed over since the last call."""
+        """Return the tickets that were skipped since the last call."""
         skipped, self._skipped = self._skipped, []
         return skipped
 
     @staticmethod
     def apart(passed: Sequence[int], skipped: Sequence[int]) -> dict[str, list[int]]:
-        """Return the tickets that a batch has passed, by reason: the skipped ones, and the others, which were filtered."""
+        """Return the tickets that a batch has passed by, by reason: the skipped ones, and the others, which were filtered."""
         return {"filtered": sorted({*passed} - {*skipped}), "skipped": [*skipped]}
 
     # -- the record, and a checkpoint's part
@@ -133,20 +133,20 @@ class PromptHistory:
 
 
 class StreamHistory:
-    """A stream's history, the same on every learner: decides which tickets start, of those that may."""
+    """The history of a stream, the same on every learner. It decides which of the tickets that may start do so."""
 
     def __init__(self, args, history: PromptHistory, buffer: SampleBuffer, total: int):
-        """total: tickets that will be trained in the whole run."""
+        """total: number of tickets that the whole run will train."""
         self.args, self.history, self.buffer, self.total = args, history, buffer, total
-        self._news: list[Shown] = []  # since the newest version was published
-        self._version = -1  # the last one in the history
-        self._decided = 0  # tickets below are decided on
-        self.skipped: list[int] = []  # of them, those passed over, from the buffer's `low` on
+        self._news: list[Shown] = []  # kinds seen since the newest version was published
+        self._version = -1  # the last version in the history
+        self._decided = 0  # all tickets below have been decided on
+        self.skipped: list[int] = []  # the skipped ones among them, from the buffer's `low` on
         buffer.observe = lambda group: self._news.extend(history.shown([group]))
 
     def published(self, version: int) -> None:
         """Decide on the tickets that this version lets start. To be called before it is announced."""
-        if version > self._version:  # a run that resumes announces its version again
+        if version > self._version:  # a resumed run announces its version again
             self.history.observe(self._news)
             self._news, self._version = [], version
         self.extend()

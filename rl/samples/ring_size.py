@@ -1,4 +1,4 @@
-"""Whether the largest record of a run fits into its ring: checked before anything is generated."""
+"""The check that the largest record of a run fits into its ring, made before anything is generated."""
 
 import math
 
@@ -9,12 +9,12 @@ from rl.model.router import routers
 from rl.transport.ring import ALIGN
 
 MIB = 1 << 20
-BYTES_PER_TOKEN = 12  # of a response: token, log-prob and version; a prompt's tokens, of 4 bytes, count the same
+BYTES_PER_TOKEN = 12  # of a response: token, log-prob and version; a prompt's tokens, of 4 bytes, are counted alike
 HEAD_BYTES, HEAD_BYTES_PER_RESPONSE = 4096, 1024  # JSON: lengths, masks, scores, further numbers, errors
 
 
 def routes_bytes(args, path: str) -> int:
-    """Return the bytes of a token's experts in a record: 0 without --router-replay R3. path: of the model."""
+    """Return the bytes of a token's experts in a record: 0 without --router-replay R3. path: the model's."""
     if args.router_replay != "R3":
         return 0
     gates = [*routers(empty_model(load_config(path, args.trust_remote_code), args.trust_remote_code)).values()]
@@ -23,19 +23,20 @@ def routes_bytes(args, path: str) -> int:
 
 def largest_record(args, routes: int) -> int:
     """Return the bytes of a group (Group.to_bytes) with responses of --max-response-length and a prompt of --max-prompt-length.
-    routes: bytes per token for its experts and for the tokens that could be sampled."""
-    responses = args.rollout_n + args.needs_greedy  # the greedy one is in the records of unfinished groups
+    routes: bytes per token for its experts, and for the tokens that could have been sampled."""
+    responses = args.rollout_n + args.needs_greedy  # records of unfinished groups include the greedy response
     tokens = args.max_prompt_length + responses * args.max_response_length
     return HEAD_BYTES + responses * HEAD_BYTES_PER_RESPONSE + tokens * (BYTES_PER_TOKEN + routes)
 
 
 def ring_mb_for(record: int) -> int:
-    """Return the least --ring-mb for a record of this many bytes, which may take almost half of it (Ring.max_record)."""
+    """Return the smallest --ring-mb for a record of this many bytes, which may take almost half of the ring
+    (Ring.max_record)."""
     return math.ceil(2 * (record + ALIGN) / MIB)
 
 
 def check_ring(args, path: str) -> None:
-    """Raise UserError if --ring-mb, which only split scripts have, is too small for the largest group. path: of the model."""
+    """Raise UserError if --ring-mb, which only split scripts have, is too small for the largest group. path: the model's."""
     if not hasattr(args, "ring_mb"):
         return
     record = largest_record(args, routes_bytes(args, path) + 4 * support.width(args))

@@ -1,4 +1,4 @@
-"""Which prompts make a step, and the async schedule: which ticket may start when.
+"""The prompts of a step, and the asynchronous schedule, which decides when a ticket may start.
 
 A ticket is a place in the endless prompt order, drawn from one counter in torchrun's store. The k-th ticket (k from 0) may
 start under the weights of version v only if
@@ -24,11 +24,11 @@ from rl.split import SplitArgs
 
 
 class NextTicket:
-    """The first ticket that no batch has taken, where batches are made whole, one after the other."""
+    """The first ticket that no batch has taken, for batches that are made whole, one after the other."""
 
     def __init__(self):
         self.ticket = 0
-        self.under_way: list[int] = []  # before it
+        self.under_way: list[int] = []  # tickets before it that are still under way
 
     def begin(self, count: int) -> range:
         """Start `count` tickets, which are under way from now on; return them."""
@@ -37,7 +37,7 @@ class NextTicket:
         return started
 
     def advance(self, ticket: int, groups: list[Group], under_way: Sequence[int] = ()) -> list[int]:
-        """Continue with `ticket`. Return the tickets passed since the last call that are not in the batch and not under way."""
+        """Continue with `ticket`. Return the tickets passed since the last call that are neither in the batch nor under way."""
         passed = {*range(self.ticket, ticket), *self.under_way}
         self.ticket, self.under_way = ticket, [*under_way]
         return sorted(passed - {group.ticket for group in groups} - {*under_way})
@@ -80,20 +80,20 @@ class ScheduleArgs(BatchArgs, SplitArgs):
     """The asynchronous schedule: batches, publishes of the weights, and the staleness of samples."""
 
     train_batch_size: Annotated[int | None, Range(at_least=1)] = None
-    """Prompts of a step, over all ranks; each gets --rollout-n responses. The step begins when all of them have arrived. By
-    default --ppo-mini-batch-size, or 8 without it."""
+    """Prompts of a step, over all ranks; each gets --rollout-n responses. The step begins when all of them have arrived.
+    Default: --ppo-mini-batch-size, or 8 without it."""
     publish_every: Annotated[int, Range(at_least=1)] = 1
     """Steps from one publish of the weights to the next. A publish sends the learners' weights to the generators."""
     staleness_threshold: Annotated[float, Range(at_least=0, below=1_000_000)] = 1.0
     """How far generation may run ahead of training, in publish periods: 0 is on-policy, 1 is one step off. Fractions work."""
     partial_rollout: Literal["keep", "recompute", "off"] = "keep"
     """What happens to unfinished responses when new weights arrive. keep: they continue with their old KV cache; recompute:
-    they continue with a new KV cache; off: the new weights wait until they have ended."""
+    they continue with a recomputed KV cache; off: the new weights wait until the responses have ended."""
     max_staleness: Annotated[int | None, Range(at_least=0)] = None
-    """Age in versions of the oldest token that may be trained; each publish makes a version. By default
-    --staleness-threshold alone bounds the age."""
+    """Age in versions of the oldest token that may be trained; each publish makes a version. By default only
+    --staleness-threshold bounds the age."""
     on_stale: Literal["drop", "wait"] = "drop"
-    """How --max-staleness is kept. drop: groups that are too old are dropped and replaced; wait: the learners wait for old
+    """How --max-staleness is enforced. drop: drop and replace groups that are too old; wait: let the learners wait for old
     groups before these get too old."""
 
     @property
@@ -109,8 +109,8 @@ class ScheduleArgs(BatchArgs, SplitArgs):
         return self.prompts_per_step * self.publish_every
 
     def quota(self, version: int) -> int:
-        """Return the bound of staleness: how many tickets may have started under the weights of this version, without the
-        dropped ones. Fractions of a prompt are cut off, as in verl."""
+        """Return the bound of staleness: how many tickets, not counting dropped ones, may have started under the weights of
+        this version. Fractions of a prompt are cut off, as in verl."""
         ahead = int(_exact(self.staleness_threshold) * self.prompts_per_publish)
         return (version + 1) * self.prompts_per_publish + ahead
 
@@ -137,5 +137,5 @@ class ScheduleArgs(BatchArgs, SplitArgs):
 
 @cache
 def _exact(decimal: float) -> Fraction:
-    """Return the number as it is written: 0.1 is a tenth. Cached, because generators ask between any two engine steps."""
+    """Return the number as it is written: 0.1 is a tenth. Cached, because generators call this between any two engine steps."""
     return Fraction(str(decimal))

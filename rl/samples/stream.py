@@ -1,7 +1,7 @@
-"""The learners' end of a split job: the samples that have arrived, and their part of a checkpoint.
+"""The learners' end of a split job: the samples that have arrived, and the samples' state in a checkpoint.
 
-`Batches` hands over whole batches, each made by one version of the weights (train_one_step_off.py); `Stream` the oldest groups
-that have arrived (train_async.py). Every learner holds the same.
+`Batches` hands over whole batches, each sampled by one version of the weights (train_one_step_off.py); `Stream` hands over the
+oldest groups that have arrived (train_async.py). Every learner has the same samples.
 """
 
 import json
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _Samples:
-    """Common to both: the ring's end, the control block, and who waits for whom."""
+    """The common base: the learners' end of the ring, the control block, and the idle times."""
 
     def __init__(self, args: SplitArgs, split: Split):
         self.args, self.split, self.inbox, self.control = args, split, Inbox(args, split), ControlBlock(split)
@@ -35,14 +35,14 @@ class _Samples:
         self.control.update(version=version, step=step)
 
     def metrics(self, step: int, timer: Timers) -> dict[str, float]:
-        """Return the metrics of that step, since the last call: waits, publishes, how full the ring is."""
+        """Return the step's metrics since the last call: waiting times, publishes, how full the ring is."""
         ring = self.inbox.ring
         return self.meter.metrics(self.inbox.reports, timer) | {"ring/occupancy": ring.occupancy if ring else 0.0}
 
     def close(self) -> list[str]:
-        """Wait for the last words of all generators. Return the lines that a run ends with, again at a second call."""
+        """Wait for the final records of all generators. Return the last lines of the run's output. May be called again."""
         self.inbox.wait_for_end()
-        self.meter.read(self.inbox.reports)  # of the last publish: they arrive after the last step's metrics
+        self.meter.read(self.inbox.reports)  # the last publish's reports arrive after the last step's metrics
         self.inbox.reports.clear()
         return self.meter.last_words()
 
@@ -65,7 +65,7 @@ class Batches(_Samples):
         self._next = NextTicket()
         self._gone: dict[str, list[int]] = {"filtered": []}
         self._history: PromptHistory | None = None  # as the generators keep it, for checkpoints
-        self._start = {"batch": 0, "ticket": 0, "version": 0}  # where the generators begin
+        self._start = {"batch": 0, "ticket": 0, "version": 0}  # where the generators start
 
     def keep_history(self, args, job: Job) -> None:
         """Keep the generators' history of --prompt-sampling. To be called before `restore`. args: the script's."""
@@ -88,7 +88,7 @@ class Batches(_Samples):
             self.inbox.receive()
 
     def take(self) -> tuple[list[Group], dict[str, float]]:
-        """Return the next batch, which is there: its groups, and the metrics of its making."""
+        """Return the next batch, which must have arrived: its groups, and its generation metrics."""
         batch = self.inbox.batches.popleft()
         groups = [self.inbox.groups.popleft() for _ in range(batch["groups"])]
         self._gone = {"filtered": self._next.advance(batch["next_ticket"], groups)}
@@ -136,20 +136,20 @@ class Stream(_Samples):
         self._history: StreamHistory | None = None
 
     def keep_history(self, args, job: Job) -> None:
-        """Decide which tickets start, for --prompt-sampling. To be called before `restore`. args: the script's."""
+        """Let --prompt-sampling decide which tickets start. To be called before `restore`. args: the script's."""
         from rl.samples import prompt_history  # late: other runs do not need it
 
         to_train, prompts = job.total_steps * args.prompts_per_step, prompt_history.PromptHistory(args, job.order)
         self._history = prompt_history.StreamHistory(args, prompts, self.buffer, to_train)
 
     def open(self) -> None:
-        """Let the generators begin: with the tickets that were under way when the run stopped, if it resumes."""
+        """Let the generators begin; in a resumed run, with the tickets that were under way when it stopped."""
         if self.split.ranks.is_main:
             open_tickets(self.split.store, **self._tickets)
             self.split.store.set("validated", str(self.inbox.validations.newest))
 
     def wait(self, step: int) -> list[Group]:
-        """Wait for the groups of the step, the oldest that have arrived. Return none if the run has to stop. A collective."""
+        """Wait for the step's groups, the oldest that have arrived. Return an empty list if the run must stop. A collective."""
         while not dist.stopping():
             if groups := self._take(step):
                 return groups
@@ -171,7 +171,8 @@ class Stream(_Samples):
         return groups
 
     def _room(self) -> dict:
-        """Return the fields of the control block that say which tickets may start: a dropped one makes room for another."""
+        """Return the control block's fields that determine which tickets may start: another may start in place of a dropped
+        one."""
         room = {"dropped": self.buffer.replaced}
         return room | {"skipped": self._history.skipped, "settled": self.buffer.low} if self._history else room
 
@@ -195,7 +196,7 @@ class Stream(_Samples):
 
     def snapshot(self, step: int) -> tuple[dict, list[Group], list[Group]]:
         """Return (state, groups that wait to be trained, groups under way in the generators) for the checkpoint of that step.
-        Waits for the generators to send the latter."""
+        Wait for the generators to send their groups."""
         unfinished = self.inbox.unfinished_at(step)
         self._take_in()  # --filter-groups drops groups here
         groups = [*self.buffer.waiting.values()]
@@ -205,7 +206,7 @@ class Stream(_Samples):
         return state, groups, unfinished
 
     def restore(self, state: dict, groups: list[Group], unfinished: list[Group]) -> None:
-        """Restore a `snapshot`. Tickets under way continue; those of which nothing is left begin again."""
+        """Restore a `snapshot`. Tickets under way continue; those without a saved group begin again."""
         self._restore(state)
         again = self.buffer.restore(state["buffer"], groups, state["drawn"])
         if self._history:
@@ -214,7 +215,8 @@ class Stream(_Samples):
         self._tickets = {"drawn": state["drawn"], "again": again, "unfinished": unfinished, "skipped": skipped}
 
     def close(self) -> list[str]:
-        """Stop the generators. The first line is on where every ticket went. Raise RuntimeError if one was lost."""
+        """Stop the generators. Return the last lines of the run's output; the first accounts for every ticket. Raise
+        RuntimeError if one was lost."""
         self.control.update(stop=True)
         lines = super().close()
         self._take_in()

@@ -1,4 +1,4 @@
-"""Tickets: drawn from the store's counter, started when the schedule allows it, counted.
+"""Tickets, which are drawn from the store's counter, started when the schedule allows it, and counted.
 
 A generator does not wait for a round trip to the store: a thread asks for tickets ahead of need. Left out: the bound of
 staleness (rl/samples/schedule.py), and the groups' fate (rl/samples/buffer.py).
@@ -22,30 +22,30 @@ OPENED, DRAWN, STARTED = "tickets/opened", "tickets/drawn", "tickets/started"  #
 
 
 class Tickets:
-    """Hands a generator the tickets that may start there. It draws as many as it has room for, and keeps those that may not
-    start yet. These start before any that are not drawn yet.
+    """The tickets of one generator. It draws as many as it has room for, and keeps those that may not start yet. They start
+    before any that are drawn later.
 
-    A generator has at most an even share of the tickets under way: with many slots the first generators would otherwise take
-    all tickets that a publish lets start, and the others would wait. Every ticket that may start finds a generator below its
-    share.
+    A generator has at most an even share of the tickets under way. Otherwise, with many slots, the first generators would take
+    all tickets that a publish lets start, and the others would wait. For every ticket that may start, some generator is below
+    its share.
     """
 
     def __init__(self, store: Store, args: ScheduleArgs, total: int, engines: int = 1):
-        """store: a connection of its own, which one request at a time uses in the background; only `partial` waits for it.
-        total: tickets that will be trained in the whole run. engines: the number that share them."""
+        """store: a separate connection, used by one background request at a time; only `partial` waits for it. total: number of
+        tickets that the whole run will train. engines: number of engines that share the tickets."""
         self.store, self.args, self.total = store, args, total
         self.engines = engines
-        self.held = False  # whether the bound of staleness alone kept the last `take` from starting any
+        self.held = False  # whether only the bound of staleness kept the last `take` from starting any
         opened = json.loads(store.get(OPENED))
         self._again, self._drawn_before = opened["again"], opened["drawn"]
-        self._unfinished: set[int] = set(opened["unfinished"])  # tickets of the resumed run of which something is left
+        self._unfinished: set[int] = set(opened["unfinished"])  # tickets of the resumed run with a saved group
         self._reserve: deque[int] = deque()  # tickets that are drawn and have not started
-        self._started = 0  # tickets that the store has not counted yet
+        self._started = 0  # started tickets that the store has not counted yet
         self._request: Future | None = None  # under way
 
     def take(self, most: int, under_way: int, version: int, state: State) -> list[int]:
-        """Return up to `most` tickets that may start under the weights of `version`, in addition to those under way here. None
-        start before the first weights, if newer weights are ready, or if the run stops."""
+        """Return up to `most` tickets that may start under the weights of `version`. None start before the first weights, if
+        newer weights are ready, or if the run stops. under_way: number of tickets under way here."""
         self.held = False
         if state.stop:
             self._settle()
@@ -66,15 +66,15 @@ class Tickets:
         return out
 
     def partial(self, ticket: int) -> Group | None:
-        """Return the ticket's responses as they were when the run was stopped."""
+        """Return the ticket's responses as they were when the run was stopped; None if there are none."""
         return Group.from_bytes(self.store.get(f"tickets/unfinished/{ticket}")) if ticket in self._unfinished else None
 
     def _next(self, state: State) -> float:
-        """Return the next ticket in the reserve, without counting the dropped ones, for the bound of staleness."""
+        """Return the next ticket in the reserve, minus the number of dropped ones, for the bound of staleness."""
         return self._reserve[0] - state.dropped if self._reserve else math.inf
 
     def _draw(self, wanted: int) -> None:
-        """Take the tickets that have been drawn, and ask for those missing in the reserve. Raise errors of a request."""
+        """Take the tickets that have been drawn, and request those missing in the reserve. Raise the errors of a request."""
         self._take_drawn()
         missing = max(0, wanted - len(self._reserve))
         if not self._request and (missing or self._started):
@@ -110,8 +110,9 @@ class Tickets:
 def open_tickets(
     store: Store, drawn: int = 0, again: Sequence[int] = (), unfinished: Iterable[Group] = (), skipped: int = 0
 ) -> None:
-    """Set the counters of a run that begins, or resumes after this many tickets were drawn; generators wait for it. again:
-    drawn tickets without a group. unfinished: groups of those that continue. skipped: number of drawn ones that never start."""
+    """Set the counters of a run that begins, or that resumes after `drawn` tickets were drawn; generators wait for them. again:
+    drawn tickets without a group. unfinished: groups of the tickets that continue. skipped: number of drawn tickets that never
+    start."""
     store.add(DRAWN, drawn - len(again))
     store.add(STARTED, drawn - len(again) - skipped)
     of = {group.ticket: group for group in unfinished}
@@ -121,7 +122,7 @@ def open_tickets(
 
 
 def drawn(store: Store) -> int:
-    """Return the number of tickets that all generators have drawn, also before the run was resumed."""
+    """Return the number of tickets that all generators have drawn, including those drawn before the run was resumed."""
     return max(store.add(DRAWN, 0), json.loads(store.get(OPENED))["drawn"])
 
 

@@ -1,3 +1,3 @@
-"""How bytes travel between ranks: a ring within a node, a relay to another node, a bridge from one rank to many.
+"""The transport of bytes between ranks: a ring within a node, a relay to another node, a bridge from one rank to many.
 
 Left out: the content, samples (rl/samples) and weights (rl/weights)."""

@@ -1,15 +1,15 @@
-"""From learners to generators: over the network into each node once, and inside a node through shared memory.
+"""Broadcasts from learners to generators, sent over the network to each node once, and inside a node through shared memory.
 
     a node's first learner --- gloo ---> first generator of each other node that it sends to
       | shared memory                      | shared memory
       its node's generators                its neighbours
 
-A message is broadcast to the first ranks of the nodes. Each of them lays it open in a few slots of shared memory, from which
-its neighbours take it while the next messages are under way. If every rank has a CUDA device of its own, NCCL's broadcast
-replaces all that; it also enters each node once.
+A message is broadcast to the first ranks of the nodes. Each of them exposes it in a few slots of shared memory, from which its
+neighbours take it while the next messages are under way. If every rank has its own CUDA device, NCCL's broadcast replaces all
+this; it also enters each node once.
 
-The shared memory is a memfd, as the ring's: it has no name, and the kernel frees it with the last process that maps it. Its
-words count the pieces laid open, and the pieces that each neighbour has taken.
+The shared memory is a memfd, like the ring's: it has no name, and the kernel frees it when the last process that maps it ends.
+Its words count the pieces exposed, and the pieces that each neighbour has taken.
 """
 
 import itertools
@@ -29,34 +29,34 @@ from rl.ranks.device import device_group, host_group, is_accelerator
 from rl.transport.ring import Barrier, wait
 
 WINDOW = 32  # messages of 32 MB under way over a network: they fill a link of 160 Gbit/s with a latency of 50 ms
-SLOTS = 4  # pieces that are laid open at a time
-SLOT_BYTES = 8 << 20  # of a slot; a longer message takes several pieces
-PAGE = 1 << 16  # bytes of the words, for 1,024 ranks of a node; the slots follow
-LAID, LINE = 0, 8  # 64-bit words: pieces laid open; neighbour n's pieces taken are at n * LINE, in its own cache line
-LOOK_SECONDS = 0.2  # after which a wait checks whether its neighbours are alive
+SLOTS = 4  # pieces that are exposed at a time
+SLOT_BYTES = 8 << 20  # in a slot; a longer message takes several pieces
+PAGE = 1 << 16  # bytes of the words, enough for 1,024 ranks on a node; the slots follow
+LAID, LINE = 0, 8  # 64-bit words: pieces exposed; pieces taken by neighbour n, at n * LINE, in a cache line of its own
+LOOK_SECONDS = 0.2  # until a wait checks whether its neighbours are alive
 
 
 def senders(nodes: Sequence[launch.Node]) -> dict[int, int]:
-    """Return for each node with generators the node whose first learner sends weights to it and reads its samples: itself if it
-    has learners. The other nodes take turns over those with learners."""
+    """Return, for each node with generators, the node whose first learner sends weights to it and reads its samples. That is
+    the node itself if it has learners; the other nodes are assigned to the nodes with learners in turn."""
     turn = itertools.cycle(number for number, node in enumerate(nodes) if node.learners)
     return {number: number if node.learners else next(turn) for number, node in enumerate(nodes) if node.generators}
 
 
 class Bridge:
-    """One rank's end. All ranks call `broadcast` in the same order, and wait for the returned handles in this order."""
+    """One rank's end. All ranks call `broadcast` in the same order, and wait for the returned handles in that order."""
 
     def __init__(self, group, device: torch.device, slots: "Slots | None" = None, is_far: bool = False):
-        """group: of this rank and others, None if it neither sends nor receives over the network. device: of the tensors.
-        is_far: whether they are in host memory and travel over a network, to this rank or another."""
+        """group: this rank's process group; None if it neither sends nor receives over the network. device: the tensors'.
+        is_far: whether the tensors are in host memory and cross a network, on their way to this rank or another."""
         self.group, self.device, self.slots, self.is_far = group, device, slots, is_far
-        # The number of messages that may be under way: each needs memory of its receiver
+        # The number of messages that may be under way: each takes memory of its receiver
         far = group and not is_accelerator(device)
         self.window = WINDOW if far else 1 if slots and not slots.is_first else 3
 
     @staticmethod
     def of(senders: dict[int, int], nodes: Sequence[launch.Node], number: int, local_rank: int, store, own, timeout):
-        """Return this rank's bridge, None if it needs none. number: of its node. own: its device. Collective."""
+        """Return this rank's bridge; None if it needs none. number: its node's. own: its device. Collective."""
         learns = local_rank < nodes[number].learners
         sender = number if learns else senders.get(number)
         if sender not in senders.values() or (learns and local_rank):
@@ -67,14 +67,14 @@ class Bridge:
 
     @staticmethod
     def join(store: dist.Store, place: int, node_of: Sequence[int], own: torch.device, timeout: timedelta) -> "Bridge":
-        """Return the bridge of a learner that sends and its generators. place: of this rank, 0 for the learner, generators from
-        1. node_of: the node of each place. own: this rank's device. Collective."""
+        """Return the bridge between a sending learner and its generators. place: this rank's, 0 for the learner, 1 and up for
+        generators. node_of: the node of each place. own: this rank's device. Collective."""
         group = device_group(store, place, len(node_of), own, timeout)
         return Bridge(group, own) if group else Bridge.over_host(store, place, node_of, timeout)
 
     @staticmethod
     def over_host(store: dist.Store, place: int, node_of: Sequence[int], timeout: timedelta) -> "Bridge":
-        """Return one that sends host memory. Collective."""
+        """Return a bridge that sends host memory. Collective."""
         firsts = [node_of.index(node) for node in dict.fromkeys(node_of)]
         here = [other for other, node in enumerate(node_of) if node == node_of[place]]
         group, slots = None, None
@@ -85,8 +85,8 @@ class Bridge:
         return Bridge(group, torch.device("cpu"), slots, is_far=len(firsts) > 1)
 
     def broadcast(self, tensor: torch.Tensor):
-        """Start a broadcast of the contiguous tensor from the learner. Return a handle: after its `wait` a generator's tensor
-        is filled, and the learner's may change. A learner with neighbours waits here for free slots."""
+        """Start a broadcast of the contiguous tensor from the learner. Return a handle: after its `wait`, a generator's tensor
+        is filled and the learner's may change. A learner with neighbours waits here for free slots."""
         over_network = self.group.broadcast([tensor], dist.BroadcastOptions()) if self.group else None
         if not self.slots:
             return over_network
@@ -110,10 +110,11 @@ class Handle:
 
 
 class Slots:
-    """Memory that ranks of a node share. The first lays messages open in it, in pieces; each of the others takes all."""
+    """Memory shared by ranks of a node. The first one exposes messages in it, in pieces; each of the others takes all of
+    them."""
 
     def __init__(self, store: dist.Store, number: int, size: int, timeout: timedelta):
-        """number: of this rank among the `size` that share; 0 is the first. timeout: of each wait. Collective."""
+        """number: this rank's among the `size` ranks that share; 0 is the first. timeout: of each wait. Collective."""
         self.number, self.timeout, self._barrier = number, timeout.total_seconds(), Barrier()
         if self.is_first:
             file = os.memfd_create("rl-weights", os.MFD_CLOEXEC)
@@ -121,8 +122,8 @@ class Slots:
             path = f"/proc/{os.getpid()}/fd/{file}"
             store.set("first", json.dumps([os.getpid(), path]))
             self._map(path)
-            names = [f"open/{other}" for other in range(1, size)]  # set by those that have it open
-            self._others = dict(enumerate(map(int, store.multi_get(names)), 1))  # their processes, by number
+            names = [f"open/{other}" for other in range(1, size)]  # set by ranks that have opened it
+            self._others = dict(enumerate(map(int, store.multi_get(names)), 1))  # process ids, by number
             os.close(file)
         else:
             process, path = json.loads(store.get("first"))
@@ -141,11 +142,11 @@ class Slots:
 
     @property
     def laid(self) -> int:
-        """The number of pieces laid open so far."""
+        """The number of pieces exposed so far."""
         return self._words[LAID]
 
     def lay_open(self, data: torch.Tensor) -> None:
-        """Lay the data open for the others; wait while no slot is free."""
+        """Expose the data to the others; wait while no slot is free."""
         for piece in _pieces(data):
             number = self.laid
             self.until_taken(number + 1 - SLOTS)
@@ -164,11 +165,12 @@ class Slots:
             self._words[own] = number + 1
 
     def until_taken(self, count: int) -> None:
-        """Return when all others have taken this many pieces."""
+        """Return when each of the others has taken this many pieces."""
         self._wait(lambda: all(self._words[other * LINE] >= count for other in self._others))
 
     def _wait(self, ready: Callable[[], bool]) -> None:
-        """Return when `ready` returns True. Raise RankLost if another process has exited, and TimeoutError."""
+        """Return when `ready` returns True. Raise RankLost if another process has exited, and TimeoutError after the
+        timeout."""
         deadline = time.monotonic() + self.timeout
         while not wait(ready, LOOK_SECONDS):
             if (lost := [pid for pid in self._others.values() if not launch.is_alive(pid)]) and not ready():

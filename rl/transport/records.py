@@ -1,11 +1,11 @@
-"""Several records as one."""
+"""Several records joined into one."""
 
 import struct
 from collections.abc import Iterable
 
 
 def join_records(records: Iterable[bytes]) -> bytes:
-    """Return the records as one, each after its length."""
+    """Return one record with all of them, each preceded by its length."""
     return b"".join(struct.pack("<Q", len(r)) + r for r in records)
 
 

@@ -1,17 +1,18 @@
-"""Samples between nodes: the records of a ring whose node has no learner travel over ZeroMQ into the ring of one that has.
+"""Samples between nodes: the records of a ring on a node without learners are sent over ZeroMQ into the ring of a node with
+learners.
 
     node that only generates                                node with learners
     generators -> ring -> Forwarder (a thread)  == TCP ==>  Receiver (a thread) -> ring -> the learners' inbox
 
 Each record is delivered once and in order, or the run stops. The forwarder keeps a record until the receiver has put it into
-its ring and acknowledged it. ZeroMQ repairs a broken connection; then the forwarder sends all unacknowledged records again, and
-the receiver drops those that it has by their numbers. No record is taken from a ring while the next one is full, so back
-pressure reaches the generators.
+its ring and acknowledged it. ZeroMQ restores a broken connection; then the forwarder sends all unacknowledged records again,
+and the receiver drops those that it already has, by their numbers. No record is taken from a ring while the next ring is full,
+so back pressure reaches the generators.
 
-Records travel in frames of at most 1 MiB, and a longer frame is refused before it is read.
+Records are sent in frames of at most 1 MiB, and a longer frame is refused before it is read.
 
-Nothing is encrypted, as with torch.distributed: the job must be able to trust the network between its nodes. Each record bears
-a number that the job's ranks know from torchrun's store. The receiver ignores records without it.
+As with torch.distributed, nothing is encrypted: the job must be able to trust the network between its nodes. Each record
+carries a number that the job's ranks know from torchrun's store. The receiver ignores records without it.
 """
 
 import math
@@ -35,10 +36,10 @@ from rl.errors import UserError
 from rl.ranks import watchdog
 from rl.transport.ring import RecordTooLarge, Ring, RingTimeout
 
-HEAD = struct.Struct("<16s16sQQ")  # the job's number, a forwarder's own name, the record's number, its checksum
-UNDER_WAY = 64 << 20  # bytes that are sent and not acknowledged yet
+HEAD = struct.Struct("<16s16sQQ")  # the job's number, the forwarder's name, the record's number and checksum
+UNDER_WAY = 64 << 20  # most bytes that are sent and not yet acknowledged
 FRAME = 1 << 20  # bytes of a record in one frame
-SILENT_SECONDS = 20  # without a sign of life, after which a connection counts as broken and is made again
+SILENT_SECONDS = 20  # without a sign of life until a connection counts as broken and is made again
 
 
 def _own_address() -> str:
@@ -55,7 +56,7 @@ class _End:
     """One end of the connection, with a thread that moves records until it is closed. `check` raises the thread's errors."""
 
     def __init__(self, ring: Ring, store: Store, kind: int):
-        self.ring = Ring.attach(ring.address)  # a ring object is one thread's end
+        self.ring = Ring.attach(ring.address)  # a Ring object is for one thread
         self._job = bytes(store.compare_set("relay/job", "", secrets.token_hex(8)))  # the number of the first end
         self.context = zmq.Context()
         self.socket = self.context.socket(kind)
@@ -81,7 +82,7 @@ class Receiver(_End):
 
     def __init__(self, ring: Ring, store: Store, senders: list[int]):
         super().__init__(ring, store, zmq.ROUTER)
-        self._taken: dict[bytes, int] = {}  # forwarder -> its records that are in the ring
+        self._taken: dict[bytes, int] = {}  # forwarder -> number of its records put into the ring
         port = self.socket.bind_to_random_port("tcp://*")
         self._moving = in_background(self._move, "receiver")
         for sender in senders:
@@ -136,7 +137,7 @@ class Forwarder(_End):
         self._moving = in_background(self._move, "forwarder")
 
     def wait(self, records: int) -> None:
-        """Return when this many records in all have arrived."""
+        """Return when this many records have arrived in total."""
         while self._acknowledged < records:
             self.check()
             time.sleep(1e-2)
@@ -149,7 +150,7 @@ class Forwarder(_End):
                 patience = math.inf
                 what = f"{self._address}, where this node's samples go, has not answered for {SILENT_SECONDS} s"
                 print(f"warning: {what}: is it closed to this node?", file=sys.stderr, flush=True)
-            if connections > 1:  # made again: records under way may be lost
+            if connections > 1:  # the connection was made again, so records under way may be lost
                 connections = 1
                 for head, record in self._under_way:
                     self._send(head, record)
@@ -185,7 +186,7 @@ class Forwarder(_End):
         self.socket.send_multipart([head, *(view[at : at + FRAME] for at in range(0, len(record), FRAME))])
 
     def _acknowledge(self, taken: int) -> None:
-        """taken: number of records in the receiver's ring, from the first on."""
+        """Forget the records that have arrived. taken: number of records that the receiver has put into its ring so far."""
         while self._under_way and HEAD.unpack(self._under_way[0][0])[2] < taken:
             self._under_way.popleft()
         self._acknowledged = max(self._acknowledged, taken)

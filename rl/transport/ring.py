@@ -5,22 +5,22 @@
     ring.put(b"header", array)               # waits while the ring is full
     data = ring.get(timeout=5)               # waits while it is empty
 
-The memory is a memfd: it never has a name in the file system, other users cannot open it, and the kernel frees it when the
-last process that holds it ends, however that ends. Even a SIGKILL of all processes leaves nothing behind.
+The memory is a memfd: it never has a name in the file system, other users cannot open it, and the kernel frees it when the last
+process that holds it ends, for any reason. Even a SIGKILL of all processes leaves nothing behind.
 
 The ring is an endless stream of bytes with two positions, tail <= head: writers move the head, the reader moves the tail. A
-writer that finds the ring empty begins at the start of the memory again, so that only as much of it is ever touched as was in
-use at once: a touched page of shared memory counts as memory of every process that touches it.
+writer that finds the ring empty begins at the start of the memory again, so that no more memory is ever touched than was in use
+at once: a touched page of shared memory counts as memory of every process that touches it.
 Any process may be killed at any instruction:
-- A writer fills free space and then commits with a single store of `head`. Killed before, it has changed nothing that counts.
-- The reader frees a record with a single store of `tail`. Killed before, it leaves the record where it is.
-- One writer writes at a time: the mutex is a lock on a byte of the file, which the kernel drops with its holder.
+- A writer fills free space and then commits with a single store of `head`. If killed before, it changed nothing that counts.
+- The reader frees a record with a single store of `tail`. If killed before, it leaves the record where it is.
+- One writer writes at a time: the mutex is a lock on a byte of the file, which the kernel drops when its holder dies.
 
 The ring does not depend on the order in which a processor makes stores visible (Arm): both sides pass a barrier between the
 data and the word that announces it. The reader checks each record's checksum.
 
-Left out: more than one node, several readers (a node's first learner reads for all), an order among writers that wait for
-room. A `Ring` object is one thread's end. A forked child shares its parent's end, including locks: it attaches again.
+Left out: more than one node, several readers (a node's first learner reads for all), an order among writers that wait for room.
+A `Ring` object is for one thread. A forked child shares its parent's end, including locks, so it must attach again.
 """
 
 import functools
@@ -38,8 +38,8 @@ from xxhash import xxh3_64_intdigest as _digest  # of (data, seed)
 
 ALIGN = 64  # a cache line: records and their data start on one, and so do the words that different sides write
 HEADER = struct.Struct("<QQ")  # size, and checksum of the data with a seed of position and size
-FILLER = 1 << 63  # in the size of what fills the end of the ring before a record that would wrap
-# Indices of the 64-bit words in the first page: the writers', the reader's, and what never changes.
+FILLER = 1 << 63  # marks the size of a filler, at the end of the ring before a record that would wrap
+# Indices of the 64-bit words in the first page: the writers', the reader's, and the constant ones
 HEAD, WRITTEN, BASE = 0, 1, 2  # base: the position at the start of the memory
 TAIL, TAKEN = 8, 9
 KEY, CAPACITY = 16, 17
@@ -49,15 +49,15 @@ WRITING = 0  # the byte of the file that is the mutex
 
 
 class RingTimeout(TimeoutError):
-    """The ring stayed full or empty, or another process kept the mutex, for as long as the caller would wait."""
+    """A timeout: the ring stayed full or empty, or another process kept the mutex, for as long as the caller would wait."""
 
 
 class RecordTooLarge(ValueError):
-    """The record is larger than the ring's stated maximum."""
+    """A record larger than the ring's maximum."""
 
 
 class RecordDamaged(RuntimeError):
-    """A committed record does not fit its checksum."""
+    """A committed record that does not match its checksum."""
 
 
 class Ring:
@@ -69,8 +69,8 @@ class Ring:
         self._bytes = memoryview(self._map)
         self._words = self._bytes[:PAGE].cast("Q")  # an item is read or written by a single load or store of 8 bytes
         self.capacity, self._key = self._words[CAPACITY], self._words[KEY]
-        self.max_record = self.capacity // 2 - ALIGN  # so that one always fits into an empty ring, wherever the head is
-        self._limit = 0  # how far the head may move, as far as this writer knows
+        self.max_record = self.capacity // 2 - ALIGN  # so that a record always fits into an empty ring, wherever the head is
+        self._limit = 0  # how far this writer knows the head may move
         self._barrier = Barrier()
 
     @staticmethod
@@ -87,17 +87,18 @@ class Ring:
 
     @staticmethod
     def attach(address: str) -> "Ring":
-        """Return the ring of another process of this machine and user. Raise OSError if that has exited or closed it."""
+        """Return the ring of another process of this machine and user. Raise OSError if that process has exited or has closed
+        the ring."""
         path, _, key = address.partition("#")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        if os.pread(fd, 8, 8 * KEY) != bytes.fromhex(key):  # the kernel reuses numbers of processes and files
+        if os.pread(fd, 8, 8 * KEY) != bytes.fromhex(key):  # the kernel reuses process ids and file descriptors
             os.close(fd)
             raise FileNotFoundError(f"{path} is no longer this ring")
         return Ring(fd)
 
     @property
     def address(self) -> str:
-        """For `attach`, as long as this process lives."""
+        """The address for `attach`, valid as long as this process lives."""
         return f"/proc/{os.getpid()}/fd/{self.fd}#{struct.pack('Q', self._key).hex()}"
 
     @property
@@ -108,7 +109,8 @@ class Ring:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Records written and taken so far, by all processes. A process killed meanwhile may have counted one too many."""
+        """The number of records written and taken so far, by all processes. A process that was killed may have counted one too
+        many."""
         return {"written": self._words[WRITTEN], "taken": self._words[TAKEN]}
 
     def state(self) -> str:
@@ -125,14 +127,14 @@ class Ring:
         self._words.release()
         self._bytes.release()
         self._map.close()
-        os.close(self.fd)  # and its lock with it
+        os.close(self.fd)  # this also drops its lock
         self.fd = -1
 
     # -- writing
 
     def put(self, *parts, timeout: float = 600.0) -> None:
-        """Write the parts (any buffers), end to end, as one record. Raise RecordTooLarge, or RingTimeout if there is no room or
-        no turn in this many seconds: nothing is written then."""
+        """Write the parts (any buffers), end to end, as one record. Raise RecordTooLarge if it is too large, and RingTimeout if
+        there is no room or no turn within this many seconds; then nothing is written."""
         views = [_flat(part) for part in parts]
         size = sum(map(len, views))
         if size > self.max_record:
@@ -191,13 +193,13 @@ class Ring:
     # -- reading
 
     def get(self, timeout: float = 600.0) -> bytes:
-        """Return the oldest record and free its space. Raise RingTimeout if none arrives in this many seconds, and
+        """Return the oldest record and free its space. Raise RingTimeout if none arrives within this many seconds, and
         RecordDamaged for a record that was changed after it was written."""
         words = self._words
         position = words[TAIL]
         if words[HEAD] == position and not wait(lambda: words[HEAD] != position, timeout):
             raise RingTimeout(f"no record in {timeout} s; {self.state()}")
-        self._barrier()  # the data written before this head is visible after it
+        self._barrier()  # makes the data written before this head visible
         size, data = self._read(position)
         if size & FILLER:  # a record follows it: they were committed together
             position += _footprint(size & ~FILLER)
@@ -224,9 +226,9 @@ class Ring:
 
 
 class Barrier:
-    """All loads and stores above a call happen before all below it, as other processes see them. A lock orders memory by POSIX:
-    nothing from above moves below its release, nothing from below moves above its acquisition, and these two keep their order.
-    For one thread at a time."""
+    """A memory barrier: to other processes, all loads and stores above a call happen before all below it. By POSIX a lock
+    orders memory: nothing from above moves below its release, nothing from below moves above its acquisition, and these two
+    keep their order. For one thread at a time."""
 
     def __init__(self):
         lock = threading.Lock()
@@ -253,7 +255,8 @@ def _unlock(fd: int, byte: int) -> None:
 
 @functools.cache
 def _flock(kind: int, byte: int) -> bytes:
-    """Return struct flock of a byte, for locks that belong to the open file (OFD): each end of the ring has its own."""
+    """Return the struct flock of a byte, for locks that belong to the open file (OFD), so that each end of the ring has its
+    own."""
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, byte, 1, 0)
 
 
@@ -263,7 +266,7 @@ def _flat(part) -> memoryview:
 
 
 def _footprint(size: int) -> int:
-    """Return the bytes of the ring that a record with this many bytes of data takes."""
+    """Return how many bytes of the ring a record with this many bytes of data takes."""
     return ALIGN - (-size // ALIGN) * ALIGN
 
 

@@ -144,7 +144,8 @@ def test_a_validation_has_the_reward_functions_other_numbers():
     outcomes = [Score(1.0, {"acc": 0.0, "length": 3.0}), Score(0.0, {"acc": 1.0, "length": 6.0, "form": 1.0})]
     outcomes.append(Score(None, event="died", message="gone"))
     generator, rows = Generator.__new__(Generator), []
-    generator._text, generator.responses = lambda *_, **__: "text", Responses(engine=None)
+    generator.job = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda *_, **__: "text"))
+    generator.responses = Responses(engine=None)
     for index, source in enumerate(("d", "other/e")):
         work = Work(
             Prompt([1], "1", source, "1", {}, "row 0"),
@@ -210,7 +211,8 @@ def test_a_response_without_a_score_is_shown_as_such(tmp_path):
     )
     work.scores.update({0: Score(-0.5), 1: Score(None, event="timeout", message="slow")})
     generator = Generator.__new__(Generator)
-    generator._text, generator.responses = lambda *_, **__: "text", Responses(engine=None)
+    generator.job = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda *_, **__: "text"))
+    generator.responses = Responses(engine=None)
     rows = json.loads(json.dumps([generator._row(0, work, number) for number in range(2)]))
     assert [(row["score"], row["acc"], row["error"]) for row in rows] == [(-0.5, -0.5, None), (None, None, "timeout: slow")]
     assert validation_metrics(rows)["val-core/demo/acc/mean@2"] == -0.5

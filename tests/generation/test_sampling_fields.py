@@ -55,7 +55,7 @@ def test_vllm_is_given_what_it_says():
     request = Request(0, [3, 4], watched, 0)
     engine._hand_over(SimpleNamespace(**own), "0", request)
     assert len(given) == 1
-    pending = SimpleNamespace(request=request, version_per_token=lambda count, version: [version] * count)
+    pending = SimpleNamespace(request=request, versions=[0])
     engine._joined(SimpleNamespace(version=0), pending, Sampled([5], [-1.0]), "stop", None)  # what it gives is asked for here
     assert watched.asked == engine.reads
 

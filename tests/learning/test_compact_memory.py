@@ -158,7 +158,7 @@ def test_gradients_are_counted_as_such(models, ranks):
     ("flags", "said"),
     [
         ({"optimizer_offload": True, "param_offload": True}, "--optimizer-offload: --param-offload keeps the moments"),
-        ({"activation_offload": True}, "--activation-offload moves what --gradient-checkpointing leaves"),
+        ({"activation_offload": True}, "--activation-offload moves the inputs that --gradient-checkpointing keeps"),
     ],
 )
 def test_flags_that_would_do_nothing_are_refused(flags, said):

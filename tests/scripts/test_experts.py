@@ -200,7 +200,7 @@ def test_what_cannot_be_replayed_is_refused(demo_model, model, ranks):
     args = train_sync.Args(model=demo_model, router_replay="R3")
     with pytest.raises(UserError, match="--router-replay R3, but Qwen2ForCausalLM has no router that can be replayed here"):
         set_up(args, train_sync.__file__)
-    with pytest.raises(UserError, match=r"--router-replay R2 replays the pass .* Take R3, or add --rollout-is token"):
+    with pytest.raises(UserError, match=r"--router-replay R2 replays the pass .* Give R3, or add --rollout-is token"):
         check(train_async.Args(router_replay="R2"))
     check(train_async.Args(router_replay="R2", use_rollout_log_probs=False))
     learner = Learner(model, LearnerArgs(router_replay="R3"), ranks, 10)

@@ -1,1 +1,1 @@
-"""The engine over transformers: continuous batching in the learner's own process and precision."""
+"""The engine over transformers: continuous batching in the learner's process and precision."""

@@ -1,5 +1,5 @@
-"""The embedded engine's products of a model whose adapters come by themselves (--publish adapter): they are added to that of
-the weight, which stays as it was loaded."""
+"""The embedded engine's products for a model that gets adapters without its weights (--publish adapter): the adapter's product
+is added to that of the weight, which stays as it was loaded."""
 
 import torch
 from transformers import PreTrainedModel
@@ -10,7 +10,7 @@ from rl.generation.embedded.forward import plain_add_linear, plain_linear
 
 @torch.no_grad()
 def give(model: PreTrainedModel, args: AdapterArgs, where: str, dtype: torch.dtype) -> Adapters:
-    """Gives layers of the model adapters, which do nothing until an update brings them values."""
+    """Add adapters to layers of the model, without effect until an update sets them. where: names the model in a UserError."""
     adapters = adapt(model, args, where)
     for name in adapters.tensors:
         parameter = model.get_parameter(name)
@@ -31,7 +31,7 @@ def add_linear(x: torch.Tensor, h: torch.Tensor, layer) -> torch.Tensor:
 
 
 def _with_adapter(out: torch.Tensor, x: torch.Tensor, layer: AdaptedLinear) -> torch.Tensor:
-    """out [A, out] and the layer's adapter of x [A, in]"""
+    """Add the layer's adapter of x [A, in] to out [A, out]."""
     if not layer.adapters.on:
         return out
     return torch.addmm(out, x @ layer.lora_A.t(), layer.lora_B.t(), alpha=layer.adapters.scale)

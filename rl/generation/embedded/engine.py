@@ -1,9 +1,9 @@
 """The engine contract of rl/generation/engine.py over a transformers model, in this process: for the demo, tests and small
 models.
 
-Why not transformers' own: on the demo's model its continuous batching has a third of the tokens/s of plain `generate()` on a
-fixed batch, which this engine outdoes, and it has no seed per request (benchmarks/results/engine.md). Left out: prefix caching
-between groups, tensor parallelism. vLLM is the engine for those (rl/generation/vllm/engine.py).
+Why not transformers' continuous batching: on the demo's model it has a third of the tokens/s of plain `generate()` on a fixed
+batch, which this engine exceeds, and it has no seed per request (benchmarks/results/engine.md). Left out: prefix caching
+between groups, tensor parallelism. The engine for those is vLLM (rl/generation/vllm/engine.py).
 """
 
 import functools
@@ -40,7 +40,7 @@ class Running:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    routes: list[np.ndarray] = field(default_factory=list)  # of all tokens but the newest, if recorded: [m, L, K] each
+    routes: list[np.ndarray] = field(default_factory=list)  # of all tokens except the newest, if recorded: [m, L, K] each
     support: list[np.ndarray] = field(default_factory=list)  # if recorded: [m, K] each
 
     @staticmethod
@@ -56,12 +56,12 @@ class Running:
 
     @property
     def in_kv(self) -> tuple[int, ...]:
-        """The tokens whose keys and values the next decoding step needs: all but the newest sampled one."""
+        """The tokens whose keys and values the next decoding step needs: all except the newest sampled one."""
         return (*self.request.prompt_ids, *self.token_ids[:-1])
 
     @property
     def key(self) -> tuple:
-        """Equal for requests with the same keys and values: equal tokens may have different images."""
+        """A key that is equal for requests with the same keys and values: equal tokens may have different images."""
         return (self.request.images.digest if self.request.images else None, *self.in_kv)
 
     @property
@@ -99,7 +99,7 @@ class TransformersEngine:
         router: RouterArgs | None = None,
         adapters: AdapterArgs | None = None,
     ):
-        """adapters: of an engine that is sent adapters by themselves (--publish adapter)."""
+        """adapters: for an engine that gets adapters without the model's weights (--publish adapter)."""
         check_supported(load_config(model_path, trust_remote_code).get_text_config(), f"--model {model_path}", max_length)
         self.model = load_weights(model_path, dtype, trust_remote_code, say=False)
         self.adapters, self._products = None, ()
@@ -128,11 +128,11 @@ class TransformersEngine:
         self.waiting: deque[Request] = deque()
         self.running: list[Running] = []  # running[a] is in slot a
         self.cache: KVCache | None = None
-        # Per slot. `uniform` holds a request's random numbers, one a token; all of them depend on its seed only.
+        # Per slot. `uniform` has a request's random numbers, one per token, which only depend on its seed.
         self.position = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)  # of the newest token
         self.token = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)  # the newest token, not yet in the KV
         self.uniform = torch.zeros(max_num_seqs, max_length, device=self.device)
-        self.ahead = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)  # of the place: the rotary position
+        self.ahead = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)  # see Running.ahead
         check_engine(self._decode_all, self.model, model_path, dtype)
 
     # -- the contract
@@ -184,15 +184,15 @@ class TransformersEngine:
         return whole
 
     def share_parameters(self, memory: dict[str, torch.Tensor]) -> None:
-        """Makes these tensors, one of each parameter's shape and precision, the parameters' memory; values are kept. Writing
-        into them changes the weights, and `update` has nothing left to copy."""
+        """Move the parameters into these tensors, which have their shapes and precisions. Writing into the tensors then changes
+        the weights, and `update` has nothing left to copy."""
         for name, parameter in self._parameters.items():
             memory[name].copy_(parameter)
             parameter.data = memory[name]
 
     def sleep(self) -> None:
-        """Frees the KV cache while the learner works; only between responses. Not on a CPU: the learner's memory is separate,
-        and the kernel would have to clear each page of a new cache."""
+        """Free the KV cache while the learner works; only between responses. Does nothing on a CPU: there the learner's memory
+        is separate, and the kernel would have to clear each page of a new cache."""
         if self.num_unfinished:
             raise RuntimeError(f"the engine cannot sleep with {self.num_unfinished} unfinished responses")
         if self.sleeps:
@@ -200,7 +200,7 @@ class TransformersEngine:
 
     @torch.no_grad()
     def log_probs_of(self, ids: list[int]) -> list[float]:
-        """The log-prob, at temperature 1, of each token but the first under the weights in use."""
+        """Return the log-prob, at temperature 1, of each token except the first under the current weights."""
         layout = PrefillLayout([len(ids)], [0], self._new_cache(1, len(ids)), self.device)
         token = torch.tensor(ids).to(self.device)
         logits = self.model.lm_head(self._fill(token, layout, [None])[:-1])  # [n - 1, V]
@@ -210,7 +210,7 @@ class TransformersEngine:
 
     @functools.cached_property
     def _parameters(self) -> dict[str, torch.Tensor]:
-        """The parameters by name, tied ones once: the learner sends each stored tensor once too."""
+        """The parameters by name; tied ones appear once, as in what the learner sends."""
         return dict(self.model.named_parameters())
 
     def _kv(self) -> KVCache:
@@ -222,7 +222,7 @@ class TransformersEngine:
         return KVCache(self.model.config.get_text_config(), slots, length, self.dtype, self.device)
 
     def _decode_all(self, probe: Probe) -> torch.Tensor:
-        """Returns logits [S, L - prompt, V] that predict the probe's responses: its prompt is prefilled, the rest is decoded
+        """Return logits [S, L - prompt, V] that predict the probe's responses: its prompt is prefilled, the rest is decoded
         token by token. For the check of the forward pass; uses a separate cache."""
         ids, prompt = probe.ids, probe.prompt
         sequences, length = ids.shape
@@ -238,7 +238,7 @@ class TransformersEngine:
         return torch.stack(logits, dim=1)
 
     def _longest(self) -> int:
-        """The largest position among the running requests, known on the host without asking the device."""
+        """Return the largest position among the running requests, without reading it from the device."""
         return max(len(r.request.prompt_ids) + len(r.token_ids) for r in self.running) - 1
 
     def _fill(self, token: torch.Tensor, layout: PrefillLayout, images: list[Images | None]) -> torch.Tensor:
@@ -250,11 +250,11 @@ class TransformersEngine:
         return self._forward(token, inputs["position_ids"].to(self.device), layout, row)
 
     def _decode(self, token: torch.Tensor, position: torch.Tensor, ahead: torch.Tensor, layout: DecodeLayout) -> torch.Tensor:
-        """token, position, ahead [A], one of each sequence -> hidden states [A, hidden]."""
+        """token, position, ahead [A], one for each sequence -> hidden states [A, hidden]."""
         return self._forward(token, position + ahead if self.takes_images else position, layout)
 
     def _forward(self, token: torch.Tensor, position: torch.Tensor, layout, images: RowImages | None = None) -> torch.Tensor:
-        """token [T], position [T], or [3, 1, T] of a row that may have images -> hidden states [T, hidden]."""
+        """token [T], position [T], or [3, 1, T] for a row that may have images -> hidden states [T, hidden]."""
         if self.router:
             self.router.begin(layout)
         if self.has_fast_path and position.dim() == 1:
@@ -265,12 +265,12 @@ class TransformersEngine:
         return self.model.model(**rows, use_cache=False, layout=layout)[0][0]
 
     def _admit(self) -> list[Output]:
-        """Moves waiting requests to free slots, within the prefill's token budget, and samples their first tokens. Requests
-        that continue a response have these already; they are admitted apart from the others."""
+        """Move waiting requests to free slots, within the prefill's token budget, and sample their first tokens. Requests that
+        continue a response have these already; they are admitted separately from the others."""
         first, tokens = len(self.running), 0
-        sequences: dict[tuple, int] = {}  # what to prefill -> its number
-        leaders: list[int] = []  # of each of these, the first slot that needs it
-        number: list[int] = []  # of each new slot, its sequence's
+        sequences: dict[tuple, int] = {}  # key of a sequence to prefill -> its number
+        leaders: list[int] = []  # sequence's number -> the first slot that needs it
+        number: list[int] = []  # the sequence's number for each new slot
         while self.waiting and len(self.running) < self.max_num_seqs:
             row = Running.of(self.waiting[0])
             if leaders and bool(row.token_ids) != bool(self.running[first].token_ids):
@@ -291,13 +291,13 @@ class TransformersEngine:
         return self._begin(first, leaders, number) if leaders else []
 
     def _begin(self, first: int, leaders: list[int], number: list[int]) -> list[Output]:
-        """Prefills the slots from `first` on and samples their first tokens. number: of each of these slots, the index in
-        `leaders` of the slot whose sequence it has; only the leaders' are computed."""
+        """Prefill the slots from `first` on and sample their first tokens. number: for each of these slots, the index in
+        `leaders` of the slot with the same sequence; only the leaders' sequences are computed."""
         hidden, rows, slots = self._prefill(leaders), self.running[first:], slice(first, len(self.running))
         if self.records_routes:
             routes = self._routes([len(self.running[slot].in_kv) for slot in leaders])
             for row, i in zip(rows, number, strict=True):
-                known = sum(map(len, row.routes))  # tokens that an environment has added have none yet
+                known = sum(map(len, row.routes))  # tokens that an environment added have no routes yet
                 row.routes = [*row.routes, routes[i][known:]] if known < len(row.in_kv) else row.routes
         copies = [(leaders[i], slot) for slot, i in enumerate(number, start=first) if slot != leaders[i]]
         if copies:
@@ -313,8 +313,7 @@ class TransformersEngine:
         return self._sample(hidden[torch.tensor(number).to(self.device)], first)
 
     def _prefill(self, slots: list[int]) -> torch.Tensor:
-        """Fills the slots' KV with their requests' tokens so far; returns the hidden state of each one's last token
-        [S, hidden]."""
+        """Fill the slots' KV with their requests' tokens so far. Return each last token's hidden state [S, hidden]."""
         rows = [self.running[slot] for slot in slots]
         sequences = [row.in_kv for row in rows]
         layout = PrefillLayout([len(s) for s in sequences], slots, self._kv(), self.device)
@@ -323,7 +322,7 @@ class TransformersEngine:
         return hidden[layout.last]
 
     def _routes(self, lengths: list[int]) -> list[np.ndarray]:
-        """Returns the routes of the last forward pass, [m, L, K] for each run of m tokens."""
+        """Return the routes of the last forward pass, [m, L, K] for each run of m tokens."""
         record = as_record(self.router.chosen(), self.router.experts)
         return np.split(record, np.cumsum(lengths)[:-1])
 
@@ -339,7 +338,7 @@ class TransformersEngine:
             start = end
 
     def _sample(self, hidden: torch.Tensor, first: int) -> list[Output]:
-        """Samples the next token of slots first.. from their hidden states [n, hidden]; frees the slots that finished."""
+        """Sample the next token of slots first.. from their hidden states [n, hidden]; free the slots that finished."""
         rows = self.running[first:]
         counts = torch.tensor([len(r.token_ids) for r in rows]).to(self.device)
         uniform = self.uniform[first : len(self.running)].gather(1, counts[:, None]).squeeze(1)
@@ -364,14 +363,14 @@ class TransformersEngine:
         return outputs
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] -> [n, V], with --lm-head-fp32 by a copy of the head that is made once for these weights."""
+        """[n, hidden] -> [n, V]; with --lm-head-fp32, computed with a copy of the head that is made once per update."""
         if not self.head_fp32:
             return self.model.lm_head(hidden)
         self._head = self._head or Fp32Head.of(self.model.lm_head)
         return self._head(hidden)
 
     def _free(self, slots: Collection[int]) -> None:
-        """Fills the freed slots from the end, so that those in use stay 0..A-1."""
+        """Move the last responses into the freed slots, so that the slots in use stay 0..A-1."""
         left = len(self.running) - len(slots)
         holes = [slot for slot in sorted(slots) if slot < left]
         movers = [slot for slot in range(left, len(self.running)) if slot not in slots]

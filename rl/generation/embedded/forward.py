@@ -1,4 +1,4 @@
-"""The embedded engine's forward pass of the common model families, written out: in a small model's decoding step transformers'
+"""The embedded engine's forward pass of the common model families, written out: decoding with a small model, transformers'
 modules spend half of the time around the products. Other families use the model itself (rl/generation/embedded/engine.py).
 
 The results equal the modules' up to rounding: residuals are added within the products, and the two halves of the rotation are
@@ -22,8 +22,8 @@ def has_fast_path(model) -> bool:
 
 def hidden_states(model, token: torch.Tensor, position: torch.Tensor, layout, linear=None, add_linear=None) -> torch.Tensor:
     """token, position [A] -> hidden states [A, hidden] that predict the next tokens; `layout` keeps the keys and values. All
-    tokens are text, so a model that takes images has one position for each. linear, add_linear: the products, if not the plain
-    ones (adapted.py)."""
+    tokens are text, so even a model that takes images has one position per token. linear, add_linear: the products, by default
+    the plain ones (adapted.py has others)."""
     linear, add_linear = linear or plain_linear, add_linear or plain_add_linear
     base, rows = getattr(model.model, "language_model", model.model), len(token)
     x = F.embedding(token, base.embed_tokens.weight)  # [A, hidden]
@@ -48,8 +48,8 @@ def hidden_states(model, token: torch.Tensor, position: torch.Tensor, layout, li
 
 
 def _angles(rotary, x: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the rotation's cosines and sines [A, 1, D] at position [A, 1]. For Qwen2.5-VL, transformers before 5.6 takes and
-    returns three a token, which are equal in text."""
+    """Return the rotation's cosines and sines [A, 1, D] at position [A, 1]. For Qwen2.5-VL, transformers before 5.6 takes and
+    returns three per token, which are equal for text."""
     if type(rotary).__name__ != "Qwen2_5_VLRotaryEmbedding" or hasattr(rotary, "recomposition_frequencies"):
         return rotary(x, position)
     cos, sin = rotary(x, position.expand(3, -1, -1))
@@ -80,5 +80,5 @@ def plain_add_linear(x: torch.Tensor, h: torch.Tensor, layer) -> torch.Tensor:
 
 
 def _transposed_is_faster(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """True if (W x^T)^T is faster than x W^T: up to three times on a CPU, with some tens of rows (benchmarks/LOG.md)."""
+    """Return whether (W x^T)^T is faster than x W^T: up to 3x on a CPU, with some tens of rows (benchmarks/LOG.md)."""
     return not is_accelerator(x.device) and 16 <= x.shape[0] <= 48 and weight.numel() >= 2**16

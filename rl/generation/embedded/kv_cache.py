@@ -11,7 +11,7 @@ from rl.ranks.host_memory import zeros
 class KVCache:
     """One tensor [layers, 2, slots, H_kv, length, D]. Slots 0..A-1 are in use, without holes: a decoding step uses a plain
     slice, and the last response moves to a slot that is freed. On a CPU, unused parts take no memory. Layers with a recurrent
-    state only have a part of `states`."""
+    state are not in the tensor, but in `states`."""
 
     def __init__(self, config, slots: int, max_length: int, dtype: torch.dtype, device: torch.device):
         heads = config.num_key_value_heads
@@ -28,7 +28,7 @@ class KVCache:
         self.data = torch.zeros(self.shape, dtype=dtype, device=device) if on_device else zeros(self.shape, dtype)
 
     def copy_slots(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
-        """Copies the first `length` tokens of slots source [n] to slots target [n]."""
+        """Copy the first `length` tokens of slots source [n] to slots target [n]."""
         self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
         if self.states:
             self.states.copy_slots(source, target)
@@ -62,17 +62,17 @@ class DecodeLayout:
         self.chain = cache.states
         self.row = torch.arange(len(position), device=position.device)
         later = torch.arange(longest, device=position.device)[None] > position[:, None]  # [A, L]
-        # numbers: a mask of booleans would be converted in every layer
+        # a mask of numbers, because a boolean one would be converted in every layer
         mask = torch.zeros(later.shape, dtype=cache.data.dtype, device=position.device)
         self.mask = mask.masked_fill_(later, -torch.inf)[:, None, None]  # [A, 1, 1, L]
 
     def attend(self, layer: int, query, key, value, scaling: float) -> torch.Tensor:
-        """query [A, H, D]; key, value [A, H_kv, D]; returns [A, H, D]."""
+        """query [A, H, D]; key, value [A, H_kv, D] -> [A, H, D]."""
         rows = len(self.position)
         keys, values = self.cache.data[self.cache.number[layer], :, :rows, :, : self.longest]  # [A, H_kv, L, D] each
         keys[self.row, :, self.position] = key
         values[self.row, :, self.position] = value
-        # Query heads that share a key head are laid along the query's length dimension, so that no key is copied for them.
+        # Query heads that share a key head are put in the query's length dimension, so that no key is copied for them.
         grouped = query.view(rows, key.shape[1], -1, query.shape[2])  # [A, H_kv, H / H_kv, D]
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.mask, scale=scaling)
         return out.reshape(query.shape)

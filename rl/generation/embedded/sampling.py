@@ -1,4 +1,4 @@
-"""The embedded engine's sampling: temperature, top k and nucleus, one random number a token."""
+"""The embedded engine's sampling: temperature, top k and nucleus, with one random number per token."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from rl.model.head import support
 def sample(
     logits: torch.Tensor, uniform: torch.Tensor, settings: Sequence[SamplingParams]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Inverse-CDF sampling: one uniform number a token, so each request has a separate stream of random numbers.
+    """Sample by the inverse CDF: one uniform number per token, so each request has a separate stream of random numbers.
 
     logits [A, V] in any precision, uniform [A] in [0, 1), settings of each row -> (token [A], log-prob of it under the sampled
     distribution [A], the record of the tokens that could be sampled or None).
@@ -37,7 +37,7 @@ def sample(
 
 
 def _truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Sets to -inf what lies outside the top k (k <= 0: all) and the nucleus p. [A, V], [A], [A] -> [A, V]."""
+    """Set logits outside the top k (k <= 0: all) and the nucleus p to -inf. [A, V], [A], [A] -> [A, V]."""
     values, order = logits.sort(dim=-1, descending=True)
     rank = torch.arange(logits.shape[1], device=logits.device)[None]
     drop = (top_k[:, None] > 0) & (rank >= top_k[:, None])

@@ -16,7 +16,7 @@ from rl.ranks.host_memory import zeros
 
 
 def carry(model: PreTrainedModel, where: str) -> None:
-    """Prepares a model's delta nets for the engine. where: names the model in the UserError for layers of another kind."""
+    """Prepare a model's delta nets for the engine. where: names the model in the UserError for layers of another kind."""
     check_layers(model, where)
     carry_states(model)
     for name, parameter in model.named_parameters():
@@ -24,7 +24,7 @@ def carry(model: PreTrainedModel, where: str) -> None:
 
 
 class States:
-    """For each slot and layer, the last K - 1 inputs of its convolution [layers, slots, C, K - 1] and its recurrent state
+    """For each slot and layer, the last K - 1 inputs of the convolution [layers, slots, C, K - 1] and the recurrent state
     [layers, slots, H, Dk, Dv], always fp32. A decoding step calls it with one new token for each of the first A slots."""
 
     def __init__(self, config, slots: int, dtype: torch.dtype, device: torch.device):

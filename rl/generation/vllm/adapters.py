@@ -1,7 +1,7 @@
-"""The vLLM engine that is sent adapters by themselves (--publish adapter): swapped in, read back out, and asked for log-probs.
+"""The vLLM engine that gets adapters without the model's weights (--publish adapter): swaps, reads back and scores with them.
 
-vLLM keeps the policy's adapter as its adapter 1, made of tensors and never of files, and computes with the rows of it that its
-fused layers hold: `read_back` reads them there. Its B are multiplied by alpha / rank when they come in.
+vLLM holds the policy's adapter as its adapter 1, made from tensors, never from files, and computes with the copies in its fused
+layers: `read_back` reads these. The B matrices are multiplied by alpha / rank when they are loaded.
 """
 
 import dataclasses
@@ -26,14 +26,14 @@ from rl.generation.vllm.weights import LiveWeights
 from rl.model.attention import linear_layers
 from rl.model.pretrained import empty_model, load_config
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
-NUMBER = 1  # vLLM's own name for the adapter
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM accepts as max_lora_rank
+NUMBER = 1  # vLLM's id of the adapter
 
 
 class AdaptedVLLMEngine(VLLMEngine):
-    """`VLLMEngine` whose first update brings adapters and the model, and each later one adapters alone."""
+    """`VLLMEngine` whose first update has the adapters and the model, and each later one only the adapters."""
 
-    sleep_level = 1  # the model is kept on the host: it does not come again
+    sleep_level = 1  # keeps the model on the host, because it is not sent again
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class AdaptedVLLMEngine(VLLMEngine):
         skeleton = empty_model(load_config(model_path, trust_remote_code), trust_remote_code)
         self.adapter = OwnAdapter(skeleton, adapters, f"--model {model_path}")
         self.further_settings = self.adapter.settings
-        self._ended: list[Output] = []  # while `log_probs_of` stepped
+        self._ended: list[Output] = []  # responses that ended during `log_probs_of`
         one_more = dataclasses.replace(args, max_num_seqs=args.max_num_seqs + 1)  # for `log_probs_of`
         super().__init__(model_path, one_more, max_length, dtype, device, trust_remote_code, end_tokens)
         self._limit_running(args.max_num_seqs)
@@ -78,8 +78,8 @@ class AdaptedVLLMEngine(VLLMEngine):
         return self._part(name).own_part(name, whole)
 
     def log_probs_of(self, ids: list[int]) -> list[float]:
-        """The log-prob, at temperature 1, of each token but the first under the weights in use. It is a request like others, in
-        a slot that is kept for it; those that run continue meanwhile."""
+        """Return the log-prob, at temperature 1, of each token except the first under the current weights. They are computed as
+        a request in a slot reserved for it; running requests continue meanwhile."""
         waiting, key, found, limit = self._take_waiting(), f"probe {self._updates}", None, self._limit
         params = vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, flat_logprobs=True)
         self._ask(key, {"prompt_token_ids": ids, "cache_salt": key}, params, priority=-1)
@@ -94,7 +94,7 @@ class AdaptedVLLMEngine(VLLMEngine):
         return found
 
     def _limit_running(self, requests: int) -> None:
-        """Leaves vLLM this many slots."""
+        """Limit vLLM to this many running requests."""
         self._limit, of = requests, self._scheduler
         setattr(of, "max_num_active_reqs" if hasattr(of, "max_num_active_reqs") else "max_num_running_reqs", requests)
 
@@ -110,17 +110,17 @@ class AdaptedVLLMEngine(VLLMEngine):
         self.adapter.swap()
 
     def _part(self, name: str) -> "OwnAdapter | LiveWeights":
-        """What knows the learner's weight `name`."""
+        """Return the object that holds the learner's weight `name`."""
         return self.adapter if name in self.adapter.shapes else self.weights
 
 
 class OwnAdapter:
-    """The adapter: before the engine starts its shape, afterwards its values."""
+    """The adapter: before the engine starts, its shapes; afterwards, also its values."""
 
     request = LoRARequest("policy", NUMBER, "in memory")
 
     def __init__(self, skeleton: PreTrainedModel, args: AdapterArgs, where: str):
-        """skeleton: the model without weights, which gets the adapters' parameters. Raises UserError for other models."""
+        """skeleton: the model without weights, which gets the adapters' parameters. Raise UserError for other models."""
         config = skeleton.config
         if takes_images(config) or linear_layers(config) or getattr(config.get_text_config(), "num_experts_per_tok", None):
             raise UserError(
@@ -138,23 +138,22 @@ class OwnAdapter:
 
     @property
     def settings(self) -> dict[str, object]:
-        """Of vllm.EngineArgs."""
+        """Settings of vllm.EngineArgs."""
         room = next(size for size in RANKS if size >= self.adapters.setting.rank)
         return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room}
 
     def begin(self, weights: LiveWeights) -> None:
-        """Goes into an engine that has started."""
+        """Connect to an engine that has started."""
         self._weights = weights
         self._manager = weights.worker.model_runner.lora_manager._adapter_manager
-        # vLLM has put a layer with an adapter in the place of each; the weights are in the old ones.
+        # vLLM has replaced each layer with one that has an adapter; the weights are in its base_layer.
         weights.modules = {name: getattr(module, "base_layer", module) for name, module in weights.modules.items()}
 
     # -- in
 
     def taken_out(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The rest of the weights. The adapters among them are kept for `swap`, in copies, because the sender may reuse its
-        memory."""
-        self._new = {}  # of an update that failed
+        """Yield the weights that are not adapters. Keep copies of the adapters for `swap`: the sender may reuse its memory."""
+        self._new = {}  # drops those of an update that failed
         for name, tensor in weights:
             if name not in self.shapes:
                 yield name, tensor
@@ -164,12 +163,12 @@ class OwnAdapter:
             self._new[name] = tensor.detach().to("cpu", self._weights.dtype, copy=True)
 
     def swap(self) -> None:
-        """Has the engine compute with the adapters that have come. Raises ValueError where some are missing. After every load
-        of the model, too: vLLM forgets its adapters at one."""
+        """Let the engine compute with the new adapters. Raise ValueError if some are missing. This is also needed after every
+        load of the model, at which vLLM forgets its adapters."""
         if missing := [name for name in self.shapes if name not in self._new]:
             raise ValueError(f"the update lacks {len(missing)} weights of the adapter, {missing[0]} first")
         setting = self.adapters.setting
-        tensors = {stored_name(name): tensor for name, tensor in self._new.items()}  # its B change in place
+        tensors = {stored_name(name): tensor for name, tensor in self._new.items()}  # vLLM scales B in place
         helper = PEFTHelper(r=setting.rank, lora_alpha=setting.alpha, target_modules="all-linear")
         dtype = self._manager.lora_config.lora_dtype
         self._manager.remove_adapter(NUMBER)
@@ -180,7 +179,7 @@ class OwnAdapter:
     # -- out
 
     def read_back(self, name: str) -> torch.Tensor:
-        """What this rank computes with for the adapter's tensor `name`, in the engine's own memory: B times alpha / rank."""
+        """Return this rank's part of the adapter's tensor `name`, in the engine's memory; a B is multiplied by alpha / rank."""
         layer, _, part = name.rpartition(".")
         _, _, front = self._weights.holder(f"{layer}.weight")
         module = self._layer(layer)
@@ -189,17 +188,17 @@ class OwnAdapter:
         return stacked[len(front or ())][0, 0, : own[0], : own[1]]
 
     def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """What `read_back` gives if `whole` was sent."""
+        """Return the value that `read_back` must return if the tensor is `whole`."""
         layer, _, part = name.rpartition(".")
         module, _, _ = self._weights.holder(f"{layer}.weight")
-        by_rows = isinstance(module, RowParallelLinear)  # of its weight's columns, rather
+        by_rows = isinstance(module, RowParallelLinear)  # despite its name, this divides the weight's columns
         if part == "lora_A":
             return self._weights.own_part(f"{layer}.weight", whole) if by_rows else whole
         own = whole if by_rows else self._weights.own_part(f"{layer}.weight", whole)
         return own * self.adapters.scale
 
     def _layer(self, layer: str) -> nn.Module:
-        """vLLM's layer that computes the adapter of the learner's `layer`."""
+        """Return vLLM's layer that computes the adapter of the learner's `layer`."""
         parent, _, child = self._weights.vllms_name(layer).rpartition(".")
         fused = getattr(self._weights.model, "packed_modules_mapping", {})
         names = [f"{parent}.{child}", *(f"{parent}.{name}" for name, parts in fused.items() if child in parts)]

@@ -3,15 +3,15 @@
     torchrun --standalone --nproc-per-node 2 train_sync.py --engine vllm --rollout-tp 2
 
 vLLM has paged KV memory, prefix caching between the responses of a group, chunked prefill, CUDA graphs and tensor parallelism.
-This file adds log-probs of the distribution that was sampled, a version per token, and new weights between two steps
+This file adds log-probs of the sampled distribution, a version per token, and new weights between two steps
 (rl/generation/vllm/weights.py), with the KV cache of unfinished responses kept or recomputed. Images in prompts:
-rl/generation/vllm/images.py. Left out: pipeline and expert parallelism, more than one process an engine. docs/engines.md lists
-the versions that were tested, and remedies when memory runs out.
+rl/generation/vllm/images.py. Left out: pipeline and expert parallelism, and several processes per engine. docs/engines.md lists
+the tested versions, and remedies when memory runs out.
 
-A request's tokens depend on its own seed, never on the rank or on the other requests. With --rollout-seeds off, and so on an
-NPU, they depend on the engine's random numbers and on the other requests; these numbers start after each update from the seeds
-of the requests that the engine has then (`_random_numbers`). The logits' last bits may depend on the batch, so that, unlike the
-embedded engine's, a response only repeats bit for bit if the batches repeat too.
+A request's tokens depend on its seed, never on the rank or on the other requests. With --rollout-seeds off, the default on an
+NPU, they depend on the engine's random numbers and on the other requests; after each update, these numbers start from the seeds
+of the requests that the engine has then (`_random_numbers`). The logits' last bits may depend on the batch. Unlike with the
+embedded engine, a response therefore repeats bit for bit only if the batches repeat as well.
 """
 
 import contextlib
@@ -38,12 +38,12 @@ from rl.ranks.device import empty_cache, is_accelerator, random_numbers, seeds_a
 # vLLM reads these when it is imported or started.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core in this process, where `step` drives it
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if os.environ.get("RL_ENGINE_LOG") else "ERROR")
-# GiB; else a CPU engine takes --gpu-memory-utilization of the host's memory
+# GiB; otherwise a CPU engine takes --gpu-memory-utilization of the host's memory
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 if not os.environ.get("RL_ENGINE_LOG"):
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # that a CPU has no Triton
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # hides that a CPU has no Triton
 with native_stderr_kept_back():
     import vllm
     from vllm.sampling_params import RequestOutputKind
@@ -65,19 +65,18 @@ class Pending:
     """A request inside vLLM."""
 
     request: Request
-    inner_id: str  # vLLM's own name for it
-    versions: list[int] = field(default_factory=list)  # of the tokens that were sampled here before the newest update
+    inner_id: str  # vLLM's name for it
+    versions: list[int] = field(default_factory=list)  # of the tokens sampled here before the newest update
 
 
 class VLLMEngine:
     """`Engine` over one vLLM instance. `max_length` bounds prompt + response, in tokens.
 
-    With rollout_tp > 1 the ranks of the default process group form generators of that many consecutive ranks, which work in
-    lockstep: each must add the same requests in the same order, and step and update at the same points. All return the same
-    outputs.
+    If rollout_tp > 1, each rollout_tp consecutive ranks of the default process group form a generator and work in lockstep:
+    each must add the same requests in the same order, and step and update at the same points. All return the same outputs.
     """
 
-    # changed by an engine of adapters (rl/generation/vllm/adapters.py):
+    # overridden by the engine with adapters (rl/generation/vllm/adapters.py):
     further_settings: dict[str, object] = {}  # noqa: RUF012  of vllm.EngineArgs
     sleep_level = 2  # nothing is copied to the host, because new weights will come anyway
 
@@ -95,7 +94,7 @@ class VLLMEngine:
         end_tokens: set[int] | None = None,
     ):
         self.device, self.max_length, self.version = torch.device(device), max_length, -1
-        # A request with a seed whose prompt is split ends vLLM 0.32 on a CPU ("CPU Generator does not use offset").
+        # A request with a seed and a split prompt crashes vLLM 0.32 on a CPU ("CPU Generator does not use offset").
         self.chunks = args.enable_chunked_prefill and is_accelerator(self.device)
         check_flags(args, max_length, self.chunks)
         config = load_config(model_path, trust_remote_code)
@@ -120,8 +119,8 @@ class VLLMEngine:
         self._scheduler = self.engine.engine_core.engine_core.scheduler
         self._pending: dict[str, Pending] = {}
         self._added = 0  # requests so far
-        self._updates = 0  # the prefix cache is shared within one: `cache_salt`
-        self._salts: dict[int, str] = {}  # of each version of the weights
+        self._updates = 0  # in `cache_salt`, so that no prefix cache is shared across updates
+        self._salts: dict[int, str] = {}  # version of the weights -> `cache_salt`
         self._stream: list[int] | None = None  # see `_random_numbers`
 
     # -- the contract
@@ -160,7 +159,7 @@ class VLLMEngine:
 
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool = False) -> None:
         if self.asleep:
-            empty_cache()  # what the learner has freed: an engine takes its memory past the allocator
+            empty_cache()  # the learner's freed memory: an engine does not allocate through torch's allocator
             with self.weights.same_parameters():
                 self.engine.wake_up(["weights"])
         for pending in self._pending.values():
@@ -182,7 +181,7 @@ class VLLMEngine:
         self._hand_over_again(self._take_waiting())
 
     def sleep(self) -> None:
-        """Frees weights and KV memory while the learner works; `update` wakes the engine. Only between responses. Does nothing
+        """Free weights and KV memory while the learner works; `update` wakes the engine. Only between responses. Does nothing
         on a CPU, for which vLLM has no sleep mode, and with --no-free-cache-engine."""
         if self.num_unfinished:
             raise RuntimeError(f"the engine cannot sleep with {self.num_unfinished} unfinished responses")
@@ -205,7 +204,7 @@ class VLLMEngine:
             trust_remote_code=trust_remote_code,
             dtype=str(dtype).removeprefix("torch."),
             skip_tokenizer_init=True,  # token ids go in and come out
-            generation_config="vllm",  # no sampling settings but the request's
+            generation_config="vllm",  # no sampling settings except the request's
             max_model_len=self.max_length,
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
@@ -224,7 +223,7 @@ class VLLMEngine:
             scheduling_policy="priority" if getattr(args, "has_environment", False) else "fcfs",
             **({"hf_overrides": {"head_dtype": "float32"}} if args.lm_head_fp32 else {}),
             **({"max_logprobs": args.sampling.support} if args.sampling.support else {}),
-            async_scheduling=False,  # else one batch is in flight at an update and its tokens get the wrong version
+            async_scheduling=False,  # otherwise a batch is in flight at an update, and its tokens get the wrong version
             disable_log_stats=True,
             **(self.images.settings(not on_cpu) if self.images else {}),
             **self.states,
@@ -236,7 +235,7 @@ class VLLMEngine:
         with random_state_kept(), place_among_ranks(self.device), native_stderr_kept_back():
             try:
                 engine = vllm.LLMEngine.from_engine_args(settings)
-            # RuntimeError: out of memory; AssertionError: another process has freed memory of the device meanwhile
+            # RuntimeError: out of memory; AssertionError: another process freed device memory in the meantime
             except (ValueError, RuntimeError, AssertionError) as error:
                 reason = str(error).strip()[:500]
                 raise UserError(
@@ -254,11 +253,11 @@ class VLLMEngine:
 
     @contextlib.contextmanager
     def _random_numbers(self):
-        """The random numbers of one step for requests without seeds of their own.
+        """Set the random numbers of one step, for requests without separate seeds.
 
-        They depend on the weights' version, on the seeds and lengths of the requests that were here at the first step with
-        these weights, and on the number of steps since. So they depend on --seed; two engines, which never have the same
-        requests, never draw the same; a resumed run draws those of its step; and an engine's tensor parallel ranks agree.
+        They depend on the weights' version, on the seeds and lengths of the requests that the engine had at the first step with
+        these weights, and on the number of steps since. So they depend on --seed; two engines never have the same requests and
+        never draw the same numbers; a resumed run draws those of its step; and an engine's tensor parallel ranks agree.
         """
         if self.seeds:
             yield
@@ -273,7 +272,7 @@ class VLLMEngine:
             yield
 
     def _hand_over(self, key: str, request: Request) -> str:
-        """Gives the request to vLLM; returns vLLM's own name for it."""
+        """Give the request to vLLM; return vLLM's name for it."""
         s, so_far = request.sampling, request.so_far.token_ids if request.so_far else []
         params = vllm.SamplingParams(
             temperature=s.temperature,
@@ -283,13 +282,13 @@ class VLLMEngine:
             ignore_eos=True,  # vLLM's notion of an end token needs a tokenizer; stop_token_ids is exact
             stop_token_ids=None if s.ignore_eos else self.eos,
             seed=_seed(request) if self.seeds else None,
-            logprobs=s.support,  # next to the sampled token's
-            flat_logprobs=True,  # no dict and no object a token
+            logprobs=s.support,  # in addition to the sampled token's
+            flat_logprobs=True,  # no dict and no object per token
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
-        # KV blocks are shared between equal prompts, and across weights only where the request says so.
+        # KV blocks are shared between equal prompts, and across weights only if the request says so.
         ids, salt = [*request.prompt_ids, *so_far], self._salts.get(request.kv_version, f"v{self._updates}")
         prompt = {"prompt_token_ids": ids, "cache_salt": salt}
         if request.images is not None:
@@ -303,7 +302,7 @@ class VLLMEngine:
         self.weights.load(weights)
 
     def _take_waiting(self) -> list[str]:
-        """Takes the requests that have not begun out of vLLM, and returns their keys."""
+        """Take the requests that have not begun out of vLLM, and return their keys."""
         of = {key: self._scheduler.requests[pending.inner_id] for key, pending in self._pending.items()}
         waiting = [key for key, request in of.items() if request.status == RequestStatus.WAITING]
         self.engine.abort_request([self._pending[key].inner_id for key in waiting], internal=True)
@@ -322,8 +321,8 @@ class VLLMEngine:
         return replace(output, cached=out.num_cached_tokens or 0)
 
     def _joined(self, pending: Pending, sampled, reason: str, routes: np.ndarray | None) -> Output:
-        """The request's tokens so far and those sampled here. sampled: vLLM's FlatLogprobs, with one entry a token, or the
-        support's as well; routes: of the prompt that vLLM got, and of the tokens sampled here."""
+        """Join the request's tokens so far and those sampled here. sampled: vLLM's FlatLogprobs, with one entry per token, or
+        with the support's entries as well; routes: of the prompt that vLLM got, and of the tokens sampled here."""
         so_far, support = pending.request.so_far or Output(None, [], [], [], "unfinished"), None
         versions = [*so_far.versions, *pending.versions, *[self.version] * (len(sampled) - len(pending.versions))]
         if pending.request.sampling.support_columns:
@@ -339,5 +338,5 @@ class VLLMEngine:
 
 
 def _seed(request: Request) -> int:
-    """The request's seed. It depends on the length so far, or a resumed response would repeat its first random numbers."""
+    """Return the request's seed, which depends on the length so far: a resumed response must not repeat its random numbers."""
     return request.seed ^ (len(request.so_far.token_ids) if request.so_far else 0)

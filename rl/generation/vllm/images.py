@@ -22,13 +22,13 @@ from vllm.multimodal.processing import BaseMultiModalProcessor, BaseProcessingIn
 from rl.data.image_prompts import Images
 from rl.errors import UserError
 
-KNOWN = ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")  # of one layout
+KNOWN = ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")  # all with the same layout of pixels
 ARCHITECTURES = tuple(f"{name}ForConditionalGeneration" for name in KNOWN)
 TORCHVISION = "transformers.models.qwen2_vl.image_processing_qwen2_vl"  # vLLM imports a formula from it
 
 
 class Limits(BaseProcessingInfo):
-    """Prompts may have any number of images, each of any size that fits in a sequence."""
+    """The limits of images: any number in a prompt, each of any size that fits in a sequence."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}
@@ -38,12 +38,12 @@ class Limits(BaseProcessingInfo):
 
 
 class Processor(BaseMultiModalProcessor[Limits]):
-    """Takes the place of a model's own processor, because images arrive prepared."""
+    """A replacement for a model's processor, because images are already prepared."""
 
     requires_tokenizer = False
 
     def get_dummy_mm_inputs(self, mm_counts, **_) -> dict:
-        """The largest image, with which vLLM measures the tower's memory."""
+        """Return the largest image, with which vLLM measures the tower's memory."""
         vision = self.info.get_hf_config().vision_config
         merge, tokens = vision.spatial_merge_size, self.info.ctx.model_config.max_model_len
         patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
@@ -58,7 +58,7 @@ class Processor(BaseMultiModalProcessor[Limits]):
 
 
 class PreparedImages:
-    """Has vLLM take prepared images. Make it before an engine of this model starts."""
+    """Makes vLLM accept prepared images. Create it before an engine of this model starts."""
 
     def __init__(self, config: PretrainedConfig, where: str):
         """where: names the model in the UserError for a model whose pixels vLLM may expect in another layout."""
@@ -74,20 +74,20 @@ class PreparedImages:
         self.patches_per_token = config.vision_config.spatial_merge_size**2
 
     def settings(self, on_accelerator: bool) -> dict[str, object]:
-        """Settings of vllm.EngineArgs with which vLLM leaves prepared pixels unchanged."""
+        """Return the settings of vllm.EngineArgs with which vLLM leaves prepared pixels unchanged."""
         wanted = {
-            "mm_device_do_normalize": False,  # else newer versions' towers normalise the pixels a second time
+            "mm_device_do_normalize": False,  # otherwise newer versions' towers normalise the pixels a second time
             "mm_processor_cache_gb": 0,
             "limit_mm_per_prompt": {"video": 0},
         }
         known = vllm.EngineArgs.__dataclass_fields__
-        # Nobody measures a CPU's memory. Versions without the first setting get their largest image from a class that prepared
-        # images do not have.
+        # The memory of a CPU is not measured. Versions without the first setting get the largest image from a class that
+        # prepared images do not have.
         wanted["skip_mm_profiling"] = not on_accelerator or "mm_device_do_normalize" not in known
         return {name: value for name, value in wanted.items() if name in known}
 
     def prompt(self, images: Images, ids: list[int], salt: str) -> dict:
-        """Returns the prompt `ids` with its images in vLLM's form. KV blocks and the tower's outputs are shared between equal
+        """Return the prompt `ids` with its images in vLLM's form. KV blocks and the tower's outputs are shared between equal
         images with the same salt, which stands for the weights."""
         lengths = images.grid.prod(-1) // self.patches_per_token
         starts = images.places[lengths.cumsum(0) - lengths]
@@ -102,7 +102,7 @@ class PreparedImages:
 
 
 def vllms_class(architecture: str) -> type:
-    """Returns vLLM's class, whose import then works without torchvision."""
+    """Return vLLM's class for the architecture. Its import works even without torchvision."""
     if find_spec("torchvision") is None:  # the processor without torchvision has the same formula
         sys.modules.setdefault(TORCHVISION, importlib.import_module(TORCHVISION.replace("_processing_", "_processing_pil_")))
     level = logging.get_verbosity()
@@ -114,7 +114,7 @@ def vllms_class(architecture: str) -> type:
 
 
 def _item(pixels: torch.Tensor, grid: torch.Tensor) -> MultiModalKwargsItem:
-    """One image's pixels [patches, values of a patch] and grid [3] in vLLM's form, not copied."""
+    """Return one image's pixels [patches, values of a patch] and grid [3] in vLLM's form, without a copy."""
     fields = {
         "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grid.prod()[None]),
         "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),

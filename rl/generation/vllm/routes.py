@@ -2,7 +2,7 @@
 
 On accelerators vLLM returns them with each response (enable_return_routed_experts, from 0.32 on). Its CPU build does not: there
 the routers' capture hook is read after each forward pass, and prompts share no KV, because only computed tokens have routes.
-Both keep the first choice when a response's KV is computed again under other weights.
+Both keep the first choice if a response's KV is recomputed under new weights.
 """
 
 import numpy as np
@@ -33,21 +33,21 @@ class ChosenExperts:
             scheduler.aux_output_connector = None
 
     def take(self, request: str, completion) -> np.ndarray | None:
-        """Returns the routes [prompt + n - 1, L, K] of a finished request, by vLLM's name, and forgets them; None on tensor
+        """Return the routes [prompt + n - 1, L, K] of a finished request, by vLLM's name, and forgets them; None on tensor
         parallel ranks that get none. completion: vLLM's output."""
         if self._captured is not None:
             return self._captured.pop(request)
         return None if completion.routed_experts is None else completion.routed_experts[:, self.layers]
 
     def so_far(self, request: str) -> np.ndarray | None:
-        """Returns the routes of an unfinished request so far; None if it has not begun."""
+        """Return the routes of an unfinished request so far; None if it has not begun."""
         if self._captured is not None:
             return self._captured.get(request)
         chunks = self.engine.output_processor.request_states[request].routed_experts_chunks
         return np.concatenate(chunks)[:, self.layers] if chunks else None
 
     def _capture(self, runner, layer: int, ids: torch.Tensor) -> None:
-        """Takes a layer's choices in a forward pass, ids [tokens, K], the requests end to end. The last layer ends the pass."""
+        """Record a layer's choices in a forward pass, ids [tokens, K] of the concatenated requests. The last layer ends it."""
         self._step[layer] = ids.to(torch.int16).clone()
         if layer != self.layers[-1]:
             return

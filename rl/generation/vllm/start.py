@@ -1,4 +1,4 @@
-"""Around the start of vLLM: flags that it cannot follow, its place among the ranks, the log-probs of its sampler, and the
+"""Helpers to start vLLM: flags that it cannot follow, its place among the ranks, the log-probs of its sampler, and the
 precision of recurrent states."""
 
 import contextlib
@@ -19,12 +19,12 @@ from rl.generation.engine import EngineArgs
 from rl.ranks.dist import all_gather_bytes
 
 LOGPROBS_MODE = "processed_logprobs"  # of the distribution that was sampled; raw ones ignore the temperature
-HIGHEST_TEMPERATURE = 2.0  # that vLLM's sampling parameters allow
+HIGHEST_TEMPERATURE = 2.0  # limit of vLLM's sampling parameters
 STATES = "float32"  # without a dtype in config.json, vLLM would choose the model's
 
 
 def check_flags(args: EngineArgs, max_length: int, chunks: bool) -> None:
-    """Raises UserError for flags that vLLM cannot follow here. chunks: whether prompts may be split over steps."""
+    """Raise UserError for flags that vLLM cannot follow here. chunks: whether prompts may be split over steps."""
     if not chunks and args.max_num_batched_tokens < max_length:
         raise UserError(
             f"--max-num-batched-tokens {args.max_num_batched_tokens} is less than one sequence, {max_length} tokens (prompt + "
@@ -45,8 +45,8 @@ def check_flags(args: EngineArgs, max_length: int, chunks: bool) -> None:
 
 @torch.no_grad()
 def give_sampled_log_probs(sampler, device: torch.device) -> None:
-    """Has vLLM's sampler give log-probs of the distribution that it samples. vllm-ascend's forgets the setting at the start but
-    follows it later. Raises UserError for a sampler that does not."""
+    """Make vLLM's sampler return log-probs of the distribution that it samples. vllm-ascend's sampler ignores the setting at
+    startup but follows it later. Raise UserError for a sampler that does not follow it."""
     if getattr(sampler, "logprobs_mode", None) == LOGPROBS_MODE:
         return
     inner = getattr(sampler, "topk_topp_sampler", None)
@@ -64,7 +64,7 @@ def give_sampled_log_probs(sampler, device: torch.device) -> None:
 
 
 def settings_of_states(config) -> dict[str, object]:
-    """Settings of vllm.EngineArgs for a model with recurrent states (rl/model/hybrid/). Call it before the engine starts."""
+    """Return settings of vllm.EngineArgs for recurrent states (rl/model/hybrid/). Call it before the engine starts."""
     if not takes_images(config):  # vLLM has text and images in one module, which needs torchvision
         from rl.generation.vllm.images import vllms_class
 
@@ -74,14 +74,14 @@ def settings_of_states(config) -> dict[str, object]:
 
 
 def check_states(engine: vllm.LLMEngine) -> None:
-    """Raises RuntimeError if vLLM has taken another precision: log-probs would drift away from the learner's."""
+    """Raise RuntimeError if vLLM has chosen another precision: log-probs would drift away from the learner's."""
     if (found := engine.vllm_config.cache_config.mamba_ssm_cache_dtype) != STATES:
         raise RuntimeError(f"vLLM keeps recurrent states in {found}, not in {STATES}")
 
 
 @contextlib.contextmanager
 def random_state_kept():
-    """vLLM reseeds the process's random number generators as it starts; the script's own draws must not depend on that."""
+    """Restore the random number generators at the end: vLLM reseeds them, and the run's other draws must not depend on that."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -93,11 +93,11 @@ def random_state_kept():
 
 @contextlib.contextmanager
 def place_among_ranks(device: torch.device):
-    """Gives a starting vLLM its rank in the default process group, from which it makes its own groups. It would read
+    """Give a starting vLLM its rank in the default process group, from which it makes its own groups. Otherwise it would read
     torchrun's variables, which count differently if ranks are split into roles or share a device.
 
-    The init method's last part names the memory that tensor parallel ranks share on a CPU. vLLM's own name is the same in every
-    run: two runs on a machine would collide, and so would a run with the remains of one that was killed.
+    The init method's last part names the memory that tensor parallel ranks share on a CPU. vLLM's default name is the same in
+    every run: two runs on a machine would collide, as would a run with the remains of one that was killed.
     """
     if not dist.is_initialized():
         yield

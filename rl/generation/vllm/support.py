@@ -1,4 +1,4 @@
-"""The tokens that could be sampled, from the log-probs that vLLM gives of its likeliest tokens (rl/model/head/support.py).
+"""The tokens that could be sampled, found from vLLM's log-probs of the likeliest tokens (rl/model/head/support.py).
 
 vLLM's log-probs are those of the sampled distribution, -inf outside of the support.
 """

@@ -1,6 +1,6 @@
-"""New weights into a running vLLM, and the same weights read back out of it.
+"""Loads new weights into a running vLLM, and reads them back.
 
-vLLM's tensors are not a checkpoint's: q, k and v are one tensor, so are gate and up, and all experts of a layer; and on a CPU
+vLLM's tensors are not a checkpoint's: q, k and v are one tensor, and so are gate and up, and all experts of a layer; on a CPU,
 most exist only in a packed layout for its matrix product. `LiveWeights.load` takes a checkpoint's tensors, and
 `LiveWeights.read_back` returns them.
 """
@@ -23,11 +23,11 @@ from rl.ranks.device import is_accelerator
 
 EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}  # transformers' name -> vLLM's, same layout
 TRANSPOSED_EXPERTS = ("AscendUnquantizedFusedMoEMethod",)  # methods that compute with [E, in, out]
-PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")  # backends that keep that layout
+PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")  # backends that keep transformers' layout
 
 
 class LiveWeights:
-    """The weights of one vLLM engine under the names and shapes the learner sends, `expected`."""
+    """The weights of one vLLM engine under the learner's names and shapes, `expected`."""
 
     def __init__(self, engine: "vllm.LLMEngine", expected: dict[str, torch.Tensor], dtype: torch.dtype, tensor_parallel: int):
         self.config, self.dtype, self.tensor_parallel = engine.vllm_config, dtype, tensor_parallel
@@ -42,7 +42,7 @@ class LiveWeights:
     # -- in
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replaces every weight. Raises ValueError that names the first one that is missing, unknown or of another shape; the
+        """Replace every weight. Raise ValueError, naming the first one that is missing, unknown or of a wrong shape; the
         engine's weights are then undefined until the next load."""
         if self.on_cpu:
             self._forget_packed_experts()
@@ -50,16 +50,16 @@ class LiveWeights:
             try:
                 self.worker.model_runner.reload_weights(weights_iterator=self._checked(weights))
             except Exception:
-                finalize_layerwise_reload(self.model, self.config.model_config)  # else layers stay half taken apart
+                finalize_layerwise_reload(self.model, self.config.model_config)  # or layers stay half dismantled
                 raise
         if self.on_cpu:
             self._repack_heads()
 
     @contextlib.contextmanager
     def same_parameters(self):
-        """Around a wake-up: gives the modules their parameters back. vllm-ascend replaces the experts' by transposed ones, for
-        loaders of a checkpoint's layout; vLLM's reloading expects its kernels' layout, and would copy into the wrong shape, or
-        silently into the wrong elements. Memory wakes up at its old address."""
+        """Restore the modules' parameters after a wake-up. vllm-ascend replaces the experts' parameters with transposed ones,
+        for loaders of a checkpoint's layout; vLLM's reloading expects its kernels' layout, and would copy into the wrong shape,
+        or silently into the wrong elements. Memory wakes up at its old address."""
         before = [(module, name, p) for module in self.modules.values() for name, p in module.named_parameters(recurse=False)]
         yield
         for module, name, parameter in before:
@@ -67,11 +67,11 @@ class LiveWeights:
                 setattr(module, name, parameter)
 
     def _checked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields copies of the weights: vLLM keeps them until a fused group is whole, while the sender may reuse its buffer.
+        """Yield copies of the weights: vLLM keeps them until a fused group is whole, while the sender may reuse its buffer.
         Names are checked here, because vLLM silently skips unknown or missing weights."""
         iterator = checked(weights, self.shapes, self.shapes)
         while True:
-            with torch.device("cpu"):  # the sender's code must not find the engine's device as its default
+            with torch.device("cpu"):  # the sender's code must not have the engine's device as its default
                 item = next(iterator, None)
             if item is None:
                 return
@@ -81,15 +81,15 @@ class LiveWeights:
             yield name, tensor.transpose(1, 2) if turn else tensor
 
     def _forget_packed_experts(self) -> None:
-        """vLLM only packs a CPU's expert weights if no kernel exists yet, and otherwise copies unpacked weights over the packed
-        ones: without this, log-probs after an update are silently off by 0.75."""
+        """Drop the experts' kernels on a CPU. vLLM only packs expert weights if no kernel exists yet, and otherwise copies
+        unpacked weights over the packed ones: log-probs after an update would silently be off by 0.75."""
         for module in self.modules.values():
             if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
                 module.quant_method.moe_kernel = None
 
     def _repack_heads(self) -> None:
-        """On a CPU, an output head that is tied to the input embeddings keeps a packed copy of the old ones: without this,
-        log-probs after an update are silently off by up to 2.2."""
+        """Pack the output heads again on a CPU. A head that is tied to the input embeddings keeps a packed copy of the old
+        ones: log-probs after an update would silently be off by up to 2.2."""
         for module in self.modules.values():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
@@ -98,12 +98,12 @@ class LiveWeights:
 
     @torch.no_grad()
     def read_back(self, name: str) -> torch.Tensor | None:
-        """Returns the engine's tensor of the learner's weight `name`, bit for bit, in the learner's shape and the engine's
+        """Return the engine's tensor of the learner's weight `name`, bit for bit, in the learner's shape and the engine's
         precision; on a tensor parallel rank, `own_part` of it. It may share memory with the engine.
 
         A CPU's packed copies are read by multiplying the identity matrix with them, which turns -0.0 into 0.0: compare by
         value, or add 0.0 before a checksum. None if the value is unknown: for expert weights of tensor parallel ranks or in a
-        GPU kernel's own layout, and for weights that are divided in another way. Raises KeyError for an unknown name.
+        GPU kernel's own layout, and for weights that are divided in another way. Raise KeyError for an unknown name.
         """
         module, leaf, front = self.holder(name)
         if leaf in EXPERTS:
@@ -113,7 +113,7 @@ class LiveWeights:
             start = sum(self._own_shape(part)[0] for part in front)
             value = self._matrix(module, leaf)[start : start + own[0]]
             return value if value.shape == own or self.tensor_parallel == 1 else None
-        if hasattr(module, "_cpu_unpacked_conv_weight"):  # a delta net's, packed on a CPU
+        if hasattr(module, "_cpu_unpacked_conv_weight"):  # a delta net's convolution, packed on a CPU
             place = _convolution_places(own, self.dtype)
             return None if place is None else module.weight.data.flatten()[place].view(own)
         value = self._matrix(module, leaf)[: own[0]]  # a vocabulary is padded
@@ -123,7 +123,7 @@ class LiveWeights:
         return value if value.shape == own or self.tensor_parallel == 1 else None
 
     def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of the learner's weight `name`, given the whole; only tensor parallel ranks have less."""
+        """Return this rank's part of the learner's weight `name`, given the whole; it is less only with tensor parallelism."""
         module, leaf, front = self.holder(name)
         if name.endswith(IN_FP32):  # vLLM has some of them in the model's precision
             whole = whole.to(getattr(module, leaf).dtype).to(whole.dtype)
@@ -143,7 +143,7 @@ class LiveWeights:
         return self.own_part(name, torch.empty(self.shapes[name], device="meta")).shape
 
     def holder(self, name: str) -> tuple[nn.Module, str, list[str] | None]:
-        """Returns the module that holds the learner's weight, the weight's name there and, if vLLM fuses it with others, the
+        """Return the module that holds the learner's weight, the weight's name there and, if vLLM fuses it with others, the
         learner's names of those before it. One of them may be several of vLLM's parts, like q, k and v of a delta net."""
         path, _, leaf = self.vllms_name(name).rpartition(".")
         parent, _, child = path.rpartition(".")
@@ -151,13 +151,13 @@ class LiveWeights:
             return self.modules.get(f"{path}.routed_experts", self.modules[path]), leaf, None  # older vLLM: the layer itself
         for fused, parts in getattr(self.model, "packed_modules_mapping", {}).items():
             module = self.modules.get(f"{parent}.{fused}")
-            if child in parts and fused != child and module is not None:  # a tower's qkv is one tensor on both sides
+            if child in parts and fused != child and module is not None:  # a vision tower's qkv is one tensor on both sides
                 before = name.removesuffix(f".{child}.{leaf}")
                 return module, leaf, [f"{before}.{part}.{leaf}" for part in parts[: parts.index(child)]]
         return self.modules[path], leaf, None
 
     def vllms_name(self, name: str) -> str:
-        """Returns the learner's name with vLLM's prefix, which is not transformers' for models that take images."""
+        """Return the learner's name with vLLM's prefix, which is not transformers' for models that take images."""
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         for theirs, ours in (mapper.orig_to_new_prefix if mapper else {}).items():
             if name.startswith(theirs):
@@ -165,7 +165,7 @@ class LiveWeights:
         return name
 
     def _matrix(self, module: nn.Module, leaf: str) -> torch.Tensor:
-        """Returns a module's parameter [out, in], from a CPU's packed copy if the product is computed with one."""
+        """Return a module's parameter [out, in], from a CPU's packed copy if the product is computed with one."""
         looked_up = isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
         if leaf != "weight" or looked_up or not hasattr(module, "cpu_linear"):
             return getattr(module, leaf).data
@@ -173,12 +173,12 @@ class LiveWeights:
         return module.cpu_linear(torch.eye(width, dtype=self.dtype), module.weight, None).t()
 
     def _tied_head(self, module: nn.Module) -> nn.Module | None:
-        """Returns the output head that shares this embedding's weight but may have a packed copy."""
+        """Return the output head that shares this embedding's weight but may have a packed copy."""
         heads = (m for m in self.modules.values() if isinstance(m, ParallelLMHead) and hasattr(m, "cpu_linear"))
         return next((head for head in heads if head is not module and head.weight is getattr(module, "weight", None)), None)
 
     def _experts(self, module: nn.Module, leaf: str, shape: torch.Size) -> torch.Tensor | None:
-        """Returns all experts' weights [E, out, in] of one layer."""
+        """Return all experts' weights [E, out, in] of one layer."""
         live = getattr(module, EXPERTS[leaf]).data
         if not self.on_cpu:
             if type(module.quant_method).__name__ in TRANSPOSED_EXPERTS:
@@ -192,7 +192,7 @@ class LiveWeights:
 
 @functools.lru_cache(maxsize=8)
 def _packed_places(shape: torch.Size, dtype: torch.dtype, isa: str) -> torch.Tensor | None:
-    """Returns the index of each element of an expert's matrix [out, in] in vLLM's packed copy: [out * in]; None if the packing
+    """Return the index of each element of an expert's matrix [out, in] in vLLM's packed copy: [out * in]; None if the packing
     does more than move elements. The elements' numbers, packed digit by digit, show where they go."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
@@ -201,7 +201,7 @@ def _packed_places(shape: torch.Size, dtype: torch.dtype, isa: str) -> torch.Ten
 
 @functools.lru_cache(maxsize=8)
 def _convolution_places(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
-    """The same for a convolution's weight [C, 1, K]."""
+    """Return the index of each element of a convolution's weight [C, 1, K] in vLLM's packed copy: [C * K]; None as above."""
     from vllm._custom_ops import causal_conv1d_weight_pack
 
     return _places(shape.numel(), lambda numbers: causal_conv1d_weight_pack(numbers.to(dtype).view(shape[0], -1)))

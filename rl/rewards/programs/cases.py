@@ -1,4 +1,4 @@
-"""Reads a row's tests in the layouts of known data sets of programming tasks, and says whether a program's output passes."""
+"""A row's tests, read in the layouts of known data sets of programming tasks, and whether a program's output passes them."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ class Case(NamedTuple):
     checks: str = ""
 
     def passes(self, output: str) -> bool:
-        """Whether a program that ended without an error and printed this output passes."""
+        """Return whether a program that ended without an error and printed this output passes."""
         if not self.function and not self.checks:
             return same_text(output, self.expected)
         try:
@@ -29,7 +29,7 @@ class Case(NamedTuple):
 
 
 def read_cases(truth: Any) -> list[Case]:
-    """The tests of a ground truth, which may be JSON. Raises ValueError if it has none in a known layout.
+    """Return the tests of a ground truth, which may be JSON. Raise ValueError if it has none in a known layout.
 
     Layouts: {"inputs", "outputs", "fn_name"} (APPS, TACO, verl's prime_code), also within "input_output"; a list of {"input",
     "output", "testtype", "metadata"} (LiveCodeBench); asserts, as a list or under "test_list" (MBPP) or "assert_case" (verl's
@@ -72,7 +72,7 @@ def _case(function: str | None, given: Any, expected: Any) -> Case:
 
 
 def _from_json(value: Any) -> Any:
-    """The value of a text that is JSON; anything else unchanged."""
+    """Return the value of a text that is JSON; anything else unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -80,8 +80,8 @@ def _from_json(value: Any) -> Any:
 
 
 def same_text(output: str, expected: str) -> bool:
-    """Compares the lines that are not empty, word by word. A fraction may be 1e-5 off, and 3.0 is right where 3 is expected.
-    (verl's prime_code also accepts integers that are 1e-5 off, and only one number in a line.)"""
+    """Compare the non-empty lines word by word. A fraction may be off by 1e-5, and 3.0 is right if 3 is expected. (verl's
+    prime_code also accepts integers that are off by 1e-5, and allows only one number per line.)"""
     lines, wanted = ([line.split() for line in text.splitlines() if line.strip()] for text in (output, expected))
     return len(lines) == len(wanted) and all(
         len(words) == len(its) and all(map(_same_word, words, its)) for words, its in zip(lines, wanted, strict=True)
@@ -106,7 +106,8 @@ def _close(number: float, wanted: float, exactly: bool = False) -> bool:
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Whether JSON values are equal; fractions may be 1e-5 off. As in verl's prime_code an expected list may hold the value."""
+    """Return whether JSON values are equal; fractions may be off by 1e-5. As in verl's prime_code, an expected list may hold
+    the value."""
     return _same_json(value, expected) or (isinstance(expected, list) and bool(expected) and _same_json(value, expected[0]))
 
 

@@ -1,4 +1,4 @@
-"""The grader of programs: runs the response's program on a row's tests, in a sandbox.
+"""The grader of programs, which runs a response's program on a row's tests, in a sandbox.
 
 Expected values stay in this process: the sandbox gets inputs and returns outputs, so no trick inside it passes a test. Asserts
 are the exception: they run next to the program, which may tamper with them.
@@ -12,13 +12,14 @@ from typing import Any
 from rl.rewards.programs import sandbox
 from rl.rewards.programs.cases import Case, read_cases
 
-KINDS = ("syntax", "error", "timeout", "memory", "output", "wrong")  # of failed tests
-SPARE = 0.1  # the part of --reward-timeout that programs do not get
+KINDS = ("syntax", "error", "timeout", "memory", "output", "wrong")  # of failure
+SPARE = 0.1  # the fraction of --reward-timeout that programs do not get
 BLOCK = re.compile(r"^[ \t]*+```[ \t]*+(\w*+)[^\n]*+\n(.*?)(?:^[ \t]*+```|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def extract(response: str) -> str:
-    """The last Python block in ``` fences; without one the last block in fences, or else everything after the thought."""
+    """Return the last Python block in ``` fences; without one the last block in fences; without any, everything after
+    </think>."""
     answer = response.rpartition("</think>")[2]
     blocks = BLOCK.findall(answer)
     marked = [code for language, code in blocks if language.lower() in ("python", "py", "python3")]
@@ -26,9 +27,9 @@ def extract(response: str) -> str:
 
 
 def grade(response: str, truth: Any, limits: dict) -> dict[str, float]:
-    """Returns score, by --code-score; acc, 1 if all tests pass and else 0; tests_run and tests_passed; and failed_<kind>, which
-    is 1 for the kind of the first failure. limits: as CodeArgs.limits returns them. Raises ValueError for a ground truth that
-    cannot be read, and UserError if there is no sandbox."""
+    """Return score, by --code-score; acc, 1 if all tests pass, else 0; tests_run and tests_passed; and failed_<kind>, 1 for the
+    kind of the first failure. limits: as CodeArgs.limits returns them. Raise ValueError for a ground truth that cannot be read,
+    and UserError if there is no sandbox."""
     program, cases, kinds = extract(response), [], []
     if program.strip():
         cases = read_cases(truth)
@@ -44,7 +45,7 @@ def grade(response: str, truth: Any, limits: dict) -> dict[str, float]:
 
 
 def _kind(program: str, case: Case, left: float, limits: dict) -> str:
-    """How a test ended: "ok" or one of KINDS. left: the seconds of all tests that are left."""
+    """Return how a test ended: "ok" or one of KINDS. left: the seconds left for all tests."""
     ran = sandbox.run(
         program,
         stdin=case.stdin,

@@ -1,8 +1,8 @@
-"""The first process in a sandbox. It forks a process for each program, and reports what the program printed, not whether that
-is right.
+"""The first process in a sandbox. It forks a process for each program, and reports the program's output, not whether that is
+right.
 
-Python gets the text of this file on its command line (rl/rewards/programs/sandbox.py): no file of the project is visible in the
-sandbox. A program can print anything, so nothing that it does to its own process makes its output right. This process is
+Python gets the text of this file on its command line (rl/rewards/programs/sandbox.py), since no file of the project is visible
+in the sandbox. A program can print anything, so nothing that it does to its own process makes its output right. This process is
 number 1 of its namespace, so no signal from inside ends it, and it is not dumpable, so nobody can trace it. A program can
 change its limits and its scheduling; such changes count as left behind, and the sandbox is replaced.
 """
@@ -24,12 +24,12 @@ import types
 SET_DUMPABLE = 4  # an option of prctl
 ANSWER = 3  # the file descriptor for what a function returns
 OPEN_FILES = 64
-PROCESSES = 16  # threads among them
+PROCESSES = 16  # including threads
 FILE_BYTES = 1 << 25
-SYNTAX, MEMORY = 101, 102  # exit codes, which only name the failure: a program may use them, too
+SYNTAX, MEMORY = 101, 102  # exit codes that only name the failure: a program may use them itself
 SCRATCH = ("/tmp", "/dev/shm")
 SHARED = ("/proc/sysvipc/shm", "/proc/sysvipc/msg", "/proc/sysvipc/sem")
-MODULES = (  # whose names programs of contests take for granted
+MODULES = (  # whose names contest programs take for granted
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools"),
     *("functools", "operator", "io", "sys", "json", "builtins", "typing"),
 )
@@ -39,7 +39,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(SET_DUMPABLE, 0, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # with Python's handler a program's signal would reach this process
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))  # the limit of the starter is for the starter's work
+    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))  # the starter's limit is for its own work
     tasks, replies = os.fdopen(os.dup(0)), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     for file in range(3):
@@ -60,7 +60,7 @@ def _write(file: int, reply: dict) -> None:
 
 
 def traces() -> list:
-    """Everything that a program can leave behind, except processes."""
+    """Return everything that a program can leave behind, except processes."""
     found: list = []
     for folder in SCRATCH:
         with contextlib.suppress(OSError):
@@ -73,8 +73,8 @@ def traces() -> list:
 
 
 def run(task: dict, prelude: types.ModuleType, nothing: int) -> dict:
-    """Runs a program. Returns its output as text, and how it ended: ok, or the kind of its failure. task: as Sandbox.run makes
-    it; prelude: a module with the names of MODULES; nothing: /dev/null."""
+    """Run a program. Return its output as text, and how it ended: ok, or the kind of its failure. task: as made by Sandbox.run;
+    prelude: a module with the names of MODULES; nothing: /dev/null."""
     given = os.memfd_create("stdin")
     with open(os.dup(given), "w", errors="replace") as file:
         file.write(task["stdin"])
@@ -96,7 +96,8 @@ def run(task: dict, prelude: types.ModuleType, nothing: int) -> dict:
 
 
 def _output(reader: int, process: int, until: float, most: int) -> tuple[bytearray, bool]:
-    """What a process writes until it ends or has written more than `most` bytes; and whether it still runs at `until`."""
+    """Return what a process writes until it ends or has written more than `most` bytes; and whether it is still running at
+    `until`."""
     output = bytearray()
     end = os.pidfd_open(process)
     poller = select.poll()
@@ -110,7 +111,7 @@ def _output(reader: int, process: int, until: float, most: int) -> tuple[bytearr
             if reader in ready:
                 part = os.read(reader, 1 << 16)
                 output += part
-                if not part:  # it has closed its output
+                if not part:  # the process has closed its output
                     poller.unregister(reader)
             if time.monotonic() >= until:
                 return output, True
@@ -120,7 +121,7 @@ def _output(reader: int, process: int, until: float, most: int) -> tuple[bytearr
 
 
 def _end_all(process: int) -> int:
-    """Ends the program and everything that it has started. Returns the program's status."""
+    """End the program and everything that it has started. Return the program's status."""
     statuses = {}
     while True:
         with contextlib.suppress(ProcessLookupError):
@@ -143,7 +144,7 @@ def _ending(status: int) -> str:
 
 
 def _be_program(task: dict, prelude: types.ModuleType, given: int, writer: int, nothing: int) -> None:
-    """The life of the forked process. It never returns."""
+    """Run the program in the forked process. Never return."""
     code = 1
     try:
         prints = not task["function"] and not task["checks"]
@@ -179,7 +180,7 @@ def _limit(task: dict) -> None:
 
 
 def _run_program(task: dict, module: types.ModuleType) -> int:
-    """Runs the program as this module. Returns its exit code."""
+    """Run the program as this module. Return its exit code."""
     me, before = os.getpid(), module.__dict__.get(task["function"])
     sys.setrecursionlimit(600_000)
     sys.modules["__main__"] = module
@@ -201,8 +202,8 @@ def _run_program(task: dict, module: types.ModuleType) -> int:
 
 
 def _answer(task: dict, names: dict, before: object) -> dict | None:
-    """What the tested function returns, or that the checks passed; None for a program that prints. before: what had the
-    function's name before the program ran."""
+    """Return the tested function's value, or that the checks passed; None for a program that prints. before: the object with
+    the function's name before the program ran."""
     if task["checks"]:
         exec(compile(task["checks"], "<checks>", "exec"), names)
         return {"passed": True}
@@ -216,7 +217,7 @@ def _answer(task: dict, names: dict, before: object) -> dict | None:
 
 
 def _with_numbers(argument: object) -> object:
-    """The argument; if it is a dict, with the keys that were integers before it became JSON."""
+    """Return the argument; if it is a dict whose keys were integers before it became JSON, with integer keys."""
     if isinstance(argument, dict):
         with contextlib.suppress(ValueError):
             return {int(key): value for key, value in argument.items()}

