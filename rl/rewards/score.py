@@ -28,7 +28,7 @@ def as_score(value: Any) -> Score:
     is_dict = isinstance(value, dict)
     score = value.get("score") if is_dict else value
     if not (_is_number(score) and abs(score) <= LARGEST_FLOAT):
-        fault = 'which has no finite number of fp32 under "score"' if is_dict else "not a finite number of fp32"
+        fault = 'which has no finite number under "score"' if is_dict else "not a finite number of fp32"
         return Score(None, event="bad_value", message=one_line(f"the reward function returned {value!r:.100}, {fault}"))
     extra = {name: float(its) for name, its in value.items() if name != "score" and _is_number(its)} if is_dict else {}
     return Score(float(score), extra)

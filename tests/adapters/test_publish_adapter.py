@@ -219,8 +219,12 @@ def test_one_step_off_learns_what_merged_weights_teach_and_resumes_to_the_bit(de
     shutil.rmtree(apart / "step_000004")
     again, apart = run("adapter", "--experiment-name", apart.name)
     assert all(torch.equal(weight, whole[name]) for name, weight in weights(apart).items())
-    assert first[3]["publish/gb"] == pytest.approx(4 * 90_112 / 1e9)
-    assert again[4]["publish/gb"] == pytest.approx(4 * 1_077_632 / 1e9)
+    sizes = {4 * 1_077_632 / 1e9, 4 * 90_112 / 1e9}  # of the model with its adapters, and of these alone
+    # A publish's report arrives with its batch or a step later, and then perhaps together with the next one.
+    for metrics in (first, again):
+        seen = [row["publish/gb"] for row in metrics.values() if "publish/gb" in row]
+        assert seen and {*seen} <= sizes and seen == sorted(seen, reverse=True)
+    assert min(row.get("publish/gb", 1) for row in first.values()) == min(sizes)
 
 
 @pytest.mark.slow
