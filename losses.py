@@ -214,7 +214,7 @@ class PolicyLoss:
     one_advantage: bool  # one advantage for a whole response, the mean of its tokens'
     has_ratio: bool  # False: only correct for on-policy tokens; others must be weighted by `importance_weight`
     trains_all: bool  # it has a gradient even if the advantage is 0
-    chooses: Callable[..., Tensor] | None  # computes `chosen` on the global batch: f(old_log_prob, advantage, mask)
+    chooses: Callable[..., Tensor] | None  # computes `chosen` on the mini-batch: f(old_log_prob, advantage, mask)
     inputs: tuple[str, ...]  # the batch's tensors that it takes in addition to the usual arguments
     knobs: dict[str, float]  # its numeric parameters, with their defaults
     choice_inputs: tuple[str, ...]  # inputs and knobs of `chooses`
@@ -868,7 +868,7 @@ def clip_cov(
     """ppo_clip without dual clip, and 0 on the `chosen` [N] (bool) tokens: a few of those that lower the entropy most.
 
     Clip-Cov, arXiv 2505.22617, eqs. 10 to 12. To be independent of micro-batches, choose once: `chosen =
-    random_covariance(old_log_prob, ...)` on the global batch (exact in the first update, whose policy is the old one). If None,
+    random_covariance(old_log_prob, ...)` on the whole mini-batch (exact in the first update, whose policy is the old one). If None,
     tokens are chosen among the unclipped ones of this call, at least one in each micro-batch. pg_clipfrac: chosen tokens;
     pg_clipfrac_lower: those whose gradient the ratio's clip removed.
     """
@@ -894,7 +894,7 @@ def kl_cov(
     """-A r (d clamped to +-20), plus coef |d| on the `chosen` [N] (bool) tokens: those of the largest covariance.
 
     KL-Cov, arXiv 2505.22617, eqs. 13 and 14, whose coef is 1 (verl's ppo_kl_coef has the default 0.1). Choose once on the
-    global batch, `chosen = top_covariance(old_log_prob, ...)`, as in `clip_cov`; if None, tokens are chosen among those of this
+    mini-batch, `chosen = top_covariance(old_log_prob, ...)`, as in `clip_cov`; if None, tokens are chosen among those of this
     call. pg_clipfrac: chosen tokens. |d| has no gradient at d = 0.
     """
     d = log_ratio(log_prob, old_log_prob, mask)
