@@ -868,8 +868,8 @@ def clip_cov(
     """ppo_clip without dual clip, and 0 on the `chosen` [N] (bool) tokens: a few of those that lower the entropy most.
 
     Clip-Cov, arXiv 2505.22617, eqs. 10 to 12. To be independent of micro-batches, choose once: `chosen =
-    random_covariance(old_log_prob, ...)` on the whole mini-batch (exact in the first update, whose policy is the old one). If None,
-    tokens are chosen among the unclipped ones of this call, at least one in each micro-batch. pg_clipfrac: chosen tokens;
+    random_covariance(old_log_prob, ...)` on the whole mini-batch (exact in the first update, whose policy is the old one). If
+    None, tokens are chosen among the unclipped ones of this call, at least one in each micro-batch. pg_clipfrac: chosen tokens;
     pg_clipfrac_lower: those whose gradient the ratio's clip removed.
     """
     d = log_ratio(log_prob, old_log_prob, mask)
