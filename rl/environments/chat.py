@@ -44,9 +44,12 @@ class Call:
             if body.get(name) not in (None, usual):
                 raise Refused(400, f"{name} {json.dumps(body[name]):.100}: the policy samples one answer, as it likes")
         self.messages, self.tools = as_messages(body.get("messages")), as_tools(body.get("tools"))
-        self.most = body.get("max_completion_tokens") or body.get("max_tokens")  # limit of the tokens to sample
-        if self.most is not None and (type(self.most) is not int or self.most < 1):
-            raise Refused(400, f"max_tokens {self.most!r:.100}: a number of tokens")
+        self.most: int | None = None  # limit of the tokens to sample
+        for name in ("max_tokens", "max_completion_tokens"):  # if both are given, the second counts
+            most = body.get(name)
+            if most is not None and (type(most) is not int or most < 1):
+                raise Refused(400, f"{name} {most!r:.100}: must be a whole number of at least 1")
+            self.most = self.most if most is None else most
         self.streams = bool(body.get("stream"))
         options = body.get("stream_options")
         self.counts = not self.streams or (isinstance(options, dict) and bool(options.get("include_usage")))
