@@ -58,9 +58,9 @@ class Handler(BaseHTTPRequestHandler):
             try:
                 body = json.loads(text or b"{}")
             except (ValueError, RecursionError) as error:
-                raise Refused(400, f"the request is no JSON: {error}") from None
+                raise Refused(400, f"the request is not JSON: {error}") from None
             if not isinstance(body, dict):
-                raise Refused(400, "the request is no JSON object")
+                raise Refused(400, "the request is not a JSON object")
             answer = getattr(self, name)(body)
         except Refused as refused:
             self.send(refused.status, refused.body)
@@ -83,7 +83,7 @@ class Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or int(length) > most:
             self.close_connection = True
-            raise Refused(413 if length.isdecimal() else 411, f"Content-Length: a number up to {most}")
+            raise Refused(413 if length.isdecimal() else 411, f"Content-Length: must be a number up to {most}")
         self.connection.settimeout(BODY_SECONDS)
         try:
             return self.rfile.read(int(length))
