@@ -249,15 +249,16 @@ def main(parent: int) -> None:
     try:
         desk = listen(settings)
     except OSError as error:
-        control.send(json.dumps({"failed": str(error)}).encode())
+        control.send(json.dumps({"number": settings["number"], "failed": str(error)}).encode())
         return
     offers = Offers(settings["name"], desk)
     for job in (desk.serve_forever, offers.serve_forever, desk.remind):
         threading.Thread(target=job, daemon=True).start()
-    control.send(b"{}")
-    while message := control.recv(LARGEST):
-        {"finish": desk.finish, "linger": desk.linger, "status": desk.text}[json.loads(message)["do"]]()
-        control.send(json.dumps({"status": desk.text()}).encode())
+    control.send(json.dumps({"number": settings["number"]}).encode())
+    while data := control.recv(LARGEST):
+        message = json.loads(data)
+        {"finish": desk.finish, "linger": desk.linger, "status": desk.text}[message["do"]]()
+        control.send(json.dumps({"number": message["number"], "status": desk.text()}).encode())
 
 
 def listen(settings: dict) -> Desk:

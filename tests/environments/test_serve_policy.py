@@ -316,12 +316,36 @@ def test_what_cannot_be_served_is_a_message(model, monkeypatch):
     for flags, said in zip(wrong, ("--turn-rewards with --serve-policy", "--env-lock-step on with"), strict=True):
         with pytest.raises(UserError, match=said):
             Args(serve_policy=1, **flags).check()
+    monkeypatch.delenv("SERVE_POLICY_KEY", raising=False)
+    pool = Environments(Args(serve_policy=65_530), model, end_tokens("qwen2_5"), 300)  # a replay and a learner need no secret
     for secret in ("", "short", "with a blank in it, though long"):
         monkeypatch.setenv("SERVE_POLICY_KEY", secret)
-        with pytest.raises(UserError, match="set SERVE_POLICY_KEY"):
-            Environments(Args(serve_policy=1), model, end_tokens("qwen2_5"), 300)
+        for starts in (pool.check, lambda: pool.serve(0)):
+            with pytest.raises(UserError, match="set SERVE_POLICY_KEY"):
+                starts()
+    monkeypatch.setenv("SERVE_POLICY_KEY", SECRET)
+    pool.check()
+    with pytest.raises(UserError, match="--serve-policy 65530: engine 6 would listen at port 65536, above 65535"):
+        pool.serve(6)
+    pool.close()
     with pytest.raises(UserError, match=r"cannot listen at 203\.0\.113\.1:"):
         serving(model, monkeypatch, serve_host="203.0.113.1")
+
+
+def test_the_status_does_not_wait_for_a_silent_gateway_and_a_late_answer_is_skipped(pool):
+    (pid,) = descendants(pool._gateway._process.pid)
+    os.kill(pid, signal.SIGSTOP)
+    started = time.monotonic()
+    try:
+        assert pool._gateway.status() == "its process does not answer"
+        assert time.monotonic() - started < 10
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    begin(pool, "a")
+    until = time.monotonic() + 30
+    while not post(pool, "episodes", SECRET)[1]["waiting"] and time.monotonic() < until:
+        pool.poll(0.1)
+    assert pool._gateway.status().startswith("1 wait for workers")
 
 
 def test_a_gateway_that_was_killed_ends_the_run(pool):
