@@ -228,13 +228,14 @@ class Environments:
         data = b""
         with contextlib.suppress(BlockingIOError, ConnectionError):
             data = place.socket.recv(1 << 20)
-            place.unread += data
+        is_first = not place.unread
+        place.unread += data
         if not data:
             self._selector.unregister(place.socket)
             place.has_ended = True
             return []
         if b"\n" not in place.unread and len(place.unread) < REPLY_LIMIT:
-            if place.key in self._deadlines:  # the rest had to wait for room in the socket
+            if is_first and place.key in self._deadlines:  # the rest had to wait for room in the socket
                 self._deadlines[place.key] = time.monotonic() + self.args.env_timeout
             return []
         line, _, place.unread = place.unread.partition(b"\n")
