@@ -18,6 +18,7 @@ import pytest
 from families import end_tokens, tokenizer_of
 from test_pool import Args, answers
 
+from rl.environments import desk, json_server
 from rl.environments.pool import Environments
 from rl.errors import UserError
 from rl.rewards.descendants import descendants
@@ -288,6 +289,58 @@ def test_rubbish_at_the_port_costs_nobody_anything(pool):
             client.sendall(rubbish)
     begin(pool, "a")
     assert take(pool)["row"]["name"] == "a"
+
+
+@pytest.fixture
+def server(monkeypatch) -> Iterator[desk.Desk]:
+    """The gateway's server in this process, with short limits."""
+    monkeypatch.setattr(desk, "HEAD_SECONDS", 1.0)
+    monkeypatch.setattr(json_server, "BODY_SECONDS", 1.0)
+    monkeypatch.setattr(desk, "STRANGERS", 3)
+    server = desk.Desk({"secret": SECRET, "host": "127.0.0.1", "port": 0, "url": "", "timeout": 1.0})
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def closed_after(client: socket.socket, dripping: bytes = b"") -> float:
+    """Seconds until the server closes the connection, to which one byte after another is sent."""
+    client.settimeout(0.1)
+    started = time.monotonic()
+    while time.monotonic() < started + 20:
+        with contextlib.suppress(TimeoutError):
+            try:
+                client.sendall(dripping)
+                if not client.recv(1 << 16):
+                    break
+            except ConnectionError:
+                break
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("key", [SECRET, "wrong"])
+def test_a_request_that_drips_has_a_time_limit(server, key):
+    """Its head, and its body."""
+    head = f"POST /v1/episodes/next HTTP/1.1\r\nAuthorization: Bearer {key}\r\nContent-Length: 50000\r\n"
+    for beginning, dripping in ((head, b""), (head, b"x"), (head + "\r\n", b""), (head + "\r\n", b" ")):
+        with socket.create_connection(server.server_address) as client:
+            client.sendall(beginning.encode())
+            assert closed_after(client, dripping) < 10
+
+
+def test_connections_without_a_key_do_not_keep_workers_out(server, monkeypatch):
+    monkeypatch.setattr(desk, "HEAD_SECONDS", 60.0)
+    clients = [socket.create_connection(server.server_address) for _ in range(20)]
+    for client in clients:
+        client.sendall(b"POST /")
+    assert max(closed_after(client) for client in clients[:17]) < 10
+    for _ in range(10):
+        with socket.create_connection(server.server_address) as worker:
+            worker.sendall(f"GET /v1/episodes HTTP/1.1\r\nAuthorization: Bearer {SECRET}\r\n\r\n".encode())
+            assert b" 200 " in worker.recv(1 << 16)
+    for client in clients:
+        client.close()
 
 
 def test_the_end_is_said_to_whoever_asks(model, monkeypatch):
