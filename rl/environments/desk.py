@@ -231,7 +231,7 @@ class DeskHandler(Handler):
         if episode is None:
             self.write(204, "application/json", b"")
             return
-        url = f"http://{self.headers['Host']}" if "Host" in self.headers else self.server.settings["url"]  # as workers see it
+        url = self._url()
         more = {"base_url": f"{url}/v1", "api_key": episode.key, "model": MODEL, "timeout": self.server.settings["timeout"]}
         try:
             self.send(200, episode.offer | more)
@@ -240,6 +240,13 @@ class DeskHandler(Handler):
             raise
         with contextlib.suppress(OSError):
             episode.tell(TAKEN)
+
+    def _url(self) -> str:
+        """Return the server's address as the worker sees it, through a TLS proxy also."""
+        if "Host" not in self.headers:
+            return self.server.settings["url"]
+        scheme = self.headers.get("X-Forwarded-Proto", "").lower()
+        return f"{scheme if scheme in ('http', 'https') else 'http'}://{self.headers['Host']}"
 
     def status(self, _: dict) -> dict:
         """Return the numbers of episodes."""

@@ -176,6 +176,14 @@ def test_an_episode_is_what_a_command_s_is(pool):
     assert answers(pool, ["a"])["a"]["reward"] == 0.5
 
 
+@pytest.mark.parametrize(("scheme", "expected"), [("https", "https"), ("HTTP", "http"), ("gopher", "http")])
+def test_a_worker_behind_a_tls_proxy_calls_the_proxy(pool, scheme, expected):
+    begin(pool, "a")
+    headers = {"Authorization": f"Bearer {SECRET}", "Host": "example.org", "X-Forwarded-Proto": scheme}
+    with urllib.request.urlopen(urllib.request.Request(f"{url_of(pool)}/episodes/next", b"{}", headers), timeout=60) as reply:
+        assert json.load(reply)["base_url"] == f"{expected}://example.org/v1"
+
+
 def test_a_key_opens_its_own_door_alone(pool):
     begin(pool, "a")
     for key in ("", "wrong", SECRET + "x", "ü", "0-1-" + "0" * 32):
