@@ -44,9 +44,12 @@ class Call:
             if body.get(name) not in (None, usual):
                 raise Refused(400, f"{name} {json.dumps(body[name]):.100}: the policy samples one answer, as it likes")
         self.messages, self.tools = as_messages(body.get("messages")), as_tools(body.get("tools"))
-        self.most = body.get("max_completion_tokens") or body.get("max_tokens")  # limit of the tokens to sample
-        if self.most is not None and (type(self.most) is not int or self.most < 1):
-            raise Refused(400, f"max_tokens {self.most!r:.100}: a number of tokens")
+        self.most: int | None = None  # limit of the tokens to sample
+        for name in ("max_tokens", "max_completion_tokens"):  # if both are given, the second counts
+            most = body.get(name)
+            if most is not None and (type(most) is not int or most < 1):
+                raise Refused(400, f"{name} {most!r:.100}: must be a whole number of at least 1")
+            self.most = self.most if most is None else most
         self.streams = bool(body.get("stream"))
         options = body.get("stream_options")
         self.counts = not self.streams or (isinstance(options, dict) and bool(options.get("include_usage")))
@@ -75,12 +78,12 @@ def as_messages(value: Any) -> list[dict]:
     """Return a request's messages: role and content (text), an assistant's "calls", [{name, arguments}], and a tool's name.
     Raise Refused for messages of any other form."""
     if not isinstance(value, list) or not value:
-        raise Refused(400, "messages: a list with one message at least")
+        raise Refused(400, "messages: must be a list with at least one message")
     messages, names = [], {}
     for number, given in enumerate(value):
         where = f"messages[{number}]"
         if not isinstance(given, dict) or given.get("role") not in ROLES:
-            raise Refused(400, f"{where}: no object with a role of {', '.join(ROLES)}")
+            raise Refused(400, f"{where}: must be an object whose role is one of {', '.join(ROLES)}")
         message = {"role": ROLES[given["role"]], "content": _text(given.get("content"), where)}
         if message["role"] == "assistant":
             message["content"] = message["content"].strip()
@@ -96,7 +99,7 @@ def _text(content: Any, where: str) -> str:
     if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
         raise Refused(400, f"{where}: only text is possible here, no images or other parts")
     if not all(isinstance(part.get("text"), str) for part in parts):
-        raise Refused(400, f"{where}: its content is no text")
+        raise Refused(400, f"{where}: its content is not text")
     return "".join(part["text"] for part in parts)
 
 
@@ -104,7 +107,7 @@ def _call(given: Any, names: dict[str, str], where: str) -> dict:
     """Return the parsed call; its arguments stay text if they are not JSON. names: tools by call id; the call is added."""
     function = given.get("function") if isinstance(given, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Refused(400, f"{where}: a tool call is no {{id, type, function: {{name, arguments}}}}")
+        raise Refused(400, f"{where}: a tool call must have the form {{id, type, function: {{name, arguments}}}}")
     names[str(given.get("id"))] = function["name"]
     arguments = function.get("arguments") or "{}"
     with contextlib.suppress(ValueError, TypeError, RecursionError):
@@ -118,7 +121,7 @@ def as_tools(value: Any) -> list[dict]:
     for number, tool in enumerate(value if isinstance(value, list) else [value] if value else []):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise Refused(400, f"tools[{number}]: no {{type: function, function: {{name, parameters}}}}")
+            raise Refused(400, f"tools[{number}]: must have the form {{type: function, function: {{name, parameters}}}}")
         tools.append({"type": "function", "function": function | {"parameters": function.get("parameters") or {}}})
     return tools
 
@@ -186,7 +189,7 @@ class ChatHandler(Handler):
         try:
             call = Call(body)
         except (ValueError, TypeError, RecursionError) as error:
-            raise Refused(400, f"the request is no chat completion: {error}") from None
+            raise Refused(400, f"the request is not a chat completion: {error}") from None
         if self.server.ended.locked():
             raise Refused(410, ENDED)
         self.server.news.put(call)

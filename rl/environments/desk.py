@@ -27,14 +27,15 @@ from types import MappingProxyType
 from typing import Any
 
 from rl.environments.chat import ENDED, MODEL
-from rl.environments.json_server import Handler, Refused, Server
+from rl.environments.json_server import Handler, Refused, Server, set_deadline
 from rl.rewards import descendants
 
 LARGEST = 1 << 16  # bytes of a message between this process and the rank
 POLL = 20.0  # seconds that a worker waits for an episode before it is asked to come again
 PATIENCE = 60.0  # seconds without a worker after which the console says so
 HEAD = 1 << 16  # bytes of a request's head
-HEAD_SECONDS = 10.0  # time limit for receiving the head
+HEAD_SECONDS = 10.0  # time limit for receiving the whole head
+STRANGERS = 256  # connections that have not shown a valid key: one more closes the oldest
 LINGER = (1.0, 5.0)  # seconds to keep answering after the run: minimum; maximum, while a worker with an episode does not know
 PORT_SECONDS = 10.0  # time limit for a port to become free
 OVER = "the run has ended: there will be no more episodes"
@@ -67,10 +68,36 @@ class Desk(Server):
         self.unaware: set[str] = set()  # keys of workers that do not know yet that the run is over
         self.asked = 0.0  # time of the last worker's request for an episode
         self._run, self._count = secrets.token_hex(4), 0
+        self._strangers: dict[socket.socket, None] = {}  # oldest first
+        self._door = threading.Lock()  # of the strangers
         super().__init__((settings["host"], settings["port"]), DeskHandler)
+
+    def process_request(self, request: socket.socket, client_address: Any) -> None:
+        """Start the connection's thread. Connections without a key cannot use up the open files: the oldest is closed."""
+        with self._door:
+            self._strangers[request] = None
+            if len(self._strangers) > STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                with contextlib.suppress(OSError):  # it has been disconnected
+                    oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def is_stranger(self, request: socket.socket) -> bool:
+        """Return whether the connection is open and has not shown a valid key."""
+        with self._door:
+            return request in self._strangers
+
+    def forget(self, request: socket.socket) -> bool:
+        """Count the connection as a stranger's no longer. Return False if it has been closed as the oldest."""
+        with self._door:
+            was_open = request in self._strangers
+            self._strangers.pop(request, None)
+        return was_open
 
     def shutdown_request(self, request: socket.socket) -> None:
         """Close only this process's file: the connection may belong to an episode's process now."""
+        self.forget(request)
         self.close_request(request)
 
     def sign(self, name: str) -> str:
@@ -80,6 +107,10 @@ class Desk(Server):
     def is_signed(self, key: str) -> bool:
         """Return whether the key is an episode's, of this run or of another run with the same secret."""
         return hmac.compare_digest(self.sign(key.rpartition("-")[0]), key)
+
+    def knows(self, key: str) -> bool:
+        """Return whether the key is the secret or an episode's."""
+        return hmac.compare_digest(key, self.key) or self.is_signed(key)
 
     def offer(self, offer: dict, channel: socket.socket) -> Episode:
         """Let workers take an episode."""
@@ -161,21 +192,27 @@ class DeskHandler(Handler):
 
     def handle(self) -> None:
         """Hand a connection with an episode's key to the episode's process."""
-        episode = self.server.alive.get(self._peek())
+        key = self._peek()
+        if key is None or (self.server.knows(key) and not self.server.forget(self.connection)):
+            return
+        episode = self.server.alive.get(key)
         if episode and not self.server.is_over:
             with contextlib.suppress(OSError):  # the episode ends at this moment
                 episode.tell(CALLED, self.connection.fileno())
                 return
         super().handle()
 
-    def _peek(self) -> str:
-        """Return the request's key without consuming the request."""
+    def _peek(self) -> str | None:
+        """Return the request's key without consuming the request; None without a whole head. Raise TimeoutError after
+        HEAD_SECONDS."""
         deadline = time.monotonic() + HEAD_SECONDS
-        self.connection.settimeout(HEAD_SECONDS)
-        while time.monotonic() < deadline:
+        while True:
+            set_deadline(self.connection, deadline)
             head = self.connection.recv(HEAD, socket.MSG_PEEK)
-            if not head or b"\r\n\r\n" in head or len(head) == HEAD:
+            if b"\r\n\r\n" in head:
                 break
+            if not head or len(head) == HEAD or not self.server.is_stranger(self.connection):
+                return None
             time.sleep(0.01)
         self.connection.settimeout(None)
         found = re.search(rb"\r\nAuthorization: *Bearer +([\x21-\x7e]+) *\r\n", head.partition(b"\r\n\r\n")[0] + b"\r\n", re.I)
@@ -194,7 +231,7 @@ class DeskHandler(Handler):
         if episode is None:
             self.write(204, "application/json", b"")
             return
-        url = f"http://{self.headers['Host']}" if "Host" in self.headers else self.server.settings["url"]  # as workers see it
+        url = self._url()
         more = {"base_url": f"{url}/v1", "api_key": episode.key, "model": MODEL, "timeout": self.server.settings["timeout"]}
         try:
             self.send(200, episode.offer | more)
@@ -203,6 +240,13 @@ class DeskHandler(Handler):
             raise
         with contextlib.suppress(OSError):
             episode.tell(TAKEN)
+
+    def _url(self) -> str:
+        """Return the server's address as the worker sees it, through a TLS proxy also."""
+        if "Host" not in self.headers:
+            return self.server.settings["url"]
+        scheme = self.headers.get("X-Forwarded-Proto", "").lower()
+        return f"{scheme if scheme in ('http', 'https') else 'http'}://{self.headers['Host']}"
 
     def status(self, _: dict) -> dict:
         """Return the numbers of episodes."""
@@ -249,15 +293,16 @@ def main(parent: int) -> None:
     try:
         desk = listen(settings)
     except OSError as error:
-        control.send(json.dumps({"failed": str(error)}).encode())
+        control.send(json.dumps({"number": settings["number"], "failed": str(error)}).encode())
         return
     offers = Offers(settings["name"], desk)
     for job in (desk.serve_forever, offers.serve_forever, desk.remind):
         threading.Thread(target=job, daemon=True).start()
-    control.send(b"{}")
-    while message := control.recv(LARGEST):
-        {"finish": desk.finish, "linger": desk.linger, "status": desk.text}[json.loads(message)["do"]]()
-        control.send(json.dumps({"status": desk.text()}).encode())
+    control.send(json.dumps({"number": settings["number"]}).encode())
+    while data := control.recv(LARGEST):
+        message = json.loads(data)
+        {"finish": desk.finish, "linger": desk.linger, "status": desk.text}[message["do"]]()
+        control.send(json.dumps({"number": message["number"], "status": desk.text()}).encode())
 
 
 def listen(settings: dict) -> Desk:

@@ -4,12 +4,22 @@ import hmac
 import json
 import socket
 import socketserver
+import time
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 LARGEST, LARGEST_OF_STRANGERS = 1 << 26, 1 << 16  # bytes of a request with a valid key, and of one without
-BODY_SECONDS = 60.0  # time limit for receiving the body
+BODY_SECONDS = 60.0  # time limit for receiving the whole body
+PART = 1 << 20  # bytes of the body that are read at once
+
+
+def set_deadline(connection: socket.socket, deadline: float) -> None:
+    """Let the next read of the connection wait until the deadline. Raise TimeoutError if it has passed."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    connection.settimeout(left)
 
 
 class Refused(Exception):
@@ -58,9 +68,9 @@ class Handler(BaseHTTPRequestHandler):
             try:
                 body = json.loads(text or b"{}")
             except (ValueError, RecursionError) as error:
-                raise Refused(400, f"the request is no JSON: {error}") from None
+                raise Refused(400, f"the request is not JSON: {error}") from None
             if not isinstance(body, dict):
-                raise Refused(400, "the request is no JSON object")
+                raise Refused(400, "the request is not a JSON object")
             answer = getattr(self, name)(body)
         except Refused as refused:
             self.send(refused.status, refused.body)
@@ -83,12 +93,18 @@ class Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or int(length) > most:
             self.close_connection = True
-            raise Refused(413 if length.isdecimal() else 411, f"Content-Length: a number up to {most}")
-        self.connection.settimeout(BODY_SECONDS)
+            raise Refused(413 if length.isdecimal() else 411, f"Content-Length: must be a number up to {most}")
+        deadline, body = time.monotonic() + BODY_SECONDS, bytearray()
         try:
-            return self.rfile.read(int(length))
+            while missing := int(length) - len(body):
+                set_deadline(self.connection, deadline)
+                part = self.rfile.read1(min(missing, PART))
+                if not part:
+                    break
+                body += part
         finally:
             self.connection.settimeout(None)
+        return bytes(body)
 
     def is_open(self) -> bool:
         """Return whether the client still has the connection open."""

@@ -29,6 +29,7 @@ from rl.rewards import descendants
 from rl.rewards.environment import check_passed
 from rl.rewards.score import plain
 
+LARGEST_PORT = 65_535
 START_LIMIT = 120  # seconds to import the tokenizer and the user's file; also the limit to fork an episode's process
 REPLY_LIMIT = 1 << 26  # bytes of one answer
 MOST_STARTS = 4  # of the warm process; only an environment could have ended it
@@ -77,8 +78,6 @@ class Environments:
             "cpu_seconds": args.env_cpu_limit,
         }
         check_passed(args.reward_env)
-        if args.serve_policy:
-            read_secret()
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # one socket per episode
         self._starts = self._forks = 0
@@ -118,9 +117,19 @@ class Environments:
             raise UserError(f"{flag} {value}: {self.ready['failed']}")
         self._control.setblocking(False)
 
+    def check(self) -> None:
+        """Raise UserError on a rank that generates if it lacks the secret of --serve-policy."""
+        if self.args.serve_policy:
+            read_secret()
+
     def serve(self, number: int) -> None:
         """Let workers take the episodes of engine `number` (--serve-policy)."""
         port, limit = self.args.serve_policy + number, self.args.env_timeout
+        if port > LARGEST_PORT:
+            raise UserError(
+                f"--serve-policy {self.args.serve_policy}: engine {number} would listen at port {port}, above {LARGEST_PORT}. "
+                "Give a lower port."
+            )
         self._gateway = Gateway(self._settings["gateway"], self.args.serve_host, port, limit)
 
     def close(self) -> None:
@@ -219,13 +228,14 @@ class Environments:
         data = b""
         with contextlib.suppress(BlockingIOError, ConnectionError):
             data = place.socket.recv(1 << 20)
-            place.unread += data
+        is_first = not place.unread
+        place.unread += data
         if not data:
             self._selector.unregister(place.socket)
             place.has_ended = True
             return []
         if b"\n" not in place.unread and len(place.unread) < REPLY_LIMIT:
-            if place.key in self._deadlines:  # the rest had to wait for room in the socket
+            if is_first and place.key in self._deadlines:  # the rest had to wait for room in the socket
                 self._deadlines[place.key] = time.monotonic() + self.args.env_timeout
             return []
         line, _, place.unread = place.unread.partition(b"\n")

@@ -300,6 +300,8 @@ def make_generator(
 ) -> Generator:
     """Return this rank's generator, with the engine that the flags ask for."""
     check_ring(args, job.path)
+    if job.environments:
+        job.environments.check()
     length = args.max_prompt_length + args.max_response_length
     adapters = args if args.publishes_adapters else None
     engine = make_engine(job.path, args, length, args.dtype, ranks.device, args.trust_remote_code, adapters)

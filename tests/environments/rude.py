@@ -81,6 +81,14 @@ class Rude:
             time.sleep(1000)
         return [], 1.0, True
 
+    def _drips(self, message):
+        for _ in range(50):
+            for file in range(3, 64):
+                with contextlib.suppress(OSError):
+                    os.write(file, b" ")
+            time.sleep(0.2)
+        return [], 1.0, True
+
     def _sleeps(self, message):
         time.sleep(1.0)
         return [], 1.0, True

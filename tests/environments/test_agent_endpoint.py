@@ -42,7 +42,8 @@ assert [model.id for model in client.models.list()] == ["policy"]
 assert "there is no model 'gpt'" in refused(openai.NotFoundError, model="gpt")
 assert "only text" in refused(openai.BadRequestError, messages=[{"role": "user", "content": [{"type": "image_url"}]}])
 assert "the policy samples one answer" in refused(openai.BadRequestError, n=2)
-assert "a number of tokens" in refused(openai.BadRequestError, max_tokens=-1)
+for it in ({"max_tokens": -1}, {"max_tokens": 0}, {"max_completion_tokens": 0}, {"max_tokens": 5, "max_completion_tokens": 0}):
+    assert "must be a whole number of at least 1" in refused(openai.BadRequestError, **it)
 assert "not this session's" in str(refused(openai.AuthenticationError, extra_headers={"Authorization": "Bearer sk-1"}))
 tools = [json.loads(sys.argv[1])]
 said = client.chat.completions.create(model="policy", messages=messages, tools=tools, temperature=0.1)

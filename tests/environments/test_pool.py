@@ -175,6 +175,12 @@ def test_a_long_answer_may_wait_for_a_rank_that_learns(model):
     pool.close()
 
 
+def test_an_answer_that_drips_does_not_avoid_the_time_limit(model, tokenizer):
+    pool = environments(model, env_timeout=1.0)
+    assert played(pool, tokenizer, "drips")["drips"]["event"] == "timeout"
+    pool.close()
+
+
 def test_many_slow_ones_do_not_hold_up_a_fast_one(rude, tokenizer):
     """Complaint 17: 20 sleep a second each; the fast one's answer is there before any of theirs."""
     slow = [f"sleeps{'' if i == 0 else ' '}{i or ''}" for i in range(20)]

@@ -18,6 +18,7 @@ import pytest
 from families import end_tokens, tokenizer_of
 from test_pool import Args, answers
 
+from rl.environments import desk, json_server
 from rl.environments.pool import Environments
 from rl.errors import UserError
 from rl.rewards.descendants import descendants
@@ -175,6 +176,14 @@ def test_an_episode_is_what_a_command_s_is(pool):
     assert answers(pool, ["a"])["a"]["reward"] == 0.5
 
 
+@pytest.mark.parametrize(("scheme", "expected"), [("https", "https"), ("HTTP", "http"), ("gopher", "http")])
+def test_a_worker_behind_a_tls_proxy_calls_the_proxy(pool, scheme, expected):
+    begin(pool, "a")
+    headers = {"Authorization": f"Bearer {SECRET}", "Host": "example.org", "X-Forwarded-Proto": scheme}
+    with urllib.request.urlopen(urllib.request.Request(f"{url_of(pool)}/episodes/next", b"{}", headers), timeout=60) as reply:
+        assert json.load(reply)["base_url"] == f"{expected}://example.org/v1"
+
+
 def test_a_key_opens_its_own_door_alone(pool):
     begin(pool, "a")
     for key in ("", "wrong", SECRET + "x", "ü", "0-1-" + "0" * 32):
@@ -290,6 +299,58 @@ def test_rubbish_at_the_port_costs_nobody_anything(pool):
     assert take(pool)["row"]["name"] == "a"
 
 
+@pytest.fixture
+def server(monkeypatch) -> Iterator[desk.Desk]:
+    """The gateway's server in this process, with short limits."""
+    monkeypatch.setattr(desk, "HEAD_SECONDS", 1.0)
+    monkeypatch.setattr(json_server, "BODY_SECONDS", 1.0)
+    monkeypatch.setattr(desk, "STRANGERS", 3)
+    server = desk.Desk({"secret": SECRET, "host": "127.0.0.1", "port": 0, "url": "", "timeout": 1.0})
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def closed_after(client: socket.socket, dripping: bytes = b"") -> float:
+    """Seconds until the server closes the connection, to which one byte after another is sent."""
+    client.settimeout(0.1)
+    started = time.monotonic()
+    while time.monotonic() < started + 20:
+        with contextlib.suppress(TimeoutError):
+            try:
+                client.sendall(dripping)
+                if not client.recv(1 << 16):
+                    break
+            except ConnectionError:
+                break
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("key", [SECRET, "wrong"])
+def test_a_request_that_drips_has_a_time_limit(server, key):
+    """Its head, and its body."""
+    head = f"POST /v1/episodes/next HTTP/1.1\r\nAuthorization: Bearer {key}\r\nContent-Length: 50000\r\n"
+    for beginning, dripping in ((head, b""), (head, b"x"), (head + "\r\n", b""), (head + "\r\n", b" ")):
+        with socket.create_connection(server.server_address) as client:
+            client.sendall(beginning.encode())
+            assert closed_after(client, dripping) < 10
+
+
+def test_connections_without_a_key_do_not_keep_workers_out(server, monkeypatch):
+    monkeypatch.setattr(desk, "HEAD_SECONDS", 60.0)
+    clients = [socket.create_connection(server.server_address) for _ in range(20)]
+    for client in clients:
+        client.sendall(b"POST /")
+    assert max(closed_after(client) for client in clients[:17]) < 10
+    for _ in range(10):
+        with socket.create_connection(server.server_address) as worker:
+            worker.sendall(f"GET /v1/episodes HTTP/1.1\r\nAuthorization: Bearer {SECRET}\r\n\r\n".encode())
+            assert b" 200 " in worker.recv(1 << 16)
+    for client in clients:
+        client.close()
+
+
 def test_the_end_is_said_to_whoever_asks(model, monkeypatch):
     """A worker that waits for an episode, and one that has one; then the port is free."""
     pool = serving(model, monkeypatch)
@@ -316,12 +377,36 @@ def test_what_cannot_be_served_is_a_message(model, monkeypatch):
     for flags, said in zip(wrong, ("--turn-rewards with --serve-policy", "--env-lock-step on with"), strict=True):
         with pytest.raises(UserError, match=said):
             Args(serve_policy=1, **flags).check()
+    monkeypatch.delenv("SERVE_POLICY_KEY", raising=False)
+    pool = Environments(Args(serve_policy=65_530), model, end_tokens("qwen2_5"), 300)  # a replay and a learner need no secret
     for secret in ("", "short", "with a blank in it, though long"):
         monkeypatch.setenv("SERVE_POLICY_KEY", secret)
-        with pytest.raises(UserError, match="set SERVE_POLICY_KEY"):
-            Environments(Args(serve_policy=1), model, end_tokens("qwen2_5"), 300)
+        for starts in (pool.check, lambda: pool.serve(0)):
+            with pytest.raises(UserError, match="set SERVE_POLICY_KEY"):
+                starts()
+    monkeypatch.setenv("SERVE_POLICY_KEY", SECRET)
+    pool.check()
+    with pytest.raises(UserError, match="--serve-policy 65530: engine 6 would listen at port 65536, above 65535"):
+        pool.serve(6)
+    pool.close()
     with pytest.raises(UserError, match=r"cannot listen at 203\.0\.113\.1:"):
         serving(model, monkeypatch, serve_host="203.0.113.1")
+
+
+def test_the_status_does_not_wait_for_a_silent_gateway_and_a_late_answer_is_skipped(pool):
+    (pid,) = descendants(pool._gateway._process.pid)
+    os.kill(pid, signal.SIGSTOP)
+    started = time.monotonic()
+    try:
+        assert pool._gateway.status() == "its process does not answer"
+        assert time.monotonic() - started < 10
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    begin(pool, "a")
+    until = time.monotonic() + 30
+    while not post(pool, "episodes", SECRET)[1]["waiting"] and time.monotonic() < until:
+        pool.poll(0.1)
+    assert pool._gateway.status().startswith("1 wait for workers")
 
 
 def test_a_gateway_that_was_killed_ends_the_run(pool):
