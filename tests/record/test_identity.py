@@ -127,7 +127,7 @@ def test_a_teacher_s_prompt_that_leaves_rows_out_is_refused_in_any_case(demo_mod
             assert now.check(was, Path("x"))[0].startswith("--filter-overlong-prompts: was False")
             continue
         number = len(PromptDataset(["demo"], "train", tokenizer, args))
-        said = f"x is of a run with {number:,} training prompts, and now there are {len(prompts):,}, .*raise --teacher-max-prompt"
+        said = f"x is of a run with {number:,} training prompts, and now there are {len(prompts):,}, .*raise --teacher-max"
         with pytest.raises(UserError, match=said):
             now.check(was, Path("x"))
 
