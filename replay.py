@@ -174,6 +174,7 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
     """Train on each recorded step, as the script's `train` does."""
     from rl.algorithm.kl_control import KLControl  # now that the script has imported its losses
     from rl.algorithm.metrics import staleness_metrics
+    from rl.record.identity import check_number
     from rl.setup import make_learner, set_up
     from rl.training_run import TrainingRun
 
@@ -183,6 +184,7 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
     name = name if "experiment_name" in replay.changed else f"replay-{replay.run_dir.name}"
     args = replace(replay.args, record_samples=None, resume_mode="disable", experiment_name=name, val_only=False, push_to=None)
     job = set_up(replace(args, test_freq=0), script.__file__)
+    check_number(start["contents"], job.prompts, replay.record.directory)
     total_steps = job.total_steps if LENGTH & {*replay.changed} else start["total_steps"]
     learner, kl_control = make_learner(args, replace(job, total_steps=total_steps), ranks), KLControl(args)
     if replay.checkpoint:

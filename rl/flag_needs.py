@@ -98,7 +98,7 @@ REFERENCE = Need(
     lambda args: bool(args.needs_reference or args.has_second_model),
     (False,),
 )
-NO_STEPS = Need("with --total-training-steps, which decides alone", lambda args: args.total_training_steps is None)
+NO_STEPS = Need("with --total-training-steps, which overrides it", lambda args: args.total_training_steps is None)
 VALIDATION = Need("without --test-freq above 0", lambda args: args.test_freq > 0 or args.val_only, (False, -1, 0))
 WANDB = Need("without --logger wandb", lambda args: "wandb" in args.logger, ("disabled",))
 IMAGES = Need("with a model that takes no images", lambda args, facts: facts.takes_images, later=True)

@@ -62,7 +62,7 @@ HERE = EARLIER | {  # unknown flag -> its replacement
     "--beta": "--use-kl-loss --kl-loss-coef",
     "--epsilon": "--clip-ratio-low and --clip-ratio-high",
     "--epsilon-high": "--clip-ratio-high",
-    "--delta": "--clip-ratio-c, where the advantage is negative alone",
+    "--delta": "--clip-ratio-c, only for negative advantages",
     "--loss-type": "--loss-agg-mode, --adv-estimator or --loss-mode",
     "--importance-sampling-level": "--loss-mode gspo for sequences",
     "--scale-rewards": "--adv-estimator dr_grpo for none, grpo_batch_std for batch",

@@ -255,7 +255,7 @@ class TrainingRun:
             metrics = metrics | {"prompts/skipped": len(gone["skipped"])}
         seconds = {name: value for name, value in self.timer.seconds.items() if name != "testing"}
         if control := self.learner.entropy_control:
-            metrics = metrics | control.update(metrics["actor/entropy"])
+            metrics = metrics | control.after_step(batch, metrics["actor/entropy"], self.learner.is_frozen)
         metrics = metrics | self.learner.perf_metrics(batch, seconds, self.num_ranks) | self.learner.router_metrics()
         metrics |= {"training/global_step": step, "training/epoch": self.job.order(max(batch.tickets))[0]}
         metrics |= self._look_at_step(step, batch, metrics, gone)

@@ -85,7 +85,8 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
 
     @property
     def policy_loss(self) -> losses.PolicyLoss:
-        """The function of --loss-mode, with the masks of --off-policy-mask-threshold and --top-entropy-quantile if given."""
+        """The function of --loss-mode, with --score-centering and the masks of --off-policy-mask-threshold and
+        --top-entropy-quantile if given."""
         loss = losses.POLICY_LOSSES[self.loss_mode]
         if self.score_centering:
             loss = centered(loss)

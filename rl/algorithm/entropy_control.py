@@ -10,6 +10,7 @@ from typing import Annotated
 
 import losses
 from rl.errors import UserError
+from rl.learning.batch import Batch
 from rl.ranges import Range
 
 MEANS = ("token-mean", "seq-mean-token-mean")  # aggregations for which actor/entropy is the entropy per token
@@ -66,6 +67,13 @@ class EntropyControl:
         )
         self.is_low = entropy <= args.entropy_target
         return {"actor/entropy_coeff": used}
+
+    def after_step(self, batch: Batch, entropy: float, is_frozen: bool) -> dict[str, float]:
+        """Take a step's entropy like `update`, unless the step says nothing about the bonus: it trained no token, or left the
+        policy as it was (is_frozen). A collective of the learners that share the batch."""
+        if is_frozen or not batch.sum_over_ranks(batch.trained.sum()):
+            return {"actor/entropy_coeff": self.applied}
+        return self.update(entropy)
 
     def state(self) -> dict:
         return {"coef": self.coef, "is_low": self.is_low}

@@ -92,9 +92,10 @@ class TeacherArgs:
                 f"--teacher-prompt {self.teacher_prompt!r} is the same for all rows. Put {{prompt}} into it, and what the "
                 "teacher is to know, such as {ground_truth}."
             )
-        elif self.agent:
+        elif self.has_agent:
             raise UserError(
-                "--teacher-prompt with --agent: an agent's later conversations hold the policy's prompt. Leave one of them out."
+                f"--teacher-prompt with {self.environment_flag[0]}: an agent's later conversations hold the policy's prompt. "
+                "Leave one of them out."
             )
 
 

@@ -115,8 +115,7 @@ class Episodes(Responses):
         super().proceed()
 
     def score(self, id: tuple[int, int]) -> Score | None:
-        """Return an ended episode's score by its environment; None if a verifier has to score it. An episode that was cut
-        before its environment could score it gets 0."""
+        """Return an ended episode's score by its environment, 0 if it was cut before; None if a verifier has to score it."""
         episode = self._of[id]
         if episode.event or episode.rewards:
             return episode.event or Score(sum(reward for _, reward in episode.rewards))

@@ -46,7 +46,7 @@ class Generator:
         self.responses = responses or Responses(engine)
         self.working = self.responses.working
         self._rows: list[dict] = []  # of the current validation
-        self._unusable: list[int] = []  # keys of prompts whose images cannot be prepared
+        self._over: list[int] = []  # keys that ended as they began: recorded ones, and those without images
         self.history = None  # of the prompts, with --prompt-sampling
         if args.prompt_sampling != "uniform":
             from rl.samples.prompt_history import PromptHistory  # late: no other run needs it
@@ -102,7 +102,7 @@ class Generator:
     def decode(self) -> list[Output] | None:
         """Sample the next token of every response under way: one step of the engine. Return the responses that end with it;
         None if there was nothing to sample."""
-        return None if self._unusable else self.responses.decode(self.timer)
+        return None if self._over else self.responses.decode(self.timer)
 
     def score(self, ended: list[Output] | None, wait: float = 2e-3, idle: str = "wait") -> list[Group]:
         """Give the responses that `decode` returned to the scoring pool, and return the groups whose responses have all been
@@ -112,8 +112,8 @@ class Generator:
 
     def _take_scores(self, ended: list[Output] | None, wait: float, idle: str = "wait") -> list[int]:
         """Submit the ended responses and collect scores. Return the keys that may be done."""
-        if self._unusable:
-            keys, self._unusable = self._unusable, []
+        if self._over:
+            keys, self._over = self._over, []
             return keys
         if ended is not None:
             with self.timer("score"):
@@ -170,7 +170,7 @@ class Generator:
         self.responses.proceed()
         for ticket in tickets:
             self.start(ticket)
-        self._unusable = []  # their keys are in `ended`
+        self._over = []  # their keys are in `ended`
         ended = sorted(key for key, work in self.working.items() if work.has_ended)
         while len(ended) < len(tickets) or self.pool.pending:
             if self.give_up():
@@ -260,6 +260,8 @@ class Generator:
         before = [recorded(request.id, partial, work) for request in work.requests]
         for output in self.responses.begin(key, work, before, partial and partial.prompt_ids.tolist()):
             self._submit(output)
+        if work.has_ended:
+            self._over.append(key)
 
     def _requests(self, key: int, work: Work, sampling: SamplingParams) -> list[Request]:
         """Return one request per response."""
@@ -277,7 +279,7 @@ class Generator:
             work.scores[number] = Score(None, event="image", message=message)
             self.pool.events["image"] += 1
         self.working[key] = work
-        self._unusable.append(key)
+        self._over.append(key)
 
     def _submit(self, output: Output) -> None:
         key, number = output.id

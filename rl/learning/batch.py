@@ -276,8 +276,7 @@ def pieces(seq: torch.Tensor) -> Iterator[slice]:
 
 @dataclass
 class MicroBatch:
-    """Whole responses, packed, each prompt once: T tokens in all. n of them, the response tokens in the mask, need
-    log-probs."""
+    """Whole responses, packed, each prompt once: T tokens, of which n, the response tokens in the mask, need log-probs."""
 
     inputs: dict[str, torch.Tensor]  # of the model's forward, on the device: input_ids and position_ids [1, T]
     layout: Packed

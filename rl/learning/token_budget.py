@@ -77,7 +77,7 @@ def _train(args, learner: Learner, sequences: int) -> None:
     learner.args = dataclasses.replace(given, router_replay="off")  # there are no routes
     try:
         for micro in micro_batches(batch, torch.arange(len(groups)), budget, learner.ranks):
-            log_prob, entropy = learner.log_probs(micro, "loss" if args.entropy_coeff else "metric")
+            log_prob, entropy = learner.log_probs(micro, "loss" if args.entropy_coeff or args.entropy_target else "metric")
             (log_prob.sum() + entropy.sum()).mul(1e-6).backward()
             if learner.critic:
                 learner.critic.values(micro).sum().mul(1e-6).backward()

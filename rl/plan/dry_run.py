@@ -167,6 +167,8 @@ def _learn(script, args: CommonArgs, learner: Learner, batch: Batch) -> int:
     Return the tokens of the fullest."""
     sizes = []
     args = dataclasses.replace(args, backward_without_advantage=True)  # the most that it holds
+    if args.entropy_target:  # as in a step with the bonus, which is off at first
+        args = dataclasses.replace(args, entropy_target=None, entropy_coeff=args.entropy_coeff_max)
     script.micro_batches = _two_fullest(script.micro_batches, sizes)
     for _ in range(2):
         script.learn(args, learner, KLControl(args), batch, Timers())

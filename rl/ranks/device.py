@@ -39,6 +39,7 @@ ONE_DRAW_KINDS = {"npu"}  # on which vLLM draws the random numbers of each seed 
 GATHER_TO_ALL_KINDS = {"npu"}  # on which a gather to one rank sends to all, after a pickled broadcast of the shapes (HCCL)
 # Dense peak in bf16, FLOP/s, from the makers' data sheets; the denominator of MFU. An unknown device has no MFU.
 PEAK_FLOPS = {
+    "H100 PCIe": 756e12,  # before H100, with which its name begins
     "H100": 989e12,
     "H200": 989e12,
     "H800": 989e12,

@@ -21,8 +21,10 @@ from rl.hub.tensor_reader import sample
 from rl.model.pretrained import resolve
 from rl.ranges import Content, flag, marks, may_change
 
-# The order of the prompts, the tensors of the optimizer's state and the count of versions depend on these.
+# The order of the prompts, the tensors of the optimizer's state, the count of versions and the width of the sampling masks'
+# records depend on these.
 MUST_STAY = {"seed", "shuffle", "prompt_sampling", "optim", "freeze_vision_tower", "lora_rank", "lora_alpha", "lora_target"}
+MUST_STAY |= {"top_k", "keep_sampling_mask", "score_centering"}
 MUST_STAY_IN_A_STREAM = {"ppo_mini_batch_size", "train_batch_size", "publish_every"}
 
 
@@ -59,6 +61,8 @@ class Identity:
                 f"{where} was written with {flag(name)} {old.get(name)}, now it is {now[name]}; its state means nothing under "
                 "another value. Give the old one, or start a new run with another --experiment-name."
             )
+        if now["teacher_prompt"] is not None or old["teacher_prompt"] is not None:
+            check_number(was["contents"], self.prompts, where)
         lines += self._other_contents(was)
         if lines and not self.args.resume_anyway:
             raise UserError(
@@ -81,6 +85,18 @@ class Identity:
                 named = [str(of.get(name, "the model's")) for of in (was["flags"], self.record["flags"])]
                 what = "the tokenizer" if name == "tokenizer" else f"the content of {flag(name)}"
                 yield f"{what}: was {named[0]} ({old}), is {named[1]} ({new})"
+
+
+def check_number(contents: dict, prompts: PromptDataset, where: Path) -> None:
+    """Raise UserError if the samples at `where` are of a run with another number of prompts, in which each ticket has another
+    row. contents: of that run's record."""
+    number = int(contents["train_files"].split()[0])
+    if len(prompts) != number:
+        raise UserError(
+            f"{where} is of a run with {number:,} training prompts, and now there are {len(prompts):,}, so its samples would "
+            "belong to other rows. Give the same data and limits. --filter-overlong-prompts also leaves out rows whose "
+            "--teacher-prompt is too long: raise --teacher-max-prompt-length."
+        )
 
 
 def _digest_model(path: str) -> str:

@@ -83,7 +83,8 @@ class Group:
         return min((int(r.versions.min()) for r in self.responses if len(r.versions)), default=sys.maxsize)
 
     def to_bytes(self) -> bytes:
-        """Return the group as bytes: a JSON header with the lengths, then the raw arrays. Nothing is pickled."""
+        """Return the group as bytes: a JSON header with the lengths, then the raw arrays. Nothing is pickled. Raise ValueError
+        if the records of the sampling masks differ in width."""
         header = {
             "ticket": self.ticket,
             "data_source": self.data_source,
@@ -101,8 +102,11 @@ class Group:
             has = [r.routes is not None for r in self.responses]
             header["routes"] = [str(self.prompt_routes.dtype), *self.prompt_routes.shape[1:], has]
         supports = [r.support for r in self.responses]
-        if width := next((support.shape[1] for support in supports if support is not None), 0):
-            header["support"] = [width, [support is not None for support in supports]]
+        widths = sorted({support.shape[1] for support in supports if support is not None})
+        if len(widths) > 1:
+            raise ValueError(f"ticket {self.ticket}: the sampling masks of its responses have records of {widths} columns")
+        if widths:
+            header["support"] = [*widths, [support is not None for support in supports]]
         head = json.dumps(header).encode()
         arrays = [self.prompt_ids.astype(np.int32)]
         for r in self.responses:

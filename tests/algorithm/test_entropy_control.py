@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import torch
+from helpers import make_group
 from hypothesis import given
 from hypothesis import strategies as st
 from trainer import Trainer
@@ -11,6 +13,7 @@ import losses
 import train_sync
 from rl.algorithm.entropy_control import EntropyControl
 from rl.errors import UserError
+from rl.learning.batch import Batch
 from rl.ranges import check
 
 ENTROPIES = st.lists(st.sampled_from([0.0, 0.1, 0.2, 0.3, 2.0]), max_size=30)
@@ -73,6 +76,20 @@ def test_the_bonus_is_in_the_loss_of_the_steps_after_one_of_little_entropy(train
     trainer.ticket = 0
     ((fixed, _),) = trainer.steps(1, entropy_coeff=0.75)
     assert found[2][1] == found[4][1] == fixed["actor/grad_norm"] != found[0][1] == found[3][1]
+
+
+def test_a_step_that_trains_no_token_or_leaves_the_policy_does_not_steer():
+    """Such as one of a critic's warm-up, or one whose tokens are all rejected."""
+    control = EntropyControl(train_sync.Args(entropy_target=0.2, entropy_coeff_delta=0.25))
+    batch, nothing, rejected = (Batch.of([make_group(0, lengths)]) for lengths in ([3, 4], [0, 0], [3, 4]))
+    rejected.targets.rejected = torch.ones_like(rejected.mask)
+    assert control.after_step(batch, 0.1, is_frozen=False) == {"actor/entropy_coeff": 0.0}
+    before = control.state()
+    for its_batch, is_frozen in ((batch, True), (nothing, False), (rejected, False)):
+        assert control.after_step(its_batch, 0.0, is_frozen) == {"actor/entropy_coeff": 0.25}
+        assert control.state() == before
+    assert control.after_step(batch, 0.1, is_frozen=False) == {"actor/entropy_coeff": 0.25}
+    assert control.state() == {"coef": 0.5, "is_low": True}
 
 
 def test_its_state_is_the_learners(trainer):

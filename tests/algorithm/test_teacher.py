@@ -165,6 +165,7 @@ def test_the_top_tokens_have_a_shape():
         ({"teacher_prompt": "Think."}, "is the same for all rows"),
         ({"teacher_prompt": ""}, "is the same for all rows"),
         ({"teacher_prompt": "{prompt}", "agent": "true"}, "--teacher-prompt with --agent"),
+        ({"teacher_prompt": "{prompt}", "serve_policy": True}, "--teacher-prompt with --serve-policy"),
     ],
 )
 def test_flags_that_a_teacher_makes_meaningless_are_refused(flags, said):

@@ -17,13 +17,13 @@ from rl.samples.group import UNPENALISED, Group, Response
 TOKENS = [5, 6, 7, 8, 9, 1]  # of every response, the last the end token
 
 
-def make_generator() -> Generator:
+def make_generator(leads: bool = True) -> Generator:
     args = train_async.Args(rollout_n=3, max_response_length=6, overlong_buffer_len=4)
     pool = SimpleNamespace(events=Counter(), pending=[])
     pool.submit = lambda key, *_: pool.pending.append((key, Score(1.0)))
     pool.poll = lambda: [pool.pending.pop() for _ in list(pool.pending)]
     pool.wait = lambda _: pool.poll()
-    ranks = SimpleNamespace(is_leader=True, size=1, index=0, engines=1)
+    ranks = SimpleNamespace(is_leader=leads, size=1, index=0, engines=1)
     job = SimpleNamespace(order=lambda ticket: (0, 0), prompts=[Prompt([2, 3], "", "demo", "1", {}, "")])
     job.tokenizer = SimpleNamespace(decode=lambda ids, **_: "")
     engine = ScriptedEngine(lambda request: (TOKENS, [-1.0] * len(TOKENS)), eos_token_id=1)
@@ -61,6 +61,26 @@ def test_an_unfinished_response_keeps_its_mask(stops):
     # --overlong-buffer-len 4 of 6: the policy's tokens beyond 2 cost a fourth each
     assert [r.score for r in done[0].responses] == [1 - 2 / 4, 1.0, 1 - 4 / 4]
     assert [r.extra[UNPENALISED] for r in done[0].responses] == [1.0] * 3
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_resumed_prompt_whose_responses_had_ended_leaves_every_rank_of_an_engine(leads):
+    generator = make_generator(leads)
+    generator.start(4, Group(4, np.array([2, 3], np.int32), "demo", [begun(None, 6, "stop")] * 3))
+    generator.start(5)
+    done = []
+    for _ in range(2 + len(TOKENS)):
+        done += generator.score(generator.decode(), wait=0)
+    assert [group.ticket for group in done] == ([4, 5] if leads else [])
+    assert not generator.working
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_such_a_prompt_is_among_a_step_s_first_on_every_rank_of_an_engine(leads):
+    generator = make_generator(leads)
+    generator.start(4, Group(4, np.array([2, 3], np.int32), "demo", [begun(None, 6, "stop")] * 3))
+    assert [group.ticket for group in generator.generate([5])] == ([4] if leads else [])
+    assert [*generator.working] == [5]
 
 
 def test_what_is_put_aside_keeps_its_mask():

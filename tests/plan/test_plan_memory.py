@@ -141,6 +141,15 @@ def test_shards_by_arithmetic(model):
 
 
 @pytest.mark.slow
+def test_an_entropy_that_is_steered_takes_the_memory_of_the_bonus(model):
+    """The bonus is off at first."""
+    of = ({"entropy_target": 0.2}, {"entropy_coeff": 0.1}, {})
+    size = ("cuda", lengths_like("budget", 4, 100, 20))
+    steered, bonus, plain = (dry_run("train_async", flags(model, **one), 1, *size).peak for one in of)
+    assert steered == bonus > plain
+
+
+@pytest.mark.slow
 def test_a_policy_that_teaches_itself_holds_no_second_model(model):
     """Its longer prompts count, which a pass without gradient reads behind each other."""
     own = {"teacher": "self", "teacher_prompt": "{prompt} {answer}", "max_tokens_per_micro_batch": 240}

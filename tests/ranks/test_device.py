@@ -177,7 +177,15 @@ def test_streams_are_made_once(machine, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "flops"),
-    [("NVIDIA H20", 148e12), ("NVIDIA H200", 989e12), ("Ascend910_9382", 376e12), ("Ascend910B3", 354e12), ("NVIDIA T4", None)],
+    [
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("Ascend910_9382", 376e12),
+        ("Ascend910B3", 354e12),
+        ("NVIDIA T4", None),
+    ],
 )
 def test_the_peak_is_of_that_device(monkeypatch, name, flops):
     monkeypatch.setattr(device, "kind", lambda: "cuda")

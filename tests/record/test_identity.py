@@ -12,6 +12,7 @@ import train_async
 import train_one_step_off
 import train_sync
 from rl.data.prompts import PromptDataset
+from rl.data.teacher_prompts import TeacherPrompts
 from rl.errors import UserError
 from rl.model.pretrained import load_tokenizer
 from rl.ranges import may_change
@@ -111,6 +112,24 @@ def test_a_run_of_a_version_with_require_batches_resumes(prompts, demo_model):
     assert Identity(train_async.Args(), "train_async", demo_model, prompts).check(was, Path("x")) == []
     with pytest.raises(UserError, match="written with --train-batch-size 8, now it is 16"):
         Identity(train_async.Args(train_batch_size=16), "train_async", demo_model, prompts).check(was, Path("x"))
+
+
+def test_a_teacher_s_prompt_that_leaves_rows_out_is_refused_in_any_case(demo_model):
+    """Every ticket would have another row."""
+    tokenizer, args = load_tokenizer(demo_model), train_sync.Args(resume_anyway=True)
+    was = saved(Identity(args, "train_sync", demo_model, PromptDataset(["demo"], "train", tokenizer, args)))
+    args = dataclasses.replace(args, teacher=demo_model, teacher_prompt="{ground_truth}={prompt}", filter_overlong_prompts=True)
+    for limit, fits in ((args.max_prompt_length, True), (8, False)):
+        prompts = PromptDataset(["demo"], "train", tokenizer, args)
+        TeacherPrompts(prompts, args.teacher_prompt, limit)
+        now = Identity(args, "train_sync", demo_model, prompts)
+        if fits:
+            assert now.check(was, Path("x"))[0].startswith("--filter-overlong-prompts: was False")
+            continue
+        number = len(PromptDataset(["demo"], "train", tokenizer, args))
+        said = f"x is of a run with {number:,} training prompts, and now there are {len(prompts):,}, .*raise --teacher-max"
+        with pytest.raises(UserError, match=said):
+            now.check(was, Path("x"))
 
 
 def rows(path: Path, texts) -> Path:

@@ -261,6 +261,16 @@ def test_a_record_that_begins_late_needs_its_checkpoint(tmp_path):
         replay.begin(Late, tmp_path, 6)
 
 
+@pytest.mark.slow
+def test_a_teacher_s_prompt_that_leaves_rows_out_is_refused(demo_model, tmp_path):
+    """The samples would belong to other rows."""
+    run = record("train_sync.py", tmp_path, *SMALL, "--filter-overlong-prompts")
+    flags = ["--teacher", "self", "--teacher-prompt", "{ground_truth}={prompt}", "--output-dir", tmp_path]
+    done = run_script("replay.py", run, *flags, "--teacher-max-prompt-length", 8, check=False)
+    said = r"record is of a run with [\d,]+ training prompts, and now there are [\d,]+, so its samples"
+    assert done.returncode and re.search(said, done.stderr), done.stderr
+
+
 def test_what_made_the_samples_is_no_flag_of_a_replay():
     assert {
         "env",

@@ -84,13 +84,15 @@ class AdaptedVLLMEngine(VLLMEngine):
         params = vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, flat_logprobs=True)
         self._ask(key, {"prompt_token_ids": ids, "cache_salt": key}, params, priority=-1)
         self._limit_running(limit + 1)
-        while found is None:
-            with self._random_numbers():
-                outputs = [out for out in self.engine.step() if out.finished]
-            found = next((out.prompt_logprobs.logprobs for out in outputs if out.request_id == key), None)
-            self._ended += [self._output(out) for out in outputs if out.request_id != key]
-        self._limit_running(limit)
-        self._hand_over_again(waiting)
+        try:
+            while found is None:
+                with self._random_numbers():
+                    outputs = [out for out in self.engine.step() if out.finished]
+                found = next((out.prompt_logprobs.logprobs for out in outputs if out.request_id == key), None)
+                self._ended += [self._output(out) for out in outputs if out.request_id != key]
+        finally:
+            self._limit_running(limit)
+            self._hand_over_again(waiting)
         return found
 
     def _limit_running(self, requests: int) -> None:
