@@ -83,7 +83,7 @@ ALLOWED = {  # what a real device takes from the host as well, by name of the fu
     "_fill_rest": r"known\[name\]",
     # weights that cannot be read in parts, of which no case here has any
     "_from_first": "",
-    "Publisher._broadcast": r"data.to\(self.device\)",  # digests can be taken on either, slower on the host
+    "Publisher._send": r"data.to\(self.device\)",  # digests can be taken on either, slower on the host
     "Subscriber._arriving": r"data\.to",  # so they can there
     # an engine with memory of its own
     "Subscriber._new": "torch.empty",
