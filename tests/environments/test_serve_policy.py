@@ -312,19 +312,19 @@ def server(monkeypatch) -> Iterator[desk.Desk]:
     server.server_close()
 
 
-def closed_after(client: socket.socket, dripping: bytes = b"") -> float:
-    """Seconds until the server closes the connection, to which one byte after another is sent."""
+def is_closed(client: socket.socket, dripping: bytes = b"") -> bool:
+    """Whether the server closes the connection, to which one byte after another is sent, within a minute."""
     client.settimeout(0.1)
-    started = time.monotonic()
-    while time.monotonic() < started + 20:
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
         with contextlib.suppress(TimeoutError):
             try:
                 client.sendall(dripping)
                 if not client.recv(1 << 16):
-                    break
+                    return True
             except ConnectionError:
-                break
-    return time.monotonic() - started
+                return True
+    return False
 
 
 @pytest.mark.parametrize("key", [SECRET, "wrong"])
@@ -334,15 +334,15 @@ def test_a_request_that_drips_has_a_time_limit(server, key):
     for beginning, dripping in ((head, b""), (head, b"x"), (head + "\r\n", b""), (head + "\r\n", b" ")):
         with socket.create_connection(server.server_address) as client:
             client.sendall(beginning.encode())
-            assert closed_after(client, dripping) < 10
+            assert is_closed(client, dripping)
 
 
 def test_connections_without_a_key_do_not_keep_workers_out(server, monkeypatch):
-    monkeypatch.setattr(desk, "HEAD_SECONDS", 60.0)
+    monkeypatch.setattr(desk, "HEAD_SECONDS", 600.0)
     clients = [socket.create_connection(server.server_address) for _ in range(20)]
     for client in clients:
         client.sendall(b"POST /")
-    assert max(closed_after(client) for client in clients[:17]) < 10
+    assert all(is_closed(client) for client in clients[:17])
     for _ in range(10):
         with socket.create_connection(server.server_address) as worker:
             worker.sendall(f"GET /v1/episodes HTTP/1.1\r\nAuthorization: Bearer {SECRET}\r\n\r\n".encode())
