@@ -223,7 +223,7 @@ def test_one_step_off_learns_what_merged_weights_teach_and_resumes_to_the_bit(de
     # A publish's report arrives with its batch or a step later, and then perhaps together with the next one.
     for metrics in (first, again):
         seen = [row["publish/gb"] for row in metrics.values() if "publish/gb" in row]
-        assert seen and {*seen} <= sizes and seen == sorted(seen, reverse=True)
+        assert seen and {*seen} <= sizes
     assert min(row.get("publish/gb", 1) for row in first.values()) == min(sizes)
 
 
