@@ -60,15 +60,10 @@ class Group:
         """The scored responses that count in a baseline: all except those masked as a whole."""
         return [r for r in self.scored if r.mask is None or r.mask.any()]
 
-    @property
-    def has_signal(self) -> bool:
-        """Whether the scores without the length penalty differ. With zero variance all group-wise advantages are 0, and a group
-        of right responses would only teach their length (DAPO, arXiv 2503.14476, compares accuracy)."""
-        return self.differs()
-
     def differs(self, rewards: Sequence[str] = ()) -> bool:
-        """Return whether one of these rewards differs (--gdpo-reward-keys): rewards may differ even if their sums do not.
-        Without names, compare the score, as in `has_signal`."""
+        """Return whether the scores without the length penalty differ, or with names one of these rewards (--gdpo-reward-keys),
+        which may differ even if their sums do not. With zero variance all group-wise advantages are 0, and a group of right
+        responses would only teach their length (DAPO, arXiv 2503.14476, compares accuracy)."""
         names = [name for name in rewards if name != PENALTY] or ["score"]
         return any(len({r.reward(name) for r in self.compared}) > 1 for name in names)
 

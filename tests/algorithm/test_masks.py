@@ -166,9 +166,9 @@ def test_a_response_without_a_token_of_the_policy_has_no_part_in_its_group(score
     group = make_group(0, [4, 5, 6])
     group.responses[:] = [dataclasses.replace(r, score=float(s)) for r, s in zip(group.responses, scores, strict=True)]
     group = whole_mask(group, masked)
-    assert (group.has_signal, group.is_flat) == (has_signal, is_flat)
+    assert (group.differs(), group.is_flat) == (has_signal, is_flat)
     penalised = [dataclasses.replace(r, score=r.score + i, extra={UNPENALISED: r.score}) for i, r in enumerate(group.responses)]
-    assert dataclasses.replace(group, responses=penalised).has_signal == has_signal
+    assert dataclasses.replace(group, responses=penalised).differs() == has_signal
     batch = Batch.of([group])
     reward = batch.token_reward()
     advantage = losses.grpo(reward, batch.mask, batch.seq, batch.group)

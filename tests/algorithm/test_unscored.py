@@ -116,9 +116,9 @@ def test_a_penalty_on_length_is_no_signal():
     for scores, has_signal in (([1.0, 1.0], False), ([0.1, 0.1], False), ([1.0, 0.0], True), ([0.775, 1.0], True)):
         group = group_of(args, list(map(Score, scores)), outputs)
         short, long = group.responses
-        assert short.score == scores[0] and long.score == pytest.approx(scores[1] - 0.225) and group.has_signal == has_signal
-        assert Group.from_bytes(group.to_bytes()).has_signal == has_signal
-        assert group_of(dataclasses.replace(args, overlong_buffer_len=0), list(map(Score, scores)), outputs).has_signal == (
+        assert short.score == scores[0] and long.score == pytest.approx(scores[1] - 0.225) and group.differs() == has_signal
+        assert Group.from_bytes(group.to_bytes()).differs() == has_signal
+        assert group_of(dataclasses.replace(args, overlong_buffer_len=0), list(map(Score, scores)), outputs).differs() == (
             scores[0] != scores[1]
         )
 

@@ -109,8 +109,8 @@ def test_what_could_not_be_scored_is_not_in_the_batch():
 
 
 def test_unscored_responses_give_a_group_no_signal():
-    assert make_group(0, [1, 1, 1]).has_signal and not make_group(0, [1, 1, 1], unscored=(0, 2)).has_signal
-    assert not make_group(0, [1, 1], unscored=(0, 1)).has_signal and not make_group(0, [1, 1], score=1).has_signal
+    assert make_group(0, [1, 1, 1]).differs() and not make_group(0, [1, 1, 1], unscored=(0, 2)).differs()
+    assert not make_group(0, [1, 1], unscored=(0, 1)).differs() and not make_group(0, [1, 1], score=1).differs()
 
 
 def test_a_masked_token_is_carried_and_not_trained():

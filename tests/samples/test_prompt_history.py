@@ -218,7 +218,7 @@ def whole_batches(order, made, filters: bool, seed: int, required: int, steps: i
         while len(kept) < required and len(dropped) < 9 * required:
             tickets, ticket = of.take(ticket, required - len(kept))
             for each in map(made, tickets):
-                (dropped if filters and not each.has_signal else kept).append(each)
+                (dropped if filters and not each.differs() else kept).append(each)
         trained += sorted(each.ticket for each in kept)
         of.note(kept + dropped)
         of.commit()
