@@ -11,16 +11,12 @@ from rl.algorithm.teacher_rows import Itself, TeacherRows
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.learner import Learner
-from rl.ranks import dist
 
 K, TEMPERATURE = 5, 0.7
 SIZES = [(3, 8, 5), (2, 7), (6, 1, 4)]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def ranks():
-    yield dist.init()
-    torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("ranks")
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,11 @@ from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.learner import Learner
 from rl.model import policy
-from rl.ranks import dist
 
 K, TEMPERATURE = 5, 0.7
 
 
-@pytest.fixture(autouse=True, scope="module")
-def ranks():
-    yield dist.init()
-    torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("ranks")
 
 
 @pytest.fixture(scope="module")
