@@ -61,7 +61,7 @@ class Identity:
                 f"{where} was written with {flag(name)} {old.get(name)}, now it is {now[name]}; its state means nothing under "
                 "another value. Give the old one, or start a new run with another --experiment-name."
             )
-        if any(flags.get("teacher_prompt") is not None for flags in (now, old)):  # older records do not have it
+        if any(flags.get("teacher_prompt") is not None for flags in (now, old)):  # train_sft.py has no such flag
             check_number(was["contents"], self.prompts, where)
         lines += self._other_contents(was)
         if lines and not self.args.resume_anyway:

@@ -10,6 +10,7 @@ import pytest
 
 import train_async
 import train_one_step_off
+import train_sft
 import train_sync
 from rl.data.prompts import PromptDataset
 from rl.data.teacher_prompts import TeacherPrompts
@@ -71,6 +72,12 @@ def test_every_flag_belongs_to_the_run_or_is_named_as_one_that_may_change(script
             line, *rest = now.check(was, Path("step_1"))
             assert line.startswith(f"{name}: was ") and ", is " in line
             assert not rest or field.name == "train_batch_size", "a mini-batch that was not given is the batch"
+
+
+def test_a_supervised_run_resumes(prompts, demo_model):
+    """Its script has fewer flags than the others."""
+    own = Identity(train_sft.Args(), "train_sft", demo_model, prompts)
+    assert own.check(saved(own), Path("step_1")) == []
 
 
 def test_the_table_names_no_flag_that_is_gone():
