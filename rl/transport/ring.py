@@ -192,9 +192,9 @@ class Ring:
 
     # -- reading
 
-    def get(self, timeout: float = 600.0) -> bytes:
-        """Return the oldest record and free its space. Raise RingTimeout if none arrives within this many seconds, and
-        RecordDamaged for a record that was changed after it was written."""
+    def get(self, timeout: float = 600.0, into: memoryview | None = None) -> bytes | None:
+        """Return the oldest record, or copy it into memory of its length, and free its space. Raise RingTimeout if none arrives
+        within this many seconds, and RecordDamaged for a record that was changed after it was written."""
         words = self._words
         position = words[TAIL]
         if words[HEAD] == position and not wait(lambda: words[HEAD] != position, timeout):
@@ -204,17 +204,28 @@ class Ring:
         if size & FILLER:  # a record follows it: they were committed together
             position += _footprint(size & ~FILLER)
             size, data = self._read(position)
+        found = None
+        if into is None:
+            found = bytes(data)
+        else:
+            into[:] = data
         words[TAKEN] += 1
         self._barrier()  # the reads above come before the store below
         words[TAIL] = position + _footprint(size)
-        return data
+        return found
 
-    def _read(self, position: int) -> tuple[int, bytes]:
+    def until_taken(self, records: int, timeout: float) -> None:
+        """Return when this many records have been taken in total. Raise RingTimeout if that takes longer than this many
+        seconds."""
+        if not wait(lambda: self._words[TAKEN] >= records, timeout):
+            raise RingTimeout(f"{records} records were not taken in {timeout} s; {self.state()}")
+
+    def _read(self, position: int) -> tuple[int, memoryview]:
         """Return (size, data) of the record at the position; a filler has no data."""
         at = self._at(position)
         size, checksum = HEADER.unpack_from(self._bytes, at)
         length = 0 if size & FILLER else size
-        data = bytes(self._bytes[at + ALIGN : at + ALIGN + length])
+        data = self._bytes[at + ALIGN : at + ALIGN + length]
         if len(data) != length or _digest(data, position ^ size) != checksum:
             raise RecordDamaged(f"the ring's record at {position} does not fit its checksum; {self.state()}")
         return size, data
