@@ -204,20 +204,21 @@ class Watchdog:
 
     def _collect(self) -> tuple[list[dict], list[str]]:
         """Return the answers in rank order, and a line about each rank that gave none."""
-        deadline, answers, silent = time.monotonic() + ANSWER_SECONDS, {}, []
+        deadline, answers = time.monotonic() + ANSWER_SECONDS, {}
         while len(answers) < len(self.ranks) and time.monotonic() < deadline:
             time.sleep(0.05)
             for rank in self.ranks:
                 if rank not in answers and self.store.check([f"watchdog/answer/{rank}"]):
                     answers[rank] = json.loads(self.store.get(f"watchdog/answer/{rank}"))
-        for rank in self.ranks:
-            if rank not in answers:
-                known = self.store.check([f"watchdog/who/{rank}"])
-                name, where = json.loads(self.store.get(f"watchdog/who/{rank}")) if known else (f"rank {rank}", "")
-                has_ended = self.store.check([f"{ENDED}/{rank}"])
-                how = f"its {where} does not answer" if known else "it has not begun to join"
-                silent.append(f"{name} {'has come to its end' if has_ended else f'is silent: {how}'}.")
-        return [answers[rank] for rank in sorted(answers)], silent
+        return [answers[rank] for rank in sorted(answers)], [self._about(rank) for rank in self.ranks if rank not in answers]
+
+    def _about(self, rank: int) -> str:
+        if not self.store.check([f"watchdog/who/{rank}"]):
+            return f"rank {rank} is silent: it has not begun to join."
+        name, where = json.loads(self.store.get(f"watchdog/who/{rank}"))
+        if self.store.check([f"{ENDED}/{rank}"]):
+            return f"{name} has come to its end."
+        return f"{name} is silent: its {where} does not answer."
 
 
 def _ask(question: Callable[[], str | tuple[int, str]]) -> str | tuple[int, str]:
