@@ -110,7 +110,7 @@ def neighbours() -> dict[int, int]:
 
 
 def exchange_nodes(store: dist.Store, generators: int) -> None:
-    """Exchange the nodes of all ranks; print a line per node. Raise UserError if this is another rank's job. Collective."""
+    """Exchange the nodes of all ranks; print a line per node. Raise UserError if the store is another job's. Collective."""
     me = here()
     if me.rank == 0:
         store.set("world_size", str(me.world_size))
