@@ -31,7 +31,8 @@ from rl.learning.learner import Learner
 from rl.ranks import device, process
 from rl.ranks.host import cpu_name
 from rl.split import Split, init_split
-from rl.weights.digests import Digests
+from rl.weights import digests
+from rl.weights import publisher as of_publisher
 from rl.weights.publisher import Publisher
 from rl.weights.subscriber import Subscriber
 
@@ -70,7 +71,7 @@ def measure(split: Split, path: str, parameters: int, repeats: int) -> dict[str,
     raw = device.host_group(PrefixStore(f"raw/{parameters}", split.store), place, 2, timedelta(minutes=10))
     flat = torch.zeros(parameters)
     seconds: dict[str, list[float]] = {side: [] for side in (*SIDES, "copy")}
-    add = Digests.add
+    real = {module: module.digest for module in (digests, of_publisher)}
     if split.role == "learner":
         publisher = Publisher(Learner(path, LearnerArgs(), split.ranks, 1), split, torch.float32)
     else:
@@ -79,7 +80,8 @@ def measure(split: Split, path: str, parameters: int, repeats: int) -> dict[str,
     version = 0
     for repeat in range(repeats + 1):
         for side in SIDES:
-            Digests.add = (lambda self, bucket, data: None) if side == "unverified" else add
+            for module, digest in real.items():
+                module.digest = (lambda tensor, device: 0) if side == "unverified" else digest
             if side != "raw" and split.role == "learner":
                 started = time.perf_counter()
                 publisher.take_copy()

@@ -109,8 +109,7 @@ class Demonstrations(FileRows):
                     f"{self._where(row)}: the conversation has {length} tokens, more than {self._limit} "
                     f"{self.args.max_length}. Raise it, or leave such rows out with --filter-overlong-prompts."
                 )
-            if not work.advance(1):
-                break
+            work.advance()
 
     def _read(self, row: int) -> Demonstration:
         """The row's tokens, and which of them are trained."""

@@ -13,7 +13,7 @@ from rl.ranks.divided_work import DividedWork
 class Measured:
     kept: array = field(default_factory=lambda: array("q"))  # numbers of the rows that can be used
     truncated: int = 0  # how many of these have prompts that will be cut
-    error: str | None = None  # about the first row that cannot be used; the rows after it are not measured
+    error: str | None = None  # about this part's first row that cannot be used; the rows after it are not measured
     lost: str | None = None  # about the first prompt, if the tokenizer does not keep its text
 
     def to_bytes(self) -> bytes:
@@ -47,6 +47,4 @@ def measure(measure_part: Callable[[DividedWork, Measured], None]) -> Measured:
         measure_part(work, own)
     except UserError as error:  # of an earlier row than a noted one
         own.error = str(error)
-    if own.error:
-        work.fail()
     return Measured.of_parts(map(Measured.of_bytes, work.gather(own.to_bytes())))

@@ -169,10 +169,9 @@ class PromptDataset(FileRows):
         while batch := list(itertools.islice(rows, size)):
             for (row, columns, text), ids in zip(batch, self._encode([text for _, _, text in batch]), strict=True):
                 self._measure_row(found, row, columns, text, ids)
-                if work.is_first and found.lost:
+                if found.lost and work.is_first:
                     raise UserError(found.lost)
-            if not work.advance(len(batch)):
-                break
+            work.advance()
             size = min(BATCH, 2 * size) if time.monotonic() - started < BATCH_SECONDS else max(1, size // 2)
             started = time.monotonic()
 

@@ -35,8 +35,6 @@ PACKED_ATTENTION = {
 }
 # Precisions in which flash-linear-attention, if installed, computes gated delta nets (rl/model/hybrid/kernels.py)
 DELTA_RULE = {"cuda": HALF, "npu": HALF}
-ONE_DRAW_KINDS = {"npu"}  # on which vLLM draws the random numbers of each seed with a separate kernel
-GATHER_TO_ALL_KINDS = {"npu"}  # on which a gather to one rank sends to all, after a pickled broadcast of the shapes (HCCL)
 # Dense peak in bf16, FLOP/s, from the makers' data sheets; the denominator of MFU. An unknown device has no MFU.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,  # before H100, with which its name begins
@@ -110,8 +108,7 @@ def has_accelerator() -> bool:
 
 
 def claim(local_rank: int) -> torch.device:
-    """Return this rank's device, and make it the current one. Ranks share devices if there are fewer devices than ranks, as a
-    generator and a learner may."""
+    """Return this rank's device, which becomes the current one. Ranks share devices if there are fewer devices than ranks."""
     if kind() == "cpu":
         host_memory.keep_freed()
         return torch.device("cpu")
@@ -124,8 +121,7 @@ def claim(local_rank: int) -> torch.device:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether the device has its own memory and queues: host memory sent to it is pinned, and its work is
-    asynchronous."""
+    """Return whether the device has memory and queues of its own: it takes pinned host memory, and works asynchronously."""
     return device.type != "cpu"
 
 
@@ -139,8 +135,8 @@ def packed_attention(query: torch.Tensor, segments: int) -> str | None:
 
 
 def seeds_are_slow() -> bool:
-    """Return whether vLLM needs a separate kernel per token for each request with its own seed."""
-    return kind() in ONE_DRAW_KINDS
+    """Return whether vLLM draws the random numbers of each seed with a separate kernel, as on an NPU."""
+    return kind() == "npu"
 
 
 @contextlib.contextmanager
@@ -162,8 +158,8 @@ def moved(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def gathers_to_one(device: torch.device) -> bool:
-    """Return whether the backend sends the parts of a gather only to the receiving rank."""
-    return device.type not in GATHER_TO_ALL_KINDS
+    """Return whether a gather sends only to the receiving rank. HCCL's sends to all, after a pickled broadcast of shapes."""
+    return device.type != "npu"
 
 
 def backend(device: torch.device) -> str:
@@ -180,8 +176,7 @@ def _number_in_node(device: torch.device) -> str:
 
 
 def device_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta):
-    """Return a new group that sends device memory directly; None if members share a device or a member's device is the host.
-    Collective."""
+    """Return a new group that sends device memory directly; None if members share a device or use the host. Collective."""
     store.set(f"device/{rank}", f"{platform.node()}/{device.type}/{_number_in_node(device)}")
     if rank == 0:  # only one rank asks for all: if each asked for all, 512 ranks would make a quarter of a million calls
         devices = store.multi_get([f"device/{i}" for i in range(size)])
@@ -235,8 +230,7 @@ def copy_streams(device: torch.device) -> tuple[torch.Stream, torch.Stream] | No
 
 
 def _module():
-    """Return torch.cuda or torch.npu, for its memory functions: torch.accelerator's do not know the allocator of torch-npu
-    2.10."""
+    """Return torch.cuda or torch.npu, since torch.accelerator's memory functions do not know torch-npu 2.10's allocator."""
     return getattr(torch, kind())
 
 

@@ -186,8 +186,7 @@ def broadcast_parts(parts: list[bytearray], group: dist.ProcessGroup | None) -> 
 
 
 def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list:
-    """Return every rank's value, in rank order, on every rank of the group. Values are sent as JSON: a tuple arrives as a list.
-    Collective."""
+    """Return every rank's value, in rank order, on every rank. Values are sent as JSON: tuples arrive as lists. Collective."""
     return [json.loads(record) for record in all_gather_bytes(json.dumps(value).encode(), group)]
 
 

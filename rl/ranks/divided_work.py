@@ -1,7 +1,7 @@
 """Work divided among the ranks of a node: each rank does a part, and all get the results of all parts.
 
     work = DividedWork()
-    for row in work.part(1000): ...; work.advance(1)      or work.fail()
+    for row in work.part(1000): ...; work.advance()
     results = work.gather(own)                            every rank's bytes, in the order of the parts
 
 The job's store holds a few words per rank. The results stay in memory that has no name in the file system (a memfd), which the
@@ -28,44 +28,25 @@ class DividedWork:
 
     def __init__(self):
         me = launch.here()
-        self._ranks = sorted(launch.neighbours())
-        if me.rank not in self._ranks:  # before the ranks have joined
-            self._ranks = [me.rank]
-        self._place = self._ranks.index(me.rank)
-        self._key = f"division/{next(_numbers)}/{self._ranks[0]}"
+        ranks = sorted(launch.neighbours())
+        if me.rank not in ranks:  # before the ranks have joined
+            ranks = [me.rank]
+        self.parts, self._place = len(ranks), ranks.index(me.rank)
+        self.is_first = self._place == 0  # whether this rank's part begins with the first item
+        self._key = f"division/{next(_numbers)}/{ranks[0]}"
         self._store = launch.open_store(timedelta(minutes=1)) if self.parts > 1 else None
-        self._unreported = 0
-        self._reported_at = time.monotonic()
-
-    @property
-    def parts(self) -> int:
-        return len(self._ranks)
-
-    @property
-    def is_first(self) -> bool:
-        """True if this rank's part begins with the first item."""
-        return self._place == 0
+        self._reported_at = 0.0
 
     def part(self, items: int) -> range:
         """Return this rank's part of this many items. The parts are consecutive and differ by at most one item."""
         return range(items * self._place // self.parts, items * (self._place + 1) // self.parts)
 
-    def advance(self, items: int) -> bool:
-        """Report that this many more items are done. Return False if an earlier part has failed, so that the rest is not
-        needed."""
+    def advance(self) -> None:
+        """Note that items were done."""
         watchdog.progress()
-        self._unreported += items
-        if not self._store or time.monotonic() - self._reported_at < REPORT_SECONDS:
-            return True
-        self._store.add(f"{self._key}/done", self._unreported)
-        self._unreported = 0
-        self._reported_at = time.monotonic()
-        return not any(self._store.check([f"{self._key}/failed/{place}"]) for place in range(self._place))
-
-    def fail(self) -> None:
-        """Report that this part has failed, so that later parts are not needed."""
-        if self._store:
-            self._store.set(f"{self._key}/failed/{self._place}", "")
+        if self._store and time.monotonic() - self._reported_at >= REPORT_SECONDS:
+            self._store.add(f"{self._key}/advances", 1)
+            self._reported_at = time.monotonic()
 
     @watchdog.doing("the parts of this node's other ranks")
     def gather(self, own: bytes) -> list[bytes]:
@@ -91,8 +72,10 @@ class DividedWork:
         return f"{self._key}/{place}"
 
     def _wait_for(self, keys: list[str]) -> None:
-        done = None
+        seen = 0
         while not self._store.check(keys):
-            if done != (done := self._store.add(f"{self._key}/done", 0)):
+            advances = self._store.add(f"{self._key}/advances", 0)
+            if advances > seen:
                 watchdog.progress()
+            seen = advances
             time.sleep(LOOK_SECONDS)

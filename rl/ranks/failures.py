@@ -71,16 +71,14 @@ def cause(wait: float = 0) -> str:
 
 
 def leave_to_report() -> None:
-    """Return at once unless the job hangs. If it hangs, wait, so that this process's watchdog can report and end it, perhaps a
-    second later."""
+    """Wait if the job hangs, so that this process's watchdog can report and end it, perhaps a second later."""
     with contextlib.suppress(DistError):
         if _open_store().check([watchdog.ALARM]):
             time.sleep(4 * watchdog.ANSWER_SECONDS)
 
 
 def _open_store() -> Store:
-    """Return a new connection, since others may be in use or broken. Raise DistError if the store is lost; it is not tried
-    again."""
+    """Return a new connection, since others may be in use or broken. Raise DistError if the store is or was lost."""
     global _is_lost
     if _is_lost:
         raise DistError("the job's store is lost")
@@ -98,20 +96,3 @@ def lost_connection(error: BaseException) -> bool:
         return True
     by_torch = isinstance(error, DistBackendError) or (isinstance(error, RuntimeError) and "gloo/transport/" in str(error))
     return by_torch and any(words in str(error) for words in ("onnection", "Broken pipe", "remote process exited"))
-
-
-def silent_ranks() -> str:
-    """Name the ranks that no longer answer, and their hosts; return an empty string if all answer, or if they cannot be
-    asked."""
-    nodes = launch.nodes()
-    try:
-        silent = watchdog.silent()
-    except DistError:  # the store is lost, and with it its node
-        silent = set(nodes[0].ranks) if len(nodes) > 1 else set()
-    lost = [(node, sorted(silent.intersection(node.ranks))) for node in nodes]
-    return ", ".join(f"{numbered(ranks)} on {node.host}" for node, ranks in lost if ranks)
-
-
-def numbered(ranks: list[int]) -> str:
-    """Return "rank 2", or "ranks 2, 3"."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

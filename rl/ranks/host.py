@@ -18,8 +18,7 @@ def cpu_name() -> str:
 
 
 def available_memory() -> int:
-    """Return the bytes that this process may still allocate, by the machine's free memory and the limits of its control
-    groups."""
+    """Return the bytes that this process may still allocate, by the machine's memory and the limits of its control groups."""
     free = [2**62]
     with contextlib.suppress(OSError), open("/proc/meminfo") as file:
         free += [1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:")]

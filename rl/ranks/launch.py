@@ -110,8 +110,7 @@ def neighbours() -> dict[int, int]:
 
 
 def exchange_nodes(store: dist.Store, generators: int) -> None:
-    """Exchange the nodes of all ranks, and print one line per node. Raise UserError if this rank has reached another job.
-    Collective."""
+    """Exchange the nodes of all ranks; print a line per node. Raise UserError if the store is another job's. Collective."""
     me = here()
     if me.rank == 0:
         store.set("world_size", str(me.world_size))
@@ -134,15 +133,7 @@ def exchange_nodes(store: dist.Store, generators: int) -> None:
         print(f"node {number} of {len(_nodes)}, {platform.node()}: {ranks} of {world}{where}", flush=True)
 
 
-@dataclass(frozen=True)
-class Start:
-    """One start of all ranks; torchrun may restart them after a failure."""
-
-    name: str  # unique
-    restarts: int  # number of earlier starts
-
-
-_start: Start | None = None
+_start: tuple[str, int] | None = None  # a unique name of this start of all ranks, and the number of earlier ones
 
 
 def join(timeout: timedelta) -> dist.Store:
@@ -154,13 +145,13 @@ def join(timeout: timedelta) -> dist.Store:
     global _start
     me = here()
     if me.local_world_size == me.world_size:  # a single torchrun, so a single count
-        _start = Start(str(me.restarts), me.restarts)
+        _start = str(me.restarts), me.restarts
     else:
         _start = _agree(_base_store(timeout), me)
     return open_store(timeout)
 
 
-def _agree(store: dist.Store, me: Launch) -> Start:
+def _agree(store: dist.Store, me: Launch) -> tuple[str, int]:
     own, proposal = [secrets.token_hex(8), me.restarts], None
     store.set(f"starts/{me.rank}", json.dumps(own))
     before = store.add("starts", 1) - 1 if me.rank == 0 else 0
@@ -180,7 +171,7 @@ def _agree(store: dist.Store, me: Launch) -> Start:
             count = store.add(f"confirmed/{name}", name not in confirmed)
             confirmed.add(name)
             if count == me.world_size:
-                return Start(name, proposal["restarts"])
+                return name, proposal["restarts"]
         time.sleep(0.05)
 
 
@@ -195,7 +186,7 @@ def _check_world(world: int, me: Launch) -> None:
 
 def restarts() -> int:
     """Return how often torchrun has restarted all ranks of the job."""
-    return _start.restarts if _start else here().restarts
+    return _start[1] if _start else here().restarts
 
 
 def open_store(timeout: timedelta = SHORT) -> dist.Store:
@@ -204,7 +195,7 @@ def open_store(timeout: timedelta = SHORT) -> dist.Store:
         return dist.HashStore()
     if not _start:
         raise dist.DistError("the ranks have not met yet")
-    return dist.PrefixStore(f"start/{_start.name}", _base_store(timeout))
+    return dist.PrefixStore(f"start/{_start[0]}", _base_store(timeout))
 
 
 def _base_store(timeout: timedelta) -> dist.Store:
@@ -227,7 +218,7 @@ def stop_on_sigterm(store: dist.Store, learns: bool = True) -> None:
     _neighbours.update(processes)
 
     def all_well() -> bool:
-        gone = [f"ended/{rank}" for rank, pid in processes.items() if not is_alive(pid)]
+        gone = [f"{watchdog.ENDED}/{rank}" for rank, pid in processes.items() if not is_alive(pid)]
         try:
             if not gone or (shared := open_store()).check([watchdog.ALARM]):
                 return True
@@ -247,7 +238,9 @@ def is_alive(pid: int) -> bool:
 
 
 def end_well(stopped: bool = False) -> None:
-    """Note for the other ranks, which may have a checkpoint to finish, that this rank ends without a failure. stopped: whether
-    it was asked to stop."""
+    """Note for the other ranks that this one ends without a failure. stopped: whether it was asked to stop."""
     with contextlib.suppress(dist.DistError):  # the rank with the store has ended before
-        open_store().set("stopped" if stopped else f"ended/{here().rank}", "")
+        store = open_store()
+        store.set(f"{watchdog.ENDED}/{here().rank}", "")
+        if stopped:
+            store.set("stopped", "")

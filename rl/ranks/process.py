@@ -17,8 +17,6 @@ from rl.errors import Stopped, UserError
 from rl.printable import printable
 from rl.ranks import device, dist, failures, heartbeat, launch, signals, streams, watchdog
 
-LOST_SECONDS = 5.0  # after a lost connection, during which the failed rank, or torchrun, may report the cause
-
 
 def run(main: Callable, join: Callable = dist.init) -> None:
     """Run a script's main on this rank and end the process. The first rank that fails prints a UserError as one message, any
@@ -38,12 +36,9 @@ def run(main: Callable, join: Callable = dist.init) -> None:
         with watchdog.doing("all ranks to end"):
             if torch.distributed.is_initialized():  # vLLM's engine destroys it when it is collected
                 torch.distributed.destroy_process_group()
-        watchdog.finish()
-        heartbeat.finish()
         launch.end_well()
     except Stopped as stopped:
         code = 128 + signal.SIGTERM
-        heartbeat.finish()
         if str(stopped):
             print(stopped, file=sys.stderr, flush=True)
         launch.end_well(stopped=True)
@@ -75,7 +70,7 @@ def fail(error: UserError, name: str = "") -> NoReturn:
 
 def _explain(name: str, error: Exception) -> None:
     """Print the error: in full if it is the job's first failure, as one line on the other nodes."""
-    lost = failures.lost_connection(error) and not failures.cause(wait=LOST_SECONDS) and failures.silent_ranks()
+    lost = heartbeat.lost_ranks() if failures.lost_connection(error) else ""
     failures.leave_to_report()
     with watchdog.speaking:
         if lost:

@@ -99,8 +99,7 @@ def _end_after_sigterm() -> None:
 
 
 def _last_words(text: str) -> None:
-    """Write the line to stderr. Under torchrun, wait for torchrun to end, since its own lines about a Ctrl-C would bury this
-    one."""
+    """Write the line to stderr; under torchrun once that has ended, since its own lines about a Ctrl-C would bury this one."""
     if "RANK" in os.environ:
         with open(os.devnull) as nothing:
             subprocess.Popen(["sh", "-c", LAST_WORDS, "sh", str(os.getppid()), text], stdin=nothing, start_new_session=True)

@@ -18,8 +18,7 @@ def outlive_output() -> None:
 
 
 def sign_errors(name: str) -> None:
-    """Let each line that Python (not native code) prints to stderr from now on begin with [name], for consoles of many
-    nodes."""
+    """Let each line that Python (not native code) prints to stderr from now on begin with [name]."""
     if raw := _raw.get("stderr"):
         raw.sign = f"[{name}] ".encode()
 

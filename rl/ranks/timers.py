@@ -4,7 +4,6 @@ The watchdog uses the same blocks to report what a rank is doing or waiting for.
 """
 
 import contextlib
-import json
 import time
 from collections.abc import Iterator
 
@@ -75,5 +74,5 @@ class Timers:
 
 def gather_ledgers(name: str, timer: Timers) -> dict[str, float]:
     """Return ledger/<name>_<rank>/<phase> of every rank of the default process group. Collective."""
-    shares = [json.loads(record) for record in dist.all_gather_bytes(json.dumps(timer.ledger()).encode())]
-    return {f"ledger/{name}_{rank}/{phase}": share for rank, of in enumerate(shares) for phase, share in of.items()}
+    ledgers = enumerate(dist.all_gather_values(timer.ledger()))
+    return {f"ledger/{name}_{rank}/{phase}": share for rank, ledger in ledgers for phase, share in ledger.items()}

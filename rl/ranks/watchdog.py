@@ -26,10 +26,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Annotated
 
 from torch.distributed import DistError, HashStore, Store
@@ -38,10 +37,9 @@ from rl.ranges import MayChange, Range
 
 EXIT_CODE = 75  # of every rank of a job that hung: EX_TEMPFAIL of sysexits.h
 FAILED = "failed/cause"  # key of the store: the message of the first rank that failed; only that rank reports
+ENDED = "ended"  # with a rank, a key of the store: that rank has come to its end
 ALARM = "watchdog/alarm"  # key of the store: the rank that calls for a report
 ANSWER_SECONDS = 10.0  # until a rank that has not answered the alarm counts as silent
-ROLL_SECONDS = 3.0  # the same for a roll call; each rank looks once a second
-STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "is stuck in the kernel", "Z": "has died"}
 
 
 @dataclass
@@ -69,8 +67,7 @@ speaking = threading.Lock()  # held while a thread prints this process's last me
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Name what the main thread does or waits for in the block. Other threads, such as a saver's, are ignored: they would mix
-    up the order."""
+    """Name what the main thread does or waits for in the block. Other threads are ignored: they would mix up the order."""
     global _left
     is_main = threading.current_thread() is threading.main_thread()
     if is_main:
@@ -121,19 +118,6 @@ def rename(name: str) -> None:
         _watchdog.sign()
 
 
-def whereabouts() -> tuple[str, str]:
-    """Return this process's name, and the blocks that its main thread is in, with how long."""
-    now, blocks = time.monotonic(), list(_open)
-    return _name, " > ".join(f"{what} ({now - since:.0f} s)" for what, since in blocks) or f"the code after {_left}"
-
-
-def end_silent(pids: Iterable[int]) -> None:
-    """Kill those of these silent processes that the same torchrun started, for it would wait half a minute for a stopped one.
-    The kill comes a moment later, since torchrun names the first process that ends as the cause."""
-    if stuck := [str(pid) for pid in pids if _state(pid, platform.node())]:
-        subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -KILL {' '.join(stuck)}"], start_new_session=True)
-
-
 def end_stuck_launcher(seconds: float) -> None:
     """Kill this rank's torchrun if it has no living rank this many seconds from now: with a c10d rendezvous it waits a minute
     for a store that does not answer, and ignores its ranks. A healthy torchrun has ended by then, or has restarted them."""
@@ -150,50 +134,18 @@ def first_to_fail(store: Store, cause: str) -> bool:
     return store.compare_set(FAILED, "", cause).decode() == cause
 
 
-def silent() -> set[int]:
-    """Return the ranks whose watchdog does not answer; an empty set without a watchdog. Raise DistError if the store is
-    lost."""
-    return _watchdog.call_the_roll() if _watchdog else set()
-
-
-def finish() -> None:
-    """Note that this rank has reached its end."""
-    if _watchdog:
-        _watchdog.finish()
-
-
 class Watchdog:
     """The thread of one rank. store: shared by all ranks, over a separate connection, since waits would block a common one."""
 
     def __init__(self, rank: int, world_size: int, timeout: float, store: Store):
         self.rank, self.ranks, self.timeout, self.store = rank, range(world_size), timeout, store
-        self.is_alone = False  # whether the store is lost
         self.tick = min(1.0, timeout / 10)
         self.idle = 0.0  # seconds without progress of the main thread, counted by this thread's looks
         self.sign()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def sign(self) -> None:
-        self.store.set(f"watchdog/who/{self.rank}", json.dumps([_name, os.getpid(), platform.node()]))
-
-    def finish(self) -> None:
-        """Leave an answer, since a rank that has ended is silent but does not hang."""
-        with contextlib.suppress(DistError):  # the rank with the store has already ended
-            self.store.set(f"watchdog/answer/{self.rank}", json.dumps({"name": _name, "place": "has come to its end"}))
-
-    def call_the_roll(self) -> set[int]:
-        """Ask all ranks for a sign of life. Return the ranks that give none. For the main thread."""
-        if self.is_alone:
-            raise DistError("the store is lost")
-        self.store.set("watchdog/roll", "")
-        deadline, silent = time.monotonic() + ROLL_SECONDS, set(self.ranks)
-        while silent and time.monotonic() < deadline:
-            time.sleep(0.1)
-            silent = {rank for rank in silent if not self._has_left(rank, "here", "answer")}
-        return silent
-
-    def _has_left(self, rank: int, *signs: str) -> bool:
-        return any(self.store.check([f"watchdog/{sign}/{rank}"]) for sign in signs)
+        self.store.set(f"watchdog/who/{self.rank}", json.dumps([_name, f"process {os.getpid()} on {platform.node()}"]))
 
     def _watch(self) -> None:
         seen, hangs = _done, False
@@ -213,7 +165,6 @@ class Watchdog:
             answers, silent = self._collect()
             print(report(self.timeout, answers, silent), file=sys.stderr, flush=True)
             self.store.set("watchdog/reported", "")
-            end_silent(pid for pid, host in silent.values() if host == platform.node())
         else:
             with contextlib.suppress(DistError):
                 self.store.wait(["watchdog/reported"], timedelta(seconds=2 * ANSWER_SECONDS))
@@ -221,16 +172,13 @@ class Watchdog:
 
     def _alarmed(self) -> bool:
         try:
-            if self.store.check(["watchdog/roll"]):  # another rank has lost a connection
-                self.store.set(f"watchdog/here/{self.rank}", "")
             return self.store.check([ALARM])
         except DistError:  # torchrun's store is lost: this rank continues to watch itself
-            self.store, self.ranks, self.is_alone = HashStore(), [self.rank], True
+            self.store, self.ranks = HashStore(), [self.rank]
             return False
 
     def _raise_alarm(self) -> bool:
-        """Raise the alarm. Return whether this rank prints the report. If another rank failed before, wait until that one may
-        have raised the alarm."""
+        """Raise the alarm, or if another rank failed before, wait for its. Return whether this rank prints the report."""
         if first_to_fail(self.store, f"{_name} has made no progress for {self.timeout:g} s (--hang-timeout)"):
             self.store.set(ALARM, _name)
             return True
@@ -242,32 +190,35 @@ class Watchdog:
 
     def _answer(self) -> dict:
         now = time.monotonic()
-        name, block = whereabouts()
+        blocks = " > ".join(f"{what} ({now - since:.0f} s)" for what, since in list(_open))
         return {
-            "name": name,
+            "name": _name,
             "place": f"rank {self.rank}, process {os.getpid()} on {platform.node()}",
             "idle": now - _done_at,
-            "in": block,
+            "in": blocks or f"the code after {_left}",
             "waits": [f"{what} ({now - since:.0f} s)" for what, since in list(_standing.items())],
             "collectives": {name: found for name, last in _groups.items() if isinstance(found := _ask(last), tuple)},
             "facts": {name: _ask(text) for name, text in _facts.items()},
             "stacks": stacks(),
         }
 
-    def _collect(self) -> tuple[list[dict], dict[str, tuple[int, str]]]:
-        """Return the answers in rank order, and the names, processes and hosts of the ranks that gave none."""
-        deadline, answers, silent = time.monotonic() + ANSWER_SECONDS, {}, {}
+    def _collect(self) -> tuple[list[dict], list[str]]:
+        """Return the answers in rank order, and a line about each rank that gave none."""
+        deadline, answers = time.monotonic() + ANSWER_SECONDS, {}
         while len(answers) < len(self.ranks) and time.monotonic() < deadline:
             time.sleep(0.05)
             for rank in self.ranks:
-                if rank not in answers and self._has_left(rank, "answer"):
+                if rank not in answers and self.store.check([f"watchdog/answer/{rank}"]):
                     answers[rank] = json.loads(self.store.get(f"watchdog/answer/{rank}"))
-        for rank in self.ranks:
-            if rank not in answers:
-                known = self._has_left(rank, "who")
-                name, *where = json.loads(self.store.get(f"watchdog/who/{rank}")) if known else (f"rank {rank}", 0, "")
-                silent[name] = tuple(where)
-        return [answers[rank] for rank in sorted(answers)], silent
+        return [answers[rank] for rank in sorted(answers)], [self._about(rank) for rank in self.ranks if rank not in answers]
+
+    def _about(self, rank: int) -> str:
+        if not self.store.check([f"watchdog/who/{rank}"]):
+            return f"rank {rank} is silent: it has not begun to join."
+        name, where = json.loads(self.store.get(f"watchdog/who/{rank}"))
+        if self.store.check([f"{ENDED}/{rank}"]):
+            return f"{name} has come to its end."
+        return f"{name} is silent: its {where} does not answer."
 
 
 def _ask(question: Callable[[], str | tuple[int, str]]) -> str | tuple[int, str]:
@@ -277,24 +228,20 @@ def _ask(question: Callable[[], str | tuple[int, str]]) -> str | tuple[int, str]
         return f"unknown ({error})"
 
 
-def report(timeout: float, answers: list[dict], silent: dict[str, tuple[int, str]]) -> str:
-    """Return the report's text. answers: in rank order. silent: name -> process and host of each rank that gave no answer
-    (process 0: it has not begun to join)."""
-    alive = [answer for answer in answers if "stacks" in answer]
-    by_time = sorted(alive, key=lambda answer: -answer["idle"])
+def report(timeout: float, answers: list[dict], silent: list[str]) -> str:
+    """Return the report's text. answers: in rank order. silent: a line about each rank that gave none."""
+    by_time = sorted(answers, key=lambda answer: -answer["idle"])
     lines = ["", f"==== The job hangs: {by_time[0]['name']} has made no progress for {timeout:g} s (--hang-timeout). ===="]
-    lines += [f"{name} is silent: {_condition(*where)}." for name, where in silent.items()]
-    lines += _apart(alive)
+    lines += [*silent, *_apart(answers)]
     lines.append("All ranks, the longest without progress first:")
     for answer in by_time:
         waits = "".join(f"; waits for {what}" for what in answer["waits"])
         lines.append(f"  {answer['name']}: for {answer['idle']:.0f} s, in {answer['in']}{waits}")
     for answer in answers:
         lines += ["", f"---- {answer['name']} ({answer['place']})"]
-        if "stacks" in answer:
-            last = [f"{number} of {group}, {what}" for group, (number, what) in answer["collectives"].items() if number]
-            facts = answer["facts"] | {"last collective": "; ".join(last)}
-            lines += [f"{name}: {text}" for name, text in facts.items() if text] + [answer["stacks"]]
+        last = [f"{number} of {group}, {what}" for group, (number, what) in answer["collectives"].items() if number]
+        facts = answer["facts"] | {"last collective": "; ".join(last)}
+        lines += [f"{name}: {text}" for name, text in facts.items() if text] + [answer["stacks"]]
     ranks = f"{len(answers)} of {len(answers) + len(silent)} ranks"
     return "\n".join([*lines, f"==== End of the report: {ranks}. They exit with {EXIT_CODE}, torchrun itself with 1. ====", ""])
 
@@ -319,22 +266,3 @@ def stacks() -> str:
             lines.append(f"stack of {name}, innermost last:")
             lines += [f"  {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in traceback.extract_stack(frame)]
     return "\n".join(lines)
-
-
-def _condition(pid: int, host: str) -> str:
-    if not pid:
-        return "it has not begun to join"
-    if host != platform.node():
-        return f"its process {pid} on {host} does not answer; the node may be lost"
-    state = _state(pid, host)
-    condition = STATES.get(state, "keeps Python's lock") if state else "has exited"
-    return f"its process {pid} {condition}"
-
-
-def _state(pid: int, host: str) -> str | None:
-    """Return /proc's letter for the state of a process that the same torchrun started; None for any other."""
-    try:
-        state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return state if host == platform.node() and int(parent) == os.getppid() else None

@@ -4,18 +4,14 @@
       | shared memory                      | shared memory
       its node's generators                its neighbours
 
-A message is broadcast to the first ranks of the nodes. Each of them exposes it in a few slots of shared memory, from which its
-neighbours take it while the next messages are under way. If every rank has its own CUDA device, NCCL's broadcast replaces all
-this; it also enters each node once.
-
-The shared memory is a memfd, like the ring's: it has no name, and the kernel frees it when the last process that maps it ends.
-Its words count the pieces exposed, and the pieces that each neighbour has taken.
+A message is broadcast to the first ranks of the nodes. Each of them puts it into a ring (rl/transport/ring.py) for each of its
+neighbours while the next messages are under way. If every rank has its own CUDA device, NCCL's broadcast replaces all this; it
+also enters each node once.
 """
 
 import itertools
 import json
 import os
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -26,13 +22,11 @@ import torch.distributed as dist
 from rl.errors import RankLost
 from rl.ranks import launch
 from rl.ranks.device import device_group, host_group, is_accelerator
-from rl.transport.ring import Barrier, wait
+from rl.transport.ring import Ring, RingTimeout
 
 WINDOW = 32  # messages of 32 MB under way over a network: they fill a link of 160 Gbit/s with a latency of 50 ms
-SLOTS = 4  # pieces that are exposed at a time
-SLOT_BYTES = 8 << 20  # in a slot; a longer message takes several pieces
-PAGE = 1 << 16  # bytes of the words, enough for 1,024 ranks on a node; the slots follow
-LAID, LINE = 0, 8  # 64-bit words: pieces exposed; pieces taken by neighbour n, at n * LINE, in a cache line of its own
+RING_BYTES = 16 << 20
+PIECE_BYTES = 1 << 20  # in a record; a longer message takes several
 LOOK_SECONDS = 0.2  # until a wait checks whether its neighbours are alive
 
 
@@ -46,13 +40,13 @@ def senders(nodes: Sequence[launch.Node]) -> dict[int, int]:
 class Bridge:
     """One rank's end. All ranks call `broadcast` in the same order, and wait for the returned handles in that order."""
 
-    def __init__(self, group, device: torch.device, slots: "Slots | None" = None, is_far: bool = False):
+    def __init__(self, group, device: torch.device, rings: "Rings | None" = None, is_far: bool = False):
         """group: this rank's process group; None if it neither sends nor receives over the network. device: the tensors'.
         is_far: whether the tensors are in host memory and cross a network, on their way to this rank or another."""
-        self.group, self.device, self.slots, self.is_far = group, device, slots, is_far
+        self.group, self.device, self.rings, self.is_far = group, device, rings, is_far
         # The number of messages that may be under way: each takes memory of its receiver
         far = group and not is_accelerator(device)
-        self.window = WINDOW if far else 1 if slots and not slots.is_first else 3
+        self.window = WINDOW if far else 1 if rings and not rings.is_first else 3
 
     @staticmethod
     def of(senders: dict[int, int], nodes: Sequence[launch.Node], number: int, local_rank: int, store, own, timeout):
@@ -67,7 +61,7 @@ class Bridge:
 
     @staticmethod
     def join(store: dist.Store, place: int, node_of: Sequence[int], own: torch.device, timeout: timedelta) -> "Bridge":
-        """Return the bridge between a sending learner and its generators. place: this rank's, 0 for the learner, 1 and up for
+        """Return the bridge between a learner and its generators. place: this rank's, 0 for the learner, 1 and up for
         generators. node_of: the node of each place. own: this rank's device. Collective."""
         group = device_group(store, place, len(node_of), own, timeout)
         return Bridge(group, own) if group else Bridge.over_host(store, place, node_of, timeout)
@@ -77,25 +71,25 @@ class Bridge:
         """Return a bridge that sends host memory. Collective."""
         firsts = [node_of.index(node) for node in dict.fromkeys(node_of)]
         here = [other for other, node in enumerate(node_of) if node == node_of[place]]
-        group, slots = None, None
+        group, rings = None, None
         if place in firsts and len(firsts) > 1:
             group = host_group(store, firsts.index(place), len(firsts), timeout, WINDOW)
         if len(here) > 1:
-            slots = Slots(dist.PrefixStore(f"node/{node_of[place]}", store), here.index(place), len(here), timeout)
-        return Bridge(group, torch.device("cpu"), slots, is_far=len(firsts) > 1)
+            rings = Rings(dist.PrefixStore(f"node/{node_of[place]}", store), here.index(place), len(here))
+        return Bridge(group, torch.device("cpu"), rings, is_far=len(firsts) > 1)
 
     def broadcast(self, tensor: torch.Tensor):
         """Start a broadcast of the contiguous tensor from the learner. Return a handle: after its `wait`, a generator's tensor
-        is filled and the learner's may change. A learner with neighbours waits here for free slots."""
+        is filled and the learner's may change. A learner with neighbours waits here for room."""
         over_network = self.group.broadcast([tensor], dist.BroadcastOptions()) if self.group else None
-        if not self.slots:
+        if not self.rings:
             return over_network
-        if not self.slots.is_first:
-            return Handle(partial(self.slots.take, tensor))
+        if not self.rings.is_first:
+            return Handle(partial(self.rings.take, tensor))
         if self.group is None or self.group.rank() == 0:  # the learner
-            self.slots.lay_open(tensor)
-            return Handle(over_network and over_network.wait, partial(self.slots.until_taken, self.slots.laid))
-        return Handle(over_network.wait, partial(self.slots.lay_open, tensor))
+            pieces = self.rings.put(tensor)
+            return Handle(over_network and over_network.wait, partial(self.rings.until_taken, pieces))
+        return Handle(over_network.wait, partial(self.rings.put, tensor))
 
 
 class Handle:
@@ -109,76 +103,51 @@ class Handle:
             self._steps.pop(0)()
 
 
-class Slots:
-    """Memory shared by ranks of a node. The first one exposes messages in it, in pieces; each of the others takes all of
-    them."""
+class Rings:
+    """A ring from a node's first rank to each of its neighbours. A message takes a record for each piece."""
 
-    def __init__(self, store: dist.Store, number: int, size: int, timeout: timedelta):
-        """number: this rank's among the `size` ranks that share; 0 is the first. timeout: of each wait. Collective."""
-        self.number, self.timeout, self._barrier = number, timeout.total_seconds(), Barrier()
+    def __init__(self, store: dist.Store, number: int, size: int):
+        """number: this rank's among the `size` ranks of its node; 0 is the first. Collective."""
+        self.is_first = number == 0
         if self.is_first:
-            file = os.memfd_create("rl-weights", os.MFD_CLOEXEC)
-            os.ftruncate(file, PAGE + SLOTS * SLOT_BYTES)
-            path = f"/proc/{os.getpid()}/fd/{file}"
-            store.set("first", json.dumps([os.getpid(), path]))
-            self._map(path)
-            names = [f"open/{other}" for other in range(1, size)]  # set by ranks that have opened it
-            self._others = dict(enumerate(map(int, store.multi_get(names)), 1))  # process ids, by number
-            os.close(file)
+            self._rings = [Ring.create(RING_BYTES) for _ in range(1, size)]
+            store.set("first", json.dumps([os.getpid(), *(ring.address for ring in self._rings)]))
+            self._others = [int(pid) for pid in store.multi_get([f"attached/{other}" for other in range(1, size)])]
         else:
-            process, path = json.loads(store.get("first"))
-            self._map(path)
-            self._others = {0: process}
-            store.set(f"open/{number}", str(os.getpid()))
+            first, *addresses = json.loads(store.get("first"))
+            self._rings = [Ring.attach(addresses[number - 1])]
+            self._others = [first]  # process ids
+            store.set(f"attached/{number}", str(os.getpid()))
 
-    def _map(self, path: str) -> None:
-        memory = torch.from_file(path, shared=True, size=PAGE + SLOTS * SLOT_BYTES, dtype=torch.uint8)
-        self._words = memoryview(memory[:PAGE].numpy()).cast("Q")  # a word is read or written by a single load or store
-        self._slots = memory[PAGE:].split(SLOT_BYTES)
-
-    @property
-    def is_first(self) -> bool:
-        return self.number == 0
-
-    @property
-    def laid(self) -> int:
-        """The number of pieces exposed so far."""
-        return self._words[LAID]
-
-    def lay_open(self, data: torch.Tensor) -> None:
-        """Expose the data to the others; wait while no slot is free."""
+    def put(self, data: torch.Tensor) -> int:
+        """Send the data to all neighbours; wait while one of the rings is full. Return the number of pieces sent so far."""
         for piece in _pieces(data):
-            number = self.laid
-            self.until_taken(number + 1 - SLOTS)
-            self._slots[number % SLOTS][: len(piece)].copy_(piece)
-            self._barrier()
-            self._words[LAID] = number + 1
+            for ring in self._rings:
+                self._persist(partial(ring.put, piece.numpy()))
+        return self._rings[0].counts["written"]
 
     def take(self, data: torch.Tensor) -> None:
-        """Fill data with the next message of its length."""
-        own = self.number * LINE
+        """Fill data with the next message, which has its length."""
         for piece in _pieces(data):
-            number = self._words[own]
-            self._wait(lambda number=number: self.laid > number)
-            piece.copy_(self._slots[number % SLOTS][: len(piece)])
-            self._barrier()
-            self._words[own] = number + 1
+            self._persist(partial(self._rings[0].get, into=piece.numpy().data))
 
-    def until_taken(self, count: int) -> None:
-        """Return when each of the others has taken this many pieces."""
-        self._wait(lambda: all(self._words[other * LINE] >= count for other in self._others))
+    def until_taken(self, pieces: int) -> None:
+        """Return when each neighbour has taken this many pieces."""
+        for ring in self._rings:
+            self._persist(partial(ring.until_taken, pieces))
 
-    def _wait(self, ready: Callable[[], bool]) -> None:
-        """Return when `ready` returns True. Raise RankLost if another process has exited, and TimeoutError after the
-        timeout."""
-        deadline = time.monotonic() + self.timeout
-        while not wait(ready, LOOK_SECONDS):
-            if (lost := [pid for pid in self._others.values() if not launch.is_alive(pid)]) and not ready():
-                raise RankLost(f"connection lost: process {lost[0]}, with which weights are shared, has exited")
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no weights went through shared memory in {self.timeout:g} s")
-        self._barrier()
+    def _persist(self, act: Callable[..., object]) -> None:
+        """Call act(timeout=...) until it succeeds. Raise RankLost if another process has exited."""
+        lost = []
+        while True:
+            try:
+                act(timeout=LOOK_SECONDS)
+                return
+            except RingTimeout:
+                if lost:
+                    raise RankLost(f"connection lost: process {lost[0]}, with which weights are shared, has exited") from None
+                lost = [pid for pid in self._others if not launch.is_alive(pid)]
 
 
 def _pieces(data: torch.Tensor) -> Sequence[torch.Tensor]:
-    return data.view(-1).view(torch.uint8).split(SLOT_BYTES)
+    return data.view(-1).view(torch.uint8).split(PIECE_BYTES)

@@ -70,7 +70,6 @@ class Ring:
         self._words = self._bytes[:PAGE].cast("Q")  # an item is read or written by a single load or store of 8 bytes
         self.capacity, self._key = self._words[CAPACITY], self._words[KEY]
         self.max_record = self.capacity // 2 - ALIGN  # so that a record always fits into an empty ring, wherever the head is
-        self._limit = 0  # how far this writer knows the head may move
         self._barrier = Barrier()
 
     @staticmethod
@@ -87,8 +86,7 @@ class Ring:
 
     @staticmethod
     def attach(address: str) -> "Ring":
-        """Return the ring of another process of this machine and user. Raise OSError if that process has exited or has closed
-        the ring."""
+        """Return the ring of another process of this machine and user. Raise OSError if it has exited or closed the ring."""
         path, _, key = address.partition("#")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         if os.pread(fd, 8, 8 * KEY) != bytes.fromhex(key):  # the kernel reuses process ids and file descriptors
@@ -156,11 +154,9 @@ class Ring:
             if _footprint(size) > left:  # records do not wrap
                 start += left
             end = start + _footprint(size)
-            if end > self._limit:
-                self._limit = words[TAIL] + self.capacity
-                if end > self._limit:
-                    return False
-                self._barrier()  # the writes below come after the reader's reads there
+            if end > words[TAIL] + self.capacity:
+                return False
+            self._barrier()  # the writes below come after the reader's reads there
             if start > head:
                 filler = FILLER | (start - head - ALIGN)
                 HEADER.pack_into(self._bytes, self._at(head), filler, _digest(b"", head ^ filler))
@@ -192,9 +188,9 @@ class Ring:
 
     # -- reading
 
-    def get(self, timeout: float = 600.0) -> bytes:
-        """Return the oldest record and free its space. Raise RingTimeout if none arrives within this many seconds, and
-        RecordDamaged for a record that was changed after it was written."""
+    def get(self, timeout: float = 600.0, into: memoryview | None = None) -> bytes | None:
+        """Return the oldest record, or copy it into memory of its length, and free its space. Raise RingTimeout if none arrives
+        within this many seconds, and RecordDamaged for a record that was changed after it was written."""
         words = self._words
         position = words[TAIL]
         if words[HEAD] == position and not wait(lambda: words[HEAD] != position, timeout):
@@ -204,17 +200,27 @@ class Ring:
         if size & FILLER:  # a record follows it: they were committed together
             position += _footprint(size & ~FILLER)
             size, data = self._read(position)
+        found = None
+        if into is None:
+            found = bytes(data)
+        else:
+            into[:] = data
         words[TAKEN] += 1
         self._barrier()  # the reads above come before the store below
         words[TAIL] = position + _footprint(size)
-        return data
+        return found
 
-    def _read(self, position: int) -> tuple[int, bytes]:
+    def until_taken(self, records: int, timeout: float) -> None:
+        """Return when this many records have been taken in total. Raise RingTimeout after this many seconds."""
+        if not wait(lambda: self._words[TAKEN] >= records, timeout):
+            raise RingTimeout(f"{records} records were not taken in {timeout} s; {self.state()}")
+
+    def _read(self, position: int) -> tuple[int, memoryview]:
         """Return (size, data) of the record at the position; a filler has no data."""
         at = self._at(position)
         size, checksum = HEADER.unpack_from(self._bytes, at)
         length = 0 if size & FILLER else size
-        data = bytes(self._bytes[at + ALIGN : at + ALIGN + length])
+        data = self._bytes[at + ALIGN : at + ALIGN + length]
         if len(data) != length or _digest(data, position ^ size) != checksum:
             raise RecordDamaged(f"the ring's record at {position} does not fit its checksum; {self.state()}")
         return size, data
@@ -255,8 +261,7 @@ def _unlock(fd: int, byte: int) -> None:
 
 @functools.cache
 def _flock(kind: int, byte: int) -> bytes:
-    """Return the struct flock of a byte, for locks that belong to the open file (OFD), so that each end of the ring has its
-    own."""
+    """Return the struct flock of a byte, for a lock of the open file (OFD): each end of the ring has its own."""
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, byte, 1, 0)
 
 

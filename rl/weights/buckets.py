@@ -21,7 +21,6 @@ class Bucket:
     members: range  # parameters, by number
     start: int  # elements of the stream before it
     stop: int
-    is_part: bool
     ends: bool  # whether its last parameter is complete with it
 
     @property
@@ -55,14 +54,14 @@ class Plan:
         for i in range(len(self.names)):
             start, stop = self.offsets[i], self.offsets[i + 1]
             if stop - self.offsets[first] > limit and first < i:
-                out.append(Bucket(range(first, i), self.offsets[first], start, False, True))
+                out.append(Bucket(range(first, i), self.offsets[first], start, True))
                 first = i
             if stop - start > limit:
                 cuts = [*range(start, stop, limit), stop]
-                out += [Bucket(range(i, i + 1), a, b, True, b == stop) for a, b in pairwise(cuts)]
+                out += [Bucket(range(i, i + 1), a, b, b == stop) for a, b in pairwise(cuts)]
                 first = i + 1
         if first < len(self.names):
-            out.append(Bucket(range(first, len(self.names)), self.offsets[first], self.offsets[-1], False, True))
+            out.append(Bucket(range(first, len(self.names)), self.offsets[first], self.offsets[-1], True))
         return out
 
     def views(self, run: torch.Tensor, members: range | None = None) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 from rl.generation.engine import Engine
 from rl.learning.learner import Learner
 from rl.model.attention import dtype_of
+from rl.weights.digests import Given
 
 
 class LocalWeights:
@@ -35,18 +36,18 @@ class LocalWeights:
 
     def _publish_adapters(self, version: int) -> None:
         """Publish adapters by themselves; the first time with the model after them."""
-        from rl.weights.adapter_proof import Held, check_log_probs  # late: no other run needs it
+        from rl.weights.adapter_proof import check_log_probs  # late: no other run needs it
 
-        held, is_first = Held(self.engine, self.dtype), self._kept is None
+        given, is_first = Given(self.engine, self.dtype), self._kept is None
 
         def incoming() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in self.outgoing.tensors(self.dtype, frozen=is_first):
-                held.add(name, tensor)
+                given.add(name, tensor)
                 yield name, tensor
 
         self.engine.update(incoming(), version)
         self._kept = {}
-        held.check(version)
+        given.check(version)
         check_log_probs(self.engine, version, self._probe(), self.dtype)
 
     def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:

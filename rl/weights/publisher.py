@@ -22,7 +22,7 @@ from rl.ranks import watchdog
 from rl.ranks.device import is_accelerator, side_stream
 from rl.split import Split
 from rl.weights.buckets import Plan
-from rl.weights.digests import Digests
+from rl.weights.digests import digest, read
 
 
 class Publisher:
@@ -104,11 +104,12 @@ class Publisher:
                 watchdog.progress()
 
         with side_stream(self.device):
-            digests = Digests(self.plan, self.device)
+            digests = []
             for bucket in self.plan.buckets:
-                data = bucket.of(self._stream).to(bridge.device)
-                send(data)
-                digests.add(bucket, data.to(self.device))  # while it travels
-            send(torch.tensor([version, *digests.values(), *self._expected]).to(bridge.device))
+                send(bucket.of(self._stream).to(bridge.device))
+                if bucket.ends:  # while it travels
+                    values = self.plan.views(self._stream[self.plan.offsets[bucket.members.start] :], bucket.members)
+                    digests += [digest(value, self.device) for value in values]
+            send(torch.tensor([version, *read(digests), *self._expected]).to(bridge.device))
             for work, _ in under_way:
                 work.wait()

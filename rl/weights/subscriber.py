@@ -18,14 +18,13 @@ from functools import cached_property
 import torch
 
 from rl.generation.engine import Engine
-from rl.model.attention import dtype_of
 from rl.ranks import watchdog
 from rl.ranks.device import is_accelerator
 from rl.samples.control import State
 from rl.split import Split
 from rl.weights.arrival import Announcements, Arrival, has_room
 from rl.weights.buckets import Bucket, Plan
-from rl.weights.digests import Digests, digests_of
+from rl.weights.digests import Given, digest, digests_of, read
 
 
 class Subscriber:
@@ -83,16 +82,13 @@ class Subscriber:
         the parameter's name, if the engine's weights are not those that were sent."""
         if self._ahead:
             self._ahead.wait()
-        digests, arrived = Digests(self.plan, self.device), []
-        self.engine.update(self._incoming(digests, arrived), version, recompute_kv)
-        found = digests.values()
-        if not self._shares:
-            self._check_loaded(version, arrived)
+        digests, given = [], Given(self.engine, self.plan.dtype)
+        self.engine.update(self._incoming(digests, given), version, recompute_kv)
+        if self._shares:
+            found = digests_of(map(self.engine.read_back, self.plan.names), self.device)
         else:
-            moved = self._moved()
-            live = (self.engine.read_back(self.plan.names[i]).view(self.plan.dtype) for i in moved)
-            for i, value in zip(moved, digests_of(live, self.device), strict=True):
-                found[i] = value
+            found = read(digests)
+            self._warn_of_hidden(given.check(version))
         last, table = self._table
         self._wait(last)
         sent_version, *sent = table.tolist()
@@ -114,76 +110,57 @@ class Subscriber:
 
         check_log_probs(self.engine, version, unpacked(expected), self.plan.dtype)
 
-    def _moved(self) -> list[int]:
-        """Return the parameters whose memory has moved out of the stream since the engine was asked to share it."""
-        addresses = [self._memory.data_ptr() + offset * self.plan.dtype.itemsize for offset in self.plan.offsets]
-        return [i for i, name in enumerate(self.plan.names) if self.engine.read_back(name).data_ptr() != addresses[i]]
-
-    def _check_loaded(self, version: int, arrived: list[int]) -> None:
-        """Compare the parameters in an engine with memory of its own with those that it was given, and warn once if it cannot
-        show some of them. arrived: the digests of the latter."""
-        read = []  # numbers of the parameters that the engine shows
-
-        def values() -> Iterator[torch.Tensor]:
-            for number, name in enumerate(self.plan.names):
-                if (live := self.engine.read_back(name)) is not None:
-                    read.append(number)
-                    yield live.to(dtype_of(name, self.plan.dtype)) + 0.0
-
-        for number, found in zip(read, digests_of(values(), self.device), strict=True):
-            if found != arrived[number]:
-                name = self.plan.names[number]
-                raise RuntimeError(f"version {version}: the generator's {name} is not what the learner sent")
-        hidden = sorted({*range(len(self.plan.names))} - {*read})
+    def _warn_of_hidden(self, hidden: list[str]) -> None:
+        """Warn once if the engine cannot show some of its parameters."""
         if hidden and not self._has_warned:
             print(
                 f"warning: the engine cannot show {len(hidden)} of {len(self.plan.names)} parameters, "
-                f"{self.plan.names[hidden[0]]} first. Their publishes are verified as they arrive and not as the engine holds "
+                f"{hidden[0]} first. Their publishes are verified as they arrive and not as the engine holds "
                 "them; watch training/rollout_probs_diff_mean.",
                 file=sys.stderr,
                 flush=True,
             )
             self._has_warned = True
 
-    def _incoming(self, digests: Digests, arrived: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor) of every parameter when it is complete. Feeds the digests, and fills `arrived` with the digests
-        of the parameters as the engine should hold them. These take -0.0 as 0.0, because an engine may hold the weights in a
-        form that knows only one zero."""
-        parts, kept = [], []  # parts: of a parameter that arrives in several buckets
-        for bucket, data in self._arriving():
-            digests.add(bucket, data)
+    def _incoming(self, digests: list, given: Given) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor) of every parameter. For an engine with memory of its own, add to the digests and to `given`."""
+        kept = []
+        for number, (name, value) in enumerate(self._arriving()):
             if not self._shares:
-                parts.append(data)
-            if not bucket.ends:
-                continue
-            if self._shares:
-                run = self._memory[self.plan.offsets[bucket.members.start] :]
-            else:
-                run, parts = torch.cat(parts) if bucket.is_part else data, []
-            values = self.plan.views(run, bucket.members)
-            if not self._shares:
-                of_engine = (
-                    self.engine.own_part(self.plan.names[i], v) + 0.0 for i, v in zip(bucket.members, values, strict=True)
-                )
-                arrived += digests_of(of_engine, self.device)
-            for i, value in zip(bucket.members, values, strict=True):
-                yield self.plan.names[i], value
-                if i >= len(self.plan.names) - self.plan.frozen and not self.plan.adapters:
-                    kept.append((self.plan.names[i], value if self._shares else value.clone()))
+                digests.append(digest(value, self.device))
+                given.add(name, value)
+            yield name, value
+            if number >= len(self.plan.names) - self.plan.frozen and not self.plan.adapters:
+                kept.append((name, value if self._shares else value.clone()))
         yield from self._kept
         self._kept = self._kept or kept
 
-    def _arriving(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Yield the buckets and their data, in order, on the device. With `_ahead` all have been received before."""
-        ready = ((bucket, bucket.of(self._memory)) for bucket in self.plan.buckets)
-        for bucket, data in ready if self._ahead else self._receiving():
-            yield bucket, data.to(self.device)
+    def _arriving(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor) of every parameter that was sent, on the device."""
+        if self._memory is not None:
+            if not self._ahead:
+                self._receive_all()
+            for name, value in zip(self.plan.names, self.plan.views(self._memory), strict=True):
+                yield name, value.to(self.device)
+            return
+        parts = []  # of a parameter that arrives in several buckets
+        for bucket, data in self._receiving():
+            parts.append(data.to(self.device))
+            if bucket.ends:
+                run = parts[0] if len(parts) == 1 else torch.cat(parts)
+                parts = []
+                for number, value in zip(bucket.members, self.plan.views(run, bucket.members), strict=True):
+                    yield self.plan.names[number], value
+
+    def _receive_all(self) -> None:
+        """Receive the buckets of a publish into the memory."""
+        for _ in self._receiving():
+            pass
 
     def _receive_ahead(self) -> None:
         """Receive a publish into the memory; for a thread."""
         began = time.monotonic()
-        for _ in self._receiving():
-            pass
+        self._receive_all()
         self._wait(self._table[0])
         self.received["way"] = time.monotonic() - began
 

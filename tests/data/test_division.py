@@ -92,14 +92,6 @@ def test_an_error_is_the_one_that_a_rank_alone_finds(texts, tmp_path, rows, said
     assert [result(of_rank) for of_rank in read(texts, tmp_path / "together", 2, **flags)] == [result(alone)] * 2
 
 
-def test_an_error_ends_the_measuring_of_what_comes_after_it(texts, tmp_path):
-    prompts = ["1" * 30, *NUMBERS, *NUMBERS]
-    flags = {"train_files": [write(tmp_path / "a.parquet", prompts)], "max_prompt_length": 20, "seconds_a_text": [0, 0.3]}
-    first, second = read(texts, tmp_path / "out", 2, **flags)
-    assert first["error"] == second["error"] and "a.parquet row 0: " in first["error"]
-    assert first["texts"] == 1 and second["texts"] < 51
-
-
 @pytest.mark.parametrize(
     "seconds",
     [pytest.param([0.3, 0.3], id="both", marks=pytest.mark.slow), pytest.param([0, 0.3], id="one waits for the other")],

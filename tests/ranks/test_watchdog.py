@@ -1,7 +1,6 @@
 """Jobs that hang on purpose: the watchdog reports each correctly, ends it with its exit code, and leaves no process behind."""
 
 import os
-import platform
 import re
 import runpy
 import signal
@@ -107,7 +106,7 @@ def test_the_report_comes_though_a_connection_breaks_meanwhile(how, first_code):
 @pytest.mark.timeout(240)
 def test_a_rank_that_is_stopped_is_named():
     code, text = hang("tests/programs/hung_ranks.py", "stopped", ranks=2)
-    assert re.search(r"^generator 0 is silent: its process \d+ is stopped \(SIGSTOP\)\.$", text, re.M)
+    assert re.search(r"^generator 0 is silent: its process \d+ on .+ does not answer\.$", text, re.M)
     assert list(parts(text)) == ["learner 0"] and "in a record in the ring (" in table(text)["learner 0"]
     assert "of the report: 1 of 2 ranks" in text
     assert code == 1 and f"failed (exitcode: {EXIT_CODE})" in text
@@ -170,15 +169,8 @@ def test_a_report_of_ranks_that_ended_and_ranks_that_are_apart():
 
     at_7 = [7, "gather"]
     answers = [answer("a", 9, world=at_7, bridge=[1, ""]), answer("b", 12, world=at_7), answer("c", 3, world=[6, "sum"])]
-    text = report(
-        11.5,
-        [*answers, {"name": "d", "place": "has come to its end"}],
-        {"e": (2**30, platform.node()), "f": (0, ""), "g": (7, "far")},
-    )
+    text = report(11.5, answers, ["d has come to its end.", "e is silent."])
     assert "The job hangs: b has made no progress for 11.5 s" in text
     assert "\na and b came to collective 7 of world, gather; c has not (it was in 6)\n" in text and "1 of bridge;" not in text
     assert list(table(text)) == ["b", "a", "c"] and table(text)["a"] == "for 9 s, in wait (70 s); waits for room (9 s)"
-    assert "---- d (has come to its end)\n" in text and "nothing" not in text
-    assert f"\ne is silent: its process {2**30} has exited.\n" in text
-    assert "\nf is silent: it has not begun to join.\n" in text
-    assert "\ng is silent: its process 7 on far does not answer; the node may be lost.\n" in text
+    assert "\nd has come to its end.\ne is silent.\n" in text and "3 of 5 ranks" in text and "nothing" not in text

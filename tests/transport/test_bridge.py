@@ -18,7 +18,7 @@ from torch.distributed import HashStore, TCPStore
 from rl.errors import RankLost
 from rl.ranks.launch import Node
 from rl.transport import bridge
-from rl.transport.bridge import Bridge, Slots, senders
+from rl.transport.bridge import Bridge, Rings, senders
 
 LAYOUTS = [  # the node of the first learner, then of each generator
     [0, 0],
@@ -33,14 +33,15 @@ KINDS = [torch.float32, torch.bfloat16, torch.long, torch.uint8]
 
 
 @pytest.fixture
-def small_slots(monkeypatch):
-    monkeypatch.setattr(bridge, "SLOT_BYTES", 1 << 14)
+def small_rings(monkeypatch):
+    monkeypatch.setattr(bridge, "PIECE_BYTES", 1 << 14)
+    monkeypatch.setattr(bridge, "RING_BYTES", 1 << 16)
 
 
 def messages(seed: int) -> list[torch.Tensor]:
-    """Messages of all lengths, from none to several slots, with any bits."""
+    """Messages of all lengths, from none to several pieces, with any bits."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    sizes = [0, 1, *(rng.randrange(1, 3 * bridge.SLOT_BYTES // 8) * 8 for _ in range(10)), bridge.SLOT_BYTES]
+    sizes = [0, 1, *(rng.randrange(1, 3 * bridge.PIECE_BYTES // 8) * 8 for _ in range(10)), bridge.PIECE_BYTES]
     kinds = [rng.choice(KINDS) for _ in sizes]
     sizes = [size // kind.itemsize * kind.itemsize for size, kind in zip(sizes, kinds, strict=True)]
     drawn = [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in sizes]
@@ -69,7 +70,7 @@ def together(acts: list) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("node_of", LAYOUTS)
-def test_every_message_arrives_to_the_bit(node_of, small_slots):
+def test_every_message_arrives_to_the_bit(node_of, small_rings):
     store, sent = HashStore(), messages(seed=len(node_of))
     bridges, got = [None] * len(node_of), [[] for _ in node_of]
 
@@ -99,23 +100,23 @@ def test_every_message_arrives_to_the_bit(node_of, small_slots):
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("killed", ["the first", "a neighbour"])
-def test_a_process_that_dies_is_noticed(killed, small_slots):
+def test_a_process_that_dies_is_noticed(killed, small_rings):
     """The processes that wait for it notice, without a timeout."""
     store = TCPStore("localhost", 0, None, True, wait_for_workers=False)
     number = 0 if killed == "a neighbour" else 1
     pid = os.fork()
     if not pid:
         try:
-            Slots(TCPStore("localhost", store.port), 1 - number, 2, timedelta(seconds=300))
+            Rings(TCPStore("localhost", store.port), 1 - number, 2)
             time.sleep(60)
         finally:
             os._exit(0)  # whatever happens, this is no second pytest
-    own = Slots(TCPStore("localhost", store.port), number, 2, timedelta(seconds=300))
+    own = Rings(TCPStore("localhost", store.port), number, 2)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    data = torch.zeros(5 * bridge.SLOT_BYTES, dtype=torch.uint8)
+    data = torch.zeros(5 * bridge.PIECE_BYTES, dtype=torch.uint8)
     with pytest.raises(RankLost, match=f"process {pid}"):
-        own.lay_open(data) if own.is_first else own.take(data)
+        own.put(data) if own.is_first else own.take(data)
 
 
 SPLITS = [  # (learners, generators) of each node
@@ -130,7 +131,7 @@ SPLITS = [  # (learners, generators) of each node
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("of_nodes", SPLITS)
-def test_each_generator_has_one_sender_on_its_own_node_if_learners_are_there(of_nodes, small_slots):
+def test_each_generator_has_one_sender_on_its_own_node_if_learners_are_there(of_nodes, small_rings):
     nodes, store, got = [Node("", 0, learners + generators, generators) for learners, generators in of_nodes], HashStore(), {}
 
     def rank(number: int, local_rank: int) -> None:
