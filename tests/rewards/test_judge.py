@@ -178,7 +178,7 @@ def test_each_item_is_a_number_and_a_rude_answer_costs_its_own_response(rubric, 
         found = scores(pool, [*good, *bad])
     assert {text: found[text].event for text in bad} == bad
     assert "'I would say that it is fine.' instead of one of yes, no" in found["rubbish"].message
-    assert pool.events == {"bad_value": 4, "error": 4} and not pool._threads.lost, "no process was lost"
+    assert pool.events == {"bad_value": 4, "error": 4} and not pool.lost, "no process was lost"
     for text in good:
         its, asked = found[text], 2 * (1 + (2 if "twice" in text else 0)) + ("once" in text) * 1
         right = float("42" in text or text == "loud")
@@ -211,7 +211,7 @@ def test_a_judge_that_hangs_costs_the_responses_that_it_hangs_at(rubric):
         pool.args.reward_timeout = FOREVER
         found |= scores(pool, ["41"])
     assert (found["42"].score, found["41"].score) == (3, 0)
-    assert found["hang"].error == "timeout: no score after 1 s (--reward-timeout)" and not pool._threads.lost
+    assert found["hang"].error == "timeout: no score after 1 s (--reward-timeout)" and not pool.lost
 
 
 def test_an_endpoint_without_structured_outputs_is_read_strictly(rubric):
