@@ -143,7 +143,7 @@ request: {seed: null}
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "neither JSON in a .json file nor YAML"),
+        ("{", "cannot be read. It must be JSON in a .json file, or YAML"),
         ([1], "not a mapping. Give it the fields items, system, request"),
         ({"items": {}}, "`items` is empty"),
         ({"item": {"a": RIGHT}}, "look at `item`. The fields are items"),

@@ -33,6 +33,15 @@ LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64",
 USERS = range(60_700, 60_800)  # user ids that no known system assigns
 PROBED = "RL_SANDBOX_PROBE"  # a variable of this process that the probe tries to read
 
+TASK = {  # what a program gets, unless `run` is called with something else
+    "stdin": "",
+    "function": "",  # to call; the output is then {"value": ...}, otherwise what the program prints
+    "arguments": (),  # of the function, as JSON
+    "checks": "",  # statements that run after the program; the output is {"passed": true} if none fails
+    "prelude": False,  # whether names are defined that contest programs take for granted
+    "errors": False,  # whether stderr belongs to the output
+}
+
 
 class Ran(NamedTuple):
     output: str
@@ -57,28 +66,11 @@ class Sandbox:
                 said = one_line(self._errors.read().decode(errors="replace").strip() or "it does not answer")
                 raise UserError(f"the sandbox does not start: {said:.500}. {REMEDY}")
 
-    def run(
-        self,
-        program: str,
-        stdin: str = "",
-        function: str = "",
-        arguments: tuple | list = (),
-        checks: str = "",
-        seconds: float = 10.0,
-        cpu: int = 10,
-        memory_gb: float = 1.0,
-        prelude: bool = False,
-        errors: bool = False,
-    ) -> Ran | None:
-        """Run a Python program. Return None if the sandbox was lost. The output is what the program prints; or {"value": ...}
-        if one of its functions is called with arguments, which are JSON; or {"passed": true} if there are checks, which are
-        statements that run after the program.
-
-        seconds: the program's wall-clock limit. cpu: the CPU seconds of each of its processes. memory_gb: the address space of
-        each process. prelude: define names that contest programs take for granted. errors: also capture stderr."""
-        task = {"program": program, "stdin": stdin, "function": function, "arguments": arguments, "checks": checks}
+    def run(self, program: str, seconds: float = 10.0, cpu: int = 10, memory_gb: float = 1.0, **task) -> Ran | None:
+        """Run a Python program. Return None if the sandbox was lost. seconds: the program's wall-clock limit; cpu: the CPU
+        seconds of each of its processes; memory_gb: the address space of each process; task: as in TASK."""
         limits = {"seconds": seconds, "cpu": cpu, "memory": int(memory_gb * 2**30), "output": OUTPUT}
-        message = json.dumps(task | limits | {"prelude": prelude, "errors": errors}).encode() + b"\n"
+        message = json.dumps({"program": program} | TASK | task | limits).encode() + b"\n"
         with contextlib.suppress(BrokenPipeError):
             while message:
                 message = message[os.write(self._process.stdin.fileno(), message) :]
