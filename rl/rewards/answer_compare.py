@@ -8,8 +8,6 @@ The policy is rewarded for computing, so the grader computes nothing for it. An 
 So \frac{2}{4}, \sqrt{12}, 2+3, 2^3, \binom{4}{2} and (x+1)^2 are right only if the ground truth has that form.
 """
 
-from functools import lru_cache
-
 from rl.rewards.answer_form import form, is_literal, same_value, simplified_roots
 from rl.rewards.answer_tree import NotUnderstood, parse
 
@@ -23,14 +21,9 @@ def agree(answer: str, truth: str, any_root: bool = False) -> bool:
     try:
         tree = parse(answer)
         ways = [tree, simplified_roots(tree)] if any_root else [tree]
-        return any(_agree(_spread(way), _truth(truth)) for way in ways)
+        return any(_agree(_spread(way), _spread(parse(truth))) for way in ways)
     except NotUnderstood:
         return False
-
-
-@lru_cache(4096)
-def _truth(truth: str) -> tuple:
-    return _spread(parse(truth))
 
 
 def _spread(tree: tuple) -> tuple:

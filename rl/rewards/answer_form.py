@@ -9,7 +9,6 @@ from functools import lru_cache
 ATOMS = {"i", "e", r"\pi"}
 DIGITS = 500  # of precision for values
 MOST = 4000  # the largest exponent that is computed
-MOST_TERMS = 16
 LARGEST_RADICAND = 10**9
 ONE = Fraction(1)
 
@@ -130,8 +129,7 @@ def _term(tree: tuple) -> tuple:
 
 
 def _shared(total: tuple, factor: Fraction) -> tuple | None:
-    """Return a sum divided by a number as a sum of fractions: (x+1)/2 is x/2 + 1/2. Return None if it is not in lowest
-    terms."""
+    """Return a sum divided by a number as a sum of fractions: (x+1)/2 is x/2 + 1/2; None if it is not in lowest terms."""
     coefficients = [term[2] for term in total[1:]]
     if factor.denominator == 1 or any(not isinstance(c, Fraction) or c.denominator > 1 for c in coefficients):
         return None
@@ -150,7 +148,7 @@ def is_literal(tree: tuple) -> bool:
     keys = set()
     for _, _, coefficient, above, below in terms:
         factors = [_irrational(factor) for factor in above]
-        if below or not isinstance(coefficient, Fraction) or None in factors or len(terms) > MOST_TERMS:
+        if below or not isinstance(coefficient, Fraction) or None in factors:
             return False
         kinds = {"root" if exponent.denominator > 1 else base for base, exponent in factors}
         key = tuple(sorted(factors, key=repr))

@@ -132,10 +132,10 @@ class Lane:
             self._suspects.extend(tasks)
 
     def _limit(self) -> float:
-        """Return the seconds that a response may take. Until the process has answered once, there are more: the function may
-        import or load something."""
-        is_first = not (self._has_answered or self._args.judge)
-        return self._args.reward_timeout + (max(self._pool.first_calls, default=FIRST_CALL) if is_first else 0)
+        """Return the seconds that a response may take."""
+        if self._has_answered or self._args.judge:
+            return self._args.reward_timeout
+        return self._args.reward_timeout + max(self._pool.first_calls, default=FIRST_CALL)  # to import or load something
 
     def _too_late(self) -> str:
         return f"no score after {self._args.reward_timeout:g} s (--reward-timeout)"

@@ -108,8 +108,8 @@ _own: list[Sandbox] = []  # this process's
 
 
 def run(program: str, **how) -> Ran:
-    """Call Sandbox.run in this process's sandbox, which starts with the first program. A program that breaks the sandbox has
-    failed. Raise UserError if no sandbox starts."""
+    """Call Sandbox.run in this process's sandbox, which starts with the first program and is replaced if it was broken. Raise
+    UserError if none starts."""
     if not (_own and _own[0].usable):
         _own[:] = [Sandbox()]
     return _own[0].run(program, **how) or Ran("", "error")
@@ -139,7 +139,7 @@ def _command(place: Path) -> dict:
     base, python, bwrap = Path(sys.base_prefix).resolve(), Path(sys.executable).resolve(), _bwrap()
     before, user, source = [], {}, base
     if os.geteuid() == 0:  # root's processes have no limit, so the sandbox runs as another user
-        number = next(uid for uid in USERS if not _is_known(uid))
+        number = min({*USERS}.difference(known.pw_uid for known in pwd.getpwall()))
         if _is_open(base) and _is_open(bwrap):
             user = {"user": number, "group": number, "extra_groups": []}
         else:  # in /root, for example: they are mounted elsewhere, and only this command sees that
@@ -169,12 +169,6 @@ ELSEWHERE = (  # of sh: $0 the user, $1 Python's directory, $2 bubblewrap's, $3 
 def _is_open(path: Path) -> bool:
     """Return whether every user can reach the path."""
     return all(folder.stat().st_mode & 1 for folder in path.parents)
-
-
-def _is_known(uid: int) -> bool:
-    with contextlib.suppress(KeyError):
-        return bool(pwd.getpwuid(uid))
-    return False
 
 
 def _shown(source: Path, path: Path) -> list[str]:
