@@ -31,21 +31,16 @@ def _spread(tree: tuple) -> tuple:
     if tree[0] == "relation" and tree[1] == (r"\in",):
         return _spread(tree[3])
     items = tree[1:] if tree[0] in ("list", "set") else (tree,)
-    answers = [_interval(answer) for item in items for answer in _signs(item)]
+    answers = [_interval(way) for item in items for way in dict.fromkeys((_with_sign(item, False), _with_sign(item, True)))]
     return ("list", *answers) if tree[0] == "list" or len(answers) > 1 else answers[0]
 
 
-def _signs(tree: tuple) -> list[tuple]:
-    """Return the tree with plus for plus-minus, and the tree with minus if that differs."""
-    positive, negative = _with_sign(tree, "positive"), _with_sign(tree, "negative")
-    return [positive] if positive == negative else [positive, negative]
-
-
-def _with_sign(tree: tuple, sign: str) -> tuple:
+def _with_sign(tree: tuple, minus: bool) -> tuple:
+    """Return the tree with minus or plus for plus-minus."""
     if tree[0] == "either":
-        inner = _with_sign(tree[1], sign)
-        return inner if sign == "positive" else ("negative", inner)
-    return tuple(_with_sign(part, sign) if isinstance(part, tuple) and part else part for part in tree)
+        inner = _with_sign(tree[1], minus)
+        return ("negative", inner) if minus else inner
+    return tuple(_with_sign(part, minus) if isinstance(part, tuple) and part else part for part in tree)
 
 
 def _interval(tree: tuple) -> tuple:

@@ -213,32 +213,24 @@ class Judge:
         return tokens | {"text": choices[0].message.content if choices else None, "retries": raw.retries_taken}
 
     async def find_model(self) -> None:
-        """Set `model` to the endpoint's only one if it is None. Raise UserError if the endpoint does not have the model; an
-        endpoint without a list of models is trusted to have it."""
-        try:
-            found = [model.id async for model in self.client.models.list()]
-        except self._openai.NotFoundError:
-            found = [self.model] if self.model else []
-        if self.model is None and len(found) == 1:
-            self.model = found[0]
-        if self.model in found:
-            return
-        fault = f"there is no model {self.model} at {self.url}" if self.model else f"{self.url} does not have exactly one model"
-        raise UserError(f"--judge-model: {fault}. It has: {', '.join(found[:20]) or 'none'}.")
+        """Set `model` to the endpoint's only one. Raise UserError if it does not have exactly one."""
+        found = [model.id async for model in self.client.models.list()]
+        if len(found) != 1:
+            raise UserError(f"--judge-model: name one of {self.url}'s models: {', '.join(found[:20]) or 'it lists none'}.")
+        self.model = found[0]
 
     async def check_endpoint(self) -> None:
         """Ask a question about an empty response. Raise UserError if the endpoint does not answer."""
         item = next(iter(self.rubric.items.values()))
         try:
             async with asyncio.timeout(START_SECONDS), self.client:
-                await self.find_model()
                 await self._ask(item, messages(self.rubric, item, "", "", ""))
         except TimeoutError:
             raise UserError(f"--judge-url {self.url}: no answer after {START_SECONDS:g} s.") from None
         except self._openai.OpenAIError as error:
             raise UserError(
-                f"--judge-url {self.url} cannot be reached, or is no OpenAI-compatible endpoint: {error.__cause__ or error}. "
-                "Start the judge first, or correct the URL (it ends in /v1)."
+                f"--judge-url {self.url} does not answer: {error.__cause__ or error}. Start the judge first, and check the URL "
+                "(it ends in /v1) and --judge-model."
             ) from None
 
 

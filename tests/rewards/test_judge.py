@@ -227,10 +227,13 @@ def test_the_endpoint_is_asked_at_the_start(rubric, monkeypatch):
         with pytest.raises(UserError, match=message):
             ScoringPool(RewardArgs(judge=rubric, **flags))
 
-    refused(r"--judge .*rubric.json: --judge-url http://127.0.0.1:9/v1 cannot be reached", judge_url="http://127.0.0.1:9/v1")
+    refused(
+        r"--judge .*rubric.json: --judge-url http://127.0.0.1:9/v1 does not answer: .*Start the judge first",
+        judge_url="http://127.0.0.1:9/v1",
+    )
     with serve(Judge(models=["a", "b"])) as url:
-        refused(r"there is no model c at .*It has: a, b\.", judge_url=url, judge_model="c")
-        refused(r"does not have exactly one model. It has: a, b\.", judge_url=url)
+        refused(r"does not answer: .*The model does not exist.*--judge-model", judge_url=url, judge_model="c")
+        refused(r"--judge-model: name one of http.*: a, b\.", judge_url=url)
         with ScoringPool(RewardArgs(judge=rubric, judge_url=url, judge_model="b")) as pool:
             assert scores(pool, ["42"])["42"].score == 3
     for url in ("localhost:8000", "http://me:secret@host/v1"):
