@@ -66,8 +66,8 @@ class Sandbox:
                 said = one_line(self._errors.read().decode(errors="replace").strip() or "it does not answer")
                 raise UserError(f"the sandbox does not start: {said:.500}. {REMEDY}")
 
-    def run(self, program: str, seconds: float = 10.0, cpu: int = 10, memory_gb: float = 1.0, **task) -> Ran | None:
-        """Run a Python program. Return None if the sandbox was lost. seconds: the program's wall-clock limit; cpu: the CPU
+    def run(self, program: str, seconds: float = 10.0, cpu: int = 10, memory_gb: float = 1.0, **task) -> Ran:
+        """Run a Python program. One that breaks the sandbox has failed. seconds: the program's wall-clock limit; cpu: the CPU
         seconds of each of its processes; memory_gb: the address space of each process; task: as in TASK."""
         limits = {"seconds": seconds, "cpu": cpu, "memory": int(memory_gb * 2**30), "output": OUTPUT}
         message = json.dumps({"program": program} | TASK | task | limits).encode() + b"\n"
@@ -77,7 +77,7 @@ class Sandbox:
         reply = self._answer(seconds + SLACK)
         if reply is None or reply["used"]:
             self.close()
-        return reply and Ran(reply["output"], reply["ended"])
+        return Ran(reply["output"], reply["ended"]) if reply else Ran("the sandbox was lost", "error")
 
     @property
     def usable(self) -> bool:
@@ -112,7 +112,7 @@ def run(program: str, **how) -> Ran:
     UserError if none starts."""
     if not (_own and _own[0].usable):
         _own[:] = [Sandbox()]
-    return _own[0].run(program, **how) or Ran("", "error")
+    return _own[0].run(program, **how)
 
 
 REMEDY = (
@@ -228,5 +228,4 @@ def check() -> None:
             sandbox.close()
             del os.environ[PROBED]
     if ran != Ran("[]\n", "ok"):
-        said = one_line(ran.output.strip()) if ran else "it was lost"
-        raise UserError(f"the sandbox does not hold, so no program is run: {said:.500}")
+        raise UserError(f"the sandbox does not hold, so no program is run: {one_line(ran.output.strip()):.500}")
