@@ -67,7 +67,7 @@ def describe(error: BaseException) -> str:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Let the system end this process (SIGXCPU) once it has used so many more CPU seconds, rounded up; 0 is no limit."""
+    """Let the system end this process (SIGXCPU) after this many further CPU seconds, rounded up; 0 is no limit."""
     if not seconds:
         return
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
