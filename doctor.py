@@ -84,8 +84,8 @@ def check_engine(engine: str, args: argparse.Namespace) -> list[Finding]:
     with tempfile.TemporaryDirectory(prefix="doctor-") as directory:
         file = Path(directory) / "findings"
         file.touch()
-        command = [sys.executable, "-m", "rl.doctor.measure", "--engine", engine, "--model", args.model]
-        done = processes.run([*command, "--findings", str(file)], args.timeout)
+        command = [sys.executable, "-m", "rl.doctor.measure", engine, args.model, str(file)]
+        done = processes.run(command, args.timeout)
         found = [Finding(**json.loads(line)) for line in file.read_text().splitlines()]
     found = [dataclasses.replace(finding, check=f"{engine}, {finding.check}") for finding in found]
     if done.code != 0:

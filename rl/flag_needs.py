@@ -16,7 +16,7 @@ from rl import flag_words
 from rl.ranges import flag
 from rl.ranks import launch
 from rl.ranks.device import has_accelerator
-from rl.rewards.verifiers import BUILT_IN, HARMLESS, code, gsm8k, verifier_name
+from rl.rewards.verifiers import BUILT_IN, HARMLESS, code, verifier_name
 
 
 @dataclass(frozen=True)
@@ -165,10 +165,6 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     ),
     "reward_concurrency": (Need("without --reward or --judge", lambda args: bool(args.own_reward)),),
     **dict.fromkeys(("judge_url", "judge_model", "judge_retries"), (_with("judge"),)),
-    "format_score": (
-        Need("with --reward or --judge", lambda args: not args.own_reward, (0,)),
-        Need("without data of gsm8k", lambda args, facts: args.own_reward or gsm8k in facts.graders, (0,), later=True),
-    ),
     "overlong_penalty_factor": (_with("overlong_buffer_len"),),
     **dict.fromkeys(("code_tests", "code_timeout", "code_memory_limit_gb"), (PROGRAMS,)),
     "code_score": (dataclasses.replace(PROGRAMS, unless=("fraction",)),),

@@ -1,28 +1,29 @@
 """The learner and one engine in one process, as train_sync.py has them: publish, log-probs, an update, sleep, speed.
 
-    python -m rl.doctor.measure --engine vllm --model DIRECTORY --findings FILE
+    python -m rl.doctor.measure ENGINE MODEL FILE
 
-Each finding is written as a line of JSON as soon as it is known, so that a check that crashes leaves the earlier findings.
+Each finding is added to the file as a line of JSON as soon as it is known, so that a check that crashes leaves the earlier
+findings.
 """
 
 import dataclasses
+import functools
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-import tyro
 
 import train_sync
 from rl import flags
 from rl.algorithm.kl_control import KLControl
 from rl.doctor.findings import OK, SLOW, WRONG, Finding
 from rl.generation.choose_engine import make_engine
-from rl.generation.engine import Engine, Output, Request, SamplingParams
+from rl.generation.engine import Engine, Request, SamplingParams
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.flops import train_flops_per_token
 from rl.learning.learner import Learner
@@ -39,26 +40,16 @@ from rl.weights.local import LocalWeights
 # temperature of 0.6, are off by 0.1 or more.
 LIMITS = {torch.float32: (2e-3, 2e-2), torch.bfloat16: (5e-2, 0.5)}
 LOW_MFU = 0.1
-
-
-@dataclass
-class Args:
-    engine: Literal["transformers", "vllm"]
-    """The engine to check."""
-    model: str
-    """Directory or hub name of a model."""
-    findings: Path
-    """File to append findings to."""
+ATTACH = "attach doctor.json to an issue"
 
 
 @dataclass(frozen=True)
 class Sizes:
     """The amount of work: enough to time an accelerator, little on a CPU."""
 
-    requests: int
-    prompt: int
+    requests: int  # at once, and in an update
+    prompt: int  # tokens
     response: int
-    sequences: int  # in an update
 
 
 class NoImages:
@@ -73,18 +64,20 @@ class NoImages:
 class Checks:
     """The checks, in order. Each one builds on the state that earlier checks have left."""
 
-    def __init__(self, args: Args, ranks: Ranks):
-        self.sizes = Sizes(128, 128, 128, 64) if device.has_accelerator() else Sizes(32, 24, 24, 16)
-        self.path = args.findings
+    def __init__(self, engine: str, model: str, path: str, ranks: Ranks):
+        """engine: transformers or vllm; model: a directory or a hub name; path: a file for the findings."""
+        self.sizes = Sizes(128, 128, 128) if device.has_accelerator() else Sizes(32, 24, 24)
+        self.model = model
+        self.path = path
+        self.ranks = ranks
+        self.device = ranks.device
         self.dtype = torch.bfloat16 if device.has_accelerator() else torch.float32
         name = str(self.dtype).removeprefix("torch.")
         length = ["--max-prompt-length", str(self.sizes.prompt), "--max-response-length", str(self.sizes.response)]
-        given = ["--model", args.model, "--engine", args.engine, "--dtype", name, *length]
-        given += ["--max-num-seqs", str(self.sizes.requests), "--train-batch-size", str(self.sizes.sequences)]
+        given = ["--model", model, "--engine", engine, "--dtype", name, *length]
+        given += ["--max-num-seqs", str(self.sizes.requests), "--train-batch-size", str(self.sizes.requests)]
         given += ["--rollout-n", "1", "--lr", "1e-4", "--lr-warmup-steps", "0", "--max-tokens-per-micro-batch", "4096"]
         self.args = flags.read(train_sync.Args, args=given)
-        self.engine_name, self.ranks = args.engine, ranks
-        self.device = ranks.device
         self.rng = np.random.default_rng(0)
 
     def report(self, check: str, status: str, text: str, remedy: str = "", **facts) -> None:
@@ -92,9 +85,9 @@ class Checks:
         with open(self.path, "a") as file:
             file.write(json.dumps(dataclasses.asdict(Finding(check, status, text, remedy, facts))) + "\n")
 
-    def run(self, path: str) -> None:
-        """Run all checks. path: the model's directory."""
-        self._start(path)
+    def run(self) -> None:
+        self._start()
+        self._kernel()
         self._publish("publish", version=0)
         for temperature in (1.0, 0.6):
             self._log_probs(f"log-probs, temperature {temperature}", temperature)
@@ -103,19 +96,17 @@ class Checks:
         self._publish("publish after an update", version=1)
         self._log_probs("log-probs after an update", 1.0)
         self._generate()
-        self._memory()
 
-    def _start(self, path: str) -> None:
+    def _start(self) -> None:
         started = time.perf_counter()
         max_length = self.sizes.prompt + self.sizes.response
-        self.engine: Engine = make_engine(path, self.args, max_length, self.args.dtype, self.device, False)
+        self.engine: Engine = make_engine(self.model, self.args, max_length, self.args.dtype, self.device, False)
         up = time.perf_counter()
-        self.learner = Learner(path, self.args, self.ranks, total_steps=10)
+        self.learner = Learner(self.model, self.args, self.ranks, total_steps=10)
         self.weights = LocalWeights(self.learner, self.engine, self.dtype)
         self.vocabulary = self.learner.config.get_text_config().vocab_size
         seconds = {"engine": up - started, "learner": time.perf_counter() - up}
         self.report("start", OK, f"engine {seconds['engine']:.1f} s, learner {seconds['learner']:.1f} s", **seconds)
-        self._kernel()
 
     def _kernel(self) -> None:
         """Report the attention kernel. The learner has checked its values and gradients when it started."""
@@ -123,8 +114,7 @@ class Checks:
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         query = torch.zeros(8, text.num_attention_heads, size, dtype=self.dtype, device=self.device)
         if kernel := device.packed_attention(query, 1):
-            text = f"{kernel}, {self.dtype}: values and gradients are those of a plain softmax"
-            self.report("kernel", OK, text, kernel=kernel)
+            self.report("kernel", OK, f"{kernel}, {self.dtype}: values and gradients are those of a plain softmax")
         elif device.is_accelerator(self.device):
             largest = device.PACKED_ATTENTION[self.device.type][-1]
             remedy = f"heads of at most {largest} numbers, divisible by 8, have a kernel; this model trains without"
@@ -140,13 +130,10 @@ class Checks:
         from rl.model.hybrid.kernels import PACKAGE, unused
 
         if why := unused(config, self.dtype, self.device):
-            self.report(
-                "delta rule", SLOW, f"plain torch, since flash-linear-attention is not used: {why}", f"install {PACKAGE}"
-            )
+            self.report("delta rule", SLOW, f"plain torch, not flash-linear-attention: {why}", f"install {PACKAGE}")
         elif device.is_accelerator(self.device):
-            self.report(
-                "delta rule", OK, f"flash-linear-attention, {self.dtype}: values and gradients are those of plain torch"
-            )
+            text = f"flash-linear-attention, {self.dtype}: values and gradients are those of plain torch"
+            self.report("delta rule", OK, text)
         else:
             self.report("delta rule", OK, "a CPU computes gated delta nets in plain torch")
 
@@ -164,18 +151,15 @@ class Checks:
         facts = {"seconds": seconds, "gb": size / 1e9, "weights": count, "unread": unread}
         if differ:
             text = f"{len(differ)} of {count} weights differ in the engine: {', '.join(differ[:3])}"
-            self.report(check, WRONG, text, "attach doctor.json to an issue", **facts)
-            return
-        left = f", {unread} cannot be read back" if unread else ""
-        self.report(check, OK, f"{count - unread} of {count} weights equal bit for bit{left}; {seconds:.2f} s", **facts)
+            self.report(check, WRONG, text, ATTACH, **facts)
+        else:
+            left = f", {unread} cannot be read back" if unread else ""
+            self.report(check, OK, f"{count - unread} of {count} weights equal bit for bit{left}; {seconds:.2f} s", **facts)
 
     def _log_probs(self, check: str, temperature: float) -> None:
         """Compare the engine's log-probs of its samples with the learner's forward pass over the same tokens."""
-        prompts = [self._tokens(self.sizes.prompt - i % 8) for i in range(self.sizes.requests)]
-        outputs = self._sample(prompts, temperature)
-        responses = [_response(output) for output in outputs]
-        batch = self._batch_of([Group(i, prompts[i], "doctor", [response]) for i, response in enumerate(responses)])
-        micros = micro_batches(batch, torch.arange(len(responses)), self.learner.micro_batch_tokens, self.ranks)
+        batch = self._batch(temperature)
+        micros = micro_batches(batch, torch.arange(self.sizes.requests), self.learner.micro_batch_tokens, self.ranks)
         self.learner.temperature = temperature
         own = self.learner.log_probs_of("policy", batch, [micros])
         self.learner.temperature = 1.0
@@ -187,31 +171,30 @@ class Checks:
         if mean <= allowed and most <= allowed_most:
             self.report(check, OK, text, **facts)
         else:
-            remedy = "try --enforce-eager, then the other engine; attach doctor.json to an issue"
-            self.report(check, WRONG, f"{text}; {allowed:g} and {allowed_most:g} are allowed", remedy, **facts)
+            text += f"; {allowed:g} and {allowed_most:g} are allowed"
+            self.report(check, WRONG, text, f"try --enforce-eager, then the other engine; {ATTACH}", **facts)
 
     def _update(self) -> None:
         """Run training steps, and time them from the second one on."""
+        batch = self._batch(1.0)
         if getattr(self.engine, "sleeps", False):
             self.engine.sleep()
-        learn, length = train_sync.learn, self.sizes.prompt + self.sizes.response
-        steps = [self._batch() for _ in range(4)]
-        timed = [_timed(lambda of=of: learn(self.args, self.learner, KLControl(self.args), of, Timers())) for of in steps]
+        learn = functools.partial(train_sync.learn, self.args, self.learner, KLControl(self.args), batch, Timers())
+        timed = [_timed(learn) for _ in range(4)]
         seconds, metrics = [of for of, _ in timed], timed[-1][1]
-        rate = self.sizes.sequences * length / float(np.median(seconds[1:]))
-        facts = {"tokens_per_s": rate, "seconds": seconds, "grad_norm": metrics["actor/grad_norm"]}
-        text = f"{rate:,.0f} tokens/s"
-        if not np.isfinite(metrics["actor/grad_norm"]) or metrics["actor/grad_norm"] == 0:
-            remedy = "attach doctor.json to an issue"
-            self.report("update", WRONG, f"the gradient's norm is {metrics['actor/grad_norm']}", remedy, **facts)
-            return
-        status, remedy = OK, ""
+        length = self.sizes.prompt + self.sizes.response
+        rate = self.sizes.requests * length / float(np.median(seconds[1:]))
+        norm = metrics["actor/grad_norm"]
+        facts = {"tokens_per_s": rate, "seconds": seconds, "grad_norm": norm}
+        status, text, remedy = OK, f"{rate:,.0f} tokens/s", ""
         if peak := device.peak_flops():
             facts["mfu"] = rate * train_flops_per_token(self.learner.config, length) / peak
             text += f", MFU {facts['mfu']:.0%}"
             if facts["mfu"] < LOW_MFU:
                 status = SLOW
                 remedy = "small models and short rows reach little; benchmarks/scripts/gpu.py measures longer ones"
+        if not np.isfinite(norm) or norm == 0:
+            status, text, remedy = WRONG, f"the gradient's norm is {norm}", ATTACH
         self.report("update", status, text, remedy, **facts)
 
     def _sleep(self) -> None:
@@ -235,44 +218,27 @@ class Checks:
 
     def _generate(self) -> None:
         """Measure the tokens per second of a full engine, from the second run on."""
-        prompts = [self._tokens(self.sizes.prompt) for _ in range(self.sizes.requests)]
-        seconds = [_timed(lambda: self._sample(prompts, 1.0))[0] for _ in range(3)]
+        seconds = [_timed(lambda: self._batch(1.0))[0] for _ in range(3)]
         rate = self.sizes.requests * self.sizes.response / float(np.median(seconds[1:]))
         self.report("generation", OK, f"{rate:,.0f} tokens/s", tokens_per_s=rate, seconds=seconds)
 
-    def _memory(self) -> None:
-        memory = device.memory_gb()
-        text = ", ".join(f"{name.removeprefix('perf/')} {value:.2f}" for name, value in memory.items())
-        self.report("memory", OK, text, **memory)
-
-    # -- mechanics
-
-    def _sample(self, prompts: list[np.ndarray], temperature: float) -> list[Output]:
+    def _batch(self, temperature: float) -> Batch:
+        """Return a batch of the engine's samples, which all have an advantage."""
+        tokens = self.rng.integers(2, min(self.vocabulary, 1000), (self.sizes.requests, self.sizes.prompt), np.int32)
+        prompts = [row[i % 2 :] for i, row in enumerate(tokens)]  # of two lengths
         sampling = SamplingParams(temperature, max_tokens=self.sizes.response, ignore_eos=True)
         for i, ids in enumerate(prompts):
             self.engine.add(Request(i, ids.tolist(), sampling, seed=i))
-        outputs = {}
-        while self.engine.num_unfinished:
-            outputs |= {output.id: output for output in self.engine.step()}
-        return [outputs[i] for i in range(len(prompts))]
-
-    def _batch(self) -> Batch:
-        response = self.sizes.response
-        chance = np.full(response, -np.log(self.vocabulary), np.float32)
-        versions = np.zeros(response, np.int32)
         groups = []
-        for i in range(self.sizes.sequences):
-            row = Response(self._tokens(response), chance, versions, "stop", score=1.0 - 2.0 * (i % 2))  # all have an advantage
-            groups.append(Group(i, self._tokens(self.sizes.prompt), "doctor", [row]))
-        return self._batch_of(groups)
-
-    def _batch_of(self, groups: list[Group]) -> Batch:
+        while self.engine.num_unfinished:
+            for output in self.engine.step():
+                ids, log_probs = np.array(output.token_ids, np.int32), np.array(output.log_probs, np.float32)
+                versions, score = np.array(output.versions, np.int32), 1.0 - 2.0 * (output.id % 2)
+                response = Response(ids, log_probs, versions, output.finish_reason, score=score)
+                groups.append(Group(output.id, prompts[output.id], "doctor", [response]))
         batch = Batch.of(groups)
         batch.images = NoImages() if self.learner.policy.takes_images else None
         return batch
-
-    def _tokens(self, n: int) -> np.ndarray:
-        return self.rng.integers(2, min(self.vocabulary, 1000), n).astype(np.int32)
 
 
 def _timed(act: Callable[[], Any]) -> tuple[float, Any]:
@@ -284,11 +250,6 @@ def _timed(act: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - started, result
 
 
-def _response(output: Output) -> Response:
-    token_ids, log_probs = np.array(output.token_ids, np.int32), np.array(output.log_probs, np.float32)
-    return Response(token_ids, log_probs, np.array(output.versions, np.int32), output.finish_reason, score=0.0)
-
-
 if __name__ == "__main__":
-    args = tyro.cli(Args, description=__doc__)
-    process.run(lambda ranks: Checks(args, ranks).run(resolve(args.model)))
+    engine, model, file = sys.argv[1:]
+    process.run(lambda ranks: Checks(engine, resolve(model), file, ranks).run())

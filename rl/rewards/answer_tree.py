@@ -213,7 +213,11 @@ class _Parser:
             kind = "quotient" if token == r"\frac" else "binomial"
             return (kind, self.argument(digit=True), self.argument(digit=True))
         if token == r"\sqrt":
-            return self.root()
+            index: tuple = ("number", Fraction(2))
+            if self.next == "[":
+                self.take()
+                index = self.sum_up_to("]")
+            return ("root", index, self.argument())
         if token in FUNCTIONS:
             return self.function(token)
         if token in MARKS:
@@ -221,23 +225,18 @@ class _Parser:
         if token == "{":
             return self.sum_up_to("}")
         if token == "|":
-            return self.bars()
+            self.in_bars += 1
+            value = self.sum_up_to("|")
+            self.in_bars -= 1
+            return ("call", "|", value)
         if token in PAIRS:
             return self.bracket(token)
         if token.startswith(r"\begin"):
             return self.matrix(token[len(r"\begin{") : -1])
         raise NotUnderstood(token)
 
-    def root(self) -> tuple:
-        index: tuple = ("number", Fraction(2))
-        if self.next == "[":
-            self.take()
-            index = self.sum_up_to("]")
-        return ("root", index, self.argument())
-
     def function(self, name: str) -> tuple:
-        """Parse a function's exponent and subscript, then factors up to the next sign or function, as in sin^2 2x and log_2
-        x."""
+        """Parse a function's exponent and subscript, then factors up to the next sign or function: sin^2 2x, log_2 x."""
         marks = []
         while self.next in ("^", "_"):
             marks.append((self.take(), self.argument()))
@@ -245,12 +244,6 @@ class _Parser:
         while not self.at_stop() and self.next not in FUNCTIONS:
             value = self.side_by_side(value)
         return ("call", name, *marks, value)
-
-    def bars(self) -> tuple:
-        self.in_bars += 1
-        value = self.sum_up_to("|")
-        self.in_bars -= 1
-        return ("call", "|", value)
 
     def bracket(self, opening: str) -> tuple:
         """Parse a bracket: (x+1) is the sum in it, (1,2) and [0,1) are rows, {1,2} is a set."""

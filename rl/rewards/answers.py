@@ -39,12 +39,8 @@ UNITS = (
 UNIT_LETTERS = "mgshlLNJWVAKCF"
 SIGNS = {  # typeset characters, by their Unicode names, as LaTeX
     "-": "MINUS SIGN, EN DASH, EM DASH, HYPHEN, NON-BREAKING HYPHEN, SMALL HYPHEN-MINUS",
-    r"\pi ": "GREEK SMALL LETTER PI",
-    r"\theta ": "GREEK SMALL LETTER THETA",
-    r"\alpha ": "GREEK SMALL LETTER ALPHA",
-    r"\beta ": "GREEK SMALL LETTER BETA",
+    **{f"\\{name} ": f"GREEK SMALL LETTER {name.upper()}" for name in ("pi", "theta", "alpha", "beta", "phi")},
     r"\lambda ": "GREEK SMALL LETTER LAMDA",
-    r"\phi ": "GREEK SMALL LETTER PHI",
     r"\infty ": "INFINITY",
     r"\times ": "MULTIPLICATION SIGN",
     r"\cdot ": "DOT OPERATOR, MIDDLE DOT",
@@ -126,8 +122,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def canonical(answer: str, longest: int = LONGEST) -> str:
-    """Return the answer in LaTeX with one spelling for each thing and no decoration around it; an empty string if it is too
-    long."""
+    """Return the answer in LaTeX, with one spelling for each thing and no decoration; an empty string if it is too long."""
     text = answer.strip()
     if len(text) > longest:
         return ""
@@ -280,8 +275,7 @@ def _fraction(value: Fraction) -> str:
 
 
 def _spelling(text: str) -> str:
-    """Return the answer for a comparison letter by letter: words in lower case, (A) as A, no spaces, per cent or degree
-    signs."""
+    """Return the answer for a comparison by letters: words in lower case, (A) as A, no spaces, per cent or degree signs."""
     text = re.sub(rf"\s+|\\?%$|{DEGREE}", "", text)
     choice = re.fullmatch(r"\(?([A-Z])\)?", text)
     return choice[1] if choice else text.lower() if re.fullmatch(r"[A-Za-z]{2,}", text) else text

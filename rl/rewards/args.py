@@ -80,8 +80,6 @@ class RewardArgs(JudgeArgs, CodeArgs):
     """What to do with a response that could not be scored. mask: leave it out of the loss, the baseline and mean scores; zero:
     give it a score of 0. It is counted either way. In validation it counts as wrong: it gets 0, or the worst score of its
     source if that is below 0."""
-    format_score: Annotated[float, Range()] = 0.0
-    """Score that the built-in gsm8k grader gives to a wrong answer in the right format."""
     overlong_buffer_len: Annotated[int, Range(at_least=0)] = 0
     """DAPO: penalise, linearly, a response that ends within this many tokens of --max-response-length; 0 turns it off."""
     overlong_penalty_factor: Annotated[float, Range(at_least=0)] = 1.0

@@ -1,14 +1,13 @@
 """Processes that end together with everything they have started, in any session; and how a process ended.
 
-A guard process sits between the starter and the process. On Linux it adopts orphans of the process (PR_SET_CHILD_SUBREAPER).
-When the process ends, when the guard gets SIGTERM or when the starter is killed, the guard kills everything that is left. On
-other systems there is no guard, and only the process's group is ended.
+A guard process sits between the starter and the process. It adopts orphans of the process (PR_SET_CHILD_SUBREAPER). When the
+process ends, when the guard gets SIGTERM or when the starter is killed, the guard kills everything that is left, and exits with
+the process's exit code, modulo 256.
 """
 
 import contextlib
 import ctypes
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -38,8 +37,6 @@ def start(module: str, *arguments: str, passed: Sequence[str], **pipes: Any) -> 
 
 def guard(starter: int) -> bool:
     """Fork: the child returns True; this process becomes its guard and never returns. Return False if the starter has ended."""
-    if sys.platform != "linux":
-        return os.getppid() == starter
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, NEWS)
     _prctl(SET_DEATH_SIGNAL, signal.SIGTERM)
@@ -77,30 +74,30 @@ def adopt_orphans() -> None:
 def end(process: subprocess.Popen) -> None:
     """End a guard that `start` has returned, and everything that it guards. If the guard has been killed, end the rest of its
     process group."""
-    if process.returncode is None:
-        os.kill(process.pid, signal.SIGTERM)
+    if process.returncode is not None:
+        return
+    os.kill(process.pid, signal.SIGTERM)
     try:
-        exit_code(process, PATIENCE if sys.platform == "linux" else 0)
-    except subprocess.TimeoutExpired:  # there is no guard, or the process has stopped it
+        exit_code(process, PATIENCE)
+    except subprocess.TimeoutExpired:  # the process has stopped its guard
         for pid in descendants(process.pid):
             _kill(pid)
-    if process.returncode is None:  # not reaped, so no other process or group can have its number
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)  # not reaped, so no other process or group can have its number
     process.wait()
 
 
 def exit_code(process: subprocess.Popen, timeout: float) -> int:
-    """Wait like process.wait, but on Linux do not reap the process, so that `end` can still end the process's group. Raise
-    subprocess.TimeoutExpired."""
-    if sys.platform != "linux" or process.returncode is not None:
-        return process.wait(timeout)
+    """Return the exit code of what a guard guards: negative after a signal. The guard is not reaped, so that `end` can still
+    end its process group. Raise subprocess.TimeoutExpired."""
     deadline = time.monotonic() + timeout
     while not (ended := os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)):
         if time.monotonic() > deadline:
             raise subprocess.TimeoutExpired(process.args, timeout)
         time.sleep(LOOK)
-    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    if ended.si_code != os.CLD_EXITED:  # the guard itself was killed
+        return -ended.si_status
+    return ended.si_status - 256 if ended.si_status >= 256 - signal.SIGRTMAX else ended.si_status
 
 
 def ending(code: int, process: str, over_cpu: str) -> tuple[str, str]:
@@ -110,12 +107,11 @@ def ending(code: int, process: str, over_cpu: str) -> tuple[str, str]:
 
 
 def how_it_ended(code: int) -> str:
-    """Return an exit code in words. Python has no names for most of the real-time signals."""
+    """Return an exit code in words."""
     if code >= 0:
         return f"exited with code {code}"
-    with contextlib.suppress(ValueError):
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"was killed by signal {-code}" + (f" (SIGRTMIN+{-code - signal.SIGRTMIN})" if -code > signal.SIGRTMIN else "")
+    names = {number.value: number.name for number in signal.Signals}  # without most of the real-time signals
+    return f"was killed by {names.get(-code, f'signal {-code}')}"
 
 
 def children() -> dict[int, list[int]]:
@@ -138,40 +134,27 @@ def descendants(ancestor: int) -> list[int]:
 
 
 def _stand_guard(process: int) -> None:
-    """Run the guard. It ends as the process did, once nothing is left."""
+    """Run the guard until nothing is left."""
     for pipe in (0, 1):  # only the process may hold them, so that the starter notices if it closes them
         os.close(pipe)
-    status = None
-    while status is None and signal.sigwait(NEWS) == signal.SIGCHLD:
-        status = _reaped().get(process)
+    code = None
+    while code is None and signal.sigwait(NEWS) == signal.SIGCHLD:
+        code = _reaped().get(process)
     while left := descendants(os.getpid()):  # a process that forks meanwhile is found in the next round
         for pid in left:
             _kill(pid)
         signal.sigtimedwait({signal.SIGCHLD}, 0.1)
         _reaped()
-    _end_as(signal.SIGKILL if status is None else status)
+    os._exit((-signal.SIGKILL if code is None else code) % 256)
 
 
 def _reaped() -> dict[int, int]:
-    """Return the children that have ended since the last call, with their statuses."""
+    """Return the children that have ended since the last call, with their exit codes."""
     ended = {}
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            ended[found[0]] = found[1]
+            ended[found[0]] = os.waitstatus_to_exitcode(found[1])
     return ended
-
-
-def _end_as(status: int) -> None:
-    """End this process with a status of os.waitpid."""
-    if os.WIFEXITED(status):
-        os._exit(os.WEXITSTATUS(status))
-    number = os.WTERMSIG(status)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the process may have left a core file already
-    with contextlib.suppress(OSError):  # for SIGKILL, and the signals that the C library keeps for itself
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
-    os.kill(os.getpid(), number)
-    os._exit(1)
 
 
 def _kill(pid: int) -> None:

@@ -2,16 +2,15 @@
 
 They run in separate processes, so that a response that cannot be scored (the function hangs, raises, returns no finite number,
 uses too much memory or dies) is counted as an event and never stops the run: the response is left out of training
-(--on-reward-error). The threads that serve these processes are in rl/rewards/threads.py, the program that runs in them is
-rl/rewards/worker.py. They exchange JSON; nothing is pickled.
+(--on-reward-error). rl/rewards/lane.py serves these processes, which run rl/rewards/worker.py and exchange JSON.
 """
 
 import contextlib
 import json
-import weakref
+import threading
 from collections import Counter
 from collections.abc import Mapping
-from queue import Empty
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -20,9 +19,10 @@ from rl.errors import UserError
 from rl.ranks import dist
 from rl.rewards.args import RewardArgs
 from rl.rewards.environment import check_passed
+from rl.rewards.lane import Lane
+from rl.rewards.process import Lost
 from rl.rewards.score import EVENTS, Score, plain
-from rl.rewards.threads import Threads
-from rl.rewards.verifiers import BUILT_IN, HARMLESS, code, gsm8k, verifier_name
+from rl.rewards.verifiers import BUILT_IN, HARMLESS, code, verifier_name
 
 
 def can_score(source: str, args: RewardArgs) -> bool:
@@ -48,10 +48,8 @@ def check_sources(sources: dict[str, str], args: RewardArgs) -> None:
 class ScoringPool(contextlib.AbstractContextManager):
     """Background scoring of (key, response) items: `submit` never blocks; `poll` and `wait` return finished scores.
 
-    Each scoring process has a thread, which gives it responses and replaces it when it is lost. This class counts events, and
-    raises the error of a thread that fails. The first process imports a user's function right away, so that a file that cannot
-    be imported is a UserError at the start. The processes end when the pool is closed or garbage collected, or when Python
-    ends.
+    Each scoring process has a thread (rl/rewards/lane.py). The first process imports a user's function right away, so that a
+    file that cannot be imported is a UserError at the start. The processes end when the pool is closed or Python ends.
     """
 
     def __init__(self, args: RewardArgs):
@@ -59,43 +57,44 @@ class ScoringPool(contextlib.AbstractContextManager):
         self.events: Counter[str] = Counter()
         self.last_message: dict[str, str] = {}  # by kind of event
         self.pending = 0  # responses whose score has not been returned
-        self._threads = Threads(args)
-        self._finalizer = weakref.finalize(self, self._threads.close)
+        self._lanes: list[threading.Thread] = []
+        self._failure: Exception | None = None  # of a lane
+        # shared with the lanes
+        self.queue: SimpleQueue[tuple[Any, str] | None] = SimpleQueue()  # keys, and items as JSON; None ends a lane
+        self.done: SimpleQueue[tuple[Any, Score | None]] = SimpleQueue()
+        self.begun = threading.Event()  # a process is ready, or a lane has failed
+        self.closed = False
+        self.has_scored = False  # at least one response has a score
+        self.lost: list[Lost] = []  # how processes were lost
+        self.first_calls: list[float] = []  # seconds that processes took for their first response
         if args.own_reward:
             check_passed(args.reward_env)
-            try:
-                self._threads.start_one()
-                self._threads.begun.wait()
-                self._threads.raise_failure()
-            except BaseException:
-                self.close()
-                raise
+            self._start_lane()
+            self.begun.wait()
+            self._raise_failure()
 
     def submit(
         self, key: Any, data_source: str, text: str, ground_truth: Any, extra_info: dict | None = None, prompt: Any = None
     ) -> None:
         """Queue a response for scoring. prompt: messages or text, for the judge."""
-        self._threads.raise_failure()
+        self._raise_failure()
         more = {"prompt": prompt} if self.args.judge else {}
         if not self.args.own_reward:
             check_sources({data_source: f"response {key}"}, self.args)
             data_source = verifier_name(data_source, self.args.reward)  # the worker looks it up in BUILT_IN
             function = BUILT_IN[data_source]
-            if function is gsm8k and self.args.format_score:
-                value = gsm8k(data_source, text, ground_truth, format_score=self.args.format_score)
-                return self.hand_back(key, Score(value, {"acc": float(value == 1)}))
             if function in HARMLESS:
                 return self.hand_back(key, Score(function(data_source, text, ground_truth)))
             more = {"limits": self.args.limits(self.args.reward_timeout)} if function is code else {}
         response = {"data_source": data_source, "solution_str": text, "ground_truth": ground_truth, "extra_info": extra_info}
-        self._threads.queue.put((key, json.dumps(response | more, default=plain)))
+        self.queue.put((key, json.dumps(response | more, default=plain)))
         self.pending += 1
-        if len(self._threads) < min(self.args.reward_workers, self.pending):
-            self._threads.start_one()
+        if len(self._lanes) < min(self.args.reward_workers, self.pending):
+            self._start_lane()
 
     def hand_back(self, key: Any, score: Score) -> None:
         """Accept a score computed elsewhere; `poll` returns it with the others."""
-        self._threads.hand_back(key, score)
+        self.finish(key, score)
         self.pending += 1
 
     def poll(self) -> list[tuple[Any, Score]]:
@@ -104,12 +103,12 @@ class ScoringPool(contextlib.AbstractContextManager):
 
     def wait(self, timeout: float) -> list[tuple[Any, Score]]:
         """Return what `poll` returns, but wait up to `timeout` seconds for a first score."""
-        self._threads.raise_failure()
+        self._raise_failure()
         done: list[tuple[Any, Score]] = []
         with contextlib.suppress(Empty):
             while len(done) < self.pending:
-                key, score = self._threads.done.get(timeout=0.0 if done else timeout)
-                self._threads.raise_failure()
+                key, score = self.done.get(timeout=0.0 if done else timeout)
+                self._raise_failure()
                 done.append((key, score))
                 if score.event:
                     self.events[score.event] += 1
@@ -119,11 +118,34 @@ class ScoringPool(contextlib.AbstractContextManager):
 
     def close(self) -> None:
         """End the scoring processes, and all processes that they have started."""
-        self._threads.close()
-        self._finalizer.detach()
+        self.closed = True
+        for _ in self._lanes:
+            self.queue.put(None)
+        for thread in self._lanes:
+            thread.join()
 
     def __exit__(self, *_) -> None:
         self.close()
+
+    def finish(self, key: Any, score: Score) -> None:
+        """Let `poll` return a response's score. Lanes call this."""
+        self.has_scored = self.has_scored or not score.event
+        self.done.put((key, score))
+
+    def fail(self, error: Exception) -> None:
+        """Let `poll` raise the error of a lane."""
+        self._failure = error
+        self.begun.set()
+        self.done.put((None, None))  # wakes the rank
+
+    def _start_lane(self) -> None:
+        thread = threading.Thread(target=Lane(self).run, name="scoring", daemon=True)
+        self._lanes.append(thread)
+        thread.start()
+
+    def _raise_failure(self) -> None:
+        if self._failure:
+            raise self._failure
 
 
 def event_metrics(events: Mapping[str, int]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""A scoring process, as seen by its thread in the rank (rl/rewards/threads.py); the process itself runs
+"""A scoring process, as seen by its thread in the rank (rl/rewards/lane.py); the process itself runs
 rl/rewards/worker.py."""
 
 import contextlib
@@ -71,11 +71,6 @@ class ScoringProcess(contextlib.AbstractContextManager):
                 raise Lost(*WROTE)
         *lines, self._unread = self._unread.split(b"\n")
         return [_reply(line) for line in lines]
-
-    def check_idle(self) -> None:
-        """Raise Lost if the process has ended or written something since its last reply."""
-        if self.exchange(0) or self._unread:
-            raise Lost(*WROTE)
 
     def _ending(self) -> tuple[str, str]:
         """Return the event for the end of the process, and a message."""

@@ -66,13 +66,8 @@ def describe(error: BaseException) -> str:
     return printable.one_line(f"{type(error).__name__}: {error}{place}")
 
 
-def is_async(function: Callable) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
 def limit_cpu(seconds: float) -> None:
-    """Let the system end this process (SIGXCPU) once it has used this much more CPU time, rounded up to whole seconds; 0 is no
-    limit."""
+    """Let the system end this process (SIGXCPU) after this many further CPU seconds, rounded up; 0 is no limit."""
     if not seconds:
         return
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
@@ -111,9 +106,9 @@ def main(spec: str, memory_gb: float, cpu_seconds: float, parent: int) -> None:
     except (Exception, SystemExit) as error:
         answer({"failed": describe(error)})
         return
-    works_on_many = own is not None and is_async(own)
-    answer({"ready": "async" if works_on_many else "sync"})
-    (serve_async if works_on_many else serve)(own, items, answer, cpu_seconds)
+    is_async = inspect.iscoroutinefunction(own) or inspect.iscoroutinefunction(type(own).__call__)
+    answer({"ready": "async" if is_async else "sync"})
+    (serve_async if is_async else serve)(own, items, answer, cpu_seconds)
 
 
 def serve(own: Callable | None, items: TextIO, answer: Callable[[dict], None], cpu_seconds: float) -> None:

@@ -28,15 +28,15 @@ FLOOR = 0.01  # the least chance of a prompt: GRESO's tend to 0, so that no step
 Shown = tuple[int, str]  # a ticket, and the kind of its group: one of KINDS, or MIXED
 
 
-def shown(groups: Iterable[Group], wrong: float = 0.0, rewards: Sequence[str] = ()) -> list[Shown]:
+def shown(groups: Iterable[Group], rewards: Sequence[str] = ()) -> list[Shown]:
     """Return the kinds of the groups. A response is right if its acc, or its score if the reward function returns no acc, is
-    above `wrong`. A group that compares fewer than two responses has no kind. rewards: as in `Group.differs`."""
+    above 0. A group that compares fewer than two responses has no kind. rewards: as in `Group.differs`."""
     out = []
     for group in groups:
         if len(group.compared) > 1:
             response = group.compared[0]
             score = response.extra.get("acc", response.reward("score"))
-            flat = EASY if score > wrong else HARD
+            flat = EASY if score > 0 else HARD
             out.append((group.ticket, MIXED if group.differs(rewards) else flat))
     return out
 
@@ -47,7 +47,7 @@ class PromptHistory:
     def __init__(self, args, order: PromptOrder):
         """args: a script's flags."""
         self.sampling, self.seed, self.order = args.prompt_sampling, args.seed, order
-        self.shown = partial(shown, wrong=args.format_score, rewards=args.compared_rewards)  # a wrong one gets at most this
+        self.shown = partial(shown, rewards=args.compared_rewards)
         self.flat: dict[int, list] = {}  # by prompt: the kind of its latest groups, and how many in a row had it
         self.chance = dict.fromkeys(KINDS, FIRST)  # that a prompt with one such group is taken
         self._noted: list[Shown] = []  # for the batch that is being generated

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from test_scoring import FOREVER, drain
 
-from rl.rewards import threads
+from rl.rewards import lane
 from rl.rewards.pool import RewardArgs, ScoringPool
 from rl.rewards.process import Lost
 
@@ -107,13 +107,13 @@ def test_one_that_loses_the_process_costs_itself(spec):
     """Those that were under way with it are scored again, each alone; each such process is lost twice."""
     with ScoringPool(RewardArgs(reward=spec, reward_timeout=FOREVER)) as pool:
         for text, event in {"exit": "died", "junk": "error"}.items():
-            lost = len(pool._threads.lost)
+            lost = len(pool.lost)
             for number in range(3):
                 pool.submit(number, "any", "wait", f"{lost}{number}", {})
             pool.submit(3, "any", text, "3", {})
             found = drain(pool)
             assert [found[number].score for number in range(3)] == [float(f"{lost}{number}") for number in range(3)], text
-            assert found[3].event == event and len(pool._threads.lost) == lost + 2, text
+            assert found[3].event == event and len(pool.lost) == lost + 2, text
 
 
 FORGED = ['{"number": 1, "value": 9}\n{"number": 1, "value": 9}', '{"number": [1], "value": 9}', '{"number": 2, "value": 9}']
@@ -138,45 +138,46 @@ def test_cpu_time_is_limited(spec):
 
 
 def test_one_that_hangs_or_blocks_the_loop_costs_itself(spec, monkeypatch):
-    monkeypatch.setattr(threads, "GRACE", 0.5)
+    monkeypatch.setattr(lane, "GRACE", 0.5)
     with ScoringPool(RewardArgs(reward=spec, reward_timeout=FOREVER)) as pool:
         found = submit(pool, "fine")
-        pool._threads.first_calls.append(FOREVER)  # as if an import had taken so long: the machine may be slow
+        pool.first_calls.append(FOREVER)  # as if an import had taken so long: the machine may be slow
         pool.args.reward_timeout = 1.0
         found |= submit(pool, "hang")
-        assert found["hang", 0].error == "timeout: no score after 1 s (--reward-timeout)" and not pool._threads.lost
+        assert found["hang", 0].error == "timeout: no score after 1 s (--reward-timeout)" and not pool.lost
         found = submit(pool, "wait", "wait", "block")
         assert [found["wait", number].score for number in (0, 1)] == [0, 1]
         assert found["block", 2].event == "timeout" and "blocked its event loop" in found["block", 2].message
-        assert len(pool._threads.lost) == 2
+        assert len(pool.lost) == 2
         pool.args.reward_timeout = FOREVER
         assert submit(pool, "fine")["fine", 0].score == 0
 
 
 def test_one_that_will_not_be_cancelled_costs_itself(spec, monkeypatch):
-    monkeypatch.setattr(threads, "GRACE", 0.2)
-    monkeypatch.setattr("rl.rewards.threads.FIRST_CALL", 0.5)
+    monkeypatch.setattr(lane, "GRACE", 0.2)
+    monkeypatch.setattr("rl.rewards.lane.FIRST_CALL", 0.5)
     with ScoringPool(RewardArgs(reward=spec, reward_timeout=0.5)) as pool:
         found = submit(pool, "swallow")
         assert found["swallow", 0].event == "timeout"
 
 
 def test_an_answer_counts_though_another_response_blocks_the_loop_behind_it(monkeypatch):
-    monkeypatch.setattr(threads, "GRACE", 0.0)
+    monkeypatch.setattr(lane, "GRACE", 0.0)
     answers = [[{"number": 1, "value": 1.0}], []]
     numbers = itertools.count(1)
-    shared = threads.Threads(RewardArgs(judge="rubric", reward_timeout=-1.0))
+    pool = ScoringPool(RewardArgs(reward_timeout=-1.0))
+    pool.args.judge = "rubric"
     for key in "ab":
-        shared.queue.put((key, "{}"))
-    lane = threads.Lane(shared)
-    lane._process = SimpleNamespace(check_idle=lambda: None, put=lambda *_: next(numbers), exchange=lambda _: answers.pop(0))
-    lane._is_async = True
-    assert lane._take()
-    lane._hear()
-    key, score = shared.done.get()
+        pool.queue.put((key, "{}"))
+    its = lane.Lane(pool)
+    its._process = SimpleNamespace(put=lambda *_: next(numbers), exchange=lambda _: answers.pop(0))
+    its._is_async = True
+    assert its._take()
+    its._hear()
+    key, score = pool.done.get()
     assert (key, score.score) == ("a", 1.0)
     with pytest.raises(Lost, match="blocked its event loop") as lost:
-        lane._hear()
-    lane._find_fault(lost.value)
-    key, score = shared.done.get()
-    assert (key, score.event) == ("b", "timeout") and not lane._suspects and shared.done.empty()
+        its._hear()
+    its._find_fault(lost.value)
+    key, score = pool.done.get()
+    assert (key, score.event) == ("b", "timeout") and not its._suspects and pool.done.empty()

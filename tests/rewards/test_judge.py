@@ -143,7 +143,7 @@ request: {seed: null}
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "neither JSON in a .json file nor YAML"),
+        ("{", "cannot be read. It must be JSON in a .json file, or YAML"),
         ([1], "not a mapping. Give it the fields items, system, request"),
         ({"items": {}}, "`items` is empty"),
         ({"item": {"a": RIGHT}}, "look at `item`. The fields are items"),
@@ -178,7 +178,7 @@ def test_each_item_is_a_number_and_a_rude_answer_costs_its_own_response(rubric, 
         found = scores(pool, [*good, *bad])
     assert {text: found[text].event for text in bad} == bad
     assert "'I would say that it is fine.' instead of one of yes, no" in found["rubbish"].message
-    assert pool.events == {"bad_value": 4, "error": 4} and not pool._threads.lost, "no process was lost"
+    assert pool.events == {"bad_value": 4, "error": 4} and not pool.lost, "no process was lost"
     for text in good:
         its, asked = found[text], 2 * (1 + (2 if "twice" in text else 0)) + ("once" in text) * 1
         right = float("42" in text or text == "loud")
@@ -211,7 +211,7 @@ def test_a_judge_that_hangs_costs_the_responses_that_it_hangs_at(rubric):
         pool.args.reward_timeout = FOREVER
         found |= scores(pool, ["41"])
     assert (found["42"].score, found["41"].score) == (3, 0)
-    assert found["hang"].error == "timeout: no score after 1 s (--reward-timeout)" and not pool._threads.lost
+    assert found["hang"].error == "timeout: no score after 1 s (--reward-timeout)" and not pool.lost
 
 
 def test_an_endpoint_without_structured_outputs_is_read_strictly(rubric):
@@ -227,10 +227,13 @@ def test_the_endpoint_is_asked_at_the_start(rubric, monkeypatch):
         with pytest.raises(UserError, match=message):
             ScoringPool(RewardArgs(judge=rubric, **flags))
 
-    refused(r"--judge .*rubric.json: --judge-url http://127.0.0.1:9/v1 cannot be reached", judge_url="http://127.0.0.1:9/v1")
+    refused(
+        r"--judge .*rubric.json: --judge-url http://127.0.0.1:9/v1 does not answer: .*Start the judge first",
+        judge_url="http://127.0.0.1:9/v1",
+    )
     with serve(Judge(models=["a", "b"])) as url:
-        refused(r"there is no model c at .*It has: a, b\.", judge_url=url, judge_model="c")
-        refused(r"does not have exactly one model. It has: a, b\.", judge_url=url)
+        refused(r"does not answer: .*The model does not exist.*--judge-model", judge_url=url, judge_model="c")
+        refused(r"--judge-model: name one of http.*: a, b\.", judge_url=url)
         with ScoringPool(RewardArgs(judge=rubric, judge_url=url, judge_model="b")) as pool:
             assert scores(pool, ["42"])["42"].score == 3
     for url in ("localhost:8000", "http://me:secret@host/v1"):

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_scoring import state, wait_until_gone
 
 from rl.errors import UserError
 from rl.rewards.pool import RewardArgs, ScoringPool
@@ -14,7 +13,7 @@ pytestmark = pytest.mark.timeout(300)
 FOREVER = 600.0  # a reward_timeout that no good response on a loaded machine reaches
 
 REWARD = """
-import os, pathlib, signal, threading, time
+import os, pathlib, signal, time
 here = pathlib.Path(__file__).parent
 if (here / "broken").exists(): raise ImportError("it is gone")
 
@@ -26,11 +25,6 @@ def junk(text="junk"):
         try: os.write(fd, f"{text}\\n".encode())
         except OSError: pass
 
-def later(act):
-    wait()
-    act()
-    (here / "acted").touch()
-
 def score(data_source, solution_str, ground_truth, extra_info):
     with open(here / "calls", "a") as file: file.write(ground_truth + "\\n")
     if solution_str == "wait": wait()
@@ -39,8 +33,6 @@ def score(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "kill": os.kill(os.getpid(), signal.SIGKILL)
     if solution_str == "junk": junk()
     if solution_str.startswith("say "): junk(solution_str[4:])
-    if solution_str == "exit later": threading.Thread(target=later, args=(lambda: os._exit(3),)).start()
-    if solution_str == "junk later": threading.Thread(target=later, args=(junk,)).start()
     return {"score": float(ground_truth), "pid": os.getpid()}
 """
 
@@ -134,37 +126,6 @@ def test_a_long_item_goes_through_the_pipe_in_pieces(here):
         submit(pool, 0, extra_info={"text": "x" * 4_000_000})
         submit(pool, 1)
         assert {key: score.score for key, score in drain(pool).items()} == {0: 0, 1: 1}
-
-
-@pytest.mark.parametrize("what", ["exit later", "junk later"])
-def test_a_process_that_breaks_between_two_responses_costs_none(here, what):
-    with make_pool(here) as pool:
-        submit(pool, 0, what)
-        first = drain(pool)[0].extra["pid"]
-        (here / "open").touch()
-        wait_until(lambda: (here / "acted").exists() if what == "junk later" else state(int(first)) == "Z")
-        for number in range(1, 4):
-            submit(pool, number)
-        results = drain(pool)
-        assert [results[n].score for n in range(1, 4)] == [1, 2, 3] and not pool.events
-        assert {results[n].extra["pid"] for n in range(1, 4)} != {first}
-
-
-def test_a_pool_that_is_dropped_ends_its_processes(here):
-    """As in a notebook, where nobody closes the pool: an idle pool and a busy one."""
-    pool = make_pool(here, workers=2)
-    for number in range(2):
-        submit(pool, number, "wait")
-    wait_until(lambda: len(calls(here)) == 2)  # each has one
-    (here / "open").touch()
-    pids = {int(score.extra["pid"]) for score in drain(pool).values()}
-    (here / "open").unlink()
-    submit(pool, 2, "wait")
-    wait_until(lambda: len(calls(here)) == 3)
-    assert len(pids) == 2 and "Z" not in map(state, pids)
-    del pool
-    for pid in pids:
-        wait_until_gone(pid)
 
 
 def test_what_a_thread_fails_with_is_the_rank_s_next_error_and_the_one_after(here):

@@ -66,7 +66,7 @@ def test_what_a_function_starts_ends_with_its_process(how, end, escaping, tmp_pa
         child = int(word_in(file))
         if end == "hang":
             os.kill(child, 0)
-            pool._threads.first_calls.append(0.0)
+            pool.first_calls.append(0.0)
             pool.args.reward_timeout = 0.1
         event = drain(pool)[0].event
         assert event == {"hang": "timeout", "die": "died", "kill": "died", "close": None}[end]
@@ -290,13 +290,13 @@ def test_an_answer_that_keeps_a_built_in_grader_busy_is_wrong(source, worst, mon
 
     replace_answers(monkeypatch, answers)
     with ScoringPool(RewardArgs(reward_timeout=0.1)) as pool:
-        pool._threads.first_calls.append(0.0)
+        pool.first_calls.append(0.0)
         pool.submit("hang", source, "hang", "5")
         pool.submit("spin", source, "spin", "5")
         scores = drain(pool)
         assert {score.score for score in scores.values()} == {worst} and not pool.events
         assert all(score.event is None for score in scores.values())
-        assert len(pool._threads.lost) == 2
+        assert len(pool.lost) == 2
 
 
 def replace_answers(monkeypatch, answers) -> None:

@@ -31,11 +31,9 @@ def group(ticket: int, *scores: float | None, **more) -> Group:
     return Group(ticket, ids, "demo", [Response(ids, zeros, ids, "stop", score, **more) for score in scores])
 
 
-def history(sampling: str = "greso", prompts: int = 10, seed: int = 0, wrong: float = 0.0) -> PromptHistory:
-    return PromptHistory(
-        SimpleNamespace(prompt_sampling=sampling, seed=seed, format_score=wrong, compared_rewards=()),
-        PromptOrder(prompts, seed),
-    )
+def history(sampling: str = "greso", prompts: int = 10, seed: int = 0) -> PromptHistory:
+    args = SimpleNamespace(prompt_sampling=sampling, seed=seed, compared_rewards=())
+    return PromptHistory(args, PromptOrder(prompts, seed))
 
 
 def share_taken(of: PromptHistory, prompt: int, tickets: int = 20_000) -> float:
@@ -54,15 +52,15 @@ def test_what_a_group_shows():
 
 
 def test_the_form_of_an_answer_is_not_its_being_right():
-    """--format-score 0.1 gives wrong answers in the right form a score; a reward function may say what is right as acc."""
-    by_form, by_acc = group(0, 0.1, 0.1), group(1, 0.5, 0.5, extra={"acc": 0.0})
-    assert shown([by_form, by_acc, group(2, 1, 1)], wrong=0.1) == [(0, "hard"), (1, "hard"), (2, "easy")]
-    of = history("skip-solved", wrong=0.1)
+    """A reward function may give wrong answers in the right form a score, and say what is right as acc."""
+    by_form = group(0, 0.1, 0.1, extra={"acc": 0.0})
+    assert shown([by_form, group(2, 1, 1)]) == [(0, "hard"), (2, "easy")]
+    of = history("skip-solved")
     of.note([by_form])
     of.commit()
     assert of.state()["flat"] == {str(of.order(0)[1]): ["hard", 1]}
     args, buffer = ScheduleArgs(), SampleBuffer(ScheduleArgs(), False, 1)
-    stream = StreamHistory(args, history("skip-solved", wrong=0.1), buffer, 8)
+    stream = StreamHistory(args, history("skip-solved"), buffer, 8)
     buffer.observe(by_form)
     stream.published(0)
     assert list(stream.history.flat.values()) == [["hard", 1]]

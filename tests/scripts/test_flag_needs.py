@@ -100,7 +100,6 @@ CASES = [
     ("--code-tests 5", SAFE, PROGRAMS),
     ("--code-timeout 9", MATH, PROGRAMS),
     ("--code-memory-limit-gb 2", MATH, PROGRAMS),
-    ("--format-score 0.1", CPU, SAFE),
     ("--reward-concurrency 8", "", f"--reward {__file__}:look"),
     ("--judge-url http://x", "", f"--judge {RUBRIC}"),
     ("--judge-model x", "", f"--judge {RUBRIC}"),

@@ -86,6 +86,8 @@ def serve(judge: Judge) -> Iterator[str]:
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if body["model"] not in judge.models:
+                return self._send(404, {}, b'{"error": {"message": "The model does not exist.", "code": 404}}')
             text = body["messages"][-1]["content"]
             if not part(text, "response"):  # the question about nothing, at the start
                 mark = mark_of(text)

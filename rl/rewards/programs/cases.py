@@ -7,23 +7,20 @@ from typing import Any, NamedTuple
 
 
 class Case(NamedTuple):
-    """One test: a program's input and output, a function's arguments and value, or statements that must not fail."""
+    """One test: what Sandbox.run gives to the program, and the output, or a function's value, that is right."""
 
+    task: dict[str, Any]
     expected: Any = None
-    stdin: str = ""
-    function: str = ""
-    arguments: list | tuple = ()
-    checks: str = ""
 
     def passes(self, output: str) -> bool:
         """Return whether a program that ended without an error and printed this output passes."""
-        if not self.function and not self.checks:
+        if "stdin" in self.task:
             return same_text(output, self.expected)
         try:
             answer = json.loads(output)
         except (ValueError, RecursionError):
             return False
-        if self.checks:
+        if "checks" in self.task:
             return answer == {"passed": True}
         return isinstance(answer, dict) and "value" in answer and same_value(answer["value"], self.expected)
 
@@ -43,12 +40,12 @@ def read_cases(truth: Any) -> list[Case]:
     if not isinstance(truth, dict):
         raise ValueError(f"the ground truth {truth!r:.100} has no tests")
     if truth.get("test") and truth.get("entry_point"):
-        return [Case(checks=f"{truth['test']}\ncheck({truth['entry_point']})")]
+        return [Case({"checks": f"{truth['test']}\ncheck({truth['entry_point']})"})]
     asserts = truth.get("test_list") or truth.get("assert_case") or []
     asserts = [text for text in ([asserts] if isinstance(asserts, str) else asserts) if text]
     if asserts:
         before = truth.get("test_setup_code") or "\n".join(truth.get("test_imports") or ())
-        return [Case(checks=f"{before}\n{text}") for text in asserts]
+        return [Case({"checks": f"{before}\n{text}"}) for text in asserts]
     inputs, outputs = list(truth.get("inputs") or ()), list(truth.get("outputs") or ())
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(f"the ground truth has {len(inputs)} inputs and {len(outputs)} outputs: {truth!r:.100}")
@@ -67,8 +64,9 @@ def _of_live_code_bench(case: Any) -> Case:
 def _case(function: str | None, given: Any, expected: Any) -> Case:
     if function:
         arguments = [json.loads(line) for line in given.split("\n") if line.strip()] if isinstance(given, str) else given
-        return Case(_from_json(expected), function=function, arguments=arguments)
-    return Case(*("\n".join(map(str, text)) if isinstance(text, list) else str(text) for text in (expected, given)))
+        return Case({"function": function, "arguments": arguments}, _from_json(expected))
+    expected, given = ("\n".join(map(str, text)) if isinstance(text, list) else str(text) for text in (expected, given))
+    return Case({"stdin": given}, expected)
 
 
 def _from_json(value: Any) -> Any:

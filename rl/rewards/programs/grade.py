@@ -48,10 +48,7 @@ def _kind(program: str, case: Case, left: float, limits: dict) -> str:
     """Return how a test ended: "ok" or one of KINDS. left: the seconds left for all tests."""
     ran = sandbox.run(
         program,
-        stdin=case.stdin,
-        function=case.function,
-        arguments=case.arguments,
-        checks=case.checks,
+        **case.task,
         seconds=min(2 * limits["seconds"], left),
         cpu=math.ceil(limits["seconds"]),
         memory_gb=limits["memory_gb"],

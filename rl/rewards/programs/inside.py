@@ -17,7 +17,6 @@ import select
 import signal
 import sys
 import threading
-import time
 import traceback
 import types
 
@@ -79,45 +78,19 @@ def run(task: dict, prelude: types.ModuleType, nothing: int) -> dict:
     with open(os.dup(given), "w", errors="replace") as file:
         file.write(task["stdin"])
     os.lseek(given, 0, os.SEEK_SET)
-    reader, writer = os.pipe()
+    output = os.memfd_create("output")
     process = os.fork()
     if not process:
-        _be_program(task, prelude, given, writer, nothing)
-    os.close(given)
-    os.close(writer)
-    most = task["output"]
-    output, is_late = _output(reader, process, time.monotonic() + task["seconds"], most)
-    status = _end_all(process)
-    while not is_late and len(output) <= most and (part := os.read(reader, 1 << 16)):
-        output += part
-    os.close(reader)
-    ended = "output" if len(output) > most else "timeout" if is_late else _ending(status)
-    return {"output": output[:most].decode(errors="replace"), "ended": ended}
-
-
-def _output(reader: int, process: int, until: float, most: int) -> tuple[bytearray, bool]:
-    """Return what a process writes until it ends or has written more than `most` bytes; and whether it is still running at
-    `until`."""
-    output = bytearray()
-    end = os.pidfd_open(process)
-    poller = select.poll()
-    poller.register(reader, select.POLLIN)
+        _be_program(task, prelude, given, output, nothing)
+    end, poller = os.pidfd_open(process), select.poll()
     poller.register(end, select.POLLIN)
-    try:
-        while len(output) <= most:
-            ready = {file for file, _ in poller.poll(max(0.0, 1000 * (until - time.monotonic())))}
-            if end in ready:
-                return output, False
-            if reader in ready:
-                part = os.read(reader, 1 << 16)
-                output += part
-                if not part:  # the process has closed its output
-                    poller.unregister(reader)
-            if time.monotonic() >= until:
-                return output, True
-        return output, False
-    finally:
-        os.close(end)
+    is_late = not poller.poll(1000 * task["seconds"])
+    status = _end_all(process)
+    is_long = os.fstat(output).st_size > task["output"]
+    text = os.pread(output, task["output"], 0).decode(errors="replace")
+    for file in (given, output, end):
+        os.close(file)
+    return {"output": text, "ended": "output" if is_long else "timeout" if is_late else _ending(status)}
 
 
 def _end_all(process: int) -> int:
@@ -143,14 +116,14 @@ def _ending(status: int) -> str:
 # ------------------------------------------------------------------------------------------------- the program's process
 
 
-def _be_program(task: dict, prelude: types.ModuleType, given: int, writer: int, nothing: int) -> None:
+def _be_program(task: dict, prelude: types.ModuleType, given: int, output: int, nothing: int) -> None:
     """Run the program in the forked process. Never return."""
     code = 1
     try:
         prints = not task["function"] and not task["checks"]
-        for source, target in ((given, 0), (writer if prints else nothing, 1), (writer if task["errors"] else nothing, 2)):
+        for source, target in ((given, 0), (output if prints else nothing, 1), (output if task["errors"] else nothing, 2)):
             os.dup2(source, target)
-        os.dup2(writer, ANSWER)
+        os.dup2(output, ANSWER)
         os.closerange(ANSWER + 1, 4 * OPEN_FILES)
         _limit(task)
         code = _run_program(task, prelude if task["prelude"] else types.ModuleType("__main__"))

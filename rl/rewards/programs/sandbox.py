@@ -33,6 +33,15 @@ LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64",
 USERS = range(60_700, 60_800)  # user ids that no known system assigns
 PROBED = "RL_SANDBOX_PROBE"  # a variable of this process that the probe tries to read
 
+TASK = {  # what a program gets, unless `run` is called with something else
+    "stdin": "",
+    "function": "",  # to call; the output is then {"value": ...}, otherwise what the program prints
+    "arguments": (),  # of the function, as JSON
+    "checks": "",  # statements that run after the program; the output is {"passed": true} if none fails
+    "prelude": False,  # whether names are defined that contest programs take for granted
+    "errors": False,  # whether stderr belongs to the output
+}
+
 
 class Ran(NamedTuple):
     output: str
@@ -57,35 +66,18 @@ class Sandbox:
                 said = one_line(self._errors.read().decode(errors="replace").strip() or "it does not answer")
                 raise UserError(f"the sandbox does not start: {said:.500}. {REMEDY}")
 
-    def run(
-        self,
-        program: str,
-        stdin: str = "",
-        function: str = "",
-        arguments: tuple | list = (),
-        checks: str = "",
-        seconds: float = 10.0,
-        cpu: int = 10,
-        memory_gb: float = 1.0,
-        prelude: bool = False,
-        errors: bool = False,
-    ) -> Ran | None:
-        """Run a Python program. Return None if the sandbox was lost. The output is what the program prints; or {"value": ...}
-        if one of its functions is called with arguments, which are JSON; or {"passed": true} if there are checks, which are
-        statements that run after the program.
-
-        seconds: the program's wall-clock limit. cpu: the CPU seconds of each of its processes. memory_gb: the address space of
-        each process. prelude: define names that contest programs take for granted. errors: also capture stderr."""
-        task = {"program": program, "stdin": stdin, "function": function, "arguments": arguments, "checks": checks}
+    def run(self, program: str, seconds: float = 10.0, cpu: int = 10, memory_gb: float = 1.0, **task) -> Ran:
+        """Run a Python program. One that breaks the sandbox has failed. seconds: the program's wall-clock limit; cpu: the CPU
+        seconds of each of its processes; memory_gb: the address space of each process; task: as in TASK."""
         limits = {"seconds": seconds, "cpu": cpu, "memory": int(memory_gb * 2**30), "output": OUTPUT}
-        message = json.dumps(task | limits | {"prelude": prelude, "errors": errors}).encode() + b"\n"
+        message = json.dumps({"program": program} | TASK | task | limits).encode() + b"\n"
         with contextlib.suppress(BrokenPipeError):
             while message:
                 message = message[os.write(self._process.stdin.fileno(), message) :]
         reply = self._answer(seconds + SLACK)
         if reply is None or reply["used"]:
             self.close()
-        return reply and Ran(reply["output"], reply["ended"])
+        return Ran(reply["output"], reply["ended"]) if reply else Ran("the sandbox was lost", "error")
 
     @property
     def usable(self) -> bool:
@@ -116,11 +108,11 @@ _own: list[Sandbox] = []  # this process's
 
 
 def run(program: str, **how) -> Ran:
-    """Call Sandbox.run in this process's sandbox, which starts with the first program. A program that breaks the sandbox has
-    failed. Raise UserError if no sandbox starts."""
+    """Call Sandbox.run in this process's sandbox, which starts with the first program and is replaced if it was broken. Raise
+    UserError if none starts."""
     if not (_own and _own[0].usable):
         _own[:] = [Sandbox()]
-    return _own[0].run(program, **how) or Ran("", "error")
+    return _own[0].run(program, **how)
 
 
 REMEDY = (
@@ -147,7 +139,7 @@ def _command(place: Path) -> dict:
     base, python, bwrap = Path(sys.base_prefix).resolve(), Path(sys.executable).resolve(), _bwrap()
     before, user, source = [], {}, base
     if os.geteuid() == 0:  # root's processes have no limit, so the sandbox runs as another user
-        number = next(uid for uid in USERS if not _is_known(uid))
+        number = min({*USERS}.difference(known.pw_uid for known in pwd.getpwall()))
         if _is_open(base) and _is_open(bwrap):
             user = {"user": number, "group": number, "extra_groups": []}
         else:  # in /root, for example: they are mounted elsewhere, and only this command sees that
@@ -177,12 +169,6 @@ ELSEWHERE = (  # of sh: $0 the user, $1 Python's directory, $2 bubblewrap's, $3 
 def _is_open(path: Path) -> bool:
     """Return whether every user can reach the path."""
     return all(folder.stat().st_mode & 1 for folder in path.parents)
-
-
-def _is_known(uid: int) -> bool:
-    with contextlib.suppress(KeyError):
-        return bool(pwd.getpwuid(uid))
-    return False
 
 
 def _shown(source: Path, path: Path) -> list[str]:
@@ -232,8 +218,6 @@ print(json.dumps(fallen))
 @functools.cache
 def check() -> None:
     """Attack a sandbox, once per process. Raise UserError if none starts, or if it does not hold."""
-    if sys.platform != "linux":
-        raise UserError("Programs of the model run in a sandbox, which needs Linux. Leave --reward code out.")
     os.environ[PROBED] = "1"
     with tempfile.NamedTemporaryFile() as secret, socket.create_server(("127.0.0.1", 0)) as server:
         os.chmod(secret.name, 0o644)
@@ -244,5 +228,4 @@ def check() -> None:
             sandbox.close()
             del os.environ[PROBED]
     if ran != Ran("[]\n", "ok"):
-        said = one_line(ran.output.strip()) if ran else "it was lost"
-        raise UserError(f"the sandbox does not hold, so no program is run: {said:.500}")
+        raise UserError(f"the sandbox does not hold, so no program is run: {one_line(ran.output.strip()):.500}")
