@@ -14,8 +14,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rl.data.measured import Measured, measure
-from rl.data.prompts import is_message, render_chat
-from rl.data.tables import FileRows, check_as_written, check_text, read_table
+from rl.data.prompts import begins_with_bos, is_message, render_chat
+from rl.data.tables import FileRows, read_table
 from rl.errors import UserError
 from rl.ranges import MayChange, Range
 from rl.ranks import launch
@@ -79,8 +79,6 @@ class Demonstrations(FileRows):
         for file in self.files:
             table = read_table(file, split)
             self._check_columns(file, table.column_names)
-            check_text(file, table)
-            check_as_written(file, table)
             self.tables.append(table)
         used = self.ends[-1] if most < 0 else min(most, self.ends[-1])
         self.rows = measure(functools.partial(self._measure_part, used, split)).kept
@@ -163,8 +161,8 @@ class Demonstrations(FileRows):
 
     def _plain(self, columns: dict) -> Iterator[tuple[list[int], bool]]:
         """Tokens of a prompt that is used as it is, with one BOS if the tokenizer adds one, and tokens of its response."""
-        prompt, bos = columns[self.args.prompt_key], self.tokenizer.bos_token
-        has_bos = bool(bos) and prompt.startswith(bos)
+        prompt = columns[self.args.prompt_key]
+        has_bos = begins_with_bos(self.tokenizer, prompt)
         yield self.tokenizer(prompt, add_special_tokens=not has_bos)["input_ids"], False
         yield self._encode(columns[self.args.response_key] + (self.tokenizer.eos_token or "")), True
 

@@ -69,10 +69,10 @@ def _parts(content: str) -> str | list[dict]:
 
 
 def undecoded(table, column: str):
-    """The datasets.Dataset with the column's images left as files, which it would otherwise decode for every row it reads."""
+    """The table with the column's images left as files, which `datasets` would otherwise decode for every row it reads."""
     from datasets import Image as Feature
 
-    feature = table.features[column]
+    feature = table.features.get(column)
     if isinstance(feature, Feature):
         return table.cast_column(column, Feature(decode=False))
     if isinstance(getattr(feature, "feature", None), Feature):

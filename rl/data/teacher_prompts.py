@@ -76,9 +76,6 @@ class TeacherPrompts(PromptDataset):
 
         return NAME.sub(value, self.template)
 
-    def _wanted(self, table) -> list[str]:
-        return table.column_names
-
     def _measure_row(self, found: Measured, row: int, columns: dict, text: Text, ids: list[int]) -> None:
         limit = self.args.max_prompt_length
         if len(ids) <= limit:

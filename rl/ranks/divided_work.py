@@ -41,11 +41,6 @@ class DividedWork:
     def parts(self) -> int:
         return len(self._ranks)
 
-    @property
-    def is_first(self) -> bool:
-        """True if this rank's part begins with the first item."""
-        return self._place == 0
-
     def part(self, items: int) -> range:
         """Return this rank's part of this many items. The parts are consecutive and differ by at most one item."""
         return range(items * self._place // self.parts, items * (self._place + 1) // self.parts)
