@@ -102,11 +102,10 @@ def check_path(path: Path) -> Path:
     if error:
         raise UserError(f"--resume-mode {path}: the checkpoint is damaged: {error}. Take another, or --resume-mode auto.")
     if not path.match(STEPS):
-        name = path.name.partition(".")[0]
-        remedy = f"To resume from it, move what is at {path.with_name(name)} away and rename it to {name}."
-        if not Path(name).match(STEPS):
-            remedy = "Rename it so, with the number of the step that it was written after."
-        raise UserError(f"--resume-mode {path}: a checkpoint's name is step_ and six digits, such as step_000020. {remedy}")
+        raise UserError(
+            f"--resume-mode {path}: a checkpoint's name is step_ and six digits, such as step_000020. Rename it so; move away "
+            "what has that name already."
+        )
     return path.resolve()
 
 

@@ -32,8 +32,8 @@ def check_truth(where: str, row: dict) -> None:
     """Raises UserError if the row has no ground truth, or one that no reward function is chosen for."""
     if ground_truth(row) is None:
         raise UserError(
-            f"{where}: no ground truth (reward_model.ground_truth, where reward_model is no text, ground_truth and answer are "
-            "all empty). Fill it in, with any text if your --reward does not need it, or remove the row."
+            f"{where}: no ground truth: reward_model.ground_truth, ground_truth and answer are all empty (a reward_model of "
+            "text is not read). Fill it in, with any text if your --reward does not need it, or remove the row."
         )
     if "data_source" not in row and "####" not in str(row["answer"]):  # not GSM8K: it would always be scored 0
         raise UserError(f"{where}: the answer has no '####' as GSM8K's have, and {NO_SOURCE}.")

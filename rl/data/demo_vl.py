@@ -1,10 +1,8 @@
 """The demo with images: a vision-language model of about 0.6M parameters that reads a drawn two-digit number.
 
-`--model demo-vl` resolves to this file, and so does `--train-files demo-vl`, which is the default with that model. It is a tiny
-Qwen3-VL: an ordinary Hugging Face directory in the cache, with a tokenizer, a chat template and an image processor. As in
-rl/data/demo.py it is taught to answer right and then mostly wrong. Before that only the tower is taught to tell digits apart,
-which makes the rest ten times as fast. All prompts have the same tokens, and only the pictures differ: an engine or a learner
-that mixes up two pictures is right once in 90 times.
+`--model demo-vl` is a tiny Qwen3-VL, `--train-files demo-vl` its data. As in rl/data/demo.py it is taught to answer right and
+then mostly wrong. Before that only the tower is taught to tell digits apart, which makes the rest ten times as fast. All
+prompts have the same tokens: an engine or a learner that mixes up two pictures is right once in 90 times.
 """
 
 import io

@@ -1,8 +1,8 @@
 """Conversations to imitate: verl's column `messages`, or a prompt and a response; every answer of the assistant is trained.
 
-The model's chat template renders a conversation. The text that it adds for an answer, behind the generation prompt, is trained
-up to the end token; a policy never samples the text behind that, such as Qwen's line break. Each part is tokenised by itself,
-so that a prompt has the same tokens as in training by reward. Left out: images.
+The text that the chat template adds for an answer, after the generation prompt, is trained up to the end token; a policy never
+samples what follows, such as Qwen's line break. Each part is tokenised by itself, so that a prompt has the same tokens as in
+training by reward. Left out: images.
 """
 
 import functools
@@ -70,8 +70,8 @@ class Demonstrations(FileRows):
         limit: str = "--max-length",
         columns: str = "See --messages-key, --prompt-key and --response-key.",
     ):
-        """end_tokens: those that end a response of the model. limit, columns: names, for error messages, of the flags of the
-        longest conversation and of the columns."""
+        """end_tokens: those that end a response. limit, columns: the flags of the longest conversation and of the columns, as
+        error messages name them."""
         self._limit, self._column_flags = limit, columns
         self.tokenizer, self.args, self.end_tokens = tokenizer, args, end_tokens
         super().__init__(files, split)

@@ -1,9 +1,9 @@
 """Prompts from parquet, JSON lines or the hub, in verl's layout or as plain questions, and the endless order they are drawn in.
 
-rl/data/tables.py reads the rows; they are tokenised when they are drawn. A row is either verl's (`prompt`: chat messages or a
-string, `data_source`, `reward_model.ground_truth`, `extra_info`) or a plain `question` / `answer` pair in GSM8K's own layout:
-the text behind the answer's last "####" is the ground truth, and the source is openai/gsm8k unless a column says otherwise.
-There may also be a column of images, with an "<image>" in the text for each (rl/data/images.py, rl/data/image_prompts.py).
+rl/data/tables.py reads the rows; they are tokenised when they are drawn. A row is verl's (`prompt`: chat messages or a string,
+`data_source`, `reward_model.ground_truth`, `extra_info`) or a pair of `question` and `answer` in GSM8K's own layout: the text
+after the answer's last "####" is the ground truth, and the source is openai/gsm8k unless a column says otherwise. There may be
+a column of images, with an "<image>" in the text for each (rl/data/images.py, rl/data/image_prompts.py).
 """
 
 import functools

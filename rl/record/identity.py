@@ -88,8 +88,8 @@ class Identity:
 
 
 def check_number(contents: dict, prompts: PromptDataset, where: Path) -> None:
-    """Raise UserError if the samples at `where` are of a run with another number of prompts, in which each ticket has another
-    row. contents: of that run's record."""
+    """Raise UserError if the samples at `where` are of a run with another number of prompts, thus with other rows by ticket.
+    contents: of that run's record."""
     number = int(contents["train_files"].split()[0])
     if len(prompts) != number:
         raise UserError(

@@ -270,7 +270,7 @@ BAD = {
     ),
     "a reward_model of text": (
         lambda p: write(p / "x.jsonl", verl_row("1") | {"reward_model": '{"ground_truth": "1"}'}),
-        "x.jsonl row 0: no ground truth .reward_model.ground_truth, where reward_model is no text",
+        "x.jsonl row 0: no ground truth: .*a reward_model of text is not read",
     ),
     "a parquet file of columns alone": (
         lambda p: parquet(p / "x.parquet", verl_row("1"), rows=0),
