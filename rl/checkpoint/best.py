@@ -50,8 +50,7 @@ class Best:
             self.keep()
 
     def keep(self) -> None:
-        """Links the best of the saved steps if it is better than `best`. Of equal steps the earliest counts. Warns if that
-        fails."""
+        """Links the best of the saved steps, the earliest of equal ones, if it is better than `best`. Warns if that fails."""
         if not self.is_main:
             return
         with self._lock:

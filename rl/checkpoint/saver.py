@@ -244,8 +244,7 @@ class Saver:
         return next(filter(None, dist.all_gather_values(_attempt(act) if acts else "", group)), "")
 
     def _find_own_disk(self) -> str:
-        """The name of this node if it does not share the first one's directory, or "". Raises UserError if it cannot have such
-        a directory. A collective."""
+        """This node's name if it does not share the first one's directory, or "". A collective. Raises UserError."""
         own = "" if dist.sees_main(self.run_dir) else platform.node()
         if error := self._first_error(lambda: self.run_dir.mkdir(parents=True, exist_ok=True), acts=bool(own)):
             raise UserError(
@@ -263,8 +262,7 @@ class Saver:
         return dist.all_gather_values(value, self._group)
 
     def _write_shard(self, path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, str]:
-        """This learner's part of the master weights and moments, as torch.distributed.checkpoint reads it. Returns (size,
-        checksum)."""
+        """This learner's part of the weights and moments, as torch reads it. Returns (size, checksum)."""
         file = TensorFile(path, [(key, tensor.dtype, tensor.shape) for key, tensor in tensors.items()], header(self._places))
         for tensor in tensors.values():
             for piece in pieces(tensor, tensor.dtype):
@@ -273,8 +271,7 @@ class Saver:
         return file.close()
 
     def _stream(self, export: Export, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-        """On the first learner, an export's whole tensors in its order and precision, a piece at a time; the others send their
-        shards. A collective."""
+        """On the first learner, an export's whole tensors in its order, in pieces; others send their shards. A collective."""
         for name in export.names:
             key = f"{export.of}.{name}"
             for rank in sorted(range(len(self._blocks)), key=lambda rank, key=key: self._blocks[rank][key].offset):

@@ -43,8 +43,7 @@ def wrong(path: Path, name: str, of: Sequence, read: bool = True) -> str | None:
 
 
 def wrong_anywhere(path: Path, files: Files) -> str | None:
-    """A line about the first file of a checkpoint that is not as it was written; None if all are. Each file is read by one rank
-    whose machine has it. A collective."""
+    """As `wrong`, of the first wrong file; each is read by one rank whose machine has it. A collective."""
     names, me = list(files), torch.distributed.get_rank()
     missing = {number: error for number, name in enumerate(names) if (error := wrong(path, name, files[name], read=False))}
     seen = [set(range(len(names))) - set(of_rank) for of_rank in dist.all_gather_values([*missing])]

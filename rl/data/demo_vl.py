@@ -156,8 +156,7 @@ def prompt_ids(tokenizer: Qwen2Tokenizer) -> list[int]:
 
 
 def _tower_loss(model, tokenizer, pixels: torch.Tensor, rows: list[dict]) -> torch.Tensor:
-    """Cross-entropy of the digit, or of nothing, in each quarter of a picture, predicted from its embedding by the tower alone.
-    pixels [B, patches, d]."""
+    """Cross-entropy of what each quarter of a picture shows, predicted by the tower alone. pixels [B, patches, d]."""
     shown = []
     for row in rows:
         digits = tokenizer.convert_tokens_to_ids(list(row["reward_model"]["ground_truth"]))

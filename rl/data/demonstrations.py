@@ -67,12 +67,11 @@ class Demonstrations(FileRows):
         tokenizer: PreTrainedTokenizerBase,
         args: DemonstrationArgs,
         end_tokens: set[int],
-        limit: str = "--max-length",
-        columns: str = "See --messages-key, --prompt-key and --response-key.",
     ):
-        """end_tokens: those that end a response. limit, columns: the flags of the longest conversation and of the columns, as
-        error messages name them."""
-        self._limit, self._column_flags = limit, columns
+        """end_tokens: those that end a response of the model. split: "sft" for --sft-files."""
+        is_sft = split == "sft"
+        self._limit = "--max-prompt-length with --max-response-length, which make" if is_sft else "--max-length"
+        self._remedy = "Name them so." if is_sft else "See --messages-key, --prompt-key and --response-key."
         self.tokenizer, self.args, self.end_tokens = tokenizer, args, end_tokens
         super().__init__(files, split)
         most = args.val_max_samples if split == "val" else args.train_max_samples
@@ -83,7 +82,9 @@ class Demonstrations(FileRows):
         used = self.ends[-1] if most < 0 else min(most, self.ends[-1])
         self.rows = measure(functools.partial(self._measure_part, used, split)).kept
         if not len(self.rows):
-            raise UserError(f"{', '.join(self.files)}: no conversation has at most {limit} {args.max_length} tokens. Raise it.")
+            raise UserError(
+                f"{', '.join(self.files)}: no conversation has at most {self._limit} {args.max_length} tokens. Raise it."
+            )
 
     def __getitem__(self, index: int) -> Demonstration:
         return self._read(self.rows[index])
@@ -94,7 +95,7 @@ class Demonstrations(FileRows):
             return
         raise UserError(
             f"{file}: there is no column {args.messages_key!r}, nor {args.prompt_key!r} with {args.response_key!r}; the "
-            f"columns are {', '.join(sorted(columns))}. {self._column_flags}"
+            f"columns are {', '.join(sorted(columns))}. {self._remedy}"
         )
 
     def _measure_part(self, rows: int, split: str, work: DividedWork, found: Measured) -> None:

@@ -130,8 +130,7 @@ class ImagePrep:
         return math.prod(self.grid(width, height)) // self.merge**2
 
     def save(self, directory: Path) -> None:
-        """Writes the model's files about images to the directory, with the limits of --min-pixels and --max-pixels if they were
-        given, so that the model is used as it was trained."""
+        """Writes the model's files about images to the directory, with --min-pixels and --max-pixels if they were given."""
         for name in FILES:
             if not (found := find(self.path, name, download=True)):
                 continue
@@ -142,8 +141,7 @@ class ImagePrep:
             (directory / name).write_text(json.dumps(content, indent=2))
 
     def expand(self, ids: Sequence[int], sources: Sequence[bytes]) -> tuple[list[int], Images]:
-        """A prompt's token ids with one image token for each image -> the ids with all image tokens, and the images. Decodes
-        none. Raises ImageError."""
+        """Token ids with one image token for each image -> ids with all, and the images. Raises ImageError."""
         if (places := list(ids).count(self.image_token)) != len(sources):
             raise ImageError(f"the prompt has {places} places for images ({PLACE}), the row has {len(sources)} images")
         grids = [self.grid(width, height) for width, height in images.sizes(sources)]
@@ -227,8 +225,7 @@ def tower_flops(config: PretrainedConfig, patches: Sequence[int], frozen: bool) 
 
 
 def positions(length: int, starts: Sequence[int], sizes: Sequence[tuple[int, int]]) -> tuple[Tensor, int]:
-    """(positions [3, length], the next one) of a prompt whose images begin at `starts` and have (rows, columns) `sizes` of
-    image tokens."""
+    """(positions [3, length], the next one) of a prompt whose images begin at `starts`, of `sizes` (rows, columns)."""
     parts, done, now = [], 0, 0  # done: tokens so far; now: the next position
     for start, (rows, columns) in zip(starts, sizes, strict=True):
         parts.append((now + torch.arange(start - done)).expand(3, -1))

@@ -6,8 +6,7 @@ from pathlib import Path
 
 
 class Files:
-    """Files in a run's directory. The disk may be full, or the directory lost or read-only, for a while: one warning says so,
-    and another line follows when all is written."""
+    """Files in a run's directory. If the disk is lost for a while, one warning says so; a line follows when all is written."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -15,12 +14,10 @@ class Files:
         self._failing = False
 
     def append(self, name: str, data: bytes) -> None:
-        """Append the data to the file."""
         self._waiting.append((name, data, "ab"))
         self._write()
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write the data as the whole file."""
         self._waiting.append((name, data, "wb"))
         self._write()
 

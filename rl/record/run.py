@@ -62,10 +62,9 @@ class LogArgs:
         try:
             str(path).encode()
             path.exists()
-        except UnicodeEncodeError:
-            raise UserError(f"--output-dir, --experiment-name: {str(path)!a} is not UTF-8. Choose another name.") from None
-        except OSError as error:  # too long a name, or no permission to look
-            raise UserError(f"--output-dir, --experiment-name: {str(path)[:60]} cannot be one ({error.strerror}).") from None
+        except (OSError, UnicodeEncodeError) as error:  # too long a name, no permission to look, or not UTF-8
+            reason = getattr(error, "strerror", "it is not UTF-8")
+            raise UserError(f"--output-dir, --experiment-name: {str(path)[:60]!a} cannot be one ({reason}).") from None
 
 
 @dataclass(frozen=True)
@@ -219,8 +218,7 @@ def _lock(directory: Path):
 
 
 def _forget_from(jsonl: Path, step: int) -> None:
-    """Move the lines of this step and later ones, which the run will repeat, to *_superseded.jsonl, with lines that record no
-    step. Drop a last line that was cut off."""
+    """Move lines of this step and later ones, and unreadable ones, to *_superseded.jsonl. Drop a line that was cut off."""
     if not jsonl.exists():
         return
     *lines, cut = jsonl.read_bytes().split(b"\n")

@@ -134,15 +134,15 @@ def test_a_run_that_resumes_forgets_validations_of_later_steps_only(tmp_path):
     assert scalars(run.dir, ACCURACY)[-1][1] == 0.9
 
 
-def test_a_run_of_an_older_version_has_its_validations_in_its_rows(tmp_path):
+def test_the_last_validation_of_a_step_counts_and_a_report_takes_those_of_rows_too(tmp_path):
     rows = [{"step": 0, ACCURACY: 0.1}, {"step": 3, "critic/score/mean": 1.0}, {"step": 5, ACCURACY: 0.2}]
     rows[2]["training/validated_step"] = 4
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert {row["step"]: row[ACCURACY] for row in validations.read(tmp_path)} == {0: 0.1, 4: 0.2}
+    assert validations.read(tmp_path) == []
     assert logs.load(tmp_path).points(ACCURACY).tolist() == [[0, 0.1], [4, 0.2]]
     lines = [{"step": 4, ACCURACY: 0.3}, {"step": 6, ACCURACY: 0.5}, {"step": 6, ACCURACY: 0.6}]  # it resumed with this one
     (tmp_path / "validations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 8, "cut')
-    assert {row["step"]: row[ACCURACY] for row in validations.read(tmp_path)} == {0: 0.1, 4: 0.3, 6: 0.6}
+    assert {row["step"]: row[ACCURACY] for row in validations.read(tmp_path)} == {4: 0.3, 6: 0.6}
     loaded = logs.load(tmp_path)
     assert loaded.points(ACCURACY).tolist() == [[0, 0.1], [4, 0.3], [6, 0.6]]
     assert any("validations.jsonl line 4" in note for note in loaded.notes)
