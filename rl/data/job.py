@@ -1,4 +1,4 @@
-"""What a rank holds before the first step, apart from its engine and its learner."""
+"""The parts of a rank before the first step, apart from its engine and its learner."""
 
 from dataclasses import dataclass, field
 from typing import Any
