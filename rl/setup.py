@@ -196,9 +196,8 @@ def read_demonstrations(args: CommonArgs, path: str, tokenizer: PreTrainedTokeni
         raise UserError(f"--sft-files takes only text, and --model {path} takes images. Leave the flag out.")
     longest = args.max_prompt_length + args.max_response_length
     limits = DemonstrationArgs(max_length=longest, filter_overlong_prompts=args.filter_overlong_prompts)
-    words = ("--max-prompt-length with --max-response-length, which make", "Name them so.")
     ends = end_token_ids(path, tokenizer, args.trust_remote_code)
-    return Demonstrations(args.sft_files, "sft", tokenizer, limits, ends, *words)
+    return Demonstrations(args.sft_files, "sft", tokenizer, limits, ends)
 
 
 def read_teacher_prompts(args: CommonArgs, prompts: PromptDataset) -> Any:

@@ -4,7 +4,6 @@ best/best.json has its step and score. `best` outlives its checkpoint: --max-ckp
 """
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -14,11 +13,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from rl.adapters.files import DIRECTORY
-from rl.checkpoint.manifest import MANIFEST, remove
+from rl.checkpoint.manifest import MANIFEST, TRAINING, remove
 from rl.record import validations
-
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT}  # errors of a link after which there is no room for a copy either
 
 
 class Best:
@@ -26,26 +22,20 @@ class Best:
 
     def __init__(self, run_dir: Path, is_main: bool):
         """is_main: other ranks keep nothing."""
-        self.run_dir = run_dir
-        self.is_main = is_main
+        self.run_dir, self.path, self.is_main = run_dir, run_dir / "best", is_main
         self._scores: dict[int, float] = {}  # by step
         self._lock = threading.RLock()
-        self._warned = ""  # the last warning: a disk that stays full is reported once
-
-    @property
-    def path(self) -> Path:
-        return self.run_dir / "best"
 
     def resume(self, after: int) -> None:
-        """For a run that resumes after that step, once checkpoints of later steps have been renamed: sets `best` aside if it is
-        of a later step, and chooses among the remaining checkpoints by the validations that the run has recorded."""
+        """For a run that resumes after that step, once checkpoints of later steps have been renamed: renames a `best` of a
+        later step, too, and chooses among the remaining checkpoints by the validations that the run has recorded."""
         if not self.is_main:
             return
         work = self.path.with_name("best.partial")
         if not self.path.exists() and (work / "best.json").exists():  # a kill between removing the old one and renaming
             os.rename(work, self.path)
-        for path in (work, self.path.with_name("best.removed")):
-            shutil.rmtree(path, ignore_errors=True)
+        for left in (work, self.path.with_name("best.removed")):
+            shutil.rmtree(left, ignore_errors=True)
         if self._kept().get("step", 0) > after:
             aside = self.path.with_name("best.superseded")
             shutil.rmtree(aside, ignore_errors=True)
@@ -60,8 +50,7 @@ class Best:
             self.keep()
 
     def keep(self) -> None:
-        """Links the best of the saved steps if it is better than `best`. Of equal steps the earliest counts. If linking fails,
-        a warning says why, and the next call tries again."""
+        """Links the best of the saved steps, the earliest of equal ones, if it is better than `best`. Warns if that fails."""
         if not self.is_main:
             return
         with self._lock:
@@ -71,9 +60,13 @@ class Best:
                 return
             try:
                 self._link({"step": -step, "score": score})
-                self._warned = ""
             except Exception as error:
-                self._warn(f"step {-step} validated best ({score:.4g}), but {self.path} could not be written: {error}")
+                print(
+                    f"warning: step {-step} validated best ({score:.4g}), but {self.path} could not be written: {error}. Make "
+                    "room, or check its permissions: the next validation or checkpoint tries again.",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
@@ -96,12 +89,8 @@ class Best:
         work = self.path.with_name("best.partial")
         shutil.rmtree(work, ignore_errors=True)
         try:
-            work.mkdir()
-            source = self._source(record["step"])
-            for file in (*source.iterdir(), *(source / DIRECTORY).glob("*")):
-                if file.is_file() and file.name != MANIFEST:
-                    (work / file.relative_to(source)).parent.mkdir(exist_ok=True)
-                    _link_or_copy(file, work / file.relative_to(source))
+            ignored = shutil.ignore_patterns(TRAINING, MANIFEST)
+            shutil.copytree(self._source(record["step"]), work, ignore=ignored, copy_function=_link_or_copy)
             (work / "best.json").write_text(json.dumps(record))
         except BaseException:
             shutil.rmtree(work, ignore_errors=True)
@@ -110,17 +99,9 @@ class Best:
             remove(self.path)
         os.rename(work, self.path)
 
-    def _warn(self, text: str) -> None:
-        if text != self._warned:
-            remedy = "Make room, or check its permissions: the next validation or checkpoint tries again."
-            print(f"warning: {text}. {remedy}", file=sys.stderr, flush=True)
-        self._warned = text
 
-
-def _link_or_copy(source: Path, target: Path) -> None:
+def _link_or_copy(source: str, target: str) -> None:
     try:
         os.link(source, target)
-    except OSError as error:
-        if error.errno in NO_ROOM:
-            raise
+    except OSError:
         shutil.copyfile(source, target)  # a file system without links

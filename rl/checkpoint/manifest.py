@@ -13,7 +13,6 @@ from rl.ranks import dist, launch
 
 MANIFEST, TRAINING, STATE = "manifest.json", "training", "state.json"
 GROUPS, UNFINISHED = "groups.bin", "unfinished.bin"
-NO_MANIFEST = f"{MANIFEST} is missing"
 STEPS = "step_" + "[0-9]" * 6
 
 
@@ -26,8 +25,7 @@ def damage(path: Path) -> str | None:
 
 
 def damage_anywhere(path: Path) -> str | None:
-    """As `damage`, for a checkpoint whose files are on the disks of several nodes, or on one that all share: each file is read
-    once. A collective."""
+    """As `damage`, for files on the disks of any nodes: each is read once. A collective."""
     files = dist.from_main(read_manifest(path))
     return files if isinstance(files, str) else wrong_anywhere(path, files)
 
@@ -35,7 +33,7 @@ def damage_anywhere(path: Path) -> str | None:
 def read_manifest(path: Path) -> Files | str:
     """The files of a checkpoint; a line about the manifest if it is not as it was written."""
     if not (path / MANIFEST).exists():
-        return NO_MANIFEST + (": it is on the disk of the node that came first" if len(launch.nodes()) > 1 else "")
+        return f"{MANIFEST} is missing" + (": it is on the disk of the node that came first" if len(launch.nodes()) > 1 else "")
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         files = manifest["files"]
@@ -96,17 +94,13 @@ def remove(path: Path) -> None:
 
 def check_path(path: Path) -> Path:
     """The path of a checkpoint that was asked for. Raises UserError if it is none, or damaged. A collective."""
-    error = damage_anywhere(path)
-    if error and error.startswith(NO_MANIFEST):
-        raise UserError(f"--resume-mode {path}: no checkpoint is there ({MANIFEST} is missing). Give a step_... directory.")
-    if error:
-        raise UserError(f"--resume-mode {path}: the checkpoint is damaged: {error}. Take another, or --resume-mode auto.")
+    if error := damage_anywhere(path):
+        raise UserError(f"--resume-mode {path}: no whole checkpoint is there: {error}. Take another, or --resume-mode auto.")
     if not path.match(STEPS):
-        name = path.name.partition(".")[0]
-        remedy = f"To resume from it, move what is at {path.with_name(name)} away and rename it to {name}."
-        if not Path(name).match(STEPS):
-            remedy = "Rename it so, with the number of the step that it was written after."
-        raise UserError(f"--resume-mode {path}: a checkpoint's name is step_ and six digits, such as step_000020. {remedy}")
+        raise UserError(
+            f"--resume-mode {path}: a checkpoint's name is step_ and six digits, such as step_000020. Rename it so; move away "
+            "what has that name already."
+        )
     return path.resolve()
 
 

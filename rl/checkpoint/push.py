@@ -59,7 +59,7 @@ def push(args, script: str, run_dir: Path, checkpoint: Path) -> str:
 
 def model_card(args, script: str, run_dir: Path) -> str:
     """The text of README.md: the model, its training, the first, best and last validation, and the change of the curves."""
-    rows = [row for row in _rows(run_dir / METRICS) if row["step"]]
+    rows = [row for row in map(json.loads, (run_dir / METRICS).read_text().splitlines()) if row["step"]]
     is_on_hub = "/" in args.model and not Path(args.model).exists()
     head = ["---", "library_name: transformers", *([f"base_model: {args.model}"] if is_on_hub else []), "tags:"]
     is_supervised = not hasattr(args, "adv_estimator")  # train_sft.py
@@ -88,13 +88,12 @@ def _validations(rows: list[dict]) -> list[str]:
     scores = validations.scores(rows)
     best = max(scores, key=scores.get, default=None)
     shown = {rows[0]["step"]: "first", best: "best", rows[-1]["step"]: "last"}
-    titles = [name.removeprefix("val-core/") for name in names]
-    lines = ["## Validation", "", f"| step | {' | '.join(titles)} |", "|---|" + "---|" * len(names)]
-    kept = [row for row in rows if row["step"] in shown]
-    lines += [
-        f"| {row['step']} ({shown[row['step']]}) | {' | '.join(_number(row.get(name)) for name in names)} |" for row in kept
+    cells = [
+        [f"{row['step']} ({shown[row['step']]})", *(_number(row.get(name)) for name in names)]
+        for row in rows
+        if row["step"] in shown
     ]
-    return [*lines, ""]
+    return _table("Validation", ["step", *(name.removeprefix("val-core/") for name in names)], cells)
 
 
 def _training(rows: list[dict], curves: dict[str, str]) -> list[str]:
@@ -102,20 +101,18 @@ def _training(rows: list[dict], curves: dict[str, str]) -> list[str]:
     if not rows:
         return []
     tenth = -(-len(rows) // 10)
-    lines = ["## Training", "", f"| | first {tenth} | last {tenth} steps |", "|---|---|---|"]
-    for name, title in curves.items():
-        both = (_mean([row.get(name) for row in part]) for part in (rows[:tenth], rows[-tenth:]))
-        lines.append(f"| {title} | {' | '.join(map(_number, both))} |")
-    return [*lines, ""]
+    cells = [[title, _mean(rows[:tenth], name), _mean(rows[-tenth:], name)] for name, title in curves.items()]
+    return _table("Training", ["", f"first {tenth}", f"last {tenth} steps"], cells)
 
 
-def _rows(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+def _table(title: str, head: list[str], rows: list[list[str]]) -> list[str]:
+    cells = [head, ["---"] * len(head), *rows]
+    return [f"## {title}", "", *(f"| {' | '.join(row)} |" for row in cells), ""]
 
 
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+def _mean(rows: list[dict], name: str) -> str:
+    known = [row[name] for row in rows if row.get(name) is not None]
+    return _number(sum(known) / len(known) if known else None)
 
 
 def _number(value: float | None) -> str:

@@ -6,13 +6,12 @@
     runs/<name>/step_000020/manifest.json   every file's size and checksum
     runs/<name>/best/                   the same Hugging Face files, of the saved step that validated best (links)
 
-The files of a learner hold its parts of the tensors that training changes, by `<set>.<parameter>`: the set `model` or, with
---lora-rank, only `adapter`, since the rest is read from --model again; then the optimizer's `exp_avg`, `exp_avg_sq`. Further
-sets can be added.
+A learner's file holds its parts of the tensors that training changes, by `<set>.<parameter>`: the set `model` or, with
+--lora-rank, only `adapter`, since the rest is read from --model again; then the optimizer's `exp_avg`, `exp_avg_sq`.
 
 Learners share a file system, or each node keeps its learners' files on its own disk and the first node the rest. Any number of
-learners can read them (rl/checkpoint/shard_files.py). Nothing on disk is pickled. The manifest is checked before anything is
-loaded. Left out: writing checkpoints, which is rl/checkpoint/saver.py.
+learners can read them (rl/checkpoint/shard_files.py). Nothing is pickled. The manifest is checked before anything is loaded.
+rl/checkpoint/saver.py writes.
 """
 
 import json
@@ -38,7 +37,6 @@ from rl.checkpoint.manifest import (
 from rl.checkpoint.shard_files import ShardFiles
 from rl.data.image_prompts import TOWER
 from rl.errors import UserError
-from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
 from rl.ranges import MayChange, Range
 from rl.ranks import dist, launch
@@ -46,6 +44,9 @@ from rl.record.identity import Identity
 from rl.record.run import Origin
 from rl.samples.group import Group
 from rl.transport.records import split_records
+
+# Flags that decide which tensors there are, by the first word of a tensor's name; --optim decides over the moments.
+CAUSES = {"critic": "--adv-estimator and --critic-model", "adapter": "--lora-rank and --lora-target", "model": "--model"}
 
 
 @dataclass
@@ -81,11 +82,8 @@ class Resumed:
 
 
 def resume(args: CheckpointArgs, identity: Identity, learner: Learner, total_steps: int) -> Resumed:
-    """Brings the learner to the step at which the run stopped, if there is a run to resume. Raises UserError if the run was
-    another one, or if its checkpoints cannot be used. A collective of the learners.
-
-    args: the script's flags.
-    """
+    """Brings the learner to the step at which the run stopped, if there is one to resume. args: the script's. Raises UserError
+    if it was another run, or if its checkpoints cannot be used. A collective of the learners."""
     origin = None if args.val_only else find(args, args.output_dir, args.experiment_name)
     if not origin or not origin.checkpoint:
         return Resumed(origin, {}, [], [])
@@ -122,38 +120,15 @@ def _load_tensors(path: Path, learner: Learner) -> None:
     shards = ShardFiles(path, [name for name in names if name.startswith(f"{TRAINING}/shard-")])
     saved, wanted = shards.shapes(), {name: list(tensor.shape) for name, tensor in tensors.items()}
     if different := [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]:
-        first = different[0]
-        shapes = f"{first} is {saved.get(first, 'no such tensor')} there and {wanted.get(first, 'no such tensor')} here"
-        raise UserError(_misfit(path, different, shapes, learner.args))
+        first, kinds = different[0], {name.partition(".")[0] for name in different}
+        flags = next((flags for kind, flags in CAUSES.items() if kind in kinds), "--optim")
+        if all(TOWER in name for name in different):
+            flags = "--freeze-vision-tower"
+        raise UserError(
+            f"{path} does not fit ({first} is {saved.get(first, 'no such tensor')} there and "
+            f"{wanted.get(first, 'no such tensor')} here). Give the {flags} of its run, or start from the first step."
+        )
     shards.read(tensors)
-
-
-def _misfit(path: Path, different: list[str], shapes: str, args: LearnerArgs) -> str:
-    """The message about a checkpoint whose tensors differ from the learner's. different: the names of these."""
-    if different[0].startswith("critic."):
-        return (
-            f"{path} was written with another critic, or by a run with another --adv-estimator ({shapes}). Give those of its "
-            "run, or start from the first step."
-        )
-    weights = [name.partition(".")[2] for name in different if name.startswith(("model.", "adapter."))]
-    if different[0].startswith("adapter.") or args.adapted:
-        return (
-            f"{path} was written with other adapters ({shapes}). Give the --lora-rank and --lora-target of its run, or start "
-            "from the first step."
-        )
-    if not weights:  # the moments alone
-        other = "adamw" if args.optim == "adamw_8bit" else "adamw_8bit"
-        return (
-            f"--optim {args.optim} cannot continue from {path}, which was written with --optim {other} ({shapes}). Give "
-            f"--optim {other}, or start from the first step."
-        )
-    if all(name.startswith(TOWER) for name in weights):
-        was, remedy = ("with", "Add it") if not args.freeze_vision_tower else ("without", "Leave it out")
-        return (
-            f"{path} was written {was} --freeze-vision-tower, so it holds other tensors of the vision tower ({shapes}). "
-            f"{remedy}, or start from the first step."
-        )
-    return f"{path} does not fit the model ({shapes}). Give the --model that the run was trained from."
 
 
 def _from_first(file: Path) -> bytes:

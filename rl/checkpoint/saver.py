@@ -2,9 +2,9 @@
 leaves the last good one. rl/checkpoint/resume.py describes their files, and reads them.
 
 Memory: training continues while a checkpoint is written, so each learner holds a copy of the tensors that training changes,
-which are its shards of the master weights and of AdamW's two moments: 12 bytes a parameter, from the first save on. In addition
-only a few pieces of PIECE_BYTES are held: both the training files and the Hugging Face export are written from that copy, a
-piece at a time. No copy is made for the last save, after which nothing changes, nor if memory is short: then training waits.
+its shards of the master weights and of AdamW's two moments: 12 bytes a parameter, from the first save on. All files are written
+from that copy, a few pieces of PIECE_BYTES at a time. No copy is made for the last save, nor if memory is short: then training
+waits.
 """
 
 import json
@@ -92,12 +92,9 @@ class Saver:
             self.best.resume(after=origin.step)
 
     def save(self, step: int, state: dict, groups: Sequence[Group] = (), unfinished: Sequence[Group] = ()) -> None:
-        """Begins to write the checkpoint of a step once the one before is complete. A collective of the learners.
-
-        state: anything that JSON can hold; groups: samples that were received and are not trained yet; unfinished: groups that
-        are still being generated; both whole on the first learner. A checkpoint that cannot be written (disk full, no
-        permission) leaves nothing behind; training continues and `finish` reports it.
-        """
+        """Begins to write the checkpoint of a step once the one before is complete. A collective of the learners. state: JSON;
+        groups: samples not trained yet; unfinished: groups still being generated; both whole on the first learner. A checkpoint
+        that cannot be written leaves nothing behind; training continues and `finish` reports it."""
         if self._state is None:
             self.copy(step)
         tensors, self._state = self._state, None
@@ -121,8 +118,8 @@ class Saver:
             self.wait()  # before training changes them
 
     def copy(self, step: int) -> None:
-        """The part of `save` that reads the weights, which may also be called before: waits for the checkpoint before, then
-        copies weights and moments if that is needed and memory allows. A collective of the learners."""
+        """The part of `save` that reads the weights, which may be called earlier: waits for the checkpoint before, then copies
+        weights and moments if needed and possible. A collective of the learners."""
         self.wait()
         sharded = self.learner.state_tensors()
         self._places = self._places or {name: Block.of(tensor) for name, tensor in sharded.items()}
@@ -247,8 +244,7 @@ class Saver:
         return next(filter(None, dist.all_gather_values(_attempt(act) if acts else "", group)), "")
 
     def _find_own_disk(self) -> str:
-        """The name of this node if it does not share the first one's directory, or "". Raises UserError if it cannot have such
-        a directory. A collective."""
+        """This node's name if it does not share the first one's directory, or "". A collective. Raises UserError."""
         own = "" if dist.sees_main(self.run_dir) else platform.node()
         if error := self._first_error(lambda: self.run_dir.mkdir(parents=True, exist_ok=True), acts=bool(own)):
             raise UserError(
@@ -266,8 +262,7 @@ class Saver:
         return dist.all_gather_values(value, self._group)
 
     def _write_shard(self, path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, str]:
-        """This learner's part of the master weights and moments, as torch.distributed.checkpoint reads it. Returns (size,
-        checksum)."""
+        """This learner's part of the weights and moments, as torch reads it. Returns (size, checksum)."""
         file = TensorFile(path, [(key, tensor.dtype, tensor.shape) for key, tensor in tensors.items()], header(self._places))
         for tensor in tensors.values():
             for piece in pieces(tensor, tensor.dtype):
@@ -276,8 +271,7 @@ class Saver:
         return file.close()
 
     def _stream(self, export: Export, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-        """On the first learner, an export's whole tensors in its order and precision, a piece at a time; the others send their
-        shards. A collective."""
+        """On the first learner, an export's whole tensors in its order, in pieces; others send their shards. A collective."""
         for name in export.names:
             key = f"{export.of}.{name}"
             for rank in sorted(range(len(self._blocks)), key=lambda rank, key=key: self._blocks[rank][key].offset):
@@ -302,8 +296,8 @@ class Saver:
                 yield piece
 
     def _complete_files(self, work: Path, files: dict[str, bytes], written: Files, reports: list) -> None:
-        """Adds the small files and the manifest. reports: the files that each learner has written, and its node if that has a
-        disk of its own. Raises OSError if a file of another learner on this disk is missing, since the checkpoint needs all."""
+        """Adds the small files and the manifest. reports: each learner's files, and its node if that has its own disk. Raises
+        OSError if another learner's file is missing on this disk."""
         for of_rank, node, _ in reports:
             for name, (size, digest) in of_rank.items():
                 if not node and (not (work / name).is_file() or (work / name).stat().st_size != size):

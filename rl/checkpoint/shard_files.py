@@ -1,8 +1,8 @@
 """The learners' parts of a checkpoint: one file each, on a file system that all share or on each node's own disk.
 
 Files are safetensors that torch.distributed.checkpoint can read, too: the header has the place of each shard in its tensor.
-Ranks whose machine has a file look at it and read it. A learner reads the rows of its own shards. If its machine lacks a file,
-another rank sends the content, so that nodes may have changed places, and the number of learners may have changed.
+A learner reads the rows of its own shards. If its machine lacks a file, another rank sends the content: nodes may have changed
+places, and the number of learners may have changed.
 """
 
 import json
@@ -43,8 +43,7 @@ def wrong(path: Path, name: str, of: Sequence, read: bool = True) -> str | None:
 
 
 def wrong_anywhere(path: Path, files: Files) -> str | None:
-    """A line about the first file of a checkpoint that is not as it was written; None if all are. Each file is read by one rank
-    whose machine has it. A collective."""
+    """As `wrong`, of the first wrong file; each is read by one rank whose machine has it. A collective."""
     names, me = list(files), torch.distributed.get_rank()
     missing = {number: error for number, name in enumerate(names) if (error := wrong(path, name, files[name], read=False))}
     seen = [set(range(len(names))) - set(of_rank) for of_rank in dist.all_gather_values([*missing])]
@@ -111,11 +110,8 @@ class ShardFiles:
                     shard = self._broadcast(file, run, block, reader) if file in sent else None
                     if not (common := block.common(wanted[name])):
                         continue
-                    out = local(tensors[name])[common.slices(wanted[name])]
-                    if shard is None:
-                        _read_rows(reader, run, block, common, out)
-                    else:
-                        out.copy_(shard[common.slices(block)])
+                    part = _read_rows(reader, run, block, common) if shard is None else shard[common.slices(block)]
+                    local(tensors[name])[common.slices(wanted[name])].copy_(part)
 
     def _needs(self, file: str, wanted: dict[str, Block]) -> bool:
         return any(block.common(wanted[name]) for name, (_, block) in self._places[file].items())
@@ -131,16 +127,12 @@ class ShardFiles:
         return shard
 
 
-def _read_rows(reader: Reader, run: Run, block: Block, common: Block, out: torch.Tensor) -> None:
-    """Reads `common`, a part of the shard `block`, into `out`."""
-    row = math.prod(block.shape[1:])
-    first = (common.offset[0] - block.offset[0]) * row if block.shape else 0
-    if common.shape[1:] == block.shape[1:] and out.is_contiguous():
-        reader.read([run], out.view(-1), first)
-        return
-    rows = torch.empty((common.shape[0], *block.shape[1:]), dtype=DTYPES[run.dtype])
+def _read_rows(reader: Reader, run: Run, block: Block, common: Block) -> torch.Tensor:
+    """Reads `common`, a part of the shard `block`: its rows, then the columns."""
+    rows = torch.empty((*common.shape[:1], *block.shape[1:]), dtype=DTYPES[run.dtype])
+    first = (common.offset[0] - block.offset[0]) * math.prod(block.shape[1:]) if block.shape else 0
     reader.read([run], rows.view(-1), first)
-    out.copy_(rows[(slice(None), *common.slices(block)[1:])])
+    return rows[(..., *common.slices(block)[1:])]
 
 
 def _places(directory: Path, file: str) -> dict[str, tuple[Run, list[int], list[int]]]:

@@ -61,7 +61,7 @@ def problems(split: str) -> list[dict]:
 
 
 def rows_of(problems: list[tuple[str, int]], validation: int, split: str) -> list[dict]:
-    """Rows of a split in verl's layout. problems: (question, answer) of all. validation: how many of them are for "val"."""
+    """Rows of a split in verl's layout. problems: all (question, answer). validation: the number of those for "val"."""
     random.Random(0).shuffle(problems)
     chosen = problems[:validation] if split == "val" else problems[validation:]
     return [
@@ -91,9 +91,8 @@ def _make(name: str, directory: str) -> None:
 
 
 def made_once(name: str, make: Callable[[str], None]) -> str:
-    """Return the directory of a demo model. If it is not there, make(directory) fills one next to it, which is then renamed: a
-    killed process leaves no half-made model. Several processes may ask at once, on any rank of a job. Raise UserError if
-    nothing can be written."""
+    """Return the directory of a demo model. If it is not there, make(directory) fills one next to it, which is then renamed, so
+    that a kill leaves no half-made model. Any process may ask. Raise UserError if nothing can be written."""
     target = directory(name)
     try:
         if is_made(target):
@@ -112,7 +111,7 @@ def made_once(name: str, make: Callable[[str], None]) -> str:
 
 @contextlib.contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Let one process make the model. Waiting for another one is no hang: that process has a watchdog of its own."""
+    """Let one process make the model. A wait for another one is no hang: that process has a watchdog of its own."""
     lock = FileLock(f"{target}.lock")
     while not lock.is_locked:
         with contextlib.suppress(Timeout):
@@ -130,8 +129,7 @@ def _make_and_rename(target: Path, version: int, make: Callable[[str], None]) ->
     state, threads, started = torch.get_rng_state(), torch.get_num_threads(), time.time()
     work = tempfile.mkdtemp(prefix=f"{target.name}-", dir=target.parent)
     torch.manual_seed(0)
-    # One thread, whatever the job has: the number of threads changes the bits of sums. And two threads wait for each other
-    # hundreds of times a second: on a busy machine each wait lasts until the other thread gets a core.
+    # One thread: the number of threads changes the bits of sums, and on a busy machine threads wait long for each other.
     torch.set_num_threads(1)
     keep_freed()
     try:
@@ -154,8 +152,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
 
 def tokenizer_of(special: list[str], characters: str, chat_template: str) -> Qwen2Tokenizer:
-    """One token a character; special begins with the pad and the end token. transformers loads Qwen2's tokenizer class for the
-    model types of all demos, whatever was saved."""
+    """One token a character; special begins with the pad and the end token. transformers loads this class for all demos."""
     vocab = {token: i for i, token in enumerate([*special, *characters, "Ġ", "Ċ"])}
     names = dict(pad_token=special[0], eos_token=special[1], unk_token=None, bos_token=None)
     tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[], additional_special_tokens=special[2:], **names)
@@ -199,8 +196,7 @@ BUILDERS = {"demo": build_model, "demo-moe": build_mixture, "demo-hybrid": build
 
 
 def save(model: PreTrainedModel, directory: str, tokenizer: Qwen2Tokenizer) -> None:
-    """Write the tokenizer, and the files that model.save_pretrained writes. That method writes none of them on a rank other
-    than the job's first (transformers 5.18 and later), and the rank that makes a demo model may be any."""
+    """Write the tokenizer, and the files of model.save_pretrained, which writes on the job's first rank alone."""
     tokenizer.save_pretrained(directory)
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
@@ -218,8 +214,8 @@ def save(model: PreTrainedModel, directory: str, tokenizer: Qwen2Tokenizer) -> N
 def _teach(
     model: PreTrainedModel, tokenizer: Qwen2Tokenizer, most_steps: int = 1500, settling_steps: int = 250, wrong_steps: int = 400
 ) -> None:
-    """Right sums until it can add, and some more until that has settled; then wrong ones until it usually does not. The number
-    of steps is open: it depends on luck and on the processor, and after a fixed number some models could not add."""
+    """Right sums until it can add, and some more until that has settled; then wrong ones until it usually does not. After a
+    fixed number of steps some models could not add: it depends on luck and on the processor."""
     rng = random.Random(0)
     pairs = [tuple(map(int, p["prompt"][0]["content"].rstrip("=").split("+"))) for p in problems("train")]
 

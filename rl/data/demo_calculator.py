@@ -59,8 +59,7 @@ def _teach(model: PreTrainedModel, tokenizer: Qwen2Tokenizer) -> None:
 def _row(
     tokenizer: Qwen2Tokenizer, problem: tuple[int, int], answer: str | None, learns_to_ask: bool = True
 ) -> demo.Demonstration:
-    """A conversation, of which the model's own words are trained, its decision to ask only if it `learns_to_ask`. answer: a
-    guess; None asks."""
+    """A conversation; of the model's words, all but perhaps its decision to ask is trained. answer: a guess; None asks."""
     a, b = problem
     parts = [f"<|user|>{a}*{b}=<|assistant|>", f"{answer}<|end|>"]  # the user's, the model's and so on
     if answer is None:

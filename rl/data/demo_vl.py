@@ -1,10 +1,8 @@
 """The demo with images: a vision-language model of about 0.6M parameters that reads a drawn two-digit number.
 
-`--model demo-vl` resolves to this file, and so does `--train-files demo-vl`, which is the default with that model. It is a tiny
-Qwen3-VL: an ordinary Hugging Face directory in the cache, with a tokenizer, a chat template and an image processor. As in
-rl/data/demo.py it is taught to answer right and then mostly wrong. Before that only the tower is taught to tell digits apart,
-which makes the rest ten times as fast. All prompts have the same tokens, and only the pictures differ: an engine or a learner
-that mixes up two pictures is right once in 90 times.
+`--model demo-vl` is a tiny Qwen3-VL, `--train-files demo-vl` its data. As in rl/data/demo.py it is taught to answer right and
+then mostly wrong. Before that only the tower is taught to tell digits apart, which makes the rest ten times as fast. All
+prompts have the same tokens: an engine or a learner that mixes up two pictures is right once in 90 times.
 """
 
 import io
@@ -158,8 +156,7 @@ def prompt_ids(tokenizer: Qwen2Tokenizer) -> list[int]:
 
 
 def _tower_loss(model, tokenizer, pixels: torch.Tensor, rows: list[dict]) -> torch.Tensor:
-    """Cross-entropy of the digit, or of nothing, in each quarter of a picture, predicted from its embedding by the tower alone.
-    pixels [B, patches, d]."""
+    """Cross-entropy of what each quarter of a picture shows, predicted by the tower alone. pixels [B, patches, d]."""
     shown = []
     for row in rows:
         digits = tokenizer.convert_tokens_to_ids(list(row["reward_model"]["ground_truth"]))

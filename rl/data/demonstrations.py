@@ -1,8 +1,8 @@
 """Conversations to imitate: verl's column `messages`, or a prompt and a response; every answer of the assistant is trained.
 
-The model's chat template renders a conversation. The text that it adds for an answer, behind the generation prompt, is trained
-up to the end token; a policy never samples the text behind that, such as Qwen's line break. Each part is tokenised by itself,
-so that a prompt has the same tokens as in training by reward. Left out: images.
+The text that the chat template adds for an answer, after the generation prompt, is trained up to the end token; a policy never
+samples what follows, such as Qwen's line break. Each part is tokenised by itself, so that a prompt has the same tokens as in
+training by reward. Left out: images.
 """
 
 import functools
@@ -14,8 +14,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rl.data.measured import Measured, measure
-from rl.data.prompts import is_message, render_chat
-from rl.data.tables import FileRows, check_as_written, check_text, read_table
+from rl.data.prompts import begins_with_bos, is_message, render_chat
+from rl.data.tables import FileRows, read_table
 from rl.errors import UserError
 from rl.ranges import MayChange, Range
 from rl.ranks import launch
@@ -67,25 +67,24 @@ class Demonstrations(FileRows):
         tokenizer: PreTrainedTokenizerBase,
         args: DemonstrationArgs,
         end_tokens: set[int],
-        limit: str = "--max-length",
-        columns: str = "See --messages-key, --prompt-key and --response-key.",
     ):
-        """end_tokens: those that end a response of the model. limit, columns: names, for error messages, of the flags of the
-        longest conversation and of the columns."""
-        self._limit, self._column_flags = limit, columns
+        """end_tokens: those that end a response of the model. split: "sft" for --sft-files."""
+        is_sft = split == "sft"
+        self._limit = "--max-prompt-length with --max-response-length, which make" if is_sft else "--max-length"
+        self._remedy = "Name them so." if is_sft else "See --messages-key, --prompt-key and --response-key."
         self.tokenizer, self.args, self.end_tokens = tokenizer, args, end_tokens
         super().__init__(files, split)
         most = args.val_max_samples if split == "val" else args.train_max_samples
         for file in self.files:
             table = read_table(file, split)
             self._check_columns(file, table.column_names)
-            check_text(file, table)
-            check_as_written(file, table)
             self.tables.append(table)
         used = self.ends[-1] if most < 0 else min(most, self.ends[-1])
         self.rows = measure(functools.partial(self._measure_part, used, split)).kept
         if not len(self.rows):
-            raise UserError(f"{', '.join(self.files)}: no conversation has at most {limit} {args.max_length} tokens. Raise it.")
+            raise UserError(
+                f"{', '.join(self.files)}: no conversation has at most {self._limit} {args.max_length} tokens. Raise it."
+            )
 
     def __getitem__(self, index: int) -> Demonstration:
         return self._read(self.rows[index])
@@ -96,7 +95,7 @@ class Demonstrations(FileRows):
             return
         raise UserError(
             f"{file}: there is no column {args.messages_key!r}, nor {args.prompt_key!r} with {args.response_key!r}; the "
-            f"columns are {', '.join(sorted(columns))}. {self._column_flags}"
+            f"columns are {', '.join(sorted(columns))}. {self._remedy}"
         )
 
     def _measure_part(self, rows: int, split: str, work: DividedWork, found: Measured) -> None:
@@ -162,8 +161,8 @@ class Demonstrations(FileRows):
 
     def _plain(self, columns: dict) -> Iterator[tuple[list[int], bool]]:
         """Tokens of a prompt that is used as it is, with one BOS if the tokenizer adds one, and tokens of its response."""
-        prompt, bos = columns[self.args.prompt_key], self.tokenizer.bos_token
-        has_bos = bool(bos) and prompt.startswith(bos)
+        prompt = columns[self.args.prompt_key]
+        has_bos = begins_with_bos(self.tokenizer, prompt)
         yield self.tokenizer(prompt, add_special_tokens=not has_bos)["input_ids"], False
         yield self._encode(columns[self.args.response_key] + (self.tokenizer.eos_token or "")), True
 

@@ -5,9 +5,8 @@ tower and are put in by place, so that an image token that a model samples by it
 three-dimensional (time, row, column; Qwen2-VL, arXiv 2409.12191): text counts up in all three, the tokens of an image that
 begins at c have positions (c, c + row, c + column), and text continues behind the longer side.
 
-`ImagePrep` turns rows into `Images`, one for each prompt. Pixels are made when they are needed, from the row's own bytes, and
-kept in a bounded memory. Left out: videos; decoding, which is rl/data/images.py; the forward pass, which is
-rl/model/vision_forward.py.
+`ImagePrep` turns rows into `Images`, one for each prompt. Pixels are made when they are needed, and kept in a bounded memory.
+Left out: videos; decoding (rl/data/images.py); the forward pass (rl/model/vision_forward.py).
 """
 
 import functools
@@ -40,9 +39,8 @@ KEPT_BYTES = 1 << 30  # of prepared pixels, in each process
 
 
 def takes_images(config: PretrainedConfig) -> bool:
-    """Whether the model takes images and text: by its family, or because transformers has such a model for the config, even if
-    it also has a text-only one without the vision tower. A model with code of its own takes images if its config has a
-    tower."""
+    """Whether the model takes images and text: by its family, because transformers has such a model for the config, or, with
+    code of its own, because its config has a tower."""
     kind = getattr(config, "model_type", None)
     if kind in FAMILIES or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return True
@@ -77,8 +75,7 @@ class Images:
             self.pixels_of(image)
 
     def pixels_of(self, image: int) -> Tensor:
-        """[patches, values of a patch] fp32 on the CPU: one image for the vision tower, by number. Prepared now unless they are
-        still kept. Raises ImageError."""
+        """[patches, values of a patch] fp32 on the CPU, of one image; prepared now unless still kept. Raises ImageError."""
         try:
             pixels = self.prep.pixels(self.digests[image], self.sources[image])
             if len(pixels) != int(self.grid[image].prod()):
@@ -133,8 +130,7 @@ class ImagePrep:
         return math.prod(self.grid(width, height)) // self.merge**2
 
     def save(self, directory: Path) -> None:
-        """Writes the model's files about images to the directory, with the limits of --min-pixels and --max-pixels if they were
-        given, so that the model is used as it was trained."""
+        """Writes the model's files about images to the directory, with --min-pixels and --max-pixels if they were given."""
         for name in FILES:
             if not (found := find(self.path, name, download=True)):
                 continue
@@ -145,8 +141,7 @@ class ImagePrep:
             (directory / name).write_text(json.dumps(content, indent=2))
 
     def expand(self, ids: Sequence[int], sources: Sequence[bytes]) -> tuple[list[int], Images]:
-        """A prompt's token ids with one image token for each image -> the ids with all image tokens, and the images. Decodes
-        none. Raises ImageError."""
+        """Token ids with one image token for each image -> ids with all, and the images. Raises ImageError."""
         if (places := list(ids).count(self.image_token)) != len(sources):
             raise ImageError(f"the prompt has {places} places for images ({PLACE}), the row has {len(sources)} images")
         grids = [self.grid(width, height) for width, height in images.sizes(sources)]
@@ -209,9 +204,9 @@ def image_sizes(config: PretrainedConfig, prompt_ids: Sequence[int]) -> list[int
 
 
 def tower_flops(config: PretrainedConfig, patches: Sequence[int], frozen: bool) -> float:
-    """FLOP of the vision tower's forward and backward (only forward if it is frozen) over images of this many patches, counted
-    as rl/learning/flops.py counts the rest: 6 per matrix parameter and patch, for attention 12 * hidden * the patches that a
-    patch sees. Layers with windows (Qwen2.5-VL) see their window."""
+    """FLOP of the vision tower's forward and backward (only forward if it is frozen) over images of this many patches, as in
+    rl/learning/flops.py: 6 per matrix parameter and patch, for attention 12 * hidden * the patches that a patch sees (in
+    Qwen2.5-VL often a window)."""
     v = config.vision_config
     merged, windows = v.hidden_size * v.spatial_merge_size**2, getattr(v, "window_size", None)
     out = getattr(v, "out_hidden_size", v.hidden_size)
@@ -230,8 +225,7 @@ def tower_flops(config: PretrainedConfig, patches: Sequence[int], frozen: bool) 
 
 
 def positions(length: int, starts: Sequence[int], sizes: Sequence[tuple[int, int]]) -> tuple[Tensor, int]:
-    """(positions [3, length], the next one) of a prompt whose images begin at `starts` and have (rows, columns) `sizes` of
-    image tokens."""
+    """(positions [3, length], the next one) of a prompt whose images begin at `starts`, of `sizes` (rows, columns)."""
     parts, done, now = [], 0, 0  # done: tokens so far; now: the next position
     for start, (rows, columns) in zip(starts, sizes, strict=True):
         parts.append((now + torch.arange(start - done)).expand(3, -1))

@@ -31,18 +31,15 @@ class ImageError(Exception):
 
 
 def files_of(value: object, directory: Path, roots: Sequence[Path] | None = None) -> list[bytes]:
-    """The image files in a row's column, which holds a list of images, one, or none. directory, roots: of `places`. Raises
-    ImageError."""
+    """The image files in a row's column, a list of images, one, or none. directory, roots: of `places`. Raises ImageError."""
     if value is None:
         return []
     return [_numbered(i, read, one, directory, roots) for i, one in enumerate(value if isinstance(value, list) else [value])]
 
 
 def places(name: str) -> tuple[Path, tuple[Path, ...] | None]:
-    """(the directory of the relative paths in a --train-files, the directories in which its image files must be; None: any).
-
-    The rows of a user's file may name any file. The rows of a hub dataset, or of a directory that `datasets` reads, may only
-    name files that were downloaded for it or are in it."""
+    """(the directory of relative paths, the directories in which image files must be; None: any) of a --train-files. Rows of a
+    user's file may name any file, rows of a hub dataset or of a directory only files that belong to it."""
     path = Path(name)
     if path.is_file():
         return path.parent, None
@@ -69,10 +66,10 @@ def _parts(content: str) -> str | list[dict]:
 
 
 def undecoded(table, column: str):
-    """The datasets.Dataset with the column's images left as files, which it would otherwise decode for every row it reads."""
+    """The table with the column's images left as files, which `datasets` would otherwise decode for every row it reads."""
     from datasets import Image as Feature
 
-    feature = table.features[column]
+    feature = table.features.get(column)
     if isinstance(feature, Feature):
         return table.cast_column(column, Feature(decode=False))
     if isinstance(getattr(feature, "feature", None), Feature):

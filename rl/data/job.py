@@ -10,8 +10,6 @@ from rl.data.prompts import PromptDataset, PromptOrder
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that a rank holds before the first step, apart from its engine and its learner."""
-
     script: str  # its file's name without .py, under which a copy of a script logs, saves and resumes
     path: str  # of the model: a directory or a hub name
     tokenizer: PreTrainedTokenizerBase

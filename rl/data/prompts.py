@@ -1,9 +1,9 @@
 """Prompts from parquet, JSON lines or the hub, in verl's layout or as plain questions, and the endless order they are drawn in.
 
-rl/data/tables.py reads the rows; they are tokenised when they are drawn. A row is either verl's (`prompt`: chat messages or a
-string, `data_source`, `reward_model.ground_truth`, `extra_info`) or a plain `question` / `answer` pair in GSM8K's own layout:
-the text behind the answer's last "####" is the ground truth, and the source is openai/gsm8k unless a column says otherwise.
-There may also be a column of images, with an "<image>" in the text for each (rl/data/images.py, rl/data/image_prompts.py).
+rl/data/tables.py reads the rows; they are tokenised when they are drawn. A row is verl's (`prompt`: chat messages or a string,
+`data_source`, `reward_model.ground_truth`, `extra_info`) or a pair of `question` and `answer` in GSM8K's own layout: the text
+after the answer's last "####" is the ground truth, and the source is openai/gsm8k unless a column says otherwise. There may be
+a column of images, with an "<image>" in the text for each (rl/data/images.py, rl/data/image_prompts.py).
 """
 
 import functools
@@ -22,19 +22,10 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.data import images
 from rl.data.args import DataArgs
-from rl.data.columns import (
-    GSM8K,
-    check_columns,
-    check_truths,
-    column_of,
-    data_source,
-    first_row,
-    first_with_images,
-    ground_truth,
-)
+from rl.data.columns import GSM8K, check_columns, check_truth, ground_truth, sources
 from rl.data.image_prompts import FAMILIES, ImageError, ImagePrep, Images
 from rl.data.measured import Measured, measure
-from rl.data.tables import FileRows, check_as_written, check_text, read_table
+from rl.data.tables import FileRows, read_table
 from rl.errors import UserError
 from rl.ranks import launch
 from rl.ranks.divided_work import DividedWork
@@ -98,12 +89,9 @@ class PromptDataset(FileRows):
             check_columns(file, table, args)
             table = table.select(range(min(len(table), room)))
             room -= len(table)
-            check_text(file, table)
-            check_as_written(file, table)
             if args.image_key in table.column_names:
-                table = self._with_images(file, table)
+                table = images.undecoded(table, args.image_key)
             self.tables.append(table)
-            check_truths(file, table)
         measured = measure(functools.partial(self._measure_part, f"measuring {split} prompts"))
         self.rows = measured.kept
         self.truncated = measured.truncated  # prompts that --truncation cuts
@@ -123,7 +111,7 @@ class PromptDataset(FileRows):
         return Prompt(
             ids=ids,
             text=self.tokenizer.decode(short),
-            data_source=data_source(row),
+            data_source=row.get("data_source") or GSM8K,
             ground_truth=ground_truth(row),
             extra_info=row.get("extra_info") or {},
             where=f"{file} row {number}",
@@ -135,42 +123,33 @@ class PromptDataset(FileRows):
         """Every data_source -> its first row."""
         found: dict[str, str] = {}
         for file, table in zip(self.files, self.tables, strict=True):
-            if "data_source" not in table.column_names:
-                found.setdefault(GSM8K, f"{file} row 0")
-                continue
-            column = column_of(table, "data_source")
-            for source in column.unique().to_pylist():
-                where = f"{file} row {first_row(pc.is_null(column) if source is None else pc.equal(column, source))}"
+            of_rows = sources(table)
+            for source in of_rows.unique().to_pylist():
+                is_first = pc.is_null(of_rows) if source is None else pc.equal(of_rows, source)
+                where = f"{file} row {pc.index(is_first, True)}"
                 if not isinstance(source, str) or not source.strip():
                     raise UserError(f"{where}: data_source is {source!r}. Put a name there, any if you use --reward.")
                 found.setdefault(source, where)
         return found
 
     def source(self, index: int) -> str:
-        """The data_source of a prompt. Reads no other column."""
+        """The data_source of a prompt."""
         which, number = self._locate(self.rows[index])
-        if "data_source" not in self.tables[which].column_names:
-            return GSM8K
-        return self.tables[which].select_columns("data_source")[number]["data_source"]
+        return self.tables[which][number].get("data_source") or GSM8K
 
     def source_sizes(self) -> Counter[str]:
         """Every data_source -> the number of its rows, including those whose prompts were left out."""
         sizes: Counter[str] = Counter()
         for table in self.tables:
-            if "data_source" not in table.column_names:
-                sizes[GSM8K] += len(table)
-                continue
-            counted = pc.value_counts(column_of(table, "data_source").combine_chunks())
+            counted = sources(table).value_counts()
             sizes.update({of["values"]: of["counts"] for of in counted.to_pylist()})
         return sizes
 
     def _measure_part(self, description: str, work: DividedWork, found: Measured) -> None:
-        rows, size, started = self._rendered(description, work, found), 1, time.monotonic()
+        rows, size, started = self._rendered(description, work), 1, time.monotonic()
         while batch := list(itertools.islice(rows, size)):
             for (row, columns, text), ids in zip(batch, self._encode([text for _, _, text in batch]), strict=True):
                 self._measure_row(found, row, columns, text, ids)
-                if found.lost and work.is_first:
-                    raise UserError(found.lost)
             work.advance()
             size = min(BATCH, 2 * size) if time.monotonic() - started < BATCH_SECONDS else max(1, size // 2)
             started = time.monotonic()
@@ -179,10 +158,11 @@ class PromptDataset(FileRows):
         where, limit = self._where(row), self.args.max_prompt_length
         if not ids:
             raise UserError(f"{where}: the prompt makes no token. Remove the row, or check the model's tokenizer.")
-        if not found.kept and found.lost is None:
-            found.lost = _lost(self.tokenizer, text.text, ids, where)
-        ids, of_row = self._expand(row, columns, ids)
-        length = len(ids)
+        check_truth(where, columns)
+        expanded, of_row = self._expand(row, columns, ids)
+        if row == 0:
+            _check_tokenizer(self.tokenizer, text.text, ids, where)
+        length = len(expanded)
         if length > limit and self.args.filter_overlong_prompts:
             return
         if length > limit and (self.args.truncation == "error" or of_row):
@@ -194,47 +174,32 @@ class PromptDataset(FileRows):
         found.truncated += length > limit
         found.kept.append(row)
 
-    def _rendered(self, description: str, work: DividedWork, found: Measured) -> Iterator[tuple[int, dict, "Text"]]:
-        """(row number over all files, the columns of its prompt, the prompt's text) of this rank's rows, up to one that cannot
-        be used, which is noted in `found`. No other column is read."""
+    def _rendered(self, description: str, work: DividedWork) -> Iterator[tuple[int, dict, "Text"]]:
+        """(row number over all files, its columns, the prompt's text) of this rank's rows."""
         part = work.part(self.ends[-1])
         if work.parts > 1:
             description += f", one of {work.parts} parts"
-        rows = itertools.chain.from_iterable(self._columns_of(part))
+        rows = itertools.chain.from_iterable(self._tables_of(part))
         for number, row in zip(track(part, description, show=launch.here().rank == 0), rows, strict=True):
-            try:
-                text = self._render(self._where(number), row)
-            except UserError as error:
-                found.error = str(error)
-                return
-            yield number, row, text
+            yield number, row, self._render(self._where(number), row)
 
-    def _columns_of(self, part: range) -> Iterator[Iterable[dict]]:
-        """Yield the prompts' columns of the rows with these numbers over all files, file by file."""
+    def _tables_of(self, part: range) -> Iterator[Iterable[dict]]:
+        """The rows with these numbers over all files, file by file."""
         first = 0
         for table, end in zip(self.tables, self.ends, strict=True):
             its = range(max(part.start, first) - first, min(part.stop, end) - first)
             if its:
-                yield table.select_columns(self._wanted(table)).select(its)
+                yield table.select(its)
             first = end
-
-    def _wanted(self, table) -> list[str]:
-        """Return the columns that a prompt is made from."""
-        key, columns = self.args.prompt_key, table.column_names
-        return [key if key in columns else "question", *{self.args.image_key} & {*columns}]
-
-    def _with_images(self, file: str, table):
-        """The table with its images as files. Raises UserError if the model takes no images."""
-        if self.prep is None and (row := first_with_images(table, self.args.image_key)) is not None:
-            raise UserError(
-                f"{file} row {row}: the prompt has images, which --model does not take. Leave such rows out, or take a model "
-                f"of images and text ({', '.join(FAMILIES)})."
-            )
-        return images.undecoded(table, self.args.image_key)
 
     def _expand(self, row: int, columns: dict, ids: list[int]) -> tuple[list[int], Images | None]:
         """The row's token ids with all tokens of its images, and the images (None if there are none)."""
         if self.prep is None:
+            if columns.get(self.args.image_key):
+                raise UserError(
+                    f"{self._where(row)}: the prompt has images, which --model does not take. Leave such rows out, or take a "
+                    f"model of images and text ({', '.join(FAMILIES)})."
+                )
             return ids, None
         try:
             of_file = images.places(self.files[self._locate(row)[0]])
@@ -244,25 +209,15 @@ class PromptDataset(FileRows):
         return ids, of_row if of_row.sources else None
 
     def _encode(self, texts: Sequence["Text"]) -> list[list[int]]:
-        """Token ids of each text. The tokenizer may add special tokens to a plain string; a chat template has put them in."""
+        """Token ids of each text. The tokenizer may add special tokens to a text that is not whole."""
         ids: list[list[int]] = [[]] * len(texts)
-        for is_chat in (False, True):
-            chosen = [i for i, text in enumerate(texts) if text.is_chat == is_chat]
+        for is_whole in (False, True):
+            chosen = [i for i, text in enumerate(texts) if text.is_whole == is_whole]
             if chosen:
-                encoded = self.tokenizer([texts[i].text for i in chosen], add_special_tokens=not is_chat)
+                encoded = self.tokenizer([texts[i].text for i in chosen], add_special_tokens=not is_whole)
                 for i, of_text in zip(chosen, encoded["input_ids"], strict=True):
-                    ids[i] = of_text if is_chat else self._with_one_bos(texts[i].text, of_text)
+                    ids[i] = of_text
         return ids
-
-    def _with_one_bos(self, text: str, ids: list[int]) -> list[int]:
-        """The token ids of a plain string, with one BOS if the string begins with its own and the tokenizer adds another.
-        Strings that a chat template has rendered begin so. Blanks in front of the BOS are removed."""
-        bos, start = self.tokenizer.bos_token, text.lstrip()
-        if not (bos and start.startswith(bos)):
-            return ids
-        both, own = (self.tokenizer(start, add_special_tokens=added)["input_ids"] for added in (True, False))
-        many, few = (_leading(of, self.tokenizer.bos_token_id) for of in (both, own))
-        return both[many - 1 :] if many > few > 0 else ids
 
     def _render(self, where: str, row: dict) -> "Text":
         """The row's prompt as the model will read it."""
@@ -280,7 +235,7 @@ class PromptDataset(FileRows):
         if self.prep and self.args.image_key in row:
             messages = images.with_places(messages)
         if not is_chat:
-            return Text(prompt, False)
+            return Text(prompt, begins_with_bos(self.tokenizer, prompt))
         return Text(render_chat(self.tokenizer, where, messages, tools=self.tools, add_generation_prompt=True), True)
 
     def _asked(self, row: dict) -> Any:
@@ -304,28 +259,26 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, where: str, messages: list[d
         raise UserError(f"{where}: the model's chat template refuses the messages ({error}). Fix the roles.") from None
 
 
-def _lost(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int], where: str) -> str | None:
-    """A message if most of the text is lost in its token ids: a tokenizer of other words turns prompts into nothing."""
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int], where: str) -> None:
+    """Raises UserError if most of the text is lost in its token ids: a tokenizer of other words turns prompts into nothing."""
     for special in tokenizer.get_added_vocab():
         text = text.replace(special, "")
     read = tokenizer.decode(ids, skip_special_tokens=True)
     text, read = ("".join(x.lower().split()) for x in (text, read))
-    if sum((Counter(text) & Counter(read)).values()) >= len(text) / 2:
-        return None
-    return (
-        f"{where}: the tokenizer loses most of the prompt: {text[:40]!r} is read as {read[:40]!r}. It belongs to another "
-        "model, or was saved incompletely: copy the model's own files next to the weights."
-    )
+    if sum((Counter(text) & Counter(read)).values()) < len(text) / 2:
+        raise UserError(
+            f"{where}: the tokenizer loses most of the prompt: {text[:40]!r} is read as {read[:40]!r}. It belongs to another "
+            "model, or was saved incompletely: copy the model's own files next to the weights."
+        )
 
 
 class Text(NamedTuple):
     text: str
-    is_chat: bool  # rendered by the chat template
+    is_whole: bool  # has its special tokens: it was rendered by a chat template, or begins with a BOS
 
 
-def _leading(ids: list[int], token: int) -> int:
-    """The number of times that the token stands at the beginning of `ids`."""
-    return sum(1 for _ in itertools.takewhile(lambda i: i == token, ids))
+def begins_with_bos(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
+    return bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
 
 
 def is_message(message: Any) -> bool:

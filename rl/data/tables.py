@@ -1,7 +1,6 @@
 """Tables of rows: read from files or the hub with Hugging Face `datasets`, or made on the spot.
 
-Left out: the meaning of the columns, which is rl/data/columns.py. Importing datasets takes 0.6 s of a core and 80 MB on each
-rank, a tenth of a start of the text demo, whose rows are therefore a table of our own.
+Left out: the meaning of the columns, which is rl/data/columns.py. Parquet files are kept by `datasets` on disk, for all ranks.
 """
 
 import bisect
@@ -12,121 +11,79 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 import pyarrow as pa
 
 from rl.errors import UserError
-from rl.ranks import launch
-from rl.ranks.progress import track
 
-BEHIND_SPACE = re.compile(r"\s*")
+BLANKS = re.compile(r"\s*")
 
 
 def read_table(file: str, split: str):
     """The file as a datasets.Dataset, or as `Rows`. split: "train", "val" or "sft", the flag that names it; all but "val" are
     for training. Raises UserError if it cannot be read."""
-    of_demo = "val" if split == "val" else "train"
-    if file in ("demo", "demo-calculator"):
-        rows = importlib.import_module(f"rl.data.{file.replace('-', '_')}").problems(of_demo)
-        return Rows(pa.Table.from_pylist(rows))
-    import pyarrow.parquet as pq
-    from datasets import Dataset, disable_progress_bars, load_dataset
-
-    disable_progress_bars()
-    if file == "demo-vl":
-        from rl.data import demo_vl
-
-        return Dataset.from_list(demo_vl.problems(of_demo))
-    kind = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}.get(Path(file).suffix)
-    if kind is None:
+    if file in ("demo", "demo-calculator", "demo-vl"):
+        demo = importlib.import_module(f"rl.data.{file.replace('-', '_')}")
+        return Rows(pa.Table.from_pylist(demo.problems("val" if split == "val" else "train")))
+    read = {".parquet": _read_parquet, ".json": _read_json, ".jsonl": _read_json}.get(Path(file).suffix)
+    if read is None:
         return _read_hub(file, split)
     if not Path(file).is_file():
         raise UserError(f"{file}: no such file (--{split}-files).")
-    if Path(file).stat().st_size == 0:
-        raise UserError(f"{file}: the file is empty (--{split}-files).")
     try:
-        is_empty = kind == "parquet" and not pq.read_metadata(file).num_rows  # for which load_dataset raises one of many errors
-        table = [] if is_empty else load_dataset(kind, data_files=file, split="train")
-        if kind == "json" and any("timestamp[" in str(field.type) for field in table.features.arrow_schema):
-            table = Dataset.from_list([*_as_written(file)])
+        table = read(file)
+    except UserError:
+        raise
     except Exception as error:  # datasets and pyarrow raise many kinds for a damaged file
         cause = error.__cause__ or error
         reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-        raise UserError(f"{file}: cannot be read as {kind} ({reason}).") from None
+        raise UserError(f"{file}: cannot be read ({reason}).") from None
     if not len(table):
         raise UserError(f"{file}: the file has no rows (--{split}-files).")
     return table
 
 
-def _as_written(file: str) -> Iterator[dict]:
-    """The rows of a JSON file, in which text stays text: pyarrow turns a column of dates into times, and an answer would be
-    compared with a time."""
-    text, place, decoder = Path(file).read_text("utf-8-sig", "surrogateescape"), 0, json.JSONDecoder()
-    while (place := BEHIND_SPACE.match(text, place).end()) < len(text):
+def _read_parquet(file: str):
+    import pyarrow.parquet as pq
+    from datasets import disable_progress_bars, load_dataset
+
+    disable_progress_bars()
+    is_empty = not pq.read_metadata(file).num_rows  # for which load_dataset raises one of many errors
+    return [] if is_empty else load_dataset("parquet", data_files=file, split="train")
+
+
+def _read_json(file: str) -> "Rows":
+    """The objects in the file, or those of a list in it. `datasets` would make times of dates, and 7 of "007" next to 7."""
+    text, place, rows, decoder = Path(file).read_text("utf-8-sig"), 0, [], json.JSONDecoder()
+    while (place := BLANKS.match(text, place).end()) < len(text):
         value, place = decoder.raw_decode(text, place)
-        yield from value if isinstance(value, list) else [value]
+        rows += value if isinstance(value, list) else [value]
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    for name, values in columns.items():
+        if error := _refusal(values):
+            row = bisect.bisect_left(range(len(values)), True, key=lambda row, of=values: bool(_refusal(of[: row + 1])))
+            raise UserError(
+                f"{file} row {row}: column {name!r} is {values[row]!r:.60}, which cannot be read ({error}). Give the column "
+                "values of one kind in all rows, such as text."
+            )
+    return Rows(pa.table(columns))
 
 
-def check_as_written(file: str, rows) -> None:
-    """Raises UserError for the first value of a JSON file that was not read as it is written. A column has values of one kind:
-    "007" next to 7 becomes 7, and an integer of more than 64 bits is rounded. rows: read_table's, all or the first ones, a
-    datasets.Dataset."""
-    if Path(file).suffix not in (".json", ".jsonl"):
-        return
-    batches = rows.iter(1000)  # row by row it would take several times as long
-    as_read = (dict(zip(batch, row, strict=True)) for batch in batches for row in zip(*batch.values(), strict=True))
-    numbers = track(range(len(rows)), f"checking {file}", show=launch.here().rank == 0)
-    for number, read, written in zip(numbers, as_read, _as_written(file), strict=False):
-        for name, value in written.items():
-            if not _is_same(read[name], value):
-                raise UserError(
-                    f"{file} row {number}: column {name!r} is {_short(value)}, but would be read as {_short(read[name])}. Give "
-                    "the column values of one kind in all rows, such as text."
-                )
-
-
-def _is_same(read, written) -> bool:
-    """Whether two values of JSON are the same. Keys that only other rows have were read as null."""
-    if isinstance(written, dict):
-        return isinstance(read or {}, dict) and all(_is_same((read or {}).get(key), value) for key, value in written.items())
-    if isinstance(written, list):
-        alike = isinstance(read or [], list) and len(read or []) == len(written)
-        return alike and all(map(_is_same, read or [], written))
-    if isinstance(written, bool) or isinstance(read, bool):
-        return read is written
-    if isinstance(read, (int, float)) and isinstance(written, (int, float)):
-        return read == written or (read != read and written != written)  # NaN is what it is
-    return type(read) is type(written) and read == written
-
-
-def _short(value) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def check_text(file: str, rows) -> None:
-    """Raises UserError for the first row with a text that is not UTF-8, in any column: a run would only fail when it draws the
-    row. rows: read_table's, all or the first ones."""
-    table = rows.with_format("arrow")[:]
+def _refusal(values: list) -> str:
+    """Why pyarrow makes no column of the values; empty if it does."""
     try:
-        table.validate(full=True)
-    except pa.ArrowInvalid:  # also if only a later row is wrong: the lists of all rows are one array
-        for row in range(len(table)):
-            if not _is_text(table.slice(row, 1)):
-                raise UserError(f"{file} row {row}: its text is not UTF-8. Save the file as UTF-8.") from None
-
-
-def _is_text(table: pa.Table) -> bool:
-    try:
-        table.to_pylist()
-    except UnicodeDecodeError:
-        return False
-    return True
+        pa.array(values)
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
+        return str(error)
+    return ""
 
 
 def _read_hub(name: str, split: str):
-    from datasets import load_dataset
+    from datasets import disable_progress_bars, load_dataset
 
+    disable_progress_bars()
     path, _, config = name.partition(":")
     wanted = "test" if split == "val" else "train"
     try:
@@ -170,31 +127,22 @@ class FileRows(Sequence):
 
 
 class Rows:
-    """A table with the methods of datasets.Dataset that rl/data uses."""
+    """A table in memory with what rl/data uses of a datasets.Dataset. No column holds decoded images."""
 
-    def __init__(self, table: pa.Table):
-        self._table = table
+    features: ClassVar[dict] = {}
 
-    @property
-    def column_names(self) -> list[str]:
-        return self._table.column_names
+    def __init__(self, data: pa.Table):
+        self.data, self.column_names = data, data.column_names
 
     def __len__(self) -> int:
-        return len(self._table)
+        return len(self.data)
 
     def __iter__(self) -> Iterator[dict]:
-        for batch in self._table.to_batches(max_chunksize=1024):
+        for batch in self.data.to_batches(max_chunksize=1024):
             yield from batch.to_pylist()
 
     def __getitem__(self, row: int) -> dict:
-        return self._table.slice(row, 1).to_pylist()[0]
+        return self.data.slice(row, 1).to_pylist()[0]
 
     def select(self, rows: Iterable[int]) -> "Rows":
-        return Rows(self._table.take([*rows]))
-
-    def select_columns(self, names: str | list[str]) -> "Rows":
-        return Rows(self._table.select([names] if isinstance(names, str) else names))
-
-    def with_format(self, kind: str) -> pa.Table:
-        """kind: always "arrow"."""
-        return self._table
+        return Rows(self.data.take(pa.array(rows, pa.int64())))

@@ -24,8 +24,7 @@ NAME = re.compile(r"\{(\w+)\}")
 
 
 class TeacherPrompts(PromptDataset):
-    """The rows of a PromptDataset with the teacher's prompts. Raises UserError for a row that the template does not fit, and
-    for a prompt that is too long."""
+    """A PromptDataset's rows with the teacher's prompts. Raises UserError for a row that does not fit the template."""
 
     def __init__(self, prompts: PromptDataset, template: str, limit: int):
         """limit: tokens of a prompt. With --filter-overlong-prompts, rows whose prompts are longer leave `prompts`, too."""
@@ -38,8 +37,7 @@ class TeacherPrompts(PromptDataset):
             raise UserError(f"no prompt of the teacher is left at --teacher-max-prompt-length {limit}. Raise it.")
 
     def ids_of(self, order: PromptOrder, ticket: int, prompt_ids: list[int]) -> list[int]:
-        """The token ids of the ticket's prompt for the teacher. prompt_ids: those that its generator sampled from. Raises
-        UserError if these are not the row's."""
+        """The ticket's prompt for the teacher. prompt_ids: what its generator sampled from, or UserError is raised."""
         _, index = order(ticket)
         row = self.policys[index]
         if row.ids != prompt_ids:
@@ -75,9 +73,6 @@ class TeacherPrompts(PromptDataset):
             return _text(known[name])
 
         return NAME.sub(value, self.template)
-
-    def _wanted(self, table) -> list[str]:
-        return table.column_names
 
     def _measure_row(self, found: Measured, row: int, columns: dict, text: Text, ids: list[int]) -> None:
         limit = self.args.max_prompt_length

@@ -32,7 +32,6 @@ class DividedWork:
         if me.rank not in ranks:  # before the ranks have joined
             ranks = [me.rank]
         self.parts, self._place = len(ranks), ranks.index(me.rank)
-        self.is_first = self._place == 0  # whether this rank's part begins with the first item
         self._key = f"division/{next(_numbers)}/{ranks[0]}"
         self._store = launch.open_store(timedelta(minutes=1)) if self.parts > 1 else None
         self._reported_at = 0.0

@@ -6,13 +6,11 @@ BALANCED, OVERLAPPING = 0.1, 0.2  # idle shares: neither side waits longer than 
 def verdict(
     generators: int, learners: int, nodes: int | None, generators_idle: float, learners_idle: float, scoring: float
 ) -> tuple[str | int, str]:
-    """Return the advice, "balanced", "graders", "turns" or the best number of generators, and a sentence. If only one split is
-    possible, the sentence does not mention splits.
+    """Return the advice, "balanced", "graders", "turns" or the best number of generators, and a sentence.
 
     generators, learners: ranks of the whole job. nodes: their number if all are split alike, None if they differ. *_idle:
-    fraction of the time in which a rank of that role waited for the other role. A role's work is its ranks times the fraction
-    in which they did not wait. scoring: fraction of the time in which a generator only waited for scores or environments;
-    while learners wait for samples, shorten this first.
+    fraction of the time in which a rank of that role waited for the other role. scoring: fraction of the time in which a
+    generator only waited for scores or environments; while learners wait for samples, shorten this first.
     """
     waits = f"generators waited {generators_idle:.0%} of the time, learners {learners_idle:.0%}"
     if max(generators_idle, learners_idle) < BALANCED:

@@ -4,40 +4,28 @@ import sys
 from collections import deque
 from pathlib import Path
 
-KEPT_BYTES = 64 << 20  # that may wait to be written; further records are dropped and counted
-
 
 class Files:
-    """Files in a run's directory. The disk may be full, or the directory lost or read-only, for a while: one warning says so,
-    and another line follows when all is written."""
+    """Files in a run's directory. If the disk is lost for a while, one warning says so; a line follows when all is written."""
 
     def __init__(self, directory: Path):
         self.directory = directory
         self._waiting: deque[tuple[str, bytes, str]] = deque()  # file, data to write, and mode to open it in
-        self._dropped = 0
         self._failing = False
 
     def append(self, name: str, data: bytes) -> None:
-        """Append the data to the file."""
-        self._add(name, data, "ab")
+        self._waiting.append((name, data, "ab"))
+        self._write()
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write the data as the whole file."""
-        self._add(name, data, "wb")
+        self._waiting.append((name, data, "wb"))
+        self._write()
 
     def close(self) -> None:
         """Try once more, and warn of records that could not be written."""
         self._write()
-        missing = len(self._waiting) + self._dropped
-        if self._failing:
-            _warn(f"{missing:,} records of {self.directory} could not be written")
-
-    def _add(self, name: str, data: bytes, mode: str) -> None:
-        if sum(len(waiting) for _, waiting, _ in self._waiting) + len(data) > KEPT_BYTES:
-            self._dropped += 1
-        else:
-            self._waiting.append((name, data, mode))
-        self._write()
+        if self._waiting:
+            _warn(f"{len(self._waiting):,} records of {self.directory} could not be written")
 
     def _write(self) -> None:
         while self._waiting:
@@ -60,9 +48,8 @@ class Files:
                 self._failing = True
                 return
         if self._failing:
-            missing = f"{self._dropped:,} records are missing" if self._dropped else "nothing is missing"
-            _warn(f"{self.directory} can be written again: {missing}")
-        self._failing, self._dropped = False, 0
+            _warn(f"{self.directory} can be written again: nothing is missing")
+        self._failing = False
 
 
 def _warn(text: str) -> None:

@@ -88,8 +88,7 @@ class Identity:
 
 
 def check_number(contents: dict, prompts: PromptDataset, where: Path) -> None:
-    """Raise UserError if the samples at `where` are of a run with another number of prompts, in which each ticket has another
-    row. contents: of that run's record."""
+    """Raise UserError unless the run of the samples at `where` had as many prompts. contents: of its record."""
     number = int(contents["train_files"].split()[0])
     if len(prompts) != number:
         raise UserError(

@@ -27,8 +27,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def code_digest(script: Path, *more: Path) -> str:
-    """Return a digest of all code of the project that a run of the script may execute: `package_files`, `script_files`, and the
-    files in `more`. Equal digests mean equal code."""
+    """Return a digest of all code that a run of the script may execute, and of the files in `more`."""
     return digest_of([*package_files(), *script_files(script), *more])
 
 

@@ -62,10 +62,9 @@ class LogArgs:
         try:
             str(path).encode()
             path.exists()
-        except UnicodeEncodeError:
-            raise UserError(f"--output-dir, --experiment-name: {str(path)!a} is not UTF-8. Choose another name.") from None
-        except OSError as error:  # too long a name, or no permission to look
-            raise UserError(f"--output-dir, --experiment-name: {str(path)[:60]} cannot be one ({error.strerror}).") from None
+        except (OSError, UnicodeEncodeError) as error:  # too long a name, no permission to look, or not UTF-8
+            reason = getattr(error, "strerror", "it is not UTF-8")
+            raise UserError(f"--output-dir, --experiment-name: {str(path)[:60]!a} cannot be one ({reason}).") from None
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,8 @@ class Run:
         name = f"config_from_{first_step:06d}.json" if origin else "config.json"
         self._files = Files(self.dir)
         self._lock = _lock(self.dir)
-        damaged = sum(_forget_from(self.dir / file, first_step) for file in RECORDS) if origin else 0
+        for file in RECORDS if origin else ():
+            _forget_from(self.dir / file, first_step)
         self._files.replace(name, json.dumps(record, indent=2, default=str, allow_nan=False).encode())
         self._tensorboard = TensorBoard(self._files, first_step) if "tensorboard" in args.logger else None
         self._wandb = WandB(args, self._files, (METRICS, validations.FILE)) if "wandb" in args.logger else None
@@ -119,8 +119,6 @@ class Run:
         elif self.dir != Path(args.output_dir) / (args.experiment_name or "") and "replay" not in (notes or {}):
             name = os.path.relpath(self.dir, args.output_dir)
             self.say(f"run {self.dir} (resume with --experiment-name {name})")
-        if damaged:
-            self.say(f"{damaged} lines of {self.dir}/*.jsonl cannot be read: they are in *_damaged.jsonl now")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record the step's metrics and timers, and timing_s/step: the seconds since the last `log`, timed or not."""
@@ -173,8 +171,7 @@ class Run:
             self._console.say(text)
 
     def warn(self, what: str, count: int, detail: str) -> None:
-        """Count `what`, which went wrong `count` more times without stopping the run. Print a line the first time, and whenever
-        the total has grown tenfold."""
+        """Count `what`, which went wrong `count` more times. Print a line the first time, and at each tenfold total."""
         if not (self.enabled and count):
             return
         before = self._warned[what]
@@ -220,29 +217,25 @@ def _lock(directory: Path):
     return handle
 
 
-def _forget_from(jsonl: Path, step: int) -> int:
-    """Move the lines of this step and later ones, which the run will repeat, to *_superseded.jsonl, and lines that record no
-    step to *_damaged.jsonl. Return the number of the latter. Drop a last line that was cut off."""
+def _forget_from(jsonl: Path, step: int) -> None:
+    """Move lines of this step and later ones, and unreadable ones, to *_superseded.jsonl. Drop a line that was cut off."""
     if not jsonl.exists():
-        return 0
+        return
     *lines, cut = jsonl.read_bytes().split(b"\n")
-    kept, later, damaged = [], [], []
+    kept, others = [], []
     for line in lines:
         row = validations.row_of(line)
-        (damaged if row is None else kept if row["step"] < step else later).append(line + b"\n")
-    if not (later or damaged or cut):
-        return 0
+        (kept if row and row["step"] < step else others).append(line + b"\n")
+    if not (others or cut):
+        return
     try:
-        aside = {"superseded": later, "damaged": damaged}
-        for word in filter(aside.get, aside):
-            with open(jsonl.with_stem(f"{jsonl.stem}_{word}"), "ab") as file:
-                file.writelines(aside[word])
+        with open(jsonl.with_stem(f"{jsonl.stem}_superseded"), "ab") as file:
+            file.writelines(others)
         partial = jsonl.with_suffix(".partial")
         partial.write_bytes(b"".join(kept))
         os.replace(partial, jsonl)
     except OSError as error:
         raise UserError(f"{jsonl} cannot be written ({error.strerror}): make room, or check its permissions.") from error
-    return len(damaged)
 
 
 def _line(record: dict) -> bytes:
@@ -299,8 +292,7 @@ def _strict(value):
 
 
 def plot_reward(metrics: Path, target: Path) -> Path:
-    """Draw training reward and validation accuracy against steps, from metrics.jsonl and the validations next to it, as a PNG;
-    for a supervised run, the negative log-likelihood."""
+    """Draw training reward and validation accuracy, or the negative log-likelihood, against steps, as a PNG."""
     from matplotlib.figure import Figure  # not pyplot: that would choose a backend for a notebook that calls this
 
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]

@@ -1,7 +1,7 @@
 """The tables of validation responses, val_generations/step_<step>.md of a run: written as it runs, read by report.py.
 
-A prompt's pictures are next to its responses, as thumbnails: PNG files next to the table, one per distinct picture. Text is
-escaped, so that neither Markdown nor a terminal changes it. Needs no torch.
+Pictures of a prompt are thumbnails: PNG files next to the table. Text is escaped, so that neither Markdown nor a terminal
+changes it. Needs no torch.
 """
 
 import io

@@ -31,20 +31,10 @@ def score(metrics: dict[str, float | None]) -> float | None:
 
 
 def read(run_dir: Path) -> list[dict]:
-    """Return the validations of a run, in order of step."""
-    return merge(_lines(run_dir / FILE), _lines(run_dir / "metrics.jsonl"))
-
-
-def merge(validations: Iterable[dict], rows: Iterable[dict]) -> list[dict]:
-    """Return each validated step once, in order, from the rows of validations.jsonl and of metrics.jsonl. If a step was
-    validated again, the last row counts. Runs of older versions have their validations in metrics.jsonl only."""
-    found = {}
-    for row in rows:
-        metrics = {name: value for name, value in row.items() if is_of_validation(name)}
-        if any(name.startswith("val-") for name in metrics):
-            step = metrics.get(STEP, row["step"])
-            found[step] = {"step": step, "at_step": row["step"], "time": row.get("time"), STEP: step} | metrics
-    found |= {validation["step"]: validation for validation in validations}
+    """Return the validations of a run, in order of step. If a step was validated again, the last one counts."""
+    file = run_dir / FILE
+    lines = file.read_bytes().split(b"\n") if file.exists() else ()
+    found = {row["step"]: row for line in lines if (row := row_of(line))}
     return [found[step] for step in sorted(found)]
 
 
@@ -52,12 +42,6 @@ def scores(validations: Iterable[dict]) -> dict[int, float]:
     """Return step -> score of the validations that may choose the best checkpoint."""
     known = {row["step"]: score(row) for row in validations if row.get("chooses_best", True)}
     return {step: value for step, value in known.items() if value is not None}
-
-
-def _lines(file: Path) -> list[dict]:
-    """Return the rows of the lines that record a step."""
-    lines = file.read_bytes().split(b"\n") if file.exists() else ()
-    return [row for line in lines if (row := row_of(line))]
 
 
 def row_of(line: bytes) -> dict | None:

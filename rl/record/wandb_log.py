@@ -30,7 +30,7 @@ class WandB:
             remedy = "Log in with `wandb login`, or keep the record here with --wandb-mode offline."
             raise UserError(f"--logger wandb: {error} {remedy}") from error
         files.replace("wandb_id", self._run.id.encode())
-        # The next row's number, above all that the run has logged. An older version numbered rows by their steps.
+        # the next row's number, above all that the run has logged
         self._rows = 1 + _lines(directory, records)
         self._axes = {GLOBAL_STEP, validations.STEP}  # that have been defined
         for axis in (GLOBAL_STEP, validations.STEP):

@@ -38,7 +38,7 @@ class Log:
     validations: list[dict[str, float]] = field(default_factory=list)  # lines of validations.jsonl; later all validations
 
     def __post_init__(self):
-        self.validations = validations.merge(self.validations, self.rows)
+        self.validations = _all_validations(self.validations, self.rows)
         self.clock: dict[float, float] = {}  # step -> seconds of training up to its end
         self.starts: set[float] = set()  # the first step of each attempt
         self._read_clock()
@@ -269,3 +269,16 @@ def smoothed(points: np.ndarray, width: int) -> np.ndarray:
         return points[:0]
     means = np.convolve(points[:, 1], np.ones(width) / width, "valid")
     return np.stack([points[width - 1 :, 0], means], axis=1)
+
+
+def _all_validations(lines: list[dict], rows: list[dict]) -> list[dict]:
+    """Return each validated step once, in order, from the rows of validations.jsonl and of a run's steps, which alone hold the
+    validations of verl's runs. If a step was validated again, the last row counts."""
+    found = {}
+    for row in rows:
+        metrics = {name: value for name, value in row.items() if validations.is_of_validation(name)}
+        if any(name.startswith("val-") for name in metrics):
+            step = metrics.get(validations.STEP, row["step"])
+            found[step] = {"step": step, "at_step": row["step"], "time": row.get("time"), validations.STEP: step} | metrics
+    found |= {validation["step"]: validation for validation in lines}
+    return [found[step] for step in sorted(found)]

@@ -247,7 +247,7 @@ def test_every_damaged_file_is_named_and_no_damaged_checkpoint_is_taken(sync, tm
             harm(file)
             assert name.name in manifest.damage(run / "step_000020"), (name, harm)
             assert newest() == run / "step_000010"
-            with pytest.raises(UserError, match=r"manifest\.json is missing|the checkpoint is damaged"):
+            with pytest.raises(UserError, match=f"no whole checkpoint is there: .*{name.name}"):
                 manifest.check_path(run / "step_000020")
             file.write_bytes(kept)
     assert manifest.damage(run / "step_000020") is None
@@ -266,7 +266,6 @@ def test_a_checkpoint_under_another_name_is_refused_with_what_to_do(tmp_path, na
         with pytest.raises(UserError, match="a checkpoint's name is step_ and six digits") as refused:
             manifest.check_path(path)
         assert str(path) in str(refused.value)
-        assert ("rename it to step_000020." in str(refused.value)) == ("." in name)
 
 
 def copy_of(run: Path, out: Path) -> Path:
@@ -295,7 +294,7 @@ def test_another_run_is_not_gone_on_with(sync, models, demo_model, tmp_path):
     message = refused(tmp_path, "--total-training-steps", "2")
     assert "trained 10 steps already, more than the 2 asked for" in message
     message = refused(tmp_path / "none", "--resume-mode", tmp_path / "nowhere")
-    assert "no checkpoint is there (manifest.json is missing)" in message
+    assert "no whole checkpoint is there: manifest.json is missing" in message
     fewer = tmp_path / "fewer"
     shutil.copytree(demo_model, fewer)
     config = json.loads((fewer / "config.json").read_text())
@@ -307,7 +306,8 @@ def test_another_run_is_not_gone_on_with(sync, models, demo_model, tmp_path):
     save_file(kept, fewer / "model.safetensors", {"format": "pt"})
     assert "the content of --model: was demo (" in refused(tmp_path, "--model", fewer)
     message = refused(tmp_path, "--model", fewer, "--resume-anyway")
-    assert "does not fit the model" in message and f"layers.{layers - 1}." in message and "no such tensor" in message
+    assert "does not fit (" in message and "Give the --model of its run" in message
+    assert f"layers.{layers - 1}." in message and "no such tensor" in message
     assert rows(run) == rows(sync), "a run that is refused is left as it was"
 
 
@@ -330,7 +330,7 @@ def test_resume_anyway_resumes_and_prints_the_differences(sync, tmp_path):
     )
     assert "resumes with changed settings (--resume-anyway):\n  --lr: was 0.0001, is 0.01\n" in done.stderr
     assert f"{run}/config.json is missing or damaged; the run continues" in done.stderr
-    assert "resumes after step 10 of 11" in done.stdout and "3 lines of" in done.stdout
+    assert "resumes after step 10 of 11" in done.stdout
     assert [row["step"] for row in rows(run)] == [*range(12)] and rows(run)[-1]["actor/lr"] == 0.01
 
 

@@ -46,12 +46,10 @@ def test_the_card_has_the_runs_numbers(tmp_path):
         "# sums\n\n`Qwen/Qwen2.5-0.5B` after reinforcement learning with `train_async.py`: 20 steps of 1,024 prompts, 4" in card
     )
     assert "`--adv-estimator rloo`, `--loss-mode cispo`, learning rate 1e-06,\nseed 7" in card
-    assert (
-        "| step | gsm8k/acc/mean@1 | math/acc/mean@1 |\n|---|---|---|\n| 0 (first) | 0.1 | 0.2 |\n| 5 (best) | 0.5 | 0.9 |"
-        in card
-    )
+    assert "| step | gsm8k/acc/mean@1 | math/acc/mean@1 |\n| --- | --- | --- |\n| 0 (first) | 0.1 | 0.2 |" in card
+    assert "| 0.2 |\n| 5 (best) | 0.5 | 0.9 |" in card
     assert "| 20 (last) | 0.6 | - |" in card and "| 10 (" not in card
-    assert "| | first 2 | last 2 steps |\n|---|---|---|\n| reward | 0.075 | 0.975 |\n" in card
+    assert "|  | first 2 | last 2 steps |\n| --- | --- | --- |\n| reward | 0.075 | 0.975 |\n" in card
     assert "| tokens of a response | - | - |\n| entropy | 0.75 | 0.05132 |" in card
 
 

@@ -102,31 +102,33 @@ def test_max_samples_and_prompt_key(tmp_path):
     assert [r.text for r in rows] == ["0+1=", "1+1="] and rows[1].ground_truth == "2"
 
 
-LARGE = 12345678901234567890123
-OTHERWISE = {  # truths of two rows -> what the message says of the first that would become another
-    "text and a number": (["007", 7], "row 0: column 'reward_model' is .*'007'.*read as .* 7"),
-    "a word that is JSON": (["[1, 2]", {"a": 1}], "row 0: .*'\\[1, 2\\]'"),
-    "null as text": ([True, "null"], "row 1: .*'null'.*None"),
-    "an integer of more than 64 bits": ([1, LARGE], f"(row 1: .*{LARGE}|cannot be read as json .Value is too big)"),
-    "an integer and a fraction": ([2**53 + 1, 1.5], f"row 0: .*{2**53 + 1}.*{2**53}"),
+MIXED = {  # truths of two rows -> what the message says of the first that does not fit to those before it
+    "text and a number": (["007", 7], "row 1: column 'reward_model' is .*7"),
+    "a number and text": ([7, "007"], "row 1: .*'007'"),
+    "a word that is JSON": (["[1, 2]", {"a": 1}], "row 1: .*'a': 1"),
+    "null as text": ([True, "null"], "row 1: .*'null'"),
+    "a truth and a number": ([True, 1], "row 1: .*1"),
+    "an integer of more than 64 bits": ([1, 12345678901234567890123], "row 1: .*12345678901234567890123"),
+    "an integer and a fraction": ([2**53 + 1, 1.5], "row 1: .*1.5"),
     "in a list": ([["x"], ["1", 2]], "row 1: .*'1', 2"),
+    "half a character": (["1", "\ud83d"], "row 1: .*ud83d"),
 }
 
 
-@pytest.mark.parametrize("case", OTHERWISE)
+@pytest.mark.parametrize("case", MIXED)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
-def test_a_value_that_would_be_read_as_another_is_named(name, case, tmp_path):
+def test_a_value_of_another_kind_is_named(name, case, tmp_path):
     """datasets silently converts the values of a JSON column to one kind."""
-    truths, message = OTHERWISE[case]
+    truths, message = MIXED[case]
     rows = [verl_row("1+1=", truth) for truth in truths]
     file = write(tmp_path / name, *rows)
     if name == "a.json":
         file.write_text(json.dumps(rows, indent=1))
-    with pytest.raises(UserError, match=f"{name}:? {message}"):
+    with pytest.raises(UserError, match=f"{name} {message}"):
         dataset(file)
 
 
-@pytest.mark.parametrize("rows", [[1, 2], [1, 2.5], ["x", None], [True, 2], [{"a": 1}, {"b": "x"}], [{}, {"a": []}], [[1], []]])
+@pytest.mark.parametrize("rows", [[1, 2], [1, 2.5], ["x", None], [{"a": 1}, {"b": "x"}], [{}, {"a": []}], [[1], []]])
 def test_values_that_are_read_as_written_are_taken(rows, tmp_path):
     read = read_table(str(write(tmp_path / "a.jsonl", *({"a": value} for value in rows))), "train")
     assert [row["a"] for row in read] == rows or isinstance(rows[0], dict)  # keys of other rows are null
@@ -139,7 +141,7 @@ def test_json_over_several_lines(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
 def test_text_that_looks_like_a_time_stays_text(name, tmp_path):
-    """pyarrow makes times of a JSON column of dates alone."""
+    """datasets makes times of a JSON column of dates alone."""
     dates = ["2021-05-01", "2021-05-02T10:00:00Z", "2021-05-03 11:12:13"]
     rows = [verl_row("1+1=", date) | {"extra_info": {"of": [{"day": date}]}} for date in dates]
     file = write(tmp_path / name, *rows)
@@ -223,9 +225,9 @@ def test_rows_made_on_the_spot_are_what_datasets_makes_of_them():
     assert [*made] == [*expected] and made.column_names == expected.column_names
     some = [0, 5, 1999]
     assert [json.dumps(made.select(some)[i]) for i in range(3)] == [json.dumps(expected.select(some)[i]) for i in range(3)]
-    for names in ("prompt", ["reward_model", "prompt"]):
-        assert [*made.select_columns(names)] == [*expected.select_columns(names)]
-        assert made.select_columns(names).with_format("arrow")[:].equals(expected.select_columns(names).with_format("arrow")[:])
+    some = range(5, 50)
+    assert [*made.select(some)] == [*expected.select(some)]
+    assert made.select(some).data.column("prompt").equals(expected.select(some).data.column("prompt"))
 
 
 def test_demo_splits_share_no_problem():
@@ -268,13 +270,13 @@ BAD = {
     ),
     "a reward_model of text": (
         lambda p: write(p / "x.jsonl", verl_row("1") | {"reward_model": '{"ground_truth": "1"}'}),
-        "x.jsonl: column 'reward_model' holds text",
+        "x.jsonl row 0: no ground truth: .*a reward_model of text is not read",
     ),
     "a parquet file of columns alone": (
         lambda p: parquet(p / "x.parquet", verl_row("1"), rows=0),
         "x.parquet: the file has no rows.*--train-files",
     ),
-    "empty": (lambda p: write(p / "x.jsonl"), "x.jsonl: the file is empty"),
+    "empty": (lambda p: write(p / "x.jsonl"), "x.jsonl: the file has no rows.*--train-files"),
     "absent": (lambda p: p / "x.parquet", "x.parquet: no such file"),
     "damaged parquet": (lambda p: (p / "x.parquet").write_bytes(b"PAR1 no") and p / "x.parquet", "x.parquet: cannot be read"),
     "damaged json": (lambda p: (p / "x.jsonl").write_text('{"prompt": ') and p / "x.jsonl", "x.jsonl: cannot be read"),
@@ -322,35 +324,17 @@ def test_bad_input_is_named(case, tmp_path, monkeypatch):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("column", ["prompt", "ground_truth", "extra_info", "not_read"])
-@pytest.mark.parametrize("row", [0, 700, 1402])
-def test_text_that_is_not_utf8_is_named_before_the_run(tmp_path, column, row):
-    """Also in a column that is read only when its row is drawn, hours later."""
-    lines = [{"prompt": "1+1=", "ground_truth": "2", "data_source": "demo"} for _ in range(1403)]
-    lines = [line | {"extra_info": {"note": ["", "x"]}, "not_read": "ü"} for line in lines]
-    lines[row] = lines[row] | {column: {"note": ["a", "é"]} if column == "extra_info" else "12é="}
-    texts = [json.dumps(line, ensure_ascii=False) for line in lines]
-    data = [text.encode("latin-1" if number == row else "utf-8") for number, text in enumerate(texts)]
-    file = tmp_path / "a.jsonl"
-    file.write_bytes(b"\n".join(data))
-    with pytest.raises(UserError, match=rf"a\.jsonl row {row}: its text is not UTF-8"):
-        dataset(file)
-    file.write_text("\n".join(texts))
-    assert len(dataset(file, truncation="left")) == 1403
+@pytest.mark.parametrize("column", ["prompt", "not_read"])
+def test_json_that_is_not_utf8_is_refused(tmp_path, column):
+    line = json.dumps(verl_row("1+1=") | {column: "é"}, ensure_ascii=False)
+    (tmp_path / "a.jsonl").write_bytes(line.encode("latin-1"))
+    with pytest.raises(UserError, match=r"a\.jsonl: cannot be read .'utf-8' codec can't decode byte 0xe9 in position \d+"):
+        dataset(tmp_path / "a.jsonl")
 
 
-@pytest.mark.parametrize("column", ["prompt", "ground_truth"])  # a list of structures, and a text
-def test_text_that_is_not_utf8_matters_among_the_rows_of_the_run_alone(tmp_path, monkeypatch, column):
-    lines = [{"prompt": CHAT, "ground_truth": "2", "data_source": "demo"} for _ in range(8)]
-    lines[5][column] = [{"role": "user", "content": "é"}] if column == "prompt" else "é"
-    file = tmp_path / "a.jsonl"
-    file.write_bytes("\n".join(json.dumps(line, ensure_ascii=False) for line in lines).encode("latin-1"))
-    table = read_table(str(file), "train")
-    monkeypatch.setattr("rl.data.tables._read_hub", lambda *_: table)
-    for name in (file, "some/name"):  # of the hub: the same
-        assert len(dataset(name, train_max_samples=5)) == 5
-        with pytest.raises(UserError, match=rf"{name} row 5: its text is not UTF-8"):
-            dataset(name, train_max_samples=6)
+def test_a_key_that_the_first_row_lacks_is_read(tmp_path):
+    rows = [verl_row("1"), verl_row("2") | {"extra_info": {"day": "2021-05-01"}}]
+    assert [row.extra_info for row in dataset(write(tmp_path / "a.jsonl", *rows))] == [{}, {"day": "2021-05-01"}]
 
 
 def test_a_null_source_is_named_and_no_file_too(tmp_path):
