@@ -6,8 +6,8 @@ and does not change. The log-probs are then gathered, and each rank of the group
 which may look at whole sequences. In the backward pass a rank keeps the gradient of its own tokens; gradients are sums over all
 ranks anyway.
 
-The ranks of a group also divide the images (rl/model/vision_sharing.py). Left out: tensor parallelism, ring attention
-(docs/long-sequences.md says why).
+A rank computes the images whose tokens are in its piece. Left out: tensor parallelism, ring attention (docs/long-sequences.md
+says why).
 """
 
 from __future__ import annotations
