@@ -19,6 +19,7 @@ import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 
@@ -104,24 +105,12 @@ class Probe:
         values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         pixels = torch.randn(int(grid.prod()), values, generator=generator)
         of_prompt, following = positions(PROMPT + 6, [half], [(2, 3)])
-        images = Images(
-            (f"probe {seed}",), grid, half + torch.arange(6), of_prompt, following, _Prepared(pixels, merge), (b"",)
-        )
+        prep = SimpleNamespace(merge=merge, pixels=lambda digest, source: pixels)  # an ImagePrep that has prepared them
+        images = Images((f"probe {seed}",), grid, half + torch.arange(6), of_prompt, following, prep, (b"",))
         theirs = {"pixel_values": torch.cat([pixels] * 2), "image_grid_thw": torch.cat([grid] * 2)}
         theirs["mm_token_type_ids"] = (ids == image).int()
         theirs = {name: tensor.to(model.device) for name, tensor in theirs.items()}
         return Probe(ids.to(model.device), PROMPT + 6, images, theirs)
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """An ImagePrep whose pixels are there already."""
-
-    made: torch.Tensor
-    merge: int
-
-    def pixels(self, digest: str, source: bytes) -> torch.Tensor:
-        return self.made
 
 
 def _probes(model) -> list[Probe]:
