@@ -164,12 +164,10 @@ class WithoutAdapters:
 
 def adapt(model: PreTrainedModel, args: AdapterArgs, where: str) -> Adapters:
     """Freeze the model and add adapters, without values, to layers of its decoder. Raise UserError if that is impossible."""
-    from rl.adapters import lean  # late: a run without adapters does not need it
-
     files = AdapterFiles(args.lora_model) if args.lora_model is not None else None
     setting = files.setting if files else Setting(args.lora_rank, args.lora_alpha, args.lora_target)
     names = _chosen(model, setting, files, where)
-    lean_layers.KINDS[AdaptedLinear] = lean.KIND
+    lean_layers.READABLE.add(AdaptedLinear)
     adapters = Adapters(setting, names, files)
     model.requires_grad_(False)
     for name in names:

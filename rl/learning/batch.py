@@ -20,7 +20,6 @@ import torch.distributed
 
 from rl.errors import UserError
 from rl.learning.division import Division, mini_batches
-from rl.model import vision_sharing
 from rl.model.attention import Packed
 from rl.model.head import support
 from rl.model.head.log_probs import TopTokens
@@ -396,5 +395,5 @@ def part_of(micro: MicroBatch, ranks: Ranks) -> MicroBatch:
 def _input_part(x: torch.Tensor | RowImages, piece: Piece):
     """Cut one input of a model's forward: [1, T] -> [1, t], [3, 1, T] -> [3, 1, t], or the row's images."""
     if isinstance(x, RowImages):
-        return vision_sharing.part_of(x, piece)
+        return x.within(piece.begin, piece.begin + piece.size)
     return piece.of(x.movedim(-1, 0)).movedim(0, -1)

@@ -15,7 +15,6 @@ import torch
 from rl.data.image_prompts import Images
 from rl.data.prompts import PromptDataset, PromptOrder
 from rl.model.vision_forward import RowImages, row_inputs
-from rl.model.vision_sharing import divide
 from rl.ranks.dist import Ranks
 from rl.samples.group import Group
 
@@ -47,7 +46,8 @@ class BatchImages:
         if row.files:
             number = len(self._rows)
             row = dataclasses.replace(row, taken=lambda: self._prepare(number + 1))
-            self._rows.append(row)
+            size = -(-sum(lengths) // self._sharing)  # as of rl.model.sequence_parallel.Piece
+            self._rows.append(row.within(self._place * size, (self._place + 1) * size))
             if not number:
                 self._prepare(0)
         return {"position_ids": inputs["position_ids"].to(device), "images": row}
@@ -55,9 +55,7 @@ class BatchImages:
     def _prepare(self, number: int) -> None:
         """Let the thread prepare that row's images. The first row follows the last, because rows are computed several times:
         for the old policy, the reference, the update."""
-        row = self._rows[number % len(self._rows)]
-        for image in divide(row, self._sharing)[self._place]:
-            images, file = row.files[image]
+        for images, file in self._rows[number % len(self._rows)].files:
             self._thread.submit(images.pixels_of, file)
 
     def _read_again(self, number: int) -> Images | None:

@@ -19,6 +19,7 @@ import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 
@@ -28,6 +29,7 @@ from rl.model.attention import ATTENTION, REMEDY, Packed, linear_layers
 from rl.model.vision_forward import row_inputs
 
 PROMPT, RESPONSE = 8, 8  # tokens of a probe: one prompt with two responses; an image's come on top
+SEEDS = (0, 1)  # of the probes, which have one shape and different prompts
 # Largest median difference of a response's log-probs. Right models differ by 1e-6 in fp32 and by up to 0.1 in bf16 (mixtures of
 # experts by more on some tokens), wrong models by 0.1 to 5.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
@@ -51,7 +53,7 @@ SUSPECTS = {
 @torch.no_grad()
 def check_policy(policy, path: str) -> None:
     """Raises UserError if the learner's log-probs are not those of transformers. policy: on the CPU, not sharded, in fp32."""
-    probes = _probes(policy.model)
+    probes = [Probe.of(policy.model, seed) for seed in SEEDS]
     prompt = probes[0].prompt
     row = torch.cat([torch.cat([probe.ids[0], probe.ids[1, prompt:]]) for probe in probes])  # a prompt, its two responses, ...
     first = torch.arange(prompt - 1, prompt + RESPONSE - 1)  # where the first response's tokens are predicted
@@ -75,7 +77,7 @@ def check_policy(policy, path: str) -> None:
 def check_engine(forward: Callable[["Probe"], torch.Tensor], model, path: str, dtype: torch.dtype) -> None:
     """Raises UserError if the engine's logits are not those of transformers. forward: probe -> logits [2, RESPONSE, V] that
     predict the responses' tokens."""
-    probes = _probes(model)
+    probes = [Probe.of(model, seed) for seed in SEEDS]
     _compare(lambda: torch.cat([_log_probs(forward(probe), probe) for probe in probes]), model, probes, path, dtype)
 
 
@@ -104,29 +106,12 @@ class Probe:
         values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         pixels = torch.randn(int(grid.prod()), values, generator=generator)
         of_prompt, following = positions(PROMPT + 6, [half], [(2, 3)])
-        images = Images(
-            (f"probe {seed}",), grid, half + torch.arange(6), of_prompt, following, _Prepared(pixels, merge), (b"",)
-        )
+        prep = SimpleNamespace(merge=merge, pixels=lambda digest, source: pixels)  # an ImagePrep that has prepared them
+        images = Images((f"probe {seed}",), grid, half + torch.arange(6), of_prompt, following, prep, (b"",))
         theirs = {"pixel_values": torch.cat([pixels] * 2), "image_grid_thw": torch.cat([grid] * 2)}
         theirs["mm_token_type_ids"] = (ids == image).int()
         theirs = {name: tensor.to(model.device) for name, tensor in theirs.items()}
         return Probe(ids.to(model.device), PROMPT + 6, images, theirs)
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """An ImagePrep whose pixels are there already."""
-
-    made: torch.Tensor
-    merge: int
-
-    def pixels(self, digest: str, source: bytes) -> torch.Tensor:
-        return self.made
-
-
-def _probes(model) -> list[Probe]:
-    """Two, of one shape, whose prompts differ."""
-    return [Probe.of(model, seed) for seed in range(2)]
 
 
 def _compare(ours: Callable[[], torch.Tensor], model, probes: list[Probe], path: str, dtype: torch.dtype) -> None:

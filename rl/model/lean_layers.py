@@ -4,13 +4,12 @@ The forward pass is that of transformers, bit for bit. Autograd would keep each 
 here a layer keeps its input, the scales of its norms, the inputs and outputs of attention, and the outputs of gate and up. The
 rest takes one or two passes over memory and is computed again, by the same operations in the same order, so that gradients also
 equal autograd's, bit for bit. Modules within a layer are read, not called: if one has a hook, or a projection is of a class
-that KINDS does not have, the layer stays as it was. Left out: layers of other formulas, Mistral's, whose windows only its own
-modules know, and `--compile`, which merges passes by itself.
+that READABLE does not have, the layer stays as it was. Projections may have adapters (rl/adapters/lora.py). Left out: layers of
+other formulas, Mistral's, whose windows only its own modules know, and `--compile`, which merges passes by itself.
 """
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +29,7 @@ LAYERS = {
     "Qwen3VLTextDecoderLayer",
 }
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+READABLE = {nn.Linear}  # classes of projections; rl/adapters adds its own
 MLPS = {"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen2MoeMLP", "Qwen3MLP", "Qwen3MoeMLP", "Qwen3VLTextMLP"}
 
 
@@ -53,10 +53,10 @@ def _is_gated(module: nn.Module) -> bool:
 
 
 def _may_be_read(module: nn.Module, *projections: nn.Module) -> bool:
-    """Whether reading a module's weights does the same as calling it: the projections to be read are in KINDS, and neither the
+    """Whether reading a module's weights does the same as calling it: the projections to be read are READABLE, and neither the
     module nor a part of it has hooks. Asked in each pass, because a fork may change a loaded model."""
     hooked = any(getattr(part, hooks) for part in (module, *module.children()) for hooks in HOOKS)
-    return not hooked and all(type(projection) in KINDS for projection in projections)
+    return not hooked and all(type(projection) in READABLE for projection in projections)
 
 
 def _layer(layer, plain, gated: bool, hidden_states: Tensor, position_embeddings=None, layout=None, **others) -> Tensor:
@@ -67,7 +67,7 @@ def _layer(layer, plain, gated: bool, hidden_states: Tensor, position_embeddings
     if layout is None or not (_may_be_read(attention, *projections) and all(map(_may_be_read, norms))):
         others |= {} if layout is None else {"layout": layout}
         return plain(x, position_embeddings=position_embeddings, **others)
-    products = _kind(*projections[:3]).products(x, layer.input_layernorm, *projections[:3])
+    products = _products(x, layer.input_layernorm, *projections[:3])
     q, k, v = (product.unflatten(-1, (-1, attention.head_dim)) for product in products)  # [B, L, heads, D]
     if hasattr(attention, "q_norm"):
         q, k = _norm(q, attention.q_norm), _norm(k, attention.k_norm)
@@ -79,9 +79,8 @@ def _layer(layer, plain, gated: bool, hidden_states: Tensor, position_embeddings
     x = attention.o_proj(out.flatten(2)).add_(x)
     if not (gated and _may_be_read(mlp, mlp.gate_proj, mlp.up_proj, mlp.down_proj)):  # experts, another activation
         return mlp(_norm(x, layer.post_attention_layernorm)) + x
-    kind = _kind(mlp.gate_proj, mlp.up_proj)
-    gate, up = kind.products(x, layer.post_attention_layernorm, mlp.gate_proj, mlp.up_proj)
-    return _kind(mlp.down_proj).down(gate, up, mlp.down_proj) + x
+    gate, up = _products(x, layer.post_attention_layernorm, mlp.gate_proj, mlp.up_proj)
+    return _down(gate, up, mlp.down_proj) + x
 
 
 def _mixed(of_angle: Tensor, attention: nn.Module) -> Tensor:
@@ -97,44 +96,57 @@ def _mlp(module: nn.Module, plain, x: Tensor) -> Tensor:
     """x [..., hidden] -> [..., hidden]"""
     if not _may_be_read(module, module.down_proj):
         return plain(x)
-    return _kind(module.down_proj).down(module.gate_proj(x), module.up_proj(x), module.down_proj)
+    return _down(module.gate_proj(x), module.up_proj(x), module.down_proj)
 
 
-def plain_down(gate: Tensor, up: Tensor, projection: nn.Linear) -> Tensor:
+def _adapter(projection: nn.Linear) -> tuple[Tensor | None, Tensor | None, float]:
+    """Its matrices A [r, in] and B [out, r], and their scale; none without an adapter, and while adapters are off."""
+    adapters = getattr(projection, "adapters", None)
+    if adapters is None or not adapters.on:
+        return None, None, 1.0
+    return projection.lora_A, projection.lora_B, adapters.scale
+
+
+def _down(gate: Tensor, up: Tensor, projection: nn.Linear) -> Tensor:
     """gate, up [..., I] -> [..., hidden]"""
     if gate.numel() < WORTH_IT and torch.is_grad_enabled():
-        return F.linear(F.silu(gate) * up, projection.weight)
-    return GatedDown.apply(gate, up, projection.weight)
-
-
-class Kind(NamedTuple):
-    """The way in which projections of a class are computed."""
-
-    products: Callable[..., tuple[Tensor, ...]]  # as plain_products
-    down: Callable[[Tensor, Tensor, nn.Linear], Tensor]  # as plain_down
+        return projection(F.silu(gate) * up)
+    return GatedDown.apply(gate, up, projection.weight, *_adapter(projection))
 
 
 class GatedDown(torch.autograd.Function):
-    """gate, up [..., I], weight [hidden, I] -> [..., hidden]"""
+    """gate, up [..., I], weight [hidden, I], A [r, I] and B [hidden, r] or None, their scale -> [..., hidden]"""
 
     @staticmethod
-    def forward(ctx, gate, up, weight):
-        ctx.save_for_backward(gate, up, weight)
-        return F.linear(F.silu(gate).mul_(up), weight)
+    def forward(ctx, gate, up, weight, a, b, factor):
+        product = F.silu(gate).mul_(up)
+        out, thin = F.linear(product, weight), None
+        if a is not None:
+            thin = F.linear(product, a)
+            out = out + F.linear(thin, b) * factor
+        ctx.save_for_backward(gate, up, weight, a, b, thin)
+        ctx.factor = factor
+        return out
 
     @staticmethod
     def backward(ctx, grad):
-        gate, up, weight = ctx.saved_tensors
-        of_gate = of_up = of_weight = None
+        gate, up, weight, a, b, thin = ctx.saved_tensors
+        of_weight = of_a = of_b = None
         silu, of_product = F.silu(gate), grad.matmul(weight)
-        if ctx.needs_input_grad[1]:
-            of_up = of_product * silu
+        if a is not None:
+            scaled = grad * ctx.factor
+            of_thin = scaled.matmul(b)
+            of_b = _rows(scaled).t().mm(_rows(thin))
+            of_product.add_(of_thin.matmul(a))
+        of_up = of_product * silu
+        product = _rows(silu.mul_(up))
         if ctx.needs_input_grad[2]:
-            of_weight = rows(grad).t().mm(rows(silu.mul_(up)))
-        if ctx.needs_input_grad[0]:
-            of_gate = of_product.mul_(up)
-            torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
-        return of_gate, of_up, of_weight
+            of_weight = _rows(grad).t().mm(product)
+        if a is not None:
+            of_a = _rows(of_thin).t().mm(product)
+        of_gate = of_product.mul_(up)
+        torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
+        return of_gate, of_up, of_weight, of_a, of_b, None
 
 
 # ------------------------------------------------------------------------------------------------------ norms, rotation
@@ -147,10 +159,11 @@ def _norm(x: Tensor, norm: nn.Module) -> Tensor:
     return Norm.apply(x, x, norm.weight, norm.variance_epsilon)
 
 
-def plain_products(x: Tensor, norm: nn.Module, *projections: nn.Linear) -> tuple[Tensor, ...]:
+def _products(x: Tensor, norm: nn.Module, *projections: nn.Linear) -> tuple[Tensor, ...]:
     """x [..., n] -> the output of each projection for the norm of x: [..., m_i]"""
     weights, biases = [p.weight for p in projections], [p.bias for p in projections]
-    return NormedProducts.apply(x, x, norm.weight, norm.variance_epsilon, *weights, *biases)
+    a, b, factors = zip(*map(_adapter, projections), strict=True)
+    return NormedProducts.apply(x, x, norm.weight, norm.variance_epsilon, factors, *weights, *biases, *a, *b)
 
 
 class Norm(torch.autograd.Function):
@@ -158,53 +171,82 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, _, weight, epsilon):
-        scale = scale_of(x, epsilon)
+        scale = _scale(x, epsilon)
         ctx.save_for_backward(x, weight, scale)
-        return weight * unit_of(x, scale)
+        return weight * _unit(x, scale)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight, scale = ctx.saved_tensors
-        return *norm_backward(grad, x, unit_of(x, scale), weight, scale), None
+        return *_norm_backward(grad, x, _unit(x, scale), weight, scale), None
 
 
 class NormedProducts(torch.autograd.Function):
-    """Products of the norm: x [..., n] twice, norm's weight [n], epsilon, weights [m_i, n], as many biases [m_i] or None
-    -> [..., m_i] each"""
+    """Products of the norm: x [..., n] twice, norm's weight [n], epsilon, a scale for each adapter; then, of all projections,
+    the weights [m_i, n], the biases [m_i], A [r, n] and B [m_i, r], of which the last three may be None -> [..., m_i] each"""
 
     @staticmethod
-    def forward(ctx, x, _, norm_weight, epsilon, *weights_biases):
-        half = len(weights_biases) // 2
-        weights, biases = weights_biases[:half], weights_biases[half:]
-        scale = scale_of(x, epsilon)
-        ctx.save_for_backward(x, norm_weight, scale, *weights)
-        return tuple(map(functools.partial(F.linear, norm_weight * unit_of(x, scale)), weights, biases))
+    def forward(ctx, x, _, norm_weight, epsilon, factors, *tensors):
+        weights, biases, a, b = _quarters(tensors)
+        scale = _scale(x, epsilon)
+        normed = norm_weight * _unit(x, scale)
+        thin = [None if of is None else F.linear(normed, of) for of in a]
+        ctx.save_for_backward(x, norm_weight, scale, *weights, *a, *b, *thin)
+        ctx.factors = factors
+        out = map(functools.partial(F.linear, normed), weights, biases)
+        with_adapter = zip(out, thin, b, factors, strict=True)
+        return tuple(y if t is None else y + F.linear(t, of) * factor for y, t, of, factor in with_adapter)
 
     @staticmethod
     def backward(ctx, *grads):
-        x, norm_weight, scale, *weights = ctx.saved_tensors
-        grads, unit = [rows(grad) for grad in grads], unit_of(x, scale)
-        normed = rows(norm_weight * unit)
-        needed = ctx.needs_input_grad[4:]  # False in a frozen model, and without a bias
-        of_weights = [grad.t().mm(normed) if asked else None for grad, asked in zip(grads, needed, strict=False)]
-        of_biases = [grad.sum(0) if asked else None for grad, asked in zip(grads, needed[len(grads) :], strict=True)]
+        x, norm_weight, scale, *tensors = ctx.saved_tensors
+        weights, a, b, thin = _quarters(tensors)
+        grads, unit = [_rows(grad) for grad in grads], _unit(x, scale)
+        normed = _rows(norm_weight * unit)
+        needed = _quarters(ctx.needs_input_grad[5:])  # False in a frozen model, and without a bias
+        of_weights = [grad.t().mm(normed) if asked else None for grad, asked in zip(grads, needed[0], strict=True)]
+        of_biases = [grad.sum(0) if asked else None for grad, asked in zip(grads, needed[1], strict=True)]
+        of_thin, of_a, of_b = ([None] * len(grads) for _ in range(3))
+        for number, grad in enumerate(grads):
+            if a[number] is not None:
+                scaled = grad * ctx.factors[number]
+                of_thin[number] = scaled.mm(b[number])
+                of_b[number] = scaled.t().mm(_rows(thin[number]))
+                of_a[number] = of_thin[number].t().mm(normed)
         del normed
-        of_normed = functools.reduce(Tensor.add_, (grad.mm(w) for grad, w in zip(grads[::-1], weights[::-1], strict=True)))
-        of_x = norm_backward(of_normed.view_as(x), x, unit, norm_weight, scale)
-        return *of_x, None, *of_weights, *of_biases
+        of_x = None, None, None
+        if any(ctx.needs_input_grad[:3]):
+            of_normed = functools.reduce(Tensor.add_, _in_autograds_order(grads, weights, of_thin, a))
+            of_x = _norm_backward(of_normed.view_as(x), x, unit, norm_weight, scale)
+        return *of_x, None, None, *of_weights, *of_biases, *of_a, *of_b
 
 
-def scale_of(x: Tensor, epsilon: float) -> Tensor:
+def _in_autograds_order(grads, weights, of_thin, a) -> Iterator[Tensor]:
+    """The gradients of the norm's output by each product."""
+    for number in reversed(range(len(grads))):
+        if a[number] is not None:
+            yield of_thin[number].mm(a[number])
+        yield grads[number].mm(weights[number])
+
+
+def _quarters(tensors) -> list:
+    size = len(tensors) // 4
+    return [tensors[first : first + size] for first in range(0, 4 * size, size)]
+
+
+def _scale(x: Tensor, epsilon: float) -> Tensor:
     """[..., n] -> [..., 1] fp32: the factor that brings the mean square to 1"""
     return torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + epsilon)
 
 
-def unit_of(x: Tensor, scale: Tensor) -> Tensor:
+def _unit(x: Tensor, scale: Tensor) -> Tensor:
     """[..., n]: x over its root mean square, which the norm's weight multiplies"""
     return (x.float() * scale).to(x.dtype)
 
 
-def norm_backward(grad: Tensor, x: Tensor, unit: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+def _norm_backward(
+    grad: Tensor, x: Tensor, unit: Tensor, weight: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """From the gradient of the norm's output: the gradients of x (by its product with the scale, and by the scale itself) and
     of the weight. In half precision the first two are one sum, rounded once."""
     products = grad * unit
@@ -226,32 +268,24 @@ class Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
-        (a, b), (sin_a, sin_b) = x.chunk(2, -1), sin.chunk(2, -1)
-        out = x * cos
-        of_a, of_b = out.chunk(2, -1)
-        of_a.sub_(b * sin_a)
-        of_b.add_(a * sin_b)
-        return out
+        return _rotated(x, cos, *sin.chunk(2, -1))
 
     @staticmethod
     def backward(ctx, grad):
         cos, sin = ctx.saved_tensors
-        (a, b), (sin_a, sin_b) = grad.chunk(2, -1), sin.chunk(2, -1)
-        out = grad * cos
-        of_a, of_b = out.chunk(2, -1)
-        of_a.add_(b * sin_b)
-        of_b.sub_(a * sin_a)
-        return out, None, None
+        sin_a, sin_b = sin.chunk(2, -1)
+        return _rotated(grad, cos, -sin_b, -sin_a), None, None
 
 
-def rows(x: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin_a: Tensor, sin_b: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    out = x * cos
+    of_a, of_b = out.chunk(2, -1)
+    of_a.sub_(b * sin_a)
+    of_b.add_(a * sin_b)
+    return out
+
+
+def _rows(x: Tensor) -> Tensor:
     """[..., n] -> [rows, n]"""
     return x.flatten(0, -2)
-
-
-KINDS = {nn.Linear: Kind(plain_products, plain_down)}  # by class; rl/adapters adds its own
-
-
-def _kind(*projections: nn.Linear) -> Kind:
-    """The kind of projections that are computed together: plain ones may be among those of another kind."""
-    return next((KINDS[type(of)] for of in projections if type(of) is not nn.Linear), KINDS[nn.Linear])

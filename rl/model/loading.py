@@ -145,30 +145,23 @@ class Weights:
                 if parameter in names:
                     places[parameter].append((module, leaf))
 
-        def put(parameter: nn.Parameter, value: nn.Parameter) -> None:
-            for module, leaf in places[parameter]:
-                setattr(module, leaf, value)
-
-        def take(parameters: Iterable[nn.Parameter]) -> None:
+        def put(parameters: Iterable[nn.Parameter], filled: bool, *_) -> None:
             for parameter in parameters:
-                put(parameter, nn.Parameter(self.whole(names[parameter]).float(), requires_grad=False))
+                whole = nn.Parameter(self.whole(names[parameter]).float(), requires_grad=False) if filled else parameter
+                for module, leaf in places[parameter]:
+                    setattr(module, leaf, whole)
 
-        def leave(parameters: Iterable[nn.Parameter]) -> None:
-            for parameter in parameters:
-                put(parameter, parameter)
-
-        hooks, rest = [], dict.fromkeys(places)
+        hooks, of_layers = [], set()
         for layer in layers(self.model):
             own = [parameter for parameter in layer.parameters() if parameter in names]
-            hooks.append(layer.register_forward_pre_hook(lambda *_, own=own: take(own)))
-            hooks.append(layer.register_forward_hook(lambda *_, own=own: leave(own)))
-            for parameter in own:
-                rest.pop(parameter, None)
+            hooks.append(layer.register_forward_pre_hook(functools.partial(put, own, True)))
+            hooks.append(layer.register_forward_hook(functools.partial(put, own, False)))
+            of_layers.update(own)
         try:
-            take(rest)
+            put(places.keys() - of_layers, True)
             yield
         finally:
-            leave(places)
+            put(places, False)
             for hook in hooks:
                 hook.remove()
 

@@ -6,8 +6,8 @@ and does not change. The log-probs are then gathered, and each rank of the group
 which may look at whole sequences. In the backward pass a rank keeps the gradient of its own tokens; gradients are sums over all
 ranks anyway.
 
-The ranks of a group also divide the images (rl/model/vision_sharing.py). Left out: tensor parallelism, ring attention
-(docs/long-sequences.md says why).
+A rank computes the images whose tokens are in its piece. Left out: tensor parallelism, ring attention (docs/long-sequences.md
+says why).
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Piece:
         [t, H, D]."""
         if (kv := key.shape[1]) < self.sharing:  # one for each rank; its queries all look at the same
             key, value = (x.repeat_interleave(self.sharing // kv, dim=1) for x in (key, value))
-        by_rank = [x.unflatten(1, (self.sharing, -1)).transpose(0, 1) for x in (query, key, value)]  # [ranks, t, heads, D]
+        by_rank = [x.unflatten(1, (self.sharing, -1)) for x in (query, key, value)]  # [t, ranks, heads, D]
         heads = [x.shape[2] for x in by_rank]
-        whole = self._trade(torch.cat(by_rank, 2).flatten(0, 1))[: self.row.tokens]  # [T, this rank's heads, D]
+        whole = self.whole(torch.cat(by_rank, 2).flatten(1, 2))  # [T, this rank's heads, D]
         return self.back(self.row.attend(layer, *whole.split(heads, 1), scaling))
 
     @functools.cached_property

@@ -6,6 +6,7 @@ Everything else here is its own code, in its order: `language_inputs` returns th
 Left out: rows without prepared images, which the language model takes directly.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,6 @@ class RowImages:
     feature: Tensor  # [m] which of the distinct images' features is there
     files: list[tuple[Images, int]]  # the distinct images: a prompt's, and the number among them
     taken: Callable[[], None] | None = None  # called when the pixels have been read
-    exchange: Callable[[Tensor], Tensor] | None = None  # where ranks share the row: features of `files` -> of `places`
 
     @staticmethod
     def of(prompts: Sequence[tuple[int, Images]]) -> "RowImages":
@@ -43,12 +43,24 @@ class RowImages:
                     grid.append(images.grid[number])
                     files.append((images, number))
                 feature.append(first[digest] + torch.arange(count))
-        return RowImages(joined(grid).view(-1, 3), joined(places), joined(feature), files)
+        return RowImages(_joined(grid).view(-1, 3), _joined(places), _joined(feature), files)
 
-    @property
-    def token_counts(self) -> Tensor:
-        """[images] image tokens of each of the distinct ones."""
-        return torch.tensor([images.token_counts[number] for images, number in self.files], dtype=torch.long)
+    def within(self, begin: int, end: int) -> "RowImages":
+        """The images of these tokens, for the rank that has only this part of the row. An image that lies across a border is
+        computed by both ranks."""
+        counts = torch.tensor([images.token_counts[number] for images, number in self.files], dtype=torch.long)
+        here = (self.places >= begin) & (self.places < end)
+        feature = self.feature[here]
+        image_of_feature = torch.arange(len(counts)).repeat_interleave(counts)
+        kept, number = image_of_feature[feature].unique(return_inverse=True)
+        skipped = counts.cumsum(0)[kept] - counts[kept].cumsum(0)  # features of other images in front of each
+        return dataclasses.replace(
+            self,
+            grid=self.grid[kept],
+            places=self.places[here] - begin,
+            feature=feature - skipped[number],
+            files=[self.files[image] for image in kept],
+        )
 
     def pixels(self) -> Tensor | None:
         """[patches, values of a patch] fp32 on the CPU, of the distinct images; None without any. Raises
@@ -59,7 +71,7 @@ class RowImages:
         return pixels
 
 
-def joined(parts: Iterable[Tensor]) -> Tensor:
+def _joined(parts: Iterable[Tensor]) -> Tensor:
     """The parts end to end, of which there may be none: [n] long."""
     return torch.cat([torch.zeros(0, dtype=torch.long), *parts])
 
@@ -103,15 +115,10 @@ def language_inputs(base: nn.Module, input_ids: Tensor, images: RowImages | None
     levels = (found.pooler_output, *getattr(found, "deepstack_features", ()))
     # [features, hidden] each; transformers before 5.6 gives the deeper ones whole, later ones image by image
     levels = [level if torch.is_tensor(level) else torch.cat(level) for level in levels]
-    if images.exchange:
-        levels = images.exchange(torch.cat(levels, dim=1)).chunk(len(levels), dim=1)
-    elif not images.files:  # out of place: gradients of zero for the tower, the same bits for the row
+    if not images.files:  # out of place: gradients of zero for the tower, the same bits for the row
         return {"inputs_embeds": embeds + 0.0 * sum(level.sum() for level in levels).to(embeds.dtype)}
-    elif len(images.feature) > len(levels[0]):  # an image is in more than one prompt
-        feature = images.feature.to(device)
-        levels = [level.index_select(0, feature) for level in levels]
-    places = images.places.to(device)
-    first, *deeper = (level.to(embeds.dtype) for level in levels)
+    feature, places = images.feature.to(device), images.places.to(device)
+    first, *deeper = (level.index_select(0, feature).to(embeds.dtype) for level in levels)
     inputs = {"inputs_embeds": embeds[0].index_copy(0, places, first)[None]}
     if deeper:
         inputs["visual_pos_masks"] = torch.zeros_like(input_ids, dtype=torch.bool).index_fill(1, places, True)

@@ -275,6 +275,6 @@ def test_a_learner_learns_what_it_learns_by_autograd(ranks, models, monkeypatch,
 
 
 def test_what_a_learner_computes_is_checked_at_the_start(ranks, models, monkeypatch):
-    monkeypatch.setattr(lean_layers, "scale_of", lambda x, epsilon: torch.ones_like(x[..., :1]))
+    monkeypatch.setattr(lean_layers, "_scale", lambda x, epsilon: torch.ones_like(x[..., :1]))
     with pytest.raises(UserError, match="differ from transformers'"):
         Learner(models["qwen3"], LearnerArgs(), ranks, 10)

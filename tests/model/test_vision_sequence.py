@@ -1,5 +1,7 @@
 """Images with sequence and expert parallelism: gradients, metrics and updates equal those of one rank."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from layouts import ALONE, assert_taught_the_same, learn_on
@@ -7,7 +9,6 @@ from test_vision import rows  # noqa: F401  (a fixture)
 from tiny_vlm import save_vlm
 
 from rl.model.vision_forward import RowImages
-from rl.model.vision_sharing import divide
 
 SIZES = [[5, 3], [8, 2, 4], [6, 6], [3, 9], [1, 7]]  # of the responses to each row: 1, 2, 0, 1 and 1 images
 CASES = {
@@ -61,8 +62,14 @@ def test_experts_and_images_over_ranks(models, rows):  # noqa: F811
     assert_taught_the_same(learn_on(4, layouts, CASES, rows=rows), alone)
 
 
-def test_images_are_divided_evenly_by_patches():
-    grid = torch.tensor([[1, 2, 2], [1, 8, 8], [1, 4, 4], [1, 6, 8], [1, 2, 4]])
-    row = RowImages(grid, torch.zeros(0), torch.zeros(0), [])
-    assert divide(row, 2) == [[1, 4], [0, 2, 3]] and divide(row, 1) == [[0, 1, 2, 3, 4]]
-    assert sorted(map(len, divide(row, 8))) == [0, 0, 0, 1, 1, 1, 1, 1]
+def test_a_rank_computes_the_images_of_its_piece():
+    """Images of 2, 1 and 3 tokens; the first one is in two prompts, the last one lies across the border."""
+    files = [(SimpleNamespace(token_counts=[2, 1, 3]), number) for number in range(3)]
+    grid = torch.tensor([[1, 2, 4], [1, 2, 2], [1, 2, 6]])
+    places, feature = torch.tensor([1, 2, 4, 8, 9, 10, 12, 13]), torch.tensor([0, 1, 2, 3, 4, 5, 0, 1])
+    row = RowImages(grid, places, feature, files)
+    first, second, third = (row.within(begin, begin + 10) for begin in (0, 10, 20))
+    assert first.files == files and first.places.tolist() == [1, 2, 4, 8, 9] and first.feature.tolist() == [0, 1, 2, 3, 4]
+    assert second.files == [files[0], files[2]] and second.grid.tolist() == [[1, 2, 4], [1, 2, 6]]
+    assert second.places.tolist() == [0, 2, 3] and second.feature.tolist() == [4, 0, 1]
+    assert third.files == [] and third.grid.shape == (0, 3) and not len(third.places)

@@ -54,7 +54,6 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/learning/value_model.py": ["a critic"],
     "rl/algorithm/imitation.py": ["demonstrations"],
     "rl/algorithm/teacher_rows.py": ["a teacher's prompts"],
-    "rl/model/vision_sharing.py": ["images, shared sequences"],
 }
 LEFT_OUT = {  # a file with such places of which no case can notice any -> why
     "rl/ranks/device.py": "it moves what others tell it to",

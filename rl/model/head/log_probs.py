@@ -6,7 +6,8 @@ shift are one operation, no log-softmax is written, and the gradient overwrites 
 (torch.utils.checkpoint) would repeat the entropy, and keep three tensors of a chunk instead of one.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -157,13 +158,13 @@ def top_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """hidden [n, d], labels [n] -> (log-prob of the labels [n], the `count` likeliest tokens [n, count] among those numbered
     below `below`, their log-probs [n, count]), fp32. `elements` logits are computed at a time. No gradient."""
-    found = []
-    for part, its_labels in _chunks(hidden, head, labels, elements):
+
+    def of_part(part: torch.Tensor, its_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         log_probs = _log_softmax(part, head, temperature)
         values, tokens = log_probs[:, :below].topk(count, -1)
-        found.append((log_probs.gather(1, its_labels[:, None]).squeeze(1), tokens, values))
-    sampled, tokens, values = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return sampled, tokens, values
+        return log_probs.gather(1, its_labels[:, None]).squeeze(1), tokens, values
+
+    return _by_chunks(of_part, hidden, head, labels, elements)
 
 
 def spread(
@@ -172,8 +173,8 @@ def spread(
     """hidden [n, d], labels [n] -> (energy [n], entropy [n]), fp32, without gradient; `elements` logits are computed at a time.
     The energy is the squared norm of the gradient of log p(label) with respect to logits over the temperature:
     1 - 2 p(label) + sum_v p(v)^2. With labels [n, 1 + K] p is over these alone, and the first one is sampled."""
-    found = []
-    for part, its_labels in _chunks(hidden, head, labels, elements):
+
+    def of_part(part: torch.Tensor, its_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         log_probs = _log_softmax(part, head, temperature)
         p = log_probs.exp()
         entropy = -(p * log_probs).sum(-1)
@@ -181,9 +182,9 @@ def spread(
             others = torch.ones_like(p, dtype=torch.bool).scatter_(1, its_labels, False)
             p, its_labels = log_probs.masked_fill(others, -torch.inf).softmax(-1), its_labels[:, 0]
         of_label = p.gather(1, its_labels[:, None]).squeeze(1)
-        found.append(((1 - 2 * of_label + (p * p).sum(-1)).clamp(min=0), entropy))
-    energy, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return energy, entropy
+        return (1 - 2 * of_label + (p * p).sum(-1)).clamp(min=0), entropy
+
+    return _by_chunks(of_part, hidden, head, labels, elements)
 
 
 def log_probs_at(
@@ -203,16 +204,13 @@ def log_probs_at(
 
     if len(hidden) * len(head.weight) <= elements:
         return of_part(hidden, labels)
-    chunks = _chunks(hidden, head, labels, elements)
-    log_prob, entropies = zip(*(checkpoint(of_part, *chunk, use_reentrant=False) for chunk in chunks), strict=True)
-    return torch.cat(log_prob), torch.cat(entropies)
+    return _by_chunks(functools.partial(checkpoint, of_part, use_reentrant=False), hidden, head, labels, elements)
 
 
-def _chunks(
-    hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, elements: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _by_chunks(of_part: Callable, hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, elements: int) -> tuple:
     rows = max(1, elements // len(head.weight))
-    return list(zip(hidden.split(rows), labels.split(rows), strict=True))
+    found = map(of_part, hidden.split(rows), labels.split(rows))
+    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
 
 
 def _log_softmax(hidden: torch.Tensor, head: nn.Linear, temperature: float) -> torch.Tensor:

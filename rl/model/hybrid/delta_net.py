@@ -9,9 +9,10 @@ Left out: other linear attention (Mamba, Kimi, MiniMax, LFM2), which is refused 
 """
 
 import contextlib
+import functools
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -63,35 +64,31 @@ def check_flags(config, args, samples: bool) -> None:
 def carry_states(model: nn.Module) -> None:
     """Has the model's delta nets compute through the layout if the model's forward is given one."""
     for layer, net in delta_nets(model):
-        Carrier(layer, net)
+        net.layout = None
+        layer.register_forward_pre_hook(functools.partial(_keep_layout, net), with_kwargs=True)
+        net.forward = functools.partial(_forward, net, net.forward)
 
 
-class Carrier:
-    """The forward pass of one layer's delta net. It takes the layer's layout: transformers before 5.6 hands the net none."""
+def _keep_layout(net: nn.Module, layer: nn.Module, args: tuple, kwargs: dict) -> None:
+    """transformers before 5.6 hands the net none."""
+    net.layout = kwargs.get("layout")
 
-    def __init__(self, layer: nn.Module, net: nn.Module):
-        self.net, self.plain, self.layout = net, net.forward, None
-        layer.register_forward_pre_hook(self._enter, with_kwargs=True)
-        net.forward = self._forward
 
-    def _enter(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
-        self.layout = kwargs.get("layout")
-
-    def _forward(self, hidden_states: Tensor, **others) -> Tensor:
-        """hidden_states [1, T, hidden] -> [1, T, hidden]"""
-        if self.layout is None:
-            return self.plain(hidden_states, **others)
-        net, chain = self.net, self.layout.chain
-        qkv, z, b, a = _projected(net, hidden_states)
-        qkv = F.silu(chain.convolved(net.layer_idx, qkv, net.conv1d.weight.squeeze(1)))  # [T, C]
-        q, k, v = qkv.split([net.key_dim, net.key_dim, net.value_dim], 1)
-        q, k, v = (x.unflatten(1, (-1, size)) for x, size in ((q, net.head_k_dim), (k, net.head_k_dim), (v, net.head_v_dim)))
-        if (groups := net.num_v_heads // net.num_k_heads) > 1:
-            q, k = q.repeat_interleave(groups, 1), k.repeat_interleave(groups, 1)
-        decay = -wide(net.A_log).exp() * F.softplus(wide(a) + net.dt_bias)
-        out = chain.recurred(net.layer_idx, q, k, v, decay, b.sigmoid())  # [T, H, Dv]
-        out = net.norm(out.flatten(0, 1), z.flatten(0, 1)).view(1, hidden_states.shape[1], -1)
-        return net.out_proj(out)
+def _forward(net: nn.Module, plain: Callable[..., Tensor], hidden_states: Tensor, **others) -> Tensor:
+    """hidden_states [1, T, hidden] -> [1, T, hidden]"""
+    if net.layout is None:
+        return plain(hidden_states, **others)
+    chain = net.layout.chain
+    qkv, z, b, a = _projected(net, hidden_states)
+    qkv = F.silu(chain.convolved(net.layer_idx, qkv, net.conv1d.weight.squeeze(1)))  # [T, C]
+    q, k, v = qkv.split([net.key_dim, net.key_dim, net.value_dim], 1)
+    q, k, v = (x.unflatten(1, (-1, size)) for x, size in ((q, net.head_k_dim), (k, net.head_k_dim), (v, net.head_v_dim)))
+    if (groups := net.num_v_heads // net.num_k_heads) > 1:
+        q, k = q.repeat_interleave(groups, 1), k.repeat_interleave(groups, 1)
+    decay = -wide(net.A_log).exp() * F.softplus(wide(a) + net.dt_bias)
+    out = chain.recurred(net.layer_idx, q, k, v, decay, b.sigmoid())  # [T, H, Dv]
+    out = net.norm(out.flatten(0, 1), z.flatten(0, 1)).view(1, hidden_states.shape[1], -1)
+    return net.out_proj(out)
 
 
 def _projected(net: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
