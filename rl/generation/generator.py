@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from rl.data.images import ImageError
 from rl.data.job import Job
 from rl.generation.choose_engine import make_engine
-from rl.generation.engine import Engine, EngineArgs, Output, Request, SamplingParams, check_sampling, request_seed
+from rl.generation.engine import Engine, EngineArgs, Output, Request, SamplingParams, request_seed
 from rl.generation.engine_ranks import EngineRanks
 from rl.generation.responses import VALIDATION, Responses, Work, make_responses, prompt_routes, recorded, to_response
 from rl.model.router import check_record
@@ -41,12 +41,10 @@ class Generator:
         self.engine, self.job, self.pool, self.args, self.engine_ranks = engine, job, pool, args, engine_ranks
         self.give_up = give_up if engine_ranks.size == 1 else lambda: False  # ranks that share an engine must stay together
         self.sampling = args.sampling
-        check_sampling(engine, args.sampling)
-        check_sampling(engine, args.val_sampling)
         self.responses = responses or Responses(engine)
         self.working = self.responses.working
         self._rows: list[dict] = []  # of the current validation
-        self._over: list[int] = []  # keys that ended as they began: recorded ones, and those without images
+        self._ended: list[Output] = []  # responses that had ended when their prompt was started
         self.history = None  # of the prompts, with --prompt-sampling
         if args.prompt_sampling != "uniform":
             from rl.samples.prompt_history import PromptHistory  # late: no other run needs it
@@ -91,7 +89,7 @@ class Generator:
 
     def unfinished(self) -> list[Group]:
         """Return a group for every ticket under way, except validation, with its responses so far, all without scores."""
-        outputs, groups = {output.id: output for output in self.responses.unfinished()}, []
+        outputs, groups = {output.id: output for output in (*self._ended, *self.responses.unfinished())}, []
         for ticket in self.tickets:
             work = self.working[ticket]
             so_far = [work.outputs.get(i) or outputs[ticket, i] for i in range(work.n + work.greedy)]
@@ -102,7 +100,8 @@ class Generator:
     def decode(self) -> list[Output] | None:
         """Sample the next token of every response under way: one step of the engine. Return the responses that end with it;
         None if there was nothing to sample."""
-        return None if self._over else self.responses.decode(self.timer)
+        ended, self._ended = self._ended, []
+        return ended or self.responses.decode(self.timer)
 
     def score(self, ended: list[Output] | None, wait: float = 2e-3, idle: str = "wait") -> list[Group]:
         """Give the responses that `decode` returned to the scoring pool, and return the groups whose responses have all been
@@ -112,9 +111,6 @@ class Generator:
 
     def _take_scores(self, ended: list[Output] | None, wait: float, idle: str = "wait") -> list[int]:
         """Submit the ended responses and collect scores. Return the keys that may be done."""
-        if self._over:
-            keys, self._over = self._over, []
-            return keys
         if ended is not None:
             with self.timer("score"):
                 for output in ended:
@@ -170,7 +166,6 @@ class Generator:
         self.responses.proceed()
         for ticket in tickets:
             self.start(ticket)
-        self._over = []  # their keys are in `ended`
         ended = sorted(key for key, work in self.working.items() if work.has_ended)
         while len(ended) < len(tickets) or self.pool.pending:
             if self.give_up():
@@ -254,14 +249,13 @@ class Generator:
             if images:
                 images.prepare()
         except ImageError as error:
-            self._give_up(key, work, f"{work.prompt.where}: {error}")
+            work.event = Score(None, event="image", message=f"{work.prompt.where}: {error}")
+            self.working[key] = work
+            self._ended += [Output((key, i), [], [], [], "length") for i in range(work.n + work.greedy)]
             return
         work.requests = self._requests(key, work, sampling)
         before = [recorded(request.id, partial, work) for request in work.requests]
-        for output in self.responses.begin(key, work, before, partial and partial.prompt_ids.tolist()):
-            self._submit(output)
-        if work.has_ended:
-            self._over.append(key)
+        self._ended += self.responses.begin(key, work, before, partial and partial.prompt_ids.tolist())
 
     def _requests(self, key: int, work: Work, sampling: SamplingParams) -> list[Request]:
         """Return one request per response."""
@@ -273,14 +267,6 @@ class Generator:
             requests.append(Request((key, work.n), ids, greedy, 0, images=images))
         return requests
 
-    def _give_up(self, key: int, work: Work, message: str) -> None:
-        for number in range(work.n + work.greedy):
-            work.outputs[number] = Output((key, number), [], [], [], "length")
-            work.scores[number] = Score(None, event="image", message=message)
-            self.pool.events["image"] += 1
-        self.working[key] = work
-        self._over.append(key)
-
     def _submit(self, output: Output) -> None:
         key, number = output.id
         work = self.working[key]
@@ -290,7 +276,7 @@ class Generator:
         if not self.engine_ranks.is_leader:  # the engine's first rank scores
             return
         p = work.prompt
-        if score := self.responses.score(output.id):
+        if score := work.event or self.responses.score(output.id):
             self.pool.hand_back(output.id, score)
             return
         text = self.job.tokenizer.decode(self.responses.last_turn(output), skip_special_tokens=True)

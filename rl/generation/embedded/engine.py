@@ -84,7 +84,6 @@ class TransformersEngine:
     """
 
     shares_memory = True
-    reads = frozenset({"temperature", "top_p", "top_k", "max_tokens", "ignore_eos", "support", "support_log_probs"})
 
     def __init__(
         self,

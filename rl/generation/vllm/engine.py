@@ -81,7 +81,6 @@ class VLLMEngine:
     sleep_level = 2  # nothing is copied to the host, because new weights will come anyway
 
     shares_memory = False
-    reads = frozenset({"temperature", "top_p", "top_k", "max_tokens", "ignore_eos", "support", "support_log_probs"})
 
     def __init__(
         self,
