@@ -23,6 +23,7 @@ from rl.transport.relay import Forwarder, Receiver
 from rl.transport.ring import RecordTooLarge, Ring, RingTimeout
 
 GROUP, UNFINISHED, BATCH, ROWS, REPORT, SNAPSHOT, LAST = b"G", b"U", b"B", b"V", b"R", b"S", b"E"
+ROWS_AT_ONCE = 16  # rows of a validation in a record
 
 
 def _open_ring(split: Split, megabytes: int) -> Ring | None:
@@ -70,20 +71,11 @@ class Outbox:
 
     def send_rows(self, step: int, version: int, rows: list[dict], parts: int = 1) -> None:
         """Send a validation of this version of the weights, published after that step. It is one of `parts`, each from a
-        different generator, and is sent as several records if one would take too much of the ring."""
-        pieces: list[list[bytes]] = [[]]
-        size, most = 0, self.ring.max_record // 2
-        for row in rows:
-            encoded = json.dumps(row).encode()
-            if pieces[-1] and size + len(encoded) > most:
-                pieces.append([])
-                size = 0
-            pieces[-1].append(encoded)
-            size += len(encoded) + 1
-        about = {"rank": self.split.ranks.rank, "step": step, "version": version, "parts": parts}
-        for number, piece in enumerate(pieces, 1):
-            head = json.dumps(about | {"more": number < len(pieces)}).encode()
-            self._send(ROWS, b'%b, "rows": [%b]}' % (head[:-1], b",".join(piece)))
+        different generator, and is sent as several records, because one might take too much of the ring."""
+        about = {"step": step, "version": version, "parts": parts}
+        for start in range(0, len(rows) or 1, ROWS_AT_ONCE):
+            end = start + ROWS_AT_ONCE
+            self._send_json(ROWS, about | {"rows": rows[start:end], "more": end < len(rows)})
 
     def report(self, timer: Timers, pool: ScoringPool, received: dict[str, float]) -> None:
         """Report how this generator spent its time since the last report, and restart the timer. received:

@@ -60,25 +60,18 @@ class PromptHistory:
         chance = LEAST if self.sampling == "skip-solved" else max(FLOOR, self.chance[kind] ** times)
         return random.Random(f"{self.seed}/prompt/{ticket}").random() >= chance
 
-    def observe(self, shown: Iterable[Shown]) -> dict:
-        """Update the history with the kinds of a step's groups. Return the changes, for `apply` on other ranks."""
-        changed, counts = {}, Counter()
+    def observe(self, shown: Iterable[Shown]) -> None:
+        """Update the history with the kinds of a step's groups."""
+        counts = Counter()
         for ticket, kind in sorted(shown):
             prompt = self.order(ticket)[1]
             before, times = self.flat.pop(prompt, (kind, 0))
             if kind != MIXED:
                 self.flat[prompt] = [kind, times + 1 if kind == before else 1]
-            changed[str(prompt)] = self.flat.get(prompt)
             counts[kind] += 1
         for kind in KINDS if counts else ():
             move = -MOVE if counts[kind] / counts.total() >= TARGET[kind] else MOVE
             self.chance[kind] = min(MOST, max(LEAST, round(self.chance[kind] + move, 2)))
-        return {"flat": changed, "chance": dict(self.chance)}
-
-    def apply(self, changes: Mapping) -> None:
-        """Apply the changes that `observe` has returned on another rank."""
-        flat = {str(prompt): of for prompt, of in self.flat.items()} | changes["flat"]
-        self.restore({"flat": {prompt: of for prompt, of in flat.items() if of}, "chance": changes["chance"]})
 
     # -- for whole batches
 
@@ -94,10 +87,11 @@ class PromptHistory:
         """Note the kinds of all groups of a batch, for `commit`; they replace those noted before."""
         self._noted = self.shown(groups)
 
-    def commit(self) -> dict:
-        """Observe the noted batch, since it will be trained. Return the changes."""
+    def commit(self) -> list[Shown]:
+        """Observe the noted batch, since it will be trained. Return its kinds, for `observe` on other ranks."""
         noted, self._noted = self._noted, []
-        return self.observe(noted)
+        self.observe(noted)
+        return noted
 
     def take_skipped(self) -> list[int]:
         """Return the tickets that were skipped since the last call."""
@@ -124,11 +118,12 @@ class PromptHistory:
         self.flat = {int(prompt): list(of) for prompt, of in state["flat"].items()}
         self.chance = dict(state["chance"])
 
-    def after(self, changes: Iterable[Mapping]) -> dict:
-        """Return the state after further batches."""
+    def after(self, batches: Iterable[Iterable[Shown]]) -> dict:
+        """Return the state after further batches, of which the kinds are given."""
         later = copy.copy(self)
-        for of_batch in changes:
-            later.apply(of_batch)
+        later.restore(self.state())
+        for shown in batches:
+            later.observe(shown)
         return later.state()
 
 

@@ -94,7 +94,7 @@ class Batches(_Samples):
         self._gone = {"filtered": self._next.advance(batch["next_ticket"], groups)}
         if self._history:
             self._gone = self._history.apart(self._gone["filtered"], batch["skipped"])
-            self._history.apply(batch["shown"])
+            self._history.observe(batch["shown"])
         return groups, batch["metrics"]
 
     def take_gone(self) -> dict[str, list[int]]:
