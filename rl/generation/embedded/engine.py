@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rl.adapters.lora import AdapterArgs
+from rl.adapters.lora import AdapterArgs, adapt
 from rl.data.image_prompts import Images, takes_images
 from rl.generation.embedded.forward import has_fast_path, hidden_states
 from rl.generation.embedded.kv_cache import DecodeLayout, KVCache, PrefillLayout
@@ -101,11 +101,10 @@ class TransformersEngine:
         """adapters: for an engine that gets adapters without the model's weights (--publish adapter)."""
         check_supported(load_config(model_path, trust_remote_code).get_text_config(), f"--model {model_path}", max_length)
         self.model = load_weights(model_path, dtype, trust_remote_code, say=False)
-        self.adapters, self._products = None, ()
-        if adapters:
-            from rl.generation.embedded import adapted
-
-            self.adapters, self._products = adapted.give(self.model, adapters, f"--model {model_path}", dtype), adapted.PRODUCTS
+        self.adapters = adapt(self.model, adapters, f"--model {model_path}") if adapters else None
+        for name in self.adapters.tensors if self.adapters else ():
+            parameter = self.model.get_parameter(name)
+            parameter.data = torch.zeros_like(parameter, dtype=dtype)  # without effect until the first update
         self.model.to(device).eval().requires_grad_(False)
         self.device, self.dtype = torch.device(device), dtype
         self.sleeps = is_accelerator(self.device)
@@ -257,7 +256,7 @@ class TransformersEngine:
         if self.router:
             self.router.begin(layout)
         if self.has_fast_path and position.dim() == 1:
-            return hidden_states(self.model, token, position, layout, *self._products)
+            return hidden_states(self.model, token, position, layout)
         if self.takes_images:
             return vision_forward.hidden_states(self.model.model, layout, token[None], position.expand(3, 1, -1), images)
         rows = {"input_ids": token[None], "position_ids": position[None]}

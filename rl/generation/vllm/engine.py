@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
 from rl.data.image_prompts import takes_images
 from rl.errors import UserError
@@ -76,11 +77,8 @@ class VLLMEngine:
     each must add the same requests in the same order, and step and update at the same points. All return the same outputs.
     """
 
-    # overridden by the engine with adapters (rl/generation/vllm/adapters.py):
-    further_settings: dict[str, object] = {}  # noqa: RUF012  of vllm.EngineArgs
-    sleep_level = 2  # nothing is copied to the host, because new weights will come anyway
-
     shares_memory = False
+    sleep_level = 2  # nothing is copied to the host, because new weights will come anyway
 
     def __init__(
         self,
@@ -97,7 +95,8 @@ class VLLMEngine:
         self.chunks = args.enable_chunked_prefill and is_accelerator(self.device)
         check_flags(args, max_length, self.chunks)
         config = load_config(model_path, trust_remote_code)
-        skeleton = empty_model(config, trust_remote_code)  # for the names and shapes of the learner's weights
+        skeleton = empty_model(config, trust_remote_code)
+        expected = dict(skeleton.named_parameters())  # the names and shapes of the learner's weights
         self.eos = sorted(end_tokens or end_token_ids(model_path, trust_remote_code=trust_remote_code))
         self.sleeps = args.engine_sleeps and is_accelerator(self.device)
         self.seeds = args.rollout_seeds == "on" or (args.rollout_seeds == "auto" and not seeds_are_slow())
@@ -108,10 +107,11 @@ class VLLMEngine:
 
             self.images = PreparedImages(config, f"--model {model_path}")
         self.states = settings_of_states(config) if linear_layers(config) else {}
-        self.engine = self._start(self._settings(model_path, args, dtype, trust_remote_code), args)
+        further = self._further_settings(skeleton, f"--model {model_path}")
+        self.engine = self._start(self._settings(model_path, args, dtype, trust_remote_code, further), args)
         if self.states:
             check_states(self.engine)
-        self.weights = LiveWeights(self.engine, dict(skeleton.named_parameters()), dtype, args.rollout_tp)
+        self.weights = LiveWeights(self.engine, expected, dtype, args.rollout_tp)
         self.chosen = None
         if args.router_replay == "R3":
             self.chosen = ChosenExperts(self.engine, skeleton, not is_accelerator(self.device))
@@ -196,7 +196,13 @@ class VLLMEngine:
 
     # -- mechanics
 
-    def _settings(self, model_path: str, args: EngineArgs, dtype: torch.dtype, trust_remote_code: bool) -> vllm.EngineArgs:
+    def _further_settings(self, skeleton: PreTrainedModel, where: str) -> dict[str, object]:
+        """Return further settings of vllm.EngineArgs. skeleton: the model without weights; where: names it in a UserError."""
+        return {}
+
+    def _settings(
+        self, model_path: str, args: EngineArgs, dtype: torch.dtype, trust_remote_code: bool, further: dict[str, object]
+    ) -> vllm.EngineArgs:
         on_cpu, routes = not is_accelerator(self.device), args.router_replay == "R3"
         return vllm.EngineArgs(
             model=model_path,
@@ -226,7 +232,7 @@ class VLLMEngine:
             disable_log_stats=True,
             **(self.images.settings(not on_cpu) if self.images else {}),
             **self.states,
-            **self.further_settings,
+            **further,
             seed=0,  # without effect: random numbers depend on the requests' seeds (`_hand_over`, `_random_numbers`)
         )
 
