@@ -54,7 +54,7 @@ class AgentEpisodes(Episodes):
         return []
 
     def replay(self) -> None:
-        """Do nothing: agents cannot be replayed."""
+        """Do nothing, because agents cannot be replayed."""
 
     def unfinished(self) -> list[Output]:
         """Return all unfinished responses so far, without routes: those of a later history do not fit the prompt, and a resumed
@@ -62,15 +62,12 @@ class AgentEpisodes(Episodes):
         return [dataclasses.replace(output, routes=None) for output in super().unfinished()]
 
     def last_turn(self, output: Output) -> list[int]:
-        """Return the tokens of the model's last turn, of whichever history."""
         return self._histories[output.id].last
 
     def extra(self, id: tuple[int, int]) -> dict[str, float]:
-        """Return an ended episode's further numbers, with the number of histories that do not extend the group's prompt."""
         return super().extra(id) | {"forks": len(self._histories[id].all) - 1 if id in self._histories else 0}
 
     def drop(self, key: int) -> None:
-        """Forget a prompt whose responses were handed over."""
         super().drop(key)
         self._histories = {id: of for id, of in self._histories.items() if id[0] != key}
 
@@ -136,7 +133,6 @@ class AgentEpisodes(Episodes):
         work.requests[id[1]] = history.request
 
     def _note(self, id: tuple[int, int]) -> None:
-        """Store the current state of the active history."""
         of, episode = self._histories[id], self._of[id]
         history = of.all[of.active]
         history.output, history.at = episode.output or history.output, episode.at

@@ -106,9 +106,8 @@ class EngineArgs(RouterArgs):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """temperature 0 is greedy (log-probs are then those at temperature 1); top_k -1 and top_p 1 are off.
-
-    The embedded engine reads the fields in its `_sample` and in `sample`, the vLLM engine in its `_hand_over`."""
+    """temperature 0 is greedy (log-probs are then those at temperature 1); top_k -1 and top_p 1 are off. The embedded engine
+    reads the fields in its `_sample` and in `sample`, the vLLM engine in its `_hand_over`."""
 
     temperature: float = 1.0
     top_p: float = 1.0

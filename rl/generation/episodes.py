@@ -54,7 +54,6 @@ class Episodes(Responses):
 
     @property
     def num_unfinished(self) -> int:
-        """The number of responses that the engine has, or will get when their environments are reset."""
         return self.engine.num_unfinished + len(self._resetting)
 
     def begin(self, key: int, work: Work, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
@@ -86,12 +85,12 @@ class Episodes(Responses):
 
     @property
     def _blocked(self) -> bool:
-        """Whether the engine waits for environments (--env-lock-step)."""
+        """Whether the engine waits (--env-lock-step)."""
         return self.args.in_lock_step and any(self._processes.values())
 
     def replay(self) -> None:
-        """Replay all recorded episodes before new ones start. They are added to the engine as if the run had not stopped: first
-        those that were stopped within a turn, then those that waited for their environment."""
+        """Replay all recorded episodes. Give them to the engine as if the run had not stopped: first those that were stopped
+        within a turn, then those that waited for their environment."""
         self._replayed = []
         while self._queue or any(self._processes.values()):
             self._admit()
@@ -108,7 +107,7 @@ class Episodes(Responses):
         return super().unfinished() + [output or Output(id, [], [], [], "unfinished") for id, output in elsewhere.items()]
 
     def put_aside(self, below: int) -> None:
-        """Take all unfinished responses out of the engine. Their environments' answers wait until the responses proceed."""
+        """Take all unfinished responses out of the engine. Their environments' answers wait."""
         super().put_aside(below)
         self.paused_below = below
 
@@ -152,14 +151,12 @@ class Episodes(Responses):
         return episode.rewards if episode and self.args.turn_rewards and not episode.event else None
 
     def drop(self, key: int) -> None:
-        """Forget a prompt whose responses were handed over."""
         for request in self.working[key].requests:
             del self._of[request.id]
         self._prompts.pop(key, None)
         super().drop(key)
 
     def close(self) -> None:
-        """End all environments at the end of the run."""
         self.environments.close()
 
     # -- the processes
@@ -237,7 +234,6 @@ class Episodes(Responses):
         self._start(id)
 
     def _refuse(self, id: tuple[int, int], wrong: str) -> None:
-        """Fail an episode whose prompt cannot be used."""
         self._fail(id, {"event": "bad_value", "message": wrong})
 
     def _start(self, id: tuple[int, int]) -> None:
@@ -317,7 +313,6 @@ class Episodes(Responses):
             self._add(id, Output(id, *lists, "unfinished", o.routes, known))
 
     def _room(self, id: tuple[int, int]) -> int:
-        """Return the most tokens that a response's conversation may have."""
         return self.args.max_response_length
 
     def _append(self, id: tuple[int, int], tokens: int) -> None:
@@ -358,7 +353,6 @@ class Episodes(Responses):
             self._cut(id)
 
     def _forget(self, id: tuple[int, int]) -> None:
-        """Drop an episode's recorded tokens."""
         self.working[id[0]].masks.pop(id[1], None)
         self._of[id] = Episode(restarts=self._of[id].restarts + 1)
 

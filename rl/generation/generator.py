@@ -36,8 +36,8 @@ class Generator:
         give_up: Callable[[], bool] = lambda: False,
         responses: Responses | None = None,
     ):
-        """engine_ranks: the ranks that share the engine; give_up: called between two engine steps of `generate`, which stops if
-        it returns True; responses: by default of one turn."""
+        """give_up: called between two engine steps of `generate`, which stops if it returns True; responses: by default of one
+        turn."""
         self.engine, self.job, self.pool, self.args, self.engine_ranks = engine, job, pool, args, engine_ranks
         self.give_up = give_up if engine_ranks.size == 1 else lambda: False  # ranks that share an engine must stay together
         self.sampling = args.sampling
@@ -71,7 +71,7 @@ class Generator:
         return [key for key in self.working if key < VALIDATION and self.engine_ranks.is_leader]
 
     def close(self) -> None:
-        """Close the scoring pool and the responses at the end of the run."""
+        """End the scoring processes and the environments."""
         self.pool.close()
         self.responses.close()
 
@@ -98,15 +98,13 @@ class Generator:
         return groups
 
     def decode(self) -> list[Output] | None:
-        """Sample the next token of every response under way: one step of the engine. Return the responses that end with it;
-        None if there was nothing to sample."""
+        """Sample the next token of every response. Return the responses that ended; None if there was nothing to sample."""
         ended, self._ended = self._ended, []
         return ended or self.responses.decode(self.timer)
 
     def score(self, ended: list[Output] | None, wait: float = 2e-3, idle: str = "wait") -> list[Group]:
-        """Give the responses that `decode` returned to the scoring pool, and return the groups whose responses have all been
-        scored by now. If nothing was sampled, wait up to `wait` seconds for a score, or sleep this long if there is nothing to
-        score either. idle: the timer of that sleep."""
+        """Give the responses that `decode` returned to the scoring pool. Return the groups that are scored by now. If there was
+        nothing to sample, wait up to `wait` seconds for a score, or sleep if none is due. idle: the timer of that sleep."""
         return self._take_done(self._take_scores(ended, wait, idle))
 
     def _take_scores(self, ended: list[Output] | None, wait: float, idle: str = "wait") -> list[int]:
@@ -125,15 +123,16 @@ class Generator:
                 time.sleep(wait)
         for (key, number), score in scored:
             self.working[key].scores[number] = score
-        return list(dict.fromkeys(key for (key, _), _ in scored)) if self.engine_ranks.is_leader else self._whole(ended or [])
+        if not self.engine_ranks.is_leader:
+            return self._whole(ended or [])
+        return list(dict.fromkeys(key for (key, _), _ in scored))
 
     def _whole(self, ended: list[Output]) -> list[int]:
         """Return the keys whose last response is among these."""
         return [key for key in dict.fromkeys(output.id[0] for output in ended) if self.working[key].has_ended]
 
     def _take_done(self, keys: Iterable[int]) -> list[Group]:
-        """Return the groups of those keys that are done, and keep a validation's rows. Only the engine's first rank returns
-        groups; the others drop ended prompts."""
+        """Return the groups of those keys that are done, and keep a validation's rows; only on the engine's first rank."""
         groups, leads = [], self.engine_ranks.is_leader
         for key in keys:
             work = self.working[key]
@@ -147,7 +146,7 @@ class Generator:
         return groups
 
     def begin(self, tickets: Sequence[int]) -> None:
-        """Start this engine's share of tickets, in addition to those that `generate` will get."""
+        """Start this engine's share of the tickets."""
         for ticket in tickets[self.engine_ranks.index :: self.engine_ranks.engines]:
             self.start(ticket)
 
@@ -225,7 +224,6 @@ class Generator:
         return work.group(ticket, responses, baseline, routes)
 
     def _row(self, index: int, work: Work, number: int) -> dict:
-        """Return a validation response as `take_rows` describes it. The validation's metrics are computed from these rows."""
         score = work.scores[number]
         return {
             "index": index,
@@ -242,8 +240,8 @@ class Generator:
         }
 
     def _add(self, key: int, work: Work, sampling: SamplingParams, partial: Group | None = None) -> None:
-        """Start the prompt's responses, or continue recorded ones. If its images cannot be prepared, which their headers do not
-        show, the responses have no token and no score, and only this ticket is lost."""
+        """Start the prompt's responses, or continue recorded ones. If its images cannot be prepared, only this ticket is lost:
+        its responses have no token and no score."""
         images = work.prompt.images
         try:
             if images:
@@ -258,7 +256,6 @@ class Generator:
         self._ended += self.responses.begin(key, work, before, partial and partial.prompt_ids.tolist())
 
     def _requests(self, key: int, work: Work, sampling: SamplingParams) -> list[Request]:
-        """Return one request per response."""
         ids, images = work.prompt.ids, work.prompt.images
         seeds = [request_seed(self.args.seed, key, i) for i in range(work.n)]
         requests = [Request((key, i), ids, sampling, seed, images=images) for i, seed in enumerate(seeds)]

@@ -65,7 +65,6 @@ class Responses:
 
     @property
     def num_unfinished(self) -> int:
-        """The number of responses that the engine has, or will get."""
         return self.engine.num_unfinished
 
     def begin(self, key: int, work: Work, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
@@ -78,7 +77,7 @@ class Responses:
         return [output for output in before if output and output.finish_reason != "unfinished"]
 
     def replay(self) -> None:
-        """Prepare to continue after the last `begin` of a resumed run. With one turn, there is nothing to do."""
+        """Prepare to continue after the last `begin` of a resumed run."""
 
     def decode(self, timer: Timers) -> list[Output] | None:
         """Step the engine once. Return the responses that end with it; None if there was nothing to sample."""
@@ -97,7 +96,7 @@ class Responses:
         self.engine.abort()
 
     def proceed(self) -> None:
-        """Give the responses that were put aside back to the engine, as a resumed run does."""
+        """Give the responses that were put aside back to the engine."""
         for output in self._aside:
             key, number = output.id
             self.engine.add(dataclasses.replace(self.working[key].requests[number], so_far=output))

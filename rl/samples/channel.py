@@ -1,8 +1,7 @@
 """Messages from generators to learners, through their node's ring.
 
-Inbox and Outbox are the ends of the ring. A message's first byte says what it is: a group, validation rows, a report on where a
-generator's time went, or a final record, for example. Groups are framed by rl/samples/group.py; everything else is JSON. The
-first learner's messages to all generators are in the control block (rl/samples/control.py).
+A message's first byte says what it is. Groups are framed by rl/samples/group.py; everything else is JSON. The first learner's
+messages to all generators are in the control block (rl/samples/control.py).
 """
 
 import json
@@ -27,9 +26,8 @@ ROWS_AT_ONCE = 16  # rows of a validation in a record
 
 
 def _open_ring(split: Split, megabytes: int) -> Ring | None:
-    """Return this node's ring. The node's first learner, or without learners its first generator, creates the ring; the
-    generators attach to it. Return None on other learners, which get their samples from the first one, and if no sample would
-    arrive."""
+    """Return this node's ring, which the first learner creates, or without learners the first generator. Return None on other
+    learners, which get their samples from the first one, and if no sample would arrive."""
     key, makes = f"ring/{split.node}", split.is_first_here and (split.role == "learner" or not split.here.learners)
     if makes and (split.here.generators or _nodes_that_send(split)):
         ring = Ring.create(megabytes << 20)
@@ -49,8 +47,7 @@ def _nodes_that_send(split: Split) -> list[int]:
 
 
 class Outbox:
-    """A generator's end. It never blocks, since the learner that should make room may be waiting for this generator to receive
-    weights."""
+    """A generator's end. It never blocks: the learner that should make room may wait for this generator to receive weights."""
 
     def __init__(self, args: SplitArgs, split: Split):
         self.ring, self.split = _open_ring(split, args.ring_mb), split
@@ -78,8 +75,7 @@ class Outbox:
             self._send_json(ROWS, about | {"rows": rows[start:end], "more": end < len(rows)})
 
     def report(self, timer: Timers, pool: ScoringPool, received: dict[str, float]) -> None:
-        """Report how this generator spent its time since the last report, and restart the timer. received:
-        Subscriber.received."""
+        """Report this generator's time since the last report, and restart the timer. received: Subscriber.received."""
         content = {
             "elapsed": timer.elapsed,
             "ledger": timer.ledger(),

@@ -59,9 +59,8 @@ class Group:
         return [r for r in self.scored if r.mask is None or r.mask.any()]
 
     def differs(self, rewards: Sequence[str] = ()) -> bool:
-        """Return whether the scores without the length penalty differ, or with names one of these rewards (--gdpo-reward-keys),
-        which may differ even if their sums do not. With zero variance all group-wise advantages are 0, and a group of right
-        responses would only teach their length (DAPO, arXiv 2503.14476, compares accuracy)."""
+        """Return whether the scores without the length penalty differ or, if rewards are named (--gdpo-reward-keys), one of
+        these. Otherwise the group would at most teach the length of right responses (as in DAPO, arXiv 2503.14476)."""
         names = [name for name in rewards if name != PENALTY] or ["score"]
         return any(len({r.reward(name) for r in self.compared}) > 1 for name in names)
 

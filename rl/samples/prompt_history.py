@@ -1,9 +1,9 @@
 """--prompt-sampling, which skips prompts that were solved or hopeless when they were last trained, with a probability.
 
-A prompt whose responses all get the same score teaches nothing, and the next epoch will probably be alike: the prompt's earlier
-groups predict this before new ones are generated (GRESO, arXiv 2506.02177). The decision on a ticket depends on the groups
-trained up to the version of the weights under which it may start, and on the ticket's random number, so that it is the same on
-every rank and after a resume. A skipped ticket never starts; another may start in its place, as for a dropped one.
+A prompt whose responses all get the same score teaches nothing, and its earlier groups predict this before new ones are
+generated (GRESO, arXiv 2506.02177). The decision on a ticket depends on the groups trained up to the version of the weights
+under which it may start, and on the ticket's random number, so that it is the same on every rank and after a resume. A skipped
+ticket never starts; another may start in its place, as for a dropped one.
 
 If batches are made whole, the generators keep the history, which covers all earlier batches. In a stream the learners keep it:
 they decide on a ticket when the bound of staleness first lets it start, and announce the skipped tickets with the weights.
@@ -94,7 +94,6 @@ class PromptHistory:
         return noted
 
     def take_skipped(self) -> list[int]:
-        """Return the tickets that were skipped since the last call."""
         skipped, self._skipped = self._skipped, []
         return skipped
 

@@ -189,8 +189,7 @@ class TransformersEngine:
             parameter.data = memory[name]
 
     def sleep(self) -> None:
-        """Free the KV cache while the learner works; only between responses. Does nothing on a CPU: there the learner's memory
-        is separate, and the kernel would have to clear each page of a new cache."""
+        """Free the KV cache while the learner works, except on a CPU; only between responses."""
         if self.num_unfinished:
             raise RuntimeError(f"the engine cannot sleep with {self.num_unfinished} unfinished responses")
         if self.sleeps:
@@ -198,7 +197,6 @@ class TransformersEngine:
 
     @torch.no_grad()
     def log_probs_of(self, ids: list[int]) -> list[float]:
-        """Return the log-prob, at temperature 1, of each token except the first under the current weights."""
         layout = PrefillLayout([len(ids)], [0], self._new_cache(1, len(ids)), self.device)
         token = torch.tensor(ids).to(self.device)
         logits = self.model.lm_head(self._fill(token, layout, [None])[:-1])  # [n - 1, V]
@@ -236,7 +234,7 @@ class TransformersEngine:
         return torch.stack(logits, dim=1)
 
     def _longest(self) -> int:
-        """Return the largest position among the running requests, without reading it from the device."""
+        """Return the largest position among the running requests."""
         return max(len(r.request.prompt_ids) + len(r.token_ids) for r in self.running) - 1
 
     def _fill(self, token: torch.Tensor, layout: PrefillLayout, images: list[Images | None]) -> torch.Tensor:

@@ -83,7 +83,6 @@ class AdaptedVLLMEngine(VLLMEngine):
         return found
 
     def _limit_running(self, requests: int) -> None:
-        """Limit vLLM to this many running requests."""
         self._limit, of = requests, self._scheduler
         setattr(of, "max_num_active_reqs" if hasattr(of, "max_num_active_reqs") else "max_num_running_reqs", requests)
 
@@ -103,7 +102,6 @@ class AdaptedVLLMEngine(VLLMEngine):
         self.adapter.swap()
 
     def _part(self, name: str) -> "OwnAdapter | LiveWeights":
-        """Return the object that holds the learner's weight `name`."""
         return self.adapter if name in self.adapter.shapes else self.weights
 
 
@@ -131,7 +129,6 @@ class OwnAdapter:
 
     @property
     def settings(self) -> dict[str, object]:
-        """Settings of vllm.EngineArgs."""
         room = next(size for size in RANKS if size >= self.adapters.setting.rank)
         return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room}
 
@@ -141,8 +138,6 @@ class OwnAdapter:
         self._manager = weights.worker.model_runner.lora_manager._adapter_manager
         # vLLM has replaced each layer with one that has an adapter; the weights are in its base_layer.
         weights.modules = {name: getattr(module, "base_layer", module) for name, module in weights.modules.items()}
-
-    # -- in
 
     def taken_out(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights that are not adapters. Keep copies of the adapters for `swap`: the sender may reuse its memory."""
@@ -169,8 +164,6 @@ class OwnAdapter:
         self._manager.activate_adapter(NUMBER)
         self._new = {}
 
-    # -- out
-
     def read_back(self, name: str) -> torch.Tensor:
         """Return this rank's part of the adapter's tensor `name`, in the engine's memory; a B is multiplied by alpha / rank."""
         layer, _, part = name.rpartition(".")
@@ -181,7 +174,6 @@ class OwnAdapter:
         return stacked[len(front or ())][0, 0, : own[0], : own[1]]
 
     def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return the value that `read_back` must return if the tensor is `whole`."""
         layer, _, part = name.rpartition(".")
         module, _, _ = self._weights.holder(f"{layer}.weight")
         by_rows = isinstance(module, RowParallelLinear)  # despite its name, this divides the weight's columns

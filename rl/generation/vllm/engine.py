@@ -2,11 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 train_sync.py --engine vllm --rollout-tp 2
 
-vLLM has paged KV memory, prefix caching between the responses of a group, chunked prefill, CUDA graphs and tensor parallelism.
 This file adds log-probs of the sampled distribution, a version per token, and new weights between two steps
-(rl/generation/vllm/weights.py), with the KV cache of unfinished responses kept or recomputed. Images in prompts:
-rl/generation/vllm/images.py. Left out: pipeline and expert parallelism, and several processes per engine. docs/engines.md lists
-the tested versions, and remedies when memory runs out.
+(rl/generation/vllm/weights.py), with the KV cache of unfinished responses kept or recomputed. Left out: pipeline and expert
+parallelism, and several processes per engine. docs/engines.md lists the tested versions, and remedies when memory runs out.
 
 A request's tokens depend on its seed, never on the rank or on the other requests. With --rollout-seeds off, the default on an
 NPU, they depend on the engine's random numbers and on the other requests; after each update, these numbers start from the seeds
@@ -71,11 +69,8 @@ class Pending:
 
 
 class VLLMEngine:
-    """`Engine` over one vLLM instance. `max_length` bounds prompt + response, in tokens.
-
-    If rollout_tp > 1, each rollout_tp consecutive ranks of the default process group form a generator and work in lockstep:
-    each must add the same requests in the same order, and step and update at the same points. All return the same outputs.
-    """
+    """`Engine` over one vLLM instance. If rollout_tp > 1, each rollout_tp consecutive ranks of the default process group share
+    one: each must add the same requests in the same order, and step and update at the same points."""
 
     shares_memory = False
     sleep_level = 2  # nothing is copied to the host, because new weights will come anyway
@@ -180,8 +175,7 @@ class VLLMEngine:
         self._hand_over_again(self._take_waiting())
 
     def sleep(self) -> None:
-        """Free weights and KV memory while the learner works; `update` wakes the engine. Only between responses. Does nothing
-        on a CPU, for which vLLM has no sleep mode, and with --no-free-cache-engine."""
+        """Free weights and KV memory while the learner works; `update` wakes the engine. Only between responses."""
         if self.num_unfinished:
             raise RuntimeError(f"the engine cannot sleep with {self.num_unfinished} unfinished responses")
         if self.sleeps and not self.asleep:
@@ -258,12 +252,9 @@ class VLLMEngine:
 
     @contextlib.contextmanager
     def _random_numbers(self):
-        """Set the random numbers of one step, for requests without separate seeds.
-
-        They depend on the weights' version, on the seeds and lengths of the requests that the engine had at the first step with
-        these weights, and on the number of steps since. So they depend on --seed; two engines never have the same requests and
-        never draw the same numbers; a resumed run draws those of its step; and an engine's tensor parallel ranks agree.
-        """
+        """Set the random numbers of one step, for requests without separate seeds. They depend on the weights' version, on the
+        seeds and lengths of the requests that the engine had at the first step with these weights, and on the number of steps
+        since: two engines never draw the same numbers, while tensor parallel ranks and a resumed run do."""
         if self.seeds:
             yield
             return
