@@ -103,7 +103,7 @@ class Batches(_Samples):
         return gone
 
     def snapshot(self, step: int) -> tuple[dict, list[Group], list[Group]]:
-        """Return (state, groups, unfinished groups) for the checkpoint of that step. The groups are the next step's batch, which
+        """Return (state, groups, unfinished groups) for the checkpoint of that step. The groups are the next batch, which
         cannot be made again without its weights."""
         batches = list(self.inbox.batches)[:1]
         start = {"batch": step + len(batches), "ticket": batches[0]["next_ticket"] if batches else self._next.ticket}
