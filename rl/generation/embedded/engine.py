@@ -130,7 +130,6 @@ class TransformersEngine:
         self.position = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)  # of the newest token
         self.token = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)  # the newest token, not yet in the KV
         self.uniform = torch.zeros(max_num_seqs, max_length, device=self.device)
-        self.ahead = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)  # see Running.ahead
         check_engine(self._decode_all, self.model, model_path, dtype)
 
     # -- the contract
@@ -149,7 +148,10 @@ class TransformersEngine:
         if self.running:
             rows = len(self.running)
             layout = DecodeLayout(self.position[:rows], self._longest() + 1, self._kv())
-            hidden = self._decode(self.token[:rows], self.position[:rows], self.ahead[:rows], layout)
+            position = self.position[:rows]
+            if self.takes_images:
+                position = position + torch.tensor([row.ahead for row in self.running]).to(self.device)
+            hidden = self._forward(self.token[:rows], position, layout)
             if self.records_routes:
                 for row, routes in zip(self.running, self._routes([1] * rows), strict=True):
                     row.routes.append(routes)
@@ -226,10 +228,10 @@ class TransformersEngine:
         layout = PrefillLayout([prompt] * sequences, list(range(sequences)), cache, self.device)
         hidden = self._fill(ids[:, :prompt].flatten(), layout, [probe.images] * sequences)
         logits = [self.model.lm_head(hidden[layout.last])]
-        ahead = torch.full((sequences,), probe.images.next_position - prompt if probe.images else 0, device=self.device)
+        ahead = probe.images.next_position - prompt if probe.images else 0
         for place in range(prompt, length - 1):
             position = torch.full((sequences,), place, device=self.device)
-            hidden = self._decode(ids[:, place], position, ahead, DecodeLayout(position, place + 1, cache))
+            hidden = self._forward(ids[:, place], position + ahead, DecodeLayout(position, place + 1, cache))
             logits.append(self.model.lm_head(hidden))
         return torch.stack(logits, dim=1)
 
@@ -244,10 +246,6 @@ class TransformersEngine:
         inputs = row_inputs(layout.lengths, [-1] * len(images), images)
         row = inputs["images"] if inputs["images"].files else None
         return self._forward(token, inputs["position_ids"].to(self.device), layout, row)
-
-    def _decode(self, token: torch.Tensor, position: torch.Tensor, ahead: torch.Tensor, layout: DecodeLayout) -> torch.Tensor:
-        """token, position, ahead [A], one for each sequence -> hidden states [A, hidden]."""
-        return self._forward(token, position + ahead if self.takes_images else position, layout)
 
     def _forward(self, token: torch.Tensor, position: torch.Tensor, layout, images: RowImages | None = None) -> torch.Tensor:
         """token [T], position [T], or [3, 1, T] for a row that may have images -> hidden states [T, hidden]."""
@@ -299,8 +297,6 @@ class TransformersEngine:
         if copies:
             source, target = torch.tensor(copies).T.to(self.device)
             self._kv().copy_slots(source, target, max(len(self.running[slot].in_kv) for slot in leaders))
-        if self.takes_images:
-            self.ahead[slots] = torch.tensor([r.ahead for r in rows]).to(self.device)
         if rows[0].token_ids:
             self.token[slots] = torch.tensor([r.token_ids[-1] for r in rows]).to(self.device)
             self.position[slots] = torch.tensor([len(r.in_kv) for r in rows]).to(self.device)
@@ -375,6 +371,6 @@ class TransformersEngine:
         del self.running[left:]
         if holes:
             source, target = torch.tensor(movers).to(self.device), torch.tensor(holes).to(self.device)
-            for state in (self.position, self.token, self.uniform, *([self.ahead] if self.takes_images else [])):
+            for state in (self.position, self.token, self.uniform):
                 state[target] = state[source]
             self._kv().copy_slots(source, target, self._longest() + 1)
