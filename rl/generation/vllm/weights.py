@@ -55,7 +55,7 @@ class LiveWeights:
 
     @contextlib.contextmanager
     def same_parameters(self):
-        """Restore the modules' parameters after a wake-up. There vllm-ascend transposes the experts', and vLLM's reloading would
+        """Restore the modules' parameters after a wake-up. There vllm-ascend transposes the experts', and reloading would
         copy into the wrong shape, or silently into the wrong elements. Memory wakes up at its old address."""
         before = [(module, name, p) for module in self.modules.values() for name, p in module.named_parameters(recurse=False)]
         yield
