@@ -92,6 +92,7 @@ class VLLMEngine:
         config = load_config(model_path, trust_remote_code)
         skeleton = empty_model(config, trust_remote_code)
         expected = dict(skeleton.named_parameters())  # the names and shapes of the learner's weights
+        further = self._further_settings(skeleton, f"--model {model_path}")
         self.eos = sorted(end_tokens or end_token_ids(model_path, trust_remote_code=trust_remote_code))
         self.sleeps = args.engine_sleeps and is_accelerator(self.device)
         self.seeds = args.rollout_seeds == "on" or (args.rollout_seeds == "auto" and not seeds_are_slow())
@@ -102,7 +103,6 @@ class VLLMEngine:
 
             self.images = PreparedImages(config, f"--model {model_path}")
         self.states = settings_of_states(config) if linear_layers(config) else {}
-        further = self._further_settings(skeleton, f"--model {model_path}")
         self.engine = self._start(self._settings(model_path, args, dtype, trust_remote_code, further), args)
         if self.states:
             check_states(self.engine)
