@@ -56,15 +56,14 @@ class GeneratorLoop:
         version = engine.version if waits else state.version
         leads = generator.engine_ranks.is_leader
         tickets = self._tickets.take(generator.free_slots, len(generator.tickets), version, state) if leads else []
-        todo = Next(version, tickets, "held" if self._tickets.held else "wait")
-        state, todo = generator.engine_ranks.agree((state, todo))
-        self._step = state.step
-        if state.stop and todo.version == engine.version:  # stop only after taking and verifying the last weights
+        decision = [state.stop, version, tickets, state.step, self._tickets.held]
+        stop, version, tickets, self._step, held = generator.engine_ranks.agree(decision)
+        if stop and version == engine.version:  # stop only after taking and verifying the last weights
             return None
         if state.snapshot > self._snapshot:  # for a checkpoint, so that unfinished responses continue after a restart
             self._snapshot = state.snapshot
             self._outbox.send_snapshot(self._snapshot, generator.unfinished())
-        return todo
+        return Next(version, tickets, "held" if held else "wait")
 
     def update_weights(self, version: int, recompute_kv: bool) -> None:
         """Load the learners' weights of this version into the engine, and start their validation if it is due."""

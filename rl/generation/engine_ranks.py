@@ -4,7 +4,7 @@ vLLM's ranks communicate in every layer, so all must add the same requests and s
 knows all tickets in advance. In a stream the engine's first rank decides on the next action, and sends it to the others.
 """
 
-from typing import Any
+import json
 
 import torch
 import torch.distributed
@@ -34,9 +34,15 @@ class EngineRanks:
             show_group(f"engine {self.index}", self._group)
 
     @doing("the engine's first rank to decide")
-    def agree(self, decision: Any) -> Any:
-        """Return the first rank's decision on all ranks."""
-        decisions = [decision]
-        if self._group:
-            torch.distributed.broadcast_object_list(decisions, self._first, self._group)
-        return decisions[0]
+    def agree(self, decision: list) -> list:
+        """Return the first rank's decision, any JSON value, on all ranks."""
+        if self._group is None:
+            return decision
+        text = json.dumps(decision).encode()
+        size = torch.tensor([len(text)])
+        torch.distributed.broadcast(size, self._first, self._group)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        if self.is_leader:
+            data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        torch.distributed.broadcast(data, self._first, self._group)
+        return json.loads(data.numpy().tobytes())

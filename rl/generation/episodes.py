@@ -187,6 +187,7 @@ class Episodes(Responses):
             return
         answers = self.environments.poll(wait) if self.engine_ranks.is_leader else []
         for id, answer in self.engine_ranks.agree(answers):
+            id = tuple(id)
             self._answers.append((id, answer))
             if "event" in answer:
                 self._processes.pop(id, None)
