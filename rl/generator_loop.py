@@ -1,7 +1,6 @@
 """The surroundings of the algorithm in a generator's loop: the next action, new weights, validation, samples for the learners.
 
-`GeneratorLoop` is for train_async.py: an engine's first rank decides what all of the engine's ranks do next. `BatchLoop` is for
-train_one_step_off.py, where the order is known beforehand.
+`GeneratorLoop` is for train_async.py, `BatchLoop` for train_one_step_off.py, where the order is known beforehand.
 """
 
 import json
@@ -67,8 +66,7 @@ class GeneratorLoop:
         return Next(version, tickets, "held" if held else "wait")
 
     def update_weights(self, version: int, recompute_kv: bool) -> None:
-        """Load the learners' weights of this version into the engine, and start their validation if it is due. recompute_kv:
-        recompute the KV cache of unfinished responses."""
+        """Load the learners' weights of this version into the engine, and start their validation if it is due."""
         args, total, generator = self.args, self.job.total_steps, self.generator
         with generator.timer("update_weights"):
             self._subscriber.receive(version, recompute_kv)
@@ -82,7 +80,6 @@ class GeneratorLoop:
         self.generator.start(ticket, self._tickets.partial(ticket))
 
     def send(self, group: Group) -> None:
-        """Send a group to the learners."""
         self._outbox.send_group(group)
 
     def finish(self) -> None:
@@ -91,7 +88,7 @@ class GeneratorLoop:
         self.generator.close()
 
     def _send_validation(self) -> None:
-        """If a validation has just ended, send its rows."""
+        """Send the rows of a validation that has just ended."""
         if self._validating is None or self.generator.is_validating:
             return
         rows = self.generator.take_rows()

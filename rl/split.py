@@ -29,7 +29,7 @@ class SplitArgs:
 
     @property
     def trains_stale(self) -> bool:
-        """Whether responses may be from older weights than those in training."""
+        """Whether older weights than those in training may have sampled."""
         return True
 
     @property

@@ -45,12 +45,6 @@ class AgentEpisodes(Episodes):
 
     # -- the generator's questions
 
-    @property
-    def num_unfinished(self) -> int:
-        """The number of responses that the engine has, or will get with their agents' first calls."""
-        begins = (request.id for key in self._beginnings for request in self.working[key].requests)
-        return self.engine.num_unfinished + sum(not self._of[id].is_reset for id in begins)
-
     def begin(self, key: int, work: Work, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
         """Start a prompt's episodes. Recorded ones start again from the beginning, because an agent cannot be replayed."""
         work.masks.clear()
@@ -60,7 +54,7 @@ class AgentEpisodes(Episodes):
         return []
 
     def replay(self) -> None:
-        """Do nothing: agents cannot be replayed."""
+        """Do nothing, because agents cannot be replayed."""
 
     def unfinished(self) -> list[Output]:
         """Return all unfinished responses so far, without routes: those of a later history do not fit the prompt, and a resumed
@@ -68,60 +62,33 @@ class AgentEpisodes(Episodes):
         return [dataclasses.replace(output, routes=None) for output in super().unfinished()]
 
     def last_turn(self, output: Output) -> list[int]:
-        """Return the tokens of the model's last turn, of whichever history."""
         return self._histories[output.id].last
 
     def extra(self, id: tuple[int, int]) -> dict[str, float]:
-        """Return an ended episode's further numbers, with the number of histories that do not extend the group's prompt."""
         return super().extra(id) | {"forks": len(self._histories[id].all) - 1 if id in self._histories else 0}
 
     def drop(self, key: int) -> None:
-        """Forget a prompt whose responses were handed over."""
         super().drop(key)
         self._histories = {id: of for id, of in self._histories.items() if id[0] != key}
 
     # -- the beginning
 
-    def _was_reset(self, id: tuple[int, int], prompt: list[int] | None) -> None:
-        """Start a response with its agent's first call, without waiting for the rest of the group. The group's first call sets
-        the group's prompt; a different one begins a separate history. prompt: None if the agent has failed."""
-        key, number = id
-        episode, work = self._of[id], self.working[key]
-        if episode.is_reset:
-            return
-        episode.is_reset = True
-        if all(self._of[request.id].is_reset for request in work.requests):
-            del self._beginnings[key]
-        if prompt is None:
-            return
-        if not any(self._of[request.id].prompt for request in work.requests):
-            if wrong := self._wrong(prompt, work):
-                self._fail(id, {"event": "bad_value", "message": wrong})
-                return
-            work.prompt = dataclasses.replace(work.prompt, ids=prompt, text=self.job.tokenizer.decode(prompt))
-        episode.prompt = prompt
-        is_other = prompt != work.prompt.ids
-        if not is_other:
-            work.requests[number] = dataclasses.replace(work.requests[number], prompt_ids=prompt)
-        self._begin_histories(id, first=int(is_other))
+    def _begin(self, id: tuple[int, int], prompt: list[int]) -> None:
+        """Start a response with its agent's first call. If it is not that of the group, it begins a separate history."""
+        requests, number = self.working[id[0]].requests, id[1]
+        first = History(requests[number], Output(id, [], [], [], "unfinished"))
+        is_other = prompt != self._prompts[id[0]]
+        self._histories[id] = Histories([first], first=int(is_other))
         if is_other:
             self._turn_to(id, 1, prompt)
+        else:
+            first.request = requests[number] = dataclasses.replace(first.request, prompt_ids=prompt)
         if self._room(id) > 0:
             self._add(id, None)
             return
-        message = f"the first call is not that of its group, and its {len(prompt)} tokens leave none of --max-response-length"
-        self._fail(id, {"event": "bad_value", "message": message})
-
-    def _wrong(self, prompt: list[int], work: Work) -> str | None:
-        """Return why a group cannot have this prompt; None if it can."""
-        if len(prompt) > self.args.max_prompt_length:
-            return f"the prompt has become {len(prompt)} tokens long, more than --max-prompt-length"
-        return "a prompt that has images cannot be added to" if work.prompt.images else None
-
-    def _begin_histories(self, id: tuple[int, int], first: int) -> None:
-        key, number = id
-        begun = History(self.working[key].requests[number], Output(id, [], [], [], "unfinished"))
-        self._histories[id] = Histories([begun], first)
+        self._refuse(
+            id, f"the first call is not that of its group, and its {len(prompt)} tokens leave none of --max-response-length"
+        )
 
     # -- turn after turn
 
@@ -166,7 +133,6 @@ class AgentEpisodes(Episodes):
         work.requests[id[1]] = history.request
 
     def _note(self, id: tuple[int, int]) -> None:
-        """Store the current state of the active history."""
         of, episode = self._histories[id], self._of[id]
         history = of.all[of.active]
         history.output, history.at = episode.output or history.output, episode.at

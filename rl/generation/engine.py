@@ -8,7 +8,7 @@ rl/generation/embedded/engine.py and rl/generation/vllm/engine.py implement it; 
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol
 
 import numpy as np
@@ -106,9 +106,8 @@ class EngineArgs(RouterArgs):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """temperature 0 is greedy (log-probs are then those at temperature 1); top_k -1 and top_p 1 are off.
-
-    The embedded engine reads the fields in its `_sample` and in `sample`, the vLLM engine in its `_hand_over`."""
+    """temperature 0 is greedy (log-probs are then those at temperature 1); top_k -1 and top_p 1 are off. The embedded engine
+    reads the fields in its `_sample` and in `sample`, the vLLM engine in its `_hand_over`."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -158,7 +157,6 @@ class Output:
 class Engine(Protocol):
     version: int  # of the weights in use; -1 before the first update
     shares_memory: bool  # whether it has `share_parameters`
-    reads: frozenset[str]  # the fields of SamplingParams that it supports; for others, only the default is accepted
 
     def add(self, request: Request) -> None: ...
 
@@ -193,17 +191,6 @@ class Engine(Protocol):
     def log_probs_of(self, ids: list[int]) -> list[float]:
         """Return the log-prob, at temperature 1, of each token except the first under the current weights. Unfinished responses
         may continue meanwhile; the next step returns those that end."""
-
-
-def check_sampling(engine: Engine, sampling: SamplingParams) -> None:
-    """Raise UserError for a field that the engine would ignore, unless the field has its default."""
-    name = type(engine).__name__
-    for field in fields(SamplingParams):
-        if field.name not in engine.reads and (value := getattr(sampling, field.name)) != field.default:
-            raise UserError(
-                f"{name} does not sample by {field.name}, which is {value!r} here and would be ignored. Take another --engine, "
-                f"or let {name} read it (SamplingParams in rl/generation/engine.py says where) and add it to {name}.reads."
-            )
 
 
 def check_length(request: Request, max_length: int) -> None:

@@ -1,8 +1,7 @@
 """The ranks that share one tensor parallel engine (--rollout-tp) stay in step.
 
-vLLM's ranks communicate in every layer, so all must add the same requests and step equally often. Generating a whole batch
-needs no messages for this: every rank knows all tickets in advance, and steps the engine until it is empty. In a stream, the
-engine's first rank decides on the next action and sends its decision to the others.
+vLLM's ranks communicate in every layer, so all must add the same requests and step equally often. In a whole batch every rank
+knows all tickets in advance. In a stream the engine's first rank decides on the next action, and sends it to the others.
 """
 
 import json

@@ -12,8 +12,7 @@ class Episode:
     """A response under way."""
 
     output: Output | None = None  # the response so far; None while the engine has it, or before it begins
-    is_reset: bool = False
-    prompt: list[int] | None = None  # the group's prompt, if the environment's reset adds to it
+    prompt: list[int] | None = None  # of the recorded response, if the run has resumed
     in_engine: bool = False
     is_over: bool = False
     at: int = 0  # number of tokens of the ended turns and of the answers to them

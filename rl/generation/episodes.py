@@ -44,7 +44,8 @@ class Episodes(Responses):
         self._of: dict[tuple[int, int], Episode] = {}
         self._processes: dict[tuple[int, int], bool] = {}  # episodes with a process -> whether it owes an answer
         self._queue: list[int] = []  # keys without environments yet
-        self._beginnings: dict[int, list[int] | None] = {}  # keys whose environments are being reset -> the recorded prompt
+        self._resetting: set[tuple[int, int]] = set()  # episodes that have not begun
+        self._prompts: dict[int, list[int] | None] = {}  # by key: the prompt that the first reset returned
         self._answers: list[tuple[tuple[int, int], dict]] = []
         self._ended: list[Output] = []
         self._replayed: list[tuple] | None = None  # requests for the engine, collected during `replay`
@@ -53,14 +54,14 @@ class Episodes(Responses):
 
     @property
     def num_unfinished(self) -> int:
-        """The number of responses that the engine has, or will get when their environments are reset."""
-        return self.engine.num_unfinished + sum(len(self.working[key].requests) for key in self._beginnings)
+        return self.engine.num_unfinished + len(self._resetting)
 
     def begin(self, key: int, work: Work, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
         """Start a prompt's episodes, or replay the recorded ones."""
         self.working[key] = work
-        self._of |= {request.id: Episode(output) for request, output in zip(work.requests, before, strict=True)}
-        self._beginnings[key] = prompt
+        for request, output in zip(work.requests, before, strict=True):
+            self._of[request.id] = Episode(output, prompt)
+            self._resetting.add(request.id)
         self._queue.append(key)
         self._admit()
         return []
@@ -84,14 +85,14 @@ class Episodes(Responses):
 
     @property
     def _blocked(self) -> bool:
-        """Whether the engine waits for environments (--env-lock-step)."""
+        """Whether the engine waits (--env-lock-step)."""
         return self.args.in_lock_step and any(self._processes.values())
 
     def replay(self) -> None:
-        """Replay all recorded episodes before new ones start. They are added to the engine as if the run had not stopped: first
-        those that were stopped within a turn, then those that waited for their environment."""
+        """Replay all recorded episodes. Give them to the engine as if the run had not stopped: first those that were stopped
+        within a turn, then those that waited for their environment."""
         self._replayed = []
-        while self._queue or self._beginnings or any(self._processes.values()):
+        while self._queue or any(self._processes.values()):
             self._admit()
             self._poll(1.0)
             if not self._blocked:
@@ -106,7 +107,7 @@ class Episodes(Responses):
         return super().unfinished() + [output or Output(id, [], [], [], "unfinished") for id, output in elsewhere.items()]
 
     def put_aside(self, below: int) -> None:
-        """Take all unfinished responses out of the engine. Their environments' answers wait until the responses proceed."""
+        """Take all unfinished responses out of the engine. Their environments' answers wait."""
         super().put_aside(below)
         self.paused_below = below
 
@@ -150,13 +151,12 @@ class Episodes(Responses):
         return episode.rewards if episode and self.args.turn_rewards and not episode.event else None
 
     def drop(self, key: int) -> None:
-        """Forget a prompt whose responses were handed over."""
         for request in self.working[key].requests:
             del self._of[request.id]
+        self._prompts.pop(key, None)
         super().drop(key)
 
     def close(self) -> None:
-        """End all environments at the end of the run."""
         self.environments.close()
 
     # -- the processes
@@ -207,38 +207,35 @@ class Episodes(Responses):
                 self._fork(request.id)
 
     def _was_reset(self, id: tuple[int, int], prompt: list[int] | None) -> None:
-        key, episode = id[0], self._of[id]
-        if key not in self._beginnings:  # the episode starts again
-            self._start(id)
-            return
-        episode.is_reset, episode.prompt = True, prompt or None
-        if all(self._of[request.id].is_reset for request in self.working[key].requests):
-            self._start_all(key, self._beginnings.pop(key))
+        """Start an episode. The first of a group sets the group's prompt. prompt: None if the reset adds nothing to it."""
+        key, work = id[0], self.working[id[0]]
+        self._resetting.discard(id)
+        if key not in self._prompts:
+            if prompt and len(prompt) > self.args.max_prompt_length:
+                self._refuse(id, f"the prompt has become {len(prompt)} tokens long, more than --max-prompt-length")
+                return
+            if prompt and work.prompt.images:
+                self._refuse(id, "a prompt that has images cannot be added to")
+                return
+            if prompt:
+                work.prompt = dataclasses.replace(work.prompt, ids=prompt, text=self.job.tokenizer.decode(prompt))
+            self._prompts[key] = prompt
+        self._begin(id, prompt)
 
-    def _start_all(self, key: int, recorded: list[int] | None) -> None:
-        """Start the prompt's episodes once all its environments are reset. All of them must add the same to the prompt.
-        recorded: the prompt of the recorded responses."""
+    def _begin(self, id: tuple[int, int], prompt: list[int] | None) -> None:
+        """Start an episode whose group has a prompt, which must be this episode's as well."""
+        key, number = id
         work = self.working[key]
-        prompts = {r.id: self._of[r.id].prompt for r in work.requests if not self._of[r.id].event}
-        first, wrong = next(iter(prompts.values()), None), None
-        if first and len(first) > self.args.max_prompt_length:
-            wrong = f"the prompt has become {len(first)} tokens long, more than --max-prompt-length"
-        elif first and work.prompt.images:
-            wrong = "a prompt that has images cannot be added to"
-        elif first:
-            work.prompt = dataclasses.replace(work.prompt, ids=first, text=self.job.tokenizer.decode(first))
-        for id, prompt in prompts.items():
-            if wrong or prompt != first:
-                self._refuse(id, wrong, prompt)
-                continue
-            if self._of[id].output and recorded != work.prompt.ids:
-                self._forget(id)
-            work.requests[id[1]] = dataclasses.replace(work.requests[id[1]], prompt_ids=work.prompt.ids)
-            self._start(id)
+        if prompt != self._prompts[key]:
+            self._refuse(id, "reset adds another prompt than in its group")
+            return
+        if self._of[id].output and self._of[id].prompt != work.prompt.ids:
+            self._forget(id)
+        work.requests[number] = dataclasses.replace(work.requests[number], prompt_ids=work.prompt.ids)
+        self._start(id)
 
-    def _refuse(self, id: tuple[int, int], wrong: str | None, prompt: list[int] | None) -> None:
-        """Fail an episode whose environment made an unusable prompt: a wrong one, or one that differs from its group's."""
-        self._fail(id, {"event": "bad_value", "message": wrong or "reset adds another prompt than in its group"})
+    def _refuse(self, id: tuple[int, int], wrong: str) -> None:
+        self._fail(id, {"event": "bad_value", "message": wrong})
 
     def _start(self, id: tuple[int, int]) -> None:
         episode = self._of[id]
@@ -317,7 +314,6 @@ class Episodes(Responses):
             self._add(id, Output(id, *lists, "unfinished", o.routes, known))
 
     def _room(self, id: tuple[int, int]) -> int:
-        """Return the most tokens that a response's conversation may have."""
         return self.args.max_response_length
 
     def _append(self, id: tuple[int, int], tokens: int) -> None:
@@ -358,7 +354,6 @@ class Episodes(Responses):
             self._cut(id)
 
     def _forget(self, id: tuple[int, int]) -> None:
-        """Drop an episode's recorded tokens."""
         self.working[id[0]].masks.pop(id[1], None)
         self._of[id] = Episode(restarts=self._of[id].restarts + 1)
 
@@ -395,6 +390,5 @@ class Episodes(Responses):
         if episode.in_engine:  # the turn under way is the last
             return
         episode.output = episode.output or Output(id, [], [], [], "length")
+        self._resetting.discard(id)
         self._finish(id, "stop")
-        if id[0] in self._beginnings:
-            self._was_reset(id, None)

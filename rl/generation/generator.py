@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from rl.data.images import ImageError
 from rl.data.job import Job
 from rl.generation.choose_engine import make_engine
-from rl.generation.engine import Engine, EngineArgs, Output, Request, SamplingParams, check_sampling, request_seed
+from rl.generation.engine import Engine, EngineArgs, Output, Request, SamplingParams, request_seed
 from rl.generation.engine_ranks import EngineRanks
 from rl.generation.responses import VALIDATION, Responses, Work, make_responses, prompt_routes, recorded, to_response
 from rl.model.router import check_record
@@ -36,17 +36,15 @@ class Generator:
         give_up: Callable[[], bool] = lambda: False,
         responses: Responses | None = None,
     ):
-        """engine_ranks: the ranks that share the engine; give_up: called between two engine steps of `generate`, which stops if
-        it returns True; responses: by default of one turn."""
+        """give_up: called between two engine steps of `generate`, which stops if it returns True; responses: by default of one
+        turn."""
         self.engine, self.job, self.pool, self.args, self.engine_ranks = engine, job, pool, args, engine_ranks
         self.give_up = give_up if engine_ranks.size == 1 else lambda: False  # ranks that share an engine must stay together
         self.sampling = args.sampling
-        check_sampling(engine, args.sampling)
-        check_sampling(engine, args.val_sampling)
         self.responses = responses or Responses(engine)
         self.working = self.responses.working
         self._rows: list[dict] = []  # of the current validation
-        self._over: list[int] = []  # keys that ended as they began: recorded ones, and those without images
+        self._ended: list[Output] = []  # responses that had ended when their prompt was started
         self.history = None  # of the prompts, with --prompt-sampling
         if args.prompt_sampling != "uniform":
             from rl.samples.prompt_history import PromptHistory  # late: no other run needs it
@@ -73,7 +71,7 @@ class Generator:
         return [key for key in self.working if key < VALIDATION and self.engine_ranks.is_leader]
 
     def close(self) -> None:
-        """Close the scoring pool and the responses at the end of the run."""
+        """End the scoring processes and the environments."""
         self.pool.close()
         self.responses.close()
 
@@ -91,7 +89,7 @@ class Generator:
 
     def unfinished(self) -> list[Group]:
         """Return a group for every ticket under way, except validation, with its responses so far, all without scores."""
-        outputs, groups = {output.id: output for output in self.responses.unfinished()}, []
+        outputs, groups = {output.id: output for output in (*self._ended, *self.responses.unfinished())}, []
         for ticket in self.tickets:
             work = self.working[ticket]
             so_far = [work.outputs.get(i) or outputs[ticket, i] for i in range(work.n + work.greedy)]
@@ -100,21 +98,17 @@ class Generator:
         return groups
 
     def decode(self) -> list[Output] | None:
-        """Sample the next token of every response under way: one step of the engine. Return the responses that end with it;
-        None if there was nothing to sample."""
-        return None if self._over else self.responses.decode(self.timer)
+        """Sample the next token of every response. Return the responses that ended; None if there was nothing to sample."""
+        ended, self._ended = self._ended, []
+        return ended or self.responses.decode(self.timer)
 
     def score(self, ended: list[Output] | None, wait: float = 2e-3, idle: str = "wait") -> list[Group]:
-        """Give the responses that `decode` returned to the scoring pool, and return the groups whose responses have all been
-        scored by now. If nothing was sampled, wait up to `wait` seconds for a score, or sleep this long if there is nothing to
-        score either. idle: the timer of that sleep."""
+        """Give the responses that `decode` returned to the scoring pool. Return the groups that are scored by now. If there was
+        nothing to sample, wait up to `wait` seconds for a score, or sleep if none is due. idle: the timer of that sleep."""
         return self._take_done(self._take_scores(ended, wait, idle))
 
     def _take_scores(self, ended: list[Output] | None, wait: float, idle: str = "wait") -> list[int]:
         """Submit the ended responses and collect scores. Return the keys that may be done."""
-        if self._over:
-            keys, self._over = self._over, []
-            return keys
         if ended is not None:
             with self.timer("score"):
                 for output in ended:
@@ -129,15 +123,16 @@ class Generator:
                 time.sleep(wait)
         for (key, number), score in scored:
             self.working[key].scores[number] = score
-        return list(dict.fromkeys(key for (key, _), _ in scored)) if self.engine_ranks.is_leader else self._whole(ended or [])
+        if not self.engine_ranks.is_leader:
+            return self._whole(ended or [])
+        return list(dict.fromkeys(key for (key, _), _ in scored))
 
     def _whole(self, ended: list[Output]) -> list[int]:
         """Return the keys whose last response is among these."""
         return [key for key in dict.fromkeys(output.id[0] for output in ended) if self.working[key].has_ended]
 
     def _take_done(self, keys: Iterable[int]) -> list[Group]:
-        """Return the groups of those keys that are done, and keep a validation's rows. Only the engine's first rank returns
-        groups; the others drop ended prompts."""
+        """Return the groups of those keys that are done, and keep a validation's rows; only on the engine's first rank."""
         groups, leads = [], self.engine_ranks.is_leader
         for key in keys:
             work = self.working[key]
@@ -151,7 +146,7 @@ class Generator:
         return groups
 
     def begin(self, tickets: Sequence[int]) -> None:
-        """Start this engine's share of tickets, in addition to those that `generate` will get."""
+        """Start this engine's share of the tickets."""
         for ticket in tickets[self.engine_ranks.index :: self.engine_ranks.engines]:
             self.start(ticket)
 
@@ -170,7 +165,6 @@ class Generator:
         self.responses.proceed()
         for ticket in tickets:
             self.start(ticket)
-        self._over = []  # their keys are in `ended`
         ended = sorted(key for key, work in self.working.items() if work.has_ended)
         while len(ended) < len(tickets) or self.pool.pending:
             if self.give_up():
@@ -230,7 +224,6 @@ class Generator:
         return work.group(ticket, responses, baseline, routes)
 
     def _row(self, index: int, work: Work, number: int) -> dict:
-        """Return a validation response as `take_rows` describes it. The validation's metrics are computed from these rows."""
         score = work.scores[number]
         return {
             "index": index,
@@ -247,24 +240,22 @@ class Generator:
         }
 
     def _add(self, key: int, work: Work, sampling: SamplingParams, partial: Group | None = None) -> None:
-        """Start the prompt's responses, or continue recorded ones. If its images cannot be prepared, which their headers do not
-        show, the responses have no token and no score, and only this ticket is lost."""
+        """Start the prompt's responses, or continue recorded ones. If its images cannot be prepared, only this ticket is lost:
+        its responses have no token and no score."""
         images = work.prompt.images
         try:
             if images:
                 images.prepare()
         except ImageError as error:
-            self._give_up(key, work, f"{work.prompt.where}: {error}")
+            work.event = Score(None, event="image", message=f"{work.prompt.where}: {error}")
+            self.working[key] = work
+            self._ended += [Output((key, i), [], [], [], "length") for i in range(work.n + work.greedy)]
             return
         work.requests = self._requests(key, work, sampling)
         before = [recorded(request.id, partial, work) for request in work.requests]
-        for output in self.responses.begin(key, work, before, partial and partial.prompt_ids.tolist()):
-            self._submit(output)
-        if work.has_ended:
-            self._over.append(key)
+        self._ended += self.responses.begin(key, work, before, partial and partial.prompt_ids.tolist())
 
     def _requests(self, key: int, work: Work, sampling: SamplingParams) -> list[Request]:
-        """Return one request per response."""
         ids, images = work.prompt.ids, work.prompt.images
         seeds = [request_seed(self.args.seed, key, i) for i in range(work.n)]
         requests = [Request((key, i), ids, sampling, seed, images=images) for i, seed in enumerate(seeds)]
@@ -272,14 +263,6 @@ class Generator:
             greedy = dataclasses.replace(sampling, temperature=0.0, support=0)
             requests.append(Request((key, work.n), ids, greedy, 0, images=images))
         return requests
-
-    def _give_up(self, key: int, work: Work, message: str) -> None:
-        for number in range(work.n + work.greedy):
-            work.outputs[number] = Output((key, number), [], [], [], "length")
-            work.scores[number] = Score(None, event="image", message=message)
-            self.pool.events["image"] += 1
-        self.working[key] = work
-        self._over.append(key)
 
     def _submit(self, output: Output) -> None:
         key, number = output.id
@@ -290,7 +273,7 @@ class Generator:
         if not self.engine_ranks.is_leader:  # the engine's first rank scores
             return
         p = work.prompt
-        if score := self.responses.score(output.id):
+        if score := work.event or self.responses.score(output.id):
             self.pool.hand_back(output.id, score)
             return
         text = self.job.tokenizer.decode(self.responses.last_turn(output), skip_special_tokens=True)

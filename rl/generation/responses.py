@@ -33,6 +33,7 @@ class Work:
     masks: dict[int, np.ndarray] = field(default_factory=dict)  # bool, of a response's first tokens; the rest are sampled
     histories: dict[int, list[int]] = field(default_factory=dict)  # of a response with several: number of tokens of each
     requests: list[Request] = field(default_factory=list)  # one per response
+    event: Score | None = None  # why none of its responses can be sampled or scored
 
     def mask(self, number: int, tokens: int) -> np.ndarray | None:
         """Return which tokens of response `number` the policy sampled, [tokens] bool; None if all of them."""
@@ -64,7 +65,6 @@ class Responses:
 
     @property
     def num_unfinished(self) -> int:
-        """The number of responses that the engine has, or will get."""
         return self.engine.num_unfinished
 
     def begin(self, key: int, work: Work, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
@@ -77,7 +77,7 @@ class Responses:
         return [output for output in before if output and output.finish_reason != "unfinished"]
 
     def replay(self) -> None:
-        """Prepare to continue after the last `begin` of a resumed run. With one turn, there is nothing to do."""
+        """Prepare to continue after the last `begin` of a resumed run."""
 
     def decode(self, timer: Timers) -> list[Output] | None:
         """Step the engine once. Return the responses that end with it; None if there was nothing to sample."""
@@ -96,7 +96,7 @@ class Responses:
         self.engine.abort()
 
     def proceed(self) -> None:
-        """Give the responses that were put aside back to the engine, as a resumed run does."""
+        """Give the responses that were put aside back to the engine."""
         for output in self._aside:
             key, number = output.id
             self.engine.add(dataclasses.replace(self.working[key].requests[number], so_far=output))

@@ -76,7 +76,7 @@ class SampleBuffer:
 
     @property
     def replaced(self) -> int:
-        """The number of tickets that were dropped or skipped, so that others may start in their place."""
+        """The number of tickets dropped or skipped: others may start in their place."""
         return self.dropped.total() + self.skipped
 
     @property
@@ -111,9 +111,8 @@ class SampleBuffer:
         return line + (f"; {self.skipped:,} more were skipped (--prompt-sampling)" if self.skipped else "")
 
     def _in_time(self, step: int, tickets: list[int]) -> bool:
-        """Return whether, with --on-stale wait, all other groups can still be trained in time if the step takes these tickets.
-        Groups that started under version v or earlier (tickets below a bound) must be trained before version v + max_staleness
-        + 1."""
+        """Return whether, with --on-stale wait, all other groups can be trained in time if the step takes these tickets. Groups
+        that started under version v or earlier (tickets below a bound) must be trained before version v + max_staleness + 1."""
         args = self.args
         if args.max_staleness is None or args.on_stale == "drop":
             return True
@@ -141,7 +140,7 @@ class SampleBuffer:
         return [t for t in range(self._low, drawn) if t not in self._high and t not in self.waiting]
 
     def skipped_below(self, drawn: int) -> int:
-        """Return how many of the skipped tickets are below `drawn`. From `drawn` on, only skipped tickets are settled."""
+        """Return the number of skipped tickets below `drawn`. From `drawn` on, only skipped tickets are settled."""
         return self.skipped - max(0, self._low - drawn) - sum(ticket >= drawn for ticket in self._high)
 
     def _drop(self, ticket: int, reason: str) -> None:

@@ -1,8 +1,7 @@
 """Messages from generators to learners, through their node's ring.
 
-Inbox and Outbox are the ends of the ring. A message's first byte says what it is: a group, validation rows, a report on where a
-generator's time went, or a final record, for example. Groups are framed by rl/samples/group.py; everything else is JSON. The
-first learner's messages to all generators are in the control block (rl/samples/control.py).
+A message's first byte says what it is. Groups are framed by rl/samples/group.py; everything else is JSON. The first learner's
+messages to all generators are in the control block (rl/samples/control.py).
 """
 
 import json
@@ -23,12 +22,12 @@ from rl.transport.relay import Forwarder, Receiver
 from rl.transport.ring import RecordTooLarge, Ring, RingTimeout
 
 GROUP, UNFINISHED, BATCH, ROWS, REPORT, SNAPSHOT, LAST = b"G", b"U", b"B", b"V", b"R", b"S", b"E"
+ROWS_AT_ONCE = 16  # rows of a validation in a record
 
 
 def _open_ring(split: Split, megabytes: int) -> Ring | None:
-    """Return this node's ring. The node's first learner, or without learners its first generator, creates the ring; the
-    generators attach to it. Return None on other learners, which get their samples from the first one, and if no sample would
-    arrive."""
+    """Return this node's ring, which the first learner creates, or without learners the first generator. Return None on other
+    learners, which get their samples from the first one, and if no sample would arrive."""
     key, makes = f"ring/{split.node}", split.is_first_here and (split.role == "learner" or not split.here.learners)
     if makes and (split.here.generators or _nodes_that_send(split)):
         ring = Ring.create(megabytes << 20)
@@ -48,8 +47,7 @@ def _nodes_that_send(split: Split) -> list[int]:
 
 
 class Outbox:
-    """A generator's end. It never blocks, since the learner that should make room may be waiting for this generator to receive
-    weights."""
+    """A generator's end. It never blocks: the learner that should make room may wait for this generator to receive weights."""
 
     def __init__(self, args: SplitArgs, split: Split):
         self.ring, self.split = _open_ring(split, args.ring_mb), split
@@ -70,24 +68,14 @@ class Outbox:
 
     def send_rows(self, step: int, version: int, rows: list[dict], parts: int = 1) -> None:
         """Send a validation of this version of the weights, published after that step. It is one of `parts`, each from a
-        different generator, and is sent as several records if one would take too much of the ring."""
-        pieces: list[list[bytes]] = [[]]
-        size, most = 0, self.ring.max_record // 2
-        for row in rows:
-            encoded = json.dumps(row).encode()
-            if pieces[-1] and size + len(encoded) > most:
-                pieces.append([])
-                size = 0
-            pieces[-1].append(encoded)
-            size += len(encoded) + 1
-        about = {"rank": self.split.ranks.rank, "step": step, "version": version, "parts": parts}
-        for number, piece in enumerate(pieces, 1):
-            head = json.dumps(about | {"more": number < len(pieces)}).encode()
-            self._send(ROWS, b'%b, "rows": [%b]}' % (head[:-1], b",".join(piece)))
+        different generator, and is sent as several records, because one might take too much of the ring."""
+        about = {"step": step, "version": version, "parts": parts}
+        for start in range(0, len(rows) or 1, ROWS_AT_ONCE):
+            end = start + ROWS_AT_ONCE
+            self._send_json(ROWS, about | {"rows": rows[start:end], "more": end < len(rows)})
 
     def report(self, timer: Timers, pool: ScoringPool, received: dict[str, float]) -> None:
-        """Report how this generator spent its time since the last report, and restart the timer. received:
-        Subscriber.received."""
+        """Report this generator's time since the last report, and restart the timer. received: Subscriber.received."""
         content = {
             "elapsed": timer.elapsed,
             "ledger": timer.ledger(),

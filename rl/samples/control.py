@@ -28,11 +28,10 @@ class State:
 
 
 class ControlBlock:
-    """The state in the store. The first learner writes it. In each generator a thread waits for the next state, so that reading
-    it needs no round trip and waiting for it no polling.
+    """The state in the store. In each generator a thread waits for the next one, so that reading it needs no round trip.
 
     The key "control" has the newest state with its number; "control/version/<version>" has the state that announced that
-    version. "control/<number>" exists once that number has been written. Each takes about 100 bytes of the store's memory.
+    version; "control/<number>" exists once that number has been written.
     """
 
     def __init__(self, split: Split):
@@ -43,7 +42,7 @@ class ControlBlock:
         self._following = in_background(self._follow, "control") if split.role == "generator" else None
 
     def update(self, **changes) -> None:
-        """Change fields of the state. Only the first learner writes it to the store."""
+        """Change fields of the state, which the first learner writes to the store."""
         new = replace(self.state or State(version=-1, dropped=0), **changes)
         if self.writes and new != self.state:
             self._number += 1

@@ -1,15 +1,15 @@
 """The record that generators send to learners: `Group`, one prompt with its n scored responses."""
 
-import itertools
 import json
 import math
 import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
+
+from rl.errors import UserError
 
 # Names among a response's further numbers, if there is a length penalty
 UNPENALISED = "unpenalised_score"
@@ -61,9 +61,8 @@ class Group:
         return [r for r in self.scored if r.mask is None or r.mask.any()]
 
     def differs(self, rewards: Sequence[str] = ()) -> bool:
-        """Return whether the scores without the length penalty differ, or with names one of these rewards (--gdpo-reward-keys),
-        which may differ even if their sums do not. With zero variance all group-wise advantages are 0, and a group of right
-        responses would only teach their length (DAPO, arXiv 2503.14476, compares accuracy)."""
+        """Return whether the scores without the length penalty differ or, if rewards are named (--gdpo-reward-keys), one of
+        these. Otherwise the group would at most teach the length of right responses (as in DAPO, arXiv 2503.14476)."""
         names = [name for name in rewards if name != PENALTY] or ["score"]
         return any(len({r.reward(name) for r in self.compared}) > 1 for name in names)
 
@@ -78,83 +77,33 @@ class Group:
         return min((int(r.versions.min()) for r in self.responses if len(r.versions)), default=sys.maxsize)
 
     def to_bytes(self) -> bytes:
-        """Return the group as bytes: a JSON header with the lengths, then the raw arrays. Nothing is pickled. Raise ValueError
-        if the records of the sampling masks differ in width."""
-        header = {
-            "ticket": self.ticket,
-            "data_source": self.data_source,
-            "baseline": self.baseline,
-            "prompt": len(self.prompt_ids),
-            "responses": [
-                [len(r.token_ids), r.finish_reason, r.score, r.extra, r.error, _runs(r.mask)] for r in self.responses
-            ],
-        } | ({"images": self.images} if self.images else {})
-        if any(r.rewards for r in self.responses):
-            header["rewards"] = [r.rewards for r in self.responses]
-        if any(r.histories for r in self.responses):
-            header["histories"] = [r.histories for r in self.responses]
-        if self.prompt_routes is not None:
-            has = [r.routes is not None for r in self.responses]
-            header["routes"] = [str(self.prompt_routes.dtype), *self.prompt_routes.shape[1:], has]
-        supports = [r.support for r in self.responses]
-        widths = sorted({support.shape[1] for support in supports if support is not None})
-        if len(widths) > 1:
-            raise ValueError(f"ticket {self.ticket}: the sampling masks of its responses have records of {widths} columns")
-        if widths:
-            header["support"] = [*widths, [support is not None for support in supports]]
-        head = json.dumps(header).encode()
-        arrays = [self.prompt_ids.astype(np.int32)]
-        for r in self.responses:
-            arrays += [r.token_ids.astype(np.int32), r.log_probs.astype(np.float32), r.versions.astype(np.int32)]
-        if self.prompt_routes is not None:
-            arrays += [self.prompt_routes, *(r.routes for r in self.responses if r.routes is not None)]
-        arrays += [support.astype(np.int32) for support in supports if support is not None]
-        return b"".join([struct.pack("<I", len(head)), head, *(a.tobytes() for a in arrays)])
+        """Return the group as bytes: a JSON header with the lengths, then the raw arrays in its order. Nothing is pickled."""
+        arrays = []
+
+        def describe(array: np.ndarray) -> dict:
+            arrays.append(array.tobytes())
+            return {"array": [array.dtype.str, *array.shape]}
+
+        fields = vars(self) | {"responses": [vars(response) for response in self.responses]}
+        head = json.dumps(fields, default=describe).encode()
+        return b"".join([struct.pack("<I", len(head)), head, *arrays])
 
     @staticmethod
     def from_bytes(record: bytes | memoryview) -> "Group":
-        """Return the group of a record. Its arrays are views of the record."""
+        """Return the group of a record. Its arrays are views of the record. Raise UserError for a record of earlier versions."""
         at = 4 + struct.unpack_from("<I", record)[0]
-        header = json.loads(bytes(record[4:at]))
 
-        def take(n: int, dtype) -> np.ndarray:
+        def with_arrays(fields: dict) -> dict | np.ndarray:
             nonlocal at
-            array = np.frombuffer(record, dtype, n, at)
+            if not isinstance(fields.get("array"), list):
+                return fields
+            dtype, *shape = fields["array"]
+            array = np.frombuffer(record, dtype, math.prod(shape), at).reshape(shape)
             at += array.nbytes
             return array
 
-        prompt = take(header["prompt"], np.int32)
-        arrays = [[take(n, dtype) for dtype in (np.int32, np.float32, np.int32)] for n, *_ in header["responses"]]
-        masks = [_mask(runs) for *_, runs in header["responses"]]
-        prompt_routes, routes = None, [None] * len(masks)
-        if "routes" in header:
-            dtype, *shape, has = header["routes"]
-            rows = lambda n: take(n * math.prod(shape), dtype).reshape(n, *shape)  # noqa: E731
-            prompt_routes = rows(len(prompt))
-            routes = [
-                rows(max(0, n - 1)) if is_there else None for (n, *_), is_there in zip(header["responses"], has, strict=True)
-            ]
-        rewards, histories = (header.get(name, [None] * len(masks)) for name in ("rewards", "histories"))
-        width, has = header.get("support", [0, [False] * len(masks)])
-        lengths = [n for n, *_ in header["responses"]]
-        support = [
-            take(n * width, np.int32).reshape(n, width) if there else None for n, there in zip(lengths, has, strict=True)
-        ]
-        parts = zip(arrays, header["responses"], masks, routes, rewards, histories, support, strict=True)
-        responses = [Response(*of_one, *fields, *rest) for of_one, (_, *fields, _), *rest in parts]
-        rest = (header["baseline"], header.get("images", ""), prompt_routes)
-        return Group(header["ticket"], prompt, header["data_source"], responses, *rest)
-
-
-def _runs(mask: np.ndarray | None) -> list[int] | Literal[False]:
-    """Return a mask for a header: the lengths of its alternating runs of True (first, perhaps 0) and False. False stands for
-    None."""
-    if mask is None:
-        return False
-    ends = np.flatnonzero(np.diff(mask, prepend=True)).tolist()
-    return [end - start for start, end in itertools.pairwise([0, *ends, len(mask)])]
-
-
-def _mask(runs: list[int] | Literal[False]) -> np.ndarray | None:
-    """Return the mask of `_runs`."""
-    return None if runs is False else np.repeat(np.arange(len(runs)) % 2 == 0, runs)
+        fields = json.loads(bytes(record[4:at]), object_hook=with_arrays)
+        if "prompt_ids" not in fields:
+            raise UserError("These samples were recorded by an earlier version of the code. Read them with that version.")
+        responses = [Response(**of_one) for of_one in fields["responses"]]
+        return Group(**fields | {"responses": responses})

@@ -9,8 +9,7 @@ from rl.split import Split
 
 
 class IdleMeter:
-    """A collector of the reports. The advice leaves out each rank's first report, which covers the start, when ranks wait for
-    models."""
+    """A collector of the reports. The advice leaves out each rank's first report, which covers the start."""
 
     def __init__(self, split: Split):
         self.split = split
@@ -54,7 +53,6 @@ class IdleMeter:
         return sum(map(Counter, self._events.values()), self._events_before)
 
     def state(self) -> dict:
-        """Return the state for a checkpoint."""
         return {"waited": self._waited, "elapsed": self._elapsed, "events": self.events}
 
     def restore(self, state: dict) -> None:
@@ -68,7 +66,7 @@ class IdleMeter:
         self._started.add((role, rank))
 
     def news(self) -> str:
-        """Return advice to change something if it differs from the last call's advice; else an empty string."""
+        """Return advice to change something if it is new; else an empty string."""
         advised, text = self._verdict()
         is_new = advised not in (None, self._advised)
         self._advised = advised

@@ -1,10 +1,10 @@
 """`--over-sample`, with which a step of train_sync.py does not wait for its longest responses.
 
-More prompts are under way than a step trains. Generation ends when enough prompts have all their responses; unfinished
-responses continue in the next step from their last token, under the newer weights (APRIL, arXiv 2509.18521; Kimi k1.5 calls it
-partial rollouts, arXiv 2501.12599). Each prompt is trained once, so the run as a whole does not favour short responses; but
-long ones are trained later, and are partly from older weights. Their tokens keep the log-probs recorded while sampling, with
-which the loss corrects for this as in async. Prompts under way at the end of the run stay untrained.
+More prompts are under way than a step trains. Unfinished responses continue in the next step from their last token, under the
+newer weights (APRIL, arXiv 2509.18521; Kimi k1.5's partial rollouts, arXiv 2501.12599). Each prompt is trained once, so the run
+as a whole does not favour short responses; but long ones are trained later, and are partly from older weights. Their tokens
+keep the log-probs recorded while sampling, with which the loss corrects for this as in async. Prompts under way at the end of
+the run stay untrained.
 """
 
 from dataclasses import dataclass

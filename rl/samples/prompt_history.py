@@ -1,9 +1,9 @@
 """--prompt-sampling, which skips prompts that were solved or hopeless when they were last trained, with a probability.
 
-A prompt whose responses all get the same score teaches nothing, and the next epoch will probably be alike: the prompt's earlier
-groups predict this before new ones are generated (GRESO, arXiv 2506.02177). The decision on a ticket depends on the groups
-trained up to the version of the weights under which it may start, and on the ticket's random number, so that it is the same on
-every rank and after a resume. A skipped ticket never starts; another may start in its place, as for a dropped one.
+A prompt whose responses all get the same score teaches nothing, and its earlier groups predict this before new ones are
+generated (GRESO, arXiv 2506.02177). The decision on a ticket depends on the groups trained up to the version of the weights
+under which it may start, and on the ticket's random number, so that it is the same on every rank and after a resume. A skipped
+ticket never starts; another may start in its place, as for a dropped one.
 
 If batches are made whole, the generators keep the history, which covers all earlier batches. In a stream the learners keep it:
 they decide on a ticket when the bound of staleness first lets it start, and announce the skipped tickets with the weights.
@@ -60,25 +60,18 @@ class PromptHistory:
         chance = LEAST if self.sampling == "skip-solved" else max(FLOOR, self.chance[kind] ** times)
         return random.Random(f"{self.seed}/prompt/{ticket}").random() >= chance
 
-    def observe(self, shown: Iterable[Shown]) -> dict:
-        """Update the history with the kinds of a step's groups. Return the changes, for `apply` on other ranks."""
-        changed, counts = {}, Counter()
+    def observe(self, shown: Iterable[Shown]) -> None:
+        """Update the history with the kinds of a step's groups."""
+        counts = Counter()
         for ticket, kind in sorted(shown):
             prompt = self.order(ticket)[1]
             before, times = self.flat.pop(prompt, (kind, 0))
             if kind != MIXED:
                 self.flat[prompt] = [kind, times + 1 if kind == before else 1]
-            changed[str(prompt)] = self.flat.get(prompt)
             counts[kind] += 1
         for kind in KINDS if counts else ():
             move = -MOVE if counts[kind] / counts.total() >= TARGET[kind] else MOVE
             self.chance[kind] = min(MOST, max(LEAST, round(self.chance[kind] + move, 2)))
-        return {"flat": changed, "chance": dict(self.chance)}
-
-    def apply(self, changes: Mapping) -> None:
-        """Apply the changes that `observe` has returned on another rank."""
-        flat = {str(prompt): of for prompt, of in self.flat.items()} | changes["flat"]
-        self.restore({"flat": {prompt: of for prompt, of in flat.items() if of}, "chance": changes["chance"]})
 
     # -- for whole batches
 
@@ -94,13 +87,13 @@ class PromptHistory:
         """Note the kinds of all groups of a batch, for `commit`; they replace those noted before."""
         self._noted = self.shown(groups)
 
-    def commit(self) -> dict:
-        """Observe the noted batch, since it will be trained. Return the changes."""
+    def commit(self) -> list[Shown]:
+        """Observe the noted batch, since it will be trained. Return its kinds, for `observe` on other ranks."""
         noted, self._noted = self._noted, []
-        return self.observe(noted)
+        self.observe(noted)
+        return noted
 
     def take_skipped(self) -> list[int]:
-        """Return the tickets that were skipped since the last call."""
         skipped, self._skipped = self._skipped, []
         return skipped
 
@@ -124,11 +117,12 @@ class PromptHistory:
         self.flat = {int(prompt): list(of) for prompt, of in state["flat"].items()}
         self.chance = dict(state["chance"])
 
-    def after(self, changes: Iterable[Mapping]) -> dict:
-        """Return the state after further batches."""
+    def after(self, batches: Iterable[Iterable[Shown]]) -> dict:
+        """Return the state after further batches, of which the kinds are given."""
         later = copy.copy(self)
-        for of_batch in changes:
-            later.apply(of_batch)
+        later.restore(self.state())
+        for shown in batches:
+            later.observe(shown)
         return later.state()
 
 

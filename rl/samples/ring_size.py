@@ -9,8 +9,8 @@ from rl.model.router import routers
 from rl.transport.ring import ALIGN
 
 MIB = 1 << 20
-BYTES_PER_TOKEN = 12  # of a response: token, log-prob and version; a prompt's tokens, of 4 bytes, are counted alike
-HEAD_BYTES, HEAD_BYTES_PER_RESPONSE = 4096, 1024  # JSON: lengths, masks, scores, further numbers, errors
+BYTES_PER_TOKEN = 13  # of a response: token, log-prob, version and mask; a prompt's tokens, of 4 bytes, are counted alike
+HEAD_BYTES, HEAD_BYTES_PER_RESPONSE = 4096, 1024  # JSON: lengths, scores, further numbers, errors
 
 
 def routes_bytes(args, path: str) -> int:

@@ -12,8 +12,6 @@ trained next (rl/samples/buffer.py).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from functools import cache
 from typing import Annotated, Literal
 
 from rl.errors import UserError
@@ -111,7 +109,7 @@ class ScheduleArgs(BatchArgs, SplitArgs):
     def quota(self, version: int) -> int:
         """Return the bound of staleness: how many tickets, not counting dropped ones, may have started under the weights of
         this version. Fractions of a prompt are cut off, as in verl."""
-        ahead = int(_exact(self.staleness_threshold) * self.prompts_per_publish)
+        ahead = int(round(self.staleness_threshold * self.prompts_per_publish, 6))  # 0.29 of 100 is 29, not 28.999...
         return (version + 1) * self.prompts_per_publish + ahead
 
     def version_at(self, step: int) -> int:
@@ -133,9 +131,3 @@ class ScheduleArgs(BatchArgs, SplitArgs):
                 f"{self.staleness_threshold}: more groups are started than can be trained in time. Raise the first, lower the "
                 "second, or give --on-stale drop."
             )
-
-
-@cache
-def _exact(decimal: float) -> Fraction:
-    """Return the number as it is written: 0.1 is a tenth. Cached, because generators call this between any two engine steps."""
-    return Fraction(str(decimal))

@@ -94,7 +94,7 @@ class Batches(_Samples):
         self._gone = {"filtered": self._next.advance(batch["next_ticket"], groups)}
         if self._history:
             self._gone = self._history.apart(self._gone["filtered"], batch["skipped"])
-            self._history.apply(batch["shown"])
+            self._history.observe(batch["shown"])
         return groups, batch["metrics"]
 
     def take_gone(self) -> dict[str, list[int]]:
@@ -103,8 +103,8 @@ class Batches(_Samples):
         return gone
 
     def snapshot(self, step: int) -> tuple[dict, list[Group], list[Group]]:
-        """Return (state, groups, unfinished groups) for the checkpoint of that step, with the next step's batch, whose weights
-        are lost. Later batches will be made again, the same."""
+        """Return (state, groups, unfinished groups) for the checkpoint of that step. The groups are the next batch, which
+        cannot be made again without its weights."""
         batches = list(self.inbox.batches)[:1]
         start = {"batch": step + len(batches), "ticket": batches[0]["next_ticket"] if batches else self._next.ticket}
         start |= {"version": step}
@@ -116,7 +116,6 @@ class Batches(_Samples):
         return state, groups, []
 
     def restore(self, state: dict, groups: list[Group], unfinished: list[Group]) -> None:
-        """Restore a `snapshot`."""
         self._restore(state)
         self._start = state["start"]
         self._next.restore(state["next_ticket"])
@@ -162,7 +161,6 @@ class Stream(_Samples):
         return {"skipped": []} | gone if self._history else gone
 
     def _take(self, step: int) -> list[Group] | None:
-        """Return the groups of the step; None while there are not enough."""
         self._take_in()
         groups = self.buffer.take(step)
         if self._history:
@@ -171,8 +169,7 @@ class Stream(_Samples):
         return groups
 
     def _room(self) -> dict:
-        """Return the control block's fields that determine which tickets may start: another may start in place of a dropped
-        one."""
+        """Return the control block's fields that determine which tickets may start."""
         room = {"dropped": self.buffer.replaced}
         return room | {"skipped": self._history.skipped, "settled": self.buffer.low} if self._history else room
 
@@ -195,8 +192,7 @@ class Stream(_Samples):
         self.control.update(snapshot=step)
 
     def snapshot(self, step: int) -> tuple[dict, list[Group], list[Group]]:
-        """Return (state, groups that wait to be trained, groups under way in the generators) for the checkpoint of that step.
-        Wait for the generators to send their groups."""
+        """Return (state, groups that wait to be trained, groups that are under way) for the checkpoint of that step."""
         unfinished = self.inbox.unfinished_at(step)
         self._take_in()  # --filter-groups drops groups here
         groups = [*self.buffer.waiting.values()]
@@ -215,8 +211,7 @@ class Stream(_Samples):
         self._tickets = {"drawn": state["drawn"], "again": again, "unfinished": unfinished, "skipped": skipped}
 
     def close(self) -> list[str]:
-        """Stop the generators. Return the last lines of the run's output; the first accounts for every ticket. Raise
-        RuntimeError if one was lost."""
+        """Stop the generators. Return the last lines of the run's output; the first accounts for every ticket."""
         self.control.update(stop=True)
         lines = super().close()
         self._take_in()

@@ -22,12 +22,10 @@ OPENED, DRAWN, STARTED = "tickets/opened", "tickets/drawn", "tickets/started"  #
 
 
 class Tickets:
-    """The tickets of one generator. It draws as many as it has room for, and keeps those that may not start yet. They start
-    before any that are drawn later.
+    """The tickets of one generator. It draws as many as it has room for, and keeps those that may not start yet.
 
-    A generator has at most an even share of the tickets under way. Otherwise, with many slots, the first generators would take
-    all tickets that a publish lets start, and the others would wait. For every ticket that may start, some generator is below
-    its share.
+    A generator has at most an even share of the tickets under way: the first ones would otherwise take all tickets that a
+    publish lets start. For every ticket that may start, some generator is below its share.
     """
 
     def __init__(self, store: Store, args: ScheduleArgs, total: int, engines: int = 1):
@@ -45,7 +43,7 @@ class Tickets:
 
     def take(self, most: int, under_way: int, version: int, state: State) -> list[int]:
         """Return up to `most` tickets that may start under the weights of `version`. None start before the first weights, if
-        newer weights are ready, or if the run stops. under_way: number of tickets under way here."""
+        newer ones are ready, or if the run stops. under_way: number of tickets under way here."""
         self.held = False
         if state.stop:
             self._settle()

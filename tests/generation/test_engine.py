@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from scripted import ScriptedEngine
 from transformers import AutoModelForCausalLM
 
+import train_sync
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.embedded.sampling import sample
 from rl.generation.engine import Request, SamplingParams, request_seed
@@ -234,3 +235,11 @@ def test_the_scripted_engine_keeps_the_contract():
     assert [outputs[n].token_ids for n in (1, 4, 2)] == [[5, 1], [5, 5, 5], [5, 5, 1]]
     assert [outputs[n].finish_reason for n in (1, 4, 2)] == ["stop", "length", "stop"]
     assert outputs[4].versions == [2, 2, 2] and engine.num_unfinished == 0
+
+
+def test_the_warning_of_truncated_sampling_has_one_rule():
+    """`truncates` is what the warning about truncated sampling and the embedded engine ask."""
+    assert [SamplingParams(**rule).truncates for rule in ({}, {"top_p": 0.9}, {"top_k": 3})] == [False, True, True]
+    args = train_sync.Args(top_p=0.9, top_k=7, temperature=0.5, max_response_length=5, ignore_eos=True, val_top_p=0.8)
+    assert args.sampling == SamplingParams(0.5, 0.9, 7, 5, True)
+    assert args.val_sampling == SamplingParams(0.0, 0.8, -1, 5, False)

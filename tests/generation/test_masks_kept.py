@@ -44,6 +44,7 @@ def test_an_unfinished_response_keeps_its_mask(stops):
     group, generator = Group(4, np.array([2, 3], np.int32), "demo", parts), make_generator()
     generator.start(4, group)
     for number in range(stops):
+        assert generator.score(generator.decode()) == []  # scores the response that had ended
         assert generator.score(generator.decode()) == []
         (group,) = generator.unfinished()
         group = Group.from_bytes(group.to_bytes())

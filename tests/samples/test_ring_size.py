@@ -66,8 +66,8 @@ def test_the_check_names_the_number_and_takes_it(args, models):
     needed = int(re.search(r"Give --ring-mb (\d+)", str(raised.value))[1])
     assert needed == 2 and check_ring(args(**sizes, ring_mb=needed), models["moe"]) is None
     longer = {"rollout_n": 16, "max_response_length": 40_000}
-    with pytest.raises(UserError, match=r"Give --ring-mb 15\b"):
-        check_ring(args(**longer, ring_mb=14), models["qwen3"])
+    with pytest.raises(UserError, match=r"Give --ring-mb 16\b"):
+        check_ring(args(**longer, ring_mb=15), models["qwen3"])
     assert check_ring(args(), models["qwen3"]) is None and check_ring(train_sync.Args(rollout_n=10**6), "nowhere") is None
 
 

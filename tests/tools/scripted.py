@@ -1,15 +1,11 @@
 """An engine without a model, for tests and benchmarks of what stands around an engine."""
 
-from dataclasses import fields
-
-from rl.generation.engine import Output, Request, SamplingParams
+from rl.generation.engine import Output, Request
 
 
 class ScriptedEngine:
     """The contract of rl/generation/engine.py with `script(request) -> (token_ids, log_probs)` in place of a model. Each step
     adds a token to every request, in order of arrival."""
-
-    reads = frozenset(field.name for field in fields(SamplingParams))  # the script has them all
 
     def __init__(self, script, eos_token_id: int):
         self.script, self.eos_token_id, self.version = script, eos_token_id, -1

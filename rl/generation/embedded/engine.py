@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rl.adapters.lora import AdapterArgs
+from rl.adapters.lora import AdapterArgs, adapt
 from rl.data.image_prompts import Images, takes_images
 from rl.generation.embedded.forward import has_fast_path, hidden_states
 from rl.generation.embedded.kv_cache import DecodeLayout, KVCache, PrefillLayout
@@ -84,7 +84,6 @@ class TransformersEngine:
     """
 
     shares_memory = True
-    reads = frozenset({"temperature", "top_p", "top_k", "max_tokens", "ignore_eos", "support", "support_log_probs"})
 
     def __init__(
         self,
@@ -102,11 +101,10 @@ class TransformersEngine:
         """adapters: for an engine that gets adapters without the model's weights (--publish adapter)."""
         check_supported(load_config(model_path, trust_remote_code).get_text_config(), f"--model {model_path}", max_length)
         self.model = load_weights(model_path, dtype, trust_remote_code, say=False)
-        self.adapters, self._products = None, ()
-        if adapters:
-            from rl.generation.embedded import adapted
-
-            self.adapters, self._products = adapted.give(self.model, adapters, f"--model {model_path}", dtype), adapted.PRODUCTS
+        self.adapters = adapt(self.model, adapters, f"--model {model_path}") if adapters else None
+        for name in self.adapters.tensors if self.adapters else ():
+            parameter = self.model.get_parameter(name)
+            parameter.data = torch.zeros_like(parameter, dtype=dtype)  # without effect until the first update
         self.model.to(device).eval().requires_grad_(False)
         self.device, self.dtype = torch.device(device), dtype
         self.sleeps = is_accelerator(self.device)
@@ -132,7 +130,6 @@ class TransformersEngine:
         self.position = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)  # of the newest token
         self.token = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)  # the newest token, not yet in the KV
         self.uniform = torch.zeros(max_num_seqs, max_length, device=self.device)
-        self.ahead = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)  # see Running.ahead
         check_engine(self._decode_all, self.model, model_path, dtype)
 
     # -- the contract
@@ -151,7 +148,10 @@ class TransformersEngine:
         if self.running:
             rows = len(self.running)
             layout = DecodeLayout(self.position[:rows], self._longest() + 1, self._kv())
-            hidden = self._decode(self.token[:rows], self.position[:rows], self.ahead[:rows], layout)
+            position = self.position[:rows]
+            if self.takes_images:
+                position = position + torch.tensor([row.ahead for row in self.running]).to(self.device)
+            hidden = self._forward(self.token[:rows], position, layout)
             if self.records_routes:
                 for row, routes in zip(self.running, self._routes([1] * rows), strict=True):
                     row.routes.append(routes)
@@ -191,8 +191,7 @@ class TransformersEngine:
             parameter.data = memory[name]
 
     def sleep(self) -> None:
-        """Free the KV cache while the learner works; only between responses. Does nothing on a CPU: there the learner's memory
-        is separate, and the kernel would have to clear each page of a new cache."""
+        """Free the KV cache while the learner works, except on a CPU; only between responses."""
         if self.num_unfinished:
             raise RuntimeError(f"the engine cannot sleep with {self.num_unfinished} unfinished responses")
         if self.sleeps:
@@ -200,7 +199,6 @@ class TransformersEngine:
 
     @torch.no_grad()
     def log_probs_of(self, ids: list[int]) -> list[float]:
-        """Return the log-prob, at temperature 1, of each token except the first under the current weights."""
         layout = PrefillLayout([len(ids)], [0], self._new_cache(1, len(ids)), self.device)
         token = torch.tensor(ids).to(self.device)
         logits = self.model.lm_head(self._fill(token, layout, [None])[:-1])  # [n - 1, V]
@@ -230,15 +228,15 @@ class TransformersEngine:
         layout = PrefillLayout([prompt] * sequences, list(range(sequences)), cache, self.device)
         hidden = self._fill(ids[:, :prompt].flatten(), layout, [probe.images] * sequences)
         logits = [self.model.lm_head(hidden[layout.last])]
-        ahead = torch.full((sequences,), probe.images.next_position - prompt if probe.images else 0, device=self.device)
+        ahead = probe.images.next_position - prompt if probe.images else 0
         for place in range(prompt, length - 1):
             position = torch.full((sequences,), place, device=self.device)
-            hidden = self._decode(ids[:, place], position, ahead, DecodeLayout(position, place + 1, cache))
+            hidden = self._forward(ids[:, place], position + ahead, DecodeLayout(position, place + 1, cache))
             logits.append(self.model.lm_head(hidden))
         return torch.stack(logits, dim=1)
 
     def _longest(self) -> int:
-        """Return the largest position among the running requests, without reading it from the device."""
+        """Return the largest position among the running requests."""
         return max(len(r.request.prompt_ids) + len(r.token_ids) for r in self.running) - 1
 
     def _fill(self, token: torch.Tensor, layout: PrefillLayout, images: list[Images | None]) -> torch.Tensor:
@@ -249,16 +247,12 @@ class TransformersEngine:
         row = inputs["images"] if inputs["images"].files else None
         return self._forward(token, inputs["position_ids"].to(self.device), layout, row)
 
-    def _decode(self, token: torch.Tensor, position: torch.Tensor, ahead: torch.Tensor, layout: DecodeLayout) -> torch.Tensor:
-        """token, position, ahead [A], one for each sequence -> hidden states [A, hidden]."""
-        return self._forward(token, position + ahead if self.takes_images else position, layout)
-
     def _forward(self, token: torch.Tensor, position: torch.Tensor, layout, images: RowImages | None = None) -> torch.Tensor:
         """token [T], position [T], or [3, 1, T] for a row that may have images -> hidden states [T, hidden]."""
         if self.router:
             self.router.begin(layout)
         if self.has_fast_path and position.dim() == 1:
-            return hidden_states(self.model, token, position, layout, *self._products)
+            return hidden_states(self.model, token, position, layout)
         if self.takes_images:
             return vision_forward.hidden_states(self.model.model, layout, token[None], position.expand(3, 1, -1), images)
         rows = {"input_ids": token[None], "position_ids": position[None]}
@@ -303,8 +297,6 @@ class TransformersEngine:
         if copies:
             source, target = torch.tensor(copies).T.to(self.device)
             self._kv().copy_slots(source, target, max(len(self.running[slot].in_kv) for slot in leaders))
-        if self.takes_images:
-            self.ahead[slots] = torch.tensor([r.ahead for r in rows]).to(self.device)
         if rows[0].token_ids:
             self.token[slots] = torch.tensor([r.token_ids[-1] for r in rows]).to(self.device)
             self.position[slots] = torch.tensor([len(r.in_kv) for r in rows]).to(self.device)
@@ -379,6 +371,6 @@ class TransformersEngine:
         del self.running[left:]
         if holes:
             source, target = torch.tensor(movers).to(self.device), torch.tensor(holes).to(self.device)
-            for state in (self.position, self.token, self.uniform, *([self.ahead] if self.takes_images else [])):
+            for state in (self.position, self.token, self.uniform):
                 state[target] = state[source]
             self._kv().copy_slots(source, target, self._longest() + 1)

@@ -7,6 +7,7 @@ one product with a signed sine.
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from rl.ranks.device import is_accelerator
 
@@ -20,11 +21,9 @@ def has_fast_path(model) -> bool:
     return type(model).__name__ in FAMILIES and config.hidden_act == "silu" and not biased
 
 
-def hidden_states(model, token: torch.Tensor, position: torch.Tensor, layout, linear=None, add_linear=None) -> torch.Tensor:
+def hidden_states(model, token: torch.Tensor, position: torch.Tensor, layout) -> torch.Tensor:
     """token, position [A] -> hidden states [A, hidden] that predict the next tokens; `layout` keeps the keys and values. All
-    tokens are text, so even a model that takes images has one position per token. linear, add_linear: the products, by default
-    the plain ones (adapted.py has others)."""
-    linear, add_linear = linear or plain_linear, add_linear or plain_add_linear
+    tokens are text, so even a model that takes images has one position per token."""
     base, rows = getattr(model.model, "language_model", model.model), len(token)
     x = F.embedding(token, base.embed_tokens.weight)  # [A, hidden]
     cos, sin = _angles(base.rotary_emb, x, position[:, None])  # [A, 1, D] each
@@ -33,17 +32,17 @@ def hidden_states(model, token: torch.Tensor, position: torch.Tensor, layout, li
     for number, layer in enumerate(base.layers):
         attention, mlp = layer.self_attn, layer.mlp
         h = _norm(x, layer.input_layernorm)
-        q, k, v = (linear(h, p).view(rows, -1, cos.shape[-1]) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+        q, k, v = (_linear(h, p).view(rows, -1, cos.shape[-1]) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
         if hasattr(attention, "q_norm"):
             q, k = _norm(q, attention.q_norm), _norm(k, attention.k_norm)
         heads, both = q.shape[1], torch.cat([q, k], dim=1)  # [A, H + H_kv, D]
         swapped = torch.cat([both[..., half:], both[..., :half]], dim=-1)
         both = torch.addcmul(both * cos, swapped, sin)
         out = layout.attend(number, both[:, :heads], both[:, heads:], v, attention.scaling)  # [A, H, D]
-        x = add_linear(x, out.flatten(1), attention.o_proj)
+        x = _add_linear(x, out.flatten(1), attention.o_proj)
         h = _norm(x, layer.post_attention_layernorm)
-        h = F.silu(linear(h, mlp.gate_proj), inplace=True).mul_(linear(h, mlp.up_proj))
-        x = add_linear(x, h, mlp.down_proj)
+        h = F.silu(_linear(h, mlp.gate_proj), inplace=True).mul_(_linear(h, mlp.up_proj))
+        x = _add_linear(x, h, mlp.down_proj)
     return _norm(x, base.norm)
 
 
@@ -64,14 +63,18 @@ def _norm(x: torch.Tensor, norm) -> torch.Tensor:
     return (x * scale).to(x.dtype).mul_(norm.weight)
 
 
-def plain_linear(x: torch.Tensor, layer) -> torch.Tensor:
+def _linear(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+    if type(layer) is not nn.Linear:  # it has an adapter
+        return layer(x)
     if _transposed_is_faster(x, layer.weight):
         out = torch.mm(layer.weight, x.t()).t()
         return out if layer.bias is None else out.add_(layer.bias)
     return F.linear(x, layer.weight, layer.bias)
 
 
-def plain_add_linear(x: torch.Tensor, h: torch.Tensor, layer) -> torch.Tensor:
+def _add_linear(x: torch.Tensor, h: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+    if type(layer) is not nn.Linear:
+        return x + layer(h)
     if _transposed_is_faster(h, layer.weight):
         x = x + torch.mm(layer.weight, h.t()).t()
     else:

@@ -24,7 +24,6 @@ from rl.generation.engine import EngineArgs, Output
 from rl.generation.vllm.engine import VLLMEngine
 from rl.generation.vllm.weights import LiveWeights
 from rl.model.attention import linear_layers
-from rl.model.pretrained import empty_model, load_config
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM accepts as max_lora_rank
 NUMBER = 1  # vLLM's id of the adapter
@@ -35,24 +34,12 @@ class AdaptedVLLMEngine(VLLMEngine):
 
     sleep_level = 1  # keeps the model on the host, because it is not sent again
 
-    def __init__(
-        self,
-        model_path: str,
-        args: EngineArgs,
-        max_length: int,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        trust_remote_code: bool = False,
-        end_tokens: set[int] | None = None,
-        *,
-        adapters: AdapterArgs,
-    ):
-        skeleton = empty_model(load_config(model_path, trust_remote_code), trust_remote_code)
-        self.adapter = OwnAdapter(skeleton, adapters, f"--model {model_path}")
-        self.further_settings = self.adapter.settings
+    def __init__(self, model_path: str, args: EngineArgs, *more, adapters: AdapterArgs):
+        """more: as for `VLLMEngine`."""
+        self._adapters = adapters
         self._ended: list[Output] = []  # responses that ended during `log_probs_of`
         one_more = dataclasses.replace(args, max_num_seqs=args.max_num_seqs + 1)  # for `log_probs_of`
-        super().__init__(model_path, one_more, max_length, dtype, device, trust_remote_code, end_tokens)
+        super().__init__(model_path, one_more, *more)
         self._limit_running(args.max_num_seqs)
         self.adapter.begin(self.weights)
 
@@ -96,9 +83,12 @@ class AdaptedVLLMEngine(VLLMEngine):
         return found
 
     def _limit_running(self, requests: int) -> None:
-        """Limit vLLM to this many running requests."""
         self._limit, of = requests, self._scheduler
         setattr(of, "max_num_active_reqs" if hasattr(of, "max_num_active_reqs") else "max_num_running_reqs", requests)
+
+    def _further_settings(self, skeleton: PreTrainedModel, where: str) -> dict[str, object]:
+        self.adapter = OwnAdapter(skeleton, self._adapters, where)
+        return self.adapter.settings
 
     def _ask(self, key: str, prompt: dict, params: vllm.SamplingParams, priority: int) -> str:
         return self.engine.add_request(key, prompt, params, lora_request=self.adapter.request, priority=priority)
@@ -112,7 +102,6 @@ class AdaptedVLLMEngine(VLLMEngine):
         self.adapter.swap()
 
     def _part(self, name: str) -> "OwnAdapter | LiveWeights":
-        """Return the object that holds the learner's weight `name`."""
         return self.adapter if name in self.adapter.shapes else self.weights
 
 
@@ -140,7 +129,6 @@ class OwnAdapter:
 
     @property
     def settings(self) -> dict[str, object]:
-        """Settings of vllm.EngineArgs."""
         room = next(size for size in RANKS if size >= self.adapters.setting.rank)
         return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room}
 
@@ -150,8 +138,6 @@ class OwnAdapter:
         self._manager = weights.worker.model_runner.lora_manager._adapter_manager
         # vLLM has replaced each layer with one that has an adapter; the weights are in its base_layer.
         weights.modules = {name: getattr(module, "base_layer", module) for name, module in weights.modules.items()}
-
-    # -- in
 
     def taken_out(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights that are not adapters. Keep copies of the adapters for `swap`: the sender may reuse its memory."""
@@ -178,8 +164,6 @@ class OwnAdapter:
         self._manager.activate_adapter(NUMBER)
         self._new = {}
 
-    # -- out
-
     def read_back(self, name: str) -> torch.Tensor:
         """Return this rank's part of the adapter's tensor `name`, in the engine's memory; a B is multiplied by alpha / rank."""
         layer, _, part = name.rpartition(".")
@@ -190,7 +174,6 @@ class OwnAdapter:
         return stacked[len(front or ())][0, 0, : own[0], : own[1]]
 
     def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return the value that `read_back` must return if the tensor is `whole`."""
         layer, _, part = name.rpartition(".")
         module, _, _ = self._weights.holder(f"{layer}.weight")
         by_rows = isinstance(module, RowParallelLinear)  # despite its name, this divides the weight's columns

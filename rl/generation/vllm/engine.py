@@ -2,11 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 train_sync.py --engine vllm --rollout-tp 2
 
-vLLM has paged KV memory, prefix caching between the responses of a group, chunked prefill, CUDA graphs and tensor parallelism.
 This file adds log-probs of the sampled distribution, a version per token, and new weights between two steps
-(rl/generation/vllm/weights.py), with the KV cache of unfinished responses kept or recomputed. Images in prompts:
-rl/generation/vllm/images.py. Left out: pipeline and expert parallelism, and several processes per engine. docs/engines.md lists
-the tested versions, and remedies when memory runs out.
+(rl/generation/vllm/weights.py), with the KV cache of unfinished responses kept or recomputed. Left out: pipeline and expert
+parallelism, and several processes per engine. docs/engines.md lists the tested versions, and remedies when memory runs out.
 
 A request's tokens depend on its seed, never on the rank or on the other requests. With --rollout-seeds off, the default on an
 NPU, they depend on the engine's random numbers and on the other requests; after each update, these numbers start from the seeds
@@ -24,6 +22,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
 from rl.data.image_prompts import takes_images
 from rl.errors import UserError
@@ -70,18 +69,11 @@ class Pending:
 
 
 class VLLMEngine:
-    """`Engine` over one vLLM instance. `max_length` bounds prompt + response, in tokens.
-
-    If rollout_tp > 1, each rollout_tp consecutive ranks of the default process group form a generator and work in lockstep:
-    each must add the same requests in the same order, and step and update at the same points. All return the same outputs.
-    """
-
-    # overridden by the engine with adapters (rl/generation/vllm/adapters.py):
-    further_settings: dict[str, object] = {}  # noqa: RUF012  of vllm.EngineArgs
-    sleep_level = 2  # nothing is copied to the host, because new weights will come anyway
+    """`Engine` over one vLLM instance. If rollout_tp > 1, each rollout_tp consecutive ranks of the default process group share
+    one: each must add the same requests in the same order, and step and update at the same points."""
 
     shares_memory = False
-    reads = frozenset({"temperature", "top_p", "top_k", "max_tokens", "ignore_eos", "support", "support_log_probs"})
+    sleep_level = 2  # nothing is copied to the host, because new weights will come anyway
 
     def __init__(
         self,
@@ -98,7 +90,9 @@ class VLLMEngine:
         self.chunks = args.enable_chunked_prefill and is_accelerator(self.device)
         check_flags(args, max_length, self.chunks)
         config = load_config(model_path, trust_remote_code)
-        skeleton = empty_model(config, trust_remote_code)  # for the names and shapes of the learner's weights
+        skeleton = empty_model(config, trust_remote_code)
+        expected = dict(skeleton.named_parameters())  # the names and shapes of the learner's weights
+        further = self._further_settings(skeleton, f"--model {model_path}")
         self.eos = sorted(end_tokens or end_token_ids(model_path, trust_remote_code=trust_remote_code))
         self.sleeps = args.engine_sleeps and is_accelerator(self.device)
         self.seeds = args.rollout_seeds == "on" or (args.rollout_seeds == "auto" and not seeds_are_slow())
@@ -109,10 +103,10 @@ class VLLMEngine:
 
             self.images = PreparedImages(config, f"--model {model_path}")
         self.states = settings_of_states(config) if linear_layers(config) else {}
-        self.engine = self._start(self._settings(model_path, args, dtype, trust_remote_code), args)
+        self.engine = self._start(self._settings(model_path, args, dtype, trust_remote_code, further), args)
         if self.states:
             check_states(self.engine)
-        self.weights = LiveWeights(self.engine, dict(skeleton.named_parameters()), dtype, args.rollout_tp)
+        self.weights = LiveWeights(self.engine, expected, dtype, args.rollout_tp)
         self.chosen = None
         if args.router_replay == "R3":
             self.chosen = ChosenExperts(self.engine, skeleton, not is_accelerator(self.device))
@@ -181,8 +175,7 @@ class VLLMEngine:
         self._hand_over_again(self._take_waiting())
 
     def sleep(self) -> None:
-        """Free weights and KV memory while the learner works; `update` wakes the engine. Only between responses. Does nothing
-        on a CPU, for which vLLM has no sleep mode, and with --no-free-cache-engine."""
+        """Free weights and KV memory while the learner works; `update` wakes the engine. Only between responses."""
         if self.num_unfinished:
             raise RuntimeError(f"the engine cannot sleep with {self.num_unfinished} unfinished responses")
         if self.sleeps and not self.asleep:
@@ -197,7 +190,13 @@ class VLLMEngine:
 
     # -- mechanics
 
-    def _settings(self, model_path: str, args: EngineArgs, dtype: torch.dtype, trust_remote_code: bool) -> vllm.EngineArgs:
+    def _further_settings(self, skeleton: PreTrainedModel, where: str) -> dict[str, object]:
+        """Return further settings of vllm.EngineArgs. skeleton: the model without weights; where: names it in a UserError."""
+        return {}
+
+    def _settings(
+        self, model_path: str, args: EngineArgs, dtype: torch.dtype, trust_remote_code: bool, further: dict[str, object]
+    ) -> vllm.EngineArgs:
         on_cpu, routes = not is_accelerator(self.device), args.router_replay == "R3"
         return vllm.EngineArgs(
             model=model_path,
@@ -227,7 +226,7 @@ class VLLMEngine:
             disable_log_stats=True,
             **(self.images.settings(not on_cpu) if self.images else {}),
             **self.states,
-            **self.further_settings,
+            **further,
             seed=0,  # without effect: random numbers depend on the requests' seeds (`_hand_over`, `_random_numbers`)
         )
 
@@ -253,12 +252,9 @@ class VLLMEngine:
 
     @contextlib.contextmanager
     def _random_numbers(self):
-        """Set the random numbers of one step, for requests without separate seeds.
-
-        They depend on the weights' version, on the seeds and lengths of the requests that the engine had at the first step with
-        these weights, and on the number of steps since. So they depend on --seed; two engines never have the same requests and
-        never draw the same numbers; a resumed run draws those of its step; and an engine's tensor parallel ranks agree.
-        """
+        """Set the random numbers of one step, for requests without separate seeds. They depend on the weights' version, on the
+        seeds and lengths of the requests that the engine had at the first step with these weights, and on the number of steps
+        since: two engines never draw the same numbers, while tensor parallel ranks and a resumed run do."""
         if self.seeds:
             yield
             return

@@ -1,8 +1,7 @@
 """Images in prompts for vLLM: it gets the learner's pixels and does not prepare images itself.
 
-Otherwise vLLM would decode, resize and normalise each image again, with another library than the learner if torchvision is
-installed, and insert its own number of tokens into the prompt. Here a request has the learner's inputs: the ids and places from
-rl/data/image_prompts.py, and patches for the vision tower. So vLLM loads no image processor and needs no torchvision on a CPU.
+Otherwise vLLM would decode, resize and normalise each image again, perhaps with another library than the learner, and insert
+its own number of tokens. Here a request has the ids and places from rl/data/image_prompts.py, and patches for the vision tower.
 """
 
 import importlib
@@ -28,7 +27,7 @@ TORCHVISION = "transformers.models.qwen2_vl.image_processing_qwen2_vl"  # vLLM i
 
 
 class Limits(BaseProcessingInfo):
-    """The limits of images: any number in a prompt, each of any size that fits in a sequence."""
+    """Any number of images in a prompt, each of any size that fits in a sequence."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}
@@ -38,7 +37,7 @@ class Limits(BaseProcessingInfo):
 
 
 class Processor(BaseMultiModalProcessor[Limits]):
-    """A replacement for a model's processor, because images are already prepared."""
+    """Replaces a model's processor, because images are already prepared."""
 
     requires_tokenizer = False
 

@@ -8,6 +8,7 @@ Both keep the first choice if a response's KV is recomputed under new weights.
 import numpy as np
 import torch
 import vllm
+from vllm.distributed.parallel_state import get_tp_group
 
 from rl.model.router import as_record, layer_numbers, routers
 
@@ -28,7 +29,7 @@ class ChosenExperts:
                     module.router.set_capture_fn(lambda ids, layer=module.layer_id: self._capture(runner, layer, ids))
             return
         scheduler = engine.engine_core.engine_core.scheduler
-        if torch.distributed.is_initialized() and not _is_first_tensor_parallel_rank():
+        if torch.distributed.is_initialized() and not get_tp_group().is_first_rank:
             # Routes only arrive on the first tensor parallel rank, but here every rank's scheduler would wait for them.
             scheduler.aux_output_connector = None
 
@@ -59,9 +60,3 @@ class ChosenExperts:
             if first > (have := 0 if known is None else len(known)):
                 raise RuntimeError(f"request {request}: the experts of tokens {have} to {first} were never reported")
             self._captured[request] = new if known is None else np.concatenate([known, new[have - first :]])
-
-
-def _is_first_tensor_parallel_rank() -> bool:
-    from vllm.distributed.parallel_state import get_tp_group
-
-    return get_tp_group().is_first_rank

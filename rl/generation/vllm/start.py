@@ -36,7 +36,7 @@ def check_flags(args: EngineArgs, max_length: int, chunks: bool) -> None:
             f"{flag} {hottest:g}: vLLM samples at {HIGHEST_TEMPERATURE:g} at most. Lower it, or take --engine transformers."
         )
     world = dist.get_world_size() if dist.is_initialized() else 1
-    if args.rollout_tp < 1 or world % args.rollout_tp:
+    if world % args.rollout_tp:
         raise UserError(
             f"--rollout-tp {args.rollout_tp}: the {world} generating rank(s) cannot be divided into generators of that many. "
             "Start a multiple of it with `torchrun --standalone --nproc-per-node ...`."

@@ -39,8 +39,6 @@ class LiveWeights:
         # Qwen3-VL-MoE's loader takes experts [E, in, out], as the hub has them; transformers' are [E, out, in].
         self.turns_experts = any(getattr(m, "is_fused_checkpoint_transposed", False) for m in self.modules.values())
 
-    # -- in
-
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace every weight. Raise ValueError, naming the first one that is missing, unknown or of a wrong shape; the
         engine's weights are then undefined until the next load."""
@@ -57,9 +55,8 @@ class LiveWeights:
 
     @contextlib.contextmanager
     def same_parameters(self):
-        """Restore the modules' parameters after a wake-up. vllm-ascend replaces the experts' parameters with transposed ones,
-        for loaders of a checkpoint's layout; vLLM's reloading expects its kernels' layout, and would copy into the wrong shape,
-        or silently into the wrong elements. Memory wakes up at its old address."""
+        """Restore the modules' parameters after a wake-up. There vllm-ascend transposes the experts', and reloading would
+        copy into the wrong shape, or silently into the wrong elements. Memory wakes up at its old address."""
         before = [(module, name, p) for module in self.modules.values() for name, p in module.named_parameters(recurse=False)]
         yield
         for module, name, parameter in before:
@@ -93,8 +90,6 @@ class LiveWeights:
         for module in self.modules.values():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
-
-    # -- out
 
     @torch.no_grad()
     def read_back(self, name: str) -> torch.Tensor | None:
