@@ -29,7 +29,6 @@ from rl.rewards import descendants
 from rl.rewards.environment import check_passed
 from rl.rewards.score import plain
 
-LARGEST_PORT = 65_535
 START_LIMIT = 120  # seconds to import the tokenizer and the user's file; also the limit to fork an episode's process
 REPLY_LIMIT = 1 << 26  # bytes of one answer
 MOST_STARTS = 4  # of the warm process; only an environment could have ended it
@@ -68,7 +67,7 @@ class Environments:
             "spec": args.environment_spec,
             "are_tools": not args.env,
             "agent": args.agent,
-            "gateway": secrets.token_hex(16) if args.serve_policy else "",
+            "gateway": secrets.token_hex(16) if args.has_agent else "",
             "timeout": args.env_timeout,
             "model": model,
             "trust_remote_code": trust_remote_code,
@@ -123,14 +122,8 @@ class Environments:
             read_secret()
 
     def serve(self, number: int) -> None:
-        """Let workers take the episodes of engine `number` (--serve-policy)."""
-        port, limit = self.args.serve_policy + number, self.args.env_timeout
-        if port > LARGEST_PORT:
-            raise UserError(
-                f"--serve-policy {self.args.serve_policy}: engine {number} would listen at port {port}, above {LARGEST_PORT}. "
-                "Give a lower port."
-            )
-        self._gateway = Gateway(self._settings["gateway"], self.args.serve_host, port, limit)
+        """Start the server that agents call, on the rank that leads engine `number`."""
+        self._gateway = Gateway(self.args, self._settings["gateway"], number)
 
     def close(self) -> None:
         """End all processes, and let workers know that the run has ended."""
@@ -171,7 +164,7 @@ class Environments:
         line = json.dumps({"do": what, "number": place.number} | item, default=plain)
         place.unwritten += line.encode() + b"\n"
         # There is no limit to the wait for a worker. A fork may wait for those ordered before it.
-        queued = math.inf if self._gateway else START_LIMIT
+        queued = math.inf if self.args.serve_policy else START_LIMIT
         self._deadlines[key] = time.monotonic() + self.args.env_timeout + (queued if what == "reset" else 0)
         self._write(place)
 

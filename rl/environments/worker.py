@@ -69,9 +69,7 @@ class Warm:
         if programs is None:
             from rl.environments import agents  # late: only agents need it
 
-            command = functools.partial(agents.start_command, settings["agent"])
-            worker = functools.partial(agents.wait_for_worker, settings["gateway"], settings["timeout"])
-            self.new = functools.partial(agents.Session, command if settings["agent"] else worker, turns_of)
+            self.new = functools.partial(agents.Session, functools.partial(agents.start, settings), turns_of)
 
 
 def _programs(settings: dict) -> Programs:

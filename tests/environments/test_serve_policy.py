@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -18,7 +18,7 @@ import pytest
 from families import end_tokens, tokenizer_of
 from test_pool import Args, answers
 
-from rl.environments import desk, json_server
+from rl.environments import desk
 from rl.environments.pool import Environments
 from rl.errors import UserError
 from rl.rewards.descendants import descendants
@@ -62,15 +62,13 @@ def address_of(pool: Environments) -> tuple[str, int]:
 
 
 def post(pool: Environments, path: str, key: str, body: dict | None = None) -> tuple[int, dict]:
-    """Status and answer; asks again where the episode's process ends as it is given the connection."""
-    data, headers = None if path == "episodes" else json.dumps(body or {}).encode(), {"Authorization": f"Bearer {key}"}
+    """Status and answer."""
+    data, headers = json.dumps(body or {}).encode(), {"Authorization": f"Bearer {key}"}
     try:
         with urllib.request.urlopen(urllib.request.Request(f"{url_of(pool)}/{path}", data, headers), timeout=60) as reply:
             return reply.status, json.loads(reply.read() or "{}")
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
-    except ConnectionError:
-        return post(pool, path, key, body)
 
 
 def begin(pool: Environments, key: str, split: str = "train") -> None:
@@ -195,10 +193,9 @@ def test_a_key_opens_its_own_door_alone(pool):
         assert b" 413 " in stranger.recv(1 << 16)
     own = take(pool)["api_key"]
     assert post(pool, "episodes/next", own)[0] == 404 and post(pool, "episodes/end", own[:-1], {})[0] == 401
-    assert SECRET not in own and post(pool, "episodes", SECRET)[1]["taken"] == 1
+    assert SECRET not in own
     if os.getuid() == 0:
         assert as_nobody(f"\0{pool._settings['gateway']}") == 0
-        assert post(pool, "episodes", SECRET)[1].items() >= {"waiting": 0, "taken": 1}.items()
 
 
 def as_nobody(name: str) -> int:
@@ -232,7 +229,7 @@ def test_an_episode_ends_once(pool):
         assert post(pool, "chat/completions", key, HELLO)[0] == 410
         pool.end("a")
         until = time.monotonic() + 20
-        while post(pool, "episodes", SECRET)[1]["taken"] and time.monotonic() < until:
+        while len(descendants(pool._process.pid)) > 1 and time.monotonic() < until:
             pool.poll(0.05)
 
 
@@ -268,13 +265,10 @@ def test_an_episode_waits_for_a_worker_and_no_longer_for_one_that_is_silent(mode
     until = time.monotonic() + 3
     while time.monotonic() < until:
         assert pool.poll(0.2) == []
-    text = pool._gateway.status()
-    assert re.fullmatch(r"1 wait for workers \(none has asked at http://127.0.0.1:\d+\), 0 are taken", text)
     key = take(pool)["api_key"]
     answer = answers(pool, ["a"])["a"]
     assert answer["event"] == "timeout" and "no call after 1 s (--env-timeout)" in answer["message"]
     assert post(pool, "chat/completions", key, HELLO)[0] == 410
-    assert re.search("the last one asked [0-9]+ s ago", pool._gateway.status())
     pool.close()
     assert f"{url_of(pool)}/episodes/next" in capfd.readouterr().out
 
@@ -301,54 +295,37 @@ def test_rubbish_at_the_port_costs_nobody_anything(pool):
 
 @pytest.fixture
 def server(monkeypatch) -> Iterator[desk.Desk]:
-    """The gateway's server in this process, with short limits."""
-    monkeypatch.setattr(desk, "HEAD_SECONDS", 1.0)
-    monkeypatch.setattr(json_server, "BODY_SECONDS", 1.0)
-    monkeypatch.setattr(desk, "STRANGERS", 3)
-    server = desk.Desk({"secret": SECRET, "host": "127.0.0.1", "port": 0, "url": "", "timeout": 1.0})
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    """The server in this process, with short limits."""
+    monkeypatch.setattr(desk.Handler, "timeout", 1.0)
+    monkeypatch.setattr(desk, "PATIENCE", 0.1)
+    known = {"secret": SECRET, "host": "127.0.0.1", "port": 0, "url": "http://here", "timeout": 1.0}
+    server = desk.Desk(known | {"name": secrets.token_hex(8)})
+    for job in (server.serve_forever, server.accept_processes, server.remind):
+        threading.Thread(target=job, daemon=True).start()
     yield server
     server.shutdown()
     server.server_close()
 
 
-def is_closed(client: socket.socket, dripping: bytes = b"") -> bool:
-    """Whether the server closes the connection, to which one byte after another is sent, within a minute."""
-    client.settimeout(0.1)
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        with contextlib.suppress(TimeoutError):
-            try:
-                client.sendall(dripping)
-                if not client.recv(1 << 16):
-                    return True
-            except ConnectionError:
-                return True
-    return False
+def test_the_console_says_that_no_worker_comes(server, capsys):
+    with socket.socket(socket.AF_UNIX) as process:
+        process.connect(f"\0{server.settings['name']}")
+        process.sendall(b'{"row": {}}\n')
+        until, found = time.monotonic() + 20, ""
+        while not found and time.monotonic() < until:
+            found = capsys.readouterr().err
+            time.sleep(0.05)
+    assert found.startswith("1 episodes wait for workers, which ask at http://here/v1/episodes/next\n")
 
 
 @pytest.mark.parametrize("key", [SECRET, "wrong"])
-def test_a_request_that_drips_has_a_time_limit(server, key):
-    """Its head, and its body."""
+def test_a_silent_connection_is_closed(server, key):
+    """Within the head of a request, and within its body."""
     head = f"POST /v1/episodes/next HTTP/1.1\r\nAuthorization: Bearer {key}\r\nContent-Length: 50000\r\n"
-    for beginning, dripping in ((head, b""), (head, b"x"), (head + "\r\n", b""), (head + "\r\n", b" ")):
-        with socket.create_connection(server.server_address) as client:
+    for beginning in ("", head, head + "\r\n", head + "\r\nx"):
+        with socket.create_connection(server.server_address, timeout=60) as client:
             client.sendall(beginning.encode())
-            assert is_closed(client, dripping)
-
-
-def test_connections_without_a_key_do_not_keep_workers_out(server, monkeypatch):
-    monkeypatch.setattr(desk, "HEAD_SECONDS", 600.0)
-    clients = [socket.create_connection(server.server_address) for _ in range(20)]
-    for client in clients:
-        client.sendall(b"POST /")
-    assert all(is_closed(client) for client in clients[:17])
-    for _ in range(10):
-        with socket.create_connection(server.server_address) as worker:
-            worker.sendall(f"GET /v1/episodes HTTP/1.1\r\nAuthorization: Bearer {SECRET}\r\n\r\n".encode())
-            assert b" 200 " in worker.recv(1 << 16)
-    for client in clients:
-        client.close()
+            assert client.recv(1) == b""
 
 
 def test_the_end_is_said_to_whoever_asks(model, monkeypatch):
@@ -393,27 +370,13 @@ def test_what_cannot_be_served_is_a_message(model, monkeypatch):
         serving(model, monkeypatch, serve_host="203.0.113.1")
 
 
-def test_the_status_does_not_wait_for_a_silent_gateway_and_a_late_answer_is_skipped(pool):
-    (pid,) = descendants(pool._gateway._process.pid)
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        assert pool._gateway.status() == "its process does not answer"  # other questions end the run if they are not answered
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    begin(pool, "a")
-    until = time.monotonic() + 30
-    while not post(pool, "episodes", SECRET)[1]["waiting"] and time.monotonic() < until:
-        pool.poll(0.1)
-    assert pool._gateway.status().startswith("1 wait for workers")
-
-
 def test_a_gateway_that_was_killed_ends_the_run(pool):
     begin(pool, "a")
     take(pool)
     for pid in descendants(pool._gateway._process.pid):
         os.kill(pid, signal.SIGKILL)
     answer = answers(pool, ["a"])["a"]
-    assert answer["event"] == "error" and "the gateway's process has ended" in answer["message"]
+    assert answer["event"] == "error" and "the process that answers agents has ended" in answer["message"]
     pool._gateway._process.wait(20)
-    with pytest.raises(UserError, match=r"the process that serves http://127.0.0.1:\d+ has exited"):
+    with pytest.raises(UserError, match="--serve-policy: the process that answers agents has exited"):
         begin(pool, "b")
