@@ -7,7 +7,6 @@ new history with a separate prompt. rl/generation/agent_episodes.py keeps the to
 """
 
 import contextlib
-import functools
 import json
 import os
 import queue
@@ -49,10 +48,9 @@ class History:
 class Session:
     """An agent's episode: its calls, and the histories that they extend."""
 
-    def __init__(self, start: Callable[[dict, queue.SimpleQueue], float | None], turns_of: Callable[[list[dict]], Turns]):
-        """start: starts the agent, given an item and the queue for its calls and its end, and returns the time limit for its
-        first call in seconds, or None; turns_of: makes the `Turns` for a call's tools."""
-        self._start, self._turns_of = start, turns_of
+    def __init__(self, settings: dict, turns_of: Callable[[list[dict]], Turns]):
+        """settings: from rl/environments/pool.py; turns_of: makes the `Turns` for a call's tools."""
+        self._settings, self._turns_of = settings, turns_of
         self._turns: dict[str, Turns] = {}
         self._news: queue.SimpleQueue[chat.Call | chat.End] = queue.SimpleQueue()
         self.histories: list[History] = []
@@ -61,7 +59,7 @@ class Session:
 
     def reset(self, item: dict) -> dict:
         """Start the agent. Return the tokens of its first call."""
-        limit = self._start(item, self._news)
+        limit = start(self._settings, item, self._news)
         try:
             call = self._news.get(timeout=limit)
         except queue.Empty:
@@ -82,7 +80,7 @@ class Session:
         self._count += 1
         call.reply(answer)
         counts = {"calls": len(message["calls"]), "malformed": malformed}
-        news = self._next(call)
+        news = self._news.get()
         if isinstance(news, chat.Call):
             number, ids = self._take(news)
             return counts | {"history": number, "ids": ids, "most": news.most, "reward": None, "done": False}
@@ -97,15 +95,6 @@ class Session:
             news.reply(chat.Refused(400, chat.NO_ROOM, "context_length_exceeded"))
             news = self._news.get()
         return {"reward": None if news.failure else as_reward(news.reward)}
-
-    def _next(self, last: chat.Call) -> chat.Call | chat.End:
-        """Return the next call, or the end. A client that repeats a call because it did not read the answer gets it again."""
-        while isinstance(news := self._news.get(), chat.Call):
-            if last.was_read or (news.messages, news.tools) != (last.messages, last.tools):
-                break
-            news.reply(last.answer)
-            last = news
-        return news
 
     def _take(self, call: chat.Call) -> tuple[int, list[int]]:
         """Return the number of the longest history that the call extends, or of a new one, and the tokens that it adds."""
@@ -155,7 +144,6 @@ class Connection:
     def __init__(self, name: str, offer: dict | None, news: queue.SimpleQueue):
         """name: of the server's socket; offer: the episode for a worker, None for a command. Return once it has an agent."""
         self.news, self._is_command = news, offer is None
-        self._calls: dict[int, chat.Call] = {}  # without an answer that is known to be written, by number
         self._has_ended = False
         self._one_at_a_time, self._socket = threading.Lock(), socket.socket(socket.AF_UNIX)
         self._socket.connect(f"\0{name}")
@@ -175,19 +163,19 @@ class Connection:
     def _read(self, lines: Iterable[str]) -> None:
         with contextlib.suppress(OSError, ValueError):  # the server was killed, perhaps while it was writing
             for message in map(json.loads, lines):
-                if "request" in message:
-                    self._answer(message["number"], message["request"], message["body"])
-                elif call := self._calls.pop(message["number"], None):
-                    call.end(message["was_read"])
-        for call in self._calls.values():
-            call.end(was_read=False)
+                self._answer(message["number"], message["request"], message["body"])
         self.news.put(chat.End(failure=LOST))
 
     def _answer(self, number: int, request: str, text: str) -> None:
         """Answer a request, except for a call that is not refused: `Session` answers it."""
-        send = functools.partial(self._send_answer, number)
+
+        def send(answer: dict) -> None:
+            self._send({"number": number} | answer)
+
         try:
-            body = chat.as_object(text)
+            body = json.loads(text or "{}")
+            if not isinstance(body, dict):
+                raise TypeError("it is not a JSON object")
             if request == chat.FINISH and self._is_command:
                 raise chat.Refused(404, "an agent's command ends its episode by exiting")
             news = chat.as_end(body) if request == chat.FINISH else chat.Call(body, send)
@@ -199,20 +187,15 @@ class Connection:
         except (ValueError, TypeError, RecursionError) as error:
             send(chat.as_http(chat.Refused(400, f"the request cannot be read: {error}")))
             return
-        if isinstance(news, chat.Call):
-            self._calls[number] = news
-        else:
+        if isinstance(news, chat.End):
             self._has_ended = True
             send(chat.as_http({"ended": True}))  # before the end is put: it ends this process
         self.news.put(news)
 
-    def _send_answer(self, number: int, answer: dict) -> None:
-        self._send({"number": number} | answer)
-
 
 def start(settings: dict, item: dict, news: queue.SimpleQueue) -> float | None:
     """Start the command, or return once a worker has taken the episode. The agent's calls and its end are put into `news`.
-    settings: from rl/environments/pool.py. Return the time limit for a worker's first call, in seconds."""
+    Return the time limit for a worker's first call, in seconds."""
     if not settings["agent"]:
         Connection(settings["gateway"], {"row": item["row"], "seed": item["own_seed"], "split": item["split"]}, news)
         return settings["timeout"]

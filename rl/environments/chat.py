@@ -5,9 +5,8 @@ Left out: options that would change the policy's sampling, and other models.
 
 import contextlib
 import json
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,22 +36,11 @@ class End:
     failure: str | None = None
 
 
-def as_object(text: str) -> dict:
-    """Return the object in a request's body. Raise Refused if it is no JSON object."""
-    try:
-        body = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the request is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise Refused(400, "the request is not a JSON object")
-    return body
-
-
 class Call:
     """A chat completion that waits for its answer."""
 
     def __init__(self, body: dict, send: Callable[[dict], None]):
-        """body: of the request; send: sends an answer {status, kind, text}. Raise Refused if it cannot be answered."""
+        """body: of the request; send: sends {status, kind, text}. Raise Refused if it cannot be answered."""
         if body.get("model") != MODEL:
             raise Refused(404, f"there is no model {body.get('model')!r:.100} here: {MODEL!r} is the one", "model_not_found")
         for name, usual in (("n", 1), ("logprobs", False), ("functions", []), ("response_format", {"type": "text"})):
@@ -68,30 +56,24 @@ class Call:
         self.streams = bool(body.get("stream"))
         options = body.get("stream_options")
         self.counts = not self.streams or (isinstance(options, dict) and bool(options.get("include_usage")))
-        self.answer: dict | Refused | None = None  # a completion
-        self.was_read = False  # whether the client has read the answer, as far as the connection shows
-        self._send, self._written = send, threading.Event()
+        self._send = send
 
     def reply(self, answer: dict | Refused) -> None:
-        """Send the answer, and wait until it is written."""
-        self.answer = answer
-        if self.streams and not isinstance(answer, Refused):
-            lines = [*(json.dumps(chunk) for chunk in chunks(answer, self.counts)), "[DONE]"]
-            self._send({"status": 200, "kind": "text/event-stream", "text": "".join(f"data: {line}\n\n" for line in lines)})
-        else:
-            self._send(as_http(answer))
-        self._written.wait()
-
-    def end(self, was_read: bool) -> None:
-        """Note that the answer was written, or could not be."""
-        self.was_read = was_read
-        self._written.set()
+        """Send the answer: a completion, or a refusal."""
+        streams = self.streams and not isinstance(answer, Refused)
+        self._send(as_events(chunks(answer, self.counts)) if streams else as_http(answer))
 
 
 def as_http(answer: dict | Refused) -> dict:
     """Return an answer's status, content type and text."""
     status, body = (answer.status, answer.body) if isinstance(answer, Refused) else (200, answer)
     return {"status": status, "kind": "application/json", "text": json.dumps(body)}
+
+
+def as_events(answers: Iterable[dict]) -> dict:
+    """Return the same for a stream of answers."""
+    lines = [*map(json.dumps, answers), "[DONE]"]
+    return {"status": 200, "kind": "text/event-stream", "text": "".join(f"data: {line}\n\n" for line in lines)}
 
 
 def as_end(body: dict) -> End:

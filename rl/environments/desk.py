@@ -7,7 +7,6 @@ process connects to a Unix socket, and both sides send lines of JSON:
     server:  {url, key}, once the episode has an agent
     server:  {number, request, body} for each request; the body is text
     process: {number, status, kind, text}, the answer
-    server:  {number, was_read}: whether the client has read the answer, as far as the connection shows
 
 Left out: encryption, and protection from many or slow connections without a key. Put a tunnel or a proxy in front of it if you
 do not control the network.
@@ -22,7 +21,6 @@ import os
 import queue
 import resource
 import secrets
-import select
 import socket
 import socketserver
 import struct
@@ -30,7 +28,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
@@ -40,9 +38,8 @@ from rl.rewards import descendants
 SETTINGS_BYTES = 1 << 16  # limit of the first message from the rank
 LARGEST, LARGEST_OF_STRANGERS = 1 << 26, 1 << 16  # bytes of a request with a valid key, and of one without
 SILENCE = 60.0  # seconds after which a silent connection is closed
-POLL = 20.0  # seconds that a worker waits for an episode before it is asked to come again
 PATIENCE = 60.0  # seconds without a worker after which the console says so
-LINGER = (1.0, 5.0)  # seconds to keep answering after the run: minimum; maximum, while a worker with an episode does not know
+LINGER = 5.0  # seconds after the run in which requests are answered, so that workers hear of its end
 OVER = "the run has ended: there will be no more episodes"
 NEXT, MODELS = "POST /v1/episodes/next", "GET /v1/models"
 
@@ -90,12 +87,11 @@ class Desk(socketserver.ThreadingMixIn, socketserver.TCPServer):
         """settings: from rl/environments/gateway.py. Raise OSError if the port is not available."""
         self.settings, self.secret = settings, settings["secret"]
         self.address_family = socket.AF_INET6 if ":" in settings["host"] else socket.AF_INET
-        self.changed = threading.Condition()
+        self.lock = threading.Lock()
         self.waiting: deque[Episode] = deque()
         self.alive: dict[str, Episode] = {}  # by key
         self.keys: set[str] = set()  # of all episodes so far
         self.is_over = False
-        self.unaware: set[str] = set()  # keys of workers that do not know yet that the run is over
         self.asked = -math.inf  # time of the last worker's request for an episode
         self._processes = socket.socket(socket.AF_UNIX)
         self._processes.bind(f"\0{settings['name']}")
@@ -122,16 +118,15 @@ class Desk(socketserver.ThreadingMixIn, socketserver.TCPServer):
             if not first.endswith("\n"):
                 return
             episode = Episode(channel, json.loads(first))
-            with self.changed:
+            with self.lock:
                 self.keys.add(episode.key)
                 self.alive[episode.key] = episode
                 if episode.offer:
                     self.waiting.append(episode)
-                    self.changed.notify()
             if not episode.offer:
                 self.begin(episode)
             episode.hear(lines)
-            with self.changed:
+            with self.lock:
                 del self.alive[episode.key]
                 if episode in self.waiting:
                     self.waiting.remove(episode)
@@ -140,41 +135,22 @@ class Desk(socketserver.ThreadingMixIn, socketserver.TCPServer):
         """Tell the process that its episode has an agent."""
         episode.tell(url=f"http://127.0.0.1:{self.server_address[1]}/v1", key=episode.key)
 
-    def take(self, is_open: Callable[[], bool]) -> Episode | None:
-        """Return the episode that has waited longest; None if there is none within POLL. Raise Refused if the run has ended.
-        is_open: returns whether the worker is still connected."""
-        with self.changed:
+    def take(self) -> Episode | None:
+        """Return the episode that has waited longest; None if there is none."""
+        with self.lock:
             self.asked = time.monotonic()
-            self.changed.wait_for(lambda: self.waiting or self.is_over, POLL)
-            if self.is_over:
-                raise Refused(410, OVER)
-            if self.waiting and is_open():
-                return self.waiting.popleft()
-            self.changed.notify()
-        return None
-
-    def finish(self) -> None:
-        """Refuse all requests from now on, because the run has ended."""
-        with self.changed:
-            self.is_over = True
-            self.unaware = self.alive.keys() - {episode.key for episode in self.waiting}
-            self.changed.notify_all()
-
-    def linger(self) -> None:
-        """Wait until workers have heard that the run has ended."""
-        started, (least, most) = time.monotonic(), LINGER
-        while time.monotonic() < started + (most if self.unaware else least):
-            time.sleep(0.05)
+            return self.waiting.popleft() if self.waiting else None
 
     def remind(self) -> None:
         """Print a line whenever episodes wait and no worker asks for them."""
         while True:
             time.sleep(PATIENCE)
-            with self.changed:
+            with self.lock:
                 number, is_idle = len(self.waiting), len(self.waiting) == len(self.alive)
             if number and is_idle and time.monotonic() > self.asked + PATIENCE:
                 where = f"{self.settings['url']}/v1/episodes/next"
-                print(f"{number} episodes wait for workers, which ask at {where}", file=sys.stderr, flush=True)
+                text = f"episodes waiting for a worker: {number} (none has asked at {where} in the last {PATIENCE:.0f} s)"
+                print(text, file=sys.stderr, flush=True)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -205,7 +181,7 @@ class Handler(BaseHTTPRequestHandler):
         if not (is_worker or is_agent):
             raise Refused(401, "the key is not this session's OPENAI_API_KEY", "invalid_api_key")
         if self.server.is_over:
-            raise self._gone(key)
+            raise Refused(410, OVER)
         if is_worker and request == NEXT:
             self._next()
         elif is_agent and request in (CHAT, FINISH):
@@ -222,48 +198,20 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(413 if length.isdecimal() else 411, f"Content-Length: must be a number up to {most}")
         return self.rfile.read(int(length)).decode(errors="replace")
 
-    def _gone(self, key: str) -> Refused:
-        """Return the refusal of a request whose episode or run has ended."""
-        self.server.unaware.discard(key)
-        return Refused(410, OVER if self.server.is_over else ENDED)
-
     def _next(self) -> None:
-        """Give the worker an episode, or answer 204 if there is none within POLL."""
-        episode = self.server.take(self.is_open)
+        episode = self.server.take()
         if episode is None:
             self.write(204, "application/json", "")
             return
         self.server.begin(episode)
-        more = {"base_url": f"{self._url()}/v1", "api_key": episode.key, "model": MODEL}
-        self.send(200, episode.offer | more | {"timeout": self.server.settings["timeout"]})
-
-    def _url(self) -> str:
-        """Return the server's address as the worker sees it, through a TLS proxy also."""
-        scheme = self.headers.get("X-Forwarded-Proto", "").lower()
-        return f"{scheme if scheme in ('http', 'https') else 'http'}://{self.headers['Host']}"
+        self.send(200, episode.offer | {"api_key": episode.key, "model": MODEL, "timeout": self.server.settings["timeout"]})
 
     def _pass_on(self, key: str, request: str, body: str) -> None:
-        """Let the episode's process answer the request."""
         episode = self.server.alive.get(key)
         answer = episode and episode.ask(request, body)
         if not answer:
-            raise self._gone(key)
-        was_read = False
-        try:
-            is_open = self.is_open()
-            self.write(answer["status"], answer["kind"], answer["text"])
-            was_read = is_open
-        finally:
-            episode.tell(number=answer["number"], was_read=was_read)
-
-    def is_open(self) -> bool:
-        """Return whether the client still has the connection open."""
-        poller = select.poll()
-        poller.register(self.connection, select.POLLIN)
-        try:
-            return not poller.poll(0) or self.connection.recv(1, socket.MSG_PEEK) != b""
-        except OSError:
-            return False
+            raise Refused(410, OVER if self.server.is_over else ENDED)
+        self.write(answer["status"], answer["kind"], answer["text"])
 
     def send(self, status: int, body: dict) -> None:
         """Answer with a JSON object."""
@@ -299,9 +247,9 @@ def main(parent: int) -> None:
         threading.Thread(target=job, daemon=True).start()
     control.send(b"{}")
     control.recv(1)  # returns when the run has ended
-    desk.finish()
+    desk.is_over = True
     control.close()
-    desk.linger()
+    time.sleep(LINGER)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import platform
 import secrets
 import socket
 import subprocess
+import time
 import weakref
 
 from rl.environments.args import EnvironmentArgs
@@ -52,19 +53,16 @@ class Gateway:
         self._process = descendants.start("rl.environments.desk", passed=(), stdin=theirs, stdout=subprocess.DEVNULL)
         theirs.close()
         self._finalizer = weakref.finalize(self, descendants.end, self._process)
-        answer = self._ask(json.dumps(known).encode())
+        self._control.settimeout(ANSWER_LIMIT)
+        self._control.send(json.dumps(known).encode())
+        try:
+            answer = json.loads(self._control.recv(1 << 16) or '{"failed": "its process has ended"}')
+        except OSError:
+            answer = {"failed": "its process does not answer"}
         if "failed" in answer:
             raise UserError(f"{self.flag}: cannot listen at {host}:{port}: {answer['failed']}.")
         if self._serves:
             print(f"episodes for workers: {self.url}/v1/episodes/next, with the key in {SECRET} (docs/agents.md)", flush=True)
-
-    def _ask(self, settings: bytes) -> dict:
-        self._control.settimeout(ANSWER_LIMIT)
-        self._control.send(settings)
-        try:
-            return json.loads(self._control.recv(1 << 16) or '{"failed": "its process has ended"}')
-        except OSError:
-            return {"failed": "its process does not answer"}
 
     def check(self) -> None:
         """Raise UserError if the process has ended."""
@@ -80,7 +78,6 @@ class Gateway:
     def close(self) -> None:
         """End the process, once workers know that the run has ended."""
         if self._serves:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                descendants.exit_code(self._process, timeout=max(LINGER) + 1)
+            time.sleep(LINGER)
         self._finalizer()
         self._control.close()

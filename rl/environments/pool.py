@@ -31,7 +31,6 @@ from rl.rewards.score import plain
 
 START_LIMIT = 120  # seconds to import the tokenizer and the user's file; also the limit to fork an episode's process
 REPLY_LIMIT = 1 << 26  # bytes of one answer
-MOST_STARTS = 4  # of the warm process; only an environment could have ended it
 EVENTS = ("error", "bad_value", "timeout")  # that an episode's process may answer with
 SHAPES = {  # of the answers to each question: name -> types
     "reset": {"prompt": (list, type(None))},
@@ -79,7 +78,7 @@ class Environments:
         check_passed(args.reward_env)
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # one socket per episode
-        self._starts = self._forks = 0
+        self._forks = 0
         self._places: dict[Hashable, Place] = {}
         self._by_fork: dict[int, Place] = {}
         self._deadlines: dict[Hashable, float] = {}  # of the questions without an answer
@@ -93,9 +92,6 @@ class Environments:
         """Start the warm process and set `ready` to its first message: "schemas" of the tools, and whether an environment
         "scores_at_end". Raise UserError if the user's file cannot be used."""
         flag, value = self.args.environment_flag
-        if self._starts == MOST_STARTS:
-            raise UserError(f"{flag}: the process that all environments are forked from was ended {MOST_STARTS} times.")
-        self._starts += 1
         self._selector, self._orders = selectors.DefaultSelector(), deque()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         passed, nowhere = self.args.reward_env, subprocess.DEVNULL
@@ -107,10 +103,8 @@ class Environments:
         self._control.settimeout(START_LIMIT)
         try:
             self.ready = json.loads(self._control.recv(LARGEST) or '{"failed": "its process ended"}')
-        except TimeoutError:
-            self.ready = {"failed": f"its process was not ready after {START_LIMIT} s"}
-        except ConnectionError:
-            self.ready = {"failed": "its process ended"}
+        except OSError as error:
+            self.ready = {"failed": f"its process is not ready: {error}"}
         if "failed" in self.ready:
             self._close()
             raise UserError(f"{flag} {value}: {self.ready['failed']}")

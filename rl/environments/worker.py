@@ -69,11 +69,10 @@ class Warm:
         if programs is None:
             from rl.environments import agents  # late: only agents need it
 
-            self.new = functools.partial(agents.Session, functools.partial(agents.start, settings), turns_of)
+            self.new = functools.partial(agents.Session, settings, turns_of)
 
 
 def _programs(settings: dict) -> Programs:
-    """Import the user's environment or tools."""
     path, _, names = settings["spec"].rpartition(":")
     module = import_file(path, "user_environment")
     if missing := [name for name in names.split(",") if not callable(getattr(module, name, None))]:
