@@ -248,7 +248,8 @@ def main(parent: int) -> None:
     control.send(b"{}")
     control.recv(1)  # returns when the run has ended
     desk.is_over = True
-    control.close()
+    with contextlib.suppress(OSError):  # the rank was killed
+        control.send(b"{}")
     time.sleep(LINGER)
 
 

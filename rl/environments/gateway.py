@@ -73,7 +73,7 @@ class Gateway:
         """Answer all further requests with the message that the run has ended."""
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_WR)
-            self._control.recv(1)  # returns when it knows
+            self._control.recv(1)  # an answer: it knows
 
     def close(self) -> None:
         """End the process, once workers know that the run has ended."""
