@@ -189,7 +189,7 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
     learner, kl_control = make_learner(args, replace(job, total_steps=total_steps), ranks), KLControl(args)
     if replay.checkpoint:
         kl_control.restore(resume.load(replay.checkpoint, learner)["kl_control"])
-    job = replace(job, script=f"replay of {start['script']}", total_steps=replay.last, notes=job.notes | notes(replay))
+    job = replace(job, script=f"replay of {start['script']}", total_steps=replay.last, notes=notes(replay))
     run = TrainingRun(args, job, learner, ranks.world_size, after=replay.first - 1, kl_control=kl_control)
     for line in describe(replay, run.record.dir, ranks):
         run.record.say(line)

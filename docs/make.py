@@ -63,9 +63,8 @@ def trl_words() -> str:
     lines += ["Back to [from-verl.md](../from-verl.md), which has what is more than another name.", ""]
     lines += ["| TRL | here |", "|---|---|"]
     for word, here in flag_words.HERE.items():
-        if word not in flag_words.EARLIER:
-            flags = re.sub(r"--[a-z0-9-]+", lambda flag: f"`{flag[0]}`", here)
-            lines.append(f"| `{word[2:].replace('-', '_')}` | {flags} |")
+        flags = re.sub(r"--[a-z0-9-]+", lambda flag: f"`{flag[0]}`", here)
+        lines.append(f"| `{word[2:].replace('-', '_')}` | {flags} |")
     return "\n".join(lines) + "\n"
 
 

@@ -28,9 +28,9 @@ def post(url: str, key: str, body: dict) -> dict:
         return json.loads(reply.read() or "{}")
 
 
-def play(episode: dict) -> None:
+def play(url: str, episode: dict) -> None:
     """Play one episode. If it ends without a reward, as when its budget is used up, the run's grader scores it."""
-    url, key = episode["base_url"], episode["api_key"]
+    key = episode["api_key"]
     os.environ |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "OPENAI_MODEL": episode["model"]}
     end = {}
     with contextlib.suppress(urllib.error.HTTPError):  # 400: the budget is used up
@@ -45,7 +45,9 @@ def work(url: str) -> None:
     while time.monotonic() < heard + PATIENCE:
         try:
             if episode := post(f"{url}/v1/episodes/next", os.environ["SERVE_POLICY_KEY"], {}):
-                play(episode)
+                play(f"{url}/v1", episode)
+            else:
+                time.sleep(1)
             heard = time.monotonic()
         except urllib.error.HTTPError as error:
             if error.code != 410:  # the run has ended

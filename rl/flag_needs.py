@@ -1,12 +1,11 @@
-"""The conditions (other flags, the kind of model, engine or data) under which each flag has an effect: one table, one policy.
+"""The conditions under which each flag has an effect with the other flags: one table, one policy.
 
 The method `check` of a dataclass refuses impossible settings and flags that contradict each other. A flag that is given but
-cannot have an effect is not refused: a warning at the start names it, and so does config.json. Command lines from verl have
-many of them, such as --kl-loss-coef 0.001 --no-use-kl-loss.
+cannot have an effect is not refused: a warning at the start names it. Command lines from verl have many of them, such as
+--kl-loss-coef 0.001 --no-use-kl-loss. Left out: flags without an effect on this machine, or with this model or data.
 """
 
 import dataclasses
-import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,31 +14,6 @@ from typing import Any
 from rl import flag_words
 from rl.ranges import flag
 from rl.ranks import launch
-from rl.ranks.device import has_accelerator
-from rl.rewards.verifiers import BUILT_IN, HARMLESS, code, verifier_name
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Facts that are known once the model and the data have been read."""
-
-    takes_images: bool
-    has_experts: bool
-    engine: str  # "vllm" or "transformers"
-    on_accelerator: bool
-    graders: frozenset[Callable]  # built-in graders of the data sources
-    repeats: bool = True  # a prompt may be trained twice
-
-    @staticmethod
-    def of(args, takes_images: bool, has_experts: bool, sources: Iterable[str], prompts: int) -> "Facts":
-        """Return the facts of a run. args: a script's flags; prompts: the number of training prompts."""
-        on_accelerator, engine = has_accelerator(), args.engine
-        if engine == "auto":
-            engine = "vllm" if on_accelerator and importlib.util.find_spec("vllm") else "transformers"
-        names = [] if args.own_reward else [verifier_name(source, args.reward) for source in sources]
-        graders = frozenset(BUILT_IN[name] for name in names if name)
-        repeats = args.filter_groups or args.total_steps(prompts) * args.prompts_per_step > prompts
-        return Facts(takes_images, has_experts, engine, on_accelerator, graders, repeats)
 
 
 @dataclass(frozen=True)
@@ -47,24 +21,13 @@ class Need:
     """A condition for a flag to have an effect."""
 
     words: str | Callable[[Any], str]  # end of "--kl-reward-coef does nothing ...", or a function of the flags
-    is_met: Callable[..., bool]  # called with the script's flags, and with the Facts if `later`
+    is_met: Callable[[Any], bool]  # called with the script's flags
     unless: tuple = ()  # values that change nothing, so that no warning is needed
-    later: bool = False  # whether the condition depends on the Facts
 
 
 def _with(name: str, unless: tuple = ()) -> Need:
     """Return the need that the flag `name` is on."""
     return Need(f"without {flag(name)}", lambda args: bool(getattr(args, name)), unless)
-
-
-def _accelerator(where: str = "", unless: tuple = (False,)) -> Need:
-    return Need(f"on a CPU{where}", lambda args, facts: facts.on_accelerator, unless, later=True)
-
-
-def _vllm(unless: tuple = ()) -> tuple[Need, ...]:
-    given = Need("with --engine transformers", lambda args: args.engine != "transformers", unless)
-    chosen = lambda args, facts: facts.engine == "vllm" or args.engine == "transformers"  # noqa: E731
-    return given, Need("with the embedded engine, which --engine auto takes here", chosen, unless, later=True)
 
 
 def _knob(name: str, chooser: str = "loss_mode", formulas: str = "POLICY_LOSSES") -> Need:
@@ -101,19 +64,11 @@ REFERENCE = Need(
 NO_STEPS = Need("with --total-training-steps, which overrides it", lambda args: args.total_training_steps is None)
 VALIDATION = Need("without --test-freq above 0", lambda args: args.test_freq > 0 or args.val_only, (False, -1, 0))
 WANDB = Need("without --logger wandb", lambda args: "wandb" in args.logger, ("disabled",))
-IMAGES = Need("with a model that takes no images", lambda args, facts: facts.takes_images, later=True)
-EXPERTS = Need("with a model without experts", lambda args, facts: facts.has_experts, ("auto",), later=True)
-PROCESSES = Need(
-    "with graders that run in the rank itself, without --reward or --judge",
-    lambda args, facts: bool(args.own_reward or facts.graders - HARMLESS),
-    later=True,
-)
-PROGRAMS = Need("without --reward code or data of programs", lambda args, facts: code in facts.graders, later=True)
+VLLM = Need("with --engine transformers", lambda args: args.engine != "transformers")
+VLLM_ON = dataclasses.replace(VLLM, unless=(False,))
 STALE = Need("without --staleness-threshold above 0 or --publish-every above 1", lambda args: args.trains_stale, ("off",))
-AGAIN = Need("in a run that sees no prompt twice", lambda args, facts: facts.repeats, ("uniform",), later=True)
 TURNS = Need("without --env, --tools, --agent or --serve-policy", lambda args: args.has_environment)
 CRITIC = Need("without --adv-estimator gae", lambda args: args.needs_critic)
-ALREADY_THERE = _accelerator(", where all of it is in host memory")
 
 # Every other flag either always has an effect or is refused
 NEEDS: dict[str, tuple[Need, ...]] = {
@@ -155,32 +110,23 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         dataclasses.replace(VALIDATION, unless=()),
         Need("with --val-temperature 0, which is greedy", lambda args: args.val_temperature > 0, (1,)),
     ),
-    "prompt_sampling": (AGAIN,),
     "truncation": (Need("with --filter-overlong-prompts", lambda args: not args.filter_overlong_prompts, ("error",)),),
-    **dict.fromkeys(("image_key", "min_pixels", "max_pixels"), (IMAGES,)),
     # rewards
-    **dict.fromkeys(("reward_timeout", "reward_cpu_limit", "reward_workers", "reward_memory_limit_gb"), (PROCESSES,)),
-    "reward_env": (
-        dataclasses.replace(PROCESSES, is_met=lambda args, facts: args.has_environment or PROCESSES.is_met(args, facts)),
-    ),
     "reward_concurrency": (Need("without --reward or --judge", lambda args: bool(args.own_reward)),),
     **dict.fromkeys(("judge_url", "judge_model", "judge_retries"), (_with("judge"),)),
     "overlong_penalty_factor": (_with("overlong_buffer_len"),),
-    **dict.fromkeys(("code_tests", "code_timeout", "code_memory_limit_gb"), (PROGRAMS,)),
-    "code_score": (dataclasses.replace(PROGRAMS, unless=("fraction",)),),
     # environments
     **dict.fromkeys(("max_turns", "tool_format", "env_timeout", "env_cpu_limit", "env_memory_limit_gb"), (TURNS,)),
     "turn_rewards": (dataclasses.replace(TURNS, unless=(False,)),),
     "serve_host": (_with("serve_policy"),),
     "env_lock_step": (dataclasses.replace(TURNS, unless=("auto", "off")),),
     # the engine
-    "gpu_memory_utilization": _vllm(),
-    "enable_chunked_prefill": (*_vllm(unless=(False,)), _accelerator()),
-    "enforce_eager": (*_vllm(unless=(False,)), _accelerator(", which is always eager", unless=(True,))),
-    "load_format": _vllm(),
+    "gpu_memory_utilization": (VLLM,),
+    "enable_chunked_prefill": (VLLM_ON,),
+    "enforce_eager": (VLLM_ON,),
+    "load_format": (VLLM,),
     "free_cache_engine": (
-        *_vllm(),
-        _accelerator(),
+        VLLM,
         Need("on ranks that only generate", lambda args: not hasattr(args, "generators"), (False,)),
     ),
     # the learner
@@ -192,11 +138,8 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "ref_offload": (
         REFERENCE,
         Need("with --lora-rank, whose reference is the policy without adapters", lambda args: not args.adapted, (False,)),
-        ALREADY_THERE,
     ),
-    **dict.fromkeys(("param_offload", "activation_offload", "optimizer_offload"), (ALREADY_THERE,)),
     "min_lr_ratio": (Need("with --lr-scheduler-type constant", lambda args: args.lr_scheduler_type == "cosine"),),
-    "moe_router_dtype": (EXPERTS,),
     "lm_head_fp32": (Need("where everything is fp32", lambda args: "bfloat16" in (args.dtype, args.rollout_dtype), (False,)),),
     # the record, the job and the schedule
     **dict.fromkeys(("project_name", "wandb_mode"), (WANDB,)),
@@ -219,22 +162,20 @@ def given(flags: type, words: Sequence[str]) -> set[str]:
     return fields & (names | {name.removeprefix("no_") for name in names})
 
 
-def without_effect(args, names: Iterable[str], facts: Facts | None = None) -> dict[str, str]:
-    """Return the flags among `names` that cannot have an effect, each with a sentence (without a full stop) that says so.
-    Without the facts, needs that depend on them are not checked."""
+def without_effect(args, names: Iterable[str]) -> dict[str, str]:
+    """Return the flags among `names` that cannot have an effect, each with a sentence (without a full stop) that says so."""
     found = {}
     for name in [field.name for field in dataclasses.fields(args) if field.name in NEEDS and field.name in {*names}]:
-        needs = [need for need in NEEDS[name] if (facts or not need.later) and getattr(args, name) not in need.unless]
-        missing = [need for need in needs if not _is_met(need, args, facts)]
+        missing = [need for need in NEEDS[name] if getattr(args, name) not in need.unless and not _is_met(need, args)]
         words = [need.words if isinstance(need.words, str) else need.words(args) for need in missing]
         if words:
             found[name] = f"{flag(name)} does nothing {' and '.join(words)}"
     return found
 
 
-def _is_met(need: Need, args, facts: Facts | None) -> bool:
+def _is_met(need: Need, args) -> bool:
     try:
-        return bool(need.is_met(args, facts) if need.later else need.is_met(args))
+        return bool(need.is_met(args))
     except AttributeError:  # a fork has removed the other flag
         return True
 

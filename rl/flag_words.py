@@ -32,20 +32,7 @@ RENAMED = {  # earlier name of a field, still accepted -> current name
     "horizon": "kl_horizon",
 }
 
-GEOMETRIC = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
-CORRECTIONS = {  # words of verl and of an earlier --rollout-correction -> flags
-    "token_tis": {"rollout_is": "token"},
-    "sequence_tis": {"rollout_is": "sequence"},
-    "geometric_rs": GEOMETRIC,
-    "sequence_tis_geometric_rs": {"rollout_is": "sequence"} | GEOMETRIC,
-    "icepop": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
-}
-
-EARLIER = {  # flags of earlier versions -> their replacement
-    "--rollout-correction": "--rollout-is and --rollout-rs with their thresholds; token_tis is --rollout-is token",
-    "--require-batches": "--train-batch-size, the prompts of all mini-batches of a step",
-}
-HERE = EARLIER | {  # unknown flag -> its replacement
+HERE = {  # unknown flag -> its replacement
     # TRL's GRPOConfig and ScriptArguments (1.16, the version in requirements-bench.txt)
     "--model-name-or-path": "--model",
     "--dataset-name": "--train-files",
@@ -113,12 +100,7 @@ def _today(name: str, fields: Container[str]) -> str:
 def renamed(flags: dict, fields: Container[str] = ()) -> dict:
     """Return the flags that a run recorded, under their current names. fields: the script's, whose names stay."""
     earlier = {name: today for name in flags if (today := _today(name, fields)) != name}
-    flags = {earlier[name]: flags[name] for name in earlier} | {name: flags[name] for name in flags if name not in earlier}
-    preset = CORRECTIONS.get(flags.pop("rollout_correction", None), {})
-    flags |= {name: value for name, value in preset.items() if flags.get(name) is None}
-    if batches := flags.pop("require_batches", None):
-        flags["train_batch_size"] = batches * flags["ppo_mini_batch_size"]
-    return flags
+    return {earlier[name]: flags[name] for name in earlier} | {name: flags[name] for name in flags if name not in earlier}
 
 
 def hint(unknown: Iterable[str]) -> str:

@@ -115,7 +115,6 @@ def _print_help(flags: type, description: str, defaults: dict, show_all: bool) -
 
 
 def _help(flags: type, description: str, defaults: dict, show_all: bool) -> Iterator[str]:
-    """Yield the lines of the help."""
     yield f"usage: {os.path.basename(sys.argv[0])} [--FLAG VALUE ...]\n\n{description.strip()}\n"
     yield BOOLEANS if show_all else f"{COMMON}\n{BOOLEANS}"
     hints, limits = get_type_hints(flags), marks(flags, Range)

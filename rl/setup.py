@@ -167,14 +167,19 @@ def set_up(args: CommonArgs, file: str) -> Job:
     sources = prompts.sources() | (val_prompts.sources() if val_prompts else {})
     if not (args.env or args.has_agent):  # these may score themselves
         check_sources(sources, args)
-    has_experts = bool(getattr(config.get_text_config(), "num_experts_per_tok", None))
-    facts = flag_needs.Facts.of(args, takes_images=bool(prep), has_experts=has_experts, sources=sources, prompts=len(prompts))
     demonstrations = read_demonstrations(args, path, tokenizer, prep) if args.sft_files and not args.val_only else None
-    order = PromptOrder(len(prompts), args.seed, args.shuffle)
-    total_steps = args.total_steps(len(prompts))
-    notes = _idle_flags(args, facts)
-    of_run = (order, total_steps, notes, demonstrations, environments, teacher_prompts)
-    return Job(Path(file).stem, path, tokenizer, prompts, val_prompts, *of_run)
+    return Job(
+        script=Path(file).stem,
+        path=path,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        val_prompts=val_prompts,
+        order=PromptOrder(len(prompts), args.seed, args.shuffle),
+        total_steps=args.total_steps(len(prompts)),
+        demonstrations=demonstrations,
+        environments=environments,
+        teacher_prompts=teacher_prompts,
+    )
 
 
 def read_model(model: str, args) -> tuple[str, PretrainedConfig, PreTrainedTokenizerBase]:
@@ -185,6 +190,7 @@ def read_model(model: str, args) -> tuple[str, PretrainedConfig, PreTrainedToken
     check_model(path, tokenizer, args)
     if args.adapted:
         lora.check_model(empty_model(config, args.trust_remote_code), args, f"--model {path}")
+        flag_needs.warn(lora.rate_warnings(args, flag_needs.given(type(args), sys.argv[1:])))
     return path, config, tokenizer
 
 
@@ -216,16 +222,6 @@ def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokeniz
 
     ends = end_token_ids(path, tokenizer, args.trust_remote_code)
     return Environments(args, path, ends, config.get_text_config().vocab_size, args.trust_remote_code)
-
-
-def _idle_flags(args: CommonArgs, facts: flag_needs.Facts) -> dict[str, list[str]]:
-    """Warn about given flags that have no effect because of the facts. Return all flags without effect, for the run's
-    config.json."""
-    given = flag_needs.given(type(args), sys.argv[1:])
-    idle, reported = (flag_needs.without_effect(args, given, of) for of in (facts, None))  # `reported` by rl/flags.py
-    flag_needs.warn(line for name, line in idle.items() if name not in reported)
-    flag_needs.warn(lora.rate_warnings(args, given))
-    return {"flags_without_effect": list(idle.values())} if idle else {}
 
 
 def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:

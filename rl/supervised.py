@@ -1,14 +1,11 @@
 """The surroundings of the algorithm in train_sft.py: its flags, the start, and a run without samples and rewards."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
 import torch
 
-from rl import flag_needs
-from rl.adapters import lora
 from rl.algorithm.imitation import to_groups
 from rl.checkpoint.resume import CheckpointArgs
 from rl.data.demonstrations import DemonstrationArgs, Demonstrations
@@ -71,8 +68,6 @@ def set_up(args: SupervisedArgs, file: str) -> Job:
     path, config, tokenizer = read_model(args.model, args)
     if takes_images(config):
         raise UserError(f"--model {path}: it takes images, and a supervised start is of text alone. Train it by reward.")
-    if args.adapted:
-        flag_needs.warn(lora.rate_warnings(args, flag_needs.given(type(args), sys.argv[1:])))
     ends = end_token_ids(path, tokenizer, args.trust_remote_code)
     rows = Demonstrations(args.train_files, "train", tokenizer, args, ends)
     val_files = args.val_files or (("demo",) if args.train_files == ("demo",) else ())

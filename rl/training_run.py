@@ -4,7 +4,7 @@ Each part of the script's state that a checkpoint holds has `state()`, which ret
 """
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any
 
 from rl.algorithm.fates import Fates, SourceCounts
 from rl.algorithm.health import Health
@@ -33,12 +33,6 @@ from rl.samples.stream import Batches, Stream
 from rl.setup import CommonArgs
 
 
-class Part(Protocol):
-    def state(self) -> object: ...
-
-    def restore(self, state) -> None: ...
-
-
 class TrainingRun:
     """A learner's run, from its first step, or the last saved one, to its end."""
 
@@ -53,7 +47,7 @@ class TrainingRun:
         samples: Batches | Stream | None = None,
         generator: Generator | None = None,
         after: int = 0,
-        **parts: Part,
+        **parts: Any,
     ):
         """Restore the learner, the samples and the parts from the checkpoint if the run resumes. num_ranks: ranks of the whole
         job. generator: this rank's, if it learns and generates in turns. after: the step whose state the learner already has,

@@ -1,9 +1,9 @@
 """Agents that own their loop: their calls to an OpenAI-compatible endpoint are the turns of a response.
 
 An agent is a command that is started for the response (--agent), or a worker elsewhere that has asked for an episode
-(--serve-policy, rl/environments/desk.py). The episode's process serves its calls (rl/environments/chat.py) and compares their
-messages with the histories so far: a call that extends a history continues its tokens, any other call begins a new history with
-a separate prompt. rl/generation/agent_episodes.py keeps the tokens.
+(--serve-policy). It calls a server (rl/environments/desk.py), which passes its calls on to the episode's process. The process
+compares their messages with the histories so far: a call that extends a history continues its tokens, any other call begins a
+new history with a separate prompt. rl/generation/agent_episodes.py keeps the tokens.
 """
 
 import contextlib
@@ -16,18 +16,18 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl.environments import chat
 from rl.environments.calls import END_OF_THINKING
-from rl.environments.chat import NO_ROOM, Call, End, Endpoint, as_messages, completion
-from rl.environments.json_server import Refused
 from rl.environments.programs import Silent, as_reward
 from rl.environments.turns import Turns
 from rl.rewards.descendants import how_it_ended
 
 LONGEST_LINE = 1 << 20  # bytes of a line that an agent prints
+LOST = "cannot reach it: the process that answers agents has ended"
 LAST_WORDS = 1.0  # seconds to read the rest of its output after it ends: another process may hold the pipe open
 
 
@@ -48,24 +48,23 @@ class History:
 class Session:
     """An agent's episode: its calls, and the histories that they extend."""
 
-    def __init__(self, start: Callable[[dict, queue.SimpleQueue], float | None], turns_of: Callable[[list[dict]], Turns]):
-        """start: starts the agent, given an item and the queue for its calls and its end, and returns the time limit for its
-        first call in seconds, or None; turns_of: makes the `Turns` for a call's tools."""
-        self._start, self._turns_of = start, turns_of
+    def __init__(self, settings: dict, turns_of: Callable[[list[dict]], Turns]):
+        """settings: from rl/environments/pool.py; turns_of: makes the `Turns` for a call's tools."""
+        self._settings, self._turns_of = settings, turns_of
         self._turns: dict[str, Turns] = {}
-        self._news: queue.SimpleQueue[Call | End] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[chat.Call | chat.End] = queue.SimpleQueue()
         self.histories: list[History] = []
         self._at, self._count = 0, 0  # the number of the open call's history; calls answered so far
-        self._open: Call | None = None
+        self._open: chat.Call | None = None
 
     def reset(self, item: dict) -> dict:
         """Start the agent. Return the tokens of its first call."""
-        limit = self._start(item, self._news)
+        limit = start(self._settings, item, self._news)
         try:
             call = self._news.get(timeout=limit)
         except queue.Empty:
             raise Silent(f"no call after {limit:g} s (--env-timeout)") from None
-        if isinstance(call, End):
+        if isinstance(call, chat.End):
             raise Failed(f"the agent {call.failure or 'ended'} before its first call")
         return {"prompt": self._take(call)[1], "most": call.most}
 
@@ -75,14 +74,14 @@ class Session:
         call, history = self._open, self.histories[self._at]
         message, malformed = _said(self._of(call.tools), item["ids"])
         history.is_cut = item["ids"][-1] not in self._of(call.tools).end_tokens
-        answer = completion(self._count, message, len(item["ids"]), history.tokens, history.is_cut)
-        history.messages = [*call.messages, *as_messages([answer["choices"][0]["message"]])]
+        answer = chat.completion(self._count, message, len(item["ids"]), history.tokens, history.is_cut)
+        history.messages = [*call.messages, *chat.as_messages([answer["choices"][0]["message"]])]
         history.tokens += len(item["ids"])
         self._count += 1
         call.reply(answer)
         counts = {"calls": len(message["calls"]), "malformed": malformed}
-        news = self._next(call)
-        if isinstance(news, Call):
+        news = self._news.get()
+        if isinstance(news, chat.Call):
             number, ids = self._take(news)
             return counts | {"history": number, "ids": ids, "most": news.most, "reward": None, "done": False}
         if news.failure:
@@ -92,21 +91,12 @@ class Session:
     def end(self, item: dict) -> dict:
         """Refuse all further calls. Return the agent's reward, if it nevertheless ends without a failure."""
         news = self._open
-        while isinstance(news, Call):
-            news.reply(Refused(400, NO_ROOM, "context_length_exceeded"))
+        while isinstance(news, chat.Call):
+            news.reply(chat.Refused(400, chat.NO_ROOM, "context_length_exceeded"))
             news = self._news.get()
         return {"reward": None if news.failure else as_reward(news.reward)}
 
-    def _next(self, last: Call) -> Call | End:
-        """Return the next call, or the end. A client that repeats a call because it did not read the answer gets it again."""
-        while isinstance(news := self._news.get(), Call):
-            if last.was_read or (news.messages, news.tools) != (last.messages, last.tools):
-                break
-            news.reply(last.answer)
-            last = news
-        return news
-
-    def _take(self, call: Call) -> tuple[int, list[int]]:
+    def _take(self, call: chat.Call) -> tuple[int, list[int]]:
         """Return the number of the longest history that the call extends, or of a new one, and the tokens that it adds."""
         extended = [i for i, history in enumerate(self.histories) if _extends(call, history)]
         turns, self._open = self._of(call.tools), call
@@ -127,7 +117,7 @@ class Session:
         return self._turns[key]
 
 
-def _extends(call: Call, history: History) -> bool:
+def _extends(call: chat.Call, history: History) -> bool:
     known = len(history.messages)
     added = call.messages[known:]
     is_plain = bool(added) and all(message["role"] != "assistant" for message in added)
@@ -147,42 +137,78 @@ def _said(turns: Turns, ids: list[int]) -> tuple[dict, int]:
     return {"content": content.strip(), "reasoning": reasoning, "calls": calls}, len(message["calls"]) - len(calls)
 
 
-def start_command(command: str, item: dict, news: queue.SimpleQueue) -> None:
-    """Start an agent that is a command, with a port for its calls."""
-    variables = {"EPISODE_SEED": str(item["own_seed"]), "EPISODE_SPLIT": item["split"]}
-    Agent(command, item["row"], Endpoint(news).variables | variables, news.put)
+class Connection:
+    """An episode's connection with the server (rl/environments/desk.py). It puts the agent's calls, and the end
+    that a worker sends, into `news`."""
 
+    def __init__(self, name: str, offer: dict | None, news: queue.SimpleQueue):
+        """name: of the server's socket; offer: the episode for a worker, None for a command. Return once it has an agent."""
+        self.news, self._is_command = news, offer is None
+        self._has_ended = False
+        self._one_at_a_time, self._socket = threading.Lock(), socket.socket(socket.AF_UNIX)
+        self._socket.connect(f"\0{name}")
+        self._send(offer)
+        lines = self._socket.makefile()
+        first = lines.readline()
+        if not first:
+            raise Failed(LOST)
+        begun = json.loads(first)
+        self.variables = {"OPENAI_BASE_URL": begun["url"], "OPENAI_API_KEY": begun["key"], "OPENAI_MODEL": chat.MODEL}
+        threading.Thread(target=self._read, args=(lines,), daemon=True).start()
 
-def wait_for_worker(name: str, timeout: float, item: dict, news: queue.SimpleQueue) -> float:
-    """Offer an episode, and return once a worker has taken it. The worker's calls and the end are put into `news`."""
-    channel = socket.socket(socket.AF_UNIX)
-    channel.connect(f"\0{name}")
-    offer = {"row": item["row"], "seed": item["own_seed"], "split": item["split"]}
-    channel.sendall(json.dumps(offer).encode() + b"\n")
-    endpoint, is_taken = Endpoint(news, is_served=True), threading.Event()
-    threading.Thread(target=_receive, args=(channel, endpoint, is_taken), daemon=True).start()
-    is_taken.wait()
-    return timeout
+    def _send(self, message: dict | None) -> None:
+        with self._one_at_a_time, contextlib.suppress(OSError):  # `_read` notices that the server has ended
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
 
+    def _read(self, lines: Iterable[str]) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the server was killed, perhaps while it was writing
+            for message in map(json.loads, lines):
+                self._answer(message["number"], message["request"], message["body"])
+        self.news.put(chat.End(failure=LOST))
 
-def _receive(channel: socket.socket, endpoint: Endpoint, is_taken: threading.Event) -> None:
-    while True:
+    def _answer(self, number: int, request: str, text: str) -> None:
+        """Answer a request, except for a call that is not refused: `Session` answers it."""
+
+        def send(answer: dict) -> None:
+            self._send({"number": number} | answer)
+
         try:
-            message, files, *_ = socket.recv_fds(channel, 1, 1)
-        except OSError:
-            message = b""
-        is_taken.set()
-        if not message:
-            endpoint.news.put(End(failure="cannot reach it: the gateway's process has ended"))
+            body = json.loads(text or "{}")
+            if not isinstance(body, dict):
+                raise TypeError("it is not a JSON object")
+            if request == chat.FINISH and self._is_command:
+                raise chat.Refused(404, "an agent's command ends its episode by exiting")
+            news = chat.as_end(body) if request == chat.FINISH else chat.Call(body, send)
+            if self._has_ended:
+                raise chat.Refused(410, chat.ENDED)
+        except chat.Refused as refused:
+            send(chat.as_http(refused))
             return
-        for file in files:
-            endpoint.process_request(socket.socket(fileno=file), None)
+        except (ValueError, TypeError, RecursionError) as error:
+            send(chat.as_http(chat.Refused(400, f"the request cannot be read: {error}")))
+            return
+        if isinstance(news, chat.End):
+            self._has_ended = True
+            send(chat.as_http({"ended": True}))  # before the end is put: it ends this process
+        self.news.put(news)
+
+
+def start(settings: dict, item: dict, news: queue.SimpleQueue) -> float | None:
+    """Start the command, or return once a worker has taken the episode. The agent's calls and its end are put into `news`.
+    Return the time limit for a worker's first call, in seconds."""
+    if not settings["agent"]:
+        Connection(settings["gateway"], {"row": item["row"], "seed": item["own_seed"], "split": item["split"]}, news)
+        return settings["timeout"]
+    connection = Connection(settings["gateway"], None, news)
+    variables = {"EPISODE_SEED": str(item["own_seed"]), "EPISODE_SPLIT": item["split"]}
+    Agent(settings["agent"], item["row"], connection.variables | variables, news.put)
+    return None
 
 
 class Agent:
     """A user's command. Its stdin is the row as JSON. Its output goes to the console, except for a reward in the last line."""
 
-    def __init__(self, command: str, row: dict, variables: dict[str, str], on_end: Callable[[End], None]):
+    def __init__(self, command: str, row: dict, variables: dict[str, str], on_end: Callable[[chat.End], None]):
         """on_end: called with the end, in a thread. The reward is that of the last line, {"reward": 1.0}, or None."""
         environment = os.environ | variables
         for name in ("NO_PROXY", "no_proxy"):
@@ -215,4 +241,4 @@ class Agent:
         has_reward = isinstance(last, dict) and "reward" in last
         if not has_reward:
             self._print()
-        self._on_end(End(last["reward"] if has_reward else None, how_it_ended(code) if code else None))
+        self._on_end(chat.End(last["reward"] if has_reward else None, how_it_ended(code) if code else None))

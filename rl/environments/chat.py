@@ -1,28 +1,31 @@
-"""An OpenAI-compatible endpoint for one agent: puts its chat completions into a queue and sends the answers.
+"""An agent's calls in the form of OpenAI's chat completions.
 
-Each session has a separate server with a separate key, on 127.0.0.1 and a free port; or it gets its connections from the
-gateway (rl/environments/gateway.py). A call waits in a thread until it is answered; simultaneous calls are answered one after
-another. Left out: options that would change the policy's sampling, and other models.
+Left out: options that would change the policy's sampling, and other models.
 """
 
 import contextlib
 import json
-import queue
-import secrets
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
-from rl.environments.json_server import Handler, Refused, Server
 from rl.environments.programs import BadValue, as_reward
 
 MODEL = "policy"
+CHAT, FINISH = "POST /v1/chat/completions", "POST /v1/episodes/end"
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 NO_ROOM = "the response's budget of tokens or turns is used up: --max-response-length, --max-turns"
 ENDED = "this episode has ended"
+
+
+class Refused(Exception):
+    """A request that cannot be answered: its HTTP status and error body."""
+
+    def __init__(self, status: int, message: str, code: str | None = None):
+        super().__init__(message)
+        self.status = status
+        self.body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,8 @@ class End:
 class Call:
     """A chat completion that waits for its answer."""
 
-    def __init__(self, body: dict):
-        """body: of the request. Raise Refused if it cannot be answered."""
+    def __init__(self, body: dict, send: Callable[[dict], None]):
+        """body: of the request; send: sends {status, kind, text}. Raise Refused if it cannot be answered."""
         if body.get("model") != MODEL:
             raise Refused(404, f"there is no model {body.get('model')!r:.100} here: {MODEL!r} is the one", "model_not_found")
         for name, usual in (("n", 1), ("logprobs", False), ("functions", []), ("response_format", {"type": "text"})):
@@ -53,25 +56,39 @@ class Call:
         self.streams = bool(body.get("stream"))
         options = body.get("stream_options")
         self.counts = not self.streams or (isinstance(options, dict) and bool(options.get("include_usage")))
-        self.answer: dict | Refused | None = None  # a completion
-        self.was_read = False  # whether the client has read the answer, as far as the connection shows
-        self._answered, self._written = threading.Event(), threading.Event()
+        self._send = send
 
     def reply(self, answer: dict | Refused) -> None:
-        """Set the answer, and wait until it is written."""
-        self.answer = answer
-        self._answered.set()
-        self._written.wait()
+        """Send the answer: a completion, or a refusal."""
+        streams = self.streams and not isinstance(answer, Refused)
+        self._send(as_events(chunks(answer, self.counts)) if streams else as_http(answer))
 
-    def wait(self) -> dict | Refused:
-        """Wait for the answer and return it."""
-        self._answered.wait()
-        return self.answer
 
-    def end(self, was_read: bool) -> None:
-        """Note that the answer was written, or could not be."""
-        self.was_read = was_read
-        self._written.set()
+def as_http(answer: dict | Refused) -> dict:
+    """Return an answer's status, content type and text."""
+    status, body = (answer.status, answer.body) if isinstance(answer, Refused) else (200, answer)
+    return {"status": status, "kind": "application/json", "text": json.dumps(body)}
+
+
+def as_events(answers: Iterable[dict]) -> dict:
+    """Return the same for a stream of answers."""
+    lines = [*map(json.dumps, answers), "[DONE]"]
+    return {"status": 200, "kind": "text/event-stream", "text": "".join(f"data: {line}\n\n" for line in lines)}
+
+
+def as_end(body: dict) -> End:
+    """Return the end that a worker sends: {"reward": 1.0}, {} for the grader, or {"error": "why it cannot be scored"}. Raise
+    Refused for anything else."""
+    if unknown := body.keys() - {"reward", "error"}:
+        raise Refused(400, f"an end has reward or error, not {sorted(unknown)[0]!r:.100}")
+    try:
+        reward = as_reward(body.get("reward"))
+    except BadValue as error:
+        raise Refused(400, str(error)) from None
+    error = body.get("error")
+    if error is not None and (reward is not None or not isinstance(error, str)):
+        raise Refused(400, "error: a text, and no reward next to it")
+    return End(reward, None if error is None else f"was ended by its worker: {error or 'no reason'}")
 
 
 def as_messages(value: Any) -> list[dict]:
@@ -154,78 +171,3 @@ def chunks(answer: dict, counts: bool) -> Iterator[dict]:
     yield head | {"choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]}
     if counts:
         yield head | {"choices": [], "usage": answer["usage"]}
-
-
-class Endpoint(Server):
-    """The server of a session. It puts the calls, and the end that a worker sends, into `news`."""
-
-    def __init__(self, news: queue.SimpleQueue, is_served: bool = False):
-        """is_served: the gateway checks keys and passes connections on; otherwise the server has its own port and key."""
-        super().__init__(("127.0.0.1", 0), ChatHandler, bind_and_activate=not is_served)
-        self.news, self.closes, self.ended = news, is_served, threading.Lock()  # ended: acquired by the first end
-        if not is_served:
-            self.key = secrets.token_hex(16)
-            threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """The environment variables for a client of this endpoint."""
-        url = f"http://127.0.0.1:{self.server_address[1]}/v1"
-        return {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": self.key, "OPENAI_MODEL": MODEL}
-
-
-class ChatHandler(Handler):
-    """A client of a session."""
-
-    server: Endpoint
-    routes = MappingProxyType({"GET /v1/models": "models", "POST /v1/chat/completions": "chat", "POST /v1/episodes/end": "end"})
-
-    def models(self, _: dict) -> dict:
-        """Return the list of models: the policy."""
-        return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "run"}]}
-
-    def chat(self, body: dict) -> None:
-        """Answer a chat completion."""
-        try:
-            call = Call(body)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise Refused(400, f"the request is not a chat completion: {error}") from None
-        if self.server.ended.locked():
-            raise Refused(410, ENDED)
-        self.server.news.put(call)
-        answer, was_read = call.wait(), False
-        try:
-            is_open = self.is_open()
-            self._answer(call, answer)
-            was_read = is_open
-        finally:
-            call.end(was_read)
-
-    def _answer(self, call: Call, answer: dict | Refused) -> None:
-        if isinstance(answer, Refused):
-            self.send(answer.status, answer.body)
-        elif call.streams:
-            lines = [*(json.dumps(chunk) for chunk in chunks(answer, call.counts)), "[DONE]"]
-            self.write(200, "text/event-stream", "".join(f"data: {line}\n\n" for line in lines).encode())
-        else:
-            self.send(200, answer)
-
-    def end(self, body: dict) -> None:
-        """End the episode, as its worker asks: {"reward": 1.0}, {} for the grader, or {"error": "why it cannot be scored"}."""
-        if not self.server.closes:
-            raise Refused(404, "an agent's command ends its episode by exiting")
-        if unknown := body.keys() - {"reward", "error"}:
-            raise Refused(400, f"an end has reward or error, not {sorted(unknown)[0]!r:.100}")
-        try:
-            reward = as_reward(body.get("reward"))
-        except BadValue as error:
-            raise Refused(400, str(error)) from None
-        error = body.get("error")
-        if error is not None and (reward is not None or not isinstance(error, str)):
-            raise Refused(400, "error: a text, and no reward next to it")
-        if not self.server.ended.acquire(blocking=False):
-            raise Refused(410, ENDED)
-        try:
-            self.send(200, {"ended": True})  # before the end is put: it ends the episode's process
-        finally:
-            self.server.news.put(End(reward, None if error is None else f"was ended by its worker: {error or 'no reason'}"))

@@ -1,19 +1,23 @@
-"""The server that gives episodes to workers (--serve-policy): `python -m rl.environments.desk PARENT_PID`, run by gateway.py.
+"""The server that agents call: `python -m rl.environments.desk PARENT_PID`, run by gateway.py.
 
-A worker asks for an episode with the run's secret. It gets the row and the episode's key, with which it calls the model and
-ends the episode. This process only reads the head of those requests: it passes each connection, as an open file, to the
-episode's process, which answers it (rl/environments/chat.py). An episode's process registers by connecting to a Unix socket,
-through which it also receives these files.
+It passes the requests of an episode's agent to the episode's process (rl/environments/agents.py), which answers them. The
+process connects to a Unix socket, and both sides send lines of JSON:
+
+    process: {row, seed, split}, to offer the episode to workers (--serve-policy), or null if it starts a command (--agent)
+    server:  {url, key}, once the episode has an agent
+    server:  {number, request, body} for each request; the body is text
+    process: {number, status, kind, text}, the answer
 
 Left out: encryption. Put a tunnel or a proxy in front of it if you do not control the network.
 """
 
 import contextlib
-import errno
 import hmac
+import itertools
 import json
+import math
 import os
-import re
+import queue
 import resource
 import secrets
 import socket
@@ -23,298 +27,259 @@ import sys
 import threading
 import time
 from collections import deque
-from types import MappingProxyType
+from collections.abc import Iterable
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from rl.environments.chat import ENDED, MODEL
-from rl.environments.json_server import Handler, Refused, Server, set_deadline
+from rl.environments.chat import CHAT, ENDED, FINISH, MODEL, Refused
 from rl.rewards import descendants
 
-LARGEST = 1 << 16  # bytes of a message between this process and the rank
-POLL = 20.0  # seconds that a worker waits for an episode before it is asked to come again
-PATIENCE = 60.0  # seconds without a worker after which the console says so
-HEAD = 1 << 16  # bytes of a request's head
-HEAD_SECONDS = 10.0  # time limit for receiving the whole head
+SETTINGS_BYTES = 1 << 16  # limit of the first message from the rank
+LARGEST, LARGEST_OF_STRANGERS = 1 << 26, 1 << 16  # bytes of a request with a valid key, and of one without
+SILENCE = 60.0  # seconds after which a silent connection is closed, and any connection that has not shown a valid key
 STRANGERS = 256  # connections that have not shown a valid key: one more closes the oldest
-LINGER = (1.0, 5.0)  # seconds to keep answering after the run: minimum; maximum, while a worker with an episode does not know
-PORT_SECONDS = 10.0  # time limit for a port to become free
+PATIENCE = 60.0  # seconds without a worker after which the console says so
+LINGER = 5.0  # seconds after the run in which requests are answered, so that workers hear of its end
 OVER = "the run has ended: there will be no more episodes"
-TAKEN, CALLED = b"t", b"c"  # messages to an episode's process; CALLED is sent with a connection
+NEXT, MODELS = "POST /v1/episodes/next", "GET /v1/models"
 
 
 class Episode:
-    """An episode that its process has offered to workers."""
+    """The process of an episode, which answers its agent's requests."""
 
-    def __init__(self, offer: dict, key: str, channel: socket.socket):
-        self.offer, self.key, self.channel = offer, key, channel
+    def __init__(self, channel: socket.socket, offer: dict | None):
+        self.offer, self.key = offer, secrets.token_hex(16)
+        self._channel, self._one_at_a_time = channel, threading.Lock()
+        self._numbers = itertools.count()
+        self._open: dict[int, queue.SimpleQueue] = {}  # number -> where the thread of this request waits for its answer
+        self._has_ended = False
 
-    def tell(self, what: bytes, *files: int) -> None:
-        """Send its process a message, with open files. Raise OSError if the episode has ended."""
-        socket.send_fds(self.channel, [what], files)
+    def tell(self, **message: Any) -> None:
+        """Send the process a message, unless it has ended."""
+        with self._one_at_a_time, contextlib.suppress(OSError):
+            self._channel.sendall(json.dumps(message).encode() + b"\n")
+
+    def ask(self, request: str, body: str) -> dict | None:
+        """Return the process's answer to a request; None if the process ends first."""
+        number, found = next(self._numbers), queue.SimpleQueue()
+        self._open[number] = found
+        if self._has_ended:
+            return None
+        self.tell(number=number, request=request, body=body)
+        return found.get()
+
+    def hear(self, lines: Iterable[str]) -> None:
+        """Pass answers on until the process ends."""
+        with contextlib.suppress(OSError, ValueError):  # the process was killed, perhaps while it was writing
+            for answer in map(json.loads, lines):
+                self._open.pop(answer["number"]).put(answer)
+        self._has_ended = True
+        for found in list(self._open.values()):
+            found.put(None)
 
 
-class Desk(Server):
-    """The server for workers."""
+class Desk(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    """The server, with a thread for each connection and for each episode's process."""
 
-    closes = True
+    daemon_threads, block_on_close, request_queue_size, allow_reuse_address = True, False, 128, True
 
     def __init__(self, settings: dict):
-        self.settings, self.key = settings, settings["secret"]
+        """settings: from rl/environments/gateway.py. Raise OSError if the port is not available."""
+        self.settings, self.secret = settings, settings["secret"]
         self.address_family = socket.AF_INET6 if ":" in settings["host"] else socket.AF_INET
-        self.changed = threading.Condition()
+        self.lock = threading.Lock()
         self.waiting: deque[Episode] = deque()
-        self.alive: dict[str, Episode] = {}
+        self.alive: dict[str, Episode] = {}  # by key
+        self.keys: set[str] = set()  # of all episodes so far
+        self._strangers: dict[socket.socket, float] = {}  # connections without a valid key so far: when they came, oldest first
         self.is_over = False
-        self.unaware: set[str] = set()  # keys of workers that do not know yet that the run is over
-        self.asked = 0.0  # time of the last worker's request for an episode
-        self._run, self._count = secrets.token_hex(4), 0
-        self._strangers: dict[socket.socket, None] = {}  # oldest first
-        self._door = threading.Lock()  # of the strangers
-        super().__init__((settings["host"], settings["port"]), DeskHandler)
+        self.asked = -math.inf  # time of the last worker's request for an episode
+        self._processes = socket.socket(socket.AF_UNIX)
+        self._processes.bind(f"\0{settings['name']}")
+        self._processes.listen(1024)
+        super().__init__((settings["host"], settings["port"]), Handler)
 
-    def process_request(self, request: socket.socket, client_address: Any) -> None:
-        """Start the connection's thread. Connections without a key cannot use up the open files: the oldest is closed."""
-        with self._door:
-            self._strangers[request] = None
-            if len(self._strangers) > STRANGERS:
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]
-                with contextlib.suppress(OSError):  # it has been disconnected
-                    oldest.shutdown(socket.SHUT_RDWR)
-        super().process_request(request, client_address)
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore it: a client that breaks its connection affects nobody else."""
 
-    def is_stranger(self, request: socket.socket) -> bool:
-        """Return whether the connection is open and has not shown a valid key."""
-        with self._door:
-            return request in self._strangers
+    def verify_request(self, request: socket.socket, client_address: Any) -> bool:
+        """Count the new connection as a stranger's."""
+        with self.lock:
+            self._strangers[request] = time.monotonic()
+        return True
 
-    def forget(self, request: socket.socket) -> bool:
-        """Count the connection as a stranger's no longer. Return False if it has been closed as the oldest."""
-        with self._door:
-            was_open = request in self._strangers
-            self._strangers.pop(request, None)
-        return was_open
+    def recognise(self, connection: socket.socket) -> None:
+        """Count the connection as a stranger's no longer: it has shown a valid key, or is closed."""
+        with self.lock:
+            self._strangers.pop(connection, None)
 
-    def shutdown_request(self, request: socket.socket) -> None:
-        """Close only this process's file: the connection may belong to an episode's process now."""
-        self.forget(request)
-        self.close_request(request)
+    def service_actions(self) -> None:
+        """Close connections that show no valid key in time, and the oldest ones if there are too many."""
+        with self.lock:
+            for connection, since in list(self._strangers.items()):
+                if len(self._strangers) <= STRANGERS and time.monotonic() < since + SILENCE:
+                    return
+                del self._strangers[connection]
+                with contextlib.suppress(OSError):  # the client has closed it
+                    connection.shutdown(socket.SHUT_RDWR)
 
-    def sign(self, name: str) -> str:
-        """Return the key of the episode with this name."""
-        return f"{name}-{hmac.digest(self.key.encode(), name.encode(), 'sha256').hex()[:32]}"
+    def close_request(self, request: socket.socket) -> None:
+        """Close a connection."""
+        self.recognise(request)
+        super().close_request(request)
 
-    def is_signed(self, key: str) -> bool:
-        """Return whether the key is an episode's, of this run or of another run with the same secret."""
-        return hmac.compare_digest(self.sign(key.rpartition("-")[0]), key)
+    def accept_processes(self) -> None:
+        """Serve the processes of this user that connect."""
+        while True:
+            channel, _ = self._processes.accept()
+            _, user, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if user == os.getuid():
+                threading.Thread(target=self._hold, args=(channel,), daemon=True).start()
+            else:
+                channel.close()
 
-    def knows(self, key: str) -> bool:
-        """Return whether the key is the secret or an episode's."""
-        return hmac.compare_digest(key, self.key) or self.is_signed(key)
+    def _hold(self, channel: socket.socket) -> None:
+        """Keep an episode for as long as its process lives."""
+        with channel, channel.makefile() as lines:
+            first = lines.readline()
+            if not first.endswith("\n"):
+                return
+            episode = Episode(channel, json.loads(first))
+            with self.lock:
+                self.keys.add(episode.key)
+                self.alive[episode.key] = episode
+                if episode.offer:
+                    self.waiting.append(episode)
+            if not episode.offer:
+                self.begin(episode)
+            episode.hear(lines)
+            with self.lock:
+                del self.alive[episode.key]
+                if episode in self.waiting:
+                    self.waiting.remove(episode)
 
-    def offer(self, offer: dict, channel: socket.socket) -> Episode:
-        """Let workers take an episode."""
-        with self.changed:
-            self._count += 1
-            episode = Episode(offer, self.sign(f"{self._run}-{self._count}"), channel)
-            self.alive[episode.key] = episode
-            self.waiting.append(episode)
-            self.changed.notify()
-        return episode
+    def begin(self, episode: Episode) -> None:
+        """Tell the process that its episode has an agent."""
+        episode.tell(url=f"http://127.0.0.1:{self.server_address[1]}/v1", key=episode.key)
 
-    def withdraw(self, episode: Episode) -> None:
-        """Remove an episode whose process has ended."""
-        with self.changed:
-            del self.alive[episode.key]
-            if episode in self.waiting:
-                self.waiting.remove(episode)
-
-    def give_back(self, episode: Episode) -> None:
-        """Offer the episode to the next worker, because this one did not read the answer."""
-        with self.changed:
-            if episode.key in self.alive:
-                self.waiting.appendleft(episode)
-            self.changed.notify()
-
-    def take(self, asks: "DeskHandler") -> Episode | None:
-        """Return the episode that has waited longest; None if there is none within POLL. Raise Refused if the run has ended."""
-        with self.changed:
+    def take(self) -> Episode | None:
+        """Return the episode that has waited longest; None if there is none."""
+        with self.lock:
             self.asked = time.monotonic()
-            self.changed.wait_for(lambda: self.waiting or self.is_over, POLL)
-            self.asked = time.monotonic()
-            if self.is_over:
-                raise Refused(410, OVER)
-            if self.waiting and asks.is_open():
-                return self.waiting.popleft()
-            self.changed.notify()
-        return None
-
-    def counts(self) -> dict:
-        """Return the numbers of waiting and taken episodes, and the seconds since a worker last asked for one."""
-        with self.changed:
-            waiting, ago = len(self.waiting), time.monotonic() - self.asked if self.asked else None
-            return {"waiting": waiting, "taken": len(self.alive) - waiting, "seconds_since_asked": ago}
-
-    def text(self) -> str:
-        """Return the counts in words."""
-        found = self.counts()
-        ago = found["seconds_since_asked"]
-        asked = "none has asked" if ago is None else f"the last one asked {ago:.0f} s ago"
-        return f"{found['waiting']} wait for workers ({asked} at {self.settings['url']}), {found['taken']} are taken"
-
-    def finish(self) -> None:
-        """Refuse all requests of workers from now on, because the run has ended."""
-        with self.changed:
-            self.is_over = True
-            self.unaware = self.alive.keys() - {episode.key for episode in self.waiting}
-            self.changed.notify_all()
-
-    def linger(self) -> None:
-        """Wait until workers have heard that the run has ended."""
-        started, (least, most) = time.monotonic(), LINGER if self.asked else (0.0, 0.0)
-        while time.monotonic() < started + (most if self.unaware else least):
-            time.sleep(0.05)
+            return self.waiting.popleft() if self.waiting else None
 
     def remind(self) -> None:
         """Print a line whenever episodes wait and no worker asks for them."""
         while True:
             time.sleep(PATIENCE)
-            found = self.counts()
-            if found["waiting"] and not found["taken"] and (found["seconds_since_asked"] or PATIENCE) >= PATIENCE:
-                print(f"waiting for workers: {self.text()}", file=sys.stderr, flush=True)
+            with self.lock:
+                number, is_idle = len(self.waiting), len(self.waiting) == len(self.alive)
+            if number and is_idle and time.monotonic() > self.asked + PATIENCE:
+                where = f"{self.settings['url']}/v1/episodes/next"
+                text = f"episodes waiting for a worker: {number} (none has asked at {where} in the last {PATIENCE:.0f} s)"
+                print(text, file=sys.stderr, flush=True)
 
 
-class DeskHandler(Handler):
-    """A worker's connection, for one request."""
+class Handler(BaseHTTPRequestHandler):
+    """The connection of an agent or a worker."""
 
+    protocol_version, server_version = "HTTP/1.1", "policy"
+    timeout = SILENCE
+    wbufsize = 1 << 16  # without a buffer, the second packet of an answer would wait for the first one's acknowledgement
     server: Desk
-    routes = MappingProxyType({"POST /v1/episodes/next": "next", "GET /v1/episodes": "status"})
 
-    def handle(self) -> None:
-        """Hand a connection with an episode's key to the episode's process."""
-        key = self._peek()
-        if key is None or (self.server.knows(key) and not self.server.forget(self.connection)):
-            return
-        episode = self.server.alive.get(key)
-        if episode and not self.server.is_over:
-            with contextlib.suppress(OSError):  # the episode ends at this moment
-                episode.tell(CALLED, self.connection.fileno())
-                return
-        super().handle()
+    def do_GET(self) -> None:
+        self._respond()
 
-    def _peek(self) -> str | None:
-        """Return the request's key without consuming the request; None without a whole head. Raise TimeoutError after
-        HEAD_SECONDS."""
-        deadline = time.monotonic() + HEAD_SECONDS
-        while True:
-            set_deadline(self.connection, deadline)
-            head = self.connection.recv(HEAD, socket.MSG_PEEK)
-            if b"\r\n\r\n" in head:
-                break
-            if not head or len(head) == HEAD or not self.server.is_stranger(self.connection):
-                return None
-            time.sleep(0.01)
-        self.connection.settimeout(None)
-        found = re.search(rb"\r\nAuthorization: *Bearer +([\x21-\x7e]+) *\r\n", head.partition(b"\r\n\r\n")[0] + b"\r\n", re.I)
-        return found[1].decode() if found else ""
+    def do_POST(self) -> None:
+        self._respond()
 
-    def wrong_key(self) -> Refused | None:
-        """Check the key as usual, and refuse the key of an ended episode with status 410."""
-        if self.given_key.isascii() and self.server.is_signed(self.given_key):
-            self.server.unaware.discard(self.given_key)
-            return Refused(410, OVER if self.server.is_over else ENDED)
-        return super().wrong_key()
+    def _respond(self) -> None:
+        key = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        try:
+            self._answer(key, f"{self.command} {self.path.partition('?')[0]}")
+        except Refused as refused:
+            self.send(refused.status, refused.body)
 
-    def next(self, _: dict) -> None:
-        """Give the worker an episode, or answer 204 if there is none within POLL."""
-        episode = self.server.take(self)
+    def _answer(self, key: str, request: str) -> None:
+        is_worker = hmac.compare_digest(key.encode(), self.server.secret.encode())
+        is_agent = key in self.server.keys
+        if is_worker or is_agent:
+            self.server.recognise(self.connection)
+        body = self._body(LARGEST if is_worker or is_agent else LARGEST_OF_STRANGERS)
+        if not (is_worker or is_agent):
+            raise Refused(401, "the key is not this session's OPENAI_API_KEY", "invalid_api_key")
+        if self.server.is_over:
+            raise Refused(410, OVER)
+        if is_worker and request == NEXT:
+            self._next()
+        elif is_agent and request in (CHAT, FINISH):
+            self._pass_on(key, request, body)
+        elif is_agent and request == MODELS:
+            self.send(200, {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "run"}]})
+        else:
+            raise Refused(404, f"there are {', '.join((MODELS, CHAT, FINISH) if is_agent else (NEXT,))} here")
+
+    def _body(self, most: int) -> str:
+        length = self.headers.get("Content-Length", "0" if self.command == "GET" else "")
+        if not length.isdecimal() or int(length) > most:
+            self.close_connection = True
+            raise Refused(413 if length.isdecimal() else 411, f"Content-Length: must be a number up to {most}")
+        return self.rfile.read(int(length)).decode(errors="replace")
+
+    def _next(self) -> None:
+        episode = self.server.take()
         if episode is None:
-            self.write(204, "application/json", b"")
+            self.write(204, "application/json", "")
             return
-        url = self._url()
-        more = {"base_url": f"{url}/v1", "api_key": episode.key, "model": MODEL, "timeout": self.server.settings["timeout"]}
-        try:
-            self.send(200, episode.offer | more)
-        except OSError:
-            self.server.give_back(episode)
-            raise
-        with contextlib.suppress(OSError):
-            episode.tell(TAKEN)
+        self.server.begin(episode)
+        self.send(200, episode.offer | {"api_key": episode.key, "model": MODEL, "timeout": self.server.settings["timeout"]})
 
-    def _url(self) -> str:
-        """Return the server's address as the worker sees it, through a TLS proxy also."""
-        if "Host" not in self.headers:
-            return self.server.settings["url"]
-        scheme = self.headers.get("X-Forwarded-Proto", "").lower()
-        return f"{scheme if scheme in ('http', 'https') else 'http'}://{self.headers['Host']}"
+    def _pass_on(self, key: str, request: str, body: str) -> None:
+        episode = self.server.alive.get(key)
+        answer = episode and episode.ask(request, body)
+        if not answer:
+            raise Refused(410, OVER if self.server.is_over else ENDED)
+        self.write(answer["status"], answer["kind"], answer["text"])
 
-    def status(self, _: dict) -> dict:
-        """Return the numbers of episodes."""
-        return self.server.counts()
+    def send(self, status: int, body: dict) -> None:
+        """Answer with a JSON object."""
+        self.write(status, "application/json", json.dumps(body))
 
+    def write(self, status: int, kind: str, text: str) -> None:
+        """Answer with a text. kind: its content type."""
+        data = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+        self.wfile.flush()
 
-class Offers(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    """The server for the episodes' processes."""
-
-    daemon_threads, block_on_close, request_queue_size = True, False, 1024
-
-    def __init__(self, name: str, desk: Desk):
-        self.desk = desk
-        super().__init__(f"\0{name}", OfferHandler)
-
-    def verify_request(self, request: socket.socket, client_address: Any) -> bool:
-        """Return whether the request is from a process of this user."""
-        _, user, _ = struct.unpack("3i", request.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        return user == os.getuid()
-
-
-class OfferHandler(socketserver.StreamRequestHandler):
-    """The connection of an episode's process, open for as long as the process lives."""
-
-    def handle(self) -> None:
-        line = self.rfile.readline()
-        if not line.endswith(b"\n"):
-            return
-        episode = self.server.desk.offer(json.loads(line), self.connection)
-        try:
-            with contextlib.suppress(OSError):
-                self.connection.recv(1)  # returns when the process ends: it sends nothing more
-        finally:
-            self.server.desk.withdraw(episode)
+    def log_message(self, *_: Any) -> None:
+        """Print nothing: an agent's calls are counted as turns."""
 
 
 def main(parent: int) -> None:
     if not descendants.guard(parent):
         return
     control = socket.socket(fileno=os.dup(0))
-    settings = json.loads(control.recv(LARGEST))
+    settings = json.loads(control.recv(SETTINGS_BYTES))
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # one file for each episode, and for each connection
     try:
-        desk = listen(settings)
+        desk = Desk(settings)
     except OSError as error:
-        control.send(json.dumps({"number": settings["number"], "failed": str(error)}).encode())
+        control.send(json.dumps({"failed": str(error)}).encode())
         return
-    offers = Offers(settings["name"], desk)
-    for job in (desk.serve_forever, offers.serve_forever, desk.remind):
+    for job in (desk.serve_forever, desk.accept_processes, desk.remind):
         threading.Thread(target=job, daemon=True).start()
-    control.send(json.dumps({"number": settings["number"]}).encode())
-    while data := control.recv(LARGEST):
-        message = json.loads(data)
-        {"finish": desk.finish, "linger": desk.linger, "status": desk.text}[message["do"]]()
-        control.send(json.dumps({"number": message["number"], "status": desk.text()}).encode())
-
-
-def listen(settings: dict) -> Desk:
-    """Return the server once its port is free: a run that has just ended may still use it. Raise OSError if it stays used."""
-    deadline = time.monotonic() + PORT_SECONDS
-    while True:
-        try:
-            return Desk(settings)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                raise
-        time.sleep(0.2)
+    control.send(b"{}")
+    control.recv(1)  # returns when the run has ended
+    desk.is_over = True
+    with contextlib.suppress(OSError):  # the rank was killed
+        control.send(b"{}")
+    time.sleep(LINGER)
 
 
 if __name__ == "__main__":

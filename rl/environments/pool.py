@@ -29,10 +29,8 @@ from rl.rewards import descendants
 from rl.rewards.environment import check_passed
 from rl.rewards.score import plain
 
-LARGEST_PORT = 65_535
 START_LIMIT = 120  # seconds to import the tokenizer and the user's file; also the limit to fork an episode's process
 REPLY_LIMIT = 1 << 26  # bytes of one answer
-MOST_STARTS = 4  # of the warm process; only an environment could have ended it
 EVENTS = ("error", "bad_value", "timeout")  # that an episode's process may answer with
 SHAPES = {  # of the answers to each question: name -> types
     "reset": {"prompt": (list, type(None))},
@@ -68,7 +66,7 @@ class Environments:
             "spec": args.environment_spec,
             "are_tools": not args.env,
             "agent": args.agent,
-            "gateway": secrets.token_hex(16) if args.serve_policy else "",
+            "gateway": secrets.token_hex(16) if args.has_agent else "",
             "timeout": args.env_timeout,
             "model": model,
             "trust_remote_code": trust_remote_code,
@@ -80,7 +78,7 @@ class Environments:
         check_passed(args.reward_env)
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # one socket per episode
-        self._starts = self._forks = 0
+        self._forks = 0
         self._places: dict[Hashable, Place] = {}
         self._by_fork: dict[int, Place] = {}
         self._deadlines: dict[Hashable, float] = {}  # of the questions without an answer
@@ -94,9 +92,6 @@ class Environments:
         """Start the warm process and set `ready` to its first message: "schemas" of the tools, and whether an environment
         "scores_at_end". Raise UserError if the user's file cannot be used."""
         flag, value = self.args.environment_flag
-        if self._starts == MOST_STARTS:
-            raise UserError(f"{flag}: the process that all environments are forked from was ended {MOST_STARTS} times.")
-        self._starts += 1
         self._selector, self._orders = selectors.DefaultSelector(), deque()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         passed, nowhere = self.args.reward_env, subprocess.DEVNULL
@@ -108,10 +103,8 @@ class Environments:
         self._control.settimeout(START_LIMIT)
         try:
             self.ready = json.loads(self._control.recv(LARGEST) or '{"failed": "its process ended"}')
-        except TimeoutError:
-            self.ready = {"failed": f"its process was not ready after {START_LIMIT} s"}
-        except ConnectionError:
-            self.ready = {"failed": "its process ended"}
+        except OSError as error:
+            self.ready = {"failed": f"its process is not ready: {error}"}
         if "failed" in self.ready:
             self._close()
             raise UserError(f"{flag} {value}: {self.ready['failed']}")
@@ -123,14 +116,8 @@ class Environments:
             read_secret()
 
     def serve(self, number: int) -> None:
-        """Let workers take the episodes of engine `number` (--serve-policy)."""
-        port, limit = self.args.serve_policy + number, self.args.env_timeout
-        if port > LARGEST_PORT:
-            raise UserError(
-                f"--serve-policy {self.args.serve_policy}: engine {number} would listen at port {port}, above {LARGEST_PORT}. "
-                "Give a lower port."
-            )
-        self._gateway = Gateway(self._settings["gateway"], self.args.serve_host, port, limit)
+        """Start the server that agents call, on the rank that leads engine `number`."""
+        self._gateway = Gateway(self.args, self._settings["gateway"], number)
 
     def close(self) -> None:
         """End all processes, and let workers know that the run has ended."""
@@ -171,7 +158,7 @@ class Environments:
         line = json.dumps({"do": what, "number": place.number} | item, default=plain)
         place.unwritten += line.encode() + b"\n"
         # There is no limit to the wait for a worker. A fork may wait for those ordered before it.
-        queued = math.inf if self._gateway else START_LIMIT
+        queued = math.inf if self.args.serve_policy else START_LIMIT
         self._deadlines[key] = time.monotonic() + self.args.env_timeout + (queued if what == "reset" else 0)
         self._write(place)
 

@@ -34,7 +34,6 @@ class Silent(Exception):
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return this process's event loop."""
     return asyncio.new_event_loop()
 
 

@@ -69,13 +69,10 @@ class Warm:
         if programs is None:
             from rl.environments import agents  # late: only agents need it
 
-            command = functools.partial(agents.start_command, settings["agent"])
-            worker = functools.partial(agents.wait_for_worker, settings["gateway"], settings["timeout"])
-            self.new = functools.partial(agents.Session, command if settings["agent"] else worker, turns_of)
+            self.new = functools.partial(agents.Session, settings, turns_of)
 
 
 def _programs(settings: dict) -> Programs:
-    """Import the user's environment or tools."""
     path, _, names = settings["spec"].rpartition(":")
     module = import_file(path, "user_environment")
     if missing := [name for name in names.split(",") if not callable(getattr(module, name, None))]:

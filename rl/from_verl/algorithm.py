@@ -1,6 +1,5 @@
 """The meaning of verl's keys for the algorithm: advantages, losses, KL terms, the critic, corrections (see meanings.py)."""
 
-from rl.flag_words import CORRECTIONS
 from rl.from_verl.verl_run import PRESET, SYNC, Run, listed
 from rl.ranges import flag
 
@@ -138,6 +137,14 @@ def critic(run: Run) -> dict[str, object]:
     }
 
 
+GEOMETRIC = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
+CORRECTIONS = {  # verl's words for a whole correction -> flags
+    "token_tis": {"rollout_is": "token"},
+    "sequence_tis": {"rollout_is": "sequence"},
+    "geometric_rs": GEOMETRIC,
+    "sequence_tis_geometric_rs": {"rollout_is": "sequence"} | GEOMETRIC,
+    "icepop": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
+}
 PRESETS = {  # verl's constructors of a correction -> their words
     "decoupled_token_is": "token_tis", "decoupled_seq_is": "sequence_tis", "decoupled_geo_rs": "geometric_rs",
     "decoupled_geo_rs_seq_tis": "sequence_tis_geometric_rs", "decoupled_token_icepop": "icepop",

@@ -181,6 +181,6 @@ def make_responses(args: EngineArgs, job: Job, engine: Engine, engine_ranks: Eng
         from rl.generation.episodes import Episodes
 
     ends = end_token_ids(job.path, job.tokenizer, args.trust_remote_code)
-    if args.serve_policy and engine_ranks.is_leader:
+    if args.has_agent and engine_ranks.is_leader:
         job.environments.serve(engine_ranks.index)
     return Episodes(job, engine, engine_ranks, args, ends)

@@ -13,11 +13,10 @@ import os
 import shutil
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 from xxhash import xxh3_64_intdigest
 
@@ -28,8 +27,7 @@ from rl.samples.group import Group
 SAMPLES, CODE = "samples.rec", "code"
 HEADER = struct.Struct("<4sQQQQ")  # kind, step, bytes of the data, bytes of them unpacked, checksum of the data
 CHECK = struct.Struct("<Q")  # checksum of the header, after it
-START, PART, LAST = b"RLr0", b"RLr1", b"RLr2"  # kinds: a start of the run; groups of a step, and the last of them
-FRAME_BYTES = 8 << 20  # of groups in a frame, approximately
+START, PART, LAST = b"RLs0", b"RLs1", b"RLs2"  # kinds: a start of the run; a group of a step, and the last of them
 CODEC = pa.Codec("zstd", compression_level=1)
 
 
@@ -37,8 +35,8 @@ class Recorder:
     """A writer that appends to a record. A full disk does not stop training: the step is left out, and a warning says so."""
 
     def __init__(self, directory: str, run_dir: Path | None, after: int):
-        """run_dir: of a run that resumes; after: the step after which it resumes. The record of later steps is moved to
-        samples_superseded.rec. Raise UserError if the directory has another run's record, or if none can be written."""
+        """run_dir: of a run that resumes; after: the step after which it resumes. The record of later steps is removed,
+        because they are trained again. Raise UserError if the directory has another run's record, or if none can be written."""
         self.directory, self.path = Path(directory), Path(directory) / SAMPLES
         self._missing = False  # whether the last step could not be written
         try:
@@ -50,7 +48,7 @@ class Recorder:
                     f"--record-samples {directory} holds the samples of {frames[0].start['run']}. Give another directory."
                 )
             self._end = max((frame.end for frame in frames if frame.step <= after), default=0)
-            self._set_rest_aside()
+            os.ftruncate(self._file, self._end)
         except OSError as error:
             raise UserError(
                 f"--record-samples {directory}: {error.filename or self.path} cannot be written ({error.strerror})."
@@ -74,9 +72,10 @@ class Recorder:
 
     def write(self, step: int, groups: Sequence[Group]) -> None:
         """Record the groups of a step."""
-        self._append(step, _parts(groups))
+        kinds = [PART] * (len(groups) - 1) + [LAST]
+        self._append(step, ((kind, group.to_bytes()) for kind, group in zip(kinds, groups, strict=True)))
 
-    def _append(self, step: int, frames) -> None:
+    def _append(self, step: int, frames: Iterable[tuple[bytes, bytes]]) -> None:
         """Append the step's frames, or none of them. frames: (kind, data)."""
         end = self._end
         try:
@@ -93,14 +92,6 @@ class Recorder:
             self._missing = True
         else:
             self._end, self._missing = end, False
-
-    def _set_rest_aside(self) -> None:
-        size = os.fstat(self._file).st_size
-        if size > self._end:
-            with open(self.path.with_stem(f"{self.path.stem}_superseded"), "ab") as aside:
-                for at in range(self._end, size, FRAME_BYTES):
-                    aside.write(os.pread(self._file, min(FRAME_BYTES, size - at), at))
-            os.ftruncate(self._file, self._end)
 
 
 class Record:
@@ -140,7 +131,7 @@ class Record:
         return [start for start in self.starts if start["after"] < step][-1]
 
     def groups(self, step: int) -> list[Group]:
-        return [Group.from_bytes(record) for frame in self._frames[step] for record in _unpack(frame.data)]
+        return [Group.from_bytes(frame.data) for frame in self._frames[step]]
 
 
 # ------------------------------------------------------------------------------------------------------------ frames
@@ -203,43 +194,3 @@ def _write(file: int, at: int, data: bytes) -> int:
         written = os.pwrite(file, left, at)
         left, at = left[written:], at + written
     return at
-
-
-def _parts(groups: Sequence[Group]) -> Iterator[tuple[bytes, bytes]]:
-    """Yield (kind, data) of a step's frames."""
-    records, size = [], 0
-    for number, group in enumerate(groups, 1):
-        records.append(group.to_bytes())
-        size += len(records[-1])
-        if number == len(groups) or size >= FRAME_BYTES:
-            yield (LAST if number == len(groups) else PART), _pack(records)
-            records, size = [], 0
-
-
-def _pack(records: list[bytes]) -> bytes:
-    """Return the records in the order that compresses best: all heads (the length of the JSON text, and the text), then all
-    arrays as planes: the first byte of every four, then the second byte of every four, and so on. The upper bytes of most
-    tokens are equal."""
-    heads = [4 + struct.unpack_from("<I", record)[0] for record in records]
-    cut = [(record[:head], record[head:]) for record, head in zip(records, heads, strict=True)]
-    arrays = b"".join(rest.ljust(_whole(len(rest)), b"\0") for _, rest in cut)
-    planes = np.frombuffer(arrays, np.uint8).reshape(-1, 4).T.tobytes()
-    sizes = struct.pack(f"<I{2 * len(records)}Q", len(records), *heads, *map(len, records))
-    return b"".join([sizes, *(head for head, _ in cut), planes])
-
-
-def _unpack(data: bytes) -> list[bytes]:
-    (count,) = struct.unpack_from("<I", data)
-    heads, sizes = np.frombuffer(data, np.uint64, 2 * count, 4).astype(int).reshape(2, count).tolist()
-    at, out = 4 + 16 * count, []
-    planes = np.frombuffer(data, np.uint8, offset=at + sum(heads)).reshape(4, -1)
-    arrays, begin = planes.T.tobytes(), 0
-    for head, size in zip(heads, sizes, strict=True):
-        out.append(data[at : at + head] + arrays[begin : begin + size - head])
-        at, begin = at + head, begin + _whole(size - head)
-    return out
-
-
-def _whole(size: int) -> int:
-    """Return the size, rounded up to a multiple of four bytes."""
-    return -(-size // 4) * 4

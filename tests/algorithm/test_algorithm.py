@@ -18,7 +18,7 @@ import train_sync
 from rl.algorithm import whole_batch
 from rl.algorithm.kl_control import KLControl
 from rl.errors import UserError
-from rl.flag_words import CORRECTIONS
+from rl.from_verl.algorithm import CORRECTIONS
 from rl.learning.batch import Batch
 from rl.learning.learner import Learner
 from rl.model.pretrained import load_tokenizer

@@ -1,12 +1,14 @@
 """Agents that own their loop: real processes with real clients; what one does costs its own response alone."""
 
-import functools
 import json
 import queue
+import re
+import secrets
 import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,9 @@ from helpers import ROOT
 from test_pool import Args, answers
 from test_turns import SCHEMA, turns_of
 
-from rl.environments.agents import Agent, Failed, Session, start_command
-from rl.environments.chat import Call, ChatHandler, End, Endpoint, as_messages
-from rl.environments.json_server import Refused
+from rl.environments.agents import Agent, Connection, Session
+from rl.environments.chat import Call, End, Refused, as_messages
+from rl.environments.desk import Desk
 from rl.environments.pool import Environments
 from rl.errors import UserError
 from rl.rewards.descendants import descendants
@@ -78,7 +80,9 @@ def tokenizer():
 
 def agents(model: str, command: str, **flags) -> Environments:
     flags = {"env_timeout": 30.0, "env_memory_limit_gb": 0.0, "env_cpu_limit": 20.0} | flags
-    return Environments(Args(agent=command, **flags), model, end_tokens("qwen2_5"), 300)
+    pool = Environments(Args(agent=command, **flags), model, end_tokens("qwen2_5"), 300)
+    pool.serve(0)
+    return pool
 
 
 def written(path: Path, text: str) -> str:
@@ -281,10 +285,9 @@ class Scripted(Session):
 
     def __init__(self, calls: list[list[dict]], family: str = "qwen2_5", tools: list[dict] | None = None):
         super().__init__(None, lambda schemas: turns_of(family, with_tools=bool(schemas)))
-        self.waiting = [Call({"model": "policy", "messages": messages, "tools": tools}) for messages in calls]
-        for call in self.waiting:
-            call.end(was_read=True)  # nobody writes
-            self._news.put(call)
+        self.answers: list[dict] = []
+        for messages in calls:
+            self._news.put(Call({"model": "policy", "messages": messages, "tools": tools}, self.answers.append))
 
     def begin(self) -> list[int]:
         return self._take(self._news.get())[1]
@@ -367,7 +370,7 @@ def test_a_thought_is_not_part_of_what_is_compared():
         session.begin()
         ids = tokenizer("<think>\nHm.\n</think>\n\nYes.<|im_end|>", add_special_tokens=False)["input_ids"]
         assert session.step({"ids": ids})["history"] == 0
-        said = session.waiting[0].answer["choices"][0]["message"]
+        said = json.loads(session.answers[0]["text"])["choices"][0]["message"]
         assert said["content"] == "Yes." and said["reasoning_content"] == "Hm."
 
 
@@ -398,25 +401,30 @@ def test_a_call_that_cannot_be_read_is_text():
     session.begin()
     found = session.step({"ids": ids_of(broken + "<|im_end|>")})
     assert (found["history"], found["calls"], found["malformed"]) == (0, 0, 1)
-    said = session.waiting[0].answer["choices"][0]
+    said = json.loads(session.answers[0]["text"])["choices"][0]
     assert said["message"]["content"] == broken and said["finish_reason"] == "stop"
 
 
 # ------------------------------------------------------------------------------------------------- the endpoint itself
 
 
-@pytest.fixture(scope="module")
-def endpoint():
-    server = Endpoint(queue.SimpleQueue())
-    yield server
+@pytest.fixture
+def endpoint() -> Iterator[Connection]:
+    """The connection of a command's episode with a server in this process."""
+    name = secrets.token_hex(8)
+    server = Desk({"secret": "a secret", "host": "127.0.0.1", "port": 0, "name": name})
+    for job in (server.serve_forever, server.accept_processes):
+        threading.Thread(target=job, daemon=True).start()
+    yield Connection(name, None, queue.SimpleQueue())
     server.shutdown()
     server.server_close()
 
 
-def post(endpoint: Endpoint, body: dict, path: str = "/v1/chat/completions", **headers: str) -> socket.socket:
+def post(endpoint: Connection, body: dict, path: str = "/v1/chat/completions", **headers: str) -> socket.socket:
     """A connection on which this was asked."""
-    client, data = socket.create_connection(endpoint.server_address), json.dumps(body).encode()
-    known = {"Authorization": f"Bearer {endpoint.key}", "Content-Length": str(len(data))} | headers
+    client, data = socket.socket(), json.dumps(body).encode()
+    client.connect(("127.0.0.1", int(re.search(r":(\d+)/v1$", endpoint.variables["OPENAI_BASE_URL"])[1])))
+    known = {"Authorization": f"Bearer {endpoint.variables['OPENAI_API_KEY']}", "Content-Length": str(len(data))} | headers
     lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in known.items())]
     client.sendall("\r\n".join([*lines, "", ""]).encode() + data)
     return client
@@ -436,42 +444,15 @@ def test_calls_at_once_are_answered_one_after_the_other(endpoint):
     assert {call.messages[0]["content"] for call in calls} == set("01234")
     for call in calls:
         call.reply(Refused(418, "no"))
-    assert [status(client) for client in clients] == [418] * 5 and all(call.was_read for call in calls)
-
-
-def test_a_client_that_breaks_off_and_asks_again_is_given_the_same_answer(endpoint):
-    """A retry is no second turn; who has read an answer and asks the same again, is."""
-    session = Scripted([])
-    session._news = endpoint.news
-    post(endpoint, BODY).close()
-    first = endpoint.news.get(timeout=10)
-    again = post(endpoint, BODY)
-    session._take(first)
-    answered = []
-    thread = threading.Thread(target=lambda: answered.append(session.step({"ids": ids_of("Yes.<|im_end|>")})))
-    thread.start()
-    with again:
-        assert b'"content": "Yes."' in again.recv(1 << 16)
-    assert not answered and not first.was_read
-    third = post(endpoint, BODY)
-    thread.join(10)
-    assert answered[0]["history"] == 1
-    third.close()
-
-
-def test_an_answer_that_could_not_be_written_was_not_read(endpoint, monkeypatch):
-    """The connection was open when the answer came, and is lost before all of it is written."""
-    monkeypatch.setattr(ChatHandler, "write", lambda *_: (_ for _ in ()).throw(ConnectionResetError))
-    with post(endpoint, BODY):
-        call = endpoint.news.get(timeout=10)
-        call.reply(Refused(418, "no"))
-        assert not call.was_read
+    assert [status(client) for client in clients] == [418] * 5
 
 
 @pytest.mark.parametrize(
     ("path", "headers", "expected"),
     [
         ("/v1/responses", {}, 404),
+        ("/v1/episodes/next", {}, 404),
+        ("/v1/episodes/end", {}, 404),  # a command ends its episode by exiting
         ("/v1/chat/completions", {"Authorization": "Bearer other"}, 401),
         ("/v1/chat/completions", {"Content-Length": "many"}, 411),
         ("/v1/chat/completions", {"Content-Length": str(1 << 40)}, 413),
@@ -489,9 +470,3 @@ def test_an_agent_has_its_own_variables_and_no_path_of_ours(tmp_path, monkeypatc
     agent = Agent(f'{sys.executable} -c "import json, os, sys; {shown}"', {"a": 1}, {"X": "y"}, ended.put)
     assert ended.get(timeout=30) == End()
     assert agent._last.decode() == f"{[str(tmp_path), 'example.org,127.0.0.1', 'y']} {{'a': 1}}\n"
-
-
-def test_an_agent_whose_first_call_never_comes_has_failed(tmp_path):
-    session = Session(functools.partial(start_command, f"{sys.executable} -c pass"), None)
-    with pytest.raises(Failed, match="the agent ended before its first call"):
-        session.reset({"row": {}, "own_seed": 1, "split": "train"})

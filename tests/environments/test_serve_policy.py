@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -18,7 +18,7 @@ import pytest
 from families import end_tokens, tokenizer_of
 from test_pool import Args, answers
 
-from rl.environments import desk, json_server
+from rl.environments import desk, gateway
 from rl.environments.pool import Environments
 from rl.errors import UserError
 from rl.rewards.descendants import descendants
@@ -37,6 +37,7 @@ def model(tmp_path_factory) -> str:
 
 def serving(model: str, monkeypatch, number: int = 0, **flags) -> Environments:
     monkeypatch.setenv("SERVE_POLICY_KEY", SECRET)
+    monkeypatch.setattr(gateway, "LINGER", 2.0)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -62,15 +63,13 @@ def address_of(pool: Environments) -> tuple[str, int]:
 
 
 def post(pool: Environments, path: str, key: str, body: dict | None = None) -> tuple[int, dict]:
-    """Status and answer; asks again where the episode's process ends as it is given the connection."""
-    data, headers = None if path == "episodes" else json.dumps(body or {}).encode(), {"Authorization": f"Bearer {key}"}
+    """Status and answer."""
+    data, headers = json.dumps(body or {}).encode(), {"Authorization": f"Bearer {key}"}
     try:
         with urllib.request.urlopen(urllib.request.Request(f"{url_of(pool)}/{path}", data, headers), timeout=60) as reply:
             return reply.status, json.loads(reply.read() or "{}")
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
-    except ConnectionError:
-        return post(pool, path, key, body)
 
 
 def begin(pool: Environments, key: str, split: str = "train") -> None:
@@ -78,9 +77,11 @@ def begin(pool: Environments, key: str, split: str = "train") -> None:
 
 
 def take(pool: Environments) -> dict:
-    status, episode = post(pool, "episodes/next", SECRET)
-    assert status == 200
-    return episode
+    until = time.monotonic() + 30
+    while (found := post(pool, "episodes/next", SECRET))[0] == 204 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert found[0] == 200
+    return found[1]
 
 
 def says(pool: Environments, key: str, text: str) -> None:
@@ -101,7 +102,7 @@ import openai
 
 def post(url, key, body):
     headers = {"Authorization": f"Bearer {key}"}
-    return json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)))
+    return json.loads(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read() or "{}")
 
 url, secret = sys.argv[1:]
 while True:
@@ -109,7 +110,10 @@ while True:
         episode = post(f"{url}/episodes/next", secret, {})
     except urllib.error.HTTPError as error:
         sys.exit(0 if error.code == 410 else 1)
-    client = openai.OpenAI(base_url=episode["base_url"], api_key=episode["api_key"], max_retries=0)
+    if not episode:
+        time.sleep(0.5)
+        continue
+    client = openai.OpenAI(base_url=url, api_key=episode["api_key"], max_retries=0)
     assert [model.id for model in client.models.list()] == [episode["model"]]
     ask = lambda messages: client.chat.completions.create(model="policy", messages=messages).choices[0].message
     messages, name = episode["row"]["prompt"], episode["row"]["name"]
@@ -164,7 +168,7 @@ def test_an_episode_is_what_a_command_s_is(pool):
     begin(pool, "a", split="val")
     episode = take(pool)
     assert (episode["row"], episode["seed"], episode["split"]) == (ROW | {"name": "a"}, 1, "val")
-    assert (episode["base_url"], episode["model"], episode["timeout"]) == (url_of(pool), "policy", 30.0)
+    assert (episode["model"], episode["timeout"]) == ("policy", 30.0)
     call = calls(pool, episode, HELLO | {"max_tokens": 7})
     first = answers(pool, ["a"])["a"]
     expected = tokenizer_of("qwen2_5").apply_chat_template(HELLO["messages"], add_generation_prompt=True, tokenize=False)
@@ -174,14 +178,6 @@ def test_an_episode_is_what_a_command_s_is(pool):
     assert call[0][0][1]["choices"][0]["message"]["content"] == "Hi."
     assert post(pool, "episodes/end", episode["api_key"], {"reward": 0.5})[0] == 200
     assert answers(pool, ["a"])["a"]["reward"] == 0.5
-
-
-@pytest.mark.parametrize(("scheme", "expected"), [("https", "https"), ("HTTP", "http"), ("gopher", "http")])
-def test_a_worker_behind_a_tls_proxy_calls_the_proxy(pool, scheme, expected):
-    begin(pool, "a")
-    headers = {"Authorization": f"Bearer {SECRET}", "Host": "example.org", "X-Forwarded-Proto": scheme}
-    with urllib.request.urlopen(urllib.request.Request(f"{url_of(pool)}/episodes/next", b"{}", headers), timeout=60) as reply:
-        assert json.load(reply)["base_url"] == f"{expected}://example.org/v1"
 
 
 def test_a_key_opens_its_own_door_alone(pool):
@@ -195,10 +191,9 @@ def test_a_key_opens_its_own_door_alone(pool):
         assert b" 413 " in stranger.recv(1 << 16)
     own = take(pool)["api_key"]
     assert post(pool, "episodes/next", own)[0] == 404 and post(pool, "episodes/end", own[:-1], {})[0] == 401
-    assert SECRET not in own and post(pool, "episodes", SECRET)[1]["taken"] == 1
+    assert SECRET not in own
     if os.getuid() == 0:
         assert as_nobody(f"\0{pool._settings['gateway']}") == 0
-        assert post(pool, "episodes", SECRET)[1].items() >= {"waiting": 0, "taken": 1}.items()
 
 
 def as_nobody(name: str) -> int:
@@ -232,7 +227,7 @@ def test_an_episode_ends_once(pool):
         assert post(pool, "chat/completions", key, HELLO)[0] == 410
         pool.end("a")
         until = time.monotonic() + 20
-        while post(pool, "episodes", SECRET)[1]["taken"] and time.monotonic() < until:
+        while len(descendants(pool._process.pid)) > 1 and time.monotonic() < until:
             pool.poll(0.05)
 
 
@@ -268,27 +263,12 @@ def test_an_episode_waits_for_a_worker_and_no_longer_for_one_that_is_silent(mode
     until = time.monotonic() + 3
     while time.monotonic() < until:
         assert pool.poll(0.2) == []
-    text = pool._gateway.status()
-    assert re.fullmatch(r"1 wait for workers \(none has asked at http://127.0.0.1:\d+\), 0 are taken", text)
     key = take(pool)["api_key"]
     answer = answers(pool, ["a"])["a"]
     assert answer["event"] == "timeout" and "no call after 1 s (--env-timeout)" in answer["message"]
     assert post(pool, "chat/completions", key, HELLO)[0] == 410
-    assert re.search("the last one asked [0-9]+ s ago", pool._gateway.status())
     pool.close()
     assert f"{url_of(pool)}/episodes/next" in capfd.readouterr().out
-
-
-def test_an_episode_whose_worker_hangs_up_is_the_next_one_s(pool):
-    """A worker that disconnects while it waits is given nothing."""
-    for _ in range(3):
-        with socket.create_connection(address_of(pool)) as client:
-            client.sendall(
-                f"POST /v1/episodes/next HTTP/1.1\r\nAuthorization: Bearer {SECRET}\r\nContent-Length: 0\r\n\r\n".encode()
-            )
-            time.sleep(0.2)
-    begin(pool, "a")
-    assert take(pool)["row"]["name"] == "a"
 
 
 def test_rubbish_at_the_port_costs_nobody_anything(pool):
@@ -301,69 +281,95 @@ def test_rubbish_at_the_port_costs_nobody_anything(pool):
 
 @pytest.fixture
 def server(monkeypatch) -> Iterator[desk.Desk]:
-    """The gateway's server in this process, with short limits."""
-    monkeypatch.setattr(desk, "HEAD_SECONDS", 1.0)
-    monkeypatch.setattr(json_server, "BODY_SECONDS", 1.0)
-    monkeypatch.setattr(desk, "STRANGERS", 3)
-    server = desk.Desk({"secret": SECRET, "host": "127.0.0.1", "port": 0, "url": "", "timeout": 1.0})
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    """The server in this process, with short limits."""
+    monkeypatch.setattr(desk.Handler, "timeout", 1.0)
+    monkeypatch.setattr(desk, "PATIENCE", 0.1)
+    known = {"secret": SECRET, "host": "127.0.0.1", "port": 0, "url": "http://here", "timeout": 1.0}
+    server = desk.Desk(known | {"name": secrets.token_hex(8)})
+    for job in (server.serve_forever, server.accept_processes, server.remind):
+        threading.Thread(target=job, daemon=True).start()
     yield server
     server.shutdown()
     server.server_close()
 
 
+def test_the_console_says_that_no_worker_comes(server, capsys):
+    with socket.socket(socket.AF_UNIX) as process:
+        process.connect(f"\0{server.settings['name']}")
+        process.sendall(b'{"row": {}}\n')
+        until, found = time.monotonic() + 20, ""
+        while not found and time.monotonic() < until:
+            found = capsys.readouterr().err
+            time.sleep(0.05)
+    assert found.startswith("episodes waiting for a worker: 1 (none has asked at http://here/v1/episodes/next in the last ")
+
+
 def is_closed(client: socket.socket, dripping: bytes = b"") -> bool:
-    """Whether the server closes the connection, to which one byte after another is sent, within a minute."""
+    """Whether the server closes the connection, although something is sent again and again."""
     client.settimeout(0.1)
-    until = time.monotonic() + 60
+    until = time.monotonic() + 30
     while time.monotonic() < until:
-        with contextlib.suppress(TimeoutError):
-            try:
-                client.sendall(dripping)
-                if not client.recv(1 << 16):
-                    return True
-            except ConnectionError:
+        try:
+            client.sendall(dripping)
+            if client.recv(1 << 16) == b"":
                 return True
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            return True
     return False
 
 
-@pytest.mark.parametrize("key", [SECRET, "wrong"])
-def test_a_request_that_drips_has_a_time_limit(server, key):
+def test_a_connection_that_drips_without_a_key_has_a_time_limit(server, monkeypatch):
     """Its head, and its body."""
-    head = f"POST /v1/episodes/next HTTP/1.1\r\nAuthorization: Bearer {key}\r\nContent-Length: 50000\r\n"
-    for beginning, dripping in ((head, b""), (head, b"x"), (head + "\r\n", b""), (head + "\r\n", b" ")):
+    monkeypatch.setattr(desk, "SILENCE", 1.0)
+    head = "POST /v1/episodes/next HTTP/1.1\r\nAuthorization: Bearer wrong\r\nContent-Length: 50000\r\n"
+    for beginning, dripping in ((head, b"x"), (head + "\r\n", b" ")):
         with socket.create_connection(server.server_address) as client:
             client.sendall(beginning.encode())
             assert is_closed(client, dripping)
 
 
 def test_connections_without_a_key_do_not_keep_workers_out(server, monkeypatch):
-    monkeypatch.setattr(desk, "HEAD_SECONDS", 600.0)
+    monkeypatch.setattr(desk, "STRANGERS", 3)
+    monkeypatch.setattr(desk.Handler, "timeout", 600.0)
     clients = [socket.create_connection(server.server_address) for _ in range(20)]
     for client in clients:
         client.sendall(b"POST /")
     assert all(is_closed(client) for client in clients[:17])
-    for _ in range(10):
-        with socket.create_connection(server.server_address) as worker:
-            worker.sendall(f"GET /v1/episodes HTTP/1.1\r\nAuthorization: Bearer {SECRET}\r\n\r\n".encode())
-            assert b" 200 " in worker.recv(1 << 16)
-    for client in clients:
+    workers = [socket.create_connection(server.server_address, timeout=60) for _ in range(10)]
+    request = f"POST /v1/episodes/next HTTP/1.1\r\nAuthorization: Bearer {SECRET}\r\nContent-Length: 0\r\n\r\n".encode()
+    for worker in workers:  # which stay, whoever else comes
+        worker.sendall(request)
+        assert b" 204 " in worker.recv(1 << 16)
+    for client in [*clients, *workers]:
         client.close()
 
 
+@pytest.mark.parametrize("key", [SECRET, "wrong"])
+def test_a_silent_connection_is_closed(server, key):
+    """Within the head of a request, and within its body."""
+    head = f"POST /v1/episodes/next HTTP/1.1\r\nAuthorization: Bearer {key}\r\nContent-Length: 50000\r\n"
+    for beginning in ("", head, head + "\r\n", head + "\r\nx"):
+        with socket.create_connection(server.server_address, timeout=60) as client:
+            client.sendall(beginning.encode())
+            assert client.recv(1) == b""
+
+
 def test_the_end_is_said_to_whoever_asks(model, monkeypatch):
-    """A worker that waits for an episode, and one that has one; then the port is free."""
+    """To a worker whose call is open, and to one that asks for an episode; then the port is free."""
     pool = serving(model, monkeypatch)
     begin(pool, "a")
-    key, found = take(pool)["api_key"], []
-    waits = threading.Thread(target=lambda: found.append(post(pool, "episodes/next", SECRET)))
-    waits.start()
-    time.sleep(0.5)
+    episode = take(pool)
+    call = calls(pool, episode)
+    answers(pool, ["a"])
     ends = threading.Thread(target=pool.close)
     ends.start()
-    waits.join(10)
-    assert found[0][0] == 410 and "the run has ended" in found[0][1]["error"]["message"]
-    assert post(pool, "chat/completions", key, HELLO)[0] == 410
+    call[1].join(10)
+    assert call[0][0][0] == 410
+    for path, key in (("episodes/next", SECRET), ("chat/completions", episode["api_key"])):
+        status, said = post(pool, path, key, HELLO)
+        assert status == 410 and "the run has ended" in said["error"]["message"]
     ends.join(10)
     with socket.socket() as again:
         again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -393,27 +399,13 @@ def test_what_cannot_be_served_is_a_message(model, monkeypatch):
         serving(model, monkeypatch, serve_host="203.0.113.1")
 
 
-def test_the_status_does_not_wait_for_a_silent_gateway_and_a_late_answer_is_skipped(pool):
-    (pid,) = descendants(pool._gateway._process.pid)
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        assert pool._gateway.status() == "its process does not answer"  # other questions end the run if they are not answered
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    begin(pool, "a")
-    until = time.monotonic() + 30
-    while not post(pool, "episodes", SECRET)[1]["waiting"] and time.monotonic() < until:
-        pool.poll(0.1)
-    assert pool._gateway.status().startswith("1 wait for workers")
-
-
 def test_a_gateway_that_was_killed_ends_the_run(pool):
     begin(pool, "a")
     take(pool)
     for pid in descendants(pool._gateway._process.pid):
         os.kill(pid, signal.SIGKILL)
     answer = answers(pool, ["a"])["a"]
-    assert answer["event"] == "error" and "the gateway's process has ended" in answer["message"]
+    assert answer["event"] == "error" and "the process that answers agents has ended" in answer["message"]
     pool._gateway._process.wait(20)
-    with pytest.raises(UserError, match=r"the process that serves http://127.0.0.1:\d+ has exited"):
+    with pytest.raises(UserError, match="--serve-policy: the process that answers agents has exited"):
         begin(pool, "b")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import losses
 from rl.algorithm.rollout_correction import RolloutCorrectionArgs, parse_criteria, parse_threshold
 from rl.algorithm.rollout_metrics import compare
-from rl.flag_words import CORRECTIONS, renamed
+from rl.from_verl.algorithm import CORRECTIONS
 
 F64 = torch.float64
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
@@ -88,7 +88,7 @@ def test_thresholds_are_read_and_refused_with_the_reason():
 
 
 def test_what_the_words_of_a_whole_correction_mean():
-    """The words of recorded runs with --rollout-correction WORD, and of verl."""
+    """The words of verl."""
     tis, geometric = (None, 2.0), [("seq_mean", "k1", 0.999, 1.001)]
     meaning = {
         "token_tis": ("token", tis, []),
@@ -100,12 +100,10 @@ def test_what_the_words_of_a_whole_correction_mean():
     assert set(meaning) == set(CORRECTIONS)
     assert not RolloutCorrectionArgs().corrects_rollout
     for word, (level, bounds, criteria) in meaning.items():
-        args = RolloutCorrectionArgs(**renamed({"rollout_correction": word, "rollout_is": None}))
+        args = RolloutCorrectionArgs(**CORRECTIONS[word])
         args.check()
         assert (args.rollout_is, args.weight_bounds, args.rejection_criteria) == (level, bounds, criteria)
         assert args.corrects_rollout
-    given = renamed({"rollout_correction": "icepop", "rollout_is_threshold": "7"})
-    assert given == {"rollout_is": "token", "rollout_is_threshold": "7"}
 
 
 @pytest.mark.parametrize("level", losses.IS_LEVELS)

@@ -107,20 +107,6 @@ def test_a_run_of_a_version_with_publishes_of_changes_resumes(prompts, demo_mode
     assert Identity(train_async.Args(), "train_async", demo_model, prompts).check(was, Path("x")) == []
 
 
-def test_a_run_of_a_version_with_require_batches_resumes(prompts, demo_model):
-    """The batch of such a run was --ppo-mini-batch-size times --require-batches."""
-    args = train_async.Args(train_batch_size=8, ppo_mini_batch_size=4)
-    was = saved(Identity(args, "train_async", demo_model, prompts))
-    del was["flags"]["train_batch_size"]
-    was["flags"]["require_batches"] = 2
-    was["flags"]["publish_every"] = was["flags"].pop("publish_every")
-    assert Identity(args, "train_async", demo_model, prompts).check(was, Path("x")) == []
-    was["flags"] |= {"ppo_mini_batch_size": 8, "require_batches": 1}
-    assert Identity(train_async.Args(), "train_async", demo_model, prompts).check(was, Path("x")) == []
-    with pytest.raises(UserError, match="written with --train-batch-size 8, now it is 16"):
-        Identity(train_async.Args(train_batch_size=16), "train_async", demo_model, prompts).check(was, Path("x"))
-
-
 def test_a_teacher_s_prompt_that_leaves_rows_out_is_refused_in_any_case(demo_model):
     """Every ticket would have another row."""
     tokenizer, args = load_tokenizer(demo_model), train_sync.Args(resume_anyway=True)

@@ -62,7 +62,7 @@ def test_a_run_read_back(tmp_path):
 def test_a_validation_stands_at_its_own_step(tmp_path):
     data = rows(4)
     data[3] |= {ACCURACY: 0.5, "training/validated_step": 2}
-    log = load(write(tmp_path / "a", data, ppo_mini_batch_size=4, require_batches=2))
+    log = load(write(tmp_path / "a", data, train_batch_size=8))
     assert log.points(ACCURACY).tolist() == [[2, 0.5]]
     assert log.points(ACCURACY, "responses")[0, 0] == 2 * 4 * 2 * 8
     assert log.points(ACCURACY, "seconds")[0, 0] == 8, "known when it came in"

@@ -13,13 +13,11 @@ import report
 import train_async
 import train_one_step_off
 import train_sync
-from examples import make_data
-from rl import flag_needs, flags
+from rl import flags
 from rl.data.image_prompts import FAMILIES, takes_images
 from rl.errors import UserError
 from rl.model.attention import check_supported
 from rl.ranges import check
-from rl.rewards.verifiers import BUILT_IN, verifier_name
 from rl.supervised import SupervisedArgs
 
 RECIPES = sorted((ROOT / "examples").glob("*.sh"))
@@ -70,7 +68,7 @@ def test_a_recipe_parses_and_its_flags_fit(recipe, device, tmp_path, monkeypatch
 @pytest.mark.parametrize("device", ["gpu", "npu"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_flag_of_a_recipe_has_an_effect(recipe, device, tmp_path, monkeypatch, capfd):
-    """Checked as in a run on the recipe's devices, with its model and its data."""
+    """Checked as in a run on the recipe's devices."""
     given = words(recipe, device, tmp_path)
     at = next(i for i, word in enumerate(given) if word in SCRIPTS)
     launcher, own = given[:at], given[at + 1 :]
@@ -78,13 +76,8 @@ def test_every_flag_of_a_recipe_has_an_effect(recipe, device, tmp_path, monkeypa
     monkeypatch.setenv("WORLD_SIZE", str(ranks * number(launcher, "--nnodes")))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     Args = SCRIPTS[given[at]].Args
-    args = flags.read(Args, args=own)
+    flags.read(Args, args=own)
     assert "does nothing" not in capfd.readouterr().err
-    data = make_data.DATA[re.search(r"make_data\.py ([\w-]+)", recipe.read_text())[1]]
-    takes_images, has_experts = bool(re.search(r"-VL-|Qwen3\.5", args.model)), bool(re.search(r"-A\d+B", args.model))
-    graders = frozenset({BUILT_IN[verifier_name(data.data_source)]})
-    facts = flag_needs.Facts(takes_images, has_experts, "vllm", on_accelerator=True, graders=graders)
-    assert flag_needs.without_effect(args, flag_needs.given(Args, own), facts) == {}
 
 
 # The numbers of verl's runs, as their authors give them. devices: (generators, learners). What verl counts in publishes is

@@ -6,7 +6,6 @@ and one that has it. A new flag has to be entered here, too: in CASES, or in ALW
 """
 
 import dataclasses
-import json
 import re
 
 import pytest
@@ -18,23 +17,11 @@ import train_async
 import train_one_step_off
 import train_sync
 from rl import flag_needs, flags
-from rl.flag_needs import Facts
-from rl.rewards import verifiers
 
 RUBRIC = ROOT / "examples" / "rubric.yaml"
 SCRIPTS = {"sync": train_sync.Args, "one_step_off": train_one_step_off.Args, "async": train_async.Args}
 PLAN = dataclasses.make_dataclass("Args", [], bases=(plan.PlanArgs, train_async.Args))
-CPU = Facts(takes_images=False, has_experts=False, engine="transformers", on_accelerator=False, graders=frozenset())
-DEVICE = dataclasses.replace(CPU, on_accelerator=True)
-VLLM_ON_CPU, VLLM = dataclasses.replace(CPU, engine="vllm"), dataclasses.replace(DEVICE, engine="vllm")
-IMAGES, EXPERTS = dataclasses.replace(CPU, takes_images=True), dataclasses.replace(CPU, has_experts=True)
-SAFE = dataclasses.replace(CPU, graders=frozenset({verifiers.gsm8k}))
-MATH = dataclasses.replace(CPU, graders=frozenset({verifiers.gsm8k, verifiers.math_verify}))
-PROGRAMS = dataclasses.replace(CPU, graders=frozenset({verifiers.code}))
-ONCE = dataclasses.replace(CPU, repeats=False)
-
-# flag with a value: what it lacks here, as the warning says it; what it has there; the script. What is lacked or had is another
-# flag, or a fact of the model and the machine.
+# a flag with a value; other flags with which it has no effect; others with which it has one; the script
 CASES = [
     ("--gamma 0.9", "--adv-estimator grpo", "--adv-estimator reinforce_pp"),
     ("--gamma 0.9", "--adv-estimator remax", "--adv-estimator reinforce_plus_plus"),
@@ -86,20 +73,7 @@ CASES = [
     ("--val-temperature 1", "--test-freq -1", ""),
     ("--val-top-p 0.7", "--test-freq 0", "--val-temperature 1"),
     ("--val-top-p 0.7", "", "--val-temperature 1"),
-    ("--prompt-sampling greso", ONCE, CPU),
     ("--truncation left", "--filter-overlong-prompts", ""),
-    ("--image-key pictures", CPU, IMAGES),
-    ("--min-pixels 64", CPU, IMAGES),
-    ("--max-pixels 64", CPU, IMAGES),
-    ("--reward-timeout 5", SAFE, MATH),
-    ("--reward-cpu-limit 5", SAFE, MATH),
-    ("--reward-workers 5", SAFE, MATH),
-    ("--reward-memory-limit-gb 5", SAFE, MATH),
-    ("--reward-env HOME", SAFE, MATH),
-    ("--code-score all", MATH, PROGRAMS),
-    ("--code-tests 5", SAFE, PROGRAMS),
-    ("--code-timeout 9", MATH, PROGRAMS),
-    ("--code-memory-limit-gb 2", MATH, PROGRAMS),
     ("--reward-concurrency 8", "", f"--reward {__file__}:look"),
     ("--judge-url http://x", "", f"--judge {RUBRIC}"),
     ("--judge-model x", "", f"--judge {RUBRIC}"),
@@ -116,26 +90,16 @@ CASES = [
     ("--env-lock-step on", "", "--env demo-calculator"),
     ("--serve-host 0.0.0.0", "--agent python", "--serve-policy 8000"),
     ("--gpu-memory-utilization 0.8", "--engine transformers", "--engine vllm"),
-    ("--gpu-memory-utilization 0.8", CPU, VLLM),
     ("--enable-chunked-prefill", "--engine transformers", "--engine vllm"),
-    ("--enable-chunked-prefill", VLLM_ON_CPU, VLLM),
     ("--enforce-eager", "--engine transformers", "--engine vllm"),
-    ("--no-enforce-eager", VLLM_ON_CPU, VLLM),
     ("--load-format dummy", "--engine transformers", "--engine vllm"),
-    ("--load-format dummy", DEVICE, VLLM),
     ("--free-cache-engine", "--engine transformers", "--engine vllm"),
-    ("--free-cache-engine", VLLM_ON_CPU, VLLM),
     ("--ref-offload", "", "--use-kl-in-reward"),
-    ("--ref-offload --use-kl-loss", CPU, DEVICE),
     ("--ref-offload", "--lora-rank 8 --use-kl-loss", "--use-kl-loss"),
     ("--lora-alpha 16", "", "--lora-rank 8"),
     ("--lora-target q_proj", "--lora-rank 0", "--lora-rank 8"),
     ("--publish adapter", "", "--lora-rank 8"),
-    ("--param-offload", CPU, DEVICE),
-    ("--activation-offload --gradient-checkpointing", CPU, DEVICE),
-    ("--optimizer-offload", CPU, DEVICE),
     ("--min-lr-ratio 0.1", "--lr-scheduler-type constant", "--lr-scheduler-type cosine"),
-    ("--moe-router-dtype float32", CPU, EXPERTS),
     ("--project-name x", "--logger console tensorboard", "--logger wandb"),
     ("--wandb-mode offline", "", "--logger console wandb"),
     ("--push-to me/model", "--val-only", ""),
@@ -158,16 +122,20 @@ ALWAYS = {  # component -> its flags that have an effect by themselves, or are r
     "use_kl_in_reward use_rollout_log_probs filter_groups",
     "EntropyArgs": "entropy_coeff entropy_target",
     "RolloutCorrectionArgs": "rollout_is rollout_rs off_policy_mask_threshold",
-    "DataArgs": "train_files prompt_key max_prompt_length filter_overlong_prompts shuffle train_max_samples",
-    "RewardArgs": "reward on_reward_error overlong_buffer_len",
+    "DataArgs": "image_key min_pixels max_pixels prompt_sampling "
+    "train_files prompt_key max_prompt_length filter_overlong_prompts shuffle train_max_samples",
+    "RewardArgs": "reward_timeout reward_cpu_limit reward_workers reward_memory_limit_gb reward_env "
+    "reward on_reward_error overlong_buffer_len",
     "EnvironmentArgs": "env tools agent serve_policy",
     "EngineArgs": "rollout_n max_response_length temperature top_p top_k ignore_eos engine max_num_seqs max_num_batched_tokens "
     "keep_sampling_mask rollout_dtype rollout_tp rollout_seeds",
-    "LearnerArgs": "dtype gradient_checkpointing compile max_tokens_per_micro_batch sequence_parallel expert_parallel "
+    "LearnerArgs": "param_offload activation_offload "
+    "dtype gradient_checkpointing compile max_tokens_per_micro_batch sequence_parallel expert_parallel "
     "ppo_epochs freeze_vision_tower",
     "AdapterArgs": "lora_rank lora_model",
-    "OptimizerArgs": "lr lr_warmup_steps lr_scheduler_type weight_decay adam_beta1 adam_beta2 grad_clip optim grad_dtype",
-    "RouterArgs": "router_replay",
+    "OptimizerArgs": "optimizer_offload "
+    "lr lr_warmup_steps lr_scheduler_type weight_decay adam_beta1 adam_beta2 grad_clip optim grad_dtype",
+    "RouterArgs": "moe_router_dtype router_replay",
     "LogArgs": "experiment_name output_dir logger record_samples",
     "CheckpointArgs": "save_freq max_ckpt_to_keep resume_mode",
     "WatchdogArgs": "hang_timeout",
@@ -175,38 +143,29 @@ ALWAYS = {  # component -> its flags that have an effect by themselves, or are r
     "OverSampleArgs": "over_sample",
     "SplitArgs": "generators ring_mb publish_over",
     "ScheduleArgs": "train_batch_size publish_every staleness_threshold max_staleness",
+    "CodeArgs": "code_score code_tests code_timeout code_memory_limit_gb",
     "PlanArgs": "nnodes nproc_per_node device from_run response_lengths image_size",
 }
 
 
-def test_a_prompt_is_trained_twice_where_a_run_is_longer_than_its_data():
-    def repeats(prompts: int, **flags) -> bool:
-        args = train_sync.Args(train_batch_size=4, total_training_steps=10, **flags)
-        return Facts.of(args, takes_images=False, has_experts=False, sources=["demo"], prompts=prompts).repeats
-
-    assert [repeats(39), repeats(40), repeats(40, filter_groups=True)] == [True, False, True]
-
-
-def look(words: str, facts: Facts | None, script: str = "sync") -> dict[str, str]:
+def look(words: str, script: str = "sync") -> dict[str, str]:
     args = (SCRIPTS | {"plan": PLAN})[script]
     parsed = flags.read(args, args=words.split())
-    return flag_needs.without_effect(parsed, flag_needs.given(args, words.split()), facts)
+    return flag_needs.without_effect(parsed, flag_needs.given(args, words.split()))
 
 
 def combined(case: tuple, which: int) -> dict[str, str]:
-    given, other, script = case[0], case[which], [*case, "sync"][3]
-    return look(given, other, script) if isinstance(other, Facts) else look(f"{given} {other}", None, script)
+    return look(f"{case[0]} {case[which]}", [*case, "sync"][3])
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[1] if isinstance(case[1], str) else ''}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[1]}")
 def test_a_flag_without_its_need_is_named_and_with_it_is_not(case, capfd):
     name = case[0].split()[0].removeprefix("--no-").removeprefix("--").replace("-", "_")
     lacking = combined(case, 1)
     assert lacking.pop(name).startswith(f"--{name.replace('_', '-')} does nothing ")
     assert not lacking or {"target_kl": {"kl_ctrl_type"}}.get(name) == set(lacking), "and no other"
     said = capfd.readouterr().err
-    if isinstance(case[1], str):
-        assert said.count("\n") == 1 and said.startswith("warning: --"), "one line, when the command line is read"
+    assert said.count("\n") == 1 and said.startswith("warning: --"), "one line, when the command line is read"
     assert combined(case, 2) == {} and capfd.readouterr().err == ""
 
 
@@ -226,7 +185,7 @@ def test_the_clips_are_those_that_each_loss_takes():
     clips = {name: set(re.findall(r"(\w+)=", taken)) for names, taken in table for name in re.findall(r"`(\w+)`", names)}
     assert set(clips) == set(losses.POLICY_LOSSES)
     for mode, takes in clips.items():
-        idle = look(f"--loss-mode {mode} --clip-ratio-low 0.1 --clip-ratio-high 0.1 --clip-ratio-c 2", None)
+        idle = look(f"--loss-mode {mode} --clip-ratio-low 0.1 --clip-ratio-high 0.1 --clip-ratio-c 2")
         assert {name.removeprefix("clip_ratio_") for name in idle} == {"low", "high", "c"} - takes
 
 
@@ -241,12 +200,12 @@ def test_the_clips_are_those_that_each_loss_takes():
     ],
 )
 def test_to_turn_off_what_is_off_is_no_mistake(words, capfd):
-    assert not look(words, None) and not capfd.readouterr().err
+    assert not look(words) and not capfd.readouterr().err
 
 
 def test_defaults_that_were_not_given_are_no_mistake(capfd):
     for script in SCRIPTS:
-        assert not look("", CPU, script)
+        assert not look("", script)
     assert not capfd.readouterr().err
 
 
@@ -257,8 +216,8 @@ def test_how_a_flag_is_written_does_not_matter(capfd):
 
 
 def test_the_free_cache_of_an_engine_that_never_sleeps():
-    assert look("--free-cache-engine", VLLM, "async") and look("--free-cache-engine", VLLM, "one_step_off")
-    assert not look("--no-free-cache-engine", VLLM, "async") and not look("--free-cache-engine", VLLM)
+    assert look("--free-cache-engine --engine vllm", "async") and look("--free-cache-engine --engine vllm", "one_step_off")
+    assert not look("--no-free-cache-engine --engine vllm", "async") and not look("--free-cache-engine --engine vllm")
 
 
 def test_what_hangs_on_the_size_of_the_job(monkeypatch):
@@ -266,8 +225,8 @@ def test_what_hangs_on_the_size_of_the_job(monkeypatch):
     for ranks, nodes, expected in ((1, 1, {"node_timeout"}), (4, 1, set()), (4, 2, set())):
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks // nodes))
-        assert set(look(words, None, "async")) == expected
-        assert not look(f"{words} --nnodes 2 --nproc-per-node 2", None, "plan"), "planned for other ranks than these"
+        assert set(look(words, "async")) == expected
+        assert not look(f"{words} --nnodes 2 --nproc-per-node 2", "plan"), "planned for other ranks than these"
 
 
 def test_a_fork_without_a_flag_that_another_needs_is_not_stopped():
@@ -276,19 +235,15 @@ def test_a_fork_without_a_flag_that_another_needs_is_not_stopped():
         kl_reward_coef: float = 0.0
         clip_ratio_c: float = 3.0
 
-    assert flag_needs.without_effect(Args(), ["kl_reward_coef", "clip_ratio_c"], CPU) == {}
+    assert flag_needs.without_effect(Args(), ["kl_reward_coef", "clip_ratio_c"]) == {}
 
 
-def test_a_run_says_it_once_in_one_line_and_in_its_config(tmp_path):
-    words = "--kl-reward-coef 0.1 --loss-mode gspo --clip-ratio-c 10 --reward-workers 2 --optimizer-offload"
+def test_a_run_says_it_once_in_one_line(tmp_path):
+    words = "--kl-reward-coef 0.1 --loss-mode gspo --clip-ratio-c 10"
     words += " --total-training-steps 1 --test-freq 0 --train-batch-size 2 --ppo-mini-batch-size 2 --rollout-n 2"
-    _, directory, done = train("train_sync.py", *words.split(), out=tmp_path, ranks=2)
-    warnings = [line for line in done.stderr.splitlines() if "does nothing" in line]
-    assert len(warnings) == 2, "one as the flags are read, one when the model and the data are"
-    assert "; --kl-reward-coef does nothing without --use-kl-in-reward." in warnings[0] and "--clip-ratio-c" in warnings[0]
-    assert "--reward-workers" in warnings[1] and "--optimizer-offload does nothing on a CPU" in warnings[1]
-    noted = json.loads((directory / "config.json").read_text())["flags_without_effect"]
-    assert len(noted) == 4 and all("does nothing" in line for line in noted)
+    _, _, done = train("train_sync.py", *words.split(), out=tmp_path, ranks=2)
+    (warning,) = [line for line in done.stderr.splitlines() if "does nothing" in line]
+    assert "; --kl-reward-coef does nothing without --use-kl-in-reward." in warning and "--clip-ratio-c" in warning
 
 
 def test_plan_says_it_too(monkeypatch, capsys):

@@ -391,7 +391,6 @@ def test_a_word_of_trls_is_no_flag_and_what_it_is_here_is_one(word):
     [
         ("sync", "--learning-rate", "here --lr"),
         ("sync", "--use-peft", "here --lora-rank"),
-        ("async", "--require-batches", f"here {flag_words.HERE['--require-batches']}"),
     ],
 )
 def test_a_word_of_trls_is_answered_with_ours(script, word, said):
