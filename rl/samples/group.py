@@ -90,7 +90,7 @@ class Group:
 
     @staticmethod
     def from_bytes(record: bytes | memoryview) -> "Group":
-        """Return the group of a record. Its arrays are views of the record. Raise UserError for a record of earlier versions."""
+        """Return the group of a record. Its arrays are views of it. Raise UserError for a record of earlier versions."""
         at = 4 + struct.unpack_from("<I", record)[0]
 
         def with_arrays(fields: dict) -> dict | np.ndarray:
