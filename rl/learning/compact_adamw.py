@@ -1,8 +1,8 @@
 """AdamW with a smaller footprint: moments in host memory, in 8 bits, or both, and optionally bf16 gradients.
 
 The step itself is torch's fused AdamW in fp32 on the device, one piece of a parameter at a time. The piece's moments are copied
-to the device and back, and so are its fp32 weights if the device only has them in bf16 (rl/learning/masters.py); copies overlap
-with the work on other pieces (rl/learning/overlapped.py). Offloading changes no bit of the result; 8 bits do.
+to the device and back, and so are its fp32 weights if the device only has them in bf16 (rl/learning/masters.py). Offloading
+changes no bit of the result; 8 bits do.
 
 In 8 bits each block of 256 neighbours in a row has an fp32 scale, and each element is one of 256 values, which are denser near
 0 (dynamic tree quantization, arXiv 2110.02861). The second moment is stored as its root: stored directly, small ones would
@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch.optim.adamw import adamw
 
-from rl.learning.overlapped import overlapped
 from rl.model.shards import local, zeros_on_host
+from rl.ranks.device import is_accelerator
 from rl.ranks.host_memory import PinnedBlocks
 
 PIECE = 1 << 24  # elements of a step: 64 MB of each moment
@@ -85,13 +85,14 @@ class CompactAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         """Take a step with every parameter that has a gradient."""
-        if self.on_host:
-            overlapped(self.param_groups[0]["params"][0].device, self._pieces(), self._fetch, self._step, self._put)
-        elif self.masters and not self.in_8_bits:
+        if self.masters and not (self.on_host or self.in_8_bits):
             self._step_all()
-        else:
-            for piece in self._pieces():
-                self._put(piece, self._step(piece, piece.kept))
+            return
+        for piece in self._pieces():
+            self._step(piece)
+        device = self.param_groups[0]["params"][0].device
+        if self.on_host and is_accelerator(device):  # the host may read what it is sent
+            torch.accelerator.current_stream(device).synchronize()
 
     def _step_all(self) -> None:
         """Step all parameters in one call, if everything is on the device in fp32."""
@@ -126,25 +127,16 @@ class CompactAdamW(torch.optim.Optimizer):
                 yield Piece(value[rows], grad[rows], step.clone(), {name: tensor[rows] for name, tensor in kept.items()})
             step += 1
 
-    def _fetch(self, piece: Piece) -> dict[str, torch.Tensor]:
-        """Fetch the piece's stored tensors to the device; return the tensors themselves if they are on it."""
-        return {name: tensor.to(piece.value.device, non_blocking=True) for name, tensor in piece.kept.items()}
-
-    def _step(self, piece: Piece, came: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Step the piece. came: its stored tensors on the device. Return the tensors to store."""
-        value, moments = came.get(MASTER, piece.value), [self._decoded(name, came) for name in MOMENTS]
+    def _step(self, piece: Piece) -> None:
+        came = {name: tensor.to(piece.value.device, non_blocking=True) for name, tensor in piece.kept.items()}
+        value = came.get(MASTER, piece.value)
+        moments = [self._decoded(name, came) for name in MOMENTS]
         self._adamw([value], [piece.grad.to(value.dtype)], *([moment] for moment in moments), [piece.step])
-        made = {}
         for name, moment in zip(MOMENTS, moments, strict=True):
-            made |= self._encoded(name, moment, came)
+            self._store(name, moment, piece.kept)
         if MASTER in came:
             piece.value.copy_(value)
-            made[MASTER] = value
-        return made
-
-    def _put(self, piece: Piece, made: dict[str, torch.Tensor]) -> None:
-        for name, tensor in made.items():
-            piece.kept[name].copy_(tensor, non_blocking=True)
+            piece.kept[MASTER].copy_(value, non_blocking=True)
 
     def _decoded(self, name: str, came: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return a moment in fp32: the tensor itself if it already is."""
@@ -154,11 +146,11 @@ class CompactAdamW(torch.optim.Optimizer):
         moment = from_8_bits(moment, scale, self._table(name, moment.device))
         return moment if MOMENTS[name] else moment.square_()
 
-    def _encoded(self, name: str, moment: torch.Tensor, came: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if f"{name}_scale" not in came:
-            return {name: moment}
-        codes, scale = to_8_bits(moment if MOMENTS[name] else moment.sqrt_(), self._table(name, moment.device))
-        return {name: codes, f"{name}_scale": scale}
+    def _store(self, name: str, moment: torch.Tensor, kept: dict[str, torch.Tensor]) -> None:
+        if (kept_scale := kept.get(f"{name}_scale")) is not None:
+            moment, scale = to_8_bits(moment if MOMENTS[name] else moment.sqrt_(), self._table(name, moment.device))
+            kept_scale.copy_(scale, non_blocking=True)
+        kept[name].copy_(moment, non_blocking=True)
 
     def _table(self, name: str, device: torch.device) -> torch.Tensor:
         signed = MOMENTS[name]

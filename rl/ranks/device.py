@@ -228,12 +228,6 @@ def side_stream(device: torch.device):
     return torch.Stream(device) if is_accelerator(device) else contextlib.nullcontext()
 
 
-@cache
-def copy_streams(device: torch.device) -> tuple[torch.Stream, torch.Stream] | None:
-    """Return two more queues of the device, for copies to and from it; None on a CPU."""
-    return (torch.Stream(device), torch.Stream(device)) if is_accelerator(device) else None
-
-
 def _module():
     """Return torch.cuda or torch.npu, for its memory functions: torch.accelerator's do not know the allocator of torch-npu
     2.10."""
