@@ -1,4 +1,4 @@
-"""A teacher that reads the policy's responses after different prompts (--teacher-prompt), and a policy that teaches itself.
+"""A teacher that reads the policy's responses after different prompts (--teacher-prompt).
 
 Each micro-batch becomes rows of the same responses after the teacher's prompts. If these are the policy's, it is one row with
 the same bits; if they are longer, there are as many rows as the size of a micro-batch requires. A single response that exceeds
@@ -16,20 +16,6 @@ import torch
 from rl.learning.batch import Batch, MicroBatch, part_of
 from rl.learning.division import pack
 from rl.model.head.log_probs import TopTokens
-from rl.model.policy import Policy
-
-
-class Itself:
-    """The policy as its own teacher, with its current weights; a mixture's routes are computed, not replayed."""
-
-    def __init__(self, policy: Policy):
-        self._policy = policy
-
-    def __call__(self, *inputs, **more):
-        return self._policy(*inputs, **more)
-
-    def reshard(self) -> None:
-        self._policy.reshard()
 
 
 class TeacherRows:

@@ -129,17 +129,11 @@ class Division:
         """args: a script's."""
         return Division(args.prompts_per_update, learner.micro_batch_tokens, learner.ranks, args.packs_flat_apart)
 
-    def own(
-        self, lengths: Sequence[int], prompts: Sequence[int], group: Sequence[int], flat: Sequence[bool] | None = None
-    ) -> list[int]:
-        """Return the responses that this rank trains, ascending. lengths [B]: prompt and response tokens; prompts [B]: prompt
-        tokens; group [B]; flat [B]: whether the group is flat, if flat groups are packed apart."""
-        return [i for i, owner in enumerate(self.owners(lengths, prompts, group, flat)) if owner == self.ranks.data_rank]
-
     def owners(
         self, lengths: Sequence[int], prompts: Sequence[int], group: Sequence[int], flat: Sequence[bool] | None = None
     ) -> list[int]:
-        """Return the data rank that trains each response; the same on every rank."""
+        """Return the data rank that trains each response; the same on every rank. lengths [B]: prompt and response tokens;
+        prompts [B]: prompt tokens; group [B]; flat [B]: whether the group is flat, if flat groups are packed apart."""
         group, out = torch.as_tensor(group, dtype=torch.long), [0] * len(lengths)
         for mini in mini_batches(group, int(group[-1]) + 1 if len(group) else 0, self.prompts):
             for rank, micros in enumerate(self.micros(lengths, prompts, group, mini, flat)):
@@ -156,7 +150,7 @@ class Division:
         flat: Sequence[bool] | None = None,
     ) -> list[list[list[int]]]:
         """Return each data rank's micro-batches of the responses `members` [b], as indices into `members`; the same number on
-        every rank. lengths, prompts, group, flat: as in `own`."""
+        every rank. lengths, prompts, group, flat: as in `owners`."""
         of_all = (lengths, prompts, group.tolist(), *(() if flat is None else (flat,)))
         what = tuple(tuple(numbers[i] for i in members.tolist()) for numbers in of_all)
         if what not in self._plans:

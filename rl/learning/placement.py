@@ -38,7 +38,6 @@ def load_policy(
     path: str,
     args: LearnerArgs,
     ranks: Ranks,
-    offload: bool,
     role: Literal["policy", "reference", "teacher", "critic"],
     trust_remote_code: bool,
     seed: int = 0,
@@ -50,6 +49,7 @@ def load_policy(
     checked from the same files. Raise UserError if weights are missing, or if our log-probs differ from those of
     transformers."""
     trainable = role in ("policy", "critic")
+    offload = args.param_offload if trainable else args.ref_offload and is_accelerator(ranks.device)
     weights = open_weights(path, trust_remote_code, say=not is_known) if ranks.is_main else None
     if weights and not is_known:
         _check(weights, args, path)

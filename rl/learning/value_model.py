@@ -48,7 +48,7 @@ class Critic(Learner):
 
     def _load(self, *what) -> ValueModel:
         more = {"kind": ValueModel, "is_known": self._is_known}
-        critic = load_policy(self.path, self.args, self.ranks, self.args.param_offload, "critic", *what, **more)
+        critic = load_policy(self.path, self.args, self.ranks, "critic", *what, **more)
         nn.init.zeros_(local(critic.model.value_head.data))
         return critic
 

@@ -117,5 +117,3 @@ def test_a_mini_batchs_span_is_where_its_tokens_are():
         for mini in batch.mini_batches(prompts):
             assert torch.equal(torch.arange(len(batch.seq))[batch.span(mini)], batch.tokens_of(mini))
     assert batch.span(torch.zeros(0, dtype=torch.long)) == slice(0, 0)
-    with pytest.raises(ValueError, match="not consecutive"):
-        batch.span(torch.tensor([0, 2]))

@@ -28,7 +28,7 @@ import train_one_step_off
 import train_sync
 from rl.algorithm.imitation import Imitation
 from rl.algorithm.kl_control import KLControl
-from rl.algorithm.teacher_rows import Itself, TeacherRows
+from rl.algorithm.teacher_rows import TeacherRows
 from rl.data.prompts import Prompt
 from rl.generation import choose_engine
 from rl.generation.embedded.engine import TransformersEngine
@@ -157,7 +157,7 @@ def learn(
         more = {"teacher": args.teacher if args.has_second_model else None, "teacher_top_k": args.teacher_top_k}
         model = Learner(path, args, place, 10, with_reference=args.needs_reference, **more)
         if args.teacher_prompt:
-            model.teacher, model.teacher_rows = Itself(model.policy), TeacherRows(lambda ticket, ids: [3] * 40 + ids)
+            model.teacher, model.teacher_rows = model.policy, TeacherRows(lambda ticket, ids: [3] * 40 + ids)
         if args.sft_files:
             of_two = np.array([3, 4, 5, 6]), np.array([False, True, True, True])
             model.imitation = Imitation(args, [of_two] * 5)
