@@ -1,6 +1,5 @@
 """The algorithm's flags, and what they imply. The algorithm itself is in the scripts, the formulas in losses.py."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -180,15 +179,9 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
     def hint(self, unknown: Sequence[str]) -> str:
         """Return a sentence for each unknown flag that is a numeric parameter of a loss (preferably the chosen one) or an
         estimator."""
-        said = ""
-        for flag, following in itertools.pairwise([*unknown, "--"]):
-            if flag.startswith("--"):
-                flag, _, value = flag.partition("=")
-                after = "VALUE" if following.startswith("--") else following
-                said += self._hint_of(flag, value or after)
-        return said
+        return "".join(self._hint_of(word.partition("=")[0]) for word in unknown if word.startswith("--"))
 
-    def _hint_of(self, flag: str, value: str) -> str:
+    def _hint_of(self, flag: str) -> str:
         name = flag.removeprefix("--").replace("-", "_")
         modes = [mode for mode, loss in losses.POLICY_LOSSES.items() if name in loss.knobs | loss.choice_knobs]
         estimators = [own for own, estimator in losses.ADVANTAGES.items() if name in estimator.knobs]
@@ -196,7 +189,7 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
             return f" {flag}: here {CLIPS[name]}."
         if modes:
             mode = self.loss_mode if self.loss_mode in modes else ", ".join(modes)
-            return f" {flag} is a number of --loss-mode {mode}: --loss-args {name}={value}."
+            return f" {flag} is a number of --loss-mode {mode}: --loss-args {name}=NUMBER."
         if estimators:
             return f" {flag} is a number of --adv-estimator {', '.join(estimators)}, whose default in losses.py holds."
         return ""

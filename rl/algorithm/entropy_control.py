@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import losses
+from rl.algorithm.whole_batch import MEANS
 from rl.errors import UserError
 from rl.learning.batch import Batch
 from rl.ranges import Range
-
-MEANS = ("token-mean", "seq-mean-token-mean")  # aggregations for which actor/entropy is the entropy per token
 
 
 @dataclass

@@ -29,7 +29,8 @@ class TeacherRows:
         out, every = torch.zeros(len(batch.token)), [*itertools.chain.from_iterable(micros)]
         taught, limit = self._with_its_prompts(batch), learner.micro_batch_tokens * learner.ranks.sequence_parallel
         parts = [_parts(taught, micro, limit) for micro in every]
-        for micro, its_parts, count in zip(every, parts, _most(batch, parts), strict=True):
+        counts = zip(*batch.of_each_rank([len(rows) for rows in parts]), strict=True)
+        for micro, its_parts, count in zip(every, parts, map(max, counts), strict=True):
             tops = []
             for part in [*its_parts, *[[]] * (count - len(its_parts))]:  # the same number of passes on every rank
                 row = MicroBatch.of(taught, part, learner.ranks.device)
@@ -59,14 +60,6 @@ def _parts(taught: Batch, micro: MicroBatch, limit: int) -> list[list[int]]:
     lengths = [prompt + int(taught.lengths[i]) for prompt, i in zip(prompts, responses, strict=True)]
     (rows,) = pack(lengths, prompts, taught.group[responses].tolist(), max([limit, *lengths]), 1)
     return [[responses[i] for i in row] for row in rows]
-
-
-def _most(batch: Batch, parts: list[list[list[int]]]) -> list[int]:
-    """Return the number of rows of each micro-batch on the learner with the most. A collective."""
-    ranks = batch.ranks
-    counts = torch.zeros(ranks.data_size if ranks else 1, len(parts), dtype=torch.long)
-    counts[ranks.data_rank if ranks else 0] = torch.tensor([len(rows) for rows in parts])
-    return batch.sum_over_ranks(counts).amax(0).tolist()
 
 
 def _joined(tops: list[tuple[torch.Tensor, TopTokens]]) -> TopTokens:
