@@ -1,7 +1,6 @@
 """--entropy-target: the weight of the entropy bonus is steered from step to step, to keep the policy's entropy above a target.
 
-The mean entropy of a step, per token, in nats, as its metrics report it, steers the next step. The formula is
-losses.adaptive_entropy_coef.
+The entropy that a step's metrics report, per token, in nats, steers the next one by losses.adaptive_entropy_coef.
 """
 
 import dataclasses

@@ -1,7 +1,6 @@
 """Warnings about conditions that let a run learn less than it seems to, or something else, without stopping it.
 
-Each kind is printed when it first occurs and whenever its count has grown tenfold. The metric warnings/<kind> is its count
-since this process began.
+Each kind is printed when it first occurs and whenever its count has grown tenfold.
 """
 
 from collections import Counter
@@ -53,12 +52,11 @@ class Health:
 
     def at_start(self) -> None:
         """Warn of problems that are known before the first step."""
-        cut = {"training": self.job.prompts.truncated}
-        cut["validation"] = self.job.val_prompts.truncated if self.job.val_prompts else 0
-        for which, count in cut.items():
-            right = self.args.truncation == "right"
-            lost = "their ends, and so the chat template's call for an answer" if right else "their beginnings"
-            detail = f"--truncation {self.args.truncation} cuts off {lost}."
+        right = self.args.truncation == "right"
+        lost = "their ends, and so the chat template's call for an answer" if right else "their beginnings"
+        detail = f"--truncation {self.args.truncation} cuts off {lost}."
+        for which, prompts in (("training", self.job.prompts), ("validation", self.job.val_prompts)):
+            count = prompts.truncated if prompts else 0
             self._warn("cut_prompts", f"{which} prompts longer than --max-prompt-length", count, detail)
 
     def of_step(self, step: int, batch: Batch, metrics: dict[str, float], fates: Fates | None = None) -> dict[str, int]:

@@ -56,14 +56,14 @@ class RolloutCorrectionArgs:
 
     def check(self) -> None:
         """Raise UserError for bounds that cannot be parsed."""
-        try:
-            _ = self.weight_bounds
-        except ValueError as error:
-            raise UserError(f"--rollout-is-threshold: {error}.") from None
-        try:
-            _ = self.rejection_criteria
-        except ValueError as error:
-            raise UserError(f"--rollout-rs, --rollout-rs-threshold: {error}.") from None
+        for flags, parsed in {
+            "--rollout-is-threshold": "weight_bounds",
+            "--rollout-rs, --rollout-rs-threshold": "rejection_criteria",
+        }.items():
+            try:
+                getattr(self, parsed)
+            except ValueError as error:
+                raise UserError(f"{flags}: {error}.") from None
 
 
 def correct_rollout(args: RolloutCorrectionArgs, batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -45,8 +45,7 @@ def centered(loss: losses.PolicyLoss) -> losses.PolicyLoss:
 
 
 def masked(loss: losses.PolicyLoss, threshold: float) -> losses.PolicyLoss:
-    """Remove `losses.off_policy_tokens` from the loss; its statistic off_policy_masked counts them. The result also takes
-    rollout_log_prob [N]."""
+    """Remove `losses.off_policy_tokens`, which also needs rollout_log_prob [N]; the statistic off_policy_masked counts them."""
 
     def off_policy(rollout_log_prob: Tensor, log_prob: Tensor, advantage: Tensor, mask: Tensor, seq: Tensor) -> Tensor:
         return losses.off_policy_tokens(log_prob, rollout_log_prob, advantage, mask, seq, threshold=threshold)

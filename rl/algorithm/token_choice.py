@@ -12,8 +12,7 @@ from rl.learning.batch import Batch
 
 def choose_tokens(args: AlgorithmArgs, batch: Batch, minis: list[torch.Tensor]) -> torch.Tensor | None:
     """Return the tokens that the loss chooses, [N] bool; None for a loss that chooses none. minis: the responses [b] of each
-    mini-batch. Random choices only depend on the batch: they are the same on every rank, for any micro-batches, and after a
-    resume."""
+    mini-batch. Random choices only depend on the batch, so they are the same on every rank and after a resume."""
     loss = losses.POLICY_LOSSES[args.loss_mode]
     if loss.chooses is None:
         return None

@@ -16,8 +16,7 @@ MEANS = ("token-mean", "seq-mean-token-mean")  # aggregations whose denominators
 
 
 def mean_of_responses(x: Tensor, batch: Batch) -> float:
-    """Average x [N] over each response's trained tokens, then over the whole batch's responses that have any; 0 if none has. A
-    collective."""
+    """Average x [N] over each response's trained tokens, then over all responses that have any; 0 if none has. A collective."""
     (means,) = losses.sequence_means(batch.trained, batch.seq, x.double())
     own = means[losses.trained_sequences(batch.trained, batch.seq)]
     total, count = batch.sum_over_ranks(torch.tensor([float(own.sum()), len(own)], dtype=torch.float64)).tolist()
@@ -35,8 +34,7 @@ def denominator(batch: Batch, mini: Tensor, mode: str, budget: int) -> float:
 
 
 def groups_of_one(batch: Batch) -> int:
-    """Return the number of groups with exactly one trained response: there is only one, or the others could not be scored, were
-    rejected, or are masked as a whole."""
+    """Return the number of groups with exactly one trained response."""
     counts = torch.bincount(batch.group)
     if batch.targets.rejected is not None or batch.is_masked:
         counts = torch.bincount(batch.group[batch.sum_over_ranks(batch.by_response(batch.trained)) > 0])
@@ -44,8 +42,7 @@ def groups_of_one(batch: Batch) -> int:
 
 
 def advantage(estimator: Callable, batch: Batch, **inputs) -> Tensor:
-    """Return the estimator's advantages [N]. inputs: its keywords; tensors among them are [N], except those of
-    losses.PER_RESPONSE."""
+    """Return the estimator's advantages [N]. inputs: its keywords; tensors are [N], except those of losses.PER_RESPONSE."""
     reward, mask = batch.targets.reward, batch.trained
     if estimator.looks_at == "response":
         return estimator(reward, mask, batch.seq, batch.group, **inputs)

@@ -2,8 +2,7 @@
 
 `Batch` has the scores of all responses of a step, and the tokens of those that this learner trains (rl/learning/division.py),
 end to end. Its `Targets` are what `learn` computes from them. `MicroBatch` is the input of one forward pass: whole sequences,
-packed without padding. `Tokens` are a batch and its targets at the tokens of a micro-batch. Left out: `Group`, which a
-generator sends (rl/samples/group.py).
+packed without padding. `Tokens` are a batch and its targets at the tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -97,8 +96,7 @@ class Batch:
 
     @staticmethod
     def of(groups: list[Group], division: Division | None = None) -> Batch:
-        """Make the batch of the groups, in ticket order: who generated them, and when, has no effect. division: among the
-        learners; None: this one trains all."""
+        """Make the batch of the groups, in ticket order. division: among the learners; None: this one trains all."""
         groups = sorted(groups, key=lambda g: g.ticket)
         pairs = [(i, g, r) for i, g in enumerate(groups) for r in g.scored]
         lengths = torch.tensor([len(r.token_ids) for _, _, r in pairs], dtype=torch.long)

@@ -19,6 +19,8 @@ from rl.model.vision_sharing import divide
 from rl.ranks.dist import Ranks
 from rl.samples.group import Group
 
+_THREAD = ThreadPoolExecutor(1, thread_name_prefix="images")  # its errors are raised where the pixels are used
+
 
 class BatchImages:
     """Images by group, and the packed rows that have images, in the order in which they are computed."""
@@ -37,7 +39,6 @@ class BatchImages:
         self.groups = sorted(groups, key=lambda group: group.ticket)
         self._read = functools.cache(self._read_again)
         self._rows: list[RowImages] = []
-        self._thread = _thread()
 
     def inputs(self, lengths: Sequence[int], after: Sequence[int], groups: Sequence[int], device: torch.device) -> dict:
         """Return a packed row's inputs in addition to its ids (rl/model/vision_forward.py). lengths, after: of its segments;
@@ -53,12 +54,11 @@ class BatchImages:
         return {"position_ids": inputs["position_ids"].to(device), "images": row}
 
     def _prepare(self, number: int) -> None:
-        """Let the thread prepare that row's images. The first row follows the last, because rows are computed several times:
-        for the old policy, the reference, the update."""
+        """Let the thread prepare that row's images. The first row follows the last: rows are computed several times."""
         row = self._rows[number % len(self._rows)]
         for image in divide(row, self._sharing)[self._place]:
             images, file = row.files[image]
-            self._thread.submit(images.pixels_of, file)
+            _THREAD.submit(images.pixels_of, file)
 
     def _read_again(self, number: int) -> Images | None:
         """Return the images of a group's prompt. Raise RuntimeError if the row differs from the generator's."""
@@ -71,9 +71,3 @@ class BatchImages:
                 "must see the same files, and these must not change during a run."
             )
         return prompt.images
-
-
-@functools.cache
-def _thread() -> ThreadPoolExecutor:
-    """Return the process's only thread. Its errors are raised where the pixels are used."""
-    return ThreadPoolExecutor(1, thread_name_prefix="images")

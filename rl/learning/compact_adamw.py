@@ -14,7 +14,6 @@ An update moves 16 bytes a parameter between host and device, 4 in 8 bits, and 8
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -32,16 +31,6 @@ MASTER = "master"
 TINY = torch.finfo(torch.float32).tiny
 
 
-@dataclass
-class Piece:
-    """Rows of a parameter on this rank."""
-
-    value: torch.Tensor  # on the device
-    grad: torch.Tensor
-    step: torch.Tensor  # steps taken before; updated in place
-    kept: dict[str, torch.Tensor]  # of these rows: state, and fp32 weights if `value` is in bf16
-
-
 class CompactAdamW(torch.optim.Optimizer):
     """AdamW of one group of parameters. A parameter's state is "step", and for both moments, "exp_avg" and "exp_avg_sq", fp32
     values, or codes in 8 bits next to an fp32 "..._scale" of each block. All but "step" are sharded as the parameter is."""
@@ -56,8 +45,7 @@ class CompactAdamW(torch.optim.Optimizer):
         in_8_bits: bool,
         masters: dict[torch.nn.Parameter, torch.Tensor] | None = None,
     ):
-        """masters: the fp32 weights of parameters that are in bf16, in host memory or on their device
-        (rl/learning/masters.py)."""
+        """masters: the fp32 weights of parameters in bf16, in host memory or on their device (rl/learning/masters.py)."""
         super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": 1e-8})
         self.on_host, self.in_8_bits, self.masters = on_host, in_8_bits, masters or {}
         self._tables: dict[bool, torch.Tensor] = {}
@@ -79,64 +67,47 @@ class CompactAdamW(torch.optim.Optimizer):
     def _zeros(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if self.on_host:
             return zeros_on_host(like, dtype, self._pinned)
-        # A slice of one element counts as contiguous whatever its stride, and zeros_like would keep that stride.
-        return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+        return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)  # as in zeros_on_host
 
     @torch.no_grad()
     def step(self) -> None:
         """Take a step with every parameter that has a gradient."""
-        if self.masters and not (self.on_host or self.in_8_bits):
-            self._step_all()
-            return
-        for piece in self._pieces():
-            self._step(piece)
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                self._step(parameter)
         device = self.param_groups[0]["params"][0].device
         if self.on_host and is_accelerator(device):  # the host may read what it is sent
             torch.accelerator.current_stream(device).synchronize()
 
-    def _step_all(self) -> None:
-        """Step all parameters in one call, if everything is on the device in fp32."""
-        parameters = [parameter for parameter in self.param_groups[0]["params"] if parameter.grad is not None]
-        states = [self.begin(parameter) for parameter in parameters]
-        values = [self.masters[parameter] for parameter in parameters]
-        moments = [[state[name] for state in states] for name in MOMENTS]
-        self._adamw(values, [parameter.grad for parameter in parameters], *moments, [state["step"] for state in states])
-        torch._foreach_copy_(parameters, values)
+    def _step(self, parameter: torch.nn.Parameter) -> None:
+        state = self.begin(parameter)
+        kept = {name: local(tensor) for name, tensor in state.items() if name != "step"}
+        if parameter in self.masters:
+            kept[MASTER] = local(self.masters[parameter])
+        value, grad = local(parameter.data), local(parameter.grad)
+        if not value.dim():  # a scalar has no rows
+            value, grad = value.view(1), grad.view(1)
+            kept = {name: tensor.view(1) for name, tensor in kept.items()}
+        for rows in _pieces(value):
+            of_rows = {name: tensor[rows] for name, tensor in kept.items()}
+            self._step_rows(value[rows], grad[rows], state["step"].clone(), of_rows)
+        state["step"] += 1
 
-    def _adamw(self, values, grads, first_moments, second_moments, steps) -> None:
-        """Call torch's own step in place, with a list of tensors for each argument. It increments the step counts."""
+    def _step_rows(self, value: torch.Tensor, grad: torch.Tensor, step: torch.Tensor, kept: dict[str, torch.Tensor]) -> None:
+        """value, grad: on the device; step: a copy of the count of steps; kept: state, and fp32 weights if value is in bf16."""
+        came = {name: tensor.to(value.device, non_blocking=True) for name, tensor in kept.items()}
+        master = came.get(MASTER, value)
+        moments = [self._decoded(name, came) for name in MOMENTS]
         group = self.param_groups[0]
         knobs = {name: group[name] for name in ("lr", "weight_decay", "eps")}
         knobs |= {"beta1": group["betas"][0], "beta2": group["betas"][1], "amsgrad": False, "maximize": False, "fused": True}
-        adamw(values, grads, first_moments, second_moments, max_exp_avg_sqs=[], state_steps=steps, **knobs)
-
-    def _pieces(self) -> Iterator[Piece]:
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is None:
-                continue
-            state = self.begin(parameter)
-            step = state["step"]
-            kept = {name: local(tensor) for name, tensor in state.items() if name != "step"}
-            if parameter in self.masters:
-                kept[MASTER] = local(self.masters[parameter])
-            value, grad = local(parameter.data), local(parameter.grad)
-            if not value.dim():  # a scalar has no rows
-                value, grad = value.view(1), grad.view(1)
-                kept = {name: tensor.view(1) for name, tensor in kept.items()}
-            for rows in _pieces(value):
-                yield Piece(value[rows], grad[rows], step.clone(), {name: tensor[rows] for name, tensor in kept.items()})
-            step += 1
-
-    def _step(self, piece: Piece) -> None:
-        came = {name: tensor.to(piece.value.device, non_blocking=True) for name, tensor in piece.kept.items()}
-        value = came.get(MASTER, piece.value)
-        moments = [self._decoded(name, came) for name in MOMENTS]
-        self._adamw([value], [piece.grad.to(value.dtype)], *([moment] for moment in moments), [piece.step])
+        of_step = ([grad.to(master.dtype)], *([moment] for moment in moments))
+        adamw([master], *of_step, max_exp_avg_sqs=[], state_steps=[step], **knobs)  # torch's own, in place
         for name, moment in zip(MOMENTS, moments, strict=True):
-            self._store(name, moment, piece.kept)
+            self._store(name, moment, kept)
         if MASTER in came:
-            piece.value.copy_(value)
-            piece.kept[MASTER].copy_(value, non_blocking=True)
+            value.copy_(master)
+            kept[MASTER].copy_(master, non_blocking=True)
 
     def _decoded(self, name: str, came: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return a moment in fp32: the tensor itself if it already is."""
@@ -160,10 +131,10 @@ class CompactAdamW(torch.optim.Optimizer):
 
 
 def _pieces(value: torch.Tensor) -> Iterator[slice]:
-    """Divide rows into runs of at most PIECE elements, or 16 rows. Run lengths are multiples of 16 rows, so that the fused step
-    vectorises each piece as it does the whole."""
+    """Divide rows into runs of at most PIECE elements, or 16 rows."""
     if not value.numel():
         return
+    # Multiples of 16 rows, so that the fused step vectorises each piece as it does the whole.
     rows = max(16, PIECE // (value.numel() // len(value)) // 16 * 16)
     yield from (slice(start, start + rows) for start in range(0, len(value), rows))
 

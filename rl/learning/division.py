@@ -6,8 +6,9 @@ quantities of the whole batch (rl/algorithm/whole_batch.py).
 """
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,11 +36,11 @@ def pack(
     """
     if max(lengths, default=0) > max_tokens:
         raise ValueError(f"a sequence of {max(lengths)} tokens does not fit in a micro-batch of {max_tokens}")
-    plans, once = [], _row_tokens(range(len(lengths)), lengths, prompts, groups)
+    row = partial(_row_tokens, lengths=lengths, prompts=prompts, groups=groups)
+    plans, once = [], row(range(len(lengths)))
     for part in (0, 1, 2, 4):
         bins = _place(lengths, groups, max_tokens, ranks, part)
-        passes = (bins[first : first + ranks] for first in range(0, len(bins), ranks))
-        slowest = _slowest(passes, lengths, prompts, groups)
+        slowest = sum(max(map(row, bins[first : first + ranks])) for first in range(0, len(bins), ranks))
         plans.append((slowest, len(bins), part, bins))
         if slowest * ranks == once:  # nothing is computed twice, and no rank waits
             break
@@ -62,7 +63,8 @@ def pack_apart(
         parts.append([[[members[i] for i in micro] for micro in of_rank] for of_rank in plan])
 
     def cost(plan: list[list[list[int]]]) -> int:
-        return A_PASS * len(plan[0]) + _slowest(zip(*plan, strict=True), *what)
+        row = partial(_row_tokens, lengths=lengths, prompts=prompts, groups=groups)
+        return A_PASS * len(plan[0]) + sum(max(map(row, of_ranks)) for of_ranks in zip(*plan, strict=True))
 
     forward_only, both_ways = map(cost, parts)
     if forward_only * (1 - OF_BACKWARD) + both_ways >= WORTH_IT * cost(together):
@@ -99,13 +101,6 @@ def _runs(lengths: Sequence[int], groups: Sequence[int], limit: float) -> list[l
             runs.append([i])
             load = length
     return runs
-
-
-def _slowest(
-    passes: Iterable[Sequence[Sequence[int]]], lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[int]
-) -> int:
-    """Return the tokens that all ranks wait for. passes: a micro-batch of each rank."""
-    return sum(max(_row_tokens(members, lengths, prompts, groups) for members in of_ranks) for of_ranks in passes)
 
 
 def _row_tokens(members: Sequence[int], lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[int]) -> int:

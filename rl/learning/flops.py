@@ -1,10 +1,9 @@
 """Counts the wasted part of an update's arithmetic: prompts computed more than once, and padding.
 
-Forward and backward passes of the language model count, as in `train_flops_per_token`. The minimum for a batch is each prompt
-once, each response token once, and in attention each token with those before it. The actual number follows from the layouts of
-the micro-batches: a prompt whose responses are divided among micro-batches is in each of them, and on a CPU attention computes
-it for each response, in padded buckets (rl/model/attention.py). Left out: recomputation (--gradient-checkpointing), which is
-chosen, and the vision tower.
+The minimum for a batch is each prompt once, each response token once, and in attention each token with those before it. The
+actual number follows from the layouts of the micro-batches: a prompt whose responses are divided among micro-batches is in each
+of them, and on a CPU attention computes it for each response, in padded buckets (rl/model/attention.py). Left out:
+recomputation (--gradient-checkpointing), which is chosen, and the vision tower.
 """
 
 import torch
@@ -39,8 +38,7 @@ class Computed:
 
 
 def least_flops(config: PretrainedConfig, batch: Batch, frozen: bool = False) -> float:
-    """Return the FLOPs of a forward and backward pass over the batch that computes nothing twice. frozen: see
-    `train_flops_per_token`."""
+    """Return the FLOPs of passes, forward and backward, that compute nothing twice. frozen: see `train_flops_per_token`."""
     own = [len(prompt) for prompt in batch.distinct_prompts()]
     behind = list(zip(batch.prompt_lengths(), batch.lengths.tolist(), strict=True))
     pairs = sum(n * (n + 1) // 2 for n in own) + sum(p * n + n * (n + 1) // 2 for p, n in behind)

@@ -1,7 +1,6 @@
 """The learner: a sharded causal language model, its log-probs on packed micro-batches, and the optimizer's step.
 
-Gradients are summed over ranks, never averaged, because the losses' denominators are global. Left out: the loss itself, which
-is in the scripts and in losses.py.
+Gradients are summed over ranks, never averaged, because the losses' denominators are global.
 """
 
 import contextlib
@@ -200,8 +199,7 @@ class Learner:
 
     @torch.no_grad()
     def spread_of(self, batch: Batch, micros: list[list[MicroBatch]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (energy [N], entropy [N]) under the policy, as rl/model/head/log_probs.py defines them, of the tokens that
-        this rank trains; on the CPU, 0 outside the mask."""
+        """Return (energy [N], entropy [N]) under the policy (rl/model/head/log_probs.py); on the CPU, 0 outside the mask."""
         energy, entropy = torch.zeros(len(batch.token)), torch.zeros(len(batch.token))
         for micro in itertools.chain.from_iterable(micros):
             found = self._log_probs(self.policy, micro, "spread", replays=True)
@@ -209,8 +207,7 @@ class Learner:
         return energy, entropy
 
     def read_by_teacher(self, micro: MicroBatch) -> torch.Tensor:
-        """Return the teacher's log-probs [n] of the sampled tokens. With --teacher-top-k its most likely tokens are stored in
-        the micro-batch."""
+        """Return the teacher's log-probs [n] of the sampled tokens. Store its most likely tokens in the micro-batch."""
         if not self.teacher_top_k:
             return self._log_probs(self.teacher, micro, "none")[0]
         progress()

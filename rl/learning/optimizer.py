@@ -43,8 +43,7 @@ class OptimizerArgs:
 def make_optimizer(
     parameters: Iterable[torch.nn.Parameter], args: OptimizerArgs, masters: dict[torch.nn.Parameter, torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """Return AdamW: torch's own, or torch's own piece by piece if moments or gradients must take less of the device. masters:
-    see rl/learning/masters.py."""
+    """Return AdamW: torch's own, or piece by piece if it must take less of the device. masters: see rl/learning/masters.py."""
     parameters = list(parameters)
     knobs = {"lr": args.lr, "betas": (args.adam_beta1, args.adam_beta2), "weight_decay": args.weight_decay}
     if args.grad_dtype == "bfloat16":

@@ -68,7 +68,7 @@ def by_transformers(path: str, batch: Batch, dtype=torch.float64) -> tuple[torch
 @pytest.mark.parametrize("kind", ["qwen2-untied", "qwen3_5"])
 @pytest.mark.parametrize("budget", [24, 200])
 def test_kl_and_gradient_are_those_of_transformers(models, batch, ranks, kind, budget):
-    """Where the teacher's rows are divided, where they are not, and where one prompt alone exceeds a micro-batch."""
+    """Also where one of the teacher's prompts alone exceeds a micro-batch."""
     learner = taught(models[kind], ranks, told)
     micros = micro_batches(batch, torch.arange(len(batch.lengths)), budget, ranks)
     batch.targets.teacher_log_prob = learner.log_probs_of("teacher", batch, [micros])
