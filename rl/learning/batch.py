@@ -81,17 +81,17 @@ class Batch:
     rollout_log_prob: torch.Tensor  # [N] float32
     version: torch.Tensor  # [N] int32
     local_lengths: torch.Tensor  # [B] long, tokens of each response among the N: lengths, or 0
-    division: Division | None = None  # among the learners; None: all tokens are here
-    flat: list[bool] | None = None  # B, whether the group is flat; None: flat groups are not packed apart
-    routes: list[np.ndarray | None] = field(default_factory=list)  # B responses' routes, as in their records
-    prompt_routes: list[np.ndarray | None] = field(default_factory=list)  # B prompts' routes
+    division: Division | None  # among the learners; None: all tokens are here
+    flat: list[bool]  # B, whether the group is flat; all False if flat groups are not packed apart
+    routes: list[np.ndarray | None]  # B responses' routes, as in their records
+    prompt_routes: list[np.ndarray | None]  # B prompts' routes
+    failed: torch.Tensor  # [B] bool, not scored, counts as 0 (--on-reward-error zero)
+    sources: list[str]  # of its groups: their data sources
+    sizes: list[int]  # of its groups: their responses, scored or not
+    turn_rewards: list[list | None]  # B responses' rewards of turns, as in their records
+    histories: list[list[int] | None]  # B, as in their records
+    support: torch.Tensor | None  # [N, K] int32, tokens that could be sampled (rl/model/head/support.py)
     images: BatchImages | None = None  # of its prompts, if the model takes images
-    failed: torch.Tensor | None = None  # [B] bool, not scored, counts as 0 (--on-reward-error zero)
-    sources: list[str] = field(default_factory=list)  # of its groups: their data sources
-    sizes: list[int] = field(default_factory=list)  # of its groups: their responses, scored or not
-    turn_rewards: list[list | None] = field(default_factory=list)  # B responses' rewards of turns, as in their records
-    histories: list[list[int] | None] = field(default_factory=list)  # B, as in their records
-    support: torch.Tensor | None = None  # [N, K] int32, tokens that could be sampled (rl/model/head/support.py)
     targets: Targets = field(default_factory=Targets)
 
     @staticmethod
@@ -101,10 +101,8 @@ class Batch:
         pairs = [(i, g, r) for i, g in enumerate(groups) for r in g.scored]
         lengths = torch.tensor([len(r.token_ids) for _, _, r in pairs], dtype=torch.long)
         group = torch.tensor([i for i, _, _ in pairs], dtype=torch.long)
-        flat = None
-        if division is not None and division.packs_flat_apart:
-            is_flat = [g.is_flat for g in groups]
-            flat = [is_flat[i] for i, _, _ in pairs]
+        is_flat = [division is not None and division.packs_flat_apart and g.is_flat for g in groups]
+        flat = [is_flat[i] for i, _, _ in pairs]
         here, responses, is_part = lengths, [r for _, _, r in pairs], division is not None and division.ranks.data_size > 1
         if is_part:
             prompts = [len(g.prompt_ids) for _, g, _ in pairs]
@@ -341,7 +339,7 @@ def micro_batches(batch: Batch, members: torch.Tensor, max_tokens: int, ranks: R
     division = Division(len(batch.tickets), max_tokens, ranks)
     if batch.division and (batch.division.max_tokens, batch.ranks) == (max_tokens, ranks):
         division = batch.division  # it has planned this already
-    plan = division.micros(batch.total_lengths(), batch.prompt_lengths(), batch.group, members, batch.flat)
+    plan = division.micros(batch.total_lengths(), batch.prompt_lengths(), batch.group, batch.flat, members)
     micros = (MicroBatch.of(batch, members[part].tolist(), ranks.device) for part in plan[ranks.data_rank])
     return [part_of(micro, ranks) if ranks.sequence_parallel > 1 else micro for micro in micros]
 

@@ -124,14 +124,12 @@ class Division:
         """args: a script's."""
         return Division(args.prompts_per_update, learner.micro_batch_tokens, learner.ranks, args.packs_flat_apart)
 
-    def owners(
-        self, lengths: Sequence[int], prompts: Sequence[int], group: Sequence[int], flat: Sequence[bool] | None = None
-    ) -> list[int]:
+    def owners(self, lengths: Sequence[int], prompts: Sequence[int], group: Tensor, flat: Sequence[bool]) -> list[int]:
         """Return the data rank that trains each response; the same on every rank. lengths [B]: prompt and response tokens;
-        prompts [B]: prompt tokens; group [B]; flat [B]: whether the group is flat, if flat groups are packed apart."""
-        group, out = torch.as_tensor(group, dtype=torch.long), [0] * len(lengths)
+        prompts [B]: prompt tokens; group [B]; flat [B]: whether to pack it apart."""
+        out = [0] * len(lengths)
         for mini in mini_batches(group, int(group[-1]) + 1 if len(group) else 0, self.prompts):
-            for rank, micros in enumerate(self.micros(lengths, prompts, group, mini, flat)):
+            for rank, micros in enumerate(self.micros(lengths, prompts, group, flat, mini)):
                 for i in mini[[i for micro in micros for i in micro]].tolist():
                     out[i] = rank
         return out
@@ -141,16 +139,15 @@ class Division:
         lengths: Sequence[int],
         prompts: Sequence[int],
         group: Tensor,
+        flat: Sequence[bool],
         members: Tensor,
-        flat: Sequence[bool] | None = None,
     ) -> list[list[list[int]]]:
         """Return each data rank's micro-batches of the responses `members` [b], as indices into `members`; the same number on
         every rank. lengths, prompts, group, flat: as in `owners`."""
-        of_all = (lengths, prompts, group.tolist(), *(() if flat is None else (flat,)))
+        of_all = (lengths, prompts, group.tolist(), flat)
         what = tuple(tuple(numbers[i] for i in members.tolist()) for numbers in of_all)
         if what not in self._plans:
-            place = pack if flat is None else pack_apart
-            self._plans[what] = place(*what, self.max_tokens * self.ranks.sequence_parallel, self.ranks.data_size)
+            self._plans[what] = pack_apart(*what, self.max_tokens * self.ranks.sequence_parallel, self.ranks.data_size)
         return self._plans[what]
 
 
