@@ -25,14 +25,8 @@ _THREAD = ThreadPoolExecutor(1, thread_name_prefix="images")  # its errors are r
 class BatchImages:
     """Images by group, and the packed rows that have images, in the order in which they are computed."""
 
-    @staticmethod
-    def of(
-        prompts: PromptDataset, order: PromptOrder, groups: Sequence[Group], ranks: Ranks | None = None
-    ) -> "BatchImages | None":
-        """Return None if the model takes no images. ranks: the learners, if several share a row."""
-        return BatchImages(prompts, order, groups, ranks) if prompts.prep else None
-
     def __init__(self, prompts: PromptDataset, order: PromptOrder, groups: Sequence[Group], ranks: Ranks | None = None):
+        """ranks: the learners, if several share a row."""
         self.prompts, self.order = prompts, order
         self._sharing = ranks.sequence_parallel if ranks else 1
         self._place = ranks.rank % self._sharing if ranks else 0  # among the ranks that share a row

@@ -92,21 +92,15 @@ class Waits(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class Rows(list):
-    """Prompts in the form of rl/data/prompts.py."""
-
-    prep = True
-
-
 def with_images(path: str, groups: list[Group], division: Division, ranks: Ranks) -> Batch:
     """The groups behind prompts of the model's own."""
-    prompts = Rows()
+    prompts = []
     for number, (ids, images) in enumerate(prompts_by_number(path, len(groups))):
         prompts.append(Prompt(ids, "", "demo", "", {}, f"row {number}", images))
         digest = images.digest if images else ""
         groups[number] = dataclasses.replace(groups[number], prompt_ids=np.array(ids, np.int32), images=digest)
     batch = Batch.of(groups, division)
-    batch.images = BatchImages.of(prompts, lambda ticket: (0, ticket), groups, ranks)
+    batch.images = BatchImages(prompts, lambda ticket: (0, ticket), groups, ranks)
     return batch
 
 
