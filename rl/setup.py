@@ -237,7 +237,7 @@ def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
 
         learner.teacher_rows = teacher_rows.TeacherRows(partial(job.teacher_prompts.ids_of, job.order))
         if args.teacher == SELF:
-            learner.teacher = teacher_rows.Itself(learner.policy)
+            learner.teacher = learner.policy  # a mixture's routes are computed, not replayed
     if args.needs_critic and trains:
         from rl.learning.value_model import Critic  # late: no other run needs it
 

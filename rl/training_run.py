@@ -158,7 +158,8 @@ class TrainingRun:
         """Begin a step: make its batch, and record the groups if --record-samples is given. Raise UserError if no response of
         the run's first step could be scored. A collective of the learners."""
         batch = Batch.of(groups, Division.of(self.args, self.learner))
-        batch.images = BatchImages.of(self.job.prompts, self.job.order, groups, self.learner.ranks)
+        if self.job.prompts.prep:
+            batch.images = BatchImages(self.job.prompts, self.job.order, groups, self.learner.ranks)
         if self._begun == self.done:
             batch.check_scored()
         self._begun += 1

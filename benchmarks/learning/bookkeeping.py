@@ -129,9 +129,9 @@ def measure(size: str, rounds: int, ranks: Ranks) -> dict:
         batch.targets.advantage = whole_batch.advantage(losses.ADVANTAGES["grpo"], batch)
 
     def planned(batch: Batch) -> list[list[Micro]]:
-        of_all = (batch.total_lengths(), batch.prompt_lengths(), batch.group)
+        of_all = (batch.total_lengths(), batch.prompt_lengths(), batch.group, batch.flat)
         minis = batch.mini_batches(args.prompts_per_update)
-        plans = ((mini, division.micros(*of_all, mini, batch.flat)[ranks.data_rank]) for mini in minis)
+        plans = ((mini, division.micros(*of_all, mini)[ranks.data_rank]) for mini in minis)
         return [[Micro(batch, mini[part]) for part in plan] for mini, plan in plans]
 
     def denominator(batch: Batch) -> float:

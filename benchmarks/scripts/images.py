@@ -153,7 +153,7 @@ def batch_of(size: Size, model: str, file: str):
         prompt = rows[ticket]
         groups.append(Group(ticket, np.array(prompt.ids, np.int32), "demo", responses, images=prompt.images.digest))
     out = Batch.of(groups)
-    out.images = BatchImages.of(rows, PromptOrder(PROMPTS, 0, shuffle=False), groups)
+    out.images = BatchImages(rows, PromptOrder(PROMPTS, 0, shuffle=False), groups)
     return out
 
 

@@ -1,6 +1,5 @@
 """The algorithm's flags, and what they imply. The algorithm itself is in the scripts, the formulas in losses.py."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -85,8 +84,7 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
 
     @property
     def policy_loss(self) -> losses.PolicyLoss:
-        """The function of --loss-mode, with --score-centering and the masks of --off-policy-mask-threshold and
-        --top-entropy-quantile if given."""
+        """The function of --loss-mode, changed by --score-centering, --off-policy-mask-threshold and --top-entropy-quantile."""
         loss = losses.POLICY_LOSSES[self.loss_mode]
         if self.score_centering:
             loss = centered(loss)
@@ -105,12 +103,11 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
         return self._given_of(losses.POLICY_LOSSES[self.loss_mode].choice_knobs)
 
     def _given_of(self, knobs: dict[str, float]) -> dict[str, float]:
-        clips = {"clip_low": self.clip_ratio_low, "clip_high": self.clip_ratio_high, "clip_c": self.clip_ratio_c}
-        given = {name: value for name, value in clips.items() if value is not None}
+        given = {"clip_low": self.clip_ratio_low, "clip_high": self.clip_ratio_high, "clip_c": self.clip_ratio_c}
         for word in self.loss_args:
             name, _, value = word.partition("=")
             given[name] = float(value)
-        return {name: value for name, value in given.items() if name in knobs}
+        return {name: value for name, value in given.items() if name in knobs and value is not None}
 
     @property
     def needs_reference(self) -> bool:
@@ -178,17 +175,10 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
         return numbers | {name: getattr(batch if name == "baseline" else batch.targets, name) for name in estimator.inputs}
 
     def hint(self, unknown: Sequence[str]) -> str:
-        """Return a sentence for each unknown flag that is a numeric parameter of a loss (preferably the chosen one) or an
-        estimator."""
-        said = ""
-        for flag, following in itertools.pairwise([*unknown, "--"]):
-            if flag.startswith("--"):
-                flag, _, value = flag.partition("=")
-                after = "VALUE" if following.startswith("--") else following
-                said += self._hint_of(flag, value or after)
-        return said
+        """Return a sentence for each unknown flag that is a numeric parameter of a loss or an estimator."""
+        return "".join(self._hint_of(word.partition("=")[0]) for word in unknown if word.startswith("--"))
 
-    def _hint_of(self, flag: str, value: str) -> str:
+    def _hint_of(self, flag: str) -> str:
         name = flag.removeprefix("--").replace("-", "_")
         modes = [mode for mode, loss in losses.POLICY_LOSSES.items() if name in loss.knobs | loss.choice_knobs]
         estimators = [own for own, estimator in losses.ADVANTAGES.items() if name in estimator.knobs]
@@ -196,7 +186,7 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
             return f" {flag}: here {CLIPS[name]}."
         if modes:
             mode = self.loss_mode if self.loss_mode in modes else ", ".join(modes)
-            return f" {flag} is a number of --loss-mode {mode}: --loss-args {name}={value}."
+            return f" {flag} is a number of --loss-mode {mode}: --loss-args {name}=NUMBER."
         if estimators:
             return f" {flag} is a number of --adv-estimator {', '.join(estimators)}, whose default in losses.py holds."
         return ""
@@ -228,8 +218,7 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
         self._check_score_centering()
 
     def _check_old_log_probs(self) -> None:
-        """Raise UserError unless the log-probs that the loss and the rollout correction compare exist, and are only compared
-        once."""
+        """Raise UserError unless the log-probs that loss and correction compare exist, and are only compared once."""
         if self.use_rollout_log_probs and self.corrects_rollout:
             raise UserError(
                 "--rollout-is and --rollout-rs compare recomputed log-probs with the generator's; with --use-rollout-log-probs "

@@ -80,8 +80,7 @@ def learn_values(
     args, critic: "Critic", batch: Batch, minis: Sequence[torch.Tensor], micros: Sequence[Sequence[MicroBatch]]
 ) -> dict[str, float]:
     """Train the critic towards the returns: an optimizer step for each mini-batch, --critic-ppo-epochs times. minis: the
-    responses [b] of each mini-batch; micros: its micro-batches. Set the targets' returns; return verl's critic/*. A collective
-    of learners."""
+    responses [b] of each; micros: its micro-batches. Set the targets' returns; return verl's critic/*. A collective."""
     of_tokens = (batch.targets.reward, batch.trained, batch.seq, batch.targets.value)
     batch.targets.returns = losses.lambda_return(*of_tokens, args.gamma, args.returns_lam)
     means = LossMeans(batch, critic.ranks)
@@ -104,7 +103,7 @@ def explained_variance(batch: Batch) -> float:
     0 for one that only knows the mean, negative for a worse one; 0 if all returns are equal. verl takes the variance of R - V,
     which a constant error does not change. A collective."""
     value, returns = (x[batch.trained].double() for x in (batch.targets.value, batch.targets.returns))
-    own = [torch.tensor(float(len(value))), returns.sum(), (returns**2).sum(), ((value - returns) ** 2).sum()]
-    count, total, squares, errors = batch.sum_over_ranks(torch.stack([x.double() for x in own])).tolist()
+    own = [torch.ones_like(returns), returns, returns**2, (value - returns) ** 2]
+    count, total, squares, errors = batch.sum_over_ranks(torch.stack([x.sum() for x in own])).tolist()
     variance = squares / max(1.0, count) - (total / max(1.0, count)) ** 2
     return 1 - errors / count / variance if variance > 1e-12 else 0.0

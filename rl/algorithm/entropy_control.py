@@ -1,7 +1,6 @@
 """--entropy-target: the weight of the entropy bonus is steered from step to step, to keep the policy's entropy above a target.
 
-The mean entropy of a step, per token, in nats, as its metrics report it, steers the next step. The formula is
-losses.adaptive_entropy_coef.
+The entropy that a step's metrics report, per token, in nats, steers the next one by losses.adaptive_entropy_coef.
 """
 
 import dataclasses
@@ -9,11 +8,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import losses
+from rl.algorithm.whole_batch import MEANS
 from rl.errors import UserError
 from rl.learning.batch import Batch
 from rl.ranges import Range
-
-MEANS = ("token-mean", "seq-mean-token-mean")  # aggregations for which actor/entropy is the entropy per token
 
 
 @dataclass

@@ -22,10 +22,8 @@ from rl.algorithm.args import AlgorithmArgs
 from rl.data.prompts import PromptDataset, PromptOrder
 from rl.learning.batch import Batch
 
-REJECTED, UNSCORED, MASKED, TRUNCATED = "rejected", "unscored", "masked", "truncated"
-EQUAL, OTHER = "equal_scores", "other"
-KINDS_OF_A_BATCH = ("trained", "rejected", "unscored")
-KINDS = (*KINDS_OF_A_BATCH, "filtered", "dropped")
+REJECTED, UNSCORED, MASKED, TRUNCATED, EQUAL, OTHER = "rejected", "unscored", "masked", "truncated", "equal_scores", "other"
+KINDS = ("trained", "rejected", "unscored", "filtered", "dropped")
 MOST = 16  # sources with separate metrics; if there are more, the smallest ones share theirs
 OTHERS = "(others)"
 
@@ -128,8 +126,9 @@ class SourceCounts:
             for ticket in tickets:
                 source = self.prompts.source(self.order(ticket)[1])
                 counts[self._shown(source)].update({kind: self.responses})
-        kinds = (*(KINDS if gone is not None else KINDS_OF_A_BATCH), *(["masked"] if batch.is_masked else []))
-        kinds += ("skipped",) if gone and "skipped" in gone else ()
+        kinds = [*(KINDS if gone is not None else KINDS[:3])]
+        kinds += ["masked"] if batch.is_masked else []
+        kinds += ["skipped"] if gone and "skipped" in gone else []
         return {f"data/{source}/{kind}": int(of[kind]) for source, of in counts.items() for kind in kinds}
 
     def _shown(self, source: str) -> str:

@@ -1,7 +1,6 @@
 """Warnings about conditions that let a run learn less than it seems to, or something else, without stopping it.
 
-Each kind is printed when it first occurs and whenever its count has grown tenfold. The metric warnings/<kind> is its count
-since this process began.
+Each kind is printed when it first occurs and whenever its count has grown tenfold.
 """
 
 from collections import Counter
@@ -15,29 +14,31 @@ from rl.record.run import Run
 
 MUCH_REJECTED = 0.8  # share of a step's tokens from which on there is a warning
 FEW_EFFECTIVE = 0.3  # effective sample size of the importance weights below which there is a warning
-# Why a step has no signal, and the remedy.
+# Why a step has no signal, in a word and in a sentence, and the remedy.
 CAUSES = {
     REJECTED: (
+        ": rejection",
         "scores differ, but --rollout-rs or --rollout-is-threshold left out the responses that do",
         "Widen the bounds, or bring generator and learner closer together (--rollout-dtype, a lower --staleness-threshold)",
     ),
     UNSCORED: (
+        ": not scored",
         "too few responses could be scored",
         "Correct the reward function, or what it needs: the warning of --on-reward-error has its last error",
     ),
     MASKED: (
+        ": nothing sampled",
         "the policy sampled a token of one response at most",
         "Find out why environments end before the policy's first token",
     ),
     TRUNCATED: (
+        ": cut off",
         "every response ran into --max-response-length, and all score the same",
         "Raise --max-response-length, or check that the model's end token is the one that its answers end with",
     ),
-    EQUAL: ("all scores are equal", "Prompts may be too easy or too hard, or the reward broken"),
-    OTHER: ("scores differ, but --adv-estimator makes every advantage 0", "Take another one"),
+    EQUAL: (": equal scores", "all scores are equal", "Prompts may be too easy or too hard, or the reward broken"),
+    OTHER: ("", "scores differ, but --adv-estimator makes every advantage 0", "Take another one"),
 }
-CHIEF = {REJECTED: ": rejection", UNSCORED: ": not scored", MASKED: ": nothing sampled", TRUNCATED: ": cut off"}
-CHIEF |= {EQUAL: ": equal scores", OTHER: ""}
 
 
 class Health:
@@ -51,12 +52,11 @@ class Health:
 
     def at_start(self) -> None:
         """Warn of problems that are known before the first step."""
-        cut = {"training": self.job.prompts.truncated}
-        cut["validation"] = self.job.val_prompts.truncated if self.job.val_prompts else 0
-        for which, count in cut.items():
-            right = self.args.truncation == "right"
-            lost = "their ends, and so the chat template's call for an answer" if right else "their beginnings"
-            detail = f"--truncation {self.args.truncation} cuts off {lost}."
+        right = self.args.truncation == "right"
+        lost = "their ends, and so the chat template's call for an answer" if right else "their beginnings"
+        detail = f"--truncation {self.args.truncation} cuts off {lost}."
+        for which, prompts in (("training", self.job.prompts), ("validation", self.job.val_prompts)):
+            count = prompts.truncated if prompts else 0
             self._warn("cut_prompts", f"{which} prompts longer than --max-prompt-length", count, detail)
 
     def of_step(self, step: int, batch: Batch, metrics: dict[str, float], fates: Fates | None = None) -> dict[str, int]:
@@ -94,18 +94,19 @@ class Health:
         found = causes(self.args, batch, fates).most_common()
         found.sort(key=lambda item: (item[0] != REJECTED, item[0] != OTHER))
         grouped = losses.ADVANTAGES[self.args.adv_estimator].group_of_one or self.args.needs_greedy
-        parts = [(f"{count} of {len(batch.sizes)} groups: " if grouped else "") + CAUSES[cause][0] for cause, count in found]
+        parts = [(f"{count} of {len(batch.sizes)} groups: " if grouped else "") + CAUSES[cause][1] for cause, count in found]
         chief = found[0][0]
-        detail = f"In step {step}, {'; '.join(parts)}. {CAUSES[chief][1]}."
+        word, _, remedy = CAUSES[chief]
+        detail = f"In step {step}, {'; '.join(parts)}. {remedy}."
         self.counts["no_signal_steps"] += 1
         if chief != OTHER:
             self.counts[f"no_signal/{chief}"] += 1
-        self.record.warn(f"steps without any signal{CHIEF[chief]}", 1, detail)
+        self.record.warn(f"steps without any signal{word}", 1, detail)
 
     def _warn_of_correction(self, step: int, metrics: dict[str, float], fates: Fates) -> None:
         """Warn if the rollout correction leaves little of a step."""
         if fates.rejected_share >= MUCH_REJECTED:
-            count, remedy = int(fates.rejected.sum()), CAUSES[REJECTED][1]
+            count, remedy = int(fates.rejected.sum()), CAUSES[REJECTED][2]
             detail = f"In step {step} {fates.rejected_share:.0%} of the tokens, {count} responses as a whole. {remedy}."
             self._warn("rejected", "steps of which the rollout correction rejects nearly all", 1, detail)
         effective = metrics.get("rollout_corr/rollout_is_eff_sample_size", 1.0)

@@ -3,8 +3,7 @@
     loss = policy loss + sft_coef * mean over the demonstrations' trained tokens of -log p
 
 Demonstrations are packed separately: no baseline, denominator or metric of the policy's samples counts them. Left out: weights
-that depend on a demonstration's likelihood, as in LUFFY (arXiv 2504.14945) and CHORD (arXiv 2508.11408), which would belong in
-`imitate`; images.
+that depend on a demonstration's likelihood, as in LUFFY (arXiv 2504.14945) and CHORD (arXiv 2508.11408); images.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,7 +57,7 @@ class Imitation:
         self.losses: list[float] = []  # of this step's updates
 
     def batch(self, learner) -> Batch:
-        """Return the demonstrations of the next update, divided among the learners."""
+        """Return the demonstrations of the next update."""
         tickets = range(self._next, self._next + self.args.sft_batch_size)
         self._next = tickets.stop
         division = Division(len(tickets), learner.micro_batch_tokens, learner.ranks)

@@ -11,8 +11,7 @@ class KLControl:
         self.args, self.coef = args, args.kl_reward_coef
 
     def update(self, kl: float, responses: int) -> dict[str, float]:
-        """Update the weight after a batch with this KL per token; return the KL and the weight that the batch was trained with,
-        under verl's names."""
+        """Update the weight after a batch with this KL per token; return the KL and the weight that the batch had."""
         used = self.coef
         if self.args.kl_ctrl_type == "adaptive":
             self.coef = losses.adaptive_kl_coef(used, kl, self.args.target_kl, responses, self.args.kl_horizon)

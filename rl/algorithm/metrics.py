@@ -14,26 +14,22 @@ from rl.learning.batch import PIECE, Batch
 OLDEST_SHOWN = 8  # the histogram of ages ends here
 
 
-def describe(values: torch.Tensor) -> dict[str, float]:
-    """Return mean, max, min and std (Bessel's; 0 for a single value) of a tensor of any shape; NaN if it is empty: rejection
-    may leave no token at all."""
-    values = values.double()
-    if not values.numel():
-        return dict.fromkeys(("mean", "max", "min", "std"), math.nan)
-    std = values.std(correction=min(1, values.numel() - 1))
-    return {"mean": float(values.mean()), "max": float(values.max()), "min": float(values.min()), "std": float(std)}
-
-
 def summarize(prefix: str, values: torch.Tensor) -> dict[str, float]:
-    """Return {prefix/mean, prefix/max, prefix/min}, which verl reports for most quantities."""
-    return {f"{prefix}/{name}": describe(values)[name] for name in ("mean", "max", "min")}
+    """Return {prefix/mean, prefix/max, prefix/min} of a tensor of any shape, which verl reports for most quantities; NaN if it
+    is empty."""
+    values = values.double()
+    found = dict.fromkeys(("mean", "max", "min"), math.nan)
+    if values.numel():
+        found = {"mean": float(values.mean()), "max": float(values.max()), "min": float(values.min())}
+    return {f"{prefix}/{name}": value for name, value in found.items()}
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
     """Return verl's metrics of a batch: scores, advantages, rewards and lengths."""
     out = summarize("critic/score", batch.score) | _advantage_metrics(batch)
     out |= summarize("critic/rewards", batch.sum_over_ranks(batch.by_response(batch.targets.reward)))
-    out |= summarize("response_length", batch.lengths) | {"response_length/clip_ratio": describe(batch.truncated)["mean"]}
+    out |= summarize("response_length", batch.lengths)
+    out["response_length/clip_ratio"] = float(batch.truncated.double().mean())
     if batch.is_masked:
         out |= summarize("response_length/trained", batch.sampled_lengths)
     out |= summarize("prompt_length", torch.tensor([len(p) for p in batch.prompts]))
@@ -70,14 +66,20 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
         return {}
     versions = batch.version[batch.mask] if batch.is_masked else batch.version
     lengths = torch.where(batch.local_lengths > 0, batch.sampled_lengths, 0)  # of the responses that are here
-    sampled_by, here = versions.numpy(), lengths > 0
+    here = lengths > 0
     ages = torch.zeros(2, len(batch.lengths), dtype=torch.long)  # of each response's oldest and newest token
     if here.any():
         starts = (lengths.cumsum(0) - lengths)[here].numpy()
         for age, least_or_most in zip(ages, (np.minimum, np.maximum), strict=True):
-            age[here] = torch.from_numpy(version - least_or_most.reduceat(sampled_by, starts)).long()
+            age[here] = torch.from_numpy(version - least_or_most.reduceat(versions.numpy(), starts)).long()
     oldest, newest = batch.sum_over_ranks(ages)[:, has_tokens]
     span, stale = oldest - newest, oldest > 0
+    total, counts = torch.zeros((), dtype=torch.long), torch.zeros(OLDEST_SHOWN + 1, dtype=torch.long)
+    for part in versions.split(PIECE):
+        age = version - part
+        total += age.sum()
+        counts += torch.bincount(age.clamp_(0, OLDEST_SHOWN), minlength=len(counts))
+    total, *counts = batch.sum_over_ranks(torch.stack([total, *counts])).tolist()
     out = {
         "fully_async/count/stale_samples_processed": len(batch.group[has_tokens][stale].unique()),
         "fully_async/count/stale_trajectory_processed": int(stale.sum()),
@@ -85,14 +87,11 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
         "fully_async/partial/partial_ratio": int((span > 0).sum()) / len(batch.lengths),
         "fully_async/partial/max_partial_span": int(span.max()),
         "staleness/max": int(oldest.max()),
+        "staleness/mean": total / tokens,
     }
-    shown = range(int(newest.min()), min(int(oldest.max()) + 1, OLDEST_SHOWN))
-    own = [int(sampled_by.sum(dtype=np.int64)), *(int((versions == version - age).count_nonzero()) for age in shown)]
-    total, *counts = batch.sum_over_ranks(torch.tensor(own)).tolist()
-    counts = dict(zip(shown, counts, strict=True))
-    out["staleness/mean"] = version - total / tokens
-    out |= {f"staleness/age_{age}": counts.get(age, 0) / tokens for age in range(OLDEST_SHOWN)}
-    return out | {f"staleness/age_{OLDEST_SHOWN}_or_more": (tokens - sum(counts.values())) / tokens}
+    out |= {f"staleness/age_{n}": count / tokens for n, count in enumerate(counts)}
+    out[f"staleness/age_{OLDEST_SHOWN}_or_more"] = out.pop(f"staleness/age_{OLDEST_SHOWN}")
+    return out
 
 
 def validation_metrics(rows: list[dict]) -> dict[str, float]:

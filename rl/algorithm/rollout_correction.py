@@ -13,7 +13,7 @@ import torch
 import losses
 from rl.algorithm import whole_batch
 from rl.errors import UserError
-from rl.learning.batch import Batch, pieces
+from rl.learning.batch import Batch
 from rl.ranges import Range
 
 Bounds = tuple[float | None, float]  # (None, cap) or a band
@@ -56,42 +56,29 @@ class RolloutCorrectionArgs:
 
     def check(self) -> None:
         """Raise UserError for bounds that cannot be parsed."""
-        try:
-            _ = self.weight_bounds
-        except ValueError as error:
-            raise UserError(f"--rollout-is-threshold: {error}.") from None
-        try:
-            _ = self.rejection_criteria
-        except ValueError as error:
-            raise UserError(f"--rollout-rs, --rollout-rs-threshold: {error}.") from None
+        for flags, parsed in {
+            "--rollout-is-threshold": "weight_bounds",
+            "--rollout-rs, --rollout-rs-threshold": "rejection_criteria",
+        }.items():
+            try:
+                getattr(self, parsed)
+            except ValueError as error:
+                raise UserError(f"{flags}: {error}.") from None
 
 
 def correct_rollout(args: RolloutCorrectionArgs, batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return (weight of each token, whether it is rejected), [N]; None if nothing is weighted or rejected. They are computed
-    piece by piece, except weights that are normalised over the batch and rejection at the batch level."""
-    weight, rejected, actor_log_prob = None, None, batch.targets.actor_log_prob
-    low, high = args.weight_bounds
-    weigh = {"level": args.rollout_is, "low": low, "high": high, "normalize": args.rollout_is_batch_normalize}
+    """Return (weight of each token, whether it is rejected), [N]; None if nothing is weighted or rejected."""
+    weight, rejected, criteria = None, None, args.rejection_criteria
+    inputs = (batch.targets.actor_log_prob, batch.rollout_log_prob, batch.mask)
     if args.rollout_is:
-        weight = torch.empty_like(actor_log_prob)
-    rejects_by_batch = any(level == "batch" for level, *_ in args.rejection_criteria)
-    if args.rejection_criteria:
-        rejected = torch.empty_like(batch.mask)
-    if rejects_by_batch:
-        kept = partial(losses.rollout_rejection_mask, criteria=args.rejection_criteria)
-        inputs = (actor_log_prob, batch.rollout_log_prob, batch.mask)
-        rejected = batch.mask & ~whole_batch.on_whole(batch, kept, *inputs)
-    if args.rollout_is and args.rollout_is_batch_normalize:
-        inputs = (actor_log_prob, batch.rollout_log_prob, batch.mask)
-        weight = whole_batch.on_whole(batch, partial(losses.rollout_is_weights, **weigh), *inputs)
-    for piece in pieces(batch.seq) if args.corrects_rollout else ():
-        inputs = (actor_log_prob[piece], batch.rollout_log_prob[piece], batch.mask[piece])
-        seq = batch.seq[piece] - batch.seq[piece][:1]
-        if args.rollout_is and not args.rollout_is_batch_normalize:
-            weight[piece] = losses.rollout_is_weights(*inputs, seq, **weigh)
-        if args.rejection_criteria and not rejects_by_batch:
-            kept = losses.rollout_rejection_mask(*inputs, seq, criteria=args.rejection_criteria)
-            rejected[piece] = batch.mask[piece] & ~kept
+        low, high = args.weight_bounds
+        normalize = args.rollout_is_batch_normalize
+        weigh = partial(losses.rollout_is_weights, level=args.rollout_is, low=low, high=high, normalize=normalize)
+        apply = whole_batch.on_whole if normalize else whole_batch.by_pieces
+        weight = apply(batch, weigh, *inputs)
+    if criteria:
+        apply = whole_batch.on_whole if any(level == "batch" for level, *_ in criteria) else whole_batch.by_pieces
+        rejected = batch.mask & ~apply(batch, partial(losses.rollout_rejection_mask, criteria=criteria), *inputs)
     return weight, rejected
 
 

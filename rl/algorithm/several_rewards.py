@@ -72,7 +72,7 @@ def _number(batch: Batch, response: int, key: str) -> float:
         return float(batch.score[response])
     if key in numbers:
         return numbers[key]
-    if batch.failed is not None and batch.failed[response]:  # --on-reward-error zero
+    if batch.failed[response]:  # --on-reward-error zero
         return 0.0
     raise UserError(
         f"--gdpo-reward-keys {key}: the reward function did not return this number with a response, but "

@@ -5,34 +5,24 @@ Also the losses that leave tokens out, for this and for `--off-policy-mask-thres
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 import losses
 from rl.algorithm import whole_batch
-
-if TYPE_CHECKING:
-    from rl.learning.batch import Batch, MicroBatch
-    from rl.learning.learner import Learner
+from rl.learning.batch import Batch, MicroBatch
 
 
-def spread_of(
-    args, learner: "Learner", batch: "Batch", minis: list[Tensor], micros: list[list["MicroBatch"]]
-) -> tuple[Tensor, Tensor | None]:
+def spread_of(args, learner, batch: Batch, minis: list[Tensor], micros: list[list[MicroBatch]]) -> tuple[Tensor, Tensor | None]:
     """Return (energy [N] for losses.optimal_token_baseline, bool [N], the tokens with large entropy in each mini-batch, or None
     without --top-entropy-quantile). args: AlgorithmArgs; minis: the responses [b] of each mini-batch."""
     energy, entropy = learner.spread_of(batch, micros)
     if args.top_entropy_quantile == 1:
         return energy, None
 
-    def choose(entropy: Tensor, mask: Tensor, seq: Tensor) -> Tensor:
-        sizes = [int(batch.lengths[mini].sum()) for mini in minis]  # they are consecutive
-        parts = zip(entropy.split(sizes), mask.split(sizes), strict=True)
-        return torch.cat([losses.high_entropy_tokens(*part, quantile=args.top_entropy_quantile) for part in parts])
-
-    return energy, whole_batch.on_whole(batch, choose, entropy, batch.mask)
+    choose = functools.partial(losses.high_entropy_tokens, quantile=args.top_entropy_quantile)
+    return energy, whole_batch.by_mini_batch(batch, minis, choose, entropy, batch.mask)
 
 
 def where_entropy_is_high(loss: losses.PolicyLoss) -> losses.PolicyLoss:
@@ -55,8 +45,7 @@ def centered(loss: losses.PolicyLoss) -> losses.PolicyLoss:
 
 
 def masked(loss: losses.PolicyLoss, threshold: float) -> losses.PolicyLoss:
-    """Remove `losses.off_policy_tokens` from the loss; its statistic off_policy_masked counts them. The result also takes
-    rollout_log_prob [N]."""
+    """Remove `losses.off_policy_tokens`, which also needs rollout_log_prob [N]; the statistic off_policy_masked counts them."""
 
     def off_policy(rollout_log_prob: Tensor, log_prob: Tensor, advantage: Tensor, mask: Tensor, seq: Tensor) -> Tensor:
         return losses.off_policy_tokens(log_prob, rollout_log_prob, advantage, mask, seq, threshold=threshold)

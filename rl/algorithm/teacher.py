@@ -1,8 +1,7 @@
 """On-policy distillation: the flags of a teacher, and the models that can be one.
 
 The policy samples, and a frozen model, or the policy itself with the answer in its prompt, gives the probability of each token.
-losses.py has the formulas. Left out: teachers with a different vocabulary, teachers behind a network address, and moving
-averages of the policy.
+Left out: teachers with a different vocabulary, teachers behind a network address, and moving averages of the policy.
 """
 
 from dataclasses import dataclass
@@ -22,8 +21,7 @@ SELF = "self"  # instead of a model
 
 @dataclass
 class TeacherArgs:
-    """Distillation on the policy's own samples, from a second, frozen model, or from the policy itself with the answer in its
-    prompt."""
+    """Distillation on the policy's own samples, from a second model, or from the policy with the answer in its prompt."""
 
     teacher: Annotated[str | None, Content("model")] = None
     """Model to learn from, with the policy's vocabulary: a Hugging Face directory or hub name, or "self" for the policy at the
@@ -44,13 +42,11 @@ class TeacherArgs:
 
     @property
     def teacher_form(self) -> Literal["advantage", "top_k"] | None:
-        """How a teacher enters the loss: as an advantage of each sampled token, or as a separate term over its most likely
-        tokens."""
+        """How a teacher enters the loss: as an advantage of each sampled token, or as a term over its most likely tokens."""
         return ("top_k" if self.teacher_top_k else "advantage") if self.teacher else None
 
     @property
     def has_second_model(self) -> bool:
-        """Whether a teacher is loaded next to the policy."""
         return self.teacher not in (None, SELF)
 
     @property
@@ -136,11 +132,8 @@ def check_teacher(path: str, args, policy: str) -> None:
 
 def _check_length(config: PretrainedConfig, path: str, args) -> None:
     """Raise UserError unless the model can read the teacher's longest prompt with a response."""
-    prompt, response, context = (
-        args.longest_of_teacher,
-        args.max_response_length,
-        getattr(config, "max_position_embeddings", None),
-    )
+    prompt, response = args.longest_of_teacher, args.max_response_length
+    context = getattr(config, "max_position_embeddings", None)
     if context and prompt + response > context:
         raise UserError(
             f"--teacher-max-prompt-length {prompt} + --max-response-length {response} = {prompt + response} tokens, but the "

@@ -1,5 +1,7 @@
 """The tokens that clip_cov and kl_cov choose in a mini-batch."""
 
+from functools import partial
+
 import torch
 
 import losses
@@ -10,8 +12,7 @@ from rl.learning.batch import Batch
 
 def choose_tokens(args: AlgorithmArgs, batch: Batch, minis: list[torch.Tensor]) -> torch.Tensor | None:
     """Return the tokens that the loss chooses, [N] bool; None for a loss that chooses none. minis: the responses [b] of each
-    mini-batch. Random choices only depend on the batch: they are the same on every rank, for any micro-batches, and after a
-    resume."""
+    mini-batch. Random choices only depend on the batch, so they are the same on every rank and after a resume."""
     loss = losses.POLICY_LOSSES[args.loss_mode]
     if loss.chooses is None:
         return None
@@ -20,11 +21,5 @@ def choose_tokens(args: AlgorithmArgs, batch: Batch, minis: list[torch.Tensor]) 
         total = int(batch.sum_over_ranks(batch.token[batch.mask].sum()))
         options["generator"] = torch.Generator().manual_seed(total + int(batch.sampled_lengths.sum()))
 
-    def choose(old: torch.Tensor, advantage: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
-        chosen, at = torch.zeros_like(mask), 0
-        for mini in minis:  # they are consecutive
-            tokens = slice(at, at := at + int(batch.lengths[mini].sum()))
-            chosen[tokens] = loss.chooses(old[tokens], advantage[tokens], mask[tokens], **options)
-        return chosen
-
-    return whole_batch.on_whole(batch, choose, batch.targets.old_log_prob, batch.targets.advantage, batch.trained)
+    inputs = (batch.targets.old_log_prob, batch.targets.advantage, batch.trained)
+    return whole_batch.by_mini_batch(batch, minis, partial(loss.chooses, **options), *inputs)

@@ -4,55 +4,45 @@ They are summed over the learners in float64 or in integers. An advantage estima
 the scores, which travel as one number per response; for the few that need every token, all tokens are gathered temporarily.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 import losses
+from rl.learning.batch import Batch, pieces
 
-if TYPE_CHECKING:
-    from rl.learning.batch import Batch
-
-
-ADDITIVE = ("token-mean", "seq-mean-token-mean")  # aggregations whose denominators are sums over the ranks
+MEANS = ("token-mean", "seq-mean-token-mean")  # aggregations whose denominators are sums over the ranks
 
 
-# ------------------------------------------------------------------------------------------------------- of the whole batch
-
-
-def mean_of_responses(x: Tensor, batch: "Batch") -> float:
-    """Average x [N] over each response's trained tokens, then over the whole batch's responses that have any; 0 if none has. A
-    collective."""
+def mean_of_responses(x: Tensor, batch: Batch) -> float:
+    """Average x [N] over each response's trained tokens, then over all responses that have any; 0 if none has. A collective."""
     (means,) = losses.sequence_means(batch.trained, batch.seq, x.double())
     own = means[losses.trained_sequences(batch.trained, batch.seq)]
     total, count = batch.sum_over_ranks(torch.tensor([float(own.sum()), len(own)], dtype=torch.float64)).tolist()
     return total / max(1.0, count)
 
 
-def denominator(batch: "Batch", mini: Tensor, mode: str, budget: int) -> float:
+def denominator(batch: Batch, mini: Tensor, mode: str, budget: int) -> float:
     """Return losses.denominator of a mini-batch, whose responses are `mini` [b]. A collective."""
     tokens = batch.span(mini)
     mask, seq = batch.trained[tokens], batch.seq[tokens]
     own = losses.denominator(mask, seq, mode, len(mini), budget)
-    if not (batch.ranks and mode in ADDITIVE):
+    if not (batch.ranks and mode in MEANS):
         return own
     return max(1.0, float(batch.sum_over_ranks(torch.tensor(own if mask.any() else 0.0, dtype=torch.float64))))
 
 
-def groups_of_one(batch: "Batch") -> int:
-    """Return the number of groups with exactly one trained response: there is only one, or the others could not be scored, were
-    rejected, or are masked as a whole."""
+def groups_of_one(batch: Batch) -> int:
+    """Return the number of groups with exactly one trained response."""
     counts = torch.bincount(batch.group)
     if batch.targets.rejected is not None or batch.is_masked:
         counts = torch.bincount(batch.group[batch.sum_over_ranks(batch.by_response(batch.trained)) > 0])
     return int((counts == 1).sum())
 
 
-def advantage(estimator: Callable, batch: "Batch", **inputs) -> Tensor:
-    """Return the estimator's advantages [N]. inputs: its keywords; tensors among them are [N], except those of
-    losses.PER_RESPONSE."""
+def advantage(estimator: Callable, batch: Batch, **inputs) -> Tensor:
+    """Return the estimator's advantages [N]. inputs: its keywords; tensors are [N], except those of losses.PER_RESPONSE."""
     reward, mask = batch.targets.reward, batch.trained
     if estimator.looks_at == "response":
         return estimator(reward, mask, batch.seq, batch.group, **inputs)
@@ -71,7 +61,7 @@ def advantage(estimator: Callable, batch: "Batch", **inputs) -> Tensor:
     return advantages if mask.all() else torch.where(mask, advantages, 0.0)
 
 
-def on_whole(batch: "Batch", function: Callable, *xs: Tensor) -> Tensor:
+def on_whole(batch: Batch, function: Callable, *xs: Tensor) -> Tensor:
     """Call function(each x of the whole batch, its seq), which returns a tensor of the whole batch; return the part that is
     here. This is for the few quantities that are not sums: every learner temporarily holds the whole tensors. A collective."""
     if not batch.ranks:
@@ -85,3 +75,23 @@ def on_whole(batch: "Batch", function: Callable, *xs: Tensor) -> Tensor:
         whole = batch.sum_over_ranks(number.new_zeros(int(lengths.sum())).index_copy_(0, places, number))
         wholes.append(whole.to(x.dtype))
     return function(*wholes, torch.arange(len(lengths)).repeat_interleave(lengths))[places]
+
+
+def by_mini_batch(batch: Batch, minis: Sequence[Tensor], function: Callable, *xs: Tensor) -> Tensor:
+    """Return the part that is here of function(each x of a mini-batch), of one mini-batch after another. minis: the responses
+    [b] of each, which are consecutive. A collective."""
+    sizes = [int(batch.lengths[mini].sum()) for mini in minis]
+
+    def of_whole(*wholes: Tensor) -> Tensor:
+        parts = zip(*(x.split(sizes) for x in wholes[:-1]), strict=True)
+        return torch.cat([function(*of_mini) for of_mini in parts])
+
+    return on_whole(batch, of_whole, *xs)
+
+
+def by_pieces(batch: Batch, function: Callable, *xs: Tensor) -> Tensor:
+    """Return function(each x that is here, its seq), computed for some responses at a time: it treats each by itself."""
+    out = function(*(x[:0] for x in xs), batch.seq[:0]).new_empty(len(batch.seq))
+    for piece in pieces(batch.seq):
+        out[piece] = function(*(x[piece] for x in xs), batch.seq[piece] - batch.seq[piece.start])
+    return out

@@ -1,9 +1,8 @@
 """Keeps the layers' inputs, which gradient checkpointing saves for the backward pass, in host memory.
 
 A layer's input has 2 x hidden size bytes a token in bf16, and those of all layers are most of a long sequence's memory. Each is
-copied to the host when its layer begins, and back when the backward pass reaches it, on the stream of the computation itself: a
-layer computes far longer than its input travels. Left out: activations without gradient checkpointing, which are about twenty
-times as large.
+copied on the stream of the computation itself: a layer computes far longer than its input travels. Left out: activations
+without gradient checkpointing, which are about twenty times as large.
 """
 
 from functools import partial

@@ -2,15 +2,14 @@
 
 `Batch` has the scores of all responses of a step, and the tokens of those that this learner trains (rl/learning/division.py),
 end to end. Its `Targets` are what `learn` computes from them. `MicroBatch` is the input of one forward pass: whole sequences,
-packed without padding. `Tokens` are a batch and its targets at the tokens of a micro-batch. Left out: `Group`, which a
-generator sends (rl/samples/group.py).
+packed without padding. `Tokens` are a batch and its targets at the tokens of a micro-batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -34,11 +33,6 @@ if TYPE_CHECKING:
     from rl.learning.batch_images import BatchImages
 
 PIECE = 1 << 17  # tokens computed at once in passes over all of them: what a processor's cache holds
-
-
-def of_flat_groups(groups: Iterable[Group]) -> list[bool]:
-    """Return for each response that could be scored whether its group is flat: all scores are equal."""
-    return [is_flat for group in groups for is_flat in [group.is_flat] * len(group.scored)]
 
 
 @dataclass
@@ -86,32 +80,33 @@ class Batch:
     rollout_log_prob: torch.Tensor  # [N] float32
     version: torch.Tensor  # [N] int32
     local_lengths: torch.Tensor  # [B] long, tokens of each response among the N: lengths, or 0
-    division: Division | None = None  # among the learners; None: all tokens are here
-    flat: list[bool] | None = None  # B, whether the group is flat; None: flat groups are not packed apart
-    routes: list[np.ndarray | None] = field(default_factory=list)  # B responses' routes, as in their records
-    prompt_routes: list[np.ndarray | None] = field(default_factory=list)  # B prompts' routes
+    division: Division | None  # among the learners; None: all tokens are here
+    flat: list[bool]  # B, whether the group is flat; all False if flat groups are not packed apart
+    routes: list[np.ndarray | None]  # B responses' routes, as in their records
+    prompt_routes: list[np.ndarray | None]  # B prompts' routes
+    failed: torch.Tensor  # [B] bool, not scored, counts as 0 (--on-reward-error zero)
+    sources: list[str]  # of its groups: their data sources
+    sizes: list[int]  # of its groups: their responses, scored or not
+    turn_rewards: list[list | None]  # B responses' rewards of turns, as in their records
+    histories: list[list[int] | None]  # B, as in their records
+    support: torch.Tensor | None  # [N, K] int32, tokens that could be sampled (rl/model/head/support.py)
     images: BatchImages | None = None  # of its prompts, if the model takes images
-    failed: torch.Tensor | None = None  # [B] bool, not scored, counts as 0 (--on-reward-error zero)
-    sources: list[str] = field(default_factory=list)  # of its groups: their data sources
-    sizes: list[int] = field(default_factory=list)  # of its groups: their responses, scored or not
-    turn_rewards: list[list | None] = field(default_factory=list)  # B responses' rewards of turns, as in their records
-    histories: list[list[int] | None] = field(default_factory=list)  # B, as in their records
-    support: torch.Tensor | None = None  # [N, K] int32, tokens that could be sampled (rl/model/head/support.py)
     targets: Targets = field(default_factory=Targets)
 
     @staticmethod
     def of(groups: list[Group], division: Division | None = None) -> Batch:
-        """Make the batch of the groups, in ticket order: who generated them, and when, has no effect. division: among the
-        learners; None: this one trains all."""
+        """Make the batch of the groups, in ticket order. division: among the learners; None: this one trains all."""
         groups = sorted(groups, key=lambda g: g.ticket)
         pairs = [(i, g, r) for i, g in enumerate(groups) for r in g.scored]
         lengths = torch.tensor([len(r.token_ids) for _, _, r in pairs], dtype=torch.long)
         group = torch.tensor([i for i, _, _ in pairs], dtype=torch.long)
-        flat = of_flat_groups(groups) if division is not None and division.packs_flat_apart else None
+        is_flat = [division is not None and division.packs_flat_apart and g.is_flat for g in groups]
+        flat = [is_flat[i] for i, _, _ in pairs]
         here, responses, is_part = lengths, [r for _, _, r in pairs], division is not None and division.ranks.data_size > 1
         if is_part:
             prompts = [len(g.prompt_ids) for _, g, _ in pairs]
-            own = division.own([p + n for p, n in zip(prompts, lengths.tolist(), strict=True)], prompts, group, flat)
+            owners = division.owners([p + n for p, n in zip(prompts, lengths.tolist(), strict=True)], prompts, group, flat)
+            own = [i for i, owner in enumerate(owners) if owner == division.ranks.data_rank]
             here, responses = torch.zeros_like(lengths), [responses[i] for i in own]
             here[own] = lengths[own]
         every = np.ones(max((len(r.token_ids) for r in responses), default=0), bool)
@@ -123,7 +118,7 @@ class Batch:
             errors=[r.error for g in groups for r in g.responses if r.error is not None],
             prompts=[g.prompt_ids for _, g, _ in pairs],
             lengths=lengths,
-            sampled_lengths=_sampled_lengths(lengths, [r.mask for _, _, r in pairs]),
+            sampled_lengths=torch.tensor([r.sampled for _, _, r in pairs], dtype=torch.long),
             group=group,
             score=torch.tensor([r.score for _, _, r in pairs], dtype=torch.float32),
             baseline=torch.tensor([g.baseline for _, g, _ in pairs], dtype=torch.float32),
@@ -208,10 +203,6 @@ class Batch:
         """Prompt tokens of each response."""
         return [len(p) for p in self.prompts]
 
-    def distinct_tokens(self) -> int:
-        """Response tokens, and each prompt's once: the least that an update can compute."""
-        return int(self.lengths.sum()) + sum(map(len, self.distinct_prompts()))
-
     def distinct_prompts(self) -> list[np.ndarray]:
         """Return the prompt of each group that has a response."""
         _, first = np.unique(self.group.numpy(), return_index=True)
@@ -230,11 +221,8 @@ class Batch:
         """Return the slice of the [N] tensors with the tokens of consecutive responses [b], such as a mini-batch's."""
         if not len(responses):
             return slice(0, 0)
-        first, last = int(responses[0]), int(responses[-1])
-        if last - first != len(responses) - 1:
-            raise ValueError("the responses are not consecutive: tokens_of returns the indices of their tokens")
-        start = int(self.local_lengths[:first].sum())
-        return slice(start, start + int(self.local_lengths[first : last + 1].sum()))
+        ends = torch.tensor([int(responses[0]), int(responses[-1]) + 1])
+        return slice(*torch.searchsorted(self.seq, ends).tolist())
 
     def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """Sum the learners' values in place. A collective of the learners that share the batch."""
@@ -253,12 +241,6 @@ class Batch:
     def at(self, micro: MicroBatch) -> Tokens:
         """Return the batch and its targets at the micro-batch's tokens."""
         return Tokens(self, micro)
-
-
-def _sampled_lengths(lengths: torch.Tensor, masks: list[np.ndarray | None]) -> torch.Tensor:
-    """Return lengths [B] without masked tokens, [B]."""
-    masked = [0 if mask is None else len(mask) - int(np.count_nonzero(mask)) for mask in masks]
-    return lengths - torch.tensor(masked, dtype=torch.long)
 
 
 def pieces(seq: torch.Tensor) -> Iterator[slice]:
@@ -330,34 +312,19 @@ class MicroBatch:
 
 
 class Tokens:
-    """The [N] tensors of a batch and its targets at the n tokens of a micro-batch: each [n], moved to the micro-batch's device
-    on first use. None if `learn` has not computed it. Data of other shapes is in `batch`."""
+    """The [N] tensors of a batch and its targets at the n tokens of a micro-batch: `seq`, `token`, `version`,
+    `rollout_log_prob`, those of `Targets`, and `mask`, the tokens that are trained. Each is [n], moved to the micro-batch's
+    device on first use; None if `learn` has not computed it. Data of other shapes is in `batch`."""
 
-    mask: torch.Tensor  # bool, the tokens that are trained
-    seq: torch.Tensor  # long, the number in the batch of each token's response
-    token: torch.Tensor
-    version: torch.Tensor
-    rollout_log_prob: torch.Tensor
-    actor_log_prob: torch.Tensor | None
-    old_log_prob: torch.Tensor | None
-    ref_log_prob: torch.Tensor | None
-    teacher_log_prob: torch.Tensor | None
-    high_entropy: torch.Tensor | None
-    is_weight: torch.Tensor | None
-    rejected: torch.Tensor | None
-    reward: torch.Tensor | None
-    value: torch.Tensor | None
-    returns: torch.Tensor | None
-    advantage: torch.Tensor | None
-    chosen: torch.Tensor | None
+    NAMES = ("mask", "seq", "token", "version", "rollout_log_prob", *(f.name for f in dataclasses.fields(Targets)))
     expected_log_prob = property(lambda self: self.micro.expected_log_prob)  # with gradient (--score-centering)
 
     def __init__(self, batch: Batch, micro: MicroBatch):
         self.batch, self.micro = batch, micro
 
     def __getattr__(self, name: str) -> torch.Tensor | None:
-        if name not in Tokens.__annotations__:
-            raise AttributeError(f"{name} is not a tensor over tokens. These are: {', '.join(Tokens.__annotations__)}")
+        if name not in Tokens.NAMES:
+            raise AttributeError(f"{name} is not a tensor over tokens. These are: {', '.join(Tokens.NAMES)}")
         of = self.batch.targets if hasattr(self.batch.targets, name) else self.batch
         whole = self.batch.trained if name == "mask" else getattr(of, name)
         here = None if whole is None else moved(whole[self.micro.index], device=self.micro.labels.device)
@@ -371,7 +338,7 @@ def micro_batches(batch: Batch, members: torch.Tensor, max_tokens: int, ranks: R
     division = Division(len(batch.tickets), max_tokens, ranks)
     if batch.division and (batch.division.max_tokens, batch.ranks) == (max_tokens, ranks):
         division = batch.division  # it has planned this already
-    plan = division.micros(batch.total_lengths(), batch.prompt_lengths(), batch.group, members, batch.flat)
+    plan = division.micros(batch.total_lengths(), batch.prompt_lengths(), batch.group, batch.flat, members)
     micros = (MicroBatch.of(batch, members[part].tolist(), ranks.device) for part in plan[ranks.data_rank])
     return [part_of(micro, ranks) if ranks.sequence_parallel > 1 else micro for micro in micros]
 

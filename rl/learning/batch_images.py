@@ -18,25 +18,20 @@ from rl.model.vision_forward import RowImages, row_inputs
 from rl.ranks.dist import Ranks
 from rl.samples.group import Group
 
+_THREAD = ThreadPoolExecutor(1, thread_name_prefix="images")  # its errors are raised where the pixels are used
+
 
 class BatchImages:
     """Images by group, and the packed rows that have images, in the order in which they are computed."""
 
-    @staticmethod
-    def of(
-        prompts: PromptDataset, order: PromptOrder, groups: Sequence[Group], ranks: Ranks | None = None
-    ) -> "BatchImages | None":
-        """Return None if the model takes no images. ranks: the learners, if several share a row."""
-        return BatchImages(prompts, order, groups, ranks) if prompts.prep else None
-
     def __init__(self, prompts: PromptDataset, order: PromptOrder, groups: Sequence[Group], ranks: Ranks | None = None):
+        """ranks: the learners, if several share a row."""
         self.prompts, self.order = prompts, order
         self._sharing = ranks.sequence_parallel if ranks else 1
         self._place = ranks.rank % self._sharing if ranks else 0  # among the ranks that share a row
         self.groups = sorted(groups, key=lambda group: group.ticket)
         self._read = functools.cache(self._read_again)
         self._rows: list[RowImages] = []
-        self._thread = _thread()
 
     def inputs(self, lengths: Sequence[int], after: Sequence[int], groups: Sequence[int], device: torch.device) -> dict:
         """Return a packed row's inputs in addition to its ids (rl/model/vision_forward.py). lengths, after: of its segments;
@@ -53,10 +48,9 @@ class BatchImages:
         return {"position_ids": inputs["position_ids"].to(device), "images": row}
 
     def _prepare(self, number: int) -> None:
-        """Let the thread prepare that row's images. The first row follows the last, because rows are computed several times:
-        for the old policy, the reference, the update."""
+        """Let the thread prepare that row's images. The first row follows the last: rows are computed several times."""
         for images, file in self._rows[number % len(self._rows)].files:
-            self._thread.submit(images.pixels_of, file)
+            _THREAD.submit(images.pixels_of, file)
 
     def _read_again(self, number: int) -> Images | None:
         """Return the images of a group's prompt. Raise RuntimeError if the row differs from the generator's."""
@@ -69,9 +63,3 @@ class BatchImages:
                 "must see the same files, and these must not change during a run."
             )
         return prompt.images
-
-
-@functools.cache
-def _thread() -> ThreadPoolExecutor:
-    """Return the process's only thread. Its errors are raised where the pixels are used."""
-    return ThreadPoolExecutor(1, thread_name_prefix="images")

@@ -1,8 +1,8 @@
 """AdamW with a smaller footprint: moments in host memory, in 8 bits, or both, and optionally bf16 gradients.
 
 The step itself is torch's fused AdamW in fp32 on the device, one piece of a parameter at a time. The piece's moments are copied
-to the device and back, and so are its fp32 weights if the device only has them in bf16 (rl/learning/masters.py); copies overlap
-with the work on other pieces (rl/learning/overlapped.py). Offloading changes no bit of the result; 8 bits do.
+to the device and back, and so are its fp32 weights if the device only has them in bf16 (rl/learning/masters.py). Offloading
+changes no bit of the result; 8 bits do.
 
 In 8 bits each block of 256 neighbours in a row has an fp32 scale, and each element is one of 256 values, which are denser near
 0 (dynamic tree quantization, arXiv 2110.02861). The second moment is stored as its root: stored directly, small ones would
@@ -14,14 +14,13 @@ An update moves 16 bytes a parameter between host and device, 4 in 8 bits, and 8
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch.optim.adamw import adamw
 
-from rl.learning.overlapped import overlapped
 from rl.model.shards import local, zeros_on_host
+from rl.ranks.device import is_accelerator
 from rl.ranks.host_memory import PinnedBlocks
 
 PIECE = 1 << 24  # elements of a step: 64 MB of each moment
@@ -30,16 +29,6 @@ NARROW = 64  # shorter rows and one-dimensional parameters stay in fp32: they ar
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether the moment has a sign
 MASTER = "master"
 TINY = torch.finfo(torch.float32).tiny
-
-
-@dataclass
-class Piece:
-    """Rows of a parameter on this rank."""
-
-    value: torch.Tensor  # on the device
-    grad: torch.Tensor
-    step: torch.Tensor  # steps taken before; updated in place
-    kept: dict[str, torch.Tensor]  # of these rows: state, and fp32 weights if `value` is in bf16
 
 
 class CompactAdamW(torch.optim.Optimizer):
@@ -56,8 +45,7 @@ class CompactAdamW(torch.optim.Optimizer):
         in_8_bits: bool,
         masters: dict[torch.nn.Parameter, torch.Tensor] | None = None,
     ):
-        """masters: the fp32 weights of parameters that are in bf16, in host memory or on their device
-        (rl/learning/masters.py)."""
+        """masters: the fp32 weights of parameters in bf16, in host memory or on their device (rl/learning/masters.py)."""
         super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": 1e-8})
         self.on_host, self.in_8_bits, self.masters = on_host, in_8_bits, masters or {}
         self._tables: dict[bool, torch.Tensor] = {}
@@ -79,72 +67,47 @@ class CompactAdamW(torch.optim.Optimizer):
     def _zeros(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if self.on_host:
             return zeros_on_host(like, dtype, self._pinned)
-        # A slice of one element counts as contiguous whatever its stride, and zeros_like would keep that stride.
-        return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+        return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)  # as in zeros_on_host
 
     @torch.no_grad()
     def step(self) -> None:
         """Take a step with every parameter that has a gradient."""
-        if self.on_host:
-            overlapped(self.param_groups[0]["params"][0].device, self._pieces(), self._fetch, self._step, self._put)
-        elif self.masters and not self.in_8_bits:
-            self._step_all()
-        else:
-            for piece in self._pieces():
-                self._put(piece, self._step(piece, piece.kept))
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                self._step(parameter)
+        device = self.param_groups[0]["params"][0].device
+        if self.on_host and is_accelerator(device):  # the host may read what it is sent
+            torch.accelerator.current_stream(device).synchronize()
 
-    def _step_all(self) -> None:
-        """Step all parameters in one call, if everything is on the device in fp32."""
-        parameters = [parameter for parameter in self.param_groups[0]["params"] if parameter.grad is not None]
-        states = [self.begin(parameter) for parameter in parameters]
-        values = [self.masters[parameter] for parameter in parameters]
-        moments = [[state[name] for state in states] for name in MOMENTS]
-        self._adamw(values, [parameter.grad for parameter in parameters], *moments, [state["step"] for state in states])
-        torch._foreach_copy_(parameters, values)
+    def _step(self, parameter: torch.nn.Parameter) -> None:
+        state = self.begin(parameter)
+        kept = {name: local(tensor) for name, tensor in state.items() if name != "step"}
+        if parameter in self.masters:
+            kept[MASTER] = local(self.masters[parameter])
+        value, grad = local(parameter.data), local(parameter.grad)
+        if not value.dim():  # a scalar has no rows
+            value, grad = value.view(1), grad.view(1)
+            kept = {name: tensor.view(1) for name, tensor in kept.items()}
+        for rows in _pieces(value):
+            of_rows = {name: tensor[rows] for name, tensor in kept.items()}
+            self._step_rows(value[rows], grad[rows], state["step"].clone(), of_rows)
+        state["step"] += 1
 
-    def _adamw(self, values, grads, first_moments, second_moments, steps) -> None:
-        """Call torch's own step in place, with a list of tensors for each argument. It increments the step counts."""
+    def _step_rows(self, value: torch.Tensor, grad: torch.Tensor, step: torch.Tensor, kept: dict[str, torch.Tensor]) -> None:
+        """value, grad: on the device; step: a copy of the count of steps; kept: state, and fp32 weights if value is in bf16."""
+        came = {name: tensor.to(value.device, non_blocking=True) for name, tensor in kept.items()}
+        master = came.get(MASTER, value)
+        moments = [self._decoded(name, came) for name in MOMENTS]
         group = self.param_groups[0]
         knobs = {name: group[name] for name in ("lr", "weight_decay", "eps")}
         knobs |= {"beta1": group["betas"][0], "beta2": group["betas"][1], "amsgrad": False, "maximize": False, "fused": True}
-        adamw(values, grads, first_moments, second_moments, max_exp_avg_sqs=[], state_steps=steps, **knobs)
-
-    def _pieces(self) -> Iterator[Piece]:
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is None:
-                continue
-            state = self.begin(parameter)
-            step = state["step"]
-            kept = {name: local(tensor) for name, tensor in state.items() if name != "step"}
-            if parameter in self.masters:
-                kept[MASTER] = local(self.masters[parameter])
-            value, grad = local(parameter.data), local(parameter.grad)
-            if not value.dim():  # a scalar has no rows
-                value, grad = value.view(1), grad.view(1)
-                kept = {name: tensor.view(1) for name, tensor in kept.items()}
-            for rows in _pieces(value):
-                yield Piece(value[rows], grad[rows], step.clone(), {name: tensor[rows] for name, tensor in kept.items()})
-            step += 1
-
-    def _fetch(self, piece: Piece) -> dict[str, torch.Tensor]:
-        """Fetch the piece's stored tensors to the device; return the tensors themselves if they are on it."""
-        return {name: tensor.to(piece.value.device, non_blocking=True) for name, tensor in piece.kept.items()}
-
-    def _step(self, piece: Piece, came: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Step the piece. came: its stored tensors on the device. Return the tensors to store."""
-        value, moments = came.get(MASTER, piece.value), [self._decoded(name, came) for name in MOMENTS]
-        self._adamw([value], [piece.grad.to(value.dtype)], *([moment] for moment in moments), [piece.step])
-        made = {}
+        of_step = ([grad.to(master.dtype)], *([moment] for moment in moments))
+        adamw([master], *of_step, max_exp_avg_sqs=[], state_steps=[step], **knobs)  # torch's own, in place
         for name, moment in zip(MOMENTS, moments, strict=True):
-            made |= self._encoded(name, moment, came)
+            self._store(name, moment, kept)
         if MASTER in came:
-            piece.value.copy_(value)
-            made[MASTER] = value
-        return made
-
-    def _put(self, piece: Piece, made: dict[str, torch.Tensor]) -> None:
-        for name, tensor in made.items():
-            piece.kept[name].copy_(tensor, non_blocking=True)
+            value.copy_(master)
+            kept[MASTER].copy_(master, non_blocking=True)
 
     def _decoded(self, name: str, came: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return a moment in fp32: the tensor itself if it already is."""
@@ -154,11 +117,11 @@ class CompactAdamW(torch.optim.Optimizer):
         moment = from_8_bits(moment, scale, self._table(name, moment.device))
         return moment if MOMENTS[name] else moment.square_()
 
-    def _encoded(self, name: str, moment: torch.Tensor, came: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if f"{name}_scale" not in came:
-            return {name: moment}
-        codes, scale = to_8_bits(moment if MOMENTS[name] else moment.sqrt_(), self._table(name, moment.device))
-        return {name: codes, f"{name}_scale": scale}
+    def _store(self, name: str, moment: torch.Tensor, kept: dict[str, torch.Tensor]) -> None:
+        if (kept_scale := kept.get(f"{name}_scale")) is not None:
+            moment, scale = to_8_bits(moment if MOMENTS[name] else moment.sqrt_(), self._table(name, moment.device))
+            kept_scale.copy_(scale, non_blocking=True)
+        kept[name].copy_(moment, non_blocking=True)
 
     def _table(self, name: str, device: torch.device) -> torch.Tensor:
         signed = MOMENTS[name]
@@ -168,10 +131,10 @@ class CompactAdamW(torch.optim.Optimizer):
 
 
 def _pieces(value: torch.Tensor) -> Iterator[slice]:
-    """Divide rows into runs of at most PIECE elements, or 16 rows. Run lengths are multiples of 16 rows, so that the fused step
-    vectorises each piece as it does the whole."""
+    """Divide rows into runs of at most PIECE elements, or 16 rows."""
     if not value.numel():
         return
+    # Multiples of 16 rows, so that the fused step vectorises each piece as it does the whole.
     rows = max(16, PIECE // (value.numel() // len(value)) // 16 * 16)
     yield from (slice(start, start + rows) for start in range(0, len(value), rows))
 

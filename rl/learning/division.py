@@ -6,8 +6,9 @@ quantities of the whole batch (rl/algorithm/whole_batch.py).
 """
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,11 +36,11 @@ def pack(
     """
     if max(lengths, default=0) > max_tokens:
         raise ValueError(f"a sequence of {max(lengths)} tokens does not fit in a micro-batch of {max_tokens}")
-    plans, once = [], _row_tokens(range(len(lengths)), lengths, prompts, groups)
+    row = partial(_row_tokens, lengths=lengths, prompts=prompts, groups=groups)
+    plans, once = [], row(range(len(lengths)))
     for part in (0, 1, 2, 4):
         bins = _place(lengths, groups, max_tokens, ranks, part)
-        passes = (bins[first : first + ranks] for first in range(0, len(bins), ranks))
-        slowest = _slowest(passes, lengths, prompts, groups)
+        slowest = sum(max(map(row, bins[first : first + ranks])) for first in range(0, len(bins), ranks))
         plans.append((slowest, len(bins), part, bins))
         if slowest * ranks == once:  # nothing is computed twice, and no rank waits
             break
@@ -62,7 +63,8 @@ def pack_apart(
         parts.append([[[members[i] for i in micro] for micro in of_rank] for of_rank in plan])
 
     def cost(plan: list[list[list[int]]]) -> int:
-        return A_PASS * len(plan[0]) + _slowest(zip(*plan, strict=True), *what)
+        row = partial(_row_tokens, lengths=lengths, prompts=prompts, groups=groups)
+        return A_PASS * len(plan[0]) + sum(max(map(row, of_ranks)) for of_ranks in zip(*plan, strict=True))
 
     forward_only, both_ways = map(cost, parts)
     if forward_only * (1 - OF_BACKWARD) + both_ways >= WORTH_IT * cost(together):
@@ -101,13 +103,6 @@ def _runs(lengths: Sequence[int], groups: Sequence[int], limit: float) -> list[l
     return runs
 
 
-def _slowest(
-    passes: Iterable[Sequence[Sequence[int]]], lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[int]
-) -> int:
-    """Return the tokens that all ranks wait for. passes: a micro-batch of each rank."""
-    return sum(max(_row_tokens(members, lengths, prompts, groups) for members in of_ranks) for of_ranks in passes)
-
-
 def _row_tokens(members: Sequence[int], lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[int]) -> int:
     """Return the tokens of a micro-batch's row, with each prompt once."""
     return sum(lengths[i] - prompts[i] for i in members) + sum({groups[i]: prompts[i] for i in members}.values())
@@ -129,20 +124,12 @@ class Division:
         """args: a script's."""
         return Division(args.prompts_per_update, learner.micro_batch_tokens, learner.ranks, args.packs_flat_apart)
 
-    def own(
-        self, lengths: Sequence[int], prompts: Sequence[int], group: Sequence[int], flat: Sequence[bool] | None = None
-    ) -> list[int]:
-        """Return the responses that this rank trains, ascending. lengths [B]: prompt and response tokens; prompts [B]: prompt
-        tokens; group [B]; flat [B]: whether the group is flat, if flat groups are packed apart."""
-        return [i for i, owner in enumerate(self.owners(lengths, prompts, group, flat)) if owner == self.ranks.data_rank]
-
-    def owners(
-        self, lengths: Sequence[int], prompts: Sequence[int], group: Sequence[int], flat: Sequence[bool] | None = None
-    ) -> list[int]:
-        """Return the data rank that trains each response; the same on every rank."""
-        group, out = torch.as_tensor(group, dtype=torch.long), [0] * len(lengths)
+    def owners(self, lengths: Sequence[int], prompts: Sequence[int], group: Tensor, flat: Sequence[bool]) -> list[int]:
+        """Return the data rank that trains each response; the same on every rank. lengths [B]: prompt and response tokens;
+        prompts [B]: prompt tokens; group [B]; flat [B]: whether to pack it apart."""
+        out = [0] * len(lengths)
         for mini in mini_batches(group, int(group[-1]) + 1 if len(group) else 0, self.prompts):
-            for rank, micros in enumerate(self.micros(lengths, prompts, group, mini, flat)):
+            for rank, micros in enumerate(self.micros(lengths, prompts, group, flat, mini)):
                 for i in mini[[i for micro in micros for i in micro]].tolist():
                     out[i] = rank
         return out
@@ -152,16 +139,15 @@ class Division:
         lengths: Sequence[int],
         prompts: Sequence[int],
         group: Tensor,
+        flat: Sequence[bool],
         members: Tensor,
-        flat: Sequence[bool] | None = None,
     ) -> list[list[list[int]]]:
         """Return each data rank's micro-batches of the responses `members` [b], as indices into `members`; the same number on
-        every rank. lengths, prompts, group, flat: as in `own`."""
-        of_all = (lengths, prompts, group.tolist(), *(() if flat is None else (flat,)))
+        every rank. lengths, prompts, group, flat: as in `owners`."""
+        of_all = (lengths, prompts, group.tolist(), flat)
         what = tuple(tuple(numbers[i] for i in members.tolist()) for numbers in of_all)
         if what not in self._plans:
-            place = pack if flat is None else pack_apart
-            self._plans[what] = place(*what, self.max_tokens * self.ranks.sequence_parallel, self.ranks.data_size)
+            self._plans[what] = pack_apart(*what, self.max_tokens * self.ranks.sequence_parallel, self.ranks.data_size)
         return self._plans[what]
 
 

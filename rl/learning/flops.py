@@ -1,10 +1,9 @@
 """Counts the wasted part of an update's arithmetic: prompts computed more than once, and padding.
 
-Forward and backward passes of the language model count, as in `train_flops_per_token`. The minimum for a batch is each prompt
-once, each response token once, and in attention each token with those before it. The actual number follows from the layouts of
-the micro-batches: a prompt whose responses are divided among micro-batches is in each of them, and on a CPU attention computes
-it for each response, in padded buckets (rl/model/attention.py). Left out: recomputation (--gradient-checkpointing), which is
-chosen, and the vision tower.
+The minimum for a batch is each prompt once, each response token once, and in attention each token with those before it. The
+actual number follows from the layouts of the micro-batches: a prompt whose responses are divided among micro-batches is in each
+of them, and on a CPU attention computes it for each response, in padded buckets (rl/model/attention.py). Left out:
+recomputation (--gradient-checkpointing), which is chosen, and the vision tower.
 """
 
 import torch
@@ -38,25 +37,21 @@ class Computed:
         return {"perf/wasted_flops": wasted, "perf/forward_only": forward_only / max(1.0, tokens)}
 
 
-def least_flops(config: PretrainedConfig, batch: Batch) -> float:
-    """Return the FLOPs of a forward and backward pass over the batch that computes nothing twice."""
+def least_flops(config: PretrainedConfig, batch: Batch, frozen: bool = False) -> float:
+    """Return the FLOPs of passes, forward and backward, that compute nothing twice. frozen: see `train_flops_per_token`."""
     own = [len(prompt) for prompt in batch.distinct_prompts()]
-    behind = zip(batch.prompt_lengths(), batch.lengths.tolist(), strict=True)
+    behind = list(zip(batch.prompt_lengths(), batch.lengths.tolist(), strict=True))
     pairs = sum(n * (n + 1) // 2 for n in own) + sum(p * n + n * (n + 1) // 2 for p, n in behind)
-    return _flops(config, batch.distinct_tokens(), pairs, int(batch.sampled_lengths.sum()))
+    tokens = sum(own) + sum(n for _, n in behind)
+    return _flops(config, tokens, pairs, int(batch.sampled_lengths.sum()), frozen)
 
 
-def _flops(config: PretrainedConfig, tokens: float, pairs: float, projected: int) -> float:
+def _flops(config: PretrainedConfig, tokens: float, pairs: float, projected: int, frozen: bool = False) -> float:
     """tokens: through the layers; pairs: of a query and a key; projected: tokens projected to the vocabulary."""
-    head, token = head_flops(config), train_flops_per_token(config, 0)
-    pair = train_flops_per_token(config, 2) - token  # a token of a mean length of 2 has one pair
-    return tokens * (token - head) + pairs * pair + projected * head
-
-
-def head_flops(config: PretrainedConfig) -> int:
-    """Return the FLOPs of a token's projection to the vocabulary, forward and backward."""
     text = config.get_text_config()
-    return 6 * text.hidden_size * text.vocab_size
+    head, token = (4 if frozen else 6) * text.hidden_size * text.vocab_size, train_flops_per_token(config, 0, frozen)
+    pair = train_flops_per_token(config, 2) - train_flops_per_token(config, 0)  # a token of a mean length of 2 has one pair
+    return tokens * (token - head) + pairs * pair + projected * head
 
 
 def train_flops_per_token(config, mean_length: float, frozen: bool = False) -> float:

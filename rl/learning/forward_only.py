@@ -2,13 +2,11 @@
 gradient are 0. The forward pass is kept for the metrics; two thirds of the arithmetic is saved.
 
 With a group-wise estimator these are all responses of flat groups, whose scores are equal because the prompt is too easy or too
-hard: on many tasks half of a batch or more. Scores are known before a batch is divided, and flat groups get separate
-micro-batches if that saves time (`pack_apart` in rl/learning/division.py). The gradient is the same sum without its zeros,
-equal up to rounding; metrics still include all tokens.
+hard: on many tasks half of a batch or more. They get separate micro-batches if that saves time (`pack_apart` in
+rl/learning/division.py). The gradient is the same sum without its zeros, equal up to rounding; metrics include all tokens.
 
-Two checks ensure that nothing is lost: a micro-batch only skips its backward pass if no learner has an advantage in it, and the
-loss's gradient is still computed up to the log-probs. If that is not 0, as in a custom script that trains all responses, the
-run ends with a message.
+The loss's gradient is still computed up to the log-probs. If it is not 0 there, as in a custom script that trains all
+responses, the run ends with a message.
 """
 
 from collections.abc import Sequence
@@ -21,9 +19,9 @@ from rl.ranks.dist import all_reduce_sum
 
 
 def mark(args, batch: Batch, micros: Sequence[Sequence[MicroBatch]]) -> None:
-    """Mark the micro-batches in which nothing trains as `forward_only`, except a mini-batch's last one: the optimizer needs a
-    gradient, even of zeros, and FSDP frees what it has gathered in the backward pass. args: AlgorithmArgs (not annotated: that
-    would import losses, and a replay decides which). micros: of each mini-batch. A collective of the learners."""
+    """Mark the micro-batches in which no learner trains anything as `forward_only`, except a mini-batch's last one: the
+    optimizer needs a gradient, even of zeros, and FSDP frees what it has gathered in the backward pass. args: AlgorithmArgs
+    (not annotated: that would import losses, and a replay decides which). micros: of each mini-batch. A collective."""
     if not args.skips_backward:
         return
     in_front = [micro for of_mini in micros for micro in of_mini[:-1]]

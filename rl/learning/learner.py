@@ -1,7 +1,6 @@
 """The learner: a sharded causal language model, its log-probs on packed micro-batches, and the optimizer's step.
 
-Gradients are summed over ranks, never averaged, because the losses' denominators are global. Left out: the loss itself, which
-is in the scripts and in losses.py.
+Gradients are summed over ranks, never averaged, because the losses' denominators are global.
 """
 
 import contextlib
@@ -20,10 +19,10 @@ from rl.data.image_prompts import image_sizes, tower_flops
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, MicroBatch
 from rl.learning.division import OF_BACKWARD
-from rl.learning.flops import Computed, head_flops, train_flops_per_token
+from rl.learning.flops import Computed, least_flops
 from rl.learning.forward_only import check_no_gradient
 from rl.learning.masters import set_apart, take_masters
-from rl.learning.optimizer import make_optimizer, moments, set_learning_rate
+from rl.learning.optimizer import lr_factor, make_optimizer, moments
 from rl.learning.placement import load_policy
 from rl.model.attention import IN_FP32, dtype_of, linear_layers
 from rl.model.attention_kernels import check_kernel
@@ -35,7 +34,7 @@ from rl.model.pretrained import load_config
 from rl.model.router import routes_for
 from rl.model.sequence_parallel import gather_log_probs, share_sequences
 from rl.model.shards import Shards, as_it_is, local
-from rl.ranks.device import is_accelerator, memory_gb, peak_flops
+from rl.ranks.device import memory_gb, peak_flops
 from rl.ranks.dist import Ranks
 from rl.ranks.watchdog import progress
 
@@ -87,10 +86,13 @@ class Learner:
             choose_rule(self.config.get_text_config(), getattr(torch, args.dtype), ranks.device, say=ranks.is_main)
         self.reference = WithoutAdapters(self.policy) if self.adapters and with_reference else None
         if with_reference and not self.adapters:
-            offload = args.ref_offload and is_accelerator(ranks.device)
-            self.reference = load_policy(path, args, ranks, offload, "reference", trust_remote_code, is_known=True)
+            self.reference = load_policy(path, args, ranks, "reference", trust_remote_code, is_known=True)
         self.teacher_top_k = teacher_top_k
-        self.teacher = self._find_teacher(teacher, trust_remote_code) if teacher else None
+        self.teacher = None
+        if teacher == path and self.adapters:  # they are all that differs
+            self.teacher = WithoutAdapters(self.policy)
+        elif teacher:
+            self.teacher = load_policy(teacher, args, ranks, "teacher", trust_remote_code)
         # The fp32 weights by name, if the policy has them in bf16.
         in_bf16 = args.dtype == "bfloat16" and not isinstance(self.policy, FSDPModule)
         self.masters = set_apart(self.policy, on_host=args.masters_on_host) if in_bf16 or args.masters_on_host else {}
@@ -107,15 +109,8 @@ class Learner:
         self.skipped = 0  # optimizer steps left out for a non-finite gradient
         self.chosen_tokens: int | None = None  # of a micro-batch, with the flag's auto (rl/learning/token_budget.py)
 
-    def _find_teacher(self, teacher: str, trust_remote_code: bool) -> Policy:
-        """The model, or the policy without its adapters if it only differs by them."""
-        if teacher == self.path and self.adapters:
-            return WithoutAdapters(self.policy)
-        offload = self.args.ref_offload and is_accelerator(self.ranks.device)
-        return load_policy(teacher, self.args, self.ranks, offload, "teacher", trust_remote_code)
-
     def _load(self, trust_remote_code: bool, seed: int) -> Policy:
-        return load_policy(self.path, self.args, self.ranks, self.args.param_offload, "policy", trust_remote_code, seed)
+        return load_policy(self.path, self.args, self.ranks, "policy", trust_remote_code, seed)
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -135,7 +130,7 @@ class Learner:
         entropy is 0 ("none"), without gradient ("metric"), or with gradient ("loss"). In a `forward_only` micro-batch the
         gradient ends there, and must be 0."""
         ends_here = micro.forward_only and torch.is_grad_enabled()
-        how = {"observe": micro.real_tokens, "top": micro.top, "centers": self._centers}
+        how = {"replays": True, "observe": micro.real_tokens, "top": micro.top, "centers": self._centers}
         with torch.no_grad() if ends_here else contextlib.nullcontext():
             out = self._log_probs(self.policy, micro, entropy, **how)
         if self._centers:
@@ -152,14 +147,15 @@ class Learner:
         model: Policy,
         micro: MicroBatch,
         entropy: str,
+        replays: bool = False,
         observe: int = 0,
         top: TopTokens | None = None,
         centers: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return as `log_probs` does. With `centers`, log-probs are [n, 2]: each token's, and the one expected under the
-        sampler."""
+        """Return as `log_probs` does. replays: the routes of a mixture of experts. With `centers`, log-probs are [n, 2]: each
+        token's, and the one expected under the sampler."""
         progress()
-        routes = routes_for(self.args, micro, self.ranks.device) if model is self.policy else None
+        routes = routes_for(self.args, micro, self.ranks.device) if replays else None
         labels = top.labels(micro.labels, micro.own) if top else micro.labels
         known, sampler = None, None
         if micro.support is not None:
@@ -190,7 +186,10 @@ class Learner:
             records = which == "policy" and self.args.router_replay == "R2"
             if records:
                 micro.routes = None  # the generator's
-            log_prob = self.read_by_teacher(micro) if which == "teacher" else self._log_probs(model, micro, "none")[0]
+            if which == "teacher":
+                log_prob = self.read_by_teacher(micro)
+            else:
+                log_prob, _ = self._log_probs(model, micro, "none", replays=which == "policy")
             out[micro.index] = log_prob.cpu()
             if records:
                 micro.routes = self.policy.router.chosen()
@@ -200,17 +199,15 @@ class Learner:
 
     @torch.no_grad()
     def spread_of(self, batch: Batch, micros: list[list[MicroBatch]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (energy [N], entropy [N]) under the policy, as rl/model/head/log_probs.py defines them, of the tokens that
-        this rank trains; on the CPU, 0 outside the mask."""
+        """Return (energy [N], entropy [N]) under the policy (rl/model/head/log_probs.py); on the CPU, 0 outside the mask."""
         energy, entropy = torch.zeros(len(batch.token)), torch.zeros(len(batch.token))
         for micro in itertools.chain.from_iterable(micros):
-            found = self._log_probs(self.policy, micro, "spread")
+            found = self._log_probs(self.policy, micro, "spread", replays=True)
             energy[micro.index], entropy[micro.index] = (x.cpu() for x in found)
         return energy, entropy
 
     def read_by_teacher(self, micro: MicroBatch) -> torch.Tensor:
-        """Return the teacher's log-probs [n] of the sampled tokens. With --teacher-top-k its most likely tokens are stored in
-        the micro-batch."""
+        """Return the teacher's log-probs [n] of the sampled tokens. Store its most likely tokens in the micro-batch."""
         if not self.teacher_top_k:
             return self._log_probs(self.teacher, micro, "none")[0]
         progress()
@@ -225,8 +222,8 @@ class Learner:
         return sampled.view(-1)
 
     def begin_step(self, step: int) -> None:
-        """Set the learning rate of training step `step`, from 1, for all optimizer steps until the next call, and start
-        counting FLOPs."""
+        """Set the learning rate of training step `step`, from 1, and start counting FLOPs. As in verl, all optimizer steps of a
+        training step have one rate, so a run can resume with a different number of them."""
         self.computed, frozen = Computed(), 0
         if self.critic:
             self.critic.begin_step(step)
@@ -234,7 +231,8 @@ class Learner:
         if self.imitation:
             self.imitation.begin_step(step)
         self.is_frozen = step <= frozen
-        set_learning_rate(self.optimizer, self.args, max(1, step - frozen), self.total_steps - frozen)
+        factor = lr_factor(max(0, step - frozen - 1), self.total_steps - frozen, self.args)
+        self.optimizer.param_groups[0]["lr"] = self.args.lr * factor
 
     def step(self) -> dict[str, float]:
         """Clip the accumulated gradient and take the optimizer's step, except during a critic's warm-up. A non-finite gradient
@@ -256,15 +254,12 @@ class Learner:
         """Return verl's perf/*: throughput in tokens (prompt + response) per second and rank of the job, over a step's
         `seconds` by phase; MFU of the update, which computes each prompt once, if the device's peak is known; the wasted part
         of its FLOPs (rl/learning/flops.py); peak memory. A collective."""
-        lengths = batch.total_lengths()
-        tokens, step_seconds = sum(lengths), sum(seconds.values())
+        tokens, step_seconds = sum(batch.total_lengths()), sum(seconds.values())
         out = {"perf/total_num_tokens": tokens, "perf/time_per_step": step_seconds} | memory_gb()
         out["perf/throughput"] = tokens / step_seconds / num_ranks
         out |= self.computed.metrics(self.config, batch, self.args.ppo_epochs)
         if (peak := peak_flops()) and seconds.get("update_actor"):
-            flops = train_flops_per_token(self.config, tokens / max(1, len(lengths)), frozen=bool(self.adapters))
-            flops *= batch.distinct_tokens()
-            flops -= head_flops(self.config) * int((batch.lengths - batch.sampled_lengths).sum())
+            flops = least_flops(self.config, batch, frozen=bool(self.adapters))
             if self.policy.takes_images:
                 patches = [n for prompt in batch.distinct_prompts() for n in image_sizes(self.config, prompt.tolist())]
                 flops += tower_flops(self.config, patches, self.args.freeze_vision_tower)

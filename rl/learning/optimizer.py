@@ -41,19 +41,19 @@ class OptimizerArgs:
 
 
 def make_optimizer(
-    parameters: Iterable[torch.nn.Parameter], args: OptimizerArgs, masters: dict[torch.nn.Parameter, torch.Tensor] | None = None
+    parameters: Iterable[torch.nn.Parameter], args: OptimizerArgs, masters: dict[torch.nn.Parameter, torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """Return AdamW: torch's own, or torch's own piece by piece if moments or gradients must take less of the device. masters:
-    see rl/learning/masters.py."""
-    parameters, knobs = list(parameters), (args.lr, (args.adam_beta1, args.adam_beta2), args.weight_decay)
+    """Return AdamW: torch's own, or piece by piece if it must take less of the device. masters: see rl/learning/masters.py."""
+    parameters = list(parameters)
+    knobs = {"lr": args.lr, "betas": (args.adam_beta1, args.adam_beta2), "weight_decay": args.weight_decay}
     if args.grad_dtype == "bfloat16":
         for parameter in parameters:
             parameter.grad_dtype = None  # any
             parameter.register_post_accumulate_grad_hook(_to_bf16)
     elif args.optim == "adamw" and not args.optimizer_offload and not masters:
-        lr, betas, weight_decay = knobs
-        return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
-    return CompactAdamW(parameters, *knobs, args.optimizer_offload, args.optim == "adamw_8bit", masters)
+        return torch.optim.AdamW(parameters, **knobs, fused=True)
+    in_8_bits = args.optim == "adamw_8bit"
+    return CompactAdamW(parameters, **knobs, on_host=args.optimizer_offload, in_8_bits=in_8_bits, masters=masters)
 
 
 def _to_bf16(parameter: torch.nn.Parameter) -> None:
@@ -70,13 +70,6 @@ def moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> 
         state["step"] = torch.zeros((), device=parameter.device)
         state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter.data) for _ in range(2))
     return {name: tensor for name, tensor in state.items() if name != "step"}
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, args: OptimizerArgs, step: int, total_steps: int) -> None:
-    """Give the optimizer the learning rate of training step `step`, from 1. As in verl, all optimizer steps of a training step
-    have one rate. The rate only depends on the step, so a run can resume with a different number of them."""
-    for group in optimizer.param_groups:
-        group["lr"] = args.lr * lr_factor(step - 1, total_steps, args)
 
 
 def lr_factor(step: int, total_steps: int, args: OptimizerArgs) -> float:

@@ -38,7 +38,6 @@ def load_policy(
     path: str,
     args: LearnerArgs,
     ranks: Ranks,
-    offload: bool,
     role: Literal["policy", "reference", "teacher", "critic"],
     trust_remote_code: bool,
     seed: int = 0,
@@ -47,9 +46,9 @@ def load_policy(
 ) -> Policy:
     """Return the model at `path` (a directory or a hub name), sharded over all ranks; each reads only its part of the weights.
     They are in fp32 if they are trained, else frozen in --dtype. seed: of adapters. is_known: the policy has been read and
-    checked from the same files. Raise UserError if weights are missing, or if our log-probs differ from those of
-    transformers."""
+    checked from the same files. Raise UserError if weights are missing or log-probs differ from those of transformers."""
     trainable = role in ("policy", "critic")
+    offload = args.param_offload if trainable else args.ref_offload and is_accelerator(ranks.device)
     weights = open_weights(path, trust_remote_code, say=not is_known) if ranks.is_main else None
     if weights and not is_known:
         _check(weights, args, path)

@@ -67,11 +67,11 @@ def _train(args, learner: Learner, sequences: int) -> None:
     groups = []
     for ticket in range(sequences * learner.ranks.data_size):
         prompt, response = (rng.integers(0, 16, n).astype(np.int32) for n in (args.max_prompt_length, args.max_response_length))
-        zeros = np.zeros(len(response))
-        record = Response(response, zeros.astype(np.float32), zeros.astype(np.int32), "length", score=0.0)
-        if most := support.width(args):
-            record = dataclasses.replace(record, support=np.zeros((len(response), most), np.int32))
-        groups.append(Group(ticket, prompt, "", [record]))
+        zeros, most = np.zeros(len(response), np.int32), support.width(args)
+        record = np.zeros((len(response), most), np.int32) if most else None
+        groups.append(
+            Group(ticket, prompt, "", [Response(response, zeros.astype(np.float32), zeros, "length", support=record)])
+        )
     batch = Batch.of(groups)
     budget = -(-sequences * (args.max_prompt_length + args.max_response_length) // args.sequence_parallel)
     learner.args = dataclasses.replace(given, router_replay="off")  # there are no routes

@@ -48,7 +48,7 @@ class Critic(Learner):
 
     def _load(self, *what) -> ValueModel:
         more = {"kind": ValueModel, "is_known": self._is_known}
-        critic = load_policy(self.path, self.args, self.ranks, self.args.param_offload, "critic", *what, **more)
+        critic = load_policy(self.path, self.args, self.ranks, "critic", *what, **more)
         nn.init.zeros_(local(critic.model.value_head.data))
         return critic
 
@@ -60,8 +60,7 @@ class Critic(Learner):
 
     @torch.no_grad()
     def values_of(self, batch: Batch, micros: Sequence[Sequence[MicroBatch]]) -> torch.Tensor:
-        """Return V [N] before the tokens that this rank trains, on the CPU, from its micro-batches of every mini-batch; 0
-        outside the mask."""
+        """Return V [N] before the tokens that this rank trains, on the CPU; 0 outside the mask."""
         out = torch.zeros(len(batch.token))
         for micro in itertools.chain.from_iterable(micros):
             out[micro.index] = self.values(micro).cpu()

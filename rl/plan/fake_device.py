@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from rl.learning import overlapped
 from rl.model import expert_parallel, grouped_experts
 from rl.plan import known_values
 from rl.plan.fake_kernels import define_cuda_kernels, define_npu_kernels
@@ -124,7 +123,6 @@ def start(world_size: int = 1, attention: str = KIND, strict: bool = True) -> Ra
 
     _fsdp_init._move_states_to_device = _move_states_to_device
     _setup_privateuseone_for_python_backend(KIND, backend_module=NPU)
-    overlapped.copy_streams = lambda device: (_Stream(), _Stream()) if is_accelerator(device) else None
     publisher.side_stream = lambda device: FakeDevice()  # the thread that sends has to enter it as well
     for name in ALLOCATOR_CALLS:
         setattr(torch.accelerator, name, _no_allocator if attention == KIND else lambda *_: 0)

@@ -223,12 +223,6 @@ def side_stream(device: torch.device):
     return torch.Stream(device) if is_accelerator(device) else contextlib.nullcontext()
 
 
-@cache
-def copy_streams(device: torch.device) -> tuple[torch.Stream, torch.Stream] | None:
-    """Return two more queues of the device, for copies to and from it; None on a CPU."""
-    return (torch.Stream(device), torch.Stream(device)) if is_accelerator(device) else None
-
-
 def _module():
     """Return torch.cuda or torch.npu, since torch.accelerator's memory functions do not know torch-npu 2.10's allocator."""
     return getattr(torch, kind())

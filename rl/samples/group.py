@@ -33,6 +33,11 @@ class Response:
     histories: list[int] | None = None  # lengths: the first follows the group's prompt, the others attend only to themselves
     support: np.ndarray | None = None  # [n, K] int32, tokens that could be sampled in each place (rl/model/head/support.py)
 
+    @property
+    def sampled(self) -> int:
+        """The number of tokens that the policy sampled."""
+        return len(self.token_ids) if self.mask is None else int(np.count_nonzero(self.mask))
+
     def reward(self, name: str) -> float | None:
         """Return the reward of that name, without the length penalty: "score", or a further number; None if it has none."""
         return self.extra.get(UNPENALISED, self.score) if name == "score" else self.extra.get(name)

@@ -7,7 +7,7 @@ from helpers import make_group, save_model
 from transformers import AutoModelForCausalLM
 
 import losses
-from rl.algorithm.teacher_rows import Itself, TeacherRows
+from rl.algorithm.teacher_rows import TeacherRows
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.learner import Learner
@@ -38,7 +38,7 @@ def told(ticket: int, prompt: list[int]) -> list[int]:
 def taught(path: str, ranks, ids_of, top_k: int = K, **more) -> Learner:
     """A learner that is its own teacher."""
     learner = Learner(path, LearnerArgs(max_tokens_per_micro_batch=24, **more), ranks, 10, TEMPERATURE, teacher_top_k=top_k)
-    learner.teacher, learner.teacher_rows = Itself(learner.policy), TeacherRows(ids_of)
+    learner.teacher, learner.teacher_rows = learner.policy, TeacherRows(ids_of)
     return learner
 
 
@@ -68,7 +68,7 @@ def by_transformers(path: str, batch: Batch, dtype=torch.float64) -> tuple[torch
 @pytest.mark.parametrize("kind", ["qwen2-untied", "qwen3_5"])
 @pytest.mark.parametrize("budget", [24, 200])
 def test_kl_and_gradient_are_those_of_transformers(models, batch, ranks, kind, budget):
-    """Where the teacher's rows are divided, where they are not, and where one prompt alone exceeds a micro-batch."""
+    """Also where one of the teacher's prompts alone exceeds a micro-batch."""
     learner = taught(models[kind], ranks, told)
     micros = micro_batches(batch, torch.arange(len(batch.lengths)), budget, ranks)
     batch.targets.teacher_log_prob = learner.log_probs_of("teacher", batch, [micros])

@@ -26,7 +26,7 @@ from rl.data.images import ImageError
 from rl.data.prompts import PromptOrder
 from rl.errors import UserError
 from rl.learning.batch import MicroBatch
-from rl.learning.batch_images import BatchImages
+from rl.learning.batch_images import _THREAD, BatchImages
 from rl.model.loading import load_weights
 from rl.model.policy import Policy
 
@@ -221,7 +221,7 @@ def test_pixels_are_prepared_once_by_whoever_comes_first(vlms, tmp_path, monkeyp
     monkeypatch.setattr(prompts.prep, "prepare", lambda sources: (made.append(sources[0]), prepare(sources))[1])
     batch = make_batch(prompts, [9, 9])
     rows = [batch.images.inputs([len(prompts[g].ids)], [-1], [g], torch.device("cpu"))["images"] for g in range(4)]
-    idle = lambda: batch.images._thread.submit(lambda: None).result()  # noqa: E731  (behind what the thread was asked for)
+    idle = lambda: _THREAD.submit(lambda: None).result()  # noqa: E731  (behind what the thread was asked for)
     idle()
     assert made == [prompts[0].images.sources[0]]
     first = [rows[0].pixels()]

@@ -66,7 +66,7 @@ def test_each_mini_batch_of_a_batch_is_planned_once(monkeypatch):
     for rank in range(3):
         ranks = Ranks(rank, 3, rank, torch.device("cpu"))
         division = Division(3, 20, ranks)
-        owners = division.owners(whole.total_lengths(), whole.prompt_lengths(), whole.group)
+        owners = division.owners(whole.total_lengths(), whole.prompt_lengths(), whole.group, whole.flat)
         batch = Batch.of(groups, division)
         micros = [micro for mini in batch.mini_batches(3) for micro in micro_batches(batch, mini, 20, ranks)]
         assert [len(mini) for mini in batch.mini_batches(3)] == planned == [24, 24, 8]

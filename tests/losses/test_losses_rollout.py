@@ -5,12 +5,12 @@ import math
 import losses_reference as slow
 import pytest
 import torch
+from helpers import compare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import losses
 from rl.algorithm.rollout_correction import RolloutCorrectionArgs, parse_criteria, parse_threshold
-from rl.algorithm.rollout_metrics import compare
 from rl.from_verl.algorithm import CORRECTIONS
 
 F64 = torch.float64

@@ -89,7 +89,7 @@ def make_batch(prompts: PromptDataset, special: list[int], n: int = 2) -> Batch:
         digest = prompt.images.digest if prompt.images else ""
         groups.append(Group(ticket, np.array(prompt.ids, np.int32), "demo", group.responses, images=digest))
     batch = Batch.of(groups)
-    batch.images = BatchImages.of(prompts, PromptOrder(len(prompts), 0, shuffle=False), groups)
+    batch.images = BatchImages(prompts, PromptOrder(len(prompts), 0, shuffle=False), groups)
     return batch
 
 

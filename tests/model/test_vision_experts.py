@@ -52,7 +52,7 @@ def test_what_the_engine_records_the_learner_replays(model, rows, ranks):  # noq
         group = Group(i, np.array(prompt.ids, np.int32), "demo", responses, **images)
         groups.append(Group.from_bytes(group.to_bytes()))
     batch = Batch.of(groups)
-    batch.images = BatchImages.of(prompts, PromptOrder(len(prompts), 0, shuffle=False), groups)
+    batch.images = BatchImages(prompts, PromptOrder(len(prompts), 0, shuffle=False), groups)
     learner = Learner(model, LearnerArgs(router_replay="R3"), ranks, 10)
     micro = MicroBatch.of(batch, list(range(len(batch.lengths))), ranks.device)
     log_prob, _ = learner.log_probs(micro)

@@ -28,7 +28,7 @@ import train_one_step_off
 import train_sync
 from rl.algorithm.imitation import Imitation
 from rl.algorithm.kl_control import KLControl
-from rl.algorithm.teacher_rows import Itself, TeacherRows
+from rl.algorithm.teacher_rows import TeacherRows
 from rl.data.prompts import Prompt
 from rl.generation import choose_engine
 from rl.generation.embedded.engine import TransformersEngine
@@ -92,21 +92,15 @@ class Waits(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class Rows(list):
-    """Prompts in the form of rl/data/prompts.py."""
-
-    prep = True
-
-
 def with_images(path: str, groups: list[Group], division: Division, ranks: Ranks) -> Batch:
     """The groups behind prompts of the model's own."""
-    prompts = Rows()
+    prompts = []
     for number, (ids, images) in enumerate(prompts_by_number(path, len(groups))):
         prompts.append(Prompt(ids, "", "demo", "", {}, f"row {number}", images))
         digest = images.digest if images else ""
         groups[number] = dataclasses.replace(groups[number], prompt_ids=np.array(ids, np.int32), images=digest)
     batch = Batch.of(groups, division)
-    batch.images = BatchImages.of(prompts, lambda ticket: (0, ticket), groups, ranks)
+    batch.images = BatchImages(prompts, lambda ticket: (0, ticket), groups, ranks)
     return batch
 
 
@@ -157,7 +151,7 @@ def learn(
         more = {"teacher": args.teacher if args.has_second_model else None, "teacher_top_k": args.teacher_top_k}
         model = Learner(path, args, place, 10, with_reference=args.needs_reference, **more)
         if args.teacher_prompt:
-            model.teacher, model.teacher_rows = Itself(model.policy), TeacherRows(lambda ticket, ids: [3] * 40 + ids)
+            model.teacher, model.teacher_rows = model.policy, TeacherRows(lambda ticket, ids: [3] * 40 + ids)
         if args.sft_files:
             of_two = np.array([3, 4, 5, 6]), np.array([False, True, True, True])
             model.imitation = Imitation(args, [of_two] * 5)

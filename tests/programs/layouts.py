@@ -51,7 +51,7 @@ def batch_of(model: str, sizes: list[list[int]], what: dict, division: Division,
         digest = prompt.images.digest if prompt.images else ""
         groups[ticket] = Group(ticket, np.array(prompt.ids, np.int32), "demo", group.responses, images=digest)
     batch = Batch.of(groups, division)
-    batch.images = BatchImages.of(prompts, PromptOrder(len(prompts), 0, shuffle=False), groups, division.ranks)
+    batch.images = BatchImages(prompts, PromptOrder(len(prompts), 0, shuffle=False), groups, division.ranks)
     return batch
 
 

@@ -402,8 +402,8 @@ def test_a_word_of_trls_is_answered_with_ours(script, word, said):
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        ("--loss-mode sapo --tau-pos 2", "--tau-pos is a number of --loss-mode sapo: --loss-args tau_pos=2."),
-        ("--tau_neg=1.2", "--tau-neg is a number of --loss-mode sapo: --loss-args tau_neg=1.2."),
+        ("--loss-mode sapo --tau-pos 2", "--tau-pos is a number of --loss-mode sapo: --loss-args tau_pos=NUMBER."),
+        ("--tau_neg=1.2", "--tau-neg is a number of --loss-mode sapo: --loss-args tau_neg=NUMBER."),
         ("--clip-low 0.1", "--clip-low: here --clip-ratio-low."),
         ("--norm-by-std 0", "--norm-by-std is a number of --adv-estimator grpo_passk, whose default in losses.py holds."),
     ],

@@ -14,6 +14,7 @@ import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 from rl.data import demo_cache
 
@@ -84,6 +85,16 @@ def make_demonstrations(*answers: int) -> list:
         trained = np.concatenate([np.full(n, word) for n, word in parts])
         out.append(Demonstration(rng.integers(2, 32, len(trained)).astype(np.int32), trained))
     return out
+
+
+def compare(lp, roll, mask, seq, level="token", bounds=(None, 2.0), rejected=None) -> dict[str, float]:
+    """The metrics of rl/algorithm/rollout_metrics.py for tensors [N], without training/rollout_probs_diff_*."""
+    from rl.algorithm.rollout_metrics import rollout_metrics
+
+    targets = SimpleNamespace(actor_log_prob=lp, rejected=rejected)
+    batch = SimpleNamespace(mask=mask, seq=seq, rollout_log_prob=roll, targets=targets, of_each_rank=lambda values: [values])
+    found = rollout_metrics(SimpleNamespace(rollout_is=level, weight_bounds=bounds), batch)
+    return {name: value for name, value in found.items() if "probs_diff" not in name}
 
 
 def make_group(ticket, sizes, prompt=4, rng=None, score=None, unscored=(), masked=False):
