@@ -33,6 +33,8 @@ def set_apart(policy: nn.Module, on_host: bool) -> dict[str, torch.Tensor]:
         policy._get_fsdp_state()._lazy_init()
         for module in policy.modules():
             if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
+                if not hasattr(group, "_orig_dtype"):
+                    raise RuntimeError("--optimizer-offload: this torch's FSDP rounds gradients; take that of requirements.txt")
                 group._orig_dtype = None  # FSDP would round reduced gradients to the parameters' precision
     else:
         keep_in_bf16(trained.items())
