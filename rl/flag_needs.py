@@ -25,7 +25,7 @@ class Facts:
 
     takes_images: bool
     has_experts: bool
-    engine: str  # "vllm" or "transformers"
+    engine: str  # "vllm" or "embedded"
     on_accelerator: bool
     graders: frozenset[Callable]  # built-in graders of the data sources
     repeats: bool = True  # a prompt may be trained twice
@@ -35,7 +35,7 @@ class Facts:
         """Return the facts of a run. args: a script's flags; prompts: the number of training prompts."""
         on_accelerator, engine = has_accelerator(), args.engine
         if engine == "auto":
-            engine = "vllm" if on_accelerator and importlib.util.find_spec("vllm") else "transformers"
+            engine = "vllm" if on_accelerator and importlib.util.find_spec("vllm") else "embedded"
         names = [] if args.own_reward else [verifier_name(source, args.reward) for source in sources]
         graders = frozenset(BUILT_IN[name] for name in names if name)
         repeats = args.filter_groups or args.total_steps(prompts) * args.prompts_per_step > prompts
@@ -62,8 +62,8 @@ def _accelerator(where: str = "", unless: tuple = (False,)) -> Need:
 
 
 def _vllm(unless: tuple = ()) -> tuple[Need, ...]:
-    given = Need("with --engine transformers", lambda args: args.engine != "transformers", unless)
-    chosen = lambda args, facts: facts.engine == "vllm" or args.engine == "transformers"  # noqa: E731
+    given = Need("with --engine embedded", lambda args: args.engine != "embedded", unless)
+    chosen = lambda args, facts: facts.engine == "vllm" or args.engine == "embedded"  # noqa: E731
     return given, Need("with the embedded engine, which --engine auto takes here", chosen, unless, later=True)
 
 

@@ -43,7 +43,7 @@ LOW_MFU = 0.1
 
 @dataclass
 class Args:
-    engine: Literal["transformers", "vllm"]
+    engine: Literal["embedded", "vllm"]
     """The engine to check."""
     model: str
     """Directory or hub name of a model."""

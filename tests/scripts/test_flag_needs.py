@@ -24,7 +24,7 @@ from rl.rewards import verifiers
 RUBRIC = ROOT / "examples" / "rubric.yaml"
 SCRIPTS = {"sync": train_sync.Args, "one_step_off": train_one_step_off.Args, "async": train_async.Args}
 PLAN = dataclasses.make_dataclass("Args", [], bases=(plan.PlanArgs, train_async.Args))
-CPU = Facts(takes_images=False, has_experts=False, engine="transformers", on_accelerator=False, graders=frozenset())
+CPU = Facts(takes_images=False, has_experts=False, engine="embedded", on_accelerator=False, graders=frozenset())
 DEVICE = dataclasses.replace(CPU, on_accelerator=True)
 VLLM_ON_CPU, VLLM = dataclasses.replace(CPU, engine="vllm"), dataclasses.replace(DEVICE, engine="vllm")
 IMAGES, EXPERTS = dataclasses.replace(CPU, takes_images=True), dataclasses.replace(CPU, has_experts=True)
@@ -116,15 +116,15 @@ CASES = [
     ("--env-memory-limit-gb 3", "", "--env demo-calculator"),
     ("--env-lock-step on", "", "--env demo-calculator"),
     ("--serve-host 0.0.0.0", "--agent python", "--serve-policy 8000"),
-    ("--gpu-memory-utilization 0.8", "--engine transformers", "--engine vllm"),
+    ("--gpu-memory-utilization 0.8", "--engine embedded", "--engine vllm"),
     ("--gpu-memory-utilization 0.8", CPU, VLLM),
-    ("--enable-chunked-prefill", "--engine transformers", "--engine vllm"),
+    ("--enable-chunked-prefill", "--engine embedded", "--engine vllm"),
     ("--enable-chunked-prefill", VLLM_ON_CPU, VLLM),
-    ("--enforce-eager", "--engine transformers", "--engine vllm"),
+    ("--enforce-eager", "--engine embedded", "--engine vllm"),
     ("--no-enforce-eager", VLLM_ON_CPU, VLLM),
-    ("--load-format dummy", "--engine transformers", "--engine vllm"),
+    ("--load-format dummy", "--engine embedded", "--engine vllm"),
     ("--load-format dummy", DEVICE, VLLM),
-    ("--free-cache-engine", "--engine transformers", "--engine vllm"),
+    ("--free-cache-engine", "--engine embedded", "--engine vllm"),
     ("--free-cache-engine", VLLM_ON_CPU, VLLM),
     ("--ref-offload", "", "--use-kl-in-reward"),
     ("--ref-offload --use-kl-loss", CPU, DEVICE),
@@ -236,7 +236,7 @@ def test_the_clips_are_those_that_each_loss_takes():
     [
         "--kl-reward-coef 0 --kl-loss-coef 0.0 --no-use-kl-loss",
         "--test-freq 0 --no-val-before-train --val-max-samples -1 --log-val-generations 0",
-        "--engine transformers --no-enforce-eager --no-enable-chunked-prefill",
+        "--engine embedded --no-enforce-eager --no-enable-chunked-prefill",
         "--filter-overlong-prompts --truncation error",
         "--no-ref-offload --no-rollout-is-batch-normalize --wandb-mode disabled",
     ],
