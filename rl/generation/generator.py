@@ -84,7 +84,7 @@ class Generator:
         work = Work(self.job.prompts[index], self.args.rollout_n, greedy=self.args.needs_greedy)
         self._add(ticket, work, self.sampling, partial)
 
-    def go_on(self, groups: list[Group]) -> None:
+    def resume(self, groups: list[Group]) -> None:
         """Start this engine's share of the groups that `unfinished` returned on all ranks."""
         for group in groups[self.engine_ranks.index :: self.engine_ranks.engines]:
             self.start(group.ticket, group)
