@@ -65,7 +65,7 @@ def examine(args: argparse.Namespace, doctor: Doctor) -> None:
         return
     doctor.add(*packages.check_driver(facts))
 
-    engines = ["transformers"] + (["vllm"] if importlib.util.find_spec("vllm") else [])
+    engines = ["embedded"] + (["vllm"] if importlib.util.find_spec("vllm") else [])
     for engine in engines:
         doctor.add(*check_engine(engine, args))
     if len(engines) == 1:

@@ -56,11 +56,15 @@ Loss = tuple[Tensor, dict[str, Tensor]]  # loss [N], {statistic: bool or float [
 def pack(valid: Tensor, *padded: Tensor) -> tuple[Tensor, ...]:
     """Pack tensors [B, T]: return seq [N], and each tensor as [N]. valid [B, T]: bool, True on response tokens, trained or not,
     wherever the padding is. Why packed: see the top of the file."""
+    if valid.dtype != torch.bool or valid.dim() != 2 or any(x.shape[:2] != valid.shape for x in padded):
+        found = ", ".join(f"{tuple(x.shape)}" for x in (valid, *padded))
+        raise ValueError(f"pack: found {found}, valid of {valid.dtype}. All have to be [B, T], valid of torch.bool.")
     return (valid.nonzero()[:, 0], *(x[valid] for x in padded))
 
 
 def unpack(x: Tensor, seq: Tensor, num_seqs: int, length: int | None = None, fill: float = 0.0) -> Tensor:
     """Unpack x, seq [N] to [num_seqs, T], padded on the right with `fill`; T is `length`, by default the longest response's."""
+    _check_tokens("unpack", seq=seq)
     sizes = torch.bincount(seq, minlength=num_seqs)  # [B]
     position = torch.arange(len(seq), device=seq.device) - (sizes.cumsum(0) - sizes)[seq]  # [N]
     length = length if length is not None else (int(sizes.max()) if num_seqs else 0)
@@ -101,6 +105,7 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     """(x - mean) * rsqrt(var + 1e-8) over the trained tokens of the (global) batch, var with Bessel's correction; 0 outside the
     mask. A single trained token gives 0, and equal ones exactly 0: the mean is taken of distances to the smallest, in
     float64."""
+    _check_tokens("whiten", x=x, mask=mask)
     above = x.double() - torch.where(mask, x.double(), torch.inf).min() if mask.any() else x.double()
     centered = torch.where(mask, above - masked_mean(above, mask), 0.0)
     variance = (centered**2).sum() / (mask.count_nonzero() - 1).clamp(min=1)
@@ -167,22 +172,24 @@ def denominator(mask: Tensor, seq: Tensor, mode: str, num_seqs: int, budget: int
         return float(max(1, len(trained_sequences(mask, seq))))
     if mode == "seq-mean-token-sum":
         return float(max(1, num_seqs))
-    if budget is None:
-        raise ValueError("seq-mean-token-sum-norm divides by the response budget: pass budget=")
+    if not budget or budget < 0:
+        raise ValueError(f"seq-mean-token-sum-norm divides by the response budget, in tokens: budget is {budget}.")
     return float(max(1, num_seqs) * budget)
 
 
-def aggregate(loss: Tensor, mask: Tensor, seq: Tensor, mode: str, denominator: float) -> Tensor:
-    """Return a micro-batch's share (scalar) of the global loss; loss, mask, seq [N]; `denominator` from the function above.
+def aggregate(loss: Tensor, mask: Tensor, seq: Tensor, mode: str, divisor: float) -> Tensor:
+    """Return a micro-batch's share (scalar) of the global loss; loss, mask, seq [N]; divisor: what `denominator` returned.
 
     The sum over trained tokens, each weighted 1, or 1 / (trained tokens of its response) in seq-mean-token-mean.
     """
     _check_word("aggregation", mode, AGGREGATIONS)
     _check_tokens("aggregate", loss=loss, mask=mask, seq=seq)
+    if isinstance(divisor, int | float) and not divisor > 0:
+        raise ValueError(f"aggregate: divisor is {divisor}. It has to be positive: losses.denominator computes it.")
     loss = torch.where(mask, loss, 0.0)
     if mode == "seq-mean-token-mean":
         loss = loss / to_tokens(sequence_sum(mask.to(loss.dtype), seq).clamp(min=1), seq)
-    return loss.sum() / denominator
+    return loss.sum() / divisor
 
 
 # -------------------------------------------------------------------------------------------------- how a formula is declared
@@ -310,15 +317,18 @@ def _shapes(function: Callable) -> str:
 
 def _checked(function: Callable) -> Callable:
     """Let the function raise ValueError for input in another layout. Tensors are per token, except those in PER_RESPONSE."""
-    names = list(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters
+    needed = {name for name, k in parameters.items() if k.default is k.empty}  # tensors; others are knobs, or may be None
 
     @functools.wraps(function)
     def checked(*args, **keywords):
-        given = dict(zip(names, args, strict=False)) | keywords
-        per_token = {name: x for name, x in given.items() if isinstance(x, Tensor) and name not in PER_RESPONSE}
-        _check_tokens(function.__name__, **per_token)
+        given = dict(zip(parameters, args, strict=False)) | keywords
+        tensors = {name: x for name, x in given.items() if isinstance(x, Tensor) or name in needed}
+        _check_tokens(function.__name__, **{name: x for name, x in tensors.items() if name not in PER_RESPONSE})
         if "group" in given and "seq" in given:
             _check_group(function.__name__, given["seq"], given["group"])
+            others = {name: x for name, x in tensors.items() if name in PER_RESPONSE}
+            _check_responses(function.__name__, len(given["group"]), **others)
         return function(*args, **keywords)
 
     return checked
@@ -818,6 +828,7 @@ def vespo(
 
 def covariance(log_prob: Tensor, advantage: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
     """(A - mean A)(lp - mean lp), means over the trained tokens, [N]; `fill` outside the mask. Detached."""
+    _check_tokens("covariance", log_prob=log_prob, advantage=advantage, mask=mask)
     a, lp = torch.where(mask, advantage, 0.0), torch.where(mask, log_prob.detach(), 0.0)
     count = mask.count_nonzero().clamp(min=1)
     product = a.sub_(a.sum() / count).mul_(lp.sub_(lp.sum() / count))
@@ -1004,6 +1015,8 @@ def off_policy_tokens(
 
     DeepSeek-V3.2's off-policy sequence masking, arXiv 2512.02556, eq. 9.
     """
+    tokens = {"log_prob": log_prob, "rollout_log_prob": rollout_log_prob, "advantage": advantage, "mask": mask, "seq": seq}
+    _check_tokens("off_policy_tokens", **tokens)
     (drift,) = sequence_means(mask, seq, log_ratio(rollout_log_prob, log_prob.detach(), mask))
     return mask & (advantage < 0) & to_tokens(drift > threshold, seq)
 
@@ -1012,6 +1025,8 @@ def high_entropy_tokens(entropy: Tensor, mask: Tensor, *, quantile: float) -> Te
     """Return the share `quantile` of the trained tokens with the largest entropy [N] of the policy, and ties, as bool [N]: the
     policy loss can be restricted to them. High-entropy minority tokens, arXiv 2506.01939 (0.2); TRL's top_entropy_quantile."""
     _check_tokens("high_entropy_tokens", entropy=entropy, mask=mask)
+    if not 0 < quantile <= 1:
+        raise ValueError(f"high_entropy_tokens: quantile is {quantile}. It has to be above 0 and at most 1.")
     trained = entropy[mask]
     if not len(trained):
         return mask
@@ -1099,6 +1114,7 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, kind: str, 
     DeepSeek-V3.2's unbiased KL estimate, arXiv 2512.02556, section 3.1.
     """
     _check_word("KL estimator", kind, KL_LOSSES if old_log_prob is not None else KL_ESTIMATORS)
+    _check_tokens("kl_penalty", log_prob=log_prob, ref_log_prob=ref_log_prob, mask=mask)
     if kind == "k3r":
         return kl_penalty(log_prob, ref_log_prob, mask, "k3+") * importance_weight(log_prob, old_log_prob, mask)
     return KL_ESTIMATORS[kind](log_ratio(log_prob, ref_log_prob, mask))
@@ -1194,6 +1210,8 @@ def rollout_is_weights(
     from low to high, masked importance sampling: IcePop, arXiv 2510.18855. normalize: to a mean of 1 over the trained tokens,
     or, at the sequence levels, over the responses.
     """
+    if not (low or 0) <= high or high <= 0:
+        raise ValueError(f"rollout_is_weights: low is {low}, high is {high}. They have to be 0 <= low <= high, high above 0.")
     weight = bounded(rollout_ratio(log_prob, rollout_log_prob, mask, seq, level), low, high)
     if normalize:
         units = weight[mask] if level == "token" else sequence_means(mask, seq, weight)[0][trained_sequences(mask, seq)]
@@ -1214,7 +1232,7 @@ def rollout_rejection_mask(
     (KPop, as AReaL has it). M2PO, arXiv 2510.01161, is batch k2 0.02 (as AReaL has it, whose bound is on (log w)^2: 0.04). Each
     criterion is applied to the given mask, not to what another one left.
     """
-    _check_tokens("rollout_rejection_mask", mask=mask, seq=seq)
+    _check_tokens("rollout_rejection_mask", log_prob=log_prob, rollout_log_prob=rollout_log_prob, mask=mask, seq=seq)
     log_weight = rollout_log_ratio(log_prob, rollout_log_prob, mask)
     lp, roll = (torch.where(mask, x.detach(), 0.0) for x in (log_prob, rollout_log_prob))
     kept = mask
@@ -1257,7 +1275,7 @@ def rollout_log_ratio(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) 
 def rollout_ratio(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, seq: Tensor, level: str) -> Tensor:
     """Return the importance ratio [N] at a level of IS_LEVELS, before any bound."""
     _check_word("level of importance weights", level, IS_LEVELS)
-    _check_tokens("rollout_ratio", mask=mask, seq=seq)
+    _check_tokens("rollout_ratio", log_prob=log_prob, rollout_log_prob=rollout_log_prob, mask=mask, seq=seq)
     log_weight = rollout_log_ratio(log_prob, rollout_log_prob, mask)
     if level == "sequence":
         log_weight = to_tokens(sequence_sum(log_weight, seq).clamp(-20, 20), seq)
@@ -1281,9 +1299,9 @@ def default_aggregation(adv_estimator: str, loss_mode: str) -> str:
 
 def check_combination(adv_estimator: str, loss_mode: str, loss_agg_mode: str) -> None:
     """Raise ValueError, with the reason, for an unknown word or a combination that makes no sense."""
-    for word, choices in ((adv_estimator, ADVANTAGES), (loss_mode, POLICY_LOSSES), (loss_agg_mode, AGGREGATIONS)):
-        if word not in choices:
-            raise ValueError(f"{word!r} is none of {', '.join(choices)}")
+    _check_word("advantage", adv_estimator, ADVANTAGES)
+    _check_word("policy loss", loss_mode, POLICY_LOSSES)
+    _check_word("aggregation", loss_agg_mode, AGGREGATIONS)
     loss, estimator = POLICY_LOSSES[loss_mode], ADVANTAGES[adv_estimator]
     if loss.by_response and loss_agg_mode != loss.aggregation:
         raise ValueError(
@@ -1300,15 +1318,26 @@ def check_combination(adv_estimator: str, loss_mode: str, loss_agg_mode: str) ->
 # ------------------------------------------------------------------------------------------------------ input that is refused
 
 
+# Tensors that have to be of a float type: with whole numbers, advantages would be rounded to whole numbers as well
+FLOATS = {"x", "reward", "advantage", "loss", "entropy", "value", "old_value", "returns"}
+FLOATS |= {"log_prob", "old_log_prob", "ref_log_prob", "rollout_log_prob", "expected_log_prob"}
+
+
 def _check_tokens(caller: str, **tensors: Tensor) -> None:
-    """Raise ValueError unless all have one shape [N], `mask` is bool, and `seq` ascends. On an accelerator the values of seq
-    are not checked: that would wait for the device."""
+    """Raise ValueError unless all are tensors of one shape [N], those in FLOATS float, `mask` bool, and `seq` ascending. On an
+    accelerator, the values of seq are not checked: that would wait for the device."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{caller}: {name} is of type {type(x).__name__}. It has to be a tensor, [N].")
     shapes = {name: tuple(x.shape) for name, x in tensors.items()}
     if len({*shapes.values()}) > 1 or any(len(shape) != 1 for shape in shapes.values()):
         found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise ValueError(
             f"{caller}: found {found}. Tensors per token are packed: one shape [N] for all. losses.pack packs padded [B, T]."
         )
+    for name, x in tensors.items():
+        if name in FLOATS and not x.is_floating_point():
+            raise ValueError(f"{caller}: {name} is {x.dtype}. It has to be a float type, such as {name}.float().")
     mask, seq = tensors.get("mask"), tensors.get("seq")
     if mask is not None and mask.dtype != torch.bool:
         raise ValueError(f"{caller}: mask is {mask.dtype}. It has to be torch.bool, such as mask > 0.")
@@ -1321,7 +1350,10 @@ def _check_tokens(caller: str, **tensors: Tensor) -> None:
 
 
 def _check_group(caller: str, seq: Tensor, group: Tensor) -> None:
-    """Raise ValueError unless group is [B], one entry per response. seq: already checked."""
+    """Raise ValueError unless group is [B], one whole number a response. seq: already checked."""
+    if not isinstance(group, Tensor) or group.is_floating_point():
+        found = group.dtype if isinstance(group, Tensor) else f"of type {type(group).__name__}"
+        raise ValueError(f"{caller}: group is {found}. It has to be a torch.long tensor, [B]: an id for each response.")
     if group.dim() != 1:
         raise ValueError(f"{caller}: group has the shape {tuple(group.shape)}. It has to be [B], one entry a response.")
     if not seq.is_cpu or not len(seq):
@@ -1335,6 +1367,16 @@ def _check_group(caller: str, seq: Tensor, group: Tensor) -> None:
             f"{caller}: group has an entry for each of {len(seq)} tokens, seq counts {responses} responses. It has to be [B], "
             "one entry a response."
         )
+
+
+def _check_responses(caller: str, responses: int, **tensors: Tensor) -> None:
+    """Raise ValueError unless the tensors have their shapes of PER_RESPONSE, where B is `responses`, the length of group."""
+    for name, x in tensors.items():
+        shape = PER_RESPONSE[name]
+        found = f"of the shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"of type {type(x).__name__}"
+        is_right = isinstance(x, Tensor) and x.dim() == len(shape.split(","))
+        if not is_right or (shape.startswith("[B") and len(x) != responses):
+            raise ValueError(f"{caller}: {name} is {found}. It has to be a tensor, {shape}; group has B = {responses} entries.")
 
 
 def _check_word(what: str, word: str, choices: Iterable[str]) -> None:

@@ -24,13 +24,12 @@ from rl import flags
 from rl.algorithm import whole_batch
 from rl.algorithm.critic import learn_values
 from rl.algorithm.entropy_control import steered
+from rl.algorithm.extra_targets import choose_tokens, extra_targets
 from rl.algorithm.imitation import imitate
 from rl.algorithm.kl_control import KLControl
 from rl.algorithm.metrics import batch_metrics, staleness_metrics
 from rl.algorithm.rollout_correction import correct_rollout
 from rl.algorithm.rollout_metrics import rollout_metrics
-from rl.algorithm.spread import spread_of
-from rl.algorithm.token_choice import choose_tokens
 from rl.data.job import Job
 from rl.generator_loop import GeneratorLoop
 from rl.learning import forward_only
@@ -64,10 +63,7 @@ def actor_loss(
     old = log_prob.detach() if t.old_log_prob is None else t.old_log_prob
     policy_loss = args.policy_loss  # of losses.POLICY_LOSSES
     inputs = {name: getattr(t, name) for name in args.loss_inputs}
-    advantage = t.advantage
-    if args.teacher_form == "advantage":
-        advantage = advantage + args.teacher_coef * losses.reverse_kl_advantage(log_prob, t.teacher_log_prob, t.mask)
-    token_loss, stats = policy_loss(log_prob, old, advantage, t.mask, t.seq, **args.loss_knobs, **inputs)
+    token_loss, stats = policy_loss(log_prob, old, t.advantage, t.mask, t.seq, **args.loss_knobs, **inputs)
     if not policy_loss.has_ratio:  # tokens sampled before a publish or an update need a weight
         token_loss = token_loss * losses.importance_weight(log_prob, old, t.mask)
     if t.is_weight is not None:
@@ -98,31 +94,22 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
     updates = list(zip(minis, micros, strict=True)) * args.ppo_epochs
     targets = batch.targets  # filled in below, from top to bottom
 
-    # Before the first update: log-probs under the old policy, if the loss needs them by then, the reference and the teacher.
+    # Before the first update: log-probs under the old policy, if the loss needs them by then, and under the reference.
     recompute = args.recompute_old_log_probs(len(updates))
     with timer("old_log_prob"):
         if recompute:
             targets.actor_log_prob = learner.log_probs_of("policy", batch, micros)
         targets.old_log_prob = batch.rollout_log_prob if args.old_is_rollout else targets.actor_log_prob
-        if args.needs_spread:
-            targets.energy, targets.high_entropy = spread_of(args, learner, batch, minis, micros)
     if args.needs_reference:
         with timer("ref"):
             targets.ref_log_prob = learner.log_probs_of("reference", batch, micros)
-    if args.teacher:
-        with timer("teacher"):
-            targets.teacher_log_prob = learner.log_probs_of("teacher", batch, micros)
-    if args.needs_critic:
-        with timer("values"):
-            targets.value = learner.critic.values_of(batch, micros)
+    vars(targets).update(extra_targets(args, learner, batch, minis, micros, timer))  # for a teacher or a critic, for example
 
     # Rollout correction, rewards, advantages. Each rank has its own tokens; rl/algorithm/whole_batch.py reduces over ranks.
     with timer("adv"):
         metrics = {}
         targets.is_weight, targets.rejected = correct_rollout(args, batch)
-        targets.reward = batch.token_reward()
-        if args.teacher_alone:
-            targets.reward = 0.0 * targets.reward
+        targets.reward = args.reward_weight * batch.token_reward()
         if args.use_kl_in_reward:
             kl = losses.kl_penalty(targets.old_log_prob, targets.ref_log_prob, batch.trained, args.kl_reward_type)
             targets.reward = targets.reward - kl_control.coef * kl
@@ -131,7 +118,6 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
         targets.advantage = whole_batch.advantage(estimator, batch, **args.estimator_inputs(batch))
         targets.chosen = choose_tokens(args, batch, minis)
         forward_only.mark(args, batch, micros)
-
     if args.needs_critic:
         with timer("update_critic"):
             metrics |= learn_values(args, learner.critic, batch, minis, micros)

@@ -64,7 +64,7 @@ REFERENCE = Need(
 NO_STEPS = Need("with --total-training-steps, which overrides it", lambda args: args.total_training_steps is None)
 VALIDATION = Need("without --test-freq above 0", lambda args: args.test_freq > 0 or args.val_only, (False, -1, 0))
 WANDB = Need("without --logger wandb", lambda args: "wandb" in args.logger, ("disabled",))
-VLLM = Need("with --engine transformers", lambda args: args.engine != "transformers")
+VLLM = Need("with --engine embedded", lambda args: args.engine != "embedded")
 VLLM_ON = dataclasses.replace(VLLM, unless=(False,))
 STALE = Need("without --staleness-threshold above 0 or --publish-every above 1", lambda args: args.trains_stale, ("off",))
 TURNS = Need("without --env, --tools, --agent or --serve-policy", lambda args: args.has_environment)

@@ -1,6 +1,6 @@
 """Flag names: the common ones, earlier names, and other programs' names for them.
 
---help shows the COMMON flags. The earlier names of RENAMED flags are still accepted. HERE explains unknown flags;
+--help shows the COMMON flags. RENAMED and EARLIER_WORDS are still accepted. HERE explains unknown flags;
 docs/generated/trl-words.md is made from it. Left out: verl's names, which rl/from_verl translates.
 """
 
@@ -31,6 +31,8 @@ RENAMED = {  # earlier name of a field, still accepted -> current name
     "kl_coef": "kl_reward_coef",
     "horizon": "kl_horizon",
 }
+
+EARLIER_WORDS = {("engine", "transformers"): "embedded"}  # (field, earlier word, still accepted) -> current word
 
 HERE = {  # unknown flag -> its replacement
     # TRL's GRPOConfig and ScriptArguments (1.16, the version in requirements-bench.txt)
@@ -85,11 +87,13 @@ HERE = {  # unknown flag -> its replacement
 def current(words: Sequence[str], fields: Container[str] = ()) -> list[str]:
     """Return the command line with flags under their current names, with hyphens. fields: the script's, whose names stay."""
     found: list[str] = []
+    field = ""
     for word in words:
-        name, equals, value = word.partition("=")
         if word.startswith("--"):
-            word = flag(_today(name[2:].replace("-", "_"), fields)) + equals + value
-        found.append(word)
+            name, equals, value = word.partition("=")
+            field = _today(name[2:].replace("-", "_"), fields)
+            word = flag(field) + equals + EARLIER_WORDS.get((field, value), value)
+        found.append(EARLIER_WORDS.get((field, word), word))
     return found
 
 
@@ -100,7 +104,8 @@ def _today(name: str, fields: Container[str]) -> str:
 def renamed(flags: dict, fields: Container[str] = ()) -> dict:
     """Return the flags that a run recorded, under their current names. fields: the script's, whose names stay."""
     earlier = {name: today for name in flags if (today := _today(name, fields)) != name}
-    return {earlier[name]: flags[name] for name in earlier} | {name: flags[name] for name in flags if name not in earlier}
+    flags = {earlier[name]: flags[name] for name in earlier} | {name: flags[name] for name in flags if name not in earlier}
+    return flags | {name: word for (name, earlier_word), word in EARLIER_WORDS.items() if flags.get(name) == earlier_word}
 
 
 def hint(unknown: Iterable[str]) -> str:

@@ -125,7 +125,8 @@ def _help(flags: type, description: str, defaults: dict, show_all: bool) -> Iter
         shown = [name for name in names if show_group or name in flag_words.COMMON]
         about, texts = _texts(part)
         if shown:
-            yield f"\n{title}:" + (f"\n  {about}\n" if about else "")
+            yield f"\n{title}:"
+            yield from (f"  {line}".rstrip() for line in [*textwrap.wrap(about, width + 4), ""] if about)
         for name in shown:
             limit = f" ({limits[name]})" if name in limits else ""
             yield f"  {flag(name)} {_kind(hints[name])}{limit}"

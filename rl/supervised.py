@@ -42,7 +42,7 @@ class SupervisedArgs(RunArgs, DemonstrationArgs, LearnerArgs, LogArgs, Checkpoin
     total_rollout_steps: ClassVar = None
     log_val_generations: ClassVar = 0
     record_samples: ClassVar = None
-    engine: ClassVar = "transformers"
+    engine: ClassVar = "embedded"
 
     @property
     def prompts_per_step(self) -> int:

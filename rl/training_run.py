@@ -99,7 +99,7 @@ class TrainingRun:
         if self.samples:
             self.samples.restore(resumed.state["samples"], resumed.groups, resumed.unfinished)
         if self.generator:
-            self.generator.go_on(resumed.unfinished)
+            self.generator.resume(resumed.unfinished)
 
     def _choose_micro_batch(self) -> None:
         """Measure how many tokens a micro-batch may have if --max-tokens-per-micro-batch is auto."""

@@ -26,7 +26,7 @@ class Args:
     """How many runs of each mode, with seeds 0, 1, 2, ..."""
     steps: int = 200
     """Training steps of each."""
-    engine: Literal["transformers", "vllm"] = "transformers"
+    engine: Literal["embedded", "vllm"] = "embedded"
     """What generates; the results of vllm are written under <model>_vllm."""
 
 

@@ -241,7 +241,7 @@ def values(args: Args, ranks: Ranks) -> dict:
 
 def shared(args: Args, path: str) -> dict:
     """train_async.py on one device; its tokens/s, what each side waited, and the publish."""
-    flags = ["--model", path, "--dtype", "bfloat16", "--engine", "transformers", "--test-freq", "0", "--ignore-eos"]
+    flags = ["--model", path, "--dtype", "bfloat16", "--engine", "embedded", "--test-freq", "0", "--ignore-eos"]
     flags += ["--total-training-steps", "12" if not args.toy else "3", "--lr", "1e-6", "--gradient-checkpointing"]
     flags += ["--max-response-length", "256" if not args.toy else "8", "--max-num-seqs", "128"]
     _, rows = run_script(sys.executable, MODES["async"], *flags)

@@ -41,7 +41,7 @@ class Args:
     """No round begins that would end later than this."""
     makings: int = 1
     """How often the demo's model is made in each mode."""
-    engine: Literal["transformers", "vllm"] = "transformers"
+    engine: Literal["embedded", "vllm"] = "embedded"
     """What generates; the results of vllm are written under startup_vllm."""
     out: Path = RESULTS
     """Directory of the tables; made if missing."""
@@ -98,7 +98,7 @@ def main(args: Args) -> None:
     text += f"\n\n{table(['import', 'seconds'], single)}\n\n{words(here)}; median (min - max)"
     data = {"setting": here, "runs": runs, "no_validation": bare, "makings": makings, "imports": imports}
     data["median_done"] = {mode: statistics.median(one["done"] for one in runs[mode]) for mode in MODES}
-    write("startup" if args.engine == "transformers" else "startup_vllm", data, text, args.out)
+    write("startup" if args.engine == "embedded" else "startup_vllm", data, text, args.out)
 
 
 if __name__ == "__main__":

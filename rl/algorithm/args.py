@@ -12,7 +12,7 @@ from rl.algorithm.imitation import ImitationArgs
 from rl.algorithm.rollout_correction import RolloutCorrectionArgs
 from rl.algorithm.several_rewards import SeveralRewardsArgs
 from rl.algorithm.spread import centered, masked, where_entropy_is_high
-from rl.algorithm.teacher import TeacherArgs
+from rl.algorithm.teacher import TeacherArgs, towards_teacher
 from rl.errors import UserError
 from rl.learning.batch import Batch
 from rl.ranges import MayChange, Range
@@ -84,13 +84,16 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
 
     @property
     def policy_loss(self) -> losses.PolicyLoss:
-        """The function of --loss-mode, changed by --score-centering, --off-policy-mask-threshold and --top-entropy-quantile."""
+        """The function of --loss-mode, changed by --score-centering, --off-policy-mask-threshold, --top-entropy-quantile and
+        --teacher."""
         loss = losses.POLICY_LOSSES[self.loss_mode]
         if self.score_centering:
             loss = centered(loss)
         if self.off_policy_mask_threshold is not None:
             loss = masked(loss, self.off_policy_mask_threshold)
-        return loss if self.top_entropy_quantile == 1 else where_entropy_is_high(loss)
+        if self.top_entropy_quantile < 1:
+            loss = where_entropy_is_high(loss)
+        return towards_teacher(loss, self.teacher_coef) if self.teacher_form == "advantage" else loss
 
     @property
     def loss_knobs(self) -> dict[str, float]:

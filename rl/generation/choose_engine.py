@@ -51,9 +51,9 @@ def make_engine(
 
 
 def choose_engine(wanted: str, device: torch.device) -> str:
-    """Return "vllm" or "transformers". The choice of auto is printed once per job. Raise UserError if vLLM is missing."""
-    if wanted == "transformers" or (wanted == "auto" and not is_accelerator(device)):
-        chosen, why = "transformers", "the device is a CPU"
+    """Return "vllm" or "embedded". The choice of auto is printed once per job. Raise UserError if vLLM is missing."""
+    if wanted == "embedded" or (wanted == "auto" and not is_accelerator(device)):
+        chosen, why = "embedded", "the device is a CPU"
     else:
         try:
             from rl.generation.vllm.engine import vllm
@@ -61,11 +61,9 @@ def choose_engine(wanted: str, device: torch.device) -> str:
             chosen, why = "vllm", f"version {vllm.__version__} is installed"
         except (ImportError, OSError) as error:  # OSError: a library of another CUDA version
             if wanted == "vllm":
-                remedy = (
-                    "Install requirements-cuda.txt or requirements-npu.txt (docs/engines.md), or take --engine transformers."
-                )
+                remedy = "Install requirements-cuda.txt or requirements-npu.txt (docs/engines.md), or take --engine embedded."
                 raise UserError(f"--engine vllm: vLLM cannot be imported here ({error}). {remedy}") from None
-            chosen, why = "transformers", f"vLLM cannot be imported: {error}"
+            chosen, why = "embedded", f"vLLM cannot be imported: {error}"
     if wanted == "auto" and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
         print(f"engine: {chosen} ({why})", flush=True)
     return chosen

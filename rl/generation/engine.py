@@ -48,9 +48,9 @@ class EngineArgs(RouterArgs):
     """Sampling temperature in validation; 0 is greedy."""
     val_top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
     """Nucleus sampling in validation."""
-    engine: MayChange[Literal["auto", "transformers", "vllm"]] = "auto"
-    """Inference engine. auto chooses vllm if it is installed and the device is not a CPU, otherwise the embedded engine on top
-    of transformers, and prints its choice."""
+    engine: MayChange[Literal["auto", "embedded", "vllm"]] = "auto"
+    """Inference engine: vllm, or the embedded one, which samples with the model as transformers defines it. auto chooses vllm
+    if it is installed and the device is not a CPU, and prints its choice."""
     max_num_seqs: MayChange[Annotated[int, Range(at_least=1, at_most=65_536)]] = 256
     """Responses that one engine decodes at once."""
     max_num_batched_tokens: MayChange[Annotated[int, Range(at_least=1)]] = 8192

@@ -13,7 +13,8 @@ from rl.data.job import Job
 from rl.generation.choose_engine import make_engine
 from rl.generation.engine import Engine, EngineArgs, Output, Request, SamplingParams, request_seed
 from rl.generation.engine_ranks import EngineRanks
-from rl.generation.responses import VALIDATION, Responses, Work, make_responses, prompt_routes, recorded, to_response
+from rl.generation.responses import VALIDATION, Responses, Work, prompt_routes, recorded, to_response
+from rl.model.pretrained import end_token_ids
 from rl.model.router import check_record
 from rl.ranks import dist
 from rl.ranks.timers import Timers
@@ -81,7 +82,7 @@ class Generator:
         work = Work(self.job.prompts[index], self.args.rollout_n, greedy=self.args.needs_greedy)
         self._add(ticket, work, self.sampling, partial)
 
-    def go_on(self, groups: list[Group]) -> None:
+    def resume(self, groups: list[Group]) -> None:
         """Start this engine's share of the groups that `unfinished` returned on all ranks."""
         for group in groups[self.engine_ranks.index :: self.engine_ranks.engines]:
             self.start(group.ticket, group)
@@ -293,3 +294,18 @@ def make_generator(
     dist.engines_first("generator")
     engine_ranks = EngineRanks(ranks, args.rollout_tp)
     return Generator(engine, job, pool, args, engine_ranks, give_up, make_responses(args, job, engine, engine_ranks))
+
+
+def make_responses(args: EngineArgs, job: Job, engine: Engine, engine_ranks: EngineRanks) -> Responses:
+    """Return responses of one turn or, with an environment, of several turns, whose code is imported only then."""
+    if not args.has_environment:
+        return Responses(engine)
+    if args.has_agent:
+        from rl.generation.agent_episodes import AgentEpisodes as Episodes
+    else:
+        from rl.generation.episodes import Episodes
+
+    ends = end_token_ids(job.path, job.tokenizer, args.trust_remote_code)
+    if args.has_agent and engine_ranks.is_leader:
+        job.environments.serve(engine_ranks.index)
+    return Episodes(job, engine, engine_ranks, args, ends)

@@ -9,11 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rl.data.job import Job
 from rl.data.prompts import Prompt
-from rl.generation.engine import Engine, EngineArgs, Output, Request
-from rl.generation.engine_ranks import EngineRanks
-from rl.model.pretrained import end_token_ids
+from rl.generation.engine import Engine, Output, Request
 from rl.ranks.timers import Timers
 from rl.rewards.pool import Score
 from rl.samples.group import Group, Response
@@ -169,18 +166,3 @@ def prompt_routes(outputs: Iterable[Output], work: Work) -> np.ndarray | None:
     known = [output for output in outputs if output.routes is not None]
     known.sort(key=lambda output: work.histories.get(output.id[1], [1])[0] == 0)
     return known[0].routes[: len(work.prompt.ids)] if known else None
-
-
-def make_responses(args: EngineArgs, job: Job, engine: Engine, engine_ranks: EngineRanks) -> Responses:
-    """Return responses of one turn or, with an environment, of several turns, whose code is imported only then."""
-    if not args.has_environment:
-        return Responses(engine)
-    if args.has_agent:
-        from rl.generation.agent_episodes import AgentEpisodes as Episodes
-    else:
-        from rl.generation.episodes import Episodes
-
-    ends = end_token_ids(job.path, job.tokenizer, args.trust_remote_code)
-    if args.has_agent and engine_ranks.is_leader:
-        job.environments.serve(engine_ranks.index)
-    return Episodes(job, engine, engine_ranks, args, ends)

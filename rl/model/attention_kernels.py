@@ -28,6 +28,30 @@ RIGHT_DOWN_CAUSAL = 3  # sparse_mode of npu_fusion_attention: aligned at the end
 # Largest relative difference of the check at the start. Kernels differ from a plain softmax by rounding, 0.005 in bf16; with a
 # mask that is aligned at the beginnings by more than 0.5.
 TOLERANCE = 0.03
+SIMILAR = 0.75  # sequences at least this fraction of the longest share a bucket: at most a third more cells than tokens
+
+
+def in_buckets(
+    begins: list[int], lengths: list[int]
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], torch.Tensor]:
+    """Put sequences, which lie end to end, into buckets of similar length, the longest first. Return ([(numbers of its
+    sequences [S], places of their tokens [S, L], which of these are real [S, L])], the cell of each token [K], with the buckets
+    laid end to end)."""
+    left, buckets, done = sorted(range(len(lengths)), key=lambda s: -lengths[s]), [], 0
+    cell_of = torch.empty(sum(lengths), dtype=torch.long)
+    while left:
+        longest = lengths[left[0]]
+        members = [s for s in left if lengths[s] >= SIMILAR * longest]
+        left = left[len(members) :]
+        begin = torch.tensor([begins[s] for s in members])[:, None]  # [S, 1]
+        length = torch.tensor([lengths[s] for s in members])[:, None]
+        column = torch.arange(longest)[None]  # [1, L]
+        cells = begin + torch.minimum(column, length - 1)  # padding repeats the last token, which is in bounds
+        real = column < length
+        cell_of[cells[real]] = done + torch.arange(cells.numel()).view_as(cells)[real]
+        done += cells.numel()
+        buckets.append((torch.tensor(members), cells, real))
+    return buckets, cell_of
 
 
 def tokens_seen(lengths: list[int], after: list[int]) -> list[np.ndarray]:

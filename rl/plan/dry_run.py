@@ -39,6 +39,7 @@ from rl.plan.memory_count import OTHER, MemoryCount
 from rl.plan.workload import Drawn
 from rl.ranks import dist
 from rl.ranks.dist import Ranks
+from rl.ranks.launch import Node
 from rl.ranks.timers import Timers
 from rl.samples.group import Group, Response
 from rl.samples.schedule import SplitArgs
@@ -245,7 +246,11 @@ def _publish(args: CommonArgs, learner: Learner, ranks: Ranks, fake: FakeDevice)
     """Publish as the first learner does. Return what it holds from then on."""
     dtype = args.weights_dtype(args.dtype)
     if isinstance(args, SplitArgs):
-        split = Split("learner", ranks, ranks.world_size, 1, 0, 1, HashStore(), SimpleNamespace(device=torch.device("cpu")))
+        node = Node("here", first=0, size=ranks.world_size + 1, generators=1)
+        bridge = SimpleNamespace(device=torch.device("cpu"))
+        split = Split(
+            "learner", ranks, learners=ranks.world_size, generators=1, nodes=[node], node=0, store=HashStore(), bridge=bridge
+        )
         with fake.host_too():
             publisher = Publisher(learner, split, dtype)
         publisher.take_copy()

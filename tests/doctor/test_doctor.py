@@ -17,7 +17,7 @@ from rl.generation.embedded.engine import TransformersEngine
 from rl.ranks import driver_files
 
 
-def measured(tmp_path, ranks, model: str, engine: str = "transformers") -> dict[str, dict]:
+def measured(tmp_path, ranks, model: str, engine: str = "embedded") -> dict[str, dict]:
     """Return the results of rl/doctor/measure.py by check."""
     from rl.doctor.measure import Checks
 
@@ -224,7 +224,7 @@ def test_the_doctor_finds_this_machine_well(tmp_path, demo_model):
     record = json.loads(file.read_text())
     status = {check["check"]: check["status"] for check in record["checks"]}
     assert WRONG not in status.values()
-    for engine in ("transformers", "vllm"):
+    for engine in ("embedded", "vllm"):
         assert status[f"{engine}, log-probs after an update"] == OK
     for name in ("train_sync.py, 2 ranks", "train_one_step_off.py, 2 ranks", "train_async.py, 2 ranks, vllm"):
         assert status[name] == OK

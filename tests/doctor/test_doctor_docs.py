@@ -13,7 +13,7 @@ SOURCES = ["doctor.py", *(f"rl/doctor/{name}.py" for name in ("packages", "measu
 PAGES = ["ascend.md", "ascend.zh.md", "cuda.md"]
 SCRIPT = f"({'|'.join(map(re.escape, SCRIPTS))}), [0-9]+ ranks?(, vllm)?"
 # What stands for a variable in the name of a row
-VALUES = {"engine": "(transformers|vllm)", "after": "( after .+)?", "temperature": "(1.0|0.6)", "name": SCRIPT}
+VALUES = {"engine": "(embedded|vllm)", "after": "( after .+)?", "temperature": "(1.0|0.6)", "name": SCRIPT}
 OF_ASCEND = {"CANN", "glibc", "allocator", "HCCL"}
 
 

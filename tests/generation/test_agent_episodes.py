@@ -176,7 +176,7 @@ def test_a_stop_starts_agents_again_and_counts_them(steps):
     (group,) = generator.unfinished()
     begun = [int(len(r.token_ids) > 0) for r in group.responses]
     resumed, _ = agents(calls)
-    resumed.go_on([Group.from_bytes(group.to_bytes())])
+    resumed.resume([Group.from_bytes(group.to_bytes())])
     found = finish(resumed)
     for response, expected in zip(found.responses, whole.responses, strict=True):
         assert runs(response) == runs(expected) and response.score == 1.0

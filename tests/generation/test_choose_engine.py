@@ -28,20 +28,20 @@ def with_vllm(monkeypatch):
 
 
 def test_auto_says_what_it_takes_and_why(without_vllm, capsys):
-    assert choose_engine("auto", CPU) == "transformers"
-    assert capsys.readouterr().out == "engine: transformers (the device is a CPU)\n"
-    assert choose_engine("auto", GPU) == "transformers"
-    assert capsys.readouterr().out.startswith("engine: transformers (vLLM cannot be imported: ")
+    assert choose_engine("auto", CPU) == "embedded"
+    assert capsys.readouterr().out == "engine: embedded (the device is a CPU)\n"
+    assert choose_engine("auto", GPU) == "embedded"
+    assert capsys.readouterr().out.startswith("engine: embedded (vLLM cannot be imported: ")
 
 
 def test_auto_takes_vllm_on_a_device_that_is_no_cpu(with_vllm, capsys):
     assert choose_engine("auto", GPU) == "vllm"
     assert capsys.readouterr().out == "engine: vllm (version 0.32.0 is installed)\n"
-    assert choose_engine("auto", CPU) == "transformers"
+    assert choose_engine("auto", CPU) == "embedded"
 
 
 def test_an_engine_that_is_asked_for_is_taken_silently(with_vllm, capsys):
-    assert choose_engine("transformers", GPU) == "transformers" and choose_engine("vllm", CPU) == "vllm"
+    assert choose_engine("embedded", GPU) == "embedded" and choose_engine("vllm", CPU) == "vllm"
     assert capsys.readouterr().out == ""
 
 
@@ -52,7 +52,7 @@ def test_vllm_that_is_missing_is_said_with_a_remedy(without_vllm):
 
 def test_tensor_parallelism_needs_vllm(models):
     with pytest.raises(UserError, match=r"--rollout-tp 2: .* needs --engine vllm"):
-        make_engine(models["qwen3"], EngineArgs(engine="transformers", rollout_tp=2), 64, "float32", CPU, False)
+        make_engine(models["qwen3"], EngineArgs(engine="embedded", rollout_tp=2), 64, "float32", CPU, False)
 
 
 def test_an_engine_sleeps_only_where_it_takes_turns_with_a_learner():

@@ -51,6 +51,35 @@ def test_a_group_that_is_not_one_entry_a_response_is_refused(name, group):
         NAMES[name](**arguments(NAMES[name]) | {"group": torch.tensor(group)})
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_whole_numbers_and_lists_are_refused(name):
+    """Advantages of whole numbers would be rounded to whole numbers."""
+    function, right = NAMES[name], arguments(NAMES[name])
+    for argument in ("reward", "log_prob", "old_log_prob", "advantage"):
+        if argument in right:
+            for other in (torch.long, torch.bool):
+                with pytest.raises(ValueError, match=rf"{name}: {argument} is {other}. It has to be a float type"):
+                    function(**right | {argument: right[argument].to(other)})
+    for argument in right.keys() - {"chosen"}:  # which may be None
+        with pytest.raises(ValueError, match=rf"{name}: {argument} is of type list"):
+            function(**right | {argument: right[argument].tolist()})
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name in losses.ADVANTAGES])
+def test_a_group_of_fractions_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name}: group is torch.float32"):
+        NAMES[name](**arguments(NAMES[name]) | {"group": GROUP.float()})
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "shape"),
+    [("remax", "baseline", (6,)), ("gdpo", "parts", (6, 2)), ("gdpo", "parts", (3,)), ("gdpo", "weights", (3, 2))],
+)
+def test_what_is_per_response_has_an_entry_for_each(name, argument, shape):
+    with pytest.raises(ValueError, match=rf"{name}: {argument} is of the shape \({shape[0]},.*B = 3"):
+        NAMES[name](**arguments(NAMES[name]) | {argument: torch.zeros(shape)})
+
+
 def test_as_many_responses_as_tokens_are_taken():
     """Here group [B] rightly has the same length as seq [N]."""
     reward = torch.tensor([1.0, 0.0, 1.0])
@@ -93,10 +122,42 @@ def test_the_rest_looks_at_its_layout_too():
         lambda: losses.lambda_return(X, MASK, SEQ.flip(0), X),
         lambda: losses.rollout_rejection_mask(X, X, MASK, SEQ.flip(0), criteria=[("seq_max", "k1", 0.5, 2.0)]),
         lambda: losses.rollout_is_weights(X, X, MASK.float(), SEQ),
+        lambda: losses.whiten(X.long(), MASK),
+        lambda: losses.whiten(X, MASK[0]),
+        lambda: losses.pack(torch.ones(2, 3, dtype=torch.long), padded),
+        lambda: losses.pack(torch.ones(2, 3, dtype=torch.bool), X),
+        lambda: losses.unpack(X, SEQ.flip(0), 3),
+        lambda: losses.off_policy_tokens(X, X, X[None], MASK, SEQ, threshold=0.1),
+        lambda: losses.top_covariance(X, X[0], MASK),
     ]
     for call in calls:
         with pytest.raises(ValueError):
             call()
+
+
+def test_a_message_names_the_caller_and_its_arguments():
+    with pytest.raises(ValueError, match=r"kl_penalty: found log_prob \(6,\), ref_log_prob \(5,\)"):
+        losses.kl_penalty(X, X[:5], MASK, "k3")
+    with pytest.raises(ValueError, match=r"rollout_rejection_mask: found .*rollout_log_prob \(5,\)"):
+        losses.rollout_rejection_mask(X, X[:5], MASK, SEQ, criteria=[])
+
+
+NUMBERS = {
+    "divisor is 0": lambda: losses.aggregate(X, MASK, SEQ, "token-mean", 0),
+    "divisor is nan": lambda: losses.aggregate(X, MASK, SEQ, "token-mean", float("nan")),
+    "budget is None": lambda: losses.denominator(MASK, SEQ, "seq-mean-token-sum-norm", 3),
+    "budget is 0": lambda: losses.denominator(MASK, SEQ, "seq-mean-token-sum-norm", 3, budget=0),
+    "quantile is 0": lambda: losses.high_entropy_tokens(X, MASK, quantile=0),
+    "quantile is 20": lambda: losses.high_entropy_tokens(X, MASK, quantile=20),
+    "high is 0": lambda: losses.rollout_is_weights(X, X, MASK, SEQ, high=0),
+    "low is 3": lambda: losses.rollout_is_weights(X, X, MASK, SEQ, low=3),
+}
+
+
+@pytest.mark.parametrize("message", NUMBERS)
+def test_a_number_that_would_train_nothing_is_refused(message):
+    with pytest.raises(ValueError, match=message):
+        NUMBERS[message]()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -256,7 +256,7 @@ def test_the_tokenizers_end_token_counts_as_do_those_of_the_configs(model, tmp_p
 def test_an_engine_ends_responses_at_the_tokenizers_end_token(model, tmp_path):
     end = 9
     tokenizer_of(WORDS, eos_token=WORDS[end]).save_pretrained(tmp_path / "model")
-    args = EngineArgs(engine="transformers")
+    args = EngineArgs(engine="embedded")
     engine = make_engine(model, args, 64, "float32", torch.device("cpu"), False)
     assert engine.eos == {1, end}
     for i in range(8):

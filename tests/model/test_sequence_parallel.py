@@ -86,7 +86,7 @@ def test_verls_gspo_run_goes_over_shared_sequences(tmp_path, demo_model):
         "--val-files",
         "demo",
         "--engine",
-        "transformers",
+        "embedded",
         "--rollout-tp",
         "1",
     ]

@@ -64,7 +64,7 @@ def test_what_the_engine_records_the_learner_replays(model, rows, ranks):  # noq
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
 def test_a_run_with_replay(model, rows, tmp_path, engine):  # noqa: F811
     """Every publish is verified, and generator and learner agree after each of them."""
     if engine == "vllm":

@@ -280,7 +280,7 @@ def generate(
 
 def turns(path: str, **flags) -> None:
     """A rank that learns and generates in turns: its engine takes the learner's weights twice."""
-    place, args = start(), train_sync.Args(model=path, engine="transformers", max_num_seqs=4, **flags)
+    place, args = start(), train_sync.Args(model=path, engine="embedded", max_num_seqs=4, **flags)
     forward_check._compare = lambda ours, *_: ours()
     choose_engine.load_tokenizer, choose_engine.end_token_ids = (lambda *_: None), (lambda *_: {1})
     with FakeDevice():

@@ -18,11 +18,11 @@ from helpers import make_group
 import losses
 import train_sync
 from rl.algorithm import whole_batch
+from rl.algorithm.extra_targets import choose_tokens
 from rl.algorithm.metrics import batch_metrics, staleness_metrics
 from rl.algorithm.rollout_correction import correct_rollout
 from rl.algorithm.rollout_metrics import rollout_metrics
 from rl.algorithm.spread import spread_of
-from rl.algorithm.token_choice import choose_tokens
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.division import Division
 from rl.ranks import process

@@ -69,6 +69,26 @@ def test_no_import_runs_upwards():
     assert not upwards
 
 
+def modules_imported(file: Path) -> Iterator[str]:
+    """Return the files of rl/ that the file imports, as rl.folder.file."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rl"):
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Files are removed as long as there is one that imports no other: what is left is a circle, and what leads to it."""
+    names = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for _, file in files() if file.name != "__init__.py"}
+    left = {name: {*modules_imported(file)} & names.keys() - {name} for name, file in names.items()}
+    while leaves := [name for name, others in left.items() if not others & left.keys()]:
+        for name in leaves:
+            del left[name]
+    assert not left
+
+
 def test_every_room_has_its_line():
     assert {room for room, _ in files()} == LEVELS.keys()
 

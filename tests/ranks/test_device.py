@@ -200,7 +200,7 @@ def test_decoding_stays_clear_of_cudnns_attention():
 def test_three_steps_on_the_accelerator(tmp_path):
     if os.environ["RL_DEVICE"] == "cpu":
         pytest.skip("no accelerator: RL_DEVICE says cpu")
-    flags = ["--total-training-steps", "3", "--test-freq", "0", "--engine", "transformers", "--output-dir", tmp_path]
+    flags = ["--total-training-steps", "3", "--test-freq", "0", "--engine", "embedded", "--output-dir", tmp_path]
     done = subprocess.run(command("train_sync.py", *flags, fresh=True), cwd=ROOT, env=environment(), timeout=280)
     assert done.returncode == 0
 

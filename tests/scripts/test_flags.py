@@ -196,6 +196,16 @@ def test_a_command_with_earlier_names_is_read_under_todays(capfd):
     assert "--kl-reward-coef does nothing without --use-kl-in-reward" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["--engine", "transformers"], ["--engine=transformers"]])
+def test_an_earlier_word_of_a_flag_is_still_accepted(words):
+    assert flags.read(train_sync.Args, args=words).engine == "embedded"
+    assert flag_words.renamed({"engine": "transformers", "model": "transformers"}) == {
+        "engine": "embedded",
+        "model": "transformers",
+    }
+    assert flags.read(train_sync.Args, args=[*words, "--model", "transformers"]).model == "transformers"
+
+
 def test_a_copy_of_a_script_may_have_a_flag_of_an_earlier_name():
     own = dataclasses.make_dataclass("Args", [("horizon", int, 1)], bases=(train_sync.Args,))
     args = flags.read(own, args=["--horizon", "5"])

@@ -21,7 +21,7 @@ SMALLER = [
     "--total-training-steps",
     "4",
     "--engine",
-    "transformers",
+    "embedded",
 ]
 SMALLER += ["--rollout-tp", "1"]
 OF_SCRIPT = {

@@ -21,7 +21,7 @@ SMALLER = [
     "--total-training-steps",
     "3",
 ]
-SMALLER += ["--rollout-tp", "1", "--engine", "transformers"]
+SMALLER += ["--rollout-tp", "1", "--engine", "embedded"]
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 

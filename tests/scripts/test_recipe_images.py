@@ -59,7 +59,7 @@ def run(name: str, home: Path, tmp_path: Path, monkeypatch, *flags: str, **how) 
 
 @pytest.mark.parametrize("name", [pytest.param(AS_SCRIPTED, marks=pytest.mark.slow), AS_PROPOSED])
 def test_a_recipe_trains_with_the_embedded_engine(name, home, tmp_path, monkeypatch):
-    run(name, home, tmp_path, monkeypatch, "--engine", "transformers")
+    run(name, home, tmp_path, monkeypatch, "--engine", "embedded")
 
 
 @pytest.mark.slow

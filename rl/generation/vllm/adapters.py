@@ -116,7 +116,7 @@ class OwnAdapter:
         if takes_images(config) or linear_layers(config) or getattr(config.get_text_config(), "num_experts_per_tok", None):
             raise UserError(
                 f"--publish adapter with --engine vllm: {where} has images, experts or recurrent states. Leave --publish out, "
-                "or take --engine transformers."
+                "or take --engine embedded."
             )
         self.adapters = adapt(skeleton, args, where)
         self.shapes = {name: skeleton.get_parameter(name).shape for name in self.adapters.tensors}

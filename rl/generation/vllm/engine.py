@@ -240,12 +240,12 @@ class VLLMEngine:
                 raise UserError(
                     f"--engine vllm: vLLM does not start with {settings.model}: {reason}\n"
                     "If memory is short, lower --gpu-memory-utilization, --max-num-seqs or --max-num-batched-tokens, or raise "
-                    "--rollout-tp; docs/engines.md says which helps when. --engine transformers works without vLLM."
+                    "--rollout-tp; docs/engines.md says which helps when. --engine embedded works without vLLM."
                 ) from error
             worker = engine.model_executor.driver_worker.worker
             if args.lm_head_fp32 and engine.model_config.head_dtype != torch.float32:
                 raise UserError(
-                    "--lm-head-fp32: vLLM has no fp32 head on this device. Take --engine transformers, or leave the flag out."
+                    "--lm-head-fp32: vLLM has no fp32 head on this device. Take --engine embedded, or leave the flag out."
                 )
             give_sampled_log_probs(worker.model_runner.sampler, worker.device)
         return engine

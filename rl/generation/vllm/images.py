@@ -64,7 +64,7 @@ class PreparedImages:
         architecture = (config.architectures or ["?"])[0]
         if architecture not in ARCHITECTURES:
             known = " and ".join(ARCHITECTURES)
-            raise UserError(f"{where}: --engine vllm takes images for {known}, not {architecture}. Try --engine transformers.")
+            raise UserError(f"{where}: --engine vllm takes images for {known}, not {architecture}. Try --engine embedded.")
         model_class = vllms_class(architecture)
         if "_processor_factory" in vars(model_class):
             del model_class._processor_factory  # vLLM warns if one is replaced

@@ -33,7 +33,7 @@ def check_flags(args: EngineArgs, max_length: int, chunks: bool) -> None:
     hottest, flag = max((args.temperature, "--temperature"), (args.val_temperature, "--val-temperature"))
     if hottest > HIGHEST_TEMPERATURE:
         raise UserError(
-            f"{flag} {hottest:g}: vLLM samples at {HIGHEST_TEMPERATURE:g} at most. Lower it, or take --engine transformers."
+            f"{flag} {hottest:g}: vLLM samples at {HIGHEST_TEMPERATURE:g} at most. Lower it, or take --engine embedded."
         )
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world % args.rollout_tp:
@@ -59,7 +59,7 @@ def give_sampled_log_probs(sampler, device: torch.device) -> None:
     raise UserError(
         f"--engine vllm: the sampler of this vLLM, {type(sampler).__module__}.{type(sampler).__name__}, gives log-probs of the "
         "model before temperature, top-k and top-p, not of what it samples: the policy's ratios would be wrong. Install the "
-        "versions in docs/engines.md, or take --engine transformers."
+        "versions in docs/engines.md, or take --engine embedded."
     )
 
 

@@ -57,7 +57,7 @@ def check_flags(config, args, samples: bool) -> None:
         if args.weights_dtype(args.dtype) != torch.bfloat16 or sizes != {128}:
             raise UserError(
                 "--engine vllm: on a CPU its kernels compute gated delta nets in bfloat16 alone, with heads of 128. Add "
-                "--rollout-dtype bfloat16 if the model has such heads, or take --engine transformers."
+                "--rollout-dtype bfloat16 if the model has such heads, or take --engine embedded."
             )
 
 
