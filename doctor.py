@@ -28,7 +28,8 @@ class Doctor:
     """Prints findings as they arrive, and keeps them in a file that is complete at any moment."""
 
     def __init__(self, file: Path):
-        self.file, self.started = file, time.time()
+        self.file = file
+        self.started = time.time()
         self.facts: dict = {"machine": platform.platform(), "host_python": sys.version.split()[0]}
         self.findings: list[Finding] = []
 

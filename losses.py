@@ -138,7 +138,8 @@ def _discounted(reward: Tensor, seq: Tensor, gamma: float) -> Tensor:
     """Compute return_to_go if every token is a step, in log2(longest response) passes: the sum over a window of 2w tokens is
     the sum over w plus gamma^w times the sum over the next w."""
     longest = int(torch.bincount(seq).max()) if len(seq) else 0
-    total, width = reward, 1
+    total = reward
+    width = 1
     while width < longest:
         same = seq[:-width] == seq[width:]
         total = torch.cat([total[:-width] + gamma**width * total[width:] * same, total[-width:]])
@@ -485,12 +486,14 @@ def optimal_token_baseline(reward: Tensor, mask: Tensor, seq: Tensor, group: Ten
     """
     _, score, index = _centered(reward, mask, seq, group)
     kept = mask.nonzero()[:, 0]  # [M]
-    s, energy = seq[kept], energy[kept].double()
+    s = seq[kept]
+    energy = energy[kept].double()
     sizes = torch.bincount(s, minlength=len(group))  # [B]
     first = (sizes.cumsum(0) - sizes)[s]  # where each one's response begins
     spent = energy.cumsum(0)
     weight = spent - (spent - energy)[first]
-    longest, of_group = int(sizes.max()) if len(s) else 0, torch.unique(index, return_inverse=True)[1][s]
+    longest = int(sizes.max()) if len(s) else 0
+    of_group = torch.unique(index, return_inverse=True)[1][s]
     cell = of_group * longest + torch.arange(len(s), device=s.device) - first  # one for each group and t
     ahead = return_to_go(reward.double(), mask, seq)[kept]
     above = ahead - _group_min(score, index)[s]
@@ -544,7 +547,8 @@ def gdpo(
     Group reward-Decoupled Normalization Policy Optimization (GDPO), arXiv 2601.05242, eqs. 4 to 6 (verl takes the last std over
     tokens). A group of one gives 0.
     """
-    index, total = _group_index(mask, seq, group), torch.zeros(len(group), dtype=torch.float64, device=reward.device)
+    index = _group_index(mask, seq, group)
+    total = torch.zeros(len(group), dtype=torch.float64, device=reward.device)
     for r, weight in zip(parts.double().unbind(1), weights.double(), strict=True):
         centered = _above_mean(r, index)
         total = total + weight * centered / (_group_std(centered, index) + eps)
@@ -712,7 +716,8 @@ def gmpo(
     pg_clipfrac_lower: with A < 0. If tokens have importance weights, a response is weighted by their arithmetic mean (in verl
     by their geometric mean, which is the weight at the level sequence_geometric).
     """
-    d, sign = log_ratio(log_prob, old_log_prob, mask), advantage.sign()
+    d = log_ratio(log_prob, old_log_prob, mask)
+    sign = advantage.sign()
     clipped = d.clamp(-clip_low, clip_high)
     u = sign * torch.minimum(sign * d, sign * clipped)  # 0 outside the mask, as d is
     count = sequence_sum(mask.to(d.dtype), seq).clamp(min=1)  # [B]
@@ -953,7 +958,8 @@ def dppo_kl(
     """dppo_tv with the trust region in `binary_kl` from the old policy to this one: a token is left out if the KL is above high
     and p > p_old (A > 0), or above low and p < p_old (A <= 0). DPPO, arXiv 2602.04879, Binary-KL; the same statistics."""
     lp, old = (torch.where(mask, x, 0.0) for x in (log_prob, old_log_prob))
-    d, kl = lp.detach() - old, binary_kl(old, lp.detach())
+    d = lp.detach() - old
+    kl = binary_kl(old, lp.detach())
     out = torch.where(advantage > 0, (kl > clip_high) & (d > 0), (kl > clip_low) & (d < 0))
     return _left_in(out, lp, old, advantage, clip_c)
 
@@ -1045,7 +1051,8 @@ def lambda_return(reward: Tensor, mask: Tensor, seq: Tensor, value: Tensor, gamm
     """
     _check_tokens("lambda_return", reward=reward, mask=mask, seq=seq, value=value)
     index, r = _steps(reward, mask, seq)
-    v, s = torch.where(mask, value, 0.0)[index].to(r.dtype), seq[index]
+    v = torch.where(mask, value, 0.0)[index].to(r.dtype)
+    s = seq[index]
     following = torch.cat([v[1:] * (s[1:] == s[:-1]), v.new_zeros(min(1, len(v)))])
     advantage = _discounted(r + gamma * following - v, s, gamma * lam)
     return torch.zeros_like(reward).index_copy(0, index, advantage + v)
@@ -1150,7 +1157,8 @@ def top_k_reverse_kl(log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor) -
         found = f"log_prob {tuple(log_prob.shape)}, teacher_log_prob {tuple(teacher_log_prob.shape)}, mask {tuple(mask.shape)}"
         raise ValueError(f"top_k_reverse_kl: found {found}. The first two have to be [N, K], the mask [N].")
     lp, lt = (torch.where(mask[:, None], x, -1.0) for x in (log_prob, teacher_log_prob))
-    p, rest = lp.detach().exp(), [(1 - x.detach().exp().sum(1, keepdim=True)).clamp(min=1e-6) for x in (lp, lt)]
+    p = lp.detach().exp()
+    rest = [(1 - x.detach().exp().sum(1, keepdim=True)).clamp(min=1e-6) for x in (lp, lt)]
     gap = lp.detach() - lt  # [N, K]
     gap_of_rest = rest[0].log() - rest[1].log()  # [N, 1]
     value = (p * gap).sum(1) + (rest[0] * gap_of_rest)[:, 0]
@@ -1302,7 +1310,8 @@ def check_combination(adv_estimator: str, loss_mode: str, loss_agg_mode: str) ->
     _check_word("advantage", adv_estimator, ADVANTAGES)
     _check_word("policy loss", loss_mode, POLICY_LOSSES)
     _check_word("aggregation", loss_agg_mode, AGGREGATIONS)
-    loss, estimator = POLICY_LOSSES[loss_mode], ADVANTAGES[adv_estimator]
+    loss = POLICY_LOSSES[loss_mode]
+    estimator = ADVANTAGES[adv_estimator]
     if loss.by_response and loss_agg_mode != loss.aggregation:
         raise ValueError(
             f"{loss_mode} has one ratio for a whole response, whose 1 / length comes from the aggregation {loss.aggregation}: "

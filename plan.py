@@ -80,7 +80,8 @@ def main(words: list[str]) -> None:
 def load(named: str) -> tuple[str, ModuleType]:
     """Return (import name, module) of a script, given by its name, or of a copy, given by its file. The processes that this one
     starts import it by the same name."""
-    file, name = Path(named), Path(named).stem
+    file = Path(named)
+    name = Path(named).stem
     if name in SCRIPTS and not file.is_file():
         return name, importlib.import_module(name)
     of_three = f"one of {', '.join(f'{s}.py' for s in SCRIPTS)}, or the file of a copy"

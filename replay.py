@@ -186,7 +186,8 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
     job = set_up(replace(args, test_freq=0), script.__file__)
     check_number(start["contents"], job.prompts, replay.record.directory)
     total_steps = job.total_steps if LENGTH & {*replay.changed} else start["total_steps"]
-    learner, kl_control = make_learner(args, replace(job, total_steps=total_steps), ranks), KLControl(args)
+    learner = make_learner(args, replace(job, total_steps=total_steps), ranks)
+    kl_control = KLControl(args)
     if replay.checkpoint:
         kl_control.restore(resume.load(replay.checkpoint, learner)["kl_control"])
     job = replace(job, script=f"replay of {start['script']}", total_steps=replay.last, notes=notes(replay))
@@ -208,7 +209,8 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
 
 def notes(replay: Replay) -> dict:
     """Return what the replay's config.json holds in addition to the flags."""
-    off_policy, changed = sorted(replay.off_policy), {name: list(of) for name, of in replay.changed.items()}
+    off_policy = sorted(replay.off_policy)
+    changed = {name: list(of) for name, of in replay.changed.items()}
     of = {"of": str(replay.run_dir), "first_step": replay.first, "changed": changed, "off_policy": off_policy}
     return {"replay": of, "code": code_digest(Path(replay.script.__file__))}
 

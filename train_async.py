@@ -161,7 +161,9 @@ def generate(args: Args, split: Split, job: Job) -> None:
 
 def train(args: Args, split: Split, job: Job) -> None:
     """A learner's life: wait for groups, learn, publish."""
-    learner, kl_control, samples = make_learner(args, job, split.ranks), KLControl(args), Stream(args, split)
+    learner = make_learner(args, job, split.ranks)
+    kl_control = KLControl(args)
+    samples = Stream(args, split)
     publisher = Publisher(learner, split, args.weights_dtype(args.dtype), announce=samples.published)
     run = TrainingRun(args, job, learner, split.learners + split.generators, samples, kl_control=kl_control)
     samples.open()

@@ -58,7 +58,9 @@ class Args(SplitArgs, BatchArgs, CommonArgs):
 def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Group], int, dict[str, float]]:
     """Generate the tickets from `ticket` on, divided among the engines, and gather all groups on every rank. With
     --filter-groups, groups without signal are replaced by fresh tickets. Return the groups, the next ticket, and metrics."""
-    kept, dropped, rounds = [], [], 0
+    kept = []
+    dropped = []
+    rounds = 0
     engine, engines = generator.engine_ranks.index, generator.engine_ranks.engines
     while len(kept) < args.train_batch_size and rounds < args.max_num_gen_batches:
         rounds += 1
@@ -178,7 +180,9 @@ def generate(args: Args, split: Split, job: Job) -> None:
 
 def train(args: Args, split: Split, job: Job) -> None:
     """A learner's life: wait for a batch, learn, publish."""
-    learner, kl_control, samples = make_learner(args, job, split.ranks), KLControl(args), Batches(args, split)
+    learner = make_learner(args, job, split.ranks)
+    kl_control = KLControl(args)
+    samples = Batches(args, split)
     publisher = Publisher(learner, split, args.weights_dtype(args.dtype), announce=samples.published)
     run = TrainingRun(args, job, learner, split.learners + split.generators, samples, kl_control=kl_control)
     samples.open()

@@ -40,7 +40,8 @@ class Args(SupervisedArgs):
 def learn(learner: Learner, batch: Batch, timer: Timers) -> dict[str, float]:
     """Train on the batch with one optimizer step. Return metrics."""
     with timer("update_actor"):
-        means, every = LossMeans(batch, learner.ranks), torch.arange(len(batch.lengths))
+        means = LossMeans(batch, learner.ranks)
+        every = torch.arange(len(batch.lengths))
         denominator = whole_batch.denominator(batch, every, "token-mean", 0)  # trained tokens of all ranks
         for micro in micro_batches(batch, every, learner.micro_batch_tokens, learner.ranks):
             t = batch.at(micro)

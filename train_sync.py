@@ -56,7 +56,9 @@ class Args(OverSampleArgs, CommonArgs):
 def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Group], int, dict[str, float]]:
     """Generate the tickets from `ticket` on, divided among the engines, and gather all groups on every rank. With
     --filter-groups, groups without signal are replaced by fresh tickets. Return the groups, the next ticket, and metrics."""
-    kept, dropped, rounds = [], [], 0
+    kept = []
+    dropped = []
+    rounds = 0
     engine, engines = generator.engine_ranks.index, generator.engine_ranks.engines
     while len(kept) < args.train_batch_size and rounds < args.max_num_gen_batches:
         rounds += 1
@@ -166,7 +168,9 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
 def train(args: Args, ranks: dist.Ranks, job: Job) -> None:
     """Every rank's life: generate, learn, publish."""
     pool = ScoringPool(args)  # first: it checks that --reward can be imported
-    learner, kl_control, next_ticket = make_learner(args, job, ranks), KLControl(args), NextTicket()
+    learner = make_learner(args, job, ranks)
+    kl_control = KLControl(args)
+    next_ticket = NextTicket()
     generator = make_generator(args, job, ranks, pool, give_up=signals.stop_requested)
     run = TrainingRun(args, job, learner, ranks.world_size, generator=generator, kl_control=kl_control, next_ticket=next_ticket)
     weights = LocalWeights(learner, generator.engine, args.weights_dtype(args.dtype))

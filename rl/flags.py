@@ -59,7 +59,8 @@ def read(
     words = _spell_out_booleans(flags, words)
     if {"-h", "--help", "--help-all"} & {*words}:
         _print_help(flags, description or "", defaults or {}, show_all="--help-all" in words)
-    found, given = _read(flags, words), flag_needs.given(flags, words)
+    found = _read(flags, words)
+    given = flag_needs.given(flags, words)
     parsed = flags(**(defaults or {}) | {name: getattr(found, name) for name in given})
     check(parsed)
     flag_needs.warn(flag_needs.without_effect(parsed, given).values())
@@ -117,7 +118,8 @@ def _print_help(flags: type, description: str, defaults: dict, show_all: bool) -
 def _help(flags: type, description: str, defaults: dict, show_all: bool) -> Iterator[str]:
     yield f"usage: {os.path.basename(sys.argv[0])} [--FLAG VALUE ...]\n\n{description.strip()}\n"
     yield BOOLEANS if show_all else f"{COMMON}\n{BOOLEANS}"
-    hints, limits = get_type_hints(flags), marks(flags, Range)
+    hints = get_type_hints(flags)
+    limits = marks(flags, Range)
     fields = {field.name: field for field in dataclasses.fields(flags)}
     width = max(40, shutil.get_terminal_size().columns - 8)
     for title, part, names in _groups(flags):
@@ -130,7 +132,8 @@ def _help(flags: type, description: str, defaults: dict, show_all: bool) -> Iter
         for name in shown:
             limit = f" ({limits[name]})" if name in limits else ""
             yield f"  {flag(name)} {_kind(hints[name])}{limit}"
-            text, default = texts.get(name, ""), defaults.get(name, fields[name].default)
+            text = texts.get(name, "")
+            default = defaults.get(name, fields[name].default)
             if default not in (dataclasses.MISSING, None, ()):  # the help text explains these
                 text += f" (default: {' '.join(map(str, default)) if isinstance(default, tuple) else default})"
             yield from (f"      {line}" for line in textwrap.wrap(text.strip(), width, break_on_hyphens=False))

@@ -36,7 +36,8 @@ class GeneratorLoop:
         self.generator = make_generator(args, job, split.ranks, ScoringPool(args))
         self.engine = self.generator.engine
         self._outbox = Outbox(args, split)
-        self._control, self._subscriber = ControlBlock(split), Subscriber(split, self.engine, overlaps=True)
+        self._control = ControlBlock(split)
+        self._subscriber = Subscriber(split, self.engine, overlaps=True)
         to_train = job.total_steps * args.prompts_per_step
         self._tickets = Tickets(split.store.clone(), args, to_train, self.generator.engine_ranks.engines)
         self._validated = int(split.store.get("validated"))  # the newest step whose weights have been validated
@@ -67,7 +68,9 @@ class GeneratorLoop:
 
     def update_weights(self, version: int, recompute_kv: bool) -> None:
         """Load the learners' weights of this version into the engine, and start their validation if it is due."""
-        args, total, generator = self.args, self.job.total_steps, self.generator
+        args = self.args
+        total = self.job.total_steps
+        generator = self.generator
         with generator.timer("update_weights"):
             self._subscriber.receive(version, recompute_kv)
         self._outbox.report(generator.timer, generator.pool, self._subscriber.received)
@@ -103,7 +106,8 @@ class BatchLoop:
         self.args, self.split, self.job = args, split, job
         self.generator = make_generator(args, job, split.ranks, ScoringPool(args))
         self._outbox = Outbox(args, split)
-        self._control, self._subscriber = ControlBlock(split), Subscriber(split, self.generator.engine)
+        self._control = ControlBlock(split)
+        self._subscriber = Subscriber(split, self.generator.engine)
         start = json.loads(split.store.get("start"))
         self.first, self.ticket = start["batch"], start["ticket"]  # of the first batch to generate
         self._oldest, self._validated = start["version"], start["validated"]
@@ -130,7 +134,8 @@ class BatchLoop:
 
     def send(self, groups: list[Group], next_ticket: int, metrics: dict[str, float]) -> None:
         """Send a batch to the learners, with its generation metrics."""
-        self.ticket, history = next_ticket, {}
+        self.ticket = next_ticket
+        history = {}
         if self.args.prompt_sampling != "uniform":
             prompts = self.generator.history
             history = {"shown": prompts.commit(), "skipped": prompts.take_skipped()}

@@ -15,7 +15,9 @@ from typing import Annotated, Literal, TypeVar, get_type_hints
 from rl.errors import UserError
 
 Mark, Value = TypeVar("Mark"), TypeVar("Value")
-LARGEST_INT, LARGEST_FLOAT = 2**63 - 1, 3e38  # torch's limits: 64 bits, float32
+# torch's limits: 64 bits, float32
+LARGEST_INT = 2**63 - 1
+LARGEST_FLOAT = 3e38
 
 
 @dataclass(frozen=True)

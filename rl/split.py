@@ -78,7 +78,8 @@ def init_split(generators: int, hang_timeout: float = 0, node_timeout: float = 0
     UserError if the job has no generator or no learner. hang_timeout, node_timeout: seconds, of the watchdog and the heartbeat;
     0 turns them off. over: --publish-over. Collective."""
     store, own_device, timeout = meet(generators, hang_timeout, node_timeout)
-    here, nodes = launch.here(), launch.nodes()
+    here = launch.here()
+    nodes = launch.nodes()
     _check_split(nodes)
     number = next(i for i, node in enumerate(nodes) if here.rank in node.ranks)
     role, rank, alike = _role(nodes, number, here.local_rank)

@@ -94,6 +94,7 @@ class SupervisedRun(TrainingRun):
         self._skipped = self.learner.skipped
 
     def _look_at_step(self, step: int, batch: Batch, metrics: dict[str, float], gone) -> dict[str, float]:
-        new, self._skipped = metrics["actor/skipped_steps"] - self._skipped, metrics["actor/skipped_steps"]
+        new = metrics["actor/skipped_steps"] - self._skipped
+        self._skipped = metrics["actor/skipped_steps"]
         self.record.warn("optimizer steps skipped", new, "Their gradient was not finite: training diverges. Try a lower --lr.")
         return {}

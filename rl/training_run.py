@@ -111,7 +111,10 @@ class TrainingRun:
 
     def _open_record(self, resumed: Resumed) -> Run:
         """Open the run's directory, loggers and console, print its first lines, and return it."""
-        args, job, ranks, tokens = self.args, self.job, self.learner.ranks, self.learner.micro_batch_tokens
+        args = self.args
+        job = self.job
+        ranks = self.learner.ranks
+        tokens = self.learner.micro_batch_tokens
         held = precisions(args)
         notes = job.notes | {"precision": held, "micro_batch_tokens": tokens}
         record = Run(args, dist.describe_hardware(), job.total_steps, ranks.is_main, job.script, resumed.origin, notes)
@@ -245,7 +248,8 @@ class TrainingRun:
             metrics = metrics | event_metrics(self.parts["events"].state()) | self._validate(step)
         if "prompt_history" in self.parts:
             history = self.parts["prompt_history"]
-            gone, metrics = history.apart(gone["filtered"], history.take_skipped()), metrics | history.metrics()
+            gone = history.apart(gone["filtered"], history.take_skipped())
+            metrics = metrics | history.metrics()
         if gone and "skipped" in gone:
             metrics = metrics | {"prompts/skipped": len(gone["skipped"])}
         seconds = {name: value for name, value in self.timer.seconds.items() if name != "testing"}
@@ -304,7 +308,9 @@ class TrainingRun:
 
     def _save(self, step: int) -> None:
         with self.timer("save_checkpoint"):
-            groups, unfinished, state = [], [], {name: part.state() for name, part in self.parts.items()}
+            groups = []
+            unfinished = []
+            state = {name: part.state() for name, part in self.parts.items()}
             if self.generator:
                 unfinished = all_gather_groups(self._put_aside)
             if self.samples:

@@ -42,12 +42,14 @@ class AdapterFiles:
     """An adapter to start from. Raise UserError if there is none, or one of another kind."""
 
     def __init__(self, directory: str):
-        self.directory, self._where = Path(directory), f"--lora-model {directory}"
+        self.directory = Path(directory)
+        self._where = f"--lora-model {directory}"
         try:
             self._config = json.loads((self.directory / CONFIG).read_text())
             if not isinstance(self._config, dict) or self._config.get("peft_type") != "LORA":
                 raise ValueError("its peft_type is not LORA")
-            rank, alpha = int(self._config["r"]), float(self._config["lora_alpha"])
+            rank = int(self._config["r"])
+            alpha = float(self._config["lora_alpha"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise UserError(
@@ -63,7 +65,8 @@ class AdapterFiles:
         """Raise UserError if a flag contradicts the files. args: AdapterArgs."""
         own = {"lora_rank": self.setting.rank, "lora_alpha": self.setting.alpha, "lora_target": self.setting.target}
         for name, value in own.items():
-            asked, default = getattr(args, name), type(args).__dataclass_fields__[name].default
+            asked = getattr(args, name)
+            default = type(args).__dataclass_fields__[name].default
             asked = tuple(sorted(asked)) if isinstance(asked, tuple) else asked
             if asked not in (default, value):
                 shown = " ".join(value) if isinstance(value, tuple) else value

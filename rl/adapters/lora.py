@@ -80,7 +80,9 @@ class Adapters:
 
     def __init__(self, setting: Setting, names: Sequence[str], files: AdapterFiles | None):
         """names: the layers that have an adapter. files: the adapter that training starts from."""
-        self.setting, self.names, self.files = setting, list(names), files
+        self.setting = setting
+        self.names = list(names)
+        self.files = files
         self.scale = setting.alpha / setting.rank
         self.weights = {f"{name}.weight" for name in names}  # the parameters that the adapters change
         self.on = True
@@ -94,7 +96,8 @@ class Adapters:
     def in_words(self, model: nn.Module) -> str:
         """Return a line about the trained parameters."""
         own = sum(model.get_parameter(name).numel() for name in self.tensors)
-        all_of_it, layers = sum(parameter.numel() for parameter in model.parameters()), len(self.names)
+        all_of_it = sum(parameter.numel() for parameter in model.parameters())
+        layers = len(self.names)
         return f"adapters: rank {self.setting.rank} in {layers} linear layers, {own:,} of {all_of_it:,} parameters are trained"
 
     @torch.no_grad()
@@ -138,7 +141,8 @@ class Adapters:
             if name not in self.weights:
                 return rows
             layer = name.removesuffix(".weight")
-            thin, thick = a[f"{layer}.lora_A"], b[f"{layer}.lora_B"]
+            thin = a[f"{layer}.lora_A"]
+            thick = b[f"{layer}.lora_B"]
             return torch.addmm(rows.to(thin.device).float(), thick.to(thin.device).float(), thin, alpha=self.scale)
 
         return merged

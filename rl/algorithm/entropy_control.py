@@ -49,7 +49,8 @@ class EntropyControl:
     """The weight of the entropy bonus. The same on every learner."""
 
     def __init__(self, args: EntropyArgs):
-        self.args, self.coef = args, args.entropy_coeff
+        self.args = args
+        self.coef = args.entropy_coeff
         self.is_low = False  # the entropy of the last step was at most the target
 
     @property

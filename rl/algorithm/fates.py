@@ -79,8 +79,10 @@ def causes(args: AlgorithmArgs, batch: Batch, fates: Fates) -> Counter[str]:
         members[place].append(response)
     sizes = dict(enumerate(batch.sizes))
     if estimator.group_of_one is None and "baseline" not in estimator.inputs:
-        members, sizes = {0: [*range(len(batch.group))]}, {0: sum(sizes.values())}
-    scores, baselines = batch.score.tolist(), batch.baseline.tolist()
+        members = {0: [*range(len(batch.group))]}
+        sizes = {0: sum(sizes.values())}
+    scores = batch.score.tolist()
+    baselines = batch.baseline.tolist()
     failed, truncated, rejected, masked = (x.tolist() for x in (batch.failed, batch.truncated, fates.rejected, fates.masked))
     found: Counter[str] = Counter()
     for place, responses in members.items():

@@ -61,7 +61,9 @@ class Health:
 
     def of_step(self, step: int, batch: Batch, metrics: dict[str, float], fates: Fates | None = None) -> dict[str, int]:
         """Warn of the step's problems; return warnings/*. fates: the batch's, if they are known already. A collective."""
-        args, responses, fates = self.args, len(batch.lengths), fates or Fates.of(batch)
+        args = self.args
+        responses = len(batch.lengths)
+        fates = fates or Fates.of(batch)
         if args.sampling.truncates and not args.keep_sampling_mask:
             detail = "Their log-probs are of the truncated distribution, the learner's of the full one: ratios and KL are off."
             detail += " Leave these flags out if that matters, or add --keep-sampling-mask, with --top-k."
@@ -82,7 +84,8 @@ class Health:
         if responses and bool(batch.truncated.all()) and not args.ignore_eos:
             detail = "Raise --max-response-length, or check that the model's end token is the one that its answers end with."
             self._warn("endless_steps", "steps in which every response ran into --max-response-length", 1, detail)
-        new, self._skipped = metrics["actor/skipped_steps"] - self._skipped, metrics["actor/skipped_steps"]
+        new = metrics["actor/skipped_steps"] - self._skipped
+        self._skipped = metrics["actor/skipped_steps"]
         detail = "Their gradient was not finite: training diverges. Try a lower --lr, or --dtype float32. To look for "
         detail += f"the cause, add --record-samples DIR, and compute the step again: python replay.py RUN --from-step {step}."
         self._warn("skipped_updates", "optimizer steps skipped", new, detail)
@@ -106,7 +109,8 @@ class Health:
     def _warn_of_correction(self, step: int, metrics: dict[str, float], fates: Fates) -> None:
         """Warn if the rollout correction leaves little of a step."""
         if fates.rejected_share >= MUCH_REJECTED:
-            count, remedy = int(fates.rejected.sum()), CAUSES[REJECTED][2]
+            count = int(fates.rejected.sum())
+            remedy = CAUSES[REJECTED][2]
             detail = f"In step {step} {fates.rejected_share:.0%} of the tokens, {count} responses as a whole. {remedy}."
             self._warn("rejected", "steps of which the rollout correction rejects nearly all", 1, detail)
         effective = metrics.get("rollout_corr/rollout_is_eff_sample_size", 1.0)

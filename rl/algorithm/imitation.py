@@ -47,7 +47,9 @@ class Imitation:
 
     def __init__(self, args, rows: Sequence):
         """args: a script's flags; rows: rl.data.demonstrations.Demonstrations."""
-        self.args, self.rows, self.order = args, rows, PromptOrder(len(rows), args.seed, args.shuffle)
+        self.args = args
+        self.rows = rows
+        self.order = PromptOrder(len(rows), args.seed, args.shuffle)
         self.updates = args.ppo_epochs * -(-args.prompts_per_step // args.prompts_per_update)  # in a step
         self.begin_step(1)
 
@@ -67,8 +69,12 @@ class Imitation:
 def imitate(args, learner) -> dict[str, float]:
     """Add the gradient of the next demonstrations' term to that of an update. Return actor/sft_nll, the mean of -log p over
     their tokens, averaged over the step's updates so far. A collective of the learners."""
-    imitation, computed, learner.computed = learner.imitation, learner.computed, Computed()  # perf/* only counts samples
-    batch, found = imitation.batch(learner), []
+    # perf/* only counts samples
+    imitation = learner.imitation
+    computed = learner.computed
+    learner.computed = Computed()
+    batch = imitation.batch(learner)
+    found = []
     every = torch.arange(len(batch.lengths))
     denominator = whole_batch.denominator(batch, every, "token-mean", 0)  # trained tokens of all ranks
     for micro in micro_batches(batch, every, learner.micro_batch_tokens, learner.ranks):

@@ -8,7 +8,8 @@ class KLControl:
     """The weight of the KL in the reward: fixed, or steered towards --target-kl."""
 
     def __init__(self, args: AlgorithmArgs):
-        self.args, self.coef = args, args.kl_reward_coef
+        self.args = args
+        self.coef = args.kl_reward_coef
 
     def update(self, kl: float, responses: int) -> dict[str, float]:
         """Update the weight after a batch with this KL per token; return the KL and the weight that the batch had."""

@@ -53,7 +53,10 @@ def _advantage_metrics(batch: Batch) -> dict[str, float]:
             more = len(trained), float(trained.sum(dtype=torch.float64))
             own = [own[0] + more[0], own[1] + more[1], max(own[2], float(high)), min(own[3], float(low))]
     counts, totals, highest, lowest = zip(*batch.of_each_rank(own), strict=True)
-    count, total, most, least = sum(counts), sum(totals), max(highest), min(lowest)
+    count = sum(counts)
+    total = sum(totals)
+    most = max(highest)
+    least = min(lowest)
     values = {"mean": total / count, "max": most, "min": least} if count else dict.fromkeys(("mean", "max", "min"), math.nan)
     return {f"critic/advantages/{name}": value for name, value in values.items()}
 
@@ -61,7 +64,8 @@ def _advantage_metrics(batch: Batch) -> dict[str, float]:
 def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
     """Return the ages of a step's sampled tokens in versions, under verl's names if there are any; empty for a batch without
     sampled tokens. version: the one that the step begins with."""
-    has_tokens, tokens = batch.sampled_lengths > 0, int(batch.sampled_lengths.sum())
+    has_tokens = batch.sampled_lengths > 0
+    tokens = int(batch.sampled_lengths.sum())
     if not tokens:
         return {}
     versions = batch.version[batch.mask] if batch.is_masked else batch.version
@@ -73,7 +77,8 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
         for age, least_or_most in zip(ages, (np.minimum, np.maximum), strict=True):
             age[here] = torch.from_numpy(version - least_or_most.reduceat(versions.numpy(), starts)).long()
     oldest, newest = batch.sum_over_ranks(ages)[:, has_tokens]
-    span, stale = oldest - newest, oldest > 0
+    span = oldest - newest
+    stale = oldest > 0
     total, counts = torch.zeros((), dtype=torch.long), torch.zeros(OLDEST_SHOWN + 1, dtype=torch.long)
     for part in versions.split(PIECE):
         age = version - part

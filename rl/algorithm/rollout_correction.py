@@ -68,7 +68,9 @@ class RolloutCorrectionArgs:
 
 def correct_rollout(args: RolloutCorrectionArgs, batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return (weight of each token, whether it is rejected), [N]; None if nothing is weighted or rejected."""
-    weight, rejected, criteria = None, None, args.rejection_criteria
+    weight = None
+    rejected = None
+    criteria = args.rejection_criteria
     inputs = (batch.targets.actor_log_prob, batch.rollout_log_prob, batch.mask)
     if args.rollout_is:
         low, high = args.weight_bounds
@@ -115,5 +117,6 @@ def _parse_criterion(name: str, text: str) -> Criterion:
     if divergence != "k1" and low is not None:
         raise ValueError(f"{name} is bounded above only: write one number instead of {text!r}")
     if divergence == "k1" and low is None:
-        low, high = min(high, 1 / high), max(high, 1 / high)
+        low = min(high, 1 / high)
+        high = max(high, 1 / high)
     return level, divergence, low or 0.0, high

@@ -31,10 +31,12 @@ def rollout_metrics(args: RolloutCorrectionArgs, batch: Batch) -> dict[str, floa
     chi2: mean w^2 - 1 by token and by response; *_ppl: per response, then averaged. The correlation is of the probabilities,
     rollout_probs_diff_* of their difference at tokens that are not rejected. A collective.
     """
-    level, targets = args.rollout_is or "token", batch.targets
+    level = args.rollout_is or "token"
+    targets = batch.targets
     sums, most = Counter(), Counter()
     for piece in pieces(batch.seq):
-        learner, rejected = targets.actor_log_prob[piece], targets.rejected
+        learner = targets.actor_log_prob[piece]
+        rejected = targets.rejected
         xs = [learner, batch.rollout_log_prob[piece], batch.seq[piece]]
         xs += [] if rejected is None else [rejected[piece]]
         known = batch.mask[piece] & ~learner.isnan()
@@ -64,17 +66,22 @@ def _add(
     counts = torch.unique_consecutive(seq, return_counts=True)[1]  # [b] tokens of each response
     by_response = lambda x: torch.segment_reduce(x, "sum", lengths=counts)  # noqa: E731
     log_ratio = (lp - roll).clamp_(-20, 20)
-    ratio, of_response = log_ratio.exp(), by_response(log_ratio)
+    ratio = log_ratio.exp()
+    of_response = by_response(log_ratio)
     of_sequence = of_response.clamp(-20, 20)
     sums.update(tokens=len(lp), responses=len(counts))
     sums.update(_sums(kl=-of_response, chi2_seq=(2 * of_sequence).exp()))
     sums.update(_sums(k3_kl=ratio - log_ratio - 1, chi2_token=ratio * ratio))
     sums.update(_perplexities(-by_response(lp) / counts, -by_response(roll) / counts))
-    units, times = ratio, None  # a unit has one weight; times: its tokens
+    # a unit has one weight; times: its tokens
+    units = ratio
+    times = None
     if level != "token":
-        units, times = (of_sequence if level == "sequence" else of_response / counts).exp(), counts
+        units = (of_sequence if level == "sequence" else of_response / counts).exp()
+        times = counts
     _add_weights(sums, most, units, times, *bounds)
-    p, q = lp.exp().double(), roll.exp().double()
+    p = lp.exp().double()
+    q = roll.exp().double()
     sums.update(_sums(p=p, q=q, pp=p.dot(p), pq=p.dot(q), qq=q.dot(q)))
     difference = p.sub_(q).abs_()
     if rejected is not None:

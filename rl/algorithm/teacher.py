@@ -69,7 +69,8 @@ class TeacherArgs:
         if not self.teacher:
             return
         self._check_prompt()
-        loss, estimator = losses.POLICY_LOSSES[self.loss_mode], losses.ADVANTAGES[self.adv_estimator]
+        loss = losses.POLICY_LOSSES[self.loss_mode]
+        estimator = losses.ADVANTAGES[self.adv_estimator]
         if self.teacher_form == "advantage" and (loss.one_advantage or loss.chooses):
             why = "averages it over the response" if loss.one_advantage else "chooses tokens before it is known"
             raise UserError(
@@ -113,7 +114,8 @@ def check_vocabulary(path: str, args, policy: str, flag: str, whose: str) -> Pre
     `policy`: their tokens are compared, because models of one family may have embeddings of different lengths (Qwen2.5's differ
     from 7B on). whose: the subject of the message, such as "A teacher"."""
     tokenizer = load_tokenizer(path, args.trust_remote_code, flag)
-    ours, its = load_tokenizer(policy, args.trust_remote_code).get_vocab(), tokenizer.get_vocab()
+    ours = load_tokenizer(policy, args.trust_remote_code).get_vocab()
+    its = tokenizer.get_vocab()
     if differing := sorted(token for token in ours.keys() | its.keys() if ours.get(token) != its.get(token)):
         token = differing[0]
         ids = " and ".join("missing" if vocabulary.get(token) is None else f"{vocabulary[token]}" for vocabulary in (ours, its))

@@ -23,7 +23,8 @@ class TeacherRows:
     def log_probs(self, learner, batch: Batch, micros: Sequence[Sequence[MicroBatch]]) -> torch.Tensor:
         """Return the teacher's log-probs [N] of the tokens that this rank trains, on the CPU; 0 outside the mask. Its top
         tokens, if they are compared, are stored in the micro-batches. A collective of the learners."""
-        out, taught = torch.zeros(len(batch.token)), self._with_its_prompts(batch)
+        out = torch.zeros(len(batch.token))
+        taught = self._with_its_prompts(batch)
         for micro in itertools.chain.from_iterable(micros):
             row = MicroBatch.of(taught, batch.seq[micro.index].unique().tolist(), learner.ranks.device)
             row = part_of(row, learner.ranks) if learner.ranks.sequence_parallel > 1 else row
@@ -34,7 +35,8 @@ class TeacherRows:
 
     def _with_its_prompts(self, batch: Batch) -> Batch:
         """Return the batch with the teacher's prompts for the responses that are here."""
-        prompts, of_group = [*batch.prompts], {}
+        prompts = [*batch.prompts]
+        of_group = {}
         for i in torch.nonzero(batch.local_lengths).flatten().tolist():
             group = int(batch.group[i])
             if group not in of_group:

@@ -26,7 +26,8 @@ def mean_of_responses(x: Tensor, batch: Batch) -> float:
 def denominator(batch: Batch, mini: Tensor, mode: str, budget: int) -> float:
     """Return losses.denominator of a mini-batch, whose responses are `mini` [b]. A collective."""
     tokens = batch.span(mini)
-    mask, seq = batch.trained[tokens], batch.seq[tokens]
+    mask = batch.trained[tokens]
+    seq = batch.seq[tokens]
     own = losses.denominator(mask, seq, mode, len(mini), budget)
     if not (batch.ranks and mode in MEANS):
         return own
@@ -43,7 +44,8 @@ def groups_of_one(batch: Batch) -> int:
 
 def advantage(estimator: Callable, batch: Batch, **inputs) -> Tensor:
     """Return the estimator's advantages [N]. inputs: its keywords; tensors are [N], except those of losses.PER_RESPONSE."""
-    reward, mask = batch.targets.reward, batch.trained
+    reward = batch.targets.reward
+    mask = batch.trained
     if estimator.looks_at == "response":
         return estimator(reward, mask, batch.seq, batch.group, **inputs)
     if estimator.looks_at == "batch":

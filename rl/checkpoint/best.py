@@ -22,7 +22,9 @@ class Best:
 
     def __init__(self, run_dir: Path, is_main: bool):
         """is_main: other ranks keep nothing."""
-        self.run_dir, self.path, self.is_main = run_dir, run_dir / "best", is_main
+        self.run_dir = run_dir
+        self.path = run_dir / "best"
+        self.is_main = is_main
         self._scores: dict[int, float] = {}  # by step
         self._lock = threading.RLock()
 

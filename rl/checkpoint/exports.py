@@ -46,7 +46,8 @@ class Export:
 
 def exports_of(learner: Learner) -> list[Export]:
     """The exports of a learner's checkpoints: its model, merged with any adapters, and the adapters by themselves."""
-    config, model = learner.config, learner.policy.model
+    config = learner.config
+    model = learner.policy.model
     dtype = config.dtype or config.get_text_config().dtype or torch.float32
     parts = hub_names(model) if learner.ranks.is_main else {}
     dtypes = {name: dtype_of(name, dtype) for name in learner.parameters}

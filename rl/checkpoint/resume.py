@@ -118,9 +118,11 @@ def _load_tensors(path: Path, learner: Learner) -> None:
     tensors = learner.state_tensors()
     names = dist.from_main(read_manifest(path))
     shards = ShardFiles(path, [name for name in names if name.startswith(f"{TRAINING}/shard-")])
-    saved, wanted = shards.shapes(), {name: list(tensor.shape) for name, tensor in tensors.items()}
+    saved = shards.shapes()
+    wanted = {name: list(tensor.shape) for name, tensor in tensors.items()}
     if different := [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]:
-        first, kinds = different[0], {name.partition(".")[0] for name in different}
+        first = different[0]
+        kinds = {name.partition(".")[0] for name in different}
         flags = next((flags for kind, flags in CAUSES.items() if kind in kinds), "--optim")
         if all(TOWER in name for name in different):
             flags = "--freeze-vision-tower"

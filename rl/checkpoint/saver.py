@@ -97,7 +97,8 @@ class Saver:
         that cannot be written leaves nothing behind; training continues and `finish` reports it."""
         if self._state is None:
             self.copy(step)
-        tensors, self._state = self._state, None
+        tensors = self._state
+        self._state = None
         self.step = step
         target = self.run_dir / f"step_{step:06d}"
         work = target.with_name(f"{target.name}.partial")
@@ -210,7 +211,8 @@ class Saver:
 
     def _write(self, work: Path, target: Path, tensors: dict[str, torch.Tensor], files: dict[str, bytes]) -> str:
         """Writes the whole checkpoint. Returns the error of the first learner that has one, or "". A collective."""
-        ranks, written = self.learner.ranks, {}
+        ranks = self.learner.ranks
+        written = {}
         shard = f"{TRAINING}/shard-{ranks.rank + 1:05d}-of-{ranks.world_size:05d}.safetensors"
         error = _attempt(lambda: written.update({shard: self._write_shard(work / shard, tensors)}))
         reports = self._gather([written, self._own_disk, error])
@@ -311,7 +313,8 @@ class Saver:
         if self._prep:
             self._prep.save(work)
         if adapters := self.learner.adapters:
-            directory, model = work / adapter_files.DIRECTORY, self.learner.policy.model
+            directory = work / adapter_files.DIRECTORY
+            model = self.learner.policy.model
             adapter_files.write_config(directory, adapters.setting, adapters.names, model, self.learner.path)
         for name, content in files.items():
             (work / TRAINING / name).write_bytes(content)

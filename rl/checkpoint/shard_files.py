@@ -44,7 +44,8 @@ def wrong(path: Path, name: str, of: Sequence, read: bool = True) -> str | None:
 
 def wrong_anywhere(path: Path, files: Files) -> str | None:
     """As `wrong`, of the first wrong file; each is read by one rank whose machine has it. A collective."""
-    names, me = list(files), torch.distributed.get_rank()
+    names = list(files)
+    me = torch.distributed.get_rank()
     missing = {number: error for number, name in enumerate(names) if (error := wrong(path, name, files[name], read=False))}
     seen = [set(range(len(names))) - set(of_rank) for of_rank in dist.all_gather_values([*missing])]
     errors = {}
@@ -118,7 +119,8 @@ class ShardFiles:
 
     def _broadcast(self, file: str, run: Run, block: Block, reader: Reader) -> torch.Tensor:
         """The shard, on every rank."""
-        shard, source = torch.empty(block.shape, dtype=DTYPES[run.dtype]), self._readers[file]
+        shard = torch.empty(block.shape, dtype=DTYPES[run.dtype])
+        source = self._readers[file]
         if source == torch.distributed.get_rank():
             reader.read([run], shard.view(-1))
         with watchdog.doing("another machine's part of the checkpoint"):

@@ -14,7 +14,8 @@ TRUTHS = {"reward_model", "ground_truth", "answer"}  # columns that may hold the
 
 def check_columns(file: str, table, args: DataArgs) -> None:
     """Raises UserError unless the table is in verl's layout or has question and answer."""
-    columns, prompt_key = set(table.column_names), args.prompt_key
+    columns = set(table.column_names)
+    prompt_key = args.prompt_key
     has = f"the columns are {', '.join(sorted(columns))}"
     if prompt_key not in columns and not {"question", "answer"} <= columns:
         raise UserError(f"{file}: there is no column {prompt_key!r}; {has}. Name the right one with --prompt-key.")

@@ -126,7 +126,9 @@ def _locked(target: Path) -> Iterator[None]:
 def _make_and_rename(target: Path, version: int, make: Callable[[str], None]) -> None:
     for left in target.parent.glob(f"{target.name}-*"):  # by a killed process: no other process makes one now
         shutil.rmtree(left, ignore_errors=True)
-    state, threads, started = torch.get_rng_state(), torch.get_num_threads(), time.time()
+    state = torch.get_rng_state()
+    threads = torch.get_num_threads()
+    started = time.time()
     work = tempfile.mkdtemp(prefix=f"{target.name}-", dir=target.parent)
     torch.manual_seed(0)
     # One thread: the number of threads changes the bits of sums, and on a busy machine threads wait long for each other.

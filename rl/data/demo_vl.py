@@ -56,9 +56,12 @@ def draw(number: int, lower: bool, rng: random.Random) -> Image.Image:
 
 def problems(split: str) -> list[dict]:
     """The pictures of a split ("train" or "val") with a question each, in verl's layout. Every call draws the same pictures."""
-    rng, rows = random.Random(f"demo-vl/{split}"), []
+    rng = random.Random(f"demo-vl/{split}")
+    rows = []
     for i in range(SIZES[split]):
-        number, lower, png = rng.randint(10, 99), rng.random() < 0.5, io.BytesIO()
+        number = rng.randint(10, 99)
+        lower = rng.random() < 0.5
+        png = io.BytesIO()
         draw(number, lower, rng).save(png, "PNG")
         rows.append(
             {
@@ -111,7 +114,8 @@ def build_model(tokenizer: Qwen2Tokenizer) -> Qwen3VLForConditionalGeneration:
 
 def make(directory: str) -> None:
     """Teaches and saves the model."""
-    tokenizer, processor = build_tokenizer(), build_processor()
+    tokenizer = build_tokenizer()
+    processor = build_processor()
     model = build_model(tokenizer)
     _teach(model, tokenizer, processor)
     demo.save(model, directory, tokenizer)
@@ -119,7 +123,8 @@ def make(directory: str) -> None:
 
 
 def _teach(model, tokenizer, processor, tower_steps: int = 160, right_steps: int = 160, wrong_steps: int = 60) -> None:
-    rows, rng = problems("train"), random.Random(0)
+    rows = problems("train")
+    rng = random.Random(0)
     pictures = [Image.open(io.BytesIO(row["images"][0]["bytes"]), formats=["PNG"]) for row in rows]
     patches = [processor(picture, return_tensors="pt")["pixel_values"] for picture in pictures]
     pixels = torch.stack(patches)  # [rows, patches, d]

@@ -90,7 +90,8 @@ class Demonstrations(FileRows):
         return self._read(self.rows[index])
 
     def _check_columns(self, file: str, columns: Sequence[str]) -> None:
-        args, wanted = self.args, {self.args.prompt_key, self.args.response_key}
+        args = self.args
+        wanted = {self.args.prompt_key, self.args.response_key}
         if args.messages_key in columns or wanted <= {*columns} or file == "demo":
             return
         raise UserError(
@@ -168,7 +169,8 @@ class Demonstrations(FileRows):
 
     def _pieces(self, row: int, messages: list[dict]) -> Iterator[tuple[list[int], bool]]:
         """(tokens, whether they are an answer) for each of the pieces that make up the conversation."""
-        whole, done = self._render(row, messages), 0
+        whole = self._render(row, messages)
+        done = 0
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue

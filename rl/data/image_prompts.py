@@ -98,7 +98,8 @@ class ImagePrep:
         # From its module, since transformers 5.5 exports it only with torchvision. Imported late: it takes a second.
         from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-        self.path, self.limits = path, {name: value for name, value in flags.items() if value is not None}
+        self.path = path
+        self.limits = {name: value for name, value in flags.items() if value is not None}
         try:
             self.processor = AutoImageProcessor.from_pretrained(path, backend="pil", **self.limits)
         except Exception as error:  # OSError, ValueError, ImportError: nearly anything, as with tokenizers
@@ -107,7 +108,8 @@ class ImagePrep:
                 f"--model {path}: the preparation of images cannot be read there ({reason}). Copy the model's "
                 "preprocessor_config.json next to the weights."
             ) from None
-        self.image_token, self.merge = config.image_token_id, config.vision_config.spatial_merge_size
+        self.image_token = config.image_token_id
+        self.merge = config.vision_config.spatial_merge_size
         _check_sizes(self.processor, config, path)
         settings = json.dumps(self.processor.to_dict(), sort_keys=True, default=str)
         self._seed = xxhash.xxh3_64_intdigest(settings.encode())
@@ -146,7 +148,9 @@ class ImagePrep:
             raise ImageError(f"the prompt has {places} places for images ({PLACE}), the row has {len(sources)} images")
         grids = [self.grid(width, height) for width, height in images.sizes(sources)]
         merged = [(rows // self.merge, columns // self.merge) for _, rows, columns in grids]
-        whole, starts, left = [], [], iter(merged)
+        whole = []
+        starts = []
+        left = iter(merged)
         for token in ids:
             if token == self.image_token:
                 starts.append(len(whole))
@@ -208,7 +212,8 @@ def tower_flops(config: PretrainedConfig, patches: Sequence[int], frozen: bool) 
     rl/learning/flops.py: 6 per matrix parameter and patch, for attention 12 * hidden * the patches that a patch sees (in
     Qwen2.5-VL often a window)."""
     v = config.vision_config
-    merged, windows = v.hidden_size * v.spatial_merge_size**2, getattr(v, "window_size", None)
+    merged = v.hidden_size * v.spatial_merge_size**2
+    windows = getattr(v, "window_size", None)
     out = getattr(v, "out_hidden_size", v.hidden_size)
     gates = 3 if windows else 2  # Qwen2.5-VL's are gated
     matrices = v.in_channels * v.temporal_patch_size * v.patch_size**2 * v.hidden_size
@@ -226,11 +231,15 @@ def tower_flops(config: PretrainedConfig, patches: Sequence[int], frozen: bool) 
 
 def positions(length: int, starts: Sequence[int], sizes: Sequence[tuple[int, int]]) -> tuple[Tensor, int]:
     """(positions [3, length], the next one) of a prompt whose images begin at `starts`, of `sizes` (rows, columns)."""
-    parts, done, now = [], 0, 0  # done: tokens so far; now: the next position
+    # done: tokens so far; now: the next position
+    parts = []
+    done = 0
+    now = 0
     for start, (rows, columns) in zip(starts, sizes, strict=True):
         parts.append((now + torch.arange(start - done)).expand(3, -1))
         now += start - done
-        row, column = torch.arange(rows).repeat_interleave(columns), torch.arange(columns).repeat(rows)
+        row = torch.arange(rows).repeat_interleave(columns)
+        column = torch.arange(columns).repeat(rows)
         parts.append(now + torch.stack([torch.zeros_like(row), row, column]))
         now, done = now + max(rows, columns), start + rows * columns
     parts.append((now + torch.arange(length - done)).expand(3, -1))

@@ -27,7 +27,9 @@ class Measured:
 def measure(measure_part: Callable[[DividedWork, Measured], None]) -> Measured:
     """Return the findings of all ranks of this node together. measure_part: adds those of this rank's part of the work, or
     raises UserError for a row that cannot be used, which is an error here rather than in the middle of a run."""
-    work, own, whole = DividedWork(), Measured(), Measured()
+    work = DividedWork()
+    own = Measured()
+    whole = Measured()
     try:
         measure_part(work, own)
     except UserError as error:

@@ -79,7 +79,10 @@ class PromptDataset(FileRows):
         tools: list[dict] | None = None,
     ):
         """prep: of a model that takes images. tools: schemas of the tools that the model may call, for its chat template."""
-        self.tokenizer, self.args, self.prep, self.tools = tokenizer, args, prep, tools or None
+        self.tokenizer = tokenizer
+        self.args = args
+        self.prep = prep
+        self.tools = tools or None
         super().__init__(files, split)
         limit = args.train_max_samples if split == "train" else args.val_max_samples
         # Files keep their own columns: casting them to a common schema would change what they say.
@@ -103,7 +106,8 @@ class PromptDataset(FileRows):
 
     def __getitem__(self, index: int) -> Prompt:
         which, number = self._locate(self.rows[index])
-        file, row = self.files[which], self.tables[which][number]
+        file = self.files[which]
+        row = self.tables[which][number]
         (ids,), limit = self._encode([self._render(f"{file} row {number}", row)]), self.args.max_prompt_length
         short, (ids, of_row) = ids, self._expand(self.rows[index], row, ids)
         if len(ids) > limit:
@@ -146,7 +150,9 @@ class PromptDataset(FileRows):
         return sizes
 
     def _measure_part(self, description: str, work: DividedWork, found: Measured) -> None:
-        rows, size, started = self._rendered(description, work), 1, time.monotonic()
+        rows = self._rendered(description, work)
+        size = 1
+        started = time.monotonic()
         while batch := list(itertools.islice(rows, size)):
             for (row, columns, text), ids in zip(batch, self._encode([text for _, _, text in batch]), strict=True):
                 self._measure_row(found, row, columns, text, ids)
@@ -155,7 +161,8 @@ class PromptDataset(FileRows):
             started = time.monotonic()
 
     def _measure_row(self, found: Measured, row: int, columns: dict, text: "Text", ids: list[int]) -> None:
-        where, limit = self._where(row), self.args.max_prompt_length
+        where = self._where(row)
+        limit = self.args.max_prompt_length
         if not ids:
             raise UserError(f"{where}: the prompt makes no token. Remove the row, or check the model's tokenizer.")
         check_truth(where, columns)

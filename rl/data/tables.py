@@ -55,7 +55,10 @@ def _read_parquet(file: str):
 
 def _read_json(file: str) -> "Rows":
     """The objects in the file, or those of a list in it. `datasets` would make times of dates, and 7 of "007" next to 7."""
-    text, place, rows, decoder = Path(file).read_text("utf-8-sig"), 0, [], json.JSONDecoder()
+    text = Path(file).read_text("utf-8-sig")
+    place = 0
+    rows = []
+    decoder = json.JSONDecoder()
     while (place := BLANKS.match(text, place).end()) < len(text):
         value, place = decoder.raw_decode(text, place)
         rows += value if isinstance(value, list) else [value]
@@ -132,7 +135,8 @@ class Rows:
     features: ClassVar[dict] = {}
 
     def __init__(self, data: pa.Table):
-        self.data, self.column_names = data, data.column_names
+        self.data = data
+        self.column_names = data.column_names
 
     def __len__(self) -> int:
         return len(self.data)

@@ -139,7 +139,9 @@ class Checks:
 
     def _publish(self, check: str, version: int) -> None:
         seconds, _ = _timed(lambda: self.weights.publish(version))
-        differ, unread, size = [], 0, 0
+        differ = []
+        unread = 0
+        size = 0
         for name, tensor in self.learner.weights(self.dtype, frozen=True):
             size += tensor.nbytes
             live = self.engine.read_back(name)
@@ -181,12 +183,15 @@ class Checks:
             self.engine.sleep()
         learn = functools.partial(train_sync.learn, self.args, self.learner, KLControl(self.args), batch, Timers())
         timed = [_timed(learn) for _ in range(4)]
-        seconds, metrics = [of for of, _ in timed], timed[-1][1]
+        seconds = [of for of, _ in timed]
+        metrics = timed[-1][1]
         length = self.sizes.prompt + self.sizes.response
         rate = self.sizes.requests * length / float(np.median(seconds[1:]))
         norm = metrics["actor/grad_norm"]
         facts = {"tokens_per_s": rate, "seconds": seconds, "grad_norm": norm}
-        status, text, remedy = OK, f"{rate:,.0f} tokens/s", ""
+        status = OK
+        text = f"{rate:,.0f} tokens/s"
+        remedy = ""
         if peak := device.peak_flops():
             facts["mfu"] = rate * train_flops_per_token(self.learner.config, length) / peak
             text += f", MFU {facts['mfu']:.0%}"
@@ -194,7 +199,9 @@ class Checks:
                 status = SLOW
                 remedy = "small models and short rows reach little; benchmarks/scripts/gpu.py measures longer ones"
         if not np.isfinite(norm) or norm == 0:
-            status, text, remedy = WRONG, f"the gradient's norm is {norm}", ATTACH
+            status = WRONG
+            text = f"the gradient's norm is {norm}"
+            remedy = ATTACH
         self.report("update", status, text, remedy, **facts)
 
     def _sleep(self) -> None:
@@ -233,7 +240,8 @@ class Checks:
         while self.engine.num_unfinished:
             for output in self.engine.step():
                 ids, log_probs = np.array(output.token_ids, np.int32), np.array(output.log_probs, np.float32)
-                versions, score = np.array(output.versions, np.int32), 1.0 - 2.0 * (output.id % 2)
+                versions = np.array(output.versions, np.int32)
+                score = 1.0 - 2.0 * (output.id % 2)
                 response = Response(ids, log_probs, versions, output.finish_reason, score=score)
                 groups.append(Group(output.id, prompts[output.id], "doctor", [response]))
         batch = Batch.of(groups)

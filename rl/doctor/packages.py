@@ -57,7 +57,8 @@ def requirements(path: Path) -> Iterator[str]:
 def check_driver(facts: dict) -> list[Finding]:
     """Compare the devices that torch finds with those of this machine; on Ascend, also check CANN's environment. facts: as
     rl/doctor/facts.py prints them."""
-    kind, present = facts["kind"], kind_by_files()
+    kind = facts["kind"]
+    present = kind_by_files()
     if kind == "cpu" and present != "cpu" and facts["RL_DEVICE"] != "cpu":
         wants = f"torch {facts['torch']} is built for " + (f"CUDA {facts['cuda']}" if facts["cuda"] else "no GPU")
         remedy = {

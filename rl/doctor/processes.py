@@ -40,7 +40,8 @@ class Outcome:
 
 def run(command: Sequence[str], timeout: float) -> Outcome:
     """Run the command in the repository's root. Return how it ended, once all of its processes have exited."""
-    started, others = time.monotonic(), children().get(os.getpid(), [])
+    started = time.monotonic()
+    others = children().get(os.getpid(), [])
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             command,

@@ -71,7 +71,8 @@ class Session:
     def step(self, item: dict) -> dict:
         """Give the agent the model's turn. Return the number of the history that its next call extends and the tokens that the
         call adds to it; or the agent's reward."""
-        call, history = self._open, self.histories[self._at]
+        call = self._open
+        history = self.histories[self._at]
         message, malformed = _said(self._of(call.tools), item["ids"])
         history.is_cut = item["ids"][-1] not in self._of(call.tools).end_tokens
         answer = chat.completion(self._count, message, len(item["ids"]), history.tokens, history.is_cut)
@@ -99,13 +100,15 @@ class Session:
     def _take(self, call: chat.Call) -> tuple[int, list[int]]:
         """Return the number of the longest history that the call extends, or of a new one, and the tokens that it adds."""
         extended = [i for i, history in enumerate(self.histories) if _extends(call, history)]
-        turns, self._open = self._of(call.tools), call
+        turns = self._of(call.tools)
+        self._open = call
         if extended:
             self._at = max(extended, key=lambda i: len(self.histories[i].messages))
             history = self.histories[self._at]
             ids = turns.between(call.messages[len(history.messages) :], history.is_cut)
         else:
-            self._at, ids = len(self.histories), turns.conversation(call.messages)
+            self._at = len(self.histories)
+            ids = turns.conversation(call.messages)
             self.histories.append(History([], call.tools, 0))
         self.histories[self._at].tokens += len(ids)
         return self._at, ids
@@ -132,7 +135,8 @@ def _said(turns: Turns, ids: list[int]) -> tuple[dict, int]:
     text = message["content"] if calls else turns.text(ids)
     thought, closed, content = text.rpartition(END_OF_THINKING)
     if not closed and (turns.begins_thinking or "<think>" in text):
-        thought, content = text, ""
+        thought = text
+        content = ""
     reasoning = thought.replace("<think>", "").strip()
     return {"content": content.strip(), "reasoning": reasoning, "calls": calls}, len(message["calls"]) - len(calls)
 
@@ -143,9 +147,11 @@ class Connection:
 
     def __init__(self, name: str, offer: dict | None, news: queue.SimpleQueue):
         """name: of the server's socket; offer: the episode for a worker, None for a command. Return once it has an agent."""
-        self.news, self._is_command = news, offer is None
+        self.news = news
+        self._is_command = offer is None
         self._has_ended = False
-        self._one_at_a_time, self._socket = threading.Lock(), socket.socket(socket.AF_UNIX)
+        self._one_at_a_time = threading.Lock()
+        self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(f"\0{name}")
         self._send(offer)
         lines = self._socket.makefile()
@@ -219,7 +225,8 @@ class Agent:
             file.write(json.dumps(row).encode())
             file.seek(0)
             self._process = subprocess.Popen(shlex.split(command), stdin=file, stdout=subprocess.PIPE, env=environment)
-        self._last, self._on_end = b"", on_end
+        self._last = b""
+        self._on_end = on_end
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -234,7 +241,8 @@ class Agent:
         sys.stderr.write(self._last.decode(errors="replace"))
 
     def _watch(self) -> None:
-        code, last = self._process.wait(), None
+        code = self._process.wait()
+        last = None
         self._reader.join(LAST_WORDS)
         with contextlib.suppress(ValueError, RecursionError):
             last = json.loads(self._last)

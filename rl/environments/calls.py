@@ -31,7 +31,8 @@ def parse(text: str, form: str, schemas: Mapping[str, dict], is_thinking: bool =
     if form == "llama":
         content, found = _llama(said)
     else:
-        content, found = BLOCK.sub("", said), [(match[1], bool(match[2])) for match in BLOCK.finditer(said)]
+        content = BLOCK.sub("", said)
+        found = [(match[1], bool(match[2])) for match in BLOCK.finditer(said)]
     read = _from_tags if form == "xml" else _from_json
     return thought + closed + content, [_call(read, body, is_closed, schemas) for body, is_closed in found]
 
@@ -49,7 +50,8 @@ def _llama(text: str) -> tuple[str, list[tuple[str, bool]]]:
     """Return the text and the calls in it. Llama's calls are the whole text: JSON objects with ; or blanks between them."""
     if not LLAMA.match(text):
         return text, []
-    text, found = text.replace("<|python_tag|>", "").strip(), []
+    text = text.replace("<|python_tag|>", "").strip()
+    found = []
     while text:
         try:
             _, end = json.JSONDecoder().raw_decode(text)
@@ -77,9 +79,13 @@ def _from_json(body: str, schemas: Mapping[str, dict]) -> dict:
 
 def _from_tags(body: str, schemas: Mapping[str, dict]) -> dict:
     if match := FUNCTION.fullmatch(body):
-        name, pairs, rest = match[1].strip(), PARAMETER.findall(match[2]), PARAMETER.sub("", match[2])
+        name = match[1].strip()
+        pairs = PARAMETER.findall(match[2])
+        rest = PARAMETER.sub("", match[2])
     elif match := NAME_FIRST.fullmatch(body):
-        name, pairs, rest = match[1], PAIR.findall(match[2]), ""
+        name = match[1]
+        pairs = PAIR.findall(match[2])
+        rest = ""
     else:
         raise Malformed("the call is not <function=name> with <parameter=name> in it and </function> at its end")
     if rest.strip():

@@ -46,7 +46,8 @@ class Call:
         for name, usual in (("n", 1), ("logprobs", False), ("functions", []), ("response_format", {"type": "text"})):
             if body.get(name) not in (None, usual):
                 raise Refused(400, f"{name} {json.dumps(body[name]):.100}: the policy samples one answer, as it likes")
-        self.messages, self.tools = as_messages(body.get("messages")), as_tools(body.get("tools"))
+        self.messages = as_messages(body.get("messages"))
+        self.tools = as_tools(body.get("tools"))
         self.most: int | None = None  # limit of the tokens to sample
         for name in ("max_tokens", "max_completion_tokens"):  # if both are given, the second counts
             most = body.get(name)
@@ -96,7 +97,8 @@ def as_messages(value: Any) -> list[dict]:
     Raise Refused for messages of any other form."""
     if not isinstance(value, list) or not value:
         raise Refused(400, "messages: must be a list with at least one message")
-    messages, names = [], {}
+    messages = []
+    names = {}
     for number, given in enumerate(value):
         where = f"messages[{number}]"
         if not isinstance(given, dict) or given.get("role") not in ROLES:

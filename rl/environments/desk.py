@@ -48,8 +48,10 @@ class Episode:
     """The process of an episode, which answers its agent's requests."""
 
     def __init__(self, channel: socket.socket, offer: dict | None):
-        self.offer, self.key = offer, secrets.token_hex(16)
-        self._channel, self._one_at_a_time = channel, threading.Lock()
+        self.offer = offer
+        self.key = secrets.token_hex(16)
+        self._channel = channel
+        self._one_at_a_time = threading.Lock()
         self._numbers = itertools.count()
         self._open: dict[int, queue.SimpleQueue] = {}  # number -> where the thread of this request waits for its answer
         self._has_ended = False
@@ -61,7 +63,8 @@ class Episode:
 
     def ask(self, request: str, body: str) -> dict | None:
         """Return the process's answer to a request; None if the process ends first."""
-        number, found = next(self._numbers), queue.SimpleQueue()
+        number = next(self._numbers)
+        found = queue.SimpleQueue()
         self._open[number] = found
         if self._has_ended:
             return None
@@ -81,11 +84,15 @@ class Episode:
 class Desk(socketserver.ThreadingMixIn, socketserver.TCPServer):
     """The server, with a thread for each connection and for each episode's process."""
 
-    daemon_threads, block_on_close, request_queue_size, allow_reuse_address = True, False, 128, True
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+    allow_reuse_address = True
 
     def __init__(self, settings: dict):
         """settings: from rl/environments/gateway.py. Raise OSError if the port is not available."""
-        self.settings, self.secret = settings, settings["secret"]
+        self.settings = settings
+        self.secret = settings["secret"]
         self.address_family = socket.AF_INET6 if ":" in settings["host"] else socket.AF_INET
         self.lock = threading.Lock()
         self.waiting: deque[Episode] = deque()
@@ -173,7 +180,8 @@ class Desk(socketserver.ThreadingMixIn, socketserver.TCPServer):
         while True:
             time.sleep(PATIENCE)
             with self.lock:
-                number, is_idle = len(self.waiting), len(self.waiting) == len(self.alive)
+                number = len(self.waiting)
+                is_idle = len(self.waiting) == len(self.alive)
             if number and is_idle and time.monotonic() > self.asked + PATIENCE:
                 where = f"{self.settings['url']}/v1/episodes/next"
                 text = f"episodes waiting for a worker: {number} (none has asked at {where} in the last {PATIENCE:.0f} s)"

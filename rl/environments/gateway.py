@@ -37,10 +37,16 @@ class Gateway:
 
     def __init__(self, args: EnvironmentArgs, name: str, number: int):
         """name: of the Unix socket; number: of the engine. Raise UserError if the port is not available."""
-        self.flag, self._serves = args.environment_flag[0], bool(args.serve_policy)
-        host, port, secret = "127.0.0.1", 0, secrets.token_hex(16)  # for commands: any port
+        self.flag = args.environment_flag[0]
+        self._serves = bool(args.serve_policy)
+        # for commands: any port
+        host = "127.0.0.1"
+        port = 0
+        secret = secrets.token_hex(16)
         if args.serve_policy:
-            host, port, secret = args.serve_host, args.serve_policy + number, read_secret()
+            host = args.serve_host
+            port = args.serve_policy + number
+            secret = read_secret()
         if port > LARGEST_PORT:
             raise UserError(
                 f"--serve-policy {args.serve_policy}: engine {number} would listen at port {port}, above {LARGEST_PORT}. "

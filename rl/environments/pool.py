@@ -92,9 +92,11 @@ class Environments:
         """Start the warm process and set `ready` to its first message: "schemas" of the tools, and whether an environment
         "scores_at_end". Raise UserError if the user's file cannot be used."""
         flag, value = self.args.environment_flag
-        self._selector, self._orders = selectors.DefaultSelector(), deque()
+        self._selector = selectors.DefaultSelector()
+        self._orders = deque()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        passed, nowhere = self.args.reward_env, subprocess.DEVNULL
+        passed = self.args.reward_env
+        nowhere = subprocess.DEVNULL
         self._process = descendants.start("rl.environments.worker", passed=passed, stdin=theirs, stdout=nowhere)
         theirs.close()
         self._finalizer = weakref.finalize(self, descendants.end, self._process)
@@ -154,7 +156,8 @@ class Environments:
     def ask(self, key: Hashable, what: str, **item: Any) -> None:
         """Ask an episode's process to "reset", to "step" after the model's turn, or for the reward at an early "end"."""
         place = self._places[key]
-        place.asked, place.number = what, place.number + 1
+        place.asked = what
+        place.number = place.number + 1
         line = json.dumps({"do": what, "number": place.number} | item, default=plain)
         place.unwritten += line.encode() + b"\n"
         # There is no limit to the wait for a worker. A fork may wait for those ordered before it.
@@ -178,7 +181,8 @@ class Environments:
         and "message" ends the episode."""
         self._order()
         due = min(self._deadlines.values(), default=math.inf) - time.monotonic()
-        answers, lost = [], False
+        answers = []
+        lost = False
         for entry, mask in self._selector.select(max(0.0, min(wait, due))):
             if entry.data is None:
                 lost = not self._hear_of_ends()
@@ -194,7 +198,8 @@ class Environments:
         now = time.monotonic()
         for key in [key for key, deadline in self._deadlines.items() if deadline <= now]:
             self._fail(key, "timeout", f"no answer after {self.args.env_timeout:g} s (--env-timeout)")
-        answers, self._events = answers + self._events, []
+        answers = answers + self._events
+        self._events = []
         return answers
 
     def _fail(self, key: Hashable, event: str, message: str) -> None:

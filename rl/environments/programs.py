@@ -61,7 +61,9 @@ class OwnEnvironment:
         answer = awaited(self.instance.step(message))
         if not isinstance(answer, tuple | list) or len(answer) != 3:
             raise BadValue(f"step returned {answer!r:.100}, not (messages, reward or None, done)")
-        messages, reward, done = as_messages(answer[0]), as_reward(answer[1]), bool(answer[2])
+        messages = as_messages(answer[0])
+        reward = as_reward(answer[1])
+        done = bool(answer[2])
         if not messages and not done:
             raise BadValue("step returned no message, and is not done")
         return messages, reward, done

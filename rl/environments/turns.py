@@ -26,7 +26,9 @@ class Turns:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, schemas: list[dict], end_tokens: set[int], form: str = "auto"):
         """schemas: of the tools, in the form for chat templates. Raise UserError for an unsuitable chat template."""
-        self.tokenizer, self.schemas, self.end_tokens = tokenizer, schemas or None, end_tokens
+        self.tokenizer = tokenizer
+        self.schemas = schemas or None
+        self.end_tokens = end_tokens
         if not tokenizer.chat_template:
             raise UserError("the model's tokenizer has no chat template, so the tokens between two turns are unknown.")
         self._ends = [tokenizer.convert_ids_to_tokens(token) for token in sorted(end_tokens)]

@@ -192,7 +192,8 @@ def _limit(settings: dict) -> None:
 
 def _answer_all(warm: Warm, rank: socket.socket) -> None:
     """Play an episode: answer one question after another, until the rank closes its end."""
-    program, me = warm.new(), os.getpid()
+    program = warm.new()
+    me = os.getpid()
     for line in rank.makefile("r"):
         item = json.loads(line)
         limit_cpu(warm.settings["cpu_seconds"])
@@ -213,7 +214,9 @@ class Program:
     """The answers of a user's environment or tools."""
 
     def __init__(self, programs: Programs, turns: Any):
-        self._new, self.turns, self._program = programs.new, turns, None
+        self._new = programs.new
+        self.turns = turns
+        self._program = None
 
     def reset(self, item: dict) -> dict:
         """Return the prompt's tokens, if the environment adds messages to it."""

@@ -39,7 +39,8 @@ def read(words: list[str], file: Path | None) -> Command:
     if words and words[0] in ("bash", "sh") and words[1:]:
         words = words[1:]
     if file is None and words and _is_path(words[0]):
-        file, words = Path(words[0]), words[1:]
+        file = Path(words[0])
+        words = words[1:]
     if file is not None:
         try:
             return read_script(file.read_text(), words)

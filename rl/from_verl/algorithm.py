@@ -91,7 +91,8 @@ def kl_in_reward(run: Run) -> dict[str, object]:
         keys = ("algorithm.kl_penalty", *(of + key for key in ("type", "kl_coef", "target_kl", "horizon")))
         run.skips(" ".join(keys), "use_kl_in_reward is off")
         return {"--use-kl-in-reward": False}
-    of, flags = "algorithm.kl_ctrl.", {"--use-kl-in-reward": True, "--kl-reward-type": run["algorithm.kl_penalty"]}
+    of = "algorithm.kl_ctrl."
+    flags = {"--use-kl-in-reward": True, "--kl-reward-type": run["algorithm.kl_penalty"]}
     flags |= {"--kl-ctrl-type": run[of + "type"], "--kl-reward-coef": run[of + "kl_coef"]}
     if run[of + "type"] == "adaptive":
         flags |= {"--target-kl": run[of + "target_kl"], "--kl-horizon": run[of + "horizon"]}
@@ -152,7 +153,8 @@ PRESETS = {  # verl's constructors of a correction -> their words
 
 
 def correction(run: Run) -> dict[str, object]:
-    word, of = run[PRESET], PRESET + "."
+    word = run[PRESET]
+    of = PRESET + "."
     preset = CORRECTIONS.get(PRESETS.get(word.removesuffix("()"), word), {}) if isinstance(word, str) else {}
     if word and not preset:
         run.lacks(PRESET, f"{', '.join(CORRECTIONS)} are the words here")

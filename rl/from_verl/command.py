@@ -88,10 +88,12 @@ class Command:
 
 def read_words(words: list[str]) -> Command:
     """Read the command's words as the shell passes them: an optional `python3 -m module`, then overrides."""
-    command, rest = Command(), list(words)
+    command = Command()
+    rest = list(words)
     for index, word in enumerate(words):
         if STARTS_VERL.search(word) and "=" not in word and (index == 0 or words[index - 1] == "-m" or word.endswith(".py")):
-            command.module, rest = word, words[index + 1 :]
+            command.module = word
+            rest = words[index + 1 :]
     _read_environment(command, words[: len(words) - len(rest)])
     names = iter(rest)
     for word in names:
@@ -196,7 +198,9 @@ def _programs(text: str, words: Sequence[str]) -> tuple[list[Program], list[str]
 
 def _joined(pieces: list[str]) -> list[Program]:
     """Assemble the programs from pieces that several processes wrote at the same time."""
-    programs, under_way = [], {}  # process -> its words so far, the last one unfinished
+    # process -> its words so far, the last one unfinished
+    programs = []
+    under_way = {}
     for piece in filter(None, map(PIECE.fullmatch, pieces)):
         process, goes_on, text = piece.groups()
         if process not in under_way:
@@ -264,7 +268,9 @@ def parse_value(text: str) -> object:
 
 def _split(text: str) -> list[str]:
     """Split the inside of a list at commas outside of quotes and brackets."""
-    parts, depth, quote = [""], 0, ""
+    parts = [""]
+    depth = 0
+    quote = ""
     for char in text:
         quote = "" if char == quote else quote or (char if char in "'\"" else "")
         depth += 0 if quote else (char in "[{") - (char in "]}")

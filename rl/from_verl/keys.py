@@ -24,7 +24,8 @@ class Row:
 
 
 def _row(kind: str, keys: str, flags: str = "", note: str = "", meaning: Callable | None = None) -> Row:
-    names, defaults = [], {}
+    names = []
+    defaults = {}
     for word in keys.split():
         name, equals, default = word.replace("A.", "actor_rollout_ref.").replace("V1.", V1).partition("=")
         names.append(tuple(name.split("|")))

@@ -66,7 +66,8 @@ def router_dtype(run: Run) -> dict[str, object]:
 
 
 def warmup(run: Run) -> dict[str, object]:
-    steps, ratio = run["A.actor.optim.lr_warmup_steps"], run["A.actor.optim.lr_warmup_steps_ratio"] or 0
+    steps = run["A.actor.optim.lr_warmup_steps"]
+    ratio = run["A.actor.optim.lr_warmup_steps_ratio"] or 0
     if steps is None or steps < 0:
         if ratio and run.steps is None:
             run.lacks(
@@ -105,7 +106,8 @@ def betas(run: Run) -> dict[str, object]:
 
 
 def token_budget(run: Run) -> dict[str, object]:
-    of, shared_by = "A.actor.", max(1, run["A.actor.ulysses_sequence_parallel_size"])
+    of = "A.actor."
+    shared_by = max(1, run["A.actor.ulysses_sequence_parallel_size"])
     if run[of + "use_dynamic_bsz"]:
         tokens = run[of + "ppo_max_token_len_per_gpu"]
     else:

@@ -66,7 +66,8 @@ def adapters(run: Run) -> dict[str, object]:
     if not run[of + "lora_rank"]:
         run.skips(f"{of}lora_alpha {of}target_modules {of}lora_adapter_path", "it only matters with lora_rank")
         return {}
-    target, named = run[of + "target_modules"], None
+    target = run[of + "target_modules"]
+    named = None
     if isinstance(target, list):
         named = target
     elif target != "all-linear":

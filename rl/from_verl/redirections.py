@@ -29,7 +29,8 @@ SUBSTITUTION = re.compile(rf"\\.|\$(?!\(\()(?P<command>{PARENS})", re.DOTALL)
 
 def sent_nowhere(script: str) -> str | None:
     """Return the script with its output to files sent to NOWHERE; None if it is not clear what is a redirection."""
-    parts, end = [], 0
+    parts = []
+    end = 0
     for token in TOKEN.finditer(script):
         new = _rewritten(token)
         if new is None:

@@ -45,7 +45,8 @@ def devices(run: Run) -> dict[str, object]:
         run.launch = {"--nnodes": nodes, "--nproc-per-node": ranks}
         run.skips("rollout.nnodes rollout.n_gpus_per_node A.rollout.n_gpus", "every rank generates, then learns")
         return {}
-    learn, generate = nodes * ranks, _generating(run)
+    learn = nodes * ranks
+    generate = _generating(run)
     if is_part := _is_part(run):
         learn -= generate
         run.note(

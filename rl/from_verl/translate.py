@@ -104,7 +104,8 @@ def script_of(command: Command, given: dict[str, object], notes: list[str]) -> s
     if "main_ppo" in command.module and "async" not in command.program and (script == SYNC or LENGTH in why):
         return SYNC
     if script == SYNC and "async" in command.program:
-        script, why = ONE_STEP_OFF, "of its name"
+        script = ONE_STEP_OFF
+        why = "of its name"
     if command.module or script != SYNC:
         name = command.module or "The command"
         notes.append(f"{name} counts as verl's {PROGRAM_OF[script]}, which is {script} here, because {why}.")
@@ -141,7 +142,8 @@ def _resolved(command: Command, key: str) -> object:
 
 def _clashes(command: Command, found: dict) -> list[str]:
     """Notes on two names of one setting with two values, and on a configuration that is not verl's."""
-    seen, notes = {}, []
+    seen = {}
+    notes = []
     for key, (_, name) in _known(found):
         if name in seen and command.values[seen[name]] != command.values[key]:
             notes.append(f"{seen[name]} and {key} are two names of one setting: the latter counts.")
@@ -154,7 +156,8 @@ def _clashes(command: Command, found: dict) -> list[str]:
 
 def _flags(run: Run) -> dict[str, object]:
     """Return our flags: those of the given keys, and those for which verl's default differs from ours."""
-    ours, flags = own_defaults(run.script), {}
+    ours = own_defaults(run.script)
+    flags = {}
     for row in ROWS:
         if row.kind != TRANSLATED:
             continue

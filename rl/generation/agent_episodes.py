@@ -75,7 +75,8 @@ class AgentEpisodes(Episodes):
 
     def _begin(self, id: tuple[int, int], prompt: list[int]) -> None:
         """Start a response with its agent's first call. If it is not that of the group, it begins a separate history."""
-        requests, number = self.working[id[0]].requests, id[1]
+        requests = self.working[id[0]].requests
+        number = id[1]
         first = History(requests[number], Output(id, [], [], [], "unfinished"))
         is_other = prompt != self._prompts[id[0]]
         self._histories[id] = Histories([first], first=int(is_other))
@@ -93,7 +94,9 @@ class AgentEpisodes(Episodes):
     # -- turn after turn
 
     def _add(self, id: tuple[int, int], so_far: Output | None) -> None:
-        episode, requests, room = self._of[id], self.working[id[0]].requests, self._room(id)
+        episode = self._of[id]
+        requests = self.working[id[0]].requests
+        room = self._room(id)
         so_far = so_far if so_far and so_far.token_ids else None  # None for a new history
         limit = room if episode.most is None else min(room, (len(so_far.token_ids) if so_far else 0) + episode.most)
         sampling = dataclasses.replace(requests[id[1]].sampling, max_tokens=limit)
@@ -111,7 +114,8 @@ class AgentEpisodes(Episodes):
         if not answer["done"]:
             self._of[id].most = answer["most"]
             of = self._histories[id]
-            number, begins = of.first + answer["history"], of.first + answer["history"] == len(of.all)
+            number = of.first + answer["history"]
+            begins = of.first + answer["history"] == len(of.all)
             if number != of.active:
                 self._turn_to(id, number, answer["ids"])
             if begins:
@@ -120,22 +124,27 @@ class AgentEpisodes(Episodes):
 
     def _turn_to(self, id: tuple[int, int], number: int, prompt: list[int]) -> None:
         """Make another history the active one. prompt: of a new history."""
-        of, episode, work = self._histories[id], self._of[id], self.working[id[0]]
+        of = self._histories[id]
+        episode = self._of[id]
+        work = self.working[id[0]]
         self._note(id)
         if number == len(of.all):
             request = of.all[0].request
             request = dataclasses.replace(request, prompt_ids=prompt, seed=request_seed(request.seed, number, 0))
             of.all.append(History(request, Output(id, [], [], [], "unfinished")))
-        history, of.active = of.all[number], number
+        history = of.all[number]
+        of.active = number
         episode.output, episode.at = history.output, history.at
         if history.mask is not None:
             work.masks[id[1]] = history.mask
         work.requests[id[1]] = history.request
 
     def _note(self, id: tuple[int, int]) -> None:
-        of, episode = self._histories[id], self._of[id]
+        of = self._histories[id]
+        episode = self._of[id]
         history = of.all[of.active]
-        history.output, history.at = episode.output or history.output, episode.at
+        history.output = episode.output or history.output
+        history.at = episode.at
         history.mask = self.working[id[0]].masks.pop(id[1], None)
 
     def _room(self, id: tuple[int, int]) -> int:
@@ -157,9 +166,12 @@ class AgentEpisodes(Episodes):
         self._note(id)
         work, (first, *others) = self.working[id[0]], self._histories[id].all
         tokens, log_probs, versions = list(first.output.token_ids), list(first.output.log_probs), list(first.output.versions)
-        masks, lengths, parts = [_whole_mask(first)], [len(tokens)], [(first.output.support, len(tokens))]
+        masks = [_whole_mask(first)]
+        lengths = [len(tokens)]
+        parts = [(first.output.support, len(tokens))]
         for history in others:
-            output, prompt = history.output, history.request.prompt_ids
+            output = history.output
+            prompt = history.request.prompt_ids
             if not output.token_ids:  # the response ended before the history's first turn
                 continue
             tokens += [*prompt, *output.token_ids]
@@ -178,7 +190,8 @@ class AgentEpisodes(Episodes):
 
 
 def _whole_mask(history: History) -> np.ndarray:
-    tokens, known = len(history.output.token_ids), np.zeros(0, bool) if history.mask is None else history.mask
+    tokens = len(history.output.token_ids)
+    known = np.zeros(0, bool) if history.mask is None else history.mask
     return np.concatenate([known, np.ones(tokens - len(known), bool)])
 
 

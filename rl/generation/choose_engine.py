@@ -58,12 +58,14 @@ def choose_engine(wanted: str, device: torch.device) -> str:
         try:
             from rl.generation.vllm.engine import vllm
 
-            chosen, why = "vllm", f"version {vllm.__version__} is installed"
+            chosen = "vllm"
+            why = f"version {vllm.__version__} is installed"
         except (ImportError, OSError) as error:  # OSError: a library of another CUDA version
             if wanted == "vllm":
                 remedy = "Install requirements-cuda.txt or requirements-npu.txt (docs/engines.md), or take --engine embedded."
                 raise UserError(f"--engine vllm: vLLM cannot be imported here ({error}). {remedy}") from None
-            chosen, why = "embedded", f"vLLM cannot be imported: {error}"
+            chosen = "embedded"
+            why = f"vLLM cannot be imported: {error}"
     if wanted == "auto" and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
         print(f"engine: {chosen} ({why})", flush=True)
     return chosen

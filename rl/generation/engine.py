@@ -78,7 +78,8 @@ class EngineArgs(RouterArgs):
     def sampling(self) -> "SamplingParams":
         """The sampling parameters of training."""
         of_all = (self.temperature, self.top_p, self.top_k, self.max_response_length, self.ignore_eos)
-        most, with_log_probs = support.most_tokens(self), getattr(self, "score_centering", False)
+        most = support.most_tokens(self)
+        with_log_probs = getattr(self, "score_centering", False)
         return SamplingParams(*of_all, support=most, support_log_probs=with_log_probs)
 
     @property

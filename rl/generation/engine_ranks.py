@@ -26,7 +26,8 @@ class EngineRanks:
         self.size = size
         self.is_leader = ranks.rank % size == 0  # the engine's first rank decides, scores and hands over
         self.index, self.engines = ranks.rank // size, ranks.world_size // size  # this engine's number; the number of engines
-        self._first, self._group = self.index * size, None
+        self._first = self.index * size
+        self._group = None
         for first in range(0, ranks.world_size, size) if size > 1 else ():
             group = torch.distributed.new_group(range(first, first + size), backend=HOST_BACKEND)  # a collective of all engines
             self._group = group if first == self._first else self._group

@@ -80,7 +80,8 @@ class Episodes(Responses):
         outputs = None if self._blocked else super().decode(timer)
         for output in outputs or ():
             self._turn_ended(output)
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         return ended if ended or at_work or outputs is not None else None
 
     @property
@@ -163,9 +164,9 @@ class Episodes(Responses):
 
     def _fork(self, id: tuple[int, int]) -> None:
         key, number = id
-        prompt, seed = self.working[key].prompt, self.args.seed
+        prompt = self.working[key].prompt
         known = {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth, "extra_info": prompt.extra_info}
-        seeds = {"seed": request_seed(seed, key, OF_GROUP), "own_seed": request_seed(seed, key, number)}
+        seeds = {"seed": request_seed(self.args.seed, key, OF_GROUP), "own_seed": request_seed(self.args.seed, key, number)}
         self._processes[id] = True
         if self.engine_ranks.is_leader:
             self.environments.begin(id, row=prompt.row | known, split="val" if key >= VALIDATION else "train", **seeds)
@@ -208,7 +209,8 @@ class Episodes(Responses):
 
     def _was_reset(self, id: tuple[int, int], prompt: list[int] | None) -> None:
         """Start an episode. The first of a group sets the group's prompt. prompt: None if the reset adds nothing to it."""
-        key, work = id[0], self.working[id[0]]
+        key = id[0]
+        work = self.working[key]
         self._resetting.discard(id)
         if key not in self._prompts:
             if prompt and len(prompt) > self.args.max_prompt_length:
@@ -254,7 +256,8 @@ class Episodes(Responses):
         """Give a turn that the engine has finished to its environment, unless it is the last."""
         episode = self._of[output.id]
         episode.cached += output.cached if episode.turns else 0
-        episode.output, episode.in_engine = output, False
+        episode.output = output
+        episode.in_engine = False
         if episode.event:
             self._finish(output.id, "stop")
         elif output.finish_reason == "length":
@@ -288,7 +291,8 @@ class Episodes(Responses):
         episode.at = end
 
     def _answered(self, id: tuple[int, int], answer: dict) -> None:
-        episode, ids = self._of[id], answer["ids"]
+        episode = self._of[id]
+        ids = answer["ids"]
         episode.add(answer)
         if episode.again:
             recorded = episode.output.token_ids[episode.at : episode.at + episode.again.popleft()]
@@ -318,11 +322,12 @@ class Episodes(Responses):
 
     def _append(self, id: tuple[int, int], tokens: int) -> None:
         """Mask the next `tokens` tokens, which are the environment's."""
-        episode, masks = self._of[id], self.working[id[0]].masks
+        episode = self._of[id]
+        masks = self.working[id[0]].masks
         known = masks.get(id[1], np.zeros(0, bool))
         if len(known) < episode.at + tokens:  # otherwise the mask was recorded
-            turn, answer = np.ones(episode.at - len(known), bool), np.zeros(tokens, bool)
-            masks[id[1]] = np.concatenate([known, turn, answer])
+            turn = np.ones(episode.at - len(known), bool)
+            masks[id[1]] = np.concatenate([known, turn, np.zeros(tokens, bool)])
         episode.at += tokens
 
     def _add(self, id: tuple[int, int], so_far: Output | None) -> None:
@@ -330,7 +335,8 @@ class Episodes(Responses):
         across updates, turns keep it too."""
         episode = self._of[id]
         was_playing = bool(episode.output) and episode.output.finish_reason == "unfinished"
-        episode.output, episode.in_engine = None, True
+        episode.output = None
+        episode.in_engine = True
         so_far = so_far and dataclasses.replace(so_far, finish_reason="unfinished")
         kept = so_far.versions[0] if so_far and getattr(self.args, "partial_rollout", "") == "keep" else None
         request = self.working[id[0]].requests[id[1]]

@@ -90,7 +90,8 @@ class Generator:
 
     def unfinished(self) -> list[Group]:
         """Return a group for every ticket under way, except validation, with its responses so far, all without scores."""
-        outputs, groups = {output.id: output for output in (*self._ended, *self.responses.unfinished())}, []
+        outputs = {output.id: output for output in (*self._ended, *self.responses.unfinished())}
+        groups = []
         for ticket in self.tickets:
             work = self.working[ticket]
             so_far = [work.outputs.get(i) or outputs[ticket, i] for i in range(work.n + work.greedy)]
@@ -100,7 +101,8 @@ class Generator:
 
     def decode(self) -> list[Output] | None:
         """Sample the next token of every response. Return the responses that ended; None if there was nothing to sample."""
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         return ended or self.responses.decode(self.timer)
 
     def score(self, ended: list[Output] | None, wait: float = 2e-3, idle: str = "wait") -> list[Group]:
@@ -134,7 +136,8 @@ class Generator:
 
     def _take_done(self, keys: Iterable[int]) -> list[Group]:
         """Return the groups of those keys that are done, and keep a validation's rows; only on the engine's first rank."""
-        groups, leads = [], self.engine_ranks.is_leader
+        groups = []
+        leads = self.engine_ranks.is_leader
         for key in keys:
             work = self.working[key]
             if not (work.done if leads else work.has_ended):
@@ -190,7 +193,8 @@ class Generator:
     def take_rows(self) -> list[dict]:
         """Return the validation's rows since the last call, one per response: index, data_source, prompt, response,
         ground_truth, score, acc, extra (the reward function's other numbers), error. With an error, score and acc are None."""
-        rows, self._rows = self._rows, []
+        rows = self._rows
+        self._rows = []
         return rows
 
     def validate(self) -> list[dict]:
@@ -202,9 +206,12 @@ class Generator:
         return sorted((row for rows in gathered for row in json.loads(rows)), key=lambda row: row["index"])
 
     def _group(self, ticket: int, work: Work) -> Group:
-        a, responses, baseline = self.args, [], 0.0
+        a = self.args
+        responses = []
+        baseline = 0.0
         for i in range(work.n + work.greedy):
-            output, score = work.outputs[i], work.scores[i]
+            output = work.outputs[i]
+            score = work.scores[i]
             mask = work.mask(i, len(output.token_ids))
             length = len(output.token_ids) if mask is None else int(mask.sum())
             penalty = overlong_penalty(length, a.max_response_length, a.overlong_buffer_len, a.overlong_penalty_factor)

@@ -46,7 +46,8 @@ class Work:
         return len(self.scores) == self.n + self.greedy
 
     def group(self, ticket: int, responses: list[Response], baseline: float = 0.0, routes: np.ndarray | None = None) -> Group:
-        p, images = self.prompt, self.prompt.images.digest if self.prompt.images else ""
+        p = self.prompt
+        images = self.prompt.images.digest if self.prompt.images else ""
         return Group(ticket, np.array(p.ids, np.int32), p.data_source, responses, baseline, images, routes)
 
 

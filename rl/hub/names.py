@@ -76,11 +76,13 @@ def sources(model: PreTrainedModel, shapes: dict[str, torch.Size]) -> dict[str, 
     renamings = [of for of in transforms if isinstance(of, WeightRenaming)]
     converters = [of for of in transforms if isinstance(of, WeightConverter)]
     by_pattern = {pattern: of for of in converters for pattern in of.source_patterns}
-    wanted, found = model.state_dict(), defaultdict(list)
+    wanted = model.state_dict()
+    found = defaultdict(list)
     for name in sorted(shapes, key=dot_natural_key):  # transformers stacks experts in this order
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
         if target not in wanted and name in wanted:
-            target, pattern = name, None
+            target = name
+            pattern = None
         if target in wanted:
             found[target].append((name, pattern))
     out = {}
@@ -104,7 +106,8 @@ def sources(model: PreTrainedModel, shapes: dict[str, torch.Size]) -> dict[str, 
 
 def _if_cut(source: Source, model: PreTrainedModel, target: str, shapes: dict[str, torch.Size]) -> Source:
     """The source without its converter, if that only puts the tensors' elements end to end."""
-    numbered, first = {}, 0
+    numbered = {}
+    first = 0
     for name in source.names:  # small tensors, put together in the same way; each element is its own number
         small = (2, 2, 2, 4, 3)[-len(shapes[name]) :]
         numbered[name] = torch.arange(first, first + math.prod(small)).view(small)

@@ -19,7 +19,9 @@ from rl.errors import UserError
 from rl.hub.tensor_writer import PIECE_BYTES, TYPES
 from rl.ranks import watchdog
 
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of each file of weights
+# of each file of weights
+SAMPLES = 64
+SAMPLE_BYTES = 1 << 16
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {word: dtype for dtype, word in TYPES.items()}
 REMEDY = "Copy or download the files again."
@@ -67,7 +69,8 @@ def stored_tensors(path: str) -> dict[str, Stored] | None:
     where = f"--model {path}"
     if not (index := find(path, INDEX, download=True)):
         return _stored_in(single, where) if (single := find(path, SINGLE, download=True)) else None
-    listed, out = read_index(index), {}
+    listed = read_index(index)
+    out = {}
     for name in sorted(set(listed.values())):
         if not (file := find(path, name, download=True)):
             raise UserError(f"{where}: the weights cannot be read: {name}, which {INDEX} lists, is not there. {REMEDY}")
@@ -105,7 +108,8 @@ def read_header(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     with open(file, "rb") as handle:
         (length,) = struct.unpack("<Q", handle.read(8))
         header = json.loads(handle.read(length))
-    words, out = header.pop("__metadata__", {}), {}
+    words = header.pop("__metadata__", {})
+    out = {}
     for name, of in header.items():
         shape = torch.Size(of["shape"])
         out[name] = Stored(Run(file.name, of["dtype"], 8 + length + of["data_offsets"][0], shape.numel()), shape)
@@ -129,19 +133,22 @@ class Reader:
         Raises UserError if a file has become shorter."""
         position = 0  # of the run's first element among all
         for run in runs:
-            start, stop = max(first, position), min(first + len(out), position + run.elements)
+            start = max(first, position)
+            stop = min(first + len(out), position + run.elements)
             if start < stop:
                 self._read(run, start - position, out[start - first : stop - first])
             position += run.elements
 
     def _read(self, run: Run, skip: int, out: torch.Tensor) -> None:
-        dtype, file = DTYPES[run.dtype], self._open[run.file]
+        dtype = DTYPES[run.dtype]
+        file = self._open[run.file]
         place = run.begin + skip * dtype.itemsize
         for part in out.split(PIECE_BYTES // dtype.itemsize):
             left = memoryview(self._piece)[: len(part) * dtype.itemsize]
             while left:
                 if not (got := os.preadv(file.fileno(), [left], place)):
                     raise UserError(f"{file.name}: cannot be read: it has become shorter. {REMEDY}")
-                place, left = place + got, left[got:]
+                place = place + got
+                left = left[got:]
             part.copy_(torch.frombuffer(self._piece, dtype=dtype, count=len(part)))
             watchdog.progress()

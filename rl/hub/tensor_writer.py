@@ -27,14 +27,17 @@ class TensorFile:
 
     def __init__(self, path: Path, tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: dict[str, str]):
         """tensors: (name, dtype, shape) of each. metadata: of the header."""
-        header, end = {"__metadata__": metadata}, 0
+        header = {"__metadata__": metadata}
+        end = 0
         for name, dtype, shape in tensors:
-            start, end = end, end + dtype.itemsize * torch.Size(shape).numel()
+            start = end
+            end = end + dtype.itemsize * torch.Size(shape).numel()
             header[name] = {"dtype": TYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
         self.left = end  # bytes that are still to come
-        self._digest, self._size = xxhash.xxh3_128(), 0
+        self._digest = xxhash.xxh3_128()
+        self._size = 0
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115  (closed by `close`)
         self._append(struct.pack("<Q", len(text)) + text)
 

@@ -102,12 +102,15 @@ class Batch:
         group = torch.tensor([i for i, _, _ in pairs], dtype=torch.long)
         is_flat = [division is not None and division.packs_flat_apart and g.is_flat for g in groups]
         flat = [is_flat[i] for i, _, _ in pairs]
-        here, responses, is_part = lengths, [r for _, _, r in pairs], division is not None and division.ranks.data_size > 1
+        here = lengths
+        responses = [r for _, _, r in pairs]
+        is_part = division is not None and division.ranks.data_size > 1
         if is_part:
             prompts = [len(g.prompt_ids) for _, g, _ in pairs]
             owners = division.owners([p + n for p, n in zip(prompts, lengths.tolist(), strict=True)], prompts, group, flat)
             own = [i for i, owner in enumerate(owners) if owner == division.ranks.data_rank]
-            here, responses = torch.zeros_like(lengths), [responses[i] for i in own]
+            here = torch.zeros_like(lengths)
+            responses = [responses[i] for i in own]
             here[own] = lengths[own]
         every = np.ones(max((len(r.token_ids) for r in responses), default=0), bool)
         masks = (every[: len(r.token_ids)] if r.mask is None else r.mask for r in responses)
@@ -210,7 +213,8 @@ class Batch:
 
     def tokens_of(self, responses: torch.Tensor) -> torch.Tensor:
         """Return the indices in the [N] tensors of all tokens of the given responses [b], in that order. All must be here."""
-        lengths, starts = self.lengths[responses], self.starts[responses]
+        lengths = self.lengths[responses]
+        starts = self.starts[responses]
         if not torch.equal(lengths, self.local_lengths[responses]):
             raise ValueError("the batch was divided differently: tokens of a response are not on this learner")
         ends = lengths.cumsum(0)
@@ -283,11 +287,14 @@ class MicroBatch:
         rank without work still takes part in the collectives of its forward and backward pass."""
         index = batch.tokens_of(torch.tensor(responses, dtype=torch.long))
         if not responses:
-            layout, nothing = Packed([1], device), torch.zeros(0, dtype=torch.long)
+            layout = Packed([1], device)
+            nothing = torch.zeros(0, dtype=torch.long)
             inputs = layout.inputs(torch.zeros(1, dtype=torch.long)) | batch.image_inputs([1], [-1], [-1], device)
             return MicroBatch(inputs, layout, nothing.to(device), nothing.to(device), nothing, has_responses=False)
         # The row's segments: (tokens, the preceding segment or -1, a prompt's group or -1). prompt_of: by group.
-        segments, begins, prompt_of = [], [], {}
+        segments = []
+        begins = []
+        prompt_of = {}
         for i, tokens in zip(responses, batch.token[index].split(batch.lengths[responses].tolist()), strict=True):
             group = int(batch.group[i])
             if group not in prompt_of:
@@ -303,9 +310,12 @@ class MicroBatch:
         # a prompt's last token predicts its response's first; a separate history has its own prompt
         before = [s[begin:-1] if begin >= 0 else s.roll(1) for begin, s in zip(begins, sequences, strict=True)]
         inputs = layout.inputs(torch.cat(parts).long()) | batch.image_inputs(sizes, after, groups, device)
-        predict, routes, mask = torch.cat(before), row_of_routes(batch, responses), batch.mask[index]
+        predict = torch.cat(before)
+        routes = row_of_routes(batch, responses)
+        mask = batch.mask[index]
         if not mask.all():
-            predict, index = predict[mask], index[mask]
+            predict = predict[mask]
+            index = index[mask]
         labels = moved(batch.token[index].long(), device=device)
         record = None if batch.support is None else moved(batch.support[index].long(), device=device)
         return MicroBatch(inputs, layout, moved(predict, device=device), labels, index, routes, support=record)

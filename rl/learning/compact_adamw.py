@@ -47,7 +47,9 @@ class CompactAdamW(torch.optim.Optimizer):
     ):
         """masters: the fp32 weights of parameters in bf16, in host memory or on their device (rl/learning/masters.py)."""
         super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": 1e-8})
-        self.on_host, self.in_8_bits, self.masters = on_host, in_8_bits, masters or {}
+        self.on_host = on_host
+        self.in_8_bits = in_8_bits
+        self.masters = masters or {}
         self._tables: dict[bool, torch.Tensor] = {}
         self._pinned = PinnedBlocks()
 
@@ -55,7 +57,8 @@ class CompactAdamW(torch.optim.Optimizer):
         """Return the parameter's state, created on first use."""
         if state := self.state[parameter]:
             return state
-        value, state["step"] = parameter.data, torch.zeros((), device=parameter.device)
+        value = parameter.data
+        state["step"] = torch.zeros((), device=parameter.device)
         for name in MOMENTS:
             if self.in_8_bits and value.dim() > 1 and value.shape[-1] >= NARROW:
                 state[name] = self._zeros(value, torch.uint8)
@@ -86,7 +89,8 @@ class CompactAdamW(torch.optim.Optimizer):
             kept[MASTER] = local(self.masters[parameter])
         value, grad = local(parameter.data), local(parameter.grad)
         if not value.dim():  # a scalar has no rows
-            value, grad = value.view(1), grad.view(1)
+            value = value.view(1)
+            grad = grad.view(1)
             kept = {name: tensor.view(1) for name, tensor in kept.items()}
         for rows in _pieces(value):
             of_rows = {name: tensor[rows] for name, tensor in kept.items()}

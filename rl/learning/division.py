@@ -37,7 +37,8 @@ def pack(
     if max(lengths, default=0) > max_tokens:
         raise ValueError(f"a sequence of {max(lengths)} tokens does not fit in a micro-batch of {max_tokens}")
     row = partial(_row_tokens, lengths=lengths, prompts=prompts, groups=groups)
-    plans, once = [], row(range(len(lengths)))
+    plans = []
+    once = row(range(len(lengths)))
     for part in (0, 1, 2, 4):
         bins = _place(lengths, groups, max_tokens, ranks, part)
         slowest = sum(max(map(row, bins[first : first + ranks])) for first in range(0, len(bins), ranks))
@@ -53,7 +54,8 @@ def pack_apart(
 ) -> list[list[list[int]]]:
     """Pack as `pack` does, but put `flat` sequences into separate micro-batches, before the others, if that saves time because
     they only need a forward pass. At least one micro-batch, which may be empty, is for the others."""
-    what, together = (lengths, prompts, groups), pack(lengths, prompts, groups, max_tokens, ranks)
+    what = (lengths, prompts, groups)
+    together = pack(lengths, prompts, groups, max_tokens, ranks)
     if not any(flat):
         return together
     parts = []
@@ -92,7 +94,8 @@ def _place(lengths: Sequence[int], groups: Sequence[int], max_tokens: int, ranks
 
 def _runs(lengths: Sequence[int], groups: Sequence[int], limit: float) -> list[list[int]]:
     """Group neighbours of one group into runs of up to `limit` tokens; a longer sequence is a run of its own."""
-    runs, load = [], 0
+    runs = []
+    load = 0
     for i, (length, group) in enumerate(zip(lengths, groups, strict=True)):
         if i and groups[i - 1] == group and load + length <= limit:
             runs[-1].append(i)

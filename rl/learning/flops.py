@@ -49,7 +49,8 @@ def least_flops(config: PretrainedConfig, batch: Batch, frozen: bool = False) ->
 def _flops(config: PretrainedConfig, tokens: float, pairs: float, projected: int, frozen: bool = False) -> float:
     """tokens: through the layers; pairs: of a query and a key; projected: tokens projected to the vocabulary."""
     text = config.get_text_config()
-    head, token = (4 if frozen else 6) * text.hidden_size * text.vocab_size, train_flops_per_token(config, 0, frozen)
+    head = (4 if frozen else 6) * text.hidden_size * text.vocab_size
+    token = train_flops_per_token(config, 0, frozen)
     pair = train_flops_per_token(config, 2) - train_flops_per_token(config, 0)  # a token of a mean length of 2 has one pair
     return tokens * (token - head) + pairs * pair + projected * head
 
@@ -78,11 +79,14 @@ def train_flops_per_token(config, mean_length: float, frozen: bool = False) -> f
         mlp = 3 * hidden * width + hidden * total  # the experts and the router
     else:
         mlp = 3 * hidden * width
-    nets, of_nets = len(linear_layers(config)), 0
+    nets = len(linear_layers(config))
+    of_nets = 0
     if nets:
         from rl.model.hybrid.delta_net import flops_per_token
 
-        of_nets, attention = nets * flops_per_token(config), attention + hidden * dim * heads  # which has a gate there
+        # which has a gate there
+        of_nets = nets * flops_per_token(config)
+        attention = attention + hidden * dim * heads
     attending = layers - nets
     matrices = attending * attention + layers * mlp + hidden * config.vocab_size
     return (4 if frozen else 6) * matrices + 6 * attending * heads * dim * mean_length + of_nets

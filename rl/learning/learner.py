@@ -134,9 +134,11 @@ class Learner:
         with torch.no_grad() if ends_here else contextlib.nullcontext():
             out = self._log_probs(self.policy, micro, entropy, **how)
         if self._centers:
-            micro.expected_log_prob, out = out[0][:, 1], (out[0][:, 0], out[1])
+            micro.expected_log_prob = out[0][:, 1]
+            out = (out[0][:, 0], out[1])
         if micro.top:
-            micro.top.log_prob, out = out[0][:, 1:], (out[0][:, 0], out[1])
+            micro.top.log_prob = out[0][:, 1:]
+            out = (out[0][:, 0], out[1])
         self.computed.add(micro)
         if ends_here:
             check_no_gradient(*out[: 2 if entropy == "loss" else 1])
@@ -211,7 +213,8 @@ class Learner:
         if not self.teacher_top_k:
             return self._log_probs(self.teacher, micro, "none")[0]
         progress()
-        count, rows = self.teacher_top_k, self.config.get_text_config().vocab_size
+        count = self.teacher_top_k
+        rows = self.config.get_text_config().vocab_size
         what = (micro.predict, micro.labels, self.temperature, "none")
         sampled, token, log_prob = self.teacher(micro.inputs, micro.layout, *what, top=(count, rows))
         if micro.own is not None:
@@ -224,7 +227,8 @@ class Learner:
     def begin_step(self, step: int) -> None:
         """Set the learning rate of training step `step`, from 1, and start counting FLOPs. As in verl, all optimizer steps of a
         training step have one rate, so a run can resume with a different number of them."""
-        self.computed, frozen = Computed(), 0
+        self.computed = Computed()
+        frozen = 0
         if self.critic:
             self.critic.begin_step(step)
             frozen = self.critic.warmup
@@ -321,7 +325,8 @@ class Learner:
         weights, each of AdamW's moments is a set, and a critic's sets begin with `critic.`. Moments are created if an
         optimizer has not stepped yet; a checkpoint is read into them in place."""
         self.policy.reshard()
-        out, weights = {}, "adapter" if self.adapters else "model"
+        out = {}
+        weights = "adapter" if self.adapters else "model"
         for name, parameter in self._trained.items():
             out[f"{weights}.{name}"] = self.masters.get(name, parameter.data)
             out |= {f"{key}.{name}": moment for key, moment in moments(self.optimizer, parameter).items()}
@@ -349,6 +354,7 @@ class Learner:
             self.critic.restore(state["critic"], None)
         if self.entropy_control:
             self.entropy_control.restore(state.get("entropy_control"))
-        self.skipped, self.chosen_tokens = state["skipped"], state.get("chosen_tokens")
+        self.skipped = state["skipped"]
+        self.chosen_tokens = state.get("chosen_tokens")
         if rank_state:
             torch.set_rng_state(torch.tensor(rank_state["rng"], dtype=torch.uint8))

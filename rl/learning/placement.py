@@ -62,7 +62,8 @@ def load_policy(
     _save_memory(model, args, path, ranks.device if trainable else None)
     logits_kept = 0 if args.gradient_checkpointing else LOGITS_KEPT
     policy = kind(model, Router.of(model, args), logits_kept)
-    policy.adapters, policy.head_fp32 = adapters, args.lm_head_fp32
+    policy.adapters = adapters
+    policy.head_fp32 = args.lm_head_fp32
     _compute_as_sampled(policy)
     if args.dtype == "bfloat16" and not trainable:
         keep_in_bf16(policy.named_parameters())
@@ -144,7 +145,8 @@ def _compute_as_sampled(policy: Policy) -> None:
     policy.eval()
     for layer in policy.modules():
         if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
-            layer.training, layer.forward = True, partial(_in_eval, layer, layer.forward)
+            layer.training = True
+            layer.forward = partial(_in_eval, layer, layer.forward)
 
 
 def _in_eval(layer: nn.Module, forward: Callable, *args, **kwargs):

@@ -40,7 +40,8 @@ def longest_on_a_rank(args) -> int:
 def choose_micro_batch_tokens(args, learner: Learner) -> int:
     """Return the most tokens of a micro-batch, the same on all learners, and at least one sequence of full length. A resumed
     run keeps its number unless it does not fit here. args: the script's. A collective."""
-    longest, kept = longest_on_a_rank(args), learner.chosen_tokens
+    longest = longest_on_a_rank(args)
+    kept = learner.chosen_tokens
     if not is_accelerator(learner.ranks.device):
         group = args.rollout_n * longest  # in one micro-batch its prompt is computed once
         return max(longest, kept or min(max(CPU_TOKENS, group), UNMEASURED_TOKENS))
@@ -63,11 +64,13 @@ def choose_micro_batch_tokens(args, learner: Learner) -> int:
 
 def _train(args, learner: Learner, sequences: int) -> None:
     """Compute the gradients of a micro-batch of this many sequences of full length. A collective."""
-    given, rng = learner.args, np.random.default_rng(0)
+    given = learner.args
+    rng = np.random.default_rng(0)
     groups = []
     for ticket in range(sequences * learner.ranks.data_size):
         prompt, response = (rng.integers(0, 16, n).astype(np.int32) for n in (args.max_prompt_length, args.max_response_length))
-        zeros, most = np.zeros(len(response), np.int32), support.width(args)
+        zeros = np.zeros(len(response), np.int32)
+        most = support.width(args)
         record = np.zeros((len(response), most), np.int32) if most else None
         groups.append(
             Group(ticket, prompt, "", [Response(response, zeros.astype(np.float32), zeros, "length", support=record)])

@@ -42,7 +42,8 @@ class Critic(Learner):
 
     def __init__(self, path: str, args, ranks: Ranks, total_steps: int):
         """path: the model, as a directory or hub name. args: CommonArgs; the critic has its own learning rate."""
-        self.warmup, self._is_known = args.critic_warmup, args.critic_model is None
+        self.warmup = args.critic_warmup
+        self._is_known = args.critic_model is None
         own = dataclasses.replace(args, lr=args.critic_lr, router_replay="off")
         super().__init__(path, own, ranks, total_steps, trust_remote_code=args.trust_remote_code)
 

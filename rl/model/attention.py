@@ -45,7 +45,8 @@ class Packed:
     def __init__(self, segments: list[int], device: torch.device | str = "cpu", after: list[int] | None = None):
         after = after or [-1] * len(segments)
         continued = set(after)
-        self.device, self._row = torch.device(device), (segments, after)
+        self.device = torch.device(device)
+        self._row = (segments, after)
         sequences = [tokens for i, tokens in enumerate(tokens_seen(segments, after)) if i not in continued]
         self.lengths = [len(s) for s in sequences]
         self.longest = max(self.lengths)
@@ -68,13 +69,16 @@ class Packed:
             return attend(kernel, self._segments, query, key, value, scaling)
         on_cpu = not is_accelerator(query.device)
         if (groups := query.shape[1] // key.shape[1]) > 1 and not on_cpu:  # a CPU's kernel takes shared heads as they are
-            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+            key = key.repeat_interleave(groups, dim=1)
+            value = value.repeat_interleave(groups, dim=1)
         buckets, output_index = self._buckets
         outputs = []
         for index, length in buckets:
             q, k, v = (_gather(x, index, length) for x in (query, key, value))  # [S, H or H_kv, L, D]
             if length <= SHORT and query.dtype == torch.bfloat16 and query.requires_grad and on_cpu:
-                q, k, v = q.float(), k.float(), v.float()
+                q = q.float()
+                k = k.float()
+                v = v.float()
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=on_cpu)
             outputs.append(out.to(query.dtype).transpose(1, 2).flatten(0, 1).flatten(1))  # [S * L, H * D]
         return torch.cat(outputs).index_select(0, output_index).view_as(query)

@@ -37,7 +37,9 @@ def in_buckets(
     """Put sequences, which lie end to end, into buckets of similar length, the longest first. Return ([(numbers of its
     sequences [S], places of their tokens [S, L], which of these are real [S, L])], the cell of each token [K], with the buckets
     laid end to end)."""
-    left, buckets, done = sorted(range(len(lengths)), key=lambda s: -lengths[s]), [], 0
+    left = sorted(range(len(lengths)), key=lambda s: -lengths[s])
+    buckets = []
+    done = 0
     cell_of = torch.empty(sum(lengths), dtype=torch.long)
     while left:
         longest = lengths[left[0]]
@@ -67,7 +69,8 @@ class Segments:
         seen = [tokens for tokens, length in zip(tokens_seen(lengths, after), lengths, strict=True) if length]
         self.longest = max(filter(None, lengths)), max(map(len, seen))  # queries, keys
         self.ends = list(itertools.accumulate(filter(None, lengths))), list(itertools.accumulate(map(len, seen)))
-        keys, self.device = np.concatenate(seen), device
+        keys = np.concatenate(seen)
+        self.device = device
         self.keys = None  # [K] which tokens of the row the keys are of, on the device; None: all, in order
         if len(keys) > self.ends[0][-1]:
             self.keys = moved(torch.from_numpy(keys), device=device)
@@ -98,7 +101,8 @@ def attend(kernel: str, segments: Segments, query, key, value, scaling: float) -
 def _flash(segments: Segments, query, key, value, scaling: float) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    gqa, causal = query.shape[1] > key.shape[1], (-1, 0)
+    gqa = query.shape[1] > key.shape[1]
+    causal = (-1, 0)
     return varlen_attn(
         query, key, value, *segments.cumulative, *segments.longest, scale=scaling, window_size=causal, enable_gqa=gqa
     )
@@ -138,11 +142,16 @@ def check_kernel(config: PretrainedConfig, sequence_parallel: int, dtype: torch.
     """Raises UserError if the device's kernel, where it has one, does not compute attention: values and gradients of two
     responses to one prompt and of a sequence of its own, against a softmax written out, with the model's heads on this rank."""
     text = config.get_text_config()
-    heads, kv = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = text.num_attention_heads
+    kv = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    heads, kv = heads // sequence_parallel, max(1, kv // sequence_parallel)
-    lengths, after = [150, 40, 70, 60], [-1, 0, 0, -1]
-    segments, generator = Segments(lengths, after, device), torch.Generator().manual_seed(0)  # a run's own numbers stay
+    heads = heads // sequence_parallel
+    kv = max(1, kv // sequence_parallel)
+    lengths = [150, 40, 70, 60]
+    after = [-1, 0, 0, -1]
+    # a run's own numbers stay
+    segments = Segments(lengths, after, device)
+    generator = torch.Generator().manual_seed(0)
     made = [torch.randn(sum(lengths), n, size, generator=generator) for n in (heads, kv, kv, heads)]
     query, key, value, weight = (x.to(device, dtype) for x in made)
     if not (kernel := packed_attention(query, len(segments))):

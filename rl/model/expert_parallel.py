@@ -34,7 +34,8 @@ def share_experts(ranks: Ranks, config: PretrainedConfig, size: int) -> Ranks:
     """The learners, of which every `size` neighbours share the experts. Raises UserError if these cannot be divided evenly."""
     if size == 1:
         return ranks
-    given, count = f"--expert-parallel {size}", getattr(config.get_text_config(), "num_experts", None)
+    given = f"--expert-parallel {size}"
+    count = getattr(config.get_text_config(), "num_experts", None)
     if not count:
         raise UserError(f"{given}: the model has no experts that could be divided. Leave the flag out.")
     if ranks.world_size % size:
@@ -57,7 +58,8 @@ def experts_of(model: nn.Module) -> Iterator[nn.Module]:
 def divide_experts(model: nn.Module, ranks: Ranks, shard: dict) -> None:
     """Leaves every rank its own experts, without values, and has the tokens sent to them. shard: options of fully_shard. To be
     called before the layers around the experts are sharded."""
-    mesh, shard = ranks.expert_mesh["expert"], shard | {"mesh": ranks.expert_mesh["shard"]}
+    mesh = ranks.expert_mesh["expert"]
+    shard = shard | {"mesh": ranks.expert_mesh["shard"]}
     if policy := shard.get("mp_policy"):
         shard["mp_policy"] = dataclasses.replace(policy, cast_forward_inputs=False)  # weights of experts may be fp32
     if not (found := list(experts_of(model))):
@@ -68,7 +70,8 @@ def divide_experts(model: nn.Module, ranks: Ranks, shard: dict) -> None:
     for experts in found:
         own = experts.num_experts // ranks.expert_parallel
         plain = copy.copy(experts)  # computes with the tensors that it is given
-        plain._parameters, plain.num_experts = {}, own
+        plain._parameters = {}
+        plain.num_experts = own
         for name, whole in list(experts.named_parameters()):
             part = torch.empty(own, *whole.shape[1:], dtype=whole.dtype, device="meta")
             divided = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
@@ -83,7 +86,9 @@ def _forward(experts: nn.Module, plain: nn.Module, group, hidden: torch.Tensor, 
     experts. A collective of the group."""
     own_experts = copy.copy(plain)
     own_experts.__dict__.update({name: getattr(experts, name).to_local() for name in NAMES})  # as FSDP has gathered them
-    ranks, own, choices = group.size(), plain.num_experts, index.shape[1]
+    ranks = group.size()
+    own = plain.num_experts
+    choices = index.shape[1]
     order = index.flatten().argsort(stable=True)  # [t * K], by expert and so by rank
     count = torch.zeros(ranks * own, dtype=torch.long, device=index.device)
     count = count.scatter_add_(0, index.flatten(), torch.ones_like(order))  # [E] this rank's rows for each expert

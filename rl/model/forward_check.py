@@ -92,7 +92,9 @@ class Probe:
 
     @staticmethod
     def of(model, seed: int = 0) -> "Probe":
-        config, generator = model.config, torch.Generator().manual_seed(seed)  # the run's own random numbers stay the same
+        # the run's own random numbers stay the same
+        config = model.config
+        generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(config.get_text_config().vocab_size, (2, PROMPT + RESPONSE), generator=generator)
         ids[1, :PROMPT] = ids[0, :PROMPT]
         if not takes_images(config):
@@ -100,7 +102,8 @@ class Probe:
         image, vision = config.image_token_id, config.vision_config
         marks = {image, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id}
         ids[torch.isin(ids, torch.tensor(sorted(marks)))] = min(set(range(len(marks) + 1)) - marks)
-        merge, half = vision.spatial_merge_size, PROMPT // 2
+        merge = vision.spatial_merge_size
+        half = PROMPT // 2
         ids = torch.cat([ids[:, :half], torch.full((2, 6), image), ids[:, half:]], dim=1)
         grid = torch.tensor([[1, 2 * merge, 3 * merge]])
         values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2

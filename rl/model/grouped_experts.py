@@ -79,7 +79,8 @@ def use(device: torch.device | str) -> bool:
         wrong = not agrees(torch.device(device))
         reason = "its values differ from products one after another"
     except (AttributeError, RuntimeError, NotImplementedError, TypeError) as error:
-        wrong, reason = True, str(error).splitlines()[0][:200]
+        wrong = True
+        reason = str(error).splitlines()[0][:200]
     if wrong:
         warnings.warn(
             f"npu_grouped_matmul is not used ({reason}): experts are computed one after another, slower.", stacklevel=2
@@ -92,7 +93,8 @@ def use(device: torch.device | str) -> bool:
 def agrees(device: torch.device) -> bool:
     """Whether the product and both gradients equal those of a loop over the experts, one of which has no row."""
     generator = torch.Generator().manual_seed(0)
-    rows, size = [5, 0, 11, 16], {"x": (32, 64), "weight": (4, 96, 64), "grad": (32, 96)}
+    rows = [5, 0, 11, 16]
+    size = {"x": (32, 64), "weight": (4, 96, 64), "grad": (32, 96)}
     x, weight, grad = (torch.randn(shape, generator=generator).bfloat16().to(device) for shape in size.values())
     ours = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
     theirs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]

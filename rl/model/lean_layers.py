@@ -61,7 +61,9 @@ def _may_be_read(module: nn.Module, *projections: nn.Module) -> bool:
 
 def _layer(layer, plain, gated: bool, hidden_states: Tensor, position_embeddings=None, layout=None, **others) -> Tensor:
     """hidden_states [B, L, hidden] -> [B, L, hidden]. `plain` is used without a layout: then attention is transformers' own."""
-    x, attention, mlp = hidden_states, layer.self_attn, layer.mlp
+    x = hidden_states
+    attention = layer.self_attn
+    mlp = layer.mlp
     projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     norms = (layer.input_layernorm, layer.post_attention_layernorm)
     if layout is None or not (_may_be_read(attention, *projections) and all(map(_may_be_read, norms))):
@@ -120,7 +122,8 @@ class GatedDown(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up, weight, a, b, factor):
         product = F.silu(gate).mul_(up)
-        out, thin = F.linear(product, weight), None
+        out = F.linear(product, weight)
+        thin = None
         if a is not None:
             thin = F.linear(product, a)
             out = out + F.linear(thin, b) * factor
@@ -132,7 +135,8 @@ class GatedDown(torch.autograd.Function):
     def backward(ctx, grad):
         gate, up, weight, a, b, thin = ctx.saved_tensors
         of_weight = of_a = of_b = None
-        silu, of_product = F.silu(gate), grad.matmul(weight)
+        silu = F.silu(gate)
+        of_product = grad.matmul(weight)
         if a is not None:
             scaled = grad * ctx.factor
             of_thin = scaled.matmul(b)
@@ -201,7 +205,8 @@ class NormedProducts(torch.autograd.Function):
     def backward(ctx, *grads):
         x, norm_weight, scale, *tensors = ctx.saved_tensors
         weights, a, b, thin = _quarters(tensors)
-        grads, unit = [_rows(grad) for grad in grads], _unit(x, scale)
+        grads = [_rows(grad) for grad in grads]
+        unit = _unit(x, scale)
         normed = _rows(norm_weight * unit)
         needed = _quarters(ctx.needs_input_grad[5:])  # False in a frozen model, and without a bias
         of_weights = [grad.t().mm(normed) if asked else None for grad, asked in zip(grads, needed[0], strict=True)]
@@ -256,7 +261,8 @@ def _norm_backward(
     of_unit = (grad * weight).float()
     of_scale = (of_unit * x.float()).sum(-1, keepdim=True)
     of_mean = -0.5 * of_scale * scale.pow(3)  # of the squares' mean
-    of_x, by_scale = of_unit.mul_(scale), (of_mean / x.shape[-1] * 2) * x.float()
+    of_x = of_unit.mul_(scale)
+    by_scale = (of_mean / x.shape[-1] * 2) * x.float()
     if x.dtype != torch.float32:
         return of_x.add_(by_scale).to(x.dtype), None, of_weight
     return of_x, by_scale, of_weight

@@ -151,7 +151,8 @@ class Weights:
                 for module, leaf in places[parameter]:
                     setattr(module, leaf, whole)
 
-        hooks, of_layers = [], set()
+        hooks = []
+        of_layers = set()
         for layer in layers(self.model):
             own = [parameter for parameter in layer.parameters() if parameter in names]
             hooks.append(layer.register_forward_pre_hook(functools.partial(put, own, True)))
@@ -223,7 +224,8 @@ def _dtype(source: Source, stored: dict[str, Stored]) -> torch.dtype:
 
 def _whole(model, found: dict[str, Source], stored: dict[str, Stored], reader: Reader, name: str) -> torch.Tensor:
     source = found[name]
-    dtype, wanted = _dtype(source, stored), model.state_dict()[name].shape
+    dtype = _dtype(source, stored)
+    wanted = model.state_dict()[name].shape
     if not source.convert:
         out = torch.empty(wanted, dtype=dtype)
         reader.read([stored[part].run for part in source.names], out.view(-1))
@@ -256,7 +258,8 @@ def fill(model: PreTrainedModel, weights: Weights | None, path: str, ranks: Rank
         for name, parameter in track(list(model.named_parameters()), f"loading {path}", show=say and ranks.is_main):
             if name not in known["dtypes"]:
                 continue  # an adapter's
-            own, block = local(parameter.data), Block.of(parameter)
+            own = local(parameter.data)
+            block = Block.of(parameter)
             if files and name in runs and block.shape[1:] == parameter.shape[1:]:  # cut along the first dimension at most
                 first = block.offset[0] * parameter.shape[1:].numel() if block.shape else 0
                 reader.read(runs[name], own.view(-1), first)

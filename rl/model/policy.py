@@ -19,7 +19,9 @@ class Policy(nn.Module):
 
     def __init__(self, model: nn.Module, router: Router | None = None, logits_kept: int = LOGITS_KEPT):
         super().__init__()
-        self.model, self.router, self.takes_images = model, router, takes_images(model.config)
+        self.model = model
+        self.router = router
+        self.takes_images = takes_images(model.config)
         self.logits_kept = logits_kept
         self.adapters = None  # of rl/adapters/lora.py, where the model has some
         self.head_fp32 = False  # --lm-head-fp32
@@ -40,9 +42,12 @@ class Policy(nn.Module):
         """
         if self.router:
             self.router.begin(layout, routes, observe)
-        hidden, head = self._hidden(inputs, layout)[predict], self.model.lm_head  # [n, hidden]
+        # [n, hidden]
+        hidden = self._hidden(inputs, layout)[predict]
+        head = self.model.lm_head
         if self.head_fp32 and hidden.dtype != torch.float32:
-            hidden, head = hidden.float(), Fp32Head.of(head)
+            hidden = hidden.float()
+            head = Fp32Head.of(head)
         if top:
             return top_tokens(hidden, head, labels, temperature, *top, LOGITS_AT_ONCE)
         if entropy == "spread":

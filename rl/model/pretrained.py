@@ -87,8 +87,10 @@ class ModelFlags(Protocol):
 def check_model(path: str, tokenizer: PreTrainedTokenizerBase, args: ModelFlags, name: str = "--model") -> None:
     """Raises UserError for a model or tokenizer that cannot be trained with these flags. Reads no weights. name: of the flag
     that gave the model."""
-    config, where = load_config(path, args.trust_remote_code), f"{name} {path}"
-    model, text = _check_modules(config, where, args.trust_remote_code), config.get_text_config()
+    config = load_config(path, args.trust_remote_code)
+    where = f"{name} {path}"
+    model = _check_modules(config, where, args.trust_remote_code)
+    text = config.get_text_config()
     if linear_layers(config):
         from rl.model.hybrid.delta_net import check_flags, check_layers
 
@@ -189,7 +191,8 @@ def computed(config: PretrainedConfig) -> dict[str, object]:
 
 def _check_tokenizer(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
     """Raises UserError for the tokenizer of another model: one with ids that have no embedding, or far too few tokens."""
-    vocabulary, rows = tokenizer.get_vocab(), config.vocab_size
+    vocabulary = tokenizer.get_vocab()
+    rows = config.vocab_size
     remedy = "It belongs to another model, or was saved incompletely: copy the model's own files next to the weights."
     if len(vocabulary) < rows / 2:
         raise UserError(f"{where}: the tokenizer has {len(vocabulary)} tokens, the model's vocabulary {rows}. {remedy}")
@@ -243,7 +246,8 @@ def check_heads(config: PretrainedConfig, size: int) -> None:
     """Raises UserError for a model whose attention heads `size` ranks cannot share evenly."""
     if size == 1:
         return
-    text, given = config.get_text_config(), f"--sequence-parallel {size}"
+    text = config.get_text_config()
+    given = f"--sequence-parallel {size}"
     heads = text.num_attention_heads
     kv = getattr(text, "num_key_value_heads", None) or heads
     if heads % size:

@@ -71,7 +71,9 @@ class Router:
         rows that choose freely; observe: how many of the first rows are counted for the metrics."""
         self._entered = self._layout = layout
         self._chosen = [None] * len(self.gates)
-        self._routes, self._observes, self._differs = routes, observe, None
+        self._routes = routes
+        self._observes = observe
+        self._differs = None
 
     def chosen(self) -> torch.Tensor:
         """The routes of the last forward pass: [T, L, K] int16 on the CPU, the likeliest expert first where it chose freely."""
@@ -85,7 +87,8 @@ class Router:
     def _forward(self, number: int, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """hidden_states [..., hidden] -> (logits [T, E], weights [T, K], experts [T, K]), as transformers' routers."""
         gate = self.gates[number]
-        hidden, dtype = hidden_states.reshape(-1, gate.hidden_dim), self.dtype or hidden_states.dtype
+        hidden = hidden_states.reshape(-1, gate.hidden_dim)
+        dtype = self.dtype or hidden_states.dtype
         logits = F.linear(hidden.to(dtype), gate.weight.to(dtype))
         probs = logits.softmax(-1, dtype=torch.float32)
         experts = self._choose(number, probs)
@@ -134,7 +137,8 @@ class Router:
         """The moe/* of docs/metrics.md, over the forward passes observed since the last call on all ranks. A collective."""
         load = torch.zeros(len(self.gates), self.experts) if self._load is None else self._load.cpu()
         totals = all_reduce_sum(torch.cat([load.flatten().double(), torch.tensor([float(x) for x in self._sums]).double()]))
-        self._load, self._sums = None, [0.0] * 4
+        self._load = None
+        self._sums = [0.0] * 4
         load, (entropy, elsewhere, differing, replayed) = totals[:-4].view(load.shape), totals[-4:].tolist()
         choices = float(load.sum()) / self.per_token  # tokens times layers
         if not choices:
@@ -210,7 +214,8 @@ def row_of_routes(batch, responses: list[int]) -> torch.Tensor | None:
     known = next((rows for rows in [*batch.prompt_routes, *batch.routes] if rows is not None), None)
     if known is None:
         return None
-    parts, seen = [], set()
+    parts = []
+    seen = set()
 
     def add(rows: np.ndarray | None, tokens: int) -> None:
         part = np.full((tokens, *known.shape[1:]), UNKNOWN, np.int16)

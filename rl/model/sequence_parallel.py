@@ -40,8 +40,10 @@ class Piece:
     """The layout of one rank's piece of a packed row: t of its T tokens. The last pieces may be partly or wholly padding."""
 
     def __init__(self, row: Packed, ranks: Ranks):
-        self.row, self.longest = row, row.longest
-        self.sharing, self.group = ranks.sequence_parallel, ranks.sequence_mesh.get_group("sequence")
+        self.row = row
+        self.longest = row.longest
+        self.sharing = ranks.sequence_parallel
+        self.group = ranks.sequence_mesh.get_group("sequence")
         self.size = -(-row.tokens // self.sharing)  # t
         self.begin = ranks.rank % self.sharing * self.size
         self.tokens = min(max(row.tokens - self.begin, 0), self.size)  # without padding
@@ -94,7 +96,8 @@ def gather_log_probs(micro, ranks: Ranks, log_prob: torch.Tensor, entropy: torch
     group = ranks.sequence_mesh.get_group("sequence")
     rows = log_prob.view(len(log_prob), math.prod(log_prob.shape[1:])).t()  # [m, own tokens], of which there may be none
     every = _Gather.apply(torch.cat([rows, entropy[None]]), micro.own, len(micro.index), group)
-    of_all, entropies = every[:-1].t().reshape(len(micro.index), *log_prob.shape[1:]), every[-1]
+    of_all = every[:-1].t().reshape(len(micro.index), *log_prob.shape[1:])
+    entropies = every[-1]
     return of_all, entropies if entropy.requires_grad else entropies.detach()
 
 

@@ -106,7 +106,8 @@ class Shards:
         """(name, whole tensor on the device) of every tensor in order: on the ranks `to`, by default all. held: some of the
         parameters, or other tensors that are sharded alike. change: (name, this rank's shard) -> the tensor to send instead. A
         collective, through which all ranks iterate in step."""
-        receives, under_way = to is None or dist.get_rank() in to, deque()
+        receives = to is None or dist.get_rank() in to
+        under_way = deque()
         for names in _buckets(held, dtype):
             sizes = [sum(math.prod(self._places[name][rank].shape) for name in names) for rank in range(dist.get_world_size())]
             mine = torch.zeros(max(sizes), dtype=dtype, device=device)
@@ -145,12 +146,14 @@ class Shards:
 
 
 def _buckets(held: dict[str, torch.Tensor], dtype: torch.dtype) -> Iterator[list[str]]:
-    bucket, size = [], 0
+    bucket = []
+    size = 0
     for name, tensor in held.items():
         more = tensor.numel() * dtype.itemsize
         if bucket and size + more > BUCKET_BYTES:
             yield bucket
-            bucket, size = [], 0
+            bucket = []
+            size = 0
         bucket.append(name)
         size += more
     yield bucket

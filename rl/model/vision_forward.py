@@ -33,7 +33,11 @@ class RowImages:
     def of(prompts: Sequence[tuple[int, Images]]) -> "RowImages":
         """prompts: (where it begins in the row, its images) of each, in order."""
         first: dict[str, int] = {}  # digest -> the image's first feature
-        grid, places, feature, files, end = [], [], [], [], 0
+        grid = []
+        places = []
+        feature = []
+        files = []
+        end = 0
         for start, images in prompts:
             places.append(start + images.places)
             counts = images.token_counts
@@ -80,7 +84,9 @@ def row_inputs(lengths: Sequence[int], after: Sequence[int], images: Sequence[Im
     """The inputs of `hidden_states` for a packed row in addition to its ids: position_ids [3, 1, T] and images. lengths: of the
     row's segments; after: the segment in front of each, -1 for none (rl/model/attention.py); images: of the segments that are
     prompts or begin with one."""
-    positions, prompts, start = [], [], 0
+    positions = []
+    prompts = []
+    start = 0
     for length, before, of_prompt in zip(lengths, after, images, strict=True):
         if before >= 0:
             first = lengths[before] if images[before] is None else images[before].next_position
@@ -108,7 +114,9 @@ def language_inputs(base: nn.Module, input_ids: Tensor, images: RowImages | None
     embeds = base.get_input_embeddings()(input_ids)
     if images is None:
         return {"inputs_embeds": embeds}
-    device, pixels, grid = input_ids.device, images.pixels(), images.grid
+    device = input_ids.device
+    pixels = images.pixels()
+    grid = images.grid
     if pixels is None:
         pixels, grid = _zeros(base.visual.config)
     found = base.get_image_features(pixels.to(device), grid.to(device), return_dict=True)
@@ -117,7 +125,8 @@ def language_inputs(base: nn.Module, input_ids: Tensor, images: RowImages | None
     levels = [level if torch.is_tensor(level) else torch.cat(level) for level in levels]
     if not images.files:  # out of place: gradients of zero for the tower, the same bits for the row
         return {"inputs_embeds": embeds + 0.0 * sum(level.sum() for level in levels).to(embeds.dtype)}
-    feature, places = images.feature.to(device), images.places.to(device)
+    feature = images.feature.to(device)
+    places = images.places.to(device)
     first, *deeper = (level.index_select(0, feature).to(embeds.dtype) for level in levels)
     inputs = {"inputs_embeds": embeds[0].index_copy(0, places, first)[None]}
     if deeper:
@@ -142,5 +151,6 @@ def _embedded(conv: nn.Conv3d, pixels: Tensor) -> Tensor:
 
 def _zeros(config) -> tuple[Tensor, Tensor]:
     """(pixels, grid) of the smallest image, all zeros: one token."""
-    merge, values = config.spatial_merge_size, config.in_channels * config.temporal_patch_size * config.patch_size**2
+    merge = config.spatial_merge_size
+    values = config.in_channels * config.temporal_patch_size * config.patch_size**2
     return torch.zeros(merge**2, values), torch.tensor([[1, merge, merge]])

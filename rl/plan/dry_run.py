@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from torch.distributed import HashStore
+from transformers import PretrainedConfig
 
 from rl.algorithm.kl_control import KLControl
 from rl.algorithm.teacher import teacher_path
@@ -106,6 +107,16 @@ def _in_child(writer, *what) -> None:
         writer.send(RuntimeError(f"{type(error).__name__}: {error}".splitlines()[0]))
 
 
+def _check_models(args: CommonArgs, path: str, config: PretrainedConfig) -> None:
+    """Raise UserError for a model that the run would refuse. config: the policy's, at `path`."""
+    check_heads(config, args.sequence_parallel)
+    check_lengths(config.get_text_config(), args)
+    if args.teacher:
+        load_config(teacher_path(args, path), args.trust_remote_code, "--teacher")
+    if args.critic_model:
+        load_config(resolve(args.critic_model), args.trust_remote_code, "--critic-model")
+
+
 def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn, image_size: str | None) -> Memory:
     script = importlib.import_module(name)
     # Compiled code computes the same. Demonstrations are in micro-batches of their own, none of which is larger.
@@ -113,21 +124,19 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn,
     path = resolve(args.model)
     config = load_config(path, args.trust_remote_code)
     exported = config.dtype or torch.float32  # `empty_model` changes it
-    check_heads(config, args.sequence_parallel)
-    check_lengths(config.get_text_config(), args)
-    if args.teacher:
-        load_config(teacher_path(args, path), args.trust_remote_code, "--teacher")  # raises UserError if there is none
-    if args.critic_model:
-        load_config(resolve(args.critic_model), args.trust_remote_code, "--critic-model")
+    _check_models(args, path, config)
     shapes = {p.shape for p in empty_model(config, args.trust_remote_code).parameters() if p.dim() > 1}
-    placement.open_weights, placement.check_policy = _unread, lambda *_: None
+    placement.open_weights = _unread
+    placement.check_policy = lambda *_: None
     ranks = start(learners, attention, strict=False)  # an operator on the host takes the same memory
     count = MemoryCount(config.get_text_config().vocab_size, shapes)
     with FakeDevice() as fake, count:
         dist.init_device_mesh = fake.host_too(False)(dist.init_device_mesh)  # ranks are counted in real numbers
         with fake.host_too():
             learner = make_learner(args, _job(args, path), ranks)
-        read, count.host.peak, count.host.at_peak = count.host.at_peak, 0, Counter()
+        read = count.host.at_peak
+        count.host.peak = 0
+        count.host.at_peak = Counter()
         place = learner.ranks
         prompts = prompts_with_images(args, path, config, image_size, workload.prompt, fake) if takes_images(config) else None
         groups, images = make_groups(workload, args, place, prompts)
@@ -179,7 +188,8 @@ def _learn(script, args: CommonArgs, learner: Learner, batch: Batch) -> int:
 def _unread(path: str, trust_remote_code: bool = False, say: bool = True) -> Weights:
     """Replaces open_weights: returns tensors of the right size."""
     config = load_config(path, trust_remote_code)
-    model, dtype = empty_model(config, trust_remote_code), config.dtype or torch.float32
+    model = empty_model(config, trust_remote_code)
+    dtype = config.dtype or torch.float32
     for name, buffer in dict(model.named_buffers()).items():
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, torch.empty_like(buffer, device="cpu"))
@@ -193,7 +203,9 @@ def make_groups(
     """Return an update's prompts with their responses and images, or as many as fill MICROS micro-batches per rank.
     prompts: ticket -> the prompt, if the model takes images."""
     room = MICROS * args.max_tokens_per_micro_batch * ranks.world_size
-    groups, images, tokens = [], [], 0
+    groups = []
+    images = []
+    tokens = 0
     while len(groups) < args.prompts_per_update and tokens < room:
         ticket = len(groups)
         lengths = workload.group(ticket)

@@ -126,7 +126,8 @@ def start(world_size: int = 1, attention: str = KIND, strict: bool = True) -> Ra
     publisher.side_stream = lambda device: FakeDevice()  # the thread that sends has to enter it as well
     for name in ALLOCATOR_CALLS:
         setattr(torch.accelerator, name, _no_allocator if attention == KIND else lambda *_: 0)
-    torch.accelerator.synchronize, torch.accelerator.current_stream = lambda *_: None, _Stream
+    torch.accelerator.synchronize = lambda *_: None
+    torch.accelerator.current_stream = _Stream
     ranks_dist.broadcast_parts = _same_parts
     torch.distributed.Backend.backend_capability["fake"].append(KIND)
     torch.distributed.init_process_group(f"cpu:fake,{KIND}:fake", rank=0, world_size=world_size, store=FakeStore())
@@ -187,7 +188,8 @@ class FakeDevice(TorchDispatchMode):
     @contextlib.contextmanager
     def host_too(self, yes: bool = True):
         """A context in which tensors made in host memory are fake as well, and so is everything computed from them later."""
-        before, self._host_too = self._host_too, yes
+        before = self._host_too
+        self._host_too = yes
         try:
             yield
         finally:

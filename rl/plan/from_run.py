@@ -27,7 +27,8 @@ def times_of_run(path: Path) -> Times:
     def mean(name: str) -> float:
         return float(np.mean([row.get(name, 0.0) for row in rows]))
 
-    responses, length = log.responses_per_step, mean("response_length/mean")
+    responses = log.responses_per_step
+    length = mean("response_length/mean")
     learners = log.config.get("hardware", {}).get("world_size", 1)  # of the learners, if the run was split
     learned = mean("timing_s/step") - sum(mean(f"timing_s/{name}") for name in NOT_LEARNING)
     tokens = responses * (length + mean("prompt_length/mean") / log.flags["rollout_n"])
@@ -35,7 +36,8 @@ def times_of_run(path: Path) -> Times:
     per_engine = log.flags.get("rollout_tp", 1)
     ahead = 1.0  # batches under way at a time
     if mean("timing_s/gen"):
-        busy, generators = learners * mean("timing_s/gen"), learners
+        busy = learners * mean("timing_s/gen")
+        generators = learners
         receive = publish
     else:
         busy, generators = _busy(rows, path)

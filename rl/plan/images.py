@@ -84,7 +84,8 @@ def _of_size(prep: ImagePrep, width: int, height: int, number: int, tokens: int)
 
 def _pixels(prep: ImagePrep, config: PretrainedConfig, sources: Sequence[bytes], fake: FakeDevice) -> tuple[Tensor, Tensor]:
     """Replaces ImagePrep.prepare."""
-    grids, vision = torch.tensor([prep.grid(*size) for size in images.sizes(sources)]), config.vision_config
+    grids = torch.tensor([prep.grid(*size) for size in images.sizes(sources)])
+    vision = config.vision_config
     patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     with fake.host_too():
         return torch.zeros(int(grids.prod(1).sum()), patch), grids

@@ -55,7 +55,8 @@ class Ledger:
     def add(self, cause: str, size: int) -> None:
         self.live[cause] += size
         if (total := sum(self.live.values())) > self.peak:
-            self.peak, self.at_peak = total, +self.live
+            self.peak = total
+            self.at_peak = +self.live
 
 
 class MemoryCount(TorchDispatchMode):
@@ -66,7 +67,8 @@ class MemoryCount(TorchDispatchMode):
         which no Python function makes."""
         super().__init__()
         self.device, self.host = Ledger(), Ledger()
-        self.vocabulary, self.shapes = vocabulary, shapes or set()
+        self.vocabulary = vocabulary
+        self.shapes = shapes or set()
         self._sizes: dict[int, tuple[weakref.ref, Ledger, str, int]] = {}
 
     def __enter__(self):
@@ -102,7 +104,8 @@ class MemoryCount(TorchDispatchMode):
         if key in self._sizes:
             return
         ledger = self.device if is_accelerator(tensor.device) else self.host
-        cause, size = cause or self._cause(tensor), storage.nbytes()
+        cause = cause or self._cause(tensor)
+        size = storage.nbytes()
         self._sizes[key] = (weakref.ref(storage, functools.partial(self._gone, key)), ledger, cause, size)
         ledger.add(cause, size)
 

@@ -87,7 +87,8 @@ def plan_memory(plan: Plan) -> None:
     UserError if it cannot be planned."""
     say = partial(Console().print, highlight=False, soft_wrap=True)
     is_auto = plan.args.max_tokens_per_micro_batch == "auto"
-    args, plan = plan.args, dataclasses.replace(plan, args=settled(plan.args))
+    args = plan.args
+    plan = dataclasses.replace(plan, args=settled(plan.args))
     if is_auto and plan.lacking():
         plan = dataclasses.replace(plan, args=dataclasses.replace(args, max_tokens_per_micro_batch=longest_on_a_rank(args)))
     show(plan)
@@ -178,7 +179,8 @@ def show(plan: Plan) -> None:
     memory, args, machine = plan.learner, plan.args, plan.machine
     learners = learners_of(args, machine)
     groups = samples_held(args, machine.nodes)
-    engine, host = plan.engine, memory.host + Counter({"engine asleep": asleep(plan)})
+    engine = plan.engine
+    host = memory.host + Counter({"engine asleep": asleep(plan)})
     together = min(args.max_num_seqs, engine.responses(args.max_prompt_length + args.max_response_length))
     table = Table("GB", "at the peak", "between steps", title=f"a learner of {learners} on {plan.device.name}, as counted")
     for cause in sorted(memory.device | memory.kept, key=lambda cause: -memory.device[cause]):
@@ -202,7 +204,8 @@ def show(plan: Plan) -> None:
 def node_memory(plan: Plan) -> int:
     """Return bytes of host memory that the learners of the first node hold at most, without samples and Python. Only the first
     learner holds a whole model, and publishes."""
-    memory, learners = plan.learner, learners_of(plan.args, plan.machine) // plan.machine.nodes
+    memory = plan.learner
+    learners = learners_of(plan.args, plan.machine) // plan.machine.nodes
     others = sum(size for cause, size in memory.host_kept.items() if cause != "publish")
     return memory.host.total() + (learners - 1) * others + learners * asleep(plan)
 

@@ -40,7 +40,8 @@ def _table() -> tuple[frozenset[str], dict[str, str]]:
     """Read torch's table of functions: return the names with their own CUDA kernel, and name -> the `out` overload that
     computes it."""
     path = importlib.resources.files("torchgen") / "packaged/ATen/native/native_functions.yaml"
-    of_cuda, delegates = set(), {}
+    of_cuda = set()
+    delegates = {}
     for entry in re.split(r"^- func: ", path.read_text(), flags=re.MULTILINE)[1:]:
         name = entry.split("(", 1)[0]
         if delegate := re.search(r"^  structured_delegate: (\S+)", entry, re.MULTILINE):

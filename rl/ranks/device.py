@@ -199,7 +199,8 @@ def device_group(store: dist.Store, rank: int, size: int, device: torch.device, 
 def host_group(store: dist.Store, rank: int, size: int, timeout: timedelta, at_once: int = 2):
     """Return a new group that sends host memory. timeout: for all members to join, and for each collective. at_once: the most
     collectives under way at a time; gloo lets the others wait. Collective."""
-    gloo, networks = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME")
+    gloo = dist.ProcessGroupGloo
+    networks = os.environ.get("GLOO_SOCKET_IFNAME")
     options = gloo._Options()
     options._timeout, options._threads = timeout, at_once
     names = networks.split(",") if networks else []

@@ -31,7 +31,8 @@ class DividedWork:
         ranks = sorted(launch.neighbours())
         if me.rank not in ranks:  # before the ranks have joined
             ranks = [me.rank]
-        self.parts, self._place = len(ranks), ranks.index(me.rank)
+        self.parts = len(ranks)
+        self._place = ranks.index(me.rank)
         self._key = f"division/{next(_numbers)}/{ranks[0]}"
         self._store = launch.open_store(timedelta(minutes=1)) if self.parts > 1 else None
         self._reported_at = 0.0

@@ -60,7 +60,8 @@ def tell_torchrun(what: str) -> bool:
 def cause(wait: float = 0) -> str:
     """Return the message of the first rank that failed; an empty string if none has failed after this many seconds."""
     try:
-        store, deadline = _open_store(), time.monotonic() + wait
+        store = _open_store()
+        deadline = time.monotonic() + wait
         while not store.check([watchdog.FAILED]):
             if time.monotonic() > deadline:
                 return ""

@@ -89,7 +89,9 @@ class Heartbeat:
         if self.store.check([VERDICT]):
             return self.store.get(VERDICT).decode()
         self._others.look(self.store)
-        said, most = [], self.timeout / self.interval  # looks
+        # looks
+        said = []
+        most = self.timeout / self.interval
         silent = self._others.unchanged(self.store, most - 1)  # a node's ranks fall silent a round apart
         if not any(self._others.looks[rank] > most for rank in silent):
             return ""
@@ -103,7 +105,8 @@ class Heartbeat:
 
     def _guard(self) -> None:
         """End this rank if the store does not answer."""
-        seen, idle = 0, 0.0
+        seen = 0
+        idle = 0.0
         while idle < self.timeout + TICK:
             time.sleep(TICK)
             seen, idle = self.rounds, idle + TICK if seen == self.rounds else 0.0
@@ -114,7 +117,8 @@ class Heartbeat:
     def _end(self, verdict: str, store_answers: bool = True) -> None:
         """Print the verdict, once per node, and end this rank."""
         end = threading.Timer(LEAVING_SECONDS + 2 * self.interval, os._exit, (1,))  # the store may be out of reach
-        end.name, end.daemon = "watchdog's end", True
+        end.name = "watchdog's end"
+        end.daemon = True
         end.start()
         watchdog.speaking.acquire()  # never released: if the main thread has lost a connection by now, it must not print that
         if failures.record(verdict).first_of_node if store_answers else failures.tell_torchrun(verdict):

@@ -93,7 +93,9 @@ def nodes() -> list[Node]:
 
 def layout() -> list[dict]:
     """Return each node's host, and the role of each rank: "learner 0", "generator 3", or "rank 1" if every rank is both."""
-    split, numbers, out = any(node.generators for node in _nodes), Counter(), []
+    split = any(node.generators for node in _nodes)
+    numbers = Counter()
+    out = []
     for node in _nodes:
         roles = ["learner"] * node.learners + ["generator"] * node.generators if split else ["rank"] * node.size
         names = {}
@@ -118,7 +120,8 @@ def exchange_nodes(store: dist.Store, generators: int) -> None:
     if me.local_rank == 0:
         store.set(f"node/{me.rank}", json.dumps([platform.node(), me.rank, me.local_world_size, generators]))
     if me.rank == 0:
-        found, met = [], 0
+        found = []
+        met = 0
         while met < world:
             found.append(json.loads(store.get(f"node/{met}")))
             met += Node(*found[-1]).size
@@ -152,7 +155,8 @@ def join(timeout: timedelta) -> dist.Store:
 
 
 def _agree(store: dist.Store, me: Launch) -> tuple[str, int]:
-    own, proposal = [secrets.token_hex(8), me.restarts], None
+    own = [secrets.token_hex(8), me.restarts]
+    proposal = None
     store.set(f"starts/{me.rank}", json.dumps(own))
     before = store.add("starts", 1) - 1 if me.rank == 0 else 0
     confirmed = set()  # names of proposals

@@ -26,7 +26,8 @@ def run(main: Callable, join: Callable = dist.init) -> None:
     gc.enable()  # paused during the script's imports (rl/ranks/startup.py)
     streams.outlive_output()
     faulthandler.enable()
-    code, name = 0, f"rank {os.environ.get('RANK', 0)}"
+    code = 0
+    name = f"rank {os.environ.get('RANK', 0)}"
     try:
         if "RANK" in os.environ:
             _die_with_parent()

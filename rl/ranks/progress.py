@@ -30,7 +30,8 @@ def track(items: Sequence[Item], description: str, show: bool = True) -> Iterato
 @contextlib.contextmanager
 def waiting(description: str, show: bool = True) -> Iterator[None]:
     """Print every ten seconds that the block is still running, for work of unknown length such as loading a model."""
-    done, started = threading.Event(), time.monotonic()
+    done = threading.Event()
+    started = time.monotonic()
 
     def say() -> None:
         while not done.wait(SECONDS):

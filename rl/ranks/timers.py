@@ -39,8 +39,11 @@ class Timers:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        started, before, self._inside = time.perf_counter(), self._inside, 0.0
-        again, self._last = name == self._last, name
+        started = time.perf_counter()
+        before = self._inside
+        self._inside = 0.0
+        again = name == self._last
+        self._last = name
         if not again:  # a waiting loop opens the same block repeatedly, which is no progress
             watchdog.progress()
         try:
@@ -62,7 +65,8 @@ class Timers:
 
     def ledger(self) -> dict[str, float]:
         """Return the share of the elapsed time in each of PHASES; they add up to 1."""
-        shares, elapsed = dict.fromkeys(PHASES, 0.0), self.elapsed
+        shares = dict.fromkeys(PHASES, 0.0)
+        elapsed = self.elapsed
         for name, seconds in self.seconds.items():
             shares[PHASE_OF.get(name, "other")] += seconds / elapsed
         return shares | {"other": 1.0 - sum(share for phase, share in shares.items() if phase != "other")}

@@ -59,7 +59,9 @@ _standing: dict[str, float] = {}  # what else it waits for -> since when
 _facts: dict[str, Callable[[], str]] = {}
 _groups: dict[str, Callable[[], tuple[int, str]]] = {}
 _left = "the start"  # the last block that it left
-_done, _done_at = 0, time.monotonic()  # the count of progress, and the time of the latest
+# the count of progress, and the time of the latest
+_done = 0
+_done_at = time.monotonic()
 _name = ""  # this process's name in reports
 _watchdog: "Watchdog | None" = None
 speaking = threading.Lock()  # held while a thread prints this process's last message: another one may do so too, and end it
@@ -90,7 +92,8 @@ def waits_for(what: str, still: bool) -> None:
 def progress() -> None:
     """Note that something was done for which others may have waited."""
     global _done, _done_at
-    _done, _done_at = _done + 1, time.monotonic()
+    _done = _done + 1
+    _done_at = time.monotonic()
 
 
 def show(name: str, text: Callable[[], str]) -> None:
@@ -138,7 +141,10 @@ class Watchdog:
     """The thread of one rank. store: shared by all ranks, over a separate connection, since waits would block a common one."""
 
     def __init__(self, rank: int, world_size: int, timeout: float, store: Store):
-        self.rank, self.ranks, self.timeout, self.store = rank, range(world_size), timeout, store
+        self.rank = rank
+        self.ranks = range(world_size)
+        self.timeout = timeout
+        self.store = store
         self.tick = min(1.0, timeout / 10)
         self.idle = 0.0  # seconds without progress of the main thread, counted by this thread's looks
         self.sign()
@@ -148,12 +154,14 @@ class Watchdog:
         self.store.set(f"watchdog/who/{self.rank}", json.dumps([_name, f"process {os.getpid()} on {platform.node()}"]))
 
     def _watch(self) -> None:
-        seen, hangs = _done, False
+        seen = _done
+        hangs = False
         while not self._alarmed():
             if hangs := self.idle > self.timeout:
                 break
             time.sleep(self.tick)
-            self.idle, seen = (self.idle + self.tick if seen == _done else 0.0), _done
+            self.idle = self.idle + self.tick if seen == _done else 0.0
+            seen = _done
         end = threading.Timer(3 * ANSWER_SECONDS, os._exit, (EXIT_CODE,))  # in case anything goes wrong with the report
         end.name = "watchdog's end"
         end.start()
@@ -174,7 +182,8 @@ class Watchdog:
         try:
             return self.store.check([ALARM])
         except DistError:  # torchrun's store is lost: this rank continues to watch itself
-            self.store, self.ranks = HashStore(), [self.rank]
+            self.store = HashStore()
+            self.ranks = [self.rank]
             return False
 
     def _raise_alarm(self) -> bool:
@@ -204,7 +213,8 @@ class Watchdog:
 
     def _collect(self) -> tuple[list[dict], list[str]]:
         """Return the answers in rank order, and a line about each rank that gave none."""
-        deadline, answers = time.monotonic() + ANSWER_SECONDS, {}
+        deadline = time.monotonic() + ANSWER_SECONDS
+        answers = {}
         while len(answers) < len(self.ranks) and time.monotonic() < deadline:
             time.sleep(0.05)
             for rank in self.ranks:
@@ -259,7 +269,8 @@ def _apart(answers: list[dict]) -> Iterator[str]:
 def stacks() -> str:
     """Return the Python stacks of this process's threads except the watchdog's, the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    main, lines = threading.main_thread().ident, []
+    main = threading.main_thread().ident
+    lines = []
     for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
         name = names.get(ident, "a thread")
         if not name.startswith("watchdog"):

@@ -18,7 +18,8 @@ class ConsoleLog:
     """A live progress bar on a terminal; elsewhere a plain line now and then, always for a validation and the last step."""
 
     def __init__(self, total_steps: int):
-        self.total_steps, self.last_line = total_steps, -math.inf
+        self.total_steps = total_steps
+        self.last_line = -math.inf
         self.accuracy: float | None = None
         self.first: tuple[int, float] | None = None  # step and time of the first `show`: a resumed run starts late
         self.bar = None

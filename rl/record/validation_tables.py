@@ -47,7 +47,8 @@ def _thumbnail(files: Files, source: bytes) -> Picture | str:
         image = Image.fromarray(images.to_rgb(source))
     except images.ImageError as error:
         return str(error)
-    size, png = f"{image.width} x {image.height}", io.BytesIO()
+    size = f"{image.width} x {image.height}"
+    png = io.BytesIO()
     image.thumbnail((SIDE, SIDE))
     image.save(png, "PNG")
     file = f"{xxhash.xxh3_64_hexdigest(png.getvalue())}.png"

@@ -21,7 +21,8 @@ class WandB:
         """args: the script's. records: the run's files whose lines are logged here, too. Raise UserError if W&B refuses."""
         import wandb
 
-        directory, id_file = files.directory, files.directory / "wandb_id"
+        directory = files.directory
+        id_file = files.directory / "wandb_id"
         known = {"id": id_file.read_text(), "resume": "allow"} if id_file.exists() else {}
         where = {"project": args.project_name, "name": directory.name, "dir": str(directory), "mode": args.wandb_mode}
         try:

@@ -37,7 +37,8 @@ class Recorder:
     def __init__(self, directory: str, run_dir: Path | None, after: int):
         """run_dir: of a run that resumes; after: the step after which it resumes. The record of later steps is removed,
         because they are trained again. Raise UserError if the directory has another run's record, or if none can be written."""
-        self.directory, self.path = Path(directory), Path(directory) / SAMPLES
+        self.directory = Path(directory)
+        self.path = Path(directory) / SAMPLES
         self._missing = False  # whether the last step could not be written
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -91,7 +92,8 @@ class Recorder:
                 )
             self._missing = True
         else:
-            self._end, self._missing = end, False
+            self._end = end
+            self._missing = False
 
 
 class Record:
@@ -108,7 +110,8 @@ class Record:
             ) from error
         self.starts: list[dict] = []
         self._frames: dict[int, list[Frame]] = {}  # of complete steps, by step
-        parts, self.end = [], 0
+        parts = []
+        self.end = 0
         for frame in scan(self._file, check_data=True):
             self.end = frame.end
             if frame.kind == START:
@@ -169,7 +172,8 @@ class Frame:
 def scan(file: int, check_data: bool = False) -> Iterator[Frame]:
     """Yield the frames from the file's beginning up to the first incomplete one. check_data: also read and check the data of
     each frame."""
-    at, size = 0, os.fstat(file).st_size
+    at = 0
+    size = os.fstat(file).st_size
     while len(header := os.pread(file, HEADER.size + CHECK.size, at)) == HEADER.size + CHECK.size:
         if CHECK.unpack_from(header, HEADER.size)[0] != xxh3_64_intdigest(header[: HEADER.size]):
             return
@@ -192,5 +196,6 @@ def _write(file: int, at: int, data: bytes) -> int:
     left = memoryview(data)
     while left:
         written = os.pwrite(file, left, at)
-        left, at = left[written:], at + written
+        left = left[written:]
+        at = at + written
     return at

@@ -68,7 +68,8 @@ def learning(group: RunGroup) -> list[Row]:
     first, last = (
         np.concatenate([log.points(REWARD)[part, 1] for log in group.logs]) for part in (slice(width), slice(-width, None))
     )
-    change, noise = last.mean() - first.mean(), math.sqrt(first.var(ddof=1) / len(first) + last.var(ddof=1) / len(last))
+    change = last.mean() - first.mean()
+    noise = math.sqrt(first.var(ddof=1) / len(first) + last.var(ddof=1) / len(last))
     said = f"the reward {'rose' if change > 0 else 'fell'} from {first.mean():.3f} to {last.mean():.3f}"
     if abs(change) <= 2 * noise:
         said = f"the reward did not move beyond its noise ({first.mean():.3f} to {last.mean():.3f})"
@@ -155,7 +156,8 @@ def between(groups: list[RunGroup]) -> list[Row]:
 
 def _compared(ours: list[float], base: list[float], logs: list[Log]) -> str:
     """Return what can be said about a group's rewards or accuracies compared with the first group's. logs: of both groups."""
-    steps, ends = min(len(log.points(REWARD)) for log in logs), sorted({log.steps for log in logs})
+    steps = min(len(log.points(REWARD)) for log in logs)
+    ends = sorted({log.steps for log in logs})
     if steps < MIN_STEPS:
         return f": too few steps to compare ({steps})"
     if len(ends) > 1:
@@ -181,7 +183,8 @@ def speedup(groups: list[RunGroup], base: RunGroup, smooth: int) -> list[list[st
         if min(map(len, every)) < MIN_STEPS:
             out.append([group.label, "-", "-", "-", "-", f"too few steps: {smooth + MIN_STEPS - 1} are the least"])
             continue
-        low, high = max(c[0, 1] for c in every), min(c[:, 1].max() for c in every)
+        low = max(c[0, 1] for c in every)
+        high = min(c[:, 1].max() for c in every)
         if high <= low:
             out.append([group.label, "-", "-", "-", "-", "no level that all runs reach and none starts above"])
             continue

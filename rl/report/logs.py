@@ -45,7 +45,8 @@ class Log:
         for row in self.rows:  # of all ranks together, for runs on equal machines; perf/throughput is per rank, as in verl
             if row.get("perf/time_per_step") and "perf/total_num_tokens" in row:
                 row["tokens/s"] = row["perf/total_num_tokens"] / row["perf/time_per_step"]
-        self.flags, self.script = flag_words.renamed(self.config.get("flags", {})), self.config.get("script", "")
+        self.flags = flag_words.renamed(self.config.get("flags", {}))
+        self.script = self.config.get("script", "")
         if self.off_policy:
             made = f"its samples were made by other weights, those of {self.config['replay']['of']}"
             self.notes.append(f"a replay, off-policy: {made}. Rewards and lengths are theirs")
@@ -101,7 +102,8 @@ class Log:
     def points(self, name: str, axis: str = "step") -> np.ndarray:
         """Return [n, 2]: x and value of a metric. A validation is placed at the step of its weights; on the clock, at the time
         when its result arrived."""
-        out, per_step = [], self.responses_per_step
+        out = []
+        per_step = self.responses_per_step
         for row in self.validations if name.startswith("val-") else self.rows:
             x = {"step": row["step"], "responses": row["step"] * per_step if per_step else None}.get(axis)
             if axis == "seconds":
@@ -129,7 +131,9 @@ class Log:
         return not self.config and not any(name.startswith("ledger/") for name in self.names)
 
     def _read_clock(self) -> None:
-        seconds, before, is_verls = 0.0, None, self._is_verls
+        seconds = 0.0
+        before = None
+        is_verls = self._is_verls
         pauses: list[float] = []
         for row in self.rows:
             own = own_seconds(row)

@@ -40,11 +40,13 @@ def read(path: Path) -> tuple[list[dict], list[str]] | None:
     """Return (rows, notes) of a run's directory or of one file; None if there is no record."""
     file = path if path.is_file() else path / "metrics.jsonl"
     if "tfevents" in file.name:
-        rows, notes = read_events([file]), []
+        rows = read_events([file])
+        notes = []
     elif file.exists():
         rows, notes = verl_console.read(file) if is_console(file) else read_lines(file)
     elif events := event_files(path):
-        rows, notes = read_events(events), []
+        rows = read_events(events)
+        notes = []
     else:
         return None
     return [{NAMES.get(name, name): value for name, value in row.items()} for row in rows], notes
@@ -114,11 +116,13 @@ def read_config(directory: Path, notes: list[str]) -> dict:
 def merge(raw: list[dict]) -> tuple[dict[float, dict], int]:
     """Return ({step: its row}, how many steps were recorded again). Rows of one step are parts of it, as verl writes them,
     unless they disagree: then the step was trained again after a restart, and the later row counts."""
-    rows, again = {}, 0
+    rows = {}
+    again = 0
     for part in raw:
         row = rows.get(part["step"], {})
         if any(row[name] != value for name, value in part.items() if name in row and is_number(value)):
-            row, again = {}, again + 1
+            row = {}
+            again = again + 1
         rows[part["step"]] = row | part
     return rows, again
 

@@ -36,7 +36,8 @@ def read(file: Path) -> tuple[list[dict], list[str]]:
     newest, cut = -1, 0
     for line in _lines(file):
         if found := STEP.search(line):
-            step, metrics, whole = int(found[1]), *_metrics(found[2])
+            step = int(found[1])
+            metrics, whole = _metrics(found[2])
             last = next(reversed(metrics), None)
             if line.endswith("\n"):
                 ends.add(last)

@@ -46,7 +46,8 @@ def reasons(group: RunGroup) -> list[Row]:
     paused = [sum(row.get(name, 0) for log in group.logs for row in log.rows) for name in PAUSES.values()]
     bound = f"the staleness bound{_of_samples(group)}"
     if held and not too_few_steps(group, IDLE["learner"]):
-        share, rest = np.mean(held), np.mean(idle) - np.mean(held)
+        share = np.mean(held)
+        rest = np.mean(idle) - np.mean(held)
         sentence = f"{bound} held the generators for {share:.0%} of the time"
         sentence += f"; for {max(0.0, rest):.0%} they waited for another reason"
         threshold = group.logs[0].flags.get("staleness_threshold")

@@ -49,7 +49,8 @@ def _interval(tree: tuple) -> tuple:
         return tree
     signs, sides = tree[1], tree[2:]
     if set(signs) <= TURNED.keys():  # put the smallest on the left
-        signs, sides = tuple(TURNED[sign] for sign in reversed(signs)), sides[::-1]
+        signs = tuple(TURNED[sign] for sign in reversed(signs))
+        sides = sides[::-1]
     if not set(signs) <= {*TURNED.values()}:
         return tree
     infinity = ("name", r"\infty")

@@ -90,7 +90,8 @@ class _Factors:
         else:
             sign, made = _unsigned(form(tree))
             if made[0] == "term" and made[2] == ONE and len(made[3]) == 1 and not made[4]:
-                sign, made = made[1], made[3][0]
+                sign = made[1]
+                made = made[3][0]
             self.sign *= sign
             self.others[below].append(made)
 
@@ -199,7 +200,8 @@ def _split_root(radicand: int, index: int) -> tuple[int, int, int] | None:
     if not 0 < radicand <= LARGEST_RADICAND or not 1 < index <= 40:
         return None
     powers: dict[int, int] = {}
-    rest, prime = radicand, 2
+    rest = radicand
+    prime = 2
     while prime**2 <= rest:
         while rest % prime == 0:
             rest //= prime

@@ -247,7 +247,8 @@ class _Parser:
 
     def bracket(self, opening: str) -> tuple:
         """Parse a bracket: (x+1) is the sum in it, (1,2) and [0,1) are rows, {1,2} is a set."""
-        bars, self.in_bars = self.in_bars, 0
+        bars = self.in_bars
+        self.in_bars = 0
         if opening == r"\{" and self.next == r"\}":
             self.take()
             return ("name", r"\emptyset")
@@ -291,7 +292,8 @@ def _is_plain_fraction(tree: tuple) -> bool:
 
 def _mixed(whole: Fraction, fraction: tuple) -> tuple:
     """Return 1 2/3 as one number. Raise NotUnderstood for 1 4/6 and 1 5/3, which are not mixed numbers."""
-    above, below = fraction[1][1], fraction[2][1]
+    above = fraction[1][1]
+    below = fraction[2][1]
     if not 0 < above < below or whole.denominator != 1 or Fraction(above, below).denominator != below:
         raise NotUnderstood("not a mixed number")
     return ("number", whole + Fraction(above, below))

@@ -165,7 +165,10 @@ class Judge:
             import openai  # late: only judges need it
         except ImportError:
             raise UserError("--judge needs the package openai: pip install openai") from None
-        self._openai, self.rubric, self.url, self.model = openai, Rubric.read(rubric), url, model
+        self._openai = openai
+        self.rubric = Rubric.read(rubric)
+        self.url = url
+        self.model = model
         self._how = {"base_url": url, "max_retries": retries, "timeout": 600.0}  # seconds that a try may take
         self.takes_choices = True  # whether the endpoint knows vLLM's field structured_outputs
 
@@ -179,7 +182,9 @@ class Judge:
     ) -> dict[str, float]:
         """Return the score, each item's value, and the costs: judge_prompt_tokens, judge_completion_tokens, judge_retries and
         judge_seconds. Raise BadVerdict, and the client's errors after its retries."""
-        started, rubric, items = time.monotonic(), self.rubric, self.rubric.items
+        started = time.monotonic()
+        rubric = self.rubric
+        items = self.rubric.items
         conversations = [messages(rubric, item, prompt, ground_truth, solution_str) for item in items.values()]
         asked = [asyncio.ensure_future(self._ask(*both)) for both in zip(items.values(), conversations, strict=True)]
         try:

@@ -5,18 +5,17 @@ any of them may be at fault: each is scored again on its own, so that only the o
 """
 
 import json
+import threading
 import time
 from collections import deque
-from queue import Empty
-from typing import TYPE_CHECKING
+from queue import Empty, SimpleQueue
+from typing import Any
 
 from rl.errors import UserError
+from rl.rewards.args import RewardArgs
 from rl.rewards.process import WROTE, Lost, ScoringProcess
 from rl.rewards.score import EVENTS, Score, as_score
 from rl.rewards.verifiers import BUILT_IN, code
-
-if TYPE_CHECKING:
-    from rl.rewards.pool import ScoringPool
 
 Task = tuple  # a response's key, and its item as JSON
 
@@ -28,10 +27,36 @@ GRACE = 10  # seconds beyond its limit in which the process cancels an async res
 BLOCKED = "the reward function blocked its event loop: await what takes time, or give it to asyncio.to_thread"
 
 
+class Lanes:
+    """What the threads of a pool share."""
+
+    def __init__(self, args: RewardArgs):
+        self.args = args
+        self.queue: SimpleQueue[tuple[Any, str] | None] = SimpleQueue()  # keys, and items as JSON; None ends a thread
+        self.done: SimpleQueue[tuple[Any, Score | None]] = SimpleQueue()
+        self.begun = threading.Event()  # a process is ready, or a thread has failed
+        self.closed = False
+        self.has_scored = False  # at least one response has a score
+        self.lost: list[Lost] = []  # how processes were lost
+        self.first_calls: list[float] = []  # seconds that processes took for their first response
+        self.failure: Exception | None = None
+
+    def finish(self, key: Any, score: Score) -> None:
+        """Hand over a response's score."""
+        self.has_scored = self.has_scored or not score.event
+        self.done.put((key, score))
+
+    def fail(self, error: Exception) -> None:
+        """Hand over an error, which ends the run."""
+        self.failure = error
+        self.begun.set()
+        self.done.put((None, None))  # wakes the rank
+
+
 class Lane:
     """A thread's scoring process, and the responses that it works on."""
 
-    def __init__(self, pool: "ScoringPool"):
+    def __init__(self, pool: Lanes):
         self._pool = pool
         self._args = pool.args
         self._process: ScoringProcess | None = None

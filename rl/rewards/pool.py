@@ -10,7 +10,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import Any
 
 import torch
@@ -19,8 +19,7 @@ from rl.errors import UserError
 from rl.ranks import dist
 from rl.rewards.args import RewardArgs
 from rl.rewards.environment import check_passed
-from rl.rewards.lane import Lane
-from rl.rewards.process import Lost
+from rl.rewards.lane import Lane, Lanes
 from rl.rewards.score import EVENTS, Score, plain
 from rl.rewards.verifiers import BUILT_IN, HARMLESS, code, verifier_name
 
@@ -45,7 +44,7 @@ def check_sources(sources: dict[str, str], args: RewardArgs) -> None:
         sandbox.check()
 
 
-class ScoringPool(contextlib.AbstractContextManager):
+class ScoringPool(Lanes, contextlib.AbstractContextManager):
     """Background scoring of (key, response) items: `submit` never blocks; `poll` and `wait` return finished scores.
 
     Each scoring process has a thread (rl/rewards/lane.py). The first process imports a user's function right away, so that a
@@ -53,20 +52,11 @@ class ScoringPool(contextlib.AbstractContextManager):
     """
 
     def __init__(self, args: RewardArgs):
-        self.args = args
+        super().__init__(args)
         self.events: Counter[str] = Counter()
         self.last_message: dict[str, str] = {}  # by kind of event
         self.pending = 0  # responses whose score has not been returned
         self._lanes: list[threading.Thread] = []
-        self._failure: Exception | None = None  # of a lane
-        # shared with the lanes
-        self.queue: SimpleQueue[tuple[Any, str] | None] = SimpleQueue()  # keys, and items as JSON; None ends a lane
-        self.done: SimpleQueue[tuple[Any, Score | None]] = SimpleQueue()
-        self.begun = threading.Event()  # a process is ready, or a lane has failed
-        self.closed = False
-        self.has_scored = False  # at least one response has a score
-        self.lost: list[Lost] = []  # how processes were lost
-        self.first_calls: list[float] = []  # seconds that processes took for their first response
         if args.own_reward:
             check_passed(args.reward_env)
             self._start_lane()
@@ -127,25 +117,14 @@ class ScoringPool(contextlib.AbstractContextManager):
     def __exit__(self, *_) -> None:
         self.close()
 
-    def finish(self, key: Any, score: Score) -> None:
-        """Let `poll` return a response's score. Lanes call this."""
-        self.has_scored = self.has_scored or not score.event
-        self.done.put((key, score))
-
-    def fail(self, error: Exception) -> None:
-        """Let `poll` raise the error of a lane."""
-        self._failure = error
-        self.begun.set()
-        self.done.put((None, None))  # wakes the rank
-
     def _start_lane(self) -> None:
         thread = threading.Thread(target=Lane(self).run, name="scoring", daemon=True)
         self._lanes.append(thread)
         thread.start()
 
     def _raise_failure(self) -> None:
-        if self._failure:
-            raise self._failure
+        if self.failure:
+            raise self.failure
 
 
 def event_metrics(events: Mapping[str, int]) -> dict[str, int]:

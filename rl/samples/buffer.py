@@ -23,7 +23,9 @@ class SampleBuffer:
         self.skipped = 0  # number of tickets that never start (--prompt-sampling)
         self.gone: dict[str, list[int]] = {}  # tickets dropped or skipped since the last step, by reason
         self.observe: Callable[[Group], None] = lambda group: None  # called with each trained or filtered group
-        self._low, self._high = 0, set()  # settled tickets: all below _low, and those in _high
+        # settled tickets: all below _low, and those in _high
+        self._low = 0
+        self._high = set()
         self._bounds: list[int] = []  # by version: only tickets below may have started under it or an earlier one
         self._flat_left = self._flat_limit = (max_num_gen_batches - 1) * args.prompts_per_step if filter_groups else 0
 
@@ -53,7 +55,8 @@ class SampleBuffer:
 
     def take(self, step: int) -> list[Group] | None:
         """Return the groups of step `step` (from 1), or None while there are not enough."""
-        args, version = self.args, self.args.version_at(step)
+        args = self.args
+        version = self.args.version_at(step)
         if args.max_staleness is not None and args.on_stale == "drop":
             for ticket in [t for t, group in self.waiting.items() if version - group.oldest > args.max_staleness]:
                 del self.waiting[ticket]
@@ -71,7 +74,8 @@ class SampleBuffer:
 
     def take_gone(self) -> dict[str, list[int]]:
         """Return the tickets that were dropped or skipped since the last call, by reason."""
-        gone, self.gone = self.gone, {}
+        gone = self.gone
+        self.gone = {}
         return gone
 
     @property
@@ -104,7 +108,8 @@ class SampleBuffer:
     def account(self, unfinished: list[int], started: int) -> str:
         """Return one line that accounts for every ticket. unfinished: tickets that the generators gave up. Raise RuntimeError
         if any is lost."""
-        in_flight, dropped = len(self.waiting) + len(unfinished), self.dropped.total()
+        in_flight = len(self.waiting) + len(unfinished)
+        dropped = self.dropped.total()
         line = f"{started:,} tickets started = {self.trained:,} trained + {dropped:,} dropped + {in_flight:,} in flight"
         if started != self.trained + dropped + in_flight:
             raise RuntimeError(f"tickets were lost: {line.replace('=', 'is not')}")
@@ -135,7 +140,8 @@ class SampleBuffer:
         """Restore `state` and the waiting groups. Return the tickets that were under way, among the first `drawn` ones."""
         for name, value in state.items():
             setattr(self, name, value)
-        self._high, self.dropped = set(self._high), Counter(self.dropped)
+        self._high = set(self._high)
+        self.dropped = Counter(self.dropped)
         self.waiting = {group.ticket: group for group in groups}
         return [t for t in range(self._low, drawn) if t not in self._high and t not in self.waiting]
 

@@ -28,7 +28,8 @@ ROWS_AT_ONCE = 16  # rows of a validation in a record
 def _open_ring(split: Split, megabytes: int) -> Ring | None:
     """Return this node's ring, which the first learner creates, or without learners the first generator. Return None on other
     learners, which get their samples from the first one, and if no sample would arrive."""
-    key, makes = f"ring/{split.node}", split.is_first_here and (split.role == "learner" or not split.here.learners)
+    key = f"ring/{split.node}"
+    makes = split.is_first_here and (split.role == "learner" or not split.here.learners)
     if makes and (split.here.generators or _nodes_that_send(split)):
         ring = Ring.create(megabytes << 20)
         split.store.set(key, ring.address)
@@ -50,7 +51,8 @@ class Outbox:
     """A generator's end. It never blocks: the learner that should make room may wait for this generator to receive weights."""
 
     def __init__(self, args: SplitArgs, split: Split):
-        self.ring, self.split = _open_ring(split, args.ring_mb), split
+        self.ring = _open_ring(split, args.ring_mb)
+        self.split = split
         self._forwarder = None
         if split.is_first_here and not split.here.learners:
             self._forwarder = Forwarder(self.ring, split.store, split.node)
@@ -137,7 +139,8 @@ class Inbox:
     """The learners' end: the records that have arrived on any node, the same on every learner and in the same order."""
 
     def __init__(self, args: SplitArgs, split: Split):
-        self.ring, self.generators = _open_ring(split, args.ring_mb), split.generators
+        self.ring = _open_ring(split, args.ring_mb)
+        self.generators = split.generators
         nodes = _nodes_that_send(split) if self.ring else []
         self._receiver = Receiver(self.ring, split.store, nodes) if nodes else None
         self.groups: deque[Group] = deque()
@@ -150,7 +153,8 @@ class Inbox:
 
     def receive(self, seconds: float = 0.1) -> None:
         """Wait up to `seconds` for a record, and take all that have arrived. A collective of the learners."""
-        records, wait = [], seconds
+        records = []
+        wait = seconds
         if self._receiver:
             self._receiver.check()
         with watchdog.doing("a record in the ring"):

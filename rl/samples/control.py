@@ -35,7 +35,8 @@ class ControlBlock:
     """
 
     def __init__(self, split: Split):
-        self.store, self.writes = split.store, split.role == "learner" and split.ranks.is_main
+        self.store = split.store
+        self.writes = split.role == "learner" and split.ranks.is_main
         self.state: State | None = None
         self._number = 0  # of the state
         self._changed = threading.Condition()
@@ -74,7 +75,8 @@ class ControlBlock:
             store.wait([f"control/{self._number + 1}"], timedelta(days=7))  # a step may take long; the watchdog has the limits
             number, state = json.loads(store.get("control"))
             with self._changed:
-                self._number, self.state = number, State(**state)
+                self._number = number
+                self.state = State(**state)
                 self._changed.notify_all()
 
 

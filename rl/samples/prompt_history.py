@@ -46,7 +46,9 @@ class PromptHistory:
 
     def __init__(self, args, order: PromptOrder):
         """args: a script's flags."""
-        self.sampling, self.seed, self.order = args.prompt_sampling, args.seed, order
+        self.sampling = args.prompt_sampling
+        self.seed = args.seed
+        self.order = order
         self.shown = partial(shown, rewards=args.compared_rewards)
         self.flat: dict[int, list] = {}  # by prompt: the kind of its latest groups, and how many in a row had it
         self.chance = dict.fromkeys(KINDS, FIRST)  # that a prompt with one such group is taken
@@ -77,7 +79,8 @@ class PromptHistory:
 
     def take(self, first: int, count: int) -> tuple[list[int], int]:
         """Return the next `count` tickets from `first` on that are not skipped, and the ticket after the last of them."""
-        taken, ticket = [], first
+        taken = []
+        ticket = first
         while len(taken) < count:
             (self._skipped if self.passes_over(ticket) else taken).append(ticket)
             ticket += 1
@@ -89,12 +92,14 @@ class PromptHistory:
 
     def commit(self) -> list[Shown]:
         """Observe the noted batch, since it will be trained. Return its kinds, for `observe` on other ranks."""
-        noted, self._noted = self._noted, []
+        noted = self._noted
+        self._noted = []
         self.observe(noted)
         return noted
 
     def take_skipped(self) -> list[int]:
-        skipped, self._skipped = self._skipped, []
+        skipped = self._skipped
+        self._skipped = []
         return skipped
 
     @staticmethod
@@ -142,7 +147,8 @@ class StreamHistory:
         """Decide on the tickets that this version lets start. To be called before it is announced."""
         if version > self._version:  # a resumed run announces its version again
             self.history.observe(self._news)
-            self._news, self._version = [], version
+            self._news = []
+            self._version = version
         self.extend()
 
     def extend(self) -> None:

@@ -31,13 +31,15 @@ class NextTicket:
     def begin(self, count: int) -> range:
         """Start `count` tickets, which are under way from now on; return them."""
         started = range(self.ticket, self.ticket + count)
-        self.ticket, self.under_way = started.stop, [*self.under_way, *started]
+        self.ticket = started.stop
+        self.under_way = [*self.under_way, *started]
         return started
 
     def advance(self, ticket: int, groups: list[Group], under_way: Sequence[int] = ()) -> list[int]:
         """Continue with `ticket`. Return the tickets passed since the last call that are neither in the batch nor under way."""
         passed = {*range(self.ticket, ticket), *self.under_way}
-        self.ticket, self.under_way = ticket, [*under_way]
+        self.ticket = ticket
+        self.under_way = [*under_way]
         return sorted(passed - {group.ticket for group in groups} - {*under_way})
 
     def state(self) -> dict:

@@ -27,7 +27,10 @@ class _Samples:
     """The common base: the learners' end of the ring, the control block, and the idle times."""
 
     def __init__(self, args: SplitArgs, split: Split):
-        self.args, self.split, self.inbox, self.control = args, split, Inbox(args, split), ControlBlock(split)
+        self.args = args
+        self.split = split
+        self.inbox = Inbox(args, split)
+        self.control = ControlBlock(split)
         self.meter = IdleMeter(split)
 
     def published(self, version: int, step: int) -> None:
@@ -99,7 +102,8 @@ class Batches(_Samples):
 
     def take_gone(self) -> dict[str, list[int]]:
         """Return the tickets that were not trained since the last call, by reason."""
-        gone, self._gone = self._gone, {"filtered": []}
+        gone = self._gone
+        self._gone = {"filtered": []}
         return gone
 
     def snapshot(self, step: int) -> tuple[dict, list[Group], list[Group]]:
@@ -138,7 +142,8 @@ class Stream(_Samples):
         """Let --prompt-sampling decide which tickets start. To be called before `restore`. args: the script's."""
         from rl.samples import prompt_history  # late: other runs do not need it
 
-        to_train, prompts = job.total_steps * args.prompts_per_step, prompt_history.PromptHistory(args, job.order)
+        to_train = job.total_steps * args.prompts_per_step
+        prompts = prompt_history.PromptHistory(args, job.order)
         self._history = prompt_history.StreamHistory(args, prompts, self.buffer, to_train)
 
     def open(self) -> None:

@@ -52,7 +52,8 @@ class Tickets:
         most = max(0, min(most, share - under_way))
         self._draw(most)
         out: list[int] = []
-        quota, starts = self.args.quota(version), 0 <= version == state.version
+        quota = self.args.quota(version)
+        starts = 0 <= version == state.version
         while starts and len(out) < most and self._next(state) < min(quota, self.total):
             ticket = self._reserve.popleft()
             if ticket >= state.settled and ticket not in state.skipped:
@@ -76,13 +77,15 @@ class Tickets:
         self._take_drawn()
         missing = max(0, wanted - len(self._reserve))
         if not self._request and (missing or self._started):
-            started, self._started = self._started, 0
+            started = self._started
+            self._started = 0
             self._request = in_background(lambda: self._call_store(missing, started), "tickets")
             self._take_drawn()
 
     def _take_drawn(self) -> None:
         if self._request and self._request.done():
-            request, self._request = self._request, None
+            request = self._request
+            self._request = None
             self._reserve.extend(request.result())
 
     def _settle(self) -> None:

@@ -11,7 +11,8 @@ def join_records(records: Iterable[bytes]) -> bytes:
 
 def split_records(joined: bytes | memoryview) -> list[bytes | memoryview]:
     """Return the records that `join_records` has joined."""
-    records, at = [], 0
+    records = []
+    at = 0
     while at < len(joined):
         (size,) = struct.unpack_from("<Q", joined, at)
         records.append(joined[at + 8 : at + 8 + size])

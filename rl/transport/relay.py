@@ -143,7 +143,8 @@ class Forwarder(_End):
             time.sleep(1e-2)
 
     def _move(self) -> None:
-        connections, patience = 0, time.monotonic() + SILENT_SECONDS
+        connections = 0
+        patience = time.monotonic() + SILENT_SECONDS
         while not self._closed.is_set():
             connections += self._connected()
             if not connections and time.monotonic() > patience:

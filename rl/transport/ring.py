@@ -170,7 +170,8 @@ class Ring:
 
     def _copy(self, parts: list[memoryview], size: int, position: int) -> int:
         """Copy the parts into the record at the position and return their checksum."""
-        ring, at = self._bytes, self._at(position) + ALIGN
+        ring = self._bytes
+        at = self._at(position) + ALIGN
         if size <= CHUNK:
             start = at
             for part in parts:

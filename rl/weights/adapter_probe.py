@@ -43,7 +43,8 @@ class AdapterProbe:
         if self._base is None:
             self._base = self._log_probs(WithoutAdapters(policy))
         now = self._log_probs(policy)
-        before, self._before = self._before, now
+        before = self._before
+        self._before = now
         return {
             "ids": self.ids,
             "base": self._base,
@@ -54,7 +55,8 @@ class AdapterProbe:
 
     @torch.no_grad()
     def _log_probs(self, model) -> list[float]:
-        micro, ranks = self._micro, self._learner.ranks
+        micro = self._micro
+        ranks = self._learner.ranks
         own = model(micro.inputs, micro.layout, micro.predict, micro.labels, 1.0, "none")
         log_prob, _ = own if micro.own is None else gather_log_probs(micro, ranks, *own)
         self._learner.policy.reshard()

@@ -30,7 +30,8 @@ def has_room(split: Split, size: int, pins: bool) -> bool:
     decides for all. size: bytes of a copy. pins: whether a copy is pinned, which torch rounds up to a power of two."""
     key = f"weights/room/{split.node}"
     if split.is_first_here:
-        needed, free = split.here.generators * (1 << (size - 1).bit_length() if pins else size), available_memory()
+        needed = split.here.generators * (1 << (size - 1).bit_length() if pins else size)
+        free = available_memory()
         if needed > SPARE * free:
             needs = f"{needed / 1e9:.3g} GB, and {SPARE:.0%} of the {free / 1e9:.3g} GB that are free may be taken"
             print(f"generators wait while new weights arrive: generating meanwhile needs {needs}", file=sys.stderr, flush=True)

@@ -50,7 +50,9 @@ class Plan:
     @cached_property
     def buckets(self) -> list[Bucket]:
         quarter = max(LEAST_BYTES, self.offsets[-1] * self.dtype.itemsize // 4)
-        limit, out, first = min(BUCKET_BYTES, quarter) // self.dtype.itemsize, [], 0
+        limit = min(BUCKET_BYTES, quarter) // self.dtype.itemsize
+        out = []
+        first = 0
         for i in range(len(self.names)):
             start, stop = self.offsets[i], self.offsets[i + 1]
             if stop - self.offsets[first] > limit and first < i:
@@ -68,7 +70,8 @@ class Plan:
         """Return views of the parameters `members`, by default all, with their shapes and precisions. run: a part of the stream
         that begins with the first of them."""
         members = range(len(self.names)) if members is None else members
-        base, ends = self.offsets[members.start], self.offsets
+        base = self.offsets[members.start]
+        ends = self.offsets
         parts = ((i, run[ends[i] - base : ends[i + 1] - base]) for i in members)
         return [part.view(dtype_of(self.names[i], self.dtype)).view(self.shapes[i]) for i, part in parts]
 

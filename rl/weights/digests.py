@@ -40,7 +40,9 @@ class Given:
     They take -0.0 as 0.0, because an engine may hold the weights in a form that knows only one zero."""
 
     def __init__(self, engine: Engine, dtype: torch.dtype):
-        self._engine, self._dtype, self._digests = engine, dtype, {}
+        self._engine = engine
+        self._dtype = dtype
+        self._digests = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         own = self._engine.own_part(name, tensor.to(dtype_of(name, self._dtype)))

@@ -19,7 +19,9 @@ class LocalWeights:
     """The learner's weights for the engine, in the precision `dtype`."""
 
     def __init__(self, learner: Learner, engine: Engine, dtype: torch.dtype):
-        self.outgoing, self.engine, self.dtype = learner.outgoing(), engine, dtype
+        self.outgoing = learner.outgoing()
+        self.engine = engine
+        self.dtype = dtype
         self._probe = None
         if self.outgoing.apart:
             from rl.weights.adapter_probe import AdapterProbe  # late: no other run needs it
@@ -38,7 +40,8 @@ class LocalWeights:
         """Publish adapters by themselves; the first time with the model after them."""
         from rl.weights.adapter_proof import check_log_probs  # late: no other run needs it
 
-        given, is_first = Given(self.engine, self.dtype), self._kept is None
+        given = Given(self.engine, self.dtype)
+        is_first = self._kept is None
 
         def incoming() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in self.outgoing.tensors(self.dtype, frozen=is_first):
@@ -52,11 +55,13 @@ class LocalWeights:
 
     def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of every parameter."""
-        kept, is_first = self._kept or {}, self._kept is None
+        kept = self._kept or {}
+        is_first = self._kept is None
         for name, tensor in self.outgoing.tensors(self.dtype, frozen=is_first):
             yield name, tensor
             if name in self.outgoing.frozen:
-                shows_own, dtype = self.engine.shares_memory, dtype_of(name, self.dtype)
+                shows_own = self.engine.shares_memory
+                dtype = dtype_of(name, self.dtype)
                 kept[name] = self.engine.read_back(name) if shows_own else tensor.to("cpu", dtype, copy=True)
         self._kept = kept
         if not is_first:

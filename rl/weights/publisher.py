@@ -37,11 +37,13 @@ class Publisher:
     ):
         """announce: called with the version and the step of each publish."""
         self._announce = announce
-        self.split, self.device = split, split.ranks.device
+        self.split = split
+        self.device = split.ranks.device
         outgoing = learner.outgoing()
         names, shapes = zip(*outgoing.shapes.items(), strict=True)
         self.plan = Plan(list(names), list(shapes), dtype, len(outgoing.frozen), outgoing.apart)
-        self._tensors, self._probe = outgoing.tensors, None
+        self._tensors = outgoing.tensors
+        self._probe = None
         self._expected: list[int] = []  # what an engine must compute with adapters of this version
         if outgoing.apart:
             from rl.weights.adapter_probe import AdapterProbe  # late: no other run needs it
@@ -70,7 +72,8 @@ class Publisher:
     def take_copy(self) -> None:
         """Copy the weights into the stream that is sent. A collective of the learners."""
         if not self._is_first:
-            size, self.plan = self.plan.offsets[-1], self.plan.later()
+            size = self.plan.offsets[-1]
+            self.plan = self.plan.later()
             if self.plan.adapters and self.split.bridge and self.plan.offsets[-1] < size:
                 self._stream = self._new_stream()  # lets go of the model, which has been sent
         copies = self.plan.views(self._stream) if self.split.bridge else []

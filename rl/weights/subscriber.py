@@ -32,10 +32,13 @@ class Subscriber:
 
     def __init__(self, split: Split, engine: Engine, overlaps: bool = False):
         """overlaps: whether the engine may continue while weights arrive over a network, if there is memory for that."""
-        self.engine, self.bridge, self.device = engine, split.bridge, split.ranks.device
+        self.engine = engine
+        self.bridge = split.bridge
+        self.device = split.ranks.device
         with watchdog.doing("the learner to load the model"):
             self.plan = Plan.from_json(split.store.get("weights/plan"))
-        self._store, self._announcements = split.store, Announcements(split.store)
+        self._store = split.store
+        self._announcements = Announcements(split.store)
         self._expected = 0  # numbers behind the digests
         if self.plan.adapters:
             from rl.weights.adapter_proof import SIZE  # late: no other run needs it
@@ -82,7 +85,8 @@ class Subscriber:
         the parameter's name, if the engine's weights are not those that were sent."""
         if self._ahead:
             self._ahead.wait()
-        digests, given = [], Given(self.engine, self.plan.dtype)
+        digests = []
+        given = Given(self.engine, self.plan.dtype)
         self.engine.update(self._incoming(digests, given), version, recompute_kv)
         if self._shares:
             found = digests_of(map(self.engine.read_back, self.plan.names), self.device)
@@ -100,7 +104,8 @@ class Subscriber:
                 raise RuntimeError(f"version {version}: the generator's {name} is not what the learner sent")
         if self.plan.adapters:
             self._prove(version, sent[count:])
-        size, self.plan = self.plan.offsets[-1], self.plan.later()
+        size = self.plan.offsets[-1]
+        self.plan = self.plan.later()
         if self.plan.adapters and self._ahead and self.plan.offsets[-1] < size:
             self._memory = self._new(self.plan.offsets[-1])  # frees the model, which the engine has
 
@@ -167,7 +172,8 @@ class Subscriber:
     def _receiving(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """Yield the buckets and their data as they arrive over the bridge. The next ones travel while one is used."""
         self.received = {"bytes": 0, "way": 0.0}
-        memory, under_way = self._memory, deque()
+        memory = self._memory
+        under_way = deque()
         in_place = memory is not None and memory.device == self.bridge.device
 
         def arrived() -> tuple[Bucket, torch.Tensor]:

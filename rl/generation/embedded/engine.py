@@ -106,12 +106,14 @@ class TransformersEngine:
             parameter = self.model.get_parameter(name)
             parameter.data = torch.zeros_like(parameter, dtype=dtype)  # without effect until the first update
         self.model.to(device).eval().requires_grad_(False)
-        self.device, self.dtype = torch.device(device), dtype
+        self.device = torch.device(device)
+        self.dtype = dtype
         self.sleeps = is_accelerator(self.device)
         self.max_length = max_length
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.eos = end_tokens or end_token_ids(model_path, trust_remote_code=trust_remote_code)
-        self.has_fast_path, self.takes_images = has_fast_path(self.model), takes_images(self.model.config)
+        self.has_fast_path = has_fast_path(self.model)
+        self.takes_images = takes_images(self.model.config)
         if self.takes_images:
             vision_forward.embed_by_product(self.model)
         if linear_layers(self.model.config):
@@ -121,7 +123,8 @@ class TransformersEngine:
         router = router or RouterArgs()
         self.router = Router.of(self.model, router)
         self.records_routes = self.router is not None and router.router_replay == "R3"
-        self.head_fp32, self._head = router.lm_head_fp32 and dtype != torch.float32, None
+        self.head_fp32 = router.lm_head_fp32 and dtype != torch.float32
+        self._head = None
         self.version = -1
         self.waiting: deque[Request] = deque()
         self.running: list[Running] = []  # running[a] is in slot a
@@ -173,7 +176,8 @@ class TransformersEngine:
         for name, tensor in checked(weights, shapes, needed):
             if (target := self._parameters[name]).data_ptr() != tensor.data_ptr():
                 target.copy_(tensor)
-        self.version, self._head = version, None
+        self.version = version
+        self._head = None
         if recompute_kv:
             self._recompute_kv()
 
@@ -261,7 +265,8 @@ class TransformersEngine:
     def _admit(self) -> list[Output]:
         """Move waiting requests to free slots, within the prefill's token budget, and sample their first tokens. Requests that
         continue a response have these already; they are admitted separately from the others."""
-        first, tokens = len(self.running), 0
+        first = len(self.running)
+        tokens = 0
         sequences: dict[tuple, int] = {}  # key of a sequence to prefill -> its number
         leaders: list[int] = []  # sequence's number -> the first slot that needs it
         number: list[int] = []  # the sequence's number for each new slot
@@ -269,7 +274,8 @@ class TransformersEngine:
             row = Running.of(self.waiting[0])
             if leaders and bool(row.token_ids) != bool(self.running[first].token_ids):
                 break
-            key, length = row.key, len(row.in_kv)
+            key = row.key
+            length = len(row.in_kv)
             if key not in sequences:
                 if leaders and tokens + length > self.max_num_batched_tokens:
                     break
@@ -287,7 +293,9 @@ class TransformersEngine:
     def _begin(self, first: int, leaders: list[int], number: list[int]) -> list[Output]:
         """Prefill the slots from `first` on and sample their first tokens. number: for each of these slots, the index in
         `leaders` of the slot with the same sequence; only the leaders' sequences are computed."""
-        hidden, rows, slots = self._prefill(leaders), self.running[first:], slice(first, len(self.running))
+        hidden = self._prefill(leaders)
+        rows = self.running[first:]
+        slots = slice(first, len(self.running))
         if self.records_routes:
             routes = self._routes([len(self.running[slot].in_kv) for slot in leaders])
             for row, i in zip(rows, number, strict=True):
@@ -322,7 +330,8 @@ class TransformersEngine:
         lengths = [len(r.in_kv) for r in self.running]
         start = 0
         while start < len(lengths):
-            end, tokens = start, 0
+            end = start
+            tokens = 0
             while end < len(lengths) and (end == start or tokens + lengths[end] <= self.max_num_batched_tokens):
                 tokens += lengths[end]
                 end += 1
@@ -370,7 +379,8 @@ class TransformersEngine:
             self.running[hole] = self.running[mover]
         del self.running[left:]
         if holes:
-            source, target = torch.tensor(movers).to(self.device), torch.tensor(holes).to(self.device)
+            source = torch.tensor(movers).to(self.device)
+            target = torch.tensor(holes).to(self.device)
             for state in (self.position, self.token, self.uniform):
                 state[target] = state[source]
             self._kv().copy_slots(source, target, self._longest() + 1)

@@ -24,7 +24,8 @@ def has_fast_path(model) -> bool:
 def hidden_states(model, token: torch.Tensor, position: torch.Tensor, layout) -> torch.Tensor:
     """token, position [A] -> hidden states [A, hidden] that predict the next tokens; `layout` keeps the keys and values. All
     tokens are text, so even a model that takes images has one position per token."""
-    base, rows = getattr(model.model, "language_model", model.model), len(token)
+    base = getattr(model.model, "language_model", model.model)
+    rows = len(token)
     x = F.embedding(token, base.embed_tokens.weight)  # [A, hidden]
     cos, sin = _angles(base.rotary_emb, x, position[:, None])  # [A, 1, D] each
     half = cos.shape[-1] // 2
@@ -35,7 +36,9 @@ def hidden_states(model, token: torch.Tensor, position: torch.Tensor, layout) ->
         q, k, v = (_linear(h, p).view(rows, -1, cos.shape[-1]) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
         if hasattr(attention, "q_norm"):
             q, k = _norm(q, attention.q_norm), _norm(k, attention.k_norm)
-        heads, both = q.shape[1], torch.cat([q, k], dim=1)  # [A, H + H_kv, D]
+        # [A, H + H_kv, D]
+        heads = q.shape[1]
+        both = torch.cat([q, k], dim=1)
         swapped = torch.cat([both[..., half:], both[..., :half]], dim=-1)
         both = torch.addcmul(both * cos, swapped, sin)
         out = layout.attend(number, both[:, :heads], both[:, heads:], v, attention.scaling)  # [A, H, D]

@@ -16,7 +16,8 @@ class KVCache:
     def __init__(self, config, slots: int, max_length: int, dtype: torch.dtype, device: torch.device):
         heads = config.num_key_value_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        linear, self.states = linear_layers(config), None
+        linear = linear_layers(config)
+        self.states = None
         if linear:
             from rl.generation.embedded.states import States
 

@@ -28,7 +28,8 @@ class States:
     [layers, slots, H, Dk, Dv], always fp32. A decoding step calls it with one new token for each of the first A slots."""
 
     def __init__(self, config, slots: int, dtype: torch.dtype, device: torch.device):
-        self.number, self.device = {layer: number for number, layer in enumerate(linear_layers(config))}, device
+        self.number = {layer: number for number, layer in enumerate(linear_layers(config))}
+        self.device = device
         heads = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
         make = functools.partial(torch.zeros, device=device) if is_accelerator(device) else zeros
         self.inputs = make((len(self.number), slots, channels(config), config.linear_conv_kernel_dim - 1), dtype=dtype)
@@ -55,10 +56,13 @@ class FillingChain(Chain):
 
     def __init__(self, lengths: list[int], slots: list[int], states: States):
         super().__init__(lengths, [-1] * len(lengths), states.device)
-        self.slots, self.states = torch.tensor(slots), states
+        self.slots = torch.tensor(slots)
+        self.states = states
 
     def convolved(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
-        kept, length, end = weight.shape[1] - 1, torch.tensor(self.lengths)[:, None], torch.tensor(self.begins[1:])[:, None]
+        kept = weight.shape[1] - 1
+        length = torch.tensor(self.lengths)[:, None]
+        end = torch.tensor(self.begins[1:])[:, None]
         back = torch.arange(-kept, 0)
         last = torch.where(length + back >= 0, end + back, len(x)).to(x.device)  # [S, K - 1]
         self.states.inputs[self.states.number[layer], self.slots.to(x.device)] = F.pad(x, (0, 0, 0, 1))[last].transpose(1, 2)

@@ -48,7 +48,8 @@ class AdaptedVLLMEngine(VLLMEngine):
         return super().num_unfinished + len(self._ended)
 
     def step(self) -> list[Output]:
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         return ended + super().step()
 
     def unfinished(self) -> list[Output]:
@@ -67,7 +68,10 @@ class AdaptedVLLMEngine(VLLMEngine):
     def log_probs_of(self, ids: list[int]) -> list[float]:
         """Return the log-prob, at temperature 1, of each token except the first under the current weights. They are computed as
         a request in a slot reserved for it; running requests continue meanwhile."""
-        waiting, key, found, limit = self._take_waiting(), f"probe {self._updates}", None, self._limit
+        waiting = self._take_waiting()
+        key = f"probe {self._updates}"
+        found = None
+        limit = self._limit
         params = vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, flat_logprobs=True)
         self._ask(key, {"prompt_token_ids": ids, "cache_salt": key}, params, priority=-1)
         self._limit_running(limit + 1)
@@ -83,7 +87,8 @@ class AdaptedVLLMEngine(VLLMEngine):
         return found
 
     def _limit_running(self, requests: int) -> None:
-        self._limit, of = requests, self._scheduler
+        self._limit = requests
+        of = self._scheduler
         setattr(of, "max_num_active_reqs" if hasattr(of, "max_num_active_reqs") else "max_num_running_reqs", requests)
 
     def _further_settings(self, skeleton: PreTrainedModel, where: str) -> dict[str, object]:

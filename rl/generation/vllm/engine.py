@@ -85,7 +85,9 @@ class VLLMEngine:
         trust_remote_code: bool = False,
         end_tokens: set[int] | None = None,
     ):
-        self.device, self.max_length, self.version = torch.device(device), max_length, -1
+        self.device = torch.device(device)
+        self.max_length = max_length
+        self.version = -1
         # A request with a seed and a split prompt crashes vLLM 0.32 on a CPU ("CPU Generator does not use offset").
         self.chunks = args.enable_chunked_prefill and is_accelerator(self.device)
         check_flags(args, max_length, self.chunks)
@@ -197,7 +199,8 @@ class VLLMEngine:
     def _settings(
         self, model_path: str, args: EngineArgs, dtype: torch.dtype, trust_remote_code: bool, further: dict[str, object]
     ) -> vllm.EngineArgs:
-        on_cpu, routes = not is_accelerator(self.device), args.router_replay == "R3"
+        on_cpu = not is_accelerator(self.device)
+        routes = args.router_replay == "R3"
         return vllm.EngineArgs(
             model=model_path,
             trust_remote_code=trust_remote_code,
@@ -269,7 +272,8 @@ class VLLMEngine:
 
     def _hand_over(self, key: str, request: Request) -> str:
         """Give the request to vLLM; return vLLM's name for it."""
-        s, so_far = request.sampling, request.so_far.token_ids if request.so_far else []
+        s = request.sampling
+        so_far = request.so_far.token_ids if request.so_far else []
         params = vllm.SamplingParams(
             temperature=s.temperature,
             top_p=s.top_p,
@@ -285,7 +289,8 @@ class VLLMEngine:
             skip_clone=True,
         )
         # KV blocks are shared between equal prompts, and across weights only if the request says so.
-        ids, salt = [*request.prompt_ids, *so_far], self._salts.get(request.kv_version, f"v{self._updates}")
+        ids = [*request.prompt_ids, *so_far]
+        salt = self._salts.get(request.kv_version, f"v{self._updates}")
         prompt = {"prompt_token_ids": ids, "cache_salt": salt}
         if request.images is not None:
             prompt = self.images.prompt(request.images, ids, salt)
@@ -309,7 +314,8 @@ class VLLMEngine:
             self._pending[key].inner_id = self._hand_over(key, self._pending[key].request)
 
     def _output(self, out: vllm.RequestOutput) -> Output:
-        pending, completion = self._pending.pop(out.request_id), out.outputs[0]
+        pending = self._pending.pop(out.request_id)
+        completion = out.outputs[0]
         if completion.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"request {pending.request.id} ended with vLLM's finish reason {completion.finish_reason!r}")
         routes = self.chosen and self.chosen.take(pending.inner_id, completion)
@@ -319,13 +325,15 @@ class VLLMEngine:
     def _joined(self, pending: Pending, sampled, reason: str, routes: np.ndarray | None) -> Output:
         """Join the request's tokens so far and those sampled here. sampled: vLLM's FlatLogprobs, with one entry per token, or
         with the support's entries as well; routes: of the prompt that vLLM got, and of the tokens sampled here."""
-        so_far, support = pending.request.so_far or Output(None, [], [], [], "unfinished"), None
+        so_far = pending.request.so_far or Output(None, [], [], [], "unfinished")
+        support = None
         versions = [*so_far.versions, *pending.versions, *[self.version] * (len(sampled) - len(pending.versions))]
         if pending.request.sampling.support_columns:
             from rl.generation.vllm.support import taken_apart
 
             sampled, support = taken_apart(sampled, pending.request.sampling, so_far)
-        token_ids, log_probs = [*so_far.token_ids, *sampled.token_ids], [*so_far.log_probs, *sampled.logprobs]
+        token_ids = [*so_far.token_ids, *sampled.token_ids]
+        log_probs = [*so_far.log_probs, *sampled.logprobs]
         if so_far.routes is not None:
             routes = so_far.routes if routes is None else np.concatenate([so_far.routes, routes[len(so_far.routes) :]])
         if routes is not None and len(routes) != (fed := len(pending.request.prompt_ids) + len(token_ids) - 1):

@@ -44,7 +44,8 @@ class Processor(BaseMultiModalProcessor[Limits]):
     def get_dummy_mm_inputs(self, mm_counts, **_) -> dict:
         """Return the largest image, with which vLLM measures the tower's memory."""
         vision = self.info.get_hf_config().vision_config
-        merge, tokens = vision.spatial_merge_size, self.info.ctx.model_config.max_model_len
+        merge = vision.spatial_merge_size
+        tokens = self.info.ctx.model_config.max_model_len
         patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         item = _item(torch.zeros(merge * merge * tokens, patch), torch.tensor([1, merge, merge * tokens]))
         return {"mm_kwargs": {"image": [item]}}

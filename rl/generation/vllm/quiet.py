@@ -22,7 +22,8 @@ def native_stderr_kept_back() -> Iterator[None]:
         return
     console = os.fdopen(os.dup(2), "w", buffering=1)  # for Python's own lines; never closed: logging handlers may keep it
     _kept_open.append(console)
-    before, crashes = sys.stderr, faulthandler.is_enabled()
+    before = sys.stderr
+    crashes = faulthandler.is_enabled()
     before.flush()
     with tempfile.TemporaryFile() as kept:
         os.dup2(kept.fileno(), 2)  # child processes that start now keep it, such as multiprocessing's resource tracker

@@ -18,7 +18,8 @@ class ChosenExperts:
 
     def __init__(self, engine: "vllm.LLMEngine", model: torch.nn.Module, on_cpu: bool):
         """model: transformers' model of the same config, which shows the layers with routers."""
-        self.engine, self.layers = engine, layer_numbers(model)
+        self.engine = engine
+        self.layers = layer_numbers(model)
         self.experts = next(iter(routers(model).values())).num_experts
         self._captured: dict[str, np.ndarray] | None = None  # on a CPU: request -> [m, L, K] so far
         if on_cpu:
@@ -52,10 +53,13 @@ class ChosenExperts:
         self._step[layer] = ids.to(torch.int16).clone()
         if layer != self.layers[-1]:
             return
-        rows, self._step = torch.stack([self._step[number] for number in self.layers], dim=1), {}
-        batch, begins = runner.input_batch, runner.query_start_loc.np
+        rows = torch.stack([self._step[number] for number in self.layers], dim=1)
+        self._step = {}
+        batch = runner.input_batch
+        begins = runner.query_start_loc.np
         for i, request in enumerate(batch.req_ids):
-            known, first = self._captured.get(request), int(batch.num_computed_tokens_cpu[i])
+            known = self._captured.get(request)
+            first = int(batch.num_computed_tokens_cpu[i])
             new = as_record(rows[begins[i] : begins[i + 1]], self.experts)
             if first > (have := 0 if known is None else len(known)):
                 raise RuntimeError(f"request {request}: the experts of tokens {have} to {first} were never reported")

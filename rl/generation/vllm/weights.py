@@ -30,7 +30,9 @@ class LiveWeights:
     """The weights of one vLLM engine under the learner's names and shapes, `expected`."""
 
     def __init__(self, engine: "vllm.LLMEngine", expected: dict[str, torch.Tensor], dtype: torch.dtype, tensor_parallel: int):
-        self.config, self.dtype, self.tensor_parallel = engine.vllm_config, dtype, tensor_parallel
+        self.config = engine.vllm_config
+        self.dtype = dtype
+        self.tensor_parallel = tensor_parallel
         self.shapes = {name: tensor.shape for name, tensor in expected.items()}
         self.worker = engine.model_executor.driver_worker.worker
         self.model: nn.Module = self.worker.model_runner.get_model()
@@ -203,7 +205,8 @@ def _convolution_places(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor |
 
 
 def _places(count: int, pack: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
-    source, number = torch.zeros(count, dtype=torch.long), torch.arange(count)
+    source = torch.zeros(count, dtype=torch.long)
+    number = torch.arange(count)
     for digit in range((count.bit_length() + 6) // 7):  # 7 bits: exact in every precision
         source |= pack(number >> 7 * digit & 127).flatten().long() << 7 * digit
     place = source.argsort()

@@ -28,7 +28,8 @@ class ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, temperature: float, with_entropy: bool, elements: int, kept: int):
         log_prob, entropy, log_sum = (hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(3))  # [n] each
-        ctx.rows, ctx.temperature = max(1, elements // len(weight)), temperature
+        ctx.rows = max(1, elements // len(weight))
+        ctx.temperature = temperature
         ctx.kept = _memory(hidden, weight, kept // elements * ctx.rows)  # whole chunks: products are the same without
         buffer = _memory(hidden[len(ctx.kept) :], weight, ctx.rows)
         few = _rows_at_once(hidden, weight, ctx.rows)
@@ -53,12 +54,15 @@ class ChunkedLogProbs(torch.autograd.Function):
     def backward(ctx, grad_log_prob, grad_entropy):
         """grad_log_prob, grad_entropy [n], either may be None."""
         hidden, weight, bias, labels, log_prob, log_sum, entropy = ctx.saved_tensors
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = None if bias is None else torch.zeros_like(bias)
         grad = (torch.zeros_like(log_sum) if grad_log_prob is None else grad_log_prob) / ctx.temperature
         # If only log-probs have a gradient, it is made without its sign: |grad| p is a power, shifted by log |grad|.
         sign = torch.ones_like(grad) if grad_entropy is not None else -grad.sign()
-        kept, ctx.kept = ctx.kept, _memory(hidden, weight, 0)  # gradients overwrite it: a second backward pass has none
+        # gradients overwrite it: a second backward pass has none
+        kept = ctx.kept
+        ctx.kept = _memory(hidden, weight, 0)
         buffer = _memory(hidden[len(kept) :], weight, ctx.rows)
         few = _rows_at_once(hidden, weight, ctx.rows)
         powers = _memory(hidden, weight, few if grad_entropy is not None else 0, torch.float32)
@@ -180,7 +184,8 @@ def spread(
         entropy = -(p * log_probs).sum(-1)
         if its_labels.dim() > 1:
             others = torch.ones_like(p, dtype=torch.bool).scatter_(1, its_labels, False)
-            p, its_labels = log_probs.masked_fill(others, -torch.inf).softmax(-1), its_labels[:, 0]
+            p = log_probs.masked_fill(others, -torch.inf).softmax(-1)
+            its_labels = its_labels[:, 0]
         of_label = p.gather(1, its_labels[:, None]).squeeze(1)
         return (1 - 2 * of_label + (p * p).sum(-1)).clamp(min=0), entropy
 

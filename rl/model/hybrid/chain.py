@@ -72,7 +72,9 @@ class Chain:
         """(the row's tokens with `size` tokens in front of each segment, T for none; the place of each token's output)."""
         if size in self._halos_of:
             return self._halos_of[size]
-        source, place, none = [], [], self.begins[-1]
+        source = []
+        place = []
+        none = self.begins[-1]
         for i, before in enumerate(self.after):
             front = range(self.begins[before], self.begins[before + 1])[-size:] if before >= 0 else ()
             place += range(len(source), len(source) + self.lengths[i])
@@ -82,7 +84,8 @@ class Chain:
 
     def recurred(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         """q, k [T, H, Dk], v [T, H, Dv], decay (its logarithm), beta [T, H] -> [T, H, Dv]."""
-        outputs, held = [], None
+        outputs = []
+        held = None
         waves, order = self._waves
         for wave in waves:
             start = None if wave.front is None else held.index_select(0, wave.front)
@@ -97,7 +100,9 @@ class Chain:
     @functools.cached_property
     def _waves(self) -> tuple[list[Wave], Tensor]:
         """(the waves; [T] the place of each token's output, with the waves end to end)."""
-        out, tokens, number = [], [], {}
+        out = []
+        tokens = []
+        number = {}
         for continues in (False, True):
             segments = [i for i, before in enumerate(self.after) if (before >= 0) == continues and self.lengths[i]]
             if not segments:
@@ -116,7 +121,8 @@ class SharedChain:
     of the whole row for the convolution, and some heads for the states. piece: rl.model.sequence_parallel.Piece."""
 
     def __init__(self, piece):
-        self.piece, self.row = piece, piece.row.chain
+        self.piece = piece
+        self.row = piece.row.chain
 
     def convolved(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
         """x [t, C], weight [C, K] -> [t, C]."""

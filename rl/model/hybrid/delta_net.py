@@ -46,7 +46,9 @@ def check_layers(model: nn.Module, where: str) -> None:
 def check_flags(config, args, samples: bool) -> None:
     """Raises UserError for flags that do not work with the model's delta nets. args: the script's. samples: whether an engine
     has the model; False for a teacher or a critic."""
-    size, heads, of_all = args.sequence_parallel, config.linear_num_value_heads, channels(config)
+    size = args.sequence_parallel
+    heads = config.linear_num_value_heads
+    of_all = channels(config)
     if args.compile:
         raise UserError("--compile is not for models with gated delta nets. Leave it out.")
     if heads % size or of_all % size:
@@ -84,7 +86,8 @@ def _forward(net: nn.Module, plain: Callable[..., Tensor], hidden_states: Tensor
     q, k, v = qkv.split([net.key_dim, net.key_dim, net.value_dim], 1)
     q, k, v = (x.unflatten(1, (-1, size)) for x, size in ((q, net.head_k_dim), (k, net.head_k_dim), (v, net.head_v_dim)))
     if (groups := net.num_v_heads // net.num_k_heads) > 1:
-        q, k = q.repeat_interleave(groups, 1), k.repeat_interleave(groups, 1)
+        q = q.repeat_interleave(groups, 1)
+        k = k.repeat_interleave(groups, 1)
     decay = -wide(net.A_log).exp() * F.softplus(wide(a) + net.dt_bias)
     out = chain.recurred(net.layer_idx, q, k, v, decay, b.sigmoid())  # [T, H, Dv]
     out = net.norm(out.flatten(0, 1), z.flatten(0, 1)).view(1, hidden_states.shape[1], -1)

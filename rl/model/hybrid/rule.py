@@ -12,7 +12,8 @@ EPSILON = 1e-6  # in the norm of queries and keys
 def chunked(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
     """A chunk at a time: q, k [S, L, H, Dk], v [S, L, H, Dv], decay, beta [S, L, H], start [S, H, Dk, Dv]
     or None for zeros -> (outputs [S, L, H, Dv], final states [S, H, Dk, Dv])."""
-    given, length = q.dtype, q.shape[1]
+    given = q.dtype
+    length = q.shape[1]
     size = min(CHUNK, length)
 
     def cut(x: Tensor) -> Tensor:  # [S, L, H, ...] -> [S, H, chunks, size, ...]
@@ -20,7 +21,8 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, start:
         return F.pad(x, (0, 0) * (x.dim() - 3) + (0, -length % size)).unflatten(2, (-1, size))
 
     q, k, v, decay, beta = map(cut, (q, k, v, decay, beta))
-    q, k = _unit(q) * q.shape[-1] ** -0.5, _unit(k)
+    q = _unit(q) * q.shape[-1] ** -0.5
+    k = _unit(k)
     decay = decay.cumsum(-1)  # logarithm of the part of its chunk's first state that each token leaves
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     between = (decay[..., :, None] - decay[..., None, :]).masked_fill(later, -torch.inf).exp()
@@ -30,7 +32,8 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, start:
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     writes, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
     inside, q = q @ k.transpose(-1, -2) * between, q * decay.exp()[..., None]
-    k, left = k * (decay[..., -1:] - decay).exp()[..., None], decay[..., -1].exp()[..., None, None]
+    k = k * (decay[..., -1:] - decay).exp()[..., None]
+    left = decay[..., -1].exp()[..., None, None]
     state = q.new_zeros(*q.shape[:2], k.shape[-1], v.shape[-1]) if start is None else start.to(q.dtype)
     out = []
     for n in range(q.shape[2]):
@@ -45,7 +48,8 @@ def one_step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state
     changed in place -> [A, H, Dv]."""
     given = q.dtype
     q, k, v, decay, beta = map(wide, (q, k, v, decay, beta))
-    q, k = _unit(q) * q.shape[-1] ** -0.5, _unit(k)
+    q = _unit(q) * q.shape[-1] ** -0.5
+    k = _unit(k)
     state.mul_(decay.exp()[..., None, None])
     new = (v - torch.einsum("ahkv,ahk->ahv", state, k)) * beta[..., None]
     state.add_(k[..., None] * new[..., None, :])

@@ -30,7 +30,9 @@ def grade(response: str, truth: Any, limits: dict) -> dict[str, float]:
     """Return score, by --code-score; acc, 1 if all tests pass, else 0; tests_run and tests_passed; and failed_<kind>, 1 for the
     kind of the first failure. limits: as CodeArgs.limits returns them. Raise ValueError for a ground truth that cannot be read,
     and UserError if there is no sandbox."""
-    program, cases, kinds = extract(response), [], []
+    program = extract(response)
+    cases = []
+    kinds = []
     if program.strip():
         cases = read_cases(truth)
         cases = cases[: limits["tests"] or len(cases)]

@@ -39,7 +39,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # with Python's handler a program's signal would reach this process
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))  # the starter's limit is for its own work
-    tasks, replies = os.fdopen(os.dup(0)), os.dup(1)
+    tasks = os.fdopen(os.dup(0))
+    replies = os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     for file in range(3):
         os.dup2(nothing, file)
@@ -82,7 +83,8 @@ def run(task: dict, prelude: types.ModuleType, nothing: int) -> dict:
     process = os.fork()
     if not process:
         _be_program(task, prelude, given, output, nothing)
-    end, poller = os.pidfd_open(process), select.poll()
+    end = os.pidfd_open(process)
+    poller = select.poll()
     poller.register(end, select.POLLIN)
     is_late = not poller.poll(1000 * task["seconds"])
     status = _end_all(process)
@@ -154,7 +156,8 @@ def _limit(task: dict) -> None:
 
 def _run_program(task: dict, module: types.ModuleType) -> int:
     """Run the program as this module. Return its exit code."""
-    me, before = os.getpid(), module.__dict__.get(task["function"])
+    me = os.getpid()
+    before = module.__dict__.get(task["function"])
     sys.setrecursionlimit(600_000)
     sys.modules["__main__"] = module
     if task["function"] or task["checks"]:

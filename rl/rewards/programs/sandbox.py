@@ -93,7 +93,8 @@ class Sandbox:
 
     def _answer(self, seconds: float) -> dict | None:
         """Return the sandbox's next message; None if none arrives in time."""
-        data, until = bytearray(), time.monotonic() + seconds
+        data = bytearray()
+        until = time.monotonic() + seconds
         poller = select.poll()
         poller.register(self._process.stdout, select.POLLIN)
         while not data.endswith(b"\n"):
@@ -136,8 +137,12 @@ def _bwrap() -> Path:
 
 def _command(place: Path) -> dict:
     """Return the arguments of subprocess.Popen that start a sandbox. place: an empty directory."""
-    base, python, bwrap = Path(sys.base_prefix).resolve(), Path(sys.executable).resolve(), _bwrap()
-    before, user, source = [], {}, base
+    base = Path(sys.base_prefix).resolve()
+    python = Path(sys.executable).resolve()
+    bwrap = _bwrap()
+    before = []
+    user = {}
+    source = base
     if os.geteuid() == 0:  # root's processes have no limit, so the sandbox runs as another user
         number = min({*USERS}.difference(known.pw_uid for known in pwd.getpwall()))
         if _is_open(base) and _is_open(bwrap):
