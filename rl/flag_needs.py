@@ -70,7 +70,7 @@ STALE = Need("without --staleness-threshold above 0 or --publish-every above 1",
 TURNS = Need("without --env, --tools, --agent or --serve-policy", lambda args: args.has_environment)
 CRITIC = Need("without --adv-estimator gae", lambda args: args.needs_critic)
 
-# Every other flag either always has an effect or is refused
+# Every other flag has an effect whatever the other flags are, or is refused
 NEEDS: dict[str, tuple[Need, ...]] = {
     # the algorithm
     "gamma": (_knob("gamma", "adv_estimator", "ADVANTAGES"),),

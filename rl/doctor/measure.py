@@ -65,7 +65,7 @@ class Checks:
     """The checks, in order. Each one builds on the state that earlier checks have left."""
 
     def __init__(self, engine: str, model: str, path: str, ranks: Ranks):
-        """engine: transformers or vllm; model: a directory or a hub name; path: a file for the findings."""
+        """engine: embedded or vllm; model: a directory or a hub name; path: a file for the findings."""
         self.sizes = Sizes(128, 128, 128) if device.has_accelerator() else Sizes(32, 24, 24)
         self.model = model
         self.path = path

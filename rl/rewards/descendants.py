@@ -97,7 +97,8 @@ def exit_code(process: subprocess.Popen, timeout: float) -> int:
         time.sleep(LOOK)
     if ended.si_code != os.CLD_EXITED:  # the guard itself was killed
         return -ended.si_status
-    return ended.si_status - 256 if ended.si_status >= 256 - signal.SIGRTMAX else ended.si_status
+    is_signal = 256 - signal.SIGRTMAX <= ended.si_status < 255  # 255 is exit(-1) more often than SIGHUP
+    return ended.si_status - 256 if is_signal else ended.si_status
 
 
 def ending(code: int, process: str, over_cpu: str) -> tuple[str, str]:

@@ -22,6 +22,7 @@ Task = tuple  # a response's key, and its item as JSON
 START_LIMIT = 60  # seconds that a scoring process may take to import the user's file
 FIRST_CALL = 60  # extra seconds for the very first response: the function may import or load something
 LOST_LIMIT = 16  # processes that may be lost before anything has been scored
+BAD_STARTS = 3  # consecutive processes of a thread that may be lost before they are ready; none may until one has been ready
 LOOK = 0.02  # seconds between looks for new responses while others are under way
 GRACE = 10  # seconds beyond its limit in which the process cancels an async response, unless the process is blocked
 BLOCKED = "the reward function blocked its event loop: await what takes time, or give it to asyncio.to_thread"
@@ -64,19 +65,20 @@ class Lane:
         self._under_way: dict[int, tuple[Task, float, float]] = {}  # number -> response, start, limit in seconds
         self._is_async = False
         self._has_answered = False  # whether the process has answered once
+        self._bad_starts = 0
 
     def run(self) -> None:
         """Use one scoring process after another, until the pool is closed."""
         try:
             while not self._pool.closed:
                 with ScoringProcess(self._args, first=not self._pool.begun.is_set()) as self._process:
-                    self._await_ready()
                     self._use_process()
         except Exception as error:
             self._pool.fail(error)
 
     def _await_ready(self) -> None:
-        """Return when the process is ready or the pool is closed. Raise UserError if the import fails."""
+        """Return when the process is ready or the pool is closed. Raise UserError if the import fails, Lost if the process is
+        lost and another one should be tried."""
         until = time.monotonic() + START_LIMIT
         try:
             while not (replies := self._process.exchange(LOOK)):
@@ -89,7 +91,11 @@ class Lane:
             if "ready" not in replies[0] or len(replies) > 1:
                 raise Lost(*WROTE)
         except Lost as lost:
-            raise self._error(f"importing it does not work: {lost}") from None
+            self._bad_starts += 1
+            if self._bad_starts > BAD_STARTS or not self._pool.begun.is_set():
+                raise self._error(f"importing it does not work: {lost}") from None
+            raise
+        self._bad_starts = 0
         self._is_async = replies[0]["ready"] == "async"
         self._has_answered = False
         self._pool.begun.set()
@@ -98,6 +104,7 @@ class Lane:
         """Let the process score responses until it is lost or the pool is closed. Raise UserError if LOST_LIMIT processes have
         been lost and nothing has been scored."""
         try:
+            self._await_ready()
             while not self._pool.closed and self._take():
                 self._hear()
         except Lost as lost:
@@ -111,17 +118,29 @@ class Lane:
 
     def _take(self) -> bool:
         """Give the process as many responses as it has room for; if none is under way, wait for one. Return False when the pool
-        is closed."""
-        while len(self._under_way) < (self._args.reward_concurrency if self._is_async and not self._suspects else 1):
+        is closed. Raise Lost if the process is lost."""
+        room = self._args.reward_concurrency if self._is_async else 1
+        while len(self._under_way) < (1 if self._suspects else room):
             try:
-                task = self._suspects.popleft() if self._suspects else self._pool.queue.get(block=not self._under_way)
+                task = self._suspects[0] if self._suspects else self._pool.queue.get(block=not self._under_way)
             except Empty:
                 return True
             if task is None:
                 return False
+            if not self._under_way:
+                self._check_idle(task)
             seconds = self._limit()
             self._under_way[self._process.put(task[1], seconds)] = task, time.monotonic(), seconds
         return True
+
+    def _check_idle(self, task: Task) -> None:
+        """Raise Lost if the process was lost before it got this response, which then is not at fault."""
+        try:
+            self._process.check_idle()
+        except Lost:
+            if not self._suspects:
+                self._suspects.append(task)
+            raise
 
     def _hear(self) -> None:
         """Hand back the scores that the process has sent, after at most LOOK seconds. Raise Lost if the process is lost."""
@@ -130,6 +149,8 @@ class Lane:
             raise Lost(*WROTE)
         for reply in replies:
             (key, item), started, _ = self._under_way.pop(reply["number"])
+            if self._suspects:
+                self._suspects.popleft()
             if not self._has_answered:
                 self._has_answered = True
                 self._pool.first_calls.append(time.monotonic() - started)
@@ -150,11 +171,13 @@ class Lane:
         """Hand back the response that was under way when the process was lost. If there were several, they become suspects."""
         tasks = [task for task, _, _ in self._under_way.values()]
         self._under_way.clear()
-        if len(tasks) == 1:
-            key, item = tasks[0]
-            self._pool.finish(key, self._unscored(item, lost.event, str(lost)))
-        else:
+        if len(tasks) != 1:
             self._suspects.extend(tasks)
+            return
+        if self._suspects:
+            self._suspects.popleft()
+        key, item = tasks[0]
+        self._pool.finish(key, self._unscored(item, lost.event, str(lost)))
 
     def _limit(self) -> float:
         """Return the seconds that a response may take."""
@@ -180,7 +203,7 @@ class Lane:
             grader = BUILT_IN[its["data_source"]]
             if event == "timeout" or (event == "error" and grader is not code):
                 return as_score(grader(**its | {"solution_str": ""}))
-        return Score(None, event=event, message=message[:500])
+        return Score(None, event=event, message=str(message)[:500])
 
     def _error(self, message: str) -> UserError:
         return UserError(f"{self._args.own_reward or 'scoring'}: {message}")

@@ -72,6 +72,11 @@ class ScoringProcess(contextlib.AbstractContextManager):
         *lines, self._unread = self._unread.split(b"\n")
         return [_reply(line) for line in lines]
 
+    def check_idle(self) -> None:
+        """Raise Lost if the process has ended or written something since its last reply."""
+        if self.exchange(0) or self._unread:
+            raise Lost(*WROTE)
+
     def _ending(self) -> tuple[str, str]:
         """Return the event for the end of the process, and a message."""
         try:

@@ -127,6 +127,24 @@ def test_a_forged_reply_costs_itself(spec, forged):
         assert found[f"say {forged}", 0].event == "error" and found["fine", 0].score == 0
 
 
+def test_a_forged_failure_without_a_text_costs_itself():
+    """A message that is no text ended the run."""
+    its = lane.Lane(lane.Lanes(RewardArgs(reward="mine.py:score")))
+    assert its._score("{}", {"number": 1, "failed": 5, "event": "error"}).error == "error: 5"
+
+
+def test_the_last_one_under_suspicion_is_scored_alone():
+    pool = ScoringPool(RewardArgs())
+    pool.queue.put(("next", "{}"))
+    its = lane.Lane(pool)
+    numbers = itertools.count(1)
+    its._process = SimpleNamespace(put=lambda *_: next(numbers), exchange=lambda _: [], check_idle=lambda: None)
+    its._is_async = True
+    its._suspects.append(("last", "{}"))
+    assert its._take() and its._take()
+    assert [key for (key, _), _, _ in its._under_way.values()] == ["last"]
+
+
 @pytest.mark.slow
 def test_cpu_time_is_limited(spec):
     """It begins again with each response."""
@@ -170,7 +188,7 @@ def test_an_answer_counts_though_another_response_blocks_the_loop_behind_it(monk
     for key in "ab":
         pool.queue.put((key, "{}"))
     its = lane.Lane(pool)
-    its._process = SimpleNamespace(put=lambda *_: next(numbers), exchange=lambda _: answers.pop(0))
+    its._process = SimpleNamespace(check_idle=lambda: None, put=lambda *_: next(numbers), exchange=lambda _: answers.pop(0))
     its._is_async = True
     assert its._take()
     its._hear()

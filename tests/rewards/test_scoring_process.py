@@ -5,17 +5,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_scoring import state
 
 from rl.errors import UserError
+from rl.rewards import lane
 from rl.rewards.pool import RewardArgs, ScoringPool
 
 pytestmark = pytest.mark.timeout(300)
 FOREVER = 600.0  # a reward_timeout that no good response on a loaded machine reaches
 
 REWARD = """
-import os, pathlib, signal, time
+import os, pathlib, signal, threading, time
 here = pathlib.Path(__file__).parent
 if (here / "broken").exists(): raise ImportError("it is gone")
+if (here / "ends").exists() and (left := int((here / "ends").read_text())):
+    (here / "ends").write_text(str(left - 1))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 def wait():
     while not (here / "open").exists(): time.sleep(0.01)
@@ -25,6 +30,11 @@ def junk(text="junk"):
         try: os.write(fd, f"{text}\\n".encode())
         except OSError: pass
 
+def later(act):
+    wait()
+    act()
+    (here / "acted").touch()
+
 def score(data_source, solution_str, ground_truth, extra_info):
     with open(here / "calls", "a") as file: file.write(ground_truth + "\\n")
     if solution_str == "wait": wait()
@@ -33,6 +43,8 @@ def score(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "kill": os.kill(os.getpid(), signal.SIGKILL)
     if solution_str == "junk": junk()
     if solution_str.startswith("say "): junk(solution_str[4:])
+    if solution_str == "exit later": threading.Thread(target=later, args=(lambda: os._exit(3),)).start()
+    if solution_str.startswith("later "): threading.Thread(target=later, args=(lambda: junk(solution_str[6:]),)).start()
     return {"score": float(ground_truth), "pid": os.getpid()}
 """
 
@@ -126,6 +138,39 @@ def test_a_long_item_goes_through_the_pipe_in_pieces(here):
         submit(pool, 0, extra_info={"text": "x" * 4_000_000})
         submit(pool, 1)
         assert {key: score.score for key, score in drain(pool).items()} == {0: 0, 1: 1}
+
+
+@pytest.mark.parametrize("what", ["exit later", "later junk", 'later {"number": 2, "value": 9}'])
+def test_a_process_that_breaks_between_two_responses_costs_none(here, what):
+    """A reply that it writes then is not the next response's score."""
+    with make_pool(here) as pool:
+        submit(pool, 0, what)
+        first = drain(pool)[0].extra["pid"]
+        (here / "open").touch()
+        wait_until(lambda: state(int(first)) == "Z" if what == "exit later" else (here / "acted").exists())
+        for number in range(1, 4):
+            submit(pool, number)
+        results = drain(pool)
+        assert [results[n].score for n in range(1, 4)] == [1, 2, 3] and not pool.events
+        assert {results[n].extra["pid"] for n in range(1, 4)} != {first}
+
+
+@pytest.mark.parametrize("times", [1, lane.BAD_STARTS, lane.BAD_STARTS + 1])
+def test_a_process_that_is_killed_while_it_starts_is_replaced(here, times):
+    """As by a system that runs out of memory: only a function that never starts, or one that no longer does, ends the run."""
+    (here / "ends").write_text("1")
+    with pytest.raises(UserError, match=r"importing it does not work: .* was killed by SIGKILL"):
+        make_pool(here)
+    with make_pool(here) as pool:
+        (here / "ends").write_text(str(times))
+        submit(pool, 0, "kill")
+        submit(pool, 1)
+        if times > lane.BAD_STARTS:
+            with pytest.raises(UserError, match=r"importing it does not work: .* was killed by SIGKILL"):
+                drain(pool)
+        else:
+            results = drain(pool)
+            assert (results[0].event, results[1].score) == ("died", 1)
 
 
 def test_what_a_thread_fails_with_is_the_rank_s_next_error_and_the_one_after(here):

@@ -154,6 +154,16 @@ def test_a_process_that_any_signal_ends_is_an_event(number, tmp_path):
     assert score.event == "died" and f"was killed by {name}" in score.message
 
 
+@pytest.mark.parametrize("code", [1, 100, 255])
+def test_an_exit_code_is_no_signal(code, tmp_path):
+    """exit(-1) of a native library is 255."""
+    (tmp_path / "mine.py").write_text("import os\ndef score(solution_str, **_): os._exit(int(solution_str))\n")
+    with ScoringPool(RewardArgs(reward=f"{tmp_path / 'mine.py'}:score", reward_timeout=FOREVER)) as pool:
+        pool.submit(0, "any", str(code), "1", None)
+        score = drain(pool)[0]
+    assert score.event == "died" and f"exited with code {code}" in score.message
+
+
 # ------------------------------------------------------------------------------------------------ the environment
 
 SECRETS = [
