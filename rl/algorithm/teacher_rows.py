@@ -1,8 +1,8 @@
 """A teacher that reads the policy's responses after different prompts (--teacher-prompt).
 
 Each micro-batch becomes a row of its responses after the teacher's prompts: the same bits if these are the policy's. Longer
-prompts may make it longer than a micro-batch, and a pass without gradient takes less memory than the update. Left out: agents,
-whose later conversations hold the policy's prompt.
+prompts make the row longer than a micro-batch may be: a token takes less memory than in the update, but nothing limits their
+number. Left out: agents, whose later conversations hold the policy's prompt.
 """
 
 import dataclasses

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from rl.errors import UserError
 from rl.model.attention import dtype_of
 from rl.model.shards import local, zeros_on_host
 from rl.ranks.host_memory import PinnedBlocks
@@ -34,7 +35,7 @@ def set_apart(policy: nn.Module, on_host: bool) -> dict[str, torch.Tensor]:
         for module in policy.modules():
             if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
                 if not hasattr(group, "_orig_dtype"):
-                    raise RuntimeError("--optimizer-offload: this torch's FSDP rounds gradients; take that of requirements.txt")
+                    raise UserError("--optimizer-offload: this torch's FSDP would round gradients. Install the pinned version.")
                 group._orig_dtype = None  # FSDP would round reduced gradients to the parameters' precision
     else:
         keep_in_bf16(trained.items())

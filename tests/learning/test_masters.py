@@ -6,7 +6,9 @@ import pytest
 import torch
 from layouts import ALONE, learn_on
 from test_compact_memory import copy_state, make_learner, update, weights
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from rl.errors import UserError
 from rl.model.shards import local
 
 ON_HOST = {"dtype": "bfloat16", "optimizer_offload": True}
@@ -25,6 +27,13 @@ def test_weights_gradients_and_metrics_are_those_of_fp32_weights(models, ranks, 
     for dtype in (torch.float32, torch.bfloat16):  # what is published
         pairs = zip(plain.weights(dtype), other.weights(dtype), strict=True)
         assert all(a[0] == b[0] and torch.equal(a[1].to(dtype), b[1].to(dtype)) for a, b in pairs)
+
+
+def test_a_torch_whose_gradients_would_be_rounded_is_refused(models, ranks, monkeypatch):
+    """One whose FSDP does not have the field that turns this off."""
+    monkeypatch.setattr(FSDPParamGroup, "_init_mp_dtypes", lambda group: None)
+    with pytest.raises(UserError, match="--optimizer-offload: this torch's FSDP would round gradients"):
+        make_learner(models["moe"], ranks, grad_dtype="bfloat16", **ON_HOST)
 
 
 @pytest.mark.slow
