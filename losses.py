@@ -319,7 +319,8 @@ def _shapes(function: Callable) -> str:
 def _checked(function: Callable) -> Callable:
     """Let the function raise ValueError for input in another layout. Tensors are per token, except those in PER_RESPONSE."""
     parameters = inspect.signature(function).parameters
-    needed = {name for name, k in parameters.items() if k.default is k.empty}  # tensors; others are knobs, or may be None
+    # Needed are tensors; others are knobs, or may be None
+    needed = {name for name, k in parameters.items() if k.default is k.empty and "None" not in str(k.annotation)}
 
     @functools.wraps(function)
     def checked(*args, **keywords):

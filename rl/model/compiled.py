@@ -20,9 +20,11 @@ from rl.model.router import routers
 
 
 def compile_layers(model: nn.Module, where: str) -> None:
-    """Compiles the forward of each decoder layer, at its first call. Raises UserError for a model with experts."""
+    """Compile the forward of each decoder layer, at its first call. Raise UserError for a model with experts, or without a
+    compiler."""
     if routers(model):  # routes are replayed, counted and sent by Python at every layer
         raise UserError(f"{where}: --compile is for models without experts. Leave it out.")
+    _find_compiler()
     torch._dynamo.config.recompile_limit = 64  # by default 8, after which layers would silently not be compiled
     AttentionInterface.register(ATTENTION, torch.compiler.disable(_attention))
     for layer in decoder_layers(model):
@@ -39,6 +41,17 @@ def _for_any_length(forward):
         return forward(hidden_states, *args, **kwargs)
 
     return run
+
+
+def _find_compiler() -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        remedy = "Install one (apt install g++), name one in the environment's CXX, or leave the flag out."
+        raise UserError(f"--compile: there is no C++ compiler. {remedy}") from None
 
 
 def _attention(module, query, key, value, *args, **kwargs):

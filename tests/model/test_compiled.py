@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from helpers import make_group
+from torch._inductor import config
 
 from rl.errors import UserError
 from rl.learning.args import LearnerArgs
@@ -33,3 +34,9 @@ def test_a_layer_is_compiled_once_for_all_lengths(models, ranks):
 def test_experts_are_refused(models):
     with pytest.raises(UserError, match="--compile is for models without experts"):
         compile_layers(empty_model(load_config(models["moe"]), False), models["moe"])
+
+
+def test_a_missing_compiler_is_named(models, monkeypatch):
+    monkeypatch.setattr(config.cpp, "cxx", ("/nowhere/g++",))
+    with pytest.raises(UserError, match=r"--compile: there is no C\+\+ compiler"):
+        compile_layers(empty_model(load_config(models["qwen3"]), False), models["qwen3"])
