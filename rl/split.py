@@ -29,7 +29,7 @@ class SplitArgs:
 
     @property
     def trains_stale(self) -> bool:
-        """Whether older weights than those in training may have sampled."""
+        """Whether the responses may be from older weights than those in training."""
         return True
 
     @property

@@ -89,9 +89,8 @@ class Heartbeat:
         if self.store.check([VERDICT]):
             return self.store.get(VERDICT).decode()
         self._others.look(self.store)
-        # looks
         said = []
-        most = self.timeout / self.interval
+        most = self.timeout / self.interval  # looks
         silent = self._others.unchanged(self.store, most - 1)  # a node's ranks fall silent a round apart
         if not any(self._others.looks[rank] > most for rank in silent):
             return ""

@@ -59,9 +59,8 @@ _standing: dict[str, float] = {}  # what else it waits for -> since when
 _facts: dict[str, Callable[[], str]] = {}
 _groups: dict[str, Callable[[], tuple[int, str]]] = {}
 _left = "the start"  # the last block that it left
-# the count of progress, and the time of the latest
-_done = 0
-_done_at = time.monotonic()
+_done = 0  # the count of progress
+_done_at = time.monotonic()  # when it last grew
 _name = ""  # this process's name in reports
 _watchdog: "Watchdog | None" = None
 speaking = threading.Lock()  # held while a thread prints this process's last message: another one may do so too, and end it
