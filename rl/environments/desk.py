@@ -37,7 +37,8 @@ from rl.rewards import descendants
 SETTINGS_BYTES = 1 << 16  # limit of the first message from the rank
 LARGEST, LARGEST_OF_STRANGERS = 1 << 26, 1 << 16  # bytes of a request with a valid key, and of one without
 SILENCE = 60.0  # seconds after which a silent connection is closed, and any connection that has not shown a valid key
-STRANGERS = 256  # connections that have not shown a valid key: one more closes the oldest
+STRANGERS = 1024  # connections that have not shown a valid key: one more closes the oldest. Many agents may call at once
+RETRY = 0.1  # seconds after which an episode's process is accepted that could not be
 PATIENCE = 60.0  # seconds without a worker after which the console says so
 LINGER = 5.0  # seconds after the run in which requests are answered, so that workers hear of its end
 OVER = "the run has ended: there will be no more episodes"
@@ -138,7 +139,11 @@ class Desk(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def accept_processes(self) -> None:
         """Serve the processes of this user that connect."""
         while True:
-            channel, _ = self._processes.accept()
+            try:
+                channel, _ = self._processes.accept()
+            except OSError:  # too many open files
+                time.sleep(RETRY)
+                continue
             _, user, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             if user == os.getuid():
                 threading.Thread(target=self._hold, args=(channel,), daemon=True).start()

@@ -170,10 +170,10 @@ class Generator:
         for ticket in tickets:
             self.start(ticket)
         ended = sorted(key for key, work in self.working.items() if work.has_ended)
-        while len(ended) < len(tickets) or self.pool.pending:
+        while len(ended) < len(tickets) or self._ended or self.pool.pending:
             if self.give_up():
                 return []
-            outputs = self.decode() if len(ended) < len(tickets) else None
+            outputs = self.decode() if len(ended) < len(tickets) or self._ended else None
             self._take_scores(outputs, wait=1.0)
             ended += sorted(self._whole(outputs or []))
         self.responses.put_aside(below=VALIDATION)

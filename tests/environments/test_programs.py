@@ -143,7 +143,7 @@ def test_an_environment_s_own_tools_are_shown_and_its_calls_handed_over():
     assert program.instance.message["malformed"] == ["the call has no end"] and (reward, done) == (0.5, False)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39, "1", [1]])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39, 10**400, "1", [1]])
 def test_a_reward_that_is_none_of_ours_is_refused(value):
     with pytest.raises(BadValue):
         as_reward(value)

@@ -1,6 +1,7 @@
 """Episodes that workers elsewhere take: real processes with the real client; what one does costs its own episode alone."""
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -217,7 +218,8 @@ def test_an_episode_ends_once(pool):
     answers(pool, ["a"])
     says(pool, "a", "Hi.")
     call[1].join(30)
-    for wrong in ({"reward": "much"}, {"reward": float("nan")}, {"rewards": 1}, {"reward": 1, "error": "x"}, {"error": 3}):
+    rewards = [{"reward": reward} for reward in ("much", float("nan"), 10**400)]
+    for wrong in (*rewards, {"rewards": 1}, {"reward": 1, "error": "x"}, {"error": 3}):
         assert post(pool, "episodes/end", key, wrong)[0] == 400
     assert post(pool, "episodes/end", key, {"reward": 1}) == (200, {"ended": True})
     assert answers(pool, ["a"])["a"]["reward"] == 1.0
@@ -302,6 +304,32 @@ def test_the_console_says_that_no_worker_comes(server, capsys):
             found = capsys.readouterr().err
             time.sleep(0.05)
     assert found.startswith("episodes waiting for a worker: 1 (none has asked at http://here/v1/episodes/next in the last ")
+
+
+class Full:
+    """A socket that cannot accept once, because too many files are open."""
+
+    def __init__(self, real: socket.socket):
+        self.real, self.failures = real, 1
+
+    def accept(self) -> tuple:
+        self.failures -= 1
+        if self.failures == 0:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self.real.accept()
+
+
+def test_an_episode_that_finds_too_many_files_open_is_served_later(server):
+    server._processes = Full(server._processes)  # the thread already waits at the real one
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            process = stack.enter_context(socket.socket(socket.AF_UNIX))
+            process.connect(f"\0{server.settings['name']}")
+            process.sendall(b'{"row": {}}\n')
+        until = time.monotonic() + 20
+        while len(server.waiting) < 3 and time.monotonic() < until:
+            time.sleep(0.05)
+        assert len(server.waiting) == 3 and server._processes.failures < 0
 
 
 def is_closed(client: socket.socket, dripping: bytes = b"") -> bool:

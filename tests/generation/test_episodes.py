@@ -201,6 +201,41 @@ def test_an_environment_that_fails_costs_its_own_response(turn):
     assert all(r.score == 2.0 and r.token_ids.tolist() == TURN + ANSWER + TURN for r in others)
 
 
+class Resets(Played):
+    """What each response's reset answers, by its number; that of number 2 comes after number 1's last turn."""
+
+    def __init__(self, *resets: dict):
+        super().__init__(until(2, 1.0))
+        self.resets = resets
+
+    def begin(self, key, row, seed, own_seed, split):
+        super().begin(key, row, seed, own_seed, split)
+        self._pending[-1][1].update(self.resets[key[1]])
+
+    def poll(self, wait=0.0):
+        done = super().poll(wait)
+        late = [item for item in done if item[0][1] == 2 and self.turns[0, 1] < 2]
+        self._pending += late
+        return [item for item in done if item not in late]
+
+
+def test_the_first_reset_that_succeeds_is_the_group_s_and_nobody_waits_for_the_others():
+    failed, own, other = {"event": "died", "message": "gone"}, {"prompt": [2, 3, 4]}, {"prompt": [2, 3, 5]}
+    generator, played = make(Resets(failed, own, own, other), n=4)
+    generator.start(0)
+    while not any(turn for turn in played.turns.values()):
+        assert generator.responses.num_unfinished >= 1 and generator.score(generator.decode()) == []
+    assert generator.responses.working[0].requests[2].prompt_ids == [2, 3]  # has not begun
+    group = finish(generator)
+    assert group.prompt_ids.tolist() == [2, 3, 4]
+    assert [r.score for r in group.responses] == [None, 2.0, 2.0, None]
+    assert "gone" in group.responses[0].error and "another prompt" in group.responses[3].error
+    assert generator.responses.num_unfinished == 0 and not played.alive
+    generator, _ = make(Resets(failed, failed), n=2)  # nobody's: the group keeps its prompt
+    generator.start(0)
+    assert [r.score for r in finish(generator).responses] == [None] * 2 and generator.responses.num_unfinished == 0
+
+
 def test_a_failed_episode_has_no_rewards_of_turns():
     """With --on-reward-error zero it is worth 0 on every token, whatever its first turn was worth."""
 

@@ -84,6 +84,19 @@ def test_such_a_prompt_is_among_a_step_s_first_on_every_rank_of_an_engine(leads)
     assert [*generator.working] == [5]
 
 
+def test_a_validation_takes_no_prompt_that_ended_in_a_step():
+    """The step had enough prompts before it began; one that ends as it starts is for the next step."""
+    generator = make_generator()
+    over = [begun(None, 6, "stop")] * 3
+    for ticket in (4, 6):
+        generator.start(ticket, Group(ticket, np.array([2, 3], np.int32), "demo", over))
+    assert [group.ticket for group in generator.generate([7])] == [4]
+    generator.start(8, Group(8, np.array([2, 3], np.int32), "demo", over))
+    assert [group.ticket for group in generator.generate([9])] == [6]
+    assert generator.score(generator.decode(), wait=0) == [] and 8 in generator.tickets  # as `validate` does
+    assert [group.ticket for group in generator.generate([10])] == [8]
+
+
 def test_what_is_put_aside_keeps_its_mask():
     """train_sync.py with --over-sample: a step ends while another prompt is under way, which continues in the next."""
     generator = make_generator()
