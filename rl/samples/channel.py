@@ -22,7 +22,6 @@ from rl.transport.relay import Forwarder, Receiver
 from rl.transport.ring import RecordTooLarge, Ring, RingTimeout
 
 GROUP, UNFINISHED, BATCH, ROWS, REPORT, SNAPSHOT, LAST = b"G", b"U", b"B", b"V", b"R", b"S", b"E"
-ROWS_AT_ONCE = 16  # rows of a validation in a record
 
 
 def _open_ring(split: Split, megabytes: int) -> Ring | None:
@@ -70,11 +69,11 @@ class Outbox:
 
     def send_rows(self, step: int, version: int, rows: list[dict], parts: int = 1) -> None:
         """Send a validation of this version of the weights, published after that step. It is one of `parts`, each from a
-        different generator, and is sent as several records, because one might take too much of the ring."""
+        different generator, and each row is a record, because one record of all might not fit into the ring."""
         about = {"step": step, "version": version, "parts": parts}
-        for start in range(0, len(rows) or 1, ROWS_AT_ONCE):
-            end = start + ROWS_AT_ONCE
-            self._send_json(ROWS, about | {"rows": rows[start:end], "more": end < len(rows)})
+        pieces = [[row] for row in rows] or [[]]
+        for number, piece in enumerate(pieces, 1):
+            self._send_json(ROWS, about | {"rows": piece, "more": number < len(pieces)})
 
     def report(self, timer: Timers, pool: ScoringPool, received: dict[str, float]) -> None:
         """Report this generator's time since the last report, and restart the timer. received: Subscriber.received."""
