@@ -63,9 +63,10 @@ class Best:
             try:
                 self._link({"step": -step, "score": score})
             except Exception as error:
+                reason = f"{error!s:.400}"  # copytree lists every file
                 print(
-                    f"warning: step {-step} validated best ({score:.4g}), but {self.path} could not be written: {error}. Make "
-                    "room, or check its permissions: the next validation or checkpoint tries again.",
+                    f"warning: step {-step} validated best ({score:.4g}), but {self.path} could not be written: {reason}. "
+                    "Make room, or check its permissions: the next validation or checkpoint tries again.",
                     file=sys.stderr,
                     flush=True,
                 )

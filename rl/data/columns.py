@@ -51,13 +51,14 @@ def ground_truth(row: dict) -> Any:
     """The ground truth; None if there is none."""
     of_model = row.get("reward_model")
     of_model = of_model.get("ground_truth") if isinstance(of_model, dict) else None
-    truths = (of_model, row.get("ground_truth"), _end_of(row.get("answer")))
+    answer = row.get("answer")
+    truths = (of_model, row.get("ground_truth"), None if _is_blank(answer) else _end_of(str(answer)))
     return next((truth for truth in truths if not _is_blank(truth)), None)
 
 
-def _end_of(answer: Any) -> Any:
+def _end_of(answer: str) -> str:
     """What is behind the mark of GSM8K's answers; without the mark all of it, where a comma may have a meaning: "(3, 4)"."""
-    _, mark, truth = str(answer or "").rpartition("####")
+    _, mark, truth = answer.rpartition("####")
     return truth.strip().replace(",", "") if mark else truth.strip()
 
 

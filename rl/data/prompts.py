@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.data import images
 from rl.data.args import DataArgs
-from rl.data.columns import GSM8K, check_columns, check_truth, ground_truth, sources
+from rl.data.columns import GSM8K, TRUTHS, check_columns, check_truth, ground_truth, sources
 from rl.data.image_prompts import FAMILIES, ImageError, ImagePrep, Images
 from rl.data.measured import Measured, measure
 from rl.data.tables import FileRows, read_table
@@ -196,8 +196,13 @@ class PromptDataset(FileRows):
         for table, end in zip(self.tables, self.ends, strict=True):
             its = range(max(part.start, first) - first, min(part.stop, end) - first)
             if its:
-                yield table.select(its)
+                yield table.select_columns(self._wanted(table.column_names)).select(its)
             first = end
+
+    def _wanted(self, columns: Sequence[str]) -> list[str]:
+        """The columns that a row is measured by. Others may be large, such as images that `datasets` would decode."""
+        key = self.args.prompt_key if self.args.prompt_key in columns else "question"
+        return [name for name in columns if name in {key, self.args.image_key, "data_source", *TRUTHS}]
 
     def _expand(self, row: int, columns: dict, ids: list[int]) -> tuple[list[int], Images | None]:
         """The row's token ids with all tokens of its images, and the images (None if there are none)."""

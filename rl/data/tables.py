@@ -8,7 +8,7 @@ import importlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -18,6 +18,7 @@ import pyarrow as pa
 from rl.errors import UserError
 
 BLANKS = re.compile(r"\s*")
+UNFIT = (pa.ArrowException, OverflowError, UnicodeEncodeError)  # pyarrow raises these if values do not make a column
 
 
 def read_table(file: str, split: str):
@@ -50,7 +51,13 @@ def _read_parquet(file: str):
 
     disable_progress_bars()
     is_empty = not pq.read_metadata(file).num_rows  # for which load_dataset raises one of many errors
-    return [] if is_empty else load_dataset("parquet", data_files=file, split="train")
+    return [] if is_empty else _checked(load_dataset("parquet", data_files=file, split="train"))
+
+
+def _checked(table):
+    """The datasets.Dataset. Raises pyarrow.ArrowInvalid if a text in any column is not UTF-8."""
+    table.data.validate(full=True)
+    return table
 
 
 def _read_json(file: str) -> "Rows":
@@ -62,25 +69,32 @@ def _read_json(file: str) -> "Rows":
     while (place := BLANKS.match(text, place).end()) < len(text):
         value, place = decoder.raw_decode(text, place)
         rows += value if isinstance(value, list) else [value]
+    del text  # as large as the rows
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise UserError(f"{file} row {number}: {row!r:.60} is not an object with columns. Correct the row, or remove it.")
     names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: [row.get(name) for row in rows] for name in names}
-    for name, values in columns.items():
-        if error := _refusal(values):
-            row = bisect.bisect_left(range(len(values)), True, key=lambda row, of=values: bool(_refusal(of[: row + 1])))
-            raise UserError(
-                f"{file} row {row}: column {name!r} is {values[row]!r:.60}, which cannot be read ({error}). Give the column "
-                "values of one kind in all rows, such as text."
-            )
-    return Rows(pa.table(columns))
+    return Rows(pa.table({name: _column(file, name, [row.get(name) for row in rows]) for name in names}))
 
 
-def _refusal(values: list) -> str:
-    """Why pyarrow makes no column of the values; empty if it does."""
+def _column(file: str, name: str, values: list) -> pa.Array | pa.ChunkedArray:
+    """The column of a JSON file. Raises UserError for the first value that does not fit those before it."""
+    try:
+        return pa.array(values)
+    except UNFIT as error:
+        row = bisect.bisect_left(range(len(values)), True, key=lambda row: not _fits(values[: row + 1]))
+        raise UserError(
+            f"{file} row {row}: column {name!r} is {values[row]!r:.60}, which cannot be read ({error}). Give the column "
+            "values of one kind in all rows, such as text."
+        ) from None
+
+
+def _fits(values: list) -> bool:
     try:
         pa.array(values)
-    except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
-        return str(error)
-    return ""
+    except UNFIT:
+        return False
+    return True
 
 
 def _read_hub(name: str, split: str):
@@ -90,7 +104,7 @@ def _read_hub(name: str, split: str):
     path, _, config = name.partition(":")
     wanted = "test" if split == "val" else "train"
     try:
-        return load_dataset(path, config or None, split=wanted)
+        return _checked(load_dataset(path, config or None, split=wanted))
     except Exception as error:  # no network, no such name, no such split: each its own exception in datasets and hub
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
@@ -148,5 +162,8 @@ class Rows:
     def __getitem__(self, row: int) -> dict:
         return self.data.slice(row, 1).to_pylist()[0]
 
-    def select(self, rows: Iterable[int]) -> "Rows":
-        return Rows(self.data.take(pa.array(rows, pa.int64())))
+    def select(self, rows: range) -> "Rows":
+        return Rows(self.data.slice(rows.start, len(rows)))
+
+    def select_columns(self, names: list[str]) -> "Rows":
+        return Rows(self.data.select(names))

@@ -13,6 +13,7 @@ import functools
 import json
 import re
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 from rl.data.columns import ground_truth
@@ -73,6 +74,9 @@ class TeacherPrompts(PromptDataset):
             return _text(known[name])
 
         return NAME.sub(value, self.template)
+
+    def _wanted(self, columns: Sequence[str]) -> list[str]:
+        return [*columns]
 
     def _measure_row(self, found: Measured, row: int, columns: dict, text: Text, ids: list[int]) -> None:
         limit = self.args.max_prompt_length

@@ -6,7 +6,7 @@ import math
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset
+from datasets import Dataset, Image
 from helpers import GSM8K
 from hypothesis import given
 from hypothesis import strategies as st
@@ -223,10 +223,14 @@ def test_images_are_refused_rather_than_ignored(tmp_path):
 def test_rows_made_on_the_spot_are_what_datasets_makes_of_them():
     made, expected = read_table("demo", "train"), Dataset.from_list(problems("train"))
     assert [*made] == [*expected] and made.column_names == expected.column_names
-    some = [0, 5, 1999]
-    assert [json.dumps(made.select(some)[i]) for i in range(3)] == [json.dumps(expected.select(some)[i]) for i in range(3)]
     some = range(5, 50)
     assert [*made.select(some)] == [*expected.select(some)]
+    assert [json.dumps(made.select(some)[i]) for i in (0, 44)] == [json.dumps(expected.select(some)[i]) for i in (0, 44)]
+    names = ["reward_model", "prompt"]
+    assert [*made.select_columns(names)] == [*expected.select_columns(names)]
+    before = pa.total_allocated_bytes()
+    whole = made.select(range(len(made)))
+    assert pa.total_allocated_bytes() == before and len(whole) == 2000, "nothing is copied: pyarrow cannot beyond 2 GB of text"
     assert made.select(some).data.column("prompt").equals(expected.select(some).data.column("prompt"))
 
 
@@ -272,6 +276,11 @@ BAD = {
         lambda p: write(p / "x.jsonl", verl_row("1") | {"reward_model": '{"ground_truth": "1"}'}),
         "x.jsonl row 0: no ground truth: .*a reward_model of text is not read",
     ),
+    "an answer that is no number": (
+        lambda p: write(p / "x.jsonl", {"question": "1", "answer": math.nan, "data_source": "demo"}),
+        "x.jsonl row 0: no ground truth",
+    ),
+    "rows that are no objects": (lambda p: write(p / "x.jsonl", verl_row("1"), 7), "x.jsonl row 1: 7 is not an object"),
     "a parquet file of columns alone": (
         lambda p: parquet(p / "x.parquet", verl_row("1"), rows=0),
         "x.parquet: the file has no rows.*--train-files",
@@ -330,6 +339,26 @@ def test_json_that_is_not_utf8_is_refused(tmp_path, column):
     (tmp_path / "a.jsonl").write_bytes(line.encode("latin-1"))
     with pytest.raises(UserError, match=r"a\.jsonl: cannot be read .'utf-8' codec can't decode byte 0xe9 in position \d+"):
         dataset(tmp_path / "a.jsonl")
+
+
+def test_text_of_parquet_that_is_not_utf8_is_refused_before_the_run(tmp_path):
+    data = [pa.py_buffer(b) for b in (b"\0\0\0\0\1\0\0\0\2\0\0\0", b"2\xe9")]
+    text = pa.Array.from_buffers(pa.string(), 2, [None, *data])
+    pq.write_table(pa.table({"question": ["1+1="] * 2, "answer": ["#### 2"] * 2, "not_read": text}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet: cannot be read .*UTF8 sequence at string index 1"):
+        dataset(tmp_path / "a.parquet")
+
+
+def test_measuring_decodes_no_image_of_another_column(tmp_path):
+    rows = [verl_row("1+1=") | {"preview": {"bytes": b"no image", "path": None}}]
+    Dataset.from_list(rows).cast_column("preview", Image()).to_parquet(tmp_path / "a.parquet")
+    assert len(dataset(tmp_path / "a.parquet")) == 1
+
+
+@pytest.mark.parametrize(("answer", "truth"), [(0, "0"), (False, "False"), (7, "7")])
+def test_an_answer_that_is_no_text_is_a_truth(tmp_path, answer, truth):
+    file = write(tmp_path / "a.jsonl", {"question": "1-1=", "answer": answer, "data_source": "demo"})
+    assert dataset(file)[0].ground_truth == truth
 
 
 def test_a_key_that_the_first_row_lacks_is_read(tmp_path):
