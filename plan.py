@@ -25,7 +25,7 @@ from rl import flags
 from rl.errors import UserError
 from rl.plan.devices import device
 from rl.plan.machine import Machine
-from rl.plan.memory_plan import Plan, plan_memory
+from rl.plan.memory_plan import MemoryPlan, plan_memory
 from rl.plan.time_plan import plan_time
 from rl.ranges import Range
 from rl.ranks import process
@@ -73,7 +73,7 @@ def main(words: list[str]) -> None:
     machine = Machine(args.nnodes, args.nproc_per_node)
     kind = args.device and device(args.device)
     if kind:
-        plan_memory(Plan(name, args, machine, kind, args.response_lengths or "budget", args.image_size))
+        plan_memory(MemoryPlan(name, args, machine, kind, args.response_lengths or "budget", args.image_size))
     plan_time(args, machine, args.response_lengths or args.from_run or "budget", kind, args.from_run)
 
 

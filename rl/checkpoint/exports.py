@@ -14,7 +14,7 @@ from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 
 from rl.adapters import files
 from rl.hub.names import Parts, hub_names
-from rl.hub.tensor_reader import DTYPES, Reader, Run, find, stored_tensors
+from rl.hub.tensor_reader import DTYPES, FileSpan, Reader, find, stored_tensors
 from rl.hub.tensor_writer import Copied, piece_sizes, write_model
 from rl.learning.learner import Learner
 from rl.model.attention import dtype_of, linear_layers
@@ -68,13 +68,13 @@ def exports_of(learner: Learner) -> list[Export]:
 def _further_tokens(path: str) -> list[Copied]:
     """The weights that predict further tokens, from the model's files. These stay open, so that no save finds them missing."""
     stored = {name: of for name, of in (stored_tensors(path) or {}).items() if name.startswith(MTP)}
-    reader = Reader({name: find(path, name) for name in {of.run.file for of in stored.values()}})
+    reader = Reader({name: find(path, name) for name in {of.span.file for of in stored.values()}})
 
-    def pieces(run: Run) -> Iterator[torch.Tensor]:
+    def pieces(span: FileSpan) -> Iterator[torch.Tensor]:
         first = 0
-        for size in piece_sizes(run.elements, DTYPES[run.dtype]):
-            reader.read([run], piece := torch.empty(size, dtype=DTYPES[run.dtype]), first)
+        for size in piece_sizes(span.elements, DTYPES[span.dtype]):
+            reader.read([span], piece := torch.empty(size, dtype=DTYPES[span.dtype]), first)
             first += size
             yield piece
 
-    return [Copied(name, DTYPES[of.run.dtype], of.shape, partial(pieces, of.run)) for name, of in stored.items()]
+    return [Copied(name, DTYPES[of.span.dtype], of.shape, partial(pieces, of.span)) for name, of in stored.items()]

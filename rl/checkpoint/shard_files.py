@@ -15,7 +15,7 @@ import torch
 import torch.distributed
 import xxhash
 
-from rl.hub.tensor_reader import DTYPES, Reader, Run, read_header
+from rl.hub.tensor_reader import DTYPES, FileSpan, Reader, read_header
 from rl.model.shards import Block, local
 from rl.ranks import dist, watchdog
 
@@ -83,11 +83,12 @@ class ShardFiles:
         self._readers = {name: min(rank for rank, seen in enumerate(reports) if name in seen) for name in names}
         me = torch.distributed.get_rank()
         mine = {name: places for name, places in own.items() if self._readers[name] == me}
-        self._places: dict[str, dict[str, tuple[Run, Block]]] = {}  # by file and tensor
+        self._places: dict[str, dict[str, tuple[FileSpan, Block]]] = {}  # by file and tensor
         for of_rank in dist.all_gather_values(mine):
             for name, places in of_rank.items():
                 self._places[name] = {
-                    tensor: (Run(*run), Block(tuple(offset), tuple(shape))) for tensor, (run, offset, shape) in places.items()
+                    tensor: (FileSpan(*span), Block(tuple(offset), tuple(shape)))
+                    for tensor, (span, offset, shape) in places.items()
                 }
         self._own = {name: directory / name for name in own}
 
@@ -107,38 +108,38 @@ class ShardFiles:
         sent = {name for of_rank in dist.all_gather_values(lacking) for name in of_rank}
         with closing(Reader(self._own)) as reader:
             for file in sorted(self._places):
-                for name, (run, block) in self._places[file].items():
-                    shard = self._broadcast(file, run, block, reader) if file in sent else None
+                for name, (span, block) in self._places[file].items():
+                    shard = self._broadcast(file, span, block, reader) if file in sent else None
                     if not (common := block.common(wanted[name])):
                         continue
-                    part = _read_rows(reader, run, block, common) if shard is None else shard[common.slices(block)]
+                    part = _read_rows(reader, span, block, common) if shard is None else shard[common.slices(block)]
                     local(tensors[name])[common.slices(wanted[name])].copy_(part)
 
     def _needs(self, file: str, wanted: dict[str, Block]) -> bool:
         return any(block.common(wanted[name]) for name, (_, block) in self._places[file].items())
 
-    def _broadcast(self, file: str, run: Run, block: Block, reader: Reader) -> torch.Tensor:
+    def _broadcast(self, file: str, span: FileSpan, block: Block, reader: Reader) -> torch.Tensor:
         """The shard, on every rank."""
-        shard = torch.empty(block.shape, dtype=DTYPES[run.dtype])
+        shard = torch.empty(block.shape, dtype=DTYPES[span.dtype])
         source = self._readers[file]
         if source == torch.distributed.get_rank():
-            reader.read([run], shard.view(-1))
+            reader.read([span], shard.view(-1))
         with watchdog.doing("another machine's part of the checkpoint"):
             torch.distributed.broadcast(shard, src=source)
         watchdog.progress()
         return shard
 
 
-def _read_rows(reader: Reader, run: Run, block: Block, common: Block) -> torch.Tensor:
+def _read_rows(reader: Reader, span: FileSpan, block: Block, common: Block) -> torch.Tensor:
     """Reads `common`, a part of the shard `block`: its rows, then the columns."""
-    rows = torch.empty((*common.shape[:1], *block.shape[1:]), dtype=DTYPES[run.dtype])
+    rows = torch.empty((*common.shape[:1], *block.shape[1:]), dtype=DTYPES[span.dtype])
     first = (common.offset[0] - block.offset[0]) * math.prod(block.shape[1:]) if block.shape else 0
-    reader.read([run], rows.view(-1), first)
+    reader.read([span], rows.view(-1), first)
     return rows[(..., *common.slices(block)[1:])]
 
 
-def _places(directory: Path, file: str) -> dict[str, tuple[Run, list[int], list[int]]]:
+def _places(directory: Path, file: str) -> dict[str, tuple[FileSpan, list[int], list[int]]]:
     """For each tensor in a learner's file: where it is in the file, and the offset and shape of this part in the whole."""
     stored, words = read_header(directory / file)
     places = json.loads(words[SHARDING])
-    return {name: (of.run._replace(file=file), places[name]["saved_offsets"], [*of.shape]) for name, of in stored.items()}
+    return {name: (of.span._replace(file=file), places[name]["saved_offsets"], [*of.shape]) for name, of in stored.items()}

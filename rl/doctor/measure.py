@@ -11,7 +11,7 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +29,11 @@ from rl.learning.flops import train_flops_per_token
 from rl.learning.learner import Learner
 from rl.model.attention import linear_layers
 from rl.model.pretrained import resolve
-from rl.model.vision_forward import row_inputs
 from rl.ranks import device, process
 from rl.ranks.dist import Ranks
 from rl.ranks.timers import Timers
 from rl.samples.group import Group, Response
+from rl.weights.adapter_probe import NoImages
 from rl.weights.local import LocalWeights
 
 # Largest mean and largest 99% quantile of |log-prob of the engine - log-prob of the learner|. Raw log-probs, without a
@@ -50,15 +50,6 @@ class Sizes:
     requests: int  # at once, and in an update
     prompt: int  # tokens
     response: int
-
-
-class NoImages:
-    """The image inputs of a batch without images, for a model that takes images (rl/learning/batch_images.py)."""
-
-    @staticmethod
-    def inputs(lengths: Sequence[int], after: Sequence[int], groups: Sequence[int], own: torch.device) -> dict:
-        inputs = row_inputs(lengths, after, [None] * len(groups))
-        return {"position_ids": inputs["position_ids"].to(own), "images": inputs["images"]}
 
 
 class Checks:

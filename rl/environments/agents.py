@@ -36,7 +36,7 @@ class Failed(Exception):
 
 
 @dataclass
-class History:
+class Conversation:
     """A sequence of calls, each of which extends the one before."""
 
     messages: list[dict]  # in the form of `as_messages`, including the model's last one
@@ -53,7 +53,7 @@ class Session:
         self._settings, self._turns_of = settings, turns_of
         self._turns: dict[str, Turns] = {}
         self._news: queue.SimpleQueue[chat.Call | chat.End] = queue.SimpleQueue()
-        self.histories: list[History] = []
+        self.histories: list[Conversation] = []
         self._at, self._count = 0, 0  # the number of the open call's history; calls answered so far
         self._open: chat.Call | None = None
 
@@ -109,7 +109,7 @@ class Session:
         else:
             self._at = len(self.histories)
             ids = turns.conversation(call.messages)
-            self.histories.append(History([], call.tools, 0))
+            self.histories.append(Conversation([], call.tools, 0))
         self.histories[self._at].tokens += len(ids)
         return self._at, ids
 
@@ -120,7 +120,7 @@ class Session:
         return self._turns[key]
 
 
-def _extends(call: chat.Call, history: History) -> bool:
+def _extends(call: chat.Call, history: Conversation) -> bool:
     known = len(history.messages)
     added = call.messages[known:]
     is_plain = bool(added) and all(message["role"] != "assistant" for message in added)

@@ -45,7 +45,7 @@ OVER = "the run has ended: there will be no more episodes"
 NEXT, MODELS = "POST /v1/episodes/next", "GET /v1/models"
 
 
-class Episode:
+class EpisodeProcess:
     """The process of an episode, which answers its agent's requests."""
 
     def __init__(self, channel: socket.socket, offer: dict | None):
@@ -96,8 +96,8 @@ class Desk(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.secret = settings["secret"]
         self.address_family = socket.AF_INET6 if ":" in settings["host"] else socket.AF_INET
         self.lock = threading.Lock()
-        self.waiting: deque[Episode] = deque()
-        self.alive: dict[str, Episode] = {}  # by key
+        self.waiting: deque[EpisodeProcess] = deque()
+        self.alive: dict[str, EpisodeProcess] = {}  # by key
         self.keys: set[str] = set()  # of all episodes so far
         self._strangers: dict[socket.socket, float] = {}  # connections without a valid key so far: when they came, oldest first
         self.is_over = False
@@ -156,7 +156,7 @@ class Desk(socketserver.ThreadingMixIn, socketserver.TCPServer):
             first = lines.readline()
             if not first.endswith("\n"):
                 return
-            episode = Episode(channel, json.loads(first))
+            episode = EpisodeProcess(channel, json.loads(first))
             with self.lock:
                 self.keys.add(episode.key)
                 self.alive[episode.key] = episode
@@ -170,11 +170,11 @@ class Desk(socketserver.ThreadingMixIn, socketserver.TCPServer):
                 if episode in self.waiting:
                     self.waiting.remove(episode)
 
-    def begin(self, episode: Episode) -> None:
+    def begin(self, episode: EpisodeProcess) -> None:
         """Tell the process that its episode has an agent."""
         episode.tell(url=f"http://127.0.0.1:{self.server_address[1]}/v1", key=episode.key)
 
-    def take(self) -> Episode | None:
+    def take(self) -> EpisodeProcess | None:
         """Return the episode that has waited longest; None if there is none."""
         with self.lock:
             self.asked = time.monotonic()

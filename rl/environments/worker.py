@@ -65,7 +65,7 @@ class Warm:
             tokenizer = AutoTokenizer.from_pretrained(settings["model"], trust_remote_code=settings["trust_remote_code"])
             turns_of = functools.partial(Turns, tokenizer, end_tokens=set(settings["end_tokens"]), form=settings["form"])
             self.turns = turns_of(programs.schemas() if programs else [])
-        self.new = functools.partial(Program, programs, self.turns)  # makes the object that answers in an episode
+        self.new = functools.partial(EpisodeProgram, programs, self.turns)  # makes the object that answers in an episode
         if programs is None:
             from rl.environments import agents  # late: only agents need it
 
@@ -210,7 +210,7 @@ def _answer_all(warm: Warm, rank: socket.socket) -> None:
         rank.sendall(json.dumps(reply).encode() + b"\n")
 
 
-class Program:
+class EpisodeProgram:
     """The answers of a user's environment or tools."""
 
     def __init__(self, programs: Programs, turns: Any):

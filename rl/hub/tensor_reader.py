@@ -1,4 +1,4 @@
-"""A model's weights in its safetensors files: the tensors of each file, and any run of a tensor's elements.
+"""A model's weights in its safetensors files: the tensors of each file, and any span of a tensor's elements.
 
 Files are read, not mapped: their bytes stay in the system's cache, and a process holds one piece of PIECE_BYTES.
 """
@@ -27,7 +27,7 @@ DTYPES = {word: dtype for dtype, word in TYPES.items()}
 REMEDY = "Copy or download the files again."
 
 
-class Run(NamedTuple):
+class FileSpan(NamedTuple):
     """Consecutive elements in a file."""
 
     file: str
@@ -39,7 +39,7 @@ class Run(NamedTuple):
 class Stored(NamedTuple):
     """A tensor in a file."""
 
-    run: Run
+    span: FileSpan
     shape: torch.Size
 
 
@@ -76,7 +76,7 @@ def stored_tensors(path: str) -> dict[str, Stored] | None:
             raise UserError(f"{where}: the weights cannot be read: {name}, which {INDEX} lists, is not there. {REMEDY}")
         held = _stored_in(file, where)
         if twice := out.keys() & held.keys():
-            other = out[min(twice)].run.file
+            other = out[min(twice)].span.file
             raise UserError(f"{where}: {min(twice)} is in {other} and in {name}: one of them is of another model. {REMEDY}")
         out |= held
     if lacking := listed.keys() - out.keys():
@@ -112,15 +112,15 @@ def read_header(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     out = {}
     for name, of in header.items():
         shape = torch.Size(of["shape"])
-        out[name] = Stored(Run(file.name, of["dtype"], 8 + length + of["data_offsets"][0], shape.numel()), shape)
+        out[name] = Stored(FileSpan(file.name, of["dtype"], 8 + length + of["data_offsets"][0], shape.numel()), shape)
     return out, words
 
 
 class Reader:
-    """Reads runs of elements from open files."""
+    """Reads spans of elements from open files."""
 
     def __init__(self, files: dict[str, Path]):
-        """files: by the names that runs have for them."""
+        """files: by the names that spans have for them."""
         self._open = {name: open(file, "rb", buffering=0) for name, file in files.items()}  # noqa: SIM115
         self._piece = bytearray(PIECE_BYTES)
 
@@ -128,21 +128,21 @@ class Reader:
         for file in self._open.values():
             file.close()
 
-    def read(self, runs: Sequence[Run], out: torch.Tensor, first: int = 0) -> None:
-        """Fills `out` [n], of any precision and device, with the elements of the runs, end to end, from number `first` on.
+    def read(self, spans: Sequence[FileSpan], out: torch.Tensor, first: int = 0) -> None:
+        """Fills `out` [n], of any precision and device, with the elements of the spans, end to end, from number `first` on.
         Raises UserError if a file has become shorter."""
-        position = 0  # of the run's first element among all
-        for run in runs:
+        position = 0  # of the span's first element among all
+        for span in spans:
             start = max(first, position)
-            stop = min(first + len(out), position + run.elements)
+            stop = min(first + len(out), position + span.elements)
             if start < stop:
-                self._read(run, start - position, out[start - first : stop - first])
-            position += run.elements
+                self._read(span, start - position, out[start - first : stop - first])
+            position += span.elements
 
-    def _read(self, run: Run, skip: int, out: torch.Tensor) -> None:
-        dtype = DTYPES[run.dtype]
-        file = self._open[run.file]
-        place = run.begin + skip * dtype.itemsize
+    def _read(self, span: FileSpan, skip: int, out: torch.Tensor) -> None:
+        dtype = DTYPES[span.dtype]
+        file = self._open[span.file]
+        place = span.begin + skip * dtype.itemsize
         for part in out.split(PIECE_BYTES // dtype.itemsize):
             left = memoryview(self._piece)[: len(part) * dtype.itemsize]
             while left:

@@ -1,6 +1,6 @@
 """Each learner's part of the weights, read from the files: no rank, the first included, ever holds the model.
 
-The first rank finds out which runs of which files make up each parameter. Each rank then reads the runs of its own part, in the
+The first rank finds out which spans of which files make up each parameter. Each rank then reads the spans of its part, in the
 files' precision, and casts them as they arrive. Parameters that cannot be read in parts are read by the first rank, which sends
 them to all, one at a time: all parameters if a learner does not see the files, or those that files hold in another form than a
 model in memory, such as transposed. For the forward check at the start, the first rank holds one layer at a time.
@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from rl.errors import UserError
 from rl.hub.names import Source, sources
-from rl.hub.tensor_reader import DTYPES, INDEX, SINGLE, Reader, Run, Stored, find, read_index, sample, stored_tensors
+from rl.hub.tensor_reader import DTYPES, INDEX, SINGLE, FileSpan, Reader, Stored, find, read_index, sample, stored_tensors
 from rl.model.attention import linear_layers
 from rl.model.pretrained import auto_class, computed, empty_model, layers, load_config, reason_of, unfilled_model
 from rl.model.shards import Block, local
@@ -133,7 +133,9 @@ class Weights:
     model: PreTrainedModel  # on the CPU; its parameters may be on the meta device
     whole: Callable[[str], torch.Tensor]  # name -> parameter or buffer, on the CPU, in the files' precision
     dtypes: dict[str, torch.dtype]  # of the files, by parameter
-    runs: dict[str, list[Run]] = field(default_factory=dict)  # by parameter: its elements, end to end, if they lie so in files
+    spans: dict[str, list[FileSpan]] = field(
+        default_factory=dict
+    )  # by parameter: its elements, end to end, if they lie so in files
 
     @contextlib.contextmanager
     def by_layer(self) -> Iterator[None]:
@@ -189,9 +191,9 @@ def _stored_weights(path: str, model: PreTrainedModel, stored: dict[str, Stored]
     if found is None or not needed <= found.keys():
         return None
     used = {name for source in found.values() for name in source.names}
-    if not all(DTYPES.get(stored[name].run.dtype, torch.uint8).is_floating_point for name in used):
+    if not all(DTYPES.get(stored[name].span.dtype, torch.uint8).is_floating_point for name in used):
         return None
-    files = {name: find(path, name) for name in {stored[name].run.file for name in used}}
+    files = {name: find(path, name) for name in {stored[name].span.file for name in used}}
     whole = functools.partial(_whole, model, found, stored, Reader(files))
     for name in found.keys() - needed:  # the same parameter as another
         first = next(n for n, p in model.named_parameters() if p is model.get_parameter(name))
@@ -203,9 +205,9 @@ def _stored_weights(path: str, model: PreTrainedModel, stored: dict[str, Stored]
     if say:
         say_unused(path, model.config, stored.keys() - used)
     model.generation_config = _generation_config(path)
-    runs = {name: [stored[part].run for part in found[name].names] for name in parameters if not found[name].convert}
+    spans = {name: [stored[part].span for part in found[name].names] for name in parameters if not found[name].convert}
     dtypes = {name: _dtype(found[name], stored) for name in parameters}
-    return Weights(model, whole, dtypes, runs)
+    return Weights(model, whole, dtypes, spans)
 
 
 def _generation_config(path: str) -> GenerationConfig:
@@ -218,7 +220,7 @@ def _generation_config(path: str) -> GenerationConfig:
 
 def _dtype(source: Source, stored: dict[str, Stored]) -> torch.dtype:
     """The precision of the files' tensors, or one that can hold them all."""
-    dtypes = {DTYPES[stored[name].run.dtype] for name in source.names}
+    dtypes = {DTYPES[stored[name].span.dtype] for name in source.names}
     return functools.reduce(torch.promote_types, dtypes)
 
 
@@ -228,11 +230,11 @@ def _whole(model, found: dict[str, Source], stored: dict[str, Stored], reader: R
     wanted = model.state_dict()[name].shape
     if not source.convert:
         out = torch.empty(wanted, dtype=dtype)
-        reader.read([stored[part].run for part in source.names], out.view(-1))
+        reader.read([stored[part].span for part in source.names], out.view(-1))
         return out
     tensors = [torch.empty(stored[part].shape, dtype=dtype) for part in source.names]
     for part, tensor in zip(source.names, tensors, strict=True):
-        reader.read([stored[part].run], tensor.view(-1))
+        reader.read([stored[part].span], tensor.view(-1))
     return source.whole(model, name, tensors)
 
 
@@ -249,20 +251,20 @@ def fill(model: PreTrainedModel, weights: Weights | None, path: str, ranks: Rank
     known = {}
     if weights:
         weights.model = None  # its parameters, if it holds any, go one by one
-        known["runs"] = weights.runs
+        known["spans"] = weights.spans
         known["dtypes"] = {name: str(dtype).removeprefix("torch.") for name, dtype in weights.dtypes.items()}
     known = dist.from_main(known)
-    runs = {name: [Run(*run) for run in of] for name, of in known["runs"].items()}
-    files = _seen_by_all({run.file for of in runs.values() for run in of}, path)
+    spans = {name: [FileSpan(*span) for span in of] for name, of in known["spans"].items()}
+    files = _seen_by_all({span.file for of in spans.values() for span in of}, path)
     with contextlib.closing(Reader(files or {})) as reader:
         for name, parameter in track(list(model.named_parameters()), f"loading {path}", show=say and ranks.is_main):
             if name not in known["dtypes"]:
                 continue  # an adapter's
             own = local(parameter.data)
             block = Block.of(parameter)
-            if files and name in runs and block.shape[1:] == parameter.shape[1:]:  # cut along the first dimension at most
+            if files and name in spans and block.shape[1:] == parameter.shape[1:]:  # cut along the first dimension at most
                 first = block.offset[0] * parameter.shape[1:].numel() if block.shape else 0
-                reader.read(runs[name], own.view(-1), first)
+                reader.read(spans[name], own.view(-1), first)
             else:
                 whole = _from_first(weights, name, getattr(torch, known["dtypes"][name]), parameter.shape, ranks)
                 own.copy_(whole[block.slices()])

@@ -48,7 +48,7 @@ class EngineMemory:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """A job's memory on one kind of device. `learner` raises UserError if the run itself would refuse its flags."""
 
     script: str  # a module
@@ -82,7 +82,7 @@ class Plan:
         return {name: bytes for name, bytes in needs.items() if bytes > 0}
 
 
-def plan_memory(plan: Plan) -> None:
+def plan_memory(plan: MemoryPlan) -> None:
     """Print what the run holds on the device and in host memory, whether it fits, and if not, which flags make it fit. Raise
     UserError if it cannot be planned."""
     say = partial(Console().print, highlight=False, soft_wrap=True)
@@ -133,7 +133,7 @@ def engine_memory(args: CommonArgs, device: Device) -> EngineMemory:
     return EngineMemory(weights, kv, state, args.gpu_memory_utilization * device.memory * (1 - SPARE) - weights)
 
 
-def remedy(plan: Plan) -> tuple[str, Plan] | None:
+def remedy(plan: MemoryPlan) -> tuple[str, MemoryPlan] | None:
     """Return (flags, the plan with them) of the first change that makes it fit. Each is tried by a dry run: single changes
     first, then combinations; changes that cost the least time first."""
     flags = vars(plan.args)
@@ -175,7 +175,7 @@ def candidates(args: CommonArgs, machine: Machine) -> Iterator[dict]:
         yield {"optim": "adamw_8bit"}
 
 
-def show(plan: Plan) -> None:
+def show(plan: MemoryPlan) -> None:
     memory, args, machine = plan.learner, plan.args, plan.machine
     learners = learners_of(args, machine)
     groups = samples_held(args, machine.nodes)
@@ -201,7 +201,7 @@ def show(plan: Plan) -> None:
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
-def node_memory(plan: Plan) -> int:
+def node_memory(plan: MemoryPlan) -> int:
     """Return bytes of host memory that the learners of the first node hold at most, without samples and Python. Only the first
     learner holds a whole model, and publishes."""
     memory = plan.learner
@@ -210,7 +210,7 @@ def node_memory(plan: Plan) -> int:
     return memory.host.total() + (learners - 1) * others + learners * asleep(plan)
 
 
-def asleep(plan: Plan) -> int:
+def asleep(plan: MemoryPlan) -> int:
     """Return bytes of host memory of an engine that sleeps while its rank learns: the model, if it is sent once."""
     return plan.engine.weights if plan.args.publishes_adapters and plan.args.engine_sleeps else 0
 

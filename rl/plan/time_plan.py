@@ -24,7 +24,7 @@ WORTH = 1.02  # a mode with staler samples must be faster by this factor
 
 
 @dataclass(frozen=True)
-class Row:
+class Way:
     """A way to run the job."""
 
     script: str
@@ -84,7 +84,7 @@ def sources(
     return lambda roles: times_of(config, parameters, device, args, roles, machine.nodes), slots
 
 
-def compare(args: CommonArgs, machine: Machine, work: Drawn, times: Callable[[Roles], Times], slots: int) -> Iterator[Row]:
+def compare(args: CommonArgs, machine: Machine, work: Drawn, times: Callable[[Roles], Times], slots: int) -> Iterator[Way]:
     """Return all modes, those with the freshest samples first, each with all splits of the ranks."""
     prompts, per_engine = args.prompts_per_step, args.rollout_tp
     total = machine.nodes * machine.per_node
@@ -92,24 +92,24 @@ def compare(args: CommonArgs, machine: Machine, work: Drawn, times: Callable[[Ro
         roles = Roles(total // per_engine, total, per_engine, colocated=True)
         surplus = getattr(args, "surplus", 0) / prompts
         schedule = ScheduleArgs(ppo_mini_batch_size=prompts, staleness_threshold=surplus)
-        yield Row("train_sync.py", 0, roles, simulate(times(roles), schedule, roles, slots, work))
+        yield Way("train_sync.py", 0, roles, simulate(times(roles), schedule, roles, slots, work))
     one_off = ScheduleArgs(ppo_mini_batch_size=prompts, staleness_threshold=1)
     stream = args if isinstance(args, ScheduleArgs) else one_off
     for script, schedule in (("train_one_step_off.py", one_off), ("train_async.py", stream)):
         for generators in range(per_engine, machine.per_node, per_engine):
             roles = machine.split(generators, per_engine)
             result = simulate(times(roles), schedule, roles, slots, work, whole_batches=script == "train_one_step_off.py")
-            yield Row(script, generators, roles, result)
+            yield Way(script, generators, roles, result)
 
 
-def best(rows: list[Row]) -> Row:
+def best(rows: list[Way]) -> Way:
     """Return the fastest row, or a mode with fresher samples if it is as fast to within WORTH."""
     fastest = max(row.rate for row in rows)
     script = next(row.script for row in rows if row.rate * WORTH >= fastest)
     return max((row for row in rows if row.script == script), key=lambda row: row.rate)
 
 
-def verdict(chosen: Row, first: Row, steps: int) -> str:
+def verdict(chosen: Way, first: Way, steps: int) -> str:
     command = chosen.script + (f" --generators {chosen.generators}" if chosen.generators else "")
     against = f", {chosen.rate / first.rate:.2f}x as fast as {first.script}" if chosen is not first else ""
     hours = chosen.result.seconds * steps / 3600

@@ -20,7 +20,7 @@ from rl.plan.from_run import times_of_run
 from rl.plan.machine import Machine, Roles
 from rl.plan.memory_plan import engine_memory
 from rl.plan.simulation import Result, Times, simulate
-from rl.plan.time_plan import Row, best, compare, sources
+from rl.plan.time_plan import Way, best, compare, sources
 from rl.plan.workload import Drawn, lengths_like
 from rl.samples.schedule import ScheduleArgs
 
@@ -203,7 +203,7 @@ def test_a_run_that_does_not_say_is_one_message(tmp_path):
 # ---------------------------------------------------------------------------------------------------- modes and splits
 
 
-def rows_of(times: Times, *words: str, per_node: int = 4, nodes: int = 1, script=train_async) -> list[Row]:
+def rows_of(times: Times, *words: str, per_node: int = 4, nodes: int = 1, script=train_async) -> list[Way]:
     args = flags.read(script.Args, args=words)
     return list(compare(args, Machine(nodes, per_node), Drawn(8, 100, 0.8, 1000, 10), lambda roles: times, args.max_num_seqs))
 
@@ -226,8 +226,8 @@ def test_the_best_split_gives_most_ranks_to_the_slower_side():
 
 
 def test_a_staler_mode_must_be_worth_it():
-    def row(script: str, seconds: float) -> Row:
-        return Row(script, 1, Roles(1, 1), Result(seconds, 1000, 0, 0))
+    def row(script: str, seconds: float) -> Way:
+        return Way(script, 1, Roles(1, 1), Result(seconds, 1000, 0, 0))
 
     rows = [row("train_sync.py", 1.01), row("train_one_step_off.py", 1.5), row("train_async.py", 1.0)]
     assert best(rows) is rows[0]

@@ -184,7 +184,8 @@ def run_split(script: str, given: dict, directory) -> None:
         ours = re.search(r'File ".*/(rl/|train_)', done.stderr)  # in a traceback
         assert done.stderr.count("error: ") == 1 and not ours, (given, done.stdout, done.stderr)
     else:
-        assert re.search(r"^step 1/\d", done.stdout, re.M), (given, done.stdout, done.stderr)
+        last = r"^metrics " if given.get("val_only") == "True" else r"^step 1/\d"
+        assert re.search(last, done.stdout, re.M), (given, done.stdout, done.stderr)
 
 
 SCHEDULES = {
