@@ -27,7 +27,7 @@ from rl import flags
 from rl.errors import UserError
 from rl.plan.devices import device
 from rl.plan.machine import Machine
-from rl.plan.memory_plan import GB, Plan, learners_of, node_memory
+from rl.plan.memory_plan import GB, MemoryPlan, learners_of, node_memory
 
 QWEN3_30B_A3B = dict(
     vocab_size=151_936,
@@ -91,7 +91,7 @@ def recipe(name: str, directory: Path) -> tuple[str, list[str]]:
     return words[at], words[at + 1 :]
 
 
-def cells(plan: Plan) -> list[str]:
+def cells(plan: MemoryPlan) -> list[str]:
     at_peak, kept = plan.learner.device, plan.learner.kept
     parts = [at_peak[cause] for cause in CAUSES]
     sizes = [*parts, at_peak.total() - sum(parts), at_peak.total(), kept.total(), node_memory(plan)]
@@ -99,7 +99,7 @@ def cells(plan: Plan) -> list[str]:
     return [*(f"{size / GB:.1f}" for size in sizes), f"lacks: {lacks}" if lacks else "fits"]
 
 
-def plans(args: Args, directory: Path) -> Iterator[tuple[list[str], Plan | UserError]]:
+def plans(args: Args, directory: Path) -> Iterator[tuple[list[str], MemoryPlan | UserError]]:
     """(devices, recipe, flags changed; the plan, or why there is none) of every recipe as it stands, and with changes until one
     fits."""
     for kind, what, count in itertools.product(args.kinds, args.recipes, args.devices):
@@ -113,7 +113,7 @@ def plans(args: Args, directory: Path) -> Iterator[tuple[list[str], Plan | UserE
             if own in seen:
                 continue
             seen.append(own)
-            found = Plan(script.removesuffix(".py"), own, machine, device(kind))
+            found = MemoryPlan(script.removesuffix(".py"), own, machine, device(kind))
             try:
                 fits = not found.lacking()
             except UserError as error:

@@ -21,7 +21,7 @@ from rl.learning.token_budget import settled
 from rl.plan import devices, memory_plan
 from rl.plan.dry_run import dry_run
 from rl.plan.machine import Machine
-from rl.plan.memory_plan import Plan, samples_held
+from rl.plan.memory_plan import MemoryPlan, samples_held
 from rl.plan.workload import lengths_like
 from rl.ranks.dist import Ranks
 from rl.samples.group import Group, Response
@@ -222,7 +222,7 @@ def test_a_plan_with_flags_that_change_neither_memory_nor_time(model, capsys):
 def test_a_remedy_is_tried_and_fits(model, monkeypatch, capsys):
     args = flags(model, max_tokens_per_micro_batch=4096, ppo_mini_batch_size=32)
     machine, kind = Machine(1, 2), devices.device("H100-80GB")
-    roomy = Plan("train_async", args, machine, kind)
+    roomy = MemoryPlan("train_async", args, machine, kind)
     needed = roomy.learner.peak
     short = dataclasses.replace(roomy, device=dataclasses.replace(kind, memory=0.7 * needed / (1 - memory_plan.SPARE)))
     memory_plan.plan_memory(short)
@@ -247,7 +247,7 @@ def test_an_engine_of_adapters_keeps_the_model_in_host_memory_while_it_sleeps(mo
 
     def asleep(script, **more) -> int:
         args = script.Args(model=model, lora_rank=4, **more)
-        return memory_plan.asleep(Plan(script.__name__, args, Machine(1, 2), devices.device("H100-80GB")))
+        return memory_plan.asleep(MemoryPlan(script.__name__, args, Machine(1, 2), devices.device("H100-80GB")))
 
     assert asleep(train_sync, publish="adapter") == 4 * parameters()
     assert not any([asleep(train_sync), asleep(train_async, publish="adapter")])
