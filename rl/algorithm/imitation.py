@@ -69,10 +69,9 @@ class Imitation:
 def imitate(args, learner) -> dict[str, float]:
     """Add the gradient of the next demonstrations' term to that of an update. Return actor/sft_nll, the mean of -log p over
     their tokens, averaged over the step's updates so far. A collective of the learners."""
-    # perf/* only counts samples
     imitation = learner.imitation
     computed = learner.computed
-    learner.computed = Computed()
+    learner.computed = Computed()  # perf/* only counts samples
     batch = imitation.batch(learner)
     found = []
     every = torch.arange(len(batch.lengths))

@@ -91,7 +91,7 @@ class Demonstrations(FileRows):
 
     def _check_columns(self, file: str, columns: Sequence[str]) -> None:
         args = self.args
-        wanted = {self.args.prompt_key, self.args.response_key}
+        wanted = {args.prompt_key, args.response_key}
         if args.messages_key in columns or wanted <= {*columns} or file == "demo":
             return
         raise UserError(

@@ -231,10 +231,9 @@ def tower_flops(config: PretrainedConfig, patches: Sequence[int], frozen: bool) 
 
 def positions(length: int, starts: Sequence[int], sizes: Sequence[tuple[int, int]]) -> tuple[Tensor, int]:
     """(positions [3, length], the next one) of a prompt whose images begin at `starts`, of `sizes` (rows, columns)."""
-    # done: tokens so far; now: the next position
     parts = []
-    done = 0
-    now = 0
+    done = 0  # tokens so far
+    now = 0  # the next position
     for start, (rows, columns) in zip(starts, sizes, strict=True):
         parts.append((now + torch.arange(start - done)).expand(3, -1))
         now += start - done

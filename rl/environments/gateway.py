@@ -39,14 +39,14 @@ class Gateway:
         """name: of the Unix socket; number: of the engine. Raise UserError if the port is not available."""
         self.flag = args.environment_flag[0]
         self._serves = bool(args.serve_policy)
-        # for commands: any port
-        host = "127.0.0.1"
-        port = 0
-        secret = secrets.token_hex(16)
         if args.serve_policy:
             host = args.serve_host
             port = args.serve_policy + number
             secret = read_secret()
+        else:  # for commands: any port
+            host = "127.0.0.1"
+            port = 0
+            secret = secrets.token_hex(16)
         if port > LARGEST_PORT:
             raise UserError(
                 f"--serve-policy {args.serve_policy}: engine {number} would listen at port {port}, above {LARGEST_PORT}. "

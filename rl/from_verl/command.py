@@ -198,9 +198,8 @@ def _programs(text: str, words: Sequence[str]) -> tuple[list[Program], list[str]
 
 def _joined(pieces: list[str]) -> list[Program]:
     """Assemble the programs from pieces that several processes wrote at the same time."""
-    # process -> its words so far, the last one unfinished
     programs = []
-    under_way = {}
+    under_way = {}  # process -> its words so far, the last one unfinished
     for piece in filter(None, map(PIECE.fullmatch, pieces)):
         process, goes_on, text = piece.groups()
         if process not in under_way:

@@ -47,7 +47,7 @@ class Work:
 
     def group(self, ticket: int, responses: list[Response], baseline: float = 0.0, routes: np.ndarray | None = None) -> Group:
         p = self.prompt
-        images = self.prompt.images.digest if self.prompt.images else ""
+        images = p.images.digest if p.images else ""
         return Group(ticket, np.array(p.ids, np.int32), p.data_source, responses, baseline, images, routes)
 
 

@@ -84,9 +84,8 @@ def train_flops_per_token(config, mean_length: float, frozen: bool = False) -> f
     if nets:
         from rl.model.hybrid.delta_net import flops_per_token
 
-        # which has a gate there
         of_nets = nets * flops_per_token(config)
-        attention = attention + hidden * dim * heads
+        attention = attention + hidden * dim * heads  # which has a gate there
     attending = layers - nets
     matrices = attending * attention + layers * mlp + hidden * config.vocab_size
     return (4 if frozen else 6) * matrices + 6 * attending * heads * dim * mean_length + of_nets

@@ -143,15 +143,14 @@ def check_kernel(config: PretrainedConfig, sequence_parallel: int, dtype: torch.
     responses to one prompt and of a sequence of its own, against a softmax written out, with the model's heads on this rank."""
     text = config.get_text_config()
     heads = text.num_attention_heads
-    kv = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    kv = getattr(text, "num_key_value_heads", None) or heads
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
     heads = heads // sequence_parallel
     kv = max(1, kv // sequence_parallel)
     lengths = [150, 40, 70, 60]
     after = [-1, 0, 0, -1]
-    # a run's own numbers stay
     segments = Segments(lengths, after, device)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)  # a run's own numbers stay
     made = [torch.randn(sum(lengths), n, size, generator=generator) for n in (heads, kv, kv, heads)]
     query, key, value, weight = (x.to(device, dtype) for x in made)
     if not (kernel := packed_attention(query, len(segments))):

@@ -92,9 +92,8 @@ class Probe:
 
     @staticmethod
     def of(model, seed: int = 0) -> "Probe":
-        # the run's own random numbers stay the same
         config = model.config
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)  # the run's own random numbers stay the same
         ids = torch.randint(config.get_text_config().vocab_size, (2, PROMPT + RESPONSE), generator=generator)
         ids[1, :PROMPT] = ids[0, :PROMPT]
         if not takes_images(config):

@@ -133,9 +133,8 @@ class Weights:
     model: PreTrainedModel  # on the CPU; its parameters may be on the meta device
     whole: Callable[[str], torch.Tensor]  # name -> parameter or buffer, on the CPU, in the files' precision
     dtypes: dict[str, torch.dtype]  # of the files, by parameter
-    spans: dict[str, list[FileSpan]] = field(
-        default_factory=dict
-    )  # by parameter: its elements, end to end, if they lie so in files
+    # by parameter: its elements, end to end, if they lie so in files
+    spans: dict[str, list[FileSpan]] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def by_layer(self) -> Iterator[None]:

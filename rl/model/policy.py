@@ -42,8 +42,7 @@ class Policy(nn.Module):
         """
         if self.router:
             self.router.begin(layout, routes, observe)
-        # [n, hidden]
-        hidden = self._hidden(inputs, layout)[predict]
+        hidden = self._hidden(inputs, layout)[predict]  # [n, hidden]
         head = self.model.lm_head
         if self.head_fp32 and hidden.dtype != torch.float32:
             hidden = hidden.float()

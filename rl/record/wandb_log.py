@@ -22,7 +22,7 @@ class WandB:
         import wandb
 
         directory = files.directory
-        id_file = files.directory / "wandb_id"
+        id_file = directory / "wandb_id"
         known = {"id": id_file.read_text(), "resume": "allow"} if id_file.exists() else {}
         where = {"project": args.project_name, "name": directory.name, "dir": str(directory), "mode": args.wandb_mode}
         try:

@@ -184,7 +184,7 @@ class Judge:
         judge_seconds. Raise BadVerdict, and the client's errors after its retries."""
         started = time.monotonic()
         rubric = self.rubric
-        items = self.rubric.items
+        items = rubric.items
         conversations = [messages(rubric, item, prompt, ground_truth, solution_str) for item in items.values()]
         asked = [asyncio.ensure_future(self._ask(*both)) for both in zip(items.values(), conversations, strict=True)]
         try:

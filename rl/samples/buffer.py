@@ -56,7 +56,7 @@ class SampleBuffer:
     def take(self, step: int) -> list[Group] | None:
         """Return the groups of step `step` (from 1), or None while there are not enough."""
         args = self.args
-        version = self.args.version_at(step)
+        version = args.version_at(step)
         if args.max_staleness is not None and args.on_stale == "drop":
             for ticket in [t for t, group in self.waiting.items() if version - group.oldest > args.max_staleness]:
                 del self.waiting[ticket]

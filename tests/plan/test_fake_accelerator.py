@@ -47,7 +47,7 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/model/hybrid/rule.py": ["delta nets"],
     "rl/weights/publisher.py": ["one rank", "one rank, over the host"],
     "rl/weights/subscriber.py": ["engine", "engine, over the host", "engine, overlapped"],
-    "rl/weights/digests.py": ["one rank", "engine"],
+    "rl/weights/digests.py": ["one rank", "one rank, over the host", "engine"],
     "rl/model/forward_check.py": ["engine", "engine, images"],
     "rl/generation/choose_engine.py": ["in turns"],
     "rl/learning/optimizer.py": ["one rank"],

@@ -36,9 +36,8 @@ def hidden_states(model, token: torch.Tensor, position: torch.Tensor, layout) ->
         q, k, v = (_linear(h, p).view(rows, -1, cos.shape[-1]) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
         if hasattr(attention, "q_norm"):
             q, k = _norm(q, attention.q_norm), _norm(k, attention.k_norm)
-        # [A, H + H_kv, D]
         heads = q.shape[1]
-        both = torch.cat([q, k], dim=1)
+        both = torch.cat([q, k], dim=1)  # [A, H + H_kv, D]
         swapped = torch.cat([both[..., half:], both[..., :half]], dim=-1)
         both = torch.addcmul(both * cos, swapped, sin)
         out = layout.attend(number, both[:, :heads], both[:, heads:], v, attention.scaling)  # [A, H, D]

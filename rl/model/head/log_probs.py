@@ -60,9 +60,8 @@ class ChunkedLogProbs(torch.autograd.Function):
         grad = (torch.zeros_like(log_sum) if grad_log_prob is None else grad_log_prob) / ctx.temperature
         # If only log-probs have a gradient, it is made without its sign: |grad| p is a power, shifted by log |grad|.
         sign = torch.ones_like(grad) if grad_entropy is not None else -grad.sign()
-        # gradients overwrite it: a second backward pass has none
         kept = ctx.kept
-        ctx.kept = _memory(hidden, weight, 0)
+        ctx.kept = _memory(hidden, weight, 0)  # gradients overwrite it: a second backward pass has none
         buffer = _memory(hidden[len(kept) :], weight, ctx.rows)
         few = _rows_at_once(hidden, weight, ctx.rows)
         powers = _memory(hidden, weight, few if grad_entropy is not None else 0, torch.float32)

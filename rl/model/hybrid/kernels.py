@@ -85,9 +85,8 @@ def _in_a_line(error: Exception) -> str:
 
 def differences(rule: Callable, device: torch.device, dtype: torch.dtype, key_size: int, value_size: int) -> dict[str, float]:
     """For each output and gradient, the largest relative difference of a sequence between `rule` and our own in fp32."""
-    # a run's own numbers stay
     tokens = sum(LENGTHS)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)  # a run's own numbers stay
     sizes = [(tokens, HEADS, n) for n in (key_size, key_size, value_size)] + 2 * [(tokens, HEADS)]
     of_state = (len(LENGTHS), HEADS, key_size, value_size)
     with torch.inference_mode(False), torch.enable_grad():
