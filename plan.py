@@ -29,6 +29,7 @@ from rl.plan.memory_plan import MemoryPlan, plan_memory
 from rl.plan.time_plan import plan_time
 from rl.ranges import Range
 from rl.ranks import process
+from rl.rewards.descendants import python_path
 from rl.setup import CommonArgs
 
 SCRIPTS = ("train_sync", "train_one_step_off", "train_async")
@@ -90,7 +91,7 @@ def load(named: str) -> tuple[str, ModuleType]:
     directory = str(file.resolve().parent)
     if directory not in sys.path:
         sys.path.insert(0, directory)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [directory, os.environ.get("PYTHONPATH")]))
+    os.environ["PYTHONPATH"] = python_path(directory)
     try:
         script = importlib.import_module(name)
     except Exception as error:  # the user's code

@@ -22,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT))
+from rl.rewards.descendants import python_path  # noqa: E402
 
 
 def torchrun(script: str, ranks: int = 2) -> list[str]:
@@ -140,7 +141,7 @@ class Finished:
 
 def run(command: list[str], threads: int, timeout: float = 3600, **env: str) -> Finished:
     """Runs a command from the repository's root; raises with its last lines if it fails."""
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)} | env
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": python_path(str(ROOT))} | env
     started, clock, said = time.time(), time.perf_counter(), []
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     memory = PeakMemory(process.pid)

@@ -28,6 +28,7 @@ import train_async
 from rl.ranks.heartbeat import Heartbeat
 from rl.ranks.launch import Node
 from rl.ranks.watchdog import Watchdog, WatchdogArgs
+from rl.rewards.descendants import python_path
 from rl.samples.control import ControlBlock
 from rl.samples.tickets import Tickets, open_tickets
 
@@ -105,7 +106,7 @@ def simulate(port: int, first: int, number: int, generators: int, step_seconds: 
 
 def measure(generators: int, step_seconds: float, seconds: float) -> dict:
     line = [sys.executable, __file__]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"PYTHONPATH": python_path(str(ROOT)), "OMP_NUM_THREADS": "1"}
     env["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch's store looks up the name of whoever connects, and waits for it
     pipes = {"env": env, "stdin": subprocess.PIPE}
     server = subprocess.Popen([*line, "--serve"], stdout=subprocess.PIPE, text=True, **pipes)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl.rewards.descendants import children, end_with_parent
+from rl.rewards.descendants import children, end_with_parent, python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE = 20.0  # seconds that torchrun gets to end its ranks
@@ -46,7 +46,7 @@ def run(command: Sequence[str], timeout: float) -> Outcome:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+            env=os.environ | {"PYTHONPATH": python_path(str(ROOT)), "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

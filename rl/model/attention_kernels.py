@@ -14,7 +14,9 @@ that aligned the mask at the beginnings would silently train wrongly. Left out: 
 """
 
 import functools
+import inspect
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -101,11 +103,15 @@ def attend(kernel: str, segments: Segments, query, key, value, scaling: float) -
 def _flash(segments: Segments, query, key, value, scaling: float) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    gqa = query.shape[1] > key.shape[1]
-    causal = (-1, 0)
-    return varlen_attn(
-        query, key, value, *segments.cumulative, *segments.longest, scale=scaling, window_size=causal, enable_gqa=gqa
-    )
+    options = {"scale": scaling, "window_size": (-1, 0)}  # causal
+    if "enable_gqa" in _arguments(varlen_attn):  # torch 2.11 has no such argument: its kernel takes shared heads as they are
+        options["enable_gqa"] = query.shape[1] > key.shape[1]
+    return varlen_attn(query, key, value, *segments.cumulative, *segments.longest, **options)
+
+
+@functools.cache
+def _arguments(function: Callable) -> set[str]:
+    return {*inspect.signature(function).parameters}
 
 
 def _fusion(segments: Segments, query, key, value, scaling: float) -> torch.Tensor:
@@ -161,7 +167,7 @@ def check_kernel(config: PretrainedConfig, sequence_parallel: int, dtype: torch.
             found = attend(kernel, segments, *leaves, size**-0.5)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # FlashAttention's, of GPUs before compute capability 8.0
+        except (RuntimeError, TypeError) as error:  # of GPUs before compute capability 8.0; of torch before 2.11
             reason = str(error).partition("\n")[0]
             raise UserError(
                 f"this device has no attention over packed rows in {dtype} ({reason}). --dtype float32 computes it in parts, "

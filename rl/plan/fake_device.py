@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorDeviceMismatchError, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -119,6 +119,7 @@ def start(world_size: int = 1, attention: str = KIND, strict: bool = True) -> Ra
     device.DELTA_RULE.pop(KIND, None)  # Triton's kernels know no fake tensors
     grouped_experts.LOOPED_EXPERTS_KINDS.discard(KIND)
     expert_parallel.rows_to_trade = _even_rows
+    import torch.distributed._tools.fake_collectives  # torch 2.10 and 2.11 know no fake collectives without it
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     _fsdp_init._move_states_to_device = _move_states_to_device
@@ -217,14 +218,14 @@ class FakeDevice(TorchDispatchMode):
             return READ[func](*args, **kwargs)
         if known is not None and VALUES_TELL.intersection(func.tags):
             if len({x.device for x in tensors}) > 1 and func is not aten.index.Tensor:
-                raise FakeTensorDeviceMismatchError(func, tensors[0].device, tensors[-1].device)
+                raise _different_devices(func, tensors[0].device, tensors[-1].device)
             return tree_map_only(torch.Tensor, lambda x: self._known_stand_in(x, tensors[0].device), known)
         if func is aten.index.Tensor:
             args = (args[0], [place for index in args[1] for place in self._places(index)])
         if fakes < len(tensors):
             args, kwargs = tree_map_only(torch.Tensor, self._stand_in, (args, kwargs))
         if func.namespace in ("torch_attn", KIND) and len({x.device for x in tensors}) > 1:  # whose fakes do not look
-            raise FakeTensorDeviceMismatchError(func, tensors[0].device, tensors[-1].device)
+            raise _different_devices(func, tensors[0].device, tensors[-1].device)
         with self.fake:
             if func is aten._grouped_mm.default and args[0].dtype == torch.float32:  # computed, but its fake knows bf16 only
                 args = tree_map_only(torch.Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x, args)
@@ -266,7 +267,7 @@ class FakeDevice(TorchDispatchMode):
         """Write a result of the device into a real tensor."""
         for x in tensors:
             if is_accelerator(x.device) and func not in COPIES:
-                raise FakeTensorDeviceMismatchError(func, torch.device("cpu"), x.device)
+                raise _different_devices(func, torch.device("cpu"), x.device)
         args, kwargs = tree_map_only(FakeTensor, _forgotten, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -300,6 +301,11 @@ READ = {  # depends on values that are not known
     aten._local_scalar_dense.default: lambda x: torch.zeros((), dtype=x.dtype).item(),
     aten.bincount.default: lambda x, weights=None, minlength=0: x.new_zeros(minlength),
 }
+
+
+def _different_devices(func, one: torch.device, other: torch.device) -> RuntimeError:
+    """Return the error of an operator whose tensors are on two devices."""
+    return RuntimeError(f"{func}: expected all tensors to be on the same device, but found {one} and {other}")
 
 
 def _refuse(func, tensors: list[torch.Tensor]) -> None:

@@ -30,9 +30,14 @@ def start(module: str, *arguments: str, passed: Sequence[str], **pipes: Any) -> 
     variables, as in --reward-env; pipes: as in subprocess.Popen."""
     root = str(Path(__file__).resolve().parents[2])
     env = reward_environment(os.environ, passed)
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    env["PYTHONPATH"] = python_path(root)
     command = [sys.executable, "-m", module, *arguments, str(os.getpid())]
     return subprocess.Popen(command, env=env, start_new_session=True, **pipes)
+
+
+def python_path(first: str) -> str:
+    """Return PYTHONPATH with one more directory in front of the user's, which may be needed: CANN's set_env.sh sets it."""
+    return os.pathsep.join(filter(None, [first, os.environ.get("PYTHONPATH")]))
 
 
 def guard(starter: int) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from rl.data import demo_cache
+from rl.rewards.descendants import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 GSM8K = Path(os.environ.get("RL_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))  # train.parquet, test.parquet
@@ -129,7 +130,7 @@ def whole(tensor):
 
 
 def environment(**more: str) -> dict[str, str]:
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(str(ROOT)), "HF_HUB_OFFLINE": "1"}
     # torch's store asks DNS for the name of whoever connects, and all ranks wait meanwhile: up to ten seconds by default.
     return os.environ | own | {"RES_OPTIONS": "timeout:1 attempts:1"} | more
 

@@ -11,6 +11,7 @@ import torch
 import vllm
 from torch import nn
 from transformers import PreTrainedModel
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
@@ -117,6 +118,11 @@ class OwnAdapter:
 
     def __init__(self, skeleton: PreTrainedModel, args: AdapterArgs, where: str):
         """skeleton: the model without weights, which gets the adapters' parameters. Raise UserError for other models."""
+        if not hasattr(BaseLayerWithLoRA, "load_weights"):  # of vLLM 0.23: it finds no weight of a layer with an adapter
+            raise UserError(
+                f"--publish adapter with --engine vllm: vLLM {vllm.__version__} cannot load a model that has adapters. Leave "
+                "--publish out, or take --engine embedded."
+            )
         config = skeleton.config
         if takes_images(config) or linear_layers(config) or getattr(config.get_text_config(), "num_experts_per_tok", None):
             raise UserError(

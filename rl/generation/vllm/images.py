@@ -102,7 +102,9 @@ class PreparedImages:
 
 
 def vllms_class(architecture: str) -> type:
-    """Return vLLM's class for the architecture. Its import works even without torchvision."""
+    """Return vLLM's class for the architecture. Its import works even without torchvision. Raise UserError if it has none."""
+    if architecture not in ModelRegistry.models:
+        raise UserError(f"--engine vllm: vLLM {vllm.__version__} does not know {architecture}. Take --engine embedded.")
     if find_spec("torchvision") is None:  # the processor without torchvision has the same formula
         sys.modules.setdefault(TORCHVISION, importlib.import_module(TORCHVISION.replace("_processing_", "_processing_pil_")))
     level = logging.get_verbosity()
