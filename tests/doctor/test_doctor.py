@@ -12,7 +12,7 @@ import torch
 from helpers import ROOT, environment, left_over, marked
 
 from rl.doctor import packages, processes, scripts
-from rl.doctor.findings import OK, SKIPPED, WRONG
+from rl.doctor.findings import OK, SKIPPED, SLOW, WRONG
 from rl.generation.embedded.engine import TransformersEngine
 from rl.ranks import driver_files
 
@@ -100,6 +100,22 @@ def test_another_set_is_named_package_by_package():
     assert "requirements-npu.txt" in finding.remedy
 
 
+@pytest.mark.parametrize(
+    ("missing", "status"),
+    [({"vllm"}, SLOW), ({"vllm", "torch"}, WRONG), ({"tyro"}, WRONG), (set(), OK)],
+)
+def test_without_vllm_a_gpu_still_works(missing, status, monkeypatch, tmp_path):
+    """The embedded engine generates."""
+    there = ["transformers", "tyro", "torch", "vllm"]
+    (tmp_path / "requirements-cuda.txt").write_text("\n".join(there))
+    monkeypatch.setattr(packages, "ROOT", tmp_path)
+    monkeypatch.setattr(packages, "_version", lambda name: None if name in missing else "1.0")
+    monkeypatch.setitem(packages.REQUIREMENTS, "cuda", "requirements-cuda.txt")
+    finding = packages.check_packages("cuda")
+    assert finding.status == status
+    assert all(name in finding.text for name in (missing if len(missing) == 1 else ["torch"] if missing else []))
+
+
 @pytest.mark.parametrize("name", ["nvidia0", "nvidia3", "nvidia12", "davinci0", "davinci5"])
 def test_a_device_that_torch_does_not_find_is_wrong(name, tmp_path, monkeypatch):
     """A driver older than torch's build leaves the device's file and no device: a run would train on the CPU. A container shows
@@ -161,6 +177,16 @@ def test_a_command_leaves_other_children_alone():
     assert other.poll() is None
     other.communicate(b"\n", timeout=60)
     assert other.returncode == 0
+
+
+@pytest.mark.parametrize("users", ["/usr/local/Ascend/python/site-packages:/usr/local/Ascend/opp/tbe", "", None])
+def test_checks_keep_the_users_python_path(users, monkeypatch):
+    """CANN's set_env.sh puts directories there that torch-npu needs."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if users is not None:
+        monkeypatch.setenv("PYTHONPATH", users)
+    outcome = processes.run([sys.executable, "-c", "import os; print(os.environ['PYTHONPATH'])"], 60.0)
+    assert outcome.output.strip() == (f"{ROOT}:{users}" if users else str(ROOT))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])

@@ -10,6 +10,7 @@ from helpers import make_group, run_script, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import ALONE, assert_taught_the_same, learn_on
+from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config
 
@@ -73,6 +74,30 @@ def test_a_kernel_sees_what_rectangles_see(prompts, heads, kind, seed):
     assert relative(found, expected) < ROUNDING[dtype]
     for got, want in zip(gradients, torch.autograd.grad(expected, exact, weight.double()), strict=True):
         assert relative(got, want) < ROUNDING[dtype]
+
+
+def test_shared_heads_with_the_arguments_of_torch_2_11(on_cpu, monkeypatch):
+    """Its function has no enable_gqa; its kernel takes fewer heads of keys than of queries as they are."""
+    todays = varlen.varlen_attn
+
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
+        more = {"scale": scale, "window_size": window_size, "enable_gqa": query.shape[1] > key.shape[1]}
+        return todays(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **more)
+
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    on_cpu("cuda")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+    check_kernel(Qwen2Config(**heads), 1, torch.bfloat16, CPU)
+
+
+def test_a_torch_whose_attention_lacks_a_scale_is_named_in_a_sentence(on_cpu, monkeypatch):
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+        """The signature of torch 2.10."""
+
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    on_cpu("cuda")
+    with pytest.raises(UserError, match=r"no attention over packed rows in torch.bfloat16 \(.*scale.*--dtype float32"):
+        check_kernel(Qwen2Config(num_attention_heads=4, num_key_value_heads=2, hidden_size=32), 1, torch.bfloat16, CPU)
 
 
 @pytest.mark.parametrize(

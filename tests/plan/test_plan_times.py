@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
-from helpers import CONFIGS, train
+from helpers import CONFIGS, ROOT, environment, train
 
 import plan
 import train_async
@@ -274,3 +276,10 @@ def test_a_real_run_is_planned_as_it_went(script, demo_model, tmp_path):
     (row,) = (row for row in compare(args, Machine(1, 2), work, times, slots) if row.script == f"{script}.py")
     seconds = np.mean([real[step]["timing_s/step"] for step in range(2, 25)])
     assert row.result.seconds == pytest.approx(seconds, rel=0.25)
+
+
+def test_a_plan_imports_nothing_that_torch_2_10_lacks():
+    """The NPU set has it (requirements-npu.txt): it has no name for tensors on different devices."""
+    lacks = "import torch._subclasses.fake_tensor as f; vars(f).pop('FakeTensorDeviceMismatchError', None)"
+    done = subprocess.run([sys.executable, "-c", f"{lacks}; import plan"], cwd=ROOT, env=environment(), timeout=200)
+    assert done.returncode == 0

@@ -36,7 +36,9 @@ def test_a_line_is_the_mean_since_the_last_line(shown):
     first, second = shown(steps, [0.0, 0.5, 1.0, 1.5])
     assert first.startswith("step 1/100  reward 0.000  100 tokens/s  learners wait 50%")
     # 2,100 tokens in one second; waits of 0.01, 0.01 and 0.696 seconds
-    assert re.match(r"step 4/100  reward 0\.400  validation accuracy 0\.250  2,100 tokens/s  learners wait 72%  \d+ s left$", second)
+    assert re.match(
+        r"step 4/100  reward 0\.400  validation accuracy 0\.250  2,100 tokens/s  learners wait 72%  \d+ s left$", second
+    )
 
 
 def test_every_step_is_in_one_line_only(shown):
