@@ -21,7 +21,7 @@ from typing import Annotated
 if __name__ == "__main__" and len(sys.argv) > 1 and Path(sys.argv[1]).is_file():
     sys.path.insert(0, str(Path(sys.argv[1]).resolve().parent))  # what is next to the script counts, its losses.py above all
 
-from rl import flags
+from rl import flags, parts
 from rl.errors import UserError
 from rl.plan.devices import device
 from rl.plan.machine import Machine
@@ -65,9 +65,10 @@ def main(words: list[str]) -> None:
         return
     name, script = load(words[0] if words else "")
     both = make_dataclass("Args", [], bases=(PlanArgs, script.Args))
+    known = parts.leaves(both)
     for word in words:
         name_of_field = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if word.startswith("--") and name_of_field in NO_LONGER and not hasattr(both, name_of_field):
+        if word.startswith("--") and name_of_field in NO_LONGER and name_of_field not in known:
             raise UserError(f"{word.partition('=')[0]} is no longer a flag of plan.py: {NO_LONGER[name_of_field]}.")
     planned = any(word.partition("=")[0] == "--device" for word in words)  # on which --dtype auto is another than here
     args = flags.read(both, __doc__, words[1:], {"dtype": "bfloat16"} if planned else None)

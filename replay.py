@@ -16,12 +16,11 @@ if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C end
     signals.install_handlers()
 
 import argparse
-import dataclasses
 import importlib.util
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -29,9 +28,10 @@ from types import ModuleType
 import torch
 
 # Nothing here may import losses: `load_script` says which.
-from rl import flag_needs, flag_words, flags
+from rl import flag_needs, flag_words, flags, parts
 from rl.checkpoint import resume
 from rl.checkpoint.manifest import MANIFEST, STEPS, damage
+from rl.class_check import check_class
 from rl.data.args import DataArgs
 from rl.environments.args import EnvironmentArgs
 from rl.errors import UserError
@@ -41,14 +41,14 @@ from rl.ranks import dist, process
 from rl.record.provenance import code_digest, digest_of, package_files
 from rl.replay.recorder import SAMPLES, Record
 from rl.rewards.pool import RewardArgs
-from rl.samples.schedule import ScheduleArgs
+from rl.samples.schedule import AsyncSchedule
 
 LENGTH = {"total_training_steps", "total_epochs", "total_rollout_steps"}  # the learning rate's schedule depends on these
 PLACES = {"train_files", "val_files", "ring_mb", "generators", "trust_remote_code"}  # may differ on another machine
 # Flags that made the samples, or that decide what is recorded of them; those of PARTS are added
 SAMPLED = {"seed", "train_batch_size", "filter_groups", "max_num_gen_batches", "over_sample", "score_centering"}
-PARTS = (DataArgs, EngineArgs, EnvironmentArgs, RewardArgs, ScheduleArgs)
-SAMPLED |= {field.name for part in PARTS for field in dataclasses.fields(part)}
+PARTS = (DataArgs, EngineArgs, EnvironmentArgs, RewardArgs, AsyncSchedule)
+SAMPLED |= {name for part in PARTS for name in parts.leaves(part)}
 SAMPLED -= PLACES
 
 
@@ -97,13 +97,15 @@ def read(words: Sequence[str]) -> Replay:
             f"the recorded script cannot be imported ({error}): the code in rl/ has changed. Check out the version that "
             "recorded, or give today's script with --script."
         ) from error
-    recorded = flag_words.renamed(start["flags"], {field.name for field in dataclasses.fields(script.Args)})
-    was = {field.name: recorded.get(field.name, field.default) for field in dataclasses.fields(script.Args)}
+    check_class(script.Args)
+    leaves = parts.leaves(script.Args)
+    recorded = flag_words.renamed(start["flags"], leaves)
+    was = {name: recorded.get(name, leaf.default) for name, leaf in leaves.items()}
     was = {name: tuple(value) if isinstance(value, list) else value for name, value in was.items()}
     args = flags.read(script.Args, __doc__, rest, was)
     left_out = sorted(flag_needs.given(script.Args, rest) & flag_needs.NOT_REPLAYED)
     flag_needs.warn(f"{flag(name)} does nothing in a replay" for name in left_out)
-    changed = {name: (was[name], value) for name, value in asdict(args).items() if value != was[name]}
+    changed = {name: (was[name], value) for name, value in parts.flat(args).items() if value != was[name]}
     if made := [name for name in changed if name in SAMPLED]:
         raise UserError(f"{', '.join(map(flag, made))}: a replay cannot change how the samples were made. Leave the flag out.")
     last = first
@@ -199,7 +201,7 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
         run.stop_if_asked(step - 1)
         batch = run.begin(replay.record.groups(step))
         metrics = script.learn(args, learner, kl_control, batch, run.timer)
-        metrics |= staleness_metrics(batch, args.version_at(step))
+        metrics |= staleness_metrics(batch, args.schedule.version_at(step))
         run.log(step, batch, metrics)
         run.save_if_due(step)
     run.finish()
@@ -256,4 +258,4 @@ if __name__ == "__main__":
         replay = read(sys.argv[1:])
     except UserError as error:
         process.fail(error)
-    process.run(partial(main, replay), join=partial(dist.join, replay.args))
+    process.run(partial(main, replay), join=partial(dist.init, replay.args.hang_timeout, replay.args.node_timeout))

@@ -38,7 +38,7 @@ from rl.learning.learner import Learner
 from rl.learning.loss_means import LossMeans
 from rl.ranks import process
 from rl.ranks.timers import Timers
-from rl.samples.schedule import ScheduleArgs
+from rl.samples.schedule import AsyncSchedule
 from rl.samples.stream import Stream
 from rl.setup import CommonArgs, make_learner, set_up
 from rl.split import Split, join
@@ -47,8 +47,10 @@ from rl.weights.publisher import Publisher
 
 
 @dataclass
-class Args(ScheduleArgs, CommonArgs):
+class Args(CommonArgs):
     """Flags have verl's or TRL's names if there are any; each group is defined with its component in rl/."""
+
+    schedule: AsyncSchedule = AsyncSchedule()
 
 
 # actor_loss and learn are the same text in the three scripts, so that a copy of one can change them; a test compares them.
@@ -89,7 +91,7 @@ def actor_loss(
 def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, timer: Timers) -> dict[str, float]:
     """Train on the batch: one optimizer step for each mini-batch of prompts, --ppo-epochs times. Return metrics."""
     args = steered(args, learner)  # --entropy-target sets the --entropy-coeff of this step
-    minis = batch.mini_batches(args.prompts_per_update)  # [b] responses each
+    minis = batch.mini_batches(args.schedule.prompts_per_update)  # [b] responses each
     micros = [micro_batches(batch, mini, learner.micro_batch_tokens, learner.ranks) for mini in minis]
     updates = list(zip(minis, micros, strict=True)) * args.ppo_epochs
     targets = batch.targets  # filled in below, from top to bottom
@@ -148,7 +150,7 @@ def generate(args: Args, split: Split, job: Job) -> None:
     generator = loop.generator
     while todo := loop.next():  # the same on all ranks of an engine; None when the run stops
         if todo.version > generator.engine.version:  # between two tokens: unfinished responses continue under the new weights
-            loop.update_weights(todo.version, recompute_kv=args.partial_rollout == "recompute")
+            loop.update_weights(todo.version, recompute_kv=args.schedule.partial_rollout == "recompute")
         # The tickets respect the staleness bound: prompt k of the run starts under the weights of version v only if
         #     k - dropped < (v + 1 + staleness_threshold) * prompts_per_publish      (AReaL, arXiv 2505.24298, eq. 3)
         for ticket in todo.tickets:
@@ -167,10 +169,10 @@ def train(args: Args, split: Split, job: Job) -> None:
     publisher = Publisher(learner, split, args.weights_dtype(args.dtype), announce=samples.published)
     run = TrainingRun(args, job, learner, split.learners + split.generators, samples, kl_control=kl_control)
     samples.open()
-    publisher.publish(args.version_at(run.done + 1), run.done)
+    publisher.publish(args.schedule.version_at(run.done + 1), run.done)
 
     for step in run.steps():
-        version = args.version_at(step)
+        version = args.schedule.version_at(step)
         with run.timer("wait"):
             groups = samples.wait(step)  # the oldest ones received; none if the run has to stop
         if not groups:
@@ -180,7 +182,7 @@ def train(args: Args, split: Split, job: Job) -> None:
         metrics = learn(args, learner, kl_control, batch, run.timer)
 
         # Publish: the generators sample with the new weights from their next token on.
-        if args.publishes_after(step, job.total_steps):
+        if args.schedule.publishes_after(step, job.total_steps):
             with run.timer("update_weights"):
                 publisher.publish(version + 1, step)
 

@@ -42,17 +42,19 @@ from rl.ranks import process
 from rl.ranks.timers import Timers
 from rl.samples.gather import all_gather_groups
 from rl.samples.group import Group
-from rl.samples.schedule import BatchArgs
+from rl.samples.schedule import OneStepOffSchedule
 from rl.samples.stream import Batches
 from rl.setup import CommonArgs, make_learner, set_up
-from rl.split import Split, SplitArgs, join
+from rl.split import Split, join
 from rl.training_run import TrainingRun
 from rl.weights.publisher import Publisher
 
 
 @dataclass
-class Args(SplitArgs, BatchArgs, CommonArgs):
+class Args(CommonArgs):
     """Flags have verl's or TRL's names if there are any; each group is defined with its component in rl/."""
+
+    schedule: OneStepOffSchedule = OneStepOffSchedule()
 
 
 def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Group], int, dict[str, float]]:
@@ -62,9 +64,9 @@ def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Grou
     dropped = []
     rounds = 0
     engine, engines = generator.engine_ranks.index, generator.engine_ranks.engines
-    while len(kept) < args.train_batch_size and rounds < args.max_num_gen_batches:
+    while len(kept) < args.schedule.prompts_per_step and rounds < args.max_num_gen_batches:
         rounds += 1
-        tickets, ticket = generator.next_tickets(ticket, args.train_batch_size - len(kept))
+        tickets, ticket = generator.next_tickets(ticket, args.schedule.prompts_per_step - len(kept))
         groups = generator.generate(tickets[engine::engines])  # scored while others are being sampled
         for group in all_gather_groups(groups):
             if args.filter_groups and not args.has_signal(group):
@@ -72,7 +74,7 @@ def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Grou
             else:
                 kept.append(group)
     generator.remember(kept + dropped)
-    missing = args.train_batch_size - len(kept)  # replaced by dropped groups, so that the batch is full
+    missing = args.schedule.prompts_per_step - len(kept)  # replaced by dropped groups, so that the batch is full
     metrics = {"train/num_gen_batches": rounds, "train/filtered_groups": len(dropped), "train/filled_groups": missing}
     return kept + dropped[:missing], ticket, metrics
 
@@ -115,7 +117,7 @@ def actor_loss(
 def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, timer: Timers) -> dict[str, float]:
     """Train on the batch: one optimizer step for each mini-batch of prompts, --ppo-epochs times. Return metrics."""
     args = steered(args, learner)  # --entropy-target sets the --entropy-coeff of this step
-    minis = batch.mini_batches(args.prompts_per_update)  # [b] responses each
+    minis = batch.mini_batches(args.schedule.prompts_per_update)  # [b] responses each
     micros = [micro_batches(batch, mini, learner.micro_batch_tokens, learner.ranks) for mini in minis]
     updates = list(zip(minis, micros, strict=True)) * args.ppo_epochs
     targets = batch.targets  # filled in below, from top to bottom

@@ -29,12 +29,14 @@ from rl.learning.learner import Learner
 from rl.learning.loss_means import LossMeans
 from rl.ranks import dist, process
 from rl.ranks.timers import Timers
-from rl.supervised import SupervisedArgs, SupervisedRun, set_up, to_groups
+from rl.supervised import SupervisedArgs, SupervisedRun, SupervisedSchedule, set_up, to_groups
 
 
 @dataclass
 class Args(SupervisedArgs):
     """Flags have verl's names if there are any; each group is defined with its component in rl/."""
+
+    schedule: SupervisedSchedule = SupervisedSchedule()
 
 
 def learn(learner: Learner, batch: Batch, timer: Timers) -> dict[str, float]:
@@ -56,8 +58,8 @@ def learn(learner: Learner, batch: Batch, timer: Timers) -> dict[str, float]:
 def validate(args: Args, learner: Learner, job: Job) -> float:
     """Return the mean of -log p over all tokens of the validation answers. A collective."""
     total = torch.zeros(2, dtype=torch.float64)  # sum of the negative log-probs, and their number
-    for first in range(0, len(job.val_prompts), args.train_batch_size):
-        rows = range(first, min(first + args.train_batch_size, len(job.val_prompts)))
+    for first in range(0, len(job.val_prompts), args.schedule.prompts_per_step):
+        rows = range(first, min(first + args.schedule.prompts_per_step, len(job.val_prompts)))
         batch = Batch.of(to_groups(job.val_prompts, {row: row for row in rows}), Division.of(args, learner))
         micros = micro_batches(batch, torch.arange(len(batch.lengths)), learner.micro_batch_tokens, learner.ranks)
         nll = -learner.log_probs_of("policy", batch, [micros])

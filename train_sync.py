@@ -41,7 +41,7 @@ from rl.ranks.timers import Timers
 from rl.rewards.pool import ScoringPool
 from rl.samples.gather import all_gather_groups
 from rl.samples.group import Group
-from rl.samples.over_sampling import OverSampleArgs
+from rl.samples.over_sampling import SyncSchedule
 from rl.samples.schedule import NextTicket
 from rl.setup import CommonArgs, make_learner, set_up
 from rl.training_run import TrainingRun
@@ -49,8 +49,10 @@ from rl.weights.local import LocalWeights
 
 
 @dataclass
-class Args(OverSampleArgs, CommonArgs):
+class Args(CommonArgs):
     """Flags have verl's or TRL's names if there are any; each group is defined with its component in rl/."""
+
+    schedule: SyncSchedule = SyncSchedule()
 
 
 def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Group], int, dict[str, float]]:
@@ -60,9 +62,9 @@ def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Grou
     dropped = []
     rounds = 0
     engine, engines = generator.engine_ranks.index, generator.engine_ranks.engines
-    while len(kept) < args.train_batch_size and rounds < args.max_num_gen_batches:
+    while len(kept) < args.schedule.prompts_per_step and rounds < args.max_num_gen_batches:
         rounds += 1
-        tickets, ticket = generator.next_tickets(ticket, args.train_batch_size - len(kept))
+        tickets, ticket = generator.next_tickets(ticket, args.schedule.prompts_per_step - len(kept))
         groups = generator.generate(tickets[engine::engines])  # scored while others are being sampled
         for group in all_gather_groups(groups):
             if args.filter_groups and not args.has_signal(group):
@@ -70,7 +72,7 @@ def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Grou
             else:
                 kept.append(group)
     generator.remember(kept + dropped)
-    missing = args.train_batch_size - len(kept)  # replaced by dropped groups, so that the batch is full
+    missing = args.schedule.prompts_per_step - len(kept)  # replaced by dropped groups, so that the batch is full
     metrics = {"train/num_gen_batches": rounds, "train/filtered_groups": len(dropped), "train/filled_groups": missing}
     return kept + dropped[:missing], ticket, metrics
 
@@ -113,7 +115,7 @@ def actor_loss(
 def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, timer: Timers) -> dict[str, float]:
     """Train on the batch: one optimizer step for each mini-batch of prompts, --ppo-epochs times. Return metrics."""
     args = steered(args, learner)  # --entropy-target sets the --entropy-coeff of this step
-    minis = batch.mini_batches(args.prompts_per_update)  # [b] responses each
+    minis = batch.mini_batches(args.schedule.prompts_per_update)  # [b] responses each
     micros = [micro_batches(batch, mini, learner.micro_batch_tokens, learner.ranks) for mini in minis]
     updates = list(zip(minis, micros, strict=True)) * args.ppo_epochs
     targets = batch.targets  # filled in below, from top to bottom
@@ -176,14 +178,14 @@ def train(args: Args, ranks: dist.Ranks, job: Job) -> None:
     weights = LocalWeights(learner, generator.engine, args.weights_dtype(args.dtype))
     weights.publish(version=run.done)
     run.validate_first()
-    generator.begin(next_ticket.begin(args.to_start(len(next_ticket.under_way))))
+    generator.begin(next_ticket.begin(args.schedule.to_start(len(next_ticket.under_way))))
 
     for step in run.steps():
         with run.timer("gen"):
             groups, ticket, metrics = make_batch(args, generator, next_ticket.ticket)
         run.stop_if_asked(step - 1)  # a resumed run makes this batch again, complete or not
         generator.engine.sleep()
-        under_way = generator.put_aside() if args.surplus else []  # prompts of --over-sample, for later batches
+        under_way = generator.put_aside() if args.schedule.surplus else []  # prompts of --over-sample, for later batches
         filtered = next_ticket.advance(ticket, groups, under_way)
         batch = run.begin(groups)
 
@@ -193,7 +195,7 @@ def train(args: Args, ranks: dist.Ranks, job: Job) -> None:
         with run.timer("update_weights"):
             weights.publish(version=step)
 
-        if args.surplus:
+        if args.schedule.surplus:
             metrics |= staleness_metrics(batch, step - 1)
         run.log(step, batch, metrics, {"filtered": filtered})
         run.save_if_due(step)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl import flag_words
+from rl import flag_words, parts
 from rl.ranges import flag
 from rl.ranks import launch
 
@@ -27,7 +27,7 @@ class Need:
 
 def _with(name: str, unless: tuple = ()) -> Need:
     """Return the need that the flag `name` is on."""
-    return Need(f"without {flag(name)}", lambda args: bool(getattr(args, name)), unless)
+    return Need(f"without {flag(name)}", lambda args: bool(parts.get(args, name)), unless)
 
 
 def _knob(name: str, chooser: str = "loss_mode", formulas: str = "POLICY_LOSSES") -> Need:
@@ -66,7 +66,9 @@ VALIDATION = Need("without --test-freq above 0", lambda args: args.test_freq > 0
 WANDB = Need("without --logger wandb", lambda args: "wandb" in args.logger, ("disabled",))
 VLLM = Need("with --engine embedded", lambda args: args.engine != "embedded")
 VLLM_ON = dataclasses.replace(VLLM, unless=(False,))
-STALE = Need("without --staleness-threshold above 0 or --publish-every above 1", lambda args: args.trains_stale, ("off",))
+STALE = Need(
+    "without --staleness-threshold above 0 or --publish-every above 1", lambda args: args.schedule.trains_stale, ("off",)
+)
 TURNS = Need("without --env, --tools, --agent or --serve-policy", lambda args: args.has_environment)
 CRITIC = Need("without --adv-estimator gae", lambda args: args.needs_critic)
 
@@ -127,7 +129,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "load_format": (VLLM,),
     "free_cache_engine": (
         VLLM,
-        Need("on ranks that only generate", lambda args: not hasattr(args, "generators"), (False,)),
+        Need("on ranks that only generate", lambda args: args.schedule.split is None, (False,)),
     ),
     # the learner
     **dict.fromkeys(("lora_alpha", "lora_target"), (Need("without --lora-rank", lambda args: args.adapted),)),
@@ -147,7 +149,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "push_to": (Need("with --val-only, which trains nothing", lambda args: not args.val_only),),
     "node_timeout": (Need("in a job of one rank", lambda args: _ranks(args) > 1, (0,)),),
     "partial_rollout": (STALE,),
-    "on_stale": (Need("without --max-staleness", lambda args: args.max_staleness is not None),),
+    "on_stale": (Need("without --max-staleness", lambda args: args.schedule.max_staleness is not None),),
 }
 # replay.py repeats only the learner of a recorded run; these flags belong to the parts that it leaves out
 NOT_REPLAYED = {"test_freq", "val_before_train", "log_val_generations", "record_samples", "resume_mode", "resume_anyway"}
@@ -155,8 +157,8 @@ NOT_REPLAYED |= {"generators", "ring_mb", "val_only", "push_to", "publish"}
 
 
 def given(flags: type, words: Sequence[str]) -> set[str]:
-    """Return the fields of the dataclass whose flags are on the command line."""
-    fields = {field.name for field in dataclasses.fields(flags)}
+    """Return the fields of the dataclass and its parts whose flags are on the command line."""
+    fields = {*parts.leaves(flags)}
     today = flag_words.current(words, fields)
     names = {word[2:].partition("=")[0].replace("-", "_") for word in today if word.startswith("--")}
     return fields & (names | {name.removeprefix("no_") for name in names})
@@ -165,8 +167,8 @@ def given(flags: type, words: Sequence[str]) -> set[str]:
 def without_effect(args, names: Iterable[str]) -> dict[str, str]:
     """Return the flags among `names` that cannot have an effect, each with a sentence (without a full stop) that says so."""
     found = {}
-    for name in [field.name for field in dataclasses.fields(args) if field.name in NEEDS and field.name in {*names}]:
-        missing = [need for need in NEEDS[name] if getattr(args, name) not in need.unless and not _is_met(need, args)]
+    for name in [name for name in parts.leaves(type(args)) if name in NEEDS and name in {*names}]:
+        missing = [need for need in NEEDS[name] if parts.get(args, name) not in need.unless and not _is_met(need, args)]
         words = [need.words if isinstance(need.words, str) else need.words(args) for need in missing]
         if words:
             found[name] = f"{flag(name)} does nothing {' and '.join(words)}"

@@ -1,10 +1,10 @@
 """The command line: tyro parses the flags, which have ranges and groups, and each error is a single message.
 
-A flag is a field of a dataclass. Each component has its own dataclass, and a script's Args inherits them all. A number's range
-is part of its type, and a method `check` of the dataclass refuses flags that contradict each other (rl/ranges.py). A method
-`hint` may explain an unknown flag. All flags are checked before anything is loaded. A flag without an effect causes a warning
-(rl/flag_needs.py). Other programs' names and renamed flags are in rl/flag_words.py. A boolean flag can be written --shuffle,
---no-shuffle, --shuffle True or --shuffle=false.
+A flag is a field of a dataclass. Each component has its own dataclass, and a script's Args inherits them, or has them as parts
+(rl/parts.py). A number's range is part of its type, and a method `check` of the dataclass refuses flags that contradict each
+other (rl/ranges.py). A method `hint` may explain an unknown flag. All flags are checked before anything is loaded. A flag
+without an effect causes a warning (rl/flag_needs.py). Other programs' names and renamed flags are in rl/flag_words.py. A
+boolean flag can be written --shuffle, --no-shuffle, --shuffle True or --shuffle=false.
 """
 
 import ast
@@ -21,11 +21,12 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from types import NoneType
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import tyro
 
-from rl import flag_needs, flag_words
+from rl import flag_needs, flag_words, parts
+from rl.class_check import check_class
 from rl.errors import UserError
 from rl.ranges import Range, check, flag, marks
 from rl.ranks import launch, process
@@ -53,15 +54,15 @@ def read(
     flags: type[Flags], description: str | None = None, args: Sequence[str] | None = None, defaults: dict | None = None
 ) -> Flags:
     """Parse a command line like `parse`, but raise UserError. args: the command line, by default this process's. defaults:
-    values of fields that replace the class's defaults."""
-    names = {field.name for field in dataclasses.fields(flags)}
-    words = flag_words.current(sys.argv[1:] if args is None else args, names)
+    values of flags that replace the class's defaults."""
+    check_class(flags)
+    words = flag_words.current(sys.argv[1:] if args is None else args, parts.leaves(flags))
     words = _spell_out_booleans(flags, words)
     if {"-h", "--help", "--help-all"} & {*words}:
         _print_help(flags, description or "", defaults or {}, show_all="--help-all" in words)
     found = _read(flags, words)
     given = flag_needs.given(flags, words)
-    parsed = flags(**(defaults or {}) | {name: getattr(found, name) for name in given})
+    parsed = parts.make(flags, **(defaults or {}) | {name: parts.get(found, name) for name in given})
     check(parsed)
     flag_needs.warn(flag_needs.without_effect(parsed, given).values())
     return parsed
@@ -69,7 +70,7 @@ def read(
 
 def _spell_out_booleans(flags: type, words: Sequence[str]) -> list[str]:
     """Return the command line with True or False after each boolean flag."""
-    booleans = {flag(name) for name, hint in get_type_hints(flags).items() if hint in (bool, bool | None)}
+    booleans = {flag(name) for name, leaf in parts.leaves(flags).items() if leaf.type in (bool, bool | None)}
     spelled: list[str] = []
     for word, following in itertools.pairwise([*words, "--"]):
         name, _, value = word.partition("=")
@@ -89,17 +90,27 @@ def _read(flags: type[Flags], words: Sequence[str]) -> Flags:
     output = io.StringIO()  # not a terminal, so tyro writes plain characters
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            found, unknown = tyro.cli(flags, args=words, config=CONFIG, add_help=False, return_unknown_args=True)
+            found, unknown = tyro.cli(_flat(flags), args=words, config=CONFIG, add_help=False, return_unknown_args=True)
     except SystemExit:
         raise UserError(f"the flags cannot be read. --help-all lists all flags.\n{output.getvalue().rstrip()}") from None
+    found = parts.make(flags, **vars(found))
     if not unknown:
         return found
-    known = [flag(field.name) for field in dataclasses.fields(flags)]
+    known = [*map(flag, parts.leaves(flags))]
     names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
     similar = dict.fromkeys(near for name in names for near in difflib.get_close_matches(name, known))
     own = "".join(vars(part)["hint"](found, unknown) for part in type(found).__mro__ if "hint" in vars(part))
     hint = flag_words.hint(names) or own or (f" Similar: {', '.join(similar)}." if similar else "")
     raise UserError(f"Unrecognized options: {', '.join(unknown)}.{hint} --help-all lists all flags.")
+
+
+def _flat(flags: type) -> type:
+    """Return a dataclass of all flags, those of parts included."""
+    fields: list[tuple] = []
+    for name, leaf in parts.leaves(flags).items():
+        default = {} if leaf.default is dataclasses.MISSING else {"default_factory": lambda leaf=leaf: leaf.default}
+        fields.append((name, leaf.type, dataclasses.field(**default, kw_only=True)))
+    return dataclasses.make_dataclass(flags.__name__, fields)
 
 
 # ------------------------------------------------------------------------------------------------------------- for --help
@@ -118,9 +129,8 @@ def _print_help(flags: type, description: str, defaults: dict, show_all: bool) -
 def _help(flags: type, description: str, defaults: dict, show_all: bool) -> Iterator[str]:
     yield f"usage: {os.path.basename(sys.argv[0])} [--FLAG VALUE ...]\n\n{description.strip()}\n"
     yield BOOLEANS if show_all else f"{COMMON}\n{BOOLEANS}"
-    hints = get_type_hints(flags)
+    leaves = parts.leaves(flags)
     limits = marks(flags, Range)
-    fields = {field.name: field for field in dataclasses.fields(flags)}
     width = max(40, shutil.get_terminal_size().columns - 8)
     for title, part, names in _groups(flags):
         show_group = show_all or not part.__module__.startswith("rl.")
@@ -131,9 +141,9 @@ def _help(flags: type, description: str, defaults: dict, show_all: bool) -> Iter
             yield from (f"  {line}".rstrip() for line in [*textwrap.wrap(about, width + 4), ""] if about)
         for name in shown:
             limit = f" ({limits[name]})" if name in limits else ""
-            yield f"  {flag(name)} {_kind(hints[name])}{limit}"
+            yield f"  {flag(name)} {_kind(leaves[name].type)}{limit}"
             text = texts.get(name, "")
-            default = defaults.get(name, fields[name].default)
+            default = defaults.get(name, leaves[name].default)
             if default not in (dataclasses.MISSING, None, ()):  # the help text explains these
                 text += f" (default: {' '.join(map(str, default)) if isinstance(default, tuple) else default})"
             yield from (f"      {line}" for line in textwrap.wrap(text.strip(), width, break_on_hyphens=False))
@@ -141,15 +151,16 @@ def _help(flags: type, description: str, defaults: dict, show_all: bool) -> Iter
 
 def _groups(flags: type) -> list[tuple[str, type, list[str]]]:
     """Return the title, the dataclass and the fields of each group, in the order of --help."""
-    left = {field.name for field in dataclasses.fields(flags)}
+    left = dict(parts.leaves(flags))
     groups = []
-    for part in flags.__mro__:
-        names = [name for name in vars(part).get("__annotations__", {}) if name in left]
-        left -= {*names}
-        words = re.sub(r"\B([A-Z])", r"-\1", part.__name__.removesuffix("Args")).lower()
-        title = "script" if part is flags or not words else words
-        if names:
-            groups.append((title, part, names))
+    for owner in [*dict.fromkeys(leaf.owner for leaf in left.values() if leaf.path), flags]:
+        for part in owner.__mro__:
+            names = [name for name in vars(part).get("__annotations__", {}) if name in left and left[name].owner is owner]
+            left = {name: leaf for name, leaf in left.items() if name not in names}
+            words = re.sub(r"\B([A-Z])", r"-\1", part.__name__.removesuffix("Args")).lower()
+            title = "script" if part is flags or not words else vars(part).get("_title", words)
+            if names:
+                groups.append((title, part, names))
     return sorted(groups, key=lambda group: FIRST.index(group[0]) if group[0] in FIRST else len(FIRST))
 
 

@@ -13,6 +13,7 @@ from rl.rewards.pool import ScoringPool
 from rl.samples.channel import Outbox
 from rl.samples.control import ControlBlock
 from rl.samples.group import Group
+from rl.samples.schedule import AsyncSchedule, OneStepOffSchedule, check_kind
 from rl.samples.tickets import Tickets
 from rl.setup import CommonArgs
 from rl.split import Split
@@ -32,14 +33,15 @@ class GeneratorLoop:
     """A generator, its engine, and its connections to the learners."""
 
     def __init__(self, args: CommonArgs, split: Split, job: Job):
+        check_kind(args, AsyncSchedule, "GeneratorLoop")
         self.args, self.split, self.job = args, split, job
         self.generator = make_generator(args, job, split.ranks, ScoringPool(args))
         self.engine = self.generator.engine
-        self._outbox = Outbox(args, split)
+        self._outbox = Outbox(args.schedule.split, split)
         self._control = ControlBlock(split)
         self._subscriber = Subscriber(split, self.engine, overlaps=True)
-        to_train = job.total_steps * args.prompts_per_step
-        self._tickets = Tickets(split.store.clone(), args, to_train, self.generator.engine_ranks.engines)
+        to_train = job.total_steps * args.schedule.prompts_per_step
+        self._tickets = Tickets(split.store.clone(), args.schedule, to_train, self.generator.engine_ranks.engines)
         self._validated = int(split.store.get("validated"))  # the newest step whose weights have been validated
         self._validating: int | None = None  # the step of the weights in validation
         self._snapshot = 0  # the newest step whose checkpoint got this generator's unfinished responses
@@ -52,7 +54,7 @@ class GeneratorLoop:
         self._send_validation()
         self._outbox.flush()
         state = self._subscriber.effective_state(self._control.read(), busy=bool(generator.working))
-        waits_for_responses = self.args.partial_rollout == "off" and generator.has_unfinished
+        waits_for_responses = self.args.schedule.partial_rollout == "off" and generator.has_unfinished
         waits = not state.stop and (generator.is_validating or waits_for_responses)
         version = engine.version if waits else state.version
         leads = generator.engine_ranks.is_leader
@@ -74,7 +76,7 @@ class GeneratorLoop:
         with generator.timer("update_weights"):
             self._subscriber.receive(version, recompute_kv)
         self._outbox.report(generator.timer, generator.pool, self._subscriber.received)
-        if args.validates(version, total) and args.step_of(version, total) > self._validated:
+        if args.validates(version, total) and args.schedule.step_of(version, total) > self._validated:
             generator.start_validation()
             self._validating = self._step
 
@@ -103,9 +105,10 @@ class BatchLoop:
     """A generator of whole batches, each sampled by one version of the weights."""
 
     def __init__(self, args: CommonArgs, split: Split, job: Job):
+        check_kind(args, OneStepOffSchedule, "BatchLoop")
         self.args, self.split, self.job = args, split, job
         self.generator = make_generator(args, job, split.ranks, ScoringPool(args))
-        self._outbox = Outbox(args, split)
+        self._outbox = Outbox(args.schedule.split, split)
         self._control = ControlBlock(split)
         self._subscriber = Subscriber(split, self.generator.engine)
         start = json.loads(split.store.get("start"))

@@ -10,8 +10,9 @@ A mark says which numbers the flag accepts, what kind of thing it names, or that
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar, get_type_hints
+from typing import Annotated, Literal, TypeVar
 
+from rl import parts
 from rl.errors import UserError
 
 Mark, Value = TypeVar("Mark"), TypeVar("Value")
@@ -81,17 +82,18 @@ def flag(name: str) -> str:
 
 def check(args) -> None:
     """Raise UserError for a number out of its range, and for flags that contradict each other. The latter are found by the
-    method `check` that each dataclass of the arguments may have."""
+    method `check` that each dataclass of the arguments and of its parts may have."""
     for name, limits in marks(type(args), Range).items():
-        value = getattr(args, name)
+        value = parts.get(args, name)
         if value is None or value in limits:
             continue
         if limits.at_most is None and _largest(value) < value < math.inf:
             limits = f"at most {_largest(value)}"
         raise UserError(f"{flag(name)} must be {limits}; it is {value}.")
-    for part in reversed(type(args).__mro__):
-        if "check" in vars(part):
-            vars(part)["check"](args)
+    for part in parts.tree(args):
+        for base in reversed(type(part).__mro__):
+            if "check" in vars(base):
+                vars(base)["check"](part)
 
 
 def check_code(name: str, given: str, named: str) -> None:
@@ -106,5 +108,4 @@ def check_code(name: str, given: str, named: str) -> None:
 
 def marks(flags: type, kind: type[Mark]) -> dict[str, Mark]:
     """Return each field that has a mark of this kind, with the mark."""
-    hints = get_type_hints(flags, include_extras=True).items()
-    return {name: mark for name, hint in hints for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, kind)}
+    return {name: mark for name, leaf in parts.leaves(flags).items() for mark in leaf.marks if isinstance(mark, kind)}

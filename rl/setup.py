@@ -4,7 +4,7 @@ Left out: joining the process groups (rl/ranks/dist.py), and the flags of a comp
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,6 +36,7 @@ from rl.ranks.dist import Ranks, engines_first
 from rl.ranks.watchdog import WatchdogArgs
 from rl.record.run import LogArgs
 from rl.rewards.pool import RewardArgs, check_sources
+from rl.samples.schedule import BatchSchedule, Schedule, check_kind
 
 DEFAULT_STEPS = 200  # to train without a flag
 
@@ -44,7 +45,7 @@ DEFAULT_STEPS = 200  # to train without a flag
 class RunArgs:
     """The model, the length of the run, and validation."""
 
-    # Classes that define the batch size add `prompts_per_step` and `prompts_per_update`.
+    schedule: Schedule = field(kw_only=True)  # each script has a kind of its own
 
     model: MayChange[str] = "demo"
     """Model to train: a Hugging Face directory or hub name, or a tiny model that is made here: "demo", "demo-moe" (a mixture of
@@ -75,15 +76,7 @@ class RunArgs:
             return self.total_training_steps
         of_epochs = self.total_epochs and self.total_epochs * num_prompts
         prompts = [limit for limit in (of_epochs, self.total_rollout_steps) if limit is not None]
-        return max(1, min(prompts) // self.prompts_per_step) if prompts else DEFAULT_STEPS
-
-    def version_at(self, step: int) -> int:
-        """Return the version of the weights that step `step` (from 1) begins with: the number of publishes by then."""
-        return step - 1
-
-    def step_of(self, version: int, total_steps: int) -> int:
-        """Return the step after which this version of the weights is published."""
-        return version
+        return max(1, min(prompts) // self.schedule.prompts_per_step) if prompts else DEFAULT_STEPS
 
     def validates(self, version: int, total_steps: int) -> bool:
         """Return whether this version of the weights is validated; 0 is the model at the start."""
@@ -91,13 +84,13 @@ class RunArgs:
             return version == 0
         if self.test_freq < 1 or version == 0:
             return self.test_freq > 0 and self.val_before_train
-        step, before = self.step_of(version, total_steps), self.step_of(version - 1, total_steps)
+        step, before = self.schedule.step_of(version, total_steps), self.schedule.step_of(version - 1, total_steps)
         return step == total_steps or step // self.test_freq > before // self.test_freq
 
     def validated_by(self, version: int, total_steps: int) -> int | None:
         """Return the last step whose weights are validated up to this version; None if there is none."""
         versions = (v for v in range(version, -1, -1) if self.validates(v, total_steps))
-        return next((self.step_of(v, total_steps) for v in versions), None)
+        return next((self.schedule.step_of(v, total_steps) for v in versions), None)
 
 
 @dataclass
@@ -117,6 +110,7 @@ class CommonArgs(
 
     def check(self) -> None:
         """Raise UserError for flags of different groups that contradict each other."""
+        check_kind(self, BatchSchedule, "training by reward")
         if self.val_only and self.resume_mode not in ("auto", "disable"):
             raise UserError(f"--val-only resumes nothing. To validate a checkpoint give --model {self.resume_mode}.")
         if self.prompt_sampling != "uniform" and (self.rollout_n == 1 or self.teacher_alone):

@@ -14,7 +14,7 @@ from rl.ranks.dist import Ranks, meet, show_group, take_name
 from rl.transport.bridge import Bridge, senders
 
 
-@dataclass
+@dataclass(frozen=True)
 class SplitArgs:
     """The split of the ranks into generators and learners."""
 
@@ -26,16 +26,6 @@ class SplitArgs:
     publish_over: MayChange[Literal["auto", "host"]] = "auto"
     """How weights travel. auto: from device to device (NCCL, HCCL) if each rank has a device of its own. host: through host
     memory, and between nodes over gloo."""
-
-    @property
-    def trains_stale(self) -> bool:
-        """Whether the responses may be from older weights than those in training."""
-        return True
-
-    @property
-    def engine_sleeps(self) -> bool:
-        """Always False: generators do not wait for a learner on their device."""
-        return False
 
     def check(self) -> None:
         """Raise UserError for settings that cannot work."""
@@ -123,9 +113,15 @@ def _count(nodes: list[launch.Node], role: Literal["learners", "generators"]) ->
     return sum(getattr(node, role) for node in nodes)
 
 
-def join(args: SplitArgs) -> Split:
-    """Call `init_split` with a script's flags."""
-    return init_split(args.generators, args.hang_timeout, args.node_timeout, args.publish_over)
+def join(args) -> Split:
+    """Call `init_split` with a script's flags. Raise UserError if its schedule splits no ranks."""
+    if args.schedule.split is None:
+        raise UserError(
+            f"the script splits the ranks, and its Args have {type(args.schedule).__name__}, which does not: write the "
+            "schedule of the script that it was copied from into them."
+        )
+    split = args.schedule.split
+    return init_split(split.generators, args.hang_timeout, args.node_timeout, split.publish_over)
 
 
 def _check_split(nodes: list[launch.Node]) -> None:

@@ -19,16 +19,36 @@ from rl.model.pretrained import end_token_ids
 from rl.ranges import Range
 from rl.ranks.watchdog import WatchdogArgs
 from rl.record.run import LogArgs
+from rl.samples.schedule import Schedule, check_kind
 from rl.setup import RunArgs, read_model
 from rl.training_run import TrainingRun
 
 
-@dataclass
-class SupervisedArgs(RunArgs, DemonstrationArgs, LearnerArgs, LogArgs, CheckpointArgs, WatchdogArgs):
+@dataclass(frozen=True)
+class SupervisedSchedule(Schedule):
     """The batch size."""
+
+    _title = "supervised"
 
     train_batch_size: Annotated[int, Range(at_least=1)] = 64
     """Conversations per step, over all ranks."""
+
+    @property
+    def prompts_per_step(self) -> int:
+        return self.train_batch_size
+
+    @property
+    def prompts_per_update(self) -> int:
+        return self.train_batch_size
+
+    @property
+    def trains_stale(self) -> bool:
+        return False
+
+
+@dataclass
+class SupervisedArgs(RunArgs, DemonstrationArgs, LearnerArgs, LogArgs, CheckpointArgs, WatchdogArgs):
+    """Flags of the supervised start. Each group is defined with its component."""
 
     # Fields that other parts read, and that are not flags of a supervised run
     packs_flat_apart: ClassVar = False
@@ -45,20 +65,16 @@ class SupervisedArgs(RunArgs, DemonstrationArgs, LearnerArgs, LogArgs, Checkpoin
     engine: ClassVar = "embedded"
 
     @property
-    def prompts_per_step(self) -> int:
-        return self.train_batch_size
-
-    @property
-    def prompts_per_update(self) -> int:
-        return self.train_batch_size
-
-    @property
     def max_prompt_length(self) -> int:
         return self.max_length // 2
 
     @property
     def max_response_length(self) -> int:
         return self.max_length - self.max_prompt_length
+
+    def check(self) -> None:
+        """Raise UserError unless the schedule is that of a supervised run."""
+        check_kind(self, SupervisedSchedule, "train_sft.py")
 
 
 def set_up(args: SupervisedArgs, file: str) -> Job:
@@ -86,7 +102,7 @@ class SupervisedRun(TrainingRun):
 
     def batch(self, step: int) -> Batch:
         """Begin the step; return its conversations. A collective of the learners."""
-        size = self.args.train_batch_size
+        size = self.args.schedule.prompts_per_step
         tickets = range((step - 1) * size, step * size)
         return self.begin(to_groups(self.job.prompts, {ticket: self.job.order(ticket)[1] for ticket in tickets}))
 

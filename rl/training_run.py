@@ -230,12 +230,12 @@ class TrainingRun:
             return step if args.test_freq > 0 else None
         if not self._saves_after(step):
             return None
-        newest = args.version_at(step + 1)
-        if args.step_of(newest, total) == step:  # these are the checkpoint's weights: a resumed run validates them
+        newest = args.schedule.version_at(step + 1)
+        if args.schedule.step_of(newest, total) == step:  # these are the checkpoint's weights: a resumed run validates them
             newest -= 1
         awaited = args.validated_by(newest, total)
         # Before this run resumed, --test-freq may have been different: steps not validated then never will be
-        began_with = args.step_of(args.version_at(self.done + 1), total)
+        began_with = args.schedule.step_of(args.schedule.version_at(self.done + 1), total)
         return None if awaited is None or awaited < began_with else awaited
 
     def log(self, step: int, batch: Batch, metrics: dict[str, float], gone: Mapping[str, list[int]] | None = None) -> None:

@@ -127,16 +127,11 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
         return self.top_entropy_quantile < 1 or "energy" in losses.ADVANTAGES[self.adv_estimator].inputs
 
     @property
-    def trains_stale(self) -> bool:
-        """Whether responses may come from weights older than those that the learners train."""
-        return False
-
-    @property
     def old_is_rollout(self) -> bool:
         """Whether the old log-probs are the generator's."""
         if self.use_rollout_log_probs is not None:
             return self.use_rollout_log_probs
-        return self.trains_stale and not self.corrects_rollout and not self.compares_itself
+        return self.schedule.trains_stale and not self.corrects_rollout and not self.compares_itself
 
     @property
     def compares_itself(self) -> bool:
@@ -233,7 +228,7 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
                 "--use-rollout-log-probs and --rollout-is out."
             )
         has_ratio = self.policy_loss.has_ratio
-        if not has_ratio and self.trains_stale and not self.old_is_rollout and not self.rollout_is:
+        if not has_ratio and self.schedule.trains_stale and not self.old_is_rollout and not self.rollout_is:
             raise UserError(
                 f"--loss-mode {self.loss_mode} has no ratio: its gradient is wrong for responses that older weights sampled, "
                 "unless they are weighed. Leave --use-rollout-log-probs False out, or add --rollout-is token or sequence."

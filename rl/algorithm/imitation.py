@@ -50,7 +50,7 @@ class Imitation:
         self.args = args
         self.rows = rows
         self.order = PromptOrder(len(rows), args.seed, args.shuffle)
-        self.updates = args.ppo_epochs * -(-args.prompts_per_step // args.prompts_per_update)  # in a step
+        self.updates = args.ppo_epochs * -(-args.schedule.prompts_per_step // args.schedule.prompts_per_update)  # in a step
         self.begin_step(1)
 
     def begin_step(self, step: int) -> None:

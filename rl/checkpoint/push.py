@@ -66,7 +66,7 @@ def model_card(args, script: str, run_dir: Path) -> str:
     what = "supervised training" if is_supervised else "reinforcement learning"
     head += [f"- {what.replace(' ', '-')}", "---", "", f"# {args.push_to.rpartition('/')[2]}", ""]
     base = args.model if is_on_hub else Path(args.model).name
-    steps = f"{rows[-1]['step'] if rows else 0:,} steps of {args.prompts_per_step:,} "
+    steps = f"{rows[-1]['step'] if rows else 0:,} steps of {args.schedule.prompts_per_step:,} "
     if is_supervised:
         steps += "conversations"
     else:

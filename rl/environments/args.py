@@ -61,7 +61,7 @@ class EnvironmentArgs:
     @property
     def in_lock_step(self) -> bool:
         """Whether the engine waits for all environments."""
-        automatic = hasattr(self, "over_sample") and not self.serve_policy  # a worker may wait for another's episode to end
+        automatic = self.schedule.split is None and not self.serve_policy  # a worker may wait for another's episode to end
         return self.env_lock_step == "on" or (self.env_lock_step == "auto" and automatic)
 
     @property

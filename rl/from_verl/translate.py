@@ -3,12 +3,13 @@
 import os
 import re
 import shlex
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass
 
 import train_async
 import train_one_step_off
 import train_sync
 from rl import flags as command_line
+from rl import parts
 from rl.errors import UserError
 from rl.from_verl import keys
 from rl.from_verl.command import Command
@@ -176,8 +177,8 @@ def _flags(run: Run) -> dict[str, object]:
 def own_defaults(script: str) -> dict[str, object]:
     """Flag -> default of one of our scripts."""
     found = {}
-    for field in fields(MODULES[script].Args):
-        found["--" + field.name.replace("_", "-")] = None if field.default is MISSING else field.default
+    for name, leaf in parts.leaves(MODULES[script].Args).items():
+        found["--" + name.replace("_", "-")] = None if leaf.default is MISSING else leaf.default
     return found
 
 

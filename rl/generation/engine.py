@@ -90,7 +90,7 @@ class EngineArgs(RouterArgs):
     @property
     def engine_sleeps(self) -> bool:
         """Whether the engine frees its memory while the learner works, if one process does both in turn."""
-        return self.free_cache_engine
+        return self.free_cache_engine and self.schedule.split is None
 
     def check(self) -> None:
         """Raise UserError if --keep-sampling-mask has no bound on the number of recorded tokens."""

@@ -338,7 +338,7 @@ class Episodes(Responses):
         episode.output = None
         episode.in_engine = True
         so_far = so_far and dataclasses.replace(so_far, finish_reason="unfinished")
-        kept = so_far.versions[0] if so_far and getattr(self.args, "partial_rollout", "") == "keep" else None
+        kept = so_far.versions[0] if so_far and getattr(self.args.schedule, "partial_rollout", "") == "keep" else None
         request = self.working[id[0]].requests[id[1]]
         request = dataclasses.replace(request, so_far=so_far, priority=id[0], kv_version=kept)
         if self._replayed is None:

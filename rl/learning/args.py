@@ -44,9 +44,8 @@ class LearnerArgs(AdapterArgs, OptimizerArgs, RouterArgs):
     freeze_vision_tower: bool = False
     """Do not train the vision tower of a model that takes images. It is published once."""
 
-    def __post_init__(self):
-        if self.dtype == "auto":
-            self.dtype = default_dtype()
+    def __setattr__(self, name: str, value):  # no __post_init__, which one of a fork would replace
+        super().__setattr__(name, default_dtype() if (name, value) == ("dtype", "auto") else value)
 
     @property
     def masters_on_host(self) -> bool:

@@ -125,7 +125,7 @@ class Division:
     @staticmethod
     def of(args, learner) -> "Division":
         """args: a script's."""
-        return Division(args.prompts_per_update, learner.micro_batch_tokens, learner.ranks, args.packs_flat_apart)
+        return Division(args.schedule.prompts_per_update, learner.micro_batch_tokens, learner.ranks, args.packs_flat_apart)
 
     def owners(self, lengths: Sequence[int], prompts: Sequence[int], group: Tensor, flat: Sequence[bool]) -> list[int]:
         """Return the data rank that trains each response; the same on every rank. lengths [B]: prompt and response tokens;

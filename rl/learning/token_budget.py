@@ -57,7 +57,7 @@ def choose_micro_batch_tokens(args, learner: Learner) -> int:
     spare = (SPARE / 2 if kept else SPARE) * total
     fits = longest + (left - spare - one) / max(1, two - one) * longest
     fits = min(json.loads(of_rank) for of_rank in all_gather_bytes(json.dumps(fits).encode()))
-    update = args.prompts_per_update * args.rollout_n * longest * args.sequence_parallel  # tokens at most
+    update = args.schedule.prompts_per_update * args.rollout_n * longest * args.sequence_parallel  # tokens at most
     wanted = kept or max(longest, -(-update // learner.ranks.world_size))
     return max(longest, int(min(fits, wanted)) // MULTIPLE * MULTIPLE)
 

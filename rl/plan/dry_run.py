@@ -43,7 +43,6 @@ from rl.ranks.dist import Ranks
 from rl.ranks.launch import Node
 from rl.ranks.timers import Timers
 from rl.samples.group import Group, Response
-from rl.samples.schedule import SplitArgs
 from rl.setup import CommonArgs, make_learner
 from rl.split import Split
 from rl.weights.publisher import Publisher
@@ -140,7 +139,7 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn,
         place = learner.ranks
         prompts = prompts_with_images(args, path, config, image_size, workload.prompt, fake) if takes_images(config) else None
         groups, images = make_groups(workload, args, place, prompts)
-        of_step = len(groups) / args.prompts_per_step
+        of_step = len(groups) / args.schedule.prompts_per_step
         learner.ranks, micros = _fullest_rank(groups, args, place)
         batch = _batch(groups, Division.of(args, learner), PlannedImages(images) if prompts else None, count)
         tokens = _learn(script, args, learner, batch)
@@ -206,7 +205,7 @@ def make_groups(
     groups = []
     images = []
     tokens = 0
-    while len(groups) < args.prompts_per_update and tokens < room:
+    while len(groups) < args.schedule.prompts_per_update and tokens < room:
         ticket = len(groups)
         lengths = workload.group(ticket)
         ids, of_prompt = prompts(ticket) if prompts else (np.zeros(workload.prompt, np.int32), None)
@@ -257,7 +256,7 @@ def _two_fullest(micro_batches: Callable[..., list[MicroBatch]], sizes: list[int
 def _publish(args: CommonArgs, learner: Learner, ranks: Ranks, fake: FakeDevice) -> object:
     """Publish as the first learner does. Return what it holds from then on."""
     dtype = args.weights_dtype(args.dtype)
-    if isinstance(args, SplitArgs):
+    if args.schedule.split:
         node = Node("here", first=0, size=ranks.world_size + 1, generators=1)
         bridge = SimpleNamespace(device=torch.device("cpu"))
         split = Split(

@@ -21,7 +21,7 @@ from rl.plan.machine import Machine
 from rl.plan.roofline import count_parameters, kv_bytes
 from rl.plan.workload import lengths_like
 from rl.ranges import check, flag
-from rl.samples.schedule import ScheduleArgs, SplitArgs
+from rl.samples.schedule import AsyncSchedule
 from rl.setup import CommonArgs
 
 SPARE = 0.1  # of the device: the driver's context, NCCL's or HCCL's buffers, and what the allocator rounds up and cannot reuse
@@ -74,7 +74,7 @@ class MemoryPlan:
         usable = self.device.memory * (1 - SPARE)
         share = args.gpu_memory_utilization * self.device.memory  # of the engine
         needs = {"learner": self.learner.peak - usable}
-        if not isinstance(args, SplitArgs):
+        if args.schedule.split is None:
             needs["learner"] += 0 if args.free_cache_engine else share
             needs["learner while the engine generates"] = self.learner.kept.total() + share - usable
         longest = args.max_prompt_length + args.max_response_length
@@ -110,9 +110,9 @@ def plan_memory(plan: MemoryPlan) -> None:
 
 
 def learners_of(args: CommonArgs, machine: Machine) -> int:
-    if not isinstance(args, SplitArgs):
+    if args.schedule.split is None:
         return machine.nodes * machine.per_node
-    return machine.split(args.generators, args.rollout_tp).learners
+    return machine.split(args.schedule.split.generators, args.rollout_tp).learners
 
 
 def engine_memory(args: CommonArgs, device: Device) -> EngineMemory:
@@ -218,10 +218,11 @@ def asleep(plan: MemoryPlan) -> int:
 def samples_held(args: CommonArgs, nodes: int) -> int:
     """Return the most groups that the learners of the first of `nodes` nodes hold: those received there, for this step and
     ahead of it, and of this step's those trained there, or with --record-samples all."""
-    made = args.prompts_per_step * (2 if isinstance(args, SplitArgs) else 1)
-    if isinstance(args, ScheduleArgs):
-        made = args.quota(0)
-    arrives = args.prompts_per_step if args.record_samples else -(-args.prompts_per_step // nodes)
+    schedule = args.schedule
+    made = schedule.prompts_per_step * (2 if schedule.split else 1)
+    if isinstance(schedule, AsyncSchedule):
+        made = schedule.quota(0)
+    arrives = schedule.prompts_per_step if args.record_samples else -(-schedule.prompts_per_step // nodes)
     return min(made, -(-made // nodes) + arrives)
 
 

@@ -40,7 +40,7 @@ def forward_flops(config) -> tuple[float, float]:
 
 def times_of(config, parameters: int, device: Device, args, roles: Roles, nodes: int = 1) -> Times:
     """config: a transformers config; parameters: their number, of all experts."""
-    updates = args.ppo_epochs * -(-args.prompts_per_step // args.prompts_per_update)
+    updates = args.ppo_epochs * -(-args.schedule.prompts_per_step // args.schedule.prompts_per_update)
     forward, attention = forward_flops(config)
     backward = 1 if args.adapted else 2  # in forward passes: the inputs' gradients, and those of the weights
     passes = (backward + (2 if args.gradient_checkpointing else 1)) * args.ppo_epochs

@@ -14,7 +14,7 @@ import numpy as np
 
 from rl.plan.machine import Roles
 from rl.plan.workload import Drawn
-from rl.samples.schedule import ScheduleArgs
+from rl.samples.schedule import AsyncSchedule
 
 STEPS = 12  # simulated at least; the first third, in which the pipeline fills, does not count
 
@@ -109,7 +109,7 @@ class Engines:
 
 
 def simulate(
-    times: Times, schedule: ScheduleArgs, roles: Roles, slots: int, work: Drawn, whole_batches: bool = False
+    times: Times, schedule: AsyncSchedule, roles: Roles, slots: int, work: Drawn, whole_batches: bool = False
 ) -> Result:
     """Return a mean step of a run. whole_batches: a batch starts when the one before is complete."""
     prompts = schedule.prompts_per_step

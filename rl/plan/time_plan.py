@@ -17,7 +17,7 @@ from rl.plan.memory_plan import engine_memory
 from rl.plan.roofline import count_parameters, times_of
 from rl.plan.simulation import Result, Times, simulate
 from rl.plan.workload import Drawn, lengths_like
-from rl.samples.schedule import ScheduleArgs
+from rl.samples.schedule import AsyncSchedule
 from rl.setup import CommonArgs
 
 WORTH = 1.02  # a mode with staler samples must be faster by this factor
@@ -86,15 +86,15 @@ def sources(
 
 def compare(args: CommonArgs, machine: Machine, work: Drawn, times: Callable[[Roles], Times], slots: int) -> Iterator[Way]:
     """Return all modes, those with the freshest samples first, each with all splits of the ranks."""
-    prompts, per_engine = args.prompts_per_step, args.rollout_tp
+    prompts, per_engine = args.schedule.prompts_per_step, args.rollout_tp
     total = machine.nodes * machine.per_node
     if total % per_engine == 0:
         roles = Roles(total // per_engine, total, per_engine, colocated=True)
-        surplus = getattr(args, "surplus", 0) / prompts
-        schedule = ScheduleArgs(ppo_mini_batch_size=prompts, staleness_threshold=surplus)
+        surplus = getattr(args.schedule, "surplus", 0) / prompts
+        schedule = AsyncSchedule(ppo_mini_batch_size=prompts, staleness_threshold=surplus)
         yield Way("train_sync.py", 0, roles, simulate(times(roles), schedule, roles, slots, work))
-    one_off = ScheduleArgs(ppo_mini_batch_size=prompts, staleness_threshold=1)
-    stream = args if isinstance(args, ScheduleArgs) else one_off
+    one_off = AsyncSchedule(ppo_mini_batch_size=prompts, staleness_threshold=1)
+    stream = args.schedule if isinstance(args.schedule, AsyncSchedule) else one_off
     for script, schedule in (("train_one_step_off.py", one_off), ("train_async.py", stream)):
         for generators in range(per_engine, machine.per_node, per_engine):
             roles = machine.split(generators, per_engine)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rl.errors import UserError
 from rl.ranks import device, heartbeat, launch, signals, streams, watchdog
 
 SHARED_SECONDS = 10  # network file systems list new files late, but find a file by name at once
@@ -94,7 +95,12 @@ def init(hang_timeout: float = 0, node_timeout: float = 0) -> Ranks:
 
 
 def join(args) -> Ranks:
-    """Call `init` with the timeouts of a script's flags."""
+    """Call `init` with the timeouts of a script's flags. Raise UserError if its schedule splits the ranks."""
+    if args.schedule.split is not None:
+        raise UserError(
+            f"the script does not split the ranks, and its Args have {type(args.schedule).__name__}, which does: write the "
+            "schedule of the script that it was copied from into them."
+        )
     return init(args.hang_timeout, args.node_timeout)
 
 

@@ -8,13 +8,12 @@ import hashlib
 import json
 import shlex
 from collections.abc import Iterable
-from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 
 import xxhash
 
-from rl import flag_words
+from rl import flag_words, parts
 from rl.data.prompts import PromptDataset
 from rl.errors import UserError
 from rl.hub.tensor_reader import sample
@@ -42,11 +41,11 @@ class Identity:
         contents = {"model": _digest_model(self.path), "train_files": _digest_prompts(self.prompts)}
         contents["tokenizer"] = _digest_tokenizer(self.prompts.tokenizer)
         for name, content in marks(type(self.args), Content).items():
-            if value := getattr(self.args, name):
+            if value := parts.get(self.args, name):
                 contents[name] = _digest_model(resolve(value)) if content.kind == "model" else _digest_code(value)
         if self.demonstrations is not None:
             contents["sft_files"] = _digest_prompts(self.demonstrations)
-        return json.loads(json.dumps({"script": self.script, "flags": asdict(self.args), "contents": contents}))
+        return json.loads(json.dumps({"script": self.script, "flags": parts.flat(self.args), "contents": contents}))
 
     def check(self, was: dict, where: Path) -> list[str]:
         """Return the differences from a saved record, a line each. Raise UserError for any without --resume-anyway."""
@@ -73,7 +72,7 @@ class Identity:
 
     def _settled(self, flags: dict) -> dict:
         """Return the flags under today's names, with defaults for those that are newer, and the batch sizes as numbers."""
-        defaults = json.loads(json.dumps(asdict(type(self.args)())))
+        defaults = json.loads(json.dumps(parts.flat(type(self.args)())))
         flags = defaults | flag_words.renamed(flags, defaults)
         update = flags.get("ppo_mini_batch_size")
         step = flags.get("train_batch_size") or update or flag_words.DEFAULT_BATCH

@@ -5,7 +5,6 @@ a crash loses nothing; NaN and infinities are written as null, which every JSON 
 """
 
 import contextlib
-import dataclasses
 import fcntl
 import importlib.metadata
 import json
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from rl import __version__
+from rl import __version__, parts
 from rl.errors import UserError
 from rl.ranges import MayChange, Range
 from rl.ranks import host, launch
@@ -265,7 +264,7 @@ def describe_run(args: LogArgs, hardware: dict, script: str) -> dict:
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-    flags = dataclasses.asdict(args)
+    flags = parts.flat(args)
     reward = [Path(flags["reward"].rpartition(":")[0])] if flags.get("reward") else []
     return {
         "script": script,

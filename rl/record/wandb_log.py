@@ -4,9 +4,9 @@ A row's number there counts rows, not steps: several validations may arrive duri
 Metrics are plotted against training/global_step, those of validations against training/validated_step.
 """
 
-import dataclasses
 from pathlib import Path
 
+from rl import parts
 from rl.errors import UserError
 from rl.record import validations
 from rl.record.files import Files
@@ -26,7 +26,7 @@ class WandB:
         known = {"id": id_file.read_text(), "resume": "allow"} if id_file.exists() else {}
         where = {"project": args.project_name, "name": directory.name, "dir": str(directory), "mode": args.wandb_mode}
         try:
-            self._run = wandb.init(config=dataclasses.asdict(args), **where, **known)
+            self._run = wandb.init(config=parts.flat(args), **where, **known)
         except wandb.errors.Error as error:
             remedy = "Log in with `wandb login`, or keep the record here with --wandb-mode offline."
             raise UserError(f"--logger wandb: {error} {remedy}") from error

@@ -5,19 +5,19 @@ from collections.abc import Callable, Sequence
 
 from rl.ranks import watchdog
 from rl.samples.group import Group
-from rl.samples.schedule import ScheduleArgs
+from rl.samples.schedule import AsyncSchedule
 
 
 class SampleBuffer:
     """The groups that have arrived. A step trains the oldest ones. Every learner has the same buffer."""
 
     def __init__(
-        self, args: ScheduleArgs, filter_groups: bool = False, max_num_gen_batches: int = 10, rewards: Sequence[str] = ()
+        self, schedule: AsyncSchedule, filter_groups: bool = False, max_num_gen_batches: int = 10, rewards: Sequence[str] = ()
     ):
         """rewards: names of the rewards that decide whether a group has a signal (Group.differs)."""
-        self.args, self._rewards = args, rewards
+        self.schedule, self._rewards = schedule, rewards
         self.waiting: dict[int, Group] = {}
-        watchdog.show("groups for the next step", lambda: f"{len(self.waiting)} of {args.prompts_per_step}")
+        watchdog.show("groups for the next step", lambda: f"{len(self.waiting)} of {schedule.prompts_per_step}")
         self.trained = 0
         self.dropped: Counter[str] = Counter()  # tickets by reason: "stale", "filtered"
         self.skipped = 0  # number of tickets that never start (--prompt-sampling)
@@ -27,7 +27,7 @@ class SampleBuffer:
         self._low = 0
         self._high = set()
         self._bounds: list[int] = []  # by version: only tickets below may have started under it or an earlier one
-        self._flat_left = self._flat_limit = (max_num_gen_batches - 1) * args.prompts_per_step if filter_groups else 0
+        self._flat_left = self._flat_limit = (max_num_gen_batches - 1) * schedule.prompts_per_step if filter_groups else 0
 
     def add(self, group: Group) -> None:
         """Add a group. With --filter-groups, drop it if it has no signal, unless the step has already lost too many groups."""
@@ -51,18 +51,18 @@ class SampleBuffer:
         # A run that ended within a publish period has one version more than the run with more steps that resumes from it
         del self._bounds[version:]
         while len(self._bounds) < version:
-            self._bounds.append(self.args.quota(len(self._bounds)) + self.replaced)
+            self._bounds.append(self.schedule.quota(len(self._bounds)) + self.replaced)
 
     def take(self, step: int) -> list[Group] | None:
         """Return the groups of step `step` (from 1), or None while there are not enough."""
-        args = self.args
-        version = args.version_at(step)
-        if args.max_staleness is not None and args.on_stale == "drop":
-            for ticket in [t for t, group in self.waiting.items() if version - group.oldest > args.max_staleness]:
+        schedule = self.schedule
+        version = schedule.version_at(step)
+        if schedule.max_staleness is not None and schedule.on_stale == "drop":
+            for ticket in [t for t, group in self.waiting.items() if version - group.oldest > schedule.max_staleness]:
                 del self.waiting[ticket]
                 self._drop(ticket, "stale")
-        tickets = sorted(self.waiting)[: args.prompts_per_step]
-        if len(tickets) < args.prompts_per_step or not self._in_time(step, tickets):
+        tickets = sorted(self.waiting)[: schedule.prompts_per_step]
+        if len(tickets) < schedule.prompts_per_step or not self._in_time(step, tickets):
             return None
         groups = [self.waiting.pop(ticket) for ticket in tickets]
         for group in groups:
@@ -100,7 +100,7 @@ class SampleBuffer:
             "fully_async/count/trained_samples": self.trained,
             "fully_async/count/dropped_stale_samples": self.dropped["stale"],
             "fully_async/count/filtered_samples": self.dropped["filtered"],
-            "fully_async/count/max_required_samples": self.args.quota(0),
+            "fully_async/count/max_required_samples": self.schedule.quota(0),
             "fully_async/count/staleness_samples": started - self.trained - self.dropped.total(),
             "fully_async/count/queue_samples": len(self.waiting),
         }
@@ -118,16 +118,16 @@ class SampleBuffer:
     def _in_time(self, step: int, tickets: list[int]) -> bool:
         """Return whether, with --on-stale wait, all other groups can be trained in time if the step takes these tickets. Groups
         that started under version v or earlier (tickets below a bound) must be trained before version v + max_staleness + 1."""
-        args = self.args
-        if args.max_staleness is None or args.on_stale == "drop":
+        schedule = self.schedule
+        if schedule.max_staleness is None or schedule.on_stale == "drop":
             return True
-        version = args.version_at(step)
-        for started_under in range(max(0, version - args.max_staleness), version + 1):
+        version = schedule.version_at(step)
+        for started_under in range(max(0, version - schedule.max_staleness), version + 1):
             known = started_under < len(self._bounds)
-            bound = self._bounds[started_under] if known else args.quota(started_under) + self.replaced
+            bound = self._bounds[started_under] if known else schedule.quota(started_under) + self.replaced
             left = bound - min(bound, self._low) - sum(t < bound for t in self._high) - sum(t < bound for t in tickets)
-            steps_left = (started_under + args.max_staleness + 1) * args.publish_every - step
-            if left > steps_left * args.prompts_per_step:
+            steps_left = (started_under + schedule.max_staleness + 1) * schedule.publish_every - step
+            if left > steps_left * schedule.prompts_per_step:
                 return False
         return True
 

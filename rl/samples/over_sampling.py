@@ -13,12 +13,14 @@ from typing import Annotated
 from rl.errors import UserError
 from rl.ranges import Range
 from rl.ranks import launch
-from rl.samples.schedule import BatchArgs
+from rl.samples.schedule import BatchSchedule
 
 
-@dataclass
-class OverSampleArgs(BatchArgs):
+@dataclass(frozen=True)
+class SyncSchedule(BatchSchedule):
     """Prompts under way beyond the batch."""
+
+    _title = "over-sample"
 
     over_sample: Annotated[float, Range(at_least=0, at_most=8)] = 0.0
     """Prompts under way in addition to a step's, as a fraction of the step's. A step trains the prompts whose responses end

@@ -18,6 +18,7 @@ from functools import partial
 from rl.data.prompts import PromptOrder
 from rl.samples.buffer import SampleBuffer
 from rl.samples.group import Group
+from rl.samples.schedule import AsyncSchedule
 
 KINDS = EASY, HARD = "easy", "hard"  # all right, all wrong
 MIXED = "mixed"
@@ -134,9 +135,9 @@ class PromptHistory:
 class StreamHistory:
     """The history of a stream, the same on every learner. It decides which of the tickets that may start do so."""
 
-    def __init__(self, args, history: PromptHistory, buffer: SampleBuffer, total: int):
+    def __init__(self, schedule: AsyncSchedule, history: PromptHistory, buffer: SampleBuffer, total: int):
         """total: number of tickets that the whole run will train."""
-        self.args, self.history, self.buffer, self.total = args, history, buffer, total
+        self.schedule, self.history, self.buffer, self.total = schedule, history, buffer, total
         self._news: list[Shown] = []  # kinds seen since the newest version was published
         self._version = -1  # the last version in the history
         self._decided = 0  # all tickets below have been decided on
@@ -153,7 +154,7 @@ class StreamHistory:
 
     def extend(self) -> None:
         """Decide on the tickets that may now start under the newest version."""
-        while self._decided < min(self.args.quota(self._version), self.total) + self.buffer.replaced:
+        while self._decided < min(self.schedule.quota(self._version), self.total) + self.buffer.replaced:
             if self.history.passes_over(self._decided):
                 self.buffer.skip(self._decided)
                 self.skipped.append(self._decided)

@@ -37,14 +37,14 @@ def ring_mb_for(record: int) -> int:
 
 def check_ring(args, path: str) -> None:
     """Raise UserError if --ring-mb, which only split scripts have, is too small for the largest group. path: the model's."""
-    if not hasattr(args, "ring_mb"):
+    if (split := args.schedule.split) is None:
         return
     record = largest_record(args, routes_bytes(args, path) + 4 * support.width(args))
-    if args.ring_mb < (needed := ring_mb_for(record)):
+    if split.ring_mb < (needed := ring_mb_for(record)):
         experts = " with the experts of each (--router-replay R3)" if args.router_replay == "R3" else ""
         experts += " with the tokens that could be sampled (--keep-sampling-mask)" if args.keep_sampling_mask else ""
         raise UserError(
-            f"--ring-mb {args.ring_mb}: a group of --rollout-n {args.rollout_n} responses of --max-response-length "
+            f"--ring-mb {split.ring_mb}: a group of --rollout-n {args.rollout_n} responses of --max-response-length "
             f"{args.max_response_length:,} tokens{experts} takes up to {record / 1e6:,.1f} MB, and one record may have half of "
             f"the ring. Give --ring-mb {needed}: only the part in use takes memory."
         )

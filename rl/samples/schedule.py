@@ -1,4 +1,7 @@
-"""The prompts of a step, and the asynchronous schedule, which decides when a ticket may start.
+"""The schedules: the prompts of a step, and how far generation may run ahead of training.
+
+A script's Args have one as `schedule`, and everything that depends on the order of generating, training and publishing is asked
+of it. `AsyncSchedule` decides when a ticket may start.
 
 A ticket is a place in the endless prompt order, drawn from one counter in torchrun's store. The k-th ticket (k from 0) may
 start under the weights of version v only if
@@ -10,9 +13,10 @@ on-policy if every step publishes, 1 is one step off. Left out: drawing tickets 
 trained next (rl/samples/buffer.py).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from rl.errors import UserError
 from rl.flag_words import DEFAULT_BATCH
@@ -49,9 +53,43 @@ class NextTicket:
         self.ticket, self.under_way = state["ticket"], state["under_way"]
 
 
-@dataclass
-class BatchArgs:
+@dataclass(frozen=True)
+class Schedule(ABC):
+    """What every part of a run may ask of its schedule."""
+
+    split: ClassVar[SplitArgs | None] = None  # None if every rank generates and learns in turn
+    publish_every: ClassVar[int] = 1  # steps
+
+    @property
+    @abstractmethod
+    def prompts_per_step(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def prompts_per_update(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def trains_stale(self) -> bool:
+        """Whether responses may come from weights older than those that the learners train."""
+
+    def version_at(self, step: int) -> int:
+        """Return the version of the weights that step `step` (from 1) begins with: the number of publishes by then."""
+        return (step - 1) // self.publish_every
+
+    def step_of(self, version: int, total_steps: int) -> int:
+        """Return the step after which this version of the weights is published."""
+        return min(version * self.publish_every, total_steps)
+
+    def publishes_after(self, step: int, total_steps: int) -> bool:
+        return step == total_steps or step % self.publish_every == 0
+
+
+@dataclass(frozen=True)
+class BatchSchedule(Schedule):
     """The size of a batch."""
+
+    _title = "batch"
 
     train_batch_size: Annotated[int, Range(at_least=1)] = DEFAULT_BATCH
     """Prompts of a step, over all ranks; each gets --rollout-n responses."""
@@ -60,7 +98,7 @@ class BatchArgs:
 
     @property
     def prompts_per_step(self) -> int:
-        return self.train_batch_size
+        return self.train_batch_size or self.ppo_mini_batch_size or DEFAULT_BATCH
 
     @property
     def prompts_per_update(self) -> int:
@@ -75,10 +113,24 @@ class BatchArgs:
             )
 
 
-@dataclass
-class ScheduleArgs(BatchArgs, SplitArgs):
+@dataclass(frozen=True)
+class OneStepOffSchedule(BatchSchedule):
+    """The learners train batch k while the generators make batch k + 1."""
+
+    split: SplitArgs = SplitArgs()
+
+    @property
+    def trains_stale(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class AsyncSchedule(BatchSchedule):
     """The asynchronous schedule: batches, publishes of the weights, and the staleness of samples."""
 
+    _title = "schedule"
+
+    split: SplitArgs = SplitArgs()
     train_batch_size: Annotated[int | None, Range(at_least=1)] = None
     """Prompts of a step, over all ranks; each gets --rollout-n responses. The step begins when all of them have arrived.
     Default: --ppo-mini-batch-size, or 8 without it."""
@@ -97,10 +149,6 @@ class ScheduleArgs(BatchArgs, SplitArgs):
     groups before these get too old."""
 
     @property
-    def prompts_per_step(self) -> int:
-        return self.train_batch_size or self.ppo_mini_batch_size or DEFAULT_BATCH
-
-    @property
     def trains_stale(self) -> bool:
         return self.staleness_threshold > 0 or self.publish_every > 1
 
@@ -114,17 +162,6 @@ class ScheduleArgs(BatchArgs, SplitArgs):
         ahead = int(round(self.staleness_threshold * self.prompts_per_publish, 6))  # 0.29 of 100 is 29, not 28.999...
         return (version + 1) * self.prompts_per_publish + ahead
 
-    def version_at(self, step: int) -> int:
-        """Return the version of the weights that step `step` (from 1) begins with: the number of publishes by then."""
-        return (step - 1) // self.publish_every
-
-    def publishes_after(self, step: int, total_steps: int) -> bool:
-        return step == total_steps or step % self.publish_every == 0
-
-    def step_of(self, version: int, total_steps: int) -> int:
-        """Return the step after which this version of the weights is published."""
-        return min(version * self.publish_every, total_steps)
-
     def check(self) -> None:
         """Raise UserError for settings that cannot work."""
         if self.on_stale == "wait" and self.max_staleness is not None and self.max_staleness < self.staleness_threshold:
@@ -133,3 +170,14 @@ class ScheduleArgs(BatchArgs, SplitArgs):
                 f"{self.staleness_threshold}: more groups are started than can be trained in time. Raise the first, lower the "
                 "second, or give --on-stale drop."
             )
+
+
+def check_kind(args, kind: type[Schedule], asker: str) -> None:
+    """Raise UserError unless the script's schedule is of the kind that the script uses elsewhere. asker: a class or a function
+    that the script calls."""
+    found = type(args.schedule)
+    if not issubclass(found, kind):
+        raise UserError(
+            f"{asker} works by {kind.__name__}, and the script's Args have {found.__name__}: write `schedule: "
+            f"{kind.__name__} = {kind.__name__}()` into them, or start from a copy of the script that has {found.__name__}."
+        )

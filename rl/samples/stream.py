@@ -15,9 +15,9 @@ from rl.samples.channel import Inbox
 from rl.samples.control import ControlBlock
 from rl.samples.group import Group
 from rl.samples.idle_meter import IdleMeter
-from rl.samples.schedule import NextTicket, ScheduleArgs
+from rl.samples.schedule import AsyncSchedule, NextTicket, OneStepOffSchedule, Schedule, check_kind
 from rl.samples.tickets import drawn, open_tickets, started
-from rl.split import Split, SplitArgs
+from rl.split import Split
 
 if TYPE_CHECKING:
     from rl.samples.prompt_history import PromptHistory, StreamHistory
@@ -26,10 +26,14 @@ if TYPE_CHECKING:
 class _Samples:
     """The common base: the learners' end of the ring, the control block, and the idle times."""
 
-    def __init__(self, args: SplitArgs, split: Split):
+    kind: type[Schedule]  # of the script's schedule
+
+    def __init__(self, args, split: Split):
+        """args: the script's. Raise UserError if its schedule is of another kind."""
+        check_kind(args, self.kind, type(self).__name__)
         self.args = args
         self.split = split
-        self.inbox = Inbox(args, split)
+        self.inbox = Inbox(args.schedule.split, split)
         self.control = ControlBlock(split)
         self.meter = IdleMeter(split)
 
@@ -63,7 +67,9 @@ class _Samples:
 class Batches(_Samples):
     """Whole batches, in order."""
 
-    def __init__(self, args: SplitArgs, split: Split):
+    kind = OneStepOffSchedule
+
+    def __init__(self, args, split: Split):
         super().__init__(args, split)
         self._next = NextTicket()
         self._gone: dict[str, list[int]] = {"filtered": []}
@@ -82,7 +88,7 @@ class Batches(_Samples):
             self.split.store.set("start", json.dumps(self._start | {"validated": self.inbox.validations.newest}))
 
     def metrics(self, step: int, timer: Timers) -> dict[str, float]:
-        bound = 2 * self.args.prompts_per_step  # the batch in training and the next one
+        bound = 2 * self.args.schedule.prompts_per_step  # the batch in training and the next one
         return super().metrics(step, timer) | {"fully_async/count/max_required_samples": bound}
 
     def wait(self) -> None:
@@ -132,9 +138,11 @@ class Batches(_Samples):
 class Stream(_Samples):
     """Groups as they arrive, on their way into the sample buffer, and their tickets."""
 
-    def __init__(self, args: ScheduleArgs, split: Split):
+    kind = AsyncSchedule
+
+    def __init__(self, args, split: Split):
         super().__init__(args, split)
-        self.buffer = SampleBuffer(args, args.filter_groups, args.max_num_gen_batches, args.compared_rewards)
+        self.buffer = SampleBuffer(args.schedule, args.filter_groups, args.max_num_gen_batches, args.compared_rewards)
         self._tickets = {"drawn": 0, "again": [], "unfinished": []}
         self._history: StreamHistory | None = None
 
@@ -142,9 +150,9 @@ class Stream(_Samples):
         """Let --prompt-sampling decide which tickets start. To be called before `restore`. args: the script's."""
         from rl.samples import prompt_history  # late: other runs do not need it
 
-        to_train = job.total_steps * args.prompts_per_step
+        to_train = job.total_steps * args.schedule.prompts_per_step
         prompts = prompt_history.PromptHistory(args, job.order)
-        self._history = prompt_history.StreamHistory(args, prompts, self.buffer, to_train)
+        self._history = prompt_history.StreamHistory(args.schedule, prompts, self.buffer, to_train)
 
     def open(self) -> None:
         """Let the generators begin; in a resumed run, with the tickets that were under way when it stopped."""
@@ -189,7 +197,7 @@ class Stream(_Samples):
         self.control.update(version=version, step=step, **self._room())
 
     def metrics(self, step: int, timer: Timers) -> dict[str, float]:
-        version = {"fully_async/count/current_param_version": self.args.version_at(step)}
+        version = {"fully_async/count/current_param_version": self.args.schedule.version_at(step)}
         prompts = self._history.history.metrics() if self._history else {}
         return super().metrics(step, timer) | self.buffer.metrics(started(self.split.store)) | version | prompts
 

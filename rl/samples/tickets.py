@@ -16,7 +16,7 @@ from rl.background import in_background
 from rl.ranks import watchdog
 from rl.samples.control import State
 from rl.samples.group import Group
-from rl.samples.schedule import ScheduleArgs
+from rl.samples.schedule import AsyncSchedule
 
 OPENED, DRAWN, STARTED = "tickets/opened", "tickets/drawn", "tickets/started"  # keys of the store; the last two are counters
 
@@ -28,10 +28,10 @@ class Tickets:
     publish lets start. For every ticket that may start, some generator is below its share.
     """
 
-    def __init__(self, store: Store, args: ScheduleArgs, total: int, engines: int = 1):
+    def __init__(self, store: Store, schedule: AsyncSchedule, total: int, engines: int = 1):
         """store: a separate connection, used by one background request at a time; only `partial` waits for it. total: number of
         tickets that the whole run will train. engines: number of engines that share the tickets."""
-        self.store, self.args, self.total = store, args, total
+        self.store, self.schedule, self.total = store, schedule, total
         self.engines = engines
         self.held = False  # whether only the bound of staleness kept the last `take` from starting any
         opened = json.loads(store.get(OPENED))
@@ -48,11 +48,11 @@ class Tickets:
         if state.stop:
             self._settle()
             return []
-        share = -(-self.args.quota(0) // self.engines)
+        share = -(-self.schedule.quota(0) // self.engines)
         most = max(0, min(most, share - under_way))
         self._draw(most)
         out: list[int] = []
-        quota = self.args.quota(version)
+        quota = self.schedule.quota(version)
         starts = 0 <= version == state.version
         while starts and len(out) < most and self._next(state) < min(quota, self.total):
             ticket = self._reserve.popleft()

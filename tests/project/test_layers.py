@@ -11,7 +11,8 @@ from helpers import ROOT
 
 LAYERS = [
     ["errors", "printable", "background"],
-    ["ranges"],
+    ["parts"],
+    ["ranges", "class_check"],
     ["ranks"],
     ["transport"],
     ["split"],

@@ -1,0 +1,122 @@
+"""The flags of an Args class: its fields and those of its parts, all under flat names.
+
+A part is a field whose value is a frozen dataclass, `schedule: AsyncSchedule = AsyncSchedule()`. Its fields are flags like all
+others, --publish-every, and are recorded as such; code reads args.schedule.publish_every. A part may have parts. A class in
+which one name has two meanings, or whose meaning depends on the order of its bases, is refused (rl/class_check.py).
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, reduce
+from typing import Any, TypeVar, get_type_hints
+
+from rl.errors import UserError
+
+Args = TypeVar("Args")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A field that is a flag."""
+
+    path: tuple[str, ...]  # the fields that lead to its part, such as ("schedule", "split"); empty for a field of Args itself
+    owner: type  # the dataclass that has the field
+    default: Any  # dataclasses.MISSING without one
+    type: Any
+    marks: tuple  # of its type, such as a Range
+
+
+@cache
+def leaves(flags: type) -> dict[str, Leaf]:
+    """Return the flags of a dataclass by name. Raise UserError if two parts have the same one, or a part is missing."""
+    found: dict[str, Leaf] = {}
+    for name, leaf in _walk(flags):
+        if name in found:
+            part = leaf if leaf.path else found[name]
+            kind, flag = part.owner.__name__, name.replace("_", "-")
+            raise UserError(
+                f"{flags.__name__}: {found[name].owner.__name__} and {leaf.owner.__name__} both define --{flag}. Rename one. "
+                f"For another default, write `{part.path[-1]}: {kind} = {kind}({name}=...)`."
+            )
+        found[name] = leaf
+    return found
+
+
+def _walk(flags: type, path: tuple[str, ...] = (), instance: Any = None) -> Iterator[tuple[str, Leaf]]:
+    plain, marked = get_type_hints(flags), get_type_hints(flags, include_extras=True)
+    for field in dataclasses.fields(flags):
+        name = field.name
+        default = default_of(field) if instance is None else getattr(instance, name)
+        if dataclasses.is_dataclass(plain[name]):
+            _check_part(flags, name, plain[name], default)
+            yield from _walk(type(default), (*path, name), default)
+        else:
+            yield name, Leaf(path, flags, default, plain[name], getattr(marked[name], "__metadata__", ()))
+
+
+def _check_part(flags: type, name: str, kind: type, default: Any) -> None:
+    """Raise UserError unless the part has a value of its kind."""
+    if isinstance(default, kind):
+        return
+    first, *others = [part.__name__ for part in _concrete(kind)]
+    found = f"has {type(default).__name__} as" if default is not dataclasses.MISSING else "lacks"
+    instead = f", or with {' or '.join(others)}" if others else ""
+    raise UserError(
+        f"{flags.__name__} {found} `{name}`: write `{name}: {first} = {first}()` into it{instead}, as in the script that it "
+        "was copied from."
+    )
+
+
+def _concrete(kind: type) -> list[type]:
+    below = [part for child in kind.__subclasses__() for part in _concrete(child)]
+    return below if inspect.isabstract(kind) else [kind, *below]
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    """Return the field's default; dataclasses.MISSING without one."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def get(args: Any, name: str) -> Any:
+    """Return the value of a flag."""
+    leaf = leaves(type(args)).get(name)
+    return getattr(reduce(getattr, leaf.path, args) if leaf else args, name)
+
+
+def flat(args: Any) -> dict[str, Any]:
+    """Return all flags with their values."""
+    return {name: get(args, name) for name in leaves(type(args))}
+
+
+def make(flags: type[Args], **values) -> Args:
+    """Return an instance with these values of flags, and defaults for the others."""
+    defaults = {field.name: default_of(field) for field in dataclasses.fields(flags)}
+    return flags(**_by_field(flags, values, defaults))
+
+
+def replace(args: Args, **values) -> Args:
+    """Return a copy with these values of flags."""
+    return dataclasses.replace(args, **_by_field(type(args), values, vars(args)))
+
+
+def _by_field(flags: type, values: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of flags as values of the dataclass's own fields, some of which are parts. now: their values before."""
+    own: dict[str, Any] = {}
+    of_parts: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        leaf = leaves(flags).get(name)
+        if leaf and leaf.path:
+            of_parts.setdefault(leaf.path[0], {})[name] = value
+        else:
+            own[name] = value
+    return own | {part: replace(own.get(part, now[part]), **its) for part, its in of_parts.items()}
+
+
+def tree(args: Any) -> Iterator[Any]:
+    """Return the dataclass and all its parts."""
+    yield args
+    for field in dataclasses.fields(args):
+        if dataclasses.is_dataclass(part := getattr(args, field.name)):
+            yield from tree(part)
