@@ -130,7 +130,7 @@ def measure(size: str, rounds: int, ranks: Ranks) -> dict:
 
     def planned(batch: Batch) -> list[list[Micro]]:
         of_all = (batch.total_lengths(), batch.prompt_lengths(), batch.group, batch.flat)
-        minis = batch.mini_batches(args.prompts_per_update)
+        minis = batch.mini_batches(args.schedule.prompts_per_update)
         plans = ((mini, division.micros(*of_all, mini)[ranks.data_rank]) for mini in minis)
         return [[Micro(batch, mini[part]) for part in plan] for mini, plan in plans]
 
@@ -142,7 +142,7 @@ def measure(size: str, rounds: int, ranks: Ranks) -> dict:
         if number == 0:  # the round before is there to load the code
             before = memory("VmRSS")
             seconds = {part: [] for part in PARTS}
-        division = Division(args.prompts_per_update, UNMEASURED_TOKENS, ranks, args.packs_flat_apart)
+        division = Division(args.schedule.prompts_per_update, UNMEASURED_TOKENS, ranks, args.packs_flat_apart)
         batch = timed("Batch.of", functools.partial(make_batch, few if number < 0 else groups))
         batch.targets.actor_log_prob = batch.rollout_log_prob * 1.001
         batch.targets.old_log_prob = batch.targets.actor_log_prob

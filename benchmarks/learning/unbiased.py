@@ -23,6 +23,7 @@ import tyro
 from common import setting, table, words, write
 
 import train_one_step_off
+from rl import parts
 from rl.algorithm.kl_control import KLControl
 from rl.learning.batch import Batch
 from rl.ranges import check
@@ -80,7 +81,7 @@ class Tabular:
 
 def expected_gradient(script, flags: dict, policy: Tabular, sampler: Tabular, score: dict, update: int = 0) -> torch.Tensor:
     """The mean over all pairs of responses that `sampler` draws of the gradient of the script's `update`-th optimizer step."""
-    args = script.Args(**{**FLAGS, **WIDE, **flags})
+    args = parts.make(script.Args, **{**FLAGS, **WIDE, **flags})
     check(args)
     untimed = lambda phase: contextlib.nullcontext()  # noqa: E731
     start, total = policy.logits.detach().clone(), torch.zeros_like(policy.logits)

@@ -24,12 +24,12 @@ import tyro
 from common import ROOT, setting, table, words, write
 from torch.distributed import PrefixStore, TCPStore
 
-import train_async
 from rl.ranks.heartbeat import Heartbeat
 from rl.ranks.launch import Node
 from rl.ranks.watchdog import Watchdog, WatchdogArgs
 from rl.rewards.descendants import python_path
 from rl.samples.control import ControlBlock
+from rl.samples.schedule import AsyncSchedule
 from rl.samples.tickets import Tickets, open_tickets
 
 PROCESSES = 4  # of the simulated generators
@@ -72,8 +72,8 @@ def connect(port: int) -> PrefixStore:
     return PrefixStore("start/0", TCPStore("127.0.0.1", port, is_master=False, timeout=LIMIT))
 
 
-def schedule(generators: int) -> train_async.Args:
-    return train_async.Args(ppo_mini_batch_size=generators)
+def schedule(generators: int) -> AsyncSchedule:
+    return AsyncSchedule(ppo_mini_batch_size=generators)
 
 
 def pulse(port: int, rank: int, generators: int) -> Heartbeat:

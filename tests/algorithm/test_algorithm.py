@@ -15,6 +15,7 @@ import losses
 import train_async
 import train_one_step_off
 import train_sync
+from rl import parts
 from rl.algorithm import whole_batch
 from rl.algorithm.kl_control import KLControl
 from rl.errors import UserError
@@ -165,10 +166,10 @@ def test_the_terms_of_the_loss_are_reported_as_the_loss_aggregates_them(trainer,
 def test_rollout_correction(trainer):
     """The engine's weights differ from the learner's: importance weights and rejections take effect and are counted."""
     noisy = [(name, w + 0.02 * torch.randn_like(w)) for name, w in trainer.learner.weights()]
-    args = train_sync.Args(**vars(trainer.args))
+    args = trainer.args
     for flags in CORRECTIONS.values():
         trainer.engine.update(iter(noisy), version=0)
-        args = train_sync.Args(**vars(trainer.args) | flags)
+        args = parts.replace(trainer.args, **flags)
         groups, _, metrics = train_sync.make_batch(args, trainer.generator(args), 0)
         batch = Batch.of(groups)
         trainer.learner.args = args
@@ -189,7 +190,7 @@ def test_rollout_correction(trainer):
 def test_log_probs_that_an_update_gives_need_no_pass(trainer, demo_model, monkeypatch, updates):
     """The first update computes its own old log-probs. Weights and all metrics equal bit for bit those with an extra pass."""
     flags = {"max_tokens_per_micro_batch": 100, "lr": 1e-3, "use_rollout_log_probs": updates > 1}
-    args = train_sync.Args(**vars(trainer.args) | flags | {"ppo_mini_batch_size": 4 // updates})
+    args = parts.replace(trainer.args, **flags, ppo_mini_batch_size=4 // updates)
     assert not args.recompute_old_log_probs(updates)
     results = []
     for recompute in (False, True):
@@ -216,9 +217,9 @@ def test_where_old_log_probs_come_from():
     stale = (
         train_async.Args(),
         train_one_step_off.Args(),
-        train_async.Args(staleness_threshold=0, publish_every=2),
+        parts.make(train_async.Args, staleness_threshold=0, publish_every=2),
     )
-    fresh = (train_sync.Args(), train_async.Args(staleness_threshold=0))
+    fresh = (train_sync.Args(), parts.make(train_async.Args, staleness_threshold=0))
     assert all(args.old_is_rollout for args in stale) and not any(args.old_is_rollout for args in fresh)
     compares = ({"rollout_is": "token"}, CORRECTIONS["geometric_rs"], {"loss_mode": "decoupled_ppo"})
     for flags in (*compares, {"use_rollout_log_probs": False}):
@@ -253,7 +254,7 @@ def test_the_off_policy_mask_and_the_weighed_kl_are_in_a_scripts_loss(trainer, d
     groups, *_ = train_sync.make_batch(trainer.args, trainer.generator(trainer.args), 0)
 
     def learnt(**flags) -> tuple[dict[str, float], Batch]:
-        args = train_one_step_off.Args(model=demo_model, rollout_n=4, train_batch_size=4, **flags)
+        args = parts.make(train_one_step_off.Args, model=demo_model, rollout_n=4, train_batch_size=4, **flags)
         learner, batch = Learner(demo_model, args, trainer.ranks, 10**6, 1.0, args.needs_reference), Batch.of(groups)
         return train_one_step_off.learn(args, learner, KLControl(args), batch, Timers()), batch
 
@@ -286,7 +287,7 @@ def norms_of_a_stale_batch(trainer, demo_model, seed: int) -> tuple[dict[str, fl
 
     norms = {}
     for name, use_rollout_log_probs in (("default", None), ("recomputed", False)):
-        args = train_one_step_off.Args(**theirs, **clips, use_rollout_log_probs=use_rollout_log_probs)
+        args = parts.make(train_one_step_off.Args, **theirs, **clips, use_rollout_log_probs=use_rollout_log_probs)
         learner, batch = Learner(demo_model, args, trainer.ranks, 10**6), Batch.of(groups)
         metrics = train_one_step_off.learn(args, learner, KLControl(args), batch, Timers())
         norms[name] = metrics["actor/grad_norm"]

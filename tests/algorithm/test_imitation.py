@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 import train_async
 import train_one_step_off
 import train_sync
-from rl import flags
+from rl import flags, parts
 from rl.algorithm.imitation import Imitation
 from rl.algorithm.kl_control import KLControl
 from rl.data.demonstrations import Demonstration
@@ -54,7 +54,7 @@ def by_transformers(path: str, rows: list[Demonstration]) -> tuple[float, torch.
 
 def gradients(script, path: str, ranks, step: int, rows=(), **more) -> tuple[list[torch.Tensor], dict[str, float]]:
     """Of each update of that step, the weights staying what they are; and the step's metrics."""
-    args = script.Args(train_batch_size=4, ppo_mini_batch_size=2, rollout_n=3, **more)
+    args = parts.make(script.Args, train_batch_size=4, ppo_mini_batch_size=2, rollout_n=3, **more)
     check(args)
     learner, found = Learner(path, args, ranks, 10), []
     if args.sft_files:

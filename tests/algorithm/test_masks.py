@@ -11,6 +11,7 @@ from helpers import is_documented, make_group
 
 import losses
 import train_sync
+from rl import parts
 from rl.algorithm import whole_batch
 from rl.algorithm.fates import EQUAL, MASKED, UNSCORED, Fates, SourceCounts, causes
 from rl.algorithm.kl_control import KLControl
@@ -101,7 +102,7 @@ class Learner:
 def learn(groups: list[Group], ranks, **flags) -> tuple:
     """(the gradients of all updates, each token's advantage, metrics) of a step."""
     size = {"train_batch_size": 4, "rollout_n": 3, "max_response_length": 8, "backward_without_advantage": True}
-    args = train_sync.Args(**size | {"gdpo_reward_keys": ("acc", "score")} | flags)
+    args = parts.make(train_sync.Args, **size | {"gdpo_reward_keys": ("acc", "score")} | flags)
     batch = Batch.of(groups)
     learner = Learner(batch, args, ranks)
     metrics = train_sync.learn(args, learner, KLControl(args), batch, Timers())

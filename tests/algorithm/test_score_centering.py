@@ -7,6 +7,7 @@ from trainer import Trainer
 import losses
 import train_async
 import train_sync
+from rl import parts
 from rl.algorithm.spread import centered
 from rl.errors import UserError
 from rl.ranges import check
@@ -97,6 +98,6 @@ def test_a_step_with_another_sampler_has_another_gradient(trainer, monkeypatch):
 def test_what_it_cannot_do_is_refused(flags, message):
     with pytest.raises(UserError, match=message):
         check(train_sync.Args(**CENTERED | flags))
-    stale = train_async.Args(**CENTERED, staleness_threshold=1.0, use_rollout_log_probs=False)
+    stale = parts.make(train_async.Args, **CENTERED, staleness_threshold=1.0, use_rollout_log_probs=False)
     check(stale)
     assert stale.policy_loss.has_ratio, "it is right for stale tokens without old log-probs"

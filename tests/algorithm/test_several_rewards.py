@@ -13,7 +13,7 @@ from rl.ranges import check
 from rl.samples.buffer import SampleBuffer
 from rl.samples.group import PENALTY
 from rl.samples.prompt_history import PromptHistory
-from rl.samples.schedule import ScheduleArgs
+from rl.samples.schedule import AsyncSchedule
 
 GDPO = {"adv_estimator": "gdpo", "rollout_n": 2}
 
@@ -44,7 +44,7 @@ def test_a_group_is_judged_by_each_reward():
 
     def judged(*keys, **flags):
         args = train_sync.Args(**GDPO | {"gdpo_reward_keys": keys, "filter_groups": True, "prompt_sampling": "greso"} | flags)
-        buffer = SampleBuffer(ScheduleArgs(), True, 2, args.compared_rewards)
+        buffer = SampleBuffer(AsyncSchedule(), True, 2, args.compared_rewards)
         buffer.add(group)
         ((_, kind),) = PromptHistory(args, None).shown([group])
         assert args.has_signal(group) == (not buffer.dropped) == (kind == "mixed")

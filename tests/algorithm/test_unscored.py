@@ -13,6 +13,7 @@ from trainer import ESTIMATORS, Trainer
 
 import losses
 import train_sync
+from rl import parts
 from rl.algorithm.kl_control import KLControl
 from rl.algorithm.metrics import validation_metrics
 from rl.checkpoint.best import Best
@@ -39,7 +40,7 @@ def learn(trainer: Trainer, groups: list[Group], **flags) -> tuple[dict, torch.T
     """(metrics, weights) after one step on the groups, from the model's own weights and a new optimizer."""
     trainer.begin_again()
     trainer.learner.optimizer.state.clear()
-    args = train_sync.Args(**vars(trainer.args) | flags)
+    args = parts.replace(trainer.args, **flags)
     trainer.learner.args = args
     metrics = train_sync.learn(args, trainer.learner, KLControl(args), Batch.of(groups), Timers())
     return metrics, trainer.weights()

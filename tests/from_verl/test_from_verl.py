@@ -5,14 +5,13 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from helpers import ROOT
 from test_examples import SCRIPTS, VERL, number, parse
 
-from rl import flags
+from rl import flags, parts
 from rl.errors import UserError
 from rl.from_verl import keys, translate, verl_run
 from rl.from_verl.__main__ import main, read_text, report
@@ -47,7 +46,7 @@ def ours(*words: str, script: str = "main_ppo"):
 
 def effective(args) -> dict:
     """Return the flags as the script uses them, with presets and synonyms resolved."""
-    values = {field.name: getattr(args, field.name) for field in fields(args) if field.name not in OWN}
+    values = {name: value for name, value in parts.flat(args).items() if name not in OWN}
     values |= {"rollout_is": args.rollout_is, "rollout_is_threshold": args.weight_bounds, "clips": args.loss_knobs}
     values |= {"rollout_rs": args.rejection_criteria, "rollout_rs_threshold": None}
     values |= {"old_is_rollout": args.old_is_rollout}

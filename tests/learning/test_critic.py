@@ -12,6 +12,7 @@ from layouts import ALONE, assert_taught_the_same, learn_on
 from transformers import AutoModelForCausalLM
 
 import train_sync
+from rl import parts
 from rl.algorithm.critic import check_critic, explained_variance
 from rl.algorithm.kl_control import KLControl
 from rl.errors import UserError
@@ -25,7 +26,9 @@ from rl.setup import make_learner, set_up
 
 def make_args(model: str, **flags) -> train_sync.Args:
     fixed = {"adv_estimator": "gae", "train_batch_size": 4, "max_prompt_length": 12, "max_response_length": 20}
-    args = train_sync.Args(**{"model": model, "lr_warmup_steps": 0, "max_tokens_per_micro_batch": 64} | fixed | flags)
+    args = parts.make(
+        train_sync.Args, **{"model": model, "lr_warmup_steps": 0, "max_tokens_per_micro_batch": 64} | fixed | flags
+    )
     check(args)
     return args
 

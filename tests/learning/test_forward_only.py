@@ -11,6 +11,7 @@ from layouts import ALONE, GROUPS, assert_taught_the_same, learn_on, relative
 
 import losses
 import train_sync
+from rl import parts
 from rl.algorithm.kl_control import KLControl
 from rl.errors import UserError
 from rl.learning import division
@@ -36,7 +37,9 @@ def make_groups(equal=(0, 2)) -> list[Group]:
 
 
 def args_of(model: str, **flags) -> train_sync.Args:
-    return train_sync.Args(model=model, train_batch_size=len(GROUPS), max_response_length=20, lr_warmup_steps=0, **flags)
+    return parts.make(
+        train_sync.Args, model=model, train_batch_size=len(GROUPS), max_response_length=20, lr_warmup_steps=0, **flags
+    )
 
 
 def taught(model: str, ranks, steps: list[list[Group]], **flags) -> tuple:

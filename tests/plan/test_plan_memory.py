@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import plan
 import train_async
 import train_sync
+from rl import parts
 from rl.errors import UserError
 from rl.learning.batch import Batch
 from rl.learning.division import Division
@@ -117,7 +118,7 @@ def parameters() -> int:
 
 
 def flags(model: str, **more) -> train_async.Args:
-    return train_async.Args(model=model, max_prompt_length=20, max_response_length=100, rollout_n=4, **more)
+    return parts.make(train_async.Args, model=model, max_prompt_length=20, max_response_length=100, rollout_n=4, **more)
 
 
 def test_shards_by_arithmetic(model):
@@ -166,7 +167,7 @@ def test_a_learner_holds_its_own_tokens_of_a_large_batch(model):
     """33 million tokens, 32 learners, two updates: by arithmetic, over the tensors of a batch that was really divided."""
     prompts, n, prompt, response = 8192, 20, 20, 200
     sizes = {"ppo_mini_batch_size": prompts // 2, "rollout_n": n, "max_prompt_length": prompt, "max_response_length": response}
-    args = train_async.Args(model=model, train_batch_size=prompts, **sizes)
+    args = parts.make(train_async.Args, model=model, train_batch_size=prompts, **sizes)
     memory = dry_run("train_async", args, 32, "cuda", lengths_like("budget", n, response, prompt))
     numbers = np.zeros(response, np.int32)
     answer = Response(numbers, np.zeros(response, np.float32), numbers, "stop")

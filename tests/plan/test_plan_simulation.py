@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rl.plan.machine import Roles
 from rl.plan.simulation import Result, Times, simulate
 from rl.plan.workload import Drawn
-from rl.samples.schedule import ScheduleArgs
+from rl.samples.schedule import AsyncSchedule
 
 SPLIT = Roles(engines=1, learners=1)
 IN_TURN = Roles(engines=1, learners=1, colocated=True)
@@ -28,8 +28,8 @@ class Fixed:
         return self.lengths[ticket % len(self.lengths)]
 
 
-def schedule(threshold: float, prompts: int = 1, period: int = 1) -> ScheduleArgs:
-    return ScheduleArgs(ppo_mini_batch_size=prompts, staleness_threshold=threshold, publish_every=period)
+def schedule(threshold: float, prompts: int = 1, period: int = 1) -> AsyncSchedule:
+    return AsyncSchedule(ppo_mini_batch_size=prompts, staleness_threshold=threshold, publish_every=period)
 
 
 def run(times: Times, roles: Roles, threshold: float, work, prompts: int = 1, slots: int = 8, **how) -> Result:

@@ -24,7 +24,7 @@ from rl.plan.memory_plan import engine_memory
 from rl.plan.simulation import Result, Times, simulate
 from rl.plan.time_plan import Way, best, compare, sources
 from rl.plan.workload import Drawn, lengths_like
-from rl.samples.schedule import ScheduleArgs
+from rl.samples.schedule import AsyncSchedule
 
 H100 = device("H100-80GB")
 
@@ -75,7 +75,7 @@ def test_the_data_sheet_alone_is_within_a_factor_of_two_of_published_runs(device
     sync = flags.read(train_sync.Args, args=[*common, "--train-batch-size", "512"])
     stream = ["--train-batch-size", "128", "--publish-every", "4", "--staleness-threshold", "0.5"]
     split = flags.read(train_async.Args, args=[*common, *stream])
-    in_turn = ScheduleArgs(ppo_mini_batch_size=512, staleness_threshold=0)
+    in_turn = AsyncSchedule(ppo_mini_batch_size=512, staleness_threshold=0)
     cases = ((sync, in_turn, Roles(devices, devices, colocated=True), 1), (split, split, Roles(half, half), 4))
     for (args, schedule, roles, steps), seconds in zip(cases, PUBLISHED[devices], strict=True):
         times = roofline.times_of(config, parameters, device("H20"), args, roles, devices // 8)
@@ -153,7 +153,7 @@ LAW = Times("a law", step=0.01, row=1e-4, learn=0.2, token=1e-4, receive=0.05, p
 
 def recorded(path, roles: Roles, threshold: float) -> tuple[Result, Drawn]:
     """Write the record of a run under LAW, and return its mean step."""
-    schedule = ScheduleArgs(ppo_mini_batch_size=16, staleness_threshold=threshold)
+    schedule = AsyncSchedule(ppo_mini_batch_size=16, staleness_threshold=threshold)
     work = Drawn(8, 200, 0.6, 2000, prompt=20)
     result = simulate(LAW, schedule, roles, 256, work)
     lengths = np.concatenate([work.group(t) for t in range(64)])
@@ -180,7 +180,7 @@ def test_a_finished_run_is_planned_as_it_went(tmp_path, roles):
     threshold = 0 if colocated else 1
     real, work = recorded(tmp_path, roles, threshold)
     found = times_of_run(tmp_path)
-    schedule = ScheduleArgs(ppo_mini_batch_size=16, staleness_threshold=threshold)
+    schedule = AsyncSchedule(ppo_mini_batch_size=16, staleness_threshold=threshold)
     assert simulate(found, schedule, roles, 256, work).seconds == pytest.approx(real.seconds, rel=0.1)
     assert found.learning(25_920, 0, roles.learners) == pytest.approx(LAW.learning(25_920, 0, roles.learners), rel=0.1)
     assert (found.receive, found.publish) == pytest.approx((0.05, 0.05 if colocated else 0.1))

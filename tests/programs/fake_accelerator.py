@@ -26,6 +26,7 @@ from tiny_vlm import picture, prompt_with_images, prompts_by_number
 import train_async
 import train_one_step_off
 import train_sync
+from rl import parts
 from rl.algorithm.imitation import Imitation
 from rl.algorithm.kl_control import KLControl
 from rl.algorithm.teacher_rows import TeacherRows
@@ -138,7 +139,7 @@ def learn(
     place, script, compact_adamw.adamw = start(ranks, attention), SCRIPTS[script], adamw
     policy.LOGITS_AT_ONCE = logits_at_once or policy.LOGITS_AT_ONCE
     flags = {"dtype": "float32"} | flags
-    args = script.Args(model=path, rollout_n=8, ppo_mini_batch_size=1, max_tokens_per_micro_batch=64, **flags)
+    args = parts.make(script.Args, model=path, rollout_n=8, ppo_mini_batch_size=1, max_tokens_per_micro_batch=64, **flags)
     groups = [make_group(t, [3, 9, 5, 7] * 2, score=0.3 if t in equal else None) for t in range(prompts)]
     division.A_PASS = 0  # tokens
     host_memory.LEAST = 512  # bytes: also of small tensors several are cut out of one block

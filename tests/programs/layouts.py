@@ -25,6 +25,7 @@ from helpers import make_group, whole
 from test_vision import dataset
 
 import train_sync
+from rl import parts
 from rl.algorithm.kl_control import KLControl
 from rl.data.prompts import PromptOrder
 from rl.learning import division
@@ -74,7 +75,7 @@ def with_routes(model: str, groups: list[Group]) -> list[Group]:
 def learn(model: str, sizes: list[list[int]], flags: dict, ranks, what: dict) -> dict:
     """Return the gradient of each update, the metrics, the final weights, and the share of forward-only tokens."""
     lengths = {"max_prompt_length": 12, "max_response_length": max(map(max, sizes))}
-    args = train_sync.Args(model=model, train_batch_size=len(sizes), lr_warmup_steps=0, **lengths, **flags)
+    args = parts.make(train_sync.Args, model=model, train_batch_size=len(sizes), lr_warmup_steps=0, **lengths, **flags)
     learner = make_learner(args, SimpleNamespace(path=model, total_steps=10), ranks)
     gradients, step = [], learner.step
 

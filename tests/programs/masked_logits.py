@@ -16,6 +16,7 @@ from helpers import make_group, whole
 from layouts import relative
 
 import train_sync
+from rl import parts
 from rl.algorithm.kl_control import KLControl
 from rl.learning.batch import Batch, MicroBatch
 from rl.learning.division import Division
@@ -58,7 +59,7 @@ def make_groups(one_response: bool) -> list[Group]:
 
 def learn(model: str, flags: dict, ranks, one_response: bool) -> tuple[list[torch.Tensor], dict, list[tuple[bool, int]]]:
     """(gradients of all updates, metrics, of each forward pass whether it has responses and its logits here) of a step."""
-    args = train_sync.Args(model=model, train_batch_size=4, lr_warmup_steps=0, ppo_mini_batch_size=2, **flags)
+    args = parts.make(train_sync.Args, model=model, train_batch_size=4, lr_warmup_steps=0, ppo_mini_batch_size=2, **flags)
     learner = Learner(model, args, ranks, 10, with_reference=args.needs_reference)
     gradients, passes, step, log_probs = [], [], learner.step, learner._log_probs
 

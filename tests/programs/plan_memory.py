@@ -27,6 +27,7 @@ from memory import Peak
 from tiny_vlm import prompts_by_number
 
 import train_sync
+from rl import parts
 from rl.algorithm.kl_control import KLControl
 from rl.learning import placement
 from rl.learning.batch import Batch
@@ -78,7 +79,7 @@ def main(place: Ranks, path: str, fake: bool, flags: dict) -> None:
     placement.check_policy = lambda *_: None  # of values
     if fake:
         placement.open_weights = dry_run._unread
-    args = train_sync.Args(model=path, rollout_n=len(lengths), train_batch_size=2, ppo_mini_batch_size=1, **flags)
+    args = parts.make(train_sync.Args, model=path, rollout_n=len(lengths), train_batch_size=2, ppo_mini_batch_size=1, **flags)
     groups, images = [make_group(ticket, lengths, prompt) for ticket in range(2)], []
     if with_images:
         for number, (ids, of_prompt) in enumerate(prompts_by_number(path, len(groups))):

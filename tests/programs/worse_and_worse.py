@@ -21,8 +21,4 @@ def worse(rows: list[dict]) -> dict[str, float]:
 Inbox.take_validations = lambda inbox, until=None: [] if until is None else take(inbox, until)
 training_run.validation_metrics = worse
 args = flags.parse(script.Args)
-is_split = hasattr(args, "generators")
-process.run(
-    lambda job: script.main(args, job),
-    join=lambda: split.init_split(args.generators, args.hang_timeout) if is_split else dist.init(args.hang_timeout),
-)
+process.run(lambda job: script.main(args, job), join=lambda: (split if args.schedule.split else dist).join(args))

@@ -12,6 +12,7 @@ import train_async
 import train_one_step_off
 import train_sft
 import train_sync
+from rl import parts
 from rl.data.prompts import PromptDataset
 from rl.data.teacher_prompts import TeacherPrompts
 from rl.errors import UserError
@@ -21,7 +22,7 @@ from rl.record import identity
 from rl.record.identity import MUST_STAY, MUST_STAY_IN_A_STREAM, Identity
 
 SCRIPTS = {module.__name__: module.Args for module in (train_sync, train_one_step_off, train_async)}
-FLAGS = sorted({field.name for args in SCRIPTS.values() for field in dataclasses.fields(args)})
+FLAGS = sorted({name for args in SCRIPTS.values() for name in parts.leaves(args)})
 
 
 @pytest.fixture(scope="module")
@@ -46,32 +47,30 @@ def saved(identity: Identity) -> dict:
 def test_every_flag_belongs_to_the_run_or_is_named_as_one_that_may_change(script, prompts, demo_model, monkeypatch):
     for digest in ("_digest_model", "_digest_prompts", "_digest_tokenizer", "_digest_file"):  # the content stays
         monkeypatch.setattr(identity, digest, lambda _: f"{len(prompts)} prompts, the same")
-    args = SCRIPTS[script](train_batch_size=8)
+    args = parts.make(SCRIPTS[script], train_batch_size=8)
     was = saved(Identity(args, script, demo_model, prompts))
     assert Identity(args, script, demo_model, prompts).check(was, Path("step_1")) == []
     stays = MUST_STAY | (MUST_STAY_IN_A_STREAM if script == "train_async" else set())
-    for field in dataclasses.fields(args):
-        name = "--" + field.name.replace("_", "-")
-        value = other(getattr(args, field.name))
-        if field.name == "reward":
-            value = f"{__file__}:other"
-        changed = dataclasses.replace(args, **{field.name: value})
+    for field, was_value in parts.flat(args).items():
+        name = "--" + field.replace("_", "-")
+        value = f"{__file__}:other" if field == "reward" else other(was_value)
+        changed = parts.replace(args, **{field: value})
         now = Identity(changed, script, demo_model, prompts)
-        if field.name in may_change(type(args)):
-            assert now.check(was, Path("step_1")) == [], field.name
+        if field in may_change(type(args)):
+            assert now.check(was, Path("step_1")) == [], field
             continue
         with pytest.raises(UserError, match=rf"step_1 (is of a run with other settings|was written with {name})") as refused:
             now.check(was, Path("step_1"))
         assert name in str(refused.value)
         changed.resume_anyway = True
         now = Identity(changed, script, demo_model, prompts)
-        if field.name in stays:
+        if field in stays:
             with pytest.raises(UserError, match="its state means nothing under another value"):
                 now.check(was, Path("step_1"))
         else:
             line, *rest = now.check(was, Path("step_1"))
             assert line.startswith(f"{name}: was ") and ", is " in line
-            assert not rest or field.name == "train_batch_size", "a mini-batch that was not given is the batch"
+            assert not rest or field == "train_batch_size", "a mini-batch that was not given is the batch"
 
 
 def test_a_supervised_run_resumes(prompts, demo_model):

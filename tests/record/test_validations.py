@@ -23,13 +23,14 @@ from torch.distributed import HashStore
 from rl.checkpoint import best as best_module
 from rl.checkpoint import manifest
 from rl.checkpoint.best import Best
+from rl.parts import make
 from rl.ranks.launch import Node
 from rl.record import validations
 from rl.record.run import LogArgs, Origin, Run, plot_reward
 from rl.record.validations import Parts
 from rl.report import logs
 from rl.samples.channel import Inbox, Outbox
-from rl.samples.schedule import ScheduleArgs
+from rl.samples.schedule import AsyncSchedule
 from rl.setup import RunArgs
 from rl.split import Split, SplitArgs
 from rl.training_run import TrainingRun
@@ -268,7 +269,8 @@ def test_a_validation_larger_than_the_ring_arrives_whole(ranks):
 
 
 @dataclass
-class Flags(ScheduleArgs, RunArgs):
+class Flags(RunArgs):
+    schedule: AsyncSchedule = AsyncSchedule()
     save_freq: int = 2
 
 
@@ -288,7 +290,7 @@ class Flags(ScheduleArgs, RunArgs):
     ],
 )
 def test_a_checkpoint_waits_for_validations_that_cannot_be_made_again(flags, done, step, awaited):
-    args = Flags(**flags)
+    args = make(Flags, **flags)
     run = SimpleNamespace(args=args, job=SimpleNamespace(total_steps=12), done=done)
     run._saves_after = lambda step: TrainingRun._saves_after(run, step)
     assert TrainingRun._awaited_validation(run, step) == awaited

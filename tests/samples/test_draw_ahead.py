@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import HashStore
 
 from rl.samples.control import State
-from rl.samples.schedule import ScheduleArgs
+from rl.samples.schedule import AsyncSchedule
 from rl.samples.tickets import Tickets, open_tickets, started
 
 pytestmark = pytest.mark.timeout(200)
@@ -39,7 +39,7 @@ def until(done) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_every_ticket_starts_once_and_in_time_and_no_step_waits_for_the_store(seed):
     random, total = np.random.default_rng(seed), 48
-    args = ScheduleArgs(ppo_mini_batch_size=6, staleness_threshold=[0, 0.5, 1, 2][seed])
+    args = AsyncSchedule(ppo_mini_batch_size=6, staleness_threshold=[0, 0.5, 1, 2][seed])
     far = FarStore(HashStore())
     open_tickets(far.store)
     engines = int(random.integers(1, 4))
@@ -70,7 +70,7 @@ def test_every_ticket_starts_once_and_in_time_and_no_step_waits_for_the_store(se
 
 
 def test_what_may_not_start_yet_is_at_hand_when_the_weights_come():
-    far, args = FarStore(HashStore()), ScheduleArgs(ppo_mini_batch_size=4, staleness_threshold=0)
+    far, args = FarStore(HashStore()), AsyncSchedule(ppo_mini_batch_size=4, staleness_threshold=0)
     open_tickets(far.store)
     tickets = Tickets(far, args, 80, 1)
     state = State(version=0, dropped=0)
@@ -84,7 +84,7 @@ def test_what_may_not_start_yet_is_at_hand_when_the_weights_come():
 def test_a_store_that_is_lost_ends_the_generator():
     far = FarStore(HashStore())
     open_tickets(far.store)
-    tickets = Tickets(far, ScheduleArgs(), 80, 1)
+    tickets = Tickets(far, AsyncSchedule(), 80, 1)
     far.add = lambda *_: 1 / 0
     state = State(version=0, dropped=0)
     with pytest.raises(ZeroDivisionError):

@@ -13,7 +13,7 @@ from scripted import ScriptedEngine
 from torch.distributed import HashStore
 
 import train_async
-from rl import generator_loop, split
+from rl import generator_loop, parts, split
 from rl.data.prompts import Prompt
 from rl.generation.generator import Generator
 from rl.ranks import launch
@@ -40,7 +40,7 @@ class World:
         self.args, self.steps, self.learn, self.drops = args, steps, learn, {*dropped}
         self.now, self.held, self.reports, self.arrived = 0.0, 0.0, [], []
         self.store, self.version, self.dropped, self.step, self.busy_until = HashStore(), 0, 0, 0, None
-        self.total = steps * args.prompts_per_step
+        self.total = steps * args.schedule.prompts_per_step
         self.store.set("validated", "-1")
         open_tickets(self.store)
         world, self.lengths = self, lengths
@@ -54,8 +54,8 @@ class World:
 
     def sleep(self, seconds: float) -> None:
         """By another rule than the schedule's: all that this version's bound allows have started, and more will be trained."""
-        period = self.args.prompts_per_step * self.args.publish_every
-        allowed = int(period * (self.engine.version + 1 + Fraction(str(self.args.staleness_threshold))))
+        period = self.args.schedule.prompts_per_step * self.args.schedule.publish_every
+        allowed = int(period * (self.engine.version + 1 + Fraction(str(self.args.schedule.staleness_threshold))))
         before = started(self.store) - self.known
         self.held += seconds * (before == allowed < self.total)
         self.now += seconds
@@ -71,11 +71,11 @@ class World:
     def _advance(self) -> bool:
         if self.busy_until is not None and self.now >= self.busy_until:
             self.step, self.busy_until = self.step + 1, None
-            if self.step % self.args.publish_every == 0 or self.step == self.steps:
+            if self.step % self.args.schedule.publish_every == 0 or self.step == self.steps:
                 self.version += 1
             return True
-        if self.busy_until is None and self.step < self.steps and len(self.arrived) >= self.args.prompts_per_step:
-            for _ in range(self.args.prompts_per_step):
+        if self.busy_until is None and self.step < self.steps and len(self.arrived) >= self.args.schedule.prompts_per_step:
+            for _ in range(self.args.schedule.prompts_per_step):
                 self.arrived.remove(min(self.arrived))
             self.busy_until = self.now + self.learn[self.step] * TOKEN
             return True
@@ -133,7 +133,7 @@ class World:
 
 def flags(**more):
     usual = {"rollout_n": 1, "max_num_seqs": 1, "max_response_length": 99, "test_freq": -1, "ppo_mini_batch_size": 2}
-    return train_async.Args(**usual | more)
+    return parts.make(train_async.Args, **usual | more)
 
 
 def metrics_of(reports: list[dict]) -> list[dict]:
@@ -180,14 +180,14 @@ def test_a_held_generator_differs_from_one_without_work(seed, prompts, period, t
 
 def test_the_bound_of_the_first_seed_is_verls():
     """64 prompts a mini-batch, a publish after 4 steps, 0.2 of a period ahead: int(64 * 1.2 * 4)."""
-    args = train_async.Args(ppo_mini_batch_size=64, publish_every=4, staleness_threshold=0.2)
-    assert SampleBuffer(args).metrics(started=0)["fully_async/count/max_required_samples"] == 307
+    args = parts.make(train_async.Args, ppo_mini_batch_size=64, publish_every=4, staleness_threshold=0.2)
+    assert SampleBuffer(args.schedule).metrics(started=0)["fully_async/count/max_required_samples"] == 307
 
 
 def test_tickets_say_why_none_starts():
-    store, args = HashStore(), train_async.Args(ppo_mini_batch_size=2, staleness_threshold=0)
+    store, args = HashStore(), parts.make(train_async.Args, ppo_mini_batch_size=2, staleness_threshold=0)
     open_tickets(store)
-    tickets = Tickets(store, args, total=4)
+    tickets = Tickets(store, args.schedule, total=4)
 
     def held(most: int, version: int, newest: int | None = None, stop: bool = False) -> bool:
         tickets.take(most, 0, version, State(version=version if newest is None else newest, dropped=0, stop=stop))

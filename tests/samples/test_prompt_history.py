@@ -20,7 +20,7 @@ from rl.samples.buffer import SampleBuffer
 from rl.samples.control import ControlBlock
 from rl.samples.group import UNPENALISED, Group, Response
 from rl.samples.prompt_history import PromptHistory, StreamHistory, shown
-from rl.samples.schedule import ScheduleArgs
+from rl.samples.schedule import AsyncSchedule
 from rl.samples.tickets import Tickets, drawn, open_tickets, started
 
 pytestmark = pytest.mark.usefixtures("requests_at_once")
@@ -59,7 +59,7 @@ def test_the_form_of_an_answer_is_not_its_being_right():
     of.note([by_form])
     of.commit()
     assert of.state()["flat"] == {str(of.order(0)[1]): ["hard", 1]}
-    args, buffer = ScheduleArgs(), SampleBuffer(ScheduleArgs(), False, 1)
+    args, buffer = AsyncSchedule(), SampleBuffer(AsyncSchedule(), False, 1)
     stream = StreamHistory(args, history("skip-solved"), buffer, 8)
     buffer.observe(by_form)
     stream.published(0)
@@ -127,7 +127,7 @@ def test_a_copy_that_observes_the_same_decides_the_same():
 class Simulated:
     """Learners and generators of a stream from its first step, or from what another one has saved."""
 
-    def __init__(self, args: ScheduleArgs, prompts: PromptHistory, total: int, generators: int, filters: bool, saved=None):
+    def __init__(self, args: AsyncSchedule, prompts: PromptHistory, total: int, generators: int, filters: bool, saved=None):
         self.args, self.total = args, total
         self.buffer, self.store = SampleBuffer(args, filters, max_num_gen_batches=10), HashStore()
         self.stream = StreamHistory(args, prompts, self.buffer, total)
@@ -192,7 +192,7 @@ def test_a_stream_starts_what_its_history_does_not_skip(threshold, period, gener
     order, level = PromptOrder(prompts, seed), [rng.choice([(1, 1), (0, 0), (0, 1)]) for _ in range(prompts)]
     level[0] = (0, 1)  # with filters a batch needs a prompt that teaches
     made = lambda ticket: group(ticket, *level[order(ticket)[1]])  # noqa: E731
-    args = ScheduleArgs(ppo_mini_batch_size=required, publish_every=period, staleness_threshold=threshold)
+    args = AsyncSchedule(ppo_mini_batch_size=required, publish_every=period, staleness_threshold=threshold)
     saved, trained = None, []
     for until in (rng.randint(1, steps), steps):
         stream = Simulated(args, history(prompts=prompts, seed=seed), steps * required, generators, filters, saved)

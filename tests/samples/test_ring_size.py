@@ -10,6 +10,7 @@ from helpers import run_script
 import train_async
 import train_one_step_off
 import train_sync
+from rl import parts
 from rl.data.demo import build_tokenizer
 from rl.errors import UserError
 from rl.samples.group import Group, Response
@@ -62,12 +63,12 @@ def test_the_check_names_the_number_and_takes_it(args, models):
     per_token = routes_bytes(args(**sizes), models["moe"])
     assert per_token == 2 * 2, "2 layers, 2 of 8 experts of each token"
     with pytest.raises(UserError, match=r"^--ring-mb 1: a group of --rollout-n 128 .* \(--router-replay R3\)") as raised:
-        check_ring(args(**sizes, ring_mb=1), models["moe"])
+        check_ring(parts.make(args, **sizes, ring_mb=1), models["moe"])
     needed = int(re.search(r"Give --ring-mb (\d+)", str(raised.value))[1])
-    assert needed == 2 and check_ring(args(**sizes, ring_mb=needed), models["moe"]) is None
+    assert needed == 2 and check_ring(parts.make(args, **sizes, ring_mb=needed), models["moe"]) is None
     longer = {"rollout_n": 16, "max_response_length": 40_000}
     with pytest.raises(UserError, match=r"Give --ring-mb 16\b"):
-        check_ring(args(**longer, ring_mb=15), models["qwen3"])
+        check_ring(parts.make(args, **longer, ring_mb=15), models["qwen3"])
     assert check_ring(args(), models["qwen3"]) is None and check_ring(train_sync.Args(rollout_n=10**6), "nowhere") is None
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
+from rl import parts
 from rl.algorithm.metrics import staleness_metrics
 from rl.errors import UserError
 from rl.learning.batch import Batch
@@ -18,7 +19,7 @@ from rl.ranges import check
 from rl.samples.buffer import SampleBuffer
 from rl.samples.control import ControlBlock, State
 from rl.samples.group import Group, Response
-from rl.samples.schedule import ScheduleArgs
+from rl.samples.schedule import AsyncSchedule
 from rl.samples.tickets import Tickets, open_tickets, started
 from rl.weights.arrival import Announcements, Arrival
 
@@ -38,7 +39,7 @@ def group(ticket: int, versions: list[list[int]], scores=None) -> Group:
 @pytest.mark.parametrize("period", [1, 4])
 def test_the_quota_is_verls(threshold, period):
     """verl: int((1 + threshold) * required * period) samples between two syncs, less what is left of the period before."""
-    args = ScheduleArgs(ppo_mini_batch_size=10, train_batch_size=20, publish_every=period, staleness_threshold=threshold)
+    args = AsyncSchedule(ppo_mini_batch_size=10, train_batch_size=20, publish_every=period, staleness_threshold=threshold)
     hundredths = round(100 * threshold)  # in whole numbers: no rounding
     a_period = (100 + hundredths) * 20 * period // 100
     assert args.quota(0) == a_period
@@ -48,7 +49,7 @@ def test_the_quota_is_verls(threshold, period):
 
 
 def test_sync_and_one_step_off_are_settings_of_it():
-    on_policy, one_off = ScheduleArgs(staleness_threshold=0), ScheduleArgs(staleness_threshold=1)
+    on_policy, one_off = AsyncSchedule(staleness_threshold=0), AsyncSchedule(staleness_threshold=1)
     for version in range(5):
         assert on_policy.quota(version) == 8 * (version + 1), "batch v is made by version v alone"
         assert one_off.quota(version) == 8 * (version + 2), "and with it the batch after"
@@ -60,7 +61,7 @@ def take_one(tickets: Tickets, version: int, dropped: int = 0) -> int | None:
 
 
 def test_a_ticket_that_may_not_start_is_kept_and_dropped_ones_make_room():
-    store, args = HashStore(), ScheduleArgs(ppo_mini_batch_size=2, staleness_threshold=0)
+    store, args = HashStore(), AsyncSchedule(ppo_mini_batch_size=2, staleness_threshold=0)
     open_tickets(store)
     tickets = Tickets(store, args, total=5)
     assert [take_one(tickets, 0) for _ in range(4)] == [0, 1, None, None]
@@ -72,7 +73,7 @@ def test_a_ticket_that_may_not_start_is_kept_and_dropped_ones_make_room():
 
 
 def test_two_generators_share_the_tickets():
-    store, args = HashStore(), ScheduleArgs(ppo_mini_batch_size=4, staleness_threshold=0)
+    store, args = HashStore(), AsyncSchedule(ppo_mini_batch_size=4, staleness_threshold=0)
     open_tickets(store)
     a, b = Tickets(store, args, 8), Tickets(store, args, 8)
     assert [take_one(generator, 0) for generator in (a, b, b, a)] == [0, 1, 2, 3]
@@ -82,7 +83,7 @@ def test_two_generators_share_the_tickets():
 
 def test_no_generator_takes_what_is_the_others_share():
     """Three generators with slots for all: at threshold 0.5 twelve tickets may be under way, four of them on each."""
-    store, args = HashStore(), ScheduleArgs(ppo_mini_batch_size=8, staleness_threshold=0.5)
+    store, args = HashStore(), AsyncSchedule(ppo_mini_batch_size=8, staleness_threshold=0.5)
     open_tickets(store)
     a, b, c = (Tickets(store, args, 80, engines=3) for _ in range(3))
     state = State(version=0, dropped=0)
@@ -102,7 +103,7 @@ def test_no_generator_takes_what_is_the_others_share():
 def test_a_ticket_that_may_start_always_finds_a_generator_below_its_share(engines, prompts, period, threshold, seed):
     """Wherever tickets are being generated, and whatever the learners hold back."""
     random, store = np.random.default_rng(seed), HashStore()
-    args = ScheduleArgs(ppo_mini_batch_size=prompts, publish_every=period, staleness_threshold=threshold)
+    args = AsyncSchedule(ppo_mini_batch_size=prompts, publish_every=period, staleness_threshold=threshold)
     open_tickets(store)
     tickets, under_way = [Tickets(store, args, 10**6, engines) for _ in range(engines)], [0] * engines
     for version in range(30):
@@ -123,7 +124,7 @@ def test_tickets_are_drawn_in_one_go_and_kept_until_they_may_start():
             asked.append((key, amount))
             return super().add(key, amount)
 
-    store, args = Store(), ScheduleArgs(ppo_mini_batch_size=4, staleness_threshold=0)
+    store, args = Store(), AsyncSchedule(ppo_mini_batch_size=4, staleness_threshold=0)
     open_tickets(store)
     tickets = Tickets(store, args, 8)
     assert tickets.take(3, 0, 0, State(version=0, dropped=0)) == [0, 1, 2]
@@ -135,11 +136,11 @@ def test_tickets_are_drawn_in_one_go_and_kept_until_they_may_start():
 def test_no_ticket_starts_any_more_when_the_run_stops():
     store = HashStore()
     open_tickets(store)
-    assert Tickets(store, ScheduleArgs(), 8).take(1, 0, 0, State(version=0, dropped=0, stop=True)) == [] and not started(store)
+    assert Tickets(store, AsyncSchedule(), 8).take(1, 0, 0, State(version=0, dropped=0, stop=True)) == [] and not started(store)
 
 
 def test_tickets_that_were_under_way_go_first_each_once():
-    store, args = HashStore(), ScheduleArgs(ppo_mini_batch_size=8, staleness_threshold=0)
+    store, args = HashStore(), AsyncSchedule(ppo_mini_batch_size=8, staleness_threshold=0)
     open_tickets(store, drawn=12, again=[2, 5, 11])
     a, b = Tickets(store, args, 80), Tickets(store, args, 80)
     state = State(version=9, dropped=0)
@@ -147,7 +148,7 @@ def test_tickets_that_were_under_way_go_first_each_once():
 
 
 def test_buffer_trains_the_oldest_first_and_takes_no_ticket_twice():
-    buffer = SampleBuffer(ScheduleArgs(ppo_mini_batch_size=2))
+    buffer = SampleBuffer(AsyncSchedule(ppo_mini_batch_size=2))
     for ticket in (3, 1, 2):
         buffer.add(group(ticket, [[0], [0]]))
     assert [g.ticket for g in buffer.take(1)] == [1, 2] and buffer.take(2) is None
@@ -157,7 +158,7 @@ def test_buffer_trains_the_oldest_first_and_takes_no_ticket_twice():
 
 
 def test_zero_variance_groups_are_dropped_within_limits():
-    buffer = SampleBuffer(ScheduleArgs(ppo_mini_batch_size=2), filter_groups=True, max_num_gen_batches=2)
+    buffer = SampleBuffer(AsyncSchedule(ppo_mini_batch_size=2), filter_groups=True, max_num_gen_batches=2)
     for ticket in range(6):
         buffer.add(group(ticket, [[0], [0]], scores=[1, 1]))
     assert buffer.dropped["filtered"] == 2, "one batch's worth is replaced"
@@ -169,7 +170,7 @@ def test_zero_variance_groups_are_dropped_within_limits():
 
 
 def test_a_stale_group_is_dropped_and_counted():
-    buffer = SampleBuffer(ScheduleArgs(ppo_mini_batch_size=1, max_staleness=1))
+    buffer = SampleBuffer(AsyncSchedule(ppo_mini_batch_size=1, max_staleness=1))
     buffer.add(group(0, [[0, 1, 2], [2, 2]]))
     buffer.add(group(1, [[1, 2], [2, 2]]))
     assert [g.ticket for g in buffer.take(3)] == [1], "step 3 trains with version 2; a token of version 0 is 2 old"
@@ -177,9 +178,9 @@ def test_a_stale_group_is_dropped_and_counted():
 
 
 def test_waiting_needs_a_bound_that_the_schedule_can_keep():
-    check(ScheduleArgs(staleness_threshold=1, max_staleness=1, on_stale="wait"))
+    check(AsyncSchedule(staleness_threshold=1, max_staleness=1, on_stale="wait"))
     with pytest.raises(UserError, match=r"--on-stale wait cannot keep --max-staleness 1 with --staleness-threshold 1\.5"):
-        check(ScheduleArgs(staleness_threshold=1.5, max_staleness=1, on_stale="wait"))
+        check(AsyncSchedule(staleness_threshold=1.5, max_staleness=1, on_stale="wait"))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,7 @@ def test_waiting_needs_a_bound_that_the_schedule_can_keep():
 )
 def test_settings_that_cannot_work(flag, value):
     with pytest.raises(UserError, match=f"--{flag.replace('_', '-')} must be"):
-        check(ScheduleArgs(**{flag: value}))
+        check(parts.make(AsyncSchedule, **{flag: value}))
 
 
 class OnItsWay(Arrival):
@@ -229,7 +230,7 @@ def test_no_token_older_than_the_bound_and_every_ticket_accounted_for(
     random = np.random.default_rng(seed)
     bound = None if stale is None else int(np.ceil(threshold)) + (extra if stale == "wait" else extra - 1)
     bound = bound if bound is None else max(0, bound)
-    args = ScheduleArgs(
+    args = AsyncSchedule(
         ppo_mini_batch_size=required,
         publish_every=period,
         staleness_threshold=threshold,
@@ -290,7 +291,7 @@ def test_no_token_older_than_the_bound_and_every_ticket_accounted_for(
 def test_a_run_that_ended_within_a_period_and_gets_more_steps_still_waits_for_old_groups():
     """It ended with version 3, after 10 steps in periods of 4, and resumes with version 2. What is filtered then lets more
     groups start under version 2 than had started when the run ended."""
-    args = ScheduleArgs(ppo_mini_batch_size=2, publish_every=4, staleness_threshold=0.5, max_staleness=1, on_stale="wait")
+    args = AsyncSchedule(ppo_mini_batch_size=2, publish_every=4, staleness_threshold=0.5, max_staleness=1, on_stale="wait")
     ended, buffer = SampleBuffer(args, filter_groups=True), SampleBuffer(args, filter_groups=True)
     for step in range(1, 11):
         for ticket in (2 * step - 2, 2 * step - 1):

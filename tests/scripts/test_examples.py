@@ -13,7 +13,7 @@ import report
 import train_async
 import train_one_step_off
 import train_sync
-from rl import flags
+from rl import flags, parts
 from rl.data.image_prompts import FAMILIES, takes_images
 from rl.errors import UserError
 from rl.model.attention import check_supported
@@ -43,6 +43,10 @@ def parse(recipe, device: str, tmp_path):
     return given[:at], module, flags.read(module.Args, args=given[at + 1 :])
 
 
+def generators_of(args) -> int:
+    return args.schedule.split.generators if args.schedule.split else 0
+
+
 def number(launcher: list[str], flag: str) -> int:
     return int(launcher[launcher.index(flag) + 1]) if flag in launcher else 1
 
@@ -58,8 +62,8 @@ def test_a_recipe_parses_and_its_flags_fit(recipe, device, tmp_path, monkeypatch
     if module is train_sync:
         assert ranks % args.rollout_tp == 0
     else:
-        assert 0 < args.generators < ranks and args.generators % args.rollout_tp == 0
-    learners = nodes * (ranks - getattr(args, "generators", 0))
+        assert 0 < args.schedule.split.generators < ranks and args.schedule.split.generators % args.rollout_tp == 0
+    learners = nodes * (ranks - generators_of(args))
     assert learners % args.sequence_parallel == learners % args.expert_parallel == 0
     assert args.max_tokens_per_micro_batch * args.sequence_parallel >= args.max_prompt_length + args.max_response_length
     assert args.model.startswith("Qwen/") and args.dtype == "bfloat16"
@@ -182,11 +186,11 @@ for run in ("grpo_qwen3_vl_8b_geo3k_async", "grpo_qwen3_vl_8b_geo3k_async_propos
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_has_the_numbers_of_verls_run(recipe, device, tmp_path):
     launcher, _, args = parse(recipe, device, tmp_path)
-    nodes, generate = number(launcher, "--nnodes"), getattr(args, "generators", 0)
+    nodes, generate = number(launcher, "--nnodes"), generators_of(args)
     learn = number(launcher, "--nproc-per-node") - generate
     expected = dict(VERL[recipe.stem])
     assert (nodes * generate, nodes * learn) == expected.pop("devices")
-    assert {name: getattr(args, name) for name in expected} == expected
+    assert {name: parts.get(args, name) for name in expected} == expected
     warm_up = {"gspo_qwen2.5_3b_gsm8k": 0.05 * 500, "gspo_qwen3_30b_a3b": 10, "grpo_qwen2.5_0.5b_gsm8k_async": 10}
     assert args.lr_warmup_steps == warm_up.get(recipe.stem, args.lr_warmup_steps)
 

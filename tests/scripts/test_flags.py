@@ -6,7 +6,7 @@ import subprocess
 import sys
 import types
 from dataclasses import dataclass
-from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 import pytest
 from helpers import ROOT, environment, run_script, train
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import train_async
 import train_one_step_off
 import train_sync
-from rl import flag_words, flags
+from rl import flag_words, flags, parts
 from rl.errors import UserError
 from rl.ranges import Range, check, flag, marks
 from rl.ranks import launch
@@ -34,7 +34,7 @@ def kinds(hint) -> set[type]:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_number_has_a_range_that_holds_its_default(script):
     args = SCRIPTS[script].Args
-    numbers = {name for name, hint in get_type_hints(args).items() if kinds(hint) & {int, float}}
+    numbers = {name for name, leaf in parts.leaves(args).items() if kinds(leaf.type) & {int, float}}
     assert len(numbers) > 40 and numbers == set(marks(args, Range))
     check(args())
 
@@ -191,7 +191,7 @@ def test_an_earlier_name_is_still_accepted(old):
 def test_a_command_with_earlier_names_is_read_under_todays(capfd):
     words = "--trigger-parameter-sync-step 3 --stale wait --max_staleness 2 --on_error=zero --ppo-max-token-len-per-gpu auto"
     args = flags.read(train_async.Args, args=words.split())
-    assert (args.publish_every, args.on_stale, args.on_reward_error) == (3, "wait", "zero")
+    assert (args.schedule.publish_every, args.schedule.on_stale, args.on_reward_error) == (3, "wait", "zero")
     flags.read(train_sync.Args, args=["--kl-coef", "0.1"])
     assert "--kl-reward-coef does nothing without --use-kl-in-reward" in capfd.readouterr().err
 
@@ -214,7 +214,7 @@ def test_a_copy_of_a_script_may_have_a_flag_of_an_earlier_name():
 
 
 def test_every_common_flag_is_one_of_a_script():
-    assert {field.name for script in SCRIPTS.values() for field in dataclasses.fields(script.Args)} >= flag_words.COMMON
+    assert {name for script in SCRIPTS.values() for name in parts.leaves(script.Args)} >= flag_words.COMMON
 
 
 def test_help_has_groups_ranges_and_texts(capsys):
@@ -236,7 +236,7 @@ def test_every_flag_has_a_sentence_under_a_group_with_one(script, capsys):
     assert 10 <= len(groups) <= 24 and all(re.match("  [A-Z][a-z]", line) for line in groups), "a group says what it is"
     found = re.findall(r"^  (--[\w-]+).*\n((?: {6}.*\n)*)", text, re.MULTILINE)
     texts = {name: " ".join(below.split()) for name, below in found}
-    assert set(texts) == {flag(field.name) for field in dataclasses.fields(SCRIPTS[script].Args)}
+    assert set(texts) == {*map(flag, parts.leaves(SCRIPTS[script].Args))}
     for name, text in texts.items():
         sentence = text.partition(" (default: ")[0]
         assert re.search(r"[a-z]{2}.*[.]$", sentence), f"{name}: {sentence!r}"
@@ -290,8 +290,8 @@ def test_help_under_torchrun_is_said_once():
 )
 def test_the_length_of_a_run(given, steps):
     for args in (
-        train_sync.Args(train_batch_size=8, **given),
-        train_async.Args(ppo_mini_batch_size=4, train_batch_size=8, **given),
+        parts.make(train_sync.Args, train_batch_size=8, **given),
+        parts.make(train_async.Args, ppo_mini_batch_size=4, train_batch_size=8, **given),
     ):
         assert args.total_steps(100) == steps
 
@@ -306,18 +306,18 @@ def test_the_length_of_a_run(given, steps):
 )
 def test_the_batch_means_the_same_in_all_scripts(given, step, update):
     for script in SCRIPTS.values():
-        args = script.Args(**given)
+        args = parts.make(script.Args, **given)
         check(args)
-        assert (args.prompts_per_step, args.prompts_per_update) == (step, update)
+        assert (args.schedule.prompts_per_step, args.schedule.prompts_per_update) == (step, update)
 
 
 def test_a_mini_batch_alone_is_the_batch_of_the_asynchronous_script():
     """As before the script had --train-batch-size."""
-    args = train_async.Args(ppo_mini_batch_size=32)
+    args = parts.make(train_async.Args, ppo_mini_batch_size=32)
     check(args)
-    assert (args.prompts_per_step, args.prompts_per_update) == (32, 32)
+    assert (args.schedule.prompts_per_step, args.schedule.prompts_per_update) == (32, 32)
     with pytest.raises(UserError, match="--train-batch-size 8 is not divisible by --ppo-mini-batch-size 3"):
-        check(train_async.Args(train_batch_size=8, ppo_mini_batch_size=3))
+        check(parts.make(train_async.Args, train_batch_size=8, ppo_mini_batch_size=3))
 
 
 def test_minus_one_never_saves_or_validates_and_warm_up_counts_training_steps(demo_model, tmp_path):
@@ -386,7 +386,7 @@ def test_a_script_ends_where_the_environment_says_half(variables):
 
 
 def fields(name: str) -> set[str]:
-    return {flag(field.name) for field in dataclasses.fields(SCRIPTS[name].Args)}
+    return {*map(flag, parts.leaves(SCRIPTS[name].Args))}
 
 
 @pytest.mark.parametrize("word", flag_words.HERE)

@@ -8,7 +8,7 @@ import math
 import re
 import signal
 import types
-from typing import Literal, Union, get_args, get_origin, get_type_hints
+from typing import Literal, Union, get_args, get_origin
 
 import pytest
 from helpers import run_script
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import train_async
 import train_one_step_off
 import train_sync
-from rl import flags
+from rl import flags, parts
 from rl.errors import UserError
 from rl.ranges import Range, check, flag, marks
 from rl.ranks import dist
@@ -81,11 +81,11 @@ def kind_of(hint) -> type | None:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_number_beyond_its_range_is_refused_by_name(script):
-    args, hints = SCRIPTS[script].Args, get_type_hints(SCRIPTS[script].Args)
+    args = SCRIPTS[script].Args
     for name, limits in marks(args, Range).items():
-        for value in beyond(limits, kind_of(hints[name])):
+        for value in beyond(limits, kind_of(parts.leaves(args)[name].type)):
             with pytest.raises(UserError, match=f"^{flag(name)} must be .*it is ") as raised:
-                check(args(**{name: value}))
+                check(parts.make(args, **{name: value}))
             assert "\n" not in str(raised.value)
 
 
@@ -99,7 +99,8 @@ def choices(hint) -> list[str]:
 def drawn(args: type) -> st.SearchStrategy[dict[str, str]]:
     """Draw some flags with values: numbers are mostly inside their ranges, so that a run begins."""
     values, limits = {}, marks(args, Range)
-    for name, hint in get_type_hints(args).items():
+    for name, leaf in parts.leaves(args).items():
+        hint = leaf.type
         if name in APART:
             continue
         kind = kind_of(hint)
@@ -136,8 +137,7 @@ def line(script: str, given: dict, directory) -> list[str]:
     values = BASE | given | {"output_dir": directory}
     if values.get("record_samples", "None") != "None":
         values["record_samples"] = f"{directory}/{values['record_samples']}"
-    hints = get_type_hints(SCRIPTS[script].Args)
-    return [f"{flag(name)}={value}" for name, value in values.items() if name in hints]
+    return [f"{flag(name)}={value}" for name, value in values.items() if name in parts.leaves(SCRIPTS[script].Args)]
 
 
 def run(given: dict[str, str], ranks, directory) -> str:

@@ -8,7 +8,7 @@ from helpers import run_script
 
 import train_async
 import train_sync
-from rl import flags
+from rl import flags, parts
 from rl.errors import UserError
 from rl.setup import CommonArgs, make_learner, set_up
 
@@ -35,7 +35,7 @@ def test_every_script_validates_the_model_once_and_ends(demo_model, tmp_path):
 def test_it_has_no_steps_and_resumes_nothing():
     args = train_sync.Args(val_only=True, test_freq=-1, val_before_train=False, total_training_steps=5)
     assert args.total_steps(100) == 0 and args.validates(0, 0)
-    assert train_async.Args(val_only=True, publish_every=3).step_of(0, 0) == 0
+    assert parts.make(train_async.Args, val_only=True, publish_every=3).schedule.step_of(0, 0) == 0
     with pytest.raises(UserError, match=r"--val-only resumes nothing.* give --model runs/x/step_000002"):
         CommonArgs.check(flags.read(train_sync.Args, args=["--val-only", "--resume-mode", "runs/x/step_000002"]))
 

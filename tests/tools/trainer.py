@@ -4,6 +4,7 @@ import torch
 
 import losses
 import train_sync
+from rl import parts
 from rl.algorithm.kl_control import KLControl
 from rl.generation.engine_ranks import EngineRanks
 from rl.generation.generator import Generator, make_generator
@@ -26,7 +27,7 @@ class Trainer:
     def __init__(self, model: str, ranks: dist.Ranks):
         self.ranks = ranks
         size = {"rollout_n": 4, "train_batch_size": 4, "gdpo_reward_keys": ("score",)}
-        self.args = train_sync.Args(model=model, lr_warmup_steps=0, lr=1e-5, **size)
+        self.args = parts.make(train_sync.Args, model=model, lr_warmup_steps=0, lr=1e-5, **size)
         self.job = set_up(self.args, train_sync.__file__)
         self.pool = ScoringPool(self.args)
         self.learner = Learner(model, self.args, self.ranks, 10**6, with_reference=True)
@@ -39,7 +40,7 @@ class Trainer:
 
     def steps(self, n: int, **flags) -> list[tuple[dict, object]]:
         """(metrics, batch) of n steps."""
-        args = train_sync.Args(**vars(self.args) | flags)
+        args = parts.replace(self.args, **flags)
         check(args)
         generator = self.generator(args)
         self.learner.args, control, out = args, KLControl(args), []
