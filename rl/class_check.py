@@ -104,4 +104,7 @@ def _check_pair(flags: type, name: str, first: type, other: type, is_part: bool)
     if is_part:
         allowed |= {("field", "constant")} | {pair for pair in itertools.product(("property", "method", "value"), repeat=2)}
     if (ours, its) not in allowed:
-        raise UserError(f"the {both[0]} hides the {both[1]}, which the run reads. Give the first another name.")
+        remedy = (
+            "and Python calls only the first: write both into one" if name in OF_PYTHON else "which the run reads: rename it"
+        )
+        raise UserError(f"the {both[0]} hides the {both[1]}, {remedy}.")

@@ -17,6 +17,24 @@ from rl.errors import UserError
 Args = TypeVar("Args")
 
 
+class Part:
+    """The base of dataclasses that are a field's value. A class that has one among its bases, as if it were a group of flags,
+    raises UserError."""
+
+    _field = ""  # its usual name
+
+    def __init_subclass__(cls):
+        bases = [base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)]
+        others = [base.__name__ for base in bases if not issubclass(base, Part)]
+        if others:
+            part = next(base for base in bases if issubclass(base, Part))
+            name = part.__name__
+            raise UserError(
+                f"{cls.__name__} has {name} as a base next to {others[0]}, and their order would decide what holds. Write "
+                f"`{part._field}: {name} = {name}()` into {cls.__name__} instead, as the scripts do."
+            )
+
+
 @dataclass(frozen=True)
 class Leaf:
     """A field that is a flag."""

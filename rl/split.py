@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from rl.errors import UserError
+from rl.parts import Part
 from rl.ranges import MayChange, Range
 from rl.ranks import device, launch, watchdog
 from rl.ranks.dist import Ranks, meet, show_group, take_name
@@ -15,8 +16,10 @@ from rl.transport.bridge import Bridge, senders
 
 
 @dataclass(frozen=True)
-class SplitArgs:
+class SplitArgs(Part):
     """The split of the ranks into generators and learners."""
+
+    _field = "split"
 
     generators: MayChange[Annotated[int, Range(at_least=0)]] = 1
     """Ranks of this node that generate; the others learn. Nodes may differ: 0 for a node that only learns, all of its ranks for

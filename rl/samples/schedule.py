@@ -20,6 +20,7 @@ from typing import Annotated, ClassVar, Literal
 
 from rl.errors import UserError
 from rl.flag_words import DEFAULT_BATCH
+from rl.parts import Part
 from rl.ranges import Range
 from rl.samples.group import Group
 from rl.split import SplitArgs
@@ -54,8 +55,10 @@ class NextTicket:
 
 
 @dataclass(frozen=True)
-class Schedule(ABC):
+class Schedule(Part, ABC):
     """What every part of a run may ask of its schedule."""
+
+    _field = "schedule"
 
     split: ClassVar[SplitArgs | None] = None  # None if every rank generates and learns in turn
     publish_every: ClassVar[int] = 1  # steps

@@ -1,0 +1,260 @@
+"""A copy of a script whose Args would mean another algorithm than they say is refused in a sentence."""
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from helpers import ROOT, run_script
+
+from rl import flags, generator_loop, parts, split
+from rl.errors import UserError
+from rl.ranks import dist
+from rl.samples import stream
+
+MIXIN = "@dataclass\nclass Mine(AlgorithmArgs):\n    {}\n\n\n"
+OTHER = "@dataclass\nclass Mine:\n    {}\n\n\n"
+PLAIN = "class Mine:\n    {}\n\n\n"
+PROPERTY = "@property\n    def {}(self):\n        return True"
+POST_INIT = "def __post_init__(self):\n        pass"
+BASE, MINE, LAST = "CommonArgs", "Mine, CommonArgs", "CommonArgs, Mine"
+OLD = PROPERTY.format("old_is_rollout")
+# script; text above Args; bases of Args; text in Args in place of the schedule (with a + after it, None: nothing); the message
+REFUSED = {
+    "the schedule as a base": (
+        "async",
+        "",
+        "CommonArgs, AsyncSchedule",
+        "",
+        "Args has AsyncSchedule as a base next to CommonArgs",
+    ),
+    "in the other order": ("async", "", "AsyncSchedule, CommonArgs", "", "`schedule: AsyncSchedule = AsyncSchedule\\(\\)`"),
+    "the split as a base": ("async", "", "CommonArgs, SplitArgs", None, "Args has SplitArgs as a base next to CommonArgs"),
+    "no schedule": ("async", "", BASE, "", "Args lacks `schedule`: write `schedule: .*AsyncSchedule"),
+    "no schedule in sync": ("sync", "", BASE, "", "Args lacks `schedule`: write `schedule: .*SyncSchedule"),
+    "a schedule without a type": ("sync", "", BASE, "schedule = SyncSchedule()", "Args.schedule = .* has no type"),
+    "the value of another kind": ("async", "", BASE, "schedule: AsyncSchedule = Like()", "Args has Like as `schedule`: write"),
+    "no @dataclass": ("sync", "", "no dataclass", "+gamma: float = 0.5", "Args has the field `.*` and is no dataclass"),
+    "a mixin without @dataclass": (
+        "sync",
+        PLAIN.format("gamma: float = 0.5"),
+        MINE,
+        None,
+        "Mine has the field `gamma` and is no",
+    ),
+    "a default that is lost": (
+        "sync",
+        MIXIN.format("gamma: float = 0.5"),
+        LAST,
+        None,
+        "Mine.gamma and the field AlgorithmArgs.gamma",
+    ),
+    "a field of two bases": (
+        "sync",
+        OTHER.format("gamma: float = 0.5"),
+        MINE,
+        None,
+        "Args gets `gamma` from two bases, .*order",
+    ),
+    "a field over a property": (
+        "sync",
+        "",
+        BASE,
+        "+old_is_rollout: bool = False",
+        "field Args.old_is_rollout hides the property Algo",
+    ),
+    "a field over a method": ("sync", "", BASE, "+validates: bool = False", "field Args.validates hides the method RunArgs"),
+    "a property over a field": (
+        "sync",
+        "",
+        BASE,
+        "+" + PROPERTY.format("gamma"),
+        "property Args.gamma hides the field Algorithm",
+    ),
+    "a property over a property": (
+        "sync",
+        "",
+        BASE,
+        "+" + OLD,
+        "property Args.old_is_rollout hides the property AlgorithmArgs",
+    ),
+    "a mixin's property": (
+        "async",
+        PLAIN.format(OLD),
+        MINE,
+        None,
+        "Mine.old_is_rollout and the property AlgorithmArgs.old_is_r",
+    ),
+    "a mixin's property, last": ("async", PLAIN.format(OLD), LAST, None, "`old_is_rollout` from two bases"),
+    "of the schedule": (
+        "async",
+        PLAIN.format(PROPERTY.format("trains_stale")),
+        MINE,
+        None,
+        "Mine has `trains_stale`, but the run",
+    ),
+    "a field of that name": ("async", "", BASE, "+trains_stale: bool = False", "Args has `trains_stale`, but the run reads"),
+    "a value without a type": ("sync", "", BASE, "+filter_groups = True", "has no type, .* write `filter_groups: bool = True`"),
+    "one flag of two parts": (
+        "async",
+        "",
+        BASE,
+        "+publish_every: int = 4",
+        "both define --publish-every.*AsyncSchedule.publish_e",
+    ),
+    "a flag of the split": ("async", "", BASE, "+generators: int = 3", "both define --generators.*`split: SplitArgs = Split"),
+    "two __post_init__": (
+        "sync",
+        PLAIN.format(POST_INIT),
+        MINE,
+        "+" + POST_INIT,
+        "Args.__post_init__ hides .*calls only the first",
+    ),
+}
+KINDS = {"sync": "SyncSchedule", "one_step_off": "OneStepOffSchedule", "async": "AsyncSchedule", "sft": "SupervisedSchedule"}
+IMPORTS = """from rl.algorithm.args import AlgorithmArgs
+from rl.samples.over_sampling import SyncSchedule
+from rl.samples.schedule import AsyncSchedule, BatchSchedule, OneStepOffSchedule
+from rl.split import SplitArgs
+from rl.supervised import SupervisedSchedule
+
+
+@dataclass(frozen=True)
+class Like(BatchSchedule):
+    trains_stale = False
+
+
+"""
+
+
+def fork(directory: Path, script: str, above: str = "", bases: str = "CommonArgs", within: str | None = None) -> Path:
+    """Write a copy of train_<script>.py with other Args."""
+    text = (ROOT / f"train_{script}.py").read_text()
+    schedule = f"    schedule: {KINDS[script]} = {KINDS[script]}()\n"
+    assert schedule in text and text.count("@dataclass\nclass Args(") == 1
+    within = schedule if within is None else f"{schedule}    {within[1:]}\n" if within[:1] == "+" else f"    {within}\n"
+    text = text.replace(schedule, within)
+    if bases == "no dataclass":
+        text = text.replace("@dataclass\nclass Args(", f"{IMPORTS}{above}class Args(")
+    else:
+        head = f"{IMPORTS}{above}@dataclass\nclass Args({bases if script != 'sft' else 'SupervisedArgs'}):"
+        text = re.sub(r"@dataclass\nclass Args\(.*\):", lambda _: head, text)
+    file = directory / "my_fork.py"
+    file.write_text(text)
+    return file
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    def load(*what) -> ModuleType:
+        spec = importlib.util.spec_from_file_location("my_fork", fork(tmp_path, *what))
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "my_fork", module)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_args_that_mean_something_else_are_refused_in_a_sentence(case, load):
+    *what, message = case
+    with pytest.raises(UserError, match=message) as raised:
+        flags.read(load(*what).Args, args=[])
+    assert "\n" not in str(raised.value) and str(raised.value).endswith(".")
+
+
+def read(module: ModuleType, *words: str):
+    return flags.read(module.Args, args=[*words])
+
+
+def test_flags_and_defaults_of_a_fork_hold(load):
+    within = "+extra: int = 3\n    backward_without_advantage: bool = True\n    rollout_n: int = 4"
+    args = read(load("sync", "", "CommonArgs", within), "--extra", "5")
+    assert (args.extra, args.backward_without_advantage, args.rollout_n, args.skips_backward) == (5, True, 4, False)
+    args = read(load("sync", PLAIN.format(PROPERTY.format("extra")), "Mine, CommonArgs"))
+    assert args.extra, "a mixin's own property"
+    args = read(load("sync", MIXIN.format("gamma: float = 0.5"), "Mine, CommonArgs"))
+    assert args.gamma == 0.5, "derived from the class of the field, and first"
+
+
+def test_a_fork_s_default_within_the_schedule_holds(load):
+    within = "schedule: AsyncSchedule = AsyncSchedule(publish_every=4, split=SplitArgs(ring_mb=8))"
+    module = load("async", "", "CommonArgs", within)
+    assert parts.flat(read(module)).items() >= {"publish_every": 4, "ring_mb": 8, "staleness_threshold": 1.0}.items()
+    given = read(module, "--ring-mb", "9", "--staleness-threshold", "0")
+    assert (given.schedule.publish_every, given.schedule.split.ring_mb, given.schedule.trains_stale) == (4, 9, True)
+    assert read(module, "--publish-every=1", "--staleness-threshold", "0").schedule.trains_stale is False
+    assert module.Args().schedule.split.ring_mb == 8, "defaults are not changed by what was given"
+
+
+def test_a_schedule_of_the_fork_s_own_holds(load):
+    above = "@dataclass(frozen=True)\nclass Mine(AsyncSchedule):\n    warm: int = 5\n\n    def quota(self, version):\n"
+    above += "        return self.warm if version == 0 else super().quota(version)\n\n\n"
+    args = read(load("async", above, "CommonArgs", "schedule: Mine = Mine()"), "--warm", "2", "--publish-every", "3")
+    assert (args.schedule.quota(0), args.schedule.quota(1), args.schedule.version_at(7)) == (2, 72, 2)
+
+
+def test_a_fork_s_own_post_init_loses_none(load):
+    within = "+def __post_init__(self):\n        self.seen = self.dtype"
+    for words, dtype in (((), "float32"), (("--dtype", "auto"), "float32"), (("--dtype", "bfloat16"), "bfloat16")):
+        args = read(load("sync", "", "CommonArgs", within), *words)
+        assert args.dtype == args.seen == dtype
+
+
+CALLS = {
+    "sync": lambda args: dist.join(args),
+    "one_step_off": lambda args: generator_loop.BatchLoop(args, None, None),
+    "one_step_off, learner": lambda args: stream.Batches(args, None),
+    "async": lambda args: generator_loop.GeneratorLoop(args, None, None),
+    "async, learner": lambda args: stream.Stream(args, None),
+    "split": lambda args: split.join(args),
+}
+WRONG = [(caller, kind) for caller in CALLS for kind in ("sync", "one_step_off", "async") if kind != caller.partition(",")[0]]
+WRONG = [of for of in WRONG if of not in [("split", "one_step_off"), ("split", "async")]]
+
+
+@pytest.mark.parametrize(("caller", "kind"), WRONG)
+def test_a_schedule_of_another_kind_than_what_the_script_calls_is_refused(caller, kind, load):
+    args = SimpleNamespace(schedule=read(load(kind)).schedule, hang_timeout=0, node_timeout=0)
+    with pytest.raises(UserError, match=f"Args have {KINDS[kind]}") as raised:
+        CALLS[caller](args)
+    assert str(raised.value).endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("script", "kind"), [("sft", "SyncSchedule"), ("sft", "AsyncSchedule"), ("sync", "SupervisedSchedule")]
+)
+def test_a_supervised_run_and_one_by_reward_have_no_common_schedule(script, kind, load):
+    with pytest.raises(UserError, match=f"Args have {kind}"):
+        read(load(script, "", "CommonArgs", f"schedule: {kind} = {kind}()"))
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "bases", "within", "message"),
+    [
+        ("async", 2, "CommonArgs, AsyncSchedule", "", "has AsyncSchedule as a base"),
+        ("async", 2, "CommonArgs", "", "Args lacks `schedule`"),
+        ("async", 2, "CommonArgs", "schedule: OneStepOffSchedule = OneStepOffSchedule()", "works by AsyncSchedule"),
+        ("sync", None, "CommonArgs", "schedule: AsyncSchedule = AsyncSchedule()", "its Args have AsyncSchedule"),
+    ],
+)
+def test_a_fork_ends_at_its_start_with_one_message(script, ranks, bases, within, message, demo_model, tmp_path):
+    file = fork(tmp_path, script, "", bases, within)
+    out = ["--output-dir", tmp_path / "runs", "--total-training-steps", 2, "--test-freq", 0, "--model", demo_model]
+    done = run_script(file, *out, ranks=ranks, check=False, fresh="base" in message, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 1 and done.stderr.count("error: ") == 1 and message in done.stderr, done.stderr
+    assert "UserError" not in done.stderr
+
+
+def test_stale_samples_of_a_fork_are_trained_with_their_own_log_probs(demo_model, tmp_path):
+    """A copy of train_async.py, one step off: the ratio is over the log-probs of the weights that sampled."""
+    file = fork(tmp_path, "async", "", "CommonArgs", "+extra: int = 3")
+    small = ["--train-batch-size", 2, "--rollout-n", 2, "--lr", 1e-2, "--lr-warmup-steps", 0, "--model", demo_model]
+    run_script(file, *small, "--total-training-steps", 4, "--test-freq", 0, "--output-dir", tmp_path / "runs",
+               "--experiment-name", "run", ranks=2, env={"PYTHONPATH": str(ROOT)})  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert any(row.get("actor/ppo_kl", 0) for row in rows), "0 throughout would mean a ratio of 1"
