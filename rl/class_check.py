@@ -41,7 +41,7 @@ def _parts(flags: type) -> Iterator[tuple[str, type]]:
 def _names(flags: type) -> Iterator[tuple[type, str]]:
     """Return (class, name) for all that the class and its bases define."""
     for part in flags.__mro__[:-1]:
-        if part.__module__ == "abc":
+        if part.__module__ in ("abc", "typing"):
             continue
         for name in {**inspect.get_annotations(part), **vars(part)}:
             is_own = not name.startswith(("__", "_abc_")) and name not in CALLED_IN_TURN

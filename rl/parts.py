@@ -53,7 +53,8 @@ def leaves(flags: type) -> dict[str, Leaf]:
     for name, leaf in _walk(flags):
         if name in found:
             part = leaf if leaf.path else found[name]
-            kind, flag = part.owner.__name__, name.replace("_", "-")
+            kind = part.owner.__name__
+            flag = name.replace("_", "-")
             raise UserError(
                 f"{flags.__name__}: {found[name].owner.__name__} and {leaf.owner.__name__} both define --{flag}. Rename one. "
                 f"For another default, write `{part.path[-1]}: {kind} = {kind}({name}=...)`."

@@ -86,7 +86,8 @@ def sources(
 
 def compare(args: CommonArgs, machine: Machine, work: Drawn, times: Callable[[Roles], Times], slots: int) -> Iterator[Way]:
     """Return all modes, those with the freshest samples first, each with all splits of the ranks."""
-    prompts, per_engine = args.schedule.prompts_per_step, args.rollout_tp
+    prompts = args.schedule.prompts_per_step
+    per_engine = args.rollout_tp
     total = machine.nodes * machine.per_node
     if total % per_engine == 0:
         roles = Roles(total // per_engine, total, per_engine, colocated=True)
