@@ -14,7 +14,7 @@ from typing import ClassVar, get_origin
 from rl import parts
 from rl.errors import UserError
 
-CALLED_IN_TURN = {"check", "hint"}  # of each class (rl/ranges.py, rl/flags.py)
+NO_FLAGS = {"check", "hint", "_title", "_field"}  # the first two of each class are called, the others are for --help
 OF_PYTHON = {"__post_init__", "__setattr__", "__getattribute__", "__getattr__"}  # of which only the first is called
 
 
@@ -44,7 +44,7 @@ def _names(flags: type) -> Iterator[tuple[type, str]]:
         if part.__module__ in ("abc", "typing"):
             continue
         for name in {**inspect.get_annotations(part), **vars(part)}:
-            is_own = not name.startswith(("__", "_abc_")) and name not in CALLED_IN_TURN
+            is_own = not name.startswith(("__", "_abc_")) and name not in NO_FLAGS
             if is_own or name in OF_PYTHON:
                 yield part, name
 
@@ -97,7 +97,7 @@ def _check_pair(flags: type, name: str, first: type, other: type, is_part: bool)
     if (ours, its) == ("value", "field"):
         value = getattr(first, name)
         raise UserError(
-            f"{both[0]} = {value!r} has no type, so that the flag keeps its default: write `{name}: {type(value).__name__} = "
+            f"the {both[0]} = {value!r} has no type, so that the flag keeps its default: write `{name}: {type(value).__name__} = "
             f"{value!r}`."
         )
     allowed = {("field", "field"), ("constant", "field"), ("constant", "constant")}

@@ -109,13 +109,13 @@ def flat(args: Any) -> dict[str, Any]:
     return {name: get(args, name) for name in leaves(type(args))}
 
 
-def make(flags: type[Args], **values) -> Args:
+def make(flags: type[Args], /, **values) -> Args:
     """Return an instance with these values of flags, and defaults for the others."""
     defaults = {field.name: default_of(field) for field in dataclasses.fields(flags)}
     return flags(**_by_field(flags, values, defaults))
 
 
-def replace(args: Args, **values) -> Args:
+def replace(args: Args, /, **values) -> Args:
     """Return a copy with these values of flags."""
     return dataclasses.replace(args, **_by_field(type(args), values, vars(args)))
 
