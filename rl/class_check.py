@@ -97,8 +97,8 @@ def _check_pair(flags: type, name: str, first: type, other: type, is_part: bool)
     if (ours, its) == ("value", "field"):
         value = getattr(first, name)
         raise UserError(
-            f"the {both[0]} = {value!r} has no type, so that the flag keeps its default: write `{name}: {type(value).__name__} = "
-            f"{value!r}`."
+            f"the {both[0]} = {value!r} has no type, so that the flag keeps its default: write "
+            f"`{name}: {type(value).__name__} = {value!r}`."
         )
     allowed = {("field", "field"), ("constant", "field"), ("constant", "constant")}
     if is_part:
