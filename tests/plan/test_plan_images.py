@@ -106,7 +106,7 @@ def test_a_plan_with_images_holds_their_pixels(configs):
         args = train_sync.Args(model=configs["qwen3-vl"], max_prompt_length=200, max_response_length=50, rollout_n=2)
         memory = dry_run("train_sync", args, 2, "npu", lengths_like("budget", 2, 50, 200), size)
         _, images = planned(configs["qwen3-vl"], size)(0)
-        assert memory.device["images"] > 4 * args.train_batch_size // 2 * pixels_of(images).numel()
+        assert memory.device["images"] > 4 * args.schedule.prompts_per_step // 2 * pixels_of(images).numel()
         found.append(memory)
     small, large = found
     assert small.device["images"] < large.device["images"] and small.host["images"] < large.host["images"]

@@ -52,7 +52,7 @@ def rough_init(self, split):
 def rough_learn(*arguments):
     strike("learner", 4)
     if how == "slow" and calls == 1:
-        wait_until(lambda: started(control.store) >= args.quota(0))
+        wait_until(lambda: started(control.store) >= args.schedule.quota(0))
     if how.startswith("slow"):
         time.sleep(random.uniform(0, 0.2))
     return learn(*arguments)
@@ -62,7 +62,7 @@ def rough_score(generator, *arguments, **keywords):
     global finished
     strike("generator", 60)
     amid = any(output.token_ids for output in generator.engine.unfinished())
-    if how == "slow-decoding" and finished >= args.prompts_per_step * args.publish_every and amid:
+    if how == "slow-decoding" and finished >= args.schedule.prompts_per_step * args.schedule.publish_every and amid:
         wait_until(lambda: control.read().version > generator.engine.version)  # the learners have what they need for it
         finished = -1000
     if how.startswith("slow"):
@@ -74,4 +74,6 @@ def rough_score(generator, *arguments, **keywords):
 
 train_async.learn, Generator.score, ControlBlock.__init__ = rough_learn, rough_score, rough_init
 args = flags.parse(train_async.Args)
-process.run(lambda split: train_async.main(args, split), join=lambda: init_split(args.generators, args.hang_timeout))
+process.run(
+    lambda split: train_async.main(args, split), join=lambda: init_split(args.schedule.split.generators, args.hang_timeout)
+)

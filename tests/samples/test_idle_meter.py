@@ -149,7 +149,7 @@ def ends(ranks: dist.Ranks, kind: type) -> tuple[Batches | Stream, Outbox]:
     learners = Split("learner", ranks, 1, 1, nodes, 0, HashStore(), bridge=None)
     samples = kind(args, learners)
     samples.open()
-    return samples, Outbox(args, replace(learners, role="generator", ranks=replace(ranks, local_rank=1)))
+    return samples, Outbox(args.schedule.split, replace(learners, role="generator", ranks=replace(ranks, local_rank=1)))
 
 
 def publish(outbox: Outbox, wait: float, timeouts: int = 0) -> None:
