@@ -9,6 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 import train_async
+import train_one_step_off
 from rl.ranks import dist, launch
 from rl.samples.channel import Outbox
 from rl.samples.group import Group, Response
@@ -145,7 +146,8 @@ def test_a_resumed_run_keeps_its_idle_times_and_ignores_its_new_start():
 
 def ends(ranks: dist.Ranks, kind: type) -> tuple[Batches | Stream, Outbox]:
     """Return a learner's and a generator's end of one ring."""
-    args, nodes = train_async.Args(), [launch.Node("here", 0, 2, 1)]
+    script = train_async if kind is Stream else train_one_step_off
+    args, nodes = script.Args(), [launch.Node("here", 0, 2, 1)]
     learners = Split("learner", ranks, 1, 1, nodes, 0, HashStore(), bridge=None)
     samples = kind(args, learners)
     samples.open()
