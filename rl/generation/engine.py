@@ -90,7 +90,8 @@ class EngineArgs(RouterArgs):
     @property
     def engine_sleeps(self) -> bool:
         """Whether the engine frees its memory while the learner works, if one process does both in turn."""
-        return self.free_cache_engine and self.schedule.split is None
+        schedule = getattr(self, "schedule", None)  # None for an engine alone
+        return self.free_cache_engine and not (schedule and schedule.split)
 
     def check(self) -> None:
         """Raise UserError if --keep-sampling-mask has no bound on the number of recorded tokens."""

@@ -14,6 +14,7 @@ from helpers import run_script
 
 from rl.checkpoint import push
 from rl.errors import UserError
+from rl.samples.over_sampling import SyncSchedule
 
 ARGS = {
     "push_to": "me/sums",
@@ -23,7 +24,7 @@ ARGS = {
     "lr": 1e-6,
     "seed": 7,
 }
-ARGS |= {"rollout_n": 4, "prompts_per_step": 1024, "adapted": False}
+ARGS |= {"rollout_n": 4, "schedule": SyncSchedule(train_batch_size=1024), "adapted": False}
 
 
 def write(run, validations, rows):
