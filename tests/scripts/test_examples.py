@@ -12,13 +12,13 @@ import plan
 import report
 import train_async
 import train_one_step_off
+import train_sft
 import train_sync
 from rl import flags, parts
 from rl.data.image_prompts import FAMILIES, takes_images
 from rl.errors import UserError
 from rl.model.attention import check_supported
 from rl.ranges import check
-from rl.supervised import SupervisedArgs
 
 RECIPES = sorted((ROOT / "examples").glob("*.sh"))
 SCRIPTS = {"train_sync.py": train_sync, "train_async.py": train_async, "train_one_step_off.py": train_one_step_off}
@@ -240,13 +240,13 @@ def verl_pages() -> str:
 
 
 def known_flags() -> set[str]:
-    names = {name for module in SCRIPTS.values() for name in module.Args.__dataclass_fields__}
+    names = {name for module in SCRIPTS.values() for name in parts.leaves(module.Args)}
     return {f"--{name.replace('_', '-')}" for name in names} | {f"--no-{name.replace('_', '-')}" for name in names}
 
 
 def flags_of_tools() -> set[str]:
     """Return the flags of the other scripts: plan.py, train_sft.py, doctor.py and so on, and the translator."""
-    names = {field for args in (plan.PlanArgs, report.Args, SupervisedArgs) for field in args.__dataclass_fields__}
+    names = {field for args in (plan.PlanArgs, report.Args, train_sft.Args) for field in parts.leaves(args)}
     files = ["replay.py", "doctor.py", "rl/from_verl/__main__.py", "examples/make_data.py"]
     parsed = re.findall(r'add_argument\(\s*"(--[\w-]+)"', "".join((ROOT / file).read_text() for file in files))
     return {f"--{name.replace('_', '-')}" for name in names} | {*parsed}
