@@ -76,7 +76,7 @@ def test_the_data_sheet_alone_is_within_a_factor_of_two_of_published_runs(device
     stream = ["--train-batch-size", "128", "--publish-every", "4", "--staleness-threshold", "0.5"]
     split = flags.read(train_async.Args, args=[*common, *stream])
     in_turn = AsyncSchedule(ppo_mini_batch_size=512, staleness_threshold=0)
-    cases = ((sync, in_turn, Roles(devices, devices, colocated=True), 1), (split, split, Roles(half, half), 4))
+    cases = ((sync, in_turn, Roles(devices, devices, colocated=True), 1), (split, split.schedule, Roles(half, half), 4))
     for (args, schedule, roles, steps), seconds in zip(cases, PUBLISHED[devices], strict=True):
         times = roofline.times_of(config, parameters, device("H20"), args, roles, devices // 8)
         assert 0.5 < steps * simulate(times, schedule, roles, 1024, work).seconds / seconds < 2
