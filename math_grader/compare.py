@@ -273,6 +273,10 @@ def _check_label(label: tuple, others: list[tuple]) -> None:
     inside = set().union(*map(_letters, others))
     if label[0] not in ("call", "label") and inside & _letters(label):
         raise NotUnderstood("an equation")
+    if label[:2] == ("call", "()") and label[3][0] == "name" and inside and label[3][1] not in inside:
+        raise NotUnderstood("a function of another name")
+    if label[0] == "row" and others[-1][0] != "row":
+        raise NotUnderstood("one value of several names")
     if label[0] == "row" and list(label[2:]) != sorted(label[2:], key=lambda name: (name[1].startswith("\\"), name[1])):
         raise NotUnderstood("names in another order")
 

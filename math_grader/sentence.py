@@ -52,9 +52,14 @@ def _choice(text: str) -> str | None:
     """Return the letter of a choice with its value, such as C in "(C) 7"; None for anything else."""
     found = CHOICE.fullmatch(text)
     with contextlib.suppress(NotUnderstood):
-        if found and (not found[2] or not _has_capital(Sentence(tokens(found[2])).whole())):
+        if found and (not found[2] or _is_value(found[2])):
             return found[1]
     return None
+
+
+def _is_value(text: str) -> bool:
+    """Return whether the text is the value of a choice, not another choice or a word. Raise NotUnderstood if it is neither."""
+    return re.search(r"[0-9\\]", text) is not None and not _has_capital(Sentence(tokens(text)).whole())
 
 
 def _has_capital(tree: tuple) -> bool:
@@ -132,6 +137,7 @@ class Sentence(Parser):
             return self.lead()
         if (
             set(found) <= words.ARTICLES
+            or (found[-1] == "of" and self.peek() != "=")
             or self.next in ("+", "-", r"\pm", "^", "_", "/", "(")
             or not words.LEADS.issuperset(found)
         ):
@@ -164,7 +170,7 @@ class Sentence(Parser):
                 key.append("/" + self.unit())
             elif lower == "in" and self.peek().lower() in words.IN_ALL:
                 self.at += 2
-            elif lower == "in":
+            elif lower == "in" and not self.peek().isalpha():
                 self.take()
                 key.append("inch")
             elif lower == "of" and key and words.unit(self.peek()):

@@ -220,7 +220,7 @@ class Parser:
         if token in NAMES or token.startswith(r"\unit"):
             return ("name", token.removeprefix(r"\unit").strip("{}"))
         if token in (r"\angle", r"\triangle"):
-            return ("call", token, self.thing(self.take()))
+            return ("call", token, _in_order(self.thing(self.take())))
         if token in (r"\frac", r"\binom", r"\dbinom", r"\tbinom"):
             kind = "quotient" if token == r"\frac" else "binomial"
             return (kind, self.argument(digit=True), self.argument(digit=True))
@@ -233,7 +233,7 @@ class Parser:
         if token in FUNCTIONS:
             return self.function(token)
         if token in MARKS:
-            return ("call", token, self.argument())
+            return ("call", token, _in_order(self.argument()))
         if token == "{":
             return self.sum_up_to("}")
         if token == "|":
@@ -324,6 +324,12 @@ class Parser:
         self.take()
         tree = ("matrix", *(("cells", *row) for row in rows))
         return ("call", name, tree) if name in ("vmatrix", "Vmatrix") else tree
+
+
+def _in_order(tree: tuple) -> tuple:
+    r"""Return letters as one name: \angle ABC is not \angle CAB."""
+    is_product = tree[0] == "product" and all(part[0] == "name" for part in tree[1:])
+    return ("name", "".join(part[1] for part in tree[1:])) if is_product else tree
 
 
 def _product(left: tuple, right: tuple) -> tuple:
