@@ -20,7 +20,7 @@ from rl.ranks import dist
 from rl.rewards.args import RewardArgs
 from rl.rewards.environment import check_passed
 from rl.rewards.lane import Lane, Lanes
-from rl.rewards.score import EVENTS, Score, plain
+from rl.rewards.score import EVENTS, Score, as_score, plain
 from rl.rewards.verifiers import BUILT_IN, HARMLESS, code, verifier_name
 
 
@@ -74,7 +74,7 @@ class ScoringPool(Lanes, contextlib.AbstractContextManager):
             data_source = verifier_name(data_source, self.args.reward)  # the worker looks it up in BUILT_IN
             function = BUILT_IN[data_source]
             if function in HARMLESS:
-                return self.hand_back(key, Score(function(data_source, text, ground_truth)))
+                return self.hand_back(key, as_score(function(data_source, text, ground_truth)))
             more = {"limits": self.args.limits(self.args.reward_timeout)} if function is code else {}
         response = {"data_source": data_source, "solution_str": text, "ground_truth": ground_truth, "extra_info": extra_info}
         self.queue.put((key, json.dumps(response | more, default=plain)))

@@ -6,10 +6,10 @@ A verifier is a function with verl's signature, (data_source, solution_str, grou
 
 import re
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
-from rl.rewards.answers import BOX, answer_line, boxed, canonical, hash_line, last_number, number, quantity, same
+from math_grader.answers import BOX, answer_line, boxed, hash_line, is_number, last_number, same
+from math_grader.text import NotUnderstood
 from rl.rewards.args import CODE, CodeArgs
 
 GEO3K = re.compile(r"<think>(?>.*?</think>)(?>.*?\\boxed\{).*?\}", re.DOTALL)  # atomic groups: the time is linear
@@ -17,67 +17,75 @@ GEO3K = re.compile(r"<think>(?>.*?</think>)(?>.*?\\boxed\{).*?\}", re.DOTALL)  #
 
 def gsm8k(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None, format_score: float = 0.0
-) -> float:
-    """Return 1 if the ground truth follows the last "####" in the last 300 characters, format_score if another number does,
-    else 0.
+) -> dict:
+    """Return a score of 1 if the ground truth follows the last "####" in the last 300 characters, format_score if another
+    number does, else 0.
 
     This is verl's strict method with two differences. It compares numbers, so "#### $18", "18.0", "**18**", "x = 18" and
     "####18" are right if 18 is. "#### 18 or 3" is not a number, while verl reads the first one.
     """
     line = hash_line(solution_str[-300:])
-    given = None if line is None else _number(line.rstrip("!"))
-    if given is None:
-        return 0.0
-    return 1.0 if given == _truth(ground_truth) else format_score
+    if line is None:
+        return graded(0.0, False)
+    line = re.sub(r"(?<!!)!$", "", line)  # an exclamation mark
+    right = same(line, truth_of_gsm8k(ground_truth), prose=True)
+    is_format = format_score and right is False and is_number(line)
+    return graded(1.0 if right else format_score if is_format else 0.0, right)
 
 
 def gsm8k_flexible(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
     """Return 1 if the last number of the response is the ground truth, else 0. This is verl's flexible method, but it compares
-    numbers."""
+    numbers. It reads no words: "at least 18" is 18."""
     given = last_number(solution_str)
-    return float(given is not None and given == _truth(ground_truth))
+    return float(given is not None and given == last_number(truth_of_gsm8k(ground_truth)))
 
 
-def _truth(ground_truth: str) -> Fraction | None:
+def truth_of_gsm8k(ground_truth: str) -> str:
     """Return the number of a ground truth, which may be a whole answer with "####" before the number, as in GSM8K's files."""
-    return _number(str(ground_truth).rpartition("####")[2])
+    return str(ground_truth).rpartition("####")[2]
 
 
-def _number(text: str) -> Fraction | None:
-    text = canonical(text)
-    value = number(text)
-    return quantity(text) if value is None else value
+def graded(score: float, right: bool | None, **more: float) -> dict:
+    """Return a score with acc, and undecided: 1 for an answer that the grader cannot decide, so that a person sees how many
+    there are (reward/extra/undecided/mean)."""
+    return {"score": score, "acc": float(right is True), "undecided": float(right is None), **more}
 
 
-def math_verify(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
-    r"""Return 1 if the last \boxed{} (without any, the last line "Answer: ...") is the ground truth, else 0.
+def math_verify(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> dict:
+    r"""Return a score of 1 if the last \boxed{} (without any, the last line "Answer: ...") is the ground truth, else 0.
 
-    verl's grader of MATH compares spellings. This one accepts everything that verl's does, and other spellings of the same
-    result. Neither computes anything for the answer: \boxed{\binom{8}{4}} is not 70.
+    verl's grader of MATH compares spellings. This one accepts other spellings of the same result, too. Neither computes
+    anything for the answer: \boxed{\binom{8}{4}} is not 70.
     """
-    answer = boxed(solution_str) if BOX.search(solution_str) else answer_line(solution_str)
-    return float(answer is not None and same(answer, str(ground_truth)))
+    right = _right(solution_str, ground_truth, boxed if BOX.search(solution_str) else answer_line)
+    return graded(float(right is True), right)
+
+
+def _right(solution_str: str, ground_truth: Any, find: Callable[[str], str | None], any_root: bool = False) -> bool | None:
+    """Return whether the answer that `find` finds is right: False without one, None if that cannot be decided."""
+    try:
+        answer = find(solution_str)
+    except NotUnderstood:
+        return None
+    return False if answer is None else same(answer, str(ground_truth), any_root)
 
 
 def math_dapo(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> dict:
-    r"""Return 1 if the last "Answer: ..." (without any, the last \boxed{}) is the ground truth, else -1: DAPO's scale (arXiv
-    2503.14476). acc is 1 or 0.
+    r"""Return a score of 1 if the last "Answer: ..." (without any, the last \boxed{}) is the ground truth, else -1: DAPO's
+    scale (arXiv 2503.14476).
 
-    verl's grader compares spellings, and only after "Answer:" in the last 300 characters. This one accepts everything that
-    verl's does.
+    verl's grader compares spellings, and only after "Answer:" in the last 300 characters.
     """
-    answer = answer_line(solution_str) or boxed(solution_str)
-    right = float(answer is not None and same(answer, str(ground_truth)))
-    return {"score": 2 * right - 1, "acc": right}
+    right = _right(solution_str, ground_truth, lambda text: answer_line(text) or boxed(text))
+    return graded(1.0 if right else -1.0, right)
 
 
 def geo3k(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> dict:
     r"""Return 0.9 accuracy + 0.1 format, as in verl. The whole response must have the form <think>...</think>...\boxed{...}...:
     nothing may precede <think>, not even a space."""
-    answer = boxed(solution_str)
-    right = float(answer is not None and same(answer, str(ground_truth), any_root=True))
+    right = _right(solution_str, ground_truth, boxed, any_root=True)
     well_formed = float(GEO3K.match(solution_str) is not None)
-    return {"score": 0.9 * right + 0.1 * well_formed, "acc": right, "format": well_formed}
+    return graded(0.9 * bool(right) + 0.1 * well_formed, right, format=well_formed)
 
 
 def exact(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:

@@ -22,7 +22,8 @@ def wheel(tmp_path_factory) -> Path:
     where, source = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "requirements.txt", "losses.py", "report.py"):
         shutil.copy(ROOT / name, source / name)
-    shutil.copytree(ROOT / "rl", source / "rl", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("rl", "math_grader"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     flags = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
     subprocess.run([sys.executable, "-m", "pip", "wheel", *flags, "--wheel-dir", where, source], check=True, timeout=120)
     (made,) = where.glob("*.whl")
@@ -48,8 +49,9 @@ def test_everything_imports_from_any_directory_and_the_report_without_torch(site
     program = "import sys, report, rl.report.logs; print('torch' in sys.modules, report.__file__)"
     assert run(site, tmp_path, program) == f"False {site / 'report.py'}"
     assert run(site, tmp_path, "import losses; print(losses.__file__)") == str(site / "losses.py")
-    modules = {path.relative_to(ROOT) for path in (ROOT / "rl").rglob("*.py")}
-    assert modules == {path.relative_to(site) for path in (site / "rl").rglob("*.py")}, "every file of the package is there"
+    for name in ("rl", "math_grader"):
+        modules = {path.relative_to(ROOT) for path in (ROOT / name).rglob("*.py")}
+        assert modules == {path.relative_to(site) for path in (site / name).rglob("*.py")}, "every file of the package is there"
 
 
 def metadata(site: Path) -> email.message.Message:

@@ -100,6 +100,10 @@ def test_tests_lie_in_the_folders_of_what_they_test():
     assert folders <= {*LEVELS, "losses", "scripts", "project"}
 
 
+def test_the_grader_of_mathematics_imports_nothing_of_ours():
+    assert not [name for file in (ROOT / "math_grader").glob("*.py") for name in imported(file)]
+
+
 def test_losses_import_nothing_of_ours():
     assert not [*imported(ROOT / "losses.py")]
 

@@ -11,7 +11,7 @@ from helpers import cpu_limit
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rl.rewards.answers import same
+from math_grader.answers import same
 from rl.rewards.verifiers import BUILT_IN, code, geo3k, math_dapo, math_verify
 
 MATH = [math_verify, math_dapo, geo3k]
@@ -59,7 +59,6 @@ def restated(rng: random.Random, value: int, depth: int = 0) -> str:
         rf"\frac{{{value * k}}}{{{k}}}",
         rf"{value * k}/{k}",
         rf"{value * k} \div {k}",
-        rf"\frac{{{value}}}{{1}}",
         rf"{value}\cdot 1",
         rf"\left({part(value)}\right)^1",
         rf"{value}+0",

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable
 from fractions import Fraction
 from functools import lru_cache
+from typing import Any
 
 ATOMS = {"i", "e", r"\pi"}
 DIGITS = 500  # of precision for values
@@ -52,11 +53,22 @@ def _unsigned(made: tuple) -> tuple[int, tuple]:
 
 def _power(base: tuple, exponent: tuple) -> tuple:
     number = _whole(exponent)
+    if exponent[0] == "term" and isinstance(exponent[2], Fraction) and exponent[2].denominator > 2 and not exponent[3]:
+        return _fractional_power(base, exponent)
     if base[0] != "sum" or number is None or exponent[1] < 0:
         return ("power", base, exponent)
     sign, base = _unsigned(base)
     made = ("power", base, exponent)
     return ("term", -1, ONE, (made,), ()) if sign < 0 and number % 2 else made
+
+
+def _fractional_power(base: tuple, exponent: tuple) -> tuple:
+    r"""Return 2^{2/3} as \sqrt[3]{4}; any other power unchanged. A square root is written as a root."""
+    number, power = _whole(base), exponent[1] * exponent[2]
+    if number is None or not 0 < power < 1 or not 1 < number < LARGEST_RADICAND or power.denominator > 40 or exponent[4]:
+        return ("power", base, exponent)
+    radicand = Fraction(number**power.numerator)
+    return ("root", form(("number", Fraction(power.denominator))), form(("number", radicand)))
 
 
 class _Factors:
@@ -103,7 +115,7 @@ class _Factors:
         if not below:
             return number
         whole = number.denominator == below[0].denominator == 1
-        if whole and below[0] > 1 and math.gcd(number.numerator, below[0].numerator) == 1:
+        if whole and below[0] > 0 and math.gcd(number.numerator, below[0].numerator) == 1:
             return number / below[0]
         return (tuple(above), tuple(below))
 
@@ -215,43 +227,64 @@ def _split_root(radicand: int, index: int) -> tuple[int, int, int] | None:
     return outside, math.prod(p ** (n // common) for p, n in inside.items()), index // common
 
 
-def same_value(tree: tuple, other: tuple) -> bool:
-    """Return whether both have the same value, to about DIGITS digits, which is more than any answer has."""
+def same_value(tree: tuple, other: tuple, names: bool = False) -> bool:
+    """Return whether both have the same value, to about DIGITS digits, which is more than any answer has. names: names have
+    values, too, so that x(x+1) and x^2+x are equal."""
+    a, b = values((tree, other), names)
+    return a is not None and b is not None and equal(a, b)
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Return whether two values are equal, except for their last digits."""
+    import mpmath
+
+    with mpmath.workdps(DIGITS):
+        return abs(a - b) <= max(1, abs(a), abs(b)) * mpmath.mpf(10) ** (20 - DIGITS)
+
+
+def values(trees: Iterable[tuple], names: bool = False) -> list[Any]:
+    """Return the values of trees: None for anything that is not a number, or too hard to compute."""
     import mpmath  # a dependency of torch; late: few answers are evaluated
 
-    try:
-        with mpmath.workdps(DIGITS):
-            a, b = _value(tree, mpmath), _value(other, mpmath)
-            return abs(a - b) <= max(1, abs(a), abs(b)) * mpmath.mpf(10) ** (20 - DIGITS)
-    except (ArithmeticError, ValueError):  # not a number, or too hard
-        return False
+    found = []
+    with mpmath.workdps(DIGITS):
+        for tree in trees:
+            try:
+                found.append(_value(tree, mpmath, names))
+            except (ArithmeticError, ValueError):
+                found.append(None)
+    return found
 
 
-def _value(tree: tuple, mp):
+def _value(tree: tuple, mp, names: bool):
     """Return the value of a tree. Raise ArithmeticError or ValueError if it is not a number, or too hard to compute."""
     kind, *parts = tree
-    if kind == "number":
+    if kind in ("number", "spelled"):
         return mp.mpf(parts[0].numerator) / parts[0].denominator
     if kind == "name" and parts[0] in ATOMS:
         return {"i": mp.j, "e": +mp.e, r"\pi": +mp.pi}[parts[0]]
+    if kind == "name" and names:
+        return mp.sqrt(sum(map(ord, parts[0]))) / 7
+    if kind == "percent":
+        return _value(parts[0], mp, names) / 100
     if kind not in ("sum", "product", "quotient", "negative", "power", "root", "factorial", "binomial"):
         raise ValueError(f"a {kind} is no number")
-    values = [_value(part, mp) for part in parts]
+    its = [_value(part, mp, names) for part in parts]
     if kind in ("sum", "product"):
-        return (mp.fsum if kind == "sum" else mp.fprod)(values)
+        return (mp.fsum if kind == "sum" else mp.fprod)(its)
     if kind == "quotient":
-        return values[0] / values[1]
+        return its[0] / its[1]
     if kind == "negative":
-        return -values[0]
+        return -its[0]
     if kind == "power":
-        _check(abs(values[1]) <= MOST)
-        return values[0] ** values[1]
+        _check(abs(its[1]) <= MOST)
+        return its[0] ** its[1]
     if kind == "root":
-        index, radicand = values
+        index, radicand = its
         _check(mp.isint(index) and 1 < index <= 40 and (index == 2 or (mp.im(radicand) == 0 and radicand >= 0)))
         return mp.root(radicand, int(index))
-    _check(all(mp.isint(x) and 0 <= x <= 1000 for x in values))
-    return mp.mpf((math.factorial if kind == "factorial" else math.comb)(*map(int, values)))
+    _check(all(mp.isint(x) and 0 <= x <= 1000 for x in its))
+    return mp.mpf((math.factorial if kind == "factorial" else math.comb)(*map(int, its)))
 
 
 def _check(is_computed: bool) -> None:

@@ -1,24 +1,22 @@
-r"""A parser of LaTeX answers into trees. It computes nothing: "2 \cdot 3" is a product of two numbers, not 6.
+r"""A parser of answers into trees. It computes nothing: "2 \cdot 3" is a product of two numbers, not 6.
 
 It understands numbers, mixed numbers, names, sums, products, quotients, powers, roots, functions, lists, tuples, intervals,
-sets, unions, matrices, equations and inequalities. Anything else raises NotUnderstood; then only the comparison of spellings in
-rl/rewards/answers.py counts. A node is a tuple: its kind, then its parts. The time is linear in the length of the text, which
-the caller limits.
+sets, unions, matrices, equations and inequalities. It uses every token, or raises NotUnderstood. A node is a tuple: its kind,
+then its parts. The time is linear in the length of the text, which the caller limits. sentence.py parses the words
+around a formula.
 """
 
-import re
 from fractions import Fraction
+
+from math_grader import words
+from math_grader.text import CURRENCIES, NotUnderstood
 
 DEEPEST = 24  # levels of nested brackets, fractions and exponents
 MOST_MARKS = 4  # exponents, subscripts and factorials after one operand, or consecutive divisions
-TOKEN = re.compile(r"\\begin\{\w+\}|\\end\{\w+\}|\\[A-Za-z]+|\\.|\d+\.?\d*|\.\d+|[A-Za-z]+|\S", re.DOTALL)
-NUMERAL = re.compile(r"\d+\.?\d*|\.\d+")
 PAIRS = {"(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
 CLOSING = {*PAIRS.values(), "}", "|"}
 TIMES = {r"\cdot", r"\times", "*"}
-RELATIONS = {"=", "<", ">", r"\le", r"\ge", r"\ne", r"\in"}
-SPELLINGS = {r"\leq": r"\le", r"\geq": r"\ge", r"\neq": r"\ne", r"\lvert": "|", r"\rvert": "|", r"\div": "/", r"\lbrace": r"\{"}
-SPELLINGS |= {r"\rbrace": r"\}", r"\lbrack": "[", r"\rbrack": "]", r"\leqslant": r"\le", r"\geqslant": r"\ge", r"\vert": "|"}
+RELATIONS = {"=", "<", ">", r"\le", r"\ge", r"\ne", r"\in", r"\approx"}
 
 
 def _commands(names: str) -> set[str]:
@@ -30,42 +28,27 @@ NAMES = _commands(
     "pi theta alpha beta gamma delta epsilon varepsilon lambda mu nu rho sigma tau phi varphi psi omega Delta Omega "
     "infty emptyset ell circ"
 )
+FUNCTION_NAMES = set("fgFGPQ")  # f(x) is no product
 MARKS = _commands("overline vec hat bar mathbf mathbb mathcal overrightarrow bm widehat")  # above a name
 STOPS = {",", ";", "+", "-", "/", "&", r"\\", r"\cup", r"\cap", r"\setminus", r"\pm", r"\mp", ""} | TIMES | RELATIONS | CLOSING
-WORDS = {"and": ",", "or": ","}
+LARGEST_EXPONENT = 400  # of ten, in a number
 LONGEST_PRODUCT = 3  # adjacent letters; more are a word
 
 
-class NotUnderstood(ValueError):
-    """A text that is not an answer in a notation that this parser knows."""
+def is_word(token: str) -> bool:
+    """Return whether the token is no part of a formula: a known word of two letters or more, a unit, a currency."""
+    if token in CURRENCIES or token.startswith(r"\unit"):
+        return True
+    return token.isalpha() and (len(token) > 1 or not token.isascii()) and words.is_known(token)
 
 
-def parse(text: str) -> tuple:
-    """Return the tree of an answer in the notation of rl/rewards/answers.canonical. Raise NotUnderstood for anything else."""
-    return _Parser(text).whole()
-
-
-def _tokens(text: str) -> list[str]:
-    tokens: list[str] = []
-    for token in TOKEN.findall(text):
-        token = SPELLINGS.get(token, token)
-        if not (token.isalpha() and len(token) > 1):
-            tokens.append(token)
-        elif token.lower() in WORDS:
-            tokens.append(WORDS[token.lower()])
-        elif len(token) <= LONGEST_PRODUCT:
-            tokens.extend(token)
-        else:
-            raise NotUnderstood(token)
-    return tokens
-
-
-class _Parser:
-    def __init__(self, text: str):
-        self.tokens = _tokens(text)
+class Parser:
+    def __init__(self, found: list[str]):
+        self.tokens = found
         self.at = 0
         self.depth = 0
         self.in_bars = 0
+        self.units: set[str] = set()
 
     @property
     def next(self) -> str:
@@ -78,19 +61,15 @@ class _Parser:
         self.at += 1
         return token
 
-    def whole(self) -> tuple:
-        items = self.items()
-        if self.next:
-            raise NotUnderstood(self.next)
-        return items[0] if len(items) == 1 else ("list", *items)
+    def peek(self, ahead: int = 1) -> str:
+        return self.tokens[self.at + ahead] if self.at + ahead < len(self.tokens) else ""
 
     def items(self) -> list[tuple]:
         """Parse parts with commas between them."""
         items = [self.relation()]
         while self.next in (",", ";"):
             self.take()
-            if self.next not in (",", ";"):  # two in a row: "1, 2, and 3"
-                items.append(self.relation())
+            items.append(self.relation())
         return items
 
     def relation(self) -> tuple:
@@ -130,12 +109,18 @@ class _Parser:
             if self.next in TIMES:
                 self.take()
                 value = _product(value, self.factor(signs=True))
-            elif self.next == "/" and quotients < MOST_MARKS:
+            elif self.next == "%":
+                self.take()
+                value = ("percent", value)
+                self.units |= set() if self.depth else {"%"}
+            elif self.at_degree():
+                value = self.degree(value)
+            elif self.next == "/" and quotients < MOST_MARKS and not is_word(self.peek()):
                 self.take()
                 quotients += 1
                 value = ("quotient", value, self.factor(signs=True))
             elif self.at_stop():
-                return value
+                return _scientific(value)
             else:
                 value = self.side_by_side(value)
 
@@ -143,12 +128,33 @@ class _Parser:
         """Return whether no further factor begins here."""
         if self.next == "|":
             return self.in_bars > 0
-        return self.next in STOPS or self.next.startswith(r"\end")
+        if self.next in STOPS or self.next.startswith(r"\end") or is_word(self.next) or self.at_degree():
+            return True
+        return self.next == "(" and is_word(self.peek())  # 7 (units)
+
+    def at_degree(self) -> bool:
+        return self.next == "^" and r"\circ" in (self.peek(), self.peek(2)) and self.peek() in ("{", r"\circ")
+
+    def degree(self, value: tuple) -> tuple:
+        self.take("^")
+        if self.next == "{":
+            self.take()
+            self.take(r"\circ")
+            self.take("}")
+        else:
+            self.take(r"\circ")
+        if self.next in ("C", "F") and not self.peek():
+            self.units.add(self.take())
+        return ("degree", value)
 
     def side_by_side(self, left: tuple) -> tuple:
         """Parse a factor without a multiplication sign: the result is a mixed number or a product."""
+        is_argument = self.next == "("
         right = self.factor()
-        if left[0] == "number" and right[0] == "number" and self.next == "/":  # 1 2/3
+        is_function = (left[0] == "name" and left[1] in FUNCTION_NAMES) or right[0] in ("number", "negative")
+        if left[0] in ("name", "subscript", "prime") and is_argument and is_function:
+            return ("call", "()", left, right)  # f(3)
+        if left[0] == "number" and right[0] == "number" and self.next == "/" and not is_argument:  # 1 2/3
             self.take()
             right = ("quotient", right, self.factor())
         if left[0] == "number" and _is_plain_fraction(right):
@@ -162,7 +168,7 @@ class _Parser:
             return ("negative", self.factor()) if self.take() == "-" else self.factor()
         value = self.base()
         marks = 0
-        while self.next in ("^", "_", "!", "'"):
+        while self.next in ("^", "_", "!", "'") and not self.at_degree():
             mark = self.take()
             marks += 1
             if marks > MOST_MARKS:
@@ -205,10 +211,16 @@ class _Parser:
 
     def thing(self, token: str) -> tuple:
         """Parse the operand that begins with the token, without its exponent and subscript."""
-        if NUMERAL.fullmatch(token):
-            return ("number", Fraction(token.rstrip(".")))
-        if token.isalpha() or token in NAMES:
-            return ("name", token)
+        if token[0] in "0123456789" or (token[0] == "." and len(token) > 1):
+            return self.number(token)
+        if token in CURRENCIES:
+            return self.money(token)
+        if token.isalpha() and token.isascii():
+            return self.letters(token)
+        if token in NAMES or token.startswith(r"\unit"):
+            return ("name", token.removeprefix(r"\unit").strip("{}"))
+        if token in (r"\angle", r"\triangle"):
+            return ("call", token, _in_order(self.thing(self.take())))
         if token in (r"\frac", r"\binom", r"\dbinom", r"\tbinom"):
             kind = "quotient" if token == r"\frac" else "binomial"
             return (kind, self.argument(digit=True), self.argument(digit=True))
@@ -221,7 +233,7 @@ class _Parser:
         if token in FUNCTIONS:
             return self.function(token)
         if token in MARKS:
-            return ("call", token, self.argument())
+            return ("call", token, _in_order(self.argument()))
         if token == "{":
             return self.sum_up_to("}")
         if token == "|":
@@ -235,14 +247,46 @@ class _Parser:
             return self.matrix(token[len(r"\begin{") : -1])
         raise NotUnderstood(token)
 
+    def number(self, token: str) -> tuple:
+        if "." not in token or self.next not in (r"\overline", r"\dot", r"\bar"):
+            return ("number", Fraction(token.replace(",", "").replace(" ", "").rstrip(".")))
+        self.take()
+        repeated = self.take()
+        if repeated == "{":
+            repeated = self.take()
+            self.take("}")
+        whole, _, fixed = token.partition(".")
+        if not (whole + fixed + repeated).isdecimal() or len(repeated) > 100:
+            raise NotUnderstood(repeated)
+        value = Fraction(int(whole + fixed), 10 ** len(fixed))
+        return ("number", value + Fraction(int(repeated), 10 ** len(fixed) * (10 ** len(repeated) - 1)))
+
+    def money(self, currency: str) -> tuple:
+        """Parse the number after a currency: $5, $-5."""
+        self.units.add(words.UNITS[currency.removeprefix("\\")])
+        is_negative = self.next == "-" and bool(self.take())
+        value = self.thing(self.take())
+        if value[0] != "number":
+            raise NotUnderstood(currency)
+        return ("negative", value) if is_negative else value
+
+    def letters(self, token: str) -> tuple:
+        if token.lower() in words.NUMBERS:
+            return ("spelled", Fraction(words.NUMBERS.index(token.lower())))
+        if len(token) > LONGEST_PRODUCT:
+            raise NotUnderstood(token)
+        return ("name", token) if len(token) == 1 else ("product", *(("name", letter) for letter in token))
+
     def function(self, name: str) -> tuple:
         """Parse a function's exponent and subscript, then factors up to the next sign or function: sin^2 2x, log_2 x."""
         marks = []
-        while self.next in ("^", "_"):
+        while self.next in ("^", "_") and not self.at_degree():
             marks.append((self.take(), self.argument()))
         value = self.factor(signs=True)
         while not self.at_stop() and self.next not in FUNCTIONS:
             value = self.side_by_side(value)
+        if self.at_degree():
+            value = self.degree(value)
         return ("call", name, *marks, value)
 
     def bracket(self, opening: str) -> tuple:
@@ -282,8 +326,28 @@ class _Parser:
         return ("call", name, tree) if name in ("vmatrix", "Vmatrix") else tree
 
 
+def _in_order(tree: tuple) -> tuple:
+    r"""Return letters as one name: \angle ABC is not \angle CAB."""
+    is_product = tree[0] == "product" and all(part[0] == "name" for part in tree[1:])
+    return ("name", "".join(part[1] for part in tree[1:])) if is_product else tree
+
+
 def _product(left: tuple, right: tuple) -> tuple:
     return ("product", *(left[1:] if left[0] == "product" else (left,)), right)
+
+
+def _scientific(tree: tuple) -> tuple:
+    r"""Return 1.5 \times 10^3 as one number; any other tree unchanged."""
+    if tree[0] != "product" or len(tree) != 3 or tree[1][0] != "number" or not 1 <= tree[1][1] < 10:
+        return tree
+    if tree[2][:2] != ("power", ("number", Fraction(10))):
+        return tree
+    exponent = tree[2][2]
+    sign = -1 if exponent[0] == "negative" else 1
+    exponent = exponent[1] if sign < 0 else exponent
+    if exponent[0] != "number" or exponent[1].denominator > 1 or exponent[1] > LARGEST_EXPONENT:
+        return tree
+    return ("number", tree[1][1] * Fraction(10) ** (sign * int(exponent[1])))
 
 
 def _is_plain_fraction(tree: tuple) -> bool:

@@ -1,0 +1,191 @@
+"""Wrong answers are never paid: ordered pairs of different answers, and generated ones (wrong_answers.py). Right ones are: a
+table of spellings, and the published solutions."""
+
+import json
+import os
+from collections import Counter
+from itertools import permutations, product
+from pathlib import Path
+
+import pytest
+from helpers import GSM8K, ROOT, cpu_limit
+from wrong_answers import TEMPLATES, wrong_answers
+
+from math_grader.answers import same
+from rl.rewards.verifiers import BUILT_IN, geo3k, gsm8k, math_dapo, math_verify
+
+ROWS = [json.loads(line) for line in (ROOT / "tests" / "fixtures" / "graders.jsonl").read_text().splitlines()]
+GEO3K = Path(os.environ.get("RL_GEO3K", ROOT.parent / "shared" / "data" / "geo3k"))  # train.parquet
+SHAPES = [  # where each grader looks for the answer
+    (gsm8k, "#### {}"),
+    (math_verify, "so $\\boxed{{{}}}$."),
+    (math_dapo, "Answer: {}"),
+    (geo3k, "<think>a</think> \\boxed{{{}}}"),
+]
+EQUIVALENT = [  # ground truths of the fixture that are the same answer, by hand
+    {r"\frac{1}{2}", r"\frac12"},
+    {"12.5", r"12.5\%"},
+    {"x>3", r"(3,\infty)"},
+    {"2x+3", "y=2x+3"},
+    {"70", r"\binom{8}{4}"},
+    {r"\frac{1}{3}", r"0.\overline{3}"},
+    {r"\frac{1}{\sqrt{3}}", r"\frac{\sqrt{3}}{3}"},
+    {"33", "033"},
+]
+
+
+def paid_texts(count: int, seed: int) -> list[tuple[str, str, str, str]]:
+    """Return the wrong answers that some grader pays, of `count` generated ones."""
+    found = []
+    for i, (kind, text, truth) in enumerate(wrong_answers(seed, count)):
+        grader, shape = SHAPES[i % len(SHAPES)]
+        if grader("", shape.format(text), truth)["acc"]:
+            found.append((grader.__name__, kind, text, truth))
+    return found
+
+
+def test_none_of_thousands_of_wrong_answers_is_paid():
+    with cpu_limit(60):
+        assert paid_texts(8000, seed=11) == []
+
+
+@pytest.mark.slow
+def test_none_of_100_000_wrong_answers_is_paid():
+    assert paid_texts(100_000, seed=12) == []
+
+
+def test_the_generator_makes_every_kind_often():
+    kinds = Counter(kind for kind, _, _ in wrong_answers(1, 4000))
+    assert len(kinds) == len(TEMPLATES) and min(kinds.values()) > 100
+    assert len({text for _, text, _ in wrong_answers(1, 4000)}) > 3000
+
+
+def test_different_answers_never_pay_for_each_other():
+    """All ordered pairs of the fixture's ground truths: 37,056 pairs of right answers found four holes once."""
+    truths = sorted({str(row["truth"]) for row in ROWS})
+    equal = {pair for group in EQUIVALENT for pair in permutations(group, 2)}
+    assert len(truths) > 100 and len(equal & set(permutations(truths, 2))) == 2 * len(EQUIVALENT)
+    assert [(a, b) for a, b in permutations(truths, 2) if same(a, b) and (a, b) not in equal] == []
+
+
+@pytest.mark.slow
+def test_right_spellings_never_pay_for_another_answer():
+    """Every labelled right response, against the ground truth of every other row of its source."""
+    by_source: dict[str, list[dict]] = {}
+    for row in ROWS:
+        by_source.setdefault(row["source"], []).append(row)
+    paid = []
+    for source, rows in by_source.items():
+        if source == "gsm8k_flexible":
+            continue
+        grader = BUILT_IN.get(source, math_dapo)
+        for row, other in product(rows, rows):
+            group = next((group for group in EQUIVALENT if row["truth"] in group), {row["truth"]})
+            if other["truth"] not in group:
+                paid += [(text, other["truth"]) for text in row["right"] if grader(source, text, other["truth"])["acc"]]
+    assert paid == []
+
+
+# --------------------------------------------------------------------------------------------------- right ones
+
+
+def right_answers() -> list[tuple[str, str]]:
+    """Return (spelling, ground truth) of fixtures/right_answers.tsv: the first three spellings of a number with each text that
+    may stand around it, all spellings of numbers, and others."""
+    rows = [line.split("\t") for line in (ROOT / "tests" / "fixtures" / "right_answers.tsv").read_text().splitlines()]
+    around = [row[1] for row in rows if row[0] == "around"]
+    numbers: dict[str, list[str]] = {}
+    for row in rows:
+        if row[0] == "number":
+            numbers.setdefault(row[2], []).append(row[1])
+    found = [(text.replace("@", spelling), truth) for truth, its in numbers.items() for spelling in its[:3] for text in around]
+    return found + [(row[1], row[2]) for row in rows if row[0] in ("number", "other")]
+
+
+@pytest.mark.parametrize("grader, shape", SHAPES[1:], ids=lambda part: getattr(part, "__name__", ""))
+def test_right_spellings_are_paid(grader, shape):
+    answers = right_answers()
+    assert len(answers) > 700
+    refused = [(text, truth) for text, truth in answers if not grader("", shape.format(text), truth)["acc"]]
+    assert refused == []
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_every_published_solution_of_gsm8k_is_paid(part):
+    path = GSM8K / f"{part}.parquet"
+    if not path.exists():
+        pytest.skip(f"no {path}")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = parquet.read_table(path, columns=["extra_info", "reward_model"]).to_pylist()
+    solutions = [(row["extra_info"]["answer"], row["reward_model"]["ground_truth"]) for row in rows]
+    assert [
+        solution for solution, truth in solutions if gsm8k("", solution, truth) != {"score": 1, "acc": 1, "undecided": 0}
+    ] == []
+    boxed = [(solution.rpartition("####")[2].strip(), truth) for solution, truth in solutions]
+    assert [text for text, truth in boxed if not math_verify("", f"\\boxed{{{text}}}", truth)["acc"]] == []
+
+
+def test_every_ground_truth_of_geometry_is_paid_for_itself():
+    path = GEO3K / "train.parquet"
+    if not path.exists():
+        pytest.skip(f"no {path}")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    truths = [row["ground_truth"] for row in parquet.read_table(path, columns=["reward_model"])["reward_model"].to_pylist()]
+    assert truths and all(
+        geo3k("", f"<think>a</think>\\boxed{{{truth}}}", truth)["score"] == pytest.approx(1) for truth in truths
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ undecided
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "undecided"),
+    [
+        ("7", "7", 0),
+        ("8", "7", 0),
+        ("7+1", "7", 0),
+        ("7 zorg", "7", 1),
+        ("about 7", "7", 1),
+        ("x=7, y=8", "8", 1),
+        ("7 = 8", "8", 1),
+        ("Briana", r"\text{Evelyn}", 0),
+        (r"\int_0^7 dx", "7", 1),
+        ("7)", "7", 1),
+        ("(7,8)", "(8,7)", 0),
+        ("7 km", r"7\text{ m}", 0),
+        ("7" * 500, "7", 1),
+        ("7", r"\foo", 1),
+    ],
+)
+def test_an_answer_that_cannot_be_decided_is_counted(text, truth, undecided):
+    assert math_verify("", f"\\boxed{{{text}}}", truth)["undecided"] == undecided
+    assert math_dapo("", f"Answer: {text}", truth)["undecided"] == undecided
+
+
+@pytest.mark.parametrize(
+    "text", [r"-\boxed{7}", r"\boxed{7}^2", r"2\boxed{7}", r"\sqrt{\boxed{7}}", r"\boxed{7} + 1", r"x \ne \boxed{7}"]
+)
+def test_an_operation_on_a_box_is_part_of_the_answer(text):
+    assert math_verify("", text, "7") == {"score": 0, "acc": 0, "undecided": 1}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"- \boxed{7} - which was asked",
+        r"* \boxed{7}!",
+        r"= \boxed{7}/",
+        "1. \\boxed{7}",
+        r"\(\boxed{7}\) + 1 more",
+        r"</think>\boxed{7}",
+    ],
+)
+def test_prose_around_a_box_is_none(text):
+    assert math_verify("", text, "7")["acc"] == 1
+
+
+def test_a_response_without_an_answer_is_decided():
+    for grader in (gsm8k, math_verify, math_dapo, geo3k):
+        value = grader("", "I do not know.", "7")
+        assert value["acc"] == value["undecided"] == 0
