@@ -26,6 +26,7 @@ from rl.data.columns import GSM8K, TRUTHS, check_columns, check_truth, ground_tr
 from rl.data.image_prompts import FAMILIES, ImageError, ImagePrep, Images
 from rl.data.measured import Measured, measure
 from rl.data.tables import FileRows, read_table
+from rl.data.tools import Tools
 from rl.errors import UserError
 from rl.ranks import launch
 from rl.ranks.divided_work import DividedWork
@@ -76,13 +77,13 @@ class PromptDataset(FileRows):
         tokenizer: PreTrainedTokenizerBase,
         args: DataArgs,
         prep: ImagePrep | None = None,
-        tools: list[dict] | None = None,
+        tools: Tools | None = None,
     ):
-        """prep: of a model that takes images. tools: schemas of the tools that the model may call, for its chat template."""
+        """prep: of a model that takes images. tools: that the model may call."""
         self.tokenizer = tokenizer
         self.args = args
         self.prep = prep
-        self.tools = tools or None
+        self.tools = tools or Tools([], "auto")
         super().__init__(files, split)
         limit = args.train_max_samples if split == "train" else args.val_max_samples
         # Files keep their own columns: casting them to a common schema would change what they say.
@@ -244,11 +245,16 @@ class PromptDataset(FileRows):
             )
         if not any(message["content"].strip() for message in messages):
             raise UserError(f"{where}: the prompt (column {key!r}, --prompt-key) is empty. Remove the row.")
-        if self.prep and self.args.image_key in row:
-            messages = images.with_places(messages)
+        try:
+            messages = self.tools.described(messages) if is_chat else self.tools.check_text(prompt)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
         if not is_chat:
             return Text(prompt, begins_with_bos(self.tokenizer, prompt))
-        return Text(render_chat(self.tokenizer, where, messages, tools=self.tools, add_generation_prompt=True), True)
+        if self.prep and self.args.image_key in row:
+            messages = images.with_places(messages)
+        more = {"tools": self.tools.for_template, "add_generation_prompt": True}
+        return Text(render_chat(self.tokenizer, where, messages, **more), True)
 
     def _asked(self, row: dict) -> Any:
         """The row's prompt: chat messages, or a string that is used as it is."""

@@ -7,7 +7,6 @@ these types is read as JSON, or stays text: the tool says what is wrong with it.
 
 import contextlib
 import json
-import math
 import re
 from collections.abc import Callable, Iterator
 

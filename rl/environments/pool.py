@@ -89,8 +89,8 @@ class Environments:
 
     @watchdog.doing("the environments' process to start")
     def _start(self) -> None:
-        """Start the warm process and set `ready` to its first message: "schemas" of the tools, and whether an environment
-        "scores_at_end". Raise UserError if the user's file cannot be used."""
+        """Start the warm process and set `ready` to its first message: the "tools" (rl/data/tools.py), whether an environment
+        "scores_at_end", and a "note" for the user. Raise UserError if the user's file cannot be used."""
         flag, value = self.args.environment_flag
         self._selector = selectors.DefaultSelector()
         self._orders = deque()

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.environments.programs import BadValue, Programs, Silent, seed_random
+from rl.errors import UserError
 from rl.rewards import descendants
 from rl.rewards.worker import describe, import_file, limit_cpu, limit_memory
 
@@ -42,7 +43,7 @@ def main(parent: int) -> None:
     except (Exception, SystemExit) as error:
         control.send(json.dumps({"failed": describe(error)}).encode())
         return
-    ready = {"schemas": warm.turns.schemas or [], "scores_at_end": warm.scores_at_end}
+    ready = {"tools": vars(warm.turns.tools), "scores_at_end": warm.scores_at_end, "note": warm.note}
     control.send(json.dumps(ready).encode())
     gc.collect()
     gc.freeze()  # keeps memory shared with the forks
@@ -60,16 +61,24 @@ class Warm:
         with _without_torch():
             from transformers import AutoTokenizer
 
-            from rl.environments.turns import Turns
+            from rl.environments.turns import PROBE, Turns
 
             tokenizer = AutoTokenizer.from_pretrained(settings["model"], trust_remote_code=settings["trust_remote_code"])
             turns_of = functools.partial(Turns, tokenizer, end_tokens=set(settings["end_tokens"]), form=settings["form"])
             self.turns = turns_of(programs.schemas() if programs else [])
+        tools = self.turns.tools
+        self.note = ""  # for the user
         self.new = functools.partial(EpisodeProgram, programs, self.turns)  # makes the object that answers in an episode
         if programs is None:
             from rl.environments import agents  # late: only agents need it
 
             self.new = functools.partial(agents.Session, settings, turns_of)
+            try:
+                tools = turns_of([PROBE]).tools
+            except UserError as error:
+                self.note = f"calls that have tools cannot be answered: {error}"
+        if tools.form == "hermes" and not tools.is_native:
+            self.note = "the chat template does not do all that tools need in this format, so prompts get a description of them"
 
 
 def _programs(settings: dict) -> Programs:

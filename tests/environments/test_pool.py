@@ -44,7 +44,7 @@ def rude(model, request) -> Iterator[Environments]:
     os.environ["MY_TOKEN"] = os.environ["RANK"] = "secret"
     try:
         pool = environments(model)
-        assert pool.ready == {"schemas": [], "scores_at_end": False}
+        assert pool.ready["tools"]["schemas"] == [] and not pool.ready["scores_at_end"]
     finally:
         del os.environ["MY_TOKEN"], os.environ["RANK"]
     yield pool

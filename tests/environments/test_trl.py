@@ -102,7 +102,7 @@ def test_trl_s_own_trainer_plays_the_same_episodes(family, tmp_path, monkeypatch
         return [*before, *new], [0.0] * (len(before) + len(new))
 
     args = train_async.Args(rollout_n=len(turns), max_response_length=LENGTH, max_prompt_length=2000, max_turns=20)
-    schemas = pool.ready["schemas"]
+    schemas = pool.ready["tools"]["schemas"]
     ids = Turns(tokenizer, schemas, {end}).prompt(prompt, [])
     row = {"prompt": prompt, "words": WORDS}
     job = SimpleNamespace(
