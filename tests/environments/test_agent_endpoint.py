@@ -100,7 +100,7 @@ def test_the_openai_client_is_answered_and_refused(model, tokenizer, tmp_path):
     """Calls that extend each other add the template's own tokens alone; what is refused is no turn, and costs nothing."""
     pytest.importorskip("openai")
     pool = agents(model, f"{written(tmp_path / 'agent.py', WITH_OPENAI)} '{json.dumps(SCHEMA)}'")
-    assert pool.ready == {"schemas": [], "scores_at_end": True}
+    assert pool.ready["scores_at_end"] and not pool.ready["note"]
     pool.begin("a", ROW, seed=1, own_seed=1)
     first = answers(pool, ["a"])["a"]
     prompt = tokenizer.apply_chat_template(ROW["prompt"], tools=[SCHEMA], add_generation_prompt=True, tokenize=False)
