@@ -161,10 +161,10 @@ def set_up(args: CommonArgs, file: str) -> Job:
     train_files, val_files = (demo_files(model, files) for files in (args.train_files, args.val_files))
     environments = start_environments(args, path, tokenizer, config) if args.has_environment else None
     tools = environments and Tools(**environments.ready["tools"])
-    prompts = PromptDataset(train_files, "train", tokenizer, args, prep, tools)
+    prompts = PromptDataset(train_files, "train", tokenizer, args, prep, tools, args.brought)
     teacher_prompts = read_teacher_prompts(args, prompts) if args.teacher_prompt is not None else None
     validates = args.test_freq > 0 or args.val_only
-    val_prompts = PromptDataset(val_files, "val", tokenizer, args, prep, tools) if validates else None
+    val_prompts = PromptDataset(val_files, "val", tokenizer, args, prep, tools, args.brought) if validates else None
     sources = prompts.sources() | (val_prompts.sources() if val_prompts else {})
     if not (args.env or args.has_agent):  # these may score themselves
         check_sources(sources, args)

@@ -54,6 +54,14 @@ class EnvironmentArgs:
         return bool(self.env or self.tools or self.has_agent)
 
     @property
+    def brought(self) -> frozenset[str]:
+        """What rows may lack: an environment or agent may give the "prompt", and score without a "ground_truth", as does
+        --reward with tools."""
+        if self.env or self.has_agent:
+            return frozenset({"prompt", "ground_truth"})
+        return frozenset({"ground_truth"} if self.tools and self.own_reward else ())
+
+    @property
     def has_agent(self) -> bool:
         """Whether the turns are those of agents that own their loop."""
         return bool(self.agent or self.serve_policy)
