@@ -68,6 +68,7 @@ VLLM = Need("with --engine embedded", lambda args: args.engine != "embedded")
 VLLM_ON = dataclasses.replace(VLLM, unless=(False,))
 STALE = Need("without --staleness-threshold above 0 or --publish-every above 1", lambda args: args.trains_stale, ("off",))
 TURNS = Need("without --env, --tools, --agent or --serve-policy", lambda args: args.has_environment)
+POOL = Need("with --reward over environments, which has the limits of --env", lambda args: not args.scores_environments)
 CRITIC = Need("without --adv-estimator gae", lambda args: args.needs_critic)
 
 # Every other flag has an effect whatever the other flags are, or is refused
@@ -112,7 +113,8 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     ),
     "truncation": (Need("with --filter-overlong-prompts", lambda args: not args.filter_overlong_prompts, ("error",)),),
     # rewards
-    "reward_concurrency": (Need("without --reward or --judge", lambda args: bool(args.own_reward)),),
+    **dict.fromkeys(("reward_timeout", "reward_cpu_limit", "reward_workers", "reward_memory_limit_gb"), (POOL,)),
+    "reward_concurrency": (Need("without --reward or --judge", lambda args: bool(args.own_reward)), POOL),
     **dict.fromkeys(("judge_url", "judge_model", "judge_retries"), (_with("judge"),)),
     "overlong_penalty_factor": (_with("overlong_buffer_len"),),
     # environments

@@ -65,6 +65,7 @@ class Environments:
         self._settings = {
             "spec": args.environment_spec,
             "are_tools": not args.env,
+            "reward": args.reward if args.scores_environments else "",
             "agent": args.agent,
             "gateway": secrets.token_hex(16) if args.has_agent else "",
             "timeout": args.env_timeout,

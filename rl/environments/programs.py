@@ -36,6 +36,13 @@ def awaited(value: Any) -> Any:
     return _loop().run_until_complete(value) if inspect.isawaitable(value) else value
 
 
+def accepted(function: Callable, keywords: dict) -> dict:
+    """Return the keywords that the function takes."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return keywords if takes_all else {name: value for name, value in keywords.items() if name in parameters}
+
+
 class OwnEnvironment:
     """An instance of the user's class with `step`."""
 
@@ -62,6 +69,9 @@ class OwnEnvironment:
             raise BadValue("step returned no message, and is not done")
         return messages, reward, done
 
+    def reward(self) -> None:
+        """Return None: an episode that was cut has no further reward."""
+
 
 class ToolEnvironment:
     """Functions that the model may call. The episode ends with the first turn that calls none."""
@@ -73,7 +83,7 @@ class ToolEnvironment:
     def reset(self, row: dict, seed: int) -> list[dict] | str:
         if not hasattr(self.instance, "reset"):
             return []
-        return as_added(awaited(self.instance.reset(**row)))
+        return as_added(awaited(self.instance.reset(**accepted(self.instance.reset, row))))
 
     def step(self, message: dict) -> tuple[list[dict], float | None, bool]:
         if not message["calls"]:
@@ -209,5 +219,7 @@ class Programs:
 def seed_random(seed: int) -> None:
     """Seed the random number generators: otherwise all forks of a process would draw the same numbers."""
     random.seed(seed)
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed(seed % 2**32)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    if sys.modules.get("torch"):
+        sys.modules["torch"].manual_seed(seed % 2**63)

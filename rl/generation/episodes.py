@@ -380,7 +380,7 @@ class Episodes(Responses):
         episode = self._of[id]
         episode.cut = cut
         if self.scores_at_end and not episode.rewards:
-            self._ask(id, "end")
+            self._ask(id, "end", ids=episode.output.token_ids)
         else:
             self._finish(id, "length")
 
