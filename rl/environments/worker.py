@@ -66,11 +66,10 @@ class Warm:
         rewards = _named(settings["reward"]) if settings["reward"] else []
         self.scores_at_end = bool(rewards) or programs is None or programs.scores_at_end
         with _without_torch():
+            import numpy.random  # noqa: F401 (for all forks, which seed it)
             from transformers import AutoTokenizer
 
             from rl.environments.turns import PROBE, Turns
-
-            import numpy.random  # noqa: F401 (for all forks, which seed it)
 
             tokenizer = AutoTokenizer.from_pretrained(settings["model"], trust_remote_code=settings["trust_remote_code"])
             turns_of = functools.partial(Turns, tokenizer, end_tokens=set(settings["end_tokens"]), form=settings["form"])
