@@ -23,13 +23,10 @@ SCRIPTS = {"sync": train_sync.Args, "one_step_off": train_one_step_off.Args, "as
 PLAN = dataclasses.make_dataclass("Args", [], bases=(plan.PlanArgs, train_async.Args))
 ALONE = "--teacher demo --teacher-alone --teacher-top-k 4"
 TRL = f"{__file__}:over_environments"
-IN_POOL = (
-    "--reward-timeout 5",
-    "--reward-cpu-limit 5",
-    "--reward-workers 2",
-    "--reward-memory-limit-gb 2",
-    "--reward-concurrency 8",
-)
+IN_POOL = ("--reward-timeout 5", "--reward-cpu-limit 5", "--reward-workers 2", "--reward-memory-limit-gb 2")
+IN_POOL += ("--reward-concurrency 8",)
+WITH = {"target_kl": {"kl_ctrl_type"}, "gamma": {"adv_estimator"}, "loss_args": {"loss_mode"}}  # named next to a flag
+WITH |= {"rollout_is_threshold": {"rollout_is"}}
 # a flag with a value; other flags with which it has no effect; others with which it has one; the script
 CASES = [
     ("--gamma 0.9", "--adv-estimator grpo", "--adv-estimator reinforce_pp"),
@@ -111,11 +108,7 @@ CASES = [
     ("--tool-format xml", "", "--env demo-calculator"),
     ("--turn-rewards", "--adv-estimator reinforce_pp", "--env demo-calculator --adv-estimator reinforce_pp"),
     ("--turn-rewards", "--env demo-calculator", "--env demo-calculator --adv-estimator remax"),
-    (
-        "--turn-rewards",
-        "--env demo-calculator --adv-estimator gdpo --gdpo-reward-keys a",
-        "--env demo-calculator --adv-estimator gae",
-    ),
+    ("--turn-rewards", "--env demo-calculator --adv-estimator rloo", "--env demo-calculator --adv-estimator gae"),
     ("--env-timeout 3", "", "--env demo-calculator"),
     ("--env-cpu-limit 3", "", "--env demo-calculator"),
     ("--env-memory-limit-gb 3", "", "--env demo-calculator"),
@@ -198,7 +191,7 @@ def test_a_flag_without_its_need_is_named_and_with_it_is_not(case, capfd):
     name = case[0].split()[0].removeprefix("--no-").removeprefix("--").replace("-", "_")
     lacking = combined(case, 1)
     assert lacking.pop(name).startswith(f"--{name.replace('_', '-')} does nothing ")
-    assert not lacking or {"target_kl": {"kl_ctrl_type"}}.get(name) == set(lacking), "and no other"
+    assert not lacking or WITH.get(name) == set(lacking), "and no other"
     said = capfd.readouterr().err
     assert said.count("\n") == 1 and said.startswith("warning: --"), "one line, when the command line is read"
     assert combined(case, 2) == {} and capfd.readouterr().err == ""
