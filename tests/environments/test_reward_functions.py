@@ -68,7 +68,7 @@ class Own:
 
     def step(self, message):
         reward = self.rewards.pop(0)
-        return [{"role": "user", "content": "go on"}], reward, not self.rewards
+        return [{"role": "user", "content": "more"}], reward, not self.rewards
 
 
 def total(environments, **kwargs):
