@@ -115,6 +115,16 @@ def test_the_openai_client_is_answered_and_refused(model, tokenizer, tmp_path):
     pool.close()
 
 
+@pytest.mark.parametrize(("form", "said"), [("auto", "drops the answers of tools"), ("hermes", "get a description of them")])
+def test_a_template_that_cannot_do_tools_is_named_at_the_start(form, said, tmp_path):
+    """Agents name their tools with each call, and may have none: the run starts, and its user knows."""
+    tokenizer_of("phi3").save_pretrained(tmp_path)
+    flags = Args(agent="true", env_timeout=20.0, tool_format=form)
+    pool = Environments(flags, str(tmp_path), end_tokens("phi3"), 300)
+    assert said in pool.ready["note"]
+    pool.close()
+
+
 TOOL = '''
 def calculate(expression: str) -> str:
     """Computes.

@@ -1,4 +1,4 @@
-"""TRL's scripts as they are: classes without get_reward, and reward functions over environments, called in the episodes."""
+"""Scripts of TRL as they are: classes without get_reward, and reward functions over environments, called in the episodes."""
 
 import json
 from collections.abc import Iterator
