@@ -35,7 +35,7 @@ class EnvironmentArgs:
     """Turns of the model in a response."""
     tool_format: Literal["auto", "hermes", "llama", "xml"] = "auto"
     """How the model writes a call: JSON within <tool_call>, only JSON, or <function=...> tags. auto: as its chat template
-    does."""
+    does. hermes also serves templates that lack something: what they do not show is written into the messages."""
     turn_rewards: bool = False
     """Give each turn's reward to the turn's last token, instead of the sum of rewards to the response's last token."""
     env_timeout: MayChange[Annotated[float, Range(above=0, at_most=86_400)]] = 30.0

@@ -130,6 +130,26 @@ def test_vllm_s_parsers_read_the_same(family, form):
     assert not differing
 
 
+@pytest.mark.parametrize("form", ["hermes", "llama"])
+def test_vllm_s_parsers_read_the_same_json(form):
+    """In these formats the model itself writes the types."""
+    pytest.importorskip("vllm.tool_parsers")
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
+    from vllm.tool_parsers.llama_tool_parser import Llama3JsonToolParser
+
+    kind, family = (Hermes2ProToolParser, "qwen3") if form == "hermes" else (Llama3JsonToolParser, "llama3_1")
+    parser, request = kind(tokenizer_of(family)), ChatCompletionRequest(messages=[], model="policy")
+    calls = [{"name": "f", "arguments": {"a": value}} for _, _, value in SAME + OURS]
+    texts = [json.dumps(call) for call in calls]
+    if form == "hermes":
+        texts = [f"<tool_call>\n{text}\n</tool_call>" for text in texts]
+    for text, expected in [(text, [call]) for text, call in zip(texts, calls, strict=True)] + [("; ".join(texts), calls)]:
+        read = parser.extract_tool_calls(text, request).tool_calls
+        theirs = [{"name": call.function.name, "arguments": json.loads(call.function.arguments)} for call in read]
+        assert parse(text, form, {"f": parameters(STRING)})[1] == theirs == expected
+
+
 PIECES = [
     "<tool_call>",
     "</tool_call>",

@@ -1,10 +1,13 @@
 """Every chat template shows the tools, calls and answers, or they are written in Qwen2.5's words, or the run is refused."""
 
 import dataclasses
+import json
 
 import pytest
 from families import FAMILIES, OTHERS, end_tokens, tokenizer_of
 
+from rl.data.args import DataArgs
+from rl.data.prompts import PromptDataset
 from rl.data.tools import KNOWN, Tools
 from rl.environments.turns import Turns
 from rl.errors import UserError
@@ -54,6 +57,42 @@ def test_a_template_that_does_it_all_is_left_to_do_it(family):
     assert turns.tools.is_native and turns.tools.form == (FAMILIES | OTHERS)[family][2]
     check_all_is_shown(turns)
     assert turns.tools.described([USER]) == [USER]
+
+
+VALUES = {
+    "text": "True",
+    "number_as_text": "5",
+    "count": 5,
+    "ratio": -2.5,
+    "flag": True,
+    "off": False,
+    "nothing": None,
+    "maybe": None,
+    "maybe_text": "x",
+    "names": ["a", None, True],
+    "inner": {"x": 1, "on": False, "deep": {"list": [[1], {}]}},
+}
+ANY_OF = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+TYPES = {"text": {"type": "string"}, "number_as_text": {"type": "string"}, "count": {"type": "integer"}, "maybe": ANY_OF}
+TYPES |= {"ratio": {"type": "number"}, "flag": {"type": "boolean"}, "off": {"type": ["boolean", "null"]}}
+TYPES |= {"nothing": {"type": "integer", "nullable": True}, "maybe_text": {"anyOf": [{"type": "string"}, {"type": "null"}]}}
+TYPES |= {"names": {"type": "array", "items": {}}, "inner": {"$ref": "#/$defs/Inner"}}
+WIDE = {"type": "object", "properties": TYPES, "$defs": {"Inner": {"type": "object", "additionalProperties": True}}}
+
+
+@pytest.mark.parametrize("family", sorted(NATIVE))
+def test_what_a_template_writes_as_a_call_is_read_with_its_types(family):
+    tool = {"type": "function", "function": {"name": "f", "description": "F.", "parameters": WIDE}}
+    turns = Turns(tokenizer_of(family), [tool], end_tokens(family))
+    call = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": VALUES}}
+    asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+    text = turns._render([USER, asked, ANSWERS[0] | {"tool_call_id": "call00001"}])
+    begin, end = ('{"name"', "<|eot_id|>") if family == "llama3_1" else ("<tool_call>", "</tool_call>")
+    at = text.index(begin, text.index(USER["content"]))
+    whole = text[at : text.index(end, at)] + (end if begin == "<tool_call>" else "")
+    said = f"</think>{whole}" if turns.begins_thinking else whole
+    ids = turns.tokenizer(said, add_special_tokens=False)["input_ids"]
+    assert turns.message(ids)["calls"] == [{"name": "f", "arguments": VALUES}]
 
 
 @pytest.mark.parametrize("family", sorted(LACK))
@@ -127,6 +166,37 @@ def test_a_model_that_knows_its_tools_is_shown_none():
         Turns(tokenizer, [TOOL], end_tokens("qwen2_5"))
     tokenizer.chat_template = KNOWN + tokenizer.chat_template
     assert Turns(tokenizer, [TOOL], end_tokens("qwen2_5")).tools.is_native
+
+
+@pytest.mark.parametrize("form", ["auto", "hermes"])
+@pytest.mark.parametrize("family", ["qwen2_5", "glm4moe", "phi3", "gemma", "smollm2"])
+def test_a_row_s_prompt_is_the_one_of_its_episode(family, form, tmp_path):
+    """It is measured and sampled from in the rank, and rendered again in the episode's process if reset adds to it."""
+    if form == "auto" and family in LACK:
+        return
+    turns = turns_of(family, form)
+    rows = [[USER], [{"role": "user", "content": "Call so: <tool_call>. What?"}]]
+    rows += [[SYSTEM, USER]] if family not in ("gemma", "glm4moe") else []
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": row, "ground_truth": "x", "data_source": "x"}) + "\n" for row in rows))
+    prompts = PromptDataset([str(file)], "train", turns.tokenizer, DataArgs(max_prompt_length=9999), None, turns.tools)
+    assert [prompt.ids for prompt in prompts] == [turns.prompt(row, []) for row in rows]
+    assert "Looks a word up." in prompts[0].text
+    assert ("Looks a word up." in prompts[1].text) == turns.tools.is_native
+
+
+def test_a_row_whose_prompt_shows_no_tools_is_named(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "What is a cat?", "ground_truth": "x", "data_source": "x"}) + "\n")
+    chat = tmp_path / "chat.jsonl"
+    chat.write_text(json.dumps({"prompt": [USER], "ground_truth": "x", "data_source": "x"}) + "\n")
+    tokenizer = tokenizer_of("smollm2")
+    for path, tools, said in (
+        (file, Tools([TOOL], "hermes"), "rows.jsonl row 0: the prompt is plain text"),
+        (chat, Tools([TOOL], "xml", is_native=False), "chat.jsonl row 0: neither the chat template nor the prompt"),
+    ):
+        with pytest.raises(UserError, match=said):
+            PromptDataset([str(path)], "train", tokenizer, DataArgs(max_prompt_length=9999), None, tools)
 
 
 @pytest.mark.parametrize(("family", "role"), [("phi3", "tool"), ("cohere2", "tool"), ("phi3_5", "observation")])
