@@ -29,6 +29,7 @@ class Tools:
     schemas: list[dict]  # in the form for chat templates
     form: str  # how the model writes a call: "hermes", "llama" or "xml"
     is_native: bool = True  # whether the chat template shows the tools and their answers, and writes calls in this form
+    are_known: bool = False  # whether the model needs to be shown none (KNOWN)
     role: str = "system"  # of the first message, which a description is added to: "user" if the template refuses the other
 
     @property
@@ -60,7 +61,7 @@ class Tools:
 
     def check_text(self, text: str) -> None:
         """Raise UserError for a prompt that is plain text, which no chat template renders, and that does not explain calls."""
-        if self.schemas and not self.explained([{"content": text}]):
+        if self.schemas and not self.are_known and not self.explained([{"content": text}]):
             raise UserError(
                 "the prompt is plain text, in which the model sees no tools. Give prompts as chat messages, or describe the "
                 f"tools in them, with {MARKS[self.form]}."

@@ -181,7 +181,7 @@ class Turns:
         lacks += [] if is_answered else ["drops the answers of tools"]
         lacks += [] if written else ["writes a call in none of our formats"]
         if not lacks and form in ("auto", written):
-            return Tools(schemas, written)
+            return Tools(schemas, written, are_known=KNOWN in self.tokenizer.chat_template)
         self._calls = []
         if form == "auto":
             raise UserError(f"the model's chat template {' and '.join(lacks)}. {HERMES}")

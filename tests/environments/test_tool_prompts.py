@@ -165,7 +165,9 @@ def test_a_model_that_knows_its_tools_is_shown_none():
     with pytest.raises(UserError, match="never shows the tools"):
         Turns(tokenizer, [TOOL], end_tokens("qwen2_5"))
     tokenizer.chat_template = KNOWN + tokenizer.chat_template
-    assert Turns(tokenizer, [TOOL], end_tokens("qwen2_5")).tools.is_native
+    tools = Turns(tokenizer, [TOOL], end_tokens("qwen2_5")).tools
+    assert tools.is_native
+    tools.check_text("What is a cat?")
 
 
 @pytest.mark.parametrize("form", ["auto", "hermes"])
