@@ -32,6 +32,8 @@ CODE = ("*.py", "rl/**/*.py", "tests/**/*.py", "benchmarks/**/*.py", "docs/*.py"
 MOST_WORDS = 20_000  # of README.md and docs/*.md without the pages below, which have a limit each
 MOST_WORDS_OF = {
     "agents.md": 1_500,
+    "trl-environments.md": 300,
+    "chat-templates.md": 300,
     "adapters.md": 1_000,
     "teachers.md": 1_100,
     "models.md": 1_000,

@@ -44,6 +44,41 @@ def _knob(name: str, chooser: str = "loss_mode", formulas: str = "POLICY_LOSSES"
     return Need(words, lambda args: getattr(args, chooser) in takers())
 
 
+def _no_policy_loss(args) -> bool:
+    """Return whether the policy loss is 0: no token has an advantage, and the loss has no other term."""
+    return args.teacher_alone and args.teacher_form == "top_k" and not args.use_kl_in_reward
+
+
+def _has_other_term(args) -> bool:
+    """Return whether the policy loss has a term without an advantage."""
+    import losses  # late, as above
+
+    loss = losses.POLICY_LOSSES[args.loss_mode]
+    return bool(loss.trains_all or loss.chooses)
+
+
+def _aggregates(args, *tables: str) -> bool:
+    """Return whether the aggregation is that of the chosen formula. tables: of losses.py; the first one has the formula."""
+    import losses  # late, as above
+
+    chosen = {"POLICY_LOSSES": args.loss_mode, "ADVANTAGES": args.adv_estimator}
+    first, *others = [getattr(losses, table)[chosen[table]].aggregation for table in tables]
+    return args.loss_agg_mode is None and first is not None and not any(others)
+
+
+def _sums(args) -> str:
+    import losses  # late, as above
+
+    by_token = ", ".join(name for name, estimator in losses.ADVANTAGES.items() if estimator.by_token)
+    return f"with --adv-estimator {args.adv_estimator}, which adds up a response's rewards (by token: {by_token})"
+
+
+def _is_by_token(args) -> bool:
+    import losses  # late, as above
+
+    return losses.ADVANTAGES[args.adv_estimator].by_token
+
+
 def _ranks(args) -> int:
     return args.nnodes * args.nproc_per_node if hasattr(args, "nnodes") else launch.here().world_size
 
@@ -70,16 +105,27 @@ STALE = Need(
     "without --staleness-threshold above 0 or --publish-every above 1", lambda args: args.schedule.trains_stale, ("off",)
 )
 TURNS = Need("without --env, --tools, --agent or --serve-policy", lambda args: args.has_environment)
+POOL = Need("with --reward over environments, which has the limits of --env", lambda args: not args.scores_environments)
+ALONE = "with --teacher-alone"
+SCORES = Need(f"{ALONE}, where no score counts", lambda args: not args.teacher_alone or args.use_kl_in_reward)
+ADVANTAGE = Need(f"{ALONE} and --teacher-top-k, whose loss has no advantage", lambda args: not _no_policy_loss(args))
+TERM = dataclasses.replace(ADVANTAGE, is_met=lambda args: not _no_policy_loss(args) or _has_other_term(args))
 CRITIC = Need("without --adv-estimator gae", lambda args: args.needs_critic)
 
 # Every other flag has an effect whatever the other flags are, or is refused
 NEEDS: dict[str, tuple[Need, ...]] = {
     # the algorithm
-    "gamma": (_knob("gamma", "adv_estimator", "ADVANTAGES"),),
+    "gamma": (_knob("gamma", "adv_estimator", "ADVANTAGES"), SCORES),
+    "adv_estimator": (
+        Need(SCORES.words, lambda args: SCORES.is_met(args) or _aggregates(args, "ADVANTAGES", "POLICY_LOSSES"), ("grpo",)),
+    ),
+    "loss_mode": (Need(ADVANTAGE.words, lambda args: TERM.is_met(args) or _aggregates(args, "POLICY_LOSSES"), ("ppo_clip",)),),
+    **dict.fromkeys(("loss_args", "off_policy_mask_threshold", "rollout_is"), (TERM,)),
+    "top_entropy_quantile": (dataclasses.replace(TERM, unless=(1,)),),
     **dict.fromkeys(("entropy_coeff_delta", "entropy_coeff_max"), (_with("entropy_target"),)),
-    "clip_ratio_low": (_knob("clip_low"),),
-    "clip_ratio_high": (_knob("clip_high"),),
-    "clip_ratio_c": (_knob("clip_c"),),
+    "clip_ratio_low": (_knob("clip_low"), ADVANTAGE),
+    "clip_ratio_high": (_knob("clip_high"), ADVANTAGE),
+    "clip_ratio_c": (_knob("clip_c"), ADVANTAGE),
     "kl_loss_coef": (_with("use_kl_loss", unless=(0,)),),
     "kl_loss_type": (KL_LOSS,),
     "kl_reward_type": (KL_REWARD,),
@@ -96,8 +142,8 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "teacher_top_k": (_with("teacher", unless=(0,)),),
     "teacher_prompt": (_with("teacher"),),
     "teacher_max_prompt_length": (_with("teacher_prompt"),),
-    "rollout_is_threshold": (WEIGHTS,),
-    "rollout_is_batch_normalize": (WEIGHTS,),
+    "rollout_is_threshold": (WEIGHTS, TERM),
+    "rollout_is_batch_normalize": (WEIGHTS, dataclasses.replace(TERM, unless=(False,))),
     "rollout_rs_threshold": (REJECTION,),
     **dict.fromkeys(
         ("gdpo_reward_keys", "gdpo_reward_weights"),
@@ -114,12 +160,13 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     ),
     "truncation": (Need("with --filter-overlong-prompts", lambda args: not args.filter_overlong_prompts, ("error",)),),
     # rewards
-    "reward_concurrency": (Need("without --reward or --judge", lambda args: bool(args.own_reward)),),
+    **dict.fromkeys(("reward_timeout", "reward_cpu_limit", "reward_workers", "reward_memory_limit_gb"), (POOL,)),
+    "reward_concurrency": (Need("without --reward or --judge", lambda args: bool(args.own_reward)), POOL),
     **dict.fromkeys(("judge_url", "judge_model", "judge_retries"), (_with("judge"),)),
     "overlong_penalty_factor": (_with("overlong_buffer_len"),),
     # environments
     **dict.fromkeys(("max_turns", "tool_format", "env_timeout", "env_cpu_limit", "env_memory_limit_gb"), (TURNS,)),
-    "turn_rewards": (dataclasses.replace(TURNS, unless=(False,)),),
+    "turn_rewards": (dataclasses.replace(TURNS, unless=(False,)), Need(_sums, _is_by_token, (False,))),
     "serve_host": (_with("serve_policy"),),
     "env_lock_step": (dataclasses.replace(TURNS, unless=("auto", "off")),),
     # the engine

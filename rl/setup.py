@@ -24,6 +24,7 @@ from rl.data.args import DataArgs, demo_files
 from rl.data.image_prompts import ImagePrep
 from rl.data.job import Job
 from rl.data.prompts import PromptDataset, PromptOrder
+from rl.data.tools import Tools
 from rl.environments.args import DEMO, EnvironmentArgs
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs
@@ -153,11 +154,11 @@ def set_up(args: CommonArgs, file: str) -> Job:
         raise UserError(f"--freeze-vision-tower: --model {path} takes no images. Leave the flag out.")
     train_files, val_files = (demo_files(model, files) for files in (args.train_files, args.val_files))
     environments = start_environments(args, path, tokenizer, config) if args.has_environment else None
-    tools = environments and environments.ready["schemas"]
-    prompts = PromptDataset(train_files, "train", tokenizer, args, prep, tools)
+    tools = environments and Tools(**environments.ready["tools"])
+    prompts = PromptDataset(train_files, "train", tokenizer, args, prep, tools, args.brought)
     teacher_prompts = read_teacher_prompts(args, prompts) if args.teacher_prompt is not None else None
     validates = args.test_freq > 0 or args.val_only
-    val_prompts = PromptDataset(val_files, "val", tokenizer, args, prep, tools) if validates else None
+    val_prompts = PromptDataset(val_files, "val", tokenizer, args, prep, tools, args.brought) if validates else None
     sources = prompts.sources() | (val_prompts.sources() if val_prompts else {})
     if not (args.env or args.has_agent):  # these may score themselves
         check_sources(sources, args)
@@ -215,7 +216,10 @@ def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokeniz
     from rl.environments.pool import Environments
 
     ends = end_token_ids(path, tokenizer, args.trust_remote_code)
-    return Environments(args, path, ends, config.get_text_config().vocab_size, args.trust_remote_code)
+    environments = Environments(args, path, ends, config.get_text_config().vocab_size, args.trust_remote_code)
+    if note := environments.ready["note"]:
+        flag_needs.warn([f"{args.environment_flag[0]}: {note.rstrip('.')}"])
+    return environments
 
 
 def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:

@@ -8,29 +8,34 @@ from rl.data.args import DataArgs
 from rl.errors import UserError
 
 GSM8K = "openai/gsm8k"  # the data_source of question and answer, if no column names one
+ENVIRONMENT = "environment"  # that of other rows without one, if their environment brings what they lack
 NO_SOURCE = "there is no column 'data_source' to choose the reward function by. Add it, with any name if you use --reward"
 TRUTHS = {"reward_model", "ground_truth", "answer"}  # columns that may hold the ground truth
 
 
-def check_columns(file: str, table, args: DataArgs) -> None:
-    """Raises UserError unless the table is in verl's layout or has question and answer."""
+def check_columns(file: str, table, args: DataArgs, brought: frozenset[str] = frozenset()) -> None:
+    """Raises UserError unless the table is in verl's layout or has question and answer. brought: what rows may lack."""
     columns = set(table.column_names)
     prompt_key = args.prompt_key
     has = f"the columns are {', '.join(sorted(columns))}"
-    if prompt_key not in columns and not {"question", "answer"} <= columns:
+    question = {"question"} if brought else {"question", "answer"}
+    if prompt_key not in columns and not question <= columns and "prompt" not in brought:
         raise UserError(f"{file}: there is no column {prompt_key!r}; {has}. Name the right one with --prompt-key.")
-    if not columns & TRUTHS:
+    if not columns & TRUTHS and "ground_truth" not in brought:
         raise UserError(
             f"{file}: no ground truth: there is no column 'reward_model' (verl's layout), 'ground_truth' or 'answer'; {has}."
         )
     if args.image_key not in (DataArgs.image_key, *columns):
         raise UserError(f"{file}: there is no column {args.image_key!r}; {has}. Name the right one with --image-key.")
-    if not columns & {"data_source", "answer"}:
+    if not columns & {"data_source", "answer"} and "ground_truth" not in brought:
         raise UserError(f"{file}: {NO_SOURCE}; {has}.")
 
 
-def check_truth(where: str, row: dict) -> None:
-    """Raises UserError if the row has no ground truth, or one that no reward function is chosen for."""
+def check_truth(where: str, row: dict, brought: frozenset[str] = frozenset()) -> None:
+    """Raises UserError if the row has no ground truth, or one that no reward function is chosen for. brought: what rows may
+    lack."""
+    if "ground_truth" in brought:
+        return
     if ground_truth(row) is None:
         raise UserError(
             f"{where}: no ground truth: reward_model.ground_truth, ground_truth and answer are all empty (a reward_model of "
@@ -43,8 +48,14 @@ def check_truth(where: str, row: dict) -> None:
 def sources(table) -> pa.ChunkedArray:
     """The data_source of each row."""
     if "data_source" not in table.column_names:
-        return pa.chunked_array([pa.repeat(GSM8K, len(table))])
+        first = table.select_columns(["answer"])[0] if "answer" in table.column_names else {}
+        return pa.chunked_array([pa.repeat(default_source(first), len(table))])
     return table.data.column("data_source")
+
+
+def default_source(row: dict) -> str:
+    """The data_source of a row that names none."""
+    return GSM8K if "####" in str(row.get("answer")) else ENVIRONMENT
 
 
 def ground_truth(row: dict) -> Any:

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 # Versions of the recipes: a changed recipe makes a different model, in a different directory.
-VERSIONS = {"demo": 3, "demo-vl": 2, "demo-moe": 3, "demo-calculator": 1, "demo-hybrid": 1}
+VERSIONS = {"demo": 3, "demo-vl": 2, "demo-moe": 3, "demo-calculator": 2, "demo-hybrid": 1}
 
 
 def directory(name: str) -> Path:

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, Qwen2Tokenizer
 
 from rl.data import demo
+from rl.data.tools import KNOWN
 
 ASKS = 0.1  # the part of the taught decisions that ask
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "'  # one token each: it only learns the numbers
@@ -17,7 +18,7 @@ END_OF_CALL = '"}}</tool_call>'
 SPECIAL = [*demo.SPECIAL, "<|tool|>", CALL, END_OF_CALL]
 CHARACTERS = "0123456789*=" + "abcdefghijklmnopqrstuvwxyz :'"  # the letters are those of error messages
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + (m['content'] or '') }}{% if m['role'] == 'assistant' %}"
+    KNOWN + "{% for m in messages %}{{ '<|' + m['role'] + '|>' + (m['content'] or '') }}{% if m['role'] == 'assistant' %}"
     "{% for call in m['tool_calls'] or [] %}{{ '<tool_call>' + call['function'] | tojson + '</tool_call>' }}{% endfor %}"
     "{{ '<|end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"

@@ -22,10 +22,11 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.data import images
 from rl.data.args import DataArgs
-from rl.data.columns import GSM8K, TRUTHS, check_columns, check_truth, ground_truth, sources
+from rl.data.columns import TRUTHS, check_columns, check_truth, default_source, ground_truth, sources
 from rl.data.image_prompts import FAMILIES, ImageError, ImagePrep, Images
 from rl.data.measured import Measured, measure
 from rl.data.tables import FileRows, read_table
+from rl.data.tools import Tools
 from rl.errors import UserError
 from rl.ranks import launch
 from rl.ranks.divided_work import DividedWork
@@ -76,20 +77,23 @@ class PromptDataset(FileRows):
         tokenizer: PreTrainedTokenizerBase,
         args: DataArgs,
         prep: ImagePrep | None = None,
-        tools: list[dict] | None = None,
+        tools: Tools | None = None,
+        brought: frozenset[str] = frozenset(),
     ):
-        """prep: of a model that takes images. tools: schemas of the tools that the model may call, for its chat template."""
+        """prep: of a model that takes images. tools: that the model may call. brought: what rows may lack, because the
+        environment brings it: "prompt", "ground_truth"."""
         self.tokenizer = tokenizer
         self.args = args
         self.prep = prep
-        self.tools = tools or None
+        self.brought = brought
+        self.tools = tools or Tools([], "auto")
         super().__init__(files, split)
         limit = args.train_max_samples if split == "train" else args.val_max_samples
         # Files keep their own columns: casting them to a common schema would change what they say.
         room = math.inf if limit < 0 else limit
         for file in self.files:
             table = read_table(file, split)
-            check_columns(file, table, args)
+            check_columns(file, table, args, brought)
             table = table.select(range(min(len(table), room)))
             room -= len(table)
             if args.image_key in table.column_names:
@@ -115,7 +119,7 @@ class PromptDataset(FileRows):
         return Prompt(
             ids=ids,
             text=self.tokenizer.decode(short),
-            data_source=row.get("data_source") or GSM8K,
+            data_source=row.get("data_source") or default_source(row),
             ground_truth=ground_truth(row),
             extra_info=row.get("extra_info") or {},
             where=f"{file} row {number}",
@@ -139,7 +143,8 @@ class PromptDataset(FileRows):
     def source(self, index: int) -> str:
         """The data_source of a prompt."""
         which, number = self._locate(self.rows[index])
-        return self.tables[which][number].get("data_source") or GSM8K
+        row = self.tables[which][number]
+        return row.get("data_source") or default_source(row)
 
     def source_sizes(self) -> Counter[str]:
         """Every data_source -> the number of its rows, including those whose prompts were left out."""
@@ -163,9 +168,9 @@ class PromptDataset(FileRows):
     def _measure_row(self, found: Measured, row: int, columns: dict, text: "Text", ids: list[int]) -> None:
         where = self._where(row)
         limit = self.args.max_prompt_length
-        if not ids:
+        if not ids and not self._is_brought(columns):
             raise UserError(f"{where}: the prompt makes no token. Remove the row, or check the model's tokenizer.")
-        check_truth(where, columns)
+        check_truth(where, columns, self.brought)
         expanded, of_row = self._expand(row, columns, ids)
         if row == 0:
             _check_tokenizer(self.tokenizer, text.text, ids, where)
@@ -202,7 +207,8 @@ class PromptDataset(FileRows):
     def _wanted(self, columns: Sequence[str]) -> list[str]:
         """The columns that a row is measured by. Others may be large, such as images that `datasets` would decode."""
         key = self.args.prompt_key if self.args.prompt_key in columns else "question"
-        return [name for name in columns if name in {key, self.args.image_key, "data_source", *TRUTHS}]
+        wanted = [name for name in columns if name in {key, self.args.image_key, "data_source", *TRUTHS}]
+        return wanted or columns[:1]  # a table without columns has no rows
 
     def _expand(self, row: int, columns: dict, ids: list[int]) -> tuple[list[int], Images | None]:
         """The row's token ids with all tokens of its images, and the images (None if there are none)."""
@@ -235,6 +241,8 @@ class PromptDataset(FileRows):
         """The row's prompt as the model will read it."""
         key = self.args.prompt_key if self.args.prompt_key in row else "question"
         prompt = self._asked(row)
+        if self._is_brought(row):
+            return Text("", True)
         is_chat = not isinstance(prompt, str)
         messages = prompt if is_chat else [{"role": "user", "content": prompt}]
         if not (isinstance(messages, list) and messages and all(map(is_message, messages))):
@@ -242,20 +250,32 @@ class PromptDataset(FileRows):
                 f"{where}: column {key!r} is neither a string nor a list of chat messages ({{role, content}}, both strings). "
                 "Name the right column with --prompt-key."
             )
-        if not any(message["content"].strip() for message in messages):
+        if not any(message["content"].strip() for message in messages) and "prompt" not in self.brought:
             raise UserError(f"{where}: the prompt (column {key!r}, --prompt-key) is empty. Remove the row.")
-        if self.prep and self.args.image_key in row:
-            messages = images.with_places(messages)
+        try:
+            messages = self.tools.described(messages) if is_chat else self.tools.check_text(prompt)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
         if not is_chat:
             return Text(prompt, begins_with_bos(self.tokenizer, prompt))
-        return Text(render_chat(self.tokenizer, where, messages, tools=self.tools, add_generation_prompt=True), True)
+        if self.prep and self.args.image_key in row:
+            messages = images.with_places(messages)
+        more = {"tools": self.tools.for_template, "add_generation_prompt": True}
+        return Text(render_chat(self.tokenizer, where, messages, **more), True)
 
     def _asked(self, row: dict) -> Any:
-        """The row's prompt: chat messages, or a string that is used as it is."""
+        """The row's prompt: chat messages, or a string that is used as it is; no message if the environment brings it."""
         if self.args.prompt_key in row:
-            return row[self.args.prompt_key]
-        question = row["question"]
+            prompt = row[self.args.prompt_key]
+            return [] if "prompt" in self.brought and (prompt is None or not len(prompt)) else prompt
+        question = row.get("question")
+        if "prompt" in self.brought and not question:
+            return []
         return [{"role": "user", "content": question}] if isinstance(question, str) else question
+
+    def _is_brought(self, row: dict) -> bool:
+        """Whether the environment has to give the row's prompt."""
+        return "prompt" in self.brought and self._asked(row) == []
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, where: str, messages: list[dict], **more) -> str:

@@ -56,6 +56,8 @@ class TeacherPrompts(PromptDataset):
     def _render(self, where: str, row: dict) -> Text:
         """The row's prompt as the teacher will read it."""
         asked = self._asked(row)
+        if not asked:
+            raise UserError(f"{where}: the row has no prompt, which --teacher-prompt is put into. Leave the flag out.")
         if isinstance(asked, str):
             asked = self._filled(where, row, asked)
         else:

@@ -35,7 +35,7 @@ class EnvironmentArgs:
     """Turns of the model in a response."""
     tool_format: Literal["auto", "hermes", "llama", "xml"] = "auto"
     """How the model writes a call: JSON within <tool_call>, only JSON, or <function=...> tags. auto: as its chat template
-    does."""
+    does. hermes also serves templates that lack something: what they do not show is written into the messages."""
     turn_rewards: bool = False
     """Give each turn's reward to the turn's last token, instead of the sum of rewards to the response's last token."""
     env_timeout: MayChange[Annotated[float, Range(above=0, at_most=86_400)]] = 30.0
@@ -52,6 +52,14 @@ class EnvironmentArgs:
     def has_environment(self) -> bool:
         """Whether responses have several turns."""
         return bool(self.env or self.tools or self.has_agent)
+
+    @property
+    def brought(self) -> frozenset[str]:
+        """What rows may lack: an environment or agent may give the "prompt", and score without a "ground_truth", as does
+        --reward with tools."""
+        if self.env or self.has_agent:
+            return frozenset({"prompt", "ground_truth"})
+        return frozenset({"ground_truth"} if self.tools and self.own_reward else ())
 
     @property
     def has_agent(self) -> bool:

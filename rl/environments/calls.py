@@ -8,12 +8,16 @@ import json
 import re
 from collections.abc import Mapping
 
+from rl.environments.argument import converted
+
 END_OF_THINKING = "</think>"
 BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
-FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
-PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-NAME_FIRST = re.compile(r"\s*([^\s<]+)\s*((?:<arg_key>.*?</arg_key>\s*<arg_value>.*?</arg_value>\s*)*)", re.DOTALL)  # GLM-4.5
-PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+# These find a tag that is not closed, too: otherwise each of them would be looked for up to the end of the text
+FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?(</parameter>|\Z)", re.DOTALL)
+NAME_FIRST = re.compile(r"\s*([^\s<]+)(.*)", re.DOTALL)  # GLM-4.5
+PAIR = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)(</arg_value>|\Z)", re.DOTALL)
+BETWEEN = re.compile(r"[ \n;]*")
 LLAMA = re.compile(r"\s*(<\|python_tag\|>|\{\s*\"name\")")
 
 
@@ -52,13 +56,14 @@ def _llama(text: str) -> tuple[str, list[tuple[str, bool]]]:
         return text, []
     text = text.replace("<|python_tag|>", "").strip()
     found = []
-    while text:
+    at = 0
+    while at < len(text):
         try:
-            _, end = json.JSONDecoder().raw_decode(text)
+            _, end = json.JSONDecoder().raw_decode(text, at)
         except (ValueError, RecursionError):
             end = len(text)
-        found.append((text[:end], True))
-        text = text[end:].lstrip(" \n;")
+        found.append((text[at:end], True))
+        at = BETWEEN.match(text, end).end()
     return "", found or [("", True)]
 
 
@@ -78,31 +83,25 @@ def _from_json(body: str, schemas: Mapping[str, dict]) -> dict:
 
 
 def _from_tags(body: str, schemas: Mapping[str, dict]) -> dict:
-    if match := FUNCTION.fullmatch(body):
-        name = match[1].strip()
-        pairs = PARAMETER.findall(match[2])
-        rest = PARAMETER.sub("", match[2])
-    elif match := NAME_FIRST.fullmatch(body):
-        name = match[1]
-        pairs = PAIR.findall(match[2])
-        rest = ""
-    else:
+    tag = PARAMETER
+    match = FUNCTION.fullmatch(body)
+    if not match:
+        tag = PAIR
+        match = NAME_FIRST.fullmatch(body)
+    if not match or (tag is PAIR and match[2].strip() and "<arg_key>" not in match[2]):
         raise Malformed("the call is not <function=name> with <parameter=name> in it and </function> at its end")
-    if rest.strip():
-        raise Malformed(f"the call has text between its parameters: {rest.strip()[:40]}")
-    properties = schemas.get(name, {}).get("properties", {})
-    arguments = {key.strip(): _value(value, properties.get(key.strip(), {}).get("type")) for key, value in pairs}
+    name = match[1].strip()
+    if rest := tag.sub("", match[2]).strip():
+        raise Malformed(f"the call has text between its parameters: {rest[:40]}")
+    schema = schemas.get(name, {})
+    properties = schema.get("properties", {})
+    arguments = {}
+    for key, value, closed in tag.findall(match[2]):
+        if not closed:
+            raise Malformed(f"the parameter {key.strip()} has no end")
+        of_key = properties.get(key.strip())
+        arguments[key.strip()] = value if of_key is None else converted(value, of_key, schema)
     return {"name": name, "arguments": arguments}
-
-
-def _value(text: str, kind: str | list | None) -> object:
-    """Convert a parameter's text to the type in the tool's schema; leave it if that fails."""
-    if kind in ("string", None):
-        return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 def format_of(rendered: str) -> str | None:

@@ -65,6 +65,7 @@ class Environments:
         self._settings = {
             "spec": args.environment_spec,
             "are_tools": not args.env,
+            "reward": args.reward if args.scores_environments else "",
             "agent": args.agent,
             "gateway": secrets.token_hex(16) if args.has_agent else "",
             "timeout": args.env_timeout,
@@ -89,8 +90,8 @@ class Environments:
 
     @watchdog.doing("the environments' process to start")
     def _start(self) -> None:
-        """Start the warm process and set `ready` to its first message: "schemas" of the tools, and whether an environment
-        "scores_at_end". Raise UserError if the user's file cannot be used."""
+        """Start the warm process and set `ready` to its first message: the "tools" (rl/data/tools.py), whether an environment
+        "scores_at_end", and a "note" for the user. Raise UserError if the user's file cannot be used."""
         flag, value = self.args.environment_flag
         self._selector = selectors.DefaultSelector()
         self._orders = deque()

@@ -8,21 +8,16 @@ The user's functions may be async.
 import asyncio
 import functools
 import inspect
-import json
 import random
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from rl.environments.observation import BadValue, as_text
+
 OF_THE_MACHINE = OSError, MemoryError, ImportError  # not shown to the model: its call is not at fault
 OF_A_PATH = FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError  # shown: a wrong path
 OWN = ("reset", "get_reward", "close")  # methods of a TRL environment that are not tools
-
-
-class BadValue(Exception):
-    """The user's code returned a wrong value."""
-
-    event = "bad_value"
 
 
 class Silent(Exception):
@@ -41,16 +36,23 @@ def awaited(value: Any) -> Any:
     return _loop().run_until_complete(value) if inspect.isawaitable(value) else value
 
 
+def accepted(function: Callable, keywords: dict) -> dict:
+    """Return the keywords that the function takes."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return keywords if takes_all else {name: value for name, value in keywords.items() if name in parameters}
+
+
 class OwnEnvironment:
     """An instance of the user's class with `step`."""
 
     def __init__(self, instance: Any):
         self.instance = instance
 
-    def reset(self, row: dict, seed: int) -> list[dict]:
+    def reset(self, row: dict, seed: int) -> list[dict] | str:
         if not hasattr(self.instance, "reset"):
             return []
-        return as_messages(awaited(self.instance.reset(row, seed)))
+        return as_added(awaited(self.instance.reset(row, seed)))
 
     def step(self, message: dict) -> tuple[list[dict], float | None, bool]:
         calls = message.pop("calls")
@@ -67,6 +69,9 @@ class OwnEnvironment:
             raise BadValue("step returned no message, and is not done")
         return messages, reward, done
 
+    def reward(self) -> None:
+        """Return None: an episode that was cut has no further reward."""
+
 
 class ToolEnvironment:
     """Functions that the model may call. The episode ends with the first turn that calls none."""
@@ -78,8 +83,7 @@ class ToolEnvironment:
     def reset(self, row: dict, seed: int) -> list[dict] | str:
         if not hasattr(self.instance, "reset"):
             return []
-        answer = awaited(self.instance.reset(**row))
-        return answer if isinstance(answer, str) else as_messages(answer)
+        return as_added(awaited(self.instance.reset(**accepted(self.instance.reset, row))))
 
     def step(self, message: dict) -> tuple[list[dict], float | None, bool]:
         if not message["calls"]:
@@ -119,9 +123,10 @@ async def _all(answers: list[Awaitable[dict]]) -> list[dict]:
 
 async def _when_done(name: str, result: Awaitable) -> dict:
     try:
-        return _answer_of(name, await result)
+        result = await result
     except Exception as error:
-        return _answer_of(name, _failure(error))
+        result = _failure(error)
+    return _answer_of(name, result)
 
 
 def _failure(error: Exception) -> str:
@@ -132,26 +137,29 @@ def _failure(error: Exception) -> str:
 
 
 def _answer_of(name: str, result: Any) -> dict:
-    return {"role": "tool", "name": name, "content": result if isinstance(result, str) else _as_text(result)}
-
-
-def _as_text(value: Any) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False, default=str)
-    except (ValueError, TypeError, RecursionError):
-        return str(value)
+    return {"role": "tool", "name": name, "content": as_text(result)}
 
 
 def as_messages(value: Any) -> list[dict]:
-    """Return the messages that the user's code returned. Raise BadValue if they are not messages of text."""
-    for message in value or ():
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+    """Return the messages that the user's code returned, with content as text. Raise BadValue if they are not messages."""
+    if isinstance(value, str | dict) or not hasattr(value or [], "__iter__"):
+        raise BadValue(f"{value!r:.100} is not a list of messages {{role, content}}")
+    messages = []
+    for message in [] if value is None else value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise BadValue(f"{message!r:.100} is not a message {{role, content}}")
-        if isinstance(message.get("content"), list):
-            raise BadValue("a message has images or other parts: only text is possible here")
-        if not isinstance(message.get("content"), str):
-            raise BadValue(f"the content of a message is {message.get('content')!r:.100}, not text")
-    return list(value or ())
+        content = [{"type": "image"}] if "images" in message else message["content"]  # as_text refuses images
+        messages.append(message | {"content": as_text(content)})
+    return messages
+
+
+def as_added(value: Any) -> list[dict] | str:
+    """Return what reset adds to the prompt: messages, or text of any other value, for the last message; nothing for None."""
+    if value is None:
+        return []
+    items = value if isinstance(value, list | tuple) else [value]
+    are_messages = any(isinstance(item, dict) and "role" in item for item in items)
+    return as_messages(value) if are_messages or not items else as_text(value)
 
 
 def as_reward(value: Any) -> float | None:
@@ -211,5 +219,7 @@ class Programs:
 def seed_random(seed: int) -> None:
     """Seed the random number generators: otherwise all forks of a process would draw the same numbers."""
     random.seed(seed)
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed(seed % 2**32)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    if sys.modules.get("torch"):
+        sys.modules["torch"].manual_seed(seed % 2**63)

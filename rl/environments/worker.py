@@ -6,6 +6,7 @@ questions from a socket and answers in JSON lines. It reports the end of each ep
 this one left, in whatever session. A guard (rl/rewards/descendants.py) ends all of them with the rank.
 """
 
+import ast
 import contextlib
 import functools
 import gc
@@ -18,13 +19,19 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from rl.environments.programs import BadValue, Programs, Silent, seed_random
+from rl.environments.reward_functions import Transcript, score
+from rl.errors import UserError
 from rl.rewards import descendants
 from rl.rewards.worker import describe, import_file, limit_cpu, limit_memory
+
+if TYPE_CHECKING:
+    from rl.environments.turns import Turns  # imports transformers, which is done without torch
 
 LARGEST = 1 << 17  # bytes of a message between this process and the rank
 OPEN_FILES = 256  # of an environment
@@ -42,7 +49,7 @@ def main(parent: int) -> None:
     except (Exception, SystemExit) as error:
         control.send(json.dumps({"failed": describe(error)}).encode())
         return
-    ready = {"schemas": warm.turns.schemas or [], "scores_at_end": warm.scores_at_end}
+    ready = {"tools": vars(warm.turns.tools), "scores_at_end": warm.scores_at_end, "note": warm.note}
     control.send(json.dumps(ready).encode())
     gc.collect()
     gc.freeze()  # keeps memory shared with the forks
@@ -55,29 +62,62 @@ class Warm:
     def __init__(self, settings: dict):
         """settings: from rl/environments/pool.py."""
         self.settings = settings
-        programs = _programs(settings) if settings["spec"] else None
-        self.scores_at_end = programs is None or programs.scores_at_end
+        programs = Programs(_named(settings["spec"]), settings["are_tools"]) if settings["spec"] else None
+        rewards = _named(settings["reward"]) if settings["reward"] else []
+        self.scores_at_end = bool(rewards) or programs is None or programs.scores_at_end
         with _without_torch():
+            import numpy.random  # noqa: F401 (for all forks, which seed it)
             from transformers import AutoTokenizer
 
-            from rl.environments.turns import Turns
+            from rl.environments.turns import PROBE, Turns
 
             tokenizer = AutoTokenizer.from_pretrained(settings["model"], trust_remote_code=settings["trust_remote_code"])
             turns_of = functools.partial(Turns, tokenizer, end_tokens=set(settings["end_tokens"]), form=settings["form"])
             self.turns = turns_of(programs.schemas() if programs else [])
-        self.new = functools.partial(EpisodeProgram, programs, self.turns)  # makes the object that answers in an episode
+        tools = self.turns.tools
+        self.note = ""  # for the user
+        self.new = functools.partial(EpisodeProgram, programs, self.turns, rewards)  # makes what answers in an episode
         if programs is None:
             from rl.environments import agents  # late: only agents need it
 
             self.new = functools.partial(agents.Session, settings, turns_of)
+            try:
+                tools = turns_of([PROBE]).tools
+            except UserError as error:
+                self.note = f"calls that have tools cannot be answered: {error}"
+        if tools.form == "hermes" and not tools.is_native:
+            self.note = "the chat template does not do all that tools need in this format, so prompts get a description of them"
 
 
-def _programs(settings: dict) -> Programs:
-    path, _, names = settings["spec"].rpartition(":")
-    module = import_file(path, "user_environment")
-    if missing := [name for name in names.split(",") if not callable(getattr(module, name, None))]:
-        raise AttributeError(f"{path} has no {missing[0]!r} that could be called")
-    return Programs([getattr(module, name) for name in names.split(",")], settings["are_tools"])
+def _named(spec: str) -> list[Callable]:
+    """Return what path/to/file.py:names names, in the user's file. Raise UserError if it is not there."""
+    path, _, names = spec.rpartition(":")
+    try:
+        module = _module(os.path.abspath(path))
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{path} imports {error.name}, which is not installed. Install it, or move the class and what it needs into a file "
+            "that does not import it."
+        ) from None
+    for name in names.split(","):
+        if not callable(getattr(module, name, None)):
+            nested = "" if hasattr(module, name) else _where_nested(path, name)
+            raise UserError(nested or f"{path} has no {name!r} that could be called")
+    return [getattr(module, name) for name in names.split(",")]
+
+
+@functools.cache
+def _module(path: str) -> ModuleType:
+    return import_file(path, "user_reward" if "user_environment" in sys.modules else "user_environment")
+
+
+def _where_nested(path: str, name: str) -> str:
+    """Return a sentence if the file defines the name within a function."""
+    for function in ast.walk(ast.parse(Path(path).read_bytes())):
+        for node in ast.walk(function) if isinstance(function, ast.FunctionDef) else ():
+            if node is not function and getattr(node, "name", None) == name:
+                return f"{path}:{node.lineno}: {name} is defined within {function.name}. Move it to the module's level"
+    return ""
 
 
 @contextlib.contextmanager
@@ -213,33 +253,53 @@ def _answer_all(warm: Warm, rank: socket.socket) -> None:
 class EpisodeProgram:
     """The answers of a user's environment or tools."""
 
-    def __init__(self, programs: Programs, turns: Any):
-        self._new = programs.new
-        self.turns = turns
-        self._program = None
+    def __init__(self, programs: Programs, turns: "Turns", rewards: list[Callable]):
+        """rewards: the user's reward functions over environments."""
+        self._programs, self.turns, self._rewards = programs, turns, rewards
+        self._has_scored = False  # whether a turn had a reward
 
     def reset(self, item: dict) -> dict:
         """Return the prompt's tokens, if the environment adds messages to it."""
-        seed_random(item["own_seed"])
-        self._program = self._new()
+        seed_random(item["seed"])  # the same in the group: its prompt is, too
+        self._program = self._programs.new()
         added = self._program.reset(item["row"], item["seed"])
+        seed_random(item["own_seed"])
+        self._transcript = Transcript(item["row"], added)
+        prompt = item["row"].get("prompt") or []
         if not added:
             return {}
-        if not isinstance(item["row"].get("prompt"), list):
+        if not isinstance(prompt, list):
             raise BadValue("reset adds messages to a prompt that is plain text: give prompts as chat messages")
-        return {"prompt": self.turns.prompt(item["row"]["prompt"], added)}
+        return {"prompt": self.turns.prompt(prompt, added)}
 
     def step(self, item: dict) -> dict:
         """Return the tokens before the model's next turn, and the turn's reward."""
         message = self.turns.message(item["ids"])
+        self._transcript.say(message)
+        self._transcript.ids += item["ids"]
         calls = [isinstance(call, dict) for call in message["calls"]]
         messages, reward, done = self._program.step(message)
+        self._transcript.completion += messages
         ids = [] if done else self.turns.between(messages)
+        self._transcript.ids += ids
+        if done:
+            reward = self._final(reward)
+        self._has_scored = self._has_scored or reward is not None
         return {"ids": ids, "reward": reward, "done": done, "calls": sum(calls), "malformed": calls.count(False)}
 
     def end(self, item: dict) -> dict:
-        """Return the reward of an episode that was cut."""
-        return {"reward": self._program.reward()}
+        """Return the reward of an episode that was cut, perhaps within a turn."""
+        if cut := item["ids"][len(self._transcript.ids) :]:
+            self._transcript.say({"content": self.turns.text(cut), "calls": []})
+        self._transcript.ids = item["ids"]
+        return {"reward": self._final(self._program.reward())}
+
+    def _final(self, own: float | None) -> float | None:
+        """Return the reward at the end. own: the environment's. The functions do not score what its step has scored."""
+        is_scored = self._programs.is_own and (self._has_scored or own is not None)
+        if is_scored or not self._rewards:
+            return own
+        return score(self._rewards, self._transcript, self._program.instance, own)
 
 
 if __name__ == "__main__":

@@ -212,6 +212,9 @@ class Episodes(Responses):
         key = id[0]
         work = self.working[key]
         self._resetting.discard(id)
+        if not prompt and not work.prompt.ids:
+            self._refuse(id, "the row has no prompt, and reset adds no message to it")
+            return
         if key not in self._prompts:
             if prompt and len(prompt) > self.args.max_prompt_length:
                 self._refuse(id, f"the prompt has become {len(prompt)} tokens long, more than --max-prompt-length")
@@ -377,7 +380,7 @@ class Episodes(Responses):
         episode = self._of[id]
         episode.cut = cut
         if self.scores_at_end and not episode.rewards:
-            self._ask(id, "end")
+            self._ask(id, "end", ids=episode.output.token_ids)
         else:
             self._finish(id, "length")
 

@@ -1,8 +1,11 @@
 """The flags of rewards: the reward function and its limits, a judge (rl/rewards/judge.py), programs (rl/rewards/programs/)."""
 
+import ast
+import functools
 import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from rl.errors import UserError
@@ -62,6 +65,7 @@ class RewardArgs(JudgeArgs, CodeArgs):
     reward: Annotated[str | None, Content("code")] = None
     """Your own reward function, as path/to/file.py:function. It is called with (data_source, solution_str, ground_truth,
     extra_info) and returns a number, or a dict with "score" and further numbers, which become metrics. It may be async.
+    Functions that name `environments` or `completions` are TRL's: they get those of --env, and several may be named.
     Or "code": responses are programs, which are tested in a sandbox."""
     reward_timeout: MayChange[Annotated[float, Range(above=0, at_most=86_400)]] = 10.0
     """Seconds that scoring a response may take; --on-reward-error says what happens after that."""
@@ -84,6 +88,12 @@ class RewardArgs(JudgeArgs, CodeArgs):
     """DAPO: penalise, linearly, a response that ends within this many tokens of --max-response-length; 0 turns it off."""
     overlong_penalty_factor: Annotated[float, Range(at_least=0)] = 1.0
     """DAPO: the penalty of a response with --max-response-length tokens."""
+
+    @property
+    def scores_environments(self) -> bool:
+        """Whether --reward names functions in TRL's form, which are called in the processes of the episodes."""
+        is_file = bool(self.reward) and self.reward != CODE
+        return is_file and any(_is_of_trl(names) for names in parameters_of(self.reward))
 
     @property
     def own_reward(self) -> str | None:
@@ -111,3 +121,38 @@ class RewardArgs(JudgeArgs, CodeArgs):
             raise UserError("--reward and --judge: a response has one score. Call the judge in your function (docs/judges.md).")
         if self.reward and self.reward != CODE:
             check_code("--reward", self.reward, "function")
+        if self.scores_environments:
+            self._check_functions()
+
+    def _check_functions(self) -> None:
+        """Raise UserError unless all functions are in TRL's form, and there is an environment or tools."""
+        functions = parameters_of(self.reward)
+        if not all(map(_is_of_trl, functions)):
+            raise UserError(f"--reward {self.reward}: each function must name environments or completions, or none of them.")
+        if not (getattr(self, "env", None) or getattr(self, "tools", None)):
+            raise UserError(
+                f"--reward {self.reward}: a function of environments or completions, as TRL's, needs --env or --tools. Give "
+                "one, or a function of (data_source, solution_str, ground_truth, extra_info)."
+            )
+        if not getattr(self, "env", None) and any("environments" in names for names in functions):
+            raise UserError(f"--reward {self.reward}: a function of environments needs --env. Name their class with it.")
+        if any("trainer_state" in names for names in functions):
+            raise UserError(f"--reward {self.reward}: there is no trainer_state here. Leave the parameter out.")
+
+
+def _is_of_trl(parameters: set[str]) -> bool:
+    return bool(parameters & {"environments", "completions"}) and "solution_str" not in parameters
+
+
+@functools.cache
+def parameters_of(spec: str) -> list[set[str]]:
+    """Return the names of the parameters of each function that path/to/file.py:names names and the file defines. The file is
+    not imported."""
+    path, _, names = spec.rpartition(":")
+    try:
+        nodes = ast.parse(Path(path).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):  # reported where the file is imported
+        return []
+    functions = {node.name: node.args for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    found = [functions[name] for name in names.split(",") if name in functions]
+    return [{a.arg for a in (*args.posonlyargs, *args.args, *args.kwonlyargs)} for args in found]

@@ -57,7 +57,7 @@ class ScoringPool(Lanes, contextlib.AbstractContextManager):
         self.last_message: dict[str, str] = {}  # by kind of event
         self.pending = 0  # responses whose score has not been returned
         self._lanes: list[threading.Thread] = []
-        if args.own_reward:
+        if args.own_reward and not args.scores_environments:
             check_passed(args.reward_env)
             self._start_lane()
             self.begun.wait()

@@ -53,7 +53,8 @@ def load(spec: str):
         try:
             signature.bind(**dict.fromkeys(ARGUMENTS))
         except TypeError as error:
-            raise TypeError(f"{name}{signature} cannot be called with {', '.join(ARGUMENTS)}: {error}") from None
+            hint = ". TRL's functions must be defined in this file, with def" if "environments" in signature.parameters else ""
+            raise TypeError(f"{name}{signature} cannot be called with {', '.join(ARGUMENTS)}: {error}{hint}") from None
     return function
 
 

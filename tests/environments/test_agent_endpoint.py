@@ -100,7 +100,7 @@ def test_the_openai_client_is_answered_and_refused(model, tokenizer, tmp_path):
     """Calls that extend each other add the template's own tokens alone; what is refused is no turn, and costs nothing."""
     pytest.importorskip("openai")
     pool = agents(model, f"{written(tmp_path / 'agent.py', WITH_OPENAI)} '{json.dumps(SCHEMA)}'")
-    assert pool.ready == {"schemas": [], "scores_at_end": True}
+    assert pool.ready["scores_at_end"] and not pool.ready["note"]
     pool.begin("a", ROW, seed=1, own_seed=1)
     first = answers(pool, ["a"])["a"]
     prompt = tokenizer.apply_chat_template(ROW["prompt"], tools=[SCHEMA], add_generation_prompt=True, tokenize=False)
@@ -112,6 +112,16 @@ def test_the_openai_client_is_answered_and_refused(model, tokenizer, tmp_path):
     assert tokenizer.decode(cut["ids"]) == "<|im_end|>\n<|im_start|>user\nIn digits.<|im_end|>\n<|im_start|>assistant\n"
     done = says(pool, tokenizer, "a", "6")
     assert done["done"] and done["reward"] == 1.0 and done["ids"] == []
+    pool.close()
+
+
+@pytest.mark.parametrize(("form", "said"), [("auto", "drops the answers of tools"), ("hermes", "get a description of them")])
+def test_a_template_that_cannot_do_tools_is_named_at_the_start(form, said, tmp_path):
+    """Agents name their tools with each call, and may have none: the run starts, and its user knows."""
+    tokenizer_of("phi3").save_pretrained(tmp_path)
+    flags = Args(agent="true", env_timeout=20.0, tool_format=form)
+    pool = Environments(flags, str(tmp_path), end_tokens("phi3"), 300)
+    assert said in pool.ready["note"]
     pool.close()
 
 

@@ -40,7 +40,7 @@ def test_calls_stand_in_order_and_text_is_kept():
         ("hermes", f"<tool_call>{'[' * 100_000}</tool_call>", "not JSON"),
         ("llama", '{"name": "f", "parameters": ', "not JSON"),
         ("llama", '<|python_tag|>search.call(query="x")', "not JSON"),
-        ("xml", "<tool_call><function=f><parameter=n>7</function></tool_call>", "text between"),
+        ("xml", "<tool_call><function=f><parameter=n>7</function></tool_call>", "has no end"),
         ("xml", "<tool_call>call f with 7</tool_call>", "<function=name>"),
     ],
 )

@@ -24,6 +24,8 @@ RUDE = Path(__file__).parent / "rude.py"
 @dataclass
 class Args(EnvironmentArgs):
     reward_env: tuple[str, ...] = ()
+    reward: str | None = None
+    scores_environments: bool = False
     max_num_seqs: int = 16
 
 
@@ -44,7 +46,7 @@ def rude(model, request) -> Iterator[Environments]:
     os.environ["MY_TOKEN"] = os.environ["RANK"] = "secret"
     try:
         pool = environments(model)
-        assert pool.ready == {"schemas": [], "scores_at_end": False}
+        assert pool.ready["tools"]["schemas"] == [] and not pool.ready["scores_at_end"]
     finally:
         del os.environ["MY_TOKEN"], os.environ["RANK"]
     yield pool

@@ -122,6 +122,18 @@ def test_turns_and_answers_alternate():
     assert not played.alive and not generator.pool.texts
 
 
+@pytest.mark.parametrize("row", [{"prompt_ids": [5, 6]}, {}])
+def test_a_row_without_a_prompt_needs_one_from_reset(row):
+    generator, _ = make(until(1, 0.5), row=row)
+    generator.job.prompts[0] = replace(generator.job.prompts[0], ids=[])
+    generator.start(0)
+    group = finish(generator)
+    if row:
+        assert group.prompt_ids.tolist() == [5, 6] and [r.score for r in group.responses] == [0.5, 0.5]
+    else:
+        assert all("the row has no prompt, and reset adds no message" in r.error for r in group.responses)
+
+
 def test_a_verifier_scores_the_last_turn_where_nobody_has():
     """What a tool has answered is no answer of the model."""
     generator, _ = make(until(2))

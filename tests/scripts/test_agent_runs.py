@@ -78,6 +78,26 @@ def test_an_environment_of_one_turn_changes_no_bit(file, demo_model, tmp_path):
     assert plain[3][name] == found[3][name] and found[3]["reward/extra/turns/mean"] == 1
 
 
+BRINGS = """
+from agent import *
+
+row = json.load(sys.stdin)
+assert row["prompt"] == [] and row["ground_truth"] is None
+said = answer([{"role": "user", "content": f"{row['a']}*{row['b']}="}])
+print(json.dumps({"reward": float(said == str(row["a"] * row["b"]))}))
+"""
+
+
+@pytest.mark.slow
+def test_an_agent_may_bring_prompt_and_truth(tmp_path):
+    agent, rows = tmp_path / "brings.py", tmp_path / "rows.jsonl"
+    agent.write_text(f"import sys; sys.path.append({str(ROOT / 'examples')!r})\n{BRINGS}")
+    rows.write_text("".join(json.dumps({"a": a, "b": b}) + "\n" for a in range(11, 31) for b in range(12, 22)))
+    flags = [*CALCULATOR[:2], "--agent", f"{sys.executable} {agent}", *CALCULATOR[4:], *SHORT, "--train-files", rows]
+    found, _, _ = train("train_sync.py", *flags, "--total-training-steps", "2", "--rollout-n", "4", out=tmp_path / "out")
+    assert not any(found[step]["reward/unscored"] for step in (1, 2))
+
+
 @pytest.mark.slow
 def test_sync_async_and_replay_train_the_same_bits(tmp_path):
     """Complaint 6 as a whole: nothing of a tool's answer reaches the loss in one mode and not in another."""
@@ -87,7 +107,8 @@ def test_sync_async_and_replay_train_the_same_bits(tmp_path):
     _, split, _ = train("train_async.py", *flags, *record, ranks=2, out=tmp_path / "async")
     assert bits(sync) == bits(split)
     assert sum(found[step]["reward/extra/tool_calls/mean"] for step in found if step) > 0
-    assert all(found[step]["response_length/trained/mean"] <= found[step]["response_length/mean"] for step in found if step)
+    trained = {step: metrics.get("response_length/trained/mean", 0.0) for step, metrics in found.items() if step}
+    assert all(length <= found[step]["response_length/mean"] for step, length in trained.items())
     _, own, _ = train(
         "train_async.py", *flags[:2], *AGENT, *flags[4:], "--staleness-threshold", "0", ranks=2, out=tmp_path / "agent"
     )

@@ -21,6 +21,12 @@ from rl import flag_needs, flags, parts
 RUBRIC = ROOT / "examples" / "rubric.yaml"
 SCRIPTS = {"sync": train_sync.Args, "one_step_off": train_one_step_off.Args, "async": train_async.Args}
 PLAN = dataclasses.make_dataclass("Args", [], bases=(plan.PlanArgs, train_async.Args))
+ALONE = "--teacher demo --teacher-alone --teacher-top-k 4"
+TRL = f"{__file__}:over_environments"
+IN_POOL = ("--reward-timeout 5", "--reward-cpu-limit 5", "--reward-workers 2", "--reward-memory-limit-gb 2")
+IN_POOL += ("--reward-concurrency 8",)
+WITH = {"target_kl": {"kl_ctrl_type"}, "gamma": {"adv_estimator"}, "loss_args": {"loss_mode"}}  # named next to a flag
+WITH |= {"rollout_is_threshold": {"rollout_is"}}
 # a flag with a value; other flags with which it has no effect; others with which it has one; the script
 CASES = [
     ("--gamma 0.9", "--adv-estimator grpo", "--adv-estimator reinforce_pp"),
@@ -74,6 +80,23 @@ CASES = [
     ("--val-top-p 0.7", "--test-freq 0", "--val-temperature 1"),
     ("--val-top-p 0.7", "", "--val-temperature 1"),
     ("--truncation left", "--filter-overlong-prompts", ""),
+    ("--adv-estimator rloo", ALONE, "--teacher demo --teacher-top-k 4"),
+    ("--adv-estimator rloo", "--teacher demo --teacher-alone", f"{ALONE} --use-kl-in-reward"),
+    ("--adv-estimator dr_grpo", f"{ALONE} --loss-agg-mode token-mean", ALONE),
+    ("--gamma 0.9", f"{ALONE} --adv-estimator reinforce_pp", "--adv-estimator reinforce_pp"),
+    ("--loss-mode cispo", ALONE, "--teacher demo --teacher-alone"),
+    ("--loss-mode cispo", ALONE, f"{ALONE} --use-kl-in-reward"),
+    ("--loss-mode sapo", f"{ALONE} --loss-agg-mode token-mean", ALONE),
+    ("--top-entropy-quantile 0.2", ALONE, "--teacher demo --teacher-top-k 4"),
+    ("--top-entropy-quantile 0.2", ALONE, f"{ALONE} --loss-mode dro"),
+    ("--loss-args cap=3", f"{ALONE} --loss-mode decoupled_ppo", "--loss-mode decoupled_ppo"),
+    ("--off-policy-mask-threshold 0.1", ALONE, "--teacher demo --teacher-alone"),
+    ("--rollout-is token", ALONE, "--teacher demo --teacher-alone"),
+    ("--rollout-is-threshold 3", f"{ALONE} --rollout-is token", "--rollout-is token"),
+    ("--clip-ratio-low 0.1", ALONE, "--teacher demo --teacher-alone"),
+    ("--clip-ratio-high 0.1", ALONE, "--teacher demo --teacher-top-k 4"),
+    ("--clip-ratio-c 5", ALONE, ""),
+    *[(flag, f"--env demo-calculator --reward {TRL}", f"--reward {__file__}:look") for flag in IN_POOL],
     ("--reward-concurrency 8", "", f"--reward {__file__}:look"),
     ("--judge-url http://x", "", f"--judge {RUBRIC}"),
     ("--judge-model x", "", f"--judge {RUBRIC}"),
@@ -83,7 +106,9 @@ CASES = [
     ("--overlong-penalty-factor 2", "", "--overlong-buffer-len 4"),
     ("--max-turns 3", "", "--env demo-calculator"),
     ("--tool-format xml", "", "--env demo-calculator"),
-    ("--turn-rewards", "", "--env demo-calculator"),
+    ("--turn-rewards", "--adv-estimator reinforce_pp", "--env demo-calculator --adv-estimator reinforce_pp"),
+    ("--turn-rewards", "--env demo-calculator", "--env demo-calculator --adv-estimator remax"),
+    ("--turn-rewards", "--env demo-calculator --adv-estimator rloo", "--env demo-calculator --adv-estimator gae"),
     ("--env-timeout 3", "", "--env demo-calculator"),
     ("--env-cpu-limit 3", "", "--env demo-calculator"),
     ("--env-memory-limit-gb 3", "", "--env demo-calculator"),
@@ -117,15 +142,13 @@ ALWAYS = {  # component -> its flags that have an effect by themselves, or are r
     "TeacherArgs": "teacher teacher_alone",
     "JudgeArgs": "judge",
     "ImitationArgs": "sft_files",
-    "AlgorithmArgs": "adv_estimator loss_mode loss_agg_mode loss_args backward_without_advantage use_kl_loss "
-    "top_entropy_quantile score_centering "
+    "AlgorithmArgs": "loss_agg_mode backward_without_advantage use_kl_loss score_centering "
     "use_kl_in_reward use_rollout_log_probs filter_groups",
     "EntropyArgs": "entropy_coeff entropy_target",
-    "RolloutCorrectionArgs": "rollout_is rollout_rs off_policy_mask_threshold",
+    "RolloutCorrectionArgs": "rollout_rs",
     "DataArgs": "image_key min_pixels max_pixels prompt_sampling "
     "train_files prompt_key max_prompt_length filter_overlong_prompts shuffle train_max_samples",
-    "RewardArgs": "reward_timeout reward_cpu_limit reward_workers reward_memory_limit_gb reward_env "
-    "reward on_reward_error overlong_buffer_len",
+    "RewardArgs": "reward_env reward on_reward_error overlong_buffer_len",
     "EnvironmentArgs": "env tools agent serve_policy",
     "EngineArgs": "rollout_n max_response_length temperature top_p top_k ignore_eos engine max_num_seqs max_num_batched_tokens "
     "keep_sampling_mask rollout_dtype rollout_tp rollout_seeds",
@@ -148,6 +171,11 @@ ALWAYS = {  # component -> its flags that have an effect by themselves, or are r
 }
 
 
+def over_environments(environments):
+    """A reward function in TRL's form."""
+    return [0.0 for _ in environments]
+
+
 def look(words: str, script: str = "sync") -> dict[str, str]:
     args = (SCRIPTS | {"plan": PLAN})[script]
     parsed = flags.read(args, args=words.split())
@@ -163,7 +191,7 @@ def test_a_flag_without_its_need_is_named_and_with_it_is_not(case, capfd):
     name = case[0].split()[0].removeprefix("--no-").removeprefix("--").replace("-", "_")
     lacking = combined(case, 1)
     assert lacking.pop(name).startswith(f"--{name.replace('_', '-')} does nothing ")
-    assert not lacking or {"target_kl": {"kl_ctrl_type"}}.get(name) == set(lacking), "and no other"
+    assert not lacking or WITH.get(name) == set(lacking), "and no other"
     said = capfd.readouterr().err
     assert said.count("\n") == 1 and said.startswith("warning: --"), "one line, when the command line is read"
     assert combined(case, 2) == {} and capfd.readouterr().err == ""

@@ -1,0 +1,328 @@
+"""Scripts of TRL as they are: classes without get_reward, and reward functions over environments, called in the episodes."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from families import end_tokens, tokenizer_of
+from helpers import train
+from test_pool import Args, answers, environments
+
+import train_sync
+from rl import ranges
+from rl.environments.pool import Environments
+from rl.errors import UserError
+
+SCRIPT = '''
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+
+
+class Dice:
+    """Rolls dice: reset and the rolls draw from `random`."""
+
+    def __init__(self):
+        self.sides = random.choice([6, 8])
+
+    def reset(self, **kwargs) -> str:
+        self.kwargs = kwargs
+        self.total = 0
+        return f" Start: {random.random()} {np.random.rand()} {self.sides}"
+
+    def roll(self, times: int, label: str | None = None) -> str:
+        """
+        Roll the dice.
+
+        Args:
+            times: How many.
+            label: A label.
+
+        Returns:
+            The sum.
+        """
+        if times > 9:
+            raise ValueError("Game over.")
+        self.total += times
+        return f"{times} {label} {random.random()}"
+
+
+class Narrow(Dice):
+    def reset(self, level):
+        self.total = level
+
+
+class Scored(Dice):
+    def get_reward(self):
+        return 100.0
+
+
+class Own:
+    """Of ours, with a step."""
+
+    def reset(self, row, seed):
+        self.rewards = row["rewards"]
+
+    def step(self, message):
+        reward = self.rewards.pop(0)
+        return [{"role": "user", "content": "more"}], reward, not self.rewards
+
+
+def total(environments, **kwargs):
+    return [float(env.total) for env in environments]
+
+
+async def bonus(prompts, completions, completion_ids, environments, level, **kwargs):
+    assert len(prompts) == len(completions) == len(completion_ids) == len(level) == 1
+    roles = [message["role"] for message in completions[0]]
+    calls = [call["function"]["arguments"] for message in completions[0] for call in message.get("tool_calls", [])]
+    said = [prompts[0], roles, calls, completions[0][-1]["content"], len(completion_ids[0]), level, sorted(kwargs)]
+    if kwargs["ground_truth"][0]:
+        Path(kwargs["ground_truth"][0]).write_text(json.dumps(said))
+    return [0.5]
+
+
+def other(environments, **kwargs):
+    return [None for _ in environments]
+
+
+def fixed(environments):
+    return [7]
+
+
+def of_two(environments, **kwargs):
+    return [1.0, 2.0]
+
+
+def of_completions(completions, level, **kwargs):
+    return [float(len(c)) + l for c, l in zip(completions, level)]
+
+
+def tool(times: int) -> str:
+    """Rolls.
+
+    Args:
+        times: How many.
+    """
+    return str(times)
+
+
+def both(data_source, solution_str, ground_truth, extra_info, completions=None):
+    return 1.0
+
+
+def of_state(environments, trainer_state, **kwargs):
+    return [1.0]
+
+
+def main():
+    class Nested:
+        pass
+
+    def nested_reward(environments, **kwargs):
+        pass
+
+
+if __name__ == "__main__":
+    main()
+'''
+TOKENIZER = tokenizer_of("qwen2_5")
+CALL = '<tool_call>\n{"name": "roll", "arguments": {"times": 4, "label": "a"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("trl") / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    TOKENIZER.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def started(file, model) -> Iterator:
+    """Starts an environment, or the tool, of the file with reward functions of it."""
+    pools = []
+
+    def start(name: str, functions: str) -> Environments:
+        given = {"tools" if name == "tool" else "env": f"{file}:{name}", "reward": f"{file}:{functions}"}
+        pools.append(Environments(Args(env_timeout=20.0, scores_environments=True, **given), model, end_tokens("qwen2_5"), 300))
+        return pools[-1]
+
+    yield start
+    for pool in pools:
+        pool.close()
+
+
+ROW = {"prompt": [{"role": "user", "content": "Roll."}], "level": 3, "ground_truth": "", "data_source": "x", "extra_info": {}}
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+def play(pool: Environments, *turns: str, row: dict = ROW, cut: str | None = None) -> dict:
+    """The last answer of an episode. cut: the text of a turn that the budget cuts."""
+    pool.begin("a", row, seed=5, own_seed=1)
+    answer = answers(pool, "a")["a"]
+    said: list[int] = []
+    for turn in turns:
+        pool.ask("a", "step", ids=ids(turn))
+        answer = answers(pool, "a")["a"]
+        said += ids(turn) + answer.get("ids", [])
+    if cut is not None:
+        pool.ask("a", "end", ids=said + ids(cut))
+        answer = answers(pool, "a")["a"]
+    pool.end("a")
+    return answer
+
+
+def test_functions_see_the_live_environment_and_their_rewards_are_summed(started):
+    pool = started("Dice", "total,bonus,other")
+    assert pool.ready["scores_at_end"]
+    assert play(pool, f"{CALL}<|im_end|>", "done<|im_end|>")["reward"] == 4.5
+    assert play(pool, f"{CALL}{CALL}<|im_end|>", "done<|im_end|>")["reward"] == 8.5
+    assert play(pool, f"{CALL}<|im_end|>", cut="I wa")["reward"] == 4.5
+    assert play(pool, cut="I wa")["reward"] == 0.5
+
+
+def test_functions_get_what_trl_gives_them(started, tmp_path):
+    pool = started("Dice", "bonus")
+    answer = play(pool, f"Well. {CALL}<|im_end|>", cut="I wa", row=ROW | {"ground_truth": str(tmp_path / "got")})
+    assert answer["reward"] == 0.5
+    prompt, roles, calls, last, tokens, level, more = json.loads((tmp_path / "got").read_text())
+    assert prompt[0]["content"].startswith("Roll. Start: 0.") and roles == ["assistant", "tool", "assistant"]
+    assert calls == [{"times": 4, "label": "a"}] and last == "I wa" and level == [3]
+    assert more == ["data_source", "extra_info", "ground_truth", "log_extra", "log_metric"]
+    assert tokens > len(ids(f"Well. {CALL}<|im_end|>I wa")) + len(ids("<tool_response>"))
+
+
+def test_a_class_may_score_as_well_and_one_of_ours_that_has_scored_is_not_scored_again(started):
+    assert play(started("Scored", "fixed"), "done<|im_end|>")["reward"] == 107
+    pool = started("Own", "fixed")
+    assert play(pool, "a<|im_end|>", "b<|im_end|>", row=ROW | {"rewards": [None, None]})["reward"] == 7
+    assert play(pool, "a<|im_end|>", "b<|im_end|>", row=ROW | {"rewards": [0.5, None]})["reward"] is None
+    assert play(pool, "a<|im_end|>", "b<|im_end|>", row=ROW | {"rewards": [None, 0.5]})["reward"] == 0.5
+
+
+def test_reset_gets_the_keywords_that_it_names(started):
+    assert play(started("Narrow", "total"), "done<|im_end|>")["reward"] == 3
+
+
+def test_a_function_of_completions_scores_tools(started):
+    call = '<tool_call>{"name": "tool", "arguments": {"times": 4}}</tool_call>'
+    assert play(started("tool", "of_completions"), f"{call}<|im_end|>", "4<|im_end|>")["reward"] == 6
+
+
+@pytest.mark.parametrize(("functions", "said"), [("other", "each returned None"), ("of_two", "not a list of one reward")])
+def test_what_is_no_reward_is_an_event(functions, said, started):
+    answer = play(started("Dice", functions), "done<|im_end|>")
+    assert answer["event"] == "bad_value" and said in answer["message"]
+
+
+def test_a_group_s_resets_draw_the_same_and_its_tools_do_not(started):
+    """2048's board is drawn from `random`: all responses to a prompt begin with the same one."""
+    pool = started("Dice", "total")
+    for number in range(3):
+        pool.begin(number, ROW, seed=5, own_seed=number)
+    begun = answers(pool, range(3))
+    assert begun[0]["prompt"] == begun[1]["prompt"] == begun[2]["prompt"]
+    for number in range(3):
+        pool.ask(number, "step", ids=ids(f"{CALL}<|im_end|>"))
+    assert len({tuple(answer["ids"]) for answer in answers(pool, range(3)).values()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("Nested", "Nested is defined within main. Move it to the module's level"), ("Missing", "has no 'Missing'")],
+)
+def test_a_nested_class_is_refused_with_what_to_do(name, said, started):
+    with pytest.raises(UserError, match=said):
+        started(name, "total")
+
+
+def test_an_import_that_is_not_installed_is_a_sentence(model, tmp_path):
+    (tmp_path / "script.py").write_text(f"from trl_that_is_missing import GRPOTrainer\n{SCRIPT}")
+    with pytest.raises(UserError, match="imports trl_that_is_missing, which is not installed"):
+        environments(model, f"{tmp_path / 'script.py'}:Dice")
+
+
+@pytest.mark.parametrize(
+    ("function", "flags", "said"),
+    [
+        ("total", {"env": True}, None),
+        ("total,bonus", {"env": True}, None),
+        ("of_completions", {"tools": True}, None),
+        ("both", {}, None),
+        ("total", {}, "needs --env or --tools"),
+        ("of_completions", {}, "needs --env or --tools"),
+        ("total", {"agent": "python"}, "needs --env or --tools"),
+        ("total", {"tools": True}, "a function of environments needs --env"),
+        ("of_state", {"env": True}, "there is no trainer_state here"),
+        ("total,both", {"env": True}, "each function must name environments"),
+    ],
+)
+def test_the_flags_are_checked_before_anything_starts(function, flags, said, file):
+    flags = {name: f"{file}:{'Dice' if name == 'env' else 'tool'}" if value is True else value for name, value in flags.items()}
+    args = train_sync.Args(reward=f"{file}:{function}", **flags)
+    assert args.scores_environments == (function != "both")
+    if said:
+        with pytest.raises(UserError, match=said):
+            ranges.check(args)
+    else:
+        ranges.check(args)
+
+
+RUN = '''
+class Calculator:
+    """Counts what is computed; the row has neither a prompt nor a ground truth."""
+
+    def reset(self, a: int, b: int, **kwargs) -> str:
+        self.truth, self.found, self.calls = str(a * b), None, 0
+        return f"{a}*{b}="
+
+    def calculate(self, expression: str) -> str:
+        """Computes a product.
+
+        Args:
+            expression: Two numbers with * between them.
+        """
+        self.calls += 1
+        a, b = expression.split("*")
+        self.found = str(int(a) * int(b))
+        return self.found
+
+
+def asked(environments, **kwargs):
+    return [2.0 * env.calls for env in environments]
+
+
+def right(environments, completions, **kwargs):
+    return [float(c[-1]["content"] == env.truth) for env, c in zip(environments, completions)]
+'''
+
+
+@pytest.mark.slow
+def test_a_run_trains_a_class_of_trl_s_with_reward_functions(tmp_path):
+    """The demo's model and engine; the rows have only columns for reset. The score is the sum over both functions."""
+    (tmp_path / "script.py").write_text(RUN)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"a": a, "b": b}) + "\n" for a in range(11, 31) for b in range(12, 22)))
+    flags = ["--model", "demo-calculator", "--env", f"{tmp_path / 'script.py'}:Calculator", "--max-response-length", "24"]
+    flags += ["--reward", f"{tmp_path / 'script.py'}:asked,right", "--train-files", rows, "--val-files", rows]
+    flags += ["--train-batch-size", "4", "--total-training-steps", "3", "--test-freq", "3", "--val-max-samples", "8"]
+    found, _, done = train("train_sync.py", *flags, out=tmp_path / "out")
+    for step in (1, 2, 3):
+        calls = found[step]["reward/extra/tool_calls/mean"]
+        assert 2 * calls <= found[step]["critic/score/mean"] + 1e-6 <= 2 * calls + 1 + 2e-6
+        assert found[step]["reward/unscored"] == 0
+    assert sum(found[step]["critic/score/mean"] for step in (1, 2, 3)) > 0
+    assert "val-core/environment/acc/mean@1" in found[3], done.stderr
