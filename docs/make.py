@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import losses
 from rl import flag_words
+from rl.from_verl import supervised
 from rl.from_verl.environment import VARIABLES
 from rl.from_verl.keys import NOT_HERE, NOT_NEEDED, Row
 from rl.from_verl.table import TABLE
@@ -82,13 +83,15 @@ Back to [from-verl.md](../from-verl.md).
 def verl_keys() -> str:
     """What each of verl's keys, and each variable that its scripts export, is here."""
     out = []
-    for title, rows in TABLE.items():
+    supervised_keys = {"Supervised training: keys of its own": supervised.OWN}
+    for title, rows in (TABLE | supervised_keys).items():
         out += [f"### {title}", "| verl | here |", "|---|---|"]
         out += [f"| {_names(row)} | {_here(row)} |" for row in rows] + [""]
     out += ["### Environment variables", "| variable | here |", "|---|---|"]
     for row in VARIABLES:
         names = ", ".join(f"`{name}`" for name in row.names.split())
-        out.append(f"| {names} | {row.verdict}: {row.why} |")
+        part = f" with `{row.part}`" if row.part else ""
+        out.append(f"| {names}{part} | {row.verdict}: {row.why} |")
     return VERL_KEYS + "\n".join(out) + "\n"
 
 
