@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import CONFIGS, MOE, SMALL, config, run_script
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 import plan
 import train_async
@@ -215,8 +215,8 @@ def wide(tmp_path_factory) -> str:
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 1, "vocab_size": 40000, "head_dim": 64}
     sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False}
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "decoder_sparse_step": 1}
-    config("Qwen3MoeConfig", **sizes, **experts).save_pretrained(directory / "moe")
-    config("Qwen3Config", **sizes).save_pretrained(directory / "dense")
+    Qwen3MoeConfig(**sizes, **experts).save_pretrained(directory / "moe")
+    Qwen3Config(**sizes).save_pretrained(directory / "dense")
     assert sizes["vocab_size"] * sizes["hidden_size"] > known_values.MOST
     return str(directory)
 
