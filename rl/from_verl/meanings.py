@@ -64,7 +64,8 @@ def router_dtype(run: Run) -> dict[str, object]:
 
 
 def warmup(run: Run) -> dict[str, object]:
-    steps, key = run["A.actor.optim.lr_warmup_steps"], "A.actor.optim.lr_warmup_steps_ratio"
+    steps = run["A.actor.optim.lr_warmup_steps"]
+    key = "A.actor.optim.lr_warmup_steps_ratio"
     ratio = run[key] or 0
     if steps is None or steps < 0:
         if ratio and run.steps is None:

@@ -103,6 +103,7 @@ def test_conversations_of_the_older_trainer():
         ("model.path=x optim.lr=1e-5 data.train_files=a.parquet", "train_sft.py"),
         ("model.partial_pretrain=x data.max_length=9", "train_sft.py"),
         ("actor_rollout_ref.model.path=x data.train_files=a.parquet", "train_sync.py"),
+        ("python3 /home/me/convert/verl/trainer/main_ppo.py data.train_files=a.parquet", "train_sync.py"),
         ("python3 -m recipe.dapo.main_dapo data.train_files=a.parquet", "train_sync.py"),
     ],
 )
@@ -111,7 +112,7 @@ def test_the_script_of_a_program(text, script):
     assert translate.translate(command).script == script
 
 
-def test_ranks_that_the_script_is_not_told():
+def test_a_number_of_ranks_that_is_not_set_is_one():
     found = translate.translate(read_script(OLD))
     assert found.launcher[-1] == "1" and any("nproc-per-node is ''" in note for note in found.notes)
 
