@@ -669,8 +669,8 @@ def gspo(
     clamp: float = 10.0,
 ) -> Loss:
     """max(-A s, -A clip(s, 1 - low, 1 + high)), s_t = exp(min(lp - sg(lp) + sg(mean_t d), clamp)): one ratio per sequence, the
-    geometric mean of its tokens' ratios, with a gradient through each token. Aggregation: seq-mean-token-mean; with token-mean,
-    verl's default, responses count in proportion to their length.
+    geometric mean of its tokens' ratios, with a gradient through each token. Aggregation: seq-mean-token-mean, as verl's
+    gspo has it whatever loss_agg_mode says; verl 0.9.1 alone honours it. With token-mean responses count by their length.
 
     GSPO-token, arXiv 2507.18071, eq. 14 (low 3e-4, high 4e-4 in section 5.1), which equals GSPO if A is one number per
     sequence. No dual clip. pg_clipfrac counts whole sequences, token by token.
@@ -1235,11 +1235,11 @@ def rollout_rejection_mask(
 
     criteria: (level, divergence, low, high), all of which must hold. Levels: token; seq_sum; seq_mean (k1: the geometric mean
     of the ratios); seq_max (one bad token rejects the response); batch (the worst tokens are rejected until the mean of the
-    others is at most high; not for k1). Divergences: k1, a band on the ratio learner / generator itself (verl's band is on the
-    inverse ratio); k2 = (log w)^2 / 2, k3 = w - log w - 1 and binary_kl, the larger of both directions' `binary_kl`, are only
-    bounded by high. Usual values: seq_mean k1 0.999 to 1.001, seq_mean k3 0.01, seq_sum k1 0.5 to 2.0; token binary_kl 2.0
-    (KPop, as AReaL has it). M2PO, arXiv 2510.01161, is batch k2 0.02 (as AReaL has it, whose bound is on (log w)^2: 0.04). Each
-    criterion is applied to the given mask, not to what another one left.
+    others is at most high, or, as in AReaL, one is left; not for k1). Divergences: k1, a band on the ratio learner / generator
+    itself (verl's band is on the inverse ratio); k2 = (log w)^2 / 2, k3 = w - log w - 1 and binary_kl, the larger of both
+    directions' `binary_kl`, are only bounded by high. Usual values: seq_mean k1 0.999 to 1.001, seq_mean k3 0.01, seq_sum k1
+    0.5 to 2.0; token binary_kl 2.0 (KPop, as AReaL has it). M2PO, arXiv 2510.01161, is batch k2 0.02 (as AReaL has it, whose
+    bound is on (log w)^2: 0.04). Each criterion is applied to the given mask, not to what another one left.
     """
     _check_tokens("rollout_rejection_mask", log_prob=log_prob, rollout_log_prob=rollout_log_prob, mask=mask, seq=seq)
     log_weight = rollout_log_ratio(log_prob, rollout_log_prob, mask)
@@ -1270,10 +1270,10 @@ def rollout_rejection_mask(
 
 
 def _least(x: Tensor, mask: Tensor, most: float) -> Tensor:
-    """Return the trained tokens with the smallest x, as many as have a mean of at most `most`: bool [N]."""
+    """Return the trained tokens with the smallest x, as many as have a mean of at most `most`, and at least one: bool [N]."""
     order = torch.where(mask, x, torch.inf).argsort(stable=True)[: int(mask.count_nonzero())]
     means = x[order].double().cumsum(0) / torch.arange(1, len(order) + 1, device=x.device)
-    return torch.zeros_like(mask).index_fill(0, order[: int((means <= most).count_nonzero())], True)
+    return torch.zeros_like(mask).index_fill(0, order[: max(1, int((means <= most).count_nonzero()))], True)
 
 
 def rollout_log_ratio(log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> Tensor:

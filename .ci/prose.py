@@ -39,6 +39,7 @@ MOST_WORDS_OF = {
     "models.md": 1_000,
     "judges.md": 500,
     "code.md": 500,
+    "from-verl.md": 900,
 }
 FIRST_QUESTIONS = {  # page -> the words with which it answers; each is at most two clicks from the README
     "docs/cuda.md": "pip install -r requirements-cuda.txt",  # How do I install it on my GPU ...

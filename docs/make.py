@@ -15,9 +15,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import losses
 from rl import flag_words
+from rl.from_verl import programs, supervised
 from rl.from_verl.environment import VARIABLES
 from rl.from_verl.keys import NOT_HERE, NOT_NEEDED, Row
 from rl.from_verl.table import TABLE
+from rl.from_verl.verl_run import SYNC
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTE = "<!-- made by `python docs/make.py` out of docstrings; edit those -->"
@@ -68,7 +70,7 @@ def trl_words() -> str:
     return "\n".join(lines) + "\n"
 
 
-VERL_KEYS = """# verl's keys and variables, and what each is here
+VERL_KEYS = """# verl's programs, keys and variables, and what each is here
 
 <!-- made by `python docs/make.py` out of rl/from_verl -->
 
@@ -80,15 +82,24 @@ Back to [from-verl.md](../from-verl.md).
 
 
 def verl_keys() -> str:
-    """What each of verl's keys, and each variable that its scripts export, is here."""
-    out = []
-    for title, rows in TABLE.items():
+    """What each of verl's programs and keys, and each variable that its scripts export, is here."""
+    out = ["### Programs", "| part of the module's name | here |", "|---|---|"]
+    for part, script in programs.TRAINERS.items():
+        out.append(f"| `{part}` | `{script}`{', unless keys say otherwise' * (script == SYNC)} |")
+    out += [
+        f"| {', '.join(f'`{name}`' for name in row.names)} | refused: it {row.what}. Instead: {row.instead} |"
+        for row in programs.OTHERS
+    ]
+    out += ["| any other | refused by its name |", ""]
+    supervised_keys = {"Supervised training: keys of its own": supervised.OWN}
+    for title, rows in (TABLE | supervised_keys).items():
         out += [f"### {title}", "| verl | here |", "|---|---|"]
         out += [f"| {_names(row)} | {_here(row)} |" for row in rows] + [""]
     out += ["### Environment variables", "| variable | here |", "|---|---|"]
     for row in VARIABLES:
         names = ", ".join(f"`{name}`" for name in row.names.split())
-        out.append(f"| {names} | {row.verdict}: {row.why} |")
+        part = f" with `{row.part}`" if row.part else ""
+        out.append(f"| {names}{part} | {row.verdict}: {row.why} |")
     return VERL_KEYS + "\n".join(out) + "\n"
 
 

@@ -15,8 +15,8 @@
 # What is another thing here: verl has Megatron with 4 pipeline stages, tensor parallelism 4 and expert parallelism 8, and one engine
 # of 8 x 4 ranks that share experts. Here the learner is sharded over all ranks (FSDP2), the 8 of a node share experts, an engine is
 # 4 ranks, and nothing of this size has been run.
-# token-mean is this run's loss_agg_mode, which verl 0.9.1 follows. When the run was made verl took seq-mean-token-mean whatever the
-# key said, as the paper does: --loss-agg-mode seq-mean-token-mean.
+# The run's loss_agg_mode is token-mean, which only verl 0.9.1 follows for GSPO: add --loss-agg-mode token-mean. Other versions take
+# seq-mean-token-mean whatever the key says, as the paper does.
 # Data: python examples/make_data.py dapo-math
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -28,7 +28,7 @@ torchrun --nnodes 2 --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER:-local
   --train-files "$DATA/dapo-math-17k.parquet" \
   --prompt-key prompt --truncation left --max-prompt-length 2048 --max-response-length 8192 \
   --train-batch-size 32 --ppo-mini-batch-size 4 --rollout-n 2 \
-  --adv-estimator grpo --loss-mode gspo --loss-agg-mode token-mean \
+  --adv-estimator grpo --loss-mode gspo --loss-agg-mode seq-mean-token-mean \
   --clip-ratio-low 3e-4 --clip-ratio-high 4e-4 --entropy-coeff 0 \
   --overlong-buffer-len 4096 --overlong-penalty-factor 1.0 \
   --lr 1e-6 --lr-warmup-steps 10 --lr-scheduler-type constant --weight-decay 0.1 --grad-clip 1.0 \

@@ -89,7 +89,8 @@ def report(command: Command) -> str:
             f"the flags are read from the scripts, for which {error.name} is missing here: pip install -r requirements.txt."
         ) from None
     found = translate(command)
-    lines = [found.command(), ""]
+    lines = ["# INCOMPLETE", *(f"#   {gap}" for gap in found.gaps), ""] if found.gaps else []
+    lines += [found.command(), ""]
     if found.refusal:
         lines += ["# REFUSED TODAY. The script ends at once with:", *(f"#   {line}" for line in found.refusal.splitlines()), ""]
     heads = {NOT_HERE: "not here", "unknown": "unknown: no key of verl's that this program knows", NOT_NEEDED: "not needed"}

@@ -1,5 +1,6 @@
 """The meaning of verl's keys for the algorithm: advantages, losses, KL terms, the critic, corrections (see meanings.py)."""
 
+from rl.errors import UserError
 from rl.from_verl.verl_run import PRESET, SYNC, Run, listed
 from rl.ranges import flag
 
@@ -33,14 +34,11 @@ def _of_gdpo(run: Run, what: str) -> dict[str, object]:
 
 def aggregation(run: Run) -> dict[str, object]:
     loss, mode = run["A.actor.policy_loss.loss_mode"], run["A.actor.loss_agg_mode"]
-    if loss in ("geo_mean", "sapo") and mode != "seq-mean-token-mean":
+    if loss in ("geo_mean", "sapo", "gspo") and mode != "seq-mean-token-mean":
         run.note(f"verl's {loss} aggregates as seq-mean-token-mean whatever loss_agg_mode says; it says {mode}.")
+        if loss == "gspo":
+            run.note(f"verl 0.9.1 is the exception, and aggregates gspo as loss_agg_mode says: --loss-agg-mode {mode}.")
         mode = "seq-mean-token-mean"
-    if loss == "gspo" and mode != "seq-mean-token-mean":
-        run.note(
-            f"verl 0.9.1 aggregates gspo as loss_agg_mode says, {mode}. Older versions always took seq-mean-token-mean, as the "
-            "paper does: for that give --loss-agg-mode seq-mean-token-mean."
-        )
     return {"--loss-agg-mode": mode}
 
 
@@ -100,13 +98,22 @@ def kl_in_reward(run: Run) -> dict[str, object]:
 
 
 def distillation(run: Run) -> dict[str, object]:
-    loss, model = "distillation.distillation_loss.", "distillation.teacher_models.teacher_model.model_path"
+    loss, models = "distillation.distillation_loss.", "distillation.teacher_models."
+    paths = [key for key in run.given if key.startswith(models) and key.endswith(".model_path")]
     if not run["distillation.enabled"]:
         names = ("use_task_rewards", "distillation_loss_coef", "loss_mode", "topk", "use_policy_gradient")
-        run.skips(" ".join([model, *(loss + name for name in names)]), "distillation is off")
+        run.skips(" ".join([*paths, *(loss + name for name in names)]), "distillation is off")
         return {}
+    if len(paths) > 1:
+        named = ", ".join(key.removeprefix(models).removesuffix(".model_path") for key in paths)
+        raise UserError(
+            f"{models[:-1]} has {len(paths)} teachers ({named}), each for the samples of its own data source. Here one teacher "
+            "reads all samples: translate the run with one of them, and with the data that it is for."
+        )
     mode, by_gradient = run[loss + "loss_mode"], run[loss + "use_policy_gradient"]
-    flags = {"--teacher": run[model]}
+    if not paths:
+        run.gaps.append(f"{models}NAME.model_path names no teacher: add --teacher.")
+    flags = {"--teacher": run[paths[0]] if paths else None}
     if run[loss + "use_task_rewards"]:
         flags["--teacher-coef"] = run[loss + "distillation_loss_coef"]
     else:

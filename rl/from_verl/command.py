@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 from typing import IO, NamedTuple
 
 from rl.errors import UserError
+from rl.from_verl import programs
 from rl.from_verl.redirections import NOWHERE, sent_nowhere
 
 OVERRIDE = re.compile(r"(\+\+|\+|~)?(?P<key>[A-Za-z_][\w@/-]*(\.[\w@/-]+)*)(=(?P<value>.*))?", re.DOTALL)
 ASSIGNMENT = re.compile(r"(?:-e|--env=)?([A-Za-z_]\w*)=(.*)", re.DOTALL)  # of `env`, `docker run -e` and their like
 NETWORK = re.compile(r"/dev/(tcp|udp)/")  # bash itself connects to what follows
-STARTS_VERL = re.compile(r"^verl(\.|$)|^recipe\.|main_ppo|fully_async_main|one_step_off")
+STARTS_VERL = re.compile(rf"^verl(\.|$)|(^|/)verl/|^recipe[./]|{programs.NAMES.pattern}")
 INNER = re.compile(r"(^|\s)python[\d.]*\s+(-\w+\s+)*(verl|recipe)[./]|-m\s+(verl|recipe)\.")  # a command within a word
 # Every program is "not found" and noted down, with the variables that the script exports. Built-in commands that could reach
 # out of the script, or end it early, are disabled: `command kill` kills no more than `kill`. Functions replace some of them.
@@ -64,6 +65,7 @@ END_OF_PROGRAM, EXPORTS = "\x1e", "\x1d"
 PIECE = re.compile(r"(\d+)([+:])(.*)", re.DOTALL)  # the process that notes, whether the word continues, and the text
 REFUSED = "cannot redirect output"  # so says the restricted shell
 SECONDS_TO_READ = 20
+RANKS = ("nnodes", "nproc-per-node")  # torchrun's
 UNENDING = f"bash did not come to the end of the script within {SECONDS_TO_READ} s"
 
 
@@ -72,6 +74,7 @@ class Command:
     """One start of verl."""
 
     module: str = ""  # verl.trainer.main_ppo, ...; empty where only overrides are given
+    ranks: dict[str, str] = field(default_factory=dict)  # torchrun's nnodes and nproc-per-node
     config_name: str = ""  # Hydra's --config-name
     values: dict[str, object] = field(default_factory=dict)  # key as given -> value, the last one wins
     unread: list[str] = field(default_factory=list)  # words that are not overrides
@@ -89,12 +92,11 @@ class Command:
 def read_words(words: list[str]) -> Command:
     """Read the command's words as the shell passes them: an optional `python3 -m module`, then overrides."""
     command = Command()
-    rest = list(words)
-    for index, word in enumerate(words):
-        if STARTS_VERL.search(word) and "=" not in word and (index == 0 or words[index - 1] == "-m" or word.endswith(".py")):
-            command.module = word
-            rest = words[index + 1 :]
-    _read_environment(command, words[: len(words) - len(rest)])
+    place = _place_of_program(words)
+    rest = words if place is None else words[place + 1 :]
+    if place is not None:
+        command.module = words[place]
+        _read_launcher(command, words[:place])
     names = iter(rest)
     for word in names:
         if word.startswith("--config"):
@@ -112,11 +114,27 @@ def read_words(words: list[str]) -> Command:
     return command
 
 
-def _read_environment(command: Command, words: list[str]) -> None:
-    """Read the variables that the words before verl's module set."""
+def _place_of_program(words: Sequence[str]) -> int | None:
+    """Return the index of the word that names the program: verl's, or else Python's, or else the first; None for overrides
+    alone."""
+    named = [
+        index
+        for index, word in enumerate(words)
+        if "=" not in word and (index == 0 or words[index - 1] == "-m" or word.endswith(".py"))
+    ]
+    verls = [index for index in named if STARTS_VERL.search(words[index])]
+    others = [index for index in named if index and not words[index].startswith("-")]
+    alone = [0] if named[:1] == [0] and not words[0].startswith(("-", "~")) else []
+    return next(iter([*verls[-1:], *others, *alone]), None)
+
+
+def _read_launcher(command: Command, words: Sequence[str]) -> None:
+    """Read the variables and the numbers of ranks that the words before verl's module set."""
     for word, following in zip(words, [*words, ""][1:], strict=False):
         name, equals, value = word.partition("=")
         value = value if equals else following
+        if (ranks := name.removeprefix("--").replace("_", "-")) in RANKS:
+            command.ranks[ranks] = value
         if (assigned := ASSIGNMENT.fullmatch(word)) and not INNER.search(word):
             command.environment[assigned[1]] = assigned[2]
         elif name == "--runtime-env":
@@ -140,8 +158,8 @@ def read_script(text: str, words: Sequence[str] = ()) -> Command:
     verl."""
     text = NETWORK.sub("/nowhere/", text.replace("\r\n", "\n"))
     rewritten = sent_nowhere(text)
-    programs, complaints = _programs(text if rewritten is None else rewritten, words)
-    starts = _starts(programs)
+    found, complaints = _programs(text if rewritten is None else rewritten, words)
+    starts = _starts(found)
     if not starts:
         raise UserError(
             "it does not start verl: expected a command such as python3 -m verl.trainer.main_ppo key=value ... "
@@ -149,13 +167,13 @@ def read_script(text: str, words: Sequence[str] = ()) -> Command:
             + (f" Bash says: {complaints[-1]}" if complaints else "")
         )
     start = starts[0]
-    command = read_words(start.words)
-    if not command.module and (inner := next((word for word in start.words if INNER.search(word)), None)):
-        command = read_script(inner)  # of docker exec ... bash -c '...'
-        _read_environment(command, start.words)
+    is_inside = " " in start.module  # as in docker exec ... bash -c 'python3 -m verl...'
+    command = read_script(start.module) if is_inside else read_words(start.words)
+    if is_inside:
+        _read_launcher(command, start.words)
     command.text = text
     command.environment = start.exports | command.environment
-    sourced = [program.words[1] for program in programs[: programs.index(start)] if program.is_source]
+    sourced = [program.words[1] for program in found[: found.index(start)] if program.is_source]
     command.unseen = [*sourced, *command.unseen]
     if refused := next((line for line in complaints if REFUSED in line), ""):
         command.notes.append(f"Commands before a redirection were not read ({refused}): check what depends on them.")
@@ -176,11 +194,19 @@ class Program(NamedTuple):
     def is_source(self) -> bool:
         return self.words[0] == "source" and len(self.words) > 1
 
+    @property
+    def module(self) -> str:
+        """What it starts, or else the word that is a command itself and starts verl."""
+        place = _place_of_program(self.words)
+        named = "" if place is None else self.words[place]
+        return named if STARTS_VERL.search(named) else next(filter(INNER.search, self.words), named)
 
-def _starts(programs: list[Program]) -> list[Program]:
-    """Return those that start verl; its other tools take no key=value."""
-    starts = [program for program in programs if not program.is_source and any(map(STARTS_VERL.search, program.words))]
-    return [program for program in starts if any("=" in word for word in program.words)] or starts
+
+def _starts(found: list[Program]) -> list[Program]:
+    """Return those that start a trainer of verl's; if there is none, those that start another program of verl's."""
+    starts = [program for program in found if not program.is_source and STARTS_VERL.search(program.module)]
+    trainers = [program for program in starts if programs.trainer(program.module)]
+    return [program for program in trainers if any("=" in word for word in program.words)] or trainers or starts
 
 
 def _programs(text: str, words: Sequence[str]) -> tuple[list[Program], list[str]]:

@@ -1,7 +1,7 @@
 """A row of the table of keys, and how a key finds its row."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -21,6 +21,7 @@ class Row:
     note: str = ""  # what the words mean here, why they are not needed, or what is missing
     meaning: Callable[[Run], dict[str, object]] | None = None  # None: the value is taken over as it is
     defaults: dict[str, object] = field(default_factory=dict)  # verl's, by the first name
+    switch: str = ""  # verl's key without which these have no effect
 
 
 def _row(kind: str, keys: str, flags: str = "", note: str = "", meaning: Callable | None = None) -> Row:
@@ -42,9 +43,9 @@ def unneeded(keys: str, because: str) -> Row:
     return _row(NOT_NEEDED, keys, note=because)
 
 
-def missing(keys: str, what: str) -> Row:
+def missing(keys: str, what: str, switch: str = "") -> Row:
     """Make the row of a feature that is missing here. A default in `keys` is the value with which nothing is missing."""
-    return _row(NOT_HERE, keys, note=what)
+    return replace(_row(NOT_HERE, keys, note=what), switch=switch)
 
 
 def find(key: str, rows: Iterable[Row]) -> tuple[Row, str] | None:

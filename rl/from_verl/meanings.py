@@ -22,13 +22,11 @@ def batch(run: Run) -> dict[str, object]:
     if run.script != ASYNC:
         size = run["data.train_batch_size"]
         run.skips("async_training.require_batches", f"{run.script} has one batch a step")
-        if run.script == SYNC and size < (ranks := run["trainer.nnodes"] * run["trainer.n_gpus_per_node"]):
-            fit = size // run["trainer.nnodes"]
-            fit -= fit % max(1, run["A.rollout.tensor_model_parallel_size"])
-            fewer = f"start {fit} ranks a node (--nproc-per-node {fit}), or " if fit > 0 else ""
+        engines = run["trainer.nnodes"] * run["trainer.n_gpus_per_node"] // max(1, run["A.rollout.tensor_model_parallel_size"])
+        if run.script == SYNC and size < engines:
             run.note(
-                f"train_batch_size {size} is less than a prompt for each of the {ranks} ranks, which train_sync.py refuses: "
-                f"{fewer}give --train-batch-size {ranks}, and a --ppo-mini-batch-size that divides it."
+                f"train_batch_size {size} gives {size} of the {engines} engines a prompt in a step, and the others wait: all "
+                "responses to a prompt come from one engine. Fewer ranks cost no time, more prompts use all."
             )
         return {"--train-batch-size": size} | mini
     run.skips("data.train_batch_size", "a step is require_batches mini-batches, as in verl's fully async mode, which wants 0")
@@ -67,13 +65,14 @@ def router_dtype(run: Run) -> dict[str, object]:
 
 def warmup(run: Run) -> dict[str, object]:
     steps = run["A.actor.optim.lr_warmup_steps"]
-    ratio = run["A.actor.optim.lr_warmup_steps_ratio"] or 0
+    key = "A.actor.optim.lr_warmup_steps_ratio"
+    ratio = run[key] or 0
     if steps is None or steps < 0:
         if ratio and run.steps is None:
-            run.lacks(
-                "A.actor.optim.lr_warmup_steps_ratio",
-                f"the number of steps follows from the data: set --lr-warmup-steps to {ratio} times the run's steps",
-            )
+            why = f"the number of steps follows from the data: set --lr-warmup-steps to {ratio} times the run's steps"
+            run.lacks(key, why)
+            if not run.has(key):
+                run.note(f"verl warms up over {ratio} of the steps by default; {why}.")
             return {}
         steps = int(ratio * (run.steps or 0))
     if steps > 0 and run["A.actor.optim.zero_indexed_step"] is not False:

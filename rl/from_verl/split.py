@@ -1,7 +1,7 @@
 """The meaning of verl's keys for devices, for the schedule of asynchronous training and for verl's newer trainer (see
 meanings.py)."""
 
-from rl.from_verl.verl_run import SYNC, V1, Run
+from rl.from_verl.verl_run import SFT, SYNC, V1, Run
 
 RANKS_ON_A_NODE = 8  # a split that needs no more is taken to be on one node, whatever verl's pools say
 
@@ -41,7 +41,7 @@ def trainer_mode(run: Run) -> dict[str, object]:
 
 def devices(run: Run) -> dict[str, object]:
     nodes, ranks = run["trainer.nnodes"], run["trainer.n_gpus_per_node"]
-    if run.script == SYNC:
+    if run.script in (SYNC, SFT):
         run.launch = {"--nnodes": nodes, "--nproc-per-node": ranks}
         run.skips("rollout.nnodes rollout.n_gpus_per_node A.rollout.n_gpus", "every rank generates, then learns")
         return {}

@@ -33,6 +33,7 @@ TABLE: dict[str, list[Row]] = {
         missing("data.video_key=videos data.audio_key", "only images"),
         missing("data.apply_chat_template_kwargs.* data.apply_chat_template_kwargs", "the chat template takes no arguments"),
         missing("data.custom_cls.* data.sampler.* data.datagen.*", "files are read as verl's parquet files, with one order"),
+        missing("data.continuous_token.*", "turns are tokenised one by one, so that none is tokenised again"),
         missing("data.tokenizer=null", "the tokenizer is the model's"),
         missing("data.tool_config_path=null data.function_tool_path=null", "tools are functions: `--tools file.py:f,g`"),
         missing("data.reward_fn_key=data_source", "the column is `data_source`"),
@@ -95,11 +96,15 @@ TABLE: dict[str, list[Row]] = {
         unneeded("A.ref.ulysses_sequence_parallel_size A.ref.fsdp_config.ulysses_sequence_parallel_size "
                  "A.ref.megatron.expert_model_parallel_size A.ref.*.expert_parallel_size A.ref.*.ulysses_parallel_size",
                  "`--sequence-parallel` and `--expert-parallel` also hold for the reference policy"),
-        to("A.model.lora_rank=0 A.model.lora_alpha=16 A.model.target_modules=all-linear A.model.lora_adapter_path=null",
-           "--lora-rank, --lora-alpha, --lora-target, --lora-model", "alpha is 16 in verl, 32 here by default; `all-linear` "
-           "are those of the decoder", memory.adapters),
-        missing("A.model.exclude_modules=null", "name the layers that have adapters: `--lora-target`"),
-        missing("A.model.lora.rank=0", "Megatron's adapters; `lora_rank` is here"),
+        to("A.model.lora_rank=0 A.model.lora_alpha=16 A.model.target_modules=all-linear A.model.lora_adapter_path=null "
+           "A.model.lora.rank=0 A.model.lora.alpha=32 A.model.lora.adapter_path=null A.model.lora.type=lora "
+           "A.model.lora.target_modules=[linear_qkv,linear_proj,linear_fc1,linear_fc2]",
+           "--lora-rank, --lora-alpha, --lora-target, --lora-model", "alpha is 16 in verl, 32 for Megatron and here; "
+           "`all-linear` is the decoder's. Megatron's one adapter of `linear_qkv` is three here",
+           memory.adapters),
+        missing("A.model.exclude_modules=null A.model.lora.exclude_modules=[]", "name the layers that have adapters: "
+                "`--lora-target`"),
+        missing("A.model.lora.dropout=0.0 A.model.lora.dtype=null", "adapters have no dropout, and are fp32"),
         to("A.model.enable_activation_offload=False", "--activation-offload", "with `--gradient-checkpointing`",
            memory.activation_offload),
         missing("A.model.tiled_mlp.enabled=False", "not for activations within a layer"),
@@ -144,7 +149,8 @@ TABLE: dict[str, list[Row]] = {
         unneeded("A.model.override_config.model_config.max_position_embeddings A.model.override_config.max_position_embeddings",
                  "prompt and response must fit the model's own context; to lengthen it edit its config.json"),
         unneeded("A.model.override_config.attn_implementation", "attention is chosen by the device"),
-        unneeded("A.model.use_shm A.model.lora.* A.model.mtp.* A.model.tiled_mlp.* A.actor.qat.* A.*.fsdp_config.qat.* "
+        unneeded("A.model.lora.*", "adapters start from peft's initial values; `--publish` says what engines get"),
+        unneeded("A.model.use_shm A.model.mtp.* A.model.tiled_mlp.* A.actor.qat.* A.*.fsdp_config.qat.* "
                  "A.*.fsdp_config.turbo_config.* A.*.router_replay.*", "it only matters with features that are not here"),
         unneeded("A.actor.use_prefix_grouper", "each prompt is computed once in a micro-batch, always"),
         unneeded("A.*.fsdp_config.*", "sharded over all learners, layer by layer"),
@@ -163,7 +169,7 @@ TABLE: dict[str, list[Row]] = {
         unneeded("A.actor.optim.override_optimizer_config.overlap_* "
                  "A.actor.optim.override_optimizer_config.use_precision_aware_optimizer", "speed and precision of Megatron's "
                  "optimizer"),
-        unneeded("A.actor.checkpoint.* A.actor.load_weight", "a checkpoint holds all that a run needs to resume "
+        unneeded("A.actor.checkpoint.* A.*.load_weight", "a checkpoint holds all that a run needs to resume "
                  "(checkpoints.md)"),
         unneeded("A.nccl_timeout", "every wait is watched: `--hang-timeout`"),
         unneeded("A.actor.rollout_n A.ref.rollout_n", "`--rollout-n`"),
@@ -176,8 +182,8 @@ TABLE: dict[str, list[Row]] = {
         to("algorithm.gamma=1.0", "--gamma"),
         to("A.actor.policy_loss.loss_mode=vanilla", "--loss-mode", "verl's words work"),
         to("A.actor.loss_agg_mode=token-mean", "--loss-agg-mode", "`token-mean` in verl; here that of the loss's paper by "
-           "default. Denominators are global; `geo_mean` and `sapo` are `seq-mean-token-mean` in both, `gspo` was before verl "
-           "0.9.1", algorithm.aggregation),
+           "default. Denominators are global; `geo_mean`, `sapo` and `gspo` are `seq-mean-token-mean` in both; only verl 0.9.1 "
+           "aggregates `gspo` as this key says", algorithm.aggregation),
         to("A.actor.clip_ratio_low=0.2 A.actor.clip_ratio_high=0.2 A.actor.clip_ratio=0.2", "--clip-ratio-low, "
            "--clip-ratio-high", "`clip_ratio` is both; 0.2 in verl for every loss, here that of the loss's paper",
            algorithm.clips),
@@ -204,7 +210,8 @@ TABLE: dict[str, list[Row]] = {
            "penalty on length, as verl's `acc`; its `reward` is the same without an overlong buffer; 0 is no limit in verl",
            algorithm.filter_groups),
         missing("algorithm.rollout_correction.loss_type=ppo_clip", "`--loss-mode reinforce` with `--rollout-is`"),
-        missing("algorithm.rollout_is algorithm.rollout_is_threshold algorithm.rollout_is_level algorithm.rollout_is_mode "
+        missing("algorithm.rollout_correction.rollout_rs_threshold_lower=null algorithm.rollout_correction.use_policy_gradient "
+                "algorithm.rollout_is algorithm.rollout_is_threshold algorithm.rollout_is_level algorithm.rollout_is_mode "
                 "algorithm.rollout_correction.rollout_token_veto_threshold", "older words of verl, for which see "
                 "`algorithm.rollout_correction`"),
         to("algorithm.lam=1.0 critic.optim.lr=1e-5 critic.ppo_epochs=null critic.cliprange_value=0.5 critic.model.path=null "
@@ -219,14 +226,14 @@ TABLE: dict[str, list[Row]] = {
            "A.actor.policy_loss.dro_beta=null", "--loss-args", "`clip_cov`: ratio, low, high; `kl_cov`: ratio, coef (0.1 in "
            "verl, the paper's 1 here); `sapo`: tau_pos, tau_neg; `dro`: beta", algorithm.loss_args),
         missing("A.actor.loss_scale_factor=null", "`seq-mean-token-sum-norm` divides by the response budget"),
-        to("distillation.enabled=False distillation.teacher_models.teacher_model.model_path=null "
+        to("distillation.enabled=False distillation.teacher_models.*.model_path "
            "distillation.distillation_loss.use_task_rewards=True distillation.distillation_loss.distillation_loss_coef=1.0 "
-           "distillation.distillation_loss.loss_mode=k3 distillation.distillation_loss.topk=128 "
-           "distillation.distillation_loss.use_policy_gradient=True", "--teacher, --teacher-alone, --teacher-coef, "
+           "distillation.distillation_loss.loss_mode=k3 distillation.distillation_loss.topk=32 "
+           "distillation.distillation_loss.use_policy_gradient=False", "--teacher, --teacher-alone, --teacher-coef, "
            "--teacher-top-k", "the teacher is on the learners. `k1` by policy gradient and `k2` as a loss are the same here; "
            "`forward_kl_topk` becomes the reverse KL", algorithm.distillation),
         missing("distillation.distillation_loss.kd_temperature=1.0", "the teacher's temperature is `--temperature`, too"),
-        missing("distillation.distillation_loss.loss_max_clamp=10.0 distillation.distillation_loss.log_prob_min_clamp=-10.0",
+        missing("distillation.distillation_loss.loss_max_clamp=null distillation.distillation_loss.log_prob_min_clamp=null",
                 "no clamp"),
         missing("distillation.*", "one teacher, on the learners, without an engine of its own"),
         missing("critic.*", "but for the flags above the critic has the policy's flags"),
@@ -236,8 +243,11 @@ TABLE: dict[str, list[Row]] = {
                  "critic.model.tokenizer_path "
                  "critic.ulysses_sequence_parallel_size critic.*.fsdp_size critic.model.trust_remote_code critic.checkpoint.* "
                  "critic.rollout_n critic.shuffle", "the policy's flags for memory and batches hold for the critic, too"),
-        unneeded("distillation.n_gpus_per_node distillation.nnodes distillation.teacher_models.teacher_model.inference.*",
-                 "the teacher is on the learners"),
+        unneeded("distillation.n_gpus_per_node distillation.nnodes distillation.teacher_models.*.inference.* "
+                 "distillation.teacher_models.*.num_replicas", "the teacher is on the learners"),
+        unneeded("distillation.teacher_key distillation.teacher_models.*.key", "one teacher reads every sample"),
+        unneeded("distillation.distillation_loss.use_chunked_topk distillation.distillation_loss.chunked_topk_chunk_size",
+                 "log-probs are always computed in chunks"),
         unneeded("A.actor.calculate_entropy", "the entropy is always measured"),
         unneeded("A.actor.calculate_sum_pi_squared", "measured where the estimator asks for it"),
     ],
@@ -257,7 +267,7 @@ TABLE: dict[str, list[Row]] = {
            "only acts with the manager `dapo`", m.overlong),
         to("reward.reward_manager.name|reward_model.reward_manager=naive", "", "the verifier is chosen by `data_source`; "
            "`naive`, `dapo` and `prime` score alike here", m.reward_manager),
-        missing("reward_model.enable=False reward.reward_model.enable=False", "a model that scores is served apart: `--judge`"),
+        missing("reward.reward_model.enable|reward_model.enable=False", "a model that scores is served apart: `--judge`"),
         missing("reward_model.reward_kwargs.* reward.reward_kwargs.* custom_reward_function.reward_kwargs.* "
                 "reward.custom_reward_function.reward_kwargs.*", "write them into your function"),
         missing("reward.reward_manager.source=register reward.reward_manager.module.*", "write what it does into --reward"),
@@ -269,7 +279,8 @@ TABLE: dict[str, list[Row]] = {
                  "reward_model.overlong_buffer.log", "the penalty is always a metric"),
         unneeded("reward.num_workers reward_model.num_workers reward_model.launch_reward_fn_async", "`--reward-workers` a "
                  "rank"),
-        unneeded("reward_model.* reward.reward_model.*", "it only matters with a reward model"),
+        missing("reward_model.* reward.reward_model.*", "of the model that scores, which is served apart: `--judge`",
+                switch="reward.reward_model.enable"),
     ],
     **ROLLOUT,
     "Trainer": [
@@ -296,7 +307,8 @@ TABLE: dict[str, list[Row]] = {
         missing("trainer.rollout_data_dir=null", "`--record-samples` writes down every sample, as tokens"),
         missing("trainer.validation_data_dir=null", "`--log-val-generations` writes a table"),
         missing("trainer.checkpoint_callback_class=null", "call it in your copy of the script"),
-        missing("global_profiler.* A.*.profiler.* trainer.profile_steps=null trainer.*_nsight_options.* trainer.npu_profile.*",
+        missing("A.*.profile.* A.profiler.* global_profiler.* A.*.profiler.* trainer.profile_steps=null "
+                "trainer.*_nsight_options.* trainer.npu_profile.*",
                 "profile a script as any other Python program"),
         unneeded("trainer.max_critic_ckpt_to_keep", "a checkpoint holds the critic, too"),
         unneeded("trainer.balance_batch", "micro-batches are always balanced over the ranks"),

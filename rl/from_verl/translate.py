@@ -7,19 +7,20 @@ from dataclasses import MISSING, dataclass
 
 import train_async
 import train_one_step_off
+import train_sft
 import train_sync
 from rl import flags as command_line
 from rl import parts
 from rl.errors import UserError
-from rl.from_verl import keys
+from rl.from_verl import keys, programs, supervised
 from rl.from_verl.command import Command
 from rl.from_verl.keys import NOT_HERE, NOT_NEEDED, TRANSLATED, Row
 from rl.from_verl.table import OTHER_DEFAULTS, ROWS
-from rl.from_verl.verl_run import ASYNC, ONE_STEP_OFF, SYNC, V1, Run
+from rl.from_verl.verl_run import ASYNC, ONE_STEP_OFF, SFT, SYNC, V1, Run
 
-MODULES = {SYNC: train_sync, ONE_STEP_OFF: train_one_step_off, ASYNC: train_async}
+MODULES = {SYNC: train_sync, ONE_STEP_OFF: train_one_step_off, ASYNC: train_async, SFT: train_sft}
 PROGRAMS = ("ppo", "fully_async_ppo", "one_step_off_ppo")
-CONFIGS = {f"{program}{engine}_trainer" for program in PROGRAMS for engine in ("", "_megatron")}
+CONFIGS = supervised.CONFIGS | {f"{program}{engine}_trainer" for program in PROGRAMS for engine in ("", "_megatron")}
 PROGRAM_OF = {SYNC: "main_ppo", ONE_STEP_OFF: "one_step_off_policy", ASYNC: "fully_async_policy"}
 LENGTH = "rollout.total_rollout_steps"
 OF_ASYNC = ("async_training.", "async.", LENGTH, V1 + "separate_async.")
@@ -39,6 +40,7 @@ class Translation:
     flags: dict[str, object]
     verdicts: dict[str, tuple[str, str]]  # key as given -> (translated, not needed, not here or unknown; why)
     notes: list[str]
+    gaps: list[str]  # what has to be added to the command before it trains what was meant
     refusal: str = ""  # why the script would refuse the command, if it would
 
     def words(self) -> list[str]:
@@ -58,23 +60,47 @@ class Translation:
 
 
 def translate(command: Command) -> Translation:
-    found = {key: keys.find(key, ROWS) for key in command.values}  # key as given -> (row, the table's name), None if unknown
+    """Raise UserError for a program that is no trainer, and for a run that no script here can do."""
+    programs.check(command.module)
+    is_sft = supervised.is_supervised(command)
+    rows = supervised.ROWS_OF_SFT if is_sft else ROWS
+    engine = command.values.get("engine", "fsdp")
+    names = {key: supervised.name_in_table(key, engine) if is_sft else key for key in command.values}
+    found = {key: keys.find(name, rows) for key, name in names.items()}  # key as given -> (row, the table's name), or None
     values = {name: _resolved(command, key) for key, (_, name) in _known(found)}
     notes: list[str] = []
-    script = script_of(command, values, notes)
-    defaults = {name: value for row in ROWS for name, value in row.defaults.items()}
+    script = SFT if is_sft else script_of(command, values, notes)
+    defaults = {name: value for row in rows for name, value in row.defaults.items()}
     newer = script == ASYNC and "fully_async" not in command.program and any(name.startswith(V1) for name in values)
-    defaults |= OTHER_DEFAULTS[V1 if newer else script]
+    defaults |= supervised.defaults(command.program) if is_sft else OTHER_DEFAULTS[V1 if newer else script]
     wrong = {name: _wrong(row, name, values[name], defaults.get(name)) for _, (row, name) in _known(found)}
     run = Run(script, {name: value for name, value in values.items() if not wrong[name]}, defaults, newer)
+    if is_sft:
+        run.given |= supervised.ranks(command)
+        notes += supervised.unclear_ranks(command)
     run.missing |= {name: why for name, why in wrong.items() if why}
     run.notes += [*notes, *command.notes, *_clashes(command, found)]
-    flags = _flags(run)
+    flags = _flags(run, rows)
     verdicts = {key: _verdict(run, row_and_name, _resolved(command, key)) for key, row_and_name in found.items()}
     verdicts |= {key: _deleted(key) for key in command.deleted} | {word: ("unknown", "") for word in command.unread}
-    translation = Translation(_launcher(run), script, flags, verdicts, run.notes)
+    translation = Translation(_launcher(run), script, flags, verdicts, run.notes, [*_gaps(run, flags), *run.gaps])
     translation.refusal = refusal(translation)
     return translation
+
+
+def _gaps(run: Run, flags: dict[str, object]) -> list[str]:
+    """Return why the command would train another model, other data, or all weights instead of adapters."""
+    of = "actor_rollout_ref.model."
+    gaps = []
+    if "--model" not in flags:
+        gaps.append(f"{'model.path' if run.script == SFT else of + 'path'} names no model: add --model, or it is the demo's.")
+    if "--train-files" not in flags:
+        gaps.append("data.train_files names no data: add --train-files, or the demo's sums are trained.")
+    unread = [key for key in (of + "lora_rank", of + "lora.rank") if key in run.missing]
+    gaps += [f"{key} cannot be read: add --lora-rank, or all weights are trained." for key in unread]
+    if run["reward.reward_model.enable"]:
+        gaps.append("a model scores in verl: serve it, and add --judge, or answers are graded by their data_source.")
+    return gaps
 
 
 def _known(found: dict) -> list[tuple[str, tuple[Row, str]]]:
@@ -155,11 +181,11 @@ def _clashes(command: Command, found: dict) -> list[str]:
     return notes
 
 
-def _flags(run: Run) -> dict[str, object]:
+def _flags(run: Run, rows: list[Row]) -> dict[str, object]:
     """Return our flags: those of the given keys, and those for which verl's default differs from ours."""
     ours = own_defaults(run.script)
     flags = {}
-    for row in ROWS:
+    for row in rows:
         if row.kind != TRANSLATED:
             continue
         made = row.meaning(run) if row.meaning else {row.flags: run[row.names[0][0]]}
@@ -200,6 +226,8 @@ def _verdict(run: Run, found: tuple | None, value: object) -> tuple[str, str]:
     if found is None:
         return "unknown", ""
     row, name = found
+    if row.switch and not run[row.switch]:
+        return NOT_NEEDED, f"{row.switch} is off"
     if name in run.missing:
         return NOT_HERE, run.missing[name]
     if name in run.idle:
@@ -209,7 +237,7 @@ def _verdict(run: Run, found: tuple | None, value: object) -> tuple[str, str]:
     return row.kind, row.note
 
 
-LISTS = ("_files", "target_modules", "gdpo_reward_keys", "gdpo_reward_weights")  # ends of keys whose value is one
+LISTS = ("_files", "_dict_keys", "target_modules", "gdpo_reward_keys", "gdpo_reward_weights")  # ends of keys whose value is one
 
 
 def _wrong(row: Row, name: str, value: object, default: object) -> str:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-SYNC, ONE_STEP_OFF, ASYNC = "train_sync.py", "train_one_step_off.py", "train_async.py"
+SYNC, ONE_STEP_OFF, ASYNC, SFT = "train_sync.py", "train_one_step_off.py", "train_async.py", "train_sft.py"
 V1 = "trainer.v1."  # keys of verl's newer trainer
 PRESET = "algorithm.rollout_correction"  # a word, or the head of keys
 
@@ -18,6 +18,7 @@ class Run:
     missing: dict[str, str] = field(default_factory=dict)  # key -> what is not here
     idle: dict[str, str] = field(default_factory=dict)  # key -> why it has no effect in this run
     notes: list[str] = field(default_factory=list)
+    gaps: list[str] = field(default_factory=list)  # what the command lacks to train what was meant
     launch: dict[str, int] = field(default_factory=dict)  # torchrun's --nnodes and --nproc-per-node
 
     def __getitem__(self, key: str) -> object:
@@ -60,6 +61,8 @@ class Run:
 
     @property
     def full_length(self) -> int:
+        if self.script == SFT:
+            return self["data.max_length"]
         return self["data.max_prompt_length"] + self["data.max_response_length"]
 
     @property

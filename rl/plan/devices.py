@@ -1,8 +1,9 @@
 """Accelerators by name, with the numbers of their makers' data sheets: a plan uses them unless a finished run has measured
 some.
 
-Peaks are dense bf16. Links are per device and direction. The network between nodes is the least certain number: it assumes the
-common one adapter of 400 Gb/s (H) or 200 Gb/s (others) per device.
+A device is what torch counts: each of the two dies of an Ascend 910C. Peaks are dense bf16. Links are per device and direction.
+The network between nodes is the least certain number: it assumes the common one adapter of 400 Gb/s (H) or 200 Gb/s (others) a
+device.
 """
 
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ DEVICES = {
         Device("A800-80GB", "cuda", 80e9, 312e12, 2.039e12, 200e9, 25e9),  # the A100 with 400 GB/s of NVLink
         Device("L40S-48GB", "cuda", 48e9, 362e12, 0.864e12, 32e9, 25e9),  # nvidia.com, L40S data sheet; PCIe 4
         Device("910B-64GB", "npu", 64e9, 354e12, 1.6e12, 196e9, 25e9),  # Atlas 800T A2: HCCS of 392 GB/s both ways
+        Device("910C-64GB", "npu", 64e9, 376e12, 1.6e12, 196e9, 25e9),  # Atlas 800T A3, one of a chip's two dies: 2506.12708
         Device("RTX4090-24GB", "cuda", 24e9, 165e12, 1.008e12, 32e9, 12.5e9),  # nvidia.com, Ada architecture; PCIe 4
         Device("L4-24GB", "cuda", 24e9, 121e12, 0.3e12, 32e9, 12.5e9),  # nvidia.com, L4 data sheet; PCIe 4
     )

@@ -28,7 +28,9 @@ def values(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def remember(x: FakeTensor, known: torch.Tensor) -> None:
-    """Record the values of x as known."""
+    """Record the values of x as known, unless there are too many of them."""
+    if x.numel() > MOST:
+        return
     storage = x.untyped_storage()
     if x.numel() and not hasattr(storage, "twin") and known.dtype == x.dtype and x.dtype in INTEGERS:
         storage.twin = torch.zeros(storage.nbytes() // x.itemsize, dtype=x.dtype)

@@ -27,9 +27,13 @@ class SyncSchedule(BatchSchedule):
     first; the others continue in the next step."""
 
     def check(self) -> None:
-        if self.train_batch_size < (ranks := launch.here().world_size):
+        """Raise UserError if the engines that get no prompt in a step would keep their unfinished ones for ever."""
+        engines = launch.here().world_size // self.rollout_tp
+        if self.surplus and self.train_batch_size < engines:
             raise UserError(
-                f"--train-batch-size {self.train_batch_size} is less than a prompt for each of {ranks} ranks. Raise it."
+                f"--over-sample {self.over_sample:g} with --train-batch-size {self.train_batch_size}: a step has no prompt for "
+                f"some of {engines} engines, whose unfinished ones would never end. Raise --train-batch-size, or leave "
+                "--over-sample out."
             )
 
     @property

@@ -13,7 +13,7 @@ from test_examples import SCRIPTS, VERL, number, parse
 
 from rl import flags, parts
 from rl.errors import UserError
-from rl.from_verl import keys, translate, verl_run
+from rl.from_verl import keys, supervised, translate, verl_run
 from rl.from_verl.__main__ import main, read_text, report
 from rl.from_verl.command import parse_value, read_script, read_words
 from rl.from_verl.table import OTHER_DEFAULTS, ROWS
@@ -216,12 +216,12 @@ def test_a_key_is_not_here_only_if_its_value_needs_a_missing_feature(script):
     module = {"train_sync.py": "main_ppo", "train_async.py": "fully_async_main"}.get(script, "one_step_off_policy.main_ppo")
     of = "actor_rollout_ref."
     asking = [
-        "actor.megatron.context_parallel_size=4", "actor.megatron.tensor_model_parallel_size=2", "model.lora.rank=32",
+        "actor.megatron.context_parallel_size=4", "actor.megatron.tensor_model_parallel_size=2", "model.lora.dropout=0.1",
         "rollout.multi_turn.enable=True", "rollout.expert_parallel_size=8", "ref.router_replay.mode=R2",
         "rollout.name=sglang", "rollout.val_kwargs.top_k=20", "rollout.dtype=float16", "actor.optim.lr_scheduler_type=wsd",
     ]  # fmt: skip
     harmless = [
-        "actor.megatron.context_parallel_size=1", "ref.megatron.pipeline_model_parallel_size=1", "model.lora.rank=0",
+        "actor.megatron.context_parallel_size=1", "ref.megatron.pipeline_model_parallel_size=1", "model.lora.dropout=0.0",
         "rollout.multi_turn.enable=False", "rollout.expert_parallel_size=1", "ref.router_replay.mode=disabled",
     ]  # fmt: skip
     assert {why[0] for why in ours(*(of + key for key in asking), script=module).verdicts.values()} == {"not here"}
@@ -285,8 +285,8 @@ def test_verls_own_default_estimator_has_a_critic_with_verls_numbers():
         ("A.actor.clip_ratio=0.3", {"clip-ratio-low": 0.3, "clip-ratio-high": 0.3}),
         ("A.actor.clip_ratio=0.3 A.actor.clip_ratio_high=0.4", {"clip-ratio-low": 0.3, "clip-ratio-high": 0.4}),
         ("algorithm.norm_adv_by_std_in_grpo=False", {"adv-estimator": "dr_grpo"}),
-        ("A.actor.policy_loss.loss_mode=gspo A.actor.loss_agg_mode=token-mean", {"loss-agg-mode": "token-mean"}),
-        ("A.actor.policy_loss.loss_mode=gspo", {"loss-agg-mode": "token-mean"}),
+        ("A.actor.policy_loss.loss_mode=gspo A.actor.loss_agg_mode=token-mean", {"loss-agg-mode": "seq-mean-token-mean"}),
+        ("A.actor.policy_loss.loss_mode=gspo", {"loss-agg-mode": "seq-mean-token-mean"}),
         ("A.actor.policy_loss.loss_mode=gspo A.actor.loss_agg_mode=seq-mean-token-mean",
          {"loss-agg-mode": "seq-mean-token-mean"}),
         ("A.actor.policy_loss.loss_mode=sapo", {"loss-agg-mode": "seq-mean-token-mean"}),
@@ -354,7 +354,7 @@ def test_verls_own_default_estimator_has_a_critic_with_verls_numbers():
          {"teacher": "a/b", "teacher-coef": 0.5, "teacher-alone": None, "teacher-top-k": None}),
         ("distillation.enabled=True distillation.teacher_models.teacher_model.model_path=a/b "
          "distillation.distillation_loss.loss_mode=forward_kl_topk distillation.distillation_loss.use_task_rewards=False",
-         {"teacher": "a/b", "teacher-coef": None, "teacher-alone": True, "teacher-top-k": 128}),
+         {"teacher": "a/b", "teacher-coef": None, "teacher-alone": True, "teacher-top-k": 32}),
         ("distillation.enabled=False distillation.distillation_loss.topk=64", {"teacher": None, "teacher-top-k": None}),
     ],
 )  # fmt: skip
@@ -453,18 +453,6 @@ def test_the_defaults_of_verl_0_9_1_ask_for_nothing_that_is_missing():
     assert {key: why for key, why in found.verdicts.items() if why[0] not in ("translated", "not needed")} == {}
 
 
-def test_a_batch_of_fewer_prompts_than_ranks_says_what_to_give():
-    of = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
-    small = ours(*of, "data.train_batch_size=6", "trainer.n_gpus_per_node=8")
-    (note,) = [note for note in small.notes if "less than a prompt" in note]
-    assert "--nproc-per-node 6" in note and "--train-batch-size 8" in note and "--train-batch-size" in small.refusal
-    for words in (
-        ("data.train_batch_size=6", "trainer.n_gpus_per_node=6"),
-        ("data.train_batch_size=8", "trainer.n_gpus_per_node=8"),
-    ):
-        assert not ours(*of, *words).refusal and not any("less than a prompt" in note for note in ours(*of, *words).notes)
-
-
 def test_fully_async_counts_in_publishes_and_prompts():
     """verl's own defaults there: a publish every 4 steps, one mini-batch a step, 100 prompts."""
     words = (
@@ -555,3 +543,17 @@ def test_odd_values_never_cause_a_traceback(monkeypatch):
         for script in ("main_ppo", "fully_async_main", "one_step_off_policy.main_ppo"):
             found = ours(*group, script=script)
             assert found.verdicts.keys() == given and found.command()
+
+
+def test_odd_values_of_a_supervised_run_never_cause_a_traceback(monkeypatch):
+    monkeypatch.setattr(translate, "refusal", lambda translation: "")
+    names = [*supervised.NAMES, *(name for row in supervised.OWN for names in row.names for name in names)]
+    heads = {
+        f"{head}{key}" for head in supervised.HEADS for key in ("lr", "path", "lora_rank", "lora.rank", "betas", "no_such")
+    }
+    words = [f"{name}={value}" for name in [*names, *heads, "engine.dtype"] for value in ODD]
+    random.Random(0).shuffle(words)
+    for group in (words[i : i + 8] for i in range(0, len(words), 8)):
+        for script in ("sft_trainer", "fsdp_sft_trainer"):
+            found = ours(*group, script=script)
+            assert found.verdicts.keys() == {word.partition("=")[0] for word in group} and found.command()

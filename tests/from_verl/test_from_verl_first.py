@@ -23,7 +23,7 @@ COMMANDS = {  # script, nodes, ranks of a node, generators of a node, words of a
     "004_async_vllm": (SYNC, 1, 8, None, "total_training_steps 500 decides"),
     "004_engineworker": (SYNC, 1, 8, None, "total_training_steps 500 decides"),
     "004_qwen25_3b": (SYNC, 1, 16, None, "total_training_steps 500 decides"),
-    "004_qwen3_30b": (SYNC, 2, 8, None, "verl 0.9.1 aggregates gspo as loss_agg_mode says, token-mean"),
+    "004_qwen3_30b": (SYNC, 2, 8, None, "verl's gspo aggregates as seq-mean-token-mean whatever"),
 }
 # fmt: on
 

@@ -220,7 +220,8 @@ def test_train_sync_learns_with_vllm(demo_model, tmp_path):
 
 @pytest.mark.slow
 def test_train_sync_with_a_tensor_parallel_generator(demo_model, tmp_path):
-    """Two ranks learn separately and generate together, started as a user starts them."""
+    """Two ranks learn separately and generate together, started as a user starts them. One prompt is enough for one engine."""
     flags = ["--engine", "vllm", "--rollout-tp", 2, "--total-training-steps", 3, "--test-freq", 3, "--val-max-samples", 20]
+    flags += ["--train-batch-size", 1]
     metrics, _, _ = train("train_sync.py", *flags, out=tmp_path, ranks=2, fresh=True)
     assert max(metrics[step]["training/rollout_probs_diff_max"] for step in (1, 2, 3)) < 1e-4

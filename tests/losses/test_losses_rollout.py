@@ -53,6 +53,10 @@ def test_rejection_by_hand():
     assert kept("batch_k2", str(1.5 * k2 + 1e-6)) == [1, 0, 1, 1, 1, 0]
     assert kept("batch_k2", str(1.5 * k2 - 1e-6)) == kept("batch_k2", str(2 / 3 * k2 + 1e-6)) == [1, 0, 1, 0, 1, 0]
     assert kept("batch_k2", str(2 / 3 * k2 - 1e-6)) == [1, 0, 0, 0, 1, 0]
+    least = losses.rollout_rejection_mask(ROLL + 1 + RATIOS.log(), *BATCH[1:], criteria=[("batch", "k2", 0.0, 1e-6)])
+    assert least.tolist() == [0, 0, 1, 0, 0, 0], "log w is 1.7, 0.3, 2.4, 1: the best token stays, above the bound"
+    none = losses.rollout_rejection_mask(*BATCH[:2], torch.zeros_like(MASK), SEQ, criteria=[("batch", "k2", 0.0, 1e-6)])
+    assert not none.any()
     p, q = 4 * math.exp(-3), math.exp(-3)  # of token 3, whose ratio of 4 is the largest
     kl = max(a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b)) for a, b in ((p, q), (q, p)))
     assert kept("token_binary_kl", str(kl + 1e-6)) == [1, 0, 1, 1, 1, 0]

@@ -2,6 +2,7 @@
 change helps."""
 
 import dataclasses
+import itertools
 import json
 import re
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import CONFIGS, MOE, SMALL, config, run_script
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 import plan
 import train_async
@@ -19,7 +20,7 @@ from rl.errors import UserError
 from rl.learning.batch import Batch
 from rl.learning.division import Division
 from rl.learning.token_budget import settled
-from rl.plan import devices, memory_plan
+from rl.plan import devices, known_values, memory_plan
 from rl.plan.dry_run import dry_run
 from rl.plan.machine import Machine
 from rl.plan.memory_plan import MemoryPlan, samples_held
@@ -206,6 +207,45 @@ def test_what_the_memory_flags_move_and_shrink(model):
     assert after.host["layers' inputs"] == inputs > 0 and before.host["layers' inputs"] == 0
     one = inputs / SMALL["num_hidden_layers"]  # of the layer that the backward pass is at is back at the peak
     assert before.device["activations"] - after.device["activations"] >= inputs - one
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> str:
+    """The config.json of a model whose matrices have more elements than integers are followed."""
+    directory = tmp_path_factory.mktemp("wide")
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 1, "vocab_size": 40000, "head_dim": 64}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "decoder_sparse_step": 1}
+    Qwen3MoeConfig(**sizes, **experts).save_pretrained(directory / "moe")
+    Qwen3Config(**sizes).save_pretrained(directory / "dense")
+    assert sizes["vocab_size"] * sizes["hidden_size"] > known_values.MOST
+    return str(directory)
+
+
+OFFLOADS = [{}, {"optimizer_offload": True}, {"param_offload": True}]
+KINDS = [("dense", {}), ("dense", {"lora_rank": 4}), ("moe", {}), ("moe", {"expert_parallel": 2})]
+KINDS += [("moe", {"lora_rank": 4, "lora_target": ("q_proj", "v_proj")})]
+COMBINED = [
+    pytest.param(kind, dict(flags, **offload, optim=optim), marks=() if number == 0 else pytest.mark.slow)
+    for number, (offload, optim, (kind, flags)) in enumerate(
+        itertools.product(OFFLOADS[1:] + OFFLOADS[:1], ("adamw", "adamw_8bit"), KINDS)
+    )
+]
+
+
+@pytest.mark.parametrize(("kind", "more"), COMBINED)
+def test_every_combination_of_a_large_model_is_counted(wide, kind, more):
+    """Matrices and blocks of pinned memory larger than the integers whose values are followed."""
+    args = flags(f"{wide}/{kind}", dtype="bfloat16", max_tokens_per_micro_batch=480, **more)
+    memory = dry_run("train_async", args, 2, "cuda", lengths_like("budget", 4, 100, 20))
+    own = memory.parameters / 2
+    assert memory.parameters > 40e6 and memory.peak >= memory.kept.total()
+    adapted = "lora_rank" in more
+    on_host = more.get("param_offload") or more.get("optimizer_offload")
+    moments = {"adamw": 8, "adamw_8bit": 2}[more["optim"]] * own * (not adapted)
+    held = memory.kept["optimizer"] + memory.host_kept["optimizer"]
+    assert held == pytest.approx(moments, rel=0.1) if moments else held < 0.05 * own * 8
+    assert memory.host_kept["optimizer"] >= 0.9 * held if on_host and moments else True
 
 
 @pytest.mark.slow

@@ -31,6 +31,42 @@ def test_the_demo_learns(demo_run):
     assert sum(last) / 10 > sum(first) / 10 + 0.1  # of 640 responses each: five times their standard error
 
 
+@pytest.fixture(scope="module")
+def run_of_one_prompt(demo_model, tmp_path_factory):
+    """Return a function (name, flags) -> the scores of three steps of one prompt, and the weights after them."""
+
+    def run(name: str, *flags, ranks: int = 1) -> tuple[list[float], dict]:
+        three = ("--total-training-steps", 3, "--test-freq", 0, "--train-batch-size", 1, "--rollout-n", 4, "--lr", "1e-3")
+        metrics, directory, _ = train(SCRIPT, *three, *flags, ranks=ranks, out=tmp_path_factory.mktemp(name))
+        return [metrics[step]["critic/score/mean"] for step in (1, 2, 3)], weights(directory)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def one_prompt_alone(run_of_one_prompt):
+    return run_of_one_prompt("one-rank")
+
+
+@pytest.mark.parametrize("flags", [[], ["--sequence-parallel", 2]], ids=["", "sequence parallel"])
+def test_fewer_prompts_than_engines_are_trained_as_by_one_rank(run_of_one_prompt, one_prompt_alone, flags):
+    """The second engine has no prompt."""
+    (scores, trained), (wanted, alone) = run_of_one_prompt("two-ranks", *flags, ranks=2), one_prompt_alone
+    assert scores == wanted and any(0 < score < 1 for score in scores), "something was learned"
+    for name, weight in trained.items():
+        torch.testing.assert_close(weight, alone[name], rtol=1e-4, atol=2e-5, msg=name)
+
+
+def test_over_sampling_needs_a_prompt_for_each_engine(tmp_path):
+    """A prompt under way at an engine without one of the step's would never end."""
+    flags = ["--output-dir", tmp_path, "--train-batch-size", 1, "--over-sample", 1]
+    done = run_script(SCRIPT, *flags, ranks=2, check=False)
+    assert (
+        done.returncode == 1
+        and done.stderr.count("error: --over-sample 1 with --train-batch-size 1: a step has no prompt") == 1
+    )
+
+
 def test_what_a_run_leaves_behind(demo_run):
     metrics, run, done = demo_run
     assert sorted(metrics) == list(range(61))

@@ -387,9 +387,9 @@ def rejected(lp, roll, mask, seq, level, divergence, low, high):
         return max(binary_kl(p, q), binary_kl(q, p))
 
     out = [False] * len(lp)
-    if level == "batch":  # one by one, the worst first
+    if level == "batch":  # one by one, the worst first, but never the last
         left = sorted((t for t in range(len(lp)) if mask[t]), key=value)
-        while left and sum(map(value, left)) / len(left) > high:
+        while len(left) > 1 and sum(map(value, left)) / len(left) > high:
             out[left.pop()] = True
         return out
     for tokens in tokens_of(seq).values():

@@ -1,0 +1,298 @@
+"""rl.from_verl tells verl's programs apart: supervised trainers become train_sft.py, other programs are refused by name, and a
+command that would not train what was meant says so in its first line."""
+
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+from rl.errors import UserError
+from rl.from_verl import keys, supervised, translate
+from rl.from_verl.__main__ import read_text, report
+from rl.from_verl.command import read_script, read_words
+
+# The words are those of verl's examples; the scripts are our own.
+OLD = """set -x
+if [ "$#" -lt 2 ]; then echo "Usage: run.sh <nproc_per_node> <save_path> [others]"; exit 1; fi
+nproc_per_node=$1
+save_path=$2
+shift 2
+torchrun --standalone --nnodes=1 --nproc_per_node=$nproc_per_node \\
+     -m verl.trainer.fsdp_sft_trainer \\
+    data.train_files=$HOME/data/train.parquet data.val_files=$HOME/data/test.parquet \\
+    data.prompt_key=question data.response_key=answer data.micro_batch_size_per_gpu=4 data.max_length=2048 \\
+    optim.lr=1e-4 model.partial_pretrain=Qwen/Qwen2.5-0.5B-Instruct model.fsdp_config.cpu_offload=True \\
+    trainer.default_local_dir=$save_path trainer.experiment_name=mine trainer.total_epochs=3 trainer.logger='["console"]' \\
+    model.lora_rank=32 model.lora_alpha=16 model.target_modules=all-linear \\
+    ulysses_sequence_parallel_size=2 use_remove_padding=true $@
+"""
+NEW = """#!/usr/bin/env bash
+ENTRYPOINT=${ENTRYPOINT:-"-m verl.trainer.sft_trainer"}
+ENGINE="engine=BACKEND optim=BACKEND optim.lr=1e-5 optim.lr_warmup_steps_ratio=0.2 optim.weight_decay=0.1 \\
+    optim.betas=[0.9,0.95] optim.clip_grad=0.5 optim.min_lr_ratio=0.1 optim.lr_scheduler_type=cosine"
+torchrun --standalone --nnodes=${NUM_NODES:-1} --nproc-per-node ${NUM_TRAINERS:-8} ${ENTRYPOINT} \\
+    data.train_files=train.parquet data.val_files=null data.train_batch_size=96 data.max_length=4096 data.pad_mode=no_padding \\
+    data.truncation=right data.use_dynamic_bsz=True data.max_token_len_per_gpu=8000 data.messages_key=chat \\
+    model.path=Qwen/Qwen3-8B model.use_remove_padding=True ${ENGINE} SIZES \\
+    trainer.test_freq=after_each_epoch trainer.save_freq=50 trainer.max_ckpt_to_keep=2 trainer.seed=7 \\
+    trainer.project_name=sft trainer.total_training_steps=100 checkpoint.save_contents=[model,optimizer,extra]
+"""
+BACKENDS = {
+    "fsdp": "engine.ulysses_sequence_parallel_size=2 engine.strategy=fsdp2 engine.fsdp_size=-1 engine.optimizer_offload=True",
+    "veomni": "engine.ulysses_parallel_size=2 engine.optimizer_offload=True engine.fsdp_size=-1",
+    "megatron": "engine.tensor_model_parallel_size=2 engine.optimizer_offload=True engine.use_mbridge=True",
+}
+MULTITURN = """torchrun --nnodes=1 --nproc_per_node=4 -m verl.trainer.fsdp_sft_trainer data.multiturn.enable=true \\
+    data.multiturn.messages_key=messages data.train_files=a.parquet data.val_files=b.parquet data.micro_batch_size_per_gpu=8 \\
+    model.partial_pretrain=Qwen/Qwen2.5-0.5B-Instruct trainer.total_training_steps=200 optim.warmup_steps_ratio=0.1
+"""
+
+
+def sft(text: str, *words: str):
+    found = translate.translate(read_script(text, words))
+    assert found.script == "train_sft.py" and not found.refusal
+    return found, translate.parse(found)
+
+
+def test_the_older_supervised_trainer():
+    """What it leaves out are its own defaults: a mini-batch of 256, betas, cosine."""
+    found, args = sft(OLD, "4", "/save")
+    assert found.launcher == ["torchrun", "--standalone", "--nproc-per-node", "4"] and not found.gaps
+    wanted = {"model": "Qwen/Qwen2.5-0.5B-Instruct", "prompt_key": "question", "response_key": "answer", "max_length": 2048}
+    wanted |= {"lr": 1e-4, "adam_beta1": 0.9, "adam_beta2": 0.95, "lr_scheduler_type": "cosine", "train_batch_size": 256}
+    wanted |= {"lora_rank": 32, "lora_alpha": 16, "lora_target": ("all-linear",), "sequence_parallel": 2, "total_epochs": 3}
+    wanted |= {"max_tokens_per_micro_batch": 4 * 2048 // 2, "gradient_checkpointing": True, "dtype": "bfloat16"}
+    wanted |= {"output_dir": "/save", "experiment_name": "mine", "param_offload": True, "seed": 1, "val_before_train": False}
+    assert {name: getattr(args, name) for name in wanted} == wanted and args.test_freq > 1000
+    assert any("warms up over 0.1 of the steps" in note for note in found.notes), "verl's default; the data decide the steps"
+    assert any("chat template" in note for note in found.notes)
+    assert {kind for kind, _ in found.verdicts.values()} == {keys.TRANSLATED, keys.NOT_NEEDED}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_newer_supervised_trainer(backend):
+    found, args = sft(NEW.replace("BACKEND", backend).replace("SIZES", BACKENDS[backend]))
+    wanted = {"model": "Qwen/Qwen3-8B", "messages_key": "chat", "max_length": 4096, "filter_overlong_prompts": True}
+    wanted |= {"lr": 1e-5, "adam_beta2": 0.95, "lr_scheduler_type": "cosine", "min_lr_ratio": 0.1, "weight_decay": 0.1}
+    wanted |= {"grad_clip": 0.5, "lr_warmup_steps": 20, "total_training_steps": 100, "train_batch_size": 96, "seed": 7}
+    wanted |= {"max_ckpt_to_keep": 2, "save_freq": 50, "test_freq": 0, "optimizer_offload": True, "val_files": ()}
+    wanted |= {"sequence_parallel": 1 if backend == "megatron" else 2, "max_tokens_per_micro_batch": 8000}
+    assert {name: getattr(args, name) for name in wanted} == wanted and not found.gaps
+    missing = {key for key, (kind, _) in found.verdicts.items() if kind == keys.NOT_HERE}
+    assert missing == {"data.truncation", "trainer.test_freq"} | (
+        {"engine.tensor_model_parallel_size"} if backend == "megatron" else set()
+    )
+    assert "unknown" not in {kind for kind, _ in found.verdicts.values()}
+
+
+def test_conversations_of_the_older_trainer():
+    found, args = sft(MULTITURN)
+    assert (args.messages_key, args.lr, args.lr_warmup_steps, args.max_tokens_per_micro_batch) == ("messages", 1e-5, 20, 8192)
+    assert "--prompt-key" not in found.flags and args.test_freq == 200, "verl validates after the last step"
+    assert found.launcher[-1] == "4"
+
+
+@pytest.mark.parametrize(
+    ("text", "script"),
+    [
+        (MULTITURN.replace("-m verl.trainer.fsdp_sft_trainer", "verl/trainer/fsdp_sft_trainer.py"), "train_sft.py"),
+        (MULTITURN.replace("fsdp_sft_trainer", "sft_trainer_ray"), "train_sft.py"),
+        (f"docker run -m 32g img bash -c '{MULTITURN}'", "train_sft.py"),
+        (f"python3 -m verl.model_merger merge --local_dir ckpt/main_ppo\n{MULTITURN}", "train_sft.py"),
+        ("model.path=x optim.lr=1e-5 data.train_files=a.parquet", "train_sft.py"),
+        ("model.partial_pretrain=x data.max_length=9", "train_sft.py"),
+        ("actor_rollout_ref.model.path=x data.train_files=a.parquet", "train_sync.py"),
+        ("python3 /home/me/convert/verl/trainer/main_ppo.py data.train_files=a.parquet", "train_sync.py"),
+        ("python3 -m recipe.dapo.main_dapo data.train_files=a.parquet", "train_sync.py"),
+    ],
+)
+def test_the_script_of_a_program(text, script):
+    command = read_text(text)
+    assert translate.translate(command).script == script
+
+
+def test_a_number_of_ranks_that_is_not_set_is_one():
+    found = translate.translate(read_script(OLD))
+    assert found.launcher[-1] == "1" and any("nproc-per-node is ''" in note for note in found.notes)
+
+
+def test_text_within_a_column_is_a_gap():
+    nested = "data.prompt_dict_keys=['question'] +data.response_dict_keys=['answer']"
+    printed = report(read_script(OLD.replace("data.response_key=answer", f"data.response_key=extra_info {nested}"), ["8", "x"]))
+    assert printed.startswith("# INCOMPLETE\n#   the text is within the columns") and "train_sft.py" in printed
+
+
+def test_every_flag_of_a_supervised_run_exists():
+    shown = {flag for row in supervised.OWN for flag in row.flags.split(", ") if flag}
+    assert shown <= translate.own_defaults("train_sft.py").keys()
+    assert all(keys.find(name, supervised.ROWS_OF_SFT) for name in supervised.NAMES.values())
+
+
+OTHERS = {
+    "python3 -m verl.trainer.main_eval data.path=out.parquet": "verl.trainer.main_eval grades.*--val-only",
+    "python3 -m verl.trainer.main_generation trainer.nnodes=1 model.path=x": "main_generation samples.*--val-only",
+    "python3 -m verl.trainer.main_generation_server model.path=x": "main_generation_server samples.*--val-only",
+    "python3 -m recipe.r1.main_eval data.path=x": "recipe.r1.main_eval grades",
+    "python -m verl.model_merger merge --backend fsdp --local_dir ckpt/main_ppo --target_dir x": "merges verl's checkpoints",
+    "python scripts/legacy_model_merger.py merge --backend megatron": "legacy_model_merger.py merges",
+    "python scripts/converter_hf_to_mcore.py --hf_model_path x": "converts checkpoints",
+    "python3 examples/data_preprocess/gsm8k.py --local_save_dir x": "writes data.*make_data.py",
+    "python3 -m examples.data_preprocess.geo3k --local_dir x": "writes data.*make_data.py",
+    "python3 scripts/diagnose.py": "doctor.py",
+    "python -m verl.experimental.vla.main_ppo data.train_files=x": "trains robots",
+    "python3 -m recipe.prime.main_prime data.train_files=x actor_rollout_ref.model.path=y": "main_prime is no trainer",
+    "python3 -m verl.trainer.something_new data.train_files=x": "something_new is no trainer",
+    "torchrun --nproc_per_node 8 recipe/mine/train.py a.b=1": "recipe/mine/train.py is no trainer",
+    "docker run img bash -c 'python3 -m verl.trainer.main_eval data.path=x'": "main_eval grades",
+    "mkdir -p ckpt/main_ppo; python train.py a.b=1": "does not start verl",
+}
+
+
+@pytest.mark.parametrize("text", OTHERS)
+def test_a_program_that_is_no_trainer_is_refused_by_its_name(text):
+    with pytest.raises(UserError, match=OTHERS[text]):
+        report(read_text(text))
+
+
+@pytest.mark.parametrize("words", ["python3 -m foo.bar a=1", "train a=1", "python3 train.py a=1", "verl-run a=1"])
+def test_words_of_another_program_do_not_become_a_run_of_the_demo(words):
+    with pytest.raises(UserError, match="is no trainer"):
+        translate.translate(read_words(words.split()))
+
+
+def test_a_refused_program_is_one_line_on_the_command_line():
+    start = [sys.executable, "-m", "rl.from_verl", "python3", "-m", "verl.trainer.main_eval", "data.path=x"]
+    done = subprocess.run(start, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1 and "--val-only" in done.stderr
+
+
+PPO = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4"
+GIVEN = f"{PPO} actor_rollout_ref.model.path=x data.train_files=a.parquet"
+
+
+@pytest.mark.parametrize(
+    ("text", "gaps"),
+    [
+        (GIVEN, []),
+        (PPO, ["actor_rollout_ref.model.path names no model", "data.train_files names no data"]),
+        (f"{GIVEN} actor_rollout_ref.model.path=$MODEL", ["actor_rollout_ref.model.path names no model"]),
+        (MULTITURN.replace("model.partial_pretrain", "model.other"), ["model.path names no model"]),
+        (f"{GIVEN} actor_rollout_ref.model.lora_rank=$RANK", ["lora_rank cannot be read"]),
+        (f"{GIVEN} actor_rollout_ref.model.lora.rank=many", ["lora.rank cannot be read"]),
+        (f"{GIVEN} reward_model.enable=True reward_model.model.path=y", ["a model scores in verl"]),
+        (f"{GIVEN} distillation.enabled=True", ["names no teacher"]),
+    ],
+)
+def test_what_a_command_lacks_is_said_before_it(text, gaps):
+    printed = report(read_script(text)).splitlines()
+    assert printed[0].startswith("# INCOMPLETE" if gaps else "torchrun")
+    for line, gap in zip(printed[1:], gaps, strict=False):
+        assert line.startswith("#   ") and gap in line
+
+
+# ------------------------------------------------------------------------------------- adapters, teachers, models that score
+
+
+@pytest.mark.parametrize(
+    ("words", "target"),
+    [
+        ("", ("all-linear",)),
+        ("lora.target_modules=[linear_qkv,linear_proj]", ("q_proj", "k_proj", "v_proj", "o_proj")),
+        ("lora.target_modules=[linear_fc2] lora.merge=True", ("down_proj",)),
+        ("lora.type=canonical_lora lora.target_modules=[linear_q,linear_fc1_up]", ("q_proj", "up_proj")),
+    ],
+)
+def test_adapters_of_megatron(words, target):
+    of = "actor_rollout_ref.model."
+    text = " ".join(of + word for word in f"lora.rank=64 {words}".split())
+    found = translate.translate(read_script(f"{GIVEN} {text} actor_rollout_ref.actor.optim.lr=3e-5"))
+    args = translate.parse(found)
+    assert (args.lora_rank, args.lora_alpha, args.lora_target) == (64, 32, target) and not found.refusal
+    assert {kind for kind, _ in found.verdicts.values()} <= {keys.TRANSLATED, keys.NOT_NEEDED}
+
+
+def test_what_adapters_of_megatron_have_that_is_not_here():
+    of = "actor_rollout_ref.model.lora."
+    words = ["rank=8", "type=dora", "dropout=0.1", "target_modules=[*.layers.0.linear_qkv]", "exclude_modules=[x]"]
+    found = translate.translate(read_script(f"{GIVEN} {' '.join(of + word for word in words)}"))
+    assert {key.removeprefix(of) for key, (kind, _) in found.verdicts.items() if kind == keys.NOT_HERE} == {
+        "type", "dropout", "target_modules", "exclude_modules",
+    }  # fmt: skip
+    assert translate.parse(found).lora_rank == 8
+    off = translate.translate(read_script(f"{GIVEN} {of}rank=0 {of}alpha=16 {of}dropout=0.0"))
+    assert "--lora-rank" not in off.flags and {off.verdicts[of + key][0] for key in ("alpha", "dropout")} == {keys.NOT_NEEDED}
+
+
+TEACHER = "distillation.enabled=True distillation.distillation_loss.use_task_rewards=False "
+
+
+def test_one_teacher_of_any_name():
+    text = "+distillation.teacher_models.gsm8k.key=openai/gsm8k +distillation.teacher_models.gsm8k.model_path=a/b "
+    text += "distillation.teacher_models.gsm8k.num_replicas=1 distillation.teacher_models.gsm8k.inference.name=vllm"
+    found = translate.translate(read_script(f"{GIVEN} {TEACHER} {text}"))
+    args = translate.parse(found)
+    assert (args.teacher, args.teacher_alone) == ("a/b", True) and not found.refusal
+    assert {kind for kind, _ in found.verdicts.values()} == {keys.TRANSLATED, keys.NOT_NEEDED}
+
+
+def test_several_teachers_are_refused():
+    of = "+distillation.teacher_models."
+    with pytest.raises(UserError, match=r"2 teachers \(gsm8k, geo3k\).*one teacher reads all samples"):
+        translate.translate(read_script(f"{GIVEN} {TEACHER} {of}gsm8k.model_path=a {of}geo3k.model_path=b"))
+    off = f"{GIVEN} distillation.enabled=False {of}gsm8k.model_path=a {of}geo3k.model_path=b"
+    assert "--teacher" not in translate.translate(read_script(off)).flags
+
+
+@pytest.mark.parametrize("prefix", ["reward_model", "reward.reward_model"])
+def test_keys_of_a_model_that_scores(prefix):
+    """They have no effect without it; with it they are missing."""
+    words = [f"{prefix}.model.path=y", f"{prefix}.rollout.name=vllm", f"{prefix}.micro_batch_size_per_gpu=8"]
+    for on, kind in (("True", keys.NOT_HERE), ("False", keys.NOT_NEEDED)):
+        found = translate.translate(read_script(f"{GIVEN} {prefix}.enable={on} {' '.join(words)}"))
+        of_it = {key: why for key, why in found.verdicts.items() if key.startswith(prefix)}
+        assert {why[0] for why in of_it.values()} == {kind} and len(of_it) == 4
+        assert all("is off" in why or "nothing that is missing" in why for _, why in of_it.values()) == (on == "False")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "ranks", "shared", "waits"), [(16, 16, 1, 0), (16, 64, 4, 0), (4, 8, 1, 4), (8, 128, 4, 24), (1, 2, 2, 0)]
+)
+def test_fewer_prompts_than_ranks_are_taken_as_they_are(prompts, ranks, shared, waits):
+    """A note counts the engines that have none."""
+    words = f"data.train_batch_size={prompts} actor_rollout_ref.actor.ppo_mini_batch_size={prompts} trainer.n_gpus_per_node="
+    words += f"{min(ranks, 8)} trainer.nnodes={-(-ranks // 8)} actor_rollout_ref.rollout.tensor_model_parallel_size={shared}"
+    found = translate.translate(read_script(f"{GIVEN} {words}"))
+    assert not found.refusal and translate.parse(found).train_batch_size == prompts
+    notes = [note for note in found.notes if "engines a prompt" in note]
+    assert len(notes) == bool(waits)
+    if waits:
+        assert f"{prompts} of the {prompts + waits} engines" in notes[0]
+
+
+# ------------------------------------------------------------------------------------------------ the environment, by kind
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("PYTORCH_NPU_ALLOC_CONF", {"expandable_segments:True": "harmful", "max_split_size_mb:250,expandable_segments:True":
+         "harmful", "max_split_size_mb:250": "needed", "expandable_segments:False": "needed"}),
+        ("PYTORCH_CUDA_ALLOC_CONF", {"expandable_segments:True": "needed"}),
+        ("HCCL_EXEC_TIMEOUT", {"7200": "needed"}), ("HCCL_OP_EXPANSION_MODE", {"AIV": "needed"}),
+        ("HCCL_CONNECT_TIMEOUT", {"1500": "needed"}), ("HCCL_BUFFSIZE", {"300": "needed"}),
+        ("RANK_TABLE_FILE", {"x": "needed"}),
+        ("NCCL_CUMEM_ENABLE", {"0": "needed"}), ("NCCL_DEBUG", {"WARN": "needed"}), ("GLOO_SOCKET_IFNAME", {"eth0": "needed"}),
+        ("VLLM_USE_V1", {"1": "not needed"}), ("VLLM_ASCEND_ENABLE_NZ", {"0": "not needed", "1": "harmful"}),
+        ("VLLM_ENGINE_ITERATION_TIMEOUT_S", {"1e9": "not needed"}), ("VLLM_LOGGING_LEVEL", {"WARN": "needed"}),
+        ("VLLM_ALLREDUCE_USE_SYMM_MEM", {"0": "needed"}), ("VLLM_USE_MODELSCOPE", {"True": "not needed"}),
+        ("RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES", {"1": "not needed"}), ("RAY_DEDUP_LOGS", {"0": "not needed"}),
+        ("WANDB_MODE", {"offline": "needed"}), ("WANDB_PROJECT", {"x": "not needed"}), ("HF_HUB_OFFLINE", {"1": "needed"}),
+        ("TASK_QUEUE_ENABLE", {"2": "needed"}), ("MULTI_STREAM_MEMORY_REUSE", {"2": "needed"}),
+        ("ASCEND_GLOBAL_LOG_LEVEL", {"3": "needed"}), ("CUDA_DEVICE_MAX_CONNECTIONS", {"1": "harmful", "8": "not needed"}),
+    ],
+)  # fmt: skip
+def test_what_becomes_of_a_variable(name, values):
+    for value, verdict in values.items():
+        printed = report(read_script(f"export {name}={value}\n{GIVEN}"))
+        assert f"#   {name}={value}: {verdict}" in printed
