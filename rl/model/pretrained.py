@@ -87,7 +87,7 @@ class ModelFlags(Protocol):
 def check_model(path: str, tokenizer: PreTrainedTokenizerBase, args: ModelFlags, name: str = "--model") -> None:
     """Raises UserError for a model or tokenizer that cannot be trained with these flags. Reads no weights. name: of the flag
     that gave the model."""
-    config = load_config(path, args.trust_remote_code)
+    config = load_config(path, args.trust_remote_code, name)
     where = f"{name} {path}"
     model = _check_modules(config, where, args.trust_remote_code)
     text = config.get_text_config()
