@@ -93,8 +93,8 @@ class AdapterFiles:
         return {name.rpartition(".")[0] for name in self._stored}
 
     def tensors(self, model: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return parameters of the model by name, whole, on the CPU. Raise UserError if one is not in the file, has another shape
-        or is not finite."""
+        """Return parameters of the model by name, whole, on the CPU. Raise UserError if one is not in the file, not finite or
+        of another shape."""
         out = {}
         with safe_open(self.directory / TENSORS, "pt") as file:
             for name in names:

@@ -33,6 +33,7 @@ from rl.data.image_prompts import ImagePrep
 from rl.errors import Stopped, UserError
 from rl.hub.tensor_writer import TensorFile, piece_sizes, pieces
 from rl.learning.learner import Learner
+from rl.model.pretrained import GENERATION
 from rl.model.shards import Block, as_it_is, blocks_of_all_ranks, local
 from rl.ranks import dist, host, launch, signals, watchdog
 from rl.ranks.device import HOST_BACKEND
@@ -308,7 +309,8 @@ class Saver:
                     )
                 written[name] = (size, digest, node) if node else (size, digest)
         self.learner.config.save_pretrained(work)
-        self.learner.policy.model.generation_config.save_pretrained(work)
+        # save_pretrained would refuse what it has read, such as a temperature without do_sample.
+        self.learner.policy.model.generation_config.to_json_file(work / GENERATION, keys_to_pop=["compile_config"])
         self.tokenizer.save_pretrained(work)
         if self._prep:
             self._prep.save(work)

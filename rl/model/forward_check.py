@@ -52,8 +52,8 @@ SUSPECTS = {
 
 @torch.no_grad()
 def check_policy(policy, path: str, name: str = "--model") -> None:
-    """Raises UserError if the learner's log-probs are not those of transformers. policy: on the CPU, not sharded, in fp32. name:
-    of the flag that gave the model."""
+    """Raises UserError if the learner's log-probs are not those of transformers. policy: on the CPU, not sharded, in fp32.
+    name: of the flag that gave the model."""
     probes = [Probe.of(policy.model, seed) for seed in SEEDS]
     prompt = probes[0].prompt
     row = torch.cat([torch.cat([probe.ids[0], probe.ids[1, prompt:]]) for probe in probes])  # a prompt, its two responses, ...

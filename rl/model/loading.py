@@ -27,7 +27,16 @@ from rl.errors import UserError
 from rl.hub.names import Source, sources
 from rl.hub.tensor_reader import DTYPES, INDEX, SINGLE, FileSpan, Reader, Stored, find, read_index, sample, stored_tensors
 from rl.model.attention import linear_layers
-from rl.model.pretrained import auto_class, computed, empty_model, layers, load_config, reason_of, unfilled_model
+from rl.model.pretrained import (
+    auto_class,
+    computed,
+    empty_model,
+    generation_config,
+    layers,
+    load_config,
+    reason_of,
+    unfilled_model,
+)
 from rl.model.shards import Block, local
 from rl.ranks import dist, launch, watchdog
 from rl.ranks.dist import Ranks
@@ -217,18 +226,15 @@ def _stored_weights(path: str, where: str, model: PreTrainedModel, stored: dict[
             buffers[name].copy_(whole(name))
     if say:
         say_unused(where, model.config, stored.keys() - used)
-    model.generation_config = _generation_config(path)
+    model.generation_config = generation_config(path) or _from_config(path)
     spans = {name: [stored[part].span for part in found[name].names] for name in parameters if not found[name].convert}
     dtypes = {name: _dtype(found[name], stored) for name in parameters}
     return Weights(model, whole, dtypes, spans)
 
 
-def _generation_config(path: str) -> GenerationConfig:
-    """As from_pretrained finds it."""
-    try:
-        return GenerationConfig.from_pretrained(path)
-    except OSError:  # many models have none
-        return GenerationConfig.from_pretrained(path, config_file_name="config.json", _from_model_config=True)
+def _from_config(path: str) -> GenerationConfig:
+    """As from_pretrained makes it for a model that has none."""
+    return GenerationConfig.from_pretrained(path, config_file_name="config.json", _from_model_config=True)
 
 
 def _dtype(source: Source, stored: dict[str, Stored]) -> torch.dtype:
