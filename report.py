@@ -153,7 +153,8 @@ def shares(group: RunGroup) -> dict[str, dict[str, float]]:
     for log in group.logs:
         for name in sorted(n for n in log.names if n.startswith("ledger/") and n.count("/") == 2):
             _, rank, phase = name.split("/")
-            out[rank.rpartition("_")[0]][phase].append(log.over_time(name))
+            if (share := log.over_time(name)) is not None:  # a short run may have it for its first step only
+                out[rank.rpartition("_")[0]][phase].append(share)
     return {role: {phase: float(np.mean(v)) for phase, v in phases.items()} for role, phases in out.items()}
 
 
