@@ -90,7 +90,7 @@ def draw(axes, groups: list[RunGroup], curve: Callable) -> bool:
     """Draw a line for each group: the mean of curve(log) [n, 2] over its runs up to the shortest, a band from lowest to
     highest, and each run as a thin line behind. Return whether there was anything to draw."""
     for i, group in enumerate(groups):
-        curves = [c for log in group.logs if len(c := curve(log))]
+        curves = [c[c[:, 0].argsort(kind="stable")] for log in group.logs if len(c := curve(log))]  # clocks may be set back
         if not curves:
             continue
         marker = {"marker": "o", "ms": 3} if min(map(len, curves)) < 15 else {}

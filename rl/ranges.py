@@ -7,6 +7,7 @@ A mark says which numbers the flag accepts, what kind of thing it names, or that
     save_freq: MayChange[int] = 20
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,8 +81,13 @@ def flag(name: str) -> str:
 
 
 def check(args) -> None:
-    """Raise UserError for a number out of its range, and for flags that contradict each other. The latter are found by the
-    method `check` that each dataclass of the arguments may have."""
+    """Raise UserError for an empty text, a number out of its range, and contradicting flags. The latter are found by
+    the method `check` that each dataclass of the arguments may have."""
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        texts = value if isinstance(value, tuple | list) else [value]
+        if any(isinstance(text, str) and not text.strip() for text in texts):
+            raise UserError(f"{flag(field.name)}: its value is empty. Give one, or leave the flag out.")
     for name, limits in marks(type(args), Range).items():
         value = getattr(args, name)
         if value is None or value in limits:

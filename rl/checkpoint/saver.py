@@ -154,10 +154,11 @@ class Saver:
         """Waits for the checkpoint of that step, the last one, and returns it. Raises UserError if it could not be written."""
         self.wait()
         if self.error:
+            newest = max(self.run_dir.glob(STEPS), default=None)
+            again = f"with --resume-mode {newest}" if newest else "from the beginning, since no other checkpoint is there"
             raise UserError(
                 f"--output-dir {self.run_dir.parent}: the last checkpoint, of step {step}, could not be written: {self.error}. "
-                f"Make room, then run the same command again with --resume-mode pointing to {self.run_dir}/step_..., "
-                "the newest that is there."
+                f"Make room, then run the same command again {again}."
             )
         return self.run_dir / f"step_{step:06d}"
 

@@ -136,7 +136,7 @@ class FileRows(Sequence):
         """split: "train", "val" or "sft", the flag that names the files. Raises UserError if there are none."""
         self.files = list(files)
         if not self.files:
-            raise UserError(f"--{split}-files names no file.")
+            raise UserError(f"--{split}-files names no file. Name one, or leave the flag out.")
         self.tables: list = []  # one for each file
 
     def __len__(self) -> int:

@@ -167,8 +167,8 @@ def trainer(demo_model, ranks):
 
 @pytest.mark.parametrize("more", [{}, {"adv_estimator": "remax"}, {"ppo_epochs": 2, "rollout_is": "token"}])
 def test_a_step_compares_what_was_sampled(trainer, more):
-    """Generator and learner agree on each token's log-prob to rounding; without the record they do not: then they differ by the
-    mass of what could not be sampled, which depends on the model: by .06 to .48 for the demo as ten processors or seeds teach it."""
+    """Generator and learner agree on each token's log-prob to rounding. Without the record they differ by the mass of what
+    could not be sampled, which depends on the model: by .06 to .48 for the demo as ten processors or seeds teach it."""
     flags = {"top_k": 3, "top_p": 0.9, "temperature": 1.0, "max_response_length": 8} | more
     trainer.begin_again()
     ((_, batch),) = trainer.steps(1, keep_sampling_mask=True, **flags)
