@@ -90,7 +90,7 @@ def draw(axes, groups: list[RunGroup], curve: Callable) -> bool:
     """Draw a line for each group: the mean of curve(log) [n, 2] over its runs up to the shortest, a band from lowest to
     highest, and each run as a thin line behind. Return whether there was anything to draw."""
     for i, group in enumerate(groups):
-        curves = [c for log in group.logs if len(c := curve(log))]
+        curves = [c[c[:, 0].argsort(kind="stable")] for log in group.logs if len(c := curve(log))]  # clocks may be set back
         if not curves:
             continue
         marker = {"marker": "o", "ms": 3} if min(map(len, curves)) < 15 else {}
@@ -153,7 +153,8 @@ def shares(group: RunGroup) -> dict[str, dict[str, float]]:
     for log in group.logs:
         for name in sorted(n for n in log.names if n.startswith("ledger/") and n.count("/") == 2):
             _, rank, phase = name.split("/")
-            out[rank.rpartition("_")[0]][phase].append(log.over_time(name))
+            if (share := log.over_time(name)) is not None:  # a short run may have it for its first step only
+                out[rank.rpartition("_")[0]][phase].append(share)
     return {role: {phase: float(np.mean(v)) for phase, v in phases.items()} for role, phases in out.items()}
 
 

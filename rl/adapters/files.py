@@ -6,6 +6,7 @@ and adapters of parameters outside linear layers (its target_parameters).
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,7 +51,11 @@ class AdapterFiles:
                 raise ValueError("its peft_type is not LORA")
             rank = int(self._config["r"])
             alpha = float(self._config["lora_alpha"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            target = self._config.get("target_modules") or ()
+            target = (target,) if isinstance(target, str) else tuple(sorted(target))
+            if rank < 1 or not math.isfinite(alpha):
+                raise ValueError(f"r is {rank}, lora_alpha {alpha:g}")
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise UserError(
                 f"{self._where}: no adapter can be read there ({reason}). Give a directory that peft wrote."
@@ -58,8 +63,7 @@ class AdapterFiles:
         for key, value in self._config.items():
             if key not in HARMLESS and value not in (FIRST_VALUES if key == "init_lora_weights" else NOT_SET):
                 raise UserError(f"{self._where}: {CONFIG} has {key} {value!r}, which is not supported here.")
-        target = self._config.get("target_modules") or ()
-        self.setting = Setting(rank, alpha, (target,) if isinstance(target, str) else tuple(sorted(target)))
+        self.setting = Setting(rank, alpha, target)
 
     def check(self, args) -> None:
         """Raise UserError if a flag contradicts the files. args: AdapterArgs."""
@@ -89,8 +93,8 @@ class AdapterFiles:
         return {name.rpartition(".")[0] for name in self._stored}
 
     def tensors(self, model: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return parameters of the model by name, whole, on the CPU. Raise UserError if one is not in the file or has another
-        shape."""
+        """Return parameters of the model by name, whole, on the CPU. Raise UserError if one is not in the file, not finite or
+        of another shape."""
         out = {}
         with safe_open(self.directory / TENSORS, "pt") as file:
             for name in names:
@@ -99,6 +103,9 @@ class AdapterFiles:
                 if out[name].shape != shape:
                     found = list(out[name].shape) if name in self._stored else "not there"
                     raise UserError(f"{self._where}: {name} is {found} and should be {list(shape)}. It is another model's.")
+                if not (out[name].is_floating_point() and out[name].isfinite().all()):
+                    found = "NaN or infinite" if out[name].is_floating_point() else out[name].dtype
+                    raise UserError(f"{self._where}: {self._stored[name]} in {TENSORS} is {found}. Save the adapter again.")
         return out
 
 

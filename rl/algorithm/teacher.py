@@ -113,6 +113,7 @@ def check_vocabulary(path: str, args, policy: str, flag: str, whose: str) -> Pre
     """Return the tokenizer of the model at `path`, which `flag` names. Raise UserError unless it equals that of the model at
     `policy`: their tokens are compared, because models of one family may have embeddings of different lengths (Qwen2.5's differ
     from 7B on). whose: the subject of the message, such as "A teacher"."""
+    load_config(path, args.trust_remote_code, flag)  # first: without a model, a missing tokenizer is not the problem
     tokenizer = load_tokenizer(path, args.trust_remote_code, flag)
     ours = load_tokenizer(policy, args.trust_remote_code).get_vocab()
     its = tokenizer.get_vocab()

@@ -4,7 +4,6 @@ The repository is made or found before the first step: a run that may not write 
 metrics.jsonl and validations.jsonl. Left out: `best/` and the optimizer; docs/serving.md has the command for any checkpoint.
 """
 
-import json
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -59,7 +58,8 @@ def push(args, script: str, run_dir: Path, checkpoint: Path) -> str:
 
 def model_card(args, script: str, run_dir: Path) -> str:
     """The text of README.md: the model, its training, the first, best and last validation, and the change of the curves."""
-    rows = [row for row in map(json.loads, (run_dir / METRICS).read_text().splitlines()) if row["step"]]
+    lines = (run_dir / METRICS).read_bytes().split(b"\n")
+    rows = [row for row in map(validations.row_of, lines) if row and row["step"]]
     is_on_hub = "/" in args.model and not Path(args.model).exists()
     head = ["---", "library_name: transformers", *([f"base_model: {args.model}"] if is_on_hub else []), "tags:"]
     is_supervised = not hasattr(args, "adv_estimator")  # train_sft.py

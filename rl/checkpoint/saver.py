@@ -33,6 +33,7 @@ from rl.data.image_prompts import ImagePrep
 from rl.errors import Stopped, UserError
 from rl.hub.tensor_writer import TensorFile, piece_sizes, pieces
 from rl.learning.learner import Learner
+from rl.model.pretrained import GENERATION
 from rl.model.shards import Block, as_it_is, blocks_of_all_ranks, local
 from rl.ranks import dist, host, launch, signals, watchdog
 from rl.ranks.device import HOST_BACKEND
@@ -153,10 +154,11 @@ class Saver:
         """Waits for the checkpoint of that step, the last one, and returns it. Raises UserError if it could not be written."""
         self.wait()
         if self.error:
+            newest = max(self.run_dir.glob(STEPS), default=None)
+            again = f"with --resume-mode {newest}" if newest else "from the beginning, since no other checkpoint is there"
             raise UserError(
                 f"--output-dir {self.run_dir.parent}: the last checkpoint, of step {step}, could not be written: {self.error}. "
-                f"Make room, then run the same command again with --resume-mode pointing to {self.run_dir}/step_..., "
-                "the newest that is there."
+                f"Make room, then run the same command again {again}."
             )
         return self.run_dir / f"step_{step:06d}"
 
@@ -308,7 +310,8 @@ class Saver:
                     )
                 written[name] = (size, digest, node) if node else (size, digest)
         self.learner.config.save_pretrained(work)
-        self.learner.policy.model.generation_config.save_pretrained(work)
+        # save_pretrained would refuse what it has read, such as a temperature without do_sample.
+        self.learner.policy.model.generation_config.to_json_file(work / GENERATION, keys_to_pop=["compile_config"])
         self.tokenizer.save_pretrained(work)
         if self._prep:
             self._prep.save(work)

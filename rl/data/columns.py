@@ -11,6 +11,7 @@ GSM8K = "openai/gsm8k"  # the data_source of question and answer, if no column n
 ENVIRONMENT = "environment"  # that of other rows without one, if their environment brings what they lack
 NO_SOURCE = "there is no column 'data_source' to choose the reward function by. Add it, with any name if you use --reward"
 TRUTHS = {"reward_model", "ground_truth", "answer"}  # columns that may hold the ground truth
+TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
 
 
 def check_columns(file: str, table, args: DataArgs, brought: frozenset[str] = frozenset()) -> None:
@@ -29,28 +30,49 @@ def check_columns(file: str, table, args: DataArgs, brought: frozenset[str] = fr
         raise UserError(f"{file}: there is no column {args.image_key!r}; {has}. Name the right one with --image-key.")
     if not columns & {"data_source", "answer"} and "ground_truth" not in brought:
         raise UserError(f"{file}: {NO_SOURCE}; {has}.")
+    if "data_source" in columns and not _is_text(table.data.schema.field("data_source").type):
+        raise wrong_source(f"{file} row 0", table[0]["data_source"])
+
+
+def _is_text(of: pa.DataType) -> bool:
+    of = of.value_type if pa.types.is_dictionary(of) else of
+    return any(is_text(of) for is_text in TEXTS)
+
+
+def wrong_source(where: str, source: Any) -> UserError:
+    """Return the error of a data_source that is no name."""
+    return UserError(f"{where}: data_source is {source!r:.60}. Put a name there, as text; any will do if you use --reward.")
 
 
 def check_truth(where: str, row: dict, brought: frozenset[str] = frozenset()) -> None:
-    """Raises UserError if the row has no ground truth, or one that no reward function is chosen for. brought: what rows may
-    lack."""
-    if "ground_truth" in brought:
-        return
-    if ground_truth(row) is None:
+    """Raises UserError if the row has no ground truth, one of no use, or one that no reward function is chosen for. brought:
+    what rows may lack."""
+    name, truth = _truth(row)
+    if name is None:
+        if "ground_truth" in brought:
+            return
+        found = ", ".join(f"{name} is {row[name]!r:.60}" for name in sorted(TRUTHS & row.keys()))
         raise UserError(
-            f"{where}: no ground truth: reward_model.ground_truth, ground_truth and answer are all empty (a reward_model of "
-            "text is not read). Fill it in, with any text if your --reward does not need it, or remove the row."
+            f"{where}: no ground truth: {found} (of a reward_model, only its ground_truth is read). Fill it in, with any text "
+            "if your --reward does not need it, or remove the row."
         )
-    if "data_source" not in row and "####" not in str(row["answer"]):  # not GSM8K: it would always be scored 0
+    if _has_bytes(truth) or (name == "answer" and isinstance(truth, list | dict)):
+        raise UserError(
+            f"{where}: the ground truth, {name}, is {truth!r:.60}. Save it as text; values of other kinds, but no bytes, can "
+            "stand in a column ground_truth."
+        )
+    if (
+        "data_source" not in row and "ground_truth" not in brought and "####" not in str(row["answer"])
+    ):  # not GSM8K: it would always be scored 0
         raise UserError(f"{where}: the answer has no '####' as GSM8K's have, and {NO_SOURCE}.")
 
 
 def sources(table) -> pa.ChunkedArray:
-    """The data_source of each row."""
+    """The data_source of each row, as text."""
     if "data_source" not in table.column_names:
         first = table.select_columns(["answer"])[0] if "answer" in table.column_names else {}
         return pa.chunked_array([pa.repeat(default_source(first), len(table))])
-    return table.data.column("data_source")
+    return table.data.column("data_source").cast(pa.string())
 
 
 def default_source(row: dict) -> str:
@@ -60,16 +82,28 @@ def default_source(row: dict) -> str:
 
 def ground_truth(row: dict) -> Any:
     """The ground truth; None if there is none."""
+    name, truth = _truth(row)
+    return _end_of(truth) if name == "answer" else truth
+
+
+def _truth(row: dict) -> tuple[str | None, Any]:
+    """Return (the name of the column with the ground truth, what stands there); (None, None) if there is none."""
     of_model = row.get("reward_model")
     of_model = of_model.get("ground_truth") if isinstance(of_model, dict) else None
     answer = row.get("answer")
-    truths = (of_model, row.get("ground_truth"), None if _is_blank(answer) else _end_of(str(answer)))
-    return next((truth for truth in truths if not _is_blank(truth)), None)
+    answer = None if _is_blank(answer) or _is_blank(_end_of(answer)) else answer
+    found = {"reward_model.ground_truth": of_model, "ground_truth": row.get("ground_truth"), "answer": answer}
+    return next(((name, truth) for name, truth in found.items() if not _is_blank(truth)), (None, None))
 
 
-def _end_of(answer: str) -> str:
+def _has_bytes(value: Any) -> bool:
+    within = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, bytes) or any(map(_has_bytes, within))
+
+
+def _end_of(answer: Any) -> str:
     """What is behind the mark of GSM8K's answers; without the mark all of it, where a comma may have a meaning: "(3, 4)"."""
-    _, mark, truth = answer.rpartition("####")
+    _, mark, truth = str(answer).rpartition("####")
     return truth.strip().replace(",", "") if mark else truth.strip()
 
 

@@ -121,7 +121,7 @@ class Demonstrations(FileRows):
             count = self._up_to_end(tokens, row) if is_answer else 0
             ids += tokens
             trained += [True] * count + [False] * (len(tokens) - count)
-        if trained[0]:
+        if not trained or trained[0]:
             raise UserError(f"{self._where(row)}: nothing is in front of the response. Give it a prompt.")
         return Demonstration(np.array(ids, np.int32), np.array(trained, bool))
 
@@ -142,23 +142,28 @@ class Demonstrations(FileRows):
         columns = self.tables[file][number]
         if self.files[file] == "demo":  # its rows have the right sums for graders
             columns = columns | {self.args.response_key: columns["reward_model"]["ground_truth"]}
-        if self.args.messages_key not in columns and not isinstance(columns[self.args.response_key], str):
-            raise UserError(f"{self._where(row)}: the response is not text. Correct the row, or see --response-key.")
+        response = columns.get(self.args.response_key)
+        if columns.get(self.args.messages_key) is None and not isinstance(response, str):
+            raise UserError(
+                f"{self._where(row)}: the response is {response!r:.60}, not text, and there is no conversation. Correct the "
+                "row, or see --response-key and --messages-key."
+            )
         return columns
 
     def _messages(self, row: int, columns: dict) -> list[dict] | None:
         """The conversation; None if the prompt is a string."""
         args = self.args
-        if args.messages_key not in columns and isinstance(columns[args.prompt_key], str):
-            return None
         messages = columns.get(args.messages_key)
-        if messages is None:
-            messages = [*columns[args.prompt_key], {"role": "assistant", "content": columns[args.response_key]}]
+        is_apart = messages is None  # the prompt, and its response
+        messages = columns.get(args.prompt_key) if is_apart else messages
+        if is_apart and isinstance(messages, str):
+            return None
         if not (isinstance(messages, list) and all(map(is_message, messages))):
             raise UserError(
-                f"{self._where(row)}: a conversation is a list of {{role, content}}, both strings. Correct the row."
+                f"{self._where(row)}: a conversation is a list of {{role, content}}, both strings; this one is "
+                f"{messages!r:.60}. Correct the row."
             )
-        return messages
+        return [*messages, {"role": "assistant", "content": columns[args.response_key]}] if is_apart else messages
 
     def _plain(self, columns: dict) -> Iterator[tuple[list[int], bool]]:
         """Tokens of a prompt that is used as it is, with one BOS if the tokenizer adds one, and tokens of its response."""

@@ -1,7 +1,7 @@
 """Images in rows of the data, decoded to RGB in one way for every rank, machine and format.
 
-An image is turned as its EXIF says, transparency becomes white, 16 bits are scaled to 8, and an animation is its first frame.
-The size is read from the header, without decoding the image.
+An image is turned as its EXIF says, transparency becomes white, 16 bits and floats are scaled to 8 bits, and an animation is
+its first frame. The size is read from the header, without decoding the image.
 
 Data may come from anyone. Only FORMATS are opened, which PIL decodes by itself: for others it starts programs such as
 Ghostscript. A path must name a regular file of at most LARGEST_FILE bytes. Rows of a hub dataset may only name files of that
@@ -139,14 +139,28 @@ def to_rgb(data: bytes) -> np.ndarray:
     try:
         image.load()
         image = ImageOps.exif_transpose(image)
-        if image.mode.startswith("I"):  # 16 bits a pixel, which convert() would clip at 255
-            image = Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).clip(0, 255).astype(np.uint8))
+        if image.mode[0] in "IF":  # more than 8 bits a pixel, which convert() would clip at 255
+            image = Image.fromarray(_in_8_bits(image))
         if image.has_transparency_data:
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         return np.asarray(image.convert("RGB"))
+    except ImageError:
+        raise
     except Exception as error:  # OSError, SyntaxError, ValueError, zlib's and struct's: it depends on the format
         raise ImageError(f"cannot be decoded ({_reason(error)})") from None
+
+
+def _in_8_bits(image: Image.Image) -> np.ndarray:
+    """The grey values [height, width] uint8 of an image of 16 or 32 bits, or of floats, from 0 to 1 or from 0 to 255. Raises
+    ImageError for others: nothing says which value is white."""
+    values = np.asarray(image)
+    low, high = values.min(), values.max()
+    if not 0 <= low <= high <= (255 if image.mode == "F" else 65535):  # also true for NaN
+        raise ImageError(f"has values from {low:g} to {high:g}, of which none is known to be white; save it with 8 or 16 bits")
+    if image.mode == "F":
+        return (values * (255 if high <= 1 else 1)).round().astype(np.uint8)
+    return (values.astype(np.uint32) >> 8).astype(np.uint8)
 
 
 def _open(data: bytes) -> Image.Image:

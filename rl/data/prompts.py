@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import pyarrow.compute as pc
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rl.data import images
 from rl.data.args import DataArgs
-from rl.data.columns import TRUTHS, check_columns, check_truth, default_source, ground_truth, sources
+from rl.data.columns import TRUTHS, check_columns, check_truth, default_source, ground_truth, sources, wrong_source
 from rl.data.image_prompts import FAMILIES, ImageError, ImagePrep, Images
 from rl.data.measured import Measured, measure
 from rl.data.tables import FileRows, read_table
@@ -136,7 +135,7 @@ class PromptDataset(FileRows):
                 is_first = pc.is_null(of_rows) if source is None else pc.equal(of_rows, source)
                 where = f"{file} row {pc.index(is_first, True)}"
                 if not isinstance(source, str) or not source.strip():
-                    raise UserError(f"{where}: data_source is {source!r}. Put a name there, any if you use --reward.")
+                    raise wrong_source(where, source)
                 found.setdefault(source, where)
         return found
 
@@ -247,8 +246,8 @@ class PromptDataset(FileRows):
         messages = prompt if is_chat else [{"role": "user", "content": prompt}]
         if not (isinstance(messages, list) and messages and all(map(is_message, messages))):
             raise UserError(
-                f"{where}: column {key!r} is neither a string nor a list of chat messages ({{role, content}}, both strings). "
-                "Name the right column with --prompt-key."
+                f"{where}: column {key!r} is neither a string nor a list of chat messages ({{role, content}}, both strings), "
+                f"but {prompt!r:.60}. Correct the row, or name the right column with --prompt-key."
             )
         if not any(message["content"].strip() for message in messages) and "prompt" not in self.brought:
             raise UserError(f"{where}: the prompt (column {key!r}, --prompt-key) is empty. Remove the row.")
@@ -267,7 +266,7 @@ class PromptDataset(FileRows):
         """The row's prompt: chat messages, or a string that is used as it is; no message if the environment brings it."""
         if self.args.prompt_key in row:
             prompt = row[self.args.prompt_key]
-            return [] if "prompt" in self.brought and (prompt is None or not len(prompt)) else prompt
+            return [] if "prompt" in self.brought and prompt in (None, "", []) else prompt
         question = row.get("question")
         if "prompt" in self.brought and not question:
             return []
@@ -287,8 +286,11 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, where: str, messages: list[d
         )
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **more)
-    except TemplateError as error:  # many templates refuse a system message, or roles that do not alternate
-        raise UserError(f"{where}: the model's chat template refuses the messages ({error}). Fix the roles.") from None
+    except Exception as error:  # many templates refuse a system message, or roles that do not alternate; some raise anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(
+            f"{where}: the model's chat template refuses the messages ({reason:.300}). Fix their roles, or the template."
+        ) from None
 
 
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int], where: str) -> None:

@@ -39,7 +39,7 @@ def read_table(file: str, split: str):
     except Exception as error:  # datasets and pyarrow raise many kinds for a damaged file
         cause = error.__cause__ or error
         reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-        raise UserError(f"{file}: cannot be read ({reason}).") from None
+        raise UserError(f"{file}: cannot be read ({reason}). If the file is whole, save that column as text.") from None
     if not len(table):
         raise UserError(f"{file}: the file has no rows (--{split}-files).")
     return table
@@ -55,9 +55,23 @@ def _read_parquet(file: str):
 
 
 def _checked(table):
-    """The datasets.Dataset. Raises pyarrow.ArrowInvalid if a text in any column is not UTF-8."""
+    """The datasets.Dataset. Raises pyarrow.ArrowInvalid if a text in any column is not UTF-8, and ValueError if a column has a
+    time that Python does not have, such as the year 300000."""
     table.data.validate(full=True)
+    for name in table.column_names:
+        if any(map(pa.types.is_temporal, _types(table.data.schema.field(name).type))):
+            try:
+                table.data.column(name).to_pylist()
+            except Exception as error:  # OverflowError, ValueError, pyarrow's: it depends on the type
+                raise ValueError(f"column {name!r}: {error}") from None
     return table
+
+
+def _types(of: pa.DataType) -> Iterator[pa.DataType]:
+    """Yield a column's type, and those of the values within its values."""
+    yield of
+    for number in range(of.num_fields):
+        yield from _types(of.field(number).type)
 
 
 def _read_json(file: str) -> "Rows":
@@ -122,7 +136,7 @@ class FileRows(Sequence):
         """split: "train", "val" or "sft", the flag that names the files. Raises UserError if there are none."""
         self.files = list(files)
         if not self.files:
-            raise UserError(f"--{split}-files names no file.")
+            raise UserError(f"--{split}-files names no file. Name one, or leave the flag out.")
         self.tables: list = []  # one for each file
 
     def __len__(self) -> int:

@@ -66,7 +66,9 @@ class TeacherPrompts(PromptDataset):
         return super()._render(where, row | {self.args.prompt_key: asked})
 
     def _filled(self, where: str, row: dict, prompt: str) -> str:
-        known = (row.get("extra_info") or {}) | row | {"ground_truth": ground_truth(row), "prompt": prompt}
+        extra = row.get("extra_info")
+        known = extra if isinstance(extra, dict) else {}
+        known = known | row | {"ground_truth": ground_truth(row), "prompt": prompt}
 
         def value(found: re.Match) -> str:
             name = found[1]

@@ -303,4 +303,5 @@ class EpisodeProgram:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    with contextlib.suppress(ConnectionError):  # the rank has ended
+        main(int(sys.argv[1]))

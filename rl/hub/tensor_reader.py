@@ -63,10 +63,10 @@ def find(path: str, name: str, download: bool = False) -> Path | None:
     return Path(found) if found else None
 
 
-def stored_tensors(path: str) -> dict[str, Stored] | None:
+def stored_tensors(path: str, name: str = "--model") -> dict[str, Stored] | None:
     """The tensors in the model's files by name; None if there are no safetensors files. Raises UserError, which names the file,
-    if one is missing or damaged, or does not fit the others."""
-    where = f"--model {path}"
+    if one is missing or damaged, or does not fit the others. name: of the flag, for a message."""
+    where = f"{name} {path}"
     if not (index := find(path, INDEX, download=True)):
         return _stored_in(single, where) if (single := find(path, SINGLE, download=True)) else None
     listed = read_index(index)

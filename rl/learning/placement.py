@@ -33,6 +33,8 @@ from rl.model.router import Router
 from rl.ranks.device import is_accelerator
 from rl.ranks.dist import Ranks
 
+FLAGS = {"teacher": "--teacher", "critic": "--critic-model"}  # that name the models of these roles; --model names the others
+
 
 def load_policy(
     path: str,
@@ -49,9 +51,10 @@ def load_policy(
     checked from the same files. Raise UserError if weights are missing or log-probs differ from those of transformers."""
     trainable = role in ("policy", "critic")
     offload = args.param_offload if trainable else args.ref_offload and is_accelerator(ranks.device)
-    weights = open_weights(path, trust_remote_code, say=not is_known) if ranks.is_main else None
+    flag = FLAGS.get(role, "--model")
+    weights = open_weights(path, trust_remote_code, not is_known, flag) if ranks.is_main else None
     if weights and not is_known:
-        _check(weights, args, path)
+        _check(weights, args, path, flag)
     model = empty_model(load_config(path, trust_remote_code), trust_remote_code)
     model.requires_grad_(trainable)
     if args.freeze_vision_tower:
@@ -69,7 +72,7 @@ def load_policy(
         keep_in_bf16(policy.named_parameters())
     sharded = _shard(policy, args, ranks, offload)
     _take_memory(policy, "cpu" if offload else ranks.device, tie=not sharded)
-    fill(model, weights, path, ranks, say=not is_known)
+    fill(model, weights, path, ranks, not is_known, flag)
     if adapters:
         adapters.begin(model, seed)
     if ranks.expert_parallel > 1:
@@ -77,12 +80,12 @@ def load_policy(
     return policy
 
 
-def _check(weights: Weights, args: LearnerArgs, path: str) -> None:
+def _check(weights: Weights, args: LearnerArgs, path: str, flag: str) -> None:
     """Raise UserError if our forward pass with these weights does not compute the log-probs of transformers."""
     if not args.compile:
         keep_less(weights.model)
     with weights.by_layer():
-        check_policy(Policy(weights.model, Router.of(weights.model, args)).eval(), path)
+        check_policy(Policy(weights.model, Router.of(weights.model, args)).eval(), path, flag)
 
 
 def _save_memory(model: PreTrainedModel, args: LearnerArgs, path: str, trained_on: torch.device | None) -> None:

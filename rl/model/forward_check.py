@@ -51,8 +51,9 @@ SUSPECTS = {
 
 
 @torch.no_grad()
-def check_policy(policy, path: str) -> None:
-    """Raises UserError if the learner's log-probs are not those of transformers. policy: on the CPU, not sharded, in fp32."""
+def check_policy(policy, path: str, name: str = "--model") -> None:
+    """Raises UserError if the learner's log-probs are not those of transformers. policy: on the CPU, not sharded, in fp32.
+    name: of the flag that gave the model."""
     probes = [Probe.of(policy.model, seed) for seed in SEEDS]
     prompt = probes[0].prompt
     row = torch.cat([torch.cat([probe.ids[0], probe.ids[1, prompt:]]) for probe in probes])  # a prompt, its two responses, ...
@@ -70,7 +71,7 @@ def check_policy(policy, path: str) -> None:
         return policy(inputs, layout, predict, labels.flatten(), 1.0, "none")[0].view(labels.shape)
 
     with _all_cores():
-        _compare(ours, policy.model, probes, path, torch.float32)
+        _compare(ours, policy.model, probes, f"{name} {path}", torch.float32)
 
 
 @torch.no_grad()
@@ -78,7 +79,9 @@ def check_engine(forward: Callable[["Probe"], torch.Tensor], model, path: str, d
     """Raises UserError if the engine's logits are not those of transformers. forward: probe -> logits [2, RESPONSE, V] that
     predict the responses' tokens."""
     probes = [Probe.of(model, seed) for seed in SEEDS]
-    _compare(lambda: torch.cat([_log_probs(forward(probe), probe) for probe in probes]), model, probes, path, dtype)
+    _compare(
+        lambda: torch.cat([_log_probs(forward(probe), probe) for probe in probes]), model, probes, f"--model {path}", dtype
+    )
 
 
 @dataclass(frozen=True)
@@ -116,17 +119,17 @@ class Probe:
         return Probe(ids.to(model.device), PROMPT + 6, images, theirs)
 
 
-def _compare(ours: Callable[[], torch.Tensor], model, probes: list[Probe], path: str, dtype: torch.dtype) -> None:
+def _compare(ours: Callable[[], torch.Tensor], model, probes: list[Probe], where: str, dtype: torch.dtype) -> None:
     """ours() -> log-probs [4, RESPONSE] of the responses' tokens, probe by probe."""
     try:
         found = ours()
-    except UserError as error:  # from rl/model/attention.py
-        raise UserError(f"--model {path}: {error}") from None
+    except UserError as error:  # from rl/model/attention.py, which knows no model; or from rl/model/loading.py
+        raise error if where in str(error) else UserError(f"{where}: {error}") from None
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # anything: the model may take other arguments or have other shapes
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        message = f"--model {path}: {type(model).__name__} cannot be run on packed sequences ({reason}). {REMEDY}"
+        message = f"{where}: {type(model).__name__} cannot be run on packed sequences ({reason}). {REMEDY}"
         raise UserError(message) from error
     inputs = {name: torch.cat([probe.theirs[name] for probe in probes]) for name in probes[0].theirs}
     with _eager(model):
@@ -135,6 +138,8 @@ def _compare(ours: Callable[[], torch.Tensor], model, probes: list[Probe], path:
         model.model.rope_deltas = None  # transformers keeps this of the positions
     parts = logits[:, probes[0].prompt - 1 : -1].chunk(len(probes))
     expected = torch.cat([_log_probs(part, probe) for part, probe in zip(parts, probes, strict=True)])
+    if expected.isnan().any():
+        raise UserError(f"{where}: its log-probs are NaN, as transformers computes them. Take other weights.")
     gaps = (found - expected).abs()
     has_experts = any(name.endswith("experts") for name, _ in model.named_modules())
     for difference, allowed in _judged(gaps, dtype, has_experts):
@@ -142,7 +147,7 @@ def _compare(ours: Callable[[], torch.Tensor], model, probes: list[Probe], path:
             tolerance = f"{allowed:g} is allowed in {str(dtype).removeprefix('torch.')}"
             crosses = CROSSES if float(gaps[0].max()) <= allowed else ""
             raise UserError(
-                f"--model {path}: log-probs computed here differ from transformers' by {difference:.2g} ({tolerance}): the "
+                f"{where}: log-probs computed here differ from transformers' by {difference:.2g} ({tolerance}): the "
                 f"model does more than is computed here. {crosses}{_likely(model)}{REMEDY}"
             )
 

@@ -27,7 +27,16 @@ from rl.errors import UserError
 from rl.hub.names import Source, sources
 from rl.hub.tensor_reader import DTYPES, INDEX, SINGLE, FileSpan, Reader, Stored, find, read_index, sample, stored_tensors
 from rl.model.attention import linear_layers
-from rl.model.pretrained import auto_class, computed, empty_model, layers, load_config, reason_of, unfilled_model
+from rl.model.pretrained import (
+    auto_class,
+    computed,
+    empty_model,
+    generation_config,
+    layers,
+    load_config,
+    reason_of,
+    unfilled_model,
+)
 from rl.model.shards import Block, local
 from rl.ranks import dist, launch, watchdog
 from rl.ranks.dist import Ranks
@@ -40,9 +49,12 @@ HARMLESS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")  # buffers t
 # ----------------------------------------------------------------------------------------------------- weights
 
 
-def load_weights(path: str, dtype: torch.dtype, trust_remote_code: bool = False, say: bool = True) -> PreTrainedModel:
-    """The model with its weights, on the CPU. Raises UserError unless the files have all of them, in their shapes."""
-    where = f"--model {path}"
+def load_weights(
+    path: str, dtype: torch.dtype, trust_remote_code: bool = False, say: bool = True, name: str = "--model"
+) -> PreTrainedModel:
+    """The model with its weights, on the CPU. Raises UserError unless the files have all of them, in their shapes, and finite.
+    name: of the flag, for a message."""
+    where = f"{name} {path}"
     check_files(path, where)
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # no table of missing weights next to our message
@@ -66,11 +78,13 @@ def load_weights(path: str, dtype: torch.dtype, trust_remote_code: bool = False,
         logging.set_verbosity(level)
     _check_loading(info, where)
     if say:
-        say_unused(path, config, info["unexpected_keys"])
+        say_unused(where, config, info["unexpected_keys"])
     # If an lm_head in the files differs from the embedding, transformers unties them, but only on this rank.
     tied = empty_model(model.config, trust_remote_code)
     if extra := {name for name, _ in model.named_parameters()} - {name for name, _ in tied.named_parameters()}:
-        raise UserError(not_tied(path, min(extra)))
+        raise UserError(not_tied(where, min(extra)))
+    for name, parameter in model.named_parameters():
+        _check_finite(where, name, parameter.detach())
     return model
 
 
@@ -88,25 +102,25 @@ def check_files(path: str, where: str) -> None:
         raise UserError(f"{where}: {min(unread)} is not listed in {INDEX}. Remove it, or correct the index.")
 
 
-def not_tied(path: str, name: str) -> str:
+def not_tied(where: str, name: str) -> str:
     return (
-        f"--model {path}: config.json ties {name} to the embedding (tie_word_embeddings), but the files hold another one. "
+        f"{where}: config.json ties {name} to the embedding (tie_word_embeddings), but the files hold another one. "
         "Set tie_word_embeddings to false, or remove that weight."
     )
 
 
-def say_unused(path: str, config: PretrainedConfig, names: Iterable[str]) -> None:
+def say_unused(where: str, config: PretrainedConfig, names: Iterable[str]) -> None:
     """Reports tensors in the files that the model does not have. names: of these."""
     unused = sorted(name for name in names if not name.endswith(HARMLESS))
     passed_on = [name for name in unused if name.startswith(MTP) and linear_layers(config)]
     if passed_on:
         print(
-            f"--model {path}: the {len(passed_on)} weights {MTP}* are not trained; checkpoints keep them as they are.",
+            f"{where}: the {len(passed_on)} weights {MTP}* are not trained; checkpoints keep them as they are.",
             flush=True,
         )
     if unused := [name for name in unused if name not in passed_on]:
         which = f"{len(unused)} weights in the files are not used, {unused[0]} first"
-        print(f"warning: --model {path}: {which}; checkpoints lack them.", flush=True)
+        print(f"warning: {where}: {which}; checkpoints lack them.", flush=True)
 
 
 def _check_loading(info: dict, where: str) -> None:
@@ -168,53 +182,59 @@ class Weights:
                 hook.remove()
 
 
-def open_weights(path: str, trust_remote_code: bool = False, say: bool = True) -> Weights:
+def open_weights(path: str, trust_remote_code: bool = False, say: bool = True, name: str = "--model") -> Weights:
     """The weights at `path`, a directory or a hub name. Raises UserError unless all of them are there and can be read. say:
-    whether to report unused weights."""
-    check_files(path, f"--model {path}")
+    whether to report unused weights. name: of the flag, for a message."""
+    where = f"{name} {path}"
+    check_files(path, where)
     config = load_config(path, trust_remote_code)
-    stored = None if getattr(config, "quantization_config", None) else stored_tensors(path)
-    weights = _stored_weights(path, unfilled_model(config, trust_remote_code), stored, say) if stored else None
+    stored = None if getattr(config, "quantization_config", None) else stored_tensors(path, name)
+    weights = _stored_weights(path, where, unfilled_model(config, trust_remote_code), stored, say) if stored else None
     if weights is None:
-        model = load_weights(path, torch.float32, trust_remote_code, say)
+        model = load_weights(path, torch.float32, trust_remote_code, say, name)
         held = model.state_dict()
         weights = Weights(model, held.pop, {name: held[name].dtype for name, _ in model.named_parameters()})
     return weights
 
 
-def _stored_weights(path: str, model: PreTrainedModel, stored: dict[str, Stored], say: bool) -> Weights | None:
-    """None if the files lack tensors, or hold them in a form that is not read here."""
+def _stored_weights(path: str, where: str, model: PreTrainedModel, stored: dict[str, Stored], say: bool) -> Weights | None:
+    """None if the files lack tensors, or hold them in a form that is not read here. Raises UserError for weights that are no
+    floats."""
     found = sources(model, {name: of.shape for name, of in stored.items()})
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     needed = parameters.keys() | (model.state_dict().keys() & buffers.keys())
     if found is None or not needed <= found.keys():
         return None
     used = {name for source in found.values() for name in source.names}
-    if not all(DTYPES.get(stored[name].span.dtype, torch.uint8).is_floating_point for name in used):
+    no_floats = {name for name in used if not DTYPES.get(stored[name].span.dtype, torch.uint8).is_floating_point}
+    if wrong := no_floats & {part for name in parameters for part in found[name].names}:
+        span = stored[min(wrong)].span
+        raise UserError(
+            f"{where}: {min(wrong)} in {span.file} is {span.dtype}, no float of 16, 32 or 64 bits, and config.json has no "
+            "quantization_config that says how to read it. Take the model's own weights in bfloat16."
+        )
+    if no_floats:  # a buffer's
         return None
     files = {name: find(path, name) for name in {stored[name].span.file for name in used}}
-    whole = functools.partial(_whole, model, found, stored, Reader(files))
+    whole = functools.partial(_whole, where, model, found, stored, Reader(files))
     for name in found.keys() - needed:  # the same parameter as another
         first = next(n for n, p in model.named_parameters() if p is model.get_parameter(name))
         if not torch.equal(whole(name).float(), whole(first).float()):
-            raise UserError(not_tied(path, name))
+            raise UserError(not_tied(where, name))
     with torch.no_grad():
         for name in needed & buffers.keys():
             buffers[name].copy_(whole(name))
     if say:
-        say_unused(path, model.config, stored.keys() - used)
-    model.generation_config = _generation_config(path)
+        say_unused(where, model.config, stored.keys() - used)
+    model.generation_config = generation_config(path) or _from_config(path)
     spans = {name: [stored[part].span for part in found[name].names] for name in parameters if not found[name].convert}
     dtypes = {name: _dtype(found[name], stored) for name in parameters}
     return Weights(model, whole, dtypes, spans)
 
 
-def _generation_config(path: str) -> GenerationConfig:
-    """As from_pretrained finds it."""
-    try:
-        return GenerationConfig.from_pretrained(path)
-    except OSError:  # many models have none
-        return GenerationConfig.from_pretrained(path, config_file_name="config.json", _from_model_config=True)
+def _from_config(path: str) -> GenerationConfig:
+    """As from_pretrained makes it for a model that has none."""
+    return GenerationConfig.from_pretrained(path, config_file_name="config.json", _from_model_config=True)
 
 
 def _dtype(source: Source, stored: dict[str, Stored]) -> torch.dtype:
@@ -223,18 +243,32 @@ def _dtype(source: Source, stored: dict[str, Stored]) -> torch.dtype:
     return functools.reduce(torch.promote_types, dtypes)
 
 
-def _whole(model, found: dict[str, Source], stored: dict[str, Stored], reader: Reader, name: str) -> torch.Tensor:
+def _whole(where: str, model, found: dict[str, Source], stored: dict[str, Stored], reader: Reader, name: str) -> torch.Tensor:
+    """The parameter or buffer. Raises UserError if it is not finite."""
     source = found[name]
     dtype = _dtype(source, stored)
     wanted = model.state_dict()[name].shape
     if not source.convert:
         out = torch.empty(wanted, dtype=dtype)
         reader.read([stored[part].span for part in source.names], out.view(-1))
+        parts = out.view(-1).split([stored[part].span.elements for part in source.names])
+        for part, tensor in zip(source.names, parts, strict=True):
+            _check_finite(where, f"{part} in {stored[part].span.file}", tensor)
         return out
     tensors = [torch.empty(stored[part].shape, dtype=dtype) for part in source.names]
     for part, tensor in zip(source.names, tensors, strict=True):
         reader.read([stored[part].span], tensor.view(-1))
+        _check_finite(where, f"{part} in {stored[part].span.file}", tensor)
     return source.whole(model, name, tensors)
+
+
+def _check_finite(where: str, what: str, tensor: torch.Tensor) -> None:
+    finite = tensor.isfinite()
+    if not finite.all():
+        raise UserError(
+            f"{where}: {int((~finite).sum()):,} of the {finite.numel():,} values of {what} are NaN or infinite. Copy or "
+            "download the files again; if they came from a training, take an earlier checkpoint."
+        )
 
 
 # --------------------------------------------------------------------------------------------------------- every rank
@@ -242,10 +276,12 @@ def _whole(model, found: dict[str, Source], stored: dict[str, Stored], reader: R
 
 @torch.no_grad()
 @watchdog.doing("the weights to be loaded")
-def fill(model: PreTrainedModel, weights: Weights | None, path: str, ranks: Ranks, say: bool = True) -> None:
+def fill(
+    model: PreTrainedModel, weights: Weights | None, path: str, ranks: Ranks, say: bool = True, name: str = "--model"
+) -> None:
     """Gives every rank its part of the model's parameters, in fp32, and all buffers. weights: on the first rank, and used up by
-    this. say: whether the first rank reports its progress. Raises UserError if a node has other files at `path` than the first
-    one. A collective."""
+    this. say: whether the first rank reports its progress. name: of the flag, for a message. Raises UserError if a node has
+    other files at `path` than the first one. A collective."""
     _fill_rest(model, weights, ranks)
     known = {}
     if weights:
@@ -254,7 +290,7 @@ def fill(model: PreTrainedModel, weights: Weights | None, path: str, ranks: Rank
         known["dtypes"] = {name: str(dtype).removeprefix("torch.") for name, dtype in weights.dtypes.items()}
     known = dist.from_main(known)
     spans = {name: [FileSpan(*span) for span in of] for name, of in known["spans"].items()}
-    files = _seen_by_all({span.file for of in spans.values() for span in of}, path)
+    files = _seen_by_all({span.file for of in spans.values() for span in of}, path, name)
     with contextlib.closing(Reader(files or {})) as reader:
         for name, parameter in track(list(model.named_parameters()), f"loading {path}", show=say and ranks.is_main):
             if name not in known["dtypes"]:
@@ -294,7 +330,7 @@ def _from_first(weights: Weights | None, name: str, dtype: torch.dtype, shape: t
     return whole
 
 
-def _seen_by_all(names: set[str], path: str) -> dict[str, Path] | None:
+def _seen_by_all(names: set[str], path: str, flag: str) -> dict[str, Path] | None:
     """The model's files of these names on this machine; None if a rank does not see all. Raises UserError if a node's files
     differ from those of the first one. A collective."""
     if not names:
@@ -308,6 +344,6 @@ def _seen_by_all(names: set[str], path: str) -> dict[str, Path] | None:
     for host, _, found in reports:
         if other := [name for name in found or () if found[name] != expected[name]]:
             raise UserError(
-                f"--model {path}: {other[0]} on {host} is not the file that {first} has. Give all nodes the same model."
+                f"{flag} {path}: {other[0]} on {host} is not the file that {first} has. Give all nodes the same model."
             )
     return files if all(seen for _, seen, _ in reports) else None

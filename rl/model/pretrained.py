@@ -7,7 +7,6 @@ rl/model/forward_check.py compares the model's forward pass with ours.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from pathlib import Path
 from typing import Literal, Protocol
@@ -29,9 +28,11 @@ from transformers.utils import logging
 from rl.data.demo_cache import VERSIONS
 from rl.data.image_prompts import FAMILIES, takes_images
 from rl.errors import UserError
+from rl.hub.tensor_reader import find
 from rl.model.attention import ATTENTION, check_supported, linear_layers
 from rl.model.grouped_experts import experts_implementation
 
+GENERATION = "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # The learner and the embedded engine use these modules.
 MODULES = ("model.embed_tokens", "model.layers", "model.norm", "lm_head")
@@ -87,7 +88,7 @@ class ModelFlags(Protocol):
 def check_model(path: str, tokenizer: PreTrainedTokenizerBase, args: ModelFlags, name: str = "--model") -> None:
     """Raises UserError for a model or tokenizer that cannot be trained with these flags. Reads no weights. name: of the flag
     that gave the model."""
-    config = load_config(path, args.trust_remote_code)
+    config = load_config(path, args.trust_remote_code, name)
     where = f"{name} {path}"
     model = _check_modules(config, where, args.trust_remote_code)
     text = config.get_text_config()
@@ -100,7 +101,7 @@ def check_model(path: str, tokenizer: PreTrainedTokenizerBase, args: ModelFlags,
     check_supported(text, where, args.max_prompt_length + args.max_response_length)
     check_heads(config, args.sequence_parallel)
     _check_tokenizer(text, tokenizer, where)
-    _check_end_tokens(end_token_ids(path, tokenizer, args.trust_remote_code), text, tokenizer, where)
+    _check_end_tokens(end_token_ids(path, tokenizer, args.trust_remote_code, name), text, tokenizer, where)
 
 
 def check_lengths(config: PretrainedConfig, args: ModelFlags) -> None:
@@ -216,13 +217,30 @@ def _template_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         return []
 
 
-def end_token_ids(path: str, tokenizer: PreTrainedTokenizerBase | None = None, trust_remote_code: bool = False) -> set[int]:
-    """All end tokens that generation_config.json, config.json or the tokenizer name. Any of them ends a response."""
-    configs = [load_config(path, trust_remote_code), tokenizer]
-    with contextlib.suppress(OSError):  # many models have no generation_config.json
-        configs.append(GenerationConfig.from_pretrained(path))
-    named = [getattr(config, "eos_token_id", None) for config in configs]
-    return {token for ids in named if ids is not None for token in (ids if isinstance(ids, list | tuple) else [ids])}
+def end_token_ids(
+    path: str, tokenizer: PreTrainedTokenizerBase | None = None, trust_remote_code: bool = False, name: str = "--model"
+) -> set[int]:
+    """All end tokens that generation_config.json, config.json or the tokenizer name. Any of them ends a response. name: of the
+    flag, for a message."""
+    sources = {"config.json": load_config(path, trust_remote_code, name), GENERATION: generation_config(path, name)}
+    found = set()
+    for file, source in (sources | {"the tokenizer": tokenizer}).items():
+        ids = getattr(source, "eos_token_id", None)
+        ids = ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
+        if wrong := [token for token in ids if type(token) is not int]:
+            raise UserError(f"{name} {path}: eos_token_id of {file} is {wrong[0]!r:.60}, no token's number. Correct it.")
+        found.update(ids)
+    return found
+
+
+def generation_config(path: str, name: str = "--model") -> GenerationConfig | None:
+    """The model's generation_config.json; None if it has none, as many models. Raises UserError if it cannot be read."""
+    if not (file := find(path, GENERATION, download=True)):
+        return None
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except Exception as error:  # OSError if it is no JSON; TypeError, AttributeError, ValueError for other values
+        raise UserError(f"{name} {path}: {file.name} cannot be read ({reason_of(error)}). Correct it, or remove it.") from None
 
 
 def _check_end_tokens(ids: set[int], config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, where: str) -> None:

@@ -184,7 +184,7 @@ def _learn(script, args: CommonArgs, learner: Learner, batch: Batch) -> int:
     return max(sizes)
 
 
-def _unread(path: str, trust_remote_code: bool = False, say: bool = True) -> Weights:
+def _unread(path: str, trust_remote_code: bool, *_) -> Weights:
     """Replaces open_weights: returns tensors of the right size."""
     config = load_config(path, trust_remote_code)
     model = empty_model(config, trust_remote_code)

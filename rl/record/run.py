@@ -220,7 +220,10 @@ def _forget_from(jsonl: Path, step: int) -> None:
     """Move lines of this step and later ones, and unreadable ones, to *_superseded.jsonl. Drop a line that was cut off."""
     if not jsonl.exists():
         return
-    *lines, cut = jsonl.read_bytes().split(b"\n")
+    try:
+        *lines, cut = jsonl.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{jsonl} cannot be read ({error.strerror}): correct that, or move it away.") from error
     kept, others = [], []
     for line in lines:
         row = validations.row_of(line)
@@ -294,7 +297,7 @@ def plot_reward(metrics: Path, target: Path) -> Path:
     """Draw training reward and validation accuracy, or the negative log-likelihood, against steps, as a PNG."""
     from matplotlib.figure import Figure  # not pyplot: that would choose a backend for a notebook that calls this
 
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows = [row for line in metrics.read_bytes().split(b"\n") if (row := validations.row_of(line))]
     validated = validations.read(metrics.parent)
     figure = Figure(figsize=(7, 4), dpi=110)
     axes = figure.subplots()

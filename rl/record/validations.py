@@ -33,7 +33,7 @@ def score(metrics: dict[str, float | None]) -> float | None:
 def read(run_dir: Path) -> list[dict]:
     """Return the validations of a run, in order of step. If a step was validated again, the last one counts."""
     file = run_dir / FILE
-    lines = file.read_bytes().split(b"\n") if file.exists() else ()
+    lines = file.read_bytes().split(b"\n") if file.is_file() else ()
     found = {row["step"]: row for line in lines if (row := row_of(line))}
     return [found[step] for step in sorted(found)]
 
@@ -48,7 +48,7 @@ def row_of(line: bytes) -> dict | None:
     """Return what the line of a JSONL file records of a step; None if it is cut off or damaged."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and type(row.get("step")) is int else None
 

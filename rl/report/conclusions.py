@@ -32,6 +32,7 @@ LEVELS = (0.5, 0.75, 0.9, 1.0)  # fractions of the range of reward that all runs
 def overview(groups: list[RunGroup], smooth: int) -> list[list[str]]:
     """Return the table of groups, header first. It has no column for MFU or waiting if no group recorded it, and tokens/s a
     rank only if a group recorded no others."""
+    smooth = min([smooth, *(shortest for group in groups if (shortest := group.shortest(REWARD)))])
     numbers = {
         "steps": (lambda log: log.steps, ".0f"),
         "seconds of training": (lambda log: log.seconds, ".0f"),
@@ -56,7 +57,7 @@ def overview(groups: list[RunGroup], smooth: int) -> list[list[str]]:
 
 
 def conclude(groups: list[RunGroup]) -> list[Row]:
-    kinds = (learning, accuracy, waits.waiting, waits.reasons, waits.ages, lengths, mismatch, trouble)
+    kinds = (learning, accuracy, waits.waiting, waits.reasons, waits.ages, lengths, mismatch, utilization, trouble)
     return [row for group in groups for about in kinds for row in about(group)] + between(groups)
 
 
@@ -123,6 +124,17 @@ def mismatch(group: RunGroup) -> list[Row]:
     return [(group.label, f"{said} (fp32, on-policy)", f"{name}: {max(worst):.2g}, where 0.1 is the bound")]
 
 
+def utilization(group: RunGroup) -> list[Row]:
+    """Name an MFU that no device can have."""
+    highest = max((row.get("perf/mfu/actor", 0.0) for log in group.logs for row in log.rows), default=0.0)
+    if highest <= 1:
+        return []
+    said = "an MFU above 100% is impossible: it was divided by the peak of a slower device, or FLOP were counted that are not "
+    return [
+        (group.label, f"{said}computed. It compares only with runs of the same device", f"perf/mfu/actor: up to {highest:.1%}")
+    ]
+
+
 def trouble(group: RunGroup) -> list[Row]:
     """Report counters that should be zero."""
     counters = {"actor/skipped_steps": "optimizer steps were skipped for a non-finite gradient"}
@@ -142,21 +154,23 @@ def between(groups: list[RunGroup]) -> list[Row]:
     beyond every run of the other."""
     base, *others = groups
     out = [row for group in others for row in speed.compared(group, base)]
-    numbers = [("reward of the last steps", lambda log: last_reward(log, MIN_STEPS))]
-    numbers += [(f"last {name}", last(name)) for name in accuracy_names(base)]
-    for what, number in numbers:
-        theirs = base.each(number)
-        for group in others:
+    accuracies = [(f"last {name}", last(name)) for name in accuracy_names(base)]
+    for group in others:
+        steps = min(MIN_STEPS, group.shortest(REWARD), base.shortest(REWARD))  # of each run as many
+        rewards = ("reward of the last steps", lambda log, steps=steps: last_reward(log, steps))
+        for what, number in [rewards, *accuracies]:
+            theirs = base.each(number)
             if theirs and (ours := group.each(number)):
                 said = _compared(ours, theirs, [*group.logs, *base.logs])
                 rests = f"{what}: {spread(ours)} / {spread(theirs)}, {len(ours)} and {count(len(theirs), 'run')}"
+                rests += f", {steps} steps of each" if what == rewards[0] else ""
                 out.append((f"{group.label} / {base.label}", f"{what}{said}", rests))
     return out
 
 
 def _compared(ours: list[float], base: list[float], logs: list[Log]) -> str:
     """Return what can be said about a group's rewards or accuracies compared with the first group's. logs: of both groups."""
-    steps = min(len(log.points(REWARD)) for log in logs)
+    steps = RunGroup("", logs).shortest(REWARD)
     ends = sorted({log.steps for log in logs})
     if steps < MIN_STEPS:
         return f": too few steps to compare ({steps})"

@@ -1,6 +1,7 @@
 """A map of the number of tokens that each expert of each layer got, at the first and the last step that a run recorded."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -13,7 +14,16 @@ def loads(log: Log) -> list[tuple[int, np.ndarray]]:
     """Return (step, [layers, experts] tokens over an even share) of every step recorded in experts.jsonl."""
     file = (log.path if log.path.is_dir() else log.path.parent) / "experts.jsonl"
     rows = read_lines(file)[0] if file.exists() else []
-    return [(row["step"], np.array(row["load"])) for row in rows if row.get("load")]
+    return [(row["step"], load) for row in rows if (load := _as_load(row.get("load"))) is not None]
+
+
+def _as_load(value: Any) -> np.ndarray | None:
+    """Return a load [layers, experts]; None if the value is none."""
+    try:
+        load = np.array(value, dtype=float)
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return load if load.ndim == 2 and load.size else None
 
 
 def expert_map(group: RunGroup, target: Path) -> bool:

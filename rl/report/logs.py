@@ -48,7 +48,7 @@ class Log:
         self.flags = flag_words.renamed(self.config.get("flags", {}))
         self.script = self.config.get("script", "")
         if self.off_policy:
-            made = f"its samples were made by other weights, those of {self.config['replay']['of']}"
+            made = f"its samples were made by other weights, those of {self.config['replay'].get('of')}"
             self.notes.append(f"a replay, off-policy: {made}. Rewards and lengths are theirs")
 
     @property
@@ -85,9 +85,9 @@ class Log:
     def responses_per_step(self) -> int | None:
         """The number of responses that one step trains; None if config.json does not say."""
         f = self.flags
-        if not {"rollout_n", "train_batch_size"} <= {*f}:
+        if not f.get("rollout_n") or "train_batch_size" not in f:
             return None
-        return (f["train_batch_size"] or f["ppo_mini_batch_size"] or flag_words.DEFAULT_BATCH) * f["rollout_n"]
+        return (f["train_batch_size"] or f.get("ppo_mini_batch_size") or flag_words.DEFAULT_BATCH) * f["rollout_n"]
 
     @property
     def off_policy(self) -> bool:
@@ -172,6 +172,10 @@ class RunGroup:
     def each(self, number: Callable[[Log], float | None]) -> list[float]:
         """Return number(log) of each run that has one."""
         return [value for log in self.logs if (value := number(log)) is not None]
+
+    def shortest(self, metric: str) -> int:
+        """Return the smallest number of steps at which one of the runs recorded the metric."""
+        return min(len(log.points(metric)) for log in self.logs)
 
 
 def find_runs(wheres: tuple[str, ...]) -> list[Path]:
@@ -264,7 +268,8 @@ def _short(code: str | None) -> str:
 
 
 def is_accuracy(name: str) -> bool:
-    return name.startswith("val-core/") and "/acc/" in name
+    """Return whether this is the main metric of a validation. verl names it reward if the reward function gives no acc."""
+    return name.startswith("val-core/") and ("/acc/" in name or "/reward/" in name)
 
 
 def smoothed(points: np.ndarray, width: int) -> np.ndarray:

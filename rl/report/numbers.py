@@ -47,7 +47,7 @@ def accuracy_at(log: Log, which: int) -> float | None:
 
 def last_reward(log: Log, steps: int) -> float | None:
     points = log.points(REWARD)
-    return float(points[-steps:, 1].mean()) if len(points) else None
+    return float(points[-steps:, 1].mean()) if len(points) and steps else None
 
 
 def last(name: str) -> Callable[[Log], float | None]:
@@ -58,6 +58,6 @@ def last(name: str) -> Callable[[Log], float | None]:
 def too_few_steps(group: RunGroup, metric: str) -> Row | None:
     """Return the row that says why nothing is concluded from the group's steps of that metric; None if there are enough
     steps."""
-    steps = min(len(log.points(metric)) for log in group.logs)
+    steps = group.shortest(metric)
     sentence = f"too few steps to say anything: {steps}, where {MIN_STEPS} are the least"
     return (group.label, sentence, f"{metric} of {steps} steps") if steps < MIN_STEPS else None

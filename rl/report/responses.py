@@ -25,7 +25,7 @@ def responses(group: RunGroup, directory: Path) -> tuple[str, list[list]] | None
 
 def _tables(log: Log) -> list[Path]:
     run = log.path if log.path.is_dir() else log.path.parent
-    return [file for file in run.glob(f"{DIRECTORY}/step_*.md") if file.stem.removeprefix("step_").isdecimal()]
+    return [file for file in run.glob(f"{DIRECTORY}/step_*.md") if file.stem[5:].isdecimal() and file.is_file()]
 
 
 def _shown(cell: str | list[Picture], source: Path, directory: Path) -> str | list[Picture]:

@@ -274,7 +274,7 @@ BAD = {
     ),
     "a reward_model of text": (
         lambda p: write(p / "x.jsonl", verl_row("1") | {"reward_model": '{"ground_truth": "1"}'}),
-        "x.jsonl row 0: no ground truth: .*a reward_model of text is not read",
+        "x.jsonl row 0: no ground truth: reward_model is .*of a reward_model, only its ground_truth is read",
     ),
     "an answer that is no number": (
         lambda p: write(p / "x.jsonl", {"question": "1", "answer": math.nan, "data_source": "demo"}),
@@ -293,7 +293,7 @@ BAD = {
     "empty parquet": (lambda p: table(p / "x.parquet", []), "x.parquet: the file has no rows.*--train-files"),
     "no chat template accepts it": (
         lambda p: write(p / "x.jsonl", verl_row(CHAT), verl_row([{"role": "nobody", "content": "1"}])),
-        "x.jsonl row 1: the model's chat template refuses the messages .no such role",
+        "x.jsonl row 1: the model's chat template refuses the messages .TemplateError: no such role",
     ),
     "content not text": (lambda p: write(p / "x.jsonl", verl_row([{"role": "user", "content": None}])), "row 0.*--prompt-key"),
     "messages not dicts": (lambda p: write(p / "x.jsonl", verl_row([1, 2])), "x.jsonl row 0.*--prompt-key"),

@@ -84,7 +84,7 @@ THOUGHTS = TEMPLATE.replace("m['content']", "(m['content'] if loop.last else m['
         ({"messages": chat("1+2=", "3")}, {"ends": (0,)}, r"row 0: the chat template ends an answer with .*'<\|pad\|>'"),
         ({"messages": "1+2"}, {}, "row 0: a conversation is a list"),
         ({"messages": [{"role": "assistant"}]}, {}, "row 0: a conversation is a list"),
-        ({"prompt": "1+2=", "response": 3}, {}, "row 0: the response is not text"),
+        ({"prompt": "1+2=", "response": 3}, {}, "row 0: the response is 3, not text"),
         ({"prompt": "", "response": "3"}, {}, "row 0: nothing is in front of the response"),
         (
             {"messages": chat("1", "1+2=3", "4", "5")},

@@ -11,7 +11,7 @@ from datasets import Dataset
 from helpers import GSM8K
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, PngImagePlugin
+from PIL import Image, ImageCms, PngImagePlugin
 from test_vision import KINDS, dataset, vlms  # noqa: F401  (fixtures)
 from tiny_vlm import picture, pixels_of, row
 from torch.autograd.graph import saved_tensors_hooks
@@ -92,6 +92,55 @@ def test_grey_wide_printed_and_moving_images():
     frames = [Image.new("RGB", (9, 9), color) for color in ("red", "blue")]
     moving = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
     assert (images.to_rgb(moving) == [255, 0, 0]).all()
+
+
+RGB, LAB = ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB")
+GREY = np.arange(200).reshape(10, 20)
+DEEP = {  # an image whose values are not of 8 bits -> the grey that is seen; None: nothing says which value is white
+    "floats to 1": (GREY.astype(np.float32) / 255, "TIFF", GREY),
+    "floats to 1, portable": (GREY.astype(np.float32) / 255, "PPM", GREY),
+    "floats to 255": (GREY.astype(np.float32), "TIFF", GREY),
+    "floats of black and white": (GREY.astype(np.float32) // 199, "TIFF", GREY // 199 * 255),
+    "floats below 0": (GREY.astype(np.float32) - 1, "TIFF", None),
+    "floats beyond 255": (GREY.astype(np.float32) * 2, "TIFF", None),
+    "a float that is none": (np.where(GREY == 5, np.nan, GREY).astype(np.float32), "TIFF", None),
+    "an infinite float": (np.where(GREY == 5, np.inf, GREY).astype(np.float32), "TIFF", None),
+    "16 bits": (GREY.astype(np.uint16) * 257, "TIFF", GREY),
+    "16 bits, portable": (GREY.astype(np.uint16) * 257, "PPM", GREY),
+    "16 bits in 32": (GREY.astype(np.int32) * 257, "TIFF", GREY),
+    "32 bits": (GREY.astype(np.int32) << 23, "TIFF", None),
+    "negative": (GREY.astype(np.int32) - 1, "TIFF", None),
+}
+
+
+@pytest.mark.parametrize("case", DEEP)
+def test_images_of_more_than_8_bits(case):
+    values, format, seen = DEEP[case]
+    data = encoded(Image.fromarray(values), format)
+    if seen is None:
+        with pytest.raises(ImageError, match=r"has values from \S+ to \S+, .*save it with 8 or 16 bits"):
+            images.to_rgb(data)
+    else:
+        assert np.array_equal(images.to_rgb(data), seen[..., None].repeat(3, 2))
+
+
+MODES = {"TIFF": ["1", "L", "P", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "LAB", "LA", "PA", "I;16", "I;16B"]}
+MODES |= {"PNG": ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"], "GIF": ["1", "L", "P"], "JPEG": ["L", "RGB", "CMYK", "YCbCr"]}
+
+
+@pytest.mark.parametrize(("format", "mode"), [(format, mode) for format, modes in MODES.items() for mode in modes])
+def test_black_and_white_in_every_mode(format, mode):
+    for value in (0, 255):
+        grey = Image.new("L", (8, 8), value)
+        wide = Image.fromarray(np.full((8, 8), value * 257, np.uint16))
+        to = {"PA": "P", "RGBX": "RGB", "LAB": "RGB", "I;16B": "I;16"}.get(mode, mode)
+        image = wide if mode.startswith("I") else grey.convert(to)
+        if mode == "LAB":
+            image = ImageCms.applyTransform(image, ImageCms.buildTransform(RGB, LAB, "RGB", "LAB"))
+        elif mode in ("PA", "RGBX"):
+            image = image.convert(mode)
+        seen = images.to_rgb(encoded(image, format)).astype(int)
+        assert abs(seen - value).max() <= 2
 
 
 @settings(max_examples=60)

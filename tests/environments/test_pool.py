@@ -1,7 +1,10 @@
 """Processes of environments, real ones: what one does costs nobody else anything, and none is left."""
 
+import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,8 +18,9 @@ from helpers import ROOT, environment, left_over
 
 from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
+from rl.environments.worker import LARGEST
 from rl.errors import UserError
-from rl.rewards.descendants import descendants
+from rl.rewards.descendants import children, descendants, end, exit_code, start
 
 RUDE = Path(__file__).parent / "rude.py"
 
@@ -305,3 +309,35 @@ def test_a_fork_that_fails_costs_its_own_episode(model, tmp_path):
     pool.ask("a", "step", ids=[1])
     assert "event" not in answers(pool, ["a"])["a"]
     pool.close()
+
+
+def test_a_warm_process_whose_rank_has_ended_says_nothing(model, tmp_path):
+    """At a stop: the rank has closed its end when the end of an episode is to be reported, or with an answer unread."""
+    for closes in ("before the report", "with a report unread"):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with open(tmp_path / "err", "w") as err:
+            pool = environments(model)
+            settings = pool._settings
+            pool.close()
+            guard = start("rl.environments.worker", passed=(), stdin=theirs, stdout=subprocess.DEVNULL, stderr=err)
+        theirs.close()
+        ours.send(json.dumps(settings).encode())
+        assert "schemas" in json.loads(ours.recv(LARGEST))
+        (warm,) = children()[guard.pid]
+        episode, its = socket.socketpair()
+        socket.send_fds(ours, [json.dumps({"fork": 1}).encode()], [its.fileno()])
+        its.close()
+        while not (forks := children().get(warm)):
+            time.sleep(0.01)
+        if closes == "before the report":
+            os.kill(warm, signal.SIGSTOP)
+        for fork in forks:
+            os.kill(fork, signal.SIGKILL)
+        if closes == "with a report unread":
+            select.select([ours], [], [], 20)
+        ours.close()
+        episode.close()
+        os.kill(warm, signal.SIGCONT)
+        exit_code(guard, 20)
+        end(guard)
+        assert (tmp_path / "err").read_text() == ""

@@ -130,10 +130,18 @@ def test_one_token_that_is_wrong_is_seen(tmp_path):
         check_policy(Last(model), "x")
 
 
+class NotANumber(Policy):
+    def forward(self, *args):
+        log_probs, *others = super().forward(*args)
+        return (log_probs * torch.nan, *others)
+
+
 def test_not_a_number_is_not_within_the_tolerance(tmp_path):
     model = load_weights(save(tmp_path, "LlamaConfig"), torch.float32)
+    with pytest.raises(UserError, match="differ from transformers' by nan"):
+        check_policy(NotANumber(model), "x")
     model.lm_head.weight.data[3] = torch.nan
-    with pytest.raises(UserError, match="by nan"):
+    with pytest.raises(UserError, match="its log-probs are NaN, as transformers computes them"):
         check_policy(Policy(model), "x")
 
 

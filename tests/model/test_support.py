@@ -167,7 +167,8 @@ def trainer(demo_model, ranks):
 
 @pytest.mark.parametrize("more", [{}, {"adv_estimator": "remax"}, {"ppo_epochs": 2, "rollout_is": "token"}])
 def test_a_step_compares_what_was_sampled(trainer, more):
-    """Generator and learner agree on each token's log-prob; without the record they do not, and the run warns of that."""
+    """Generator and learner agree on each token's log-prob to rounding. Without the record they differ by the mass of what
+    could not be sampled, which depends on the model: by .06 to .48 for the demo as ten processors or seeds teach it."""
     flags = {"top_k": 3, "top_p": 0.9, "temperature": 1.0, "max_response_length": 8} | more
     trainer.begin_again()
     ((_, batch),) = trainer.steps(1, keep_sampling_mask=True, **flags)
@@ -175,7 +176,7 @@ def test_a_step_compares_what_was_sampled(trainer, more):
     trainer.begin_again()
     ((_, without),) = trainer.steps(1, **flags)
     biased = (without.targets.actor_log_prob - without.rollout_log_prob).abs().max()
-    assert float(error) < 1e-4 and float(biased) > 0.1
+    assert float(error) < 1e-4 and float(biased) > 100 * 1e-4
     assert batch.support.shape == (len(batch.token), 3 + support.TIES) and without.support is None
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers import ROOT, environment
@@ -146,6 +147,7 @@ def test_a_run_whose_disk_is_full_trains_all_its_steps(demo_model, small_disk, t
     errors = (tmp_path / "err").read_text()
     assert done.returncode == 1 and "Traceback" not in errors, errors
     assert "the last checkpoint, of step 6, could not be written" in errors and errors.count("Training continues; ") == 1
+    assert "run the same command again from the beginning, since no other checkpoint is there" in errors
     assert not list(small_disk.glob("run/step_*"))
 
 
@@ -171,3 +173,37 @@ def test_lines_of_a_record_that_nobody_wrote_are_set_aside(tmp_path):
     run._forget_from(record, 4)
     run._forget_from(tmp_path / "none.jsonl", 4)
     assert records(record) == [1, 2, 3]
+
+
+def as_directory(file: Path) -> None:
+    file.mkdir()
+
+
+def as_no_records(file: Path) -> None:
+    file.write_bytes(b"[1]\n7\n\xff\xfe\n" + b"[" * 100_000 + b"\n" + b'{"step": "x"}\n{"step": 3')
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "tickets.jsonl", "experts.jsonl", "validations.jsonl"])
+def test_a_resumed_run_meets_its_files_damaged(name, tmp_path):
+    here = Run(LogArgs(output_dir=str(tmp_path), experiment_name="run"), {}, 9, True, "script")
+    here._lock.close()
+    (here.dir / name).unlink(missing_ok=True)
+    as_directory(here.dir / name)
+    with pytest.raises(UserError, match=rf"{name} cannot be read \(Is a directory\): correct that, or move it away"):
+        Run(LogArgs(output_dir=str(tmp_path)), {}, 9, True, "script", Origin(here.dir, None))
+    (here.dir / name).rmdir()
+    as_no_records(here.dir / name)
+    again = Run(LogArgs(output_dir=str(tmp_path)), {}, 9, True, "script", Origin(here.dir, here.dir / "step_000004"))
+    again.log(5, {"critic/score/mean": 0.5})
+    again.finish(None)
+    assert (here.dir / name).read_bytes().count(b"\n") == (name == "metrics.jsonl") and (here.dir / "reward.png").exists()
+
+
+@pytest.mark.parametrize("make", [as_directory, as_no_records])
+def test_the_end_of_a_run_whose_files_somebody_replaced(make, tmp_path, capsys):
+    here = Run(LogArgs(output_dir=str(tmp_path), experiment_name="run"), {}, 9, True, "script")
+    for file in (here.dir / "metrics.jsonl", here.dir / "reward.png"):
+        file.unlink(missing_ok=True)
+        make(file)
+    here.finish(None)
+    assert "Traceback" not in capsys.readouterr().err

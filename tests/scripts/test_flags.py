@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import train_async
 import train_one_step_off
+import train_sft
 import train_sync
 from rl import flag_words, flags, parts
 from rl.errors import UserError
@@ -421,3 +422,15 @@ def test_a_word_of_trls_is_answered_with_ours(script, word, said):
 def test_a_number_of_a_loss_is_no_flag_of_its_own(words, answer):
     with pytest.raises(UserError, match=re.escape(answer)):
         flags.read(train_sync.Args, args=words.split())
+
+
+@pytest.mark.parametrize("script", [train_sync, train_async, train_sft])
+def test_a_flag_with_an_empty_text_is_named(script):
+    """Every flag that takes text, alone or in a list, also next to others."""
+    for name, leaf in parts.leaves(script.Args).items():
+        hint = str(leaf.type)
+        if "str" not in hint or "Literal" in hint:
+            continue
+        for value in ("", " ") if "tuple" not in hint else (("",), ("demo", " ")):
+            with pytest.raises(UserError, match=f"^{flag(name)}: its value is empty. Give one, or leave the flag out"):
+                check(parts.make(script.Args, **{name: value}))

@@ -94,7 +94,7 @@ def test_the_demo_learns(demo_hybrid_model, tmp_path, script, ranks, flags):
     steps = ["--total-training-steps", 30, "--test-freq", 30, "--lr", "3e-4"]
     metrics, _, _ = train(script, "--model", "demo-hybrid", *steps, *flags, out=tmp_path, ranks=ranks, **how)
     first, last = (m["val-core/demo/acc/mean@1"] for _, m in sorted(metrics.items()) if "val-core/demo/acc/mean@1" in m)
-    assert first < 0.5 and last > first + 0.06
+    assert first < 0.5 + 0.12 and last > first + 0.06  # see test_train_sync.py about the start
 
 
 @pytest.mark.slow
