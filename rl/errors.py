@@ -12,4 +12,4 @@ class RankLost(ConnectionError):
 
 class Stopped(Exception):
     """The end of a run that was asked to stop (SIGTERM) and has saved its state; the message, if any, says where it resumes.
-    The scripts print it and exit with code 143."""
+    The scripts print it and exit with code 0."""

@@ -75,7 +75,7 @@ class GeneratorLoop:
         generator = self.generator
         with generator.timer("update_weights"):
             self._subscriber.receive(version, recompute_kv)
-        self._outbox.report(generator.timer, generator.pool, self._subscriber.received)
+        self._outbox.report(generator.timer, self._subscriber.received)
         if args.validates(version, total) and args.schedule.step_of(version, total) > self._validated:
             generator.start_validation()
             self._validating = self._step
@@ -129,7 +129,7 @@ class BatchLoop:
             self._control.wait_for(version)
         with generator.timer("update_weights"):
             self._subscriber.receive(version)
-        self._outbox.report(generator.timer, generator.pool, self._subscriber.received)
+        self._outbox.report(generator.timer, self._subscriber.received)
         if self.args.validates(version, self.job.total_steps) and version > self._validated:
             rows = generator.validate()
             if self.split.ranks.is_main:

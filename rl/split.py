@@ -10,7 +10,7 @@ import torch.distributed as dist
 from rl.errors import UserError
 from rl.parts import Part
 from rl.ranges import MayChange, Range
-from rl.ranks import device, launch, watchdog
+from rl.ranks import device, launch, stops, watchdog
 from rl.ranks.dist import Ranks, meet, show_group, take_name
 from rl.transport.bridge import Bridge, senders
 
@@ -90,7 +90,7 @@ def init_split(generators: int, hang_timeout: float = 0, node_timeout: float = 0
         bridge = Bridge.of(sender_of, nodes, number, here.local_rank, store, sent_from, timeout)
     if bridge and bridge.group:
         show_group("the bridge", bridge.group)
-    launch.stop_on_sigterm(store, learns=role == "learner")
+    stops.watch(store, role, rank)
     return Split(
         role=role,
         ranks=Ranks(rank, size, here.local_rank, own_device),

@@ -4,6 +4,7 @@ Each part of the script's state that a checkpoint holds has `state()`, which ret
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rl.algorithm.fates import Fates, SourceCounts
@@ -12,13 +13,14 @@ from rl.algorithm.metrics import hardly_scored, validation_metrics
 from rl.checkpoint.resume import Resumed, resume
 from rl.checkpoint.saver import Saver
 from rl.data.job import Job
+from rl.errors import Stopped, UserError
 from rl.generation.generator import Generator
 from rl.learning.batch import Batch
 from rl.learning.batch_images import BatchImages
 from rl.learning.division import Division
 from rl.learning.learner import Learner
 from rl.learning.token_budget import choose_micro_batch_tokens
-from rl.ranks import dist
+from rl.ranks import dist, stops
 from rl.ranks.timers import gather_ledgers
 from rl.record import validations
 from rl.record.identity import Identity
@@ -26,7 +28,7 @@ from rl.record.precision import in_words, precisions
 from rl.record.run import Run
 from rl.replay.recorder import Recorder
 from rl.rewards.instructions import unasked
-from rl.rewards.pool import ScoringEvents, event_metrics
+from rl.rewards.score import ScoringEvents
 from rl.samples.gather import all_gather_groups
 from rl.samples.group import Group
 from rl.samples.stream import Batches, Stream
@@ -56,8 +58,10 @@ class TrainingRun:
         self.samples, self.generator, self.parts = samples, generator, parts
         if job.environments and not generator:  # only generators use them
             job.environments.close()
-        if generator:
-            self.parts["events"] = ScoringEvents(generator.pool, learner.ranks)
+        self._events = ScoringEvents()
+        if samples or generator:
+            self.parts["events"] = self._events
+        self._unscored = 0  # steps in a row without one score, including the newest
         if args.prompt_sampling != "uniform":
             self._keep_history()
         self._hub = None  # for --push-to
@@ -154,19 +158,19 @@ class TrainingRun:
         self.recorder.begin(self.record.dir, identity | {"flags": flags} | start)
 
     def steps(self) -> range:
-        """Return the remaining steps to train."""
+        """Return the remaining steps to train. From now on a stop waits for the end of a step."""
+        stops.begin_training()
         return range(self.done + 1, self.job.total_steps + 1)
 
     def begin(self, groups: list[Group]) -> Batch:
         """Begin a step: make its batch, and record the groups if --record-samples is given. Raise UserError if no response of
-        the run's first step could be scored. A collective of the learners."""
+        the first step could be scored. A collective of the learners."""
         batch = Batch.of(groups, Division.of(self.args, self.learner))
         if self.job.prompts.prep:
             batch.images = BatchImages(self.job.prompts, self.job.order, groups, self.learner.ranks)
-        if self._begun == self.done:
-            batch.check_scored()
+        self._look_at_scores(batch)
         self._begun += 1
-        self.learner.begin_step(self._begun)
+        self.learner.begin_step(self._begun, has_signal=not batch.is_unscored or self._learns_without_scores)
         if self.generator:
             self._put_aside = self.generator.unfinished()
         if "prompt_history" in self.parts:
@@ -177,11 +181,44 @@ class TrainingRun:
         self.record.warn_unscored(batch.errors)
         return batch
 
+    def _look_at_scores(self, batch: Batch) -> None:
+        """Count the steps without one score. Raise UserError in the first step of this start: nothing has been trained yet."""
+        self._events.add(batch.errors)
+        if not batch.is_unscored or not (self.samples or self.generator):  # a replay has nothing to wait for
+            self._unscored = 0
+            return
+        self._unscored += 1
+        self._last_error = batch.errors[-1]
+        if self._begun == self.done:
+            raise UserError(
+                f"none of the first step's {len(batch.errors)} responses could be scored: {self._last_error}. "
+                "Correct the reward function, or provide what it needs."
+            )
+
+    @property
+    def _learns_without_scores(self) -> bool:
+        return bool(self.args.teacher or self.args.sft_files)
+
+    def _outage(self, step: int, checkpoint: Path) -> UserError:
+        """Return the error that ends a run after steps without one score, the last of which is `step`."""
+        args = self.args
+        last = f"the last {self._unscored} steps" if self._unscored > 1 else "the last step"
+        weights = "" if self._learns_without_scores else f", with the weights of step {step - self._unscored}"
+        name = "" if args.experiment_name else f" with --experiment-name {self.saver.run_dir.name}"
+        more = "" if step < self.job.total_steps else ", for more steps (--total-training-steps)"
+        return UserError(
+            f"none of the responses of {last} could be scored by {args.graders}: {self._last_error}. The run ends "
+            f"(--max-unscored-steps {args.max_unscored_steps}) and has saved {checkpoint}{weights}. Once responses can be "
+            f"scored again, resume with the same command{name}{more}."
+        )
+
     def record_validation(self, step: int, rows: list[dict], version: int | None = None) -> dict[str, float]:
         """Record the rows of a validation after that step; return its metrics. version: the weights' version, by default the
         step."""
         self.record.log_generations(step, self._with_images(rows[: self.args.log_val_generations]))
-        self.record.warn_unscored([row["error"] for row in rows if row["error"]])
+        errors = [row["error"] for row in rows if row["error"]]
+        self._events.add(errors)
+        self.record.warn_unscored(errors)
         metrics = validation_metrics(rows) | {validations.STEP: step}
         sources = hardly_scored(rows)
         self.record.log_validation(metrics, step if version is None else version, self._begun, not sources)
@@ -245,7 +282,9 @@ class TrainingRun:
             metrics = metrics | self.samples.metrics(step, self.timer) | self.receive_validations(step)
             gone = self.samples.take_gone()
         if self.generator:
-            metrics = metrics | event_metrics(self.parts["events"].state()) | self._validate(step)
+            metrics = metrics | self._validate(step)
+        if "events" in self.parts:
+            metrics = metrics | self._events.metrics()
         if "prompt_history" in self.parts:
             history = self.parts["prompt_history"]
             gone = history.apart(gone["filtered"], history.take_skipped())
@@ -272,27 +311,34 @@ class TrainingRun:
         return self.health.of_step(step, batch, metrics, fates) | self.sources.of_step(batch, fates, gone)
 
     def save_if_due(self, step: int) -> None:
-        """Save a checkpoint after the last step and every --save-freq steps. A collective."""
+        """Save a checkpoint after the last step and every --save-freq steps. After --max-unscored-steps steps without one
+        score, save, and raise UserError. A collective."""
+        if step < self.job.total_steps and self._unscored and self._unscored >= self.args.max_unscored_steps:
+            raise self._outage(step, self._save_last(step))
         if step > self.saver.step and self._saves_after(step):
             self._save(step)
 
     def stop_if_asked(self, step: int) -> None:
-        """If any learner has received SIGTERM, save a checkpoint of that step, the last one trained, and raise Stopped.
+        """If a rank has received SIGTERM, save a checkpoint of that step, the last one trained, and raise Stopped.
         Collective."""
         if not dist.stopping():
             return
-        if self.samples:
-            self._take_validations()  # record those that have arrived: the checkpoint may replace an older one
-        self.saver.leave(step, self._save)
+        checkpoint = self._save_last(step)
+        kept = f"it resumes from {checkpoint}" if checkpoint else "nothing was trained yet"
+        is_main = self.learner.ranks.is_main
+        raise Stopped(f"SIGTERM to {stops.asked()}: stopped after step {step}; {kept}" if is_main else "")
 
     def finish(self) -> None:
-        """End the stream of samples, wait for the last checkpoint, and close the record."""
+        """End the stream of samples, wait for the last checkpoint, and close the record. Raise UserError if the last step had
+        no score."""
         if self.args.val_only and self.samples:  # in train_sync.py `validate_first` has recorded it
             self.record.log(0, self._take_validations(until=0))
         for line in self.samples.close() if self.samples else ():
             self.record.say(line)
         checkpoint = None if self.args.val_only else self.saver.finish(self.job.total_steps)
         self.record.finish(checkpoint, self.plotted)
+        if self._unscored:
+            raise self._outage(self.job.total_steps, checkpoint)
         if checkpoint and self._hub:
             print(f"hub         {self._hub.push(self.args, self.job.script, self.record.dir, checkpoint)}", flush=True)
 
@@ -302,6 +348,13 @@ class TrainingRun:
             return []
         images = [self.job.val_prompts[row["index"]].images for row in rows]
         return [row | {"images": of.sources if of else ()} for row, of in zip(rows, images, strict=True)]
+
+    def _save_last(self, step: int) -> Path | None:
+        """Save the step, the last one of this start, unless it is saved already. Return the checkpoint; None if nothing was
+        trained. A collective."""
+        if self.samples:
+            self._take_validations()  # record those that have arrived: the checkpoint may replace an older one
+        return self.saver.save_last(step, self._save)
 
     def _saves_after(self, step: int) -> bool:
         return step == self.job.total_steps or (self.args.save_freq > 0 and step % self.args.save_freq == 0)

@@ -171,6 +171,12 @@ def adapt(model: PreTrainedModel, args: AdapterArgs, where: str) -> Adapters:
     files = AdapterFiles(args.lora_model) if args.lora_model is not None else None
     setting = files.setting if files else Setting(args.lora_rank, args.lora_alpha, args.lora_target)
     names = _chosen(model, setting, files, where)
+    widest = max((min(model.get_submodule(name).weight.shape) for name in names), default=setting.rank)
+    if setting.rank > widest:
+        raise UserError(
+            f"--lora-rank {setting.rank}: the layers of {where} that get an adapter have a rank of at most {widest}, which an "
+            "adapter of that rank can already change at will. Lower it."
+        )
     lean_layers.READABLE.add(AdaptedLinear)
     adapters = Adapters(setting, names, files)
     model.requires_grad_(False)

@@ -105,8 +105,11 @@ def resume(args: CheckpointArgs, identity: Identity, learner: Learner, total_ste
 
 
 def load(path: Path, learner: Learner) -> dict:
-    """Reads the checkpoint into the learner. Returns the state of the run's other parts, by name. A collective."""
+    """Reads the checkpoint into the learner. Returns the state of the run's other parts, by name. Raises UserError if
+    it cannot be used. A collective."""
     record = json.loads(_from_first(path / TRAINING / STATE))
+    if "updated" not in record["learner"]:
+        raise UserError(f"{path} was written by an older version, which did not count updates. Start a new run.")
     _load_tensors(path, learner)
     ranks = record["ranks"]
     learner.restore(record["learner"], ranks[learner.ranks.rank] if learner.ranks.rank < len(ranks) else None)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed
@@ -30,7 +30,7 @@ from rl.checkpoint.manifest import GROUPS, STATE, STEPS, TRAINING, UNFINISHED, m
 from rl.checkpoint.resume import CheckpointArgs
 from rl.checkpoint.shard_files import Files, header
 from rl.data.image_prompts import ImagePrep
-from rl.errors import Stopped, UserError
+from rl.errors import UserError
 from rl.hub.tensor_writer import TensorFile, piece_sizes, pieces
 from rl.learning.learner import Learner
 from rl.model.pretrained import GENERATION
@@ -162,13 +162,13 @@ class Saver:
             )
         return self.run_dir / f"step_{step:06d}"
 
-    def leave(self, step: int, save: Callable[[int], None]) -> NoReturn:
-        """After SIGTERM: saves that step unless it is saved already, waits for it, and raises Stopped."""
+    def save_last(self, step: int, save: Callable[[int], None]) -> Path | None:
+        """Saves that step, after which nothing is trained, unless it is saved already, and waits for it. Returns the
+        checkpoint; None if nothing was trained."""
         self._leaving = True
         if step > self.step:
             save(step)
-        kept = f"it resumes from {self.finish(step)}" if step else "nothing was trained yet"
-        raise Stopped(f"SIGTERM: stopped after step {step}; {kept}" if self.learner.ranks.is_main else "")
+        return self.finish(step) if step else None
 
     # ------------------------------------------------------------------------------------------- before the thread
 

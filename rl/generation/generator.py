@@ -19,7 +19,7 @@ from rl.model.router import check_record
 from rl.ranks import dist
 from rl.ranks.timers import Timers
 from rl.rewards.pool import ScoringPool
-from rl.rewards.score import Score, overlong_penalty
+from rl.rewards.score import GREEDY, Score, overlong_penalty
 from rl.samples.group import PENALTY, UNPENALISED, Group
 from rl.samples.ring_size import check_ring
 
@@ -225,9 +225,7 @@ class Generator:
             greedy = responses.pop()
             baseline = greedy.score or 0.0
             if greedy.score is None:  # without the baseline no response has an advantage
-                responses = [
-                    dataclasses.replace(r, score=None, error=f"the greedy response: {greedy.error}") for r in responses
-                ]
+                responses = [dataclasses.replace(r, score=None, error=f"{GREEDY}{greedy.error}") for r in responses]
         routes = prompt_routes(work.outputs.values(), work)
         return work.group(ticket, responses, baseline, routes)
 

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import torch.distributed
 
-from rl.errors import UserError
 from rl.learning.division import Division, mini_batches
 from rl.model.attention import Packed
 from rl.model.head import support
@@ -145,13 +144,10 @@ class Batch:
             support=support.of_responses([r.support for r in responses], [len(r.token_ids) for r in responses]),
         )
 
-    def check_scored(self) -> None:
-        """Raise UserError if no response could be scored: in the first step that means a broken reward function."""
-        if self.errors and len(self.errors) == self.unscored + len(self.score):
-            raise UserError(
-                f"none of the first step's {len(self.errors)} responses could be scored: {self.errors[-1]}. "
-                "Correct the reward function, or provide what it needs."
-            )
+    @property
+    def is_unscored(self) -> bool:
+        """Whether no response could be scored."""
+        return bool(self.errors) and len(self.errors) == self.unscored + len(self.score)
 
     @property
     def ranks(self) -> Ranks | None:

@@ -105,8 +105,9 @@ class Learner:
         self.parameters = self._changed | self.frozen
         masters = {named[name]: master for name, master in self.masters.items()}
         self.optimizer = make_optimizer(self._trained.values(), args, masters)
-        self.begin_step(1)
         self.skipped = 0  # optimizer steps left out for a non-finite gradient
+        self.updated = 0  # training steps with a gradient, which the learning rate's schedule counts
+        self.begin_step(1)
         self.chosen_tokens: int | None = None  # of a micro-batch, with the flag's auto (rl/learning/token_budget.py)
 
     def _load(self, trust_remote_code: bool, seed: int) -> Policy:
@@ -224,35 +225,44 @@ class Learner:
         micro.top = TopTokens(token.to("cpu", torch.int32), log_prob.cpu())
         return sampled.view(-1)
 
-    def begin_step(self, step: int) -> None:
-        """Set the learning rate of training step `step`, from 1, and start counting FLOPs. As in verl, all optimizer steps of a
-        training step have one rate, so a run can resume with a different number of them."""
+    def begin_step(self, step: int, has_signal: bool = True) -> None:
+        """Set the learning rate of training step `step`, from 1, and start counting FLOPs. has_signal: False if there is
+        nothing to learn from. As in verl, all optimizer steps of a training step have one rate, so a run can resume with a
+        different number of them. The schedule counts the steps that had a gradient."""
         self.computed = Computed()
-        frozen = 0
+        warmup = 0
         if self.critic:
-            self.critic.begin_step(step)
-            frozen = self.critic.warmup
+            self.critic.begin_step(step, has_signal)
+            warmup = self.critic.warmup
         if self.imitation:
             self.imitation.begin_step(step)
-        self.is_frozen = step <= frozen
-        factor = lr_factor(max(0, step - frozen - 1), self.total_steps - frozen, self.args)
-        self.optimizer.param_groups[0]["lr"] = self.args.lr * factor
+        self.is_frozen = step <= warmup or not has_signal
+        self._updated_before = self.updated
+        self.optimizer.param_groups[0]["lr"] = self.args.lr * lr_factor(self.updated, self.total_steps - warmup, self.args)
 
     def step(self) -> dict[str, float]:
-        """Clip the accumulated gradient and take the optimizer's step, except during a critic's warm-up. A non-finite gradient
-        is dropped on all ranks, and counted. Return verl's actor/grad_norm and actor/lr."""
+        """Clip the accumulated gradient and take the optimizer's step, except during a critic's warm-up and without a signal: a
+        gradient of 0, or a step that has nothing to learn from, leaves weights, moments and schedule as they are. A non-finite
+        gradient is dropped on all ranks, and counted. Return verl's actor/grad_norm and actor/lr."""
         if self.ranks.expert_parallel > 1 or self.args.grad_dtype == "bfloat16":
             norm = clip_grad_norm(self._trained.values(), self.args.grad_clip)
         else:
             norm = nn.utils.clip_grad_norm_(self._trained.values(), self.args.grad_clip)
             norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if norm and not self.is_frozen:
+            self.updated = self._updated_before + 1
         if not torch.isfinite(torch.tensor(norm)):
             self.skipped += 1
-        elif not self.is_frozen:
+        elif norm and not self.is_frozen:
             self.optimizer.step()
         self.optimizer.zero_grad()
         lr = self.optimizer.param_groups[0]["lr"]
-        return {"actor/grad_norm": norm, "actor/lr": lr, "actor/skipped_steps": self.skipped}
+        return {
+            "actor/grad_norm": norm,
+            "actor/lr": lr,
+            "actor/skipped_steps": self.skipped,
+            "actor/updated_steps": self.updated,
+        }
 
     def perf_metrics(self, batch: Batch, seconds: dict[str, float], num_ranks: int) -> dict[str, float]:
         """Return verl's perf/*: throughput in tokens (prompt + response) per second and rank of the job, over a step's
@@ -337,7 +347,8 @@ class Learner:
     def state(self) -> dict:
         """Return the rest of the state that is the same on all ranks."""
         first = next(iter(self.optimizer.state.values()))
-        own = {"adam_step": int(first["step"]), "skipped": self.skipped, "chosen_tokens": self.micro_batch_tokens}
+        own = {"adam_step": int(first["step"]), "skipped": self.skipped, "updated": self.updated}
+        own |= {"chosen_tokens": self.micro_batch_tokens}
         parts = {"critic": self.critic, "entropy_control": self.entropy_control}
         return own | {name: part.state() for name, part in parts.items() if part}
 
@@ -355,6 +366,7 @@ class Learner:
         if self.entropy_control:
             self.entropy_control.restore(state.get("entropy_control"))
         self.skipped = state["skipped"]
+        self.updated = state["updated"]
         self.chosen_tokens = state.get("chosen_tokens")
         if rank_state:
             torch.set_rng_state(torch.tensor(rank_state["rng"], dtype=torch.uint8))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl.errors import UserError
-from rl.ranks import device, heartbeat, launch, signals, streams, watchdog
+from rl.ranks import device, heartbeat, launch, signals, stops, streams, watchdog
 
 SHARED_SECONDS = 10  # network file systems list new files late, but find a file by name at once
 
@@ -90,7 +90,7 @@ def init(hang_timeout: float = 0, node_timeout: float = 0) -> Ranks:
         backend = device.backend(own_device)
         dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world_size, timeout=timeout)
     show_group("all ranks", dist.group.WORLD)
-    launch.stop_on_sigterm(store)
+    stops.watch(store, "rank", here.rank)
     return Ranks(here.rank, here.world_size, here.local_rank, own_device)
 
 
@@ -148,7 +148,7 @@ def _last_collective(backend, group: str = "") -> tuple[int, str]:
 
 
 def stopping() -> bool:
-    """Return whether any rank of the default group has been asked to stop (SIGTERM). Collective."""
+    """Return whether the job is asked to stop, and a rank of the default group knows it (SIGTERM to any rank). Collective."""
     return bool(all_reduce_sum(torch.tensor([float(signals.stop_requested())])))
 
 

@@ -1,6 +1,5 @@
 """This process's launch, the nodes of its job, and the store through which all ranks of the job meet."""
 
-import contextlib
 import json
 import os
 import platform
@@ -14,7 +13,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from rl.errors import UserError
-from rl.ranks import signals, watchdog
 
 SHORT = timedelta(seconds=8)  # more than the 5 s by which an unresponsive name server delays a connection to torch's store
 
@@ -137,6 +135,7 @@ def exchange_nodes(store: dist.Store, generators: int) -> None:
 
 
 _start: tuple[str, int] | None = None  # a unique name of this start of all ranks, and the number of earlier ones
+_of_one: dist.Store = dist.HashStore()  # of plain python
 
 
 def join(timeout: timedelta) -> dist.Store:
@@ -145,8 +144,9 @@ def join(timeout: timedelta) -> dist.Store:
     If several nodes are restarted, torchrun gives them different restart counts (only the failed node's increases), and the
     store still holds keys of the last start. So each rank leaves a unique word, rank 0 gathers the words into a proposal, and
     the first proposal that all of its ranks have confirmed counts."""
-    global _start
+    global _start, _of_one
     me = here()
+    _of_one = dist.HashStore()
     if me.local_world_size == me.world_size:  # a single torchrun, so a single count
         _start = str(me.restarts), me.restarts
     else:
@@ -196,7 +196,7 @@ def restarts() -> int:
 def open_store(timeout: timedelta = SHORT) -> dist.Store:
     """Return a connection to the store of this start, without the keys of earlier starts. Raise DistError before `join`."""
     if "RANK" not in os.environ:
-        return dist.HashStore()
+        return _of_one
     if not _start:
         raise dist.DistError("the ranks have not met yet")
     return dist.PrefixStore(f"start/{_start[0]}", _base_store(timeout))
@@ -212,25 +212,11 @@ def job() -> str | None:
     return f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{platform.node()}/{os.getppid()}" if "RANK" in os.environ else None
 
 
-def stop_on_sigterm(store: dist.Store, learns: bool = True) -> None:
-    """Let SIGTERM stop the run between two steps. If a rank of this node has failed, no further step can finish, and this rank
-    ends at once, except during the report of a hang. If a learner has stopped as requested, the checkpoint is complete: other
-    learners may finish their part, and generators (`learns` is False) end."""
+def exchange_processes(store: dist.Store) -> None:
+    """Exchange the process ids of this node's ranks. A collective of the node's ranks."""
     me = here()
     store.set(f"pid/{me.rank}", str(os.getpid()))
-    processes = {rank: int(store.get(f"pid/{rank}")) for rank in range(me.first, me.first + me.local_world_size)}
-    _neighbours.update(processes)
-
-    def all_well() -> bool:
-        gone = [f"{watchdog.ENDED}/{rank}" for rank, pid in processes.items() if not is_alive(pid)]
-        try:
-            if not gone or (shared := open_store()).check([watchdog.ALARM]):
-                return True
-            return learns if shared.check(["stopped"]) else shared.check(gone)
-        except dist.DistError:
-            return False
-
-    signals.stop_gently(all_well)
+    _neighbours.update({rank: int(store.get(f"pid/{rank}")) for rank in range(me.first, me.first + me.local_world_size)})
 
 
 def is_alive(pid: int) -> bool:
@@ -239,12 +225,3 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
-
-
-def end_well(stopped: bool = False) -> None:
-    """Note for the other ranks that this one ends without a failure. stopped: whether it was asked to stop."""
-    with contextlib.suppress(dist.DistError):  # the rank with the store has ended before
-        store = open_store()
-        store.set(f"{watchdog.ENDED}/{here().rank}", "")
-        if stopped:
-            store.set("stopped", "")

@@ -15,13 +15,13 @@ import torch.distributed
 
 from rl.errors import Stopped, UserError
 from rl.printable import printable
-from rl.ranks import device, dist, failures, heartbeat, launch, signals, streams, watchdog
+from rl.ranks import device, dist, failures, heartbeat, signals, stops, streams, watchdog
 
 
 def run(main: Callable, join: Callable = dist.init) -> None:
     """Run a script's main on this rank and end the process. The first rank that fails prints a UserError as one message, any
-    other error with its traceback, and exits with code 1; torchrun then ends the other ranks. The exit code is 143 after
-    SIGTERM, 130 after Ctrl-C. A crash in native code prints every thread's Python stack."""
+    other error with its traceback, and exits with code 1; torchrun then ends the other ranks. The exit code is 0 after a stop
+    by SIGTERM, 143 if training had not begun, 130 after Ctrl-C. A crash in native code prints every thread's Python stack."""
     signals.install_handlers()
     gc.enable()  # paused during the script's imports (rl/ranks/startup.py)
     streams.outlive_output()
@@ -37,19 +37,17 @@ def run(main: Callable, join: Callable = dist.init) -> None:
         with watchdog.doing("all ranks to end"):
             if torch.distributed.is_initialized():  # vLLM's engine destroys it when it is collected
                 torch.distributed.destroy_process_group()
-        launch.end_well()
+        stops.end_well()
     except Stopped as stopped:
-        code = 128 + signal.SIGTERM
         if str(stopped):
             print(stopped, file=sys.stderr, flush=True)
-        launch.end_well(stopped=True)
+        stops.end_well(stopped_with=0)
     except UserError as error:
         fail(error, name)
     except Exception as error:
         code = 1
-        if signals.stop_requested():  # the other ranks have already ended
-            failures.leave_to_report()
-            os._exit(128 + signal.SIGTERM)
+        if signals.stop_requested() and (left := stops.exit_code()) is not None:  # the learners have left
+            os._exit(left)
         if device.is_out_of_memory(error):
             fail(UserError(_out_of_memory(error)), name)
         _explain(name, error)

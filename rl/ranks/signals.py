@@ -10,11 +10,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 
 OURS = (signal.SIGINT, signal.SIGTERM)
-STOP_SECONDS = 25  # from SIGTERM to the end, finished or not: torchrun kills after 30
 # Wait until the process $1 has ended or is a zombie, but no longer than torchrun takes, then write $2
 LAST_WORDS = """
 n=0
@@ -23,14 +21,15 @@ printf "%s\\n" "$2" >&2
 """
 
 _taken = False
-_sigterm = threading.Event()
-_others_are_well: Callable[[], bool] | None = None  # after `stop_gently`
+_struck = False  # whether this rank has received SIGTERM
+_stop = threading.Event()  # whether the job is asked to stop
+_after_sigterm: Callable[[], None] | None = None
 _remains = "training had not begun"
 
 
 def install_handlers() -> None:
     """Let Ctrl-C end this process with exit code 130 from now on, even if a shell started it in the background, with SIGINT
-    ignored. SIGTERM also ends it, until `stop_gently`."""
+    ignored. SIGTERM ends it with 143, after the call of `after_sigterm`."""
     global _taken
     if _taken:
         return
@@ -61,16 +60,20 @@ def _let_go() -> None:
     _release()
 
 
-def stop_gently(others_are_well: Callable[[], bool]) -> None:
-    """Let the script save and exit within STOP_SECONDS after SIGTERM from now on. torchrun also sends SIGTERM when a rank has
-    failed, so this rank ends at once when `others_are_well`, which is called in another thread, returns False."""
-    global _others_are_well
-    _others_are_well = others_are_well
+def after_sigterm(act: Callable[[], None]) -> None:
+    """Let SIGTERM call `act` in another thread from now on. When that returns, this process ends with exit code 143."""
+    global _after_sigterm
+    _after_sigterm = act
+
+
+def request_stop() -> None:
+    """Ask this rank to stop after the step in training."""
+    _stop.set()
 
 
 def stop_requested() -> bool:
-    """Return whether this rank has received SIGTERM, a cluster's notice that it will take the machine away."""
-    return _sigterm.is_set()
+    """Return whether the job is asked to stop (rl/ranks/stops.py)."""
+    return _stop.is_set()
 
 
 def remains(newest_checkpoint: str | None) -> None:
@@ -80,22 +83,24 @@ def remains(newest_checkpoint: str | None) -> None:
 
 
 def _watch(read: int) -> None:
+    global _struck
     while True:
         numbers = os.read(read, 64)
         if signal.SIGINT in numbers:
             if os.environ.get("LOCAL_RANK", "0") == "0":  # this rank speaks for its node
                 _last_words(f"Ctrl-C: stopped; {_remains}")
             os._exit(128 + signal.SIGINT)
-        if signal.SIGTERM in numbers and not _sigterm.is_set():
-            _sigterm.set()
+        if signal.SIGTERM in numbers and not _struck:
+            _struck = True
             threading.Thread(target=_end_after_sigterm, name="SIGTERM", daemon=True).start()
 
 
 def _end_after_sigterm() -> None:
-    deadline = time.monotonic() + STOP_SECONDS
-    while _others_are_well and time.monotonic() < deadline and _others_are_well():
-        time.sleep(0.1)
-    os._exit(128 + signal.SIGTERM)
+    try:
+        if _after_sigterm:
+            _after_sigterm()
+    finally:
+        os._exit(128 + signal.SIGTERM)
 
 
 def _last_words(text: str) -> None:

@@ -84,6 +84,9 @@ class RewardArgs(JudgeArgs, CodeArgs):
     """What to do with a response that could not be scored. mask: leave it out of the loss, the baseline and mean scores; zero:
     give it a score of 0. It is counted either way. In validation it counts as wrong: it gets 0, or the worst score of its
     source if that is below 0."""
+    max_unscored_steps: MayChange[Annotated[int, Range(at_least=1)]] = 3
+    """Steps in a row without a single score after which the run saves a checkpoint and ends, to be resumed once responses can
+    be scored again. Such steps train nothing. In the first step after a start there must be a score."""
     overlong_buffer_len: Annotated[int, Range(at_least=0)] = 0
     """DAPO: penalise, linearly, a response that ends within this many tokens of --max-response-length; 0 turns it off."""
     overlong_penalty_factor: Annotated[float, Range(at_least=0)] = 1.0
@@ -101,6 +104,14 @@ class RewardArgs(JudgeArgs, CodeArgs):
         if self.judge:
             return f"--judge {self.judge}"
         return f"--reward {self.reward}" if self.reward and self.reward != CODE else None
+
+    @property
+    def graders(self) -> str:
+        """The flags of what scores responses, with their values."""
+        own = [self.own_reward] if self.own_reward else []
+        if getattr(self, "has_environment", False):
+            own.append(" ".join(self.environment_flag))
+        return " and ".join(own) or "the built-in verifiers"
 
     def worker_spec(self, first: bool) -> str:
         """Return what a scoring process loads (rl/rewards/worker.py): the user's function, or a judge's settings; empty for the

@@ -9,18 +9,14 @@ import contextlib
 import json
 import threading
 from collections import Counter
-from collections.abc import Mapping
 from queue import Empty
 from typing import Any
 
-import torch
-
 from rl.errors import UserError
-from rl.ranks import dist
 from rl.rewards.args import RewardArgs
 from rl.rewards.environment import check_passed
 from rl.rewards.lane import Lane, Lanes
-from rl.rewards.score import EVENTS, Score, as_score, plain
+from rl.rewards.score import Score, as_score, plain
 from rl.rewards.verifiers import BUILT_IN, HARMLESS, code, verifier_name
 
 
@@ -125,23 +121,3 @@ class ScoringPool(Lanes, contextlib.AbstractContextManager):
     def _raise_failure(self) -> None:
         if self.failure:
             raise self.failure
-
-
-def event_metrics(events: Mapping[str, int]) -> dict[str, int]:
-    """Return the counts as metrics reward/events/<kind>."""
-    return {f"reward/events/{kind}": events.get(kind, 0) for kind in EVENTS}
-
-
-class ScoringEvents:
-    """The number of responses that could not be scored so far, by kind, over all ranks that score."""
-
-    def __init__(self, pool: ScoringPool, ranks: dist.Ranks):
-        self._pool, self._ranks = pool, ranks
-
-    def state(self) -> dict[str, int]:
-        """Return the counts. A collective."""
-        counts = dist.all_reduce_sum(torch.tensor([float(self._pool.events[kind]) for kind in EVENTS]))
-        return {kind: int(count) for kind, count in zip(EVENTS, counts, strict=True)}
-
-    def restore(self, state: dict[str, int]) -> None:
-        self._pool.events.update(state if self._ranks.is_main else {})

@@ -1,6 +1,8 @@
 """A response's score, or the event that kept it from being scored; and the length penalty."""
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +23,30 @@ class Score:
     def error(self) -> str | None:
         """The event with its message; None without an event."""
         return f"{self.event}: {self.message}" if self.event else None
+
+
+GREEDY = "the greedy response: "  # begins the error of responses whose baseline could not be scored
+
+
+class ScoringEvents:
+    """The number of responses that could not be scored so far, by kind: those of the steps, and those of validations."""
+
+    def __init__(self):
+        self._counts: Counter[str] = Counter()
+
+    def add(self, errors: Iterable[str]) -> None:
+        """Count the responses with these errors (`Score.error`)."""
+        self._counts.update(error.removeprefix(GREEDY).partition(":")[0] for error in errors)
+
+    def metrics(self) -> dict[str, int]:
+        """Return reward/events/<kind>."""
+        return {f"reward/events/{kind}": self._counts[kind] for kind in EVENTS}
+
+    def state(self) -> dict[str, int]:
+        return dict(self._counts)
+
+    def restore(self, state: dict[str, int]) -> None:
+        self._counts = Counter(state)
 
 
 def as_score(value: Any) -> Score:

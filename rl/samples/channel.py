@@ -12,7 +12,6 @@ from rl.errors import UserError
 from rl.ranks import watchdog
 from rl.ranks.timers import Timers
 from rl.record.validations import Parts, Validation
-from rl.rewards.pool import ScoringPool
 from rl.samples.gather import all_gather_records
 from rl.samples.group import Group
 from rl.samples.ring_size import ring_mb_for
@@ -75,13 +74,12 @@ class Outbox:
         for number, piece in enumerate(pieces, 1):
             self._send_json(ROWS, about | {"rows": piece, "more": number < len(pieces)})
 
-    def report(self, timer: Timers, pool: ScoringPool, received: dict[str, float]) -> None:
+    def report(self, timer: Timers, received: dict[str, float]) -> None:
         """Report this generator's time since the last report, and restart the timer. received: Subscriber.received."""
         content = {
             "elapsed": timer.elapsed,
             "ledger": timer.ledger(),
             "held": timer.seconds.get("held", 0.0),
-            "events": dict(pool.events),
             "publish_seconds": timer.seconds["update_weights"],
             "publish_gb": received["bytes"] / 1e9,
             "publish_way": received["way"],

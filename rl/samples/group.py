@@ -61,6 +61,11 @@ class Group:
         return [r for r in self.responses if r.score is not None]
 
     @property
+    def is_unscored(self) -> bool:
+        """Whether no response could be scored, whatever --on-reward-error makes of that."""
+        return all(r.error is not None for r in self.responses)
+
+    @property
     def compared(self) -> list[Response]:
         """The scored responses that count in a baseline: all except those masked as a whole."""
         return [r for r in self.scored if r.mask is None or r.mask.any()]

@@ -4,7 +4,6 @@ from collections import Counter
 
 from rl.ranks.timers import Timers
 from rl.record.balance import verdict
-from rl.rewards.pool import event_metrics
 from rl.split import Split
 
 
@@ -14,8 +13,6 @@ class IdleMeter:
     def __init__(self, split: Split):
         self.split = split
         self._waited, self._elapsed = Counter(), Counter()  # seconds by role over the whole run, and for "scores"
-        self._events: dict[int, dict] = {}  # scoring events by generator
-        self._events_before: Counter[str] = Counter()  # from before the run was resumed
         self._started: set[tuple[str, int]] = set()  # ranks that have reported their start-up
         self._advised: str | int | None = None  # the advice in the last `news`
 
@@ -38,26 +35,19 @@ class IdleMeter:
             size = newest["publish_gb"]
             out |= {"publish/seconds": seconds, "publish/gb": size, "publish/gb_per_s": size / way}
         reports.clear()
-        return out | event_metrics(self.events)
+        return out
 
     def read(self, reports: list[dict]) -> None:
-        """Count the reports for the summary and the events."""
+        """Count the reports for the summary."""
         for report in reports:
-            self._events[report["rank"]] = report["events"]
             ledger = report["ledger"]
             self._count("generator", report["rank"], report["elapsed"], generator=ledger["wait"], scores=ledger["score"])
 
-    @property
-    def events(self) -> Counter:
-        """Events of scoring since the run began, by name."""
-        return sum(map(Counter, self._events.values()), self._events_before)
-
     def state(self) -> dict:
-        return {"waited": self._waited, "elapsed": self._elapsed, "events": self.events}
+        return {"waited": self._waited, "elapsed": self._elapsed}
 
     def restore(self, state: dict) -> None:
         self._waited, self._elapsed = Counter(state["waited"]), Counter(state["elapsed"])
-        self._events_before = Counter(state["events"])
 
     def _count(self, role: str, rank: int, elapsed: float, **shares: float) -> None:
         if (role, rank) in self._started:

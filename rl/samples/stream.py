@@ -114,11 +114,13 @@ class Batches(_Samples):
 
     def snapshot(self, step: int) -> tuple[dict, list[Group], list[Group]]:
         """Return (state, groups, unfinished groups) for the checkpoint of that step. The groups are the next batch, which
-        cannot be made again without its weights."""
+        cannot be made again without its weights. A batch without a score is left out, to be sampled again."""
         batches = list(self.inbox.batches)[:1]
+        groups = list(self.inbox.groups)[: batches[0]["groups"]] if batches else []
+        if all(group.is_unscored for group in groups):
+            batches = groups = []
         start = {"batch": step + len(batches), "ticket": batches[0]["next_ticket"] if batches else self._next.ticket}
         start |= {"version": step}
-        groups = list(self.inbox.groups)[: batches[0]["groups"]] if batches else []
         state = self._state() | {"start": start, "batches": batches, "next_ticket": self._next.state()}
         if self._history:
             state["history"] = self._history.state()
@@ -205,10 +207,11 @@ class Stream(_Samples):
         self.control.update(snapshot=step)
 
     def snapshot(self, step: int) -> tuple[dict, list[Group], list[Group]]:
-        """Return (state, groups that wait to be trained, groups that are under way) for the checkpoint of that step."""
+        """Return (state, groups that wait to be trained, groups that are under way) for the checkpoint of that step. Groups
+        without a score are left out, to be sampled again."""
         unfinished = self.inbox.unfinished_at(step)
         self._take_in()  # --filter-groups drops groups here
-        groups = [*self.buffer.waiting.values()]
+        groups = [group for group in self.buffer.waiting.values() if not group.is_unscored]
         state = self._state() | {"buffer": self.buffer.state(), "drawn": drawn(self.split.store)}
         if self._history:
             state["history"] = self._history.state()

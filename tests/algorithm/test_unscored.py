@@ -4,6 +4,7 @@ scored, the run ends with the reward function's own error."""
 import dataclasses
 import itertools
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from rl import parts
 from rl.algorithm.kl_control import KLControl
 from rl.algorithm.metrics import validation_metrics
 from rl.checkpoint.best import Best
-from rl.checkpoint.manifest import MANIFEST
+from rl.checkpoint.manifest import MANIFEST, damage
 from rl.data.prompts import Prompt
 from rl.generation.engine import Output
 from rl.generation.generator import Generator
@@ -26,7 +27,7 @@ from rl.learning.batch import Batch
 from rl.ranks.timers import Timers
 from rl.record import validation_tables
 from rl.record.files import Files
-from rl.rewards.pool import Score
+from rl.rewards.score import Score, ScoringEvents
 from rl.samples.group import Group
 from rl.training_run import TrainingRun
 
@@ -188,6 +189,7 @@ def test_a_validation_of_failures_does_not_choose_the_best_checkpoint(tmp_path):
     record.log_validation = lambda metrics, version, at_step, chooses_best: recorded.update({version: chooses_best})
     saver = SimpleNamespace(best=Best(tmp_path, is_main=True))
     run = SimpleNamespace(record=record, saver=saver, args=SimpleNamespace(log_val_generations=0), _with_images=list, _begun=0)
+    run._events = ScoringEvents()
     lost = {2: {0, 1, 2, 3}, 3: {1, 2, 3}, 4: {0, 1, 2}, 5: {0, 1}}  # of the four responses of one of two sources
     for step in range(1, 7):
         (export := tmp_path / f"step_{step:06d}").mkdir()
@@ -271,20 +273,78 @@ def score(data_source, solution_str, ground_truth, extra_info):
     ["train_sync.py", *(pytest.param(script, marks=pytest.mark.slow) for script in SCRIPTS if script != "train_sync.py")],
 )
 def test_a_judge_that_goes_away_later_costs_its_steps_and_no_more(script, tmp_path):
-    """Steps without a single score train nothing and are recorded as such. The run continues, with its validation."""
+    """Steps without a single score train nothing and are recorded as such. The run continues, with its validation, and says at
+    its end that its last steps were not scored."""
     (tmp_path / "mine.py").write_text(FICKLE.format(good=6))  # of the 4 responses of each step
     processes, *flags = SCRIPTS[script]
     flags += ["--total-training-steps", 4, "--reward", tmp_path / "mine.py:score", "--val-max-samples", 4, "--test-freq", 4]
     flags += ["--no-val-before-train", "--lr-scheduler-type", "constant", "--weight-decay", 0, "--adam-beta1", 0]
-    metrics, _, done = train(script, *flags, out=tmp_path / "runs", ranks=processes)
+    metrics, _, done = train(script, *flags, out=tmp_path / "runs", ranks=processes, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr.partition("error:")[0]
+    assert re.search(
+        r"^error: none of the responses of the last (2 steps|step) could be scored by --reward ", done.stderr, re.M
+    )
+    assert "nan" not in done.stdout
     unscored = [metrics[step]["reward/unscored"] for step in range(1, 5)]
     assert unscored[0] == 0 and unscored[-1] == 4 and sum(unscored) in (10, 9, 8), unscored
     last = metrics[4]
     assert last["critic/score/mean"] is None and last["actor/grad_norm"] == 0 and last["actor/skipped_steps"] == 0
     assert last["val-aux/reward/unscored"] == 4 and last["val-core/demo/acc/mean@1"] == 0
-    # Of split modes the count is that of the last report, which a generator sends with each publish that it takes.
-    assert last["reward/events/error"] >= (6 if script == "train_sync.py" else 1)
+    assert last["reward/events/error"] == sum(unscored) + last["val-aux/reward/unscored"]
     assert "warning: validations that choose no best checkpoint: 1 so far. After step 4 " in done.stdout
     assert list((tmp_path / "runs").glob("*/step_000004")) and not list((tmp_path / "runs").glob("*/best"))
     warnings = [line for line in done.stdout.splitlines() if line.startswith("warning: responses that could not be scored")]
     assert 1 <= len(warnings) <= 2 and "the judge is gone" in warnings[0]
+
+
+OUTAGE = """
+import itertools, pathlib
+calls = itertools.count(1)
+broken, begun = (pathlib.Path(__file__).with_name(name) for name in ("broken", "begun"))
+def score(data_source, solution_str, ground_truth, extra_info):
+    if next(calls) == 14 and not begun.exists(): begun.touch(), broken.touch()
+    if broken.exists(): raise ConnectionError("judge: connection refused")
+    return float(len(solution_str) % 2)
+"""
+LIMITS = [([], 3), (["--max-unscored-steps", 2, "--use-kl-loss", "--entropy-coeff", 0.01, "--on-reward-error", "zero"], 2)]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("script", "more", "limit"),
+    [
+        ("train_sync.py", *LIMITS[1]),
+        ("train_async.py", *LIMITS[0]),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+            ("train_sync.py", *LIMITS[0]),
+            ("train_async.py", *LIMITS[1]),
+            ("train_one_step_off.py", *LIMITS[0]),
+            ("train_one_step_off.py", *LIMITS[1]),
+        ]),
+    ],
+)  # fmt: skip
+def test_an_outage_ends_the_run_with_the_weights_from_before_and_it_resumes(script, more, limit, tmp_path):
+    """The same command continues once responses can be scored again, with samples that can be."""
+    (tmp_path / "mine.py").write_text(OUTAGE)
+    processes, *flags = SCRIPTS[script]
+    flags += ["--total-training-steps", 14, "--reward", tmp_path / "mine.py:score", "--test-freq", 0, *more]
+    flags += ["--save-freq", 1, "--max-ckpt-to-keep", 0, "--experiment-name", "run", "--lr", 1e-3]
+    metrics, run, done = train(script, *flags, out=tmp_path / "runs", ranks=processes, check=False)
+    last = max(metrics)
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert done.returncode == 1 and last < 14, done.stderr
+    said = f"none of the responses of the last {limit} steps could be scored by --reward {tmp_path}/mine.py:score: "
+    assert error.startswith(f"error: {said}error: ConnectionError: judge: connection refused")
+    assert f"{run}/step_{last:06d}" in error
+    before, end = (run / f"step_{step:06d}" for step in (last - limit, last))
+    assert damage(end) is None
+    for of_before in [before / "model.safetensors", *before.glob("training/shard-*")]:
+        assert of_before.read_bytes() == (end / of_before.relative_to(before)).read_bytes(), "weights or moments have moved"
+    assert metrics[last]["reward/events/error"] >= 4 * limit
+    again = run_script(script, "--output-dir", tmp_path / "runs", *flags, ranks=processes, check=False)
+    assert again.returncode == 1 and "none of the first step's 4 responses could be scored" in again.stderr, "it is still out"
+    (tmp_path / "broken").unlink()
+    metrics, _, done = train(script, *flags, out=tmp_path / "runs", ranks=processes)
+    assert f"resumes after step {last} of 14" in done.stdout and max(metrics) == 14
+    assert all(metrics[step]["critic/score/mean"] is not None for step in range(last + 1, 15))
+    assert all(metrics[step]["reward/events/error"] == metrics[last]["reward/events/error"] for step in range(last + 1, 15))

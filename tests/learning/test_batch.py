@@ -9,7 +9,6 @@ from helpers import make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.errors import UserError
 from rl.learning.batch import Batch, MicroBatch, micro_batches
 from rl.learning.division import Division, pack
 from rl.model.attention import SHORT, Packed
@@ -101,11 +100,11 @@ def test_what_could_not_be_scored_is_not_in_the_batch():
         assert torch.equal(getattr(a, name), getattr(b, name)), name
     assert a.tickets == [2, 4, 9] and a.unscored == 4 and a.errors == ["timeout: no score after 10 s"] * 4
     assert [m.tolist() for m in a.mini_batches(1)] == [[], [0, 1], [2]]
-    a.check_scored()
+    assert not a.is_unscored and not Batch.of([make_group(1, [3])]).is_unscored
     nothing = Batch.of(whole[1:2])
     assert len(nothing.token) == len(nothing.score) == 0 and [m.tolist() for m in nothing.mini_batches(1)] == [[]]
-    with pytest.raises(UserError, match="none of the first step's 3 responses could be scored: timeout: no score after 10 s"):
-        nothing.check_scored()
+    assert nothing.is_unscored and nothing.errors == ["timeout: no score after 10 s"] * 3
+    assert [group.ticket for group in whole if group.is_unscored] == [2]
 
 
 def test_unscored_responses_give_a_group_no_signal():

@@ -155,6 +155,22 @@ def test_in_the_warm_up_the_critic_alone_learns_and_a_resume_continues_it(models
     assert any(not torch.equal(whole(p), first[name]) for name, p in learner.parameters.items())
 
 
+def test_a_step_without_a_score_changes_neither_critic_nor_policy(models, ranks):
+    args = make_args(models["qwen2-tied"], lr_warmup_steps=2, lr=1e-3)
+    learner = learner_of(args, ranks)
+    rates = []
+    for number, has_signal in enumerate([True, False, False, True], 1):
+        before = {name: tensor.clone() for name, tensor in learner.state_tensors().items()}
+        state = learner.state()
+        learner.begin_step(number, has_signal)
+        metrics = train_sync.learn(args, learner, KLControl(args), batch_of(number), Timers())
+        rates.append(metrics["critic/lr"] / args.critic_lr)
+        moved = any(not torch.equal(tensor, before[name]) for name, tensor in learner.state_tensors().items())
+        assert moved == has_signal and (state == learner.state()) != has_signal
+        assert metrics["critic/grad_norm"] > 0
+    assert rates == [0.5, 1.0, 1.0, 1.0] and metrics["critic/updated_steps"] == metrics["actor/updated_steps"] == 2
+
+
 class Frozen:
     """The demo, which samples and does not learn: `explained` trains a critic by train_sync.py's `learn`. A response's score is
     whether its first token's number is odd. (To judge sums takes the demo's critic ten times as long.)"""

@@ -245,6 +245,47 @@ def test_schedule():
     assert lr_factor(10**6, 10, LearnerArgs(lr_warmup_steps=0, lr_scheduler_type="constant")) == 1.0
 
 
+NO_SIGNAL = {"a gradient of 0": (0.0, True), "nothing to learn from": (1.0, False)}  # (factor of the loss, has_signal)
+
+
+@pytest.mark.parametrize("flags", [{}, {"optim": "adamw_8bit"}, {"dtype": "bfloat16"}, {"lora_rank": 4}])
+@pytest.mark.parametrize("why", NO_SIGNAL)
+def test_a_step_without_a_signal_changes_nothing(models, ranks, flags, why):
+    """Neither weights nor moments, to the bit, though AdamW's moments and weight decay would move the weights. The schedule
+    waits, also across a checkpoint."""
+    args = LearnerArgs(lr=1e-2, lr_warmup_steps=2, weight_decay=0.1, **flags)
+    factor, has_signal = NO_SIGNAL[why]
+
+    def take(learner: Learner, step: int, factor: float = 1.0, has_signal: bool = True) -> dict[str, float]:
+        learner.begin_step(step, has_signal)
+        batch = Batch.of([make_group(step, [9, 5])])
+        for _ in range(2):  # two optimizer steps
+            for micro in micro_batches(batch, torch.arange(2), 100, learner.ranks):
+                (-factor * learner.log_probs(micro)[0].sum()).backward()
+            metrics = learner.step()
+        return metrics
+
+    with_gap, without = (Learner(models["qwen3"], args, ranks, total_steps=12) for _ in range(2))
+    for step in (1, 2, 3):
+        assert take(with_gap, step) == take(without, step)
+    before = {name: tensor.clone() for name, tensor in with_gap.state_tensors().items()}
+    for step in (4, 5):
+        metrics = take(with_gap, step, factor, has_signal)
+        assert (metrics["actor/grad_norm"] > 0) == bool(factor) and metrics["actor/updated_steps"] == 3
+        assert metrics["actor/skipped_steps"] == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in with_gap.state_tensors().items())
+    assert with_gap.state() == without.state()
+    resumed = Learner(models["qwen3"], args, ranks, total_steps=12)
+    for name, tensor in resumed.state_tensors().items():
+        tensor.copy_(with_gap.state_tensors()[name])
+    resumed.restore(with_gap.state(), None)
+    expected = take(without, 6)
+    assert take(with_gap, 6) == take(resumed, 6) == expected
+    assert expected["actor/lr"] == args.lr * lr_factor(3, 12, args) and expected["actor/updated_steps"] == 4
+    for name, tensor in without.state_tensors().items():
+        assert torch.equal(tensor, with_gap.state_tensors()[name]) and torch.equal(tensor, resumed.state_tensors()[name]), name
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_non_finite_gradient_is_skipped_by_all_ranks_and_counted(models, ranks):
     run_script("tests/programs/non_finite.py", models["qwen2-untied"], ranks=ranks, timeout=120)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rl import split
 from rl.errors import Stopped
-from rl.ranks import dist, process, signals
+from rl.ranks import dist, process, stops
 
-signals.STOP_SECONDS = 600  # so that a rank that does not leave by itself is killed by torchrun, which says so
+stops.SECONDS = 600  # so that a rank that does not leave by itself is killed by torchrun, which says so
 ready, generators = Path(sys.argv[1]), int(sys.argv[2])
 
 
@@ -20,6 +20,7 @@ def main(joined: dist.Ranks | split.Split) -> None:
     if generators and joined.role == "generator":
         time.sleep(600)
     ranks = joined.ranks if generators else joined
+    stops.begin_training()
     if ranks.is_main:
         ready.touch()
     while not dist.stopping():

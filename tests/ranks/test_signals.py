@@ -96,7 +96,7 @@ FORKS = """
 import multiprocessing, os, signal, time
 from rl.ranks import signals
 signals.install_handlers()
-signals.stop_gently(lambda: True)
+signals.after_sigterm(signals.request_stop)
 for number in (signal.SIGTERM, signal.SIGINT):
     child = os.fork()
     if not child:

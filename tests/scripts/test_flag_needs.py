@@ -148,7 +148,7 @@ ALWAYS = {  # component -> its flags that have an effect by themselves, or are r
     "RolloutCorrectionArgs": "rollout_rs",
     "DataArgs": "image_key min_pixels max_pixels prompt_sampling "
     "train_files prompt_key max_prompt_length filter_overlong_prompts shuffle train_max_samples",
-    "RewardArgs": "reward_env reward on_reward_error overlong_buffer_len",
+    "RewardArgs": "reward_env reward on_reward_error max_unscored_steps overlong_buffer_len",
     "EnvironmentArgs": "env tools agent serve_policy",
     "EngineArgs": "rollout_n max_response_length temperature top_p top_k ignore_eos engine max_num_seqs max_num_batched_tokens "
     "keep_sampling_mask rollout_dtype rollout_tp rollout_seeds",

@@ -157,7 +157,9 @@ def check_promise(run: Path, console: str, ended: bool) -> str:
     assert saved.name == f"step_{steps[-1]:06d}", (
         f"step {steps[-1]} was trained, {saved.name} is the newest checkpoint\n{console}"
     )
-    assert ended or f"stopped after step {steps[-1]}; it resumes from {saved}" in console, console
+    assert ended or re.search(rf"^SIGTERM to .*: stopped after step {steps[-1]}; it resumes from {saved}$", console, re.M), (
+        console
+    )
     return "came to its end" if ended else f"stopped, saved {saved.name}"
 
 

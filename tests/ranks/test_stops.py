@@ -1,0 +1,122 @@
+"""SIGTERM to one rank stops the job as SIGTERM to all does; SIGKILL of one is reported by those that are left."""
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import left_over, marked, run_script, start
+
+from rl.checkpoint import manifest
+
+FLAGS = ["--total-training-steps", 20, "--test-freq", 0, "--experiment-name", "run"]
+OURS = r"^(?:error|warning|SIGTERM|Ctrl-C|rank \d|learner \d|generator \d|step)\b.*"
+
+
+def steps(out: Path) -> list[int]:
+    """Return the steps that the run has logged so far."""
+    file = out / "run" / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def strike(number: signal.Signals, rank: int, words: list, when: Callable[[str], bool]) -> tuple[int, str]:
+    """Start the command on two ranks and send the signal to a rank once `when` says so of the console. Return torchrun's exit
+    code and the console. Nothing may be left."""
+    process, mark = start(*words, ranks=2)
+    lines = []
+    reader = threading.Thread(target=lambda: [lines.append(line) for line in process.stdout], daemon=True)
+    reader.start()
+    deadline = time.monotonic() + 200
+    while not when("".join(lines)):
+        assert process.poll() is None and time.monotonic() < deadline, lines
+        time.sleep(0.02)
+    (victim,) = [pid for pid, name, *_ in marked(mark) if name == f"{mark}-{rank}"]
+    os.kill(victim, number)
+    process.wait(timeout=150)
+    reader.join(timeout=60)
+    while left := left_over(mark):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+    return process.returncode, "".join(lines)
+
+
+CASES = [  # script, rank, its name
+    ("train_sync.py", 1, "rank 1"),
+    ("train_async.py", 1, "generator 0 (rank 1)"),
+    pytest.param("train_one_step_off.py", 1, "generator 0 (rank 1)", marks=pytest.mark.slow),
+    pytest.param("train_sft.py", 1, "rank 1", marks=pytest.mark.slow),
+    pytest.param("train_async.py", 0, "learner 0 (rank 0)", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("script", "rank", "name"), CASES)
+def test_sigterm_to_one_rank_stops_the_job_and_it_resumes(script, rank, name, demo_model, tmp_path):
+    words = [script, *FLAGS, "--output-dir", tmp_path]
+    code, console = strike(signal.SIGTERM, rank, words, lambda _: len(steps(tmp_path)) >= 3)
+    last = steps(tmp_path)[-1]
+    saved = tmp_path / "run" / f"step_{last:06d}"
+    assert code == 0 and 3 <= last < 20, console
+    assert re.findall(OURS, console, re.M)[-1] == f"SIGTERM to {name}: stopped after step {last}; it resumes from {saved}"
+    assert "Traceback" not in console and manifest.damage(saved) is None
+    again = run_script(*words, ranks=2)
+    assert f"resumes after step {last} of 20" in again.stdout and steps(tmp_path) == [*range(1, 21)]
+    if script == "train_async.py":  # which samples a step gets depends on the clock
+        return
+    run_script(script, *FLAGS, "--output-dir", tmp_path / "whole", ranks=2)
+    ours, theirs = (out / "run" / "step_000020" / "training" for out in (tmp_path, tmp_path / "whole"))
+    assert [*ours.glob("shard-*")]
+    assert all(file.read_bytes() == (theirs / file.name).read_bytes() for file in ours.glob("shard-*"))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_while_a_model_loads_ends_all_ranks_at_once(rank, demo_model, tmp_path):
+    words = ["tests/programs/slow_learner.py", 10_000, "train_async.py", *FLAGS, "--output-dir", tmp_path]
+    code, console = strike(signal.SIGTERM, rank, words, lambda console: "loading" in console)
+    name = ["learner 0 (rank 0)", "generator 0 (rank 1)"][rank]
+    assert code != 0 and re.findall(OURS, console, re.M) == [f"SIGTERM to {name}: stopped; training had not begun"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("script", "rank", "name"), [*CASES[2:], pytest.param("train_sync.py", 0, "rank 0", marks=pytest.mark.slow), CASES[0]]
+)
+def test_after_sigkill_the_last_line_names_the_rank(script, rank, name, demo_model, tmp_path):
+    """torchrun sends SIGTERM to the others, which is no request to stop."""
+    words = [script, *FLAGS, "--total-training-steps", 1000, "--output-dir", tmp_path]
+    code, console = strike(signal.SIGKILL, rank, words, lambda _: len(steps(tmp_path)) >= 2)
+    lines = re.findall(OURS, console, re.M)
+    assert code == 1 and lines[-1].startswith(f"error: {name.partition(' (')[0]} (") and "SIGKILL" in lines[-1], console
+    assert sum(not line.startswith("step ") for line in lines) == 1 and "SIGTERM to" not in console, console
+    assert not [*tmp_path.glob("run/step_*[0-9]")], "nobody has asked for a checkpoint"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("to", ["rank", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_a_node_of_generators_alone_that_is_to_leave_stops_all_nodes(to, demo_model, tmp_path, network):
+    machines = network(2)
+    flags = [*FLAGS, "--total-training-steps", 1000, "--output-dir", tmp_path]
+    job = machines.start([(1, ["train_async.py", *flags, "--generators", g]) for g in (0, 1)])
+    deadline = time.monotonic() + 200
+    while len(steps(tmp_path)) < 2:
+        assert job.processes[0].poll() is None and time.monotonic() < deadline, job.wait(10)
+        time.sleep(0.02)
+    if to == "rank":
+        os.kill(machines.nodes[1].ranks()[0], signal.SIGTERM)
+        assert [code for code, _ in job.wait(200)] == [0, 0]
+    else:  # node 1's torchrun waits five minutes for node 2's, which has left with a traceback
+        job.processes[1].send_signal(signal.SIGTERM)
+        while machines.nodes[0].ranks() or job.processes[1].poll() is None:
+            assert time.monotonic() < deadline, [job.console(number) for number in (0, 1)]
+            time.sleep(0.05)
+    first, second = (job.console(number) for number in (0, 1))
+    last = steps(tmp_path)[-1]
+    saved = tmp_path / "run" / f"step_{last:06d}"
+    assert f"SIGTERM to generator 0 (rank 1) on node2: stopped after step {last}; it resumes from {saved}" in first
+    assert "error: " not in first + second and manifest.damage(saved) is None
