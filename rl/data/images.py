@@ -155,7 +155,8 @@ def _in_8_bits(image: Image.Image) -> np.ndarray:
     """The grey values [height, width] uint8 of an image of 16 or 32 bits, or of floats, from 0 to 1 or from 0 to 255. Raises
     ImageError for others: nothing says which value is white."""
     values = np.asarray(image)
-    low, high = values.min(), values.max()
+    low = values.min()
+    high = values.max()
     if not 0 <= low <= high <= (255 if image.mode == "F" else 65535):  # also true for NaN
         raise ImageError(f"has values from {low:g} to {high:g}, of which none is known to be white; save it with 8 or 16 bits")
     if image.mode == "F":
