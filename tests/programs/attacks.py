@@ -51,9 +51,26 @@ WALLS = {
     "a large file": "os.truncate(os.open('/dev/shm/x', os.O_RDWR | os.O_CREAT), 1 << 30)",
     "a memory file": "os.truncate(os.memfd_create('x'), 1 << 30)",
     "300 open files": "[open('/dev/null') for _ in range(300)]",
+    "a small memory file": "os.memfd_create('x')",
+    "a secret memory file": "check(libc.syscall(447, 0))",
+    "a System V segment": "check(libc.shmget(0, 99, 0o1600))",
+    "System V semaphores": "check(libc.semget(0, 99, 0o1600))",
+    "a System V queue": "check(libc.msgget(0, 0o1600))",
+    "a POSIX queue": "check(libc.mq_open(b'/x', os.O_CREAT | os.O_RDWR, 0o600, None))",
+    "a key": "check(libc.syscall({'x86_64': 248, 'aarch64': 217}[os.uname().machine], b'user', b'x', b'y', 1, -4))",
+    "a ring of the kernel": "check(libc.syscall(425, 8, bytes(200)))",
+    "watches of files": "check(libc.inotify_init1(0))",
+    "another family of sockets": "socket.socket(socket.AF_INET)",
+    "a socket for datagrams": "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
+    "a larger buffer": "socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24)",
+    "pages within a pipe": "check(libc.vmsplice(os.pipe()[1], None, 0, 0))",
+    "a new kind of call": "libc.syscall(9999) < 0 and check(-1)",
+    "calls of x32": "libc.syscall(0x40000000 + 39) < 0 and check(-1)",
 }
 HARMLESS = ["reading a secret", "reading the users", "reading a variable", "a connection", "an abstract socket", "a datagram"]
 HARMLESS += ["seeing processes", "a shell", "a memory file", "300 open files"]  # also without a sandbox
+HARMLESS += ["a small memory file", "another family of sockets", "a socket for datagrams", "a larger buffer"]
+HARMLESS += ["watches of files", "pages within a pipe"]
 TRIED = """
 import ctypes, json, os, resource, signal, socket, sys, threading, time
 globals().update(json.load(sys.stdin))
@@ -73,6 +90,32 @@ except (Exception, MemoryError) as error:
     print("held", flush=True)
 os._exit(0)
 """
+# Each of these takes more than LIMIT of one kind of memory, a bit more with each `take`, unless it is ended.
+LIMIT = 0.125  # GiB
+MEMORY = {
+    "one process": "kept = []\nfor _ in range(20): kept.append(bytes([1]) * (16 << 20)); say(16)",
+    "processes": "for _ in range(8):\n if not os.fork(): x = b'1' * (30 << 20); time.sleep(60)\n say(30); time.sleep(.2)",
+    "shared mappings": (
+        "for _ in range(8):\n if not os.fork():\n  m = mmap.mmap(-1, 30 << 20); m.write(b'1' * (30 << 20)); time.sleep(60)\n"
+        " say(30); time.sleep(.2)"
+    ),
+    "files": "for n in range(40): open(('/tmp', '/dev/shm')[n % 2] + f'/{n}', 'wb').write(bytes(4 << 20)); say(4)",
+    "deleted files": (
+        "for n in range(40):\n f = os.open(('/tmp', '/dev/shm')[n % 2] + '/x', os.O_RDWR | os.O_CREAT); os.unlink(os.readlink("
+        "f'/proc/self/fd/{f}')); os.write(f, bytes(4 << 20)); say(4)"
+    ),
+    "names of files": "for n in range(200_000):\n os.mknod(f'/tmp/{n}')\n if not n % 1000: say(1)",
+    "sockets": (
+        "for _ in range(13):\n if not os.fork():\n  pairs = [socket.socketpair() for _ in range(28)]\n  for end in sum(pairs, ()):\n"
+        "   end.setblocking(False)\n   try:\n    while end.send(bytes(4096)): pass\n   except OSError: pass\n  time.sleep(60)\n"
+        " say(11); time.sleep(.2)"
+    ),
+    "sockets nobody accepts": (
+        "a = socket.socket(socket.AF_UNIX); a.bind('x'); a.listen(4000); a.setblocking(False)\n"
+        "for n in range(3000):\n b = socket.socket(socket.AF_UNIX); b.setblocking(False); b.connect('x')\n"
+        " try:\n  while b.send(bytes(4096)): pass\n except OSError: pass\n b.close()\n if not n % 5: say(1)"
+    ),
+}
 # Each of these is ended, as the word says.
 ENDED = {
     "waits": ("import time; time.sleep(600)", "timeout"),
@@ -117,6 +160,15 @@ LEFT = {
 }
 
 
+TAKEN = "import mmap, os, socket, time\ndef say(mib): print(mib, flush=True)\n{take}\ntime.sleep(60)"
+
+
+def taken(take: str) -> tuple[str, int]:
+    """How a program that takes memory ended, and the MiB that it said it took."""
+    ran = sandbox.run(TAKEN.format(take=take), seconds=60, cpu=30, memory_gb=LIMIT)
+    return ran.ended, sum(map(int, ran.output.split()))
+
+
 def in_sandbox(program: str, stdin: str) -> str:
     return sandbox.run(program, stdin=stdin, seconds=20, cpu=10, errors=True).output.strip()
 
@@ -158,7 +210,7 @@ def main() -> None:
     with tempfile.NamedTemporaryFile(dir=os.getcwd()) as secret:
         os.chmod(secret.name, 0o644)
         found = {"bare": walls(bare, Path(secret.name), HARMLESS), "walls": walls(in_sandbox, Path(secret.name), WALLS)}
-    found |= {"ended": {}, "left": {}}
+    found |= {"ended": {}, "left": {}, "memory": {what: taken(take) for what, take in MEMORY.items()}}
     for what, (program, _) in ENDED.items():
         waits = "sleep" in program or "STOP" in program or what == "bombs"
         ran = sandbox.run(program, seconds=1.0 if waits else 30.0, cpu=1, memory_gb=0.5)

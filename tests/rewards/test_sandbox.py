@@ -3,6 +3,7 @@
 import json
 import os
 import pwd
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from helpers import ROOT
 from rl.errors import UserError
 from rl.rewards import verifiers
 from rl.rewards.pool import RewardArgs, ScoringPool, check_sources
-from rl.rewards.programs import sandbox
+from rl.rewards.programs import calls, sandbox
 
 sys.path.insert(0, str(ROOT / "tests" / "programs"))
 import attacks
@@ -51,6 +52,8 @@ def check(found: dict) -> None:
     fallen = {wall: outcome for wall, outcome in found["walls"].items() if outcome != "held"}
     assert fallen.pop("a datagram") in ("held", "fallen")  # it was sent, and never received
     assert not fallen and found["walls"].keys() == attacks.WALLS.keys()
+    for what, (ended, mib) in found["memory"].items():
+        assert ended in ("memory", "error") and mib <= 1.5 * 1024 * attacks.LIMIT, what
     assert {what: ended for what, (ended, _) in found["ended"].items()} == {
         what: ended for what, (_, ended) in attacks.ENDED.items()
     }
@@ -119,19 +122,78 @@ def replaced(old: str, new: str):
     return lambda args: [arg.replace(old, new) for arg in args]
 
 
+WITHOUT_FILTER = replaced("        _refuse_calls()", "        pass")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (put_in("--share-net"), "the network can be reached"),
+        (lambda args: put_in("--share-net")(WITHOUT_FILTER(args)), "the network can be reached"),
         (put_in("--ro-bind", "/etc", "/etc"), "the users can be read"),
         (put_in("--setenv", sandbox.PROBED, "1"), "variables can be read"),
         (left_out("--remount-ro", 4), "/ can be written"),
         (replaced("RLIMIT_NPROC: PROCESSES", "RLIMIT_NPROC: 9000"), "processes have no limit"),
         (replaced('RLIMIT_AS: task["memory"]', "RLIMIT_AS: 1 << 40"), "memory has no limit"),
+        (WITHOUT_FILTER, "memory files are allowed"),
     ],
 )
 def test_the_probe_finds_a_wall_that_has_fallen(monkeypatch, change, message):
     assert message in weakened(monkeypatch, change)
+
+
+NORMAL = {
+    "a pool": "import multiprocessing as m\ndef f(x): return x * x\nwith m.Pool(3) as p: print(p.map(f, range(4)))",
+    "a manager": "import multiprocessing as m\nwith m.Manager() as g: print(list(g.list([0, 1, 4, 9])))",
+    "a queue": "import multiprocessing as m\nq = m.Queue(); p = m.Process(target=q.put, args=([0, 1, 4, 9],))\n"
+    "p.start(); print(q.get()); p.join()",
+    "shared memory": "from multiprocessing import shared_memory as s\na = s.ShareableList([0, 1, 4, 9]); print([*a])\n"
+    "a.shm.close(); a.shm.unlink()",
+    "executors": "from concurrent.futures import *\nwith ProcessPoolExecutor(2) as e, ThreadPoolExecutor(2) as t:\n"
+    " print([*e.map(abs, [0, -1]), *t.map(abs, [4, 9])])",
+    "an event loop": "import asyncio\nasync def f(): return [0, 1, 4, 9]\nprint(asyncio.run(f()))",
+    "a child": "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'print([0, 1, 4, 9])'])",
+    "C and a callback": "import ctypes as c\na = (c.c_int * 4)(9, 0, 4, 1); F = c.CFUNCTYPE(c.c_int, *[c.POINTER(c.c_int)] * 2)\n"
+    "c.CDLL(None).qsort(a, 4, 4, F(lambda x, y: x[0] - y[0])); print([*a])",
+    "pages that forks share": "import os, time\nx = b'1' * (90 << 20)\nfor _ in range(4):\n if not os.fork(): time.sleep(.3); os._exit(0)\n"
+    "for _ in range(4): os.wait()\nprint([0, 1, 4, 9])",
+}
+
+
+@pytest.mark.parametrize("what", NORMAL)
+def test_normal_programs_run(what):
+    ran = sandbox.run(NORMAL[what], errors=True, seconds=60, memory_gb=0.25 if what == "pages that forks share" else 1.0)
+    assert ran == sandbox.Ran("[0, 1, 4, 9]\n", "ok")
+
+
+@pytest.mark.parametrize("machine", calls.ARCHITECTURES)
+def test_the_filter_refuses_its_calls_and_no_others(machine):
+    """The reference is an interpreter of the few instructions that there are."""
+    column = [*calls.ARCHITECTURES].index(machine)
+    steps = [*struct.iter_unpack("<HBBI", calls.refusals(machine))]
+
+    def verdict(number: int, *arguments: int, architecture: int = calls.ARCHITECTURES[machine]) -> int:
+        data, at, word = struct.pack("<IIQ6Q", number, architecture, 0, *arguments, *[0] * (6 - len(arguments))), 0, 0
+        while True:
+            code, yes, no, value = steps[at]
+            at += 1
+            if code == 0x20:
+                (word,) = struct.unpack_from("<I", data, value)
+            elif code == 0x54:
+                word &= value
+            elif code == 0x06:
+                return value
+            else:
+                at += yes if (word == value if code == 0x15 else word > value) else no
+
+    of_arguments = {*(numbers[column] for numbers in calls.SOCKETS.values()), calls.SETSOCKOPT[column]}
+    refused = {number for number in range(1000) if verdict(number) == calls.REFUSE} - of_arguments
+    own = {numbers[column] for numbers in calls.CALLS.values()} - {None}
+    assert refused == own | {*range(calls.NEWEST + 1, 1000)}
+    assert verdict(0x40000000 + 1) == calls.REFUSE and verdict(1, architecture=0x40000003) == calls.KILL
+    for number in (numbers[column] for numbers in calls.SOCKETS.values()):
+        assert verdict(number, 1, 1) == verdict(number, 1, 1 | 0o2000000) == calls.ALLOW
+        assert {verdict(number, *how) for how in ((2, 1), (1, 2), (1, 5), (16, 3), (38, 5))} == {calls.REFUSE}
+    assert {option for option in range(64) if verdict(calls.SETSOCKOPT[column], 0, 1, option) == calls.REFUSE} == {7, 8, 32, 33}
 
 
 def test_no_run_starts_without_a_sandbox(monkeypatch, tmp_path):

@@ -5,6 +5,9 @@ Python gets the text of this file on its command line (rl/rewards/programs/sandb
 in the sandbox. A program can print anything, so nothing that it does to its own process makes its output right. This process is
 number 1 of its namespace, so no signal from inside ends it, and it is not dumpable, so nobody can trace it. A program can
 change its limits and its scheduling; such changes count as left behind, and the sandbox is replaced.
+
+The memory limit is that of a program with all its processes, files and sockets: this process adds them up while the program
+runs. What could not be counted is refused by a filter of system calls (rl/rewards/programs/calls.py).
 """
 
 import atexit
@@ -15,19 +18,24 @@ import os
 import resource
 import select
 import signal
+import socket
+import struct
 import sys
 import threading
+import time
 import traceback
 import types
 
-SET_DUMPABLE = 4  # an option of prctl
+SET_DUMPABLE, SET_SECCOMP, FILTER = 4, 22, 2  # options of prctl
 ANSWER = 3  # the file descriptor for what a function returns
 OPEN_FILES = 64
 PROCESSES = 16  # including threads
+SIGNALS = 256  # waiting ones, including timers
 FILE_BYTES = 1 << 25
+ENTRY_BYTES = 1 << 10  # of kernel memory for a file's name
+LOOK = 0.01  # seconds between two counts of a program's memory
 SYNTAX, MEMORY = 101, 102  # exit codes that only name the failure: a program may use them itself
 SCRATCH = ("/tmp", "/dev/shm")
-SHARED = ("/proc/sysvipc/shm", "/proc/sysvipc/msg", "/proc/sysvipc/sem")
 MODULES = (  # whose names contest programs take for granted
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools"),
     *("functools", "operator", "io", "sys", "json", "builtins", "typing"),
@@ -65,9 +73,6 @@ def traces() -> list:
     for folder in SCRATCH:
         with contextlib.suppress(OSError):
             found += [os.stat(folder).st_mode, *os.listdir(folder)]
-    for table in SHARED:
-        with contextlib.suppress(OSError), open(table) as file:
-            found.append(file.read())
     found += [os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0), os.sched_getaffinity(0)]
     return found + [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
 
@@ -84,15 +89,65 @@ def run(task: dict, prelude: types.ModuleType, nothing: int) -> dict:
     if not process:
         _be_program(task, prelude, given, output, nothing)
     end = os.pidfd_open(process)
-    poller = select.poll()
-    poller.register(end, select.POLLIN)
-    is_late = not poller.poll(1000 * task["seconds"])
+    stopped = _watch(end, task)
     status = _end_all(process)
     is_long = os.fstat(output).st_size > task["output"]
     text = os.pread(output, task["output"], 0).decode(errors="replace")
     for file in (given, output, end):
         os.close(file)
-    return {"output": text, "ended": "output" if is_long else "timeout" if is_late else _ending(status)}
+    return {"output": text, "ended": "output" if is_long else stopped or _ending(status)}
+
+
+def _watch(end: int, task: dict) -> str | None:
+    """Return None when the program ends, or which limit it has passed: timeout or memory."""
+    until = time.monotonic() + task["seconds"]
+    poller = select.poll()
+    poller.register(end, select.POLLIN)
+    while not poller.poll(1000 * LOOK):
+        if time.monotonic() > until:
+            return "timeout"
+        if _held(task["memory"]) > task["memory"]:
+            return "memory"
+    return None
+
+
+def _held(limit: int) -> int:
+    """Return the bytes that the program holds. A page that several processes share counts once if it matters: the resident
+    sets, which count it for each, are faster to read. A socket counts as if its buffer were full."""
+    pids = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+    resident = {pid: _number(f"/proc/{pid}/statm", 1) * resource.getpagesize() for pid in pids}
+    with open("/proc/net/unix") as table:
+        others = SOCKET_BYTES * (sum(1 for _ in table) - 1)
+    for folder in SCRATCH:
+        used = os.statvfs(folder)
+        others += (used.f_blocks - used.f_bfree) * used.f_frsize + (used.f_files - used.f_ffree) * ENTRY_BYTES
+    if (held := others + sum(resident.values())) <= limit:
+        return held
+    return others + sum(_shares(pid) or resident[pid] for pid in pids)
+
+
+def _shares(pid: str) -> int:
+    """Return a process's bytes of memory, with its share of shared pages; 0 if that cannot be read."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup") as file:
+        return sum(1024 * int(line.split()[1]) for line in file if line.startswith(("Pss:", "SwapPss:")))
+    return 0
+
+
+def _number(file: str, word: int) -> int:
+    with contextlib.suppress(OSError), open(file) as handle:  # the process may have ended
+        return int(handle.read().split()[word])
+    return 0
+
+
+def _buffer_bytes() -> int:
+    pair = socket.socketpair()
+    size = pair[0].getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    for end in pair:
+        end.close()
+    return size
+
+
+SOCKET_BYTES = _buffer_bytes()
 
 
 def _end_all(process: int) -> int:
@@ -128,6 +183,7 @@ def _be_program(task: dict, prelude: types.ModuleType, given: int, output: int, 
         os.dup2(output, ANSWER)
         os.closerange(ANSWER + 1, 4 * OPEN_FILES)
         _limit(task)
+        _refuse_calls()
         code = _run_program(task, prelude if task["prelude"] else types.ModuleType("__main__"))
     finally:
         with contextlib.suppress(BaseException):
@@ -146,12 +202,23 @@ def _limit(task: dict) -> None:
         resource.RLIMIT_NPROC: PROCESSES,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: SIGNALS,
     }
     for limit, most in limits.items():
         _, hard = resource.getrlimit(limit)
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         beyond = 1 if limit == resource.RLIMIT_CPU and most != hard else 0  # SIGXCPU at the soft limit, SIGKILL at the hard one
         resource.setrlimit(limit, (most, most + beyond))
+
+
+def _refuse_calls() -> None:
+    """Install the filter of system calls for this process and all that it starts. Raise OSError if there is none."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(SET_DUMPABLE, 1, 0, 0, 0)  # so that the sandbox can read how much memory it holds
+    code = ctypes.create_string_buffer(bytes.fromhex(sys.argv[1]), len(sys.argv[1]) // 2)
+    program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(code))
+    if libc.prctl(SET_SECCOMP, FILTER, program, 0, 0):
+        raise OSError(ctypes.get_errno(), "no filter of system calls")
 
 
 def _run_program(task: dict, module: types.ModuleType) -> int:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from rl.errors import UserError
 from rl.printable import one_line
+from rl.rewards.programs.calls import refusals
 
 START_LIMIT = 60  # seconds
 SLACK = 30  # seconds that the sandbox may take in addition to its program
@@ -68,7 +69,8 @@ class Sandbox:
 
     def run(self, program: str, seconds: float = 10.0, cpu: int = 10, memory_gb: float = 1.0, **task) -> Ran:
         """Run a Python program. One that breaks the sandbox has failed. seconds: the program's wall-clock limit; cpu: the CPU
-        seconds of each of its processes; memory_gb: the address space of each process; task: as in TASK."""
+        seconds of each of its processes; memory_gb: what the program may hold, with all its processes, files and sockets; task: as
+        in TASK."""
         limits = {"seconds": seconds, "cpu": cpu, "memory": int(memory_gb * 2**30), "output": OUTPUT}
         message = json.dumps({"program": program} | TASK | task | limits).encode() + b"\n"
         with contextlib.suppress(BrokenPipeError):
@@ -161,7 +163,7 @@ def _command(place: Path) -> dict:
     own = ["--proc", "/proc", "--dev", "/dev", "--size", str(TMP), "--tmpfs", "/tmp", "--size", str(TMP), "--tmpfs", "/dev/shm"]
     own += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
     inside = (Path(__file__).parent / "inside.py").read_text()
-    runs = [str(python), "-I", "-S", "-B", "-X", "utf8", "-X", "int_max_str_digits=0", "-c", inside]
+    runs = [str(python), "-I", "-S", "-B", "-X", "utf8", "-X", "int_max_str_digits=0", "-c", inside, refusals().hex()]
     return {"args": [*before, str(bwrap), *walls, *shown, *own, "--", *runs], **user}
 
 
@@ -214,6 +216,7 @@ for folder in ("/", "/dev", "/usr/lib", os.path.dirname(os.__file__)):
 breaks("the network can be reached", lambda: socket.create_connection(("127.0.0.1", port), 1))
 breaks("processes can be seen", look)
 breaks("memory has no limit", lambda: mmap.mmap(-1, 2 << 30))
+breaks("memory files are allowed", lambda: os.memfd_create("x"))
 breaks("processes have no limit", fork)
 os.kill(1, signal.SIGKILL)
 print(json.dumps(fallen))
