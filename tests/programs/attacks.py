@@ -106,7 +106,8 @@ MEMORY = {
     ),
     "names of files": "for n in range(200_000):\n os.mknod(f'/tmp/{n}')\n if not n % 1000: say(1)",
     "sockets": (
-        "for _ in range(13):\n if not os.fork():\n  pairs = [socket.socketpair() for _ in range(28)]\n  for end in sum(pairs, ()):\n"
+        "for _ in range(13):\n if not os.fork():\n  pairs = [socket.socketpair() for _ in range(28)]\n"
+        "  for end in sum(pairs, ()):\n"
         "   end.setblocking(False)\n   try:\n    while end.send(bytes(4096)): pass\n   except OSError: pass\n  time.sleep(60)\n"
         " say(11); time.sleep(.2)"
     ),

@@ -152,9 +152,11 @@ NORMAL = {
     " print([*e.map(abs, [0, -1]), *t.map(abs, [4, 9])])",
     "an event loop": "import asyncio\nasync def f(): return [0, 1, 4, 9]\nprint(asyncio.run(f()))",
     "a child": "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'print([0, 1, 4, 9])'])",
-    "C and a callback": "import ctypes as c\na = (c.c_int * 4)(9, 0, 4, 1); F = c.CFUNCTYPE(c.c_int, *[c.POINTER(c.c_int)] * 2)\n"
+    "C and a callback": "import ctypes as c\na = (c.c_int * 4)(9, 0, 4, 1)\n"
+    "F = c.CFUNCTYPE(c.c_int, *[c.POINTER(c.c_int)] * 2)\n"
     "c.CDLL(None).qsort(a, 4, 4, F(lambda x, y: x[0] - y[0])); print([*a])",
-    "pages that forks share": "import os, time\nx = b'1' * (90 << 20)\nfor _ in range(4):\n if not os.fork(): time.sleep(.3); os._exit(0)\n"
+    "pages that forks share": "import os, time\nx = b'1' * (90 << 20)\n"
+    "for _ in range(4):\n if not os.fork(): time.sleep(.3); os._exit(0)\n"
     "for _ in range(4): os.wait()\nprint([0, 1, 4, 9])",
 }
 

@@ -45,7 +45,8 @@ NEWEST = 462  # the last call that was looked at
 # Instructions of BPF, and what they read of a call: linux/seccomp.h
 LOAD, EQUAL, ABOVE, AND, RETURN = 0x20, 0x15, 0x25, 0x54, 0x06
 NUMBER, ARCHITECTURE, ARGUMENT = 0, 4, 16
-KILL, REFUSE, ALLOW = 0x80000000, 0x00050000 | errno.ENOSYS, 0x7FFF0000
+KILL, ALLOW = 0x80000000, 0x7FFF0000
+REFUSE = 0x00050000 | errno.ENOSYS
 
 
 def refusals(machine: str | None = None) -> bytes:

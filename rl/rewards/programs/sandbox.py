@@ -69,8 +69,8 @@ class Sandbox:
 
     def run(self, program: str, seconds: float = 10.0, cpu: int = 10, memory_gb: float = 1.0, **task) -> Ran:
         """Run a Python program. One that breaks the sandbox has failed. seconds: the program's wall-clock limit; cpu: the CPU
-        seconds of each of its processes; memory_gb: what the program may hold, with all its processes, files and sockets; task: as
-        in TASK."""
+        seconds of each of its processes; memory_gb: what the program may hold, with all its processes, files and sockets; task:
+        as in TASK."""
         limits = {"seconds": seconds, "cpu": cpu, "memory": int(memory_gb * 2**30), "output": OUTPUT}
         message = json.dumps({"program": program} | TASK | task | limits).encode() + b"\n"
         with contextlib.suppress(BrokenPipeError):
