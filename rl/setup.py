@@ -33,6 +33,7 @@ from rl.learning.learner import Learner
 from rl.model.pretrained import check_model, empty_model, end_token_ids, load_config, load_tokenizer, resolve
 from rl.model.router import check_replay
 from rl.ranges import MayChange, Range
+from rl.ranks import launch
 from rl.ranks.dist import Ranks, engines_first
 from rl.ranks.watchdog import WatchdogArgs
 from rl.record.run import LogArgs
@@ -112,6 +113,7 @@ class CommonArgs(
     def check(self) -> None:
         """Raise UserError for flags of different groups that contradict each other."""
         check_kind(self, BatchSchedule, "training by reward")
+        self.schedule.check_engines(launch.here().world_size // self.rollout_tp)
         if self.val_only and self.resume_mode not in ("auto", "disable"):
             raise UserError(f"--val-only resumes nothing. To validate a checkpoint give --model {self.resume_mode}.")
         if self.prompt_sampling != "uniform" and (self.rollout_n == 1 or self.teacher_alone):

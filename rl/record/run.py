@@ -56,7 +56,7 @@ class LogArgs:
     own."""
 
     def check(self) -> None:
-        """Raise UserError for a directory that no file system can have."""
+        """Raise UserError for a directory that no file system can have, and for a name that leads out of --output-dir."""
         path = Path(self.output_dir, self.experiment_name or "")
         try:
             str(path).encode()
@@ -64,6 +64,12 @@ class LogArgs:
         except (OSError, UnicodeEncodeError) as error:  # too long a name, no permission to look, or not UTF-8
             reason = getattr(error, "strerror", "it is not UTF-8")
             raise UserError(f"--output-dir, --experiment-name: {str(path)[:60]!a} cannot be one ({reason}).") from None
+        parts = [] if self.experiment_name is None else self.experiment_name.split("/")
+        if any(part in ("", ".", "..") or not part.isprintable() for part in parts):
+            raise UserError(
+                f"--experiment-name {self.experiment_name[:60]!r}: a run's name is a directory within --output-dir, such as run"
+                " or group/run, of printable characters."
+            )
 
 
 @dataclass(frozen=True)

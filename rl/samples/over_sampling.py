@@ -12,7 +12,6 @@ from typing import Annotated
 
 from rl.errors import UserError
 from rl.ranges import Range
-from rl.ranks import launch
 from rl.samples.schedule import BatchSchedule
 
 
@@ -26,9 +25,8 @@ class SyncSchedule(BatchSchedule):
     """Prompts under way in addition to a step's, as a fraction of the step's. A step trains the prompts whose responses end
     first; the others continue in the next step."""
 
-    def check(self) -> None:
+    def check_engines(self, engines: int) -> None:
         """Raise UserError if the engines that get no prompt in a step would keep their unfinished ones for ever."""
-        engines = launch.here().world_size // self.rollout_tp
         if self.surplus and self.train_batch_size < engines:
             raise UserError(
                 f"--over-sample {self.over_sample:g} with --train-batch-size {self.train_batch_size}: a step has no prompt for "

@@ -107,6 +107,9 @@ class BatchSchedule(Schedule):
     def prompts_per_update(self) -> int:
         return self.ppo_mini_batch_size or self.prompts_per_step
 
+    def check_engines(self, engines: int) -> None:
+        """Raise UserError if a step is too small for this many engines."""
+
     def check(self) -> None:
         """Raise UserError for sizes that cannot work."""
         if self.prompts_per_step % self.prompts_per_update:
