@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rl.doctor.findings import OK, SKIPPED, SLOW, WRONG, Finding
 from rl.doctor.processes import ROOT
-from rl.ranks.driver_files import device_files, kind_by_files
+from rl.ranks.host import device_files, kind_by_files
 
 REQUIREMENTS = {"cpu": "requirements.txt", "cuda": "requirements-cuda.txt", "npu": "requirements-npu.txt"}
 ENGINES = ("vllm", "vllm-ascend")

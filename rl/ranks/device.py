@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rl.errors import UserError
-from rl.ranks import driver_files, host_memory, launch
+from rl.ranks import host, host_memory, launch
 
 HOST = "cpu"
 HOST_BACKEND = "gloo"  # of groups that send only host memory
@@ -75,8 +75,8 @@ def _warn_of_unused() -> None:
         "cuda": f"torch {torch.__version__} is {built}. Check the driver with nvidia-smi, and install requirements-cuda.txt",
         "npu": "Check the driver with npu-smi info, and install requirements-npu.txt",
     }
-    for of_kind in driver_files.NODES:
-        if files := driver_files.device_files(of_kind):
+    for of_kind in host.NODES:
+        if files := host.device_files(of_kind):
             found = f"warning: {files[0]} exists, but torch finds no {of_kind} device, so this runs on the CPU. "
             print(f"{found}{remedies[of_kind]} (docs/engines.md). RL_DEVICE=cpu hides this line.", file=sys.stderr, flush=True)
 

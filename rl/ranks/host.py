@@ -1,9 +1,16 @@
-"""Facts about the machine that a run records or relies on."""
+"""Facts about the machine that a run records or relies on: its memory, and the device files that a driver creates.
+
+Imports no torch, so that it works if torch is missing or broken.
+"""
 
 import contextlib
+import glob
 import os
 import platform
 from pathlib import Path
+
+NODES = {"cuda": "nvidia[0-9]*", "npu": "davinci[0-9]*"}  # in DEVICE_FILES: a file for each device that the driver exposes
+DEVICE_FILES = Path("/dev")
 
 
 def machine() -> dict:
@@ -39,3 +46,14 @@ def _left_of(group: Path) -> int:
             words = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
             return most - used + int(words.get("total_inactive_file", words.get("inactive_file", 0)))
     return 2**62  # no limit ("max"), or no such group
+
+
+def device_files(kind: str) -> list[str]:
+    """Return the files of the devices of that kind. In a container, any of the machine's device numbers may be present."""
+    found = glob.glob(str(DEVICE_FILES / NODES[kind]))
+    return sorted(found, key=lambda name: (len(name), name))
+
+
+def kind_by_files() -> str:
+    """Return the kind of devices for which device files exist; "cpu" if there are none."""
+    return next((kind for kind in NODES if device_files(kind)), "cpu")

@@ -14,7 +14,7 @@ from helpers import ROOT, environment, left_over, marked
 from rl.doctor import packages, processes, scripts
 from rl.doctor.findings import OK, SKIPPED, SLOW, WRONG
 from rl.generation.embedded.engine import TransformersEngine
-from rl.ranks import driver_files
+from rl.ranks import host
 
 
 def measured(tmp_path, ranks, model: str, engine: str = "embedded") -> dict[str, dict]:
@@ -122,7 +122,7 @@ def test_a_device_that_torch_does_not_find_is_wrong(name, tmp_path, monkeypatch)
     the machine's devices under their own numbers, so that there may be no number 0."""
     (tmp_path / name).touch()
     (tmp_path / "nvidiactl").touch()
-    monkeypatch.setattr(driver_files, "DEVICE_FILES", tmp_path)
+    monkeypatch.setattr(host, "DEVICE_FILES", tmp_path)
     facts = {"kind": "cpu", "RL_DEVICE": None, "torch": "2.13.0", "cuda": "13.0"}
     (finding,) = packages.check_driver(facts)
     assert finding.status == WRONG and str(tmp_path / name) in finding.text and finding.remedy
@@ -133,8 +133,8 @@ def test_a_device_that_torch_does_not_find_is_wrong(name, tmp_path, monkeypatch)
 def test_files_of_a_driver_without_devices_are_no_device(tmp_path, monkeypatch):
     for name in ("nvidiactl", "nvidia-uvm", "davinci_manager"):
         (tmp_path / name).touch()
-    monkeypatch.setattr(driver_files, "DEVICE_FILES", tmp_path)
-    assert driver_files.kind_by_files() == "cpu"
+    monkeypatch.setattr(host, "DEVICE_FILES", tmp_path)
+    assert host.kind_by_files() == "cpu"
 
 
 def test_what_ascend_wants_of_the_environment(monkeypatch, tmp_path):

@@ -49,7 +49,7 @@ MAY = (
     "doctor.py",
     "rl/doctor/facts.py",
     "rl/doctor/packages.py",
-    "rl/ranks/driver_files.py",
+    "rl/ranks/host.py",
 )  # name the kinds, before torch is there
 MAY += ("losses.py",)  # which stands alone: it looks at values only where nothing has to wait for a device
 

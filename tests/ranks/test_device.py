@@ -141,8 +141,8 @@ def test_a_driver_that_torch_cannot_use_is_reported(tmp_path, file, tool):
     if file:
         (tmp_path / file).touch()
     say = (
-        "from pathlib import Path; from rl.ranks import device; from rl.ranks import driver_files;"
-        f"driver_files.DEVICE_FILES = Path({str(tmp_path)!r}); print(device.kind())"
+        "from pathlib import Path; from rl.ranks import device; from rl.ranks import host;"
+        f"host.DEVICE_FILES = Path({str(tmp_path)!r}); print(device.kind())"
     )
     for chosen in ("", "cpu"):
         env = environment(RL_DEVICE=chosen)

@@ -23,7 +23,7 @@ from rl.errors import UserError
 from rl.report.conclusions import conclude, first_at, overview, speedup
 from rl.report.logs import Log, RunGroup, find_runs, group_runs, load, smoothed
 from rl.report.numbers import THROUGHPUT
-from rl.rewards.pool import EVENTS
+from rl.rewards.score import EVENTS
 
 MEDIAN = "tokens/s of all ranks, median step"
 ACCURACY = "val-core/demo/acc/mean@1"

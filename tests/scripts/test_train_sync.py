@@ -10,7 +10,7 @@ from helpers import bits, greedy_answers, is_documented, run_script, train, weig
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
 
-from rl.rewards.pool import EVENTS
+from rl.rewards.score import EVENTS
 
 SCRIPT = "train_sync.py"
 
