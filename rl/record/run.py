@@ -65,11 +65,9 @@ class LogArgs:
             check_path(name, path or "")
         path = Path(self.output_dir, self.experiment_name or "")
         try:
-            str(path).encode()
             path.exists()
-        except (OSError, UnicodeEncodeError) as error:  # too long a name, no permission to look, or not UTF-8
-            reason = getattr(error, "strerror", "it is not UTF-8")
-            raise UserError(f"--output-dir, --experiment-name: {str(path)[:60]!a} cannot be one ({reason}).") from None
+        except OSError as error:  # too long a name, or no permission to look
+            raise UserError(f"--output-dir, --experiment-name: {str(path)[:60]!a} cannot be one ({error.strerror}).") from None
 
 
 @dataclass(frozen=True)
