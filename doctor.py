@@ -21,6 +21,7 @@ from pathlib import Path
 
 from rl.doctor import packages, processes, scripts
 from rl.doctor.findings import OK, SKIPPED, WRONG, Finding
+from rl.masking import masked
 from rl.rewards.descendants import adopt_orphans
 
 
@@ -43,7 +44,7 @@ class Doctor:
         record = {
             "when": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(self.started)),
             "seconds": round(time.time() - self.started, 1),
-            "command": sys.argv,
+            "command": masked(sys.argv),
             "machine": self.facts,
             "checks": [dataclasses.asdict(finding) for finding in self.findings],
         }

@@ -19,6 +19,7 @@ Mark, Value = TypeVar("Mark"), TypeVar("Value")
 # torch's limits: 64 bits, float32
 LARGEST_INT = 2**63 - 1
 LARGEST_FLOAT = 3e38
+LONGEST_NAME = 240  # bytes: file systems take 255, and a number may be appended
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,25 @@ def check_code(name: str, given: str, named: str) -> None:
         raise UserError(f"{name} {given}: write it as path/to/file.py:{named}.")
     if not Path(path).is_file():
         raise UserError(f"{name} {given}: there is no file {path}.")
+
+
+def check_name(name: str, given: str, nested: bool = False) -> None:
+    """Raise UserError unless the flag's value is a plain name, which stays below its directory. nested: whether it
+    may have parts, such as group/run."""
+    check_path(name, given)
+    for part in given.split("/"):
+        wrong = "is empty" if not part else f"is {part}" if part in (".", "..") else ""
+        wrong = wrong or ("begins or ends with a space" if part != part.strip() else "")
+        wrong = wrong or (f"is longer than {LONGEST_NAME} bytes" if len(part.encode()) > LONGEST_NAME else "")
+        if wrong or (part != given and not nested):
+            kind = "a plain name, or several joined by /, such as group/run" if nested else "a plain name, without /"
+            raise UserError(f"{name} {given[:60]!a}: {f'a part {wrong}' if wrong else 'it has parts'}. Give {kind}.")
+
+
+def check_path(name: str, given: str) -> None:
+    """Raise UserError for a value with characters that cannot be printed, such as a line's end."""
+    if wrong := next((character for character in given if not character.isprintable()), ""):
+        raise UserError(f"{name} {given[:60]!a}: a name has no character such as {wrong!a}. Leave it out.")
 
 
 def marks(flags: type, kind: type[Mark]) -> dict[str, Mark]:

@@ -11,6 +11,7 @@ from rl import __version__
 from rl.background import in_background
 from rl.checkpoint.manifest import MANIFEST, TRAINING
 from rl.errors import UserError
+from rl.masking import masked
 from rl.ranks import watchdog
 from rl.record import validations
 from rl.record.run import METRICS
@@ -40,7 +41,7 @@ def push(args, script: str, run_dir: Path, checkpoint: Path) -> str:
         files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
         files = [path for path in files if path.name != MANIFEST and TRAINING not in path.relative_to(checkpoint).parts]
         parts = [CommitOperationAdd(str(path.relative_to(checkpoint)), str(path)) for path in files]
-        parts.append(CommitOperationAdd("README.md", model_card(args, script, run_dir).encode()))
+        parts.append(CommitOperationAdd("README.md", masked(model_card(args, script, run_dir)).encode()))
         message = f"Step {int(checkpoint.name.removeprefix('step_'))} of {run_dir.name}"
         HfApi().create_commit(args.push_to, parts, commit_message=message)
 

@@ -38,7 +38,7 @@ from rl.checkpoint.shard_files import ShardFiles
 from rl.data.image_prompts import TOWER
 from rl.errors import UserError
 from rl.learning.learner import Learner
-from rl.ranges import MayChange, Range
+from rl.ranges import MayChange, Range, check_name
 from rl.ranks import dist, launch
 from rl.record.identity import Identity
 from rl.record.run import Origin
@@ -65,6 +65,11 @@ class CheckpointArgs:
     push_to: MayChange[str | None] = None
     """Push the last checkpoint to this repository of the Hugging Face hub, such as my-org/my-model, with a model card that has
     the run's numbers. A new one is private. Needs `hf auth login` or $HF_TOKEN."""
+
+    def check(self) -> None:
+        """Raise UserError for a repository whose name no file could have."""
+        if self.push_to is not None:
+            check_name("--push-to", self.push_to, nested=True)
 
 
 @dataclass

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from rl.environments.programs import BadValue, Programs, Silent, seed_random
 from rl.environments.reward_functions import Transcript, score
 from rl.errors import UserError
-from rl.rewards import descendants
+from rl.rewards import descendants, prints
 from rl.rewards.worker import describe, import_file, limit_cpu, limit_memory
 
 if TYPE_CHECKING:
@@ -191,6 +191,7 @@ class Forks:
             os.set_inheritable(file, False)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            prints.begin_episode()
             for own in (self.control.fileno(), self._woken, self._wake):
                 os.close(own)
             self.control.detach()

@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch.distributed
 
 from rl.errors import Stopped, UserError
+from rl.masking import masked
 from rl.printable import printable
 from rl.ranks import device, dist, failures, heartbeat, signals, stops, streams, watchdog
 
@@ -60,9 +61,10 @@ def run(main: Callable, join: Callable = dist.init) -> None:
 
 def fail(error: UserError, name: str = "") -> NoReturn:
     """End this process with exit code 1 and the message, which one rank of each node prints. name: this rank's."""
+    text = masked(str(error))
     with watchdog.speaking:
-        if failures.record(str(error), name or f"rank {os.environ.get('RANK', 0)}").first_of_node:
-            print(printable(f"error: {error}"), file=sys.stderr, flush=True)
+        if failures.record(text, name or f"rank {os.environ.get('RANK', 0)}").first_of_node:
+            print(printable(f"error: {text}"), file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)
 

@@ -17,6 +17,7 @@ from rl import flag_words, parts
 from rl.data.prompts import PromptDataset
 from rl.errors import UserError
 from rl.hub.tensor_reader import sample
+from rl.masking import masked
 from rl.model.pretrained import resolve
 from rl.ranges import Content, flag, marks, may_change
 
@@ -37,7 +38,7 @@ class Identity:
 
     @cached_property
     def record(self) -> dict:
-        """Script, flags, and a digest of each content, as JSON holds them."""
+        """Script, flags, and a digest of each content, as JSON holds them, without secrets."""
         contents = {"model": _digest_model(self.path), "train_files": _digest_prompts(self.prompts)}
         contents["tokenizer"] = _digest_tokenizer(self.prompts.tokenizer)
         for name, content in marks(type(self.args), Content).items():
@@ -45,7 +46,7 @@ class Identity:
                 contents[name] = _digest_model(resolve(value)) if content.kind == "model" else _digest_code(value)
         if self.demonstrations is not None:
             contents["sft_files"] = _digest_prompts(self.demonstrations)
-        return json.loads(json.dumps({"script": self.script, "flags": parts.flat(self.args), "contents": contents}))
+        return masked(json.loads(json.dumps({"script": self.script, "flags": parts.flat(self.args), "contents": contents})))
 
     def check(self, was: dict, where: Path) -> list[str]:
         """Return the differences from a saved record, a line each. Raise UserError for any without --resume-anyway."""
@@ -73,15 +74,15 @@ class Identity:
     def _settled(self, flags: dict) -> dict:
         """Return the flags under today's names, with defaults for those that are newer, and the batch sizes as numbers."""
         defaults = json.loads(json.dumps(parts.flat(type(self.args)())))
-        flags = defaults | flag_words.renamed(flags, defaults)
+        flags = masked(defaults | flag_words.renamed(flags, defaults))
         update = flags.get("ppo_mini_batch_size")
         step = flags.get("train_batch_size") or update or flag_words.DEFAULT_BATCH
         return flags | {"train_batch_size": step, "ppo_mini_batch_size": update or step}
 
     def _other_contents(self, was: dict) -> Iterable[str]:
-        for name, old in was["contents"].items():
+        for name, old in masked(was["contents"]).items():
             if (new := self.record["contents"].get(name)) not in (None, old):
-                named = [str(of.get(name, "the model's")) for of in (was["flags"], self.record["flags"])]
+                named = [str(of.get(name, "the model's")) for of in (masked(was["flags"]), self.record["flags"])]
                 what = "the tokenizer" if name == "tokenizer" else f"the content of {flag(name)}"
                 yield f"{what}: was {named[0]} ({old}), is {named[1]} ({new})"
 

@@ -20,7 +20,8 @@ from typing import Annotated, Literal
 
 from rl import __version__, parts
 from rl.errors import UserError
-from rl.ranges import MayChange, Range
+from rl.masking import masked
+from rl.ranges import MayChange, Range, check_name, check_path
 from rl.ranks import host, launch
 from rl.ranks.timers import Timers
 from rl.record import provenance, validation_tables, validations
@@ -56,20 +57,17 @@ class LogArgs:
     own."""
 
     def check(self) -> None:
-        """Raise UserError for a directory that no file system can have, and for a name that leads out of --output-dir."""
+        """Raise UserError for a name that is not plain, and for a directory that no file system can have."""
+        check_name("--project-name", self.project_name)
+        if self.experiment_name is not None:
+            check_name("--experiment-name", self.experiment_name, nested=True)
+        for name, path in (("--output-dir", self.output_dir), ("--record-samples", self.record_samples)):
+            check_path(name, path or "")
         path = Path(self.output_dir, self.experiment_name or "")
         try:
-            str(path).encode()
             path.exists()
-        except (OSError, UnicodeEncodeError) as error:  # too long a name, no permission to look, or not UTF-8
-            reason = getattr(error, "strerror", "it is not UTF-8")
-            raise UserError(f"--output-dir, --experiment-name: {str(path)[:60]!a} cannot be one ({reason}).") from None
-        parts = [] if self.experiment_name is None else self.experiment_name.split("/")
-        if any(part in ("", ".", "..") or not part.isprintable() for part in parts):
-            raise UserError(
-                f"--experiment-name {self.experiment_name[:60]!r}: a run's name is a directory within --output-dir, such as run"
-                " or group/run, of printable characters."
-            )
+        except OSError as error:  # too long a name, or no permission to look
+            raise UserError(f"--output-dir, --experiment-name: {str(path)[:60]!a} cannot be one ({error.strerror}).") from None
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,7 @@ class Run:
     def say(self, text: str) -> None:
         """Print a line for the user, above the progress bar if there is one."""
         if self.enabled:
-            self._console.say(text)
+            self._console.say(masked(text))
 
     def warn(self, what: str, count: int, detail: str) -> None:
         """Count `what`, which went wrong `count` more times. Print a line the first time, and at each tenfold total."""
@@ -277,10 +275,10 @@ def describe_run(args: LogArgs, hardware: dict, script: str) -> dict:
     reward = [Path(flags["reward"].rpartition(":")[0])] if flags.get("reward") else []
     return {
         "script": script,
-        "command": sys.argv,
+        "command": masked(sys.argv),
         "job": launch.job(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "flags": flags,
+        "flags": masked(flags),
         "python": platform.python_version(),
         "packages": versions,
         "hardware": {"host": platform.node(), **host.machine(), **hardware},

@@ -4,10 +4,12 @@ A row's number there counts rows, not steps: several validations may arrive duri
 Metrics are plotted against training/global_step, those of validations against training/validated_step.
 """
 
+import sys
 from pathlib import Path
 
 from rl import parts
 from rl.errors import UserError
+from rl.masking import masked
 from rl.record import validations
 from rl.record.files import Files
 
@@ -25,11 +27,15 @@ class WandB:
         id_file = directory / "wandb_id"
         known = {"id": id_file.read_text(), "resume": "allow"} if id_file.exists() else {}
         where = {"project": args.project_name, "name": directory.name, "dir": str(directory), "mode": args.wandb_mode}
+        command = sys.argv
+        sys.argv = masked(command)  # it records that, too
         try:
-            self._run = wandb.init(config=parts.flat(args), **where, **known)
+            self._run = wandb.init(config=masked(parts.flat(args)), **where, **known)
         except wandb.errors.Error as error:
             remedy = "Log in with `wandb login`, or keep the record here with --wandb-mode offline."
             raise UserError(f"--logger wandb: {error} {remedy}") from error
+        finally:
+            sys.argv = command
         files.replace("wandb_id", self._run.id.encode())
         # the next row's number, above all that the run has logged
         self._rows = 1 + _lines(directory, records)

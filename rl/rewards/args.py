@@ -26,7 +26,7 @@ class CodeArgs:
     """CPU seconds that a test may take, rounded up to a whole number; by the clock it may take twice as long. All tests of a
     response share --reward-timeout; tests not run by then count as failed."""
     code_memory_limit_gb: MayChange[Annotated[float, Range(at_least=0.0625, at_most=1_000_000)]] = 1.0
-    """Address space of each process of a tested program, in GiB."""
+    """Memory of a tested program with all its processes, files and sockets, in GiB."""
 
     def limits(self, in_all: float) -> dict:
         """Return the limits that the grader of programs gets with each response. in_all: seconds for all its tests together."""

@@ -11,11 +11,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rl.rewards import prints
 from rl.rewards.environment import reward_environment
 
 SET_DEATH_SIGNAL = 1  # options of prctl
@@ -23,6 +25,7 @@ SET_SUBREAPER = 36
 NEWS = {signal.SIGTERM, signal.SIGCHLD}  # the signals that a guard waits for
 PATIENCE = 10  # seconds that a guard may take to kill what it guards
 LOOK = 0.01  # seconds between looks for a process's end
+LAST_WORDS = 5  # seconds to pass on what was printed
 
 
 def start(module: str, *arguments: str, passed: Sequence[str], **pipes: Any) -> subprocess.Popen:
@@ -31,8 +34,9 @@ def start(module: str, *arguments: str, passed: Sequence[str], **pipes: Any) -> 
     root = str(Path(__file__).resolve().parents[2])
     env = reward_environment(os.environ, passed)
     env["PYTHONPATH"] = python_path(root)
+    env[prints.VARIABLE] = prints.limit()
     command = [sys.executable, "-m", module, *arguments, str(os.getpid())]
-    return subprocess.Popen(command, env=env, start_new_session=True, **pipes)
+    return subprocess.Popen(command, env=env, start_new_session=True, pass_fds=[prints.counter()], **pipes)
 
 
 def python_path(first: str) -> str:
@@ -49,9 +53,11 @@ def guard(starter: int) -> bool:
     if os.getppid() != starter:
         return False
     me = os.getpid()
+    printed = prints.Prints()
     process = os.fork()
     if process:
-        _stand_guard(process)
+        _stand_guard(process, printed)
+    printed.take_over()
     end_with_parent()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NEWS)
     return os.getppid() == me
@@ -139,8 +145,10 @@ def descendants(ancestor: int) -> list[int]:
     return found
 
 
-def _stand_guard(process: int) -> None:
+def _stand_guard(process: int, printed: prints.Prints) -> None:
     """Run the guard until nothing is left."""
+    carrier = threading.Thread(target=printed.carry, daemon=True)
+    carrier.start()
     for pipe in (0, 1):  # only the process may hold them, so that the starter notices if it closes them
         os.close(pipe)
     code = None
@@ -151,6 +159,7 @@ def _stand_guard(process: int) -> None:
             _kill(pid)
         signal.sigtimedwait({signal.SIGCHLD}, 0.1)
         _reaped()
+    carrier.join(LAST_WORDS)
     os._exit((-signal.SIGKILL if code is None else code) % 256)
 
 

@@ -30,6 +30,8 @@ def reward_environment(environment: Mapping[str, str], passed: Sequence[str] = (
 def check_passed(passed: Sequence[str]) -> None:
     """Raise UserError for a name in --reward-env that is not set: the function would miss it later."""
     for name in passed:
+        if "=" in name:
+            raise UserError(f"--reward-env {name.partition('=')[0]}=...: give the variable's name alone, and export its value.")
         if name not in os.environ and not set(name) & set("*?["):
             raise UserError(f"--reward-env {name}: the environment has no variable of this name. Export it, or leave it out.")
 

@@ -10,7 +10,7 @@ import pytest
 from helpers import ROOT
 
 LAYERS = [
-    ["errors", "printable", "background"],
+    ["errors", "printable", "masking", "background"],
     ["parts"],
     ["ranges", "class_check"],
     ["ranks"],

@@ -336,25 +336,10 @@ def test_a_penalty_longer_than_the_response_is_refused():
         check(train_async.Args(overlong_buffer_len=9, max_response_length=8))
 
 
-@pytest.mark.parametrize("name", ["r" * 400, "\udcff"])
-def test_a_directory_that_no_file_system_has_is_one_message(name, tmp_path):
-    with pytest.raises(UserError, match=r"--experiment-name: .* (cannot be one|is not UTF-8)"):
-        flags.read(train_sync.Args, args=["--experiment-name", name, "--output-dir", str(tmp_path)])
-
-
-@pytest.mark.parametrize(
-    "name", ["..", ".", "../x", "a/../../x", "/tmp/x", "a//b", "a/", "a\nb", "\t", "a/\x1b[31mb", "x\0y", "\u2028"]
-)
-def test_a_run_s_name_is_a_plain_name(name, tmp_path):
-    with pytest.raises(UserError, match=r"^--experiment-name.*(a run's name is a directory within|its value is empty)"):
-        flags.read(train_sync.Args, args=["--experiment-name", name, "--output-dir", str(tmp_path)])
-    assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.parametrize("name", ["run", "group/run", "a run: 1e-6, (2)", "实验", "..a", "a..b"])
-def test_plain_names_and_nested_ones_are_taken(name, tmp_path):
-    args = flags.read(train_sync.Args, args=["--experiment-name", name, "--output-dir", str(tmp_path)])
-    assert args.experiment_name == name
+@pytest.mark.parametrize("folder", ["r" * 400, "a/" * 3000])
+def test_a_directory_that_no_file_system_has_is_one_message(folder, tmp_path):
+    with pytest.raises(UserError, match="--experiment-name: .* cannot be one"):
+        flags.read(train_sync.Args, args=["--experiment-name", "run", "--output-dir", f"{tmp_path}/{folder}"])
 
 
 HALF = {  # of what torchrun tells its ranks -> what the message says

@@ -168,31 +168,80 @@ def test_a_record_that_is_too_large_for_the_receivers_ring_is_an_error_there(sto
             receiver.check()
             time.sleep(0.01)
     forwarder.close()
-    receiver.context.destroy(0)
 
 
-GREETING = b"\xff" + bytes(8) + b"\x7f" + bytes([3, 0]) + b"NULL".ljust(20, b"\0") + bytes(32)  # ZMTP 3.0, as a client
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def pour(stranger: socket.socket, head: bytes, again: bytes = bytes(1 << 20), most: int = 64 << 20) -> int:
+    """Send the head, and then the same bytes again and again. Return how many were sent until the other end hung up."""
+    sent = 0
+    stranger.settimeout(5)
+    with contextlib.suppress(OSError):
+        stranger.sendall(head)
+        while sent < most:
+            stranger.sendall(again)
+            sent += len(again)
+    return sent
+
+
+ZMTP = b"\xff" + bytes(8) + b"\x7f" + bytes([3, 0]) + b"NULL".ljust(20, b"\0") + bytes(32)  # ZeroMQ's greeting
 READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+FRAME = bytes([3]) + struct.pack(">Q", 1 << 20) + bytes(1 << 20)  # of a message that has more of them
+SPOKEN = {
+    "zeros": (b"", bytes(1 << 20)),
+    "an unfinished message of ZeroMQ": (ZMTP + bytes([4, len(READY)]) + READY, FRAME),
+    "a huge frame of ZeroMQ": (ZMTP + bytes([6]) + struct.pack(">Q", 1 << 40), bytes(1 << 20)),
+    "HTTP": (b"POST / HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n", b"X-Header: 1\r\n" * 9999),
+    "TLS": (bytes([22, 3, 1, 255, 255]), bytes(1 << 20)),
+    "a wrong hello and a huge record": (os.urandom(relay.HELLO.size) + relay.HEAD.pack(0, 1 << 40, 0), bytes(1 << 20)),
+}
 
 
-@pytest.mark.parametrize("announced", [2 << 30, 1 << 40, 64 << 20])
-@pytest.mark.parametrize("command", [True, False], ids=["as a command", "as a message"])
-def test_a_frame_that_is_too_long_is_refused_before_it_is_read(store, command, announced):
-    with closing(Receiver(Ring.create(32 << 20), store, [1])) as receiver:
+@pytest.mark.parametrize("how", SPOKEN)
+def test_a_stranger_takes_no_memory_however_it_speaks(store, how):
+    """Several speak at once while a forwarder sends."""
+    ring, target = Ring.create(1 << 20), Ring.create(1 << 20)
+    with closing(Receiver(target, store, [1])) as receiver, closing(Forwarder(ring, store, 1)) as forwarder:
         port = int(store.get("relay/1").rpartition(b":")[2])
-        before, sent = resident(), 0
-        with socket.create_connection(("127.0.0.1", port), timeout=30) as stranger:
-            stranger.sendall(GREETING)
-            if not command:
-                stranger.sendall(bytes([4, len(READY)]) + READY)
-            stranger.recv(64)
-            stranger.sendall(bytes([6 if command else 2]) + struct.pack(">Q", announced))
-            with contextlib.suppress(ConnectionError, TimeoutError):
-                while sent < 64 << 20:
-                    stranger.sendall(bytes(1 << 20))
-                    sent += 1 << 20
-        assert sent < 64 << 20, "the receiver read the frame"
-        assert resident() - before < 32 << 20
+        before = resident()
+        sent: list[int] = []
+        with contextlib.ExitStack() as stack:
+            strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(4)]
+            threads = [threading.Thread(target=lambda s=s: sent.append(pour(s, *SPOKEN[how]))) for s in strangers]
+            for thread in threads:
+                thread.start()
+            for i in range(100):
+                ring.put(b"%d" % i)
+            assert drain(target, 100) == [b"%d" % i for i in range(100)]
+            for thread in threads:
+                thread.join()
+        assert max(sent) < 64 << 20, "the receiver read it"
+        assert resident() - before < 8 << 20
+        forwarder.wait(100)
+        receiver.check()
+
+
+def test_strangers_who_say_nothing_are_few_and_keep_no_one_out(store, monkeypatch):
+    """The oldest makes way for the newest; who says nothing is let go in the end."""
+    monkeypatch.setattr(relay, "HELLO_SECONDS", 0.5)
+    monkeypatch.setattr(relay, "SILENT_SECONDS", 2)
+    ring, target = Ring.create(1 << 20), Ring.create(1 << 20)
+    with closing(Receiver(target, store, [1])) as receiver, contextlib.ExitStack() as stack:
+        port = int(store.get("relay/1").rpartition(b":")[2])
+        before, files = resident(), len(os.listdir("/proc/self/fd"))
+        strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60)) for _ in range(400)]
+        with closing(Forwarder(ring, store, 1)) as forwarder:
+            for i in range(20):
+                ring.put(b"%d" % i)
+            forwarder.wait(20)
+            assert len(os.listdir("/proc/self/fd")) < files + 400 + relay.STRANGERS + 20
+            assert resident() - before < 8 << 20
+            for stranger in strangers:
+                with contextlib.suppress(ConnectionError):
+                    while stranger.recv(64):  # until it is let go
+                        pass
         receiver.check()
 
 
@@ -206,7 +255,7 @@ def test_what_does_not_come_from_the_job_is_left_out(store):
             scanner.sendall(b"GET / HTTP/1.1\r\n\r\n")
         stranger.linger = 0
         stranger.connect(store.get("relay/1").decode())
-        for parts in ([b""], [b"hello"], [bytes(relay.HEAD.size), b"a record"], [os.urandom(relay.HEAD.size)] * 3):
+        for parts in ([b""], [b"hello"], [bytes(relay.HELLO.size), b"a record"], [os.urandom(relay.HELLO.size)] * 3):
             stranger.send_multipart(parts)
         other.set("relay/1", store.get("relay/1"))
         foreign = Ring.create(1 << 20)
@@ -218,11 +267,7 @@ def test_what_does_not_come_from_the_job_is_left_out(store):
             assert drain(target, 100) == [b"of this one, %d" % i for i in range(100)]
 
 
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.parametrize("size", [0, 1, relay.FRAME - 1, relay.FRAME, relay.FRAME + 1, 3 * relay.FRAME, 7 * relay.FRAME + 5])
+@pytest.mark.parametrize("size", [0, 1, relay.HEAD.size, relay.HELLO.size, (1 << 20) - 1, 1 << 20, (7 << 20) + 5])
 def test_a_record_of_any_size_arrives_whole(store, size):
     target, ring = Ring.create(32 << 20), Ring.create(32 << 20)
     record = os.urandom(size) or b"x"
