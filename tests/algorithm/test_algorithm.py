@@ -85,9 +85,10 @@ def test_every_combination_that_makes_sense_trains_the_demo_for_three_steps(shal
         for metrics, _ in out:
             bad = {name: value for name, value in metrics.items() if not math.isfinite(value)}
             assert not bad and metrics["actor/skipped_steps"] == 0, (flags, bad)
-        assert torch.isfinite(after).all() and not torch.equal(before, after), flags
+        has_gradient = any(m["actor/grad_norm"] > 0 for m, _ in out)
+        assert torch.isfinite(after).all() and torch.equal(before, after) is not has_gradient, flags
         taught = [bool(batch.targets.advantage.any()) for _, batch in out]
-        assert any(m["actor/grad_norm"] > 0 for m, _ in out) or not any(taught), flags
+        assert has_gradient or not any(taught), flags
         steps += taught
     assert sum(steps) > 0.5 * len(steps), "most batches had something to learn"
 
@@ -259,15 +260,17 @@ def test_the_off_policy_mask_and_the_weighed_kl_are_in_a_scripts_loss(trainer, d
         return train_one_step_off.learn(args, learner, KLControl(args), batch, Timers()), batch
 
     plain, batch = learnt()
-    far, near = (learnt(off_policy_mask_threshold=threshold)[0] for threshold in (1e9, 0.02))
     model, log_probs = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float64), []
     for i, prompt in enumerate(batch.prompts):
         ids = torch.cat([torch.tensor(prompt).long(), batch.token[batch.seq == i]])
         row = model(ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1).detach()
         log_probs += row.gather(1, batch.token[batch.seq == i, None])[:, 0].tolist()
-    rest = (x.tolist() for x in (batch.rollout_log_prob, batch.targets.advantage, batch.mask, batch.seq))
-    expected = sum(slow.off_policy(log_probs, *rest, 0.02)) / len(batch.token)
-    assert 0 < expected < 0.9 and near["actor/off_policy_masked"] == pytest.approx(expected)
+    rest = [x.tolist() for x in (batch.rollout_log_prob, batch.targets.advantage, batch.mask, batch.seq)]
+    thresholds = (0.02, 0.01, 0.005, 0.002, 0.001, 5e-4, 1e-4)  # the demo's model differs from machine to machine
+    shares = {threshold: sum(slow.off_policy(log_probs, *rest, threshold)) / len(batch.token) for threshold in thresholds}
+    threshold, expected = next((threshold, share) for threshold, share in shares.items() if 0 < share < 0.9)
+    far, near = (learnt(off_policy_mask_threshold=each)[0] for each in (1e9, threshold))
+    assert near["actor/off_policy_masked"] == pytest.approx(expected)
     assert near["actor/grad_norm"] != pytest.approx(plain["actor/grad_norm"], rel=1e-3)
     assert far.pop("actor/off_policy_masked") == 0 and far == plain
     second = {"use_kl_loss": True, "ppo_epochs": 2, "lr": 1e-3, "lr_warmup_steps": 0}  # whose policy is not the reference

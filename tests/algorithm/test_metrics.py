@@ -189,7 +189,7 @@ from rl.record.run import Run, LogArgs
 run = Run(LogArgs(output_dir=sys.argv[1]), {}, 3, True, "script")
 run.log(0, {"val-core/demo/acc/mean@1": 0.34})
 for step in (1, 2, 3):
-    run.log(step, {"critic/score/mean": 0.1 * step, "perf/throughput": 1234.0})
+    run.log(step, {"critic/score/mean": 0.1 * step, "perf/total_num_tokens": 617.0, "perf/time_per_step": 0.5})
 run.finish("here")
 """
 
@@ -202,7 +202,7 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path):
     (run,) = tmp_path.iterdir()
     assert began == f"run {run} (resume with --experiment-name {run.name})"
     assert "\x1b" not in done.stdout and lines[0] == "step 0/3  validation accuracy 0.340"
-    assert lines[-4] == "step 3/3  reward 0.300  1,234 tokens/s"
+    assert lines[-4] == "step 3/3  reward 0.200  1,234 tokens/s"  # the mean since step 0
     assert lines[-3] == "checkpoint  here"
 
 
@@ -220,7 +220,7 @@ def test_loggers_are_added_to_the_console(logger, tmp_path, capsys):
         f"run {run.dir} (",
         "a line for the user",
         "warning: responses that could not be scored",
-        "step 3/3  reward 0.300",
+        "step 3/3  reward 0.250",  # the mean since step 1
     ):
         assert shown.count(words) == 1, words
     assert bool([*run.dir.rglob("events.out*")]) == ("tensorboard" in logger)
@@ -257,7 +257,7 @@ def test_a_live_bar_on_a_terminal(tmp_path, columns):
     code, text = on_a_terminal(DISPLAY, tmp_path, columns)
     assert code == 0 and "\x1b" in text and "\u2026" not in text, "nothing may be cut off"
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
-    assert "3/3" in text and "reward 0.300" in text and "1,234 tokens/s" in text and "left" in text
+    assert "3/3" in text and "reward 0.200" in text and "1,234 tokens/s" in text and "left" in text
     assert "step 0: validation accuracy 0.340" in text
 
 

@@ -163,7 +163,7 @@ def test_the_top_tokens_have_a_shape():
         ({"teacher_alone": True, "teacher": None}, "--teacher-alone: without --teacher"),
         ({"teacher": "self"}, "from its own prompt the policy learns nothing. Add --teacher-prompt"),
         ({"teacher_prompt": "Think."}, "is the same for all rows"),
-        ({"teacher_prompt": ""}, "is the same for all rows"),
+        ({"teacher_prompt": ""}, "--teacher-prompt: its value is empty"),
         ({"teacher_prompt": "{prompt}", "agent": "true"}, "--teacher-prompt with --agent"),
         ({"teacher_prompt": "{prompt}", "serve_policy": True}, "--teacher-prompt with --serve-policy"),
     ],

@@ -7,6 +7,7 @@ import sys
 import pytest
 from helpers import ROOT
 
+from rl import parts
 from rl.errors import UserError
 from rl.from_verl import keys, supervised, translate
 from rl.from_verl.__main__ import read_text, report
@@ -64,7 +65,7 @@ def test_the_older_supervised_trainer():
     wanted |= {"lora_rank": 32, "lora_alpha": 16, "lora_target": ("all-linear",), "sequence_parallel": 2, "total_epochs": 3}
     wanted |= {"max_tokens_per_micro_batch": 4 * 2048 // 2, "gradient_checkpointing": True, "dtype": "bfloat16"}
     wanted |= {"output_dir": "/save", "experiment_name": "mine", "param_offload": True, "seed": 1, "val_before_train": False}
-    assert {name: getattr(args, name) for name in wanted} == wanted and args.test_freq > 1000
+    assert {name: parts.get(args, name) for name in wanted} == wanted and args.test_freq > 1000
     assert any("warms up over 0.1 of the steps" in note for note in found.notes), "verl's default; the data decide the steps"
     assert any("chat template" in note for note in found.notes)
     assert {kind for kind, _ in found.verdicts.values()} == {keys.TRANSLATED, keys.NOT_NEEDED}
@@ -78,7 +79,7 @@ def test_the_newer_supervised_trainer(backend):
     wanted |= {"grad_clip": 0.5, "lr_warmup_steps": 20, "total_training_steps": 100, "train_batch_size": 96, "seed": 7}
     wanted |= {"max_ckpt_to_keep": 2, "save_freq": 50, "test_freq": 0, "optimizer_offload": True, "val_files": ()}
     wanted |= {"sequence_parallel": 1 if backend == "megatron" else 2, "max_tokens_per_micro_batch": 8000}
-    assert {name: getattr(args, name) for name in wanted} == wanted and not found.gaps
+    assert {name: parts.get(args, name) for name in wanted} == wanted and not found.gaps
     missing = {key for key, (kind, _) in found.verdicts.items() if kind == keys.NOT_HERE}
     assert missing == {"data.truncation", "trainer.test_freq"} | (
         {"engine.tensor_model_parallel_size"} if backend == "megatron" else set()
@@ -263,7 +264,7 @@ def test_fewer_prompts_than_ranks_are_taken_as_they_are(prompts, ranks, shared, 
     words = f"data.train_batch_size={prompts} actor_rollout_ref.actor.ppo_mini_batch_size={prompts} trainer.n_gpus_per_node="
     words += f"{min(ranks, 8)} trainer.nnodes={-(-ranks // 8)} actor_rollout_ref.rollout.tensor_model_parallel_size={shared}"
     found = translate.translate(read_script(f"{GIVEN} {words}"))
-    assert not found.refusal and translate.parse(found).train_batch_size == prompts
+    assert not found.refusal and translate.parse(found).schedule.train_batch_size == prompts
     notes = [note for note in found.notes if "engines a prompt" in note]
     assert len(notes) == bool(waits)
     if waits:
