@@ -71,7 +71,8 @@ def _assigned(found: re.Match, is_command: bool) -> str:
 
 def _named(text: str) -> str:
     """Return the text without the values that follow the name of a secret."""
-    at, parts = 0, []
+    at = 0
+    parts = []
     while found := NAME.search(text, at):
         parts.append(text[at : found.end()])
         at = found.end()

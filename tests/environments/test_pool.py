@@ -322,7 +322,7 @@ def test_a_warm_process_whose_rank_has_ended_says_nothing(model, tmp_path):
             guard = start("rl.environments.worker", passed=(), stdin=theirs, stdout=subprocess.DEVNULL, stderr=err)
         theirs.close()
         ours.send(json.dumps(settings).encode())
-        assert "schemas" in json.loads(ours.recv(LARGEST))
+        assert "tools" in json.loads(ours.recv(LARGEST))
         (warm,) = children()[guard.pid]
         episode, its = socket.socketpair()
         socket.send_fds(ours, [json.dumps({"fork": 1}).encode()], [its.fileno()])

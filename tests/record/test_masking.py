@@ -80,7 +80,7 @@ def test_other_text_stays(text):
 
 
 def test_what_is_written_of_a_run_has_none(monkeypatch):
-    """The record in config.json, and what W&B is told: the command line is a part of both."""
+    """The record in config.json, and what W&B gets: the command line is a part of both."""
     args = replace(train_sync.Args(), agent=SECRET[1], judge_url=f"https://u:{S}@host/v1?token={S}")
     monkeypatch.setattr(sys, "argv", ["train_sync.py", "--agent", args.agent, f"--judge-url={args.judge_url}"])
     record = describe_run(args, {}, "train_sync")
@@ -104,7 +104,7 @@ def test_what_is_written_of_a_run_has_none(monkeypatch):
 AGENT = """
 import json, os, sys, urllib.request
 head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-body = json.dumps({"model": "x", "messages": [{"role": "user", "content": "1+1="}]}).encode()
+body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": "1+1="}]}).encode()
 urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, head)).read()
 print(json.dumps({"reward": 1.0}))
 """

@@ -338,7 +338,7 @@ def test_a_penalty_longer_than_the_response_is_refused():
 
 @pytest.mark.parametrize("folder", ["r" * 400, "a/" * 3000])
 def test_a_directory_that_no_file_system_has_is_one_message(folder, tmp_path):
-    with pytest.raises(UserError, match="--experiment-name: .* cannot be one"):
+    with pytest.raises(UserError, match=r"--experiment-name: .* cannot be one"):
         flags.read(train_sync.Args, args=["--experiment-name", "run", "--output-dir", f"{tmp_path}/{folder}"])
 
 

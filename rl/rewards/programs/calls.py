@@ -76,5 +76,5 @@ def _refused_unless(value: int) -> list[tuple]:
 
 
 def _of_call(number: int, steps: list[tuple]) -> list[tuple]:
-    """Return the steps, which end in permission, for one call; the others go on behind them."""
+    """Return the steps, which end in permission, for one call; other calls continue behind them."""
     return [(EQUAL, 0, len(steps) + 1, number), *steps, (RETURN, 0, 0, ALLOW)]
