@@ -249,16 +249,20 @@ def test_a_stale_batch_is_trained_by_importance_weights(trainer, demo_model):
 def test_the_off_policy_mask_and_the_weighed_kl_are_in_a_scripts_loss(trainer, demo_model):
     """Of a batch of other weights: the fraction that is left out is that of a slow loop over log-probs of transformers, a
     threshold out of reach changes nothing, and k3r is not k3+."""
-    torch.manual_seed(0)
-    trainer.begin_again()
-    trainer.engine.update(((name, w + 0.03 * torch.randn_like(w)) for name, w in trainer.learner.weights()), version=0)
-    groups, *_ = train_sync.make_batch(trainer.args, trainer.generator(trainer.args), 0)
 
     def learnt(**flags) -> tuple[dict[str, float], Batch]:
         args = parts.make(train_one_step_off.Args, model=demo_model, rollout_n=4, train_batch_size=4, **flags)
         learner, batch = Learner(demo_model, args, trainer.ranks, 10**6, 1.0, args.needs_reference), Batch.of(groups)
         return train_one_step_off.learn(args, learner, KLControl(args), batch, Timers()), batch
 
+    for seed in range(20):  # until the mask leaves out some tokens: the demo's model differs from machine to machine
+        torch.manual_seed(seed)
+        trainer.begin_again()
+        trainer.engine.update(((name, w + 0.03 * torch.randn_like(w)) for name, w in trainer.learner.weights()), version=0)
+        groups, *_ = train_sync.make_batch(trainer.args, trainer.generator(trainer.args), 0)
+        near = learnt(off_policy_mask_threshold=0.002)[0]
+        if 0 < near["actor/off_policy_masked"] < 0.9:
+            break
     plain, batch = learnt()
     model, log_probs = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float64), []
     for i, prompt in enumerate(batch.prompts):
@@ -266,10 +270,9 @@ def test_the_off_policy_mask_and_the_weighed_kl_are_in_a_scripts_loss(trainer, d
         row = model(ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1).detach()
         log_probs += row.gather(1, batch.token[batch.seq == i, None])[:, 0].tolist()
     rest = [x.tolist() for x in (batch.rollout_log_prob, batch.targets.advantage, batch.mask, batch.seq)]
-    thresholds = (0.02, 0.01, 0.005, 0.002, 0.001, 5e-4, 1e-4)  # the demo's model differs from machine to machine
-    shares = {threshold: sum(slow.off_policy(log_probs, *rest, threshold)) / len(batch.token) for threshold in thresholds}
-    threshold, expected = next((threshold, share) for threshold, share in shares.items() if 0 < share < 0.9)
-    far, near = (learnt(off_policy_mask_threshold=each)[0] for each in (1e9, threshold))
+    expected = sum(slow.off_policy(log_probs, *rest, 0.002)) / len(batch.token)
+    far = learnt(off_policy_mask_threshold=1e9)[0]
+    assert 0 < expected < 0.9
     assert near["actor/off_policy_masked"] == pytest.approx(expected)
     assert near["actor/grad_norm"] != pytest.approx(plain["actor/grad_norm"], rel=1e-3)
     assert far.pop("actor/off_policy_masked") == 0 and far == plain
