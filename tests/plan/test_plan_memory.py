@@ -238,14 +238,14 @@ def test_every_combination_of_a_large_model_is_counted(wide, kind, more):
     """Matrices and blocks of pinned memory larger than the integers whose values are followed."""
     args = flags(f"{wide}/{kind}", dtype="bfloat16", max_tokens_per_micro_batch=480, **more)
     memory = dry_run("train_async", args, 2, "cuda", lengths_like("budget", 4, 100, 20))
-    own = memory.parameters / 2
+    moments = 0 if "lora_rank" in more else {"adamw": 8, "adamw_8bit": 2}[more["optim"]] * memory.parameters / 2
+    on_host = bool(more.get("param_offload") or more.get("optimizer_offload"))
+    held, elsewhere = memory.kept["optimizer"], memory.host_kept["optimizer"]
+    if on_host:
+        held, elsewhere = elsewhere, held
     assert memory.parameters > 40e6 and memory.peak >= memory.kept.total()
-    adapted = "lora_rank" in more
-    on_host = more.get("param_offload") or more.get("optimizer_offload")
-    moments = {"adamw": 8, "adamw_8bit": 2}[more["optim"]] * own * (not adapted)
-    held = memory.kept["optimizer"] + memory.host_kept["optimizer"]
-    assert held == pytest.approx(moments, rel=0.1) if moments else held < 0.05 * own * 8
-    assert memory.host_kept["optimizer"] >= 0.9 * held if on_host and moments else True
+    assert held >= 0.98 * moments and elsewhere < 1e6, "blocks of pinned memory may be larger than what is in them"
+    assert more.get("optimizer_offload") or held <= 1.1 * moments + 1e6
 
 
 @pytest.mark.slow
