@@ -240,15 +240,18 @@ class Learner:
         self._updated_before = self.updated
         self.optimizer.param_groups[0]["lr"] = self.args.lr * lr_factor(self.updated, self.total_steps - warmup, self.args)
 
+    def clip(self) -> float:
+        """Clip the accumulated gradient. Return the norm that it had, of all ranks."""
+        if self.ranks.expert_parallel > 1 or self.args.grad_dtype == "bfloat16":
+            return clip_grad_norm(self._trained.values(), self.args.grad_clip)
+        norm = nn.utils.clip_grad_norm_(self._trained.values(), self.args.grad_clip)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
     def step(self) -> dict[str, float]:
         """Clip the accumulated gradient and take the optimizer's step, except during a critic's warm-up and without a signal: a
         gradient of 0, or a step that has nothing to learn from, leaves weights, moments and schedule as they are. A non-finite
         gradient is dropped on all ranks, and counted. Return verl's actor/grad_norm and actor/lr."""
-        if self.ranks.expert_parallel > 1 or self.args.grad_dtype == "bfloat16":
-            norm = clip_grad_norm(self._trained.values(), self.args.grad_clip)
-        else:
-            norm = nn.utils.clip_grad_norm_(self._trained.values(), self.args.grad_clip)
-            norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        norm = self.clip()
         if norm and not self.is_frozen:
             self.updated = self._updated_before + 1
         if not torch.isfinite(torch.tensor(norm)):
