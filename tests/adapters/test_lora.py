@@ -12,6 +12,7 @@ from tiny_vlm import save_vlm
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
+import train_sync
 from rl.adapters import lora
 from rl.adapters.files import AdapterFiles, stored_name, write_config
 from rl.adapters.lora import AdaptedLinear
@@ -23,7 +24,6 @@ from rl.learning.learner import Learner
 from rl.model.pretrained import empty_model, load_config
 from rl.model.shards import local
 from rl.ranges import check
-from rl.setup import CommonArgs
 from rl.weights.local import LocalWeights
 
 PROGRAM = "tests/programs/adapters.py"
@@ -256,7 +256,7 @@ def test_training_starts_from_an_adapter(models, ranks, tmp_path):
 
 def test_an_adapter_that_does_not_fit_is_refused_before_weights_are_read(models, tmp_path):
     def look(path, model: str = models["qwen3"], **flags) -> None:
-        lora.check_model(empty_model(load_config(model)), CommonArgs(lora_model=str(path), **flags), "--model X")
+        lora.check_model(empty_model(load_config(model)), train_sync.Args(lora_model=str(path), **flags), "--model X")
 
     own = {f"model.layers.0.self_attn.{name}.lora_{part}": torch.zeros(4, 4) for name in ("q_proj", "v_proj") for part in "AB"}
     path = write_peft(tmp_path / "a", own)
@@ -308,7 +308,7 @@ def test_only_plain_adapters_are_taken(tmp_path):
 
 def test_what_cannot_have_adapters_is_refused(models, ranks, tmp_path):
     def refuse(model: str, *words: str, **flags) -> None:
-        args = CommonArgs(**{"lora_rank": 4} | flags)
+        args = train_sync.Args(**{"lora_rank": 4} | flags)
         with pytest.raises(UserError) as error:
             lora.check_model(empty_model(load_config(model)), args, "--model X")
         assert all(word in str(error.value) for word in words)
@@ -321,7 +321,7 @@ def test_what_cannot_have_adapters_is_refused(models, ranks, tmp_path):
     refuse(vlm, "vision tower", "--freeze-vision-tower")
     refuse(vlm, "--lora-target qkv", lora_target=("qkv",), freeze_vision_tower=True)  # of the tower alone
     with pytest.raises(UserError, match="names no layer"):
-        check(CommonArgs(lora_rank=4, lora_target=()))
+        check(train_sync.Args(lora_rank=4, lora_target=()))
     learner = Learner(vlm, LearnerArgs(lora_rank=4, freeze_vision_tower=True), ranks, 10)
     adapted = {name for name, module in learner.policy.model.named_modules() if isinstance(module, AdaptedLinear)}
     assert len(adapted) == 14 and all(".language_model.layers." in name for name in adapted)
@@ -330,7 +330,7 @@ def test_what_cannot_have_adapters_is_refused(models, ranks, tmp_path):
 
 def test_a_rate_for_all_weights_is_warned_of():
     def said(given: set, **flags) -> str:
-        return " ".join(lora.rate_warnings(CommonArgs(**flags), given))
+        return " ".join(lora.rate_warnings(train_sync.Args(**flags), given))
 
     assert "--lr 1e-06 is low" in said({"lr"}, lora_rank=8, lr=1e-6)
     assert "the default" in said(set(), lora_rank=8)
