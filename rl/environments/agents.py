@@ -1,9 +1,9 @@
 """Agents that own their loop: their calls to an OpenAI-compatible endpoint are the turns of a response.
 
 An agent is a command that is started for the response (--agent), or a worker elsewhere that has asked for an episode
-(--serve-policy). It calls a server (rl/environments/desk.py), which passes its calls on to the episode's process. The process
-compares their messages with the histories so far: a call that extends a history continues its tokens, any other call begins a
-new history with a separate prompt. rl/generation/agent_episodes.py keeps the tokens.
+(--serve-policy). It calls a server (rl/environments/endpoint.py), which passes its calls on to the episode's process. The
+process compares their messages with the histories so far: a call that extends a history continues its tokens, any other call
+begins a new history with a separate prompt. rl/generation/agent_episodes.py keeps the tokens.
 """
 
 import contextlib
@@ -142,15 +142,13 @@ def _said(turns: Turns, ids: list[int]) -> tuple[dict, int]:
 
 
 class Connection:
-    """An episode's connection with the server (rl/environments/desk.py). It puts the agent's calls, and the end
+    """An episode's connection with the server (rl/environments/endpoint.py). It puts the agent's calls, and the end
     that a worker sends, into `news`."""
 
     def __init__(self, name: str, offer: dict | None, news: queue.SimpleQueue):
         """name: of the server's socket; offer: the episode for a worker, None for a command. Return once it has an agent."""
         self.news = news
         self._is_command = offer is None
-        self._has_ended = False
-        self._one_at_a_time = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(f"\0{name}")
         self._send(offer)
@@ -163,40 +161,36 @@ class Connection:
         threading.Thread(target=self._read, args=(lines,), daemon=True).start()
 
     def _send(self, message: dict | None) -> None:
-        with self._one_at_a_time, contextlib.suppress(OSError):  # `_read` notices that the server has ended
+        with contextlib.suppress(OSError):  # `_read` notices that the server has ended
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def _read(self, lines: Iterable[str]) -> None:
+        """Read requests. The next one arrives after the answer to the one before."""
         with contextlib.suppress(OSError, ValueError):  # the server was killed, perhaps while it was writing
             for message in map(json.loads, lines):
-                self._answer(message["number"], message["request"], message["body"])
+                try:
+                    news = self._parsed(message["request"], message["body"])
+                except chat.Refused as refused:
+                    self._send(chat.as_http(refused))
+                    continue
+                if isinstance(news, chat.End):
+                    self._send(chat.as_http({"ended": True}))
+                    self._socket.shutdown(socket.SHUT_RDWR)  # all further requests are refused
+                self.news.put(news)
         self.news.put(chat.End(failure=LOST))
 
-    def _answer(self, number: int, request: str, text: str) -> None:
-        """Answer a request, except for a call that is not refused: `Session` answers it."""
-
-        def send(answer: dict) -> None:
-            self._send({"number": number} | answer)
-
+    def _parsed(self, request: str, text: str) -> chat.Call | chat.End:
         try:
             body = json.loads(text or "{}")
             if not isinstance(body, dict):
                 raise TypeError("it is not a JSON object")
-            if request == chat.FINISH and self._is_command:
-                raise chat.Refused(404, "an agent's command ends its episode by exiting")
-            news = chat.as_end(body) if request == chat.FINISH else chat.Call(body, send)
-            if self._has_ended:
-                raise chat.Refused(410, chat.ENDED)
-        except chat.Refused as refused:
-            send(chat.as_http(refused))
-            return
+            if request != chat.FINISH:
+                return chat.Call(body, self._send)
         except (ValueError, TypeError, RecursionError) as error:
-            send(chat.as_http(chat.Refused(400, f"the request cannot be read: {error}")))
-            return
-        if isinstance(news, chat.End):
-            self._has_ended = True
-            send(chat.as_http({"ended": True}))  # before the end is put: it ends this process
-        self.news.put(news)
+            raise chat.Refused(400, f"the request cannot be read: {error}") from None
+        if self._is_command:
+            raise chat.Refused(404, "an agent's command ends its episode by exiting")
+        return chat.as_end(body)
 
 
 def start(settings: dict, item: dict, news: queue.SimpleQueue) -> float | None:

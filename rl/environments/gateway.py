@@ -1,4 +1,4 @@
-"""The rank's side of the server that agents call: its process is rl/environments/desk.py."""
+"""The rank's side of the server that agents call: its process is rl/environments/endpoint.py."""
 
 import contextlib
 import json
@@ -11,14 +11,12 @@ import time
 import weakref
 
 from rl.environments.args import EnvironmentArgs
-from rl.environments.desk import LINGER
 from rl.errors import UserError
 from rl.rewards import descendants
 
 SECRET = "SERVE_POLICY_KEY"  # the environment variable with the secret
 SHORTEST_SECRET = 16  # characters
-LARGEST_PORT = 65_535
-ANSWER_LIMIT = 30.0  # seconds to wait for an answer
+LINGER = 5.0  # seconds after the run in which workers hear of its end
 
 
 def read_secret() -> str:
@@ -36,37 +34,29 @@ class Gateway:
     """The rank's handle on the server's process."""
 
     def __init__(self, args: EnvironmentArgs, name: str, number: int):
-        """name: of the Unix socket; number: of the engine. Raise UserError if the port is not available."""
+        """name: of the Unix socket for episodes' processes; number: of the engine. Raise UserError if the port is not
+        available."""
         self.flag = args.environment_flag[0]
         self._serves = bool(args.serve_policy)
-        if args.serve_policy:
-            host = args.serve_host
-            port = args.serve_policy + number
-            secret = read_secret()
-        else:  # for commands: any port
-            host = "127.0.0.1"
-            port = 0
-            secret = secrets.token_hex(16)
-        if port > LARGEST_PORT:
-            raise UserError(
-                f"--serve-policy {args.serve_policy}: engine {number} would listen at port {port}, above {LARGEST_PORT}. "
-                "Give a lower port."
-            )
-        reached = platform.node() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-        self.url = f"http://{reached}:{port}"
-        known = {"name": name, "host": host, "port": port, "url": self.url, "timeout": args.env_timeout, "secret": secret}
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._process = descendants.start("rl.environments.desk", passed=(), stdin=theirs, stdout=subprocess.DEVNULL)
-        theirs.close()
-        self._finalizer = weakref.finalize(self, descendants.end, self._process)
-        self._control.settimeout(ANSWER_LIMIT)
-        self._control.send(json.dumps(known).encode())
+        host, port = (args.serve_host, args.serve_policy + number) if args.serve_policy else ("127.0.0.1", 0)
+        secret = read_secret() if args.serve_policy else secrets.token_hex(16)
+        is_v6 = ":" in host
+        kind = {"family": socket.AF_INET6, "dualstack_ipv6": socket.has_dualstack_ipv6()} if is_v6 else {}
         try:
-            answer = json.loads(self._control.recv(1 << 16) or '{"failed": "its process has ended"}')
-        except OSError:
-            answer = {"failed": "its process does not answer"}
-        if "failed" in answer:
-            raise UserError(f"{self.flag}: cannot listen at {host}:{port}: {answer['failed']}.")
+            agents = socket.create_server((host, port), **kind)
+        except (OSError, OverflowError) as error:
+            raise UserError(f"{self.flag}: cannot listen at {host}:{port}: {error}. Give another port or address.") from None
+        reached = platform.node() if host in ("0.0.0.0", "::") else f"[{host}]" if is_v6 else host
+        self.url = f"http://{reached}:{agents.getsockname()[1]}"
+        processes = socket.socket(socket.AF_UNIX)
+        processes.bind(f"\0{name}")
+        processes.listen(1024)
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with agents, processes, theirs:
+            self._process = descendants.start("rl.environments.endpoint", passed=(), stdin=theirs, stdout=subprocess.DEVNULL)
+            self._finalizer = weakref.finalize(self, descendants.end, self._process)
+            known = {"secret": secret, "url": self.url, "timeout": args.env_timeout}
+            socket.send_fds(self._control, [json.dumps(known).encode()], [processes.fileno(), agents.fileno()])
         if self._serves:
             print(f"episodes for workers: {self.url}/v1/episodes/next, with the key in {SECRET} (docs/agents.md)", flush=True)
 
@@ -77,9 +67,8 @@ class Gateway:
 
     def finish(self) -> None:
         """Answer all further requests with the message that the run has ended."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the process has ended
             self._control.shutdown(socket.SHUT_WR)
-            self._control.recv(1)  # an answer: it knows
 
     def close(self) -> None:
         """End the process, once workers know that the run has ended."""

@@ -6,7 +6,6 @@ import re
 import secrets
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from test_turns import SCHEMA, turns_of
 
 from rl.environments.agents import Agent, Connection, Session
 from rl.environments.chat import Call, End, Refused, as_messages
-from rl.environments.desk import Desk
+from rl.environments.gateway import Gateway
 from rl.environments.pool import Environments
 from rl.errors import UserError
 from rl.rewards.descendants import descendants
@@ -420,21 +419,19 @@ def test_a_call_that_cannot_be_read_is_text():
 
 @pytest.fixture
 def endpoint() -> Iterator[Connection]:
-    """The connection of a command's episode with a server in this process."""
+    """The connection of a command's episode with the server."""
     name = secrets.token_hex(8)
-    server = Desk({"secret": "a secret", "host": "127.0.0.1", "port": 0, "name": name})
-    for job in (server.serve_forever, server.accept_processes):
-        threading.Thread(target=job, daemon=True).start()
+    gateway = Gateway(Args(agent="x"), name, 0)
     yield Connection(name, None, queue.SimpleQueue())
-    server.shutdown()
-    server.server_close()
+    gateway.close()
 
 
 def post(endpoint: Connection, body: dict, path: str = "/v1/chat/completions", **headers: str) -> socket.socket:
     """A connection on which this was asked."""
     client, data = socket.socket(), json.dumps(body).encode()
     client.connect(("127.0.0.1", int(re.search(r":(\d+)/v1$", endpoint.variables["OPENAI_BASE_URL"])[1])))
-    known = {"Authorization": f"Bearer {endpoint.variables['OPENAI_API_KEY']}", "Content-Length": str(len(data))} | headers
+    known = {"Host": "x", "Authorization": f"Bearer {endpoint.variables['OPENAI_API_KEY']}", "Content-Length": str(len(data))}
+    known |= headers
     lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in known.items())]
     client.sendall("\r\n".join([*lines, "", ""]).encode() + data)
     return client
@@ -450,11 +447,13 @@ BODY = {"model": "policy", "messages": [{"role": "user", "content": "Hello."}]}
 
 def test_calls_at_once_are_answered_one_after_the_other(endpoint):
     clients = [post(endpoint, BODY | {"messages": [user(str(i))]}) for i in range(5)]
-    calls = [endpoint.news.get(timeout=10) for _ in clients]
-    assert {call.messages[0]["content"] for call in calls} == set("01234")
-    for call in calls:
+    found = set()
+    for _ in clients:
+        call = endpoint.news.get(timeout=30)
+        assert endpoint.news.empty()
+        found.add(call.messages[0]["content"])
         call.reply(Refused(418, "no"))
-    assert [status(client) for client in clients] == [418] * 5
+    assert found == set("01234") and [status(client) for client in clients] == [418] * 5
 
 
 @pytest.mark.parametrize(
@@ -464,7 +463,7 @@ def test_calls_at_once_are_answered_one_after_the_other(endpoint):
         ("/v1/episodes/next", {}, 404),
         ("/v1/episodes/end", {}, 404),  # a command ends its episode by exiting
         ("/v1/chat/completions", {"Authorization": "Bearer other"}, 401),
-        ("/v1/chat/completions", {"Content-Length": "many"}, 411),
+        ("/v1/chat/completions", {"Content-Length": "many"}, 400),
         ("/v1/chat/completions", {"Content-Length": str(1 << 40)}, 413),
     ],
 )

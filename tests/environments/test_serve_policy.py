@@ -1,9 +1,10 @@
 """Episodes that workers elsewhere take: real processes with the real client; what one does costs its own episode alone."""
 
+import asyncio
 import contextlib
-import errno
 import json
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -19,7 +20,7 @@ import pytest
 from families import end_tokens, tokenizer_of
 from test_pool import Args, answers
 
-from rl.environments import desk, gateway
+from rl.environments import endpoint, gateway
 from rl.environments.pool import Environments
 from rl.errors import UserError
 from rl.rewards.descendants import descendants
@@ -36,13 +37,21 @@ def model(tmp_path_factory) -> str:
     return str(path)
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def serving(model: str, monkeypatch, number: int = 0, **flags) -> Environments:
     monkeypatch.setenv("SERVE_POLICY_KEY", SECRET)
     monkeypatch.setattr(gateway, "LINGER", 2.0)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    flags = {"serve_policy": port - number, "env_timeout": 30.0, "env_memory_limit_gb": 0.0, "env_cpu_limit": 20.0} | flags
+    flags = {
+        "serve_policy": free_port() - number,
+        "env_timeout": 30.0,
+        "env_memory_limit_gb": 0.0,
+        "env_cpu_limit": 20.0,
+    } | flags
     pool = Environments(Args(**flags), model, end_tokens("qwen2_5"), 300)
     pool.serve(number)
     return pool
@@ -187,9 +196,6 @@ def test_a_key_opens_its_own_door_alone(pool):
         assert post(pool, "episodes/next", key.encode().decode("latin1"))[0] == 401
         assert post(pool, "chat/completions", key.encode().decode("latin1"), HELLO)[0] == 401
     assert post(pool, "chat/completions", SECRET, HELLO)[0] == 404
-    with socket.create_connection(address_of(pool)) as stranger:
-        stranger.sendall(b"POST /v1/episodes/next HTTP/1.1\r\nContent-Length: 100000\r\n\r\n")
-        assert b" 413 " in stranger.recv(1 << 16)
     own = take(pool)["api_key"]
     assert post(pool, "episodes/next", own)[0] == 404 and post(pool, "episodes/end", own[:-1], {})[0] == 401
     assert SECRET not in own
@@ -273,118 +279,27 @@ def test_an_episode_waits_for_a_worker_and_no_longer_for_one_that_is_silent(mode
     assert f"{url_of(pool)}/episodes/next" in capfd.readouterr().out
 
 
-def test_rubbish_at_the_port_costs_nobody_anything(pool):
-    for rubbish in (b"", b"\x16\x03\x01\x02\x00" * 50, b"GET / HTTP/1.1\r\n\r\n", b"POST /v1/episodes/next HTTP/1.1\r\nAuthor"):
-        with socket.create_connection(address_of(pool)) as client:
-            client.sendall(rubbish)
+def test_the_console_says_that_no_worker_comes(monkeypatch, capsys):
+    monkeypatch.setattr(endpoint, "PATIENCE", 0.1)
+    server = endpoint.Endpoint({"url": "http://here"})
+    server.offers["key"] = server.alive["key"] = {"row": {}}
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(server.remind(), 1))
+    said = "episodes waiting for a worker: 1 (none has asked at http://here/v1/episodes/next in the last "
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_an_episode_that_finds_too_many_files_open_is_served_later(pool):
+    assert post(pool, "episodes/next", SECRET)[0] == 204
+    (server,) = descendants(pool._gateway._process.pid)
+    limits = resource.prlimit(server, resource.RLIMIT_NOFILE)
+    resource.prlimit(server, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{server}/fd")), limits[1]))
     begin(pool, "a")
-    assert take(pool)["row"]["name"] == "a"
-
-
-@pytest.fixture
-def server(monkeypatch) -> Iterator[desk.Desk]:
-    """The server in this process, with short limits."""
-    monkeypatch.setattr(desk.Handler, "timeout", 1.0)
-    monkeypatch.setattr(desk, "PATIENCE", 0.1)
-    known = {"secret": SECRET, "host": "127.0.0.1", "port": 0, "url": "http://here", "timeout": 1.0}
-    server = desk.Desk(known | {"name": secrets.token_hex(8)})
-    for job in (server.serve_forever, server.accept_processes, server.remind):
-        threading.Thread(target=job, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-def test_the_console_says_that_no_worker_comes(server, capsys):
-    with socket.socket(socket.AF_UNIX) as process:
-        process.connect(f"\0{server.settings['name']}")
-        process.sendall(b'{"row": {}}\n')
-        until, found = time.monotonic() + 20, ""
-        while not found and time.monotonic() < until:
-            found = capsys.readouterr().err
-            time.sleep(0.05)
-    assert found.startswith("episodes waiting for a worker: 1 (none has asked at http://here/v1/episodes/next in the last ")
-
-
-class Full:
-    """A socket that cannot accept once, because too many files are open."""
-
-    def __init__(self, real: socket.socket):
-        self.real, self.failures = real, 1
-
-    def accept(self) -> tuple:
-        self.failures -= 1
-        if self.failures == 0:
-            raise OSError(errno.EMFILE, "Too many open files")
-        return self.real.accept()
-
-
-def test_an_episode_that_finds_too_many_files_open_is_served_later(server):
-    server._processes = Full(server._processes)  # the thread already waits at the real one
-    with contextlib.ExitStack() as stack:
-        for _ in range(3):
-            process = stack.enter_context(socket.socket(socket.AF_UNIX))
-            process.connect(f"\0{server.settings['name']}")
-            process.sendall(b'{"row": {}}\n')
-        until = time.monotonic() + 20
-        while len(server.waiting) < 3 and time.monotonic() < until:
-            time.sleep(0.05)
-        assert len(server.waiting) == 3 and server._processes.failures < 0
-
-
-def is_closed(client: socket.socket, dripping: bytes = b"") -> bool:
-    """Whether the server closes the connection, although something is sent again and again."""
-    client.settimeout(0.1)
-    until = time.monotonic() + 30
+    until = time.monotonic() + 3
     while time.monotonic() < until:
-        try:
-            client.sendall(dripping)
-            if client.recv(1 << 16) == b"":
-                return True
-        except TimeoutError:
-            continue
-        except ConnectionError:
-            return True
-    return False
-
-
-def test_a_connection_that_drips_without_a_key_has_a_time_limit(server, monkeypatch):
-    """Its head, and its body."""
-    monkeypatch.setattr(desk, "SILENCE", 1.0)
-    head = "POST /v1/episodes/next HTTP/1.1\r\nAuthorization: Bearer wrong\r\nContent-Length: 50000\r\n"
-    for beginning, dripping in ((head, b"x"), (head + "\r\n", b" ")):
-        with socket.create_connection(server.server_address) as client:
-            client.sendall(beginning.encode())
-            assert is_closed(client, dripping)
-
-
-def test_connections_without_a_key_do_not_keep_workers_out(server, monkeypatch):
-    monkeypatch.setattr(desk, "STRANGERS", 3)
-    monkeypatch.setattr(desk.Handler, "timeout", 600.0)
-    clients = [socket.create_connection(server.server_address) for _ in range(20)]
-    for client in clients:
-        client.sendall(b"POST /")
-    assert all(is_closed(client) for client in clients[:17])
-    workers = []
-    request = f"POST /v1/episodes/next HTTP/1.1\r\nAuthorization: Bearer {SECRET}\r\nContent-Length: 0\r\n\r\n".encode()
-    for _ in range(10):  # they stay, whoever else comes
-        workers.append(socket.create_connection(server.server_address, timeout=60))
-        workers[-1].sendall(request)
-        assert b" 204 " in workers[-1].recv(1 << 16)
-    workers[0].sendall(request)
-    assert b" 204 " in workers[0].recv(1 << 16)
-    for client in [*clients, *workers]:
-        client.close()
-
-
-@pytest.mark.parametrize("key", [SECRET, "wrong"])
-def test_a_silent_connection_is_closed(server, key):
-    """Within the head of a request, and within its body."""
-    head = f"POST /v1/episodes/next HTTP/1.1\r\nAuthorization: Bearer {key}\r\nContent-Length: 50000\r\n"
-    for beginning in ("", head, head + "\r\n", head + "\r\nx"):
-        with socket.create_connection(server.server_address, timeout=60) as client:
-            client.sendall(beginning.encode())
-            assert client.recv(1) == b""
+        assert pool.poll(0.2) == []
+    resource.prlimit(server, resource.RLIMIT_NOFILE, limits)
+    assert take(pool)["row"]["name"] == "a"
 
 
 def test_the_end_is_said_to_whoever_asks(model, monkeypatch):
@@ -407,6 +322,23 @@ def test_the_end_is_said_to_whoever_asks(model, monkeypatch):
         again.bind(address_of(pool))
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="the system has no IPv6")
+@pytest.mark.parametrize(
+    ("host", "addresses"),
+    [("localhost", ["127.0.0.1"]), ("0.0.0.0", ["127.0.0.1"]), ("::1", ["::1"]), ("::", ["::1", "127.0.0.1"])],
+)
+def test_addresses(host, addresses, monkeypatch):
+    """And a request without a Host header is answered, too."""
+    monkeypatch.setenv("SERVE_POLICY_KEY", SECRET)
+    monkeypatch.setattr(gateway, "LINGER", 0.0)
+    served = gateway.Gateway(Args(serve_policy=free_port(), serve_host=host), secrets.token_hex(8), 0)
+    for address in addresses:
+        with socket.create_connection((address, served.url.rpartition(":")[2]), timeout=60) as client:
+            client.sendall(f"POST /v1/episodes/next HTTP/1.1\r\nAuthorization: Bearer {SECRET}\r\n\r\n".encode())
+            assert b" 204 " in client.recv(1 << 16)
+    served.close()
+
+
 def test_what_cannot_be_served_is_a_message(model, monkeypatch):
     with pytest.raises(UserError, match="--agent and --serve-policy: a response has one environment"):
         Args(agent="python x.py", serve_policy=1).check()
@@ -423,11 +355,13 @@ def test_what_cannot_be_served_is_a_message(model, monkeypatch):
                 starts()
     monkeypatch.setenv("SERVE_POLICY_KEY", SECRET)
     pool.check()
-    with pytest.raises(UserError, match="--serve-policy 65530: engine 6 would listen at port 65536, above 65535"):
+    with pytest.raises(UserError, match=r"cannot listen at 127\.0\.0\.1:65536: .*port must be 0-65535"):
         pool.serve(6)
     pool.close()
     with pytest.raises(UserError, match=r"cannot listen at 203\.0\.113\.1:"):
         serving(model, monkeypatch, serve_host="203.0.113.1")
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(UserError, match="Address already in use"):
+        serving(model, monkeypatch, serve_policy=other.getsockname()[1])
 
 
 def test_a_gateway_that_was_killed_ends_the_run(pool):
