@@ -10,12 +10,7 @@ from helpers import ROOT, run_script
 import plan
 from rl.errors import UserError
 
-MORE_FLAGS = '''
-@dataclass
-class Args({bases}):
-    """Flags of a copy."""
-
-    imitation: float = 0.5
+MORE_FLAGS = '''    imitation: float = 0.5
     """A flag of its own."""
 '''
 
@@ -23,8 +18,7 @@ class Args({bases}):
 def fork(script: str, path: Path, learn: str = "") -> Path:
     """A copy of the script with an additional flag and a new first line in `learn`."""
     text = (ROOT / script).read_text()
-    bases = re.search(r"^class Args\((.*)\):$", text, re.M)[1]
-    text = re.sub(r"^@dataclass\nclass Args\(.*?\n(?=\S|\n    @|\n\n)", MORE_FLAGS.format(bases=bases), text, flags=re.M | re.S)
+    text = re.sub(r"^    schedule: .*\n", rf"\g<0>{MORE_FLAGS}", text, count=1, flags=re.M)
     head, end, body = text.partition("    minis = batch.mini_batches(")
     assert end and "imitation" in head
     path.write_text(f"{head}{learn}{end}{body}")

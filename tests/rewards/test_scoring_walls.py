@@ -234,7 +234,7 @@ import os
 def score(solution_str, **_): return {"score": 1.0, **{name: float(name in os.environ) for name in solution_str.split()}}
 """)
     for name in [*SECRETS, *OF_THE_JOB, "MY_SETTING"]:
-        monkeypatch.setenv(name, "value")
+        monkeypatch.setenv(name, "1")
     names = " ".join([*SECRETS, *OF_THE_JOB, "MY_SETTING"])
     for passed in ((), ("MY_PASSWORD", "MASTER_*")):
         with ScoringPool(RewardArgs(reward=f"{tmp_path / 'mine.py'}:score", reward_env=passed)) as pool:

@@ -51,7 +51,10 @@ def run(name: str, home: Path, tmp_path: Path, monkeypatch, *flags: str, **how) 
     reward.write_text(REWARD)
     more = [*SMALLER, "--reward", f"{reward}:score", *flags]
     metrics, directory, _ = train("train_async.py", *given, *more, out=tmp_path / "runs", ranks=2, **how)
-    assert max(metrics) == 6 and all(metrics[step]["actor/grad_norm"] > 0 for step in range(1, 7))
+    learnt = [row["actor/grad_norm"] > 0 for step, row in metrics.items() if step]
+    rejected = [row.get("rollout_corr/rollout_rs_masked_fraction") == 1 for step, row in metrics.items() if step]
+    assert len(learnt) == 6 and sum(learnt) >= 3
+    assert all(yes or all_of_it for yes, all_of_it in zip(learnt, rejected, strict=True)), "few responses: all may be rejected"
     assert metrics[6]["val-core/hiyouga/geometry3k/acc/mean@1"] == 0
     assert not any(value for key, value in metrics[6].items() if key.startswith("reward/events/"))
     return metrics, directory
