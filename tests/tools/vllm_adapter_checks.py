@@ -15,7 +15,7 @@ from test_engine import PROMPTS, drain, mixed_reference, reference_log_probs, re
 from vllm_checks import LONG, MAX_LENGTH, error, main, refusal, start
 
 from rl.generation.engine import EngineArgs, Request, SamplingParams
-from rl.generation.vllm import adapters
+from rl.generation.vllm import adapters as vllms
 from rl.generation.vllm.adapters import AdaptedVLLMEngine
 from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
@@ -124,7 +124,7 @@ def refusals(side: Side) -> dict:
     out = {"the model again": refusal(lambda: engine.update(whole, 20))}
     out["missing"] = refusal(lambda: engine.update(own[1:], 20))
     out["other shape"] = refusal(lambda: engine.update([(own[0][0], own[1][1])], 20))
-    with mock.patch.object(adapters, "RANKS", (1, 8)):  # the tiny model has no layer whose adapter may have vLLM's 512
+    with mock.patch.object(vllms, "RANKS", (1, 8)):  # the tiny model has no layer whose adapter may have vLLM's 512
         out["rank"] = refusal(lambda: AdaptedVLLMEngine(side.path, EngineArgs(), 64, adapters=LearnerArgs(lora_rank=9)))
     for kind in ("moe", "qwen3_5", "images"):
         path, few = str(Path(side.path).parent / kind), LearnerArgs(lora_rank=4, lora_target=("q_proj",))
