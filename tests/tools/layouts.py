@@ -48,12 +48,13 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def assert_taught_the_same(found: dict, alone: dict) -> None:
-    """found: by "layout/case", alone: by "model/case" of one rank. Later updates are of weights that AdamW has moved: by
-    rounding where a gradient is 0."""
+    """found: by "layout/case", alone: by "model/case" of one rank. A gradient differs by the rounding of fp32, of which a
+    processor with wide vectors makes most in a hybrid model (3e-6 seen); one token too many or too few makes more than 1e-3.
+    Later updates are of weights that AdamW has moved: by rounding where a gradient is 0."""
     for name, of_case in found.items():
         (expected,) = [of for case, of in alone.items() if case.partition("/")[2] == name.partition("/")[2]]
         first, *later = map(relative, of_case["gradients"], expected["gradients"])
-        assert first < 2e-6 and max(later, default=0) < 2e-5, name
+        assert first < 1e-5 and max(later, default=0) < 2e-5, name
         assert relative(of_case["weights"], expected["weights"]) < 1e-5, name
         assert without_routers(of_case) == pytest.approx(without_routers(expected), rel=2e-5, abs=2e-6, nan_ok=True), name
         norm = expected["metrics"]["actor/grad_norm"]
