@@ -13,21 +13,24 @@ MASK = "***"
 DIGITS = 8  # of a digest: enough to notice a change, too few to find a secret by
 MASKED = re.compile(rf"\*\*\*[0-9a-f]{{{DIGITS}}}")
 WORDS = {"token", "secret", "secrets", "pass", "passwd", "password", "passphrase", "pwd", "credential", "credentials", "auth"}
-WORDS |= {"authorization", "cookie", "jwt", "bearer", "pat", "sk", "ak", "dsn", "webhook", "signature", "sig"}
+WORDS |= {"authorization", "cookie", "jwt", "bearer", "pat", "sk", "ak", "dsn", "webhook", "signature", "sig", "pw", "sas"}
 ENDS = ("apikey", "accesskey", "secretkey", "privatekey", "authkey", "token", "secret", "password", "passwd")
-BEFORE_KEY = {"api", "access", "secret", "private", "auth", "signing", "encryption", "session", "service", "account", "master"}
+OF_DATA = {"prompt", "image", "images", "video", "videos", "audio", "reward", "messages", "response", "answer", "solution"}
+OF_DATA |= {"question", "input", "output", "label", "text", "tools", "column", "data", "source", "primary", "foreign", "sort"}
+OF_DATA |= {"group", "metric", "mask", "env", "public"}  # before "key": the name of a column, not a secret
 SHAPES = re.compile(
     r"(?<![\w-])(?:(?:sk|rk|pk|gsk|nvapi|glpat|xox[abprs])-[\w-]{8,}|(?:sk|hf|gh[opsur]|github_pat|gsk|r8)_\w{8,}|A[KS]IA[0-9A-Z]{12,}"
-    r"|AIza[\w-]{20,}|eyJ[\w-]{8,}\.[\w-]{4,}(?:\.[\w-]*)?)"
+    r"|AIza[\w-]{20,}|eyJ[\w-]{8,}\.[\w-]{4,}(?:\.[\w-]*)?"
+    r"|(?:npm|pypi|xai|csk|tvly|pplx|lsv2|fw|dop|wandb|hvs|dapi|ya29|SG)[-_.]?(?=[\w.-]*\d)[\w.-]{20,})"
 )
 IN_ADDRESS = re.compile(r"(?<=://)[^\s/?#\"']+(?=@)")
-SCHEME = re.compile(r"\b(Bearer|Basic|Token) +(?!\*\*\*)([^\s\"',;]+)", re.IGNORECASE)
+SCHEME = re.compile(r"\b(Bearer|Basic|Token|Authorization: *[\w-]+) +(?!\*\*\*)([^\s\"',;]+)", re.IGNORECASE)
 VALUE = r"""((?:"(?:[^"\\]|\\.)*"|'[^']*'|\\.|[^\s"'\\END])+)"""
 VALUE_IN_ADDRESS = re.compile(VALUE.replace("END", "&"))
 # --name value, and "name": value, ?name=value, name: value
-NAME = re.compile(r"""(?<![\w-])(?:(-{1,2}[A-Za-z][\w.-]*)\s+(?!-)|(-{0,2}[A-Za-z_][\w.-]*)["']?\s*[=:]\s*)""")
+NAME = re.compile(r"""(?<![\w-])(?:(-{1,2}[A-Za-z][\w.-]*)\s+(?!-)|(-{0,2}[A-Za-z_][\w.-]*)(?:\\?["'])?\]?\s*[=:]\s*)""")
 VARIABLE = re.compile(r"(?<![^\s\"'])([A-Za-z_]\w*)(=)" + VALUE.replace("END", ""))
-OF_USER = re.compile(r"(?<!\S)(-u|--user|--proxy-user)([ =])" + VALUE.replace("END", ""))
+OF_USER = re.compile(r"(?<!\S)(-u|--user|--proxy-user)([ =]?)(?=\S*:)" + VALUE.replace("END", ""))
 PLAIN = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?|true|false|none|null|auto|on|off|[^=]*/[^=]*|.{1,3}", re.IGNORECASE)
 
 
@@ -45,7 +48,7 @@ def is_secret(name: str) -> bool:
     """Return whether a value of this name is a secret, such as OPENAI_API_KEY, apiKey or X-Auth-Token."""
     words = re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", name.strip("-")).replace("-", "_").replace(".", "_").lower().split("_")
     if words[-1] in ("key", "keys"):
-        return len(words) == 1 or name.isupper() or bool(BEFORE_KEY & {*words})
+        return name.isupper() or not OF_DATA & {*words}
     return bool(WORDS & {*words}) or words[-1].endswith(ENDS)
 
 
@@ -57,7 +60,7 @@ def _text(text: str) -> str:
     text = IN_ADDRESS.sub(lambda found: _mask(found[0]), text)
     text = SCHEME.sub(lambda found: f"{found[1]} {_mask(found[2])}", text)
     text = OF_USER.sub(lambda found: found[1] + found[2] + _mask(found[3]), text)
-    begins = re.match(r"\s*(\S*/)?env\s|\s*[A-Za-z_]\w*=", text)  # a command that sets variables
+    begins = re.search(r"(?<![^\s\"'])(\S*/)?env\s|^\s*[A-Za-z_]\w*=|[\"'][A-Z_][A-Z\d_]*=", text)  # a command sets variables
     text = VARIABLE.sub(lambda found: _assigned(found, bool(begins)), text)
     text = _named(text)
     return SHAPES.sub(lambda found: _mask(found[0]), text)

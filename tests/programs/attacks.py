@@ -64,15 +64,17 @@ WALLS = {
     "a socket for datagrams": "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
     "a larger buffer": "socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24)",
     "pages within a pipe": "check(libc.vmsplice(os.pipe()[1], None, 0, 0))",
+    "shared memory without a file": "mmap.mmap(-1, 4096)",
+    "shared memory of a device": "mmap.mmap(os.open('/dev/zero', os.O_RDWR), 4096)",
     "a new kind of call": "libc.syscall(9999) < 0 and check(-1)",
     "calls of x32": "libc.syscall(0x40000000 + 39) < 0 and check(-1)",
 }
 HARMLESS = ["reading a secret", "reading the users", "reading a variable", "a connection", "an abstract socket", "a datagram"]
 HARMLESS += ["seeing processes", "a shell", "a memory file", "300 open files"]  # also without a sandbox
 HARMLESS += ["a small memory file", "another family of sockets", "a socket for datagrams", "a larger buffer"]
-HARMLESS += ["watches of files", "pages within a pipe"]
+HARMLESS += ["watches of files", "pages within a pipe", "shared memory without a file", "shared memory of a device"]
 TRIED = """
-import ctypes, json, os, resource, signal, socket, sys, threading, time
+import ctypes, json, mmap, os, resource, signal, socket, sys, threading, time
 globals().update(json.load(sys.stdin))
 libc = ctypes.CDLL(None)
 
@@ -96,8 +98,13 @@ MEMORY = {
     "one process": "kept = []\nfor _ in range(20): kept.append(bytes([1]) * (16 << 20)); say(16)",
     "processes": "for _ in range(8):\n if not os.fork(): x = b'1' * (30 << 20); time.sleep(60)\n say(30); time.sleep(.2)",
     "shared mappings": (
-        "for _ in range(8):\n if not os.fork():\n  m = mmap.mmap(-1, 30 << 20); m.write(b'1' * (30 << 20)); time.sleep(60)\n"
-        " say(30); time.sleep(.2)"
+        "for n in range(8):\n if not os.fork():\n  f = os.open(f'/tmp/{n}', os.O_RDWR | os.O_CREAT); os.truncate(f, 30 << 20)\n"
+        "  m = mmap.mmap(f, 30 << 20); m.write(b'1' * (30 << 20)); time.sleep(60)\n say(30); time.sleep(.2)"
+    ),
+    "mappings of which a page is left": (
+        "libc = ctypes.CDLL(None); libc.mmap.restype = ctypes.c_void_p\nfor _ in range(20):\n"
+        " p = libc.mmap(None, ctypes.c_size_t(16 << 20), 3, 0x21, -1, ctypes.c_size_t(0)); ctypes.memset(p, 1, 16 << 20)\n"
+        " libc.munmap(ctypes.c_void_p(p + 4096), ctypes.c_size_t((16 << 20) - 4096)); say(16)"
     ),
     "files": "for n in range(40): open(('/tmp', '/dev/shm')[n % 2] + f'/{n}', 'wb').write(bytes(4 << 20)); say(4)",
     "deleted files": (
@@ -161,7 +168,7 @@ LEFT = {
 }
 
 
-TAKEN = "import mmap, os, socket, time\ndef say(mib): print(mib, flush=True)\n{take}\ntime.sleep(60)"
+TAKEN = "import ctypes, mmap, os, socket, time\ndef say(mib): print(mib, flush=True)\n{take}\ntime.sleep(60)"
 
 
 def taken(take: str) -> tuple[str, int]:

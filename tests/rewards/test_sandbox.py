@@ -185,7 +185,7 @@ def test_the_filter_refuses_its_calls_and_no_others(machine):
             else:
                 at += yes if (word == value if code == 0x15 else word > value) else no
 
-    of_arguments = {*(numbers[column] for numbers in calls.SOCKETS.values()), calls.SETSOCKOPT[column]}
+    of_arguments = {*(numbers[column] for numbers in calls.SOCKETS.values()), calls.SETSOCKOPT[column], calls.MMAP[column]}
     refused = {number for number in range(1000) if verdict(number) == calls.REFUSE} - of_arguments
     own = {numbers[column] for numbers in calls.CALLS.values()} - {None}
     assert refused == own | {*range(calls.NEWEST + 1, 1000)}
@@ -193,6 +193,9 @@ def test_the_filter_refuses_its_calls_and_no_others(machine):
     for number in (numbers[column] for numbers in calls.SOCKETS.values()):
         assert verdict(number, 1, 1) == verdict(number, 1, 1 | 0o2000000) == calls.ALLOW
         assert {verdict(number, *how) for how in ((2, 1), (1, 2), (1, 5), (16, 3), (38, 5))} == {calls.REFUSE}
+    flags = {kind | more for kind in (1, 2, 3) for more in (0, 0x20, 0x8020)}  # shared, private, validated
+    refused = {flag for flag in flags if verdict(calls.MMAP[column], 0, 4096, 3, flag) == calls.REFUSE}
+    assert refused == {0x21, 0x23, 0x8021, 0x8023}
     assert {option for option in range(64) if verdict(calls.SETSOCKOPT[column], 0, 1, option) == calls.REFUSE} == {7, 8, 32, 33}
 
 

@@ -1,5 +1,5 @@
 """The system calls that a program in the sandbox is refused: those whose memory no limit of its process counts, such as memory
-files, System V segments, keys and rings of the kernel.
+files, System V segments, keys, rings of the kernel, and shared memory without a file.
 
 `refusals` returns a filter in the kernel's language (seccomp with BPF), which rl/rewards/programs/inside.py installs. A refused
 call returns ENOSYS, as on a kernel that lacks it, so that libraries choose another way.
@@ -39,6 +39,8 @@ CALLS = {  # name -> number on x86_64 and on aarch64; None: there is no such cal
 }
 SOCKETS = {"socket": (41, 198), "socketpair": (53, 199)}  # only streams within the sandbox: their buffers can be counted
 SETSOCKOPT = (54, 208)
+MMAP = (9, 222)
+SHARED = 0x21  # MAP_SHARED | MAP_ANONYMOUS: while one of its pages is mapped, all that were written stay
 BUFFERS = (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and what root may force
 NEWEST = 462  # the last call that was looked at
 
@@ -62,6 +64,8 @@ def refusals(machine: str | None = None) -> bytes:
     for numbers in SOCKETS.values():
         kind = [(LOAD, 0, 0, ARGUMENT), *_refused_unless(socket.AF_UNIX), (LOAD, 0, 0, ARGUMENT + 8), (AND, 0, 0, 0xF)]
         code += _of_call(numbers[column], [*kind, *_refused_unless(socket.SOCK_STREAM)])
+    flags = [(LOAD, 0, 0, ARGUMENT + 24), (AND, 0, 0, SHARED), *_refused_if(EQUAL, SHARED)]
+    code += _of_call(MMAP[column], flags)
     options = [(LOAD, 0, 0, ARGUMENT + 16)] + [step for option in BUFFERS for step in _refused_if(EQUAL, option)]
     code += _of_call(SETSOCKOPT[column], options)
     return b"".join(struct.pack("<HBBI", *step) for step in [*code, (RETURN, 0, 0, ALLOW)])

@@ -161,6 +161,7 @@ def _command(place: Path) -> dict:
     walls = ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--as-pid-1"]
     walls += ["--cap-drop", "ALL", "--clearenv", "--hostname", "sandbox"]
     own = ["--proc", "/proc", "--dev", "/dev", "--size", str(TMP), "--tmpfs", "/tmp", "--size", str(TMP), "--tmpfs", "/dev/shm"]
+    own += ["--dev-bind", os.devnull, "/dev/zero"]  # a shared mapping of it is memory that cannot be counted
     own += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
     inside = (Path(__file__).parent / "inside.py").read_text()
     runs = [str(python), "-I", "-S", "-B", "-X", "utf8", "-X", "int_max_str_digits=0", "-c", inside, refusals().hex()]
@@ -215,7 +216,7 @@ for folder in ("/", "/dev", "/usr/lib", os.path.dirname(os.__file__)):
     breaks(f"{folder} can be written", lambda: open(os.path.join(folder, "probe"), "w"))
 breaks("the network can be reached", lambda: socket.create_connection(("127.0.0.1", port), 1))
 breaks("processes can be seen", look)
-breaks("memory has no limit", lambda: mmap.mmap(-1, 2 << 30))
+breaks("memory has no limit", lambda: mmap.mmap(-1, 2 << 30, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 breaks("memory files are allowed", lambda: os.memfd_create("x"))
 breaks("processes have no limit", fork)
 os.kill(1, signal.SIGKILL)
