@@ -110,8 +110,8 @@ def _answer(me: str) -> None:
                     return
                 if lost := _lost(store):
                     _report(
-                        f"{lost} ended without a message: killed by SIGKILL, as by the kernel when memory runs out, or by a "
-                        "crash in native code"
+                        f"{lost} ended without a message: killed by a signal, such as SIGKILL from the kernel when memory runs "
+                        "out, or by a crash in native code"
                     )
                     return
                 store.compare_set(ASKED, "", me)
