@@ -14,7 +14,8 @@ from typing import ClassVar, get_origin
 from rl import parts
 from rl.errors import UserError
 
-NO_FLAGS = {"check", "hint", "_title", "_field"}  # the first two of each class are called, the others are for --help
+METHODS = ("check", "hint")  # those of each class are called
+NO_FLAGS = {*METHODS, "_title", "_field", "_"}  # the title is for --help, `_: KW_ONLY` for @dataclass
 OF_PYTHON = {"__post_init__", "__setattr__", "__getattribute__", "__getattr__"}  # of which only the first is called
 
 
@@ -53,6 +54,7 @@ def _check_bases(flags: type, is_part: bool) -> None:
     """Raise UserError if the order of the bases decides, or if one definition hides another. A part may define a property or a
     method of its base in another way."""
     for part in flags.__mro__:
+        _check_own(part)
         if "__dataclass_fields__" not in vars(part) and (fields := _untyped(part)):
             raise UserError(
                 f"{part.__name__} has the field `{fields[0]}` and is no dataclass, so that it is no flag: write @dataclass "
@@ -64,6 +66,19 @@ def _check_bases(flags: type, is_part: bool) -> None:
     for name, (first, *others) in owners.items():
         for other in others:
             _check_pair(flags, name, first, other, is_part)
+
+
+def _check_own(part: type) -> None:
+    """Raise UserError if the class itself gives a name two meanings."""
+    for name in inspect.get_annotations(part):
+        if isinstance(vars(part).get(name), property | functools.cached_property):
+            raise UserError(
+                f"{part.__name__} has the field `{name}` and a property of that name, which hides what the flag is given: "
+                "rename one of them."
+            )
+    for name in METHODS:
+        if name in inspect.get_annotations(part) or not callable(vars(part).get(name, _check_own)):
+            raise UserError(f"{part.__name__} has a value `{name}`, but the run calls a method of that name: rename it.")
 
 
 def _untyped(part: type) -> list[str]:

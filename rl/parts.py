@@ -64,15 +64,27 @@ def leaves(flags: type) -> dict[str, Leaf]:
 
 
 def _walk(flags: type, path: tuple[str, ...] = (), instance: Any = None) -> Iterator[tuple[str, Leaf]]:
-    plain, marked = get_type_hints(flags), get_type_hints(flags, include_extras=True)
+    plain = get_type_hints(flags)
     for field in dataclasses.fields(flags):
         name = field.name
+        if not field.init:  # it is computed, not given
+            continue
         default = default_of(field) if instance is None else getattr(instance, name)
         if dataclasses.is_dataclass(plain[name]):
             _check_part(flags, name, plain[name], default)
             yield from _walk(type(default), (*path, name), default)
         else:
-            yield name, Leaf(path, flags, default, plain[name], getattr(marked[name], "__metadata__", ()))
+            yield name, Leaf(path, flags, default, plain[name], _marks(flags, name, plain[name]))
+
+
+def _marks(flags: type, name: str, kind: Any) -> tuple:
+    """Return the marks of a field's type. A class that only gives another default keeps those of its base."""
+    for base in flags.__mro__:
+        if name in inspect.get_annotations(base):
+            hints = get_type_hints(base, include_extras=True)
+            if marks := getattr(hints[name], "__metadata__", ()):
+                return marks if get_type_hints(base)[name] == kind else ()
+    return ()
 
 
 def _check_part(flags: type, name: str, kind: type, default: Any) -> None:

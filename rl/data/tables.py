@@ -39,7 +39,9 @@ def read_table(file: str, split: str):
     except Exception as error:  # datasets and pyarrow raise many kinds for a damaged file
         cause = error.__cause__ or error
         reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-        raise UserError(f"{file}: cannot be read ({reason}). If the file is whole, save that column as text.") from None
+        is_json = read is _read_json
+        remedy = "Write it as UTF-8, one JSON object a row." if is_json else "If the file is whole, save that column as text."
+        raise UserError(f"{file}: cannot be read ({reason}). {remedy}") from None
     if not len(table):
         raise UserError(f"{file}: the file has no rows (--{split}-files).")
     return table

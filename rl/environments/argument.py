@@ -37,7 +37,7 @@ def _leaves(schema: dict, root: dict, seen: set[str]) -> Iterator[dict]:
         return
     yield schema
     for name in ("anyOf", "oneOf", "allOf"):
-        for part in schema.get(name) or ():
+        for part in _listed(schema.get(name)):
             yield from _leaves(part, root, seen)
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference not in seen:
@@ -48,13 +48,18 @@ def _leaves(schema: dict, root: dict, seen: set[str]) -> Iterator[dict]:
         yield from _leaves(found, root, seen)
 
 
+def _listed(value: object) -> list:
+    """Return the value if it is a list. Schemas are data of agents, and may be of any form."""
+    return value if isinstance(value, list) else []
+
+
 def _choices(leaf: dict) -> list:
-    return [*(leaf.get("enum") or ()), *([leaf["const"]] if "const" in leaf else [])]
+    return [*_listed(leaf.get("enum")), *([leaf["const"]] if "const" in leaf else [])]
 
 
 def _kinds(leaf: dict) -> set[str]:
-    given = leaf.get("type") or []
-    kinds = {given} if isinstance(given, str) else set(given)
+    given = leaf.get("type")
+    kinds = {kind for kind in (given if isinstance(given, list) else [given]) if isinstance(kind, str)}
     return {ALIASES.get(kind, kind) for kind in kinds} | ({"null"} if leaf.get("nullable") else set())
 
 

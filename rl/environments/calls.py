@@ -94,7 +94,8 @@ def _from_tags(body: str, schemas: Mapping[str, dict]) -> dict:
     if rest := tag.sub("", match[2]).strip():
         raise Malformed(f"the call has text between its parameters: {rest[:40]}")
     schema = schemas.get(name, {})
-    properties = schema.get("properties", {})
+    properties = schema.get("properties")
+    properties = properties if isinstance(properties, dict) else {}
     arguments = {}
     for key, value, closed in tag.findall(match[2]):
         if not closed:

@@ -139,9 +139,10 @@ def as_tools(value: Any) -> list[dict]:
     tools = []
     for number, tool in enumerate(value if isinstance(value, list) else [value] if value else []):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        parameters = (isinstance(function, dict) and function.get("parameters")) or {}
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(parameters, dict):
             raise Refused(400, f"tools[{number}]: must have the form {{type: function, function: {{name, parameters}}}}")
-        tools.append({"type": "function", "function": function | {"parameters": function.get("parameters") or {}}})
+        tools.append({"type": "function", "function": function | {"parameters": parameters}})
     return tools
 
 

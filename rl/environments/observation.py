@@ -22,9 +22,12 @@ class BadValue(Exception):
 def as_text(value: Any) -> str:
     """Return the text that the model reads. Raise BadValue for images and for objects without a text."""
     if isinstance(value, str):
+        if value.startswith("data:image/"):
+            raise _image("the address of an image")
         return str.__str__(value)  # also of an enumeration's
-    parts = value if isinstance(value, list) else [value]
-    kinds = {part.get("type") if isinstance(part, dict) and isinstance(part.get("type"), str) else None for part in parts}
+    within = value.get("content") if isinstance(value, dict) else None  # of a result of MCP
+    parts = value if isinstance(value, list) else [value, *(within if isinstance(within, list) else [])]
+    kinds = set(map(_kind, parts))
     if kinds & NOT_TEXT:
         raise _image(f"content of the type {sorted(kinds & NOT_TEXT)[0]!r}")
     if isinstance(value, list) and kinds == {"text"} and all(isinstance(part.get("text"), str) for part in parts):
@@ -33,6 +36,13 @@ def as_text(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False, default=_plain)
     except (ValueError, TypeError, RecursionError) as error:  # a key is a tuple, or a list holds itself
         raise BadValue(f"{value!r:.100} cannot be written as JSON ({error}): return text") from None
+
+
+def _kind(part: Any) -> str | None:
+    """Return the type of a content part; None if it is none."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    is_entry = kind == "file" and "file" not in part  # of a directory
+    return kind if isinstance(kind, str) and not is_entry else None
 
 
 def _plain(value: Any) -> Any:

@@ -184,8 +184,10 @@ class Programs:
         elif self.is_own:
             self.functions = {function.__name__: function for function in getattr(self.cls, "tools", ())}
         else:
-            methods = dict(inspect.getmembers(self.cls, inspect.isfunction))
-            self.functions = {name: methods[name] for name in methods if not name.startswith("_") and name not in OWN}
+            methods = dict(inspect.getmembers(self.cls, lambda of: inspect.isfunction(of) or inspect.ismethod(of)))
+            public = [name for name in methods if not name.startswith("_") and name not in OWN]
+            is_static = {name: isinstance(inspect.getattr_static(self.cls, name), staticmethod) for name in public}
+            self.functions = {name: methods[name] for name in public if not is_static[name]}  # as in TRL
         if not self.functions and not self.is_own:
             raise TypeError(f"{self.cls.__name__} has neither a method step nor public methods that could be tools")
 

@@ -156,6 +156,8 @@ def _take(command: Command, key: str, value: object) -> None:
 def read_script(text: str, words: Sequence[str] = ()) -> Command:
     """Read the text of a shell script, or of one command. words: the script's arguments. Raise UserError if it does not start
     verl."""
+    if "\0" in text:
+        raise UserError("it is no text: it has a NUL byte. Give a shell script, or a command.")
     text = NETWORK.sub("/nowhere/", text.replace("\r\n", "\n"))
     rewritten = sent_nowhere(text)
     found, complaints = _programs(text if rewritten is None else rewritten, words)

@@ -288,7 +288,7 @@ BAD = {
     "empty": (lambda p: write(p / "x.jsonl"), "x.jsonl: the file has no rows.*--train-files"),
     "absent": (lambda p: p / "x.parquet", "x.parquet: no such file"),
     "damaged parquet": (lambda p: (p / "x.parquet").write_bytes(b"PAR1 no") and p / "x.parquet", "x.parquet: cannot be read"),
-    "damaged json": (lambda p: (p / "x.jsonl").write_text('{"prompt": ') and p / "x.jsonl", "x.jsonl: cannot be read"),
+    "damaged json": (lambda p: (p / "x.jsonl").write_text('{"prompt": ') and p / "x.jsonl", "x.jsonl: cannot be read .*JSON"),
     "not a chat": (lambda p: write(p / "x.jsonl", verl_row([{"text": "1"}])), "x.jsonl row 0.*neither a string nor a list"),
     "empty parquet": (lambda p: table(p / "x.parquet", []), "x.parquet: the file has no rows.*--train-files"),
     "no chat template accepts it": (

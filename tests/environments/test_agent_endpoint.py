@@ -190,6 +190,7 @@ if what == "calls nothing":
     sys.exit()
 if what == "sends rubbish":
     odd = [b"{", b"[" * 100_000, b"3"] + [{"messages": value} for value in ([], [3], [{"role": []}], {}, 7)]
+    odd.append({"messages": messages, "tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]})
     for body in (*odd, {"messages": messages, "tools": 7}, {"messages": [{"role": "assistant", "tool_calls": 7}]}):
         try:
             ask(body)

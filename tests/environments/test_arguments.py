@@ -111,6 +111,15 @@ def test_a_text_that_nothing_can_read_stays_text(schema, text):
     assert call["arguments"] == {"a": text}
 
 
+@pytest.mark.parametrize("key", ["anyOf", "oneOf", "allOf", "enum", "$ref", "type"])
+@pytest.mark.parametrize("value", [5, "x", {"a": 1}, [{"a": 1}], [5, None], True, None])
+def test_a_schema_of_another_form_raises_nothing(key, value):
+    """An agent brings the schemas of its tools."""
+    for schema in ({"properties": {"a": {key: value}}}, {"properties": {"a": value}}, {"properties": value}):
+        _, (call,) = parse(QWEN.format("5"), "xml", {"f": schema})
+        assert call["arguments"]["a"] in (5, "5")
+
+
 @pytest.mark.parametrize(("family", "form"), [("qwen3_5_think", QWEN), ("glm4moe", GLM)])
 def test_vllm_s_parsers_read_the_same(family, form):
     pytest.importorskip("vllm.tool_parsers")

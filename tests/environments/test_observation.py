@@ -6,6 +6,7 @@ import datetime
 import decimal
 import enum
 import io
+import json
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +100,9 @@ IMAGES = [
     [{"type": "input_image", "image_url": DATA}],
     [{"type": "image", "data": DATA, "mimeType": "image/png"}],
     [{"type": "input_audio", "input_audio": {}}],
+    [{"type": "file", "file": {"file_data": DATA}}],
+    {"content": [{"type": "text", "text": "a screen"}, {"type": "image", "data": DATA, "mimeType": "image/png"}]},
+    DATA,
 ]
 
 
@@ -134,6 +138,11 @@ def test_an_image_is_refused_wherever_it_is(value):
     for ask in asked:
         with pytest.raises(BadValue, match="only text is possible here"):
             ask()
+
+
+def test_a_directory_s_entries_are_no_content():
+    entries = [{"type": "file", "name": "a.txt"}, {"type": "dir", "name": "b"}]
+    assert as_text(entries) == json.dumps(entries)
 
 
 def test_an_object_without_a_text_is_refused():

@@ -127,6 +127,22 @@ def test_a_trl_environment_runs_unchanged():
     assert program.step(said(content="done")) == ([], 1.0, True) and other.reward() == 0.0
 
 
+def test_tools_are_the_bound_methods_as_in_trl():
+    class WithHelpers(OfTrl):
+        @staticmethod
+        def describe(observation):
+            return observation
+
+        @classmethod
+        def rules(cls) -> str:
+            """Says the rules."""
+            return cls.__name__
+
+    programs = Programs([WithHelpers], are_tools=False)
+    assert {schema["function"]["name"] for schema in programs.schemas()} == {*Programs([OfTrl], False).functions, "rules"}
+    assert programs.new().step(said(call("rules")))[0][0]["content"] == "WithHelpers"
+
+
 def test_an_environment_s_own_tools_are_shown_and_its_calls_handed_over():
     class Own:
         tools = (divide,)

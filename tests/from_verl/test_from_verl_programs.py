@@ -147,6 +147,7 @@ OTHERS = {
     "torchrun --nproc_per_node 8 recipe/mine/train.py a.b=1": "recipe/mine/train.py is no trainer",
     "docker run img bash -c 'python3 -m verl.trainer.main_eval data.path=x'": "main_eval grades",
     "mkdir -p ckpt/main_ppo; python train.py a.b=1": "does not start verl",
+    "verl\0 a=1": "NUL byte",
 }
 
 

@@ -12,6 +12,7 @@ from helpers import ROOT, run_script
 
 from rl import flags, generator_loop, parts, split
 from rl.errors import UserError
+from rl.ranges import may_change
 from rl.ranks import dist
 from rl.samples import stream
 
@@ -106,6 +107,15 @@ REFUSED = {
         "both define --publish-every.*AsyncSchedule.publish_e",
     ),
     "a flag of the split": ("async", "", BASE, "+generators: int = 3", "both define --generators.*`split: SplitArgs = Split"),
+    "a field and a property in one class": (
+        "sync",
+        "",
+        BASE,
+        "+gamma: float = 0.5\n    " + PROPERTY.format("gamma") + "\n\n    @gamma.setter\n    def gamma(self, value): ...",
+        "Args has the field `gamma` and a property of that name",
+    ),
+    "a field called check": ("sync", "", BASE, "+check: bool = True", "Args has a value `check`, but the run calls"),
+    "a value called hint": ("sync", "", BASE, "+hint = 'x'", "Args has a value `hint`, but the run calls"),
     "two __post_init__": (
         "sync",
         PLAIN.format(POST_INIT),
@@ -115,7 +125,11 @@ REFUSED = {
     ),
 }
 KINDS = {"sync": "SyncSchedule", "one_step_off": "OneStepOffSchedule", "async": "AsyncSchedule", "sft": "SupervisedSchedule"}
-IMPORTS = """from rl.algorithm.args import AlgorithmArgs
+IMPORTS = """from dataclasses import KW_ONLY, field
+from typing import Annotated
+
+from rl.algorithm.args import AlgorithmArgs
+from rl.ranges import Range
 from rl.samples.over_sampling import SyncSchedule
 from rl.samples.schedule import AsyncSchedule, BatchSchedule, OneStepOffSchedule
 from rl.split import SplitArgs
@@ -179,6 +193,22 @@ def test_flags_and_defaults_of_a_fork_hold(load):
     assert args.extra, "a mixin's own property"
     args = read(load("sync", MIXIN.format("gamma: float = 0.5"), "Mine, CommonArgs"))
     assert args.gamma == 0.5, "derived from the class of the field, and first"
+
+
+def test_a_flag_with_another_default_keeps_its_range(load):
+    """Else --lr -1 would be gradient ascent."""
+    module = load("sync", "", "CommonArgs", '+lr: float = 1e-5\n    model: str = "demo-moe"')
+    with pytest.raises(UserError, match="--lr must be above 0"):
+        read(module, "--lr", "-1")
+    assert "model" in may_change(module.Args), "a run may resume with another path"
+    own = load("sync", "", "CommonArgs", "+seed: Annotated[int, Range(at_least=-1)] = -1")
+    assert read(own).seed == -1, "a range of its own counts"
+
+
+def test_fields_that_are_no_flags_are_left_alone(load):
+    within = "+seen: int = field(default=3, init=False)\n    _: KW_ONLY\n    extra: int = 3"
+    args = read(load("sync", MIXIN.format("_: KW_ONLY\n    more: int = 2"), "Mine, CommonArgs", within), "--extra", "5")
+    assert (args.seen, args.extra, args.more) == (3, 5, 2) and "seen" not in parts.flat(args)
 
 
 def test_a_fork_s_default_within_the_schedule_holds(load):
