@@ -14,68 +14,29 @@ from functools import lru_cache
 from math_grader.compare import agree, explains
 from math_grader.form import is_literal
 from math_grader.sentence import Answer, read
-from math_grader.text import BOX, LONGEST, LONGEST_TRUTH, NotUnderstood, latex
+from math_grader.text import LONGEST, LONGEST_TRUTH, NotUnderstood, latex
 
-BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-WORD = re.compile(r"[^\s$]+")
+ANSWER = re.compile(
+    r"(?i)(?:\b(not|wrong|incorrect)\s+(?:(?:the|an?|final)\s+)*)?answer(?:\s+is)?[*_`\s]{0,4}[:\N{FULLWIDTH COLON}]"
+)
+NOTHING = re.compile(r"[\s*_`$#{}.|]*(?:\\[\[(]|-{3,})?[\s*_`$]*")  # markup without an answer
 NUMBER = r"(?:[0-9]+(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
 EXPONENT = r"(?:[eE][+-]?[0-9]{1,3}(?![0-9.]))?"
-BEFORE = re.compile(  # an operation on a box
-    r"(?:[-+/^_](?:\s*\{)?|[0-9}=]\s*[-+*/]\s*|[≠≈≤≥±√]\s*|(?<=[\s\w}])<\s*|(?<=[\s}])>\s*|(?<![\s*])[0-9]|\\(?:times|cdot|div|pm|mp|sqrt|frac|not|neq?|lt|gt|leq?|geq?|approx|sim)\s*\{?)$"
-)
-AFTER = re.compile(r"\s*(?:[\^_]|[-+*/]\s*[0-9\\]|[0-9]|\\(?:times|cdot|div|pm|mp|pi|sqrt|frac|approx|neq?)(?![A-Za-z]))")
 
 # ---------------------------------------------------------------------------------------------- finding the answer
 
 
-def boxed(text: str) -> str | None:
-    r"""Return the content of the last \boxed or \fbox, which is in braces or one word. Boxes with only commas, "and" or "or"
-    between them are one answer. Return None if there is no box, or if the last one is not closed. Raise NotUnderstood if the
-    box is part of a larger formula."""
-    parts: list[str] = []
-    end = 0
-    start = 0
-    between = ""
-    for mark in BOX.finditer(text):
-        if mark.start() < end:
-            continue  # it is inside another box
-        gap = text[end : mark.start()].strip("$,; \t\r\n\f\v")
-        if not parts or gap not in ("", "and", "or"):
-            parts, start, between = [], mark.start(), ""
-        between = gap if gap == "or" else between
-        content, end = _braces(text, mark.end())
-        if content is None:
-            return None
-        parts.append(content)
-    if not parts or not all(part.strip() for part in parts):
-        return None
-    if BEFORE.search(text[max(0, start - 20) : start]) or AFTER.match(text, end):
-        raise NotUnderstood("a box in a formula")
-    return (" or " if between else ", ").join(dict.fromkeys(parts))
-
-
-def _braces(text: str, start: int) -> tuple[str | None, int]:
-    """Return the content of the braces that open at `start`, or the word there, and where it ends. The content is None if the
-    braces do not close."""
-    if text[start : start + 1] != "{":
-        word = WORD.match(text, start)
-        return (word[0].rstrip(".,;:"), word.end()) if word else (None, start)
-    depth = 0
-    for brace in BRACE.finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            return text[start + 1 : brace.start()], brace.end()
-    return None, len(text)
-
-
 def answer_line(text: str) -> str | None:
-    """Return the text after the last "Answer:", from the first line that has any. Return None without one."""
-    marks = list(re.finditer("(?i)answer(?:\\s+is)?[*_`\\s]{0,4}[:\N{FULLWIDTH COLON}]", text))
-    lines = text[marks[-1].end() :].splitlines() if marks else []
-    line = next((line for line in lines if line.strip("*_`$#>|~{}[]()\\ \t-.")), None)
+    """Return the text after the last "Answer:", from the first line that has any. Return None without one. Raise NotUnderstood
+    after "wrong answer:"."""
+    marks = list(ANSWER.finditer(text))
+    lines = text[marks[-1].end() :].split("\n") if marks else []
+    line = next((line for line in lines if not NOTHING.fullmatch(line)), None)
     if line is None:
         return None
     mark = marks[-1]
+    if mark[1]:
+        raise NotUnderstood("not the answer")
     return closed(text[text.rfind("\n", 0, mark.start()) + 1 : mark.end()], line)
 
 
@@ -92,7 +53,7 @@ def closed(before: str, line: str) -> str:
 
 def hash_line(text: str) -> str | None:
     """Return the text after the last "####" that has text after it on its line. Return None without one."""
-    found = list(re.finditer(r"#{4,}\s*([^\n#]*[^\n#\s])", text))
+    found = list(re.finditer(r"(?<!#)#{4,}(?!#)\s*((?:(?!#{4})[^\n])*[^\n#\s])", text))
     if not found:
         return None
     start = found[-1].start()

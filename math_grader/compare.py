@@ -37,6 +37,8 @@ def _spread(tree: tuple) -> tuple:
     """Return the tree with plus-minus as two answers, a set as a list of answers, and inequalities as intervals."""
     if tree[0] == "relation" and tree[1] == (r"\in",):
         inner = _spread(tree[3])
+        if tree[3][0] in ("number", "negative", "quotient"):
+            raise NotUnderstood("a number is no set")
         return ("within", tree[2], inner) if inner[0] in ("row", "sets") else _labelled(tree[2], inner)
     if tree[0] == "relation" and tree[1] == ("=",) and _is_row_of_names(tree[2]) and tree[3][0] == "row":
         return tree
@@ -113,10 +115,10 @@ def _agree(answer: tuple, truth: tuple) -> bool:
 
 
 def _same_quantity(answer: tuple, truth: tuple) -> bool:
-    """Compare two expressions. A per cent sign may be missing on either side, and 10% is 0.1."""
+    """Compare two expressions. A per cent sign may be missing on either side, and 10% is 0.1; but 0.5% is not 0.5."""
     (answer, a), (truth, b) = _without_percent(answer), _without_percent(truth)
     if _same(answer, truth):
-        return True
+        return not a or b or not _is_below_one(truth)
     return a != b and _same(*((_hundredth(answer), truth) if a else (answer, _hundredth(truth))))
 
 
@@ -128,6 +130,11 @@ def _without_percent(tree: tuple) -> tuple[tuple, bool]:
     if tree[0] == "negative" and tree[1][0] == "percent":
         return ("negative", tree[1][1]), True
     return (tree[1], True) if tree[0] == "percent" else (tree, False)
+
+
+def _is_below_one(tree: tuple) -> bool:
+    value = values((tree,))[0]
+    return value is not None and 0 < abs(value) < 1
 
 
 def _hundredth(tree: tuple) -> tuple:

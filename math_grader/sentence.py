@@ -59,11 +59,14 @@ def _choice(text: str) -> str | None:
 
 def _is_value(text: str) -> bool:
     """Return whether the text is the value of a choice, not another choice or a word. Raise NotUnderstood if it is neither."""
-    return re.search(r"[0-9\\]", text) is not None and not _has_capital(Sentence(tokens(text)).whole())
+    return re.search(r"[0-9\\]", text) is not None and not _has_word(Sentence(tokens(text)).whole())
 
 
-def _has_capital(tree: tuple) -> bool:
-    return any(_has_capital(part) if isinstance(part, tuple) else str(part).isupper() for part in tree)
+def _has_word(tree: tuple) -> bool:
+    """Return whether a tree has a word or a capital letter."""
+    return tree[0] == "words" or any(
+        _has_word(part) if isinstance(part, tuple) else str(part).isupper() for part in tree if part
+    )
 
 
 def folded(token: str) -> str:
@@ -182,6 +185,9 @@ class Sentence(Parser):
             else:
                 break
         if key:
+            counted = {name for name in (*key, *(self.units & words.MONEY)) if not name.startswith("/")}
+            if len(counted) > 1 and counted & {*words.MONEY, "m", "g", "l"}:
+                raise NotUnderstood("$12m may be 12 million")
             self.units.add(" ".join(key))
 
     def remark(self, key: list[str]) -> None:

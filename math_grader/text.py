@@ -12,6 +12,7 @@ from math_grader import words
 LONGEST = 400  # characters of an answer; MATH's longest ground truth has about 160
 LONGEST_TRUTH = 4000  # characters
 BOX = re.compile(r"\\[bf]?box(?:ed)?(?![A-Za-z])\s*")
+DOLLAR = re.compile(r"(?<!\\)\$")
 CURRENCIES = {"£", "€", "¥", "₹", r"\$"}
 SIGNS = {  # typeset characters, by their Unicode names, as LaTeX
     "-": "MINUS SIGN, EN DASH, EM DASH, HYPHEN, NON-BREAKING HYPHEN, SMALL HYPHEN-MINUS",
@@ -78,6 +79,8 @@ def normalized(answer: str, longest: int = LONGEST, prose: bool = False) -> str:
     text = BOX.sub("", re.sub(END_TOKENS, "", text.strip()))
     if re.search(r"(?:^|[^\w\s}:.])\s*~\s*[\d.$\\]", text):
         raise NotUnderstood("~5 is about 5")
+    if len(DOLLAR.findall(text)) == 1:  # a currency: formulas have two
+        text = re.sub(r"(?<!\\)\$(?=\s*-?[0-9.])", r"\\$", text)
     text = re.sub(r"(?<=\d)(?:\{,\}|,\s*\\!\s*)(?=\d{3})", ",", text)
     text = re.sub(r"(?<!\\)\\[!,;: ]|(?<=\S)~(?=\S)|(?<!\\)\\q?quad(?![A-Za-z])|(?<!\\)\$|\\[()]|(?<!\\)\\[\[\]]", " ", text)
     text = re.sub(SIZES, " ", text)
@@ -87,6 +90,7 @@ def normalized(answer: str, longest: int = LONGEST, prose: bool = False) -> str:
     if "{" in text:
         text = _without_groups(text)
     if prose:
+        text = re.sub(r"(?<=[a-z]{3})!$", "", text)  # 18 eggs! is no factorial, while 18! may be one
         text = re.sub(rf"(?<=\d)(?=[{words.LETTERS}](?![A-Za-z]))", " ", text)
         text = re.sub(rf"(?<=[\d/]) ?{LETTER}", r" \\unit{\1} ", text)
     return _bare(re.sub(r"\bper cent\b|\bpercent\b", " % ", text))

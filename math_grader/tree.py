@@ -171,7 +171,7 @@ class Parser:
         while self.next in ("^", "_", "!", "'") and not self.at_degree():
             mark = self.take()
             marks += 1
-            if marks > MOST_MARKS:
+            if marks > MOST_MARKS or (mark == "!" and value[0] == "factorial"):  # n!! is no (n!)!
                 raise NotUnderstood(mark)
             if mark == "^":
                 value = ("power", value, self.argument())
@@ -275,15 +275,18 @@ class Parser:
             return ("spelled", Fraction(words.NUMBERS.index(token.lower())))
         if len(token) > LONGEST_PRODUCT:
             raise NotUnderstood(token)
-        return ("name", token) if len(token) == 1 else ("product", *(("name", letter) for letter in token))
+        if len(token) == 1 or token.isupper():  # BAC is a name, which has an order
+            return ("name", token)
+        return ("product", *(("name", letter) for letter in token))
 
     def function(self, name: str) -> tuple:
-        """Parse a function's exponent and subscript, then factors up to the next sign or function: sin^2 2x, log_2 x."""
+        """Parse a function's exponent and subscript, then a bracket, or factors up to the next sign or function: sin^2 2x."""
         marks = []
         while self.next in ("^", "_") and not self.at_degree():
             marks.append((self.take(), self.argument()))
-        value = self.factor(signs=True)
-        while not self.at_stop() and self.next not in FUNCTIONS:
+        is_whole = self.next == "("  # \ln(2)x is no \ln(2x), and \ln(x)^2 no \ln(x^2)
+        value = self.base() if is_whole else self.factor(signs=True)
+        while not is_whole and not self.at_stop() and self.next not in FUNCTIONS:
             value = self.side_by_side(value)
         if self.at_degree():
             value = self.degree(value)
@@ -321,7 +324,7 @@ class Parser:
                     rows.append([])
             elif self.next == "&":
                 self.take()
-        self.take()
+        self.take(rf"\end{{{name}}}")
         tree = ("matrix", *(("cells", *row) for row in rows))
         return ("call", name, tree) if name in ("vmatrix", "Vmatrix") else tree
 

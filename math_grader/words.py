@@ -64,6 +64,7 @@ unit units
 """)
     for spelling in line.split()
 }
+MONEY = {"dollar", "cent", "euro", "pound-sterling", "yen", "yuan", "rupee"}
 LETTERS = "mghslLNJWV"  # units of one letter, which count only in \text{} or in prose
 NOUNS = _words("""
 apple article bag ball balloon banana bar basket bead bean bear bed bee bill bird block blueberry book bottle box boy bracelet

@@ -8,8 +8,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from math_grader.answers import BOX, answer_line, boxed, hash_line, is_number, last_number, same
-from math_grader.text import NotUnderstood
+from math_grader.answers import answer_line, hash_line, is_number, last_number, same
+from math_grader.box import boxed
+from math_grader.text import BOX, NotUnderstood
 from rl.rewards.args import CODE, CodeArgs
 
 GEO3K = re.compile(r"<think>(?>.*?</think>)(?>.*?\\boxed\{).*?\}", re.DOTALL)  # atomic groups: the time is linear
@@ -27,7 +28,6 @@ def gsm8k(
     line = hash_line(solution_str[-300:])
     if line is None:
         return graded(0.0, False)
-    line = re.sub(r"(?<!!)!$", "", line)  # an exclamation mark
     right = same(line, truth_of_gsm8k(ground_truth), prose=True)
     is_format = format_score and right is False and is_number(line)
     return graded(1.0 if right else format_score if is_format else 0.0, right)

@@ -239,7 +239,8 @@ def test_a_number_is_paid_in_every_spelling(seed):
     value = Fraction(rng.choice([rng.randint(-99, 99), rng.randint(1000, 10**7)]), rng.choice([1, 1, rng.randint(2, 64)]))
     truth, text = spelled_number(rng, value)
     units = ["", r"\text{ cm}", r"\text{ square units}", r" \text{ dollars}", r"^\circ", r"^{\circ}", r"\%", r"\mbox{ feet}"]
-    text = wrapped(rng, text + rng.choice(units if "(" not in text else units[:1]))
+    unit = rng.choice(units if "(" not in text else units[:1])
+    text = wrapped(rng, text + (unit if unit != r"\%" or not 0 < abs(value) < 1 else ""))  # 0.5% is not 0.5
     for grader in MATH:
         assert paid(grader, text, truth), (text, truth)
     other = spelled_number(rng, value + Fraction(1, 7))[1]

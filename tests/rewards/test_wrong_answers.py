@@ -163,26 +163,30 @@ def test_an_answer_that_cannot_be_decided_is_counted(text, truth, undecided):
     assert math_dapo("", f"Answer: {text}", truth)["undecided"] == undecided
 
 
-@pytest.mark.parametrize(
-    "text", [r"-\boxed{7}", r"\boxed{7}^2", r"2\boxed{7}", r"\sqrt{\boxed{7}}", r"\boxed{7} + 1", r"x \ne \boxed{7}"]
-)
-def test_an_operation_on_a_box_is_part_of_the_answer(text):
+AROUND = [line.split("\t") for line in (ROOT / "tests" / "fixtures" / "around_a_box.tsv").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("text", [text for kind, text in AROUND if kind == "other"])
+def test_what_touches_a_box_is_part_of_the_answer(text):
     assert math_verify("", text, "7") == {"score": 0, "acc": 0, "undecided": 1}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        r"- \boxed{7} - which was asked",
-        r"* \boxed{7}!",
-        r"= \boxed{7}/",
-        "1. \\boxed{7}",
-        r"\(\boxed{7}\) + 1 more",
-        r"</think>\boxed{7}",
-    ],
-)
+@pytest.mark.parametrize("text", [text.replace("<newline>", "\n") for kind, text in AROUND if kind == "prose"])
 def test_prose_around_a_box_is_none(text):
     assert math_verify("", text, "7")["acc"] == 1
+
+
+@pytest.mark.parametrize("text", [r"(\boxed{1}, \boxed{2})", r"[\boxed{1,2}]", r"\{\boxed{1}, \boxed{2}\}"])
+def test_brackets_around_boxes_are_part_of_the_answer(text):
+    assert math_verify("", text, "1,2")["undecided"] == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["Wrong answer: 7", "Not the answer: 7", "Answer: -\n7", "Answer: (\n7", "Answer: 7\r8", "Answer: 7\x0c8"]
+)
+def test_what_is_around_a_marked_answer_is_part_of_it(text):
+    for grader in (math_verify, math_dapo):
+        assert grader("", text, "7")["acc"] == 0
 
 
 def test_a_response_without_an_answer_is_decided():
