@@ -11,40 +11,58 @@ from math_grader.text import BOX, NotUnderstood
 
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 WORD = re.compile(r"[^\s$]+")
-STYLE = r"\\(?:text(?:bf|it|rm)?|math(?:bf|it|rm)|mbox|[Ll]arge|LARGE|[hH]uge|displaystyle|bf|centering)(?![A-Za-z])\s*+"
+STYLE = r"\\(?:text(?:bf|it|rm)?|math(?:bf|it|rm)|mbox|operatorname|[Ll]arge|LARGE|[hH]uge|displaystyle|bf)(?![A-Za-z])\s*+"
 SPACE = r"(?:\s|\\[,;:! ]|\\q?quad(?![A-Za-z]))"
 CJK = "\u3040-\u9fff"
 CJK_MARKS = "\u3001\u3002\uff0c\uff1a\uff1b"  # comma, full stop, colon, semicolon
 OTHER_BEFORE = (  # words before a box that make it another answer
-    r"(?i:not|or|minus|negative|half|twice|double|maybe|perhaps|probably|possibly|about|approximately|roughly|almost|nearly"
-    r"|around|least|most|than)"
+    r"(?i:not|or|minus|negative|half|twice|double|maybe|perhaps|probably|possibly|approximately|roughly|almost|nearly"
+    r"|around|than)"
 )
 OTHER = (  # and words after it
-    r"(?i:(?:hundred|thousand|[mbtr]*illion|dozen|lakh|crore|squared|cubed|minus|plus|times)s?\b|(?:or|and)[\s}]+[-$\\0-9]|no\b"
+    r"(?i:(?:hundred|thousand|[mbtr]*illion|dozen|lakh|crore|squared|cubed|minus|plus)s?\b|times\s+[-$\\0-9]|(?:or|and)[\s}]+[-$\\0-9]|no\b"
     r"|(?:is\s+)?(?:not|wrong|false|incorrect)\b|isn't\b|[万萬亿億千百十倍半折分])"
 )
+UNIT = rf"\\mu(?![A-Za-z])\s*{STYLE}|\\AA(?![A-Za-z])|\s*\{{~?(?:[A-Za-z]{{2,4}}|[{words.LETTERS}])\}}"  # \mu \mathrm{m}, {eV}
 LEFT = (
     r"^(?:\s*[-*+•>#|]+\s|\s*[0-9]+[.)]\s)?",  # nothing, or the mark of an item
     rf"(?<![\\A-Za-z])(?!{OTHER_BEFORE}\W*$)[^\W\d_]{{2,}}|[\u2019']s|\b[aAI](?=\s)|(?![约約負负])[{CJK}]",
     r"(?<![!<>~≈≠])(?<!\\not)(?<!\\not )=|[-=]>|<[/\w|]+>|[→⇒∴&]",
-    r"\\(?:[Rr]ightarrow|Longrightarrow|implies|iff|therefore|equiv|newline|\\)(?![A-Za-z])",
+    r"\\(?:[Rr]ightarrow|Longrightarrow|implies|iff|therefore|equiv|simeq|newline|\\)(?![A-Za-z])",
     rf"[“\"—👉{words.MARKS}{CJK_MARKS}]|(?<!\\);|(?<![0-9\\])[.,]|(?<!\\)[.,](?=\s)",
     r"(?<![0-9\\])(?<![0-9]\s):|(?<=[0-9]):(?=\s)",  # Step 2: \boxed{7}, but not 2:\boxed{7}
     r"(?<![-+])(?<![-+]\s)\\\$",
+    r"(?<=[A-Za-z])\)(?=\s)|(?<=[A-Za-z]\s)\(",  # a remark in prose
+    r"\bor(?:\s+about)?(?=[\s$])",  # a formula, or its value in the box; see CHOICE
+    r"\$\$\s+(?=\$\$)|\\in(?![A-Za-z])|(?<=[0-9)}])!=",
     rf"\\text\s*\{{(?![^{{}}]*\b{OTHER_BEFORE}\s*\}})[^{{}}]*[A-Za-z:=.,]\s*\}}",
 )
 BEFORE = re.compile(rf"(?:{'|'.join(LEFT)})(?:{SPACE}|{STYLE}|[${{`]|\\[(\[]|\*{{2,}}+|(?<![\w}})\]*])[*_](?!\*))*$")
 RIGHT = (
-    rf"\Z|\n|(?:\$+|\\[)\]])(?![A-Za-z^_])(?!{SPACE}*(?:\$|[.,]?[0-9]|(?:{STYLE}\{{\s*)?{OTHER}))",
-    rf"[.;](?![0-9])|[,:](?!\s*(?:[-$0-9{{]|\\(?![\])])))|[{CJK_MARKS}”\"]|</?\w+>|<\||/(?!\s*[\w\\({{$])|\\\\|&",
-    rf"(?<=\s)(?!{OTHER})(?:[^\W\d_]{{2,}}|[{words.LETTERS}AI]\b)|(?!{OTHER})[{CJK}]",
-    rf"{STYLE}\{{\s*\(?(?!{OTHER})[^\W\d_]|(?<=\s)[-\u2013\u2014]\s+(?!{OTHER})[A-Za-z]{{2}}|(?<=\s)\(\s*(?!{OTHER})[A-Za-z]{{2}}",
+    rf"\Z|\n|(?:\$+(?![A-Za-z^_])|\\[)\]](?![\^_]))(?!{SPACE}*(?:\$|[.,]?[0-9]|(?:{STYLE}\{{\s*)?{OTHER}))",
+    r"[.;](?![0-9])|[,:](?:\\?[,;! ])*(?!\s*(?:[-$0-9{]|\\(?!end|[\])])))|,\$+(?=[.\s]*(?:[A-Za-z]|$))",
+    rf"[{CJK_MARKS}”\"]|</?\w+>|<\||/(?!\s*[\w\\({{$])|\\\\|&",
+    rf"(?<=\s)(?!{OTHER})(?:(?:\[[0-9]+\]-)?[^\W\d_]{{2,}}|[{words.LETTERS}AI]\b)|(?!{OTHER})[{CJK}]",
+    rf"\[?{STYLE}\{{[\s~]*\(?(?!{OTHER})[^\W\d_]|/\s*(?:{STYLE}\{{[\s~]*[A-Za-z]|\{{~?|\$\s*)?[A-Za-z]{{2}}|{UNIT}",
+    r"=|\\equiv(?![A-Za-z])",  # another form of it; see SECOND
+    r"(?:[a-z]\^[0-9])+|~\\text(?![a-z])",  # of \boxed{-15}x^3 the coefficient is asked for
+    rf"(?<=\s)[-\u2013\u2014]\s+(?!{OTHER})[A-Za-z]{{2}}|(?<=\s)\(\s*(?!{OTHER})[A-Za-z]{{2}}",
     r"\\(?:p?mod|end|tag|newline|square|blacksquare|qed|implies|because)(?![A-Za-z])",
 )
 AFTER = re.compile(
-    rf"(?:{SPACE}|[}}`]|\\?%|°|\^\s*(?:\\circ|\{{\s*\\circ\s*\}})|\\degree(?![A-Za-z]))*"
+    rf"(?:{SPACE}|[}}`]|\{{\s*\}}|\\?%|°|\^\s*(?:\\circ|\{{\s*\\circ\s*\}})|\\degree(?![A-Za-z]))*"
     rf"(?:[*_]{{1,3}}(?!\s*[0-9A-Za-z](?![A-Za-z]))[}}`\s]*)?(?:{'|'.join(RIGHT)})"
 )
+
+EQUATION = re.compile(r"[^=]*[A-Za-z][^=]*[-+][^=]*[A-Za-z][^=]*=[^=]*[A-Za-z][^=]*")  # not solved for a name
+OR = re.compile(rf"{SPACE}*\\text\s*\{{\s*or\s*\}}")
+
+CHOICE = re.compile(
+    r"(?:^|\b(?:is|are|be|either|answers?)|:)\s*[$(\\]*-?[0-9][0-9.,/]*(?:[\s$,]|\\[)\]])*or\W*$"
+)  # 13 or \boxed{12}
+SECOND = re.compile(
+    rf"(?:{SPACE}|[$}}]|\\[)\]])*(?:=|\\equiv){SPACE}*(-?[0-9][0-9.,]*){SPACE}*(?:\$|\\[)\]]|\n|\Z|[A-Za-z])"
+)  # \boxed{12} = 13
 
 
 def boxed(text: str) -> str | None:
@@ -68,10 +86,20 @@ def boxed(text: str) -> str | None:
         parts.append(content)
     if not parts or not all(part.strip() for part in parts):
         return None
-    line = text[text.rfind("\n", 0, start) + 1 : start]
-    if not BEFORE.search(line[-200:]) or not AFTER.match(text, end):
+    if not _is_alone(text, start, end, parts[-1].strip()):
         raise NotUnderstood("a box in a formula")
     return (" or " if between else ", ").join(dict.fromkeys(parts))
+
+
+def _is_alone(text: str, start: int, end: int, content: str) -> bool:
+    """Return whether what stands before `start` and after `end` leaves the box's content as it is."""
+    line = text[text.rfind("\n", 0, start) + 1 : start]
+    if not BEFORE.search(line[-200:]) or CHOICE.search(line):
+        return False
+    second = SECOND.match(text, end)
+    if second and content.isdecimal() and second[1].rstrip(".,") != content:
+        return False
+    return bool(AFTER.match(text, end) or (EQUATION.fullmatch(content) and OR.match(text, end)))
 
 
 def _braces(text: str, start: int) -> tuple[str | None, int]:
