@@ -54,7 +54,6 @@ AFTER = re.compile(
     rf"(?:[*_]{{1,3}}(?!\s*[0-9A-Za-z](?![A-Za-z]))[}}`\s]*)?(?:{'|'.join(RIGHT)})"
 )
 
-EQUATION = re.compile(r"[^=]*[A-Za-z][^=]*[-+][^=]*[A-Za-z][^=]*=[^=]*[A-Za-z][^=]*")  # not solved for a name
 OR = re.compile(rf"{SPACE}*\\text\s*\{{\s*or\s*\}}")
 
 CHOICE = re.compile(
@@ -94,12 +93,15 @@ def boxed(text: str) -> str | None:
 def _is_alone(text: str, start: int, end: int, content: str) -> bool:
     """Return whether what stands before `start` and after `end` leaves the box's content as it is."""
     line = text[text.rfind("\n", 0, start) + 1 : start]
-    if not BEFORE.search(line[-200:]) or CHOICE.search(line):
+    if not BEFORE.search(line[-200:]) or CHOICE.search(line[-200:]):
         return False
     second = SECOND.match(text, end)
     if second and content.isdecimal() and second[1].rstrip(".,") != content:
         return False
-    return bool(AFTER.match(text, end) or (EQUATION.fullmatch(content) and OR.match(text, end)))
+    if OR.match(text, end):  # an equation that is not solved for a name may be restated
+        left, _, right = content.partition("=")
+        return bool(re.search("[A-Za-z].*[-+].*[A-Za-z]", left[:200]) and re.search("[A-Za-z]", right))
+    return bool(AFTER.match(text, end))
 
 
 def _braces(text: str, start: int) -> tuple[str | None, int]:
