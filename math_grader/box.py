@@ -27,8 +27,8 @@ UNIT = rf"\\mu(?![A-Za-z])\s*{STYLE}|\\AA(?![A-Za-z])|\s*\{{~?(?:[A-Za-z]{{2,4}}
 LEFT = (
     r"^(?:\s*[-*+•>#|]+\s|\s*[0-9]+[.)]\s)?",  # nothing, or the mark of an item
     rf"(?<![\\A-Za-z])(?!{OTHER_BEFORE}\W*$)[^\W\d_]{{2,}}|[\u2019']s|\b[aAI](?=\s)|(?![约約負负])[{CJK}]",
-    r"(?<![!<>~≈≠])(?<!\\not)(?<!\\not )=|[-=]>|<[/\w|]+>|[→⇒∴&]",
-    r"\\(?:[Rr]ightarrow|Longrightarrow|implies|iff|therefore|equiv|simeq|newline|\\)(?![A-Za-z])",
+    r"(?<![!<>~≈≠])(?<!\\not)(?<!\\not )=|[-=]>|[=&]\s*\+|<[/\w|]+>|[→⇒∴&]",
+    r"\\(?:[Rr]ightarrow|Longrightarrow|implies|iff|therefore|equiv|simeq|approx|geq?|leq?|newline|\\)(?![A-Za-z])",
     rf"[“\"—👉{words.MARKS}{CJK_MARKS}]|(?<!\\);|(?<![0-9\\])[.,]|(?<!\\)[.,](?=\s)",
     r"(?<![0-9\\])(?<![0-9]\s):|(?<=[0-9]):(?=\s)",  # Step 2: \boxed{7}, but not 2:\boxed{7}
     r"(?<![-+])(?<![-+]\s)\\\$",
@@ -43,14 +43,14 @@ RIGHT = (
     r"[.;](?![0-9])|[,:](?:\\?[,;! ])*(?!\s*(?:[-$0-9{]|\\(?!end|[\])])))|,\$+(?=[.\s]*(?:[A-Za-z]|$))",
     rf"[{CJK_MARKS}”\"]|</?\w+>|<\||/(?!\s*[\w\\({{$])|\\\\|&",
     rf"(?<=\s)(?!{OTHER})(?:(?:\[[0-9]+\]-)?[^\W\d_]{{2,}}|[{words.LETTERS}AI]\b)|(?!{OTHER})[{CJK}]",
-    rf"\[?{STYLE}\{{[\s~]*\(?(?!{OTHER})[^\W\d_]|/\s*(?:{STYLE}\{{[\s~]*[A-Za-z]|\{{~?|\$\s*)?[A-Za-z]{{2}}|{UNIT}",
+    rf"(?:\\[dt]?frac\s*\{{|\[)?{STYLE}\{{[\s~]*\(?(?!{OTHER})[^\W\d_]|/\s*(?:{STYLE}\{{[\s~]*[A-Za-z]|(?:\{{~?|\$\s*)?[A-Za-z]{{2}})|{UNIT}",
     r"=|\\equiv(?![A-Za-z])",  # another form of it; see SECOND
     r"(?:[a-z]\^[0-9])+|~\\text(?![a-z])",  # of \boxed{-15}x^3 the coefficient is asked for
     rf"(?<=\s)[-\u2013\u2014]\s+(?!{OTHER})[A-Za-z]{{2}}|(?<=\s)\(\s*(?!{OTHER})[A-Za-z]{{2}}",
     r"\\(?:p?mod|end|tag|newline|square|blacksquare|qed|implies|because)(?![A-Za-z])",
 )
 AFTER = re.compile(
-    rf"(?:{SPACE}|[}}`]|\{{\s*\}}|\\?%|°|\^\s*(?:\\circ|\{{\s*\\circ\s*\}})|\\degree(?![A-Za-z]))*"
+    rf"(?:{SPACE}|[}}`]|\{{\s*\}}|\\?%|°|\^\s*(?:\\circ|\{{\s*(?:\\circ|(?:\\prime\s*)+)\s*\}})|\\degree(?![A-Za-z]))*"
     rf"(?:[*_]{{1,3}}(?!\s*[0-9A-Za-z](?![A-Za-z]))[}}`\s]*)?(?:{'|'.join(RIGHT)})"
 )
 
