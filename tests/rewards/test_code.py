@@ -197,7 +197,7 @@ for line in open('/proc/self/maps'):
         try: memory.seek(start); data = memory.read(end - start)
         except (OSError, OverflowError, ValueError): continue
         if (b'86' + b'42') in data: print(8642)""",
-    "two reports": "import os\nos.fork()\nprint(8642 if os.getpid() % 2 else 1)",
+    "two reports": "import os\nchild = os.fork()\nif child: os.waitpid(child, 0)\nprint(1 if child else 8642)",
     "comparison": "class Same(str):\n    def __eq__(self, other): return True\nprint(Same('x'))",
     "builtins": "import builtins, json\nbuiltins.print = lambda *a: 1\njson.dumps = lambda x: '8642'",
     "sandbox": "import os, signal\nfor n in range(1, 32): os.kill(1, n)",
