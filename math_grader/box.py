@@ -15,15 +15,19 @@ STYLE = r"\\(?:text(?:bf|it|rm)?|math(?:bf|it|rm)|mbox|operatorname|[Ll]arge|LAR
 SPACE = r"(?:\s|\\[,;:! ]|\\q?quad(?![A-Za-z]))"
 CJK = "\u3040-\u9fff"
 CJK_MARKS = "\u3001\u3002\uff0c\uff1a\uff1b"  # comma, full stop, colon, semicolon
-OTHER_BEFORE = (  # words before a box that make it another answer
+# Words before a box, and words or signs after it, that make it another answer
+OTHER_BEFORE = (
     r"(?i:not|or|minus|negative|half|twice|double|maybe|perhaps|probably|possibly|approximately|roughly|almost|nearly"
     r"|around|than)"
 )
-OTHER = (  # and words after it
-    r"(?i:(?:hundred|thousand|[mbtr]*illion|dozen|lakh|crore|squared|cubed|minus|plus)s?\b|times\s+[-$\\0-9]|(?:or|and)[\s}]+[-$\\0-9]|no\b"
-    r"|(?:is\s+)?(?:not|wrong|false|incorrect)\b|isn't\b|[万萬亿億千百十倍半折分])"
+OTHER = (
+    r"(?i:(?:hundred|thousand|[mbtr]*illion|dozen|lakh|crore|squared|cubed|minus|plus)s?\b|times\s+[-$\\0-9]"
+    r"|(?:or|and)[\s}]+[-$\\0-9]|no\b|(?:is\s+)?(?:not|wrong|false|incorrect)\b|isn't\b|[万萬亿億千百十倍半折分])"
 )
-UNIT = rf"\\mu(?![A-Za-z])\s*{STYLE}|\\AA(?![A-Za-z])|\s*\{{~?(?:[A-Za-z]{{2,4}}|[{words.LETTERS}])\}}"  # \mu \mathrm{m}, {eV}
+# Units that need no \text{}: \mu \mathrm{m}, \AA, {eV}; and a unit or a noun after a stroke: / \mathrm{s}, / can
+UNIT = rf"\\mu(?![A-Za-z])\s*{STYLE}|\\AA(?![A-Za-z])|\s*\{{~?(?:[A-Za-z]{{2,4}}|[{words.LETTERS}])\}}"
+PER = rf"/\s*(?:{STYLE}\{{[\s~]*[A-Za-z]|(?:\{{~?|\$\s*)?[A-Za-z]{{2}})"
+# What may stand before a box, apart from style and the beginnings of formulas
 LEFT = (
     r"^(?:\s*[-*+•>#|]+\s|\s*[0-9]+[.)]\s)?",  # nothing, or the mark of an item
     rf"(?<![\\A-Za-z])(?!{OTHER_BEFORE}\W*$)[^\W\d_]{{2,}}|[\u2019']s|\b[aAI](?=\s)|(?![约約負负])[{CJK}]",
@@ -38,12 +42,13 @@ LEFT = (
     rf"\\text\s*\{{(?![^{{}}]*\b{OTHER_BEFORE}\s*\}})[^{{}}]*[A-Za-z:=.,]\s*\}}",
 )
 BEFORE = re.compile(rf"(?:{'|'.join(LEFT)})(?:{SPACE}|{STYLE}|[${{`]|\\[(\[]|\*{{2,}}+|(?<![\w}})\]*])[*_](?!\*))*$")
+# What may stand after it, apart from space, degrees and per cent
 RIGHT = (
     rf"\Z|\n|(?:\$+(?![A-Za-z^_])|\\[)\]](?![\^_]))(?!{SPACE}*(?:\$|[.,]?[0-9]|(?:{STYLE}\{{\s*)?{OTHER}))",
     r"[.;](?![0-9])|[,:](?:\\?[,;! ])*(?!\s*(?:[-$0-9{]|\\(?!end|[\])])))|,\$+(?=[.\s]*(?:[A-Za-z]|$))",
     rf"[{CJK_MARKS}”\"]|</?\w+>|<\||/(?!\s*[\w\\({{$])|\\\\|&",
     rf"(?<=\s)(?!{OTHER})(?:(?:\[[0-9]+\]-)?[^\W\d_]{{2,}}|[{words.LETTERS}AI]\b)|(?!{OTHER})[{CJK}]",
-    rf"(?:\\[dt]?frac\s*\{{|\[)?{STYLE}\{{[\s~]*\(?(?!{OTHER})[^\W\d_]|/\s*(?:{STYLE}\{{[\s~]*[A-Za-z]|(?:\{{~?|\$\s*)?[A-Za-z]{{2}})|{UNIT}",
+    rf"(?:\\[dt]?frac\s*\{{|\[)?{STYLE}\{{[\s~]*\(?(?!{OTHER})[^\W\d_]|{PER}|{UNIT}",
     r"=|\\equiv(?![A-Za-z])",  # another form of it; see SECOND
     r"(?:[a-z]\^[0-9])+|~\\text(?![a-z])",  # of \boxed{-15}x^3 the coefficient is asked for
     rf"(?<=\s)[-\u2013\u2014]\s+(?!{OTHER})[A-Za-z]{{2}}|(?<=\s)\(\s*(?!{OTHER})[A-Za-z]{{2}}",
@@ -53,15 +58,10 @@ AFTER = re.compile(
     rf"(?:{SPACE}|[}}`]|\{{\s*\}}|\\?%|°|\^\s*(?:\\circ|\{{\s*(?:\\circ|(?:\\prime\s*)+)\s*\}})|\\degree(?![A-Za-z]))*"
     rf"(?:[*_]{{1,3}}(?!\s*[0-9A-Za-z](?![A-Za-z]))[}}`\s]*)?(?:{'|'.join(RIGHT)})"
 )
-
+# 13 or \boxed{12}; \boxed{12} = 13; \boxed{ax + b = y} \text{ or } ...
+CHOICE = re.compile(r"(?:^|\b(?:is|are|be|either|answers?)|:)\s*[$(\\]*-?[0-9][0-9.,/]*(?:[\s$,]|\\[)\]])*or\W*$")
+SECOND = re.compile(rf"(?:{SPACE}|[$}}]|\\[)\]])*(?:=|\\equiv){SPACE}*(-?[0-9][0-9.,]*){SPACE}*(?:\$|\\[)\]]|\n|\Z|[A-Za-z])")
 OR = re.compile(rf"{SPACE}*\\text\s*\{{\s*or\s*\}}")
-
-CHOICE = re.compile(
-    r"(?:^|\b(?:is|are|be|either|answers?)|:)\s*[$(\\]*-?[0-9][0-9.,/]*(?:[\s$,]|\\[)\]])*or\W*$"
-)  # 13 or \boxed{12}
-SECOND = re.compile(
-    rf"(?:{SPACE}|[$}}]|\\[)\]])*(?:=|\\equiv){SPACE}*(-?[0-9][0-9.,]*){SPACE}*(?:\$|\\[)\]]|\n|\Z|[A-Za-z])"
-)  # \boxed{12} = 13
 
 
 def boxed(text: str) -> str | None:

@@ -12,7 +12,7 @@ from math_grader import words
 LONGEST = 400  # characters of an answer; MATH's longest ground truth has about 160
 LONGEST_TRUTH = 4000  # characters
 BOX = re.compile(r"\\[bf]?box(?:ed)?(?![A-Za-z])\s*")
-DOLLAR = re.compile(r"(?<!\\)\$")
+DOLLAR = r"(?<!\\)\$"
 CURRENCIES = {"£", "€", "¥", "₹", r"\$"}
 SIGNS = {  # typeset characters, by their Unicode names, as LaTeX
     "-": "MINUS SIGN, EN DASH, EM DASH, HYPHEN, NON-BREAKING HYPHEN, SMALL HYPHEN-MINUS",
@@ -79,10 +79,10 @@ def normalized(answer: str, longest: int = LONGEST, prose: bool = False) -> str:
     text = BOX.sub("", re.sub(END_TOKENS, "", text.strip()))
     if re.search(r"(?:^|[^\w\s}:.])\s*~\s*[\d.$\\]", text):
         raise NotUnderstood("~5 is about 5")
-    if len(DOLLAR.findall(text)) == 1:  # a currency: formulas have two
-        text = re.sub(r"(?<!\\)\$(?=\s*-?[0-9.])", r"\\$", text)
+    if len(re.findall(DOLLAR, text)) == 1:  # a currency: formulas have two
+        text = re.sub(rf"{DOLLAR}(?=\s*-?[0-9.])", r"\\$", text)
     text = re.sub(r"(?<=\d)(?:\{,\}|,\s*\\!\s*)(?=\d{3})", ",", text)
-    text = re.sub(r"(?<!\\)\\[!,;: ]|(?<=\S)~(?=\S)|(?<!\\)\\q?quad(?![A-Za-z])|(?<!\\)\$|\\[()]|(?<!\\)\\[\[\]]", " ", text)
+    text = re.sub(rf"(?<!\\)\\[!,;: ]|(?<=\S)~(?=\S)|(?<!\\)\\q?quad(?![A-Za-z])|{DOLLAR}|\\[()]|(?<!\\)\\[\[\]]", " ", text)
     text = re.sub(SIZES, " ", text)
     text = re.sub(r"\\(?:blacksquare|square|checkmark|qed)\s*$", "", text)
     text = re.sub(r"(?:\^\s*)?\\(?:text)?degrees?(?![A-Za-z])", r"^\\circ ", text)

@@ -70,14 +70,16 @@ def _check_bases(flags: type, is_part: bool) -> None:
 
 def _check_own(part: type) -> None:
     """Raise UserError if the class itself gives a name two meanings."""
-    for name in inspect.get_annotations(part):
-        if isinstance(vars(part).get(name), property | functools.cached_property):
+    own = vars(part)
+    fields = inspect.get_annotations(part)
+    for name in fields:
+        if isinstance(own.get(name), property | functools.cached_property):
             raise UserError(
                 f"{part.__name__} has the field `{name}` and a property of that name, which hides what the flag is given: "
                 "rename one of them."
             )
     for name in METHODS:
-        if name in inspect.get_annotations(part) or not callable(vars(part).get(name, _check_own)):
+        if name in fields or (name in own and not callable(own[name])):
             raise UserError(f"{part.__name__} has a value `{name}`, but the run calls a method of that name: rename it.")
 
 

@@ -184,12 +184,15 @@ class Programs:
         elif self.is_own:
             self.functions = {function.__name__: function for function in getattr(self.cls, "tools", ())}
         else:
-            methods = dict(inspect.getmembers(self.cls, lambda of: inspect.isfunction(of) or inspect.ismethod(of)))
-            public = [name for name in methods if not name.startswith("_") and name not in OWN]
-            is_static = {name: isinstance(inspect.getattr_static(self.cls, name), staticmethod) for name in public}
-            self.functions = {name: methods[name] for name in public if not is_static[name]}  # as in TRL
+            self.functions = {name: method for name, method in inspect.getmembers(self.cls) if self._is_tool(name, method)}
         if not self.functions and not self.is_own:
             raise TypeError(f"{self.cls.__name__} has neither a method step nor public methods that could be tools")
+
+    def _is_tool(self, name: str, method: Any) -> bool:
+        """Return whether it is a public method that an instance binds, as in TRL: no static one."""
+        if name.startswith("_") or name in OWN or not (inspect.isfunction(method) or inspect.ismethod(method)):
+            return False
+        return not isinstance(inspect.getattr_static(self.cls, name), staticmethod)
 
     @property
     def scores_at_end(self) -> bool:
