@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 import pytest
 from families import end_tokens, tokenizer_of
+from helpers import free_port
 from test_pool import Args, answers
 
 from rl.environments import endpoint, gateway
@@ -35,12 +36,6 @@ def model(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("model")
     tokenizer_of("qwen2_5").save_pretrained(path)
     return str(path)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def serving(model: str, monkeypatch, number: int = 0, **flags) -> Environments:

@@ -9,17 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, bits, command, environment, train
+from helpers import ROOT, bits, command, environment, free_port, train
 from torch.distributed import HashStore
 
 from rl.checkpoint import manifest
 from rl.ranks import launch
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
 
 
 def wait_for_server(port: int) -> None:

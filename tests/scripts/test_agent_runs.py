@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, bits, is_documented, left_over, run_script, start, train, weights
+from helpers import ROOT, bits, free_port, is_documented, left_over, run_script, start, train, weights
 
 ENVIRONMENTS = '''
 import time
@@ -121,9 +120,7 @@ def test_sync_async_and_replay_train_the_same_bits(tmp_path):
 def served(monkeypatch) -> Iterator[list[str]]:
     """The flags of a run whose episodes three workers take, which must end well."""
     monkeypatch.setenv("SERVE_POLICY_KEY", "0123456789abcdef")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, ROOT / "examples" / "worker.py", f"http://127.0.0.1:{port}"]
     workers = [subprocess.Popen(command) for _ in range(3)]
     try:

@@ -4,14 +4,13 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 
 import pytest
-from helpers import ROOT, bits, environment, is_documented, run_script, train
+from helpers import ROOT, bits, environment, free_port, is_documented, run_script, train
 from judges import Judge, serve
 
 pytest.importorskip("openai")
@@ -55,9 +54,7 @@ def test_sync_async_and_replay_train_the_same_bits(rubric, tmp_path):
 def vllm_server(demo_model, tmp_path):
     """The URL of a demo model that vLLM serves on the CPU."""
     pytest.importorskip("vllm")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     where = ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512"]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", demo_model, *where]
     env = environment(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", RL_DEVICE="cpu")

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import uuid
@@ -133,6 +134,13 @@ def environment(**more: str) -> dict[str, str]:
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(str(ROOT)), "HF_HUB_OFFLINE": "1"}
     # torch's store asks DNS for the name of whoever connects, and all ranks wait meanwhile: up to ten seconds by default.
     return os.environ | own | {"RES_OPTIONS": "timeout:1 attempts:1"} | more
+
+
+def free_port() -> int:
+    """Return a port at which nobody listens now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ than measuring, so it is imported once and every function runs in a fork: name -
 import dataclasses
 import json
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "generation"))
 
+from helpers import free_port
 from test_engine import PROMPTS, changed, drain, mixed_reference, reference_log_probs, requests_for
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker import gpu_model_runner
@@ -491,9 +491,7 @@ def main(runs: dict[str, tuple[str, str, int]], results: Path, functions: dict[s
     while waiting or running:
         while waiting and len(running) + waiting[0][1][2] <= 2:
             name, (function, path, ranks) = waiting.pop(0)
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
+            port = free_port()
             running |= {
                 run_in_fork(name, functions[function], path, results, place(r, ranks, port)): name for r in range(ranks)
             }
