@@ -19,10 +19,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from rl.doctor import packages, processes, scripts
-from rl.doctor.findings import OK, SKIPPED, WRONG, Finding
 from rl.masking import masked
 from rl.rewards.descendants import adopt_orphans
+from tools.doctor import packages, processes, scripts
+from tools.doctor.findings import OK, SKIPPED, WRONG, Finding
 
 
 class Doctor:
@@ -57,7 +57,7 @@ class Doctor:
 
 def examine(args: argparse.Namespace, doctor: Doctor) -> None:
     """Run all checks, in an order in which each only relies on what earlier ones have found right."""
-    found = processes.run([sys.executable, "-m", "rl.doctor.facts"], args.timeout)
+    found = processes.run([sys.executable, "-m", "tools.doctor.facts"], args.timeout)
     facts = json.loads(next(line for line in found.output.splitlines() if line.startswith("{"))) if found.code == 0 else {}
     kind = facts.get("kind", packages.kind_by_files())
     doctor.facts |= facts
@@ -82,11 +82,11 @@ def examine(args: argparse.Namespace, doctor: Doctor) -> None:
 
 
 def check_engine(engine: str, args: argparse.Namespace) -> list[Finding]:
-    """What rl/doctor/measure.py finds out about the engine."""
+    """What tools/doctor/measure.py finds out about the engine."""
     with tempfile.TemporaryDirectory(prefix="doctor-") as directory:
         file = Path(directory) / "findings"
         file.touch()
-        command = [sys.executable, "-m", "rl.doctor.measure", engine, args.model, str(file)]
+        command = [sys.executable, "-m", "tools.doctor.measure", engine, args.model, str(file)]
         done = processes.run(command, args.timeout)
         found = [Finding(**json.loads(line)) for line in file.read_text().splitlines()]
     found = [dataclasses.replace(finding, check=f"{engine}, {finding.check}") for finding in found]

@@ -5,8 +5,8 @@
         --nnodes 2 --nproc-per-node 8 --device H100-80GB --response-lengths 2000:0.9
 
 Give the script's name, then the flags of the run and those of the plan. To plan your own copy of a script, give its file: its
-flags and its `learn` are planned. Memory: the learner's own code runs on tensors without values (rl/plan/dry_run.py), and the
-bytes it holds at its peak are counted. Time: every mode and split of the ranks is simulated (rl/plan/time_plan.py).
+flags and its `learn` are planned. Memory: the learner's own code runs on tensors without values (tools/plan/dry_run.py), and
+the bytes it holds at its peak are counted. Time: every mode and split of the ranks is simulated (tools/plan/time_plan.py).
 docs/plan.md says how exact both are. Only the model's config.json is read.
 """
 
@@ -23,14 +23,14 @@ if __name__ == "__main__" and len(sys.argv) > 1 and Path(sys.argv[1]).is_file():
 
 from rl import flags, parts
 from rl.errors import UserError
-from rl.plan.devices import device
-from rl.plan.machine import Machine
-from rl.plan.memory_plan import MemoryPlan, plan_memory
-from rl.plan.time_plan import plan_time
 from rl.ranges import Range
 from rl.ranks import process
 from rl.rewards.descendants import python_path
 from rl.setup import CommonArgs
+from tools.plan.devices import device
+from tools.plan.machine import Machine
+from tools.plan.memory_plan import MemoryPlan, plan_memory
+from tools.plan.time_plan import plan_time
 
 SCRIPTS = ("train_sync", "train_one_step_off", "train_async")
 FROM_RUN = "give --from-run with the directory of a finished run, or --device for the data sheet's times"
@@ -47,7 +47,7 @@ class PlanArgs:
     nproc_per_node: Annotated[int, Range(at_least=1)] = 1
     """Ranks on each machine, one per device."""
     device: str | None = None
-    """Kind of the devices (rl/plan/devices.py). Memory is planned only if it is given."""
+    """Kind of the devices (tools/plan/devices.py). Memory is planned only if it is given."""
     from_run: str | None = None
     """Directory of a finished run of the same model on the same devices: its times replace the data sheet's."""
     response_lengths: str | None = None

@@ -26,11 +26,11 @@ from matplotlib.figure import Figure
 from rl.errors import UserError
 from rl.printable import printable
 from rl.record import validation_tables
-from rl.report.conclusions import conclude, overview, speedup
-from rl.report.experts import expert_map
-from rl.report.logs import Log, RunGroup, find_runs, group_runs, is_accuracy, load, smoothed
-from rl.report.numbers import HELD, IDLE, REWARD, STEP_SECONDS, THROUGHPUT, count
-from rl.report.responses import responses
+from tools.report.conclusions import conclude, overview, speedup
+from tools.report.experts import expert_map
+from tools.report.logs import Log, RunGroup, find_runs, group_runs, is_accuracy, load, smoothed
+from tools.report.numbers import HELD, IDLE, REWARD, STEP_SECONDS, THROUGHPUT, count
+from tools.report.responses import responses
 
 LINES = {  # file: title, and for each panel its metric and label
     "throughput": ("Speed", {THROUGHPUT: "tokens/s of all ranks, prompts included", STEP_SECONDS: "seconds a step"}),

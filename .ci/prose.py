@@ -28,7 +28,7 @@ DIALECT = (  # words that a native speaker would not write here, each with the p
     r"what comes in",  # the samples received
 )
 WORDS = re.compile(rf"\b(?:{'|'.join(DIALECT)})\b", re.I)
-CODE = ("*.py", "rl/**/*.py", "tests/**/*.py", "benchmarks/**/*.py", "docs/*.py")
+CODE = ("*.py", "rl/**/*.py", "tools/**/*.py", "tests/**/*.py", "benchmarks/**/*.py", "docs/*.py")
 MOST_WORDS = 20_000  # of README.md and docs/*.md without the pages below, which have a limit each
 MOST_WORDS_OF = {
     "agents.md": 1_500,

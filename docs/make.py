@@ -15,13 +15,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import losses
 from rl import flag_words
-from rl.from_verl import programs, supervised
-from rl.from_verl.environment import VARIABLES
-from rl.from_verl.keys import NOT_HERE, NOT_NEEDED, Row
-from rl.from_verl.table import TABLE
-from rl.from_verl.verl_run import SYNC
+from tools.from_verl import programs, supervised
+from tools.from_verl.environment import VARIABLES
+from tools.from_verl.keys import NOT_HERE, NOT_NEEDED, Row
+from tools.from_verl.table import TABLE
+from tools.from_verl.verl_run import SYNC
 
 ROOT = Path(__file__).resolve().parents[1]
+HOUSES = ("rl", "tools")
 NOTE = "<!-- made by `python docs/make.py` out of docstrings; edit those -->"
 
 
@@ -46,11 +47,11 @@ def promises() -> str:
 
 
 def code_map() -> str:
-    """What each file of rl/ and math_grader/ does, folder by folder."""
+    """What each file of rl/, tools/ and math_grader/ does, folder by folder."""
     lines = ["# What each file does", "", NOTE, "", "Back to [design.md](../design.md), which has the ideas.", ""]
     scripts = [*sorted(ROOT.glob("train_*.py")), *sorted(path for path in ROOT.glob("*.py") if "train" not in path.name)]
     lines += section("Scripts", "file", scripts, ROOT)
-    folders = sorted({file.parent for file in (ROOT / "rl").rglob("*.py")})
+    folders = sorted({file.parent for house in HOUSES for file in (ROOT / house).rglob("*.py")})
     for folder in [*folders, ROOT / "math_grader"]:
         files = sorted(path for path in folder.glob("*.py") if path.name != "__init__.py")
         text = first_paragraph(folder / "__init__.py")
@@ -72,7 +73,7 @@ def trl_words() -> str:
 
 VERL_KEYS = """# verl's programs, keys and variables, and what each is here
 
-<!-- made by `python docs/make.py` out of rl/from_verl -->
+<!-- made by `python docs/make.py` out of tools/from_verl -->
 
 `A.` is `actor_rollout_ref.`; verl's defaults are in brackets. `-` means that nothing has to be set, and says why. "not here"
 means that the feature is missing. Where verl has a flag for each role (actor, ref, rollout), there is one here.
@@ -127,11 +128,14 @@ def _here(row: Row) -> str:
 
 
 def lines_by_folder() -> dict[str, int]:
-    """Lines of Python in each folder of rl/; those of the files in rl/ itself under ""."""
-    lines = {path.name: 0 for path in (ROOT / "rl").iterdir() if path.is_dir() and path.name != "__pycache__"} | {"": 0}
-    for file in (ROOT / "rl").rglob("*.py"):
-        folder, *rest = file.relative_to(ROOT / "rl").parts
-        lines[folder if rest else ""] += len(file.read_text().splitlines())
+    """Lines of Python in each folder of rl/ and tools/, as "rl/data/"; those of the files in rl/ itself under "rl/"."""
+    lines = {}
+    for house in HOUSES:
+        for file in (ROOT / house).rglob("*.py"):
+            folder, *rest = file.relative_to(ROOT / house).parts
+            room = f"{house}/{folder}/" if rest else f"{house}/"
+            if file.parent.name != "tools":
+                lines[room] = lines.get(room, 0) + len(file.read_text().splitlines())
     return lines
 
 
@@ -140,12 +144,12 @@ def design() -> str:
     lines = lines_by_folder()
 
     def row(found: re.Match) -> str:
-        now, said = lines.get(found["folder"] or "", 0), int(found["lines"].replace(",", ""))
+        now, said = lines.get(found["folder"], 0), int(found["lines"].replace(",", ""))
         shown = found["lines"] if abs(now - said) < 0.1 * now else f"{round(now, -1):,}"
         return f"{found['begin']}{shown} |"
 
     text = (ROOT / "docs" / "design.md").read_text()
-    return re.sub(r"^(?P<begin>\| `rl/(?:(?P<folder>\w+)/)?` \| )(?P<lines>[\d,]+) \|", row, text, flags=re.M)
+    return re.sub(r"^(?P<begin>\| `(?P<folder>(?:rl|tools)/(?:\w+/)?)` \| )(?P<lines>[\d,]+) \|", row, text, flags=re.M)
 
 
 OTHER_FLAGS = {  # functions of losses.py that have a paper, but are neither an advantage nor a policy loss -> their flags

@@ -1,7 +1,7 @@
 """Flag names: the common ones, earlier names, and other programs' names for them.
 
 --help shows the COMMON flags. RENAMED and EARLIER_WORDS are still accepted. HERE explains unknown flags;
-docs/generated/trl-words.md is made from it. Left out: verl's names, which rl/from_verl translates.
+docs/generated/trl-words.md is made from it. Left out: verl's names, which tools/from_verl translates.
 """
 
 from collections.abc import Container, Iterable, Sequence

@@ -3,7 +3,7 @@
     python benchmarks/learning/micro_batch.py    # about 10 minutes on 2 cores; writes benchmarks/results/micro_batch.{json,md}
 
 The same tokens are cut into micro-batches of each budget, interleaved, for random Qwen2 models in fp32. Memory is what
-the tensors of one micro-batch hold at their peak, counted (rl/plan/memory_count.py). What --max-tokens-per-micro-batch auto
+the tensors of one micro-batch hold at their peak, counted (tools/plan/memory_count.py). What --max-tokens-per-micro-batch auto
 takes on a CPU, CPU_TOKENS of rl/learning/token_budget.py, follows from this table.
 """
 
@@ -23,10 +23,10 @@ from common import RESULTS, Rounds, over, random_model, ratios, setting, table, 
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.learner import Learner
-from rl.plan.memory_count import MemoryCount
 from rl.ranks import process
 from rl.ranks.dist import Ranks
 from rl.samples.group import Group, Response
+from tools.plan.memory_count import MemoryCount
 
 SIZES = {"toy": (64, 1, 32, 16), "1M": (128, 4, 64, 64), "30M": (512, 8, 8192, 256)}  # hidden, layers, vocabulary, longest
 

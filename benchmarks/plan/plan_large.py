@@ -1,4 +1,4 @@
-"""The memory of Qwen3-30B-A3B's recipes on 8, 16 and 32 devices, counted by dry runs (rl/plan/dry_run.py).
+"""The memory of Qwen3-30B-A3B's recipes on 8, 16 and 32 devices, counted by dry runs (tools/plan/dry_run.py).
 
     python benchmarks/plan/plan_large.py    # half an hour on one core, 2 GB; writes benchmarks/results/plan_large.{json,md}
 
@@ -25,9 +25,9 @@ import train_async
 import train_sync
 from rl import flags
 from rl.errors import UserError
-from rl.plan.devices import device
-from rl.plan.machine import Machine
-from rl.plan.memory_plan import GB, MemoryPlan, learners_of, node_memory
+from tools.plan.devices import device
+from tools.plan.machine import Machine
+from tools.plan.memory_plan import GB, MemoryPlan, learners_of, node_memory
 
 QWEN3_30B_A3B = dict(
     vocab_size=151_936,
@@ -59,7 +59,7 @@ CAUSES = ("weights", "gradients", "optimizer", "gathered layers", "activations",
 HEAD = ["devices", "recipe", "flags changed", *CAUSES, "rest", "all", "between steps", "host, first node", ""]
 SAYS = (
     "GB on the fullest learner at its peak, by cause; all of it between two steps; host memory of the first node's "
-    "learners. A tenth of the device is left free (rl/plan/memory_plan.py). Responses are as long as the flags allow."
+    "learners. A tenth of the device is left free (tools/plan/memory_plan.py). Responses are as long as the flags allow."
 )
 PER_NODE = 8
 FAKE_TORCHRUN = '#!/bin/sh\nfor word in "$@"; do printf "%s\\0" "$word"; done\n'
@@ -70,7 +70,7 @@ class Args:
     devices: tuple[int, ...] = (8, 16, 32)
     """Devices of the job."""
     kinds: tuple[str, ...] = ("H100-80GB", "910B-64GB")
-    """Kinds of devices, of rl/plan/devices.py."""
+    """Kinds of devices, of tools/plan/devices.py."""
     recipes: tuple[str, ...] = tuple(RECIPES)
     """Recipes to count."""
     layers: int = QWEN3_30B_A3B["num_hidden_layers"]

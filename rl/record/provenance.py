@@ -32,8 +32,8 @@ def code_digest(script: Path, *more: Path) -> str:
 
 
 def package_files() -> list[Path]:
-    """Return the code in rl/ that runs execute: all except rl/report, which only reads runs."""
-    return [path for path in PACKAGE.rglob("*.py") if PACKAGE / "report" not in path.parents]
+    """Return the code in rl/, which runs execute."""
+    return [*PACKAGE.rglob("*.py")]
 
 
 def script_files(script: Path) -> list[Path]:

@@ -19,12 +19,12 @@ from rl import parts
 from rl.algorithm import whole_batch
 from rl.algorithm.kl_control import KLControl
 from rl.errors import UserError
-from rl.from_verl.algorithm import CORRECTIONS
 from rl.learning.batch import Batch
 from rl.learning.learner import Learner
 from rl.model.pretrained import load_tokenizer
 from rl.ranges import check
 from rl.ranks.timers import Timers
+from tools.from_verl.algorithm import CORRECTIONS
 
 PACKED = ("lp", "old", "advantage", "mask", "seq")
 LOSSES = [name for name, f in losses.POLICY_LOSSES.items() if name == f.function.__name__]

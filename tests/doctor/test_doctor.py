@@ -11,15 +11,15 @@ import pytest
 import torch
 from helpers import ROOT, environment, left_over, marked
 
-from rl.doctor import packages, processes, scripts
-from rl.doctor.findings import OK, SKIPPED, SLOW, WRONG
 from rl.generation.embedded.engine import TransformersEngine
 from rl.ranks import host
+from tools.doctor import packages, processes, scripts
+from tools.doctor.findings import OK, SKIPPED, SLOW, WRONG
 
 
 def measured(tmp_path, ranks, model: str, engine: str = "embedded") -> dict[str, dict]:
-    """Return the results of rl/doctor/measure.py by check."""
-    from rl.doctor.measure import Checks
+    """Return the results of tools/doctor/measure.py by check."""
+    from tools.doctor.measure import Checks
 
     file = tmp_path / "findings"
     Checks(engine, model, file, ranks).run()
@@ -160,7 +160,7 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_has_started():
     code = "import subprocess, sys, time;"
     code += f"[subprocess.Popen([sys.executable, '-c', {child!r}]) for _ in range(2)]; time.sleep(1000)"
     program = (
-        "import sys; from rl.doctor import processes; from rl.rewards import descendants; descendants.adopt_orphans();"
+        "import sys; from tools.doctor import processes; from rl.rewards import descendants; descendants.adopt_orphans();"
         f"print(processes.run([sys.executable, '-c', {code!r}], 3.0).code)"
     )
     done = subprocess.run(
@@ -197,7 +197,7 @@ def test_a_doctor_that_is_stopped_leaves_no_process(number, tmp_path):
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment(MARK=mark), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=take
     )
-    while not any("rl.doctor" in line for _, _, line, _ in marked(mark)):
+    while not any("tools.doctor" in line for _, _, line, _ in marked(mark)):
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(number)

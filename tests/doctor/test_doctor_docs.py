@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 from helpers import ROOT
 
-from rl.doctor.scripts import SCRIPTS
+from tools.doctor.scripts import SCRIPTS
 
-SOURCES = ["doctor.py", *(f"rl/doctor/{name}.py" for name in ("packages", "measure", "scripts"))]
+SOURCES = ["doctor.py", *(f"tools/doctor/{name}.py" for name in ("packages", "measure", "scripts"))]
 PAGES = ["ascend.md", "ascend.zh.md", "cuda.md"]
 SCRIPT = f"({'|'.join(map(re.escape, SCRIPTS))}), [0-9]+ ranks?(, vllm)?"
 # What stands for a variable in the name of a row

@@ -1,4 +1,4 @@
-"""rl.from_verl translates verl's commands and reports on every key."""
+"""tools.from_verl translates verl's commands and reports on every key."""
 
 import io
 import os
@@ -13,10 +13,10 @@ from test_examples import SCRIPTS, VERL, number, parse
 
 from rl import flags, parts
 from rl.errors import UserError
-from rl.from_verl import keys, supervised, translate, verl_run
-from rl.from_verl.__main__ import main, read_text, report
-from rl.from_verl.command import parse_value, read_script, read_words
-from rl.from_verl.table import OTHER_DEFAULTS, ROWS
+from tools.from_verl import keys, supervised, translate, verl_run
+from tools.from_verl.__main__ import main, read_text, report
+from tools.from_verl.command import parse_value, read_script, read_words
+from tools.from_verl.table import OTHER_DEFAULTS, ROWS
 
 RUNS = {  # verl's command -> the recipe of the same run
     "1_grpo_0.5b_fully_async": "grpo_qwen2.5_0.5b_gsm8k_async",
@@ -120,7 +120,7 @@ def test_nothing_is_not_translated(given, monkeypatch, capsys):
 
 
 def test_the_module_starts_and_its_errors_are_one_line():
-    start = [sys.executable, "-m", "rl.from_verl", "--file", "no such file"]
+    start = [sys.executable, "-m", "tools.from_verl", "--file", "no such file"]
     done = subprocess.run(start, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("error: --file no such file") and done.stderr.count("\n") == 1
@@ -183,7 +183,7 @@ def test_what_cannot_be_read_is_said(monkeypatch):
         read_script("echo hello; python3 train.py a.b=1")
     with pytest.raises(UserError, match="bash cannot read it"):
         read_script("python3 -m verl.trainer.main_ppo 'a=1")
-    monkeypatch.setattr("rl.from_verl.command.SECONDS_TO_READ", 1)
+    monkeypatch.setattr("tools.from_verl.command.SECONDS_TO_READ", 1)
     with pytest.raises(UserError, match="did not come to the end"):
         read_script("while true; do :; done")
 

@@ -1,4 +1,4 @@
-"""rl.from_verl translates the first set of verl commands (fixtures/verl/first): their scripts, devices and variables."""
+"""tools.from_verl translates the first set of verl commands (fixtures/verl/first): their scripts, devices and variables."""
 
 import subprocess
 import sys
@@ -6,9 +6,9 @@ import sys
 import pytest
 from helpers import ROOT
 
-from rl.from_verl import translate
-from rl.from_verl.__main__ import read, report
-from rl.from_verl.command import read_script, read_words
+from tools.from_verl import translate
+from tools.from_verl.__main__ import read, report
+from tools.from_verl.command import read_script, read_words
 
 FIRST = ROOT / "tests" / "fixtures" / "verl" / "first"
 ONE_STEP_OFF = (FIRST / "001_one_step_off.sh").read_text()
@@ -104,7 +104,7 @@ def test_a_path_is_read_as_a_file_and_takes_the_scripts_own_words(before, tmp_pa
 
 def test_a_path_that_is_not_there_is_said():
     done = subprocess.run(
-        [sys.executable, "-m", "rl.from_verl", "no/such/run.sh"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "tools.from_verl", "no/such/run.sh"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 1 and done.stderr.startswith("error: --file no/such/run.sh") and done.stderr.count("\n") == 1
 
@@ -112,7 +112,7 @@ def test_a_path_that_is_not_there_is_said():
 def test_without_torch_it_ends_in_one_line(tmp_path):
     """Modules that cannot be found hide torch and transformers."""
     hide = "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers']))\n"
-    run = f"{hide}sys.argv = ['x', 'data.seed=1']; from rl.from_verl.__main__ import main; main()"
+    run = f"{hide}sys.argv = ['x', 'data.seed=1']; from tools.from_verl.__main__ import main; main()"
     done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert "torch" in done.stderr and "pip install" in done.stderr

@@ -1,5 +1,5 @@
-"""rl.from_verl tells verl's programs apart: supervised trainers become train_sft.py, other programs are refused by name, and a
-command that would not train what was meant says so in its first line."""
+"""tools.from_verl tells verl's programs apart: supervised trainers become train_sft.py, other programs are refused by name,
+and a command that would not train what was meant says so in its first line."""
 
 import subprocess
 import sys
@@ -9,9 +9,9 @@ from helpers import ROOT
 
 from rl import parts
 from rl.errors import UserError
-from rl.from_verl import keys, supervised, translate
-from rl.from_verl.__main__ import read_text, report
-from rl.from_verl.command import read_script, read_words
+from tools.from_verl import keys, supervised, translate
+from tools.from_verl.__main__ import read_text, report
+from tools.from_verl.command import read_script, read_words
 
 # The words are those of verl's examples; the scripts are our own.
 OLD = """set -x
@@ -164,7 +164,7 @@ def test_words_of_another_program_do_not_become_a_run_of_the_demo(words):
 
 
 def test_a_refused_program_is_one_line_on_the_command_line():
-    start = [sys.executable, "-m", "rl.from_verl", "python3", "-m", "verl.trainer.main_eval", "data.path=x"]
+    start = [sys.executable, "-m", "tools.from_verl", "python3", "-m", "verl.trainer.main_eval", "data.path=x"]
     done = subprocess.run(start, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1 and "--val-only" in done.stderr
 

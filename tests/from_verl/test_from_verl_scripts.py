@@ -1,4 +1,4 @@
-"""rl.from_verl finds verl's command in real shell scripts: behind guards, on clusters, in containers, output redirected."""
+"""tools.from_verl finds verl's command in real shell scripts: behind guards, on clusters, in containers, output redirected."""
 
 import socket
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 from helpers import ROOT
 
 from rl.errors import UserError
-from rl.from_verl.command import read_script
+from tools.from_verl.command import read_script
 
 KEYS = "data.train_batch_size=8 actor_rollout_ref.rollout.n=4"
 VERL = f"python3 -m verl.trainer.main_ppo {KEYS}"
@@ -100,7 +100,7 @@ def test_long_commands_into_a_pipe_are_read_whole():
 
 
 def test_a_loop_without_end_after_the_start_does_not_hide_it_and_leaves_no_process(monkeypatch):
-    monkeypatch.setattr("rl.from_verl.command.SECONDS_TO_READ", 3)
+    monkeypatch.setattr("tools.from_verl.command.SECONDS_TO_READ", 3)
     mark = f"mark_{uuid.uuid4().hex}"
     command = read_script(f"{VERL}\n(while true; do : {mark}; done) & while ps; do sleep 1; done")
     assert command.values["data.train_batch_size"] == 8

@@ -24,10 +24,10 @@ from rl.learning.token_budget import choose_micro_batch_tokens, settled
 from rl.model.head.log_probs import ChunkedLogProbs
 from rl.model.policy import LOGITS_KEPT
 from rl.model.shards import local
-from rl.plan.memory_count import MemoryCount
 from rl.ranges import check
 from rl.record.precision import in_words, precisions
 from rl.training_run import TrainingRun
+from tools.plan.memory_count import MemoryCount
 
 CASES = {
     "moments on the host": {"optimizer_offload": True},

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import losses
 from rl.algorithm.rollout_correction import RolloutCorrectionArgs, parse_criteria, parse_threshold
-from rl.from_verl.algorithm import CORRECTIONS
+from tools.from_verl.algorithm import CORRECTIONS
 
 F64 = torch.float64
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=6)

@@ -11,14 +11,14 @@ from helpers import DELTA, SMALL
 from test_delta_net import differences, in_double, micro_batch  # noqa: F401  (a fixture)
 from transformers import Qwen3_5TextConfig
 
-from rl.doctor import measure
-from rl.doctor.findings import OK, SLOW
 from rl.generation.embedded.states import FillingChain, States
 from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
 from rl.model.hybrid import kernels
 from rl.model.hybrid.chain import Chain
 from rl.ranks.device import DELTA_RULE
+from tools.doctor import measure
+from tools.doctor.findings import OK, SLOW
 
 CPU = torch.device("cpu")
 CONFIG = Qwen3_5TextConfig(**SMALL | DELTA)

@@ -21,8 +21,8 @@ from rl.learning.learner import Learner
 from rl.model import attention_kernels
 from rl.model.attention import Packed
 from rl.model.attention_kernels import check_kernel
-from rl.plan import fake_kernels
 from rl.ranks.device import PACKED_ATTENTION, packed_attention
+from tools.plan import fake_kernels
 
 CPU = torch.device("cpu")
 PROMPTS = st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(0, 30), max_size=4)), min_size=1, max_size=6)

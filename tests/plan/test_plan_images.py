@@ -11,10 +11,10 @@ import train_sync
 from rl.data.image_prompts import ImagePrep
 from rl.errors import UserError
 from rl.model.pretrained import load_config
-from rl.plan.dry_run import dry_run
-from rl.plan.fake_device import FakeDevice
-from rl.plan.images import prompts_with_images
-from rl.plan.workload import lengths_like
+from tools.plan.dry_run import dry_run
+from tools.plan.fake_device import FakeDevice
+from tools.plan.images import prompts_with_images
+from tools.plan.workload import lengths_like
 
 KINDS = ["qwen3-vl", "qwen2.5-vl"]
 

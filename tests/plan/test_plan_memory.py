@@ -20,13 +20,13 @@ from rl.errors import UserError
 from rl.learning.batch import Batch
 from rl.learning.division import Division
 from rl.learning.token_budget import settled
-from rl.plan import devices, known_values, memory_plan
-from rl.plan.dry_run import dry_run
-from rl.plan.machine import Machine
-from rl.plan.memory_plan import MemoryPlan, samples_held
-from rl.plan.workload import lengths_like
 from rl.ranks.dist import Ranks
 from rl.samples.group import Group, Response
+from tools.plan import devices, known_values, memory_plan
+from tools.plan.dry_run import dry_run
+from tools.plan.machine import Machine
+from tools.plan.memory_plan import MemoryPlan, samples_held
+from tools.plan.workload import lengths_like
 
 PROGRAM = "tests/programs/plan_memory.py"
 FLAGS = {"lengths": [40, 60, 33], "prompt": 12, "max_tokens_per_micro_batch": 100, "use_kl_loss": True}

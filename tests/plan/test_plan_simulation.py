@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.plan.machine import Roles
-from rl.plan.simulation import Result, Times, simulate
-from rl.plan.workload import Drawn
 from rl.samples.schedule import AsyncSchedule
+from tools.plan.machine import Roles
+from tools.plan.simulation import Result, Times, simulate
+from tools.plan.workload import Drawn
 
 SPLIT = Roles(engines=1, learners=1)
 IN_TURN = Roles(engines=1, learners=1, colocated=True)

@@ -16,15 +16,15 @@ import train_sync
 from rl import flags
 from rl.errors import UserError
 from rl.generation.embedded.kv_cache import KVCache
-from rl.plan import roofline
-from rl.plan.devices import DEVICES, device
-from rl.plan.from_run import times_of_run
-from rl.plan.machine import Machine, Roles
-from rl.plan.memory_plan import engine_memory
-from rl.plan.simulation import Result, Times, simulate
-from rl.plan.time_plan import Way, best, compare, sources
-from rl.plan.workload import Drawn, lengths_like
 from rl.samples.schedule import AsyncSchedule
+from tools.plan import roofline
+from tools.plan.devices import DEVICES, device
+from tools.plan.from_run import times_of_run
+from tools.plan.machine import Machine, Roles
+from tools.plan.memory_plan import engine_memory
+from tools.plan.simulation import Result, Times, simulate
+from tools.plan.time_plan import Way, best, compare, sources
+from tools.plan.workload import Drawn, lengths_like
 
 H100 = device("H100-80GB")
 

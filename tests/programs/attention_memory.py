@@ -16,9 +16,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
 from rl.model.attention import Packed
-from rl.plan.fake_device import FakeDevice, start
-from rl.plan.memory_count import MemoryCount
 from rl.ranks.device import is_accelerator
+from tools.plan.fake_device import FakeDevice, start
+from tools.plan.memory_count import MemoryCount
 
 
 class Largest(MemoryCount):

@@ -42,8 +42,6 @@ from rl.learning.learner import Learner
 from rl.learning.value_model import Critic
 from rl.model import forward_check, policy
 from rl.model.head import support
-from rl.plan.fake_device import OWN, FakeDevice, aten, start
-from rl.plan.memory_count import MemoryCount
 from rl.ranks import device, host_memory
 from rl.ranks.device import is_accelerator
 from rl.ranks.dist import Ranks
@@ -56,6 +54,8 @@ from rl.weights.buckets import Plan
 from rl.weights.local import LocalWeights
 from rl.weights.publisher import Publisher
 from rl.weights.subscriber import Subscriber
+from tools.plan.fake_device import OWN, FakeDevice, aten, start
+from tools.plan.memory_count import MemoryCount
 
 SCRIPTS = {"sync": train_sync, "one step off": train_one_step_off, "async": train_async}
 

@@ -33,14 +33,14 @@ from rl.learning import placement
 from rl.learning.batch import Batch
 from rl.learning.division import Division
 from rl.model.pretrained import load_config
-from rl.plan import dry_run
-from rl.plan.fake_device import FakeDevice, start
-from rl.plan.images import PlannedImages
-from rl.plan.memory_count import MemoryCount
 from rl.ranks import dist
 from rl.ranks.dist import Ranks
 from rl.ranks.timers import Timers
 from rl.setup import make_learner
+from tools.plan import dry_run
+from tools.plan.fake_device import FakeDevice, start
+from tools.plan.images import PlannedImages
+from tools.plan.memory_count import MemoryCount
 
 
 class SteadyCount(MemoryCount):

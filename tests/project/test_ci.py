@@ -207,7 +207,7 @@ def test_only_whole_runs_have_workers():
         (["/elsewhere/copy.py", "--model", "demo-vl"], "demo-vl"),
         (["train_async.py", "--model=demo-moe"], "demo-moe"),
         (["train_async.py", "--model", "/a/directory"], None),
-        (["-m", "rl.from_verl"], None),
+        (["-m", "tools.from_verl"], None),
     ],
 )
 def test_the_demo_that_a_script_trains(arguments, name):

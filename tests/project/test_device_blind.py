@@ -47,8 +47,8 @@ def is_of_one_kind(module: str) -> bool:
 
 MAY = (
     "doctor.py",
-    "rl/doctor/facts.py",
-    "rl/doctor/packages.py",
+    "tools/doctor/facts.py",
+    "tools/doctor/packages.py",
     "rl/ranks/host.py",
 )  # name the kinds, before torch is there
 MAY += ("losses.py",)  # which stands alone: it looks at values only where nothing has to wait for a device
@@ -59,7 +59,7 @@ def lines(source: str) -> list[int]:
 
 
 def test_one_file_alone_tells_devices_apart():
-    sources = [*ROOT.glob("*.py"), *(ROOT / "rl").rglob("*.py")]
+    sources = [*ROOT.glob("*.py"), *(ROOT / "rl").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
     assert len(sources) > 30
     found = {str(path.relative_to(ROOT)): lines(path.read_text()) for path in sources}
     assert found.pop(ALONE)

@@ -39,7 +39,7 @@ def test_every_page_is_in_the_index():
 
 
 def test_the_design_has_a_row_for_each_folder():
-    rows = re.findall(r"^\| `rl/(?:(\w+)/)?` \|", (ROOT / "docs" / "design.md").read_text(), re.M)
+    rows = re.findall(r"^\| `((?:rl|tools)/(?:\w+/)?)` \|", (ROOT / "docs" / "design.md").read_text(), re.M)
     assert sorted(rows) == sorted(make.lines_by_folder())
 
 
@@ -57,7 +57,7 @@ def test_the_tests_that_are_promised_exist():
 def test_the_benchmarks_that_are_named_exist():
     """benchmarks/LOG.md is history and may name benchmarks that were removed."""
     files = [*ROOT.glob("*.md"), *ROOT.glob("*.txt")]
-    for folder in ("docs", "rl", "tests", "benchmarks", "examples"):
+    for folder in ("docs", "rl", "tools", "tests", "benchmarks", "examples"):
         files += [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.md")]
     for file in files:
         if file.name != "LOG.md" and "fixtures" not in file.parts:

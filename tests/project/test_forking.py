@@ -23,7 +23,7 @@ def section(title: str) -> list[tuple[str, str]]:
 def prepare(title: str, tree: Path) -> list[str]:
     """Make the tree, run the section's commands, and return the last one, which trains."""
     tree.mkdir()
-    for path in (*ROOT.glob("*.py"), ROOT / "rl", ROOT / "math_grader"):
+    for path in (*ROOT.glob("*.py"), *(ROOT / name for name in ("rl", "tools", "math_grader"))):
         (shutil.copytree if path.is_dir() else shutil.copy)(path, tree / path.name)
     *first, (language, last) = section(title)
     assert language == "sh"

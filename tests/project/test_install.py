@@ -22,7 +22,7 @@ def wheel(tmp_path_factory) -> Path:
     where, source = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "requirements.txt", "losses.py", "report.py"):
         shutil.copy(ROOT / name, source / name)
-    for name in ("rl", "math_grader"):
+    for name in ("rl", "tools", "math_grader"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     flags = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
     subprocess.run([sys.executable, "-m", "pip", "wheel", *flags, "--wheel-dir", where, source], check=True, timeout=120)
@@ -46,10 +46,10 @@ def run(site: Path, cwd: Path, program: str) -> str:
 
 
 def test_everything_imports_from_any_directory_and_the_report_without_torch(site, tmp_path):
-    program = "import sys, report, rl.report.logs; print('torch' in sys.modules, report.__file__)"
+    program = "import sys, report, tools.report.logs; print('torch' in sys.modules, report.__file__)"
     assert run(site, tmp_path, program) == f"False {site / 'report.py'}"
     assert run(site, tmp_path, "import losses; print(losses.__file__)") == str(site / "losses.py")
-    for name in ("rl", "math_grader"):
+    for name in ("rl", "tools", "math_grader"):
         modules = {path.relative_to(ROOT) for path in (ROOT / name).rglob("*.py")}
         assert modules == {path.relative_to(site) for path in (site / name).rglob("*.py")}, "every file of the package is there"
 

@@ -1,4 +1,4 @@
-"""Which folder of rl/ may import which: each line of LAYERS imports only from the lines above it."""
+"""Which folder of rl/ and tools/ may import which: each line of LAYERS imports only from the lines above it."""
 
 import ast
 import subprocess
@@ -37,32 +37,31 @@ LAYERS = [
     ["from_verl", "doctor"],
 ]
 LEVELS = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+HOUSES = ("rl", "tools")  # what a training process imports, and what a person runs around it
 MOST_FILES = 16  # in a folder, __init__.py aside
 TOOLS = {"plan"}  # not read for a run
 
 
 def imported(file: Path) -> Iterator[str]:
-    """Return the folders of rl/ that the file imports, including imports within functions and for annotations."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == "rl":
-            yield from (name.name for name in node.names)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rl."):
-            yield node.module.split(".")[1]
-        elif isinstance(node, ast.Import):
-            yield from (name.name.split(".")[1] for name in node.names if name.name.startswith("rl."))
+    """Return the folders of HOUSES that the file imports, including imports within functions and for annotations."""
+    for name in modules_imported(file):
+        house, *rooms = name.split(".")
+        if house in HOUSES and rooms:
+            yield rooms[0]
 
 
 def files() -> Iterator[tuple[str, Path]]:
-    """Return (folder, file) for all of rl/."""
-    for file in sorted((ROOT / "rl").rglob("*.py")):
-        room = file.relative_to(ROOT / "rl").with_suffix("").parts[0]
-        if room != "__init__":
-            yield room, file
+    """Return (folder, file) for all of HOUSES."""
+    for house in HOUSES:
+        for file in sorted((ROOT / house).rglob("*.py")):
+            room = file.relative_to(ROOT / house).with_suffix("").parts[0]
+            if room != "__init__":
+                yield room, file
 
 
 def test_no_import_runs_upwards():
     upwards = [
-        f"{file.relative_to(ROOT)} imports rl.{other}"
+        f"{file.relative_to(ROOT)} imports {other}"
         for room, file in files()
         for other in imported(file)
         if other not in ("__version__", room) and LEVELS[other] >= LEVELS[room]
@@ -71,9 +70,9 @@ def test_no_import_runs_upwards():
 
 
 def modules_imported(file: Path) -> Iterator[str]:
-    """Return the files of rl/ that the file imports, as rl.folder.file."""
+    """Return what the file imports, as rl.folder.file."""
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rl"):
+        if isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{name.name}" for name in node.names)
             yield node.module
         elif isinstance(node, ast.Import):
@@ -112,7 +111,7 @@ def test_losses_import_nothing_of_ours():
 def test_a_folder_has_a_sign_and_few_files(folder):
     """The sign is a docstring without code, so a scoring process can import a folder without importing torch."""
     sign = folder / "__init__.py"
-    if folder != ROOT / "rl":
+    if folder.parent != ROOT:
         tree = ast.parse(sign.read_text())
         assert ast.get_docstring(tree) and len(tree.body) == 1
     if folder.name not in TOOLS:

@@ -49,7 +49,7 @@ def clauses(quoted: str) -> list[str]:
 def messages() -> list[str]:
     """Return all strings of the code, with ANY in place of computed parts."""
     found = set()
-    for path in [*ROOT.glob("*.py"), *(ROOT / "rl").rglob("*.py")]:
+    for path in [*ROOT.glob("*.py"), *(ROOT / "rl").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 found.add("".join(part.value if isinstance(part, ast.Constant) else ANY for part in node.values))

@@ -28,12 +28,12 @@ from rl.ranks.launch import Node
 from rl.record import validations
 from rl.record.run import LogArgs, Origin, Run, plot_reward
 from rl.record.validations import Parts
-from rl.report import logs
 from rl.samples.channel import Inbox, Outbox
 from rl.samples.schedule import AsyncSchedule
 from rl.setup import RunArgs
 from rl.split import Split, SplitArgs
 from rl.training_run import TrainingRun
+from tools.report import logs
 
 ACCURACY = "val-core/demo/acc/mean@1"
 

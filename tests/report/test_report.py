@@ -20,10 +20,10 @@ from matplotlib.transforms import Bbox
 import report
 from report import Args, main
 from rl.errors import UserError
-from rl.report.conclusions import conclude, first_at, overview, speedup
-from rl.report.logs import Log, RunGroup, find_runs, group_runs, load, smoothed
-from rl.report.numbers import THROUGHPUT
 from rl.rewards.score import EVENTS
+from tools.report.conclusions import conclude, first_at, overview, speedup
+from tools.report.logs import Log, RunGroup, find_runs, group_runs, load, smoothed
+from tools.report.numbers import THROUGHPUT
 
 MEDIAN = "tokens/s of all ranks, median step"
 ACCURACY = "val-core/demo/acc/mean@1"

@@ -8,7 +8,7 @@ import pytest
 import report
 from report import Args, main
 from rl.errors import UserError
-from rl.report.logs import load
+from tools.report.logs import load
 
 ACCURACY = "val-core/demo/acc/mean@1"
 CONFIG = {

@@ -11,8 +11,8 @@ from test_report_speed import group, run
 from test_report_verl import async_log, console
 
 from report import Args
-from rl.report.conclusions import conclude, overview
-from rl.report.logs import Log, RunGroup, load
+from tools.report.conclusions import conclude, overview
+from tools.report.logs import Log, RunGroup, load
 
 PAGE = (ROOT / "docs" / "report.md").read_text()
 WAITS = {"fully_async/trainer/idle_ratio": 0.36, "fully_async/rollouter/idle_ratio": 0.48}

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from report import Args, main
-from rl.report import speed
-from rl.report.conclusions import conclude, overview
-from rl.report.logs import Log, RunGroup, load
+from tools.report import speed
+from tools.report.conclusions import conclude, overview
+from tools.report.logs import Log, RunGroup, load
 
 RATIO = re.compile(r"\w+ makes (?P<x>[\d.]+)x the tokens/s of \w+ \((?P<low>[\d.]+)-(?P<high>[\d.]+) over steps\)")
 

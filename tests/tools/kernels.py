@@ -9,8 +9,8 @@ from collections import Counter
 import torch
 from torch.nn.attention import varlen
 
-from rl.plan import fake_kernels
 from rl.ranks.device import PACKED_ATTENTION
+from tools.plan import fake_kernels
 
 CALLS = Counter()  # of each kernel
 MISALIGNED = set()  # kernels that align the mask at the beginnings of queries and keys

@@ -1,0 +1,64 @@
+"""verl's programs: our script for each that trains, and what to use here in place of the others."""
+
+import re
+from typing import NamedTuple
+
+from rl.errors import UserError
+from tools.from_verl.verl_run import ASYNC, ONE_STEP_OFF, SFT, SYNC
+
+TRAINERS = {  # part of a module's name -> our script, unless keys say otherwise; the first that is found counts
+    "fully_async": ASYNC,
+    "one_step_off": ONE_STEP_OFF,
+    "sft_trainer": SFT,
+    "main_ppo": SYNC,
+    "main_dapo": SYNC,
+    "main_entropy": SYNC,
+}
+
+
+class Other(NamedTuple):
+    """Programs that train nothing which a script here trains."""
+
+    names: tuple[str, ...]  # parts of a module's name
+    what: str
+    instead: str
+
+
+OTHERS = [
+    Other(("main_eval",), "grades responses in a file",
+          "train_sync.py --val-only --val-files ... samples and grades in one run"),
+    Other(("main_generation",), "samples responses",
+          "train_sync.py --val-only --val-files ... --log-val-generations N does too; docs/serving.md serves a model"),
+    Other(("model_merger", "merge_lora"), "merges verl's checkpoints",
+          "a checkpoint here is a Hugging Face directory; merge verl's with verl, and give the result to --model"),
+    Other(("convert", "migrate_megatron"), "converts checkpoints", "Hugging Face directories are read and written"),
+    Other(("data_preprocess", "data_process"), "writes data",
+          "verl's parquet files work unchanged; python examples/make_data.py writes gsm8k, geo3k and dapo-math"),
+    Other(("diagnose",), "looks at the machine", "python doctor.py checks it"),
+    Other(("vla.",), "trains robots", "--env file.py:Class takes an environment of text"),
+]  # fmt: skip
+NAMES = re.compile("|".join(map(re.escape, [*TRAINERS, *(name for other in OTHERS for name in other.names)])))
+
+
+def trainer(module: str) -> str | None:
+    """Return our script for one of verl's trainers; None for another program."""
+    if _other(module):
+        return None
+    return next((script for part, script in TRAINERS.items() if part in module), None)
+
+
+def _other(module: str) -> Other | None:
+    tail = ".".join(re.split(r"[./]", module.removesuffix(".py"))[-2:])  # directories further up may have any name
+    return next((other for other in OTHERS if any(name in tail for name in other.names)), None)
+
+
+def check(module: str) -> None:
+    """Raise UserError unless the module, if there is one, is a trainer."""
+    if not module or trainer(module):
+        return
+    if other := _other(module):
+        raise UserError(f"{module} {other.what}, which no script here does. Instead: {other.instead}.")
+    raise UserError(
+        f"{module} is no trainer of verl's that is known here ({', '.join(TRAINERS)}), so nothing is translated. If it takes "
+        "the keys of one of these, give its key=value words alone."
+    )

@@ -1,0 +1,340 @@
+"""A fake accelerator: our own code runs on it, every shape, precision and device is checked, and nothing is computed.
+
+Tensors on the fake device are PyTorch's FakeTensors. The host stays real: packing, advantages and the schedule of a batch are
+computed, and a tensor left on the host by mistake raises when it meets one on the device, as it would on the machine. Values
+read back from the device are zeros, except integers that came from the host (tools/plan/known_values.py).
+
+    ranks = start(16)               # once, in a process of its own: it renames a device for good
+    with FakeDevice():
+        learner = Learner(path, args, ranks, ...)
+
+The device is called "npu", because PyTorch allows that name for a new device and gives it autograd and FSDP. (A fake "cuda"
+tensor in a build without CUDA has no gradients and cannot be sliced.) To check CUDA, the device gets everything else in which
+the two differ here: attention (tools/plan/fake_kernels.py), operators with a kernel (tools/plan/operators.py), the precisions
+that collectives accept, and the allocator's functions. Anything else raises. Left out: time and values, and the host memory of
+allocators and collectives.
+"""
+
+import contextlib
+from types import SimpleNamespace
+
+import torch
+import torch.distributed
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from rl.learning.learner import Learner
+from rl.model import expert_parallel, grouped_experts
+from rl.ranks import device
+from rl.ranks import dist as ranks_dist
+from rl.ranks.device import is_accelerator
+from rl.ranks.dist import Ranks
+from rl.weights import publisher
+from tools.plan import known_values
+from tools.plan.fake_kernels import define_cuda_kernels, define_npu_kernels
+from tools.plan.operators import KIND, has_kernel
+
+aten = torch.ops.aten
+
+
+# What torch.accelerator asks an allocator of torch's own kind; torch-npu 2.10's is not one.
+ALLOCATOR_CALLS = ["empty_cache", "get_memory_info", "max_memory_allocated", "max_memory_reserved", "memory_allocated"]
+ALLOCATOR_CALLS += ["memory_reserved", "memory_stats", "reset_accumulated_memory_stats", "reset_peak_memory_stats"]
+# ProcessGroupHCCL.cpp of torch-npu 2.10, checkSupportedDataType: what is summed; what is only sent may be of any precision
+HCCL_SUMS = {torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.bfloat16}
+SUMMING = ("allreduce", "reduce", "_reduce")  # prefixes of the names of collectives that sum
+NCCL_LACKS = {torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64}  # of torch's: no collective takes them
+_refuses: str | None = None  # the fake device lacks what this kind lacks
+
+
+class _Stream:
+    """A queue of work on the device that is always empty."""
+
+    def __init__(self, *_, **__): ...
+
+    def wait_stream(self, _stream): ...
+
+    def wait_event(self, _event): ...
+
+    def record_event(self, event=None):
+        return event or _Event()
+
+    def synchronize(self): ...
+
+    def __enter__(self): ...
+
+    def __exit__(self, *_): ...
+
+
+class _Event:
+    def __init__(self, *_, **__): ...
+
+    def record(self, _stream=None):
+        return self
+
+    def wait(self, _stream=None): ...
+
+    def synchronize(self): ...
+
+    def query(self) -> bool:
+        return True
+
+
+NPU = SimpleNamespace(  # what PyTorch asks of torch.npu
+    Stream=_Stream,
+    Event=_Event,
+    is_initialized=lambda: True,
+    is_available=lambda: True,
+    _is_in_bad_fork=lambda: False,
+    manual_seed_all=lambda _seed: None,
+    device_count=lambda: 1,
+    current_device=lambda: 0,
+    set_device=lambda _index: None,
+    current_stream=lambda _device=None: _Stream(),
+    stream=lambda _stream: contextlib.nullcontext(),
+    synchronize=lambda _device=None: None,
+    get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+    get_device_name=lambda _device=None: "fake",
+    mem_get_info=lambda _device=None: (2**36, 2**36),
+    memory_allocated=lambda _device=None: 0,
+    memory_reserved=lambda _device=None: 0,
+    max_memory_allocated=lambda _device=None: 0,
+    max_memory_reserved=lambda _device=None: 0,
+    reset_peak_memory_stats=lambda _device=None: None,
+    empty_cache=lambda: None,
+)
+
+
+def start(world_size: int = 1, attention: str = KIND, strict: bool = True) -> Ranks:
+    """Register the device, and make this process the first of `ranks` ranks, whose collectives return at once. Call once per
+    process. attention: the kind of device to imitate. strict: refuse operators that it would compute on the host. Experts are
+    computed as grouped products, because sizes of single experts would depend on values. Tokens are assumed to be spread evenly
+    over experts."""
+    global _refuses
+    _refuses = attention if strict else None
+    (define_npu_kernels if attention == KIND else define_cuda_kernels)()
+    device.PACKED_ATTENTION[KIND] = device.PACKED_ATTENTION[attention]
+    device.DELTA_RULE.pop(KIND, None)  # Triton's kernels know no fake tensors
+    grouped_experts.LOOPED_EXPERTS_KINDS.discard(KIND)
+    expert_parallel.rows_to_trade = _even_rows
+    clip = Learner.clip
+    Learner.clip = lambda learner: clip(learner) or 1.0  # the norm reads 0, for which the optimizer takes no step
+    import torch.distributed._tools.fake_collectives  # torch 2.10 and 2.11 know no fake collectives without it
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    _fsdp_init._move_states_to_device = _move_states_to_device
+    _setup_privateuseone_for_python_backend(KIND, backend_module=NPU)
+    publisher.side_stream = lambda device: FakeDevice()  # the thread that sends has to enter it as well
+    for name in ALLOCATOR_CALLS:
+        setattr(torch.accelerator, name, _no_allocator if attention == KIND else lambda *_: 0)
+    torch.accelerator.synchronize = lambda *_: None
+    torch.accelerator.current_stream = _Stream
+    ranks_dist.broadcast_parts = _same_parts
+    torch.distributed.Backend.backend_capability["fake"].append(KIND)
+    torch.distributed.init_process_group(f"cpu:fake,{KIND}:fake", rank=0, world_size=world_size, store=FakeStore())
+    return Ranks(0, world_size, 0, torch.device(KIND, 0))
+
+
+def _no_allocator(*_, **__):
+    raise RuntimeError("Allocator for npu is not a DeviceAllocator.")  # torch's words
+
+
+def _same_parts(parts: list[bytearray], _group) -> None:
+    """Replaces rl.ranks.dist.broadcast_parts: the other ranks send what this one, the first, does."""
+    for part in parts:
+        part[:] = parts[0]
+
+
+def _even_rows(count: torch.Tensor, rows: int, group) -> tuple[torch.Tensor, list[int], list[int]]:
+    """Replaces rl.model.expert_parallel.rows_to_trade."""
+    sent = _even(rows, group.size())
+    received = [sent[group.rank()]] * group.size()
+    arriving = [n for from_rank in received for n in _even(from_rank, len(count) // group.size())]
+    return torch.tensor(arriving).to(count.device), sent, received
+
+
+def _even(total: int, parts: int) -> list[int]:
+    return [total // parts + (part < total % parts) for part in range(parts)]
+
+
+def _move_states_to_device(params, buffers, device: torch.device) -> None:
+    """FSDP's own sets `tensor.data`, which a real tensor cannot do with a fake one."""
+    for tensor in (*params, *buffers):
+        if tensor.device.type not in (device.type, "meta"):
+            with torch.no_grad():
+                moved = tensor.to(device)
+            moved.requires_grad_(tensor.requires_grad)
+            moved._is_param = isinstance(tensor, torch.nn.Parameter)
+            moved.fake_mode.fake_tensor_converter.meta_converter.tensor_memo.clear()  # of references, which would interfere
+            torch.utils.swap_tensors(tensor, moved)
+
+
+class FakeDevice(TorchDispatchMode):
+    """A context in which tensors on the device are fake, for one thread."""
+
+    def __init__(self):
+        super().__init__()
+        self.fake = FakeTensorMode()
+        self._host_too = False
+
+    def __enter__(self):
+        self._lifted_before = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) is then seen on its way to the device
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch._C._set_only_lift_cpu_tensors(self._lifted_before)
+        return super().__exit__(*error)
+
+    @contextlib.contextmanager
+    def host_too(self, yes: bool = True):
+        """A context in which tensors made in host memory are fake as well, and so is everything computed from them later."""
+        before = self._host_too
+        self._host_too = yes
+        try:
+            yield
+        finally:
+            self._host_too = before
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not OWN.issuperset(types):
+            return NotImplemented  # DTensors and similar return with the tensors that they hold
+        if of_no_tensor():
+            return func(*args, **kwargs)
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        fakes = sum(isinstance(x, FakeTensor) for x in tensors)
+        if func in PINNING:
+            return PINNING[func](*args, **kwargs)
+        kwargs.pop("pin_memory", None)
+        if not fakes and not self._makes_fake(tensors, kwargs):
+            return func(*args, **kwargs)
+        _refuse(func, tensors)
+        written = [x for x in self._mutated(func, args, kwargs) if not isinstance(x, FakeTensor)]
+        if fakes < len(tensors) and written:
+            return self._into_host(func, args, kwargs, tensors)
+        known = known_values.computed(func, args, kwargs)
+        if known is None and func in READ:
+            return READ[func](*args, **kwargs)
+        if known is not None and VALUES_TELL.intersection(func.tags):
+            if len({x.device for x in tensors}) > 1 and func is not aten.index.Tensor:
+                raise _different_devices(func, tensors[0].device, tensors[-1].device)
+            return tree_map_only(torch.Tensor, lambda x: self._known_stand_in(x, tensors[0].device), known)
+        if func is aten.index.Tensor:
+            args = (args[0], [place for index in args[1] for place in self._places(index)])
+        if fakes < len(tensors):
+            args, kwargs = tree_map_only(torch.Tensor, self._stand_in, (args, kwargs))
+        if func.namespace in ("torch_attn", KIND) and len({x.device for x in tensors}) > 1:  # whose fakes do not look
+            raise _different_devices(func, tensors[0].device, tensors[-1].device)
+        with self.fake:
+            if func is aten._grouped_mm.default and args[0].dtype == torch.float32:  # computed, but its fake knows bf16 only
+                args = tree_map_only(torch.Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x, args)
+                return func(*args, **kwargs).float()
+            out = func(*args, **kwargs)
+        self._keep_in_mind(func, args, kwargs, out, known)
+        return out
+
+    def _keep_in_mind(self, func, args, kwargs, out, known) -> None:
+        """Update which integers on the device have known values."""
+        if known is None:
+            is_collective = func.namespace == "c10d"  # not all of them declare what they write into
+            for x in tree_leaves((args, kwargs)) if is_collective else self._mutated(func, args, kwargs):
+                known_values.forget(x)
+            return
+        for x, value in zip(tree_leaves(out), tree_leaves(known), strict=True):
+            if isinstance(x, FakeTensor):
+                known_values.remember(x, value)
+
+    def _known_stand_in(self, x: torch.Tensor, where: torch.device) -> FakeTensor:
+        with self.fake:
+            out = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=where)
+        known_values.remember(out, x)
+        return out
+
+    def _places(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """Replace a known mask in an index by its positions, one tensor per dimension: their number depends on values."""
+        places = known_values.chosen(index)
+        return [index] if places is None else [self._known_stand_in(place, index.device) for place in places]
+
+    def _stand_in(self, x: torch.Tensor) -> FakeTensor:
+        """Return a fake of a real tensor, for an operator that involves the device."""
+        if isinstance(x, FakeTensor):
+            return x
+        with self.fake:
+            return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
+
+    def _into_host(self, func, args, kwargs, tensors: list[torch.Tensor]):
+        """Write a result of the device into a real tensor."""
+        for x in tensors:
+            if is_accelerator(x.device) and func not in COPIES:
+                raise _different_devices(func, torch.device("cpu"), x.device)
+        args, kwargs = tree_map_only(FakeTensor, _forgotten, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _makes_fake(self, tensors: list[torch.Tensor], kwargs: dict) -> bool:
+        if kwargs.get("device") is None:
+            return self._host_too and not tensors
+        where = torch.device(kwargs["device"])
+        return where.type == KIND or (self._host_too and not is_accelerator(where))
+
+    @staticmethod
+    def _mutated(func, args, kwargs) -> list[torch.Tensor]:
+        """Return the tensors that an operator writes into."""
+        out = []
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[place] if place < len(args) else kwargs.get(argument.name)
+                out += [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
+        return out
+
+
+OWN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
+COPIES = {aten.copy_.default, aten._foreach_copy_.default}
+PINNING = {
+    aten.is_pinned.default: lambda x, device=None: not is_accelerator(x.device),
+    aten._pin_memory.default: lambda x, device=None: x.clone(),
+}
+
+
+VALUES_TELL = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}  # shapes, or what an operator returns
+READ = {  # depends on values that are not known
+    aten._local_scalar_dense.default: lambda x: torch.zeros((), dtype=x.dtype).item(),
+    aten.bincount.default: lambda x, weights=None, minlength=0: x.new_zeros(minlength),
+}
+
+
+def _different_devices(func, one: torch.device, other: torch.device) -> RuntimeError:
+    """Return the error of an operator whose tensors are on two devices."""
+    return RuntimeError(f"{func}: expected all tensors to be on the same device, but found {one} and {other}")
+
+
+def _refuse(func, tensors: list[torch.Tensor]) -> None:
+    """Raises NotImplementedError for an operator or a collective that the device lacks."""
+    if not _refuses or all(x.device.type != KIND for x in tensors):
+        return
+    if not has_kernel(_refuses, func):
+        raise NotImplementedError(f"{func}: no kernel on {_refuses}, which computes it on the host or not at all")
+    if func.namespace != "c10d":
+        return
+    if _refuses == KIND and func.name().startswith("c10d::gather_"):
+        raise NotImplementedError(f"{func}: HCCL has none, and torch-npu makes one of pickles")
+    precisions = {x.dtype for x in tensors if x.device.type == KIND}
+    sums = func.name().removeprefix("c10d::").startswith(SUMMING)
+    of_npu = precisions - HCCL_SUMS if sums else set()
+    lacks = of_npu if _refuses == KIND else precisions & NCCL_LACKS
+    if lacks:
+        raise NotImplementedError(f"{func}: Unsupported data type {lacks} on {_refuses}")
+
+
+def of_no_tensor() -> bool:
+    """Return True within another fake mode: DTensor uses one to find an operator's full shape, and nothing is held."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def _forgotten(x: torch.Tensor) -> torch.Tensor:
+    """Return what the host reads from the device."""
+    known = known_values.values(x)
+    return torch.zeros(x.shape, dtype=x.dtype) if known is None else known

@@ -1,0 +1,102 @@
+"""Prompts with images for a planned run: images of a stated size, or the data's own, whose headers are read.
+
+Token counts, grids and positions are real, from rl/data/image_prompts.py. Pixels have shapes and no values, and no image is
+decoded.
+"""
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from rl.data import images
+from rl.data.args import demo_files
+from rl.data.image_prompts import ImagePrep, Images
+from rl.data.images import ImageError
+from rl.data.prompts import PromptDataset, PromptOrder
+from rl.errors import UserError
+from rl.model.pretrained import load_tokenizer
+from rl.model.vision_forward import row_inputs
+from rl.setup import CommonArgs
+from tools.plan.fake_device import FakeDevice
+
+DATA = "data"
+Prompt = tuple[np.ndarray, Images | None]  # ids [p] int32
+
+
+def prompts_with_images(
+    args: CommonArgs, path: str, config: PretrainedConfig, size: str | None, tokens: int, fake: FakeDevice
+) -> Callable[[int], Prompt]:
+    """Return ticket -> prompt, for a model that takes images. size: as in --image-size; tokens: of a prompt, unless the data's
+    are used; fake: the device, where pixels are fake as well. Raise UserError for a wrong size."""
+    prep = ImagePrep.of(path, config, args)
+    prep.prepare = lambda sources: _pixels(prep, config, sources, fake)
+    if size == DATA:
+        files = demo_files(args.model, args.train_files)
+        rows = PromptDataset(files, "train", load_tokenizer(path, args.trust_remote_code), args, prep)
+        order = PromptOrder(len(rows), args.seed, args.shuffle)
+        own = lambda ticket: rows[order(ticket)[1]]  # noqa: E731
+        return lambda ticket: (np.array(own(ticket).ids, np.int32), own(ticket).images)
+    return _of_size(prep, *_parsed(size), tokens)
+
+
+def _parsed(size: str | None) -> tuple[int, int, int]:
+    """Return (width, height, number) from the words of --image-size. Raise UserError for others."""
+    try:
+        width, height, *number = map(int, (size or "").split("x"))
+        (number,) = number or (1,)
+        if min(width, height, number) < 1:
+            raise ValueError
+        return width, height, number
+    except ValueError:
+        given = f"--image-size {size}: not a size" if size else "the model takes images"
+        raise UserError(
+            f"{given}. Give the size of the images in each prompt: --image-size 1000x800, or 1000x800x2 for two, or "
+            f"--image-size {DATA} for those of --train-files."
+        ) from None
+
+
+def _of_size(prep: ImagePrep, width: int, height: int, number: int, tokens: int) -> Callable[[int], Prompt]:
+    Image.new("1", (width, height)).save(file := io.BytesIO(), "PNG")
+    given = f"--image-size: an image of {width} x {height} pixels"
+    try:
+        needed = number * (prep.count(width, height) + 1) + 1  # text comes before each image and after the last
+    except ImageError as error:
+        raise UserError(f"--image-size: {error}.") from None
+    if needed > tokens:
+        raise UserError(
+            f"{given} takes {prep.count(width, height):,} tokens, and {number} of them do not fit into --max-prompt-length "
+            f"{tokens}. Raise it, or give --max-pixels."
+        )
+
+    def prompt(ticket: int) -> Prompt:
+        sources = [file.getvalue() + f"{ticket} {i}".encode() for i in range(number)]  # each image differs
+        ids, found = prep.expand([0, prep.image_token] * number + [0] * (tokens - needed + 1), sources)
+        return np.array(ids, np.int32), found
+
+    return prompt
+
+
+def _pixels(prep: ImagePrep, config: PretrainedConfig, sources: Sequence[bytes], fake: FakeDevice) -> tuple[Tensor, Tensor]:
+    """Replaces ImagePrep.prepare."""
+    grids = torch.tensor([prep.grid(*size) for size in images.sizes(sources)])
+    vision = config.vision_config
+    patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    with fake.host_too():
+        return torch.zeros(int(grids.prod(1).sum()), patch), grids
+
+
+@dataclass
+class PlannedImages:
+    """Replaces rl/learning/batch_images.py."""
+
+    of_groups: list[Images | None]
+
+    def inputs(self, lengths: Sequence[int], after: Sequence[int], groups: Sequence[int], device: torch.device) -> dict:
+        inputs = row_inputs(lengths, after, [None if group < 0 else self.of_groups[group] for group in groups])
+        return inputs | {"position_ids": inputs["position_ids"].to(device)}

@@ -1,0 +1,191 @@
+"""Readers of raw records of runs: metrics.jsonl, validations.jsonl, TensorBoard event files, and verl's console and file logs.
+
+Each reader returns rows {"step": ..., metric: value} in the order in which they were written; a step may have several rows.
+Lines that cannot be read are left out and noted.
+"""
+
+import contextlib
+import json
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from rl.record import validations
+from tools.report import verl_console
+
+NAMES = {  # of older versions of verl
+    "mfu/actor": "perf/mfu/actor",
+    "trainer/idle_ratio": "fully_async/trainer/idle_ratio",
+    "rollouter/idle_ratio": "fully_async/rollouter/idle_ratio",
+}
+LARGEST = 1e100  # of a metric: sums and squares of it are finite
+TEST_SCORE = "val/test_score/"  # of versions before 0.3, in front of the data source: its mean score
+CONFIG = {"script": str, "flags": dict, "hardware": dict, "replay": dict, "total_steps": int, "code": str, "commit": str}
+COUNTS = ("rollout_n", "train_batch_size", "ppo_mini_batch_size", "publish_every", "staleness_threshold")  # flags
+CONSOLE = (".log", ".txt", ".out")  # suffixes of the files among which a directory's console logs are searched for
+
+
+def event_files(directory: Path) -> list[Path]:
+    """Return a run's TensorBoard files, from its directory or from tensorboard/ there."""
+    pattern = "events.out.tfevents*"
+    return sorted(directory.glob(pattern)) or sorted(directory.glob(f"tensorboard/{pattern}"))
+
+
+def is_run(directory: Path) -> bool:
+    return (directory / "metrics.jsonl").exists() or bool(event_files(directory))
+
+
+def console_logs(directory: Path) -> list[Path]:
+    """Return the directory's files that contain steps of verl's console logger."""
+    files = [file for file in sorted(directory.iterdir()) if file.suffix in CONSOLE and file.is_file()]
+    found = []
+    for file in files:
+        with contextlib.suppress(OSError):
+            found += [file] if verl_console.holds_steps(file) else []
+    return found
+
+
+def read(path: Path) -> tuple[list[dict], list[str]] | None:
+    """Return (rows, notes) of a run's directory or of one file; None if there is no record."""
+    file = path if path.is_file() else path / "metrics.jsonl"
+    if "tfevents" in file.name:
+        rows, notes = read_events([file])
+    elif file.exists():
+        rows, notes = _read_console(file) if is_console(file) else read_lines(file)
+    elif events := event_files(path):
+        rows, notes = read_events(events)
+    else:
+        return None
+    return [{_today(name): value for name, value in row.items()} for row in rows], notes
+
+
+def _today(name: str) -> str:
+    """Return a metric's name in today's versions."""
+    source = name.removeprefix(TEST_SCORE)
+    return NAMES.get(name, name) if source == name else f"val-core/{source}/acc/mean@1"
+
+
+def _read_console(file: Path) -> tuple[list[dict], list[str]]:
+    try:
+        return verl_console.read(file)
+    except OSError as error:
+        return [], [_unreadable(file, error)]
+
+
+def _unreadable(file: Path, error: Exception) -> str:
+    return f"{file.name} cannot be read: {getattr(error, 'strerror', None) or type(error).__name__}"
+
+
+def is_console(file: Path) -> bool:
+    """Return whether a file counts as a console log: its name is neither that of JSON lines nor of a TensorBoard file."""
+    return file.is_file() and file.suffix != ".jsonl" and "tfevents" not in file.name
+
+
+def read_lines(file: Path) -> tuple[list[dict], list[str]]:
+    """Return (rows, notes) of a file with a JSON object in each line; verl's file logger puts the metrics under "data"."""
+    rows, bad = [], []
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        return [], [_unreadable(file, error)]
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            row = json.loads(line) if line.strip() else None
+        except (ValueError, RecursionError):
+            row = {}
+        if isinstance(row, dict) and is_number(row.get("step")):
+            rows.append(_flat(row, "data"))
+        elif row is not None:
+            bad.append(str(number))
+    shown = ", ".join(bad[:5]) + (", ..." if len(bad) > 5 else "")
+    return rows, [f"{file.name} line {shown}: cut off or not a record of a step, left out"] if bad else []
+
+
+def read_validations(directory: Path, notes: list[str]) -> list[dict]:
+    """Return the lines of validations.jsonl: one for each validation, with the step of its weights and, as at_step, the step
+    during which its result arrived."""
+    file = directory / validations.FILE
+    lines, bad = read_lines(file) if file.exists() else ([], [])
+    notes += bad
+    return [{name: value for name, value in line.items() if is_number(value)} for line in lines]
+
+
+def read_events(files: list[Path]) -> tuple[list[dict], list[str]]:
+    """Return (rows, notes) of event files. A row's time is that of its first scalar in the newest file that has the step; a
+    validation, which is written later, does not count."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    rows: dict[int, dict] = defaultdict(dict)
+    notes = []
+    for file in files:
+        try:
+            events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
+        except Exception as error:  # of a damaged or unreadable file: OSError, and TensorBoard's own
+            notes.append(_unreadable(file, error))
+            continue
+        times: dict[int, float] = {}
+        for name in events.Tags()["scalars"]:
+            for event in events.Scalars(name):
+                rows[event.step] |= {"step": event.step, name: event.value}
+                if not name.startswith("val-"):
+                    times[event.step] = min(event.wall_time, times.get(event.step, math.inf))
+        for step, time in times.items():
+            rows[step]["time"] = time
+    return list(rows.values()), notes
+
+
+def read_config(directory: Path, notes: list[str]) -> dict:
+    file = (directory.parent if directory.name == "tensorboard" else directory) / "config.json"
+    if not file.exists():
+        notes.append("no config.json: the run forms a group of its own, and its samples cannot be counted")
+        return {}
+    try:
+        return _usable(dict(json.loads(file.read_text())), notes)
+    except (OSError, ValueError, TypeError, RecursionError):
+        notes.append("config.json cannot be read: the run forms a group of its own, and its samples cannot be counted")
+        return {}
+
+
+def _usable(config: dict, notes: list[str]) -> dict:
+    """Return the configuration without values of other types than a run writes."""
+    wrong = {name: value for name, value in config.items() if not isinstance(value, CONFIG.get(name, object))}
+    config = {name: value for name, value in config.items() if name not in wrong}
+    flags, hardware = config.get("flags", {}), config.get("hardware", {})
+    counts = {name for name in COUNTS if not (flags.get(name) is None or is_number(flags[name]))}
+    layout = {"layout"} if not _is_layout(hardware.get("layout", [])) else set()
+    for part, names in (("flags", counts), ("hardware", layout)):
+        if names:
+            config[part] = {name: value for name, value in config[part].items() if name not in names}
+    if unread := sorted({name for name, value in wrong.items() if value is not None} | counts | layout):
+        notes.append(f"config.json: {', '.join(unread)} cannot be read, and count as not recorded")
+    return config
+
+
+def _is_layout(layout: Any) -> bool:
+    ranks = [node.get("ranks") if isinstance(node, dict) else None for node in layout] if isinstance(layout, list) else [None]
+    return all(isinstance(of, dict) and all(isinstance(role, str) and role.strip() for role in of.values()) for of in ranks)
+
+
+def merge(raw: list[dict]) -> tuple[dict[float, dict], int]:
+    """Return ({step: its row}, how many steps were recorded again). Rows of one step are parts of it, as verl writes them,
+    unless they disagree: then the step was trained again after a restart, and the later row counts."""
+    rows = {}
+    again = 0
+    for part in raw:
+        row = rows.get(part["step"], {})
+        if any(row[name] != value for name, value in part.items() if name in row and is_number(value)):
+            row = {}
+            again = again + 1
+        rows[part["step"]] = row | part
+    return rows, again
+
+
+def is_number(value) -> bool:
+    return isinstance(value, int | float) and abs(value) <= LARGEST  # NaN is not
+
+
+def _flat(row: dict, name: str) -> dict:
+    """Return the row with the metrics nested under that name moved to the top level."""
+    nested = row.get(name)
+    return {**{n: v for n, v in row.items() if n != name}, **nested} if isinstance(nested, dict) else row
