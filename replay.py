@@ -46,7 +46,7 @@ from rl.samples.schedule import AsyncSchedule
 LENGTH = {"total_training_steps", "total_epochs", "total_rollout_steps"}  # the learning rate's schedule depends on these
 PLACES = {"train_files", "val_files", "ring_mb", "generators", "trust_remote_code"}  # may differ on another machine
 # Flags that made the samples, or that decide what is recorded of them; those of PARTS are added
-SAMPLED = {"seed", "train_batch_size", "filter_groups", "max_num_gen_batches", "over_sample", "score_centering"}
+SAMPLED = {"seed", "train_batch_size", "filter_groups", "max_num_gen_batches", "over_sample"}
 PARTS = (DataArgs, EngineArgs, EnvironmentArgs, RewardArgs, AsyncSchedule)
 SAMPLED |= {name for part in PARTS for name in parts.leaves(part)}
 SAMPLED -= PLACES
@@ -174,7 +174,6 @@ def load_script(file: Path) -> ModuleType:
 
 def main(replay: Replay, ranks: dist.Ranks) -> None:
     """Train on each recorded step, as the script's `train` does."""
-    from rl.algorithm.kl_control import KLControl  # now that the script has imported its losses
     from rl.algorithm.metrics import staleness_metrics
     from rl.record.identity import check_number
     from rl.setup import make_learner, set_up
@@ -189,18 +188,17 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
     check_number(start["contents"], job.prompts, replay.record.directory)
     total_steps = job.total_steps if LENGTH & {*replay.changed} else start["total_steps"]
     learner = make_learner(args, replace(job, total_steps=total_steps), ranks)
-    kl_control = KLControl(args)
     if replay.checkpoint:
-        kl_control.restore(resume.load(replay.checkpoint, learner)["kl_control"])
+        resume.load(replay.checkpoint, learner)
     job = replace(job, script=f"replay of {start['script']}", total_steps=replay.last, notes=notes(replay))
-    run = TrainingRun(args, job, learner, ranks.world_size, after=replay.first - 1, kl_control=kl_control)
+    run = TrainingRun(args, job, learner, ranks.world_size, after=replay.first - 1)
     for line in describe(replay, run.record.dir, ranks):
         run.record.say(line)
 
     for step in run.steps():
         run.stop_if_asked(step - 1)
         batch = run.begin(replay.record.groups(step))
-        metrics = script.learn(args, learner, kl_control, batch, run.timer)
+        metrics = script.learn(args, learner, batch, run.timer)
         metrics |= staleness_metrics(batch, args.schedule.version_at(step))
         run.log(step, batch, metrics)
         run.save_if_due(step)

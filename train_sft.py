@@ -47,7 +47,7 @@ def learn(learner: Learner, batch: Batch, timer: Timers) -> dict[str, float]:
         denominator = whole_batch.denominator(batch, every, "token-mean", 0)  # trained tokens of all ranks
         for micro in micro_batches(batch, every, learner.micro_batch_tokens, learner.ranks):
             t = batch.at(micro)
-            log_prob, _ = learner.log_probs(micro)  # [n]
+            log_prob = learner.forward(micro).log_prob  # [n]
             loss = losses.aggregate(-log_prob, t.mask, t.seq, "token-mean", denominator)
             loss.backward()
             means.add(t, log_prob, {"loss": loss}, {"nll": -log_prob})

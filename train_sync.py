@@ -23,17 +23,14 @@ import losses
 from rl import flags
 from rl.algorithm import whole_batch
 from rl.algorithm.critic import learn_values
-from rl.algorithm.entropy_control import steered
-from rl.algorithm.extra_targets import choose_tokens, extra_targets
 from rl.algorithm.imitation import imitate
-from rl.algorithm.kl_control import KLControl
 from rl.algorithm.metrics import batch_metrics, staleness_metrics
 from rl.algorithm.rollout_correction import correct_rollout
 from rl.algorithm.rollout_metrics import rollout_metrics
 from rl.data.job import Job
 from rl.generation.generator import Generator, make_generator
-from rl.learning import forward_only
-from rl.learning.batch import Batch, Tokens, micro_batches
+from rl.learning.batch import Batch, Forward, Tokens, micro_batches
+from rl.learning.forward_only import forward_only
 from rl.learning.learner import Learner
 from rl.learning.loss_means import LossMeans
 from rl.ranks import dist, process, signals
@@ -64,14 +61,14 @@ def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Grou
     engine, engines = generator.engine_ranks.index, generator.engine_ranks.engines
     while len(kept) < args.schedule.prompts_per_step and rounds < args.max_num_gen_batches:
         rounds += 1
-        tickets, ticket = generator.next_tickets(ticket, args.schedule.prompts_per_step - len(kept))
+        tickets = range(ticket, ticket + args.schedule.prompts_per_step - len(kept))
+        ticket = tickets.stop
         groups = generator.generate(tickets[engine::engines])  # scored while others are being sampled
         for group in all_gather_groups(groups):
-            if args.filter_groups and not args.has_signal(group):
+            if args.filter_groups and not group.differs:
                 dropped.append(group)
             else:
                 kept.append(group)
-    generator.remember(kept + dropped)
     missing = args.schedule.prompts_per_step - len(kept)  # replaced by dropped groups, so that the batch is full
     metrics = {"train/num_gen_batches": rounds, "train/filtered_groups": len(dropped), "train/filled_groups": missing}
     return kept + dropped[:missing], ticket, metrics
@@ -80,16 +77,18 @@ def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Grou
 # actor_loss and learn are the same text in the three scripts, so that a copy of one can change them; a test compares them.
 
 
-def actor_loss(
-    args: Args, t: Tokens, log_prob: Tensor, entropy: Tensor, denominator: float
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Compute the loss of one micro-batch from its tokens' log_prob [n] and entropy [n] under the policy. Return terms, the
+def actor_loss(args: Args, t: Tokens, out: Forward, denominator: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Compute the loss of one micro-batch from its tokens and the policy's forward pass over them, [n] each. Return terms, the
     micro-batch's shares of the global mini-batch's loss terms and of their sum "loss", and stats, statistics per token, [n]."""
+    log_prob = out.log_prob
     # If the old policy is the one being updated, the ratio is 1 and its gradient that of log_prob.
     old = log_prob.detach() if t.old_log_prob is None else t.old_log_prob
-    policy_loss = args.policy_loss  # of losses.POLICY_LOSSES
-    inputs = {name: getattr(t, name) for name in args.loss_inputs}
-    token_loss, stats = policy_loss(log_prob, old, t.advantage, t.mask, t.seq, **args.loss_knobs, **inputs)
+    advantage = t.advantage
+    if args.teacher and not args.teacher_top_k:
+        advantage = advantage + args.teacher_coef * losses.reverse_kl_advantage(log_prob, t.teacher_log_prob, t.mask)
+    policy_loss = losses.POLICY_LOSSES[args.loss_mode]
+    inputs = {name: getattr(t, name) for name in policy_loss.inputs}
+    token_loss, stats = policy_loss(log_prob, old, advantage, t.mask, t.seq, **args.loss_knobs, **inputs)
     if not policy_loss.has_ratio:  # tokens sampled before a publish or an update need a weight
         token_loss = token_loss * losses.importance_weight(log_prob, old, t.mask)
     if t.is_weight is not None:
@@ -99,37 +98,42 @@ def actor_loss(
     def aggregate(x: Tensor) -> Tensor:  # [n] -> the micro-batch's share of the mini-batch's aggregate
         return losses.aggregate(x, t.mask, t.seq, args.aggregation, denominator)
 
-    terms = {"pg_loss": aggregate(token_loss), "entropy": aggregate(entropy)}
+    terms = {"pg_loss": aggregate(token_loss), "entropy": aggregate(out.entropy)}
     loss = terms["pg_loss"]
     if args.entropy_coeff:
         loss = loss - args.entropy_coeff * terms["entropy"]
-    if args.teacher_form == "top_k":
-        terms["teacher_top_kl"] = aggregate(losses.top_k_reverse_kl(*t.micro.top.log_probs, t.mask))
-        loss = loss + args.teacher_coef * terms["teacher_top_kl"]
     if args.use_kl_loss:
         terms["kl_loss"] = aggregate(losses.kl_penalty(log_prob, t.ref_log_prob, t.mask, args.kl_loss_type, old))
         loss = loss + args.kl_loss_coef * terms["kl_loss"]
+    if args.teacher:
+        stats["teacher_kl"] = log_prob - t.teacher_log_prob
+    if args.teacher_top_k:
+        terms["teacher_top_kl"] = aggregate(losses.top_k_reverse_kl(out.top_log_prob, t.teacher_top_log_prob, t.mask))
+        loss = loss + args.teacher_coef * terms["teacher_top_kl"]
     return terms | {"loss": loss}, stats
 
 
-def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, timer: Timers) -> dict[str, float]:
+def learn(args: Args, learner: Learner, batch: Batch, timer: Timers) -> dict[str, float]:
     """Train on the batch: one optimizer step for each mini-batch of prompts, --ppo-epochs times. Return metrics."""
-    args = steered(args, learner)  # --entropy-target sets the --entropy-coeff of this step
     minis = batch.mini_batches(args.schedule.prompts_per_update)  # [b] responses each
     micros = [micro_batches(batch, mini, learner.micro_batch_tokens, learner.ranks) for mini in minis]
-    updates = list(zip(minis, micros, strict=True)) * args.ppo_epochs
     targets = batch.targets  # filled in below, from top to bottom
 
-    # Before the first update: log-probs under the old policy, if the loss needs them by then, and under the reference.
-    recompute = args.recompute_old_log_probs(len(updates))
-    with timer("old_log_prob"):
-        if recompute:
+    # Before the first update: log-probs under the old policy, if the loss needs them by then, and under other models.
+    recompute = args.recompute_old_log_probs(len(minis) * args.ppo_epochs)
+    if recompute:
+        with timer("old_log_prob"):
             targets.actor_log_prob = learner.log_probs_of("policy", batch, micros)
-        targets.old_log_prob = batch.rollout_log_prob if args.old_is_rollout else targets.actor_log_prob
+    targets.old_log_prob = batch.rollout_log_prob if args.old_is_rollout else targets.actor_log_prob
     if args.needs_reference:
         with timer("ref"):
             targets.ref_log_prob = learner.log_probs_of("reference", batch, micros)
-    vars(targets).update(extra_targets(args, learner, batch, minis, micros, timer))  # for a teacher or a critic, for example
+    if args.teacher:
+        with timer("teacher"):
+            targets.teacher_log_prob, targets.teacher_top = learner.read_by_teacher(batch, micros)
+    if args.needs_critic:
+        with timer("values"):
+            targets.value = learner.critic.values_of(batch, micros)
 
     # Rollout correction, rewards, advantages. Each rank has its own tokens; rl/algorithm/whole_batch.py reduces over ranks.
     with timer("adv"):
@@ -138,12 +142,11 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
         targets.reward = args.reward_weight * batch.token_reward()
         if args.use_kl_in_reward:
             kl = losses.kl_penalty(targets.old_log_prob, targets.ref_log_prob, batch.trained, args.kl_reward_type)
-            targets.reward = targets.reward - kl_control.coef * kl
-            metrics |= kl_control.update(whole_batch.mean_of_responses(kl, batch), len(batch.score))
-        estimator = losses.ADVANTAGES[args.adv_estimator]  # a function of the batch's reward, mask, seq and group
-        targets.advantage = whole_batch.advantage(estimator, batch, **args.estimator_inputs(batch))
-        targets.chosen = choose_tokens(args, batch, minis)
-        forward_only.mark(args, batch, micros)
+            targets.reward = targets.reward - args.kl_reward_coef * kl
+            metrics["actor/reward_kl_penalty"] = whole_batch.mean_of_responses(kl, batch)
+            metrics["actor/reward_kl_penalty_coeff"] = args.kl_reward_coef
+        targets.advantage = whole_batch.advantage(losses.ADVANTAGES[args.adv_estimator], batch, args.gamma, args.lam)
+        targets.chosen = whole_batch.chosen(losses.POLICY_LOSSES[args.loss_mode], batch, minis, args.choice_knobs)
     if args.needs_critic:
         with timer("update_critic"):
             metrics |= learn_values(args, learner.critic, batch, minis, micros)
@@ -151,14 +154,15 @@ def learn(args: Args, learner: Learner, kl_control: KLControl, batch: Batch, tim
     # The updates. A mini-batch's gradient is accumulated over this rank's micro-batches.
     with timer("update_actor"):
         means = LossMeans(batch, learner.ranks)
-        for mini, its_micros in updates:
+        micros = forward_only(args, batch, micros)
+        for mini, its_micros in list(zip(minis, micros, strict=True)) * args.ppo_epochs:
             denominator = whole_batch.denominator(batch, mini, args.aggregation, args.max_response_length)
             for micro in its_micros:
                 t = batch.at(micro)
-                log_prob, entropy = learner.log_probs(micro, entropy="loss" if args.entropy_coeff else "metric")  # [n], [n]
-                terms, stats = actor_loss(args, t, log_prob, entropy, denominator)
+                out = learner.forward(micro, "loss" if args.entropy_coeff else "metric", t.teacher_top_token)
+                terms, stats = actor_loss(args, t, out, denominator)
                 terms["loss"].backward()
-                means.add(t, log_prob, terms, stats)
+                means.add(t, out.log_prob, terms, stats)
             if args.sft_files:
                 metrics |= imitate(args, learner)
             means.end_update(learner.step())
@@ -171,10 +175,9 @@ def train(args: Args, ranks: dist.Ranks, job: Job) -> None:
     """Every rank's life: generate, learn, publish."""
     pool = ScoringPool(args)  # first: it checks that --reward can be imported
     learner = make_learner(args, job, ranks)
-    kl_control = KLControl(args)
     next_ticket = NextTicket()
     generator = make_generator(args, job, ranks, pool, give_up=signals.stop_requested)
-    run = TrainingRun(args, job, learner, ranks.world_size, generator=generator, kl_control=kl_control, next_ticket=next_ticket)
+    run = TrainingRun(args, job, learner, ranks.world_size, generator=generator, next_ticket=next_ticket)
     weights = LocalWeights(learner, generator.engine, args.weights_dtype(args.dtype))
     weights.publish(version=run.done)
     run.validate_first()
@@ -189,7 +192,7 @@ def train(args: Args, ranks: dist.Ranks, job: Job) -> None:
         filtered = next_ticket.advance(ticket, groups, under_way)
         batch = run.begin(groups)
 
-        metrics |= learn(args, learner, kl_control, batch, run.timer)
+        metrics |= learn(args, learner, batch, run.timer)
 
         # Publish: the engine samples the next step with the new weights.
         with run.timer("update_weights"):

@@ -46,7 +46,7 @@ def _knob(name: str, chooser: str = "loss_mode", formulas: str = "POLICY_LOSSES"
 
 def _no_policy_loss(args) -> bool:
     """Return whether the policy loss is 0: no token has an advantage, and the loss has no other term."""
-    return args.teacher_alone and args.teacher_form == "top_k" and not args.use_kl_in_reward
+    return args.teacher_alone and args.teacher_top_k and not args.use_kl_in_reward
 
 
 def _has_other_term(args) -> bool:
@@ -88,7 +88,6 @@ def _has_run_to_resume(args) -> bool:
 
 
 KL_LOSS, KL_REWARD = _with("use_kl_loss"), _with("use_kl_in_reward")
-ADAPTIVE = Need("without --kl-ctrl-type adaptive", lambda args: args.kl_ctrl_type == "adaptive")
 WEIGHTS = Need("without --rollout-is", lambda args: args.rollout_is is not None, (False,))
 REJECTION = Need("without --rollout-rs", lambda args: bool(args.rejection_criteria))
 REFERENCE = Need(
@@ -120,19 +119,14 @@ NEEDS: dict[str, tuple[Need, ...]] = {
         Need(SCORES.words, lambda args: SCORES.is_met(args) or _aggregates(args, "ADVANTAGES", "POLICY_LOSSES"), ("grpo",)),
     ),
     "loss_mode": (Need(ADVANTAGE.words, lambda args: TERM.is_met(args) or _aggregates(args, "POLICY_LOSSES"), ("ppo_clip",)),),
-    **dict.fromkeys(("loss_args", "off_policy_mask_threshold", "rollout_is"), (TERM,)),
-    "top_entropy_quantile": (dataclasses.replace(TERM, unless=(1,)),),
-    **dict.fromkeys(("entropy_coeff_delta", "entropy_coeff_max"), (_with("entropy_target"),)),
+    **dict.fromkeys(("loss_args", "rollout_is"), (TERM,)),
     "clip_ratio_low": (_knob("clip_low"), ADVANTAGE),
     "clip_ratio_high": (_knob("clip_high"), ADVANTAGE),
     "clip_ratio_c": (_knob("clip_c"), ADVANTAGE),
     "kl_loss_coef": (_with("use_kl_loss", unless=(0,)),),
     "kl_loss_type": (KL_LOSS,),
     "kl_reward_type": (KL_REWARD,),
-    "kl_ctrl_type": (KL_REWARD,),
     "kl_reward_coef": (_with("use_kl_in_reward", unless=(0,)),),
-    "target_kl": (KL_REWARD, ADAPTIVE),
-    "kl_horizon": (KL_REWARD, ADAPTIVE),
     "max_num_gen_batches": (_with("filter_groups"),),
     "teacher_coef": (_with("teacher"),),
     **dict.fromkeys(
@@ -145,10 +139,6 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "rollout_is_threshold": (WEIGHTS, TERM),
     "rollout_is_batch_normalize": (WEIGHTS, dataclasses.replace(TERM, unless=(False,))),
     "rollout_rs_threshold": (REJECTION,),
-    **dict.fromkeys(
-        ("gdpo_reward_keys", "gdpo_reward_weights"),
-        (Need("without --adv-estimator gdpo", lambda args: args.has_several_rewards),),
-    ),
     # the run, its data and its validation
     "total_epochs": (NO_STEPS,),
     "total_rollout_steps": (NO_STEPS,),

@@ -114,8 +114,6 @@ class BatchLoop:
         start = json.loads(split.store.get("start"))
         self.first, self.ticket = start["batch"], start["ticket"]  # of the first batch to generate
         self._oldest, self._validated = start["version"], start["validated"]
-        if "history" in start:
-            self.generator.history.restore(start["history"])
 
     def update_weights(self, version: int) -> None:
         """Wait for the weights of this version, load them into the engine, and validate them if that is due. A resumed run uses
@@ -138,13 +136,8 @@ class BatchLoop:
     def send(self, groups: list[Group], next_ticket: int, metrics: dict[str, float]) -> None:
         """Send a batch to the learners, with its generation metrics."""
         self.ticket = next_ticket
-        history = {}
-        if self.args.prompt_sampling != "uniform":
-            prompts = self.generator.history
-            history = {"shown": prompts.commit(), "skipped": prompts.take_skipped()}
-            metrics = metrics | prompts.metrics()
         if self.split.ranks.is_main:
-            self._outbox.send_batch(groups, metrics, next_ticket, history)
+            self._outbox.send_batch(groups, metrics, next_ticket)
 
     def finish(self) -> None:
         """Send the final record to the learners, and end."""

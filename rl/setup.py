@@ -16,7 +16,6 @@ from rl import flag_needs
 from rl.adapters import lora
 from rl.algorithm.args import AlgorithmArgs
 from rl.algorithm.critic import check_critic
-from rl.algorithm.entropy_control import EntropyControl
 from rl.algorithm.imitation import Imitation
 from rl.algorithm.teacher import SELF, check_teacher, teacher_path
 from rl.checkpoint.resume import CheckpointArgs
@@ -116,12 +115,6 @@ class CommonArgs(
         self.schedule.check_engines(launch.here().world_size // self.rollout_tp)
         if self.val_only and self.resume_mode not in ("auto", "disable"):
             raise UserError(f"--val-only resumes nothing. To validate a checkpoint give --model {self.resume_mode}.")
-        if self.prompt_sampling != "uniform" and (self.rollout_n == 1 or self.teacher_alone):
-            why = "with --teacher-alone scores do not count" if self.teacher_alone else "with --rollout-n 1 there are none"
-            raise UserError(
-                f"--prompt-sampling {self.prompt_sampling} passes over prompts whose responses get equal scores, and {why}. "
-                "Leave one of the two out."
-            )
         if self.overlong_buffer_len > self.max_response_length:
             raise UserError(
                 f"--overlong-buffer-len {self.overlong_buffer_len} is more than --max-response-length "
@@ -245,8 +238,6 @@ def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
         learner.begin_step(1)
     if args.sft_files and not args.val_only:
         learner.imitation = Imitation(args, job.demonstrations)
-    if args.entropy_target is not None:
-        learner.entropy_control = EntropyControl(args)
     return learner
 
 

@@ -53,7 +53,6 @@ class SupervisedArgs(RunArgs, DemonstrationArgs, LearnerArgs, LogArgs, Checkpoin
     # Fields that other parts read, and that are not flags of a supervised run
     packs_flat_apart: ClassVar = False
     rollout_n: ClassVar = 1
-    prompt_sampling: ClassVar = "uniform"
     entropy_coeff: ClassVar = 0.0
     ppo_epochs: ClassVar = 1
     ref_offload: ClassVar = True

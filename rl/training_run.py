@@ -62,8 +62,6 @@ class TrainingRun:
         if samples or generator:
             self.parts["events"] = self._events
         self._unscored = 0  # steps in a row without one score, including the newest
-        if args.prompt_sampling != "uniform":
-            self._keep_history()
         self._hub = None  # for --push-to
         if args.push_to and learner.ranks.is_main and not args.val_only:
             from rl.checkpoint import push  # late: other runs do not need it
@@ -88,13 +86,6 @@ class TrainingRun:
             self._skip_recorded_validations()
         self._look_at_start()
         self._note_start()
-
-    def _keep_history(self) -> None:
-        """Let checkpoints include the history of the prompts (--prompt-sampling)."""
-        if self.samples:
-            self.samples.keep_history(self.args, self.job)
-        elif self.generator:
-            self.parts["prompt_history"] = self.generator.history
 
     def _restore(self, resumed: Resumed) -> None:
         """Restore everything except the learner from the checkpoint."""
@@ -173,8 +164,6 @@ class TrainingRun:
         self.learner.begin_step(self._begun, has_signal=not batch.is_unscored or self._learns_without_scores)
         if self.generator:
             self._put_aside = self.generator.unfinished()
-        if "prompt_history" in self.parts:
-            self.parts["prompt_history"].commit()
         if self.recorder:
             with self.timer("record"):
                 self.recorder.write(self._begun, groups)
@@ -285,15 +274,7 @@ class TrainingRun:
             metrics = metrics | self._validate(step)
         if "events" in self.parts:
             metrics = metrics | self._events.metrics()
-        if "prompt_history" in self.parts:
-            history = self.parts["prompt_history"]
-            gone = history.apart(gone["filtered"], history.take_skipped())
-            metrics = metrics | history.metrics()
-        if gone and "skipped" in gone:
-            metrics = metrics | {"prompts/skipped": len(gone["skipped"])}
         seconds = {name: value for name, value in self.timer.seconds.items() if name != "testing"}
-        if control := self.learner.entropy_control:
-            metrics = metrics | control.after_step(batch, metrics["actor/entropy"], self.learner.is_frozen)
         metrics = metrics | self.learner.perf_metrics(batch, seconds, self.num_ranks) | self.learner.router_metrics()
         metrics |= {"training/global_step": step, "training/epoch": self.job.order(max(batch.tickets))[0]}
         metrics |= self._look_at_step(step, batch, metrics, gone)

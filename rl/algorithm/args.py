@@ -7,21 +7,17 @@ from typing import Annotated, Literal
 
 import losses
 from rl.algorithm.critic import CriticArgs
-from rl.algorithm.entropy_control import EntropyArgs
 from rl.algorithm.imitation import ImitationArgs
 from rl.algorithm.rollout_correction import RolloutCorrectionArgs
-from rl.algorithm.several_rewards import SeveralRewardsArgs
-from rl.algorithm.spread import centered, masked, where_entropy_is_high
-from rl.algorithm.teacher import TeacherArgs, towards_teacher
+from rl.algorithm.teacher import TeacherArgs
 from rl.errors import UserError
-from rl.learning.batch import Batch
 from rl.ranges import MayChange, Range
 
 CLIPS = {"clip_low": "--clip-ratio-low", "clip_high": "--clip-ratio-high", "clip_c": "--clip-ratio-c"}  # by a loss's keyword
 
 
 @dataclass
-class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, EntropyArgs, RolloutCorrectionArgs):
+class AlgorithmArgs(TeacherArgs, ImitationArgs, CriticArgs, RolloutCorrectionArgs):
     """Advantages, the policy loss and KL terms."""
 
     adv_estimator: Literal[tuple(losses.ADVANTAGES)] = "grpo"
@@ -41,13 +37,8 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
     loss_args: tuple[str, ...] = ()
     """Further parameters of the policy loss, as name=value. For sapo: --loss-args tau_pos=1 tau_neg=1.1. The names and
     defaults are those of the function in losses.py."""
-    score_centering: bool = False
-    """For --loss-mode reinforce with --keep-sampling-mask: instead of weighting tokens by their ratio, subtract the log-prob
-    that is expected under the sampler, so that engine and learner do not drift apart. Engines record the log-probs of all
-    tokens that could be sampled."""
-    top_entropy_quantile: Annotated[float, Range(above=0, at_most=1)] = 1.0
-    """Restrict the policy loss to this share of a mini-batch's tokens, those with the largest entropy of the policy: 0.2 in
-    arXiv 2506.01939."""
+    entropy_coeff: Annotated[float, Range()] = 0.0
+    """Weight of the bonus for the policy's entropy."""
     use_kl_loss: bool = False
     """Add --kl-loss-coef times the KL to the reference policy (the starting model) to the loss."""
     kl_loss_coef: Annotated[float, Range(at_least=0)] = 1e-3
@@ -58,14 +49,8 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
     """Subtract --kl-reward-coef times the KL to the reference policy from each token's reward."""
     kl_reward_type: Literal[tuple(losses.KL_ESTIMATORS)] = "k1"
     """Estimator of the KL in the reward (--use-kl-in-reward)."""
-    kl_ctrl_type: Literal["fixed", "adaptive"] = "fixed"
-    """Keep --kl-reward-coef, or adapt it so that the KL approaches --target-kl."""
     kl_reward_coef: Annotated[float, Range(at_least=0)] = 1e-3
-    """Weight of the KL in the reward; the initial one if it is adaptive."""
-    target_kl: Annotated[float, Range(above=0)] = 0.1
-    """KL per token that the adaptive weight aims at."""
-    kl_horizon: Annotated[int, Range(at_least=1)] = 10_000
-    """Responses over which the adaptive weight reacts: the larger, the slower."""
+    """Weight of the KL in the reward."""
     use_rollout_log_probs: bool | None = None
     """Take the generator's log-probs as the old ones instead of recomputing them, so that the ratio corrects for staleness. By
     default True if batches may be stale, unless a correction or a loss compares the two."""
@@ -81,19 +66,6 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
     @property
     def aggregation(self) -> str:
         return self.loss_agg_mode or losses.default_aggregation(self.adv_estimator, self.loss_mode)
-
-    @property
-    def policy_loss(self) -> losses.PolicyLoss:
-        """The function of --loss-mode, changed by --score-centering, --off-policy-mask-threshold, --top-entropy-quantile and
-        --teacher."""
-        loss = losses.POLICY_LOSSES[self.loss_mode]
-        if self.score_centering:
-            loss = centered(loss)
-        if self.off_policy_mask_threshold is not None:
-            loss = masked(loss, self.off_policy_mask_threshold)
-        if self.top_entropy_quantile < 1:
-            loss = where_entropy_is_high(loss)
-        return towards_teacher(loss, self.teacher_coef) if self.teacher_form == "advantage" else loss
 
     @property
     def loss_knobs(self) -> dict[str, float]:
@@ -122,11 +94,6 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
         return "baseline" in losses.ADVANTAGES[self.adv_estimator].inputs
 
     @property
-    def needs_spread(self) -> bool:
-        """Whether the advantage or the loss needs the result of rl/algorithm/spread.py."""
-        return self.top_entropy_quantile < 1 or "energy" in losses.ADVANTAGES[self.adv_estimator].inputs
-
-    @property
     def old_is_rollout(self) -> bool:
         """Whether the old log-probs are the generator's."""
         if self.use_rollout_log_probs is not None:
@@ -149,28 +116,14 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
     def skips_backward(self) -> bool:
         """Whether micro-batches without an advantage only get a forward pass: the loss has no term that trains them."""
         loss = losses.POLICY_LOSSES[self.loss_mode]
-        has_bonus = self.entropy_coeff or self.entropy_target
-        trains_all = self.use_kl_loss or has_bonus or self.teacher or loss.chooses or loss.trains_all
+        trains_all = self.use_kl_loss or self.entropy_coeff or self.teacher or loss.chooses or loss.trains_all
         return not (trains_all or self.backward_without_advantage)
 
     @property
     def packs_flat_apart(self) -> bool:
         """Whether groups with equal scores, whose advantages are 0, get separate micro-batches."""
         is_by_group = losses.ADVANTAGES[self.adv_estimator].group_of_one is not None
-        return self.skips_backward and is_by_group and not self.use_kl_in_reward and not self.has_several_rewards
-
-    @property
-    def loss_inputs(self) -> tuple[str, ...]:
-        """The batch's fields that the loss takes in addition to the usual ones."""
-        return self.policy_loss.inputs
-
-    def estimator_inputs(self, batch: Batch) -> dict:
-        """Return the advantage estimator's keywords, in addition to the usual arguments."""
-        estimator = losses.ADVANTAGES[self.adv_estimator]
-        numbers = {name: getattr(self, name) for name in ("gamma", "lam") if name in estimator.knobs}
-        if self.has_several_rewards:
-            return numbers | self.several_rewards(batch)
-        return numbers | {name: getattr(batch if name == "baseline" else batch.targets, name) for name in estimator.inputs}
+        return self.skips_backward and is_by_group and not self.use_kl_in_reward
 
     def hint(self, unknown: Sequence[str]) -> str:
         """Return a sentence for each unknown flag that is a numeric parameter of a loss or an estimator."""
@@ -196,6 +149,11 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
         except ValueError as error:
             raise UserError(f"--adv-estimator, --loss-mode, --loss-agg-mode: {error}") from None
         estimator = losses.ADVANTAGES[self.adv_estimator]
+        if missing := {*estimator.inputs} - {"baseline", "value"}:
+            raise UserError(
+                f"--adv-estimator {self.adv_estimator} takes {' and '.join(sorted(missing))}, which the scripts do not "
+                "compute. examples/forks has a diff that adds it."
+            )
         if estimator.group_of_one == "zero" and self.rollout_n == 1 and not self.teacher_alone:
             raise UserError(
                 f"--adv-estimator {self.adv_estimator} compares the responses to one prompt: with --rollout-n 1 every "
@@ -206,14 +164,8 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
                 "--filter-groups keeps the groups whose scores differ: with --rollout-n 1 there are none, and every group is "
                 "replaced. Give --rollout-n at least 2, or leave --filter-groups out."
             )
-        if self.top_entropy_quantile < 1 and losses.POLICY_LOSSES[self.loss_mode].by_response:
-            raise UserError(
-                f"--top-entropy-quantile leaves tokens out of the policy loss, and --loss-mode {self.loss_mode} has one ratio "
-                "for a whole response. Take another loss, or leave the flag out."
-            )
         self._check_old_log_probs()
         self._check_loss_args()
-        self._check_score_centering()
 
     def _check_old_log_probs(self) -> None:
         """Raise UserError unless the log-probs that loss and correction compare exist, and are only compared once."""
@@ -227,24 +179,11 @@ class AlgorithmArgs(SeveralRewardsArgs, TeacherArgs, ImitationArgs, CriticArgs, 
                 f"--loss-mode {self.loss_mode} weighs tokens by recomputed over generator's log-probs by itself: leave "
                 "--use-rollout-log-probs and --rollout-is out."
             )
-        has_ratio = self.policy_loss.has_ratio
+        has_ratio = losses.POLICY_LOSSES[self.loss_mode].has_ratio
         if not has_ratio and self.schedule.trains_stale and not self.old_is_rollout and not self.rollout_is:
             raise UserError(
                 f"--loss-mode {self.loss_mode} has no ratio: its gradient is wrong for responses that older weights sampled, "
                 "unless they are weighed. Leave --use-rollout-log-probs False out, or add --rollout-is token or sequence."
-            )
-
-    def _check_score_centering(self) -> None:
-        """Raise UserError unless the loss has no weights and engines record the tokens that could be sampled."""
-        if not self.score_centering:
-            return
-        if losses.POLICY_LOSSES[self.loss_mode].has_ratio or self.rollout_is:
-            has = "--rollout-is weighs tokens" if self.rollout_is else f"--loss-mode {self.loss_mode} has one"
-            raise UserError(f"--score-centering takes the place of a ratio, and {has}. Take --loss-mode reinforce alone.")
-        if not self.keep_sampling_mask:
-            raise UserError(
-                "--score-centering needs the sampler's probability of every token that could be sampled. Engines record it "
-                "with --keep-sampling-mask --top-k K: add both."
             )
 
     def _check_loss_args(self) -> None:

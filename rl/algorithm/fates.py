@@ -6,7 +6,6 @@
     data/<source>/masked       the policy sampled none of its tokens; only if some are masked
     data/<source>/filtered     its prompt was replaced by --filter-groups
     data/<source>/dropped      its prompt was dropped as too old (--max-staleness)
-    data/<source>/skipped      it was not generated, because its prompt was passed over; only with --prompt-sampling
 
 Each response of a prompt that was started and settled is in exactly one of these counts of one step.
 """
@@ -113,7 +112,7 @@ class SourceCounts:
         self.shown = largest if len(largest) <= MOST else [*largest[: MOST - 1], OTHERS]
 
     def of_step(self, batch: Batch, fates: Fates, gone: Mapping[str, Sequence[int]] | None) -> dict[str, int]:
-        """Return data/*. gone: tickets that were not trained, by reason: "filtered", "stale" or "skipped"; None if they are
+        """Return data/*. gone: tickets that were not trained, by reason: "filtered" or "stale"; None if they are
         unknown: the kinds that count them are then left out."""
         counts = {source: Counter() for source in self.shown}
         places = batch.group.tolist()
@@ -130,7 +129,6 @@ class SourceCounts:
                 counts[self._shown(source)].update({kind: self.responses})
         kinds = [*(KINDS if gone is not None else KINDS[:3])]
         kinds += ["masked"] if batch.is_masked else []
-        kinds += ["skipped"] if gone and "skipped" in gone else []
         return {f"data/{source}/{kind}": int(of[kind]) for source, of in counts.items() for kind in kinds}
 
     def _shown(self, source: str) -> str:

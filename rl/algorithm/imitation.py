@@ -78,7 +78,7 @@ def imitate(args, learner) -> dict[str, float]:
     denominator = whole_batch.denominator(batch, every, "token-mean", 0)  # trained tokens of all ranks
     for micro in micro_batches(batch, every, learner.micro_batch_tokens, learner.ranks):
         t = batch.at(micro)
-        log_prob, _ = learner.log_probs(micro)  # [n]
+        log_prob = learner.forward(micro).log_prob
         nll = losses.aggregate(-log_prob, t.mask, t.seq, "token-mean", denominator)
         (args.sft_coef * nll).backward()
         found.append(nll.detach())

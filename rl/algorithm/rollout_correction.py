@@ -6,7 +6,7 @@ Tokens are weighted or left out depending on the difference. Left out: its metri
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 
@@ -14,7 +14,6 @@ import losses
 from rl.algorithm import whole_batch
 from rl.errors import UserError
 from rl.learning.batch import Batch
-from rl.ranges import Range
 
 Bounds = tuple[float | None, float]  # (None, cap) or a band
 Criterion = tuple[str, str, float, float]  # level, divergence, low, high: see losses.rollout_rejection_mask
@@ -35,9 +34,6 @@ class RolloutCorrectionArgs:
     commas. Levels: token, seq_sum, seq_mean, seq_max, batch; divergences: k1, k2, k3, binary_kl (losses.py)."""
     rollout_rs_threshold: str | None = None
     """A bound for each word of --rollout-rs, separated by commas: a band "0.999_1.001" for k1, a number for the others."""
-    off_policy_mask_threshold: Annotated[float | None, Range(above=0)] = None
-    """Leave tokens with a negative advantage out of the loss if their response's mean log-prob has fallen by more than this
-    since it was sampled, such as 0.5 (DeepSeek-V3.2, losses.off_policy_tokens). Default: none are left out."""
 
     @property
     def weight_bounds(self) -> Bounds:

@@ -4,12 +4,9 @@ The policy samples, and a frozen model, or the policy itself with the answer in 
 Left out: teachers with a different vocabulary, teachers behind a network address, and moving averages of the policy.
 """
 
-import dataclasses
-import functools
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 import losses
@@ -44,11 +41,6 @@ class TeacherArgs:
     """Rewards do not count: the policy only learns from the teacher."""
 
     @property
-    def teacher_form(self) -> Literal["advantage", "top_k"] | None:
-        """How a teacher enters the loss: as an advantage of each sampled token, or as a term over its most likely tokens."""
-        return ("top_k" if self.teacher_top_k else "advantage") if self.teacher else None
-
-    @property
     def reward_weight(self) -> float:
         """The factor of the rewards: 0 with --teacher-alone, otherwise 1."""
         return 0.0 if self.teacher_alone else 1.0
@@ -71,7 +63,7 @@ class TeacherArgs:
         self._check_prompt()
         loss = losses.POLICY_LOSSES[self.loss_mode]
         estimator = losses.ADVANTAGES[self.adv_estimator]
-        if self.teacher_form == "advantage" and (loss.one_advantage or loss.chooses):
+        if not self.teacher_top_k and (loss.one_advantage or loss.chooses):
             why = "averages it over the response" if loss.one_advantage else "chooses tokens before it is known"
             raise UserError(
                 f"--teacher gives each token its own advantage, and --loss-mode {self.loss_mode} {why}. Take another one, "
@@ -125,19 +117,6 @@ def check_vocabulary(path: str, args, policy: str, flag: str, whose: str) -> Pre
             f"{token!r} ({ids}). {whose} reads the policy's tokens: take a model of the same family."
         )
     return tokenizer
-
-
-def towards_teacher(loss: losses.PolicyLoss, coef: float) -> losses.PolicyLoss:
-    """Add coef times `losses.reverse_kl_advantage` to the loss's advantage. The result also takes teacher_log_prob [N]."""
-
-    @functools.wraps(loss.function)
-    def with_teacher(
-        log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, mask: Tensor, seq: Tensor, teacher_log_prob: Tensor, **more
-    ) -> losses.Loss:
-        advantage = advantage + coef * losses.reverse_kl_advantage(log_prob, teacher_log_prob, mask)
-        return loss(log_prob, old_log_prob, advantage, mask, seq, **more)
-
-    return dataclasses.replace(loss, function=with_teacher, inputs=(*loss.inputs, "teacher_log_prob"))
 
 
 def check_teacher(path: str, args, policy: str) -> None:

@@ -7,12 +7,13 @@ number. Left out: agents, whose later conversations hold the policy's prompt.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 
 from rl.learning.batch import Batch, MicroBatch, part_of
+from rl.ranks.dist import Ranks
 
 
 class TeacherRows:
@@ -20,18 +21,12 @@ class TeacherRows:
         """ids_of: (ticket, token ids of the policy's prompt) -> token ids of the teacher's prompt."""
         self._ids_of = ids_of
 
-    def log_probs(self, learner, batch: Batch, micros: Sequence[Sequence[MicroBatch]]) -> torch.Tensor:
-        """Return the teacher's log-probs [N] of the tokens that this rank trains, on the CPU; 0 outside the mask. Its top
-        tokens, if they are compared, are stored in the micro-batches. A collective of the learners."""
-        out = torch.zeros(len(batch.token))
+    def rows(self, batch: Batch, micros: Sequence[Sequence[MicroBatch]], ranks: Ranks) -> Iterator[MicroBatch]:
+        """Yield each micro-batch's responses after the teacher's prompts."""
         taught = self._with_its_prompts(batch)
         for micro in itertools.chain.from_iterable(micros):
-            row = MicroBatch.of(taught, batch.seq[micro.index].unique().tolist(), learner.ranks.device)
-            row = part_of(row, learner.ranks) if learner.ranks.sequence_parallel > 1 else row
-            out[row.index] = learner.read_by_teacher(row).cpu()
-            micro.top = row.top
-        learner.teacher.reshard()
-        return out
+            row = MicroBatch.of(taught, batch.seq[micro.index].unique().tolist(), ranks.device)
+            yield part_of(row, ranks) if ranks.sequence_parallel > 1 else row
 
     def _with_its_prompts(self, batch: Batch) -> Batch:
         """Return the batch with the teacher's prompts for the responses that are here."""

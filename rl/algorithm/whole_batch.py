@@ -5,6 +5,7 @@ the scores, which travel as one number per response; for the few that need every
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,10 +43,12 @@ def groups_of_one(batch: Batch) -> int:
     return int((counts == 1).sum())
 
 
-def advantage(estimator: Callable, batch: Batch, **inputs) -> Tensor:
-    """Return the estimator's advantages [N]. inputs: its keywords; tensors are [N], except those of losses.PER_RESPONSE."""
+def advantage(estimator: losses.Estimator, batch: Batch, gamma: float = 1.0, lam: float = 1.0) -> Tensor:
+    """Return the estimator's advantages [N]. gamma, lam: for those that take them. A collective."""
     reward = batch.targets.reward
     mask = batch.trained
+    inputs = {name: value for name, value in {"gamma": gamma, "lam": lam}.items() if name in estimator.knobs}
+    inputs |= {name: getattr(batch if name in losses.PER_RESPONSE else batch.targets, name) for name in estimator.inputs}
     if estimator.looks_at == "response":
         return estimator(reward, mask, batch.seq, batch.group, **inputs)
     if estimator.looks_at == "batch":
@@ -61,6 +64,20 @@ def advantage(estimator: Callable, batch: Batch, **inputs) -> Tensor:
     of_response = estimator(totals, trained > 0, torch.arange(len(totals)), batch.group, **inputs).to(reward.dtype)
     advantages = losses.to_tokens(of_response, batch.seq)
     return advantages if mask.all() else torch.where(mask, advantages, 0.0)
+
+
+def chosen(loss: losses.PolicyLoss, batch: Batch, minis: Sequence[Tensor], knobs: dict[str, float]) -> Tensor | None:
+    """Return the tokens that the loss chooses, [N] bool; None for a loss that chooses none. minis: the responses [b] of each
+    mini-batch; knobs: the loss's numbers for it. Random choices only depend on the batch: they are the same on every rank, for
+    any micro-batches, and after a resume. A collective."""
+    if loss.chooses is None:
+        return None
+    options = dict(knobs)
+    if "generator" in loss.choice_inputs:
+        total = int(batch.sum_over_ranks(batch.token[batch.mask].sum()))
+        options["generator"] = torch.Generator().manual_seed(total + int(batch.sampled_lengths.sum()))
+    inputs = (batch.targets.old_log_prob, batch.targets.advantage, batch.trained)
+    return by_mini_batch(batch, minis, partial(loss.chooses, **options), *inputs)
 
 
 def on_whole(batch: Batch, function: Callable, *xs: Tensor) -> Tensor:

@@ -35,9 +35,6 @@ class DataArgs:
     generation prompt is at the right end. A prompt with images is never cut."""
     shuffle: bool = True
     """Draw prompts in a new random order each epoch, instead of the order of the files."""
-    prompt_sampling: Literal["uniform", "skip-solved", "greso"] = "uniform"
-    """Which prompts are trained again, depending on the scores of their last responses. uniform: all. skip-solved: all, but
-    only 1 in 20 of those with all responses right. greso: those all right or all wrong with a chance that falls each time."""
     train_max_samples: Annotated[int, Range(at_least=1, also=-1)] = -1
     """Number of training prompts to use, from the first one on; -1 uses all."""
     val_max_samples: Annotated[int, Range(at_least=1, also=-1)] = -1

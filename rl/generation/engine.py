@@ -79,8 +79,7 @@ class EngineArgs(RouterArgs):
         """The sampling parameters of training."""
         of_all = (self.temperature, self.top_p, self.top_k, self.max_response_length, self.ignore_eos)
         most = support.most_tokens(self)
-        with_log_probs = getattr(self, "score_centering", False)
-        return SamplingParams(*of_all, support=most, support_log_probs=with_log_probs)
+        return SamplingParams(*of_all, support=most)
 
     @property
     def val_sampling(self) -> "SamplingParams":
@@ -117,17 +116,11 @@ class SamplingParams:
     max_tokens: int = 16
     ignore_eos: bool = False
     support: int = 0  # most tokens to record that could be sampled in each place (rl/model/head/support.py); 0 records none
-    support_log_probs: bool = False  # whether to record their log-probs as well
 
     @property
     def truncates(self) -> bool:
         """Whether tokens are left out. Log-probs are then those of the truncated distribution, and the run warns about it."""
         return self.top_k > 0 or self.top_p < 1
-
-    @property
-    def support_columns(self) -> int:
-        """The number of columns in the record of the tokens that could be sampled."""
-        return self.support * (2 if self.support_log_probs else 1)
 
 
 @dataclass(frozen=True)

@@ -46,11 +46,6 @@ class Generator:
         self.working = self.responses.working
         self._rows: list[dict] = []  # of the current validation
         self._ended: list[Output] = []  # responses that had ended when their prompt was started
-        self.history = None  # of the prompts, with --prompt-sampling
-        if args.prompt_sampling != "uniform":
-            from rl.samples.prompt_history import PromptHistory  # late: no other run needs it
-
-            self.history = PromptHistory(args, job.order)
         self.timer = Timers()  # gen, score and wait
 
     @property
@@ -153,15 +148,6 @@ class Generator:
         """Start this engine's share of the tickets."""
         for ticket in tickets[self.engine_ranks.index :: self.engine_ranks.engines]:
             self.start(ticket)
-
-    def next_tickets(self, first: int, count: int) -> tuple[Sequence[int], int]:
-        """Return `count` tickets from `first` on, except those that --prompt-sampling skips, and the ticket after them."""
-        return self.history.take(first, count) if self.history else (range(first, first + count), first + count)
-
-    def remember(self, groups: Sequence[Group]) -> None:
-        """Record the results of a batch's groups, for --prompt-sampling."""
-        if self.history:
-            self.history.note(groups)
 
     def generate(self, tickets: Sequence[int]) -> list[Group]:
         """Return as many scored groups as there are tickets, in ticket order; none if `give_up` says so. They are the first to

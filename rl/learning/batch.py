@@ -20,7 +20,6 @@ import torch.distributed
 from rl.learning.division import Division, mini_batches
 from rl.model.attention import Packed
 from rl.model.head import support
-from rl.model.head.log_probs import TopTokens
 from rl.model.router import UNKNOWN, row_of_routes
 from rl.model.sequence_parallel import Piece
 from rl.model.vision_forward import RowImages
@@ -35,6 +34,14 @@ PIECE = 1 << 17  # tokens computed at once in passes over all of them: what a pr
 
 
 @dataclass
+class TopTokens:
+    """A teacher's K most likely tokens in the place of each token, in host memory (--teacher-top-k)."""
+
+    token: torch.Tensor  # [N, K] int32
+    log_prob: torch.Tensor  # [N, K] float32, the teacher's
+
+
+@dataclass
 class Targets:
     """The inputs of a batch's loss, in the order in which `learn` computes them: CPU tensors [N], like the batch's."""
 
@@ -42,8 +49,7 @@ class Targets:
     old_log_prob: torch.Tensor | None = None  # float32, the ratio's denominator; None: the update's own policy
     ref_log_prob: torch.Tensor | None = None  # float32
     teacher_log_prob: torch.Tensor | None = None  # float32
-    energy: torch.Tensor | None = None  # float32, for the optimal token baseline
-    high_entropy: torch.Tensor | None = None  # bool, tokens that --top-entropy-quantile keeps in the policy loss
+    teacher_top: TopTokens | None = None  # with --teacher-top-k
     value: torch.Tensor | None = None  # float32, of the critic, before the update
     is_weight: torch.Tensor | None = None  # float32, weight of the rollout correction
     rejected: torch.Tensor | None = None  # bool, tokens that the rollout correction excludes from the loss
@@ -240,7 +246,7 @@ class Batch:
 
     def at(self, micro: MicroBatch) -> Tokens:
         """Return the batch and its targets at the micro-batch's tokens."""
-        return Tokens(self, micro)
+        return Tokens.of(self, micro)
 
 
 def pieces(seq: torch.Tensor) -> Iterator[slice]:
@@ -268,9 +274,7 @@ class MicroBatch:
     own: torch.Tensor | None = None  # if the row is shared: which of the n tokens predict and labels belong to, on the device
     forward_only: bool = False  # nothing in it trains (rl/learning/forward_only.py)
     has_responses: bool = True  # False for a rank without work
-    top: TopTokens | None = None  # of a teacher
     support: torch.Tensor | None = None  # [n, K] on the device: tokens that could be sampled in place of labels
-    expected_log_prob: torch.Tensor | None = None  # [n] of the policy's last forward pass (--score-centering)
 
     @property
     def real_tokens(self) -> int:
@@ -317,25 +321,61 @@ class MicroBatch:
         return MicroBatch(inputs, layout, moved(predict, device=device), labels, index, routes, support=record)
 
 
+@dataclass
 class Tokens:
-    """The [N] tensors of a batch and its targets at the n tokens of a micro-batch: `seq`, `token`, `version`,
-    `rollout_log_prob`, those of `Targets`, and `mask`, the tokens that are trained. Each is [n], moved to the micro-batch's
-    device on first use; None if `learn` has not computed it. Data of other shapes is in `batch`."""
+    """A batch and its targets at the n tokens of a micro-batch, on its device: [n] each, None if `learn` computes none."""
 
-    NAMES = ("mask", "seq", "token", "version", "rollout_log_prob", *(f.name for f in dataclasses.fields(Targets)))
-    expected_log_prob = property(lambda self: self.micro.expected_log_prob)  # with gradient (--score-centering)
+    index: torch.Tensor  # on the CPU: their places in the batch's [N] tensors
+    mask: torch.Tensor  # bool, the tokens that are trained (Batch.trained)
+    seq: torch.Tensor
+    token: torch.Tensor
+    version: torch.Tensor
+    rollout_log_prob: torch.Tensor
+    old_log_prob: torch.Tensor | None
+    ref_log_prob: torch.Tensor | None
+    teacher_log_prob: torch.Tensor | None
+    teacher_top_token: torch.Tensor | None  # [n, K] int32
+    teacher_top_log_prob: torch.Tensor | None  # [n, K]
+    value: torch.Tensor | None
+    is_weight: torch.Tensor | None
+    advantage: torch.Tensor | None
+    chosen: torch.Tensor | None
+    returns: torch.Tensor | None
 
-    def __init__(self, batch: Batch, micro: MicroBatch):
-        self.batch, self.micro = batch, micro
+    @staticmethod
+    def of(batch: Batch, micro: MicroBatch) -> Tokens:
+        targets = batch.targets
 
-    def __getattr__(self, name: str) -> torch.Tensor | None:
-        if name not in Tokens.NAMES:
-            raise AttributeError(f"{name} is not a tensor over tokens. These are: {', '.join(Tokens.NAMES)}")
-        of = self.batch.targets if hasattr(self.batch.targets, name) else self.batch
-        whole = self.batch.trained if name == "mask" else getattr(of, name)
-        here = None if whole is None else moved(whole[self.micro.index], device=self.micro.labels.device)
-        setattr(self, name, here)
-        return here
+        def here(whole: torch.Tensor | None) -> torch.Tensor | None:
+            return None if whole is None else moved(whole[micro.index], device=micro.labels.device)
+
+        return Tokens(
+            index=micro.index,
+            mask=here(batch.trained),
+            seq=here(batch.seq),
+            token=here(batch.token),
+            version=here(batch.version),
+            rollout_log_prob=here(batch.rollout_log_prob),
+            old_log_prob=here(targets.old_log_prob),
+            ref_log_prob=here(targets.ref_log_prob),
+            teacher_log_prob=here(targets.teacher_log_prob),
+            teacher_top_token=here(targets.teacher_top and targets.teacher_top.token),
+            teacher_top_log_prob=here(targets.teacher_top and targets.teacher_top.log_prob),
+            value=here(targets.value),
+            is_weight=here(targets.is_weight),
+            advantage=here(targets.advantage),
+            chosen=here(targets.chosen),
+            returns=here(targets.returns),
+        )
+
+
+@dataclass
+class Forward:
+    """The policy's forward pass over a micro-batch, float32, on its device."""
+
+    log_prob: torch.Tensor  # [n], of the tokens, with gradient
+    entropy: torch.Tensor  # [n]
+    top_log_prob: torch.Tensor | None = None  # [n, K], of the teacher's most likely tokens, with gradient
 
 
 def micro_batches(batch: Batch, members: torch.Tensor, max_tokens: int, ranks: Ranks) -> list[MicroBatch]:

@@ -9,7 +9,7 @@ The loss's gradient is still computed up to the log-probs. If it is not 0 there,
 responses, the run ends with a message.
 """
 
-from collections.abc import Sequence
+import dataclasses
 
 import torch
 
@@ -18,17 +18,19 @@ from rl.learning.batch import Batch, MicroBatch
 from rl.ranks.dist import all_reduce_sum
 
 
-def mark(args, batch: Batch, micros: Sequence[Sequence[MicroBatch]]) -> None:
-    """Mark the micro-batches in which no learner trains anything as `forward_only`, except a mini-batch's last one: the
-    optimizer needs a gradient, even of zeros, and FSDP frees what it has gathered in the backward pass. args: AlgorithmArgs
-    (not annotated: that would import losses, and a replay decides which). micros: of each mini-batch. A collective."""
+def forward_only(args, batch: Batch, micros: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
+    """Return the micro-batches of each mini-batch, `forward_only` where no learner trains anything, except a mini-batch's last
+    one: the optimizer needs a gradient, even of zeros, and FSDP frees what it has gathered in the backward pass. args:
+    AlgorithmArgs (not annotated: that would import losses, and a replay decides which). A collective."""
     if not args.skips_backward:
-        return
-    in_front = [micro for of_mini in micros for micro in of_mini[:-1]]
+        return micros
     trains = batch.trained & (batch.targets.advantage != 0)
-    trained = [int(trains[micro.index].count_nonzero()) for micro in in_front]
-    for micro, tokens in zip(in_front, all_reduce_sum(torch.tensor(trained)).tolist(), strict=True):
-        micro.forward_only = tokens == 0
+    trained = [[int(trains[micro.index].count_nonzero()) for micro in of_mini] for of_mini in micros]
+    totals = iter(all_reduce_sum(torch.tensor([n for of_mini in trained for n in of_mini[:-1]])).tolist())
+    return [
+        [*(dataclasses.replace(micro, forward_only=next(totals) == 0) for micro in of_mini[:-1]), *of_mini[-1:]]
+        for of_mini in micros
+    ]
 
 
 def check_no_gradient(*xs: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from rl.adapters.lora import Adapters, WithoutAdapters
 from rl.data.image_prompts import image_sizes, tower_flops
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch, MicroBatch
+from rl.learning.batch import Batch, Forward, MicroBatch, TopTokens
 from rl.learning.division import OF_BACKWARD
 from rl.learning.flops import Computed, least_flops
 from rl.learning.forward_only import check_no_gradient
@@ -28,7 +28,6 @@ from rl.model.attention import IN_FP32, dtype_of, linear_layers
 from rl.model.attention_kernels import check_kernel
 from rl.model.expert_parallel import clip_grad_norm, share_experts
 from rl.model.head import support
-from rl.model.head.log_probs import TopTokens
 from rl.model.policy import Policy
 from rl.model.pretrained import load_config
 from rl.model.router import routes_for
@@ -57,7 +56,6 @@ class Learner:
     critic = None  # of rl/learning/value_model.py, if the advantages need one
     imitation = None  # of rl/algorithm/imitation.py, with --sft-files
     teacher_rows = None  # of rl/algorithm/teacher_rows.py, with --teacher-prompt
-    entropy_control = None  # of rl/algorithm/entropy_control.py, with --entropy-target
 
     def __init__(
         self,
@@ -119,81 +117,57 @@ class Learner:
         given = self.args.max_tokens_per_micro_batch
         return (self.chosen_tokens or UNMEASURED_TOKENS) if given == "auto" else given
 
-    @property
-    def _centers(self) -> bool:
-        """Whether --score-centering is set; a supervised start does not have the flag."""
-        return getattr(self.args, "score_centering", False)
-
-    def log_probs(
-        self, micro: MicroBatch, entropy: Literal["none", "metric", "loss"] = "none"
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (log-prob [n], entropy [n]) of the micro-batch's n tokens under the policy, on the device, with gradient. The
+    def forward(
+        self, micro: MicroBatch, entropy: Literal["none", "metric", "loss"] = "none", also: torch.Tensor | None = None
+    ) -> Forward:
+        """Compute the policy's log-probs of the micro-batch's n tokens, and of the tokens `also` [n, K] in their places. The
         entropy is 0 ("none"), without gradient ("metric"), or with gradient ("loss"). In a `forward_only` micro-batch the
         gradient ends there, and must be 0."""
         ends_here = micro.forward_only and torch.is_grad_enabled()
-        how = {"replays": True, "observe": micro.real_tokens, "top": micro.top, "centers": self._centers}
         with torch.no_grad() if ends_here else contextlib.nullcontext():
-            out = self._log_probs(self.policy, micro, entropy, **how)
-        if self._centers:
-            micro.expected_log_prob = out[0][:, 1]
-            out = (out[0][:, 0], out[1])
-        if micro.top:
-            micro.top.log_prob = out[0][:, 1:]
-            out = (out[0][:, 0], out[1])
+            log_prob, entropies = self._log_probs(self.policy, micro, entropy, True, micro.real_tokens, also)
         self.computed.add(micro)
         if ends_here:
-            check_no_gradient(*out[: 2 if entropy == "loss" else 1])
-        return out
+            check_no_gradient(log_prob, *([entropies] if entropy == "loss" else []))
+        return Forward(log_prob, entropies) if also is None else Forward(log_prob[:, 0], entropies, log_prob[:, 1:])
 
     def _log_probs(
         self,
         model: Policy,
         micro: MicroBatch,
-        entropy: str,
+        entropy: str = "none",
         replays: bool = False,
         observe: int = 0,
-        top: TopTokens | None = None,
-        centers: bool = False,
+        also: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return as `log_probs` does. replays: the routes of a mixture of experts. With `centers`, log-probs are [n, 2]: each
-        token's, and the one expected under the sampler."""
+        """Return (log-prob, entropy [n]); the first is [n], or [n, 1 + K] with `also`. replays: the routes of a mixture of
+        experts; observe: tokens of the row that count in the routers' metrics."""
         progress()
         routes = routes_for(self.args, micro, self.ranks.device) if replays else None
-        labels = top.labels(micro.labels, micro.own) if top else micro.labels
-        known, sampler = None, None
+        labels = micro.labels
+        if also is not None:
+            labels = torch.cat([labels[:, None], (also if micro.own is None else also[micro.own]).long()], 1)
         if micro.support is not None:
-            known, sampler = support.apart(micro.support, self._centers)
-            labels = support.labels(labels, known)
-        what = (micro.predict, labels, self.temperature, entropy, routes, observe)
-        own = model(micro.inputs, micro.layout, *what)
-        if known is not None and entropy != "spread":
-            log_prob = support.restricted(own[0], known)
-            if centers:
-                log_prob = torch.stack([log_prob, support.expected(own[0], known, sampler)], 1)
-            own = log_prob, own[1]
-        elif centers:  # a rank without work
-            own = torch.stack([own[0], torch.zeros_like(own[0])], 1), own[1]
+            labels = support.labels(labels, micro.support)
+        own = model(micro.inputs, micro.layout, micro.predict, labels, self.temperature, entropy, routes, observe)
+        if micro.support is not None:
+            own = support.restricted(own[0], micro.support), own[1]
         return own if micro.own is None else gather_log_probs(micro, self.ranks, *own)
 
     @torch.no_grad()
     def log_probs_of(
-        self, which: Literal["policy", "reference", "teacher"], batch: Batch, micros: list[list[MicroBatch]]
+        self, which: Literal["policy", "reference"], batch: Batch, micros: Sequence[Sequence[MicroBatch]]
     ) -> torch.Tensor:
         """Return log-probs [N] of the tokens that this rank trains, on the CPU, from its micro-batches of every mini-batch; 0
         outside the mask. With --router-replay R2 the micro-batches keep the policy's routes."""
-        if which == "teacher" and self.teacher_rows:
-            return self.teacher_rows.log_probs(self, batch, micros)
         model = getattr(self, which)
+        replays = which == "policy"
         out = torch.zeros(len(batch.token))
         for micro in itertools.chain.from_iterable(micros):
-            records = which == "policy" and self.args.router_replay == "R2"
+            records = replays and self.args.router_replay == "R2"
             if records:
                 micro.routes = None  # the generator's
-            if which == "teacher":
-                log_prob = self.read_by_teacher(micro)
-            else:
-                log_prob, _ = self._log_probs(model, micro, "none", replays=which == "policy")
-            out[micro.index] = log_prob.cpu()
+            out[micro.index] = self._log_probs(model, micro, replays=replays)[0].cpu()
             if records:
                 micro.routes = self.policy.router.chosen()
         if model is not self.policy:
@@ -201,29 +175,30 @@ class Learner:
         return out
 
     @torch.no_grad()
-    def spread_of(self, batch: Batch, micros: list[list[MicroBatch]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (energy [N], entropy [N]) under the policy (rl/model/head/log_probs.py); on the CPU, 0 outside the mask."""
-        energy, entropy = torch.zeros(len(batch.token)), torch.zeros(len(batch.token))
-        for micro in itertools.chain.from_iterable(micros):
-            found = self._log_probs(self.policy, micro, "spread", replays=True)
-            energy[micro.index], entropy[micro.index] = (x.cpu() for x in found)
-        return energy, entropy
-
-    def read_by_teacher(self, micro: MicroBatch) -> torch.Tensor:
-        """Return the teacher's log-probs [n] of the sampled tokens. Store its most likely tokens in the micro-batch."""
-        if not self.teacher_top_k:
-            return self._log_probs(self.teacher, micro, "none")[0]
-        progress()
+    def read_by_teacher(self, batch: Batch, micros: Sequence[Sequence[MicroBatch]]) -> tuple[torch.Tensor, TopTokens | None]:
+        """Return the teacher's log-probs [N] of the tokens that this rank trains, on the CPU, and with --teacher-top-k its most
+        likely tokens; 0 outside the mask. The teacher reads the prompts of --teacher-prompt if there are any."""
+        rows = self.teacher_rows.rows(batch, micros, self.ranks) if self.teacher_rows else itertools.chain.from_iterable(micros)
         count = self.teacher_top_k
-        rows = self.config.get_text_config().vocab_size
-        what = (micro.predict, micro.labels, self.temperature, "none")
-        sampled, token, log_prob = self.teacher(micro.inputs, micro.layout, *what, top=(count, rows))
-        if micro.own is not None:
-            every = torch.cat([sampled[:, None], token.float(), log_prob], 1)  # exact: token ids are below 2^24
-            every, _ = gather_log_probs(micro, self.ranks, every, torch.zeros_like(sampled))
-            sampled, token, log_prob = every.split([1, count, count], 1)
-        micro.top = TopTokens(token.to("cpu", torch.int32), log_prob.cpu())
-        return sampled.view(-1)
+        out = torch.zeros(len(batch.token))
+        top = TopTokens(torch.zeros(len(out), count, dtype=torch.int32), torch.zeros(len(out), count)) if count else None
+        for micro in rows:
+            if not count:
+                out[micro.index] = self._log_probs(self.teacher, micro)[0].cpu()
+                continue
+            progress()
+            what = (micro.predict, micro.labels, self.temperature, "none")
+            vocabulary = self.config.get_text_config().vocab_size
+            sampled, token, log_prob = self.teacher(micro.inputs, micro.layout, *what, top=(count, vocabulary))
+            if micro.own is not None:
+                every = torch.cat([sampled[:, None], token.float(), log_prob], 1)  # exact: token ids are below 2^24
+                every, _ = gather_log_probs(micro, self.ranks, every, torch.zeros_like(sampled))
+                sampled, token, log_prob = every.split([1, count, count], 1)
+            out[micro.index] = sampled.view(-1).cpu()
+            top.token[micro.index] = token.to("cpu", torch.int32)
+            top.log_prob[micro.index] = log_prob.cpu()
+        self.teacher.reshard()
+        return out, top
 
     def begin_step(self, step: int, has_signal: bool = True) -> None:
         """Set the learning rate of training step `step`, from 1, and start counting FLOPs. has_signal: False if there is
@@ -352,8 +327,7 @@ class Learner:
         first = next(iter(self.optimizer.state.values()))
         own = {"adam_step": int(first["step"]), "skipped": self.skipped, "updated": self.updated}
         own |= {"chosen_tokens": self.micro_batch_tokens}
-        parts = {"critic": self.critic, "entropy_control": self.entropy_control}
-        return own | {name: part.state() for name, part in parts.items() if part}
+        return own | ({"critic": self.critic.state()} if self.critic else {})
 
     def rank_state(self) -> dict:
         """Return the rest of the state that differs by rank."""
@@ -366,8 +340,6 @@ class Learner:
         take_masters(self._trained, self.masters)
         if self.critic:
             self.critic.restore(state["critic"], None)
-        if self.entropy_control:
-            self.entropy_control.restore(state.get("entropy_control"))
         self.skipped = state["skipped"]
         self.updated = state["updated"]
         self.chosen_tokens = state.get("chosen_tokens")

@@ -20,11 +20,9 @@ class LossMeans:
 
     def add(self, t: Tokens, log_prob: torch.Tensor, terms: dict[str, torch.Tensor], stats: dict[str, torch.Tensor]) -> None:
         """Add a micro-batch's log-probs [n]; terms, stats: see `gather`."""
-        if t.teacher_log_prob is not None:
-            stats = stats | {"teacher_kl": log_prob - t.teacher_log_prob}
         self.gather(t, terms, stats)
         if not self._updates:
-            self._first.append((t.micro.index, log_prob.detach()))
+            self._first.append((t.index, log_prob.detach()))
 
     def gather(self, t: Tokens, terms: dict[str, torch.Tensor], stats: dict[str, torch.Tensor]) -> None:
         """Add a micro-batch's terms, name -> its share as a scalar, and stats, name -> [n]. Every rank adds the same names."""

@@ -70,7 +70,7 @@ def _train(args, learner: Learner, sequences: int) -> None:
     for ticket in range(sequences * learner.ranks.data_size):
         prompt, response = (rng.integers(0, 16, n).astype(np.int32) for n in (args.max_prompt_length, args.max_response_length))
         zeros = np.zeros(len(response), np.int32)
-        most = support.width(args)
+        most = support.most_tokens(args)
         record = np.zeros((len(response), most), np.int32) if most else None
         groups.append(
             Group(ticket, prompt, "", [Response(response, zeros.astype(np.float32), zeros, "length", support=record)])
@@ -80,8 +80,8 @@ def _train(args, learner: Learner, sequences: int) -> None:
     learner.args = dataclasses.replace(given, router_replay="off")  # there are no routes
     try:
         for micro in micro_batches(batch, torch.arange(len(groups)), budget, learner.ranks):
-            log_prob, entropy = learner.log_probs(micro, "loss" if args.entropy_coeff or args.entropy_target else "metric")
-            (log_prob.sum() + entropy.sum()).mul(1e-6).backward()
+            out = learner.forward(micro, "loss" if args.entropy_coeff else "metric")
+            (out.log_prob.sum() + out.entropy.sum()).mul(1e-6).backward()
             if learner.critic:
                 learner.critic.values(micro).sum().mul(1e-6).backward()
     finally:

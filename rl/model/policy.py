@@ -6,7 +6,7 @@ from torch import nn
 from rl.data.image_prompts import takes_images
 from rl.model import vision_forward
 from rl.model.attention import linear_layers
-from rl.model.head.log_probs import ChunkedLogProbs, log_probs_at, spread, top_tokens
+from rl.model.head.log_probs import ChunkedLogProbs, log_probs_at, top_tokens
 from rl.model.head.precision import Fp32Head
 from rl.model.router import Router
 
@@ -37,8 +37,8 @@ class Policy(nn.Module):
     ):
         """The model's inputs, predict [n], labels [n] or [n, m] -> (log-prob of the labels, in their shape, entropy [n]), fp32.
 
-        entropy: "none" returns zeros, "metric" the value without gradient, "loss" the value with it; "spread" returns the
-        result of `spread`. top = (K, vocabulary): returns the result of `top_tokens`. routes, observe: see rl/model/router.py.
+        entropy: "none" returns zeros, "metric" the value without gradient, "loss" the value with it. top = (K, vocabulary):
+        returns the result of `top_tokens`. routes, observe: see rl/model/router.py.
         """
         if self.router:
             self.router.begin(layout, routes, observe)
@@ -49,8 +49,6 @@ class Policy(nn.Module):
             head = Fp32Head.of(head)
         if top:
             return top_tokens(hidden, head, labels, temperature, *top, LOGITS_AT_ONCE)
-        if entropy == "spread":
-            return spread(hidden, head, labels, temperature, LOGITS_AT_ONCE)
         if labels.dim() > 1 or len(hidden) * len(head.weight) <= LOGITS_AT_ONCE:
             return log_probs_at(hidden, head, labels, temperature, entropy, LOGITS_AT_ONCE)
         kept = self.logits_kept if torch.is_grad_enabled() else 0

@@ -23,8 +23,8 @@ from rl.ranges import Content, flag, marks, may_change
 
 # The order of the prompts, the tensors of the optimizer's state, the count of versions and the width of the sampling masks'
 # records depend on these.
-MUST_STAY = {"seed", "shuffle", "prompt_sampling", "optim", "freeze_vision_tower", "lora_rank", "lora_alpha", "lora_target"}
-MUST_STAY |= {"top_k", "keep_sampling_mask", "score_centering"}
+MUST_STAY = {"seed", "shuffle", "optim", "freeze_vision_tower", "lora_rank", "lora_alpha", "lora_target"}
+MUST_STAY |= {"top_k", "keep_sampling_mask"}
 MUST_STAY_IN_A_STREAM = {"ppo_mini_batch_size", "train_batch_size", "publish_every"}
 
 

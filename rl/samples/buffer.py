@@ -1,7 +1,6 @@
 """The groups that have arrived, in the order in which they may be trained. Groups that are too old or flat are dropped here."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
 
 from rl.ranks import watchdog
 from rl.samples.group import Group
@@ -11,18 +10,13 @@ from rl.samples.schedule import AsyncSchedule
 class SampleBuffer:
     """The groups that have arrived. A step trains the oldest ones. Every learner has the same buffer."""
 
-    def __init__(
-        self, schedule: AsyncSchedule, filter_groups: bool = False, max_num_gen_batches: int = 10, rewards: Sequence[str] = ()
-    ):
-        """rewards: names of the rewards that decide whether a group has a signal (Group.differs)."""
-        self.schedule, self._rewards = schedule, rewards
+    def __init__(self, schedule: AsyncSchedule, filter_groups: bool = False, max_num_gen_batches: int = 10):
+        self.schedule = schedule
         self.waiting: dict[int, Group] = {}
         watchdog.show("groups for the next step", lambda: f"{len(self.waiting)} of {schedule.prompts_per_step}")
         self.trained = 0
         self.dropped: Counter[str] = Counter()  # tickets by reason: "stale", "filtered"
-        self.skipped = 0  # number of tickets that never start (--prompt-sampling)
-        self.gone: dict[str, list[int]] = {}  # tickets dropped or skipped since the last step, by reason
-        self.observe: Callable[[Group], None] = lambda group: None  # called with each trained or filtered group
+        self.gone: dict[str, list[int]] = {}  # tickets dropped since the last step, by reason
         # settled tickets: all below _low, and those in _high
         self._low = 0
         self._high = set()
@@ -33,18 +27,11 @@ class SampleBuffer:
         """Add a group. With --filter-groups, drop it if it has no signal, unless the step has already lost too many groups."""
         if group.ticket in self.waiting or group.ticket in self._high or group.ticket < self._low:
             raise RuntimeError(f"ticket {group.ticket} arrived twice")
-        if self._flat_left and not group.differs(self._rewards):
+        if self._flat_left and not group.differs:
             self._flat_left -= 1
             self._drop(group.ticket, "filtered")
-            self.observe(group)
         else:
             self.waiting[group.ticket] = group
-
-    def skip(self, ticket: int) -> None:
-        """Settle a ticket that will not start. Another may start in its place."""
-        self.skipped += 1
-        self.gone.setdefault("skipped", []).append(ticket)
-        self._settle(ticket)
 
     def published(self, version: int) -> None:
         """Note that this version has been announced: no ticket will start under an earlier one."""
@@ -67,31 +54,20 @@ class SampleBuffer:
         groups = [self.waiting.pop(ticket) for ticket in tickets]
         for group in groups:
             self._settle(group.ticket)
-            self.observe(group)
         self.trained += len(groups)
         self._flat_left = self._flat_limit
         return groups
 
     def take_gone(self) -> dict[str, list[int]]:
-        """Return the tickets that were dropped or skipped since the last call, by reason."""
+        """Return the tickets that were dropped since the last call, by reason."""
         gone = self.gone
         self.gone = {}
         return gone
 
     @property
     def replaced(self) -> int:
-        """The number of tickets dropped or skipped: others may start in their place."""
-        return self.dropped.total() + self.skipped
-
-    @property
-    def low(self) -> int:
-        """The lowest ticket that is not settled."""
-        return self._low
-
-    @property
-    def newest(self) -> int:
-        """The highest settled ticket."""
-        return max(self._high, default=self._low - 1)
+        """The number of tickets dropped: others may start in their place."""
+        return self.dropped.total()
 
     def metrics(self, started: int) -> dict[str, int]:
         """Return verl's fully_async/count/*. started: number of tickets that all generators have started."""
@@ -113,7 +89,7 @@ class SampleBuffer:
         line = f"{started:,} tickets started = {self.trained:,} trained + {dropped:,} dropped + {in_flight:,} in flight"
         if started != self.trained + dropped + in_flight:
             raise RuntimeError(f"tickets were lost: {line.replace('=', 'is not')}")
-        return line + (f"; {self.skipped:,} more were skipped (--prompt-sampling)" if self.skipped else "")
+        return line
 
     def _in_time(self, step: int, tickets: list[int]) -> bool:
         """Return whether, with --on-stale wait, all other groups can be trained in time if the step takes these tickets. Groups
@@ -133,7 +109,7 @@ class SampleBuffer:
 
     def state(self) -> dict:
         """Return the state for a checkpoint, which also holds the groups in `waiting`."""
-        names = ("trained", "dropped", "skipped", "gone", "_low", "_bounds", "_flat_left")
+        names = ("trained", "dropped", "gone", "_low", "_bounds", "_flat_left")
         return {name: getattr(self, name) for name in names} | {"_high": sorted(self._high)}
 
     def restore(self, state: dict, groups: list[Group], drawn: int) -> list[int]:
@@ -144,10 +120,6 @@ class SampleBuffer:
         self.dropped = Counter(self.dropped)
         self.waiting = {group.ticket: group for group in groups}
         return [t for t in range(self._low, drawn) if t not in self._high and t not in self.waiting]
-
-    def skipped_below(self, drawn: int) -> int:
-        """Return the number of skipped tickets below `drawn`. From `drawn` on, only skipped tickets are settled."""
-        return self.skipped - max(0, self._low - drawn) - sum(ticket >= drawn for ticket in self._high)
 
     def _drop(self, ticket: int, reason: str) -> None:
         self.dropped[reason] += 1

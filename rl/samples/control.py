@@ -16,15 +16,10 @@ class State:
     """The first learner's message to all generators."""
 
     version: int  # version of the newest weights that are ready to be received
-    dropped: int  # number of tickets dropped or skipped so far, for any reason: others may start in their place
+    dropped: int  # number of tickets dropped so far, for any reason: others may start in their place
     snapshot: int = 0  # the step whose checkpoint needs the unfinished groups
     stop: bool = False
     step: int = 0  # the step after which these weights were published
-    skipped: tuple[int, ...] = ()  # tickets that do not start (--prompt-sampling), from `settled` on
-    settled: int = 0  # no ticket below this one starts
-
-    def __post_init__(self):
-        object.__setattr__(self, "skipped", tuple(self.skipped))  # JSON gives a list
 
 
 class ControlBlock:

@@ -4,7 +4,6 @@ import json
 import math
 import struct
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,10 +37,6 @@ class Response:
         """The number of tokens that the policy sampled."""
         return len(self.token_ids) if self.mask is None else int(np.count_nonzero(self.mask))
 
-    def reward(self, name: str) -> float | None:
-        """Return the reward of that name, without the length penalty: "score", or a further number; None if it has none."""
-        return self.extra.get(UNPENALISED, self.score) if name == "score" else self.extra.get(name)
-
 
 @dataclass(frozen=True)
 class Group:
@@ -70,11 +65,11 @@ class Group:
         """The scored responses that count in a baseline: all except those masked as a whole."""
         return [r for r in self.scored if r.mask is None or r.mask.any()]
 
-    def differs(self, rewards: Sequence[str] = ()) -> bool:
-        """Return whether the scores without the length penalty differ or, if rewards are named (--gdpo-reward-keys), one of
-        these. Otherwise the group would at most teach the length of right responses (as in DAPO, arXiv 2503.14476)."""
-        names = [name for name in rewards if name != PENALTY] or ["score"]
-        return any(len({r.reward(name) for r in self.compared}) > 1 for name in names)
+    @property
+    def differs(self) -> bool:
+        """Whether the scores without the length penalty differ. Otherwise the group would at most teach the length of right
+        responses (as in DAPO, arXiv 2503.14476)."""
+        return len({r.extra.get(UNPENALISED, r.score) for r in self.compared}) > 1
 
     @property
     def is_flat(self) -> bool:

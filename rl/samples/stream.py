@@ -5,9 +5,7 @@ oldest groups that have arrived (train_async.py). Every learner has the same sam
 """
 
 import json
-from typing import TYPE_CHECKING
 
-from rl.data.job import Job
 from rl.ranks import dist
 from rl.ranks.timers import Timers
 from rl.samples.buffer import SampleBuffer
@@ -18,9 +16,6 @@ from rl.samples.idle_meter import IdleMeter
 from rl.samples.schedule import AsyncSchedule, NextTicket, OneStepOffSchedule, Schedule, check_kind
 from rl.samples.tickets import drawn, open_tickets, started
 from rl.split import Split
-
-if TYPE_CHECKING:
-    from rl.samples.prompt_history import PromptHistory, StreamHistory
 
 
 class _Samples:
@@ -73,14 +68,7 @@ class Batches(_Samples):
         super().__init__(args, split)
         self._next = NextTicket()
         self._gone: dict[str, list[int]] = {"filtered": []}
-        self._history: PromptHistory | None = None  # as the generators keep it, for checkpoints
         self._start = {"batch": 0, "ticket": 0, "version": 0}  # where the generators start
-
-    def keep_history(self, args, job: Job) -> None:
-        """Keep the generators' history of --prompt-sampling. To be called before `restore`. args: the script's."""
-        from rl.samples import prompt_history  # late: other runs do not need it
-
-        self._history = prompt_history.PromptHistory(args, job.order)
 
     def open(self) -> None:
         """Let the generators begin."""
@@ -101,9 +89,6 @@ class Batches(_Samples):
         batch = self.inbox.batches.popleft()
         groups = [self.inbox.groups.popleft() for _ in range(batch["groups"])]
         self._gone = {"filtered": self._next.advance(batch["next_ticket"], groups)}
-        if self._history:
-            self._gone = self._history.apart(self._gone["filtered"], batch["skipped"])
-            self._history.observe(batch["shown"])
         return groups, batch["metrics"]
 
     def take_gone(self) -> dict[str, list[int]]:
@@ -122,17 +107,12 @@ class Batches(_Samples):
         start = {"batch": step + len(batches), "ticket": batches[0]["next_ticket"] if batches else self._next.ticket}
         start |= {"version": step}
         state = self._state() | {"start": start, "batches": batches, "next_ticket": self._next.state()}
-        if self._history:
-            state["history"] = self._history.state()
-            start["history"] = self._history.after(batch["shown"] for batch in batches)
         return state, groups, []
 
     def restore(self, state: dict, groups: list[Group], unfinished: list[Group]) -> None:
         self._restore(state)
         self._start = state["start"]
         self._next.restore(state["next_ticket"])
-        if self._history:
-            self._history.restore(state["history"])
         self.inbox.groups.extend(groups)
         self.inbox.batches.extend(state["batches"])
 
@@ -144,17 +124,8 @@ class Stream(_Samples):
 
     def __init__(self, args, split: Split):
         super().__init__(args, split)
-        self.buffer = SampleBuffer(args.schedule, args.filter_groups, args.max_num_gen_batches, args.compared_rewards)
+        self.buffer = SampleBuffer(args.schedule, args.filter_groups, args.max_num_gen_batches)
         self._tickets = {"drawn": 0, "again": [], "unfinished": []}
-        self._history: StreamHistory | None = None
-
-    def keep_history(self, args, job: Job) -> None:
-        """Let --prompt-sampling decide which tickets start. To be called before `restore`. args: the script's."""
-        from rl.samples import prompt_history  # late: other runs do not need it
-
-        to_train = job.total_steps * args.schedule.prompts_per_step
-        prompts = prompt_history.PromptHistory(args, job.order)
-        self._history = prompt_history.StreamHistory(args.schedule, prompts, self.buffer, to_train)
 
     def open(self) -> None:
         """Let the generators begin; in a resumed run, with the tickets that were under way when it stopped."""
@@ -172,21 +143,13 @@ class Stream(_Samples):
 
     def take_gone(self) -> dict[str, list[int]]:
         """Return the tickets that were not trained since the last call, by reason."""
-        gone = self.buffer.take_gone()
-        return {"skipped": []} | gone if self._history else gone
+        return self.buffer.take_gone()
 
     def _take(self, step: int) -> list[Group] | None:
         self._take_in()
         groups = self.buffer.take(step)
-        if self._history:
-            self._history.extend()
-        self.control.update(**self._room())
+        self.control.update(dropped=self.buffer.replaced)
         return groups
-
-    def _room(self) -> dict:
-        """Return the control block's fields that determine which tickets may start."""
-        room = {"dropped": self.buffer.replaced}
-        return room | {"skipped": self._history.skipped, "settled": self.buffer.low} if self._history else room
 
     def _take_in(self) -> None:
         while self.inbox.groups:
@@ -194,14 +157,11 @@ class Stream(_Samples):
 
     def published(self, version: int, step: int) -> None:
         self.buffer.published(version)
-        if self._history:
-            self._history.published(version)
-        self.control.update(version=version, step=step, **self._room())
+        self.control.update(version=version, step=step, dropped=self.buffer.replaced)
 
     def metrics(self, step: int, timer: Timers) -> dict[str, float]:
         version = {"fully_async/count/current_param_version": self.args.schedule.version_at(step)}
-        prompts = self._history.history.metrics() if self._history else {}
-        return super().metrics(step, timer) | self.buffer.metrics(started(self.split.store)) | version | prompts
+        return super().metrics(step, timer) | self.buffer.metrics(started(self.split.store)) | version
 
     def ask(self, step: int) -> None:
         self.control.update(snapshot=step)
@@ -213,18 +173,13 @@ class Stream(_Samples):
         self._take_in()  # --filter-groups drops groups here
         groups = [group for group in self.buffer.waiting.values() if not group.is_unscored]
         state = self._state() | {"buffer": self.buffer.state(), "drawn": drawn(self.split.store)}
-        if self._history:
-            state["history"] = self._history.state()
         return state, groups, unfinished
 
     def restore(self, state: dict, groups: list[Group], unfinished: list[Group]) -> None:
         """Restore a `snapshot`. Tickets under way continue; those without a saved group begin again."""
         self._restore(state)
         again = self.buffer.restore(state["buffer"], groups, state["drawn"])
-        if self._history:
-            self._history.restore(state["history"])
-        skipped = self.buffer.skipped_below(state["drawn"])
-        self._tickets = {"drawn": state["drawn"], "again": again, "unfinished": unfinished, "skipped": skipped}
+        self._tickets = {"drawn": state["drawn"], "again": again, "unfinished": unfinished}
 
     def close(self) -> list[str]:
         """Stop the generators. Return the last lines of the run's output; the first accounts for every ticket."""

@@ -55,9 +55,7 @@ class Tickets:
         quota = self.schedule.quota(version)
         starts = 0 <= version == state.version
         while starts and len(out) < most and self._next(state) < min(quota, self.total):
-            ticket = self._reserve.popleft()
-            if ticket >= state.settled and ticket not in state.skipped:
-                out.append(ticket)
+            out.append(self._reserve.popleft())
         self._started += len(out)
         self._draw(most - len(out))
         self.held = most > 0 and not out and starts and quota <= self._next(state) < self.total
@@ -108,14 +106,11 @@ class Tickets:
         return count if count >= self._drawn_before else self._again[count - self._drawn_before]
 
 
-def open_tickets(
-    store: Store, drawn: int = 0, again: Sequence[int] = (), unfinished: Iterable[Group] = (), skipped: int = 0
-) -> None:
+def open_tickets(store: Store, drawn: int = 0, again: Sequence[int] = (), unfinished: Iterable[Group] = ()) -> None:
     """Set the counters of a run that begins, or that resumes after `drawn` tickets were drawn; generators wait for them. again:
-    drawn tickets without a group. unfinished: groups of the tickets that continue. skipped: number of drawn tickets that never
-    start."""
+    drawn tickets without a group. unfinished: groups of the tickets that continue."""
     store.add(DRAWN, drawn - len(again))
-    store.add(STARTED, drawn - len(again) - skipped)
+    store.add(STARTED, drawn - len(again))
     of = {group.ticket: group for group in unfinished}
     for ticket, group in of.items():
         store.set(f"tickets/unfinished/{ticket}", group.to_bytes())

@@ -20,7 +20,6 @@ import torch
 
 import train_sync
 from rl import flags
-from rl.algorithm.kl_control import KLControl
 from rl.generation.choose_engine import make_engine
 from rl.generation.engine import Engine, Request, SamplingParams
 from rl.learning.batch import Batch, micro_batches
@@ -172,7 +171,7 @@ class Checks:
         batch = self._batch(1.0)
         if getattr(self.engine, "sleeps", False):
             self.engine.sleep()
-        learn = functools.partial(train_sync.learn, self.args, self.learner, KLControl(self.args), batch, Timers())
+        learn = functools.partial(train_sync.learn, self.args, self.learner, batch, Timers())
         timed = [_timed(learn) for _ in range(4)]
         seconds = [of for of, _ in timed]
         metrics = timed[-1][1]

@@ -21,7 +21,6 @@ import torch
 from torch.distributed import HashStore
 from transformers import PretrainedConfig
 
-from rl.algorithm.kl_control import KLControl
 from rl.algorithm.teacher import teacher_path
 from rl.data.image_prompts import KEPT_BYTES, Images, takes_images
 from rl.errors import UserError
@@ -30,7 +29,7 @@ from rl.learning.batch import Batch, MicroBatch
 from rl.learning.division import Division, pack
 from rl.learning.learner import Learner
 from rl.learning.token_budget import settled
-from rl.model.head.support import width
+from rl.model.head.support import most_tokens
 from rl.model.loading import Weights
 from rl.model.pretrained import check_heads, check_lengths, empty_model, load_config, resolve
 from rl.model.shards import local
@@ -176,11 +175,9 @@ def _learn(script, args: CommonArgs, learner: Learner, batch: Batch) -> int:
     Return the tokens of the fullest."""
     sizes = []
     args = dataclasses.replace(args, backward_without_advantage=True)  # the most that it holds
-    if args.entropy_target:  # as in a step with the bonus, which is off at first
-        args = dataclasses.replace(args, entropy_target=None, entropy_coeff=args.entropy_coeff_max)
     script.micro_batches = _two_fullest(script.micro_batches, sizes)
     for _ in range(2):
-        script.learn(args, learner, KLControl(args), batch, Timers())
+        script.learn(args, learner, batch, Timers())
     return max(sizes)
 
 
@@ -209,7 +206,7 @@ def make_groups(
         ticket = len(groups)
         lengths = workload.group(ticket)
         ids, of_prompt = prompts(ticket) if prompts else (np.zeros(workload.prompt, np.int32), None)
-        responses = [_response(n, number, width(args)) for number, n in enumerate(lengths[: args.rollout_n])]
+        responses = [_response(n, number, most_tokens(args)) for number, n in enumerate(lengths[: args.rollout_n])]
         groups.append(Group(ticket, ids, "plan", responses))
         images.append(of_prompt)
         tokens += sum(lengths) + len(ids) * len(lengths)

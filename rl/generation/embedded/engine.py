@@ -49,7 +49,7 @@ class Running:
             return Running(request)
         lists = map(list, (before.token_ids, before.log_probs, before.versions))
         support = before.support
-        if support is None and (columns := request.sampling.support_columns):
+        if support is None and (columns := request.sampling.support):
             support = nothing(len(before.token_ids), columns)
         records = ([] if record is None else [record] for record in (before.routes, support))
         return Running(request, *lists, *records)

@@ -32,8 +32,7 @@ def sample(
     token = torch.minimum(token, torch.searchsorted(cdf, last)).squeeze(1)
     token = torch.where(greedy, log_probs.argmax(-1), token)
     most = max(s.support for s in settings)
-    log_probs_too = any(s.support_log_probs for s in settings)
-    found = support.of_logits(logits, most, log_probs_too) if most else None
+    found = support.of_logits(logits, most) if most else None
     return token, log_probs.gather(1, token[:, None]).squeeze(1), found
 
 

@@ -328,7 +328,7 @@ class VLLMEngine:
         so_far = pending.request.so_far or Output(None, [], [], [], "unfinished")
         support = None
         versions = [*so_far.versions, *pending.versions, *[self.version] * (len(sampled) - len(pending.versions))]
-        if pending.request.sampling.support_columns:
+        if pending.request.sampling.support:
             from rl.generation.vllm.support import taken_apart
 
             sampled, support = taken_apart(sampled, pending.request.sampling, so_far)

@@ -13,11 +13,11 @@ from rl.model.head.support import nothing
 
 
 def taken_apart(given, sampling: SamplingParams, so_far: Output) -> tuple[SimpleNamespace, np.ndarray]:
-    """Return the sampled tokens' token_ids and logprobs, n each, and the record [m + n, sampling.support_columns] of so_far's m
+    """Return the sampled tokens' token_ids and logprobs, n each, and the record [m + n, sampling.support] of so_far's m
     tokens and these. given: vLLM's FlatLogprobs of n tokens, each followed by the sampling.support likeliest ones, or by the
     whole vocabulary."""
     most = sampling.support
-    support = nothing(len(so_far.token_ids) + len(given), sampling.support_columns)
+    support = nothing(len(so_far.token_ids) + len(given), most)
     if so_far.support is not None:
         support[: len(so_far.support)] = so_far.support
     sampled = SimpleNamespace(token_ids=[], logprobs=[])
@@ -29,6 +29,4 @@ def taken_apart(given, sampling: SamplingParams, so_far: Output) -> tuple[Simple
         if given.token_ids[start] not in found:  # more tokens are as likely as the k-th than there is room for
             found = dict([*found.items()][: most - 1]) | {given.token_ids[start]: given.logprobs[start]}
         row[: len(found)] = [*found]
-        if sampling.support_log_probs:
-            row[most : most + len(found)] = np.array([*found.values()], np.float32).view(np.int32)
     return sampled, support

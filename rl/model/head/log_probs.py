@@ -8,7 +8,6 @@ shift are one operation, no log-softmax is written, and the gradient overwrites 
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -136,26 +135,6 @@ def _slices(start: int, stop: int, size: int) -> Iterator[slice]:
 # ------------------------------------------------------------------------- several tokens at each place (--teacher-top-k)
 
 
-@dataclass
-class TopTokens:
-    """A teacher's K most likely tokens at each of the n places of a micro-batch (--teacher-top-k), and the policy's log-probs
-    of these tokens."""
-
-    token: torch.Tensor  # [n, K] int32, in host memory
-    of_teacher: torch.Tensor  # [n, K] float32, its log-probs, in host memory
-    log_prob: torch.Tensor | None = None  # [n, K] float32, from the policy's last forward pass, with gradient
-
-    @property
-    def log_probs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The policy's and the teacher's, [n, K] each, on the policy's device."""
-        return self.log_prob, self.of_teacher.to(self.log_prob.device)
-
-    def labels(self, sampled: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
-        """[m, 1 + K]: the sampled tokens [m] and the teacher's. own: which of the n places the m are; None for all."""
-        token = self.token.to(sampled.device, torch.long)
-        return torch.cat([sampled[:, None], token if own is None else token[own]], 1)
-
-
 def top_tokens(
     hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, temperature: float, count: int, below: int, elements: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -166,27 +145,6 @@ def top_tokens(
         log_probs = _log_softmax(part, head, temperature)
         values, tokens = log_probs[:, :below].topk(count, -1)
         return log_probs.gather(1, its_labels[:, None]).squeeze(1), tokens, values
-
-    return _by_chunks(of_part, hidden, head, labels, elements)
-
-
-def spread(
-    hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, temperature: float, elements: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """hidden [n, d], labels [n] -> (energy [n], entropy [n]), fp32, without gradient; `elements` logits are computed at a time.
-    The energy is the squared norm of the gradient of log p(label) with respect to logits over the temperature:
-    1 - 2 p(label) + sum_v p(v)^2. With labels [n, 1 + K] p is over these alone, and the first one is sampled."""
-
-    def of_part(part: torch.Tensor, its_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        log_probs = _log_softmax(part, head, temperature)
-        p = log_probs.exp()
-        entropy = -(p * log_probs).sum(-1)
-        if its_labels.dim() > 1:
-            others = torch.ones_like(p, dtype=torch.bool).scatter_(1, its_labels, False)
-            p = log_probs.masked_fill(others, -torch.inf).softmax(-1)
-            its_labels = its_labels[:, 0]
-        of_label = p.gather(1, its_labels[:, None]).squeeze(1)
-        return (1 - 2 * of_label + (p * p).sum(-1)).clamp(min=0), entropy
 
     return _by_chunks(of_part, hidden, head, labels, elements)
 

@@ -10,7 +10,7 @@ the whole vocabulary it would not be: each token would also be trained to draw p
 the ratio. DeepSeek-V3.2 keeps the mask in the same way (arXiv 2512.02556, "Keep Sampling Mask"). Entropies are still computed
 over the whole vocabulary.
 
-A record of a place is the K tokens of S. With --score-centering there are K more columns: the bits of the sampler's log-probs.
+A record of a place is the K tokens of S.
 """
 
 import numpy as np
@@ -26,28 +26,11 @@ def most_tokens(args) -> int:
     return args.top_k + TIES if getattr(args, "keep_sampling_mask", False) else 0
 
 
-def width(args) -> int:
-    """Columns of a record."""
-    return most_tokens(args) * (2 if getattr(args, "score_centering", False) else 1)
-
-
-def of_logits(logits: Tensor, most: int, with_log_probs: bool = False) -> Tensor:
-    """logits [A, V], -inf outside of S -> S [A, most] int32, the likeliest token first; or [A, 2 most], with the log-probs."""
+def of_logits(logits: Tensor, most: int) -> Tensor:
+    """logits [A, V], -inf outside of S -> S [A, most] int32, the likeliest token first."""
     values, tokens = logits.topk(min(most, logits.shape[1]))
     beyond = (0, most - values.shape[1])
-    found = torch.nn.functional.pad(tokens.masked_fill(values == -torch.inf, NOTHING).int(), beyond, value=NOTHING)
-    if not with_log_probs:
-        return found
-    log_probs = values.float() - logits.float().logsumexp(-1, keepdim=True)
-    return torch.cat([found, torch.nn.functional.pad(log_probs, beyond, value=-torch.inf).view(torch.int32)], 1)
-
-
-def apart(record: Tensor, with_log_probs: bool) -> tuple[Tensor, Tensor | None]:
-    """A record [n, K or 2 K] -> (its tokens [n, K], their log-probs under the sampler [n, K] where it has them)."""
-    if not with_log_probs:
-        return record, None
-    tokens, bits = record.chunk(2, 1)
-    return tokens, bits.int().view(torch.float32)
+    return torch.nn.functional.pad(tokens.masked_fill(values == -torch.inf, NOTHING).int(), beyond, value=NOTHING)
 
 
 def nothing(tokens: int, columns: int) -> np.ndarray:
@@ -71,15 +54,6 @@ def labels(sampled: Tensor, support: Tensor) -> Tensor:
 def restricted(log_probs: Tensor, support: Tensor) -> Tensor:
     """log_probs [n, 1 + K] of these labels -> log-probs of the sampled tokens over S, [n]."""
     return log_probs[:, 0] - _log_mass(log_probs, support)
-
-
-def expected(log_probs: Tensor, support: Tensor, sampler: Tensor) -> Tensor:
-    """Return sum over v in S of sg(q_v) log pi(v | S), [n], where q are the sampler's probabilities over S; 0 where nothing is
-    recorded. log_probs [n, 1 + K] of these labels; sampler [n, K]: log q."""
-    known = support != NOTHING
-    q = torch.where(known, sampler.exp(), 0.0)
-    over_support = torch.where(known, log_probs[:, 1:], 0.0) - _log_mass(log_probs, support)[:, None]
-    return (q * torch.where(known, over_support, 0.0)).sum(1)
 
 
 def _log_mass(log_probs: Tensor, support: Tensor) -> Tensor:
