@@ -39,7 +39,7 @@ class GeneratorLoop:
         self.engine = self.generator.engine
         self._outbox = Outbox(args.schedule.split, split)
         self._control = ControlBlock(split)
-        self._subscriber = Subscriber(split, self.engine, overlaps=True)
+        self._subscriber = Subscriber(split, self.engine)
         to_train = job.total_steps * args.schedule.prompts_per_step
         self._tickets = Tickets(split.store.clone(), args.schedule, to_train, self.generator.engine_ranks.engines)
         self._validated = int(split.store.get("validated"))  # the newest step whose weights have been validated
@@ -53,7 +53,7 @@ class GeneratorLoop:
         generator, engine = self.generator, self.engine
         self._send_validation()
         self._outbox.flush()
-        state = self._subscriber.effective_state(self._control.read(), busy=bool(generator.working))
+        state = self._subscriber.effective_state(self._control.read())
         waits_for_responses = self.args.schedule.partial_rollout == "off" and generator.has_unfinished
         waits = not state.stop and (generator.is_validating or waits_for_responses)
         version = engine.version if waits else state.version

@@ -74,15 +74,14 @@ class Outbox:
         for number, piece in enumerate(pieces, 1):
             self._send_json(ROWS, about | {"rows": piece, "more": number < len(pieces)})
 
-    def report(self, timer: Timers, received: dict[str, float]) -> None:
+    def report(self, timer: Timers, received: int) -> None:
         """Report this generator's time since the last report, and restart the timer. received: Subscriber.received."""
         content = {
             "elapsed": timer.elapsed,
             "ledger": timer.ledger(),
             "held": timer.seconds.get("held", 0.0),
             "publish_seconds": timer.seconds["update_weights"],
-            "publish_gb": received["bytes"] / 1e9,
-            "publish_way": received["way"],
+            "publish_gb": received / 1e9,
         }
         self._send_json(REPORT, content)
         timer.restart()

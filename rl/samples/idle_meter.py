@@ -30,10 +30,8 @@ class IdleMeter:
             seconds = max(report["publish_seconds"] for report in reports)
             out["fully_async/rollouter/idle_ratio"] = waited / total
             out["fully_async/rollouter/held_ratio"] = sum(report.get("held", 0.0) for report in reports) / total
-            newest = reports[-1]
-            way = max(seconds, newest["publish_way"])  # longer if the engine continues while weights arrive
-            size = newest["publish_gb"]
-            out |= {"publish/seconds": seconds, "publish/gb": size, "publish/gb_per_s": size / way}
+            size = reports[-1]["publish_gb"]
+            out |= {"publish/seconds": seconds, "publish/gb": size, "publish/gb_per_s": size / seconds}
         reports.clear()
         return out
 

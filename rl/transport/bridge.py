@@ -40,10 +40,9 @@ def senders(nodes: Sequence[launch.Node]) -> dict[int, int]:
 class Bridge:
     """One rank's end. All ranks call `broadcast` in the same order, and wait for the returned handles in that order."""
 
-    def __init__(self, group, device: torch.device, rings: "Rings | None" = None, is_far: bool = False):
-        """group: this rank's process group; None if it neither sends nor receives over the network. device: the tensors'.
-        is_far: whether the tensors are in host memory and cross a network, on their way to this rank or another."""
-        self.group, self.device, self.rings, self.is_far = group, device, rings, is_far
+    def __init__(self, group, device: torch.device, rings: "Rings | None" = None):
+        """group: this rank's process group; None if it neither sends nor receives over the network. device: the tensors'."""
+        self.group, self.device, self.rings = group, device, rings
         # The number of messages that may be under way: each takes memory of its receiver
         far = group and not is_accelerator(device)
         self.window = WINDOW if far else 1 if rings and not rings.is_first else 3
@@ -76,7 +75,7 @@ class Bridge:
             group = host_group(store, firsts.index(place), len(firsts), timeout, WINDOW)
         if len(here) > 1:
             rings = Rings(dist.PrefixStore(f"node/{node_of[place]}", store), here.index(place), len(here))
-        return Bridge(group, torch.device("cpu"), rings, is_far=len(firsts) > 1)
+        return Bridge(group, torch.device("cpu"), rings)
 
     def broadcast(self, tensor: torch.Tensor):
         """Start a broadcast of the contiguous tensor from the learner. Return a handle: after its `wait`, a generator's tensor

@@ -1,15 +1,15 @@
 """A generator's side of the publish (rl/weights/publisher.py): weights arrive over the bridge, go into the engine, and are
 verified.
 
-    subscriber.effective_state(state)   the state to act on: versions count one by one (rl/weights/arrival.py)
+    subscriber.effective_state(state)   the state to act on: versions count one by one
     subscriber.receive(version)         between two engine steps, straight into the engine's memory if it allows that
 
 Memory: none, or if the engine does not adopt memory, a few buckets (on the first rank of a node up to 32) or its largest
-parameter. Weights that arrive while the engine continues take one copy in host memory.
+parameter.
 """
 
+import json
 import sys
-import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,18 +20,33 @@ import torch
 from rl.generation.engine import Engine
 from rl.ranks import watchdog
 from rl.ranks.device import is_accelerator
-from rl.samples.control import State
+from rl.samples.control import State, announces
 from rl.split import Split
-from rl.weights.arrival import Announcements, Arrival, has_room
 from rl.weights.buckets import Bucket, Plan
 from rl.weights.digests import Given, digest, digests_of, read
+
+
+class Announcements:
+    """The states of the versions, for a generator that takes them one by one. The control block may be ahead of it: once the
+    first generator of each node has a publish, the learners may announce the next one."""
+
+    def __init__(self, store):
+        self._store = store
+        self._seen: dict[int, State] = {}  # by version: the newest state that this generator has seen
+
+    def of(self, version: int, newest: State) -> State:
+        """Return the state while `version`, which must not fall, was the newest, with the `stop` and `snapshot` of `newest`."""
+        self._seen = {v: state for v, state in self._seen.items() if v >= version} | {newest.version: newest}
+        if version not in self._seen:
+            with watchdog.doing(f"the announcement of version {version} of the weights"):
+                self._seen[version] = State(**json.loads(self._store.get(announces(version))))
+        return replace(self._seen[version], stop=newest.stop, snapshot=newest.snapshot)
 
 
 class Subscriber:
     """A generator's side."""
 
-    def __init__(self, split: Split, engine: Engine, overlaps: bool = False):
-        """overlaps: whether the engine may continue while weights arrive over a network, if there is memory for that."""
+    def __init__(self, split: Split, engine: Engine):
         self.engine = engine
         self.bridge = split.bridge
         self.device = split.ranks.device
@@ -44,29 +59,19 @@ class Subscriber:
             from rl.weights.adapter_proof import SIZE  # late: no other run needs it
 
             self._expected = SIZE
-        # Bytes of the newest publish, and the seconds ("way") that it traveled while the engine continued
-        self.received: dict[str, float] = {}
+        self.received = 0  # bytes of the newest publish
         self._kept: list[tuple[str, torch.Tensor]] = []  # parameters that never change, for engines that take whole sets only
         self._has_warned = False
-        self._memory = None  # laid out as the stream: data is received in place
-        is_ahead = (
-            overlaps and self.bridge.is_far and has_room(split, self.plan.offsets[-1] * self.plan.dtype.itemsize, self._pins)
-        )
-        self._ahead = Arrival(self._receive_ahead) if is_ahead else None
-        self._shares = engine.shares_memory and not self._ahead  # the memory is the engine's own
-        if self._ahead:
-            self._memory = self._new(self.plan.offsets[-1])
-        elif self._shares:
+        self._memory = None  # the engine's own, laid out as the stream: data is received in place
+        self._shares = engine.shares_memory
+        if self._shares:
             self._memory = torch.empty(self.plan.offsets[-1], dtype=self.plan.dtype, device=engine.device)
             engine.share_parameters(dict(zip(self.plan.names, self.plan.views(self._memory), strict=True)))
 
-    def effective_state(self, state: State, busy: bool) -> State:
+    def effective_state(self, state: State) -> State:
         """Return the state that this generator should act on: that of the next version, or of the engine's own if there is no
-        newer one. A version still in transit does not count while the generator is busy: one that is idle, or has to stop,
-        waits for it in `receive`. state: the learners' newest message."""
+        newer one. state: the learners' newest message."""
         newer = self._next_version(state.version)
-        if self._ahead and self.engine.version >= 0:  # before the first weights there is nothing to continue with
-            newer = self._ahead.newest(newer, self.engine.version, busy and not state.stop)
         return self._announcements.of(newer, state) if newer >= 0 else replace(state, version=self.engine.version)
 
     def _next_version(self, announced: int) -> int:
@@ -83,8 +88,6 @@ class Subscriber:
     def receive(self, version: int, recompute_kv: bool = False) -> None:
         """Give the engine the weights of `version`, which the learner has announced, and verify them. Raise RuntimeError, with
         the parameter's name, if the engine's weights are not those that were sent."""
-        if self._ahead:
-            self._ahead.wait()
         digests = []
         given = Given(self.engine, self.plan.dtype)
         self.engine.update(self._incoming(digests, given), version, recompute_kv)
@@ -104,10 +107,7 @@ class Subscriber:
                 raise RuntimeError(f"version {version}: the generator's {name} is not what the learner sent")
         if self.plan.adapters:
             self._prove(version, sent[count:])
-        size = self.plan.offsets[-1]
         self.plan = self.plan.later()
-        if self.plan.adapters and self._ahead and self.plan.offsets[-1] < size:
-            self._memory = self._new(self.plan.offsets[-1])  # frees the model, which the engine has
 
     def _prove(self, version: int, expected: list[int]) -> None:
         """Raise RuntimeError if the engine does not apply its adapters. expected: the numbers after the digests."""
@@ -143,8 +143,8 @@ class Subscriber:
     def _arriving(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of every parameter that was sent, on the device."""
         if self._memory is not None:
-            if not self._ahead:
-                self._receive_all()
+            for _ in self._receiving():
+                pass
             for name, value in zip(self.plan.names, self.plan.views(self._memory), strict=True):
                 yield name, value.to(self.device)
             return
@@ -157,21 +157,9 @@ class Subscriber:
                 for number, value in zip(bucket.members, self.plan.views(run, bucket.members), strict=True):
                     yield self.plan.names[number], value
 
-    def _receive_all(self) -> None:
-        """Receive the buckets of a publish into the memory."""
-        for _ in self._receiving():
-            pass
-
-    def _receive_ahead(self) -> None:
-        """Receive a publish into the memory; for a thread."""
-        began = time.monotonic()
-        self._receive_all()
-        self._wait(self._table[0])
-        self.received["way"] = time.monotonic() - began
-
     def _receiving(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """Yield the buckets and their data as they arrive over the bridge. The next ones travel while one is used."""
-        self.received = {"bytes": 0, "way": 0.0}
+        self.received = 0
         memory = self._memory
         under_way = deque()
         in_place = memory is not None and memory.device == self.bridge.device
@@ -179,7 +167,7 @@ class Subscriber:
         def arrived() -> tuple[Bucket, torch.Tensor]:
             work, bucket, data = under_way.popleft()
             self._wait(work)
-            self.received["bytes"] += data.nbytes
+            self.received += data.nbytes
             return bucket, data if in_place or memory is None else bucket.of(memory).copy_(data)
 
         for bucket in self.plan.buckets:
