@@ -8,6 +8,7 @@ import losses_reference as slow
 import pytest
 import torch
 from helpers import bits, make_group, train
+from rl.algorithm.kl_control import KLControl
 from trainer import ESTIMATORS, Trainer
 from transformers import AutoModelForCausalLM
 
@@ -17,7 +18,6 @@ import train_one_step_off
 import train_sync
 from rl import parts
 from rl.algorithm import whole_batch
-from rl.algorithm.kl_control import KLControl
 from rl.errors import UserError
 from rl.learning.batch import Batch
 from rl.learning.learner import Learner

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from helpers import make_group
 from mutants import mutate
+from rl.algorithm.kl_control import KLControl
 from tiny_vlm import picture, prompt_with_images, prompts_by_number
 
 import train_async
@@ -28,7 +29,6 @@ import train_one_step_off
 import train_sync
 from rl import parts
 from rl.algorithm.imitation import Imitation
-from rl.algorithm.kl_control import KLControl
 from rl.algorithm.teacher_rows import TeacherRows
 from rl.data.prompts import Prompt
 from rl.generation import choose_engine

@@ -24,11 +24,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from helpers import make_group
 from memory import Peak
+from rl.algorithm.kl_control import KLControl
 from tiny_vlm import prompts_by_number
 
 import train_sync
 from rl import parts
-from rl.algorithm.kl_control import KLControl
 from rl.learning import placement
 from rl.learning.batch import Batch
 from rl.learning.division import Division
