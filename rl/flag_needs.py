@@ -129,9 +129,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "kl_reward_coef": (_with("use_kl_in_reward", unless=(0,)),),
     "max_num_gen_batches": (_with("filter_groups"),),
     "teacher_coef": (_with("teacher"),),
-    **dict.fromkeys(
-        ("critic_model", "critic_lr", "critic_ppo_epochs", "critic_warmup", "lam", "critic_lam", "cliprange_value"), (CRITIC,)
-    ),
+    **dict.fromkeys(("critic_model", "critic_lr", "critic_ppo_epochs", "critic_warmup", "lam", "cliprange_value"), (CRITIC,)),
     **dict.fromkeys(("sft_coef", "sft_batch_size"), (_with("sft_files"),)),
     "teacher_top_k": (_with("teacher", unless=(0,)),),
     "teacher_prompt": (_with("teacher"),),

@@ -14,10 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rl import flag_needs
 from rl.adapters import lora
-from rl.algorithm.args import AlgorithmArgs
-from rl.algorithm.critic import check_critic
-from rl.algorithm.imitation import Imitation
-from rl.algorithm.teacher import SELF, check_teacher, teacher_path
+from rl.algorithm.args import SELF, AlgorithmArgs
 from rl.checkpoint.resume import CheckpointArgs
 from rl.data.args import DataArgs, demo_files
 from rl.data.image_prompts import ImagePrep
@@ -139,8 +136,12 @@ def set_up(args: CommonArgs, file: str) -> Job:
     model = DEMO if args.env == DEMO and args.model == RunArgs.model else args.model
     path, config, tokenizer = read_model(model, args)
     if args.teacher:
+        from rl.algorithm.teacher import check_teacher, teacher_path  # late, like all that a plain run does without
+
         check_teacher(teacher_path(args, path), args, path)
     if args.needs_critic:
+        from rl.algorithm.critic import check_critic
+
         check_critic(critic_path(args, path), args, path)
     if args.router_replay != "off":
         check_replay(args, empty_model(config, args.trust_remote_code), f"--model {path}")
@@ -226,17 +227,19 @@ def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
     what = (args.temperature, with_reference, args.trust_remote_code, teacher, args.teacher_top_k, args.seed)
     learner = Learner(job.path, args, ranks, job.total_steps, *what)
     if args.teacher and args.teacher_prompt is not None and trains:
-        from rl.algorithm import teacher_rows  # late: no other run needs it
+        from rl.algorithm.teacher import TeacherRows
 
-        learner.teacher_rows = teacher_rows.TeacherRows(partial(job.teacher_prompts.ids_of, job.order))
+        learner.teacher_rows = TeacherRows(partial(job.teacher_prompts.ids_of, job.order))
         if args.teacher == SELF:
             learner.teacher = learner.policy  # a mixture's routes are computed, not replayed
     if args.needs_critic and trains:
-        from rl.learning.value_model import Critic  # late: no other run needs it
+        from rl.algorithm.critic import Critic
 
         learner.critic = Critic(critic_path(args, job.path), args, learner.ranks, job.total_steps)
         learner.begin_step(1)
     if args.sft_files and not args.val_only:
+        from rl.algorithm.imitation import Imitation
+
         learner.imitation = Imitation(args, job.demonstrations)
     return learner
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl.algorithm.fates import Fates, SourceCounts
-from rl.algorithm.health import Health
+from rl.algorithm.health import Fates, Health, SourceCounts
 from rl.algorithm.metrics import hardly_scored, validation_metrics
 from rl.checkpoint.resume import Resumed, resume
 from rl.checkpoint.saver import Saver

@@ -34,10 +34,9 @@ from common import RESULTS, ROOT, setting, table, words, write
 import losses
 import train_sync
 from rl.algorithm import whole_batch
-from rl.algorithm.metrics import batch_metrics, staleness_metrics
-from rl.algorithm.rollout_correction import correct_rollout
-from rl.algorithm.rollout_metrics import rollout_metrics
-from rl.learning import forward_only
+from rl.algorithm.metrics import batch_metrics, rollout_metrics, staleness_metrics
+from rl.algorithm.whole_batch import correct_rollout
+from rl.learning.forward_only import forward_only
 from rl.learning.batch import Batch
 from rl.learning.division import Division
 from rl.learning.learner import UNMEASURED_TOKENS
@@ -149,7 +148,7 @@ def measure(size: str, rounds: int, ranks: Ranks) -> dict:
         targets = batch.targets
         targets.is_weight, targets.rejected = timed("rollout correction", functools.partial(correct_rollout, args, batch))
         timed("rewards, advantages", lambda batch=batch: rewards_and_advantages(batch))
-        mark = functools.partial(forward_only.mark, args, batch, planned(batch))
+        mark = functools.partial(forward_only, batch, planned(batch))
         timed("forward alone", mark)
         timed("denominator", lambda batch=batch: denominator(batch))
         timed("rollout_metrics", lambda batch=batch: rollout_metrics(args, batch))

@@ -166,7 +166,6 @@ def learner(size: Size, model: str, file: str, args: Args) -> dict[str, list[flo
     import torch.nn.functional as F
 
     import train_sync
-    from rl.algorithm.kl_control import KLControl
     from rl.flags import read
     from rl.learning.batch import micro_batches
     from rl.learning.learner import Learner
@@ -198,7 +197,7 @@ def learner(size: Size, model: str, file: str, args: Args) -> dict[str, list[flo
         optimizer.step()
         optimizer.zero_grad()
 
-    update = lambda given: train_sync.learn(sync, learns, KLControl(sync), given, Timers())  # noqa: E731
+    update = lambda given: train_sync.learn(sync, learns, given, Timers())  # noqa: E731
     out = rates({"bare": bare_step, "update": update}, lambda: batch_of(size, model, file), sum(first.total_lengths()), args)
     torch.distributed.destroy_process_group()  # vLLM would join it
     return out

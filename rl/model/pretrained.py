@@ -276,3 +276,21 @@ def check_heads(config: PretrainedConfig, size: int) -> None:
             f"{given}: the model has {kv} heads of keys and values, which its ranks can neither divide nor share evenly. Take "
             f"one of {', '.join(map(str, fitting))}."
         )
+
+
+def check_vocabulary(path: str, args, policy: str, flag: str, whose: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of the model at `path`, which `flag` names. Raise UserError unless it equals that of the model at
+    `policy`: their tokens are compared, because models of one family may have embeddings of different lengths (Qwen2.5's differ
+    from 7B on). whose: the subject of the message, such as "A teacher"."""
+    load_config(path, args.trust_remote_code, flag)  # first: without a model, a missing tokenizer is not the problem
+    tokenizer = load_tokenizer(path, args.trust_remote_code, flag)
+    ours = load_tokenizer(policy, args.trust_remote_code).get_vocab()
+    its = tokenizer.get_vocab()
+    if differing := sorted(token for token in ours.keys() | its.keys() if ours.get(token) != its.get(token)):
+        token = differing[0]
+        ids = " and ".join("missing" if vocabulary.get(token) is None else f"{vocabulary[token]}" for vocabulary in (ours, its))
+        raise UserError(
+            f"{flag} {path}: its tokenizer is not that of --model {policy}: {len(differing):,} tokens differ, such as "
+            f"{token!r} ({ids}). {whose} reads the policy's tokens: take a model of the same family."
+        )
+    return tokenizer

@@ -13,7 +13,6 @@ import train_one_step_off
 import train_sync
 from rl import flags, parts
 from rl.algorithm.imitation import Imitation
-from rl.algorithm.kl_control import KLControl
 from rl.data.demonstrations import Demonstration
 from rl.errors import UserError
 from rl.learning.batch import Batch
@@ -68,7 +67,7 @@ def gradients(script, path: str, ranks, step: int, rows=(), **more) -> tuple[lis
 
     learner.step = take_step
     batch = Batch.of([make_group(ticket, (5, 3, 7)) for ticket in range(4)], Division.of(args, learner))
-    metrics = script.learn(args, learner, KLControl(args), batch, Timers())
+    metrics = script.learn(args, learner, batch, Timers())
     return found, metrics | learner.computed.metrics(learner.config, batch, args.ppo_epochs)
 
 

@@ -15,7 +15,6 @@ from trainer import ESTIMATORS, Trainer
 import losses
 import train_sync
 from rl import parts
-from rl.algorithm.kl_control import KLControl
 from rl.algorithm.metrics import validation_metrics
 from rl.checkpoint.best import Best
 from rl.checkpoint.manifest import MANIFEST, damage
@@ -43,7 +42,7 @@ def learn(trainer: Trainer, groups: list[Group], **flags) -> tuple[dict, torch.T
     trainer.learner.optimizer.state.clear()
     args = parts.replace(trainer.args, **flags)
     trainer.learner.args = args
-    metrics = train_sync.learn(args, trainer.learner, KLControl(args), Batch.of(groups), Timers())
+    metrics = train_sync.learn(args, trainer.learner, Batch.of(groups), Timers())
     return metrics, trainer.weights()
 
 
@@ -118,9 +117,9 @@ def test_a_penalty_on_length_is_no_signal():
     for scores, has_signal in (([1.0, 1.0], False), ([0.1, 0.1], False), ([1.0, 0.0], True), ([0.775, 1.0], True)):
         group = group_of(args, list(map(Score, scores)), outputs)
         short, long = group.responses
-        assert short.score == scores[0] and long.score == pytest.approx(scores[1] - 0.225) and group.differs() == has_signal
-        assert Group.from_bytes(group.to_bytes()).differs() == has_signal
-        assert group_of(dataclasses.replace(args, overlong_buffer_len=0), list(map(Score, scores)), outputs).differs() == (
+        assert short.score == scores[0] and long.score == pytest.approx(scores[1] - 0.225) and group.differs == has_signal
+        assert Group.from_bytes(group.to_bytes()).differs == has_signal
+        assert group_of(dataclasses.replace(args, overlong_buffer_len=0), list(map(Score, scores)), outputs).differs == (
             scores[0] != scores[1]
         )
 

@@ -12,7 +12,6 @@ from layouts import ALONE, GROUPS, assert_taught_the_same, learn_on, relative
 import losses
 import train_sync
 from rl import parts
-from rl.algorithm.kl_control import KLControl
 from rl.errors import UserError
 from rl.learning import division
 from rl.learning.batch import Batch
@@ -56,7 +55,7 @@ def taught(model: str, ranks, steps: list[list[Group]], **flags) -> tuple:
     learner.step = recorded
     for groups in steps:
         learner.computed = type(learner.computed)()
-        metrics.append(train_sync.learn(args, learner, KLControl(args), Batch.of(groups, Division.of(args, learner)), Timers()))
+        metrics.append(train_sync.learn(args, learner, Batch.of(groups, Division.of(args, learner)), Timers()))
         parts.append(learner.computed.forward_only / learner.computed.tokens)
     return gradients, metrics, torch.cat([w.flatten() for _, w in learner.weights()]), parts
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rl.algorithm.spread import masked
 from test_losses import NAMES as ESTIMATORS
 from test_losses import baseline, estimate
 from test_losses_policy import COV, F64, LENGTHS, NAMES, SEEDS, call, log, tokens
 
 import losses
-from rl.algorithm.spread import masked
 
 
 def test_vespo_by_hand():

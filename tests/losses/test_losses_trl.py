@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import losses_reference as slow
 import pytest
 import torch
+from rl.algorithm.entropy_control import EntropyControl
+from rl.algorithm.spread import masked, where_entropy_is_high
 
 import losses
 import train_sync
-from rl.algorithm.entropy_control import EntropyControl
-from rl.algorithm.spread import masked, where_entropy_is_high
 
 GRPOTrainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="trl is not installed").GRPOTrainer
 LENGTHS, BUDGET = [3, 1, 5, 2, 4], 16

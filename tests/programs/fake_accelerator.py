@@ -21,15 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from helpers import make_group
 from mutants import mutate
-from rl.algorithm.kl_control import KLControl
 from tiny_vlm import picture, prompt_with_images, prompts_by_number
 
 import train_async
 import train_one_step_off
 import train_sync
 from rl import parts
+from rl.algorithm.critic import Critic
 from rl.algorithm.imitation import Imitation
-from rl.algorithm.teacher_rows import TeacherRows
+from rl.algorithm.teacher import TeacherRows
 from rl.data.prompts import Prompt
 from rl.generation import choose_engine
 from rl.generation.embedded.engine import TransformersEngine
@@ -39,7 +39,6 @@ from rl.learning.batch import Batch
 from rl.learning.batch_images import BatchImages
 from rl.learning.division import Division
 from rl.learning.learner import Learner
-from rl.learning.value_model import Critic
 from rl.model import forward_check, policy
 from rl.model.head import support
 from rl.ranks import device, host_memory
@@ -163,7 +162,7 @@ def learn(
         divided = Division.of(args, model)
         batch = with_images(path, groups, divided, model.ranks) if images else Batch.of(groups, divided)
         with Waits() as seen:
-            metrics = script.learn(args, model, KLControl(args), batch, Timers())
+            metrics = script.learn(args, model, batch, Timers())
         assert waits in (None, seen.count), seen.count
         metrics |= model.perf_metrics(batch, {"update_actor": 1.0}, place.world_size)
         assert {"actor/grad_norm", "actor/loss", "perf/max_memory_allocated_gb"} <= set(metrics)
@@ -220,9 +219,9 @@ def fill(path: str, **flags) -> None:
         assert model.micro_batch_tokens % 256 == 0 and not any(p.grad is not None for p in model.policy.parameters())
         sequences = model.micro_batch_tokens // 100  # of a micro-batch
         batch = Batch.of([make_group(t, [99] * len(range(t, sequences, 8)), prompt=1) for t in range(8)])
-        train_sync.learn(args, model, KLControl(args), batch, Timers())  # gradients and moments are there
+        train_sync.learn(args, model, batch, Timers())  # gradients and moments are there
         count.device.peak = 0
-        train_sync.learn(args, model, KLControl(args), batch, Timers())
+        train_sync.learn(args, model, batch, Timers())
         assert 0.85 * size < count.device.peak < 0.92 * size, count.device.peak
         chosen, size = model.chosen_tokens, 97_000_000
         assert token_budget.choose_micro_batch_tokens(args, model) == chosen

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rl.weights.arrival import Announcements, Arrival
 from torch.distributed import HashStore
 
 from rl import parts
@@ -21,7 +22,6 @@ from rl.samples.control import ControlBlock, State
 from rl.samples.group import Group, Response
 from rl.samples.schedule import AsyncSchedule
 from rl.samples.tickets import Tickets, open_tickets, started
-from rl.weights.arrival import Announcements, Arrival
 
 pytestmark = pytest.mark.usefixtures("requests_at_once")
 

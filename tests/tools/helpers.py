@@ -91,7 +91,7 @@ def make_demonstrations(*answers: int) -> list:
 
 def compare(lp, roll, mask, seq, level="token", bounds=(None, 2.0), rejected=None) -> dict[str, float]:
     """The metrics of rl/algorithm/rollout_metrics.py for tensors [N], without training/rollout_probs_diff_*."""
-    from rl.algorithm.rollout_metrics import rollout_metrics
+    from rl.algorithm.metrics import rollout_metrics
 
     targets = SimpleNamespace(actor_log_prob=lp, rejected=rejected)
     batch = SimpleNamespace(mask=mask, seq=seq, rollout_log_prob=roll, targets=targets, of_each_rank=lambda values: [values])
