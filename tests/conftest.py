@@ -90,7 +90,7 @@ IMPORTED = {  # by the processes that fork runs (tests/tools/forks.py)
     "plain": ["train_sync", "train_one_step_off", "train_async"],
     "vllm": ["train_sync", "train_one_step_off", "train_async", "rl.generation.vllm.engine"],
 }
-IMPORTED["plain"] += ["rl.data.demo", "datasets", "matplotlib.figure", "torch.distributed.run", "torch._dynamo"]
+IMPORTED["plain"] += ["examples.demo.sums", "datasets", "matplotlib.figure", "torch.distributed.run", "torch._dynamo"]
 
 
 class Forks:

@@ -36,9 +36,9 @@ import train_sync
 from rl.algorithm import whole_batch
 from rl.algorithm.metrics import batch_metrics, rollout_metrics, staleness_metrics
 from rl.algorithm.whole_batch import correct_rollout
-from rl.learning.forward_only import forward_only
 from rl.learning.batch import Batch
 from rl.learning.division import Division
+from rl.learning.forward_only import forward_only
 from rl.learning.learner import UNMEASURED_TOKENS
 from rl.ranks import process
 from rl.ranks.dist import Ranks

@@ -26,7 +26,7 @@ from learning.learner import make_groups
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 
 import train_sync
-from rl.data.demo import build_tokenizer
+from examples.demo.sums import build_tokenizer
 from rl.flags import read
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.division import Division

@@ -68,7 +68,7 @@ def save(path: str, size: Size) -> int:
     import torch
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-    from rl.data.demo_vl import VISION, build_processor, build_tokenizer
+    from examples.demo.pictures import VISION, build_processor, build_tokenizer
 
     tokenizer, processor = build_tokenizer(), build_processor()
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}

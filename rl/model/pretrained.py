@@ -25,7 +25,6 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from rl.data.demo_cache import VERSIONS
 from rl.data.image_prompts import FAMILIES, takes_images
 from rl.errors import UserError
 from rl.hub.tensor_reader import find
@@ -36,15 +35,16 @@ GENERATION = "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # The learner and the embedded engine use these modules.
 MODULES = ("model.embed_tokens", "model.layers", "model.norm", "lm_head")
+DEMOS = ("demo", "demo-moe", "demo-hybrid", "demo-vl", "demo-calculator")  # made by examples/demo
 MODULES_WITH_IMAGES = ("model.visual.blocks", "model.language_model.layers", "model.language_model.embed_tokens", "lm_head")
 logging.disable_progress_bar()  # "Loading weights" once per model and rank would bury the run's own lines
 
 
 def resolve(model: str) -> str:
     """The directory of "demo" or one of its variants, made on first use; a directory or a hub name stays as it is."""
-    if model not in VERSIONS:
+    if model not in DEMOS:
         return model
-    from rl.data.demo import model_dir  # late: few need it
+    from examples.demo.sums import model_dir  # late: few need it
 
     return model_dir(model)
 

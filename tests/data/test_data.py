@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Tokenizer
 
+from examples.demo.sums import CHAT_TEMPLATE, build_tokenizer, problems
 from rl.data.args import DataArgs
-from rl.data.demo import CHAT_TEMPLATE, build_tokenizer, problems
 from rl.data.prompts import PromptDataset, PromptOrder
 from rl.data.tables import read_table
 from rl.errors import UserError

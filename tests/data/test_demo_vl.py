@@ -15,7 +15,7 @@ from test_checkpoint import go, same, take_back
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-from rl.data import demo_vl
+from examples.demo import pictures as demo_vl
 from rl.data.args import demo_files
 from rl.record import validation_tables
 

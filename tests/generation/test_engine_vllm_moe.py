@@ -7,7 +7,7 @@ from helpers import train
 from test_engine_vllm import HEADS, MOE, Measuring
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen3MoeConfig
 
-from rl.data.demo import build_tokenizer
+from examples.demo.sums import build_tokenizer
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, MicroBatch
 from rl.learning.learner import Learner

@@ -8,7 +8,7 @@ import threading
 import pytest
 from helpers import ROOT
 
-from rl.data import demo
+from examples.demo import sums as demo
 from rl.ranks import progress
 
 

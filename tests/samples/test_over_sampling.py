@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import run_script, train
 
-from rl.data import demo
+from examples.demo import sums as demo
 
 FLAGS = ["--train-batch-size", "4", "--rollout-n", "2", "--max-response-length", "40", "--over-sample", "0.75"]
 FLAGS += ["--reward", "tests/programs/spread_reward.py:score"]

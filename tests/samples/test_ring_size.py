@@ -10,8 +10,8 @@ from helpers import run_script
 import train_async
 import train_one_step_off
 import train_sync
+from examples.demo.sums import build_tokenizer
 from rl import parts
-from rl.data.demo import build_tokenizer
 from rl.errors import UserError
 from rl.samples.group import Group, Response
 from rl.samples.ring_size import check_ring, largest_record, ring_mb_for, routes_bytes

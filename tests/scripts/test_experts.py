@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import train_async
 import train_sync
-from rl.data.demo import build_tokenizer
+from examples.demo.sums import build_tokenizer
 from rl.errors import UserError
 from rl.generation.generator import make_generator
 from rl.hub.names import hub_names

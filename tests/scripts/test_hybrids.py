@@ -19,8 +19,8 @@ from test_engine import drain
 from tiny_vlm import save_vlm
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
+from examples.demo.sums import build_tokenizer
 from rl.checkpoint.saver import CheckpointArgs, Saver
-from rl.data.demo import build_tokenizer
 from rl.generation.embedded import states
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Request, SamplingParams

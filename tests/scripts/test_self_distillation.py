@@ -10,7 +10,7 @@ import torch
 from helpers import is_documented, run_script, train
 from safetensors.torch import load_file
 
-from rl.data.demo import problems, wrong_sum
+from examples.demo.sums import problems, wrong_sum
 
 pytestmark = pytest.mark.slow
 SELF = ("--teacher", "self", "--teacher-prompt", "{ground_truth}={prompt}")

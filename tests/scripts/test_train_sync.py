@@ -101,7 +101,7 @@ def test_the_metrics_are_plausible(demo_run):
 
 def test_the_export_is_an_ordinary_model(demo_run):
     """transformers alone loads it and gets the validation accuracy that the run reported."""
-    from rl.data.demo import problems
+    from examples.demo.sums import problems
 
     metrics, run, _ = demo_run
     rows = problems("val")

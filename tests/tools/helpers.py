@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
-from rl.data import demo_cache
+from examples.demo import VERSIONS, directory, is_made
 from rl.rewards.descendants import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,9 +155,9 @@ def no_time_limit() -> Iterator[None]:
 
 def demo(name: str) -> str:
     """Return the directory of a demo model. Make it first if this machine does not have it yet."""
-    where = demo_cache.directory(name)
-    if not demo_cache.is_made(where):
-        make = f"from rl.data.demo import model_dir; model_dir({name!r})"
+    where = directory(name)
+    if not is_made(where):
+        make = f"from examples.demo.sums import model_dir; model_dir({name!r})"
         with no_time_limit():
             subprocess.run([sys.executable, "-c", make], cwd=ROOT, env=environment(), check=True, timeout=900)
     return str(where)
@@ -173,7 +173,7 @@ def demo_trained_by(arguments: Sequence[str]) -> str | None:
             model = following
         elif argument.startswith("--model="):
             model = argument.removeprefix("--model=")
-    return model if model in demo_cache.VERSIONS else None
+    return model if model in VERSIONS else None
 
 
 def command(*arguments, ranks: int | None = None, fresh: bool = False, imported: str = "plain") -> list[str]:

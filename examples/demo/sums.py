@@ -1,7 +1,6 @@
 """The embedded demo: a model of about 1M parameters and two-number additions, made on the spot, nothing downloaded.
 
-`--model demo`, `demo-moe` and `demo-hybrid` are taught here; rl/data/demo_vl.py and rl/data/demo_calculator.py have recipes of
-their own. Each model is an ordinary Hugging Face directory in a cache folder. It is taught in two phases: right sums first,
+`--model demo`, `demo-moe` and `demo-hybrid` are taught here; pictures.py and calculator.py have recipes of their own. Each model is an ordinary Hugging Face directory in a cache folder. It is taught in two phases: right sums first,
 then mostly wrong ones, so that it can add but usually does not. That is what reinforcement learning can correct: a model that
 had never added right would get no reward to learn from, and one that always did would have nothing to learn.
 """
@@ -25,7 +24,7 @@ from filelock import FileLock, Timeout
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from rl.data.demo_cache import VERSIONS, directory, is_made
+from examples.demo import VERSIONS, directory, is_made
 from rl.errors import UserError
 from rl.hub.names import hub_names
 from rl.ranks import watchdog
@@ -87,7 +86,8 @@ def _make(name: str, directory: str) -> None:
         _teach(model, tokenizer)
         save(model, directory, tokenizer)
     else:
-        importlib.import_module(f"rl.data.{name.replace('-', '_')}").make(directory)
+        recipe = {"demo-vl": "pictures", "demo-calculator": "calculator"}[name]
+        importlib.import_module(f"examples.demo.{recipe}").make(directory)
 
 
 def made_once(name: str, make: Callable[[str], None]) -> str:

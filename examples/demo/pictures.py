@@ -1,7 +1,7 @@
 """The demo with images: a vision-language model of about 0.6M parameters that reads a drawn two-digit number.
 
-`--model demo-vl` is a tiny Qwen3-VL, `--train-files demo-vl` its data. As in rl/data/demo.py it is taught to answer right and
-then mostly wrong. Before that only the tower is taught to tell digits apart, which makes the rest ten times as fast. All
+`--model demo-vl` is a tiny Qwen3-VL, `--train-files demo-vl` its data. As in sums.py it is taught to answer right and then
+mostly wrong. Before that only the tower is taught to tell digits apart, which makes the rest ten times as fast. All
 prompts have the same tokens: an engine or a learner that mixes up two pictures is right once in 90 times.
 """
 
@@ -15,8 +15,8 @@ from PIL import Image, ImageDraw
 from transformers import Qwen2Tokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from rl.data import demo
-from rl.data.demo import Phase
+from examples.demo import sums as demo
+from examples.demo.sums import Phase
 
 SIZES = {"train": 1000, "val": 250}  # pictures of each split
 SIDE = 64  # of a picture, in pixels

@@ -1,4 +1,4 @@
-"""The names of the demo models, and where they are kept. Imports nothing heavy; rl/data/demo.py makes them."""
+"""The demos: their models' names, and where those are kept. sums.py, pictures.py and calculator.py make models and data."""
 
 import os
 from pathlib import Path

@@ -9,7 +9,7 @@ import random
 import torch
 from transformers import PreTrainedModel, Qwen2Tokenizer
 
-from rl.data import demo
+from examples.demo import sums as demo
 from rl.data.tools import KNOWN
 
 ASKS = 0.1  # the part of the taught decisions that ask
