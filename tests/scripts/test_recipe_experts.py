@@ -30,7 +30,7 @@ OF_SCRIPT = {
 }
 # A random model is never right: something by which its responses differ.
 REWARD = "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(set(solution_str)) / 10\n"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.runs, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
 
 from rl.rewards.score import EVENTS
 
+pytestmark = pytest.mark.runs
+
 SCRIPT = "train_sync.py"
 
 
