@@ -130,6 +130,9 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+may_start = True  # whether the test that runs now may start runs (conftest.py)
+
+
 def environment(**more: str) -> dict[str, str]:
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(str(ROOT)), "HF_HUB_OFFLINE": "1"}
     # torch's store asks DNS for the name of whoever connects, and all ranks wait meanwhile: up to ten seconds by default.
@@ -180,6 +183,7 @@ def command(*arguments, ranks: int | None = None, fresh: bool = False, imported:
     """What runs a script of the repository, under torchrun if `ranks` is given. `fresh` starts Python, and torchrun, as a user
     does; otherwise they are forks of a process that has `imported` what they need, which saves six seconds a rank. Makes the
     demo model that the script trains: the script's own time limit is not for that."""
+    assert may_start, "this test starts a run: mark it with pytest.mark.runs"
     arguments = list(map(str, arguments))
     if name := demo_trained_by(arguments):
         demo(name)
