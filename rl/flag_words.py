@@ -29,7 +29,6 @@ RENAMED = {  # earlier name of a field, still accepted -> current name
     "record": "record_samples",
     "kl_penalty": "kl_reward_type",
     "kl_coef": "kl_reward_coef",
-    "horizon": "kl_horizon",
 }
 
 EARLIER_WORDS = {("engine", "transformers"): "embedded"}  # (field, earlier word, still accepted) -> current word
@@ -39,8 +38,8 @@ HERE = {  # unknown flag -> its replacement
     "--model-name-or-path": "--model",
     "--dataset-name": "--train-files",
     "--reward-funcs": "--reward FILE.py:FUNCTION",
-    "--reward-weights": "--gdpo-reward-weights for gdpo; otherwise the function's score is the sum",
-    "--multi-objective-aggregation": "--adv-estimator gdpo for normalize_then_sum",
+    "--reward-weights": "the function's score is the sum; examples/forks/gdpo.diff weighs named rewards",
+    "--multi-objective-aggregation": "examples/forks/gdpo.diff for normalize_then_sum",
     "--learning-rate": "--lr",
     "--warmup-steps": "--lr-warmup-steps",
     "--max-grad-norm": "--grad-clip",
@@ -57,9 +56,7 @@ HERE = {  # unknown flag -> its replacement
     "--scale-rewards": "--adv-estimator dr_grpo for none, grpo_batch_std for batch",
     "--use-bias-correction-kl": "--kl-loss-type k3r",
     "--entropy-coef": "--entropy-coeff",
-    "--use-adaptive-entropy": "--entropy-target NATS",
-    "--entropy-coef-delta": "--entropy-coeff-delta",
-    "--entropy-coef-max": "--entropy-coeff-max",
+    "--use-adaptive-entropy": "examples/forks/entropy_target.diff",
     "--vespo-k-pos": "--loss-args k_pos=2 k_neg=3 lam_pos=3 lam_neg=2",
     "--cast-lm-head-to-fp32": "--lm-head-fp32",
     "--mask-truncated-completions": "--overlong-buffer-len for a penalty instead",

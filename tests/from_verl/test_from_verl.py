@@ -251,8 +251,9 @@ def test_gdpo_has_its_named_rewards():
     of = ["algorithm.gdpo_reward_keys=['format','right']", "algorithm.gdpo_reward_weights=[1.0,0.5]"]
     words = [*of, "actor_rollout_ref.model.path=x", "actor_rollout_ref.rollout.n=4", "reward.reward_manager.name=gdpo"]
     found = ours("algorithm.adv_estimator=gdpo", *words)
-    args = translate.parse(found)
-    assert (args.adv_estimator, args.gdpo_reward_keys, args.gdpo_reward_weights) == ("gdpo", ("format", "right"), (1.0, 0.5))
+    keys, weights = (found.flags[f"--gdpo-reward-{what}"] for what in ("keys", "weights"))
+    assert (found.flags["--adv-estimator"], keys, weights) == ("gdpo", ["format", "right"], [1.0, 0.5])
+    assert found.forks.keys() == {"gdpo"} and (ROOT / "examples" / "forks" / "gdpo.diff").exists()
     assert not found.refusal and not any(kind == "not here" for kind, _ in found.verdicts.values())
     plain = ours("algorithm.adv_estimator=grpo", *words)
     assert not any("gdpo" in flag for flag in plain.flags)
