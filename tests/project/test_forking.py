@@ -1,10 +1,10 @@
 """The diffs of docs/forking.md and examples/forks: each applies to a copy of the repository, and the result trains."""
 
+import ast
 import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -113,15 +113,10 @@ def test_each_fork_is_tested_and_in_the_table():
 @pytest.mark.parametrize("name", FORKS)
 def test_a_fork_applies_and_its_scripts_still_share_their_text(name, tmp_path):
     apply(name, tmp_path / "tree")
-    code = (
-        "import inspect, train_sync, train_one_step_off, train_async\n"
-        "from rl import class_check\n"
-        "for script in (train_sync, train_one_step_off, train_async): class_check.check_class(script.Args)\n"
-        "for name in ('actor_loss', 'learn'):\n"
-        "    assert len({inspect.getsource(getattr(s, name)) for s in (train_sync, train_one_step_off, train_async)}) == 1\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "tree", text=True, capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    parsed = [ast.parse((tmp_path / "tree" / f"train_{script}.py").read_text()) for script in ("sync", "one_step_off", "async")]
+    for function in ("actor_loss", "learn"):
+        texts = {ast.unparse(node) for tree in parsed for node in tree.body if getattr(node, "name", "") == function}
+        assert len(texts) == 1, function
 
 
 @pytest.mark.runs

@@ -35,7 +35,9 @@ ROWS = {
     "plain": Row(other=("--rollout-n", 2), refused="--rollout-n: was 4, is 2"),
     "two of each": Row(ranks=2),
     "a row for two": Row(learners=("--sequence-parallel", 2)),
-    "adapters": Row(("--lora-rank", 4, "--publish", "adapter"), other=("--lora-rank", 8), refused="--lora-rank: was 4, is 8"),
+    "adapters": Row(
+        ("--lora-rank", 4, "--publish", "adapter"), other=("--lora-rank", 8), refused="was written with --lora-rank 4"
+    ),
     "KL": Row(("--use-kl-loss", "--use-kl-in-reward", "--entropy-coeff", 0.01), ("actor/kl_loss", "actor/reward_kl_penalty")),
     "correction": Row(
         ("--rollout-is", "token", "--rollout-rs", "seq_mean_k1", "--rollout-rs-threshold", "0.9_1.1"),
@@ -72,7 +74,7 @@ ROWS = {
     ),
     "a delta net": Row(("--model", "demo-hybrid")),
     "images": Row(("--model", "demo-vl", "--train-files", "demo-vl", "--val-files", "demo-vl")),
-    "a tool": Row(("--env", "demo-calculator"), ("response_length/trained/mean",)),
+    "a tool": Row(("--env", "demo-calculator", "--entropy-coeff", 0.1), ("response_length/trained/mean",)),
 }
 
 
@@ -89,6 +91,10 @@ class Runs:
     def state(self, name: str, step: int = STEPS) -> dict[str, torch.Tensor]:
         """The weights that a checkpoint exports."""
         return load_file(self.out / name / f"step_{step:06d}" / "model.safetensors")
+
+    def metrics(self, name: str) -> list[dict]:
+        rows = map(json.loads, (self.out / name / "metrics.jsonl").read_text().splitlines())
+        return [row for row in rows if row["step"]]
 
 
 def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
@@ -113,7 +119,7 @@ def test_round_trips(name, teacher, demo_model, tmp_path):
     runs.start("train_sync.py", "sync", *recorded, **ranks)
     trained = runs.state("sync")
     assert not same(trained, runs.state("sync", SAVED)), "the steps after the checkpoint move the weights"
-    metrics = json.loads((tmp_path / "sync" / "metrics.jsonl").read_text().splitlines()[-1])
+    metrics = runs.metrics("sync")[-1]
     assert {*row.metrics} <= metrics.keys()
     assert all(is_documented(metric) for metric in metrics if metric not in ("step", "time"))
 
