@@ -153,10 +153,8 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     **dict.fromkeys(("judge_url", "judge_model", "judge_retries"), (_with("judge"),)),
     "overlong_penalty_factor": (_with("overlong_buffer_len"),),
     # environments
-    **dict.fromkeys(("max_turns", "tool_format", "env_timeout", "env_cpu_limit", "env_memory_limit_gb"), (TURNS,)),
+    **dict.fromkeys(("max_turns", "tool_format", "env_timeout"), (TURNS,)),
     "turn_rewards": (dataclasses.replace(TURNS, unless=(False,)), Need(_sums, _is_by_token, (False,))),
-    "serve_host": (_with("serve_policy"),),
-    "env_lock_step": (dataclasses.replace(TURNS, unless=("auto", "off")),),
     # the engine
     "gpu_memory_utilization": (VLLM,),
     "enable_chunked_prefill": (VLLM_ON,),

@@ -20,7 +20,6 @@ from rl.data.args import DataArgs, demo_files
 from rl.data.image_prompts import ImagePrep
 from rl.data.job import Job
 from rl.data.prompts import PromptDataset, PromptOrder
-from rl.data.tools import Tools
 from rl.environments.args import DEMO, EnvironmentArgs
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs
@@ -149,8 +148,8 @@ def set_up(args: CommonArgs, file: str) -> Job:
     if args.freeze_vision_tower and not prep:
         raise UserError(f"--freeze-vision-tower: --model {path} takes no images. Leave the flag out.")
     train_files, val_files = (demo_files(model, files) for files in (args.train_files, args.val_files))
-    environments = start_environments(args, path, tokenizer, config) if args.has_environment else None
-    tools = environments and Tools(**environments.ready["tools"])
+    environments = start_environments(args, path, tokenizer) if args.has_environment else None
+    tools = environments and environments.tools
     prompts = PromptDataset(train_files, "train", tokenizer, args, prep, tools, args.brought)
     teacher_prompts = read_teacher_prompts(args, prompts) if args.teacher_prompt is not None else None
     validates = args.test_freq > 0 or args.val_only
@@ -207,14 +206,14 @@ def read_teacher_prompts(args: CommonArgs, prompts: PromptDataset) -> Any:
     return TeacherPrompts(prompts, args.teacher_prompt, args.longest_of_teacher)
 
 
-def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> Any:
+def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokenizerBase) -> Any:
     """Start the process from which environments are forked. Its module is imported only here."""
     from rl.environments.pool import Environments
 
     ends = end_token_ids(path, tokenizer, args.trust_remote_code)
-    environments = Environments(args, path, ends, config.get_text_config().vocab_size, args.trust_remote_code)
-    if note := environments.ready["note"]:
-        flag_needs.warn([f"{args.environment_flag[0]}: {note.rstrip('.')}"])
+    environments = Environments(args, path, ends, args.trust_remote_code)
+    if environments.note:
+        flag_needs.warn([f"{args.environment_flag[0]}: {environments.note.rstrip('.')}"])
     return environments
 
 

@@ -25,7 +25,6 @@ from rl.data.columns import TRUTHS, check_columns, check_truth, default_source, 
 from rl.data.image_prompts import FAMILIES, ImageError, ImagePrep, Images
 from rl.data.measured import Measured, measure
 from rl.data.tables import FileRows, read_table
-from rl.data.tools import Tools
 from rl.errors import UserError
 from rl.ranks import launch
 from rl.ranks.divided_work import DividedWork
@@ -76,7 +75,7 @@ class PromptDataset(FileRows):
         tokenizer: PreTrainedTokenizerBase,
         args: DataArgs,
         prep: ImagePrep | None = None,
-        tools: Tools | None = None,
+        tools: "Tools | None" = None,
         brought: frozenset[str] = frozenset(),
     ):
         """prep: of a model that takes images. tools: that the model may call. brought: what rows may lack, because the
@@ -85,7 +84,7 @@ class PromptDataset(FileRows):
         self.args = args
         self.prep = prep
         self.brought = brought
-        self.tools = tools or Tools([], "auto")
+        self.tools = tools
         super().__init__(files, split)
         limit = args.train_max_samples if split == "train" else args.val_max_samples
         # Files keep their own columns: casting them to a common schema would change what they say.
@@ -251,15 +250,16 @@ class PromptDataset(FileRows):
             )
         if not any(message["content"].strip() for message in messages) and "prompt" not in self.brought:
             raise UserError(f"{where}: the prompt (column {key!r}, --prompt-key) is empty. Remove the row.")
-        try:
-            messages = self.tools.described(messages) if is_chat else self.tools.check_text(prompt)
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from None
+        if self.tools:
+            try:
+                messages = self.tools.described(messages) if is_chat else self.tools.check_text(prompt)
+            except UserError as error:
+                raise UserError(f"{where}: {error}") from None
         if not is_chat:
             return Text(prompt, begins_with_bos(self.tokenizer, prompt))
         if self.prep and self.args.image_key in row:
             messages = images.with_places(messages)
-        more = {"tools": self.tools.for_template, "add_generation_prompt": True}
+        more = {"tools": self.tools and self.tools.for_template, "add_generation_prompt": True}
         return Text(render_chat(self.tokenizer, where, messages, **more), True)
 
     def _asked(self, row: dict) -> Any:

@@ -39,7 +39,7 @@ class Episodes(Responses):
         super().__init__(engine)
         self.job, self.engine_ranks, self.args, self.end_tokens = job, engine_ranks, args, end_tokens
         self.environments: Environments = job.environments
-        self.scores_at_end = self.environments.ready["scores_at_end"]
+        self.scores_at_end = self.environments.scores_at_end
         self.paused_below = 0  # smaller keys were put aside: their answers wait
         self._of: dict[tuple[int, int], Episode] = {}
         self._processes: dict[tuple[int, int], bool] = {}  # episodes with a process -> whether it owes an answer

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from families import end_tokens, tokenizer_of
+from families import end_tokens
 from helpers import train
-from test_pool import Args, answers, environments
+from test_pool import Args, answers, environments, ids_of, model  # noqa: F401 model: a fixture
 
 import train_sync
 from rl import ranges
@@ -129,7 +129,6 @@ def main():
 if __name__ == "__main__":
     main()
 '''
-TOKENIZER = tokenizer_of("qwen2_5")
 CALL = '<tool_call>\n{"name": "roll", "arguments": {"times": 4, "label": "a"}}\n</tool_call>'
 
 
@@ -140,21 +139,14 @@ def file(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("model")
-    TOKENIZER.save_pretrained(path)
-    return str(path)
-
-
 @pytest.fixture
-def started(file, model) -> Iterator:
+def started(file, model) -> Iterator:  # noqa: F811
     """Starts an environment, or the tool, of the file with reward functions of it."""
     pools = []
 
     def start(name: str, functions: str) -> Environments:
         given = {"tools" if name == "tool" else "env": f"{file}:{name}", "reward": f"{file}:{functions}"}
-        pools.append(Environments(Args(env_timeout=20.0, scores_environments=True, **given), model, end_tokens("qwen2_5"), 300))
+        pools.append(Environments(Args(env_timeout=20.0, scores_environments=True, **given), model, end_tokens("qwen2_5")))
         return pools[-1]
 
     yield start
@@ -165,21 +157,17 @@ def started(file, model) -> Iterator:
 ROW = {"prompt": [{"role": "user", "content": "Roll."}], "level": 3, "ground_truth": "", "data_source": "x", "extra_info": {}}
 
 
-def ids(text: str) -> list[int]:
-    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
-
-
 def play(pool: Environments, *turns: str, row: dict = ROW, cut: str | None = None) -> dict:
     """The last answer of an episode. cut: the text of a turn that the budget cuts."""
     pool.begin("a", row, seed=5, own_seed=1)
     answer = answers(pool, "a")["a"]
     said: list[int] = []
     for turn in turns:
-        pool.ask("a", "step", ids=ids(turn))
+        pool.ask("a", "step", ids=ids_of(turn))
         answer = answers(pool, "a")["a"]
-        said += ids(turn) + answer.get("ids", [])
+        said += ids_of(turn) + answer.get("ids", [])
     if cut is not None:
-        pool.ask("a", "end", ids=said + ids(cut))
+        pool.ask("a", "end", ids=said + ids_of(cut))
         answer = answers(pool, "a")["a"]
     pool.end("a")
     return answer
@@ -187,7 +175,7 @@ def play(pool: Environments, *turns: str, row: dict = ROW, cut: str | None = Non
 
 def test_functions_see_the_live_environment_and_their_rewards_are_summed(started):
     pool = started("Dice", "total,bonus,other")
-    assert pool.ready["scores_at_end"]
+    assert pool.scores_at_end
     assert play(pool, f"{CALL}<|im_end|>", "done<|im_end|>")["reward"] == 4.5
     assert play(pool, f"{CALL}{CALL}<|im_end|>", "done<|im_end|>")["reward"] == 8.5
     assert play(pool, f"{CALL}<|im_end|>", cut="I wa")["reward"] == 4.5
@@ -202,7 +190,7 @@ def test_functions_get_what_trl_gives_them(started, tmp_path):
     assert prompt[0]["content"].startswith("Roll. Start: 0.") and roles == ["assistant", "tool", "assistant"]
     assert calls == [{"times": 4, "label": "a"}] and last == "I wa" and level == [3]
     assert more == ["data_source", "extra_info", "ground_truth", "log_extra", "log_metric"]
-    assert tokens > len(ids(f"Well. {CALL}<|im_end|>I wa")) + len(ids("<tool_response>"))
+    assert tokens > len(ids_of(f"Well. {CALL}<|im_end|>I wa")) + len(ids_of("<tool_response>"))
 
 
 def test_a_class_may_score_as_well_and_one_of_ours_that_has_scored_is_not_scored_again(started):
@@ -236,22 +224,18 @@ def test_a_group_s_resets_draw_the_same_and_its_tools_do_not(started):
     begun = answers(pool, range(3))
     assert begun[0]["prompt"] == begun[1]["prompt"] == begun[2]["prompt"]
     for number in range(3):
-        pool.ask(number, "step", ids=ids(f"{CALL}<|im_end|>"))
+        pool.ask(number, "step", ids=ids_of(f"{CALL}<|im_end|>"))
     assert len({tuple(answer["ids"]) for answer in answers(pool, range(3)).values()}) == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("Nested", "Nested is defined within main. Move it to the module's level"), ("Missing", "has no 'Missing'")],
-)
-def test_a_nested_class_is_refused_with_what_to_do(name, said, started):
-    with pytest.raises(UserError, match=said):
-        started(name, "total")
+def test_a_nested_class_is_refused_with_what_to_do(started):
+    with pytest.raises(UserError, match="has no 'Nested' that could be called. Define it at the module's level"):
+        started("Nested", "total")
 
 
-def test_an_import_that_is_not_installed_is_a_sentence(model, tmp_path):
+def test_an_import_that_is_not_installed_is_a_sentence(model, tmp_path):  # noqa: F811
     (tmp_path / "script.py").write_text(f"from trl_that_is_missing import GRPOTrainer\n{SCRIPT}")
-    with pytest.raises(UserError, match="imports trl_that_is_missing, which is not installed"):
+    with pytest.raises(UserError, match="No module named 'trl_that_is_missing'"):
         environments(model, f"{tmp_path / 'script.py'}:Dice")
 
 

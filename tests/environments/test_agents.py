@@ -1,27 +1,20 @@
 """Agents that own their loop: real processes with real clients; what one does costs its own response alone."""
 
+import asyncio
+import http.client
 import json
-import queue
-import re
-import secrets
-import socket
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from families import end_tokens, tokenizer_of
-from helpers import ROOT
-from test_pool import Args, answers
+from test_pool import Args, answers, ids_of, model, wait_for  # noqa: F401 model: a fixture
 from test_turns import SCHEMA, turns_of
 
-from rl.environments.agents import Agent, Connection, Session
-from rl.environments.chat import Call, End, Refused, as_messages
-from rl.environments.gateway import Gateway
+from rl.environments.agents import Agents
+from rl.environments.chat import Call, as_messages
 from rl.environments.pool import Environments
 from rl.errors import UserError
-from rl.rewards.descendants import descendants
 
 ROW = {"ground_truth": "6", "prompt": [{"role": "user", "content": "2*3="}]}
 ASKED = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "2*3"}}\n</tool_call>'
@@ -30,6 +23,8 @@ import json, os, sys
 import openai
 
 assert (os.environ["EPISODE_SEED"], os.environ["EPISODE_SPLIT"]) == ("1", "train")
+assert os.environ["NO_PROXY"].split(",") == ["example.org", "127.0.0.1"]
+assert os.environ["PYTHONPATH"] == sys.argv[2] and "MY_TOKEN" not in os.environ
 
 def refused(kind, **more):
     try:
@@ -45,7 +40,7 @@ assert "only text" in refused(openai.BadRequestError, messages=[{"role": "user",
 assert "the policy samples one answer" in refused(openai.BadRequestError, n=2)
 for it in ({"max_tokens": -1}, {"max_tokens": 0}, {"max_completion_tokens": 0}, {"max_tokens": 5, "max_completion_tokens": 0}):
     assert "must be a whole number of at least 1" in refused(openai.BadRequestError, **it)
-assert "not this session's" in str(refused(openai.AuthenticationError, extra_headers={"Authorization": "Bearer sk-1"}))
+assert "has this key" in str(refused(openai.AuthenticationError, extra_headers={"Authorization": "Bearer sk-1"}))
 tools = [json.loads(sys.argv[1])]
 said = client.chat.completions.create(model="policy", messages=messages, tools=tools, temperature=0.1)
 (call,) = said.choices[0].message.tool_calls
@@ -66,20 +61,12 @@ print(json.dumps({"reward": float(said.choices[0].message.content == "6")}))
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("model")
-    tokenizer_of("qwen2_5").save_pretrained(path)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
 def tokenizer():
     return tokenizer_of("qwen2_5")
 
 
-def agents(model: str, command: str, **flags) -> Environments:
-    flags = {"env_timeout": 30.0, "env_memory_limit_gb": 0.0, "env_cpu_limit": 20.0} | flags
-    pool = Environments(Args(agent=command, **flags), model, end_tokens("qwen2_5"), 300)
+def agents(model: str, command: str, **flags) -> Environments:  # noqa: F811
+    pool = Environments(Args(agent=command, **{"env_timeout": 30.0} | flags), model, end_tokens("qwen2_5"))
     pool.serve(0)
     return pool
 
@@ -89,38 +76,41 @@ def written(path: Path, text: str) -> str:
     return f"{sys.executable} {path}"
 
 
-def says(pool: Environments, tokenizer, key, text: str, end: str = "<|im_end|>") -> dict:
+def says(pool: Environments, key, text: str, end: str = "<|im_end|>") -> dict:
     """The agent's answer to this turn of the model."""
-    pool.ask(key, "step", ids=tokenizer(text + end, add_special_tokens=False)["input_ids"])
+    pool.ask(key, "step", ids=ids_of(text + end))
     return answers(pool, [key])[key]
 
 
-def test_the_openai_client_is_answered_and_refused(model, tokenizer, tmp_path):
+def test_the_openai_client_is_answered_and_refused(model, tokenizer, tmp_path, monkeypatch, capfd):  # noqa: F811
     """Calls that extend each other add the template's own tokens alone; what is refused is no turn, and costs nothing."""
     pytest.importorskip("openai")
-    pool = agents(model, f"{written(tmp_path / 'agent.py', WITH_OPENAI)} '{json.dumps(SCHEMA)}'")
-    assert pool.ready["scores_at_end"] and not pool.ready["note"]
+    for name, value in {"PYTHONPATH": str(tmp_path), "NO_PROXY": "example.org", "MY_TOKEN": "x"}.items():
+        monkeypatch.setenv(name, value)
+    pool = agents(model, f"{written(tmp_path / 'agent.py', WITH_OPENAI)} '{json.dumps(SCHEMA)}' {tmp_path}")
+    assert pool.scores_at_end and not pool.note
     pool.begin("a", ROW, seed=1, own_seed=1)
     first = answers(pool, ["a"])["a"]
     prompt = tokenizer.apply_chat_template(ROW["prompt"], tools=[SCHEMA], add_generation_prompt=True, tokenize=False)
     assert tokenizer.decode(first["prompt"]) == prompt and first["most"] is None
-    asked = says(pool, tokenizer, "a", ASKED)
+    asked = says(pool, "a", ASKED)
     assert (asked["history"], asked["most"], asked["calls"], asked["malformed"], asked["done"]) == (0, 3, 1, 0, False)
     assert asked["ids"] == turns_of("qwen2_5").between([{"role": "tool", "content": "6"}])
-    cut = says(pool, tokenizer, "a", "six", end="")
+    cut = says(pool, "a", "six", end="")
     assert tokenizer.decode(cut["ids"]) == "<|im_end|>\n<|im_start|>user\nIn digits.<|im_end|>\n<|im_start|>assistant\n"
-    done = says(pool, tokenizer, "a", "6")
+    done = says(pool, "a", "6")
     assert done["done"] and done["reward"] == 1.0 and done["ids"] == []
     pool.close()
+    said = capfd.readouterr()
+    assert "what it prints" in said.err + said.out and "reward" not in said.err + said.out
 
 
 @pytest.mark.parametrize(("form", "said"), [("auto", "drops the answers of tools"), ("hermes", "get a description of them")])
 def test_a_template_that_cannot_do_tools_is_named_at_the_start(form, said, tmp_path):
     """Agents name their tools with each call, and may have none: the run starts, and its user knows."""
     tokenizer_of("phi3").save_pretrained(tmp_path)
-    flags = Args(agent="true", env_timeout=20.0, tool_format=form)
-    pool = Environments(flags, str(tmp_path), end_tokens("phi3"), 300)
-    assert said in pool.ready["note"]
+    pool = Environments(Args(agent="true", tool_format=form), str(tmp_path), end_tokens("phi3"))
+    assert said in pool.note
     pool.close()
 
 
@@ -163,14 +153,14 @@ print(json.dumps({{"reward": float(str(answer) == row["ground_truth"])}}))
     [("agents", "6", 0), ("smolagents", ASKED.replace("calculate", "final_answer").replace("expression", "answer"), 1)],
     ids=["openai-agents", "smolagents"],
 )
-def test_a_public_library_runs_as_it_is(model, tokenizer, tmp_path, library, last, history):
+def test_a_public_library_runs_as_it_is(model, tmp_path, library, last, history):  # noqa: F811
     """openai-agents extends its conversation, smolagents begins another with each call."""
     pytest.importorskip(library)
     pool = agents(model, written(tmp_path / "agent.py", LIBRARIES[library]), env_timeout=100.0)
     pool.begin("a", ROW | {"ground_truth": "6" if library == "agents" else "2*3"}, seed=1, own_seed=1)
     assert "prompt" in answers(pool, ["a"])["a"]
-    assert says(pool, tokenizer, "a", ASKED)["history"] == history
-    done = says(pool, tokenizer, "a", last)
+    assert says(pool, "a", ASKED)["history"] == history
+    done = says(pool, "a", last)
     assert done["done"] and done["reward"] == 1.0
     pool.close()
 
@@ -178,8 +168,8 @@ def test_a_public_library_runs_as_it_is(model, tokenizer, tmp_path, library, las
 RUDE = """
 import json, os, subprocess, sys, time, urllib.error, urllib.request
 
-def ask(body, key=os.environ["OPENAI_API_KEY"]):
-    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+def ask(body):
+    url, key = os.environ["OPENAI_BASE_URL"] + "/chat/completions", os.environ["OPENAI_API_KEY"]
     data = body if isinstance(body, bytes) else json.dumps({"model": "policy"} | body).encode()
     return urllib.request.urlopen(urllib.request.Request(url, data, {"Authorization": f"Bearer {key}"})).read()
 
@@ -191,6 +181,7 @@ if what == "calls nothing":
 if what == "sends rubbish":
     odd = [b"{", b"[" * 100_000, b"3"] + [{"messages": value} for value in ([], [3], [{"role": []}], {}, 7)]
     odd.append({"messages": messages, "tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]})
+    odd.append({"messages": [{"role": "user", "content": 7}]})
     for body in (*odd, {"messages": messages, "tools": 7}, {"messages": [{"role": "assistant", "tool_calls": 7}]}):
         try:
             ask(body)
@@ -198,6 +189,8 @@ if what == "sends rubbish":
             assert error.code == 400 and json.load(error)["error"]["message"], body
         else:
             sys.exit(9)
+if what == "prints much":
+    sys.stderr.write("x" * (1 << 20))
 ask({"messages": messages})
 if what == "hangs":
     time.sleep(1000)
@@ -208,71 +201,48 @@ if what == "dies":
     os.kill(os.getpid(), 9)
 if what == "fails":
     sys.exit(3)
-if what == "burns":
-    while True:
-        pass
+if what == "hears that its budget is used up":
+    for _ in range(2):
+        try:
+            ask({"messages": messages})
+        except urllib.error.HTTPError as error:
+            assert json.load(error)["error"]["code"] == "context_length_exceeded"
 print({"lies": '{"reward": NaN}', "lies in words": '{"reward": "much"}', "says nothing": ""}.get(what, '{"reward": 2}'))
 """
-EVENTS = {
-    "calls nothing": "error",
-    "dies": "error",
-    "fails": "error",
-    "lies": "bad_value",
-    "lies in words": "bad_value",
-    "burns": "error",
-}
+EVENTS = {"calls nothing": "error", "dies": "error", "fails": "error", "lies": "bad_value", "lies in words": "bad_value"}
+EVENTS |= {"hangs": "timeout"}
 
 
-def test_what_an_agent_does_costs_its_own_response(model, tokenizer, tmp_path):
+def test_what_an_agent_does_costs_its_own_response(model, tmp_path, capfd):  # noqa: F811
     """Each failure is an event of its kind; others are scored, and one that says no reward is for a verifier."""
-    pool = agents(model, written(tmp_path / "agent.py", RUDE), env_timeout=100.0, env_cpu_limit=2.0)
-    good = {"good": 2.0, "sends rubbish": 2.0, "leaves children": 2.0, "says nothing": None}
+    pool = agents(model, written(tmp_path / "agent.py", RUDE), env_timeout=15.0)
+    good = {"good": 2.0, "sends rubbish": 2.0, "leaves children": 2.0, "says nothing": None, "prints much": 2.0}
     for key in [*EVENTS, *good]:
         pool.begin(key, {"ground_truth": key}, seed=1, own_seed=1)
     found = answers(pool, [*EVENTS, *good])
     begun = [key for key in found if "event" not in found[key]]
     for key in begun:
-        pool.ask(key, "step", ids=tokenizer("Hi.<|im_end|>", add_special_tokens=False)["input_ids"])
+        pool.ask(key, "step", ids=ids_of("Hi.<|im_end|>"))
     found |= answers(pool, begun)
     assert {key: answer["event"] for key, answer in found.items() if "event" in answer} == EVENTS
     assert {key: answer["reward"] for key, answer in found.items() if "event" not in answer} == good
     assert "before its first call" in found["calls nothing"]["message"] and "code 3" in found["fails"]["message"]
-    assert "was killed by SIGKILL" in found["dies"]["message"]
+    assert "was killed by SIGKILL" in found["dies"]["message"] and "--env-timeout" in found["hangs"]["message"]
     for key in good:
         pool.end(key)
-    until = time.monotonic() + 20
-    while len(descendants(pool._process.pid)) > 1 and time.monotonic() < until:
-        pool.poll(0.1)
-    assert len(descendants(pool._process.pid)) == 1  # what all are forked from: no agent, and no child of one
+    wait_for(pool, 1)  # no agent, and no child of one
     pool.close()
+    assert (1 << 15) < capfd.readouterr().err.count("x" * 16) * 16 < (1 << 17)
 
 
-def test_an_agent_that_hangs_costs_its_time_limit(model, tokenizer, tmp_path):
-    pool = agents(model, written(tmp_path / "agent.py", RUDE), env_timeout=1.0)
-    pool.begin("a", {"ground_truth": "hangs"}, seed=1, own_seed=1)
-    answers(pool, ["a"])
-    failed = says(pool, tokenizer, "a", "Hi.")
-    assert failed["event"] == "timeout" and "--env-timeout" in failed["message"]
-    pool.close()
-
-
-def test_an_agent_hears_that_its_budget_is_used_up(model, tokenizer, tmp_path):
+def test_an_agent_hears_that_its_budget_is_used_up(model, tmp_path):  # noqa: F811
     """Its open call is refused; it may still say what it has reached."""
-    text = RUDE.partition("row =")[0] + (
-        "messages = [{'role': 'user', 'content': 'Hello.'}]\n"
-        "for _ in range(3):\n"
-        "    try:\n"
-        "        ask({'messages': messages})\n"
-        "    except urllib.error.HTTPError as error:\n"
-        "        assert json.load(error)['error']['code'] == 'context_length_exceeded'\n"
-        "print(json.dumps({'reward': 0.25}))\n"
-    )
-    pool = agents(model, written(tmp_path / "agent.py", text))
-    pool.begin("a", ROW, seed=1, own_seed=1)
+    pool = agents(model, written(tmp_path / "agent.py", RUDE))
+    pool.begin("a", {"ground_truth": "hears that its budget is used up"}, seed=1, own_seed=1)
     answers(pool, ["a"])
-    assert says(pool, tokenizer, "a", "Hi.")["history"] == 1  # the same call again extends nothing
-    pool.ask("a", "end")
-    assert answers(pool, ["a"])["a"]["reward"] == 0.25
+    assert says(pool, "a", "Hi.")["history"] == 1  # the same call again extends nothing
+    pool.ask("a", "end", ids=[])
+    assert answers(pool, ["a"])["a"]["reward"] == 2.0
     pool.close()
 
 
@@ -287,20 +257,7 @@ def test_an_agent_that_cannot_be_started_is_a_message():
             Args(**flags).check()
 
 
-# ---------------------------------------------------------------------------------------- histories, without a process
-
-
-class Scripted(Session):
-    """A session whose agent is the test: `calls` are its calls, made when the last was answered."""
-
-    def __init__(self, calls: list[list[dict]], family: str = "qwen2_5", tools: list[dict] | None = None):
-        super().__init__(None, lambda schemas: turns_of(family, with_tools=bool(schemas)))
-        self.answers: list[dict] = []
-        for messages in calls:
-            self._news.put(Call({"model": "policy", "messages": messages, "tools": tools}, self.answers.append))
-
-    def begin(self) -> list[int]:
-        return self._take(self._news.get())[1]
+# ---------------------------------------------------------------------------------------- conversations, without a process
 
 
 def user(text: str) -> dict:
@@ -311,23 +268,37 @@ def model_said(text: str) -> dict:
     return {"role": "assistant", "content": text}
 
 
-def ids_of(text: str) -> list[int]:
-    return tokenizer_of("qwen2_5")(text, add_special_tokens=False)["input_ids"]
+def played(calls: list[list[dict]], *said: list[int], family: str = "qwen2_5", tools: list[dict] | None = None):
+    """What the rank hears of an agent that makes these calls, and what the agent hears. said: the tokens of each turn."""
+    heard, found = [], []
+
+    async def agent(session) -> None:
+        for messages in calls:
+            heard.append(await session.call(Call.of({"model": "policy", "messages": messages, "tools": tools})))
+
+    async def play() -> None:
+        of = Agents({"agent": None, "timeout": 20.0}, lambda schemas: turns_of(family, with_tools=bool(schemas)), None)
+        session = of.begin()
+        session.is_taken.set()
+        calling = asyncio.create_task(agent(session))
+        found.append(await session.ask({"do": "reset", "row": ROW, "own_seed": 1, "split": "train"}))
+        for ids in said:
+            found.append(await session.ask({"do": "step", "ids": ids}))
+        calling.cancel()
+
+    asyncio.run(play())
+    return found, heard
 
 
-def test_calls_extend_the_longest_history_that_is_theirs(tokenizer):
+def test_calls_extend_the_longest_conversation_that_is_theirs(tokenizer):
     """A sub-agent's calls between two of the main one; both continue where they were."""
     main, sub = [user("Plan."), model_said("Ask."), user("Done?")], [user("Search."), model_said("Found."), user("More.")]
     compressed = [user("In short: planned."), model_said("Yes."), user("Done?")]
-    session = Scripted([main[:1], sub[:1], sub, main, compressed])
-    session.begin()
-    found = []
-    for text in ("Ask.", "Found.", "No.", "No."):
-        answer = session.step({"ids": ids_of(text + "<|im_end|>")})
-        found.append((answer["history"], tokenizer.decode(answer["ids"])))
+    turns = [ids_of(f"{text}<|im_end|>") for text in ("Ask.", "Found.", "No.", "No.")]
+    found, _ = played([main[:1], sub[:1], sub, main, compressed], *turns)
     start, end = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
     system = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
-    assert found == [
+    assert [(answer["history"], tokenizer.decode(answer["ids"])) for answer in found[1:]] == [
         (1, f"{system}{start}Search.{end}"),
         (1, f"\n{start}More.{end}"),
         (0, f"\n{start}Done?{end}"),
@@ -345,10 +316,8 @@ def test_calls_extend_the_longest_history_that_is_theirs(tokenizer):
         [{"role": "system", "content": "Be brief."}, user("Go."), model_said("Yes."), user("On.")],
     ],
 )
-def test_what_does_not_extend_a_history_is_a_further_one(changed):
-    session = Scripted([[user("Go.")], changed])
-    session.begin()
-    assert session.step({"ids": ids_of("Yes.<|im_end|>")})["history"] == 1
+def test_what_does_not_extend_a_conversation_is_a_further_one(changed):
+    assert played([[user("Go.")], changed], ids_of("Yes.<|im_end|>"))[0][1]["history"] == 1
 
 
 @pytest.mark.parametrize(
@@ -359,29 +328,34 @@ def test_what_does_not_extend_a_history_is_a_further_one(changed):
         {"role": "assistant", "content": [{"type": "text", "text": "\n"}], "tool_calls": [("c", '{"expression": "2*3"}')]},
     ],
 )
-def test_messages_are_compared_by_what_they_say(returned, tokenizer):
+def test_messages_are_compared_by_what_they_say(returned):
     """Clients write ids, blanks and empty texts as they like."""
     calls = [
         {"id": number, "type": "function", "function": {"name": "calculate", "arguments": arguments}}
         for number, arguments in returned["tool_calls"]
     ]
     answer = {"role": "tool", "tool_call_id": calls[0]["id"], "content": [{"type": "text", "text": "6"}]}
-    session = Scripted([[user("2*3=")], [user("2*3="), returned | {"tool_calls": calls}, answer]], tools=[SCHEMA])
-    session.begin()
-    found = session.step({"ids": ids_of(ASKED + "<|im_end|>")})
-    assert found["history"] == 0 and found["ids"] == turns_of("qwen2_5").between([{"role": "tool", "content": "6"}])
+    asked = [[user("2*3=")], [user("2*3="), returned | {"tool_calls": calls}, answer]]
+    found, _ = played(asked, ids_of(f"{ASKED}<|im_end|>"), tools=[SCHEMA])
+    assert found[1]["history"] == 0 and found[1]["ids"] == turns_of("qwen2_5").between([{"role": "tool", "content": "6"}])
 
 
 def test_a_thought_is_not_part_of_what_is_compared():
     """It stays among the tokens, whether the client returns it or not."""
-    tokenizer = tokenizer_of("qwen3")
+    ids = tokenizer_of("qwen3")("<think>\nHm.\n</think>\n\nYes.<|im_end|>", add_special_tokens=False)["input_ids"]
     for returned in (model_said("Yes."), model_said("Yes.") | {"reasoning_content": "Hm."}):
-        session = Scripted([[user("Go.")], [user("Go."), returned, user("On.")]], family="qwen3")
-        session.begin()
-        ids = tokenizer("<think>\nHm.\n</think>\n\nYes.<|im_end|>", add_special_tokens=False)["input_ids"]
-        assert session.step({"ids": ids})["history"] == 0
-        said = json.loads(session.answers[0]["text"])["choices"][0]["message"]
-        assert said["content"] == "Yes." and said["reasoning_content"] == "Hm."
+        found, heard = played([[user("Go.")], [user("Go."), returned, user("On.")]], ids, family="qwen3")
+        said = heard[0]["choices"][0]["message"]
+        assert found[1]["history"] == 0 and said["content"] == "Yes." and said["reasoning_content"] == "Hm."
+
+
+def test_a_call_that_cannot_be_read_is_text():
+    broken = '<tool_call>\n{"name": calculate}\n</tool_call>'
+    asked = [[user("2*3=")], [user("2*3="), model_said(broken), user("Again.")]]
+    found, heard = played(asked, ids_of(f"{broken}<|im_end|>"), tools=[SCHEMA])
+    assert (found[1]["history"], found[1]["calls"], found[1]["malformed"]) == (0, 0, 1)
+    said = heard[0]["choices"][0]
+    assert said["message"]["content"] == broken and said["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "qwen3_5_think", "llama3_1", "glm4moe"])
@@ -405,78 +379,42 @@ def test_a_conversation_with_calls_is_the_template_s_own(family):
     assert [i for i in ids if i in special] == [i for i in plain if i in special]
 
 
-def test_a_call_that_cannot_be_read_is_text():
-    broken = '<tool_call>\n{"name": calculate}\n</tool_call>'
-    session = Scripted([[user("2*3=")], [user("2*3="), model_said(broken), user("Again.")]], tools=[SCHEMA])
-    session.begin()
-    found = session.step({"ids": ids_of(broken + "<|im_end|>")})
-    assert (found["history"], found["calls"], found["malformed"]) == (0, 0, 1)
-    said = json.loads(session.answers[0]["text"])["choices"][0]
-    assert said["message"]["content"] == broken and said["finish_reason"] == "stop"
-
-
 # ------------------------------------------------------------------------------------------------- the endpoint itself
 
 
-@pytest.fixture
-def endpoint() -> Iterator[Connection]:
-    """The connection of a command's episode with the server."""
-    name = secrets.token_hex(8)
-    gateway = Gateway(Args(agent="x"), name, 0)
-    yield Connection(name, None, queue.SimpleQueue())
-    gateway.close()
+def test_requests_are_answered_one_after_the_other_and_others_refused(model, tmp_path):  # noqa: F811
+    """Each needs the key of its episode; five calls at once are five turns."""
+    agent = "import json, os; print(json.dumps([os.environ['OPENAI_BASE_URL'], os.environ['OPENAI_API_KEY']]), flush=True)"
+    file = tmp_path / "known"
+    command = written(
+        tmp_path / "agent.py", agent.replace("print(", f"open({str(file)!r}, 'w').write(").replace(", flush=True", "")
+    )
+    (tmp_path / "agent.py").write_text((tmp_path / "agent.py").read_text() + "\nimport time; time.sleep(1000)")
+    pool = agents(model, command)
+    pool.begin("a", ROW, seed=1, own_seed=1)
+    while not (file.exists() and file.read_text()):
+        pool.poll(0.05)
+    url, key = json.loads(file.read_text())
 
+    def post(path: str, headers: dict, text: str = "") -> http.client.HTTPConnection:
+        client = http.client.HTTPConnection(url.split("/")[2], timeout=30)
+        body = {"model": "policy", "messages": [user(text)]}
+        client.request("POST", path, json.dumps(body), {"Authorization": f"Bearer {key}"} | headers)
+        return client
 
-def post(endpoint: Connection, body: dict, path: str = "/v1/chat/completions", **headers: str) -> socket.socket:
-    """A connection on which this was asked."""
-    client, data = socket.socket(), json.dumps(body).encode()
-    client.connect(("127.0.0.1", int(re.search(r":(\d+)/v1$", endpoint.variables["OPENAI_BASE_URL"])[1])))
-    known = {"Host": "x", "Authorization": f"Bearer {endpoint.variables['OPENAI_API_KEY']}", "Content-Length": str(len(data))}
-    known |= headers
-    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in known.items())]
-    client.sendall("\r\n".join([*lines, "", ""]).encode() + data)
-    return client
-
-
-def status(client: socket.socket) -> int:
-    with client:
-        return int(client.recv(1 << 16).split()[1])
-
-
-BODY = {"model": "policy", "messages": [{"role": "user", "content": "Hello."}]}
-
-
-def test_calls_at_once_are_answered_one_after_the_other(endpoint):
-    clients = [post(endpoint, BODY | {"messages": [user(str(i))]}) for i in range(5)]
-    found = set()
-    for _ in clients:
-        call = endpoint.news.get(timeout=30)
-        assert endpoint.news.empty()
-        found.add(call.messages[0]["content"])
-        call.reply(Refused(418, "no"))
-    assert found == set("01234") and [status(client) for client in clients] == [418] * 5
-
-
-@pytest.mark.parametrize(
-    ("path", "headers", "expected"),
-    [
+    for path, headers, expected in (
         ("/v1/responses", {}, 404),
         ("/v1/episodes/next", {}, 404),
         ("/v1/episodes/end", {}, 404),  # a command ends its episode by exiting
         ("/v1/chat/completions", {"Authorization": "Bearer other"}, 401),
-        ("/v1/chat/completions", {"Content-Length": "many"}, 400),
-        ("/v1/chat/completions", {"Content-Length": str(1 << 40)}, 413),
-    ],
-)
-def test_other_requests_are_refused(endpoint, path, headers, expected):
-    assert status(post(endpoint, BODY, path, **headers)) == expected and endpoint.news.empty()
-
-
-def test_an_agent_has_its_own_variables_and_no_path_of_ours(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
-    monkeypatch.setenv("NO_PROXY", "example.org")
-    ended = queue.SimpleQueue()
-    shown = "print([os.environ[name] for name in ('PYTHONPATH', 'NO_PROXY', 'X')], json.load(sys.stdin))"
-    agent = Agent(f'{sys.executable} -c "import json, os, sys; {shown}"', {"a": 1}, {"X": "y"}, ended.put)
-    assert ended.get(timeout=30) == End()
-    assert agent._last.decode() == f"{[str(tmp_path), 'example.org,127.0.0.1', 'y']} {{'a': 1}}\n"
+        ("/v1/chat/completions", {"Authorization": ""}, 401),
+        ("/v1/chat/completions", {"Authorization": "Bearer \xff"}, 401),
+    ):
+        assert post(path, headers).getresponse().status == expected, (path, headers)
+    clients = [post("/v1/chat/completions", {}, str(i)) for i in range(5)]
+    assert "prompt" in answers(pool, ["a"])["a"]
+    for number in range(4):
+        assert says(pool, "a", "Hi.")["history"] == number + 1
+    pool.ask("a", "step", ids=ids_of("Hi.<|im_end|>"))
+    assert {client.getresponse().status for client in clients} == {200}
+    pool.close()
