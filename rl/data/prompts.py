@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
@@ -29,6 +29,9 @@ from rl.errors import UserError
 from rl.ranks import launch
 from rl.ranks.divided_work import DividedWork
 from rl.ranks.progress import track
+
+if TYPE_CHECKING:
+    from rl.data.tools import Tools
 
 BATCH = 512  # prompts to tokenise at once, at most
 BATCH_SECONDS = 0.5  # batches become smaller if a tokenizer is slow, because the watchdog sees progress after each batch

@@ -124,7 +124,8 @@ class Environments:
         self.ask(key, "reset", row=row, seed=seed, own_seed=own_seed, split=split)
 
     def ask(self, key: Hashable, what: str, **item: Any) -> None:
-        """Ask an episode to "reset", to "step" after the model's turn, or for the reward at an early "end"."""
+        """Ask an episode to "reset", to "replay" its recorded turns, to "step" after the model's turn, or for the reward at an
+        early "end"."""
         message = {"episode": self._numbers[key], "do": what} | item
         self._unwritten += json.dumps(message, default=plain).encode() + b"\n"
         self._write()

@@ -210,7 +210,7 @@ async def _all(awaitables: list) -> list:
 
 
 def _told(result: Any) -> str:
-    """Return the text that the model reads for a tool's result or exception. Raise an exception that is not the call's fault."""
+    """Return the text that the model reads for a result or an exception. Raise an exception that is not the call's fault."""
     if isinstance(result, OF_THE_MACHINE) and not isinstance(result, OF_A_PATH):
         raise result
     if isinstance(result, WrongCall):
@@ -322,6 +322,16 @@ class EpisodeProgram:
             reward = self._final(reward)
         self._has_scored = self._has_scored or reward is not None
         return {"ids": ids, "reward": reward, "done": done, "calls": sum(calls), "malformed": calls.count(False)}
+
+    def replay(self, item: dict) -> dict:
+        """Repeat the turns of a recorded episode, [tokens, answer's tokens] each. Return the answers; None if one differs from
+        the recorded one."""
+        answers = []
+        for said, recorded in item["turns"]:
+            answers.append(self.step({"ids": said}))
+            if answers[-1]["done"] or answers[-1]["ids"] != recorded:
+                return {"answers": None}
+        return {"answers": answers}
 
     def end(self, item: dict) -> dict:
         """Return the reward of an episode that was cut, perhaps within a turn."""

