@@ -243,7 +243,8 @@ class Session:
     async def step(self, item: dict) -> dict:
         """Give the agent the model's turn. Return the number of the history that its next call extends and the tokens that the
         call adds to it; or the agent's reward."""
-        call, turns = self._open, self._turns(self._open)
+        call = self._open
+        turns = self._turns(call)
         conversation = self.conversations[self._at]
         message, malformed = _said(turns, item["ids"])
         conversation.is_cut = item["ids"][-1] not in turns.end_tokens

@@ -66,7 +66,9 @@ class Environments:
         self._finalizer = weakref.finalize(self, descendants.end, self._process)
         self._unread, self._unwritten = b"", b""
         ready = self._ordered(self._settings)
-        self.tools, self.scores_at_end, self.note = Tools(**ready["tools"]), ready["scores_at_end"], ready["note"]
+        self.tools = Tools(**ready["tools"])
+        self.scores_at_end = ready["scores_at_end"]
+        self.note = ready["note"]
         if self._engine is not None:
             self.serve(self._engine)
 

@@ -146,7 +146,9 @@ class OwnEnvironment:
         answer = awaited(self.instance.step(message))
         if not isinstance(answer, tuple | list) or len(answer) != 3:
             raise BadValue(f"step returned {answer!r:.100}, not (messages, reward or None, done)")
-        messages, reward, done = as_messages(answer[0]), as_reward(answer[1]), bool(answer[2])
+        messages = as_messages(answer[0])
+        reward = as_reward(answer[1])
+        done = bool(answer[2])
         if not messages and not done:
             raise BadValue("step returned no message, and is not done")
         return messages, reward, done
@@ -296,7 +298,8 @@ class EpisodeProgram:
         self._program = self._programs.new()
         added = self._program.reset(item["row"], item["seed"])
         seed_random(item["own_seed"])
-        self._row, self._prompt = item["row"], item["row"].get("prompt") or []
+        self._row = item["row"]
+        self._prompt = self._row.get("prompt") or []
         if not added:
             return {}
         if not isinstance(self._prompt, list):

@@ -104,7 +104,9 @@ class AgentEpisodes(Episodes):
 
     def _turn_to(self, id: Id, number: int, prompt: list[int]) -> None:
         """Make another history the active one. prompt: of a new history."""
-        of, episode, work = self._histories[id], self._of[id], self.working[id[0]]
+        of = self._histories[id]
+        episode = self._of[id]
+        work = self.working[id[0]]
         self._note(id)
         if number == len(of.all):
             request = of.all[0].request
@@ -119,7 +121,8 @@ class AgentEpisodes(Episodes):
 
     def _note(self, id: Id) -> None:
         """Write the active history's state down."""
-        of, episode = self._histories[id], self._of[id]
+        of = self._histories[id]
+        episode = self._of[id]
         history = of.all[of.active]
         history.output = episode.output or history.output
         history.at = episode.at
@@ -151,7 +154,8 @@ class AgentEpisodes(Episodes):
         lengths = [len(tokens)]
         parts = [(first.output.support, len(tokens))]
         for history in others:
-            output, prompt = history.output, history.request.prompt_ids
+            output = history.output
+            prompt = history.request.prompt_ids
             tokens += [*prompt, *output.token_ids]
             log_probs += [0.0] * len(prompt) + output.log_probs
             versions += output.versions[:1] * len(prompt) + output.versions

@@ -27,6 +27,7 @@ from rl.rewards.pool import Score, can_score
 
 OF_GROUP = 2**32 - 1  # replaces a response's number in the seed that its group's environments share
 WAIT = 5e-3  # seconds to wait for an environment if there is nothing to sample
+BY_ROWS = 2  # processes per response that the engine can decode at once
 Id = tuple[int, int]  # of a response: its prompt's key, and its number
 
 
@@ -79,6 +80,7 @@ class Episodes(Responses):
         self.paused_below = 0  # smaller keys were put aside: their answers wait
         self._of: dict[Id, Episode] = {}
         self._processes: dict[Id, bool] = {}  # episodes with a process -> whether it owes an answer
+        self._queue: list[int] = []  # keys without environments yet
         self._resetting: set[Id] = set()  # episodes that have not begun
         self._prompts: dict[int, list[int] | None] = {}  # by key: the prompt that the first reset returned
         self._answers: list[tuple[Id, dict]] = []
@@ -96,13 +98,16 @@ class Episodes(Responses):
         self.working[key] = work
         for request, output in zip(work.requests, before, strict=True):
             self._of[request.id] = Episode(output, prompt)
-            self._start_process(request.id)
+            self._resetting.add(request.id)
+        self._queue.append(key)
+        self._admit()
         return []
 
     def decode(self, timer: Timers) -> list[Output] | None:
         """Step the engine once and read the environments' answers. Return the episodes that ended; None if neither the engine
         nor an environment is at work. A turn that the budget cuts is the last, and its tools do not run."""
         with timer("env"):
+            self._admit()
             at_work = any(self._processes.values())
             idle = at_work and (not self.engine.num_unfinished or self._blocked)
             if any(key >= self.paused_below for key, _ in self._processes):
@@ -125,7 +130,8 @@ class Episodes(Responses):
         """Replay all recorded episodes. Give them to the engine as if the run had not stopped: first those that were stopped
         within a turn, then those that waited for their environment."""
         self._requests = []
-        while any(self._processes.values()):
+        while self._queue or any(self._processes.values()):
+            self._admit()
             self._poll(1.0)
             if not self._blocked:
                 self._take()
@@ -196,13 +202,22 @@ class Episodes(Responses):
 
     # -- the processes
 
+    def _admit(self) -> None:
+        """Start the environments of queued prompts. Episodes that were put aside do not count towards the limit."""
+        for key in [key for key in self._queue if key >= self.paused_below]:
+            at_work = sum(key >= self.paused_below for key, _ in self._processes)
+            if at_work >= BY_ROWS * self.args.max_num_seqs and self._requests is None:
+                return
+            self._queue.remove(key)
+            for request in self.working[key].requests:
+                self._start_process(request.id)
+
     def _start_process(self, id: Id) -> None:
         key, number = id
         prompt = self.working[key].prompt
         known = {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth, "extra_info": prompt.extra_info}
         seeds = {"seed": request_seed(self.args.seed, key, OF_GROUP), "own_seed": request_seed(self.args.seed, key, number)}
         self._processes[id] = True
-        self._resetting.add(id)
         if self.engine_ranks.is_leader:
             self.environments.begin(id, row=prompt.row | known, split="val" if key >= VALIDATION else "train", **seeds)
 
@@ -425,5 +440,6 @@ def _with(output: Output | None, ids: list[int]) -> Output | None:
     known = output.support
     if known is not None:
         known = np.concatenate([known, support.nothing(len(ids), known.shape[1])])
-    log_probs, versions = [*output.log_probs, *[0.0] * len(ids)], [*output.versions, *output.versions[-1:] * len(ids)]
+    log_probs = [*output.log_probs, *[0.0] * len(ids)]
+    versions = [*output.versions, *output.versions[-1:] * len(ids)]
     return Output(output.id, [*output.token_ids, *ids], log_probs, versions, "unfinished", output.routes, known)

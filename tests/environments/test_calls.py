@@ -170,18 +170,20 @@ PIECES = [
     "<parameter=a>",
     "<parameter=",
     "</parameter>",
+    "<arg_key>",
 ]
 PIECES += [
-    "<arg_key>",
     "<arg_key>a</arg_key>",
     "<arg_key>a</arg_key><arg_value>",
     "<arg_value>",
     "</arg_value>",
     "<",
-    "\n",
-    "a ",
+    "[",
+    "True",
+    "<think>",
+    "</think>",
 ]
-PIECES += ['{"name": "f"}', '{"name": "f", "parameters": {}};', '{"name"', "[", '"', "\\", '\\"', "True", "<think>", "</think>"]
+PIECES += ["\n", "a ", '{"name": "f"}', '{"name": "f", "parameters": {}};', '{"name"', '"', "\\", '\\"']
 STARTS = ["", "<tool_call>", "<tool_call><function=f>", "<tool_call>f", "<tool_call><function=f><parameter=a>"]
 STARTS += ["<tool_call>f<arg_key>a</arg_key><arg_value>", '{"name": "f"}', "<|python_tag|>"]
 

@@ -85,7 +85,7 @@ def played(pool: Environments, *whats: str) -> dict[str, dict]:
 
 
 def wait_for(pool: Environments, processes: int) -> None:
-    """Until so many are left of the episodes' process and what it has started."""
+    """Until this many are left of the episodes' process and what it has started."""
     until = time.monotonic() + 20
     while len(descendants(pool._process.pid)) != processes and time.monotonic() < until:
         pool.poll(0.1)
@@ -185,6 +185,22 @@ def test_what_reset_adds_is_in_the_prompt(rude, tokenizer):
     text = tokenizer.decode(found["prompt"])
     assert text.endswith("user\nPlay.<|im_end|>\n<|im_start|>user\nI begin.<|im_end|>\n<|im_start|>assistant\n")
     rude.end("a")
+
+
+def test_recorded_turns_are_replayed(rude):
+    """A resumed run: an environment that answers otherwise is reported."""
+    begin(rude, "a", "good")
+    said = ids_of("hello<|im_end|>")
+    rude.ask("a", "step", ids=said)
+    known = answers(rude, ["a"])["a"]
+    rude.end("a")
+    for turns in ([[said, known["ids"]]] * 2, [[said, [5]]], []):
+        begin(rude, "a", "good")
+        rude.ask("a", "replay", turns=turns)
+        found = answers(rude, ["a"])["a"]["answers"]
+        rude.end("a")
+        differs = turns == [[said, [5]]]
+        assert found is None if differs else [answer["ids"] for answer in found] == [answer for _, answer in turns]
 
 
 def test_the_answer_of_an_episode_that_was_ended_is_nobody_s(rude):

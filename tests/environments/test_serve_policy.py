@@ -216,23 +216,6 @@ def test_an_end_without_a_call_is_not_scored(pool, end, said):
     assert answer["event"] == "error" and said in answer["message"]
 
 
-def test_a_worker_hears_that_the_budget_is_used_up(pool):
-    """It may still say what it has reached."""
-    begin(pool, "a")
-    key = take(pool)["api_key"]
-    first = Calling(pool, key)
-    answers(pool, ["a"])
-    says(pool, "a", "Hi.")
-    first.answer()
-    second = Calling(pool, key)
-    answers(pool, ["a"])
-    pool.ask("a", "end", ids=[])
-    status, said = second.answer()
-    assert status == 400 and said["error"]["code"] == "context_length_exceeded"
-    assert post(pool, "episodes/end", key, {"reward": 0.25})[0] == 200
-    assert answers(pool, ["a"])["a"]["reward"] == 0.25
-
-
 def test_an_episode_waits_for_a_worker_and_no_longer_for_one_that_is_silent(model, monkeypatch, capfd):  # noqa: F811
     pool = serving(model, monkeypatch, number=3, env_timeout=1.0)
     assert pool.url == f"http://127.0.0.1:{int(pool.args.serve_policy) + 3}/v1"
