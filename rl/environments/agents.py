@@ -81,7 +81,7 @@ class Agents:
         self.secret = self.url = ""
         self.is_over = False
 
-    def begin(self) -> "Session":
+    async def begin(self) -> "Session":
         """Return a new episode's session."""
         return Session(self)
 

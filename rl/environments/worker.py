@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import functools
 import gc
-import io
 import json
 import os
 import resource
@@ -136,9 +135,9 @@ def _without_torch() -> Iterator[None]:
 async def serve(rank: socket.socket, warm: Warm) -> None:
     """Play the rank's episodes until it closes its end."""
     reader, writer = await asyncio.open_connection(sock=rank, limit=LARGEST)
-    children = Children(rank)
+    children = Children()
     if warm.programs:
-        begin = functools.partial(Fork, warm, children)
+        begin = functools.partial(Fork.begin, warm, children)
     else:
         from rl.environments.agents import Agents  # late: only agents need aiohttp
 
@@ -172,7 +171,7 @@ async def _play(number: int, questions: asyncio.Queue, begin: Callable, writer: 
             item = await questions.get()
             started = time.monotonic()
             try:
-                episode = episode or begin()
+                episode = episode or await begin()
                 answer = await episode.ask(item)
             except TimeoutError:
                 answer = {"event": "timeout", "message": f"no answer after {seconds:g} s (--env-timeout)"}
@@ -194,9 +193,8 @@ class Died(Exception):
 class Children:
     """The processes of all episodes, and those that they leave."""
 
-    def __init__(self, rank: socket.socket):
+    def __init__(self):
         descendants.adopt_orphans()
-        self.files: set[socket.socket | io.FileIO] = {rank}  # that a fork does not need
         self._known = _children()  # started by the import of the user's file: a server for all episodes, for example
 
     def watch(self, pid: int) -> asyncio.Task[int]:
@@ -206,14 +204,12 @@ class Children:
 
     async def _ended(self, pid: int) -> int:
         """Wait until the process ends. Kill its group, and what has left the group."""
-        file = io.FileIO(os.pidfd_open(pid))
-        self.files.add(file)
+        file = os.pidfd_open(pid)
         has_ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(file, has_ended.set)
         await has_ended.wait()
         asyncio.get_running_loop().remove_reader(file)
-        self.files.remove(file)
-        file.close()
+        os.close(file)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)  # it is not reaped: no other group can have its number
         _, status = os.waitpid(pid, 0)
@@ -235,30 +231,32 @@ def _children() -> set[int]:
 class Fork:
     """An episode's process, forked from this one."""
 
-    def __init__(self, warm: Warm, children: Children):
-        self._seconds = warm.settings["timeout"]
-        self._files = children.files
-        self._socket, theirs = socket.socketpair()
+    def __init__(self, pid: int, seconds: float, ended: asyncio.Task[int], streams: tuple):
+        """ended: watches the process; streams: the connection with it."""
+        self._pid, self._seconds, self._ended = pid, seconds, ended
+        self._reader, self._writer = streams
+        ended.add_done_callback(lambda _: self._reader.feed_eof())  # a process that it left may hold the file
+        ended.add_done_callback(lambda _: self._writer.close())
+
+    @classmethod
+    async def begin(cls, warm: Warm, children: Children) -> "Fork":
+        """Fork a process. Raise Died if that fails."""
+        ours, theirs = socket.socketpair()
         try:
-            self._pid = os.fork()
+            pid = os.fork()
         except OSError as error:  # no memory, or too many processes
             raise Died(f"its process could not be forked: {error}") from None
-        if not self._pid:
-            _answer_all(warm, theirs, children.files | {self._socket})
+        if not pid:
+            _answer_all(warm, theirs)
         theirs.close()
-        self._files.add(self._socket)
-        self._ended = children.watch(self._pid)
-        self._ended.add_done_callback(self._clean_up)
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        ended = children.watch(pid)
+        return cls(pid, warm.settings["timeout"], ended, await asyncio.open_connection(sock=ours, limit=LARGEST))
 
     async def ask(self, item: dict) -> dict:
         """Return the process's answer to a question. Raise TimeoutError, or Died."""
-        if not self._streams:
-            self._streams = await asyncio.open_connection(sock=self._socket, limit=LARGEST)
-        reader, writer = self._streams
-        writer.write(as_line(item))
+        self._writer.write(as_line(item))
         async with asyncio.timeout(self._seconds * max(1, len(item.get("turns", ())))):
-            line = await reader.readline()
+            line = await self._reader.readline()
             if line.endswith(b"\n"):
                 return json.loads(line)
             code = await asyncio.shield(self._ended)
@@ -269,26 +267,15 @@ class Fork:
         if not self._ended.done():
             os.kill(self._pid, signal.SIGKILL)  # it is not reaped: no other process can have its number
 
-    def _clean_up(self, _: asyncio.Task) -> None:
-        self._files.remove(self._socket)
-        if self._streams:
-            self._streams[0].feed_eof()  # a process that it left may hold the file
-            self._streams[1].close()
-        else:
-            self._socket.close()
 
-
-def _answer_all(warm: Warm, rank: socket.socket, files: set[socket.socket | io.FileIO]) -> None:
-    """Answer an episode's questions in its process, until the connection is closed. Never return. files: to close."""
+def _answer_all(warm: Warm, rank: socket.socket) -> None:
+    """Answer an episode's questions in its process, until the connection is closed. Never return."""
     try:
         asyncio._set_running_loop(None)
         descendants.end_with_parent()
         descendants.adopt_orphans()
         os.setsid()
         prints.begin_episode()
-        for file in files:
-            with contextlib.suppress(OSError):  # it is closed
-                os.close(file.fileno())
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, the system ends this, not the rank
         program = EpisodeProgram(warm.programs, warm.turns, warm.rewards)

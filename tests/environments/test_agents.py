@@ -278,7 +278,7 @@ def played(calls: list[list[dict]], *said: list[int], family: str = "qwen2_5", t
 
     async def play() -> None:
         of = Agents({"agent": None, "timeout": 20.0}, lambda schemas: turns_of(family, with_tools=bool(schemas)), None)
-        session = of.begin()
+        session = await of.begin()
         session.is_taken.set()
         calling = asyncio.create_task(agent(session))
         found.append(await session.ask({"do": "reset", "row": ROW, "own_seed": 1, "split": "train"}))

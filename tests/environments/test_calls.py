@@ -161,29 +161,10 @@ def test_vllm_s_parsers_read_the_same_json(form):
         assert parse(text, form, {"f": parameters(STRING)})[1] == theirs == expected
 
 
-PIECES = [
-    "<tool_call>",
-    "</tool_call>",
-    "<function=f>",
-    "<function=",
-    "</function>",
-    "<parameter=a>",
-    "<parameter=",
-    "</parameter>",
-    "<arg_key>",
-]
-PIECES += [
-    "<arg_key>a</arg_key>",
-    "<arg_key>a</arg_key><arg_value>",
-    "<arg_value>",
-    "</arg_value>",
-    "<",
-    "[",
-    "True",
-    "<think>",
-    "</think>",
-]
-PIECES += ["\n", "a ", '{"name": "f"}', '{"name": "f", "parameters": {}};', '{"name"', '"', "\\", '\\"']
+PIECES = ["<tool_call>", "</tool_call>", "<function=f>", "<function=", "</function>", "<parameter=a>", "<parameter="]
+PIECES += ["</parameter>", "<arg_key>", "<arg_key>a</arg_key>", "<arg_key>a</arg_key><arg_value>", "<arg_value>"]
+PIECES += ["</arg_value>", "<", "\n", "a ", '{"name": "f"}', '{"name": "f", "parameters": {}};', '{"name"', "[", '"', "\\"]
+PIECES += ['\\"', "True", "<think>", "</think>"]
 STARTS = ["", "<tool_call>", "<tool_call><function=f>", "<tool_call>f", "<tool_call><function=f><parameter=a>"]
 STARTS += ["<tool_call>f<arg_key>a</arg_key><arg_value>", '{"name": "f"}', "<|python_tag|>"]
 
