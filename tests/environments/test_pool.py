@@ -124,7 +124,7 @@ def test_what_an_episode_starts_ends_with_it_and_what_the_file_starts_does_not(r
 
 def test_one_that_hangs_costs_its_time_limit(model):
     """Complaint 18; its process does not outlive its episode, even if nobody can speak to it any more."""
-    pool = environments(model, env_timeout=2.0)
+    pool = environments(model, env_timeout=5.0)
     found = played(pool, "hangs", "closes its files", "good")
     for what in ("hangs", "closes its files"):
         assert found[what]["event"] == "timeout" and "--env-timeout" in found[what]["message"]
