@@ -14,6 +14,7 @@ from test_turns import SCHEMA, turns_of
 from rl.environments.agents import Agents
 from rl.environments.chat import Call, as_messages
 from rl.environments.pool import Environments
+from rl.environments.worker import Warm
 from rl.errors import UserError
 
 ROW = {"ground_truth": "6", "prompt": [{"role": "user", "content": "2*3="}]}
@@ -109,9 +110,8 @@ def test_the_openai_client_is_answered_and_refused(model, tokenizer, tmp_path, m
 def test_a_template_that_cannot_do_tools_is_named_at_the_start(form, said, tmp_path):
     """Agents name their tools with each call, and may have none: the run starts, and its user knows."""
     tokenizer_of("phi3").save_pretrained(tmp_path)
-    pool = Environments(Args(agent="true", tool_format=form), str(tmp_path), end_tokens("phi3"))
-    assert said in pool.note
-    pool.close()
+    settings = {"spec": "", "are_tools": True, "reward": "", "model": str(tmp_path), "trust_remote_code": False}
+    assert said in Warm(settings | {"end_tokens": sorted(end_tokens("phi3")), "form": form}).ready["note"]
 
 
 TOOL = '''
@@ -148,6 +148,7 @@ print(json.dumps({{"reward": float(str(answer) == row["ground_truth"])}}))
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("library", "last", "history"),
     [("agents", "6", 0), ("smolagents", ASKED.replace("calculate", "final_answer").replace("expression", "answer"), 1)],

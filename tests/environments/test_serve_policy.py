@@ -127,6 +127,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_workers_with_the_openai_client_come_and_go(model, monkeypatch):  # noqa: F811
     """Two of them; a third is killed in the middle of an episode, and costs that alone. All hear of the end."""
     pytest.importorskip("openai")
@@ -255,6 +256,7 @@ def test_the_end_is_said_to_whoever_asks(model, monkeypatch):  # noqa: F811
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("host", "addresses"), [("localhost:", ["127.0.0.1"]), ("0.0.0.0:", ["127.0.0.1"]), ("[::1]:", ["[::1]"])]
 )
