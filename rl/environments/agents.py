@@ -23,19 +23,17 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import web
 
 from rl.environments import chat
 from rl.environments.calls import END_OF_THINKING
 from rl.environments.chat import Refused
+from rl.environments.children import Children
 from rl.environments.programs import BadValue, as_reward
 from rl.environments.turns import Turns
 from rl.rewards import descendants, prints
-
-if TYPE_CHECKING:
-    from rl.environments.worker import Children
 
 LARGEST = 1 << 26  # bytes of a request, and of a line that an agent prints
 START = 120.0  # seconds that a command may take in addition before its first call, to import its libraries
@@ -72,7 +70,7 @@ class Conversation:
 class Agents:
     """The server that agents call, and their sessions."""
 
-    def __init__(self, settings: dict, turns_of: Callable[[list[dict]], Turns], children: "Children"):
+    def __init__(self, settings: dict, turns_of: Callable[[list[dict]], Turns], children: Children):
         """settings: from rl/environments/pool.py; turns_of: makes the `Turns` for a call's tools."""
         self.settings, self.children = settings, children
         self.turns_of = functools.lru_cache(256)(lambda tools: turns_of(json.loads(tools)))
