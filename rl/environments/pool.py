@@ -24,7 +24,6 @@ from rl.environments.args import EnvironmentArgs
 from rl.environments.gateway import Gateway, read_secret
 from rl.environments.worker import LARGEST
 from rl.errors import UserError
-from rl.ranks import watchdog
 from rl.rewards import descendants
 from rl.rewards.environment import check_passed
 from rl.rewards.score import plain
@@ -88,7 +87,6 @@ class Environments:
 
     # -- the warm process
 
-    @watchdog.doing("the environments' process to start")
     def _start(self) -> None:
         """Start the warm process and set `ready` to its first message: the "tools" (rl/data/tools.py), whether an environment
         "scores_at_end", and a "note" for the user. Raise UserError if the user's file cannot be used."""
