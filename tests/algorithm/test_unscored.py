@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import run_script, train
-from rl.algorithm.kl_control import KLControl
 from trainer import ESTIMATORS, Trainer
 
 import losses
