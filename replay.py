@@ -10,11 +10,6 @@ The first argument is the directory of the run or of its record. `learn` is take
 are off-policy: they were sampled by other weights than those that now train on them. Left out: validation.
 """
 
-if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
-    from rl.ranks import signals
-
-    signals.install_handlers()
-
 import argparse
 import importlib.util
 import json
@@ -256,4 +251,4 @@ if __name__ == "__main__":
         replay = read(sys.argv[1:])
     except UserError as error:
         process.fail(error)
-    process.run(partial(main, replay), join=partial(dist.init, replay.args.hang_timeout, replay.args.node_timeout))
+    process.run(partial(main, replay), join=partial(dist.init, replay.args.hang_timeout))

@@ -8,12 +8,6 @@
 0 the result is that of train_sync.py, bit for bit.
 """
 
-if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C also ends those
-    from rl.ranks import signals, startup
-
-    signals.install_handlers()
-    startup.begin()
-
 from dataclasses import dataclass
 from functools import partial
 

@@ -9,12 +9,6 @@ same flags and seed give the same run. The formulas are in losses.py. Left out h
 responses that outlive a publish (train_async.py).
 """
 
-if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C also ends those
-    from rl.ranks import signals, startup
-
-    signals.install_handlers()
-    startup.begin()
-
 from dataclasses import dataclass
 from functools import partial
 

@@ -8,12 +8,6 @@ The algorithm is in `train` and `learn`, top to bottom: generate -> score -> adv
 are in losses.py. Left out here: generating while learning (train_one_step_off.py, train_async.py).
 """
 
-if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C also ends those
-    from rl.ranks import signals, startup
-
-    signals.install_handlers()
-    startup.begin()
-
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,7 +24,7 @@ from rl.learning.batch import Batch, Forward, Tokens, micro_batches
 from rl.learning.forward_only import forward_only
 from rl.learning.learner import Learner
 from rl.learning.loss_means import LossMeans
-from rl.ranks import dist, process, signals
+from rl.ranks import dist, process, stops
 from rl.ranks.timers import Timers
 from rl.rewards.pool import ScoringPool
 from rl.samples.gather import all_gather_groups
@@ -178,7 +172,7 @@ def train(args: Args, ranks: dist.Ranks, job: Job) -> None:
     pool = ScoringPool(args)  # first: it checks that --reward can be imported
     learner = make_learner(args, job, ranks)
     next_ticket = NextTicket()
-    generator = make_generator(args, job, ranks, pool, give_up=signals.stop_requested)
+    generator = make_generator(args, job, ranks, pool, give_up=stops.stop_requested)
     run = TrainingRun(args, job, learner, ranks.world_size, generator=generator, next_ticket=next_ticket)
     weights = LocalWeights(learner, generator.engine, args.weights_dtype(args.dtype))
     weights.publish(version=run.done)

@@ -79,10 +79,6 @@ def _is_by_token(args) -> bool:
     return losses.ADVANTAGES[args.adv_estimator].by_token
 
 
-def _ranks(args) -> int:
-    return args.nnodes * args.nproc_per_node if hasattr(args, "nnodes") else launch.here().world_size
-
-
 def _has_run_to_resume(args) -> bool:
     return args.experiment_name is not None if args.resume_mode == "auto" else args.resume_mode != "disable"
 
@@ -177,10 +173,9 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "min_lr_ratio": (Need("with --lr-scheduler-type constant", lambda args: args.lr_scheduler_type == "cosine"),),
     "lm_head_fp32": (Need("where everything is fp32", lambda args: "bfloat16" in (args.dtype, args.rollout_dtype), (False,)),),
     # the record, the job and the schedule
-    **dict.fromkeys(("project_name", "wandb_mode"), (WANDB,)),
+    "project_name": (WANDB,),
     "resume_anyway": (Need("without --experiment-name or --resume-mode PATH", _has_run_to_resume, (False,)),),
     "push_to": (Need("with --val-only, which trains nothing", lambda args: not args.val_only),),
-    "node_timeout": (Need("in a job of one rank", lambda args: _ranks(args) > 1, (0,)),),
     "partial_rollout": (STALE,),
     "on_stale": (Need("without --max-staleness", lambda args: args.schedule.max_staleness is not None),),
 }

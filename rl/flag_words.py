@@ -69,6 +69,8 @@ HERE = {  # unknown flag -> its replacement
     "--save-total-limit": "--max-ckpt-to-keep",
     "--resume-from-checkpoint": "--resume-mode",
     "--report-to": "--logger",
+    "--wandb-mode": "WANDB_MODE in the environment",
+    "--node-timeout": "--hang-timeout",
     "--run-name": "--experiment-name",
     "--use-vllm": "--engine vllm",
     "--vllm-gpu-memory-utilization": "--gpu-memory-utilization",

@@ -23,7 +23,6 @@ from rl.ranks import dist, stops
 from rl.ranks.timers import gather_ledgers
 from rl.record import validations
 from rl.record.identity import Identity
-from rl.record.precision import in_words, precisions
 from rl.record.run import Run
 from rl.replay.recorder import Recorder
 from rl.rewards.instructions import unasked
@@ -109,11 +108,8 @@ class TrainingRun:
         job = self.job
         ranks = self.learner.ranks
         tokens = self.learner.micro_batch_tokens
-        held = precisions(args)
-        notes = job.notes | {"precision": held, "micro_batch_tokens": tokens}
+        notes = job.notes | {"micro_batch_tokens": tokens}
         record = Run(args, dist.describe_hardware(), job.total_steps, ranks.is_main, job.script, resumed.origin, notes)
-        if words := in_words(held):
-            record.say(words)
         if self.learner.adapters:
             record.say(self.learner.adapters.in_words(self.learner.policy.model))
         if job.teacher_prompts:
@@ -236,10 +232,7 @@ class TrainingRun:
         checkpoint, wait for the validations that a resumed run could not repeat; after the last step, wait for all. A
         collective."""
         with self.timer("testing"):
-            metrics = self._take_validations(self._awaited_validation(step))
-        if metrics and (news := self.samples.meter.news()):
-            self.record.say(news)
-        return metrics
+            return self._take_validations(self._awaited_validation(step))
 
     def _take_validations(self, until: int | None = None) -> dict[str, float]:
         metrics = {}

@@ -7,7 +7,7 @@ Each size is a process of its own, or eight under torchrun that share the batch.
 batch and what is computed on it: the records that it is made of are there before. Nanoseconds and bytes are by token of the
 whole batch, those of eight of the learner that has most. The log-probs are random; a token-level correction is on, so that
 everything is computed; "forward alone" makes the tokens' indices, too, which micro-batches have anyway. malloc is left as it
-is, as on an accelerator's host: on a CPU, where freed memory stays (rl/ranks/host_memory.py), it takes less time and more
+is, as on an accelerator's host: on a CPU, where freed memory stays (rl/ranks/device.py), it takes less time and more
 memory.
 """
 

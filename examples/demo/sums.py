@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from filelock import FileLock, Timeout
+from rich.progress import track
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
@@ -28,8 +29,7 @@ from examples.demo import VERSIONS, directory, is_made
 from rl.errors import UserError
 from rl.hub.names import hub_names
 from rl.ranks import watchdog
-from rl.ranks.host_memory import keep_freed
-from rl.ranks.progress import track
+from rl.ranks.device import keep_freed
 
 LARGEST = 49
 SHAPE = {  # of the models that are taught to add
@@ -251,9 +251,10 @@ class Phase:
 
 def train_in(model: PreTrainedModel, phases: list[Phase], description: str) -> None:
     """Supervised training, phase after phase. Each has an optimizer of its own, without the momentum of the one before."""
+    print(description, flush=True)
     for phase in phases:
         optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, phase.beta2), weight_decay=0.0, fused=True)
-        for step in track(range(phase.steps), f"{description}: {phase.name}"):
+        for step in track(range(phase.steps), f"{description}: {phase.name}", transient=True):
             falling = min(1, (step + 1) / 20) * max(0.1, 1 - step / phase.steps)
             optimizer.param_groups[0]["lr"] = phase.lr * (falling if phase.falling else 1)
             phase.loss().backward()

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import pyarrow.compute as pc
+from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
 from rl.data import images
@@ -26,9 +27,7 @@ from rl.data.image_prompts import FAMILIES, ImageError, ImagePrep, Images
 from rl.data.measured import Measured, measure
 from rl.data.tables import FileRows, read_table
 from rl.errors import UserError
-from rl.ranks import launch
-from rl.ranks.divided_work import DividedWork
-from rl.ranks.progress import track
+from rl.ranks import launch, watchdog
 
 if TYPE_CHECKING:
     from rl.data.tools import Tools
@@ -100,7 +99,7 @@ class PromptDataset(FileRows):
             if args.image_key in table.column_names:
                 table = images.undecoded(table, args.image_key)
             self.tables.append(table)
-        measured = measure(functools.partial(self._measure_part, f"measuring {split} prompts"))
+        measured = measure(self.ends[-1], functools.partial(self._measure_part, f"measuring {split} prompts"))
         self.rows = measured.kept
         self.truncated = measured.truncated  # prompts that --truncation cuts
         if not self.rows:
@@ -155,14 +154,14 @@ class PromptDataset(FileRows):
             sizes.update({of["values"]: of["counts"] for of in counted.to_pylist()})
         return sizes
 
-    def _measure_part(self, description: str, work: DividedWork, found: Measured) -> None:
-        rows = self._rendered(description, work)
+    def _measure_part(self, description: str, part: range, found: Measured) -> None:
+        rows = self._rendered(description, part)
         size = 1
         started = time.monotonic()
         while batch := list(itertools.islice(rows, size)):
             for (row, columns, text), ids in zip(batch, self._encode([text for _, _, text in batch]), strict=True):
                 self._measure_row(found, row, columns, text, ids)
-            work.advance()
+            watchdog.progress()
             size = min(BATCH, 2 * size) if time.monotonic() - started < BATCH_SECONDS else max(1, size // 2)
             started = time.monotonic()
 
@@ -187,13 +186,11 @@ class PromptDataset(FileRows):
         found.truncated += length > limit
         found.kept.append(row)
 
-    def _rendered(self, description: str, work: DividedWork) -> Iterator[tuple[int, dict, "Text"]]:
+    def _rendered(self, description: str, part: range) -> Iterator[tuple[int, dict, "Text"]]:
         """(row number over all files, its columns, the prompt's text) of this rank's rows."""
-        part = work.part(self.ends[-1])
-        if work.parts > 1:
-            description += f", one of {work.parts} parts"
         rows = itertools.chain.from_iterable(self._tables_of(part))
-        for number, row in zip(track(part, description, show=launch.here().rank == 0), rows, strict=True):
+        shown = track(part, description, transient=True, disable=launch.here().rank != 0)
+        for number, row in zip(shown, rows, strict=True):
             yield number, row, self._render(self._where(number), row)
 
     def _tables_of(self, part: range) -> Iterator[Iterable[dict]]:

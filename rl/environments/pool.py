@@ -19,7 +19,6 @@ from rl import printable
 from rl.data.tools import Tools
 from rl.environments.args import EnvironmentArgs
 from rl.errors import UserError
-from rl.ranks import watchdog
 from rl.rewards import descendants
 from rl.rewards.environment import check_passed
 from rl.rewards.score import plain
@@ -56,7 +55,6 @@ class Environments:
 
     # -- the process
 
-    @watchdog.doing("the environments' process to start")
     def _start(self) -> None:
         """Start the process. Set `tools`, whether an environment `scores_at_end`, and `note`, for the user."""
         self._socket, theirs = socket.socketpair()

@@ -11,9 +11,8 @@ import torch.distributed
 
 from rl.errors import UserError
 from rl.ranks.device import HOST_BACKEND
-from rl.ranks.dist import Ranks, show_group
+from rl.ranks.dist import Ranks
 from rl.ranks.launch import nodes
-from rl.ranks.watchdog import doing
 
 
 class EngineRanks:
@@ -31,10 +30,7 @@ class EngineRanks:
         for first in range(0, ranks.world_size, size) if size > 1 else ():
             group = torch.distributed.new_group(range(first, first + size), backend=HOST_BACKEND)  # a collective of all engines
             self._group = group if first == self._first else self._group
-        if self._group:
-            show_group(f"engine {self.index}", self._group)
 
-    @doing("the engine's first rank to decide")
     def agree(self, decision: list) -> list:
         """Return the first rank's decision, any JSON value, on all ranks."""
         if self._group is None:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-from rl.ranks import watchdog
 from rl.samples.group import Group
 from rl.samples.schedule import AsyncSchedule
 
@@ -13,7 +12,6 @@ class SampleBuffer:
     def __init__(self, schedule: AsyncSchedule, filter_groups: bool = False, max_num_gen_batches: int = 10):
         self.schedule = schedule
         self.waiting: dict[int, Group] = {}
-        watchdog.show("groups for the next step", lambda: f"{len(self.waiting)} of {schedule.prompts_per_step}")
         self.trained = 0
         self.dropped: Counter[str] = Counter()  # tickets by reason: "stale", "filtered"
         self.gone: dict[str, list[int]] = {}  # tickets dropped since the last step, by reason

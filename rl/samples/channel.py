@@ -32,11 +32,9 @@ def _open_ring(split: Split, megabytes: int) -> Ring | None:
         ring = Ring.create(megabytes << 20)
         split.store.set(key, ring.address)
     elif split.role == "generator":
-        with watchdog.doing("the first rank of this node to make the ring"):
-            ring = Ring.attach(split.store.get(key).decode())
+        ring = Ring.attach(split.store.get(key).decode())
     else:
         return None
-    watchdog.show("ring", ring.state)
     return ring
 
 
@@ -55,7 +53,6 @@ class Outbox:
         if split.is_first_here and not split.here.learners:
             self._forwarder = Forwarder(self.ring, split.store, split.node)
         self._queue: deque[tuple[bytes, bytes]] = deque()
-        watchdog.show("records that wait for room in the ring", lambda: f"{len(self._queue)}")
 
     def send_group(self, group: Group) -> None:
         self._send(GROUP, group.to_bytes())
@@ -95,17 +92,16 @@ class Outbox:
     def finish(self, unfinished: list[int]) -> None:
         """Send the final record, with the tickets that will not be finished. Return when all records have been handed over."""
         self._send_json(LAST, {"unfinished": unfinished})
-        with watchdog.doing("the last records to be taken"):
-            while self._queue:
-                time.sleep(1e-3)
-                self.flush()
-            place = f"handed_over/{self.split.node}"
-            handed_over = self.split.store.add(place, 1)
-            while self._forwarder and handed_over < self.split.here.generators:
-                time.sleep(1e-2)
-                handed_over = self.split.store.add(place, 0)
-            if self._forwarder:
-                self._forwarder.wait(self.ring.counts["written"])
+        while self._queue:
+            time.sleep(1e-3)
+            self.flush()
+        place = f"handed_over/{self.split.node}"
+        handed_over = self.split.store.add(place, 1)
+        while self._forwarder and handed_over < self.split.here.generators:
+            time.sleep(1e-2)
+            handed_over = self.split.store.add(place, 0)
+        if self._forwarder:
+            self._forwarder.wait(self.ring.counts["written"])
 
     def flush(self) -> None:
         """Hand over the records for which the ring has room. Raise UserError for a record that is too large for the ring."""
@@ -121,7 +117,6 @@ class Outbox:
                 raise UserError(f"--ring-mb is too small: {error} bytes. Give --ring-mb {needed}.") from None
             self._queue.popleft()
             watchdog.progress()
-        watchdog.waits_for("room in the ring", bool(self._queue))
 
     def _send_json(self, kind: bytes, content: dict) -> None:
         self._send(kind, json.dumps({"rank": self.split.ranks.rank, **content}).encode())
@@ -153,13 +148,12 @@ class Inbox:
         wait = seconds
         if self._receiver:
             self._receiver.check()
-        with watchdog.doing("a record in the ring"):
-            while self.ring:
-                try:
-                    records.append(self.ring.get(timeout=wait))
-                except RingTimeout:
-                    break
-                wait = 0.0
+        while self.ring:
+            try:
+                records.append(self.ring.get(timeout=wait))
+            except RingTimeout:
+                break
+            wait = 0.0
         for record in all_gather_records(records):
             self._sort(bytes(record[:1]), record[1:])
 
@@ -182,15 +176,13 @@ class Inbox:
 
     def wait_for_end(self) -> None:
         """Return when every generator has sent its final record. A collective."""
-        with watchdog.doing("the last words of the generators"):
-            while len(self.last_words) < self.generators:
-                self.receive()
+        while len(self.last_words) < self.generators:
+            self.receive()
 
     def unfinished_at(self, step: int) -> list[Group]:
         """Return the unfinished groups of all generators, which were asked for them at this step. A collective."""
-        with watchdog.doing("the generators to send their unfinished groups"):
-            while sum(snapshot["step"] == step for snapshot in self._snapshots) < self.generators:
-                self.receive()
+        while sum(snapshot["step"] == step for snapshot in self._snapshots) < self.generators:
+            self.receive()
         out = list(self._unfinished.values())
         self._unfinished.clear()
         self._snapshots.clear()

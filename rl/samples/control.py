@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 from rl.background import in_background
-from rl.ranks import watchdog
 from rl.split import Split
 
 
@@ -57,7 +56,7 @@ class ControlBlock:
         self._wait(lambda state: state.version >= version, f"version {version} of the weights")
 
     def _wait(self, done: Callable[[State], bool], what: str) -> State:
-        with watchdog.doing(what), self._changed:
+        with self._changed:
             while not (self.state and done(self.state)) and not self._following.done():
                 self._changed.wait(1.0)  # signal handlers run in between
             if self._following.done():  # it has failed

@@ -2,13 +2,11 @@
 
 from collections.abc import Iterable
 
-from rl.ranks import watchdog
 from rl.ranks.dist import all_gather_bytes
 from rl.samples.group import Group
 from rl.transport.records import join_records, split_records
 
 
-@watchdog.doing("the samples of all ranks")
 def all_gather_records(mine: Iterable[bytes]) -> list[memoryview]:
     """Return the records of all ranks of the default group, in rank order. Collective."""
     parts = all_gather_bytes(join_records(mine))

@@ -30,7 +30,7 @@ class _Samples:
         self.split = split
         self.inbox = Inbox(args.schedule.split, split)
         self.control = ControlBlock(split)
-        self.meter = IdleMeter(split)
+        self.meter = IdleMeter()
 
     def published(self, version: int, step: int) -> None:
         """Announce to the generators that this version, the weights after that step, is ready to be received."""
@@ -44,19 +44,16 @@ class _Samples:
     def close(self) -> list[str]:
         """Wait for the final records of all generators. Return the last lines of the run's output. May be called again."""
         self.inbox.wait_for_end()
-        self.meter.read(self.inbox.reports)  # the last publish's reports arrive after the last step's metrics
-        self.inbox.reports.clear()
-        return self.meter.last_words()
+        return []
 
     def ask(self, step: int) -> None:
         """Announce the checkpoint of that step to the generators, ahead of `snapshot`."""
 
     def _state(self) -> dict:
-        return {"inbox": self.inbox.validations.state(), "meter": self.meter.state()}
+        return {"inbox": self.inbox.validations.state()}
 
     def _restore(self, state: dict) -> None:
         self.inbox.validations.restore(state["inbox"])
-        self.meter.restore(state["meter"])
 
 
 class Batches(_Samples):

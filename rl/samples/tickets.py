@@ -13,7 +13,6 @@ from concurrent.futures import Future, wait
 from torch.distributed import Store
 
 from rl.background import in_background
-from rl.ranks import watchdog
 from rl.samples.control import State
 from rl.samples.group import Group
 from rl.samples.schedule import AsyncSchedule
@@ -59,7 +58,6 @@ class Tickets:
         self._started += len(out)
         self._draw(most - len(out))
         self.held = most > 0 and not out and starts and quota <= self._next(state) < self.total
-        watchdog.waits_for("newer weights, before which no more tickets may start", most > 0 and not out)
         return out
 
     def partial(self, ticket: int) -> Group | None:

@@ -237,9 +237,7 @@ class Forwarder(_End):
         self._name = secrets.token_bytes(16)
         self._count = 0  # records taken out of the ring
         self._under_way: deque[tuple[int, bytes]] = deque()  # number and record
-        with watchdog.doing("a node with learners to listen for samples"):
-            self._address = store.get(f"relay/{node}").decode()
-        watchdog.show("records sent to another node", lambda: f"{self._count}, {self._acknowledged} of them have arrived")
+        self._address = store.get(f"relay/{node}").decode()
         self._moving = in_background(self._move, "forwarder")
 
     def wait(self, records: int) -> None:

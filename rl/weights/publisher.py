@@ -92,8 +92,7 @@ class Publisher:
     def wait(self) -> None:
         """Return when the generators have the last publish. Raise the error that stopped it, if any."""
         if self._sending:
-            with watchdog.doing("the generators to take the weights"):
-                self._sending.result()
+            self._sending.result()
             self._sending = None
 
     def _send(self, version: int) -> None:

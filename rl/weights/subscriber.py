@@ -38,8 +38,7 @@ class Announcements:
         """Return the state while `version`, which must not fall, was the newest, with the `stop` and `snapshot` of `newest`."""
         self._seen = {v: state for v, state in self._seen.items() if v >= version} | {newest.version: newest}
         if version not in self._seen:
-            with watchdog.doing(f"the announcement of version {version} of the weights"):
-                self._seen[version] = State(**json.loads(self._store.get(announces(version))))
+            self._seen[version] = State(**json.loads(self._store.get(announces(version))))
         return replace(self._seen[version], stop=newest.stop, snapshot=newest.snapshot)
 
 
@@ -50,8 +49,7 @@ class Subscriber:
         self.engine = engine
         self.bridge = split.bridge
         self.device = split.ranks.device
-        with watchdog.doing("the learner to load the model"):
-            self.plan = Plan.from_json(split.store.get("weights/plan"))
+        self.plan = Plan.from_json(split.store.get("weights/plan"))
         self._store = split.store
         self._announcements = Announcements(split.store)
         self._expected = 0  # numbers behind the digests
@@ -181,8 +179,7 @@ class Subscriber:
             yield arrived()
 
     def _wait(self, work) -> None:
-        with watchdog.doing("a bucket of the weights"):
-            work.wait()
+        work.wait()
         watchdog.progress()
 
     def _new(self, size: int) -> torch.Tensor:

@@ -24,8 +24,7 @@ from rl.generation.generator import Generator
 from rl.generation.responses import Responses, Work
 from rl.learning.batch import Batch
 from rl.ranks.timers import Timers
-from rl.record import validation_tables
-from rl.record.files import Files
+from rl.record import validations
 from rl.rewards.score import Score, ScoringEvents
 from rl.samples.group import Group
 from rl.training_run import TrainingRun
@@ -218,9 +217,9 @@ def test_a_response_without_a_score_is_shown_as_such(tmp_path):
     rows = json.loads(json.dumps([generator._row(0, work, number) for number in range(2)]))
     assert [(row["score"], row["acc"], row["error"]) for row in rows] == [(-0.5, -0.5, None), (None, None, "timeout: slow")]
     assert validation_metrics(rows)["val-core/demo/acc/mean@2"] == -0.5
-    validation_tables.write(Files(tmp_path), 1, rows)
-    (table,) = tmp_path.glob("val_generations/*.md")
-    assert [row[-1] for row in validation_tables.read(table)] == ["score", "-0.500", "unscored"]
+    validations.write_responses(tmp_path, 1, rows)
+    (file,) = tmp_path.glob("val_generations/*.jsonl")
+    assert [json.loads(line)["score"] for line in file.read_text().splitlines()] == [-0.5, None]
 
 
 BROKEN = {  # a function that cannot work, and what the message must say

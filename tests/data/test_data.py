@@ -177,15 +177,6 @@ def test_many_rows_are_the_rows_one_by_one(tmp_path, capsys):
     assert rows[1300].ids == TOKENIZER.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
 
 
-def test_a_terminal_less_start_says_how_far_it_is(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("rl.ranks.progress.SECONDS", 0.0)
-    dataset(write(tmp_path / "a.jsonl", verl_row("1"), verl_row("2")))
-    assert "measuring train prompts: 1 of 2" in capsys.readouterr().out
-    monkeypatch.setenv("RANK", "1")
-    dataset(tmp_path / "a.jsonl")
-    assert capsys.readouterr().out == ""
-
-
 def test_real_gsm8k(gsm8k):
     text = byte_tokenizer()
     rows = dataset(gsm8k / "train.parquet", tokenizer=text, truncation="left")

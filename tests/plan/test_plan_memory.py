@@ -251,7 +251,7 @@ def test_every_combination_of_a_large_model_is_counted(wide, kind, more):
 @pytest.mark.slow
 def test_a_plan_with_flags_that_change_neither_memory_nor_time(model, capsys):
     sizes = ["--max-prompt-length", "20", "--max-response-length", "100", "--rollout-n", "4", "--train-batch-size", "16"]
-    others = ["--compile", "--node-timeout", "60", "--nproc-per-node", "2", "--device", "H100-80GB"]
+    others = ["--compile", "--nproc-per-node", "2", "--device", "H100-80GB"]
     plan.main(["train_async.py", "--model", model, *sizes, *others])
     said = capsys.readouterr().out
     assert "a learner of 1 on H100-80GB" in said and "It fits on H100-80GB" in said

@@ -41,7 +41,7 @@ from rl.learning.division import Division
 from rl.learning.learner import Learner
 from rl.model import forward_check, policy
 from rl.model.head import support
-from rl.ranks import device, host_memory
+from rl.ranks import device
 from rl.ranks.device import is_accelerator
 from rl.ranks.dist import Ranks
 from rl.ranks.launch import Node
@@ -141,7 +141,7 @@ def learn(
     args = parts.make(script.Args, model=path, rollout_n=8, ppo_mini_batch_size=1, max_tokens_per_micro_batch=64, **flags)
     groups = [make_group(t, [3, 9, 5, 7] * 2, score=0.3 if t in equal else None) for t in range(prompts)]
     division.A_PASS = 0  # tokens
-    host_memory.LEAST = 512  # bytes: also of small tensors several are cut out of one block
+    device.LEAST = 512  # bytes: also of small tensors several are cut out of one block
     if args.router_replay == "R3":
         groups = [with_routes(group) for group in groups]
     if most := support.width(args):

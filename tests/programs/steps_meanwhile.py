@@ -46,4 +46,4 @@ Subscriber.effective_state, TransformersEngine.step = effective_state, step
 make_engine = generator.make_engine
 generator.make_engine = lambda path, args, *how: make_engine(path, dataclasses.replace(args, rollout_tp=1), *how)
 args = flags.parse(train_async.Args, "")
-process.run(main, join=lambda: init_split(args.schedule.split.generators, args.hang_timeout, args.node_timeout))
+process.run(main, join=lambda: init_split(args.schedule.split.generators, args.hang_timeout))
