@@ -28,7 +28,7 @@ from rl.ranks.heartbeat import Heartbeat
 from rl.ranks.launch import Node
 from rl.ranks.watchdog import Watchdog, WatchdogArgs
 from rl.rewards.descendants import python_path
-from rl.samples.control import ControlBlock
+from rl.samples.channel import ControlBlock
 from rl.samples.schedule import AsyncSchedule
 from rl.samples.tickets import Tickets, open_tickets
 

@@ -25,21 +25,20 @@ if sys.argv[1] == "ring":  # which takes seconds to import
     from rl.ranks.timers import Timers
     from rl.samples.channel import Inbox, Outbox
     from rl.samples.group import Group, Response
-    from rl.split import SplitArgs
 
 FOREVER = 1e6
 
 
 def ring(split: Split) -> None:
-    args, timer = SplitArgs(ring_mb=1), Timers()
+    timer = Timers()
     if split.role == "learner":
-        inbox = Inbox(args, split)
+        inbox = Inbox(split)
         with timer("wait"):
             while not inbox.groups:
                 inbox.receive()
         with timer("update_actor"):
             time.sleep(FOREVER)
-    outbox, tokens = Outbox(args, split), np.zeros(20_000, np.int32)
+    outbox, tokens = Outbox(split), np.zeros(20_000, np.int32)
     for ticket in itertools.count():
         if ticket < 100:  # more than the learner can have taken in when it stops
             outbox.send_group(Group(ticket, tokens, "demo", [Response(tokens, tokens.astype(np.float32), tokens, "stop")]))

@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 
-from rl.record.balance import BALANCED, verdict
+from tools.report.balance import BALANCED, verdict
 from tools.report.logs import Log, RunGroup
 from tools.report.numbers import HELD, IDLE, Row, count, last, spread, too_few_steps
 from tools.report.verl_console import MAX_REQUIRED, PAUSES

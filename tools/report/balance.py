@@ -1,4 +1,4 @@
-"""Advice on how to split a job's ranks into generators and learners, for the console and for report.py. Needs no torch."""
+"""Advice on how to split a job's ranks into generators and learners. Needs no torch."""
 
 BALANCED, OVERLAPPING = 0.1, 0.2  # idle shares: neither side waits longer than the one; both wait longer than the other
 
