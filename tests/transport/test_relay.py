@@ -1,5 +1,5 @@
-"""Records between two nodes: each arrives once, in order and whole; a broken connection is an error on both sides; strangers take
-no memory."""
+"""Records between two nodes: each arrives once, in order and whole; a broken connection is an error on both sides; strangers
+take no memory."""
 
 import contextlib
 import os
