@@ -176,10 +176,10 @@ def _says(stranger: socket.socket, secret: bytes) -> bool:
 def _read(connection: socket.socket, size: int) -> bytearray | None:
     """Return the next `size` bytes; None at the end. Raise RankLost if the connection breaks."""
     data = bytearray(size)
-    view, at = memoryview(data), 0
+    at = 0
     try:
         while at < size:
-            if not (count := connection.recv_into(view[at:])):
+            if not (count := connection.recv_into(memoryview(data)[at:])):
                 if at:
                     raise ConnectionError("it ended amid a record")
                 return None

@@ -19,11 +19,11 @@ from helpers import ROOT, command, environment, make_group, run_script
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl.samples.group import join_records
 from rl.checkpoint import manifest, resume
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Request, SamplingParams
+from rl.samples.group import join_records
 
 FLAGS = ["--total-training-steps", "20", "--test-freq", "6", "--val-max-samples", "40", "--save-freq", "10"]
 MEASURED = (

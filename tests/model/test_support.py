@@ -12,7 +12,6 @@ from trainer import Trainer
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import losses
-import train_async
 import train_sync
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 import plan
 import train_async
-import train_sync
 from rl import parts
 from rl.errors import UserError
 from rl.learning.batch import Batch
