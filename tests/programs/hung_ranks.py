@@ -23,6 +23,7 @@ if sys.argv[1] == "ring":  # which takes seconds to import
     import numpy as np
 
     from rl.ranks.timers import Timers
+    from rl.samples import channel
     from rl.samples.channel import Inbox, Outbox
     from rl.samples.group import Group, Response
 
@@ -30,7 +31,7 @@ FOREVER = 1e6
 
 
 def ring(split: Split) -> None:
-    timer = Timers()
+    timer, channel.RING_BYTES = Timers(), 1 << 20
     if split.role == "learner":
         inbox = Inbox(split)
         with timer("wait"):
