@@ -179,7 +179,7 @@ def _read(connection: socket.socket, size: int) -> bytearray | None:
     at = 0
     try:
         while at < size:
-            if not (count := connection.recv_into(memoryview(data)[at:])):
+            if not (count := connection.recv_into(memoryview(data)[at:], 0, socket.MSG_WAITALL)):
                 if at:
                     raise ConnectionError("it ended amid a record")
                 return None
