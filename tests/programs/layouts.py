@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "model"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 import kernels
 from helpers import make_group, whole
-from rl.algorithm.kl_control import KLControl
 from test_vision import dataset
 
 import train_sync

@@ -14,7 +14,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from helpers import make_group, whole
 from layouts import relative
-from rl.algorithm.kl_control import KLControl
 
 import train_sync
 from rl import parts
