@@ -36,7 +36,7 @@ ROWS = {
     "two of each": Row(ranks=2),
     "a row for two": Row(learners=("--sequence-parallel", 2)),
     "adapters": Row(
-        ("--lora-rank", 4, "--publish", "adapter"), other=("--lora-rank", 8), refused="was written with --lora-rank 4"
+        ("--lora-rank", 4), other=("--lora-rank", 8), refused="was written with --lora-rank 4"
     ),
     "KL": Row(("--use-kl-loss", "--use-kl-in-reward", "--entropy-coeff", 0.01), ("actor/kl_loss", "actor/reward_kl_penalty")),
     "correction": Row(
