@@ -39,7 +39,7 @@ from rl.rewards.pool import RewardArgs
 from rl.samples.schedule import AsyncSchedule
 
 LENGTH = {"total_training_steps", "total_epochs", "total_rollout_steps"}  # the learning rate's schedule depends on these
-PLACES = {"train_files", "val_files", "ring_mb", "generators", "trust_remote_code"}  # may differ on another machine
+PLACES = {"train_files", "val_files", "generators", "trust_remote_code"}  # may differ on another machine
 # Flags that made the samples, or that decide what is recorded of them; those of PARTS are added
 SAMPLED = {"seed", "train_batch_size", "filter_groups", "max_num_gen_batches", "over_sample"}
 PARTS = (DataArgs, EngineArgs, EnvironmentArgs, RewardArgs, AsyncSchedule)

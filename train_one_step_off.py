@@ -28,8 +28,7 @@ from rl.learning.learner import Learner
 from rl.learning.loss_means import LossMeans
 from rl.ranks import process
 from rl.ranks.timers import Timers
-from rl.samples.gather import all_gather_groups
-from rl.samples.group import Group
+from rl.samples.group import Group, all_gather_groups
 from rl.samples.schedule import OneStepOffSchedule
 from rl.samples.stream import Batches
 from rl.setup import CommonArgs, make_learner, set_up

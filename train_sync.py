@@ -27,10 +27,8 @@ from rl.learning.loss_means import LossMeans
 from rl.ranks import dist, process, stops
 from rl.ranks.timers import Timers
 from rl.rewards.pool import ScoringPool
-from rl.samples.gather import all_gather_groups
-from rl.samples.group import Group
-from rl.samples.over_sampling import SyncSchedule
-from rl.samples.schedule import NextTicket
+from rl.samples.group import Group, all_gather_groups
+from rl.samples.schedule import NextTicket, SyncSchedule
 from rl.setup import CommonArgs, make_learner, set_up
 from rl.training_run import TrainingRun
 from rl.weights.local import LocalWeights

@@ -158,14 +158,10 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "load_format": (VLLM,),
     "free_cache_engine": (
         VLLM,
-        Need("on ranks that only generate", lambda args: args.schedule.split is None, (False,)),
+        Need("on ranks that only generate", lambda args: not args.schedule.split, (False,)),
     ),
     # the learner
     **dict.fromkeys(("lora_alpha", "lora_target"), (Need("without --lora-rank", lambda args: args.adapted),)),
-    "publish": (
-        Need("without --lora-rank", lambda args: args.adapted, ("merged",)),
-        Need("where nothing is generated", lambda args: hasattr(args, "rollout_n"), ("merged",)),
-    ),
     "ref_offload": (
         REFERENCE,
         Need("with --lora-rank, whose reference is the policy without adapters", lambda args: not args.adapted, (False,)),
@@ -177,11 +173,10 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "resume_anyway": (Need("without --experiment-name or --resume-mode PATH", _has_run_to_resume, (False,)),),
     "push_to": (Need("with --val-only, which trains nothing", lambda args: not args.val_only),),
     "partial_rollout": (STALE,),
-    "on_stale": (Need("without --max-staleness", lambda args: args.schedule.max_staleness is not None),),
 }
 # replay.py repeats only the learner of a recorded run; these flags belong to the parts that it leaves out
 NOT_REPLAYED = {"test_freq", "val_before_train", "log_val_generations", "record_samples", "resume_mode", "resume_anyway"}
-NOT_REPLAYED |= {"generators", "ring_mb", "val_only", "push_to", "publish"}
+NOT_REPLAYED |= {"generators", "val_only", "push_to"}
 
 
 def given(flags: type, words: Sequence[str]) -> set[str]:

@@ -24,7 +24,6 @@ COMMON = {
 RENAMED = {  # earlier name of a field, still accepted -> current name
     "trigger_parameter_sync_step": "publish_every",
     "ppo_max_token_len_per_gpu": "max_tokens_per_micro_batch",
-    "stale": "on_stale",
     "on_error": "on_reward_error",
     "record": "record_samples",
     "kl_penalty": "kl_reward_type",

@@ -10,8 +10,7 @@ from typing import Literal
 from rl.data.job import Job
 from rl.generation.generator import make_generator
 from rl.rewards.pool import ScoringPool
-from rl.samples.channel import Outbox
-from rl.samples.control import ControlBlock
+from rl.samples.channel import ControlBlock, Outbox
 from rl.samples.group import Group
 from rl.samples.schedule import AsyncSchedule, OneStepOffSchedule, check_kind
 from rl.samples.tickets import Tickets
@@ -37,15 +36,14 @@ class GeneratorLoop:
         self.args, self.split, self.job = args, split, job
         self.generator = make_generator(args, job, split.ranks, ScoringPool(args))
         self.engine = self.generator.engine
-        self._outbox = Outbox(args.schedule.split, split)
+        self._outbox = Outbox(split)
         self._control = ControlBlock(split)
         self._subscriber = Subscriber(split, self.engine)
         to_train = job.total_steps * args.schedule.prompts_per_step
-        self._tickets = Tickets(split.store.clone(), args.schedule, to_train, self.generator.engine_ranks.engines)
+        self._tickets = Tickets(split.store, args.schedule, to_train, self.generator.engine_ranks.engines)
         self._validated = int(split.store.get("validated"))  # the newest step whose weights have been validated
         self._validating: int | None = None  # the step of the weights in validation
         self._snapshot = 0  # the newest step whose checkpoint got this generator's unfinished responses
-        self._step = 0  # of the newest weights
 
     def next(self) -> Next | None:
         """Return the next action; None when the run stops. New weights wait for a running validation, which is of one version,
@@ -53,14 +51,15 @@ class GeneratorLoop:
         generator, engine = self.generator, self.engine
         self._send_validation()
         self._outbox.flush()
-        state = self._subscriber.effective_state(self._control.read())
+        state = self._control.read()
+        due = self._subscriber.due(state.version)
         waits_for_responses = self.args.schedule.partial_rollout == "off" and generator.has_unfinished
         waits = not state.stop and (generator.is_validating or waits_for_responses)
-        version = engine.version if waits else state.version
+        version = engine.version if waits else due
         leads = generator.engine_ranks.is_leader
         tickets = self._tickets.take(generator.free_slots, len(generator.tickets), version, state) if leads else []
-        decision = [state.stop, version, tickets, state.step, self._tickets.held]
-        stop, version, tickets, self._step, held = generator.engine_ranks.agree(decision)
+        decision = [state.stop, version, tickets, self._tickets.held]
+        stop, version, tickets, held = generator.engine_ranks.agree(decision)
         if stop and version == engine.version:  # stop only after taking and verifying the last weights
             return None
         if state.snapshot > self._snapshot:  # for a checkpoint, so that unfinished responses continue after a restart
@@ -78,7 +77,7 @@ class GeneratorLoop:
         self._outbox.report(generator.timer, self._subscriber.received)
         if args.validates(version, total) and args.schedule.step_of(version, total) > self._validated:
             generator.start_validation()
-            self._validating = self._step
+            self._validating = self._subscriber.step
 
     def start(self, ticket: int) -> None:
         """Start the ticket's prompt, or continue the responses that it had when the run was stopped."""
@@ -108,7 +107,7 @@ class BatchLoop:
         check_kind(args, OneStepOffSchedule, "BatchLoop")
         self.args, self.split, self.job = args, split, job
         self.generator = make_generator(args, job, split.ranks, ScoringPool(args))
-        self._outbox = Outbox(args.schedule.split, split)
+        self._outbox = Outbox(split)
         self._control = ControlBlock(split)
         self._subscriber = Subscriber(split, self.generator.engine)
         start = json.loads(split.store.get("start"))

@@ -5,7 +5,7 @@ Each part of the script's state that a checkpoint holds has `state()`, which ret
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl.algorithm.health import Fates, Health, SourceCounts
 from rl.algorithm.metrics import hardly_scored, validation_metrics
@@ -27,10 +27,11 @@ from rl.record.run import Run
 from rl.replay.recorder import Recorder
 from rl.rewards.instructions import unasked
 from rl.rewards.score import ScoringEvents
-from rl.samples.gather import all_gather_groups
-from rl.samples.group import Group
-from rl.samples.stream import Batches, Stream
+from rl.samples.group import Group, all_gather_groups
 from rl.setup import CommonArgs
+
+if TYPE_CHECKING:
+    from rl.samples.stream import Batches, Stream
 
 
 class TrainingRun:
@@ -44,7 +45,7 @@ class TrainingRun:
         job: Job,
         learner: Learner,
         num_ranks: int,
-        samples: Batches | Stream | None = None,
+        samples: "Batches | Stream | None" = None,
         generator: Generator | None = None,
         after: int = 0,
         **parts: Any,

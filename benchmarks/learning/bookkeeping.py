@@ -42,8 +42,7 @@ from rl.learning.forward_only import forward_only
 from rl.learning.learner import UNMEASURED_TOKENS
 from rl.ranks import process
 from rl.ranks.dist import Ranks
-from rl.samples.gather import all_gather_groups
-from rl.samples.group import Group, Response
+from rl.samples.group import Group, Response, all_gather_groups
 
 SIZES = ("8 x 8 x 1000", "64 x 16 x 1000", "512 x 16 x 1250", "1024 x 16 x 2000")
 PARTS = (

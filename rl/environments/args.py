@@ -61,7 +61,7 @@ class EnvironmentArgs:
     def in_lock_step(self) -> bool:
         """Whether the engine samples no token while an environment is at work, so that no result depends on how long one takes.
         With workers it does not wait: one may play two episodes at once."""
-        return self.schedule.split is None and not self.serve_policy
+        return not self.schedule.split and not self.serve_policy
 
     @property
     def serve_address(self) -> tuple[str, int] | None:

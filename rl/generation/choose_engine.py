@@ -3,7 +3,6 @@
 import torch
 import torch.distributed
 
-from rl.adapters.lora import AdapterArgs
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Engine, EngineArgs
@@ -18,10 +17,8 @@ def make_engine(
     learner_dtype: str,
     device: torch.device,
     trust_remote_code: bool,
-    adapters: AdapterArgs | None = None,
 ) -> Engine:
-    """Return the engine that the flags ask for, loaded from `path`. Raise UserError if that is impossible. adapters: for an
-    engine that gets adapters without the model's weights (--publish adapter)."""
+    """Return the engine that the flags ask for, loaded from `path`. Raise UserError if that is impossible."""
     dtype = args.weights_dtype(learner_dtype)
     chosen = choose_engine(args.engine, device)
     if args.rollout_tp != 1 and chosen != "vllm":
@@ -30,12 +27,7 @@ def make_engine(
     if chosen == "vllm":
         from rl.generation.vllm.engine import VLLMEngine
 
-        what = (path, args, max_length, dtype, device, trust_remote_code, end_tokens)
-        if adapters:
-            from rl.generation.vllm.adapters import AdaptedVLLMEngine
-
-            return AdaptedVLLMEngine(*what, adapters=adapters)
-        return VLLMEngine(*what)
+        return VLLMEngine(path, args, max_length, dtype, device, trust_remote_code, end_tokens)
     return TransformersEngine(
         path,
         max_length=max_length,
@@ -46,7 +38,6 @@ def make_engine(
         trust_remote_code=trust_remote_code,
         end_tokens=end_tokens,
         router=args,
-        adapters=adapters,
     )
 
 

@@ -178,15 +178,6 @@ class Engine(Protocol):
     @property
     def num_unfinished(self) -> int: ...
 
-    # -- only with --publish adapter: the first update has the adapters and then the model, later ones only the adapters;
-    # read_back and own_part accept the learner's names of the adapters
-
-    max_length: int  # prompt + response, in tokens
-
-    def log_probs_of(self, ids: list[int]) -> list[float]:
-        """Return the log-prob, at temperature 1, of each token except the first under the current weights. Unfinished responses
-        may continue meanwhile; the next step returns those that end."""
-
 
 def check_length(request: Request, max_length: int) -> None:
     """Raise ValueError for a request without a prompt, or with more tokens (prompt + budget) than max_length."""

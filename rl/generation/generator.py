@@ -21,7 +21,6 @@ from rl.ranks.timers import Timers
 from rl.rewards.pool import ScoringPool
 from rl.rewards.score import GREEDY, Score, overlong_penalty
 from rl.samples.group import PENALTY, UNPENALISED, Group
-from rl.samples.ring_size import check_ring
 
 
 class Generator:
@@ -276,12 +275,10 @@ def make_generator(
     args: EngineArgs, job: Job, ranks: dist.Ranks, pool: ScoringPool, give_up: Callable[[], bool] = lambda: False
 ) -> Generator:
     """Return this rank's generator, with the engine that the flags ask for."""
-    check_ring(args, job.path)
     if job.environments:
         job.environments.check()
     length = args.max_prompt_length + args.max_response_length
-    adapters = args if args.publishes_adapters else None
-    engine = make_engine(job.path, args, length, args.dtype, ranks.device, args.trust_remote_code, adapters)
+    engine = make_engine(job.path, args, length, args.dtype, ranks.device, args.trust_remote_code)
     dist.engines_first("generator")
     engine_ranks = EngineRanks(ranks, args.rollout_tp)
     return Generator(engine, job, pool, args, engine_ranks, give_up, make_responses(args, job, engine, engine_ranks))

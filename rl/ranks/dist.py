@@ -86,7 +86,7 @@ def init(hang_timeout: float = 0) -> Ranks:
 
 def join(args) -> Ranks:
     """Call `init` with the timeout of a script's flags. Raise UserError if its schedule splits the ranks."""
-    if args.schedule.split is not None:
+    if args.schedule.split:
         raise UserError(
             f"the script does not split the ranks, and its Args have {type(args.schedule).__name__}, which does: write the "
             "schedule of the script that it was copied from into them."

@@ -141,6 +141,4 @@ class Parts:
         self._parts = {parts[0]["step"]: parts for parts in state["rows"]}
 
     def _is_whole(self, step: int) -> bool:
-        """Return whether all parts are there. A large part is sent as several records, all with "more" except the last."""
-        records = self._parts[step]
-        return sum(not record.get("more") for record in records) == records[0]["parts"]
+        return len(self._parts[step]) == self._parts[step][0]["parts"]

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 import plan
 import train_async
-import train_sync
 from rl import parts
 from rl.errors import UserError
 from rl.learning.batch import Batch
@@ -281,18 +280,6 @@ def test_a_node_holds_what_came_in_there_and_what_it_trains(model):
         for nodes in (1, 4)
     ]
     assert held == [32, 8 + 4, 32, 8 + 16]
-
-
-def test_an_engine_of_adapters_keeps_the_model_in_host_memory_while_it_sleeps(model):
-    """It is not sent again. In the split scripts engines never sleep."""
-
-    def asleep(script, **more) -> int:
-        args = script.Args(model=model, lora_rank=4, **more)
-        return memory_plan.asleep(MemoryPlan(script.__name__, args, Machine(1, 2), devices.device("H100-80GB")))
-
-    assert asleep(train_sync, publish="adapter") == 4 * parameters()
-    assert not any([asleep(train_sync), asleep(train_async, publish="adapter")])
-    assert not asleep(train_sync, publish="adapter", free_cache_engine=False)
 
 
 def test_help_without_a_script_says_where_the_flags_are(capsys):

@@ -2,7 +2,7 @@
 
 slow: both roles take their time, and the first batch is not trained before all that may start has started, so that some of it
 gets old; slow-decoding: the generators take more of it, and once wait amid responses for the publish. learner, generator: that
-role raises after some steps; killed-...: it is killed.
+role raises after some steps; killed-...: it is killed; hung-learner: it trains no more.
 """
 
 import os
@@ -13,8 +13,8 @@ import time
 import train_async
 from rl import flags
 from rl.generation.generator import Generator
-from rl.ranks import process
-from rl.samples.control import ControlBlock
+from rl.ranks import process, watchdog
+from rl.samples.channel import ControlBlock
 from rl.samples.tickets import started
 from rl.split import init_split
 
@@ -30,6 +30,9 @@ def strike(who: str, after: int) -> None:
         print("struck", flush=True)
         if how.startswith("killed"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if how.startswith("hung"):
+            watchdog._watchdog.timeout = 3  # only now: nothing before may depend on how busy the machine is
+            time.sleep(1e6)
         raise RuntimeError(f"the {who} has had enough")
 
 
@@ -71,6 +74,4 @@ def rough_score(generator, *arguments, **keywords):
 
 train_async.learn, Generator.score, ControlBlock.__init__ = rough_learn, rough_score, rough_init
 args = flags.parse(train_async.Args)
-process.run(
-    lambda split: train_async.main(args, split), join=lambda: init_split(args.schedule.split.generators, args.hang_timeout)
-)
+process.run(lambda split: train_async.main(args, split), join=lambda: init_split(args.schedule.generators, args.hang_timeout))

@@ -30,7 +30,7 @@ from rl.record.wandb_log import GLOBAL_STEP
 from rl.samples.channel import Inbox, Outbox
 from rl.samples.schedule import AsyncSchedule
 from rl.setup import RunArgs
-from rl.split import Split, SplitArgs
+from rl.split import Split
 from rl.training_run import TrainingRun
 from tools.report import logs
 
@@ -193,17 +193,6 @@ def test_parts_are_put_together_in_order_of_step():
     assert parts.take() == []
 
 
-def test_a_part_of_several_records_is_whole_with_its_last():
-    parts = Parts()
-    parts.add(part(2, 1, index=5) | {"more": True})
-    parts.add(part(2, 0, index=1) | {"more": True})
-    parts.add(part(2, 0, index=0))
-    assert parts.take() == [] and parts.newest == -1
-    parts.add(part(2, 1, index=2))
-    assert parts.newest == 2
-    assert [(v.step, v.rows) for v in parts.take()] == [(2, [{"index": i} for i in (0, 1, 2, 5)])]
-
-
 def test_what_the_record_has_is_not_taken_from_a_checkpoint_again():
     parts = Parts()
     for step in (2, 4):
@@ -216,12 +205,12 @@ def test_what_the_record_has_is_not_taken_from_a_checkpoint_again():
     assert parts.newest == 6, "one that was recorded after the checkpoint is not made again"
 
 
-def test_a_validation_larger_than_the_ring_arrives_whole(ranks):
-    """5,000 responses of some 1,600 bytes through a ring of 1 MiB, whose records have less than half of that."""
-    nodes, args = [Node("here", 0, 2, 1)], SplitArgs(ring_mb=1)
+def test_a_large_validation_arrives_whole(ranks):
+    """5,000 responses of some 1,600 bytes."""
+    nodes = [Node("here", 0, 2, 1)]
     learners = Split("learner", ranks, 1, 1, nodes, 0, HashStore(), bridge=None)
-    inbox = Inbox(args, learners)
-    outbox = Outbox(args, replace(learners, role="generator", ranks=replace(ranks, local_rank=1)))
+    inbox = Inbox(learners)
+    outbox = Outbox(replace(learners, role="generator", ranks=replace(ranks, local_rank=1)))
     rows = [{"index": i, "response": f'{i} "{chr(0x6570) * 260}"\ud800', "score": i / 7} for i in range(5000)]
     outbox.send_rows(4, 2, rows)
     outbox.send_rows(6, 3, [])

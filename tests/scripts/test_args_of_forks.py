@@ -130,7 +130,7 @@ from typing import Annotated
 
 from rl.algorithm.args import AlgorithmArgs
 from rl.ranges import Range
-from rl.samples.over_sampling import SyncSchedule
+from rl.samples.schedule import SyncSchedule
 from rl.samples.schedule import AsyncSchedule, BatchSchedule, OneStepOffSchedule
 from rl.split import SplitArgs
 from rl.supervised import SupervisedSchedule

@@ -35,9 +35,7 @@ ROWS = {
     "plain": Row(other=("--rollout-n", 2), refused="--rollout-n: was 4, is 2"),
     "two of each": Row(ranks=2),
     "a row for two": Row(learners=("--sequence-parallel", 2)),
-    "adapters": Row(
-        ("--lora-rank", 4, "--publish", "adapter"), other=("--lora-rank", 8), refused="was written with --lora-rank 4"
-    ),
+    "adapters": Row(("--lora-rank", 4), other=("--lora-rank", 8), refused="was written with --lora-rank 4"),
     "KL": Row(("--use-kl-loss", "--use-kl-in-reward", "--entropy-coeff", 0.01), ("actor/kl_loss", "actor/reward_kl_penalty")),
     "correction": Row(
         ("--rollout-is", "token", "--rollout-rs", "seq_mean_k1", "--rollout-rs-threshold", "0.9_1.1"),

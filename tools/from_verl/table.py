@@ -149,7 +149,7 @@ TABLE: dict[str, list[Row]] = {
         unneeded("A.model.override_config.model_config.max_position_embeddings A.model.override_config.max_position_embeddings",
                  "prompt and response must fit the model's own context; to lengthen it edit its config.json"),
         unneeded("A.model.override_config.attn_implementation", "attention is chosen by the device"),
-        unneeded("A.model.lora.*", "adapters start from peft's initial values; `--publish` says what engines get"),
+        unneeded("A.model.lora.*", "adapters start from peft's initial values; engines get merged weights"),
         unneeded("A.model.use_shm A.model.mtp.* A.model.tiled_mlp.* A.actor.qat.* A.*.fsdp_config.qat.* "
                  "A.*.fsdp_config.turbo_config.* A.*.router_replay.*", "it only matters with features that are not here"),
         unneeded("A.actor.use_prefix_grouper", "each prompt is computed once in a micro-batch, always"),

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rl.adapters.lora import AdapterArgs, adapt
 from rl.data.image_prompts import Images, takes_images
 from rl.generation.embedded.forward import has_fast_path, hidden_states
 from rl.generation.embedded.kv_cache import DecodeLayout, KVCache, PrefillLayout
@@ -96,15 +95,9 @@ class TransformersEngine:
         trust_remote_code: bool = False,
         end_tokens: set[int] | None = None,
         router: RouterArgs | None = None,
-        adapters: AdapterArgs | None = None,
     ):
-        """adapters: for an engine that gets adapters without the model's weights (--publish adapter)."""
         check_supported(load_config(model_path, trust_remote_code).get_text_config(), f"--model {model_path}", max_length)
         self.model = load_weights(model_path, dtype, trust_remote_code, say=False)
-        self.adapters = adapt(self.model, adapters, f"--model {model_path}") if adapters else None
-        for name in self.adapters.tensors if self.adapters else ():
-            parameter = self.model.get_parameter(name)
-            parameter.data = torch.zeros_like(parameter, dtype=dtype)  # without effect until the first update
         self.model.to(device).eval().requires_grad_(False)
         self.device = torch.device(device)
         self.dtype = dtype
@@ -172,8 +165,7 @@ class TransformersEngine:
     @torch.no_grad()
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool = False) -> None:
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
-        needed = self.adapters.tensors if self.adapters and self.version >= 0 else shapes
-        for name, tensor in checked(weights, shapes, needed):
+        for name, tensor in checked(weights, shapes, shapes):
             if (target := self._parameters[name]).data_ptr() != tensor.data_ptr():
                 target.copy_(tensor)
         self.version = version
@@ -200,13 +192,6 @@ class TransformersEngine:
             raise RuntimeError(f"the engine cannot sleep with {self.num_unfinished} unfinished responses")
         if self.sleeps:
             self.cache = None
-
-    @torch.no_grad()
-    def log_probs_of(self, ids: list[int]) -> list[float]:
-        layout = PrefillLayout([len(ids)], [0], self._new_cache(1, len(ids)), self.device)
-        token = torch.tensor(ids).to(self.device)
-        logits = self.model.lm_head(self._fill(token, layout, [None])[:-1])  # [n - 1, V]
-        return logits.float().log_softmax(-1).gather(1, token[1:, None]).squeeze(1).tolist()
 
     # -- mechanics
 
