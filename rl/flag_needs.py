@@ -83,10 +83,6 @@ def _ranks(args) -> int:
     return args.nnodes * args.nproc_per_node if hasattr(args, "nnodes") else launch.here().world_size
 
 
-def _has_run_to_resume(args) -> bool:
-    return args.experiment_name is not None if args.resume_mode == "auto" else args.resume_mode != "disable"
-
-
 KL_LOSS, KL_REWARD = _with("use_kl_loss"), _with("use_kl_in_reward")
 WEIGHTS = Need("without --rollout-is", lambda args: args.rollout_is is not None, (False,))
 REJECTION = Need("without --rollout-rs", lambda args: bool(args.rejection_criteria))
@@ -180,14 +176,13 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "lm_head_fp32": (Need("where everything is fp32", lambda args: "bfloat16" in (args.dtype, args.rollout_dtype), (False,)),),
     # the record, the job and the schedule
     **dict.fromkeys(("project_name", "wandb_mode"), (WANDB,)),
-    "resume_anyway": (Need("without --experiment-name or --resume-mode PATH", _has_run_to_resume, (False,)),),
     "push_to": (Need("with --val-only, which trains nothing", lambda args: not args.val_only),),
     "node_timeout": (Need("in a job of one rank", lambda args: _ranks(args) > 1, (0,)),),
     "partial_rollout": (STALE,),
     "on_stale": (Need("without --max-staleness", lambda args: args.schedule.max_staleness is not None),),
 }
 # replay.py repeats only the learner of a recorded run; these flags belong to the parts that it leaves out
-NOT_REPLAYED = {"test_freq", "val_before_train", "log_val_generations", "record_samples", "resume_mode", "resume_anyway"}
+NOT_REPLAYED = {"test_freq", "val_before_train", "log_val_generations", "record_samples", "resume_mode"}
 NOT_REPLAYED |= {"generators", "ring_mb", "val_only", "push_to", "publish"}
 
 

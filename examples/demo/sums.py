@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2To
 
 from examples.demo import VERSIONS, directory, is_made
 from rl.errors import UserError
-from rl.hub.names import hub_names
+from rl.hub.names import on_hub
 from rl.ranks import watchdog
 from rl.ranks.host_memory import keep_freed
 from rl.ranks.progress import track
@@ -204,12 +204,9 @@ def save(model: PreTrainedModel, directory: str, tokenizer: Qwen2Tokenizer) -> N
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(directory)
     model.generation_config.save_pretrained(directory)
-    parameters = dict(model.named_parameters())  # tied ones once
     tensors = {}
-    for name, parts in hub_names(model).items():
-        elements = parameters[name].detach().flatten()
-        cut = elements.split([shape.numel() for _, shape in parts])
-        tensors |= {part: of_part.view(shape) for (part, shape), of_part in zip(parts, cut, strict=True)}
+    for name, parameter in model.named_parameters():  # tied ones once
+        tensors |= {part: tensor.contiguous() for part, tensor in on_hub(model, name, parameter.detach()).items()}
     save_file(tensors, Path(directory) / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -106,7 +106,7 @@ def main(args: Args) -> str:
         consoles = job.wait(args.timeout + steps)
         assert [code for code, _ in consoles] == [0] * len(NODES), consoles
         assert not network.left_over()
-    assert not [*run.glob("*.partial")], "a half-written checkpoint is left"
+    assert not [*run.glob(".step_*")], "a half-written checkpoint is left"
     found = f"{args.losses} losses ({', '.join(f'{n} {what}' for what, n in sorted(struck.items()))})"
     return f"{found}, all nodes ended after at most {max(seconds):.1f} s: {audit(run, steps)}"
 

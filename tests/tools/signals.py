@@ -89,7 +89,7 @@ class Run:
             "start": lambda: self.ranks_run,
             "loading": lambda: "loading" in self.console,
             "running": lambda: (run / "metrics.jsonl").exists(),
-            "saving": lambda: any(run.glob("step_*.partial")),
+            "saving": lambda: any(run.glob(".step_*")),
             "end": lambda: any(run.glob(f"step_{STEPS:06d}*")),
         }
         deadline = time.monotonic() + 120
@@ -120,7 +120,7 @@ class Run:
 
 def attempt(trial: Trial, out: Path) -> tuple[float, str]:
     """Run one trial. Return the seconds until its end, and what was left. Raise AssertionError if a promise is broken."""
-    from rl.checkpoint.manifest import damage
+    from checkpoints import damage
 
     memory = set(os.listdir("/dev/shm"))
     run = Run(trial, out)
@@ -146,7 +146,9 @@ def attempt(trial: Trial, out: Path) -> tuple[float, str]:
 
 def check_promise(run: Path, console: str, ended: bool) -> str:
     """After SIGTERM the newest checkpoint contains every trained step."""
-    from rl.checkpoint.manifest import STEPS, damage
+    from checkpoints import damage
+
+    from rl.checkpoint.best import STEPS
 
     log = run / "metrics.jsonl"
     steps = [json.loads(line)["step"] for line in log.read_text().splitlines()] if log.exists() else []
