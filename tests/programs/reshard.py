@@ -32,7 +32,7 @@ def main(ranks) -> None:
             local(parameter.grad).normal_()
         learner.step()
     else:
-        resume._load_tensors(Path(came_from), learner)
+        resume.load_tensors(Path(came_from), learner.state_tensors())
     state = {name: whole(tensor) for name, tensor in learner.state_tensors().items()}
     run = SimpleNamespace(dir=out, total_steps=9, say=print)
     writer = saver.Saver(
