@@ -120,19 +120,29 @@ def _read_state(path: Path) -> dict:
 def load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Read the fp32 weights and moments into this learner's parts of them, in place. Raise UserError if the checkpoint has
     others."""
-    from torch.distributed import checkpoint as dcp  # late: it takes a while to import
-
-    reader = dcp.HuggingFaceStorageReader(str(path / TRAINING))
     tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     try:
-        saved = {name: list(of.size) for name, of in reader.read_metadata().state_dict_metadata.items()}
+        saved = {name: list(of.size) for name, of in _reader(path).read_metadata().state_dict_metadata.items()}
         _check_shapes(path, saved, {name: list(tensor.shape) for name, tensor in tensors.items()})
-        with warnings.catch_warnings(action="ignore"):  # that it does not ask other ranks
-            dcp.load(tensors, storage_reader=reader, no_dist=True)
+        read_tensors(path, tensors)
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"{path / TRAINING} cannot be read ({error}). Take another checkpoint with --resume-mode PATH."
         ) from None
+
+
+def read_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Read tensors of a checkpoint's training/, whole ones or this rank's parts, in place, whatever their precision."""
+    from torch.distributed import checkpoint as dcp  # late: it takes a while to import
+
+    with warnings.catch_warnings(action="ignore"):  # that it does not ask other ranks
+        dcp.load(tensors, storage_reader=_reader(path), no_dist=True)
+
+
+def _reader(path: Path):
+    from torch.distributed import checkpoint as dcp
+
+    return dcp.HuggingFaceStorageReader(str(path / TRAINING))
 
 
 def _check_shapes(path: Path, saved: dict[str, list[int]], wanted: dict[str, list[int]]) -> None:

@@ -1,10 +1,10 @@
 """Writes a run's checkpoints in the background. Each is written into a hidden directory, which is renamed when it is complete,
 so that a kill at any instruction leaves the checkpoint before. rl/checkpoint/resume.py describes the files, and reads them.
 
-Training continues meanwhile, so learners first copy what they write to host memory: each its shards of what training changes
-(12 bytes a parameter in all), the first one also the whole model in its own precision. If memory is short, nothing is copied,
-and training waits. Files are written by safetensors, which needs no memory; the writer of torch.distributed.checkpoint, which
-reads them, would hold each file in memory twice more.
+Training continues meanwhile, so learners first copy their shards of what training changes to host memory, 12 bytes a parameter
+in all. If memory is short, nothing is copied, and training waits. The first learner then makes the model's files of the shards'
+files, and of --model where training changes nothing. Files are written by safetensors, which needs no memory; the writer of
+torch.distributed.checkpoint, which reads them, would hold each file in memory twice more.
 """
 
 import json
@@ -23,16 +23,16 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.background import in_background
 from rl.checkpoint.best import STATE, STEPS, TRAINING, Best, hidden, step_of
-from rl.checkpoint.resume import GROUPS, LAYOUT, UNFINISHED, CheckpointArgs
+from rl.checkpoint.resume import GROUPS, LAYOUT, UNFINISHED, CheckpointArgs, read_tensors
 from rl.data.image_prompts import ImagePrep
 from rl.errors import UserError
 from rl.hub.names import on_hub
 from rl.hub.tensor_reader import INDEX, find, stored_tensors
 from rl.learning.learner import Learner
 from rl.model.attention import dtype_of, linear_layers
-from rl.model.loading import MTP
+from rl.model.loading import MTP, open_weights
 from rl.model.pretrained import GENERATION
-from rl.model.shards import Block, local
+from rl.model.shards import Block, as_it_is, local
 from rl.ranks import dist, host, launch, signals, watchdog
 from rl.ranks.device import HOST_BACKEND
 from rl.record.identity import Identity
@@ -42,6 +42,7 @@ from rl.transport.records import join_records
 
 SPARE = 1.25  # copies are made if this many times their size is free: the run itself may still grow
 FILE_BYTES = 5 << 30  # of a file's tensors
+READ_BYTES = 1 << 30  # of whole tensors at once
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -74,7 +75,7 @@ class Saver:
         self._further_tokens = _further_tokens(learner.path) if learner.ranks.is_main and linear_layers(config) else {}
         # Copies go into the same memory at every save: fresh memory costs a page fault every 4 KB.
         self._copies: dict[str, torch.Tensor] = {}
-        self._next: tuple[Tensors, dict[str, Tensors]] | None = None  # for the next save: shards, and whole tensors by set
+        self._next: dict[str, torch.Tensor] | None = None  # the shards of the next save
         self._waits = False  # whether training waits while the next save is written
         self._saving: Future | None = None  # the thread that writes a checkpoint
         self._files = 0  # that it has written
@@ -92,7 +93,7 @@ class Saver:
         that cannot be written leaves nothing behind; training continues and `finish` reports it."""
         if self._next is None:
             self.copy()
-        (shards, whole), self._next = self._next, None
+        shards, self._next = self._next, None
         self.step = step
         ranks = dist.all_gather_values(self.learner.rank_state())
         record = {"layout": LAYOUT, "step": step, "state": state, "learner": self.learner.state(), "ranks": ranks}
@@ -100,9 +101,10 @@ class Saver:
         files |= {
             name: join_records([group.to_bytes() for group in of]) for name, of in ((GROUPS, groups), (UNFINISHED, unfinished))
         }
-        self._saving = in_background(lambda: self._complete(step, shards, whole, files), "save") if not self._waits else None
         if self._waits:
-            self._complete(step, shards, whole, files)
+            self._complete(step, shards, files)
+        else:
+            self._saving = in_background(lambda: self._complete(step, shards, files), "save")
 
     def copy(self) -> None:
         """The part of `save` that reads the weights, which may be called earlier: wait for the checkpoint before, then copy
@@ -111,12 +113,14 @@ class Saver:
         sharded = self.learner.state_tensors()
         self._offsets = {name: Block.of(tensor).offset for name, tensor in sharded.items()}
         shards = {name: local(tensor) for name, tensor in sharded.items()}
-        whole = self._whole()
         self._waits = not self._has_room(sum(tensor.nbytes for tensor in shards.values()))
         if not self._waits:
-            shards = {name: self._copied(f"shard.{name}", tensor) for name, tensor in shards.items()}
-            whole = {of: [(name, self._copied(f"{of}.{name}", t)) for name, t in tensors] for of, tensors in whole.items()}
-        self._next = shards.items(), whole
+            for name, tensor in shards.items():
+                if name not in self._copies:
+                    self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+                self._copies[name].copy_(tensor)
+            shards = self._copies
+        self._next = shards
 
     def wait(self) -> None:
         """Return when the last save is complete, or has failed. Raise the thread's error if another learner has exited."""
@@ -152,34 +156,13 @@ class Saver:
 
     # ------------------------------------------------------------------------------------------- before the thread
 
-    def _whole(self) -> dict[str, Iterator[tuple[str, torch.Tensor]]]:
-        """Return what other programs read, whole tensors by set, to be iterated over in order: the model with any adapters
-        merged, and the adapters. Empty except on the first learner, in a collective."""
-        learner = self.learner
-
-        def received(tensors: Tensors, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in tensors:
-                if learner.ranks.is_main:
-                    yield name, tensor.to("cpu", dtype_of(name, dtype))
-
-        out = {"model": received(learner.weights(self._dtype, to=[0]), self._dtype)}
-        if learner.adapters:
-            out["adapter"] = received(learner.apart(to=[0], frozen=False), torch.float32)
-        return out
-
-    def _copied(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
-        if key not in self._copies:
-            self._copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
-        return self._copies[key].copy_(tensor)
-
     def _has_room(self, shards: int) -> bool:
         """Return whether all learners have the memory for their copies; otherwise print a line. shards: bytes of this one's. A
         collective."""
         if self._copies:
             return True
-        whole = sum(p.numel() for p in self.learner.parameters.values()) * self._dtype.itemsize
         learners = min(launch.here().local_world_size, self.learner.ranks.world_size)  # at most, of this node
-        need = SPARE * (learners * shards + whole * self.learner.ranks.is_main)
+        need = SPARE * learners * shards
         short = any(dist.all_gather_values(need > host.available_memory()))
         if short and not self._waits:
             self.run.say(f"checkpoints: {need / 2**30:.1f} GB for copies are not free: training waits while each is written")
@@ -196,17 +179,18 @@ class Saver:
 
     # ------------------------------------------------------------------------------------------------- the thread
 
-    def _complete(self, step: int, shards: Tensors, whole: dict[str, Tensors], files: dict[str, bytes]) -> None:
+    def _complete(self, step: int, shards: dict[str, torch.Tensor], files: dict[str, bytes]) -> None:
         """Write the whole checkpoint, and rename it. Raises only if a collective does: another learner has exited."""
         target = self.run_dir / f"step_{step:06d}"
         work = hidden(target)
-        is_main = self.learner.ranks.is_main
-        self.error = self._first_error(lambda: _make_empty(work), acts=is_main)
-        self.error = self.error or self._first_error(lambda: self._write(work, shards, whole, files))
-        self.error = self.error or self._first_error(lambda: self._rename(work, target), acts=is_main)
+        ranks = self.learner.ranks
+        stem = work / TRAINING / f"shard-{ranks.rank + 1:05d}-of-{ranks.world_size:05d}"
+        self.error = self._first_error(lambda: _make_empty(work), acts=ranks.is_main)
+        self.error = self.error or self._first_error(lambda: self._write_shards(stem, shards))
+        self.error = self.error or self._first_error(lambda: self._finish(work, target, files), acts=ranks.is_main)
         if not self.error:
             signals.remains(str(target))
-        elif is_main:
+        elif ranks.is_main:
             shutil.rmtree(work, ignore_errors=True)
             print(
                 f"warning: the checkpoint of step {step} could not be written: {self.error}. Training continues.",
@@ -224,34 +208,34 @@ class Saver:
             error = f"{type(failure).__name__}: {failure}".splitlines()[0]
         return next(filter(None, dist.all_gather_values(error, self._group)), "")
 
-    def _write(self, work: Path, shards: Tensors, whole: dict[str, Tensors], files: dict[str, bytes]) -> None:
-        """Write this learner's files."""
-        ranks = self.learner.ranks
-        try:
-            self._write_shards(work / TRAINING / f"shard-{ranks.rank + 1:05d}-of-{ranks.world_size:05d}", shards)
-            if ranks.is_main:
-                self._write_model(work, whole["model"])
-                self._write_small(work, files)
-            if "adapter" in whole and ranks.is_main:
-                self._write_adapter(work, whole["adapter"])
-        finally:  # others still send, even if writing has failed
-            for tensors in whole.values():
-                for _ in tensors:
-                    pass
-
-    def _write_shards(self, stem: Path, shards: Tensors) -> None:
+    def _write_shards(self, stem: Path, shards: dict[str, torch.Tensor]) -> None:
         def places(names: Iterable[str]) -> dict[str, str]:
             """The header by which torch.distributed.checkpoint.HuggingFaceStorageReader finds the tensors' parts."""
             offsets = {name: {"saved_offsets": self._offsets[name]} for name in names}
             return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
 
-        self._write_files(stem, ((name, tensor) for name, tensor in shards if tensor.numel()), places)
+        self._write_files(stem, ((name, tensor) for name, tensor in shards.items() if tensor.numel()), places)
 
-    def _write_model(self, work: Path, tensors: Tensors) -> None:
-        """Write the model's weights under the hub's names, an index with them if there are several files."""
+    def _finish(self, work: Path, target: Path, files: dict[str, bytes]) -> None:
+        """Once all shards are written: write all other files, bring them to disk, rename the checkpoint, and make room."""
+        self._write_model(work)
+        self._write_small(work, files)
+        for path in sorted(work.rglob("*"), reverse=True):  # directories after their files
+            if path.suffix != ".safetensors":
+                _to_disk(path)
+        _to_disk(work)
+        os.rename(work, target)
+        _to_disk(self.run_dir)
+        self.best.prune(self.args.max_ckpt_to_keep)
+
+    def _write_model(self, work: Path) -> None:
+        """Write the adapters, if any, and the model with these added, whole and under the hub's names, with an index if there
+        are several files."""
+        change = self._write_adapter(work) if self.learner.adapters else as_it_is
 
         def named() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in tensors:
+            for name, tensor in self._whole(work):
+                tensor = change(name, tensor).to(dtype_of(name, self._dtype))
                 yield from on_hub(self.learner.policy.model, name, tensor).items()
             yield from self._further_tokens.items()
 
@@ -264,14 +248,33 @@ class Saver:
             size = sum((work / name).stat().st_size for name in names)
             (work / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=2))
 
-    def _write_adapter(self, work: Path, tensors: Tensors) -> None:
+    def _whole(self, work: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, whole tensor) of the model's parameters without adapters."""
+        named = self.learner.parameters
+        trained = {name: f"model.{name}" for name in named if f"model.{name}" in self._offsets}
+        shapes = ((name, torch.empty(named[name].shape, device="meta", dtype=dtype_of(name, self._dtype))) for name in trained)
+        for part in _in_parts(shapes, READ_BYTES):
+            whole = {name: torch.empty_like(tensor, device="cpu") for name, tensor in part.items()}
+            read_tensors(work, {trained[name]: tensor for name, tensor in whole.items()})
+            yield from whole.items()
+        if frozen := [name for name in named if name not in trained]:
+            weights = open_weights(self.learner.path, self.args.trust_remote_code, say=False)
+            yield from ((name, weights.whole(name)) for name in frozen)
+
+    def _write_adapter(self, work: Path) -> Callable[[str, torch.Tensor], torch.Tensor]:
+        """Write the adapters in peft's format. Return a function that adds them: (name, weight) -> weight."""
         from rl.adapters import files  # late: other runs do not need it
 
+        adapters = self.learner.adapters
+        model = self.learner.policy.model
+        whole = {name: torch.empty(model.get_parameter(name).shape) for name in adapters.tensors}
+        read_tensors(work, {f"adapter.{name}": tensor for name, tensor in whole.items()})
         directory = work / files.DIRECTORY
         directory.mkdir()
-        adapters = self.learner.adapters
-        save_file({files.stored_name(name): tensor.contiguous() for name, tensor in tensors}, directory / files.TENSORS)
-        files.write_config(directory, adapters.setting, adapters.names, self.learner.policy.model, self.learner.path)
+        save_file({files.stored_name(name): tensor for name, tensor in whole.items()}, directory / files.TENSORS)
+        _to_disk(directory / files.TENSORS)
+        files.write_config(directory, adapters.setting, adapters.names, model, self.learner.path)
+        return adapters.merge(whole, whole)
 
     def _write_small(self, work: Path, files: dict[str, bytes]) -> None:
         self.learner.config.save_pretrained(work)
@@ -287,7 +290,7 @@ class Saver:
         """Write the tensors to files of up to FILE_BYTES. Return each file with the names of its tensors. header: names -> the
         metadata of their file."""
         out = []
-        for number, named in enumerate(_in_parts(tensors)):
+        for number, named in enumerate(_in_parts(tensors, FILE_BYTES)):
             file = stem.with_name(f"{stem.name}{f'-{number}' * bool(number)}.safetensors")
             save_file(named, file, header(named))
             _to_disk(file)
@@ -295,22 +298,12 @@ class Saver:
             self._files += 1
         return out
 
-    def _rename(self, work: Path, target: Path) -> None:
-        """Bring the rest of the checkpoint to disk, and give it its name; then make room."""
-        for path in sorted(work.rglob("*"), reverse=True):  # directories after their files
-            if path.suffix != ".safetensors":
-                _to_disk(path)
-        _to_disk(work)
-        os.rename(work, target)
-        _to_disk(self.run_dir)
-        self.best.prune(self.args.max_ckpt_to_keep)
 
-
-def _in_parts(tensors: Tensors) -> Iterator[dict[str, torch.Tensor]]:
+def _in_parts(tensors: Tensors, most: int) -> Iterator[dict[str, torch.Tensor]]:
     part = {}
     size = 0
     for name, tensor in tensors:
-        if part and size + tensor.nbytes > FILE_BYTES:
+        if part and size + tensor.nbytes > most:
             yield part
             part = {}
             size = 0

@@ -24,6 +24,7 @@ def saves(model, out, trouble: str):
     return run_script("tests/programs/saves.py", model, out, trouble, ranks=2, check=False, timeout=100)
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("memory", ["whole", "short"])
 def test_two_learners_write_the_whole_model_and_a_part_each(models, tmp_path, memory):
     """If one learner is short of memory, both write directly, and one message says so."""
@@ -42,6 +43,19 @@ def test_two_learners_write_the_whole_model_and_a_part_each(models, tmp_path, me
     assert all(torch.equal(read[f"model.{name}"], before[name]) for name in before)
 
 
+@pytest.mark.runs
+@pytest.mark.parametrize(("before", "now"), [(2, 3), pytest.param(3, 1, marks=pytest.mark.slow)])
+def test_another_number_of_learners_reads_a_checkpoint(models, tmp_path, before, now):
+    """Weights and moments are the same to the bit."""
+    for ranks, came_from, out in ((before, "-", "a"), (now, tmp_path / "a" / "step_000001", "b")):
+        (tmp_path / out).mkdir()
+        program = ("tests/programs/reshard.py", models["qwen2-tied"], "{}", came_from, tmp_path / out)
+        run_script(*program, ranks=ranks, timeout=120)
+    first, second = (load_file(tmp_path / out / "tensors.safetensors") for out in "ab")
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.runs
 @pytest.mark.parametrize("trouble", ["refuses", "full"])
 def test_an_incomplete_checkpoint_is_none_and_training_continues(models, tmp_path, trouble):
     """On either learner the disk is full."""
@@ -51,6 +65,7 @@ def test_an_incomplete_checkpoint_is_none_and_training_continues(models, tmp_pat
     assert done.stdout.count(" continued: ") == 2 and not [*tmp_path.glob("run/step_*"), *tmp_path.glob("run/.step_*")]
 
 
+@pytest.mark.runs
 def test_a_learner_that_is_killed_in_a_save_is_not_a_checkpoint_that_could_not_be_written(models, tmp_path):
     done = saves(models["qwen2-tied"], tmp_path, "killed")
     assert done.returncode != 0 and "continued" not in done.stdout
