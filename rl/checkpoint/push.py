@@ -28,9 +28,12 @@ def push(args, script: str, run_dir: Path, checkpoint: Path) -> str:
     UserError if that fails; the run and its checkpoint are complete anyway."""
     is_on_hub = "/" in args.model and not Path(args.model).exists()
     base = args.model if is_on_hub else Path(args.model).name
-    head = ModelCardData(library_name="transformers", base_model=args.model if is_on_hub else None).to_yaml()
-    text = f"`{base}` after {step_of(checkpoint):,} steps of `{script}.py`, learning rate {args.lr:g}, seed {args.seed}.\n"
-    ModelCard(f"---\n{head}\n---\n\n# {args.push_to.rpartition('/')[2]}\n\n{text}").save(checkpoint / "README.md")
+    what = "reinforcement learning" if hasattr(args, "adv_estimator") else "supervised training"
+    head = {"library_name": "transformers", "base_model": args.model if is_on_hub else None, "tags": [what.replace(" ", "-")]}
+    text = f"`{base}` after {step_of(checkpoint):,} steps of {what} with `{script}.py`, lr {args.lr:g}, seed {args.seed}.\n"
+    ModelCard(f"---\n{ModelCardData(**head).to_yaml()}\n---\n\n# {args.push_to.rpartition('/')[2]}\n\n{text}").save(
+        checkpoint / "README.md"
+    )
     about = {
         "commit_message": f"Step {step_of(checkpoint)} of {run_dir.name}",
         "ignore_patterns": [f"{TRAINING}/*", "best.json"],

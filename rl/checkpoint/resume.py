@@ -22,7 +22,6 @@ import torch.distributed
 from safetensors import SafetensorError
 
 from rl.checkpoint.best import STATE, STEPS, TRAINING, checkpoints
-from rl.data.image_prompts import TOWER
 from rl.errors import UserError
 from rl.learning.learner import Learner
 from rl.ranges import MayChange, Range, check_name
@@ -34,9 +33,6 @@ from rl.transport.records import split_records
 
 GROUPS, UNFINISHED = "groups.bin", "unfinished.bin"
 LAYOUT = 2  # of the files; another one is refused
-
-# Flags that decide which tensors there are, by the first word of a tensor's name; --optim decides over the moments.
-CAUSES = {"critic": "--adv-estimator and --critic-model", "adapter": "--lora-rank and --lora-target", "model": "--model"}
 
 
 @dataclass
@@ -123,7 +119,13 @@ def load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     try:
         saved = {name: list(of.size) for name, of in _reader(path).read_metadata().state_dict_metadata.items()}
-        _check_shapes(path, saved, {name: list(tensor.shape) for name, tensor in tensors.items()})
+        wanted = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        if name := next((name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)), None):
+            there, here = (of.get(name, "no such tensor") for of in (saved, wanted))
+            raise UserError(
+                f"{path} does not fit: {name} is {there} there and {here} here. Give the flags of its run (--model, --optim, "
+                "LoRA's, the critic's, --freeze-vision-tower)."
+            )
         read_tensors(path, tensors)
     except (SafetensorError, OSError) as error:
         raise UserError(
@@ -133,31 +135,16 @@ def load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 def read_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Read tensors of a checkpoint's training/, whole ones or this rank's parts, in place, whatever their precision."""
-    from torch.distributed import checkpoint as dcp  # late: it takes a while to import
+    from torch.distributed import checkpoint as dcp
 
     with warnings.catch_warnings(action="ignore"):  # that it does not ask other ranks
         dcp.load(tensors, storage_reader=_reader(path), no_dist=True)
 
 
 def _reader(path: Path):
-    from torch.distributed import checkpoint as dcp
+    from torch.distributed import checkpoint as dcp  # late: it takes a while to import
 
     return dcp.HuggingFaceStorageReader(str(path / TRAINING))
-
-
-def _check_shapes(path: Path, saved: dict[str, list[int]], wanted: dict[str, list[int]]) -> None:
-    different = [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]
-    if not different:
-        return
-    first = different[0]
-    kinds = {name.partition(".")[0] for name in different}
-    flags = next((flags for kind, flags in CAUSES.items() if kind in kinds), "--optim")
-    if all(TOWER in name for name in different):
-        flags = "--freeze-vision-tower"
-    raise UserError(
-        f"{path} does not fit ({first} is {saved.get(first, 'no such tensor')} there and "
-        f"{wanted.get(first, 'no such tensor')} here). Give the {flags} of its run, or start from the first step."
-    )
 
 
 def find(args: CheckpointArgs, output_dir: str, experiment_name: str | None) -> Origin | None:

@@ -42,7 +42,7 @@ from rl.transport.records import join_records
 
 SPARE = 1.25  # copies are made if this many times their size is free: the run itself may still grow
 FILE_BYTES = 5 << 30  # of a file's tensors
-READ_BYTES = 1 << 30  # of whole tensors at once
+READ_BYTES = 256 << 20  # of tensors that are read at once
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -139,11 +139,9 @@ class Saver:
         """Wait for the checkpoint of that step, the last one, and return it. Raise UserError if it could not be written."""
         self.wait()
         if self.error:
-            newest = max(self.run_dir.glob(STEPS), default=None)
-            again = f"with --resume-mode {newest}" if newest else "from the beginning, since no other checkpoint is there"
             raise UserError(
                 f"--output-dir {self.run_dir.parent}: the last checkpoint, of step {step}, could not be written: {self.error}. "
-                f"Make room, then run the same command again {again}."
+                "Make room, then run the same command again: it resumes from the newest checkpoint."
             )
         return self.run_dir / f"step_{step:06d}"
 

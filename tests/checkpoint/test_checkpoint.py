@@ -286,7 +286,7 @@ def test_another_run_is_not_gone_on_with(sync, models, demo_model, tmp_path):
     save_file(kept, fewer / "model.safetensors", {"format": "pt"})
     assert "the content of --model: was demo (" in refused(tmp_path, "--model", fewer)
     message = refused(tmp_path, "--model", fewer, *named)
-    assert "does not fit (" in message and "Give the --model of its run" in message
+    assert "does not fit: " in message and "Give the flags of its run (--model, " in message
     assert f"layers.{layers - 1}." in message and "no such tensor" in message
     assert rows(run) == rows(sync), "a run that is refused is left as it was"
 

@@ -32,7 +32,7 @@ def test_what_is_pushed_and_the_card(tmp_path, monkeypatch, is_local):
     assert pushed["commit_message"] == "Step 20 of run" and "training/*" in pushed["ignore_patterns"]
     _, head, text = (checkpoint / "README.md").read_text().split("---\n")
     assert yaml.safe_load(head).get("base_model") == (base if "/" in base else None)
-    assert f"# sums\n\n`{base}` after 20 steps of `train_async.py`, learning rate 1e-06, seed 7." in text
+    assert f"# sums\n\n`{base}` after 20 steps of supervised training with `train_async.py`, lr 1e-06, seed 7." in text
 
 
 def test_a_push_that_fails_says_where_the_checkpoint_is(tmp_path, monkeypatch):
@@ -168,7 +168,7 @@ def test_a_run_pushes_its_last_checkpoint_and_a_push_that_fails_loses_nothing(de
     weights = (checkpoint / "model.safetensors").read_bytes()
     assert hub.files["model.safetensors"] == weights and "config.json" in hub.files and "tokenizer_config.json" in hub.files
     assert not any(name.startswith(("training", "manifest")) for name in hub.files) and hub.summary == "Step 2 of sums"
-    assert "after 2 steps of `train_async.py`" in hub.files["README.md"].decode()
+    assert "after 2 steps of reinforcement learning with `train_async.py`" in hub.files["README.md"].decode()
 
     hub.refuse = "/commit/"  # the same command again: there is nothing left to train, and the push fails
     done = run("train_async.py", ranks=2, check=False)

@@ -92,8 +92,7 @@ def test_another_optimizer_is_named_by_its_flag(recorded, tmp_path):
     where = ["--from-step", 4, "--output-dir", tmp_path]
     done = run_script("replay.py", recorded, *where, "--optim", "adamw_8bit", check=False)
     (message,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 1 and "--model" not in message
-    assert f"{recorded}/step_000003 does not fit (exp_avg" in message and "Give the --optim of its run" in message
+    assert done.returncode == 1 and f"{recorded}/step_000003 does not fit: exp_avg" in message
     done = run_script("replay.py", recorded, "--optim", "adamw_8bit", "--output-dir", tmp_path)
     assert "--optim adamw_8bit (was adamw)" in done.stdout, "from the first step there is no state"
 
@@ -106,8 +105,7 @@ def test_another_part_of_a_model_that_trains_is_named_by_its_flag(tmp_path, was)
     where, flags = tmp_path / "step_000001", json.dumps({"freeze_vision_tower": not was})
     done = run_script(*program, flags, where, tmp_path, check=False, timeout=120)
     (message,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert f"{where} does not fit (model.model.visual." in message
-    assert "Give the --freeze-vision-tower of its run, or start from the" in message
+    assert f"{where} does not fit: model.model.visual." in message and "--freeze-vision-tower" in message
 
 
 # ------------------------------------------------------------------------------------------------- of the learner by itself

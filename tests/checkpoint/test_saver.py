@@ -88,13 +88,14 @@ def test_the_first_learner_holds_what_the_docs_count(tmp_path):
     peak = {name: added for name, (added, _) in record["bytes"].items()}
     kept = {name: kept for name, (_, kept) in record["bytes"].items()}
     little = 0.5  # pieces, buffers, Python's own
-    assert kept["start"] <= peak["start"] < BYTES["weights"] + 2 * little  # the pieces' memory stays (rl/ranks/host_memory.py)
+    pages = 4  # of the weights' files, which are mapped and belong to the system's cache
+    assert kept["start"] < BYTES["weights"] + little and peak["start"] < BYTES["weights"] + pages + 2 * little
     assert peak["step"] < BYTES["gradients"] + BYTES["moments"] + little
     assert peak["publish"] < 4 + little  # one copy in the generators' precision, here fp32
-    copies = SAVED + 4  # and the whole model, here in fp32
-    assert 0.6 * copies < peak["first"] < 1.1 * copies  # a part may come out of what the gradients have left
+    whole = 4 + pages  # one file of the model, here of all of it
+    assert 0.6 * SAVED < peak["first"] < 1.1 * SAVED + whole  # a part may come out of what the gradients have left
     for name in ("short", "short again", "second", "last"):
-        assert peak[name] < little, name
+        assert peak[name] < whole + little, name
     assert len(record["said"]) == 1 and "training waits while each is written" in record["said"][0]
     first, *others = [(out / f"step_00000{step}" / "model.safetensors").read_bytes() for step in (7, 8, 9)]
     assert all(other == first for other in others)
