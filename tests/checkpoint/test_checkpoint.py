@@ -94,6 +94,7 @@ def test_sync_that_sigterm_stopped_resumes_bit_for_bit(sync, tmp_path):
     same(tmp_path / "run", sync)
 
 
+@pytest.mark.runs
 def test_sync_on_2_ranks_resumes_bit_for_bit_and_on_1_rank_too(demo_model, tmp_path):
     go("train_sync.py", tmp_path / "whole", *FLAGS, ranks=2)
     run = take_back(tmp_path / "whole" / "run", tmp_path / "resumed")
@@ -106,6 +107,7 @@ def test_sync_on_2_ranks_resumes_bit_for_bit_and_on_1_rank_too(demo_model, tmp_p
     assert both[0]["actor/grad_norm"] == pytest.approx(both[1]["actor/grad_norm"], rel=1e-4)
 
 
+@pytest.mark.runs
 def test_one_step_off_resumes_bit_for_bit(demo_model, tmp_path):
     go("train_one_step_off.py", tmp_path / "whole", *FLAGS, ranks=2)
     run = take_back(tmp_path / "whole" / "run", tmp_path / "resumed")
@@ -143,6 +145,7 @@ def under_way(tickets: dict[int, list]) -> bool:
     return any(r.finish_reason == "unfinished" and len(r.token_ids) for responses in tickets.values() for r in responses)
 
 
+@pytest.mark.runs
 def test_unfinished_responses_continue_in_a_real_run(stream, tmp_path):
     """Also with one generator more than before."""
     stopped = next((step for step in (2, 4, 6, 8) if under_way(pieces(stream / f"step_{step:06d}"))), None)
@@ -201,6 +204,7 @@ def run_engine(path: str, requests: list[Request]) -> dict:
     return out
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("script", "number", "fresh"),
@@ -222,6 +226,7 @@ def find(out: Path, **flags) -> Path:
     return resume.find(resume.CheckpointArgs(**flags), str(out), "run").checkpoint
 
 
+@pytest.mark.runs
 def test_what_cannot_be_read_is_named(sync, tmp_path, ranks):
     shutil.copytree(sync, tmp_path / "run", symlinks=True)
     path = tmp_path / "run" / "step_000020"
@@ -259,6 +264,7 @@ def refused(out: Path, *flags) -> str:
     return done.stderr
 
 
+@pytest.mark.runs
 def test_another_run_is_not_gone_on_with(sync, models, demo_model, tmp_path):
     run = take_back(sync, tmp_path)
     message = refused(tmp_path, "--lr", "0.1", "--rollout-n", "4", "--train-max-samples", "77")
@@ -291,6 +297,7 @@ def test_another_run_is_not_gone_on_with(sync, models, demo_model, tmp_path):
     assert rows(run) == rows(sync), "a run that is refused is left as it was"
 
 
+@pytest.mark.runs
 def test_a_named_checkpoint_resumes_with_other_settings_and_prints_them(sync, tmp_path):
     run = take_back(sync, tmp_path)
     (run / "config.json").unlink()
@@ -303,6 +310,7 @@ def test_a_named_checkpoint_resumes_with_other_settings_and_prints_them(sync, tm
     assert [row["step"] for row in rows(run)] == [*range(12)] and rows(run)[-1]["actor/lr"] == 0.01
 
 
+@pytest.mark.runs
 def test_the_export_is_a_hugging_face_model_and_the_best_one_stays(sync):
     for path in (sync / "step_000020", sync / "best"):
         model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
@@ -318,6 +326,7 @@ def test_the_export_is_a_hugging_face_model_and_the_best_one_stays(sync):
     assert weights(sync) == {n: t.numpy().tobytes() for n, t in load_file(sync / "best" / "model.safetensors").items()}
 
 
+@pytest.mark.runs
 def test_a_full_disk_stops_no_training_and_leaves_no_half_checkpoint(demo_model, tmp_path):
     """A limit on the size of files makes writing fail as a full disk does."""
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))  # noqa: E731
@@ -373,6 +382,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("name", ["a/b/c", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flat", "nested/name"))])
 def test_a_restarted_job_finds_its_own_run_whatever_its_name(name, tmp_path):
     """With --resume-mode disable too: a job is one run, however often torchrun starts its ranks."""

@@ -59,6 +59,7 @@ def recorded(demo_model, tmp_path_factory) -> Path:
     return out / "run"
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("first", "flags"),
     [
@@ -74,6 +75,7 @@ def test_a_replay_with_other_updates_learns_at_the_rates_of_its_steps(recorded, 
     assert logged(tmp_path / "again", "actor/reward_kl_penalty_coeff", 1) == [weight] * (STEPS + 1 - first)
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     "flags",
     [["--ppo-mini-batch-size", 4], pytest.param(["--ppo-mini-batch-size", 1, "--ppo-epochs", 2], marks=pytest.mark.slow)],
@@ -97,6 +99,7 @@ def test_another_optimizer_is_named_by_its_flag(recorded, tmp_path):
     assert "--optim adamw_8bit (was adamw)" in done.stdout, "from the first step there is no state"
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("was", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_another_part_of_a_model_that_trains_is_named_by_its_flag(tmp_path, was):
     model = save_vlm("qwen3-vl", tmp_path / "model")
@@ -198,6 +201,7 @@ def test_the_warm_up_is_one_step_ahead_of_verls(warm_up, total, least, schedule)
     assert not warm_up or (of_verl(0) == 0 and lr_factor(0, total, args) == 1 / warm_up)
 
 
+@pytest.mark.runs
 def test_the_help_says_where_the_warm_up_begins():
     done = run_script("train_sync.py", "--help-all")
     words = " ".join(done.stdout.replace("│", " ").split())

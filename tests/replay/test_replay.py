@@ -71,6 +71,7 @@ def sync(demo_model, tmp_path_factory) -> Path:
     return record("train_sync.py", tmp_path_factory.mktemp("sync"), *SMALL, *EVERYTHING)
 
 
+@pytest.mark.runs
 def test_the_same_flags_give_the_same_bits(sync, tmp_path):
     again, said = replayed(sync, tmp_path)
     same(sync, again)
@@ -166,6 +167,7 @@ def test_a_replay_of_a_run_that_was_killed_and_resumed(demo_model, tmp_path, scr
         assert f"replays steps {first} to 6" in said and "bit for bit" in said
 
 
+@pytest.mark.runs
 def test_other_flags_are_said_to_be_off_policy(sync, tmp_path):
     """The replay starts at a checkpoint. The report shows it next to the run and says how they differ."""
     again, said = replayed(sync.parent / "record", tmp_path, "--from-step", 4, "--loss-mode", "gspo", "--lr", "3e-4")
@@ -180,6 +182,7 @@ def test_other_flags_are_said_to_be_off_policy(sync, tmp_path):
     assert re.search(r"replay of train_sync --lr 0.0003 --loss-mode gspo.*, off-policy", page), page[:600]
 
 
+@pytest.mark.runs
 def test_a_replay_imports_no_losses_before_the_script():
     """The script's directory decides which losses.py is imported."""
     command = [sys.executable, "-c", "import sys, replay; print('losses' in sys.modules)"]
@@ -233,6 +236,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_cannot_be_replayed_is_one_message(sync, words, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
