@@ -11,6 +11,7 @@ are off-policy: they were sampled by other weights than those that now train on 
 """
 
 import argparse
+import filecmp
 import importlib.util
 import json
 import sys
@@ -25,7 +26,7 @@ import torch
 # Nothing here may import losses: `load_script` says which.
 from rl import flag_needs, flag_words, flags, parts
 from rl.checkpoint import resume
-from rl.checkpoint.manifest import MANIFEST, STEPS, damage
+from rl.checkpoint.best import checkpoints, step_of
 from rl.class_check import check_class
 from rl.data.args import DataArgs
 from rl.environments.args import EnvironmentArgs
@@ -34,7 +35,7 @@ from rl.generation.engine import EngineArgs
 from rl.ranges import flag, may_change
 from rl.ranks import dist, process
 from rl.record.provenance import code_digest, digest_of, package_files
-from rl.replay.recorder import SAMPLES, Record
+from rl.replay.recorder import Record, read_starts
 from rl.rewards.pool import RewardArgs
 from rl.samples.schedule import AsyncSchedule
 
@@ -83,7 +84,7 @@ def read(words: Sequence[str]) -> Replay:
     parser.add_argument("--script", type=Path)
     own, rest = parser.parse_known_args(words[1:])
     record, run_dir = find(Path(words[0]))
-    path, first = begin(record, run_dir, own.from_step or record.steps[0])
+    path, first = begin(record, run_dir, own.from_step or min(record.steps, default=1))
     start = record.start_of(first)
     try:
         script = load_script(own.script or record.directory / start["file"])
@@ -116,31 +117,30 @@ class _Parser(argparse.ArgumentParser):
 
 def find(where: Path) -> tuple[Record, Path]:
     """Return the record and the run's directory, found from either of the two directories."""
-    if (where / SAMPLES).exists():
+    if read_starts(where):
         record = Record(where)
         return record, Path(record.starts[-1]["run"])
     for config in sorted(where.glob("config*.json"), reverse=True):
         if directory := flag_words.renamed(json.loads(config.read_text())["flags"]).get("record_samples"):
             return Record(Path(directory)), where
-    raise UserError(f"{where} is neither a run that was recorded (--record-samples DIR) nor a record ({SAMPLES}).")
+    raise UserError(f"{where} is neither a run that was recorded (--record-samples DIR) nor a record.")
 
 
 def begin(record: Record, run_dir: Path, wanted: int) -> tuple[Path | None, int]:
     """Return the newest checkpoint before the step `wanted`, and the first step after that checkpoint."""
     steps = set(record.steps)
     if wanted not in steps:
-        held = f"holds steps {min(steps)} to {max(steps)}" if steps else "holds no whole step"
+        held = f"holds steps {min(steps)} to {max(steps)}" if steps else "holds no step"
         raise UserError(f"step {wanted} is not in {record.directory}, which {held}.")
     first = wanted
     while first - 1 in steps:
         first -= 1
-    saved = {int(path.name.removeprefix("step_")): path for path in run_dir.glob(STEPS)}
-    for step in sorted((step for step in saved if first - 1 <= step < wanted), reverse=True):
-        if damage(saved[step]) is None:
-            return saved[step], step + 1
+    saved = {step_of(path): path for path in checkpoints(run_dir)}
+    if newest := max((step for step in saved if first - 1 <= step < wanted), default=0):
+        return saved[newest], newest + 1
     if first > 1:
         raise UserError(
-            f"{record.directory} begins with step {first}, and {run_dir} has no whole checkpoint of step {first - 1} or "
+            f"{record.directory} begins with step {first}, and {run_dir} has no checkpoint of step {first - 1} or "
             "later to begin from."
         )
     return None, 1
@@ -218,8 +218,6 @@ def describe(replay: Replay, run_dir: Path, ranks: dist.Ranks) -> list[str]:
     if later := [step for step in record.steps if step > replay.last]:
         why = "with other flags" if replay.last + 1 in later else f"and step {replay.last + 1} is not recorded"
         lines.append(f"the run continued {why}: the rest is replayed by --from-step {later[0]}")
-    if record.lost:
-        lines.append(f"warning: the last {record.lost:,} bytes of {record.directory / SAMPLES} are not a complete step")
     words = ", ".join(f"{flag(name)} {replay.changed[name][1]} (was {replay.changed[name][0]})" for name in replay.off_policy)
     if words:
         lines.append(f"off-policy: the weights that sampled differ from those that train: {words}")
@@ -236,14 +234,13 @@ def describe(replay: Replay, run_dir: Path, ranks: dist.Ranks) -> list[str]:
 
 def compare(ours: Path, theirs: Path, step: int) -> str:
     """Return a line that says whether both runs' checkpoints of the step hold the same weights."""
-    weights = []
-    for run_dir in (ours, theirs):
-        manifest = run_dir / f"step_{step:06d}" / MANIFEST
-        files = json.loads(manifest.read_text())["files"] if manifest.exists() else {}
-        weights.append({name: of for name, of in files.items() if name.endswith(".safetensors") and "/" not in name})
+    name = f"step_{step:06d}"
+    weights = [{file.name: file for file in sorted((run / name).glob("*.safetensors"))} for run in (ours, theirs)]
     if not weights[1]:
         return f"{theirs} has no checkpoint of step {step} to compare with"
-    return f"the weights are {'bit for bit' if weights[0] == weights[1] else 'NOT'} those of {theirs}/step_{step:06d}"
+    same = weights[0].keys() == weights[1].keys()
+    same = same and all(filecmp.cmp(file, weights[1][name], shallow=False) for name, file in weights[0].items())
+    return f"the weights are {'bit for bit' if same else 'NOT'} those of {theirs / name}"
 
 
 if __name__ == "__main__":

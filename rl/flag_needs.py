@@ -79,10 +79,6 @@ def _is_by_token(args) -> bool:
     return losses.ADVANTAGES[args.adv_estimator].by_token
 
 
-def _has_run_to_resume(args) -> bool:
-    return args.experiment_name is not None if args.resume_mode == "auto" else args.resume_mode != "disable"
-
-
 KL_LOSS, KL_REWARD = _with("use_kl_loss"), _with("use_kl_in_reward")
 WEIGHTS = Need("without --rollout-is", lambda args: args.rollout_is is not None, (False,))
 REJECTION = Need("without --rollout-rs", lambda args: bool(args.rejection_criteria))
@@ -170,12 +166,11 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "lm_head_fp32": (Need("where everything is fp32", lambda args: "bfloat16" in (args.dtype, args.rollout_dtype), (False,)),),
     # the record, the job and the schedule
     "project_name": (WANDB,),
-    "resume_anyway": (Need("without --experiment-name or --resume-mode PATH", _has_run_to_resume, (False,)),),
     "push_to": (Need("with --val-only, which trains nothing", lambda args: not args.val_only),),
     "partial_rollout": (STALE,),
 }
 # replay.py repeats only the learner of a recorded run; these flags belong to the parts that it leaves out
-NOT_REPLAYED = {"test_freq", "val_before_train", "log_val_generations", "record_samples", "resume_mode", "resume_anyway"}
+NOT_REPLAYED = {"test_freq", "val_before_train", "log_val_generations", "record_samples", "resume_mode"}
 NOT_REPLAYED |= {"generators", "val_only", "push_to"}
 
 

@@ -342,6 +342,6 @@ class TrainingRun:
                 unfinished = all_gather_groups(self._put_aside)
             if self.samples:
                 self.samples.ask(step)  # the generators answer while the weights are copied
-                self.saver.copy(step)
+                self.saver.copy()
                 state["samples"], groups, unfinished = self.samples.snapshot(step)
             self.saver.save(step, state, groups, unfinished)

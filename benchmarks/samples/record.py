@@ -17,7 +17,7 @@ import numpy as np
 import tyro
 from common import MODES, RESULTS, Rounds, over, run_script, setting, table, words, write
 
-from rl.replay.recorder import SAMPLES, Recorder
+from rl.replay.recorder import Recorder, steps_of
 from rl.samples.group import Group, Response
 
 SIZES = {"512 x 16 x 200": (512, 16, 200), "512 x 16 x 2,000": (512, 16, 2000)}  # prompts, responses, tokens
@@ -42,7 +42,7 @@ def one_run(mode: str, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--total-training-steps", str(steps), "--test-freq", "0", "--record-samples", f"{folder}/record"]
         _, rows = run_script(sys.executable, MODES[mode], *flags)
-        size = (Path(folder) / "record" / SAMPLES).stat().st_size
+        size = sum(file.stat().st_size for file in steps_of(Path(folder, "record")))
     late = [row for row in rows if row["step"] > steps // 5]
     tokens = sum(row["response_length/mean"] * 64 + row["prompt_length/mean"] * 8 for row in rows)  # 8 groups of 8
     return {
@@ -66,7 +66,10 @@ def packing(prompts: int, n: int, length: int) -> dict[str, float]:
             started = time.perf_counter()
             recorder.write(ticket + 1, [group])
             seconds += time.perf_counter() - started
-        return {"ns": 1e9 * seconds / tokens, "bytes": (Path(folder) / "record" / SAMPLES).stat().st_size / tokens}
+        return {
+            "ns": 1e9 * seconds / tokens,
+            "bytes": sum(file.stat().st_size for file in steps_of(Path(folder, "record"))) / tokens,
+        }
 
 
 def main(args: Args) -> None:

@@ -1,7 +1,8 @@
 """The embedded demo: a model of about 1M parameters and two-number additions, made on the spot, nothing downloaded.
 
-`--model demo`, `demo-moe` and `demo-hybrid` are taught here; pictures.py and calculator.py have recipes of their own. Each model is an ordinary Hugging Face directory in a cache folder. It is taught in two phases: right sums first,
-then mostly wrong ones, so that it can add but usually does not. That is what reinforcement learning can correct: a model that
+`--model demo`, `demo-moe` and `demo-hybrid` are taught here; pictures.py and calculator.py have recipes of their own. Each
+model is an ordinary Hugging Face directory in a cache folder. It is taught in two phases: right sums first, then mostly wrong
+ones, so that it can add but usually does not. That is what reinforcement learning can correct: a model that
 had never added right would get no reward to learn from, and one that always did would have nothing to learn.
 """
 
@@ -27,7 +28,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2To
 
 from examples.demo import VERSIONS, directory, is_made
 from rl.errors import UserError
-from rl.hub.names import hub_names
+from rl.hub.names import on_hub
 from rl.ranks import watchdog
 from rl.ranks.device import keep_freed
 
@@ -204,12 +205,9 @@ def save(model: PreTrainedModel, directory: str, tokenizer: Qwen2Tokenizer) -> N
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(directory)
     model.generation_config.save_pretrained(directory)
-    parameters = dict(model.named_parameters())  # tied ones once
     tensors = {}
-    for name, parts in hub_names(model).items():
-        elements = parameters[name].detach().flatten()
-        cut = elements.split([shape.numel() for _, shape in parts])
-        tensors |= {part: of_part.view(shape) for (part, shape), of_part in zip(parts, cut, strict=True)}
+    for name, parameter in model.named_parameters():  # tied ones once
+        tensors |= {part: tensor.contiguous() for part, tensor in on_hub(model, name, parameter.detach()).items()}
     save_file(tensors, Path(directory) / "model.safetensors", metadata={"format": "pt"})
 
 

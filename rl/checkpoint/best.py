@@ -1,110 +1,98 @@
-"""`best` in a run's directory: the Hugging Face files of the saved step that validated best, as links, which take no room.
+"""Which checkpoints stay: the newest ones, and the best one by validation, to which `best` in the run's directory links.
 
-best/best.json has its step and score. `best` outlives its checkpoint: --max-ckpt-to-keep removes no weights that `best` holds.
+best/best.json has the best one's step and score.
 """
 
 import contextlib
 import json
-import math
 import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
-from rl.checkpoint.manifest import MANIFEST, TRAINING, remove
 from rl.record import validations
+
+TRAINING, STATE = "training", "state.json"
+STEPS = "step_" + "[0-9]" * 6
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """Return a run's checkpoints that can be resumed from, oldest first."""
+    return [file.parent.parent for file in sorted(run_dir.glob(f"{STEPS}/{TRAINING}/{STATE}"))]
+
+
+def hidden(checkpoint: Path) -> Path:
+    """Return the directory of a checkpoint that is being written or removed."""
+    return checkpoint.with_name(f".{checkpoint.name}")
 
 
 class Best:
     """Keeps `best` up to date. Scores arrive in the main thread, checkpoints in the saver's."""
 
     def __init__(self, run_dir: Path, is_main: bool):
-        """is_main: other ranks keep nothing."""
+        """is_main: other learners keep nothing."""
         self.run_dir = run_dir
-        self.path = run_dir / "best"
         self.is_main = is_main
+        self.link = run_dir / "best"
         self._scores: dict[int, float] = {}  # by step
         self._lock = threading.RLock()
 
     def resume(self, after: int) -> None:
-        """For a run that resumes after that step, once checkpoints of later steps have been renamed: renames a `best` of a
-        later step, too, and chooses among the remaining checkpoints by the validations that the run has recorded."""
-        if not self.is_main:
-            return
-        work = self.path.with_name("best.partial")
-        if not self.path.exists() and (work / "best.json").exists():  # a kill between removing the old one and renaming
-            os.rename(work, self.path)
-        for left in (work, self.path.with_name("best.removed")):
-            shutil.rmtree(left, ignore_errors=True)
-        if self._kept().get("step", 0) > after:
-            aside = self.path.with_name("best.superseded")
-            shutil.rmtree(aside, ignore_errors=True)
-            os.rename(self.path, aside)
-        self._scores = validations.scores(row for row in validations.read(self.run_dir) if row["step"] <= after)
-        self.keep()
+        """Take the recorded scores up to the step `after`, and link the best remaining checkpoint."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # the record of validations may have lost a line
+            best = json.loads((self.link / "best.json").read_text())
+            self._scores[best["step"]] = float(best["score"])
+        self._scores |= validations.scores(validations.read(self.run_dir))
+        self._scores = {step: score for step, score in self._scores.items() if step <= after}
+        self.update()
 
     def scored(self, step: int, score: float) -> None:
-        """Takes the validation score of the weights after that step."""
+        """Take the validation score of the weights after that step."""
         with self._lock:
             self._scores[step] = score
-            self.keep()
+            self.update()
 
-    def keep(self) -> None:
-        """Links the best of the saved steps, the earliest of equal ones, if it is better than `best`. Warns if that fails."""
+    def update(self) -> Path | None:
+        """Link the best of the saved steps, the earliest of equal ones; return it. Warn if that fails."""
         if not self.is_main:
-            return
+            return None
         with self._lock:
-            saved = [(score, -step) for step, score in self._scores.items() if (self._source(step) / MANIFEST).exists()]
-            score, step = max(saved, default=(-math.inf, 0))
-            if score <= self._kept().get("score", -math.inf):
-                return
+            saved = [path for path in checkpoints(self.run_dir) if step_of(path) in self._scores]
+            best = max(saved, key=lambda path: self._scores[step_of(path)], default=None)
             try:
-                self._link({"step": -step, "score": score})
-            except Exception as error:
-                reason = f"{error!s:.400}"  # copytree lists every file
-                print(
-                    f"warning: step {-step} validated best ({score:.4g}), but {self.path} could not be written: {reason}. "
-                    "Make room, or check its permissions: the next validation or checkpoint tries again.",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                self._link(best)
+            except OSError as error:
+                print(f"warning: {self.link} could not be written: {error}. It is tried again.", file=sys.stderr, flush=True)
+            return best
 
-    @contextlib.contextmanager
-    def settled(self) -> Iterator[None]:
-        """Inside, old checkpoints may be removed: the best one is linked, and nothing is being linked."""
+    def prune(self, newest: int) -> None:
+        """Remove all checkpoints but the newest ones and the best; 0 keeps all."""
         with self._lock:
-            self.keep()
-            yield
+            best = self.update()
+            for path in checkpoints(self.run_dir)[:-newest] if newest else []:
+                if path != best:
+                    with contextlib.suppress(OSError):
+                        _remove(path)
 
-    def _source(self, step: int) -> Path:
-        return self.run_dir / f"step_{step:06d}"
-
-    def _kept(self) -> dict:
-        """The content of best.json; empty if it is missing or damaged."""
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            record = json.loads((self.path / "best.json").read_text())
-            return {"step": int(record["step"]), "score": float(record["score"])}
-        return {}
-
-    def _link(self, record: dict) -> None:
-        work = self.path.with_name("best.partial")
-        shutil.rmtree(work, ignore_errors=True)
-        try:
-            ignored = shutil.ignore_patterns(TRAINING, MANIFEST)
-            shutil.copytree(self._source(record["step"]), work, ignore=ignored, copy_function=_link_or_copy)
-            (work / "best.json").write_text(json.dumps(record))
-        except BaseException:
-            shutil.rmtree(work, ignore_errors=True)
-            raise
-        if self.path.exists():
-            remove(self.path)
-        os.rename(work, self.path)
+    def _link(self, best: Path | None) -> None:
+        if self.link.is_dir() and not self.link.is_symlink():  # a copied run's
+            shutil.rmtree(self.link)
+        if best is None:
+            self.link.unlink(missing_ok=True)
+        elif not self.link.is_symlink() or os.readlink(self.link) != best.name:
+            (best / "best.json").write_text(json.dumps({"step": step_of(best), "score": self._scores[step_of(best)]}))
+            new = self.run_dir / ".best"
+            new.unlink(missing_ok=True)
+            new.symlink_to(best.name)
+            os.replace(new, self.link)
 
 
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)  # a file system without links
+def _remove(checkpoint: Path) -> None:
+    """Rename the checkpoint first, so that a kill leaves nothing that looks like one."""
+    os.rename(checkpoint, hidden(checkpoint))
+    shutil.rmtree(hidden(checkpoint))

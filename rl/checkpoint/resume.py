@@ -2,40 +2,26 @@
 
     runs/<name>/step_000020/            config, tokenizer, weights: AutoModelForCausalLM.from_pretrained loads it
     runs/<name>/step_000020/adapter/    with --lora-rank: the adapter by itself, as peft has it
-    runs/<name>/step_000020/training/   master weights and optimizer moments, a file a learner; state.json; groups
-    runs/<name>/step_000020/manifest.json   every file's size and checksum
-    runs/<name>/best/                   the same Hugging Face files, of the saved step that validated best (links)
+    runs/<name>/step_000020/training/   fp32 weights and optimizer moments, a file a learner; state.json; groups
+    runs/<name>/best                    a link to the saved step that validated best
 
 A learner's file holds its parts of the tensors that training changes, by `<set>.<parameter>`: the set `model` or, with
---lora-rank, only `adapter`, since the rest is read from --model again; then the optimizer's `exp_avg`, `exp_avg_sq`.
-
-Learners share a file system, or each node keeps its learners' files on its own disk and the first node the rest. Any number of
-learners can read them (rl/checkpoint/shard_files.py). Nothing is pickled. The manifest is checked before anything is loaded.
-rl/checkpoint/saver.py writes.
+--lora-rank, only `adapter`, since the rest is read from --model again; then the optimizer's `exp_avg`, `exp_avg_sq`. It is a
+safetensors file that torch.distributed.checkpoint reads, on any number of learners. Nothing is pickled. rl/checkpoint/saver.py
+writes.
 """
 
 import json
-import platform
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import torch.distributed
+from safetensors import SafetensorError
 
-from rl.checkpoint.manifest import (
-    GROUPS,
-    STATE,
-    STEPS,
-    TRAINING,
-    UNFINISHED,
-    check_path,
-    damage_anywhere,
-    read_manifest,
-)
-from rl.checkpoint.shard_files import ShardFiles
-from rl.data.image_prompts import TOWER
+from rl.checkpoint.best import STATE, STEPS, TRAINING, checkpoints
 from rl.errors import UserError
 from rl.learning.learner import Learner
 from rl.ranges import MayChange, Range, check_name
@@ -44,8 +30,8 @@ from rl.record.identity import Identity
 from rl.record.run import Origin
 from rl.samples.group import Group, split_records
 
-# Flags that decide which tensors there are, by the first word of a tensor's name; --optim decides over the moments.
-CAUSES = {"critic": "--adv-estimator and --critic-model", "adapter": "--lora-rank and --lora-target", "model": "--model"}
+GROUPS, UNFINISHED = "groups.bin", "unfinished.bin"
+LAYOUT = 2  # of the files; another one is refused
 
 
 @dataclass
@@ -57,13 +43,11 @@ class CheckpointArgs:
     max_ckpt_to_keep: MayChange[Annotated[int, Range(at_least=0)]] = 3
     """Number of checkpoints to keep, the newest ones; 0 keeps all. The best one by validation is always kept."""
     resume_mode: MayChange[str] = "auto"
-    """auto: resume --experiment-name from its newest checkpoint; disable: start over; or the path of a checkpoint. After a
-    restart by torchrun the job always resumes its own run."""
-    resume_anyway: MayChange[bool] = False
-    """Resume even if the model, the data or a flag that defines the run changed; prints the differences."""
+    """auto: resume --experiment-name from its newest checkpoint, with the same settings; disable: start over; or the path of a
+    checkpoint, also with other settings, which are printed. After a restart by torchrun the job always resumes its own run."""
     push_to: MayChange[str | None] = None
-    """Push the last checkpoint to this repository of the Hugging Face hub, such as my-org/my-model, with a model card that has
-    the run's numbers. A new one is private. Needs `hf auth login` or $HF_TOKEN."""
+    """Push the last checkpoint to this repository of the Hugging Face hub, such as my-org/my-model. A new one is private. Needs
+    `hf auth login` or $HF_TOKEN."""
 
     def check(self) -> None:
         """Raise UserError for a repository whose name no file could have."""
@@ -86,123 +70,131 @@ class Resumed:
 
 
 def resume(args: CheckpointArgs, identity: Identity, learner: Learner, total_steps: int) -> Resumed:
-    """Brings the learner to the step at which the run stopped, if there is one to resume. args: the script's. Raises UserError
-    if it was another run, or if its checkpoints cannot be used. A collective of the learners."""
+    """Bring the learner to the step at which the run stopped, if there is one to resume. args: the script's. Raise UserError if
+    it was another run, or if its checkpoint cannot be used. A collective of the learners."""
     origin = None if args.val_only else find(args, args.output_dir, args.experiment_name)
     if not origin or not origin.checkpoint:
         return Resumed(origin, {}, [], [])
     path = origin.checkpoint
-    record = json.loads(_from_first(path / TRAINING / STATE))
+    record = _read_state(path)
     if origin.step > total_steps:
         raise UserError(
             f"{path}: the run has trained {origin.step} steps already, more than the {total_steps} asked for. Give more "
             "(--total-training-steps, --total-epochs), or start a new run with another --experiment-name."
         )
-    if "identity" not in record:
-        raise UserError(f"{path} was written by an older version, which did not record the run's flags. Start a new run.")
     if learner.ranks.is_main and (lines := identity.check(record["identity"], path)):
-        head = f"warning: {path} resumes with changed settings (--resume-anyway):"
-        print(head, *lines, sep="\n  ", file=sys.stderr, flush=True)
+        print(f"warning: {path} resumes with other settings:", *lines, sep="\n  ", file=sys.stderr, flush=True)
     state = load(path, learner)
-    groups, unfinished = (groups_of(_from_first(path / TRAINING / name)) for name in (GROUPS, UNFINISHED))
+    groups, unfinished = (groups_of((path / TRAINING / name).read_bytes()) for name in (GROUPS, UNFINISHED))
     return Resumed(origin, state, groups, unfinished)
 
 
 def load(path: Path, learner: Learner) -> dict:
-    """Reads the checkpoint into the learner. Returns the state of the run's other parts, by name. Raises UserError if
-    it cannot be used. A collective."""
-    record = json.loads(_from_first(path / TRAINING / STATE))
-    if "updated" not in record["learner"]:
-        raise UserError(f"{path} was written by an older version, which did not count updates. Start a new run.")
-    _load_tensors(path, learner)
+    """Read the checkpoint into the learner. Return the state of the run's other parts, by name. Raise UserError if it cannot be
+    used."""
+    record = _read_state(path)
+    load_tensors(path, learner.state_tensors())
     ranks = record["ranks"]
     learner.restore(record["learner"], ranks[learner.ranks.rank] if learner.ranks.rank < len(ranks) else None)
     return record["state"]
 
 
-def _load_tensors(path: Path, learner: Learner) -> None:
-    """Reads the master weights and moments into the learner's. A collective."""
-    tensors = learner.state_tensors()
-    names = dist.from_main(read_manifest(path))
-    shards = ShardFiles(path, [name for name in names if name.startswith(f"{TRAINING}/shard-")])
-    saved = shards.shapes()
-    wanted = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    if different := [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]:
-        first = different[0]
-        kinds = {name.partition(".")[0] for name in different}
-        flags = next((flags for kind, flags in CAUSES.items() if kind in kinds), "--optim")
-        if all(TOWER in name for name in different):
-            flags = "--freeze-vision-tower"
+def _read_state(path: Path) -> dict:
+    try:
+        record = json.loads((path / TRAINING / STATE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}). Take another checkpoint with --resume-mode PATH.") from None
+    if record.get("layout") != LAYOUT:
         raise UserError(
-            f"{path} does not fit ({first} is {saved.get(first, 'no such tensor')} there and "
-            f"{wanted.get(first, 'no such tensor')} here). Give the {flags} of its run, or start from the first step."
+            f"{path} was written by an older version, in files that this one does not read. Start a new run from its weights: "
+            f"--model {path}, with another --experiment-name."
         )
-    shards.read(tensors)
+    return record
 
 
-def _from_first(file: Path) -> bytes:
-    """The content of a file that only the first node needs to have. A collective."""
-    return dist.bytes_from_main(file.read_bytes() if torch.distributed.get_rank() == 0 else b"")
+def load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Read the fp32 weights and moments into this learner's parts of them, in place. Raise UserError if the checkpoint has
+    others."""
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    try:
+        saved = {name: list(of.size) for name, of in _reader(path).read_metadata().state_dict_metadata.items()}
+        wanted = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        if name := next((name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)), None):
+            there, here = (of.get(name, "no such tensor") for of in (saved, wanted))
+            raise UserError(
+                f"{path} does not fit: {name} is {there} there and {here} here. Give the flags of its run (--model, --optim, "
+                "LoRA's, the critic's, --freeze-vision-tower)."
+            )
+        read_tensors(path, tensors)
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{path / TRAINING} cannot be read ({error}). Take another checkpoint with --resume-mode PATH."
+        ) from None
+
+
+def read_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Read tensors of a checkpoint's training/, whole ones or this rank's parts, in place, whatever their precision."""
+    from torch.distributed import checkpoint as dcp
+
+    with warnings.catch_warnings(action="ignore"):  # that it does not ask other ranks
+        dcp.load(tensors, storage_reader=_reader(path), no_dist=True)
+
+
+def _reader(path: Path):
+    from torch.distributed import checkpoint as dcp  # late: it takes a while to import
+
+    return dcp.HuggingFaceStorageReader(str(path / TRAINING))
 
 
 def find(args: CheckpointArgs, output_dir: str, experiment_name: str | None) -> Origin | None:
-    """The run and the checkpoint to resume from, the same on every rank; None to start over. Raises UserError if the checkpoint
-    that was asked for cannot be used. A collective."""
+    """Return the run and the checkpoint to resume from, the same on every rank; None to start over. Raise UserError if the
+    checkpoint that was asked for is none. A collective."""
     found = _find(args, Path(output_dir), experiment_name) if torch.distributed.get_rank() == 0 else None
-    found = dist.from_main(found and (str(found[0]), [*map(str, found[1])], found[2]))
-    run_dir, steps, is_asked = (Path(found[0]), [*map(Path, found[1])], found[2]) if found else (None, [], False)
-    if is_asked:
-        return Origin(run_dir, check_path(steps[0]))
-    if not steps and (run_dir or (args.resume_mode == "auto" and experiment_name)):
-        _check_elsewhere(run_dir or Path(output_dir) / experiment_name)
-    return Origin(run_dir, _first_whole(run_dir, steps)) if run_dir else None
+    run_dir, path = dist.from_main(found and [str(found.run_dir), found.checkpoint and str(found.checkpoint)]) or (None, None)
+    return Origin(Path(run_dir), path and Path(path)) if run_dir else None
 
 
-def _find(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -> tuple[Path, list[Path], bool] | None:
-    """The run, its checkpoints from newest to oldest, and whether the user asked for this checkpoint."""
+def _find(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -> Origin | None:
     runs = []
     if launch.restarts():  # this job's own run, wherever it began
-        configs = [config for parent in _parents(args, output_dir, experiment_name) for config in parent.glob("*/config*.json")]
+        parents = {output_dir, (output_dir / (experiment_name or "run")).parent}  # names may be nested
+        if args.resume_mode not in ("auto", "disable"):
+            parents.add(Path(args.resume_mode).resolve().parent.parent)
+        configs = [config for parent in parents for config in parent.glob("*/config*.json")]
         configs.sort(key=lambda path: path.stat().st_mtime, reverse=True)
         runs = [path.parent for path in configs if (_read_config(path) or {}).get("job") == launch.job()][:1]
     if not runs and args.resume_mode == "disable":
         return None
     if not runs and args.resume_mode != "auto":
-        path = Path(args.resume_mode).resolve()
-        return path.parent, [path], True
+        return check_path(Path(args.resume_mode))
     if not runs and experiment_name:
         runs = [output_dir / experiment_name]
     for run_dir in runs:
         if any(next(run_dir.glob(trace), None) for trace in ("config*.json", "metrics.jsonl", STEPS)):
             if _read_config(run_dir / "config.json") is None:
                 print(f"warning: {run_dir}/config.json is missing or damaged; the run continues", file=sys.stderr, flush=True)
-            return run_dir, _steps(run_dir), False
+            newest = max(checkpoints(run_dir), default=None)
+            if not newest and next(run_dir.glob(STEPS), None):
+                raise UserError(f"{run_dir}: no checkpoint has its {TRAINING}/{STATE}. Start a new run, under another name.")
+            return Origin(run_dir, newest)
     return None
 
 
-def _parents(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -> set[Path]:
-    """The directories that may hold this job's own run: names may be nested, and --resume-mode may name another place."""
-    named = (output_dir / (experiment_name or "run")).parent
-    of_path = set() if args.resume_mode in ("auto", "disable") else {Path(args.resume_mode).resolve().parent.parent}
-    return {output_dir, named} | of_path
-
-
-def _steps(run_dir: Path) -> list[Path]:
-    return sorted(run_dir.glob(STEPS), reverse=True)
-
-
-def _check_elsewhere(run_dir: Path) -> None:
-    """Raises UserError if other nodes have parts of the run's checkpoints and the first node has none. A collective."""
-    reports = dist.all_gather_values([platform.node(), bool(_steps(run_dir))])
-    if hosts := sorted({host for host, has in reports if has}):
+def check_path(path: Path) -> Origin:
+    """Return the checkpoint that was asked for. Raise UserError if it is none."""
+    path = path.resolve()
+    if not (path / TRAINING / STATE).is_file():
+        raise UserError(f"--resume-mode {path}: no checkpoint is there. Take another, or --resume-mode auto.")
+    if not path.match(STEPS):
         raise UserError(
-            f"{run_dir}: {', '.join(hosts)} has its part of the run's checkpoints, {reports[0][0]} has none. The node whose "
-            "disk has the manifests must come first (--node-rank 0); or give another --experiment-name."
+            f"--resume-mode {path}: a checkpoint's name is step_ and six digits, such as step_000020. Rename it so; move away "
+            "what has that name already."
         )
+    return Origin(path.parent, path)
 
 
 def _read_config(path: Path) -> dict | None:
-    """None if it is missing or damaged."""
+    """Return None if it is missing or damaged."""
     try:
         record = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -210,30 +202,6 @@ def _read_config(path: Path) -> dict | None:
     return record if isinstance(record, dict) else None
 
 
-def _first_whole(run_dir: Path, paths: list[Path]) -> Path | None:
-    """The first of a run's checkpoints whose files are all as they were written; None if nothing was saved. Warns of steps that
-    damage has lost. Raises UserError if there are checkpoints and all are damaged. A collective."""
-    errors = {}
-    for path in paths:
-        if (error := damage_anywhere(path)) is None:
-            if errors:
-                _warn(f"the steps after {int(path.name.removeprefix('step_'))} are trained again")
-            return path
-        errors[path.name] = error
-        _warn(f"checkpoint {path} is damaged: {error}")
-    if errors:
-        raise UserError(
-            f"{run_dir}: every checkpoint of the run is damaged ({', '.join(errors)}; the warnings say how). Put the files "
-            "back, or start a new run, at step 0, with another --experiment-name."
-        )
-    return None
-
-
-def _warn(text: str) -> None:
-    if torch.distributed.get_rank() == 0:
-        print(f"warning: {text}", file=sys.stderr, flush=True)
-
-
 def groups_of(data: bytes) -> list[Group]:
-    """The groups in the bytes of GROUPS or UNFINISHED."""
+    """Return the groups in the bytes of GROUPS or UNFINISHED."""
     return [Group.from_bytes(record) for record in split_records(data)]

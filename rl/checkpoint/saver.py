@@ -1,51 +1,53 @@
-"""Writes a run's checkpoints: in a directory next to their place, in the background, and renamed when complete, so that a kill
-leaves the last good one. rl/checkpoint/resume.py describes their files, and reads them.
+"""Writes a run's checkpoints in the background. Each is written into a hidden directory, which is renamed when it is complete,
+so that a kill at any instruction leaves the checkpoint before. rl/checkpoint/resume.py describes the files, and reads them.
 
-Memory: training continues while a checkpoint is written, so each learner holds a copy of the tensors that training changes,
-its shards of the master weights and of AdamW's two moments: 12 bytes a parameter, from the first save on. All files are written
-from that copy, a few pieces of PIECE_BYTES at a time. No copy is made for the last save, nor if memory is short: then training
-waits.
+Training continues meanwhile, so learners first copy their shards of what training changes to host memory, 12 bytes a parameter
+in all. If memory is short, nothing is copied, and training waits. The first learner then makes the model's files of the shards'
+files, and of --model where training changes nothing. Files are written by safetensors, which needs no memory; the writer of
+torch.distributed.checkpoint, which reads them, would hold each file in memory twice more.
 """
 
 import json
-import math
 import os
-import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
-from rl.adapters import files as adapter_files
 from rl.background import in_background
-from rl.checkpoint.best import Best
-from rl.checkpoint.exports import Export, exports_of
-from rl.checkpoint.manifest import GROUPS, STATE, STEPS, TRAINING, UNFINISHED, make_empty, remove, rename, write_manifest
-from rl.checkpoint.resume import CheckpointArgs
-from rl.checkpoint.shard_files import Files, header
+from rl.checkpoint.best import STATE, STEPS, TRAINING, Best, hidden, step_of
+from rl.checkpoint.resume import GROUPS, LAYOUT, UNFINISHED, CheckpointArgs, read_tensors
 from rl.data.image_prompts import ImagePrep
 from rl.errors import UserError
-from rl.hub.tensor_writer import TensorFile, piece_sizes, pieces
+from rl.hub.names import on_hub
+from rl.hub.tensor_reader import INDEX, find, stored_tensors
 from rl.learning.learner import Learner
+from rl.model.attention import dtype_of, linear_layers
+from rl.model.loading import MTP, open_weights
 from rl.model.pretrained import GENERATION
-from rl.model.shards import Block, as_it_is, blocks_of_all_ranks, local
+from rl.model.shards import Block, as_it_is, local
 from rl.ranks import dist, host, launch, watchdog
 from rl.ranks.device import HOST_BACKEND
 from rl.record.identity import Identity
 from rl.record.run import Origin, Run
-from rl.samples.group import Group, join_records
+from rl.samples.group import Group
+from rl.transport.records import join_records
 
-SPARE = 1.25  # a copy is made if this many times its size is free: the run itself may still grow
+SPARE = 1.25  # copies are made if this many times their size is free: the run itself may still grow
+FILE_BYTES = 5 << 30  # of a file's tensors
+READ_BYTES = 256 << 20  # of tensors that are read at once
+Tensors = Iterable[tuple[str, torch.Tensor]]
 
 
 class Saver:
-    """Saves on all learners together. `save` copies the tensors that training changes and returns; a thread writes them."""
+    """Saves on all learners together. `save` copies what is to be written and returns; a thread writes it."""
 
     def __init__(
         self,
@@ -57,279 +59,271 @@ class Saver:
         origin: Origin | None,
         prep: ImagePrep | None = None,
     ):
-        """Renames checkpoints of later steps than the origin's, which the run will train again. A collective."""
-        self.args, self.run, self.learner, self.tokenizer = args, run, learner, tokenizer
+        """Rename checkpoints of later steps than the origin's, which the run will train again. Raise UserError if a node does
+        not see the run's directory. A collective."""
+        self.args, self.run, self.learner, self.tokenizer, self._prep = args, run, learner, tokenizer, prep
         self._identity = identity.record if learner.ranks.is_main else None
         self.run_dir = Path(dist.from_main(str(run.dir)))  # the first learner's counts
-        self._own_disk = self._find_own_disk()  # the node's name, if it does not share the first one's
-        # Whether this learner makes, renames and removes directories on its disk.
-        self._clears = learner.ranks.is_main or bool(self._own_disk and launch.here().local_rank == 0)
+        if not all(dist.all_gather_values(dist.sees_main(self.run_dir))):
+            raise UserError(
+                f"--output-dir: not all nodes see {self.run_dir.absolute()}. Give a directory that all nodes share."
+            )
         # A group of its own, so that the thread's messages do not mix with those of training.
         self._group = torch.distributed.new_group(backend=HOST_BACKEND) if learner.ranks.world_size > 1 else None
-        self._exports = exports_of(learner)
-        learner.policy.reshard()
-        named = {f"{of.of}.{name}": learner.policy.model.get_parameter(name) for of in self._exports for name in of.names}
-        self._blocks = blocks_of_all_ranks(named)
-        # Frozen tensors are exported, too. FSDP keeps their memory in place.
-        self._frozen = {key: local(parameter.data) for key, parameter in named.items() if not parameter.requires_grad}
-        self._prep = prep
-        self._places: dict[str, Block] = {}  # this learner's part of each tensor that training changes
-        self._change = as_it_is  # adds adapters to the weights
+        config = learner.config
+        self._dtype = config.dtype or config.get_text_config().dtype or torch.float32  # of the model's files
+        self._further_tokens = _further_tokens(learner.path) if learner.ranks.is_main and linear_layers(config) else {}
         # Copies go into the same memory at every save: fresh memory costs a page fault every 4 KB.
         self._copies: dict[str, torch.Tensor] = {}
-        self._state: dict[str, torch.Tensor] | None = None  # for the next save: the copies, or the tensors themselves
-        self._was_short = False  # whether memory was short at some save
-        self._leaving = False
+        self._next: dict[str, torch.Tensor] | None = None  # the shards of the next save
+        self._waits = False  # whether training waits while the next save is written
         self._saving: Future | None = None  # the thread that writes a checkpoint
-        self._moved = 0  # pieces that it has written or sent
+        self._files = 0  # that it has written
         self.best = Best(self.run_dir, learner.ranks.is_main)
         self.step = origin.step if origin else 0  # the last step that was saved
         self.error = ""  # of the last save; empty if it succeeded
-        if origin and self._clears:
+        if origin and learner.ranks.is_main:
             self._set_aside(after=origin.step)
-        if origin:
             self.best.resume(after=origin.step)
 
     def save(self, step: int, state: dict, groups: Sequence[Group] = (), unfinished: Sequence[Group] = ()) -> None:
-        """Begins to write the checkpoint of a step once the one before is complete. A collective of the learners. state: JSON;
+        """Begin to write the checkpoint of a step once the one before is complete. A collective of the learners. state: JSON;
         groups: samples not trained yet; unfinished: groups still being generated; both whole on the first learner. A checkpoint
         that cannot be written leaves nothing behind; training continues and `finish` reports it."""
-        if self._state is None:
-            self.copy(step)
-        tensors = self._state
-        self._state = None
+        if self._next is None:
+            self.copy()
+        shards, self._next = self._next, None
         self.step = step
-        target = self.run_dir / f"step_{step:06d}"
-        work = target.with_name(f"{target.name}.partial")
-        if error := self._first_error(lambda: make_empty(work), acts=self._clears):
-            self._give_up(step, work, error)
-            return
         ranks = dist.all_gather_values(self.learner.rank_state())
-        record = {"step": step, "state": state, "learner": self.learner.state(), "identity": self._identity, "ranks": ranks}
-        files = {}
-        if self.learner.ranks.is_main:
-            files = {
-                STATE: json.dumps(record).encode(),
-                GROUPS: join_records([group.to_bytes() for group in groups]),
-                UNFINISHED: join_records([group.to_bytes() for group in unfinished]),
-            }
-        self._saving = in_background(lambda: self._complete(step, work, target, tensors, files), "save")
-        if not self._is_last(step) and tensors is not self._copies:
-            self.wait()  # before training changes them
+        record = {"layout": LAYOUT, "step": step, "state": state, "learner": self.learner.state(), "ranks": ranks}
+        files = {STATE: json.dumps(record | {"identity": self._identity}).encode()}
+        files |= {
+            name: join_records([group.to_bytes() for group in of]) for name, of in ((GROUPS, groups), (UNFINISHED, unfinished))
+        }
+        if self._waits:
+            self._complete(step, shards, files)
+        else:
+            self._saving = in_background(lambda: self._complete(step, shards, files), "save")
 
-    def copy(self, step: int) -> None:
-        """The part of `save` that reads the weights, which may be called earlier: waits for the checkpoint before, then copies
-        weights and moments if needed and possible. A collective of the learners."""
+    def copy(self) -> None:
+        """The part of `save` that reads the weights, which may be called earlier: wait for the checkpoint before, then copy
+        weights and moments if memory allows. A collective of the learners."""
         self.wait()
         sharded = self.learner.state_tensors()
-        self._places = self._places or {name: Block.of(tensor) for name, tensor in sharded.items()}
-        self._state = live = {name: local(tensor) for name, tensor in sharded.items()}
-        if not self._is_last(step) and self._has_room(live):
-            for name, tensor in live.items():
+        self._offsets = {name: Block.of(tensor).offset for name, tensor in sharded.items()}
+        shards = {name: local(tensor) for name, tensor in sharded.items()}
+        self._waits = not self._has_room(sum(tensor.nbytes for tensor in shards.values()))
+        if not self._waits:
+            for name, tensor in shards.items():
                 if name not in self._copies:
                     self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
                 self._copies[name].copy_(tensor)
-            self._state = self._copies
-        if adapters := self.learner.adapters:
-            held, own = ({name: of[f"adapter.{name}"] for name in adapters.tensors} for of in (sharded, self._state))
-            a = adapters.whole_a(held, self.learner.ranks.device)
-            self._change = adapters.merge({name: tensor.cpu() for name, tensor in a.items()}, own)
+            shards = self._copies
+        self._next = shards
 
     def wait(self) -> None:
-        """Returns when the last save is complete, or has failed. Raises the thread's error if another learner has exited."""
+        """Return when the last save is complete, or has failed. Raise the thread's error if another learner has exited."""
         if not self._saving:
             return
         while not self._saving.done():
-            before = self._moved
+            before = self._files
             wait([self._saving], timeout=1.0)
-            if self._moved > before:
+            if self._files > before:
                 watchdog.progress()
         self._saving.result()
         self._saving = None
 
     def finish(self, step: int) -> Path:
-        """Waits for the checkpoint of that step, the last one, and returns it. Raises UserError if it could not be written."""
+        """Wait for the checkpoint of that step, the last one, and return it. Raise UserError if it could not be written."""
         self.wait()
         if self.error:
-            newest = max(self.run_dir.glob(STEPS), default=None)
-            again = f"with --resume-mode {newest}" if newest else "from the beginning, since no other checkpoint is there"
             raise UserError(
                 f"--output-dir {self.run_dir.parent}: the last checkpoint, of step {step}, could not be written: {self.error}. "
-                f"Make room, then run the same command again {again}."
+                "Make room, then run the same command again: it resumes from the newest checkpoint."
             )
         return self.run_dir / f"step_{step:06d}"
 
     def save_last(self, step: int, save: Callable[[int], None]) -> Path | None:
-        """Saves that step, after which nothing is trained, unless it is saved already, and waits for it. Returns the
-        checkpoint; None if nothing was trained."""
-        self._leaving = True
+        """Save that step, after which nothing is trained, unless it is saved already, and wait for it. Return the checkpoint;
+        None if nothing was trained."""
         if step > self.step:
             save(step)
         return self.finish(step) if step else None
 
     # ------------------------------------------------------------------------------------------- before the thread
 
-    def _is_last(self, step: int) -> bool:
-        """True if nothing changes the weights after this step's save."""
-        return step >= self.run.total_steps or self._leaving
-
-    def _has_room(self, live: dict[str, torch.Tensor]) -> bool:
-        """True if every learner has the memory for its copies; otherwise prints a line, once. A collective."""
-        missing = sum(tensor.nbytes for name, tensor in live.items() if name not in self._copies)
-        reports = dist.all_gather_values([platform.node(), missing, host.available_memory()])
-        for node in {node for node, _, _ in reports}:
-            need = SPARE * sum(size for name, size, _ in reports if name == node)
-            free = min(free for name, _, free in reports if name == node)
-            if need > free:
-                if not self._was_short:
-                    self.run.say(
-                        f"checkpoints: {node} has {free / 2**30:.1f} GB of memory free, too little for the copies that let "
-                        f"training continue meanwhile ({need / 2**30:.1f} GB): each is written while training waits"
-                    )
-                self._was_short = True
-                return False
-        return True
+    def _has_room(self, shards: int) -> bool:
+        """Return whether all learners have the memory for their copies; otherwise print a line. shards: bytes of this one's. A
+        collective."""
+        if self._copies:
+            return True
+        learners = min(launch.here().local_world_size, self.learner.ranks.world_size)  # at most, of this node
+        need = SPARE * learners * shards
+        short = any(dist.all_gather_values(need > host.available_memory()))
+        if short and not self._waits:
+            self.run.say(f"checkpoints: {need / 2**30:.1f} GB for copies are not free: training waits while each is written")
+        return not short
 
     def _set_aside(self, after: int) -> None:
-        for path in [*self.run_dir.glob("step_*.partial"), *self.run_dir.glob("step_*.removed")]:  # what a kill has left
-            shutil.rmtree(path, ignore_errors=True)
+        for left in self.run_dir.glob(f".{STEPS}"):  # what a kill has left
+            shutil.rmtree(left, ignore_errors=True)
         for path in self.run_dir.glob(STEPS):
-            if int(path.name.removeprefix("step_")) > after:
+            if step_of(path) > after:
                 aside = path.with_name(f"{path.name}.superseded")
                 shutil.rmtree(aside, ignore_errors=True)
                 os.rename(path, aside)
 
     # ------------------------------------------------------------------------------------------------- the thread
 
-    def _complete(self, step: int, work: Path, target: Path, tensors: dict, files: dict[str, bytes]) -> None:
-        self.error = self._write(work, target, tensors, files)  # raises only if a collective does: another learner has exited
-        if self.error:
-            self._give_up(step, work, self.error)
-
-    def _write(self, work: Path, target: Path, tensors: dict[str, torch.Tensor], files: dict[str, bytes]) -> str:
-        """Writes the whole checkpoint. Returns the error of the first learner that has one, or "". A collective."""
+    def _complete(self, step: int, shards: dict[str, torch.Tensor], files: dict[str, bytes]) -> None:
+        """Write the whole checkpoint, and rename it. Raises only if a collective does: another learner has exited."""
+        target = self.run_dir / f"step_{step:06d}"
+        work = hidden(target)
         ranks = self.learner.ranks
-        written = {}
-        shard = f"{TRAINING}/shard-{ranks.rank + 1:05d}-of-{ranks.world_size:05d}.safetensors"
-        error = _attempt(lambda: written.update({shard: self._write_shard(work / shard, tensors)}))
-        reports = self._gather([written, self._own_disk, error])
-        if error := next((error for *_, error in reports if error), ""):
-            return error
-        for export in self._exports:
-            stream = self._stream(export, tensors | self._frozen)
-            if ranks.is_main and not error:
-                error = _attempt(lambda export=export, stream=stream: written.update(export.write(work, stream)))
-            for _ in stream:
-                pass  # even if writing failed, since the others still send
-        if ranks.is_main and not error:
-            error = _attempt(lambda: self._complete_files(work, files, written, reports))
-        if error := self._gather(error)[0]:
-            return error
-        # The first learner renames last: its directory has the manifest, which makes the checkpoint complete.
-        for is_turn in (self._clears and not ranks.is_main, ranks.is_main):
-            if error := self._first_error(lambda: rename(work, target), acts=is_turn, group=self._group):
-                return error
-        saved = [path.name for path in sorted(self.run_dir.glob(STEPS))] if ranks.is_main else []
-        old = saved[: -self.args.max_ckpt_to_keep] if self.args.max_ckpt_to_keep else []
-        doomed = [self.run_dir / name for name in self._gather(old)[0]]
-        with self.best.settled():
-            for path in doomed:
-                if self._clears and path.is_dir():
-                    _attempt(lambda path=path: remove(path))
-        return ""
-
-    def _first_error(self, act: Callable[[], object], acts: bool, group: torch.distributed.ProcessGroup | None = None) -> str:
-        """The error of the first learner for which the act fails, or "". acts: whether this learner acts. A collective."""
-        return next(filter(None, dist.all_gather_values(_attempt(act) if acts else "", group)), "")
-
-    def _find_own_disk(self) -> str:
-        """This node's name if it does not share the first one's directory, or "". A collective. Raises UserError."""
-        own = "" if dist.sees_main(self.run_dir) else platform.node()
-        if error := self._first_error(lambda: self.run_dir.mkdir(parents=True, exist_ok=True), acts=bool(own)):
-            raise UserError(
-                f"--output-dir: a node that does not see what the first one writes into {self.run_dir.absolute()} cannot keep "
-                f"its part of the checkpoints there: {error}. Give a directory that all share, or one on every node's disk."
+        stem = work / TRAINING / f"shard-{ranks.rank + 1:05d}-of-{ranks.world_size:05d}"
+        self.error = self._first_error(lambda: _make_empty(work), acts=ranks.is_main)
+        self.error = self.error or self._first_error(lambda: self._write_shards(stem, shards))
+        self.error = self.error or self._first_error(lambda: self._finish(work, target, files), acts=ranks.is_main)
+        if self.error and ranks.is_main:
+            shutil.rmtree(work, ignore_errors=True)
+            print(
+                f"warning: the checkpoint of step {step} could not be written: {self.error}. Training continues.",
+                file=sys.stderr,
             )
-        if hosts := sorted({name for name in dist.all_gather_values(own) if name}):
-            self.run.say(
-                f"checkpoints: {', '.join(hosts)} does not share {self.run_dir.absolute()}: each node keeps its learners' part "
-                "on its own disk, and all are needed to resume"
-            )
-        return own
 
-    def _gather(self, value: Any) -> list:
-        return dist.all_gather_values(value, self._group)
+    def _first_error(self, act: Callable[[], object], acts: bool = True) -> str:
+        """Return the error of the first learner for which the act fails, in a line, or "". acts: whether this learner acts. A
+        collective."""
+        error = ""
+        try:
+            if acts:
+                act()
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}".splitlines()[0]
+        return next(filter(None, dist.all_gather_values(error, self._group)), "")
 
-    def _write_shard(self, path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, str]:
-        """This learner's part of the weights and moments, as torch reads it. Returns (size, checksum)."""
-        file = TensorFile(path, [(key, tensor.dtype, tensor.shape) for key, tensor in tensors.items()], header(self._places))
-        for tensor in tensors.values():
-            for piece in pieces(tensor, tensor.dtype):
-                file.write(piece)
-                self._moved += 1
-        return file.close()
+    def _write_shards(self, stem: Path, shards: dict[str, torch.Tensor]) -> None:
+        def places(names: Iterable[str]) -> dict[str, str]:
+            """The header by which torch.distributed.checkpoint.HuggingFaceStorageReader finds the tensors' parts."""
+            offsets = {name: {"saved_offsets": self._offsets[name]} for name in names}
+            return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
 
-    def _stream(self, export: Export, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-        """On the first learner, an export's whole tensors in its order, in pieces; others send their shards. A collective."""
-        for name in export.names:
-            key = f"{export.of}.{name}"
-            for rank in sorted(range(len(self._blocks)), key=lambda rank, key=key: self._blocks[rank][key].offset):
-                own = self._change(name, tensors[key]) if rank == self.learner.ranks.rank else None
-                yield from self._stream_shard(rank, key, own, export.dtypes[name])
+        self._write_files(stem, ((name, tensor) for name, tensor in shards.items() if tensor.numel()), places)
 
-    def _stream_shard(self, rank: int, key: str, own: torch.Tensor | None, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """On the first learner, the part of a tensor that learner `rank` has and sends, `own`."""
-        ranks = self.learner.ranks
-        if rank == ranks.rank:
-            for piece in pieces(own, dtype):
-                self._moved += 1
-                if ranks.is_main:
-                    yield piece
-                else:
-                    torch.distributed.send(piece.view(torch.uint8), group=self._group, group_dst=0)
-        elif ranks.is_main:
-            for size in piece_sizes(math.prod(self._blocks[rank][key].shape), dtype):
-                piece = torch.empty(size, dtype=dtype)
-                torch.distributed.recv(piece.view(torch.uint8), group=self._group, group_src=rank)
-                self._moved += 1
-                yield piece
+    def _finish(self, work: Path, target: Path, files: dict[str, bytes]) -> None:
+        """Once all shards are written: write all other files, bring them to disk, rename the checkpoint, and make room."""
+        self._write_model(work)
+        self._write_small(work, files)
+        for path in sorted(work.rglob("*"), reverse=True):  # directories after their files
+            if path.suffix != ".safetensors":
+                _to_disk(path)
+        _to_disk(work)
+        os.rename(work, target)
+        _to_disk(self.run_dir)
+        self.best.prune(self.args.max_ckpt_to_keep)
 
-    def _complete_files(self, work: Path, files: dict[str, bytes], written: Files, reports: list) -> None:
-        """Adds the small files and the manifest. reports: each learner's files, and its node if that has its own disk. Raises
-        OSError if another learner's file is missing on this disk."""
-        for of_rank, node, _ in reports:
-            for name, (size, digest) in of_rank.items():
-                if not node and (not (work / name).is_file() or (work / name).stat().st_size != size):
-                    raise FileNotFoundError(
-                        f"{work / name} is not there as its learner wrote it: all learners must see the same --output-dir"
-                    )
-                written[name] = (size, digest, node) if node else (size, digest)
+    def _write_model(self, work: Path) -> None:
+        """Write the adapters, if any, and the model with these added, whole and under the hub's names, with an index if there
+        are several files."""
+        change = self._write_adapter(work) if self.learner.adapters else as_it_is
+
+        def named() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in self._whole(work):
+                tensor = change(name, tensor).to(dtype_of(name, self._dtype))
+                yield from on_hub(self.learner.policy.model, name, tensor).items()
+            yield from self._further_tokens.items()
+
+        written = self._write_files(work / "model", named(), lambda _: {"format": "pt"})
+        if len(written) > 1:
+            names = [f"model-{number:05d}-of-{len(written):05d}.safetensors" for number in range(1, len(written) + 1)]
+            for (file, _), name in zip(written, names, strict=True):
+                file.rename(work / name)
+            index = {part: name for (_, parts), name in zip(written, names, strict=True) for part in parts}
+            size = sum((work / name).stat().st_size for name in names)
+            (work / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=2))
+
+    def _whole(self, work: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, whole tensor) of the model's parameters without adapters."""
+        named = self.learner.parameters
+        trained = {name: f"model.{name}" for name in named if f"model.{name}" in self._offsets}
+        shapes = ((name, torch.empty(named[name].shape, device="meta", dtype=dtype_of(name, self._dtype))) for name in trained)
+        for part in _in_parts(shapes, READ_BYTES):
+            whole = {name: torch.empty_like(tensor, device="cpu") for name, tensor in part.items()}
+            read_tensors(work, {trained[name]: tensor for name, tensor in whole.items()})
+            yield from whole.items()
+        if frozen := [name for name in named if name not in trained]:
+            weights = open_weights(self.learner.path, self.args.trust_remote_code, say=False)
+            yield from ((name, weights.whole(name)) for name in frozen)
+
+    def _write_adapter(self, work: Path) -> Callable[[str, torch.Tensor], torch.Tensor]:
+        """Write the adapters in peft's format. Return a function that adds them: (name, weight) -> weight."""
+        from rl.adapters import files  # late: other runs do not need it
+
+        adapters = self.learner.adapters
+        model = self.learner.policy.model
+        whole = {name: torch.empty(model.get_parameter(name).shape) for name in adapters.tensors}
+        read_tensors(work, {f"adapter.{name}": tensor for name, tensor in whole.items()})
+        directory = work / files.DIRECTORY
+        directory.mkdir()
+        save_file({files.stored_name(name): tensor for name, tensor in whole.items()}, directory / files.TENSORS)
+        _to_disk(directory / files.TENSORS)
+        files.write_config(directory, adapters.setting, adapters.names, model, self.learner.path)
+        return adapters.merge(whole, whole)
+
+    def _write_small(self, work: Path, files: dict[str, bytes]) -> None:
         self.learner.config.save_pretrained(work)
         # save_pretrained would refuse what it has read, such as a temperature without do_sample.
         self.learner.policy.model.generation_config.to_json_file(work / GENERATION, keys_to_pop=["compile_config"])
         self.tokenizer.save_pretrained(work)
         if self._prep:
             self._prep.save(work)
-        if adapters := self.learner.adapters:
-            directory = work / adapter_files.DIRECTORY
-            model = self.learner.policy.model
-            adapter_files.write_config(directory, adapters.setting, adapters.names, model, self.learner.path)
         for name, content in files.items():
             (work / TRAINING / name).write_bytes(content)
-        write_manifest(work, written)
 
-    def _give_up(self, step: int, work: Path, error: str) -> None:
-        self.error = error
-        if self._clears:
-            shutil.rmtree(work, ignore_errors=True)
-        if self.learner.ranks.is_main:
-            print(f"warning: the checkpoint of step {step} could not be written: {error}. Training continues.", file=sys.stderr)
+    def _write_files(self, stem: Path, tensors: Tensors, header: Callable) -> list[tuple[Path, list[str]]]:
+        """Write the tensors to files of up to FILE_BYTES. Return each file with the names of its tensors. header: names -> the
+        metadata of their file."""
+        out = []
+        for number, named in enumerate(_in_parts(tensors, FILE_BYTES)):
+            file = stem.with_name(f"{stem.name}{f'-{number}' * bool(number)}.safetensors")
+            save_file(named, file, header(named))
+            _to_disk(file)
+            out.append((file, list(named)))
+            self._files += 1
+        return out
 
 
-def _attempt(act: Callable[[], object]) -> str:
-    """Makes the call. Returns its error on one line, or ""."""
+def _in_parts(tensors: Tensors, most: int) -> Iterator[dict[str, torch.Tensor]]:
+    part = {}
+    size = 0
+    for name, tensor in tensors:
+        if part and size + tensor.nbytes > most:
+            yield part
+            part = {}
+            size = 0
+        part[name] = tensor.contiguous()
+        size += tensor.nbytes
+    yield part
+
+
+def _further_tokens(path: str) -> dict[str, torch.Tensor]:
+    """Return the weights in the model's files that predict further tokens, which the model lacks. The files stay mapped."""
+    out = {}
+    for name, of in (stored_tensors(path) or {}).items():
+        if name.startswith(MTP):
+            with safe_open(find(path, of.span.file), "pt") as file:
+                out[name] = file.get_tensor(name)
+    return out
+
+
+def _make_empty(work: Path) -> None:
+    shutil.rmtree(work, ignore_errors=True)
+    (work / TRAINING).mkdir(parents=True)
+
+
+def _to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
-        act()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-    return ""
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -12,7 +12,6 @@ from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -23,26 +22,12 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-Parts = list[tuple[str, torch.Size]]  # (name, shape), end to end
 
-
-def hub_names(model: nn.Module) -> dict[str, Parts]:
-    """Each parameter's name in memory -> the tensors on the hub that have its elements, in their order. model: of transformers.
-    A parameter that would also be transposed, for example, keeps its name and shape, since transformers reads either form."""
+def on_hub(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors that the hub's files have instead of the model's parameter `name`, by name."""
     model._weight_conversions = None  # of the files that it was read from; without them transformers takes the hub's
-    return {name: _parts(model, name, parameter.shape) for name, parameter in model.named_parameters()}
-
-
-def _parts(model: nn.Module, name: str, shape: torch.Size) -> Parts:
-    parts = revert_weight_conversion(model, {name: torch.empty(shape, device="meta")})
-    if len(parts) == 1:
-        return [(name, shape)]
-    small = (*shape[:-2], 4, 3)  # cut in the same way; each element is its own number
-    numbered = revert_weight_conversion(model, {name: torch.arange(math.prod(small)).view(small)})
-    ordered = sorted(numbered, key=lambda part: int(numbered[part].flatten()[0]))
-    if not torch.equal(torch.cat([numbered[part].flatten() for part in ordered]), torch.arange(math.prod(small))):
-        return [(name, shape)]
-    return [(part, parts[part].shape) for part in ordered]
+    parts = revert_weight_conversion(model, {name: tensor})
+    return parts if len(parts) > 1 else {name: tensor}
 
 
 # ---------------------------------------------------------------------------------------------------------- reading

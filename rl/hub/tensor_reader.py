@@ -1,11 +1,6 @@
-"""A model's weights in its safetensors files: the tensors of each file, and any span of a tensor's elements.
-
-Files are read, not mapped: their bytes stay in the system's cache, and a process holds one piece of PIECE_BYTES.
-"""
+"""A model's weights in its safetensors files: the tensors of each file, and any span of a tensor's elements."""
 
 import json
-import os
-import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,23 +11,22 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
 from rl.errors import UserError
-from rl.hub.tensor_writer import PIECE_BYTES, TYPES
 from rl.ranks import watchdog
 
 # of each file of weights
 SAMPLES = 64
 SAMPLE_BYTES = 1 << 16
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-DTYPES = {word: dtype for dtype, word in TYPES.items()}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8}
 REMEDY = "Copy or download the files again."
 
 
 class FileSpan(NamedTuple):
-    """Consecutive elements in a file."""
+    """The elements of a tensor in a file."""
 
     file: str
+    name: str
     dtype: str  # in the words of safetensors
-    begin: int  # byte in the file
     elements: int
 
 
@@ -94,43 +88,31 @@ def read_index(file: Path) -> dict[str, str]:
 
 
 def _stored_in(file: Path, where: str) -> dict[str, Stored]:
+    out = {}
     try:
-        with safe_open(file, "pt"):  # checks that the header and the file's length fit together
-            pass
-        return read_header(file)[0]
+        with safe_open(file, "pt") as handle:  # checks that the header and the file's length fit together
+            for name in handle.keys():  # noqa: SIM118
+                tensor = handle.get_slice(name)
+                shape = torch.Size(tensor.get_shape())
+                out[name] = Stored(FileSpan(file.name, name, tensor.get_dtype(), shape.numel()), shape)
     except (SafetensorError, OSError, ValueError) as error:
         size = f", {file.stat().st_size:,} bytes long" if file.exists() else ""
         raise UserError(f"{where}: {file.name}{size}, cannot be read ({error}). {REMEDY}") from None
-
-
-def read_header(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
-    """The tensors in a safetensors file by name, and the metadata of its header."""
-    with open(file, "rb") as handle:
-        (length,) = struct.unpack("<Q", handle.read(8))
-        header = json.loads(handle.read(length))
-    words = header.pop("__metadata__", {})
-    out = {}
-    for name, of in header.items():
-        shape = torch.Size(of["shape"])
-        out[name] = Stored(FileSpan(file.name, of["dtype"], 8 + length + of["data_offsets"][0], shape.numel()), shape)
-    return out, words
+    return out
 
 
 class Reader:
-    """Reads spans of elements from open files."""
+    """Reads spans of elements from open files, which are mapped: their bytes stay in the system's cache."""
 
     def __init__(self, files: dict[str, Path]):
         """files: by the names that spans have for them."""
-        self._open = {name: open(file, "rb", buffering=0) for name, file in files.items()}  # noqa: SIM115
-        self._piece = bytearray(PIECE_BYTES)
+        self._open = {name: safe_open(file, "pt") for name, file in files.items()}
 
     def close(self) -> None:
-        for file in self._open.values():
-            file.close()
+        self._open.clear()
 
     def read(self, spans: Sequence[FileSpan], out: torch.Tensor, first: int = 0) -> None:
-        """Fills `out` [n], of any precision and device, with the elements of the spans, end to end, from number `first` on.
-        Raises UserError if a file has become shorter."""
+        """Fill `out` [n], of any precision and device, with the elements of the spans, end to end, from number `first` on."""
         position = 0  # of the span's first element among all
         for span in spans:
             start = max(first, position)
@@ -140,15 +122,9 @@ class Reader:
             position += span.elements
 
     def _read(self, span: FileSpan, skip: int, out: torch.Tensor) -> None:
-        dtype = DTYPES[span.dtype]
-        file = self._open[span.file]
-        place = span.begin + skip * dtype.itemsize
-        for part in out.split(PIECE_BYTES // dtype.itemsize):
-            left = memoryview(self._piece)[: len(part) * dtype.itemsize]
-            while left:
-                if not (got := os.preadv(file.fileno(), [left], place)):
-                    raise UserError(f"{file.name}: cannot be read: it has become shorter. {REMEDY}")
-                place = place + got
-                left = left[got:]
-            part.copy_(torch.frombuffer(self._piece, dtype=dtype, count=len(part)))
-            watchdog.progress()
+        tensor = self._open[span.file].get_slice(span.name)
+        rows, *_ = tensor.get_shape() or [1]
+        width = span.elements // rows
+        part = tensor[skip // width : -(-(skip + len(out)) // width)] if tensor.get_shape() else tensor[...]
+        out.copy_(part.reshape(-1)[skip % width :][: len(out)])
+        watchdog.progress()

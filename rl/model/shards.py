@@ -59,26 +59,9 @@ class Block:
         shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         return Block(tuple(offset), tuple(shape))
 
-    @property
-    def end(self) -> tuple[int, ...]:
-        return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
-
-    def common(self, other: "Block") -> "Block | None":
-        """The part that both have; None if there is none."""
-        offset = tuple(map(max, self.offset, other.offset))
-        shape = tuple(min(a, b) - o for a, b, o in zip(self.end, other.end, offset, strict=True))
-        return Block(offset, shape) if min(shape, default=1) > 0 else None
-
-    def slices(self, inside: "Block | None" = None) -> tuple[slice, ...]:
-        """The place of this block in another one, or in the whole tensor."""
-        begins = [o - i for o, i in zip(self.offset, inside.offset if inside else (0,) * len(self.offset), strict=True)]
-        return tuple(slice(begin, begin + n) for begin, n in zip(begins, self.shape, strict=True))
-
-
-def blocks_of_all_ranks(named: dict[str, torch.Tensor]) -> list[dict[str, Block]]:
-    """For each rank, its part of each tensor by name. A collective of all ranks."""
-    own = {name: astuple(Block.of(tensor)) for name, tensor in named.items()}
-    return [{name: Block(*map(tuple, block)) for name, block in of_rank.items()} for of_rank in all_gather_values(own)]
+    def slices(self) -> tuple[slice, ...]:
+        """The place of this block in the whole tensor."""
+        return tuple(slice(begin, begin + n) for begin, n in zip(self.offset, self.shape, strict=True))
 
 
 BUCKET_BYTES = 64 << 20  # of whole parameters; a larger parameter goes alone
@@ -91,8 +74,9 @@ class Shards:
 
     def __init__(self, parameters: dict[str, torch.Tensor]):
         self.parameters = parameters
-        of_ranks = blocks_of_all_ranks(parameters)
-        self._places = {name: [blocks[name] for blocks in of_ranks] for name in parameters}  # name -> each rank's shard
+        of_ranks = all_gather_values({name: astuple(Block.of(tensor)) for name, tensor in parameters.items()})
+        # name -> each rank's shard
+        self._places = {name: [Block(*map(tuple, blocks[name])) for blocks in of_ranks] for name in parameters}
 
     def whole(
         self,

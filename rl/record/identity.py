@@ -1,7 +1,7 @@
 """The identity of a run, by which it resumes as the same run: its script, its flags, and the content of what the flags name.
 
-A flag belongs to the run unless its type says that it may change. A different value is refused, or listed with
---resume-anyway. The flags of MUST_STAY are refused in any case: the saved state has no meaning under another value.
+A flag belongs to the run unless its type says that it may change. A different value is refused, or listed if --resume-mode
+names the checkpoint. The flags of MUST_STAY are refused in any case: the saved state has no meaning under another value.
 """
 
 import hashlib
@@ -49,7 +49,8 @@ class Identity:
         return masked(json.loads(json.dumps({"script": self.script, "flags": parts.flat(self.args), "contents": contents})))
 
     def check(self, was: dict, where: Path) -> list[str]:
-        """Return the differences from a saved record, a line each. Raise UserError for any without --resume-anyway."""
+        """Return the differences from a saved record, a line each. Raise UserError for any unless --resume-mode names
+        the checkpoint."""
         if self.script != was["script"]:
             raise UserError(f"{where} was written by {was['script']}, not by {self.script}. Resume with {was['script']}.")
         now, old = self._settled(self.record["flags"]), self._settled(was["flags"])
@@ -64,10 +65,10 @@ class Identity:
         if any(flags.get("teacher_prompt") is not None for flags in (now, old)):  # train_sft.py has no such flag
             check_number(was["contents"], self.prompts, where)
         lines += self._other_contents(was)
-        if lines and not self.args.resume_anyway:
+        if lines and self.args.resume_mode in ("auto", "disable"):
             raise UserError(
                 f"{where} is of a run with other settings. Give the old ones, start a new run with another "
-                "--experiment-name, or resume with the new ones with --resume-anyway:\n  " + "\n  ".join(lines)
+                f"--experiment-name, or resume with the new ones with --resume-mode {where}:\n  " + "\n  ".join(lines)
             )
         return lines
 

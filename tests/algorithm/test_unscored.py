@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from checkpoints import damage
 from helpers import run_script, train
 from trainer import ESTIMATORS, Trainer
 
@@ -17,7 +18,6 @@ import train_sync
 from rl import parts
 from rl.algorithm.metrics import validation_metrics
 from rl.checkpoint.best import Best
-from rl.checkpoint.manifest import MANIFEST, damage
 from rl.data.prompts import Prompt
 from rl.generation.engine import Output
 from rl.generation.generator import Generator
@@ -190,8 +190,8 @@ def test_a_validation_of_failures_does_not_choose_the_best_checkpoint(tmp_path):
     run._events = ScoringEvents()
     lost = {2: {0, 1, 2, 3}, 3: {1, 2, 3}, 4: {0, 1, 2}, 5: {0, 1}}  # of the four responses of one of two sources
     for step in range(1, 7):
-        (export := tmp_path / f"step_{step:06d}").mkdir()
-        (export / MANIFEST).write_text("")
+        (training := tmp_path / f"step_{step:06d}" / "training").mkdir(parents=True)
+        (training / "state.json").write_text("")
         scores = (1.0 if step == 6 else 0.5, -1.0, -1.0, -1.0)
         rows = [{"data_source": s, "index": i, "acc": x, "error": None} for s in "de" for i, x in enumerate(scores)]
         for i in lost.get(step, ()):

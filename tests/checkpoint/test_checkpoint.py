@@ -15,11 +15,12 @@ from pathlib import Path
 import kills
 import numpy as np
 import pytest
+from checkpoints import damage
 from helpers import ROOT, command, environment, make_group, run_script
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl.checkpoint import manifest, resume
+from rl.checkpoint import resume
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Request, SamplingParams
@@ -93,6 +94,7 @@ def test_sync_that_sigterm_stopped_resumes_bit_for_bit(sync, tmp_path):
     same(tmp_path / "run", sync)
 
 
+@pytest.mark.runs
 def test_sync_on_2_ranks_resumes_bit_for_bit_and_on_1_rank_too(demo_model, tmp_path):
     go("train_sync.py", tmp_path / "whole", *FLAGS, ranks=2)
     run = take_back(tmp_path / "whole" / "run", tmp_path / "resumed")
@@ -105,6 +107,7 @@ def test_sync_on_2_ranks_resumes_bit_for_bit_and_on_1_rank_too(demo_model, tmp_p
     assert both[0]["actor/grad_norm"] == pytest.approx(both[1]["actor/grad_norm"], rel=1e-4)
 
 
+@pytest.mark.runs
 def test_one_step_off_resumes_bit_for_bit(demo_model, tmp_path):
     go("train_one_step_off.py", tmp_path / "whole", *FLAGS, ranks=2)
     run = take_back(tmp_path / "whole" / "run", tmp_path / "resumed")
@@ -133,8 +136,8 @@ def stream(demo_model, tmp_path_factory) -> Path:
 
 def pieces(path: Path) -> dict[int, list]:
     """Responses by ticket that waited or were unfinished at a checkpoint."""
-    names = (manifest.GROUPS, manifest.UNFINISHED)
-    groups = [group for name in names for group in resume.groups_of((path / manifest.TRAINING / name).read_bytes())]
+    names = (resume.GROUPS, resume.UNFINISHED)
+    groups = [group for name in names for group in resume.groups_of((path / "training" / name).read_bytes())]
     return {group.ticket: group.responses for group in groups}
 
 
@@ -142,6 +145,7 @@ def under_way(tickets: dict[int, list]) -> bool:
     return any(r.finish_reason == "unfinished" and len(r.token_ids) for responses in tickets.values() for r in responses)
 
 
+@pytest.mark.runs
 def test_unfinished_responses_continue_in_a_real_run(stream, tmp_path):
     """Also with one generator more than before."""
     stopped = next((step for step in (2, 4, 6, 8) if under_way(pieces(stream / f"step_{step:06d}"))), None)
@@ -200,6 +204,7 @@ def run_engine(path: str, requests: list[Request]) -> dict:
     return out
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("script", "number", "fresh"),
@@ -217,60 +222,39 @@ def test_kills_lose_nothing(script, number, fresh, demo_model, monkeypatch):
 # ------------------------------------------------------------------------------------------------------ damage
 
 
-def flip(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+def find(out: Path, **flags) -> Path:
+    return resume.find(resume.CheckpointArgs(**flags), str(out), "run").checkpoint
 
 
-def truncate(file: Path) -> None:
-    os.truncate(file, file.stat().st_size // 2)
+@pytest.mark.runs
+def test_what_cannot_be_read_is_named(sync, tmp_path, ranks):
+    shutil.copytree(sync, tmp_path / "run", symlinks=True)
+    path = tmp_path / "run" / "step_000020"
+    assert find(tmp_path) == path and damage(path) is None
+    (shard,) = path.glob("training/shard-*")
+    for file, read in ((shard, lambda path: resume.load_tensors(path, {})), (path / "training" / "state.json", resume.load)):
+        os.truncate(file, file.stat().st_size // 2)
+        with pytest.raises(UserError, match=f"{path}.* cannot be read .*Take another checkpoint with --resume-mode PATH"):
+            read(*[path, None][: 1 + (read is resume.load)])
+    (path / "training" / "state.json").write_text('{"step": 20, "learner": {}}')
+    with pytest.raises(UserError, match=f"{path} was written by an older version.*--model {path}, with another --experiment-"):
+        resume.load(path, None)
+    (path / "training" / "state.json").unlink()
+    assert find(tmp_path) == tmp_path / "run" / "step_000010"
+    shutil.rmtree(tmp_path / "run" / "step_000010" / "training")
+    with pytest.raises(UserError, match=r"run: no checkpoint has its training/state\.json\. Start a new run"):
+        find(tmp_path)
 
 
-def test_every_damaged_file_is_named_and_no_damaged_checkpoint_is_taken(sync, tmp_path, ranks):
-    def newest() -> Path:
-        return resume.find(resume.CheckpointArgs(), str(tmp_path), "run").checkpoint
-
-    run, names = (
-        tmp_path / "run",
-        sorted(p.relative_to(sync / "step_000020") for p in sync.glob("step_000020/**/*") if p.is_file()),
-    )
-    assert {"manifest.json", "model.safetensors", "training/state.json", "config.json"} <= set(map(str, names))
-    shutil.copytree(sync, run)
-    assert newest() == run / "step_000020"
-    for name in names:
-        file = run / "step_000020" / name
-        kept = file.read_bytes()
-        for harm in (flip, truncate, Path.unlink):
-            if not kept and harm != Path.unlink:
-                continue  # an empty file has nothing to flip
-            harm(file)
-            assert name.name in manifest.damage(run / "step_000020"), (name, harm)
-            assert newest() == run / "step_000010"
-            with pytest.raises(UserError, match=f"no whole checkpoint is there: .*{name.name}"):
-                manifest.check_path(run / "step_000020")
-            file.write_bytes(kept)
-    assert manifest.damage(run / "step_000020") is None
-
-
-@pytest.mark.parametrize("name", ["step_000020.superseded", "step_000020.removed", "step_20", "step_0000020", "mine"])
-def test_a_checkpoint_under_another_name_is_refused_with_what_to_do(tmp_path, name, ranks):
+@pytest.mark.parametrize("name", ["step_000020.superseded", "step_20", "step_0000020", "mine"])
+def test_a_checkpoint_under_another_name_is_refused_with_what_to_do(tmp_path, name):
     """The name of a checkpoint contains its step."""
-    for path, is_right in ((tmp_path / name, False), (tmp_path / "step_000020", True)):
-        path.mkdir()
-        manifest.write_manifest(path, {})
-        assert manifest.damage(path) is None
-        if is_right:
-            assert manifest.check_path(path) == path
-            continue
-        with pytest.raises(UserError, match="a checkpoint's name is step_ and six digits") as refused:
-            manifest.check_path(path)
-        assert str(path) in str(refused.value)
-
-
-def copy_of(run: Path, out: Path) -> Path:
-    shutil.copytree(run, out / "run", symlinks=True)
-    return out / "run"
+    for path in (tmp_path / name, tmp_path / "step_000020"):
+        (path / "training").mkdir(parents=True)
+        (path / "training" / "state.json").write_text("{}")
+    assert resume.check_path(tmp_path / "step_000020").step == 20
+    with pytest.raises(UserError, match=f"{tmp_path / name}: a checkpoint's name is step_ and six digits"):
+        resume.check_path(tmp_path / name)
 
 
 def refused(out: Path, *flags) -> str:
@@ -280,6 +264,7 @@ def refused(out: Path, *flags) -> str:
     return done.stderr
 
 
+@pytest.mark.runs
 def test_another_run_is_not_gone_on_with(sync, models, demo_model, tmp_path):
     run = take_back(sync, tmp_path)
     message = refused(tmp_path, "--lr", "0.1", "--rollout-n", "4", "--train-max-samples", "77")
@@ -287,14 +272,15 @@ def test_another_run_is_not_gone_on_with(sync, models, demo_model, tmp_path):
         "--lr: was 0.0001, is 0.1",
         "--rollout-n: was 8, is 4",
         "--train-max-samples: was -1, is 77",
-        "--resume-anyway",
+        f"--resume-mode {run}/step_000010:",
     ):
         assert line in message
-    assert "was written with --seed 0, now it is 1" in refused(tmp_path, "--seed", "1", "--resume-anyway")
+    named = ["--resume-mode", run / "step_000010"]
+    assert "was written with --seed 0, now it is 1" in refused(tmp_path, "--seed", "1", *named)
     message = refused(tmp_path, "--total-training-steps", "2")
     assert "trained 10 steps already, more than the 2 asked for" in message
     message = refused(tmp_path / "none", "--resume-mode", tmp_path / "nowhere")
-    assert "no whole checkpoint is there: manifest.json is missing" in message
+    assert "nowhere: no checkpoint is there" in message
     fewer = tmp_path / "fewer"
     shutil.copytree(demo_model, fewer)
     config = json.loads((fewer / "config.json").read_text())
@@ -305,49 +291,26 @@ def test_another_run_is_not_gone_on_with(sync, models, demo_model, tmp_path):
     kept = {name: tensor for name, tensor in tensors.items() if f".layers.{layers - 1}." not in name}
     save_file(kept, fewer / "model.safetensors", {"format": "pt"})
     assert "the content of --model: was demo (" in refused(tmp_path, "--model", fewer)
-    message = refused(tmp_path, "--model", fewer, "--resume-anyway")
-    assert "does not fit (" in message and "Give the --model of its run" in message
+    message = refused(tmp_path, "--model", fewer, *named)
+    assert "does not fit: " in message and "Give the flags of its run (--model, " in message
     assert f"layers.{layers - 1}." in message and "no such tensor" in message
     assert rows(run) == rows(sync), "a run that is refused is left as it was"
 
 
-def test_resume_anyway_resumes_and_prints_the_differences(sync, tmp_path):
+@pytest.mark.runs
+def test_a_named_checkpoint_resumes_with_other_settings_and_prints_them(sync, tmp_path):
     run = take_back(sync, tmp_path)
     (run / "config.json").unlink()
     with open(run / "metrics.jsonl", "ab") as file:
         file.write(b'5\n{"a": 1}\n\xff\xfe\n{"step": 11, "cu')
-    done = go(
-        "train_sync.py",
-        tmp_path,
-        "--total-training-steps",
-        "11",
-        "--test-freq",
-        "0",
-        "--lr",
-        "0.01",
-        "--resume-anyway",
-        ranks=None,
-    )
-    assert "resumes with changed settings (--resume-anyway):\n  --lr: was 0.0001, is 0.01\n" in done.stderr
-    assert f"{run}/config.json is missing or damaged; the run continues" in done.stderr
+    flags = ["--total-training-steps", "11", "--test-freq", "0", "--lr", "0.01", "--resume-mode", run / "step_000010"]
+    done = go("train_sync.py", tmp_path, *flags, ranks=None)
+    assert f"{run}/step_000010 resumes with other settings:\n  --lr: was 0.0001, is 0.01\n" in done.stderr
     assert "resumes after step 10 of 11" in done.stdout
     assert [row["step"] for row in rows(run)] == [*range(12)] and rows(run)[-1]["actor/lr"] == 0.01
 
 
-def test_damage_is_never_answered_with_a_new_beginning(sync, tmp_path):
-    run = copy_of(sync, tmp_path)
-    truncate(run / "step_000020" / "training" / "state.json")
-    done = go("train_sync.py", tmp_path, *FLAGS)
-    assert "step_000020 is damaged: training/state.json" in done.stderr and "steps after 10 are trained again" in done.stderr
-    assert "resumes after step 10 of 20" in done.stdout
-    for step in run.glob("step_*"):
-        if step.is_dir() and not step.name.endswith("superseded"):
-            truncate(step / "manifest.json")
-    message = refused(tmp_path)
-    assert "every checkpoint of the run is damaged (step_000020, step_000010; the warnings say how)" in message
-    assert message.count("warning: checkpoint ") == 2 and rows(run) == rows(sync)
-
-
+@pytest.mark.runs
 def test_the_export_is_a_hugging_face_model_and_the_best_one_stays(sync):
     for path in (sync / "step_000020", sync / "best"):
         model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
@@ -363,6 +326,7 @@ def test_the_export_is_a_hugging_face_model_and_the_best_one_stays(sync):
     assert weights(sync) == {n: t.numpy().tobytes() for n, t in load_file(sync / "best" / "model.safetensors").items()}
 
 
+@pytest.mark.runs
 def test_a_full_disk_stops_no_training_and_leaves_no_half_checkpoint(demo_model, tmp_path):
     """A limit on the size of files makes writing fail as a full disk does."""
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))  # noqa: E731
@@ -384,7 +348,7 @@ def test_a_full_disk_stops_no_training_and_leaves_no_half_checkpoint(demo_model,
     for step in (1, 2, 3):
         assert f"warning: the checkpoint of step {step} could not be written: " in done.stderr
     assert "error: --output-dir" in done.stderr and "the last checkpoint, of step 3, could not be written" in done.stderr
-    assert len(rows(tmp_path / "run")) == 3 and not list(tmp_path.glob("run/step_*"))
+    assert len(rows(tmp_path / "run")) == 3 and not [*tmp_path.glob("run/step_*"), *tmp_path.glob("run/.step_*")]
 
 
 def test_nothing_unpickles():
@@ -418,6 +382,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("name", ["a/b/c", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flat", "nested/name"))])
 def test_a_restarted_job_finds_its_own_run_whatever_its_name(name, tmp_path):
     """With --resume-mode disable too: a job is one run, however often torchrun starts its ranks."""
@@ -437,10 +402,10 @@ def test_a_restarted_job_finds_the_run_that_it_resumed(tmp_path, monkeypatch):
     """--resume-mode PATH leads out of --output-dir: after a restart the run's newest checkpoint counts, not that path again."""
     run = tmp_path / "elsewhere" / "x"
     for step in (2, 4):
-        (run / f"step_{step:06d}").mkdir(parents=True)
+        (run / f"step_{step:06d}" / "training").mkdir(parents=True)
+        (run / f"step_{step:06d}" / "training" / "state.json").write_text("{}")
     (run / "config_from_000003.json").write_text(json.dumps({"job": "mine"}))
     monkeypatch.setattr(resume.launch, "restarts", lambda: 1)
     monkeypatch.setattr(resume.launch, "job", lambda: "mine")
     args = resume.CheckpointArgs(resume_mode=str(run / "step_000002"))
-    found, steps, is_asked = resume._find(args, tmp_path / "runs", None)
-    assert (found, steps[0].name, is_asked) == (run, "step_000004", False)
+    assert resume._find(args, tmp_path / "runs", None).checkpoint == run / "step_000004"

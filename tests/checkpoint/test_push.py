@@ -1,4 +1,4 @@
-"""--push-to: the model card by hand, and runs against a server on this machine that speaks as the Hugging Face hub does."""
+"""--push-to: what is pushed, and runs against a server on this machine that speaks as the Hugging Face hub does."""
 
 import base64
 import hashlib
@@ -14,75 +14,37 @@ from helpers import run_script
 
 from rl.checkpoint import push
 from rl.errors import UserError
-from rl.samples.schedule import SyncSchedule
 
-ARGS = {
-    "push_to": "me/sums",
-    "model": "Qwen/Qwen2.5-0.5B",
-    "adv_estimator": "rloo",
-    "loss_mode": "cispo",
-    "lr": 1e-6,
-    "seed": 7,
-}
-ARGS |= {"rollout_n": 4, "schedule": SyncSchedule(train_batch_size=1024), "adapted": False}
+ARGS = SimpleNamespace(push_to="me/sums", model="Qwen/Qwen2.5-0.5B", lr=1e-6, seed=7)
 
 
-def write(run, validations, rows):
-    for name, lines in (("validations.jsonl", validations), ("metrics.jsonl", rows)):
-        (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def test_the_card_has_the_runs_numbers(tmp_path):
-    rows = [{"step": 0, "critic/score/mean": None}]
-    rows += [
-        {"step": k, "critic/score/mean": k / 20, "response_length/mean": None, "actor/entropy": 1 / k} for k in range(1, 21)
-    ]
-    of = lambda step, a, b: {"step": step, "val-core/gsm8k/acc/mean@1": a, "val-core/math/acc/mean@1": b}  # noqa: E731
-    write(tmp_path, [of(0, 0.1, 0.2), of(5, 0.5, 0.9), of(10, 0.6, 0.7), of(20, 0.6, None)], rows)
-    card = push.model_card(SimpleNamespace(**ARGS), "train_async", tmp_path)
-    assert card.startswith(
-        "---\nlibrary_name: transformers\nbase_model: Qwen/Qwen2.5-0.5B\ntags:\n- reinforcement-learning\n---\n"
-    )
-    assert (
-        "# sums\n\n`Qwen/Qwen2.5-0.5B` after reinforcement learning with `train_async.py`: 20 steps of 1,024 prompts, 4" in card
-    )
-    assert "`--adv-estimator rloo`, `--loss-mode cispo`, learning rate 1e-06,\nseed 7" in card
-    assert "| step | gsm8k/acc/mean@1 | math/acc/mean@1 |\n| --- | --- | --- |\n| 0 (first) | 0.1 | 0.2 |" in card
-    assert "| 0.2 |\n| 5 (best) | 0.5 | 0.9 |" in card
-    assert "| 20 (last) | 0.6 | - |" in card and "| 10 (" not in card
-    assert "|  | first 2 | last 2 steps |\n| --- | --- | --- |\n| reward | 0.075 | 0.975 |\n" in card
-    assert "| tokens of a response | - | - |\n| entropy | 0.75 | 0.05132 |" in card
-
-
-def test_a_local_model_is_named_without_its_path_and_an_empty_run_has_a_card(tmp_path):
-    write(tmp_path, [], [])
-    card = push.model_card(SimpleNamespace(**ARGS | {"model": str(tmp_path)}), "train_sync", tmp_path)
-    assert "base_model" not in card and str(tmp_path) not in card and f"`{tmp_path.name}` after" in card
-    assert "##" not in card and "0 steps" in card
-
-
-def test_the_card_of_a_supervised_run_with_adapters(tmp_path):
-    write(tmp_path, [], [{"step": k, "actor/nll": 1 / k, "val/nll": 0.5} for k in (1, 2)])
-    flags = {name: value for name, value in ARGS.items() if name not in ("adv_estimator", "loss_mode", "rollout_n")}
-    card = push.model_card(SimpleNamespace(**flags | {"adapted": True}), "train_sft", tmp_path)
-    assert "- supervised-training\n" in card and "reinforcement" not in card and "`adapter/` has them alone" in card
-    assert "after supervised training with `train_sft.py`: 2 steps of 1,024 conversations, learning rate 1e-06,\nseed 7" in card
-    assert "| -log p of an answer's token | 1 | 0.5 |\n| the same, of the validation | 0.5 | 0.5 |" in card
+@pytest.mark.parametrize("is_local", [False, True])
+def test_what_is_pushed_and_the_card(tmp_path, monkeypatch, is_local):
+    """A local model is named without its path."""
+    model = str(tmp_path) if is_local else ARGS.model
+    base = tmp_path.name if is_local else model
+    pushed = {}
+    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", lambda self, **how: pushed.update(how))
+    (checkpoint := tmp_path / "run" / "step_000020").mkdir(parents=True)
+    args = SimpleNamespace(**vars(ARGS) | {"model": model})
+    assert push.push(args, "train_async", tmp_path / "run", checkpoint).endswith("/me/sums")
+    assert pushed["repo_id"] == "me/sums" and pushed["folder_path"] == checkpoint
+    assert pushed["commit_message"] == "Step 20 of run" and "training/*" in pushed["ignore_patterns"]
+    _, head, text = (checkpoint / "README.md").read_text().split("---\n")
+    assert yaml.safe_load(head).get("base_model") == (base if "/" in base else None)
+    assert f"# sums\n\n`{base}` after 20 steps of supervised training with `train_async.py`, lr 1e-06, seed 7." in text
 
 
 def test_a_push_that_fails_says_where_the_checkpoint_is(tmp_path, monkeypatch):
     def fail(self, *_, **__):
-        raise ConnectionError("no route\nto host")
+        raise ConnectionError("no route to host")
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "create_commit", fail)
+    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", fail)
     monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", fail)
-    write(tmp_path, [], [])
     (tmp_path / "step_000003").mkdir()
-    with pytest.raises(
-        UserError, match=r"me/sums: ConnectionError: no route to host. The run is complete.* hf upload me/sums .*_000003"
-    ):
-        push.push(SimpleNamespace(**ARGS), "train_sync", tmp_path, tmp_path / "step_000003")
-    with pytest.raises(UserError, match=r"--push-to me/sums: ConnectionError: no route to host. Correct"):
+    with pytest.raises(UserError, match=r"me/sums: no route to host. The run is complete.* hf upload me/sums .*_000003"):
+        push.push(ARGS, "train_sync", tmp_path, tmp_path / "step_000003")
+    with pytest.raises(UserError, match=r"--push-to me/sums: no route to host. Correct"):
         push.open_repository("me/sums")
 
 
@@ -206,10 +168,7 @@ def test_a_run_pushes_its_last_checkpoint_and_a_push_that_fails_loses_nothing(de
     weights = (checkpoint / "model.safetensors").read_bytes()
     assert hub.files["model.safetensors"] == weights and "config.json" in hub.files and "tokenizer_config.json" in hub.files
     assert not any(name.startswith(("training", "manifest")) for name in hub.files) and hub.summary == "Step 2 of sums"
-    last = json.loads((tmp_path / "sums" / "validations.jsonl").read_text().splitlines()[-1])
-    assert f"| 2 (last) | {last['val-core/demo/acc/mean@1']:.4g} |" in hub.files["README.md"].decode() or "(best)" in str(
-        hub.files
-    )
+    assert "after 2 steps of reinforcement learning with `train_async.py`" in hub.files["README.md"].decode()
 
     hub.refuse = "/commit/"  # the same command again: there is nothing left to train, and the push fails
     done = run("train_async.py", ranks=2, check=False)

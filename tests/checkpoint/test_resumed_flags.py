@@ -12,8 +12,6 @@ from helpers import make_group, run_script
 from safetensors.torch import load_file
 from tiny_vlm import save_vlm
 
-from rl.algorithm.args import AlgorithmArgs
-from rl.checkpoint import manifest
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.learner import Learner
@@ -61,6 +59,7 @@ def recorded(demo_model, tmp_path_factory) -> Path:
     return out / "run"
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("first", "flags"),
     [
@@ -76,32 +75,17 @@ def test_a_replay_with_other_updates_learns_at_the_rates_of_its_steps(recorded, 
     assert logged(tmp_path / "again", "actor/reward_kl_penalty_coeff", 1) == [weight] * (STEPS + 1 - first)
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     "flags",
     [["--ppo-mini-batch-size", 4], pytest.param(["--ppo-mini-batch-size", 1, "--ppo-epochs", 2], marks=pytest.mark.slow)],
 )
 def test_a_run_that_resumes_with_other_updates_learns_at_the_rates_of_its_steps(recorded, tmp_path, flags):
     """With fewer updates per step than before, and with more."""
-    run, said = resume(recorded, tmp_path, 3, *flags, "--use-kl-in-reward", "--kl-reward-coef", 0.25, "--resume-anyway")
+    run, said = resume(recorded, tmp_path, 3, *flags, "--use-kl-in-reward", "--kl-reward-coef", 0.25)
     assert logged(run, "actor/lr", 4) == pytest.approx(rates(4))
     assert logged(run, "actor/reward_kl_penalty_coeff", 4) == [0.25] * (STEPS - 3)
     assert "--kl-reward-coef: was 0.001, is 0.25" in said and f"--ppo-mini-batch-size: was 2, is {flags[1]}" in said
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_an_older_version_resumes_bit_for_bit(recorded, tmp_path):
-    """It counts updates, and holds the weight of the KL alone."""
-    old = tmp_path / "old"
-    shutil.copytree(recorded, old)
-    path = old / "step_000003"
-    state = json.loads((path / "training" / "state.json").read_text())
-    state["learner"]["schedule"] = 12
-    state["state"]["kl_control"] = 0.001
-    (path / "training" / "state.json").write_text(json.dumps(state))
-    (path / "manifest.json").unlink()
-    manifest.write_manifest(path, {})
-    run, _ = resume(old, tmp_path, 3, *FOUR_UPDATES, *KL)
-    assert bits(run) == bits(recorded) and logged(run, "actor/lr", 1) == logged(recorded, "actor/lr", 1)
 
 
 @pytest.mark.slow
@@ -110,12 +94,12 @@ def test_another_optimizer_is_named_by_its_flag(recorded, tmp_path):
     where = ["--from-step", 4, "--output-dir", tmp_path]
     done = run_script("replay.py", recorded, *where, "--optim", "adamw_8bit", check=False)
     (message,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 1 and "--model" not in message
-    assert f"{recorded}/step_000003 does not fit (exp_avg" in message and "Give the --optim of its run" in message
+    assert done.returncode == 1 and f"{recorded}/step_000003 does not fit: exp_avg" in message
     done = run_script("replay.py", recorded, "--optim", "adamw_8bit", "--output-dir", tmp_path)
     assert "--optim adamw_8bit (was adamw)" in done.stdout, "from the first step there is no state"
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("was", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_another_part_of_a_model_that_trains_is_named_by_its_flag(tmp_path, was):
     model = save_vlm("qwen3-vl", tmp_path / "model")
@@ -124,14 +108,13 @@ def test_another_part_of_a_model_that_trains_is_named_by_its_flag(tmp_path, was)
     where, flags = tmp_path / "step_000001", json.dumps({"freeze_vision_tower": not was})
     done = run_script(*program, flags, where, tmp_path, check=False, timeout=120)
     (message,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert f"{where} does not fit (model.model.visual." in message
-    assert "Give the --freeze-vision-tower of its run, or start from the" in message
+    assert f"{where} does not fit: model.model.visual." in message and "--freeze-vision-tower" in message
 
 
 # ------------------------------------------------------------------------------------------------- of the learner by itself
 
 
-CHANGED = {  # another value of every number that the optimizer or the KL's weight depends on
+CHANGED = {  # another value of every number that the optimizer depends on
     "lr": 3e-3,
     "lr_warmup_steps": 9,
     "min_lr_ratio": 0.5,
@@ -139,23 +122,19 @@ CHANGED = {  # another value of every number that the optimizer or the KL's weig
     "adam_beta1": 0.5,
     "adam_beta2": 0.9,
     "grad_clip": 0.01,
-    "kl_reward_coef": 0.25,
-    "target_kl": 0.03,
-    "kl_horizon": 50,
 }
 RESTORED_AFTER = 6
 
 
 def test_every_number_is_looked_at():
     of_optimizer = {field.name for field in dataclasses.fields(OptimizerArgs) if isinstance(field.default, int | float)}
-    assert {*CHANGED} == of_optimizer - {"optimizer_offload"} | {"kl_reward_coef", "target_kl", "kl_horizon"}
+    assert {*CHANGED} == of_optimizer - {"optimizer_offload"}
 
 
 def update(learner: Learner, seed: int) -> dict[str, float]:
     batch = Batch.of([make_group(seed, [9, 5])])
     for micro in micro_batches(batch, torch.arange(2), 100, learner.ranks):
-        log_prob, _ = learner.log_probs(micro)
-        (-log_prob.sum()).backward()
+        (-learner.forward(micro).log_prob.sum()).backward()
     return learner.step()
 
 
@@ -168,7 +147,7 @@ def trained(model: str, ranks) -> Learner:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("name", [None, *(name for name in CHANGED if hasattr(LearnerArgs, name))])
+@pytest.mark.parametrize("name", [None, *CHANGED])
 def test_the_optimizer_follows_the_flags(models, ranks, name, offload):
     """The update after the checkpoint, written out in double precision."""
     before = trained(models["qwen3"], ranks)
@@ -202,46 +181,6 @@ def test_the_optimizer_follows_the_flags(models, ranks, name, offload):
         torch.testing.assert_close(learner.parameters[key].double(), expected, rtol=1e-5, atol=1e-7)
 
 
-def steered(**flags) -> AlgorithmArgs:
-    return AlgorithmArgs(use_kl_in_reward=True, kl_reward_coef=0.1, **flags)
-
-
-@pytest.mark.parametrize(
-    ("flags", "coef"),
-    [
-        ({}, 0.12),  # as it was steered to: 0.1 * (1 + 0.2)
-        ({"kl_reward_coef": 0.25}, 0.25),
-        ({"kl_ctrl_type": "fixed"}, 0.1),
-        ({"kl_ctrl_type": "fixed", "kl_reward_coef": 0.25}, 0.25),
-        ({"target_kl": 0.03}, 0.12),
-        ({"kl_horizon": 50}, 0.12),
-    ],
-)
-def test_the_weight_of_the_kl_follows_the_flags(flags, coef):
-    before = KLControl(steered(kl_ctrl_type="adaptive", target_kl=0.01, kl_horizon=10))
-    before.update(kl=1.0, responses=10)
-    args = dataclasses.replace(before.args, **flags)
-    control = KLControl(args)
-    control.restore(json.loads(json.dumps(before.state())))
-    assert control.coef == pytest.approx(coef)
-    control.update(kl=0.0102, responses=10)
-    if args.kl_ctrl_type == "adaptive":
-        error = min(0.2, max(-0.2, 0.0102 / args.target_kl - 1))
-        assert control.coef == pytest.approx(coef * (1 + error * 10 / args.kl_horizon))
-    else:
-        assert control.coef == args.kl_reward_coef
-    again = KLControl(args)
-    again.restore(json.loads(json.dumps(control.state())))
-    assert again.coef == control.coef, "what was steered from the new weight is kept"
-
-
-@pytest.mark.parametrize(("kind", "coef"), [("fixed", 0.1), ("adaptive", 0.7)])
-def test_the_weight_that_an_older_checkpoint_holds(kind, coef):
-    control = KLControl(steered(kl_ctrl_type=kind))
-    control.restore(0.7)
-    assert control.coef == coef
-
-
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 @pytest.mark.parametrize(("warm_up", "total", "least"), [(0, 10, 0.0), (1, 10, 0.0), (4, 10, 0.1), (10, 10, 0), (25, 500, 0.2)])
 def test_the_warm_up_is_one_step_ahead_of_verls(warm_up, total, least, schedule):
@@ -262,6 +201,7 @@ def test_the_warm_up_is_one_step_ahead_of_verls(warm_up, total, least, schedule)
     assert not warm_up or (of_verl(0) == 0 and lr_factor(0, total, args) == 1 / warm_up)
 
 
+@pytest.mark.runs
 def test_the_help_says_where_the_warm_up_begins():
     done = run_script("train_sync.py", "--help-all")
     words = " ".join(done.stdout.replace("│", " ").split())

@@ -12,7 +12,6 @@ from test_pretrained import DAMAGES, edit_json, shard
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from rl.errors import UserError
-from rl.hub import tensor_reader
 from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
 from rl.model import forward_check
@@ -75,7 +74,6 @@ def test_weights_and_buffers_are_those_that_transformers_reads(ranks, families, 
     shutil.copytree(families[family], path)
     change(path)
     expected, dice = load_weights(str(path), torch.float32), torch.get_rng_state()
-    monkeypatch.setattr(tensor_reader, "PIECE_BYTES", 1000)  # pieces end anywhere
     monkeypatch.setattr("rl.model.loading.load_weights", None)  # nothing reads the model whole
     monkeypatch.setattr("rl.learning.placement.check_policy", lambda *_: None)  # that has tests of its own
     learner = Learner(str(path), LearnerArgs(), ranks, total_steps=1)
@@ -136,16 +134,6 @@ def test_the_damaged_file_is_named(tmp_path):
         file = change_index(path, change)
         with pytest.raises(UserError, match=f"--model {path}: .*" + message.format(file=file)):
             open_weights(str(path))
-
-
-def test_a_file_that_becomes_shorter_meanwhile_is_named(models, tmp_path):
-    shutil.copytree(models["qwen3"], tmp_path / "model")
-    weights = open_weights(str(tmp_path / "model"))
-    file = tmp_path / "model" / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:2000])
-    with pytest.raises(UserError, match=f"{file}: cannot be read: it has become shorter"):
-        for name in weights.dtypes:
-            weights.whole(name)
 
 
 def test_what_transformers_alone_can_read_is_read_whole(ranks, models, tmp_path):
@@ -232,6 +220,7 @@ def test_no_rank_holds_more_than_its_part_and_a_tensor(tmp_path, ranks, flags):
     for rank, of in enumerate(everyone):  # bytes a parameter
         share, sent = 4 / ranks, 2 if rank == 0 else 0
         assert of["kept"] < 1.2 * share + 0.3, (rank, everyone)
-        assert of["load"] < 1.2 * share + of["tensor"] + 0.3, (rank, everyone)
+        pages = 2 if rank == 0 else 2 / ranks  # of the files, which belong to the system's cache
+        assert of["load"] < 1.2 * share + of["tensor"] + pages + 0.3, (rank, everyone)
         under_way = 3.2 if rank == 0 else max(1, 3 / ranks)  # buckets, and a rank's parts of them (rl/model/shards.py)
         assert of["publish"] < sent + under_way * of["bucket"] + 0.3, (rank, everyone)

@@ -62,7 +62,6 @@ LEFT_OUT = {  # a file with such places of which no case can notice any -> why
     "rl/model/hybrid/kernels.py": "a kernel with values, tested by itself",
     "rl/generation/vllm/weights.py": "vLLM's own process, tested with vLLM",
     "rl/weights/local.py": "a copy for vLLM",
-    "rl/hub/tensor_writer.py": "files",
     "rl/checkpoint/saver.py": "files",
     "rl/adapters/lora.py": "merging moves each part to where A is, again; the case of adapters looks at what comes out",
 }

@@ -32,12 +32,12 @@ def main(ranks) -> None:
             local(parameter.grad).normal_()
         learner.step()
     else:
-        resume._load_tensors(Path(came_from), learner)
+        resume.load_tensors(Path(came_from), learner.state_tensors())
     state = {name: whole(tensor) for name, tensor in learner.state_tensors().items()}
     run = SimpleNamespace(dir=out, total_steps=9, say=print)
-    writer = saver.Saver(
-        CheckpointArgs(), run, SimpleNamespace(record={}), learner, SimpleNamespace(save_pretrained=print), None
-    )
+    args = CheckpointArgs()
+    args.trust_remote_code = False  # another part of a script's flags
+    writer = saver.Saver(args, run, SimpleNamespace(record={}), learner, SimpleNamespace(save_pretrained=print), None)
     writer.save(1, {})
     writer.wait()
     assert not writer.error, writer.error

@@ -1,6 +1,6 @@
 """Two learners save a checkpoint, and the second one fails in some way.
 
-torchrun --nproc-per-node 2 tests/programs/saves.py MODEL OUT whole|short|killed|elsewhere|refuses|full
+torchrun --nproc-per-node 2 tests/programs/saves.py MODEL OUT whole|short|killed|refuses|full
 """
 
 import os
@@ -9,40 +9,34 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
+import safetensors.torch
 
 from rl.checkpoint import saver
 from rl.checkpoint.resume import CheckpointArgs
-from rl.hub import tensor_writer
 from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
 from rl.ranks import dist, host, process
 
 
 class Troubled(saver.Saver):
-    def _write_shard(self, path: Path, tensors: dict):
+    def _write_shards(self, stem: Path, shards) -> None:
         trouble = sys.argv[3] if self.learner.ranks.rank == 1 else "whole"
         if trouble == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        if trouble == "elsewhere":  # a directory of the same name on another machine
-            path = Path(sys.argv[2], path.name)
         if trouble == "refuses":
             raise OSError(28, "No space left on device")
-        return super()._write_shard(path, tensors)
+        super()._write_shards(stem, shards)
 
 
-class Full(tensor_writer.TensorFile):
-    """The first learner's disk fills up in the middle of the export."""
-
-    def write(self, piece: torch.Tensor) -> None:
-        if sys.argv[3] == "full" and Path(self._file.name).name == "model.safetensors" and self.left < 1 << 14:
-            raise OSError(28, "No space left on device")
-        super().write(piece)
+def save_file(tensors: dict, file: Path, *metadata) -> None:
+    """With `full`, the first learner's disk fills up in the middle of the model."""
+    if sys.argv[3] == "full" and file.name == "model.safetensors":
+        raise OSError(28, "No space left on device")
+    safetensors.torch.save_file(tensors, file, *metadata)
 
 
 def main(ranks: dist.Ranks) -> None:
-    tensor_writer.PIECE_BYTES = 1 << 12  # several pieces a tensor
-    tensor_writer.TensorFile = Full
+    saver.save_file = save_file
     if sys.argv[3] == "short" and not ranks.is_main:
         host.available_memory = lambda: 0
     model, out = sys.argv[1], Path(sys.argv[2])

@@ -12,7 +12,6 @@ import pytest
 from helpers import ROOT, bits, command, environment, free_port, train
 from torch.distributed import HashStore
 
-from rl.checkpoint import manifest
 from rl.ranks import launch
 
 
@@ -163,7 +162,7 @@ def test_all_ranks_meet_again_when_torchrun_restarts_them(tmp_path):
 
 @pytest.mark.runs
 @pytest.mark.timeout(150)
-def test_nodes_that_share_no_directory_keep_a_part_of_the_checkpoint_each(demo_model, tmp_path):
+def test_nodes_that_share_no_directory_are_refused(demo_model, tmp_path):
     """The relative path is a different directory on each node."""
     places = [tmp_path / "a", tmp_path / "b"]
     for place in places:
@@ -171,13 +170,8 @@ def test_nodes_that_share_no_directory_keep_a_part_of_the_checkpoint_each(demo_m
     flags = ["tests/programs/node_failures.py", "impatient", ROOT / "train_sync.py", "--experiment-name", "run"]
     flags += ["--output-dir", "runs", "--total-training-steps", 1, "--no-val-before-train"]
     consoles = run_nodes([(1, flags)] * 2, places)
-    assert [code for code, _ in consoles] == [0, 0], consoles
-    assert re.search(rf"^checkpoints: {HOST} does not share {places[0]}/runs/run: each node keeps", consoles[0][1], re.M)
-    step = Path("runs/run/step_000001")
-    of_second = [file.relative_to(places[1] / step) for file in (places[1] / "runs").rglob("*") if file.is_file()]
-    assert of_second == [Path("training/shard-00002-of-00002.safetensors")]
-    assert {"manifest.json", "model.safetensors"} <= {file.name for file in (places[0] / step).iterdir()}
-    assert f"{of_second[0]} is missing" in manifest.damage(places[0] / step)
+    assert [code for code, _ in consoles] == [1, 1], consoles
+    assert f"error: --output-dir: not all nodes see {places[0]}/runs/run. Give a directory" in consoles[0][1], consoles
     assert not list(tmp_path.rglob(".seen*"))
 
 

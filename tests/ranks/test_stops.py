@@ -10,9 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from checkpoints import damage
 from helpers import left_over, marked, run_script, start
-
-from rl.checkpoint import manifest
 
 pytestmark = pytest.mark.runs
 FLAGS = ["--total-training-steps", 20, "--test-freq", 0, "--experiment-name", "run"]
@@ -64,7 +63,7 @@ def test_sigterm_to_one_rank_stops_the_job_and_it_resumes(script, rank, name, de
     saved = tmp_path / "run" / f"step_{last:06d}"
     assert code == 0 and 3 <= last < 20, console
     assert re.findall(OURS, console, re.M)[-1] == f"SIGTERM to {name}: stopped after step {last}; it resumes from {saved}"
-    assert "Traceback" not in console and manifest.damage(saved) is None
+    assert "Traceback" not in console and damage(saved) is None
     again = run_script(*words, ranks=2)
     assert f"resumes after step {last} of 20" in again.stdout and steps(tmp_path) == [*range(1, 21)]
     if script == "train_async.py":  # which samples a step gets depends on the clock
@@ -145,4 +144,4 @@ def test_a_node_of_generators_alone_that_is_to_leave_stops_all_nodes(to, demo_mo
     last = steps(tmp_path)[-1]
     saved = tmp_path / "run" / f"step_{last:06d}"
     assert f"SIGTERM to generator 0 (rank 1) on node2: stopped after step {last}; it resumes from {saved}" in first
-    assert "error: " not in first + second and manifest.damage(saved) is None
+    assert "error: " not in first + second and damage(saved) is None

@@ -62,7 +62,7 @@ def test_every_flag_belongs_to_the_run_or_is_named_as_one_that_may_change(script
         with pytest.raises(UserError, match=rf"step_1 (is of a run with other settings|was written with {name})") as refused:
             now.check(was, Path("step_1"))
         assert name in str(refused.value)
-        changed.resume_anyway = True
+        changed.resume_mode = "step_1"
         now = Identity(changed, script, demo_model, prompts)
         if field in stays:
             with pytest.raises(UserError, match="its state means nothing under another value"):
@@ -103,7 +103,7 @@ def test_the_table_names_no_flag_that_is_gone():
 
 
 def test_another_script_is_refused_in_any_case(prompts, demo_model):
-    args = train_sync.Args(resume_anyway=True)
+    args = train_sync.Args(resume_mode="step_1")
     was = saved(Identity(args, "train_sync", demo_model, prompts))
     with pytest.raises(UserError, match="written by train_sync, not by my_experiment"):
         Identity(args, "my_experiment", demo_model, prompts).check(was, Path("step_1"))
@@ -119,7 +119,7 @@ def test_a_flag_that_an_older_version_did_not_have_counts_as_its_default(prompts
 
 def test_a_teacher_s_prompt_that_leaves_rows_out_is_refused_in_any_case(demo_model):
     """Every ticket would have another row."""
-    tokenizer, args = load_tokenizer(demo_model), train_sync.Args(resume_anyway=True)
+    tokenizer, args = load_tokenizer(demo_model), train_sync.Args(resume_mode="step_1")
     was = saved(Identity(args, "train_sync", demo_model, PromptDataset(["demo"], "train", tokenizer, args)))
     args = dataclasses.replace(args, teacher=demo_model, teacher_prompt="{ground_truth}={prompt}", filter_overlong_prompts=True)
     for limit, fits in ((args.max_prompt_length, True), (8, False)):

@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import sys
-import threading
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,8 +17,6 @@ from matplotlib.axes import Axes
 from safetensors.torch import load_file
 from torch.distributed import HashStore
 
-from rl.checkpoint import best as best_module
-from rl.checkpoint import manifest
 from rl.checkpoint.best import Best
 from rl.parts import make
 from rl.ranks.launch import Node
@@ -258,9 +255,9 @@ def test_a_checkpoint_waits_for_validations_that_cannot_be_made_again(flags, don
 
 def save(run: Path, *steps: int) -> None:
     for step in steps:
-        (export := run / f"step_{step:06d}").mkdir()
-        for name in (manifest.MANIFEST, "model.safetensors"):
-            (export / name).write_text(f"{step}")
+        (training := run / f"step_{step:06d}" / "training").mkdir(parents=True)
+        for file in (training / "state.json", training.parent / "model.safetensors"):
+            file.write_text(f"{step}")
 
 
 def record(run: Path, scores: dict[int, float]) -> None:
@@ -271,101 +268,73 @@ def record(run: Path, scores: dict[int, float]) -> None:
 def kept(run: Path) -> tuple[int, float]:
     found = json.loads((run / "best" / "best.json").read_text())
     assert found.keys() == {"step", "score"}
-    assert (run / "best" / "model.safetensors").read_text() == f"{found['step']}" and not list(run.glob("best.partial"))
+    assert (run / "best" / "model.safetensors").read_text() == f"{found['step']}"
     return found["step"], found["score"]
 
 
-def test_best_is_linked_before_its_checkpoint_makes_room(tmp_path):
-    """One checkpoint is kept, and each step is validated before it is saved, as in train_sync.py."""
+@pytest.mark.parametrize(("newest", "left"), [(1, [2, 6]), (2, [2, 4, 6]), (0, [2, 4, 6])])
+def test_the_newest_checkpoints_and_the_best_stay(tmp_path, newest, left):
+    """Each step is validated before it is saved, as in train_sync.py."""
     best = Best(tmp_path, True)
     for step, score in ((2, 0.4), (4, 0.1), (6, 0.2)):
         best.scored(step, score)
         save(tmp_path, step)
-        with best.settled():
-            for path in tmp_path.glob("step_*"):
-                if path.name != f"step_{step:06d}":
-                    shutil.rmtree(path)
+        best.prune(newest)
     assert kept(tmp_path) == (2, 0.4)
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == [f"step_{step:06d}" for step in left]
+    assert not [*tmp_path.glob(".step_*")]
 
 
 def test_a_branch_forgets_a_best_of_a_later_step(tmp_path):
-    save(tmp_path, 2, 4)
+    save(tmp_path, 2, 4, 6)
     record(tmp_path, {2: 0.3, 4: 0.2, 6: 0.9})
-    first = Best(tmp_path, True)
-    save(tmp_path, 6)
-    for step, score in ((2, 0.3), (4, 0.2), (6, 0.9)):
-        first.scored(step, score)
+    Best(tmp_path, True).resume(after=6)
     assert kept(tmp_path) == (6, 0.9)
     (tmp_path / "step_000006").rename(tmp_path / "step_000006.superseded")
-    record(tmp_path, {2: 0.3, 4: 0.2})
-    Best(tmp_path, True).resume(after=4)
-    assert kept(tmp_path) == (2, 0.3)
-    assert (tmp_path / "best.superseded" / "model.safetensors").read_text() == "6", "renamed, not deleted"
     again = Best(tmp_path, True)
     again.resume(after=4)
+    assert kept(tmp_path) == (2, 0.3)
     save(tmp_path, 6)
     again.scored(6, 0.31)
     assert kept(tmp_path) == (6, 0.31)
+    for step in (2, 4, 6):
+        shutil.rmtree(tmp_path / f"step_{step:06d}")
+    Best(tmp_path, True).resume(after=6)
+    assert not os.path.lexists(tmp_path / "best")
 
 
-def test_scores_come_back_from_the_record(tmp_path):
-    """A kill between the rename of a checkpoint and `best`; one of a validation that may not choose."""
+@pytest.mark.parametrize("copied", [False, True])
+def test_scores_come_back_from_the_record_and_from_best(tmp_path, copied):
+    """One validation may not choose, and the line of another is lost. In a copy of a run `best` may be a directory."""
     save(tmp_path, 2, 4, 6)
     lines = [{"step": 2, ACCURACY: 0.2}, {"step": 4, ACCURACY: 0.6}, {"step": 6, ACCURACY: 0.9, "chooses_best": False}]
     (tmp_path / "validations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     Best(tmp_path, True).resume(after=6)
     assert kept(tmp_path) == (4, 0.6)
-
-
-def test_a_kill_while_best_is_replaced_loses_neither(tmp_path):
-    save(tmp_path, 2)
-    Best(tmp_path, True).scored(2, 0.5)
-    (tmp_path / "best").rename(tmp_path / "best.partial")  # whole, and the old one has been moved away
-    shutil.rmtree(tmp_path / "step_000002")
-    Best(tmp_path, True).resume(after=2)
-    assert kept(tmp_path) == (2, 0.5)
-
-
-def test_a_score_that_arrives_while_best_is_linked_counts(tmp_path, monkeypatch):
-    """On a file system without links, this copies gigabytes."""
-    save(tmp_path, 10, 20, 30)
-    best, linking, released = Best(tmp_path, True), threading.Event(), threading.Event()
-    best._scores = {10: 0.1, 20: 0.2}
-    link = best_module._link_or_copy
-
-    def slow(*files):
-        linking.set()
-        released.wait(60)
-        link(*files)
-
-    monkeypatch.setattr(best_module, "_link_or_copy", slow)
-    threads = [threading.Thread(target=best.keep), threading.Thread(target=best.scored, args=(30, 0.9))]
-    threads[0].start()
-    assert linking.wait(60)
-    threads[1].start()
-    released.set()
-    for thread in threads:
-        thread.join(60)
-    assert kept(tmp_path) == (30, 0.9)
+    (tmp_path / "validations.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    if copied:
+        (tmp_path / "best").unlink()
+        shutil.copytree(tmp_path / "step_000004", tmp_path / "best")
+    Best(tmp_path, True).resume(after=6)
+    assert kept(tmp_path) == (4, 0.6) and (tmp_path / "best").is_symlink()
 
 
 def test_a_full_disk_is_reported_and_tried_again(tmp_path, monkeypatch, capfd):
     save(tmp_path, 2, 4)
-    best, link = Best(tmp_path, True), os.link
+    best = Best(tmp_path, True)
     best.scored(2, 0.1)
 
-    def full(source, target):
-        raise OSError(errno.ENOSPC, "No space left on device", str(target))
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "link", full)
-    monkeypatch.setattr(shutil, "copyfile", full)
-    best.scored(4, 0.9)
-    best.keep()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "symlink_to", full)
+        best.scored(4, 0.9)
+        best.update()
     said = capfd.readouterr().err
-    assert said.count("warning: step 4 validated best (0.9)") == 2 and "No space left on device" in said, said
+    assert said.count("could not be written: [Errno 28] No space left on device") == 2, said
     assert kept(tmp_path) == (2, 0.1), "the one before stays"
-    monkeypatch.setattr(os, "link", link)
-    best.keep()
+    best.update()
     assert kept(tmp_path) == (4, 0.9) and not capfd.readouterr().err
 
 
@@ -418,7 +387,7 @@ def test_validations_that_arrive_together_are_all_recorded_and_best_is_the_best(
         newest = max((line["step"] for line in lines if line["at_step"] == step), default=None)
         assert row.get("training/validated_step") == newest, "the row keeps the newest"
     assert json.loads((run / "best" / "best.json").read_text()) == {"step": 2, "score": expected[2]}
-    assert [path.name for path in run.glob("step_*")] == ["step_000006"]
+    assert sorted(path.name for path in run.glob("step_*")) == ["step_000002", "step_000006"]
     best, last = (load_file(path / "model.safetensors") for path in (run / "best", run / "step_000006"))
     assert any(not best[name].equal(last[name]) for name in best)
 
@@ -433,11 +402,11 @@ def test_a_branch_has_a_best_of_its_own(demo_model, tmp_path):
     flags = ("--test-freq", "2", "--save-freq", "2", "--max-ckpt-to-keep", "0", "--total-training-steps", "4")
     named("train_sync.py", tmp_path, *flags, "--lr", "1e-4")
     run = tmp_path / "run"
-    shutil.rmtree(run / "best")  # as if step 4 had been better by far
-    shutil.copytree(run / "step_000004", run / "best", ignore=shutil.ignore_patterns("training", "manifest.json"))
+    (run / "best").unlink()  # as if step 4 had been better by far
+    (run / "best").symlink_to("step_000004")
     (run / "best" / "best.json").write_text('{"step": 4, "score": 0.99}')
     old = accuracies(run)
-    named("train_sync.py", tmp_path, *flags, "--lr", "0.02", "--resume-anyway", "--resume-mode", run / "step_000002")
+    named("train_sync.py", tmp_path, *flags, "--lr", "0.02", "--resume-mode", run / "step_000002")
     new = accuracies(run)
     assert {**new, 4: old[4]} == old and new[4] < new[2], "the branch spoils the model"
     assert json.loads((run / "best" / "best.json").read_text()) == {"step": 2, "score": new[2]}

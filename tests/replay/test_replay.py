@@ -20,14 +20,14 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 import replay
 from examples.demo.sums import build_tokenizer
 from rl.errors import UserError
-from rl.replay.recorder import SAMPLES, Record
+from rl.replay.recorder import Record
 
 STEPS = 6
 FLAGS = ["--total-training-steps", STEPS, "--test-freq", 0, "--save-freq", 1, "--max-ckpt-to-keep", 0]
 SMALL = ["--train-batch-size", 4, "--rollout-n", 4]
 STREAM = ["--ppo-mini-batch-size", 4, "--rollout-n", 4]
-# two mini-batches, two epochs, an adaptive KL, several micro-batches: whatever a step carries to the next
-EVERYTHING = ["--ppo-mini-batch-size", 2, "--ppo-epochs", 2, "--use-kl-in-reward", "--kl-ctrl-type", "adaptive"]
+# two mini-batches, two epochs, a KL, several micro-batches: whatever a step carries to the next
+EVERYTHING = ["--ppo-mini-batch-size", 2, "--ppo-epochs", 2, "--use-kl-in-reward"]
 EVERYTHING += ["--max-tokens-per-micro-batch", 120, "--entropy-coeff", 0.01]
 MEASURED = ("timing_s/", "perf/", "ledger/", "time", "publish/", "ring/", "fully_async/trainer", "fully_async/rollouter")
 
@@ -71,12 +71,12 @@ def sync(demo_model, tmp_path_factory) -> Path:
     return record("train_sync.py", tmp_path_factory.mktemp("sync"), *SMALL, *EVERYTHING)
 
 
+@pytest.mark.runs
 def test_the_same_flags_give_the_same_bits(sync, tmp_path):
     again, said = replayed(sync, tmp_path)
     same(sync, again)
     assert f"the weights are bit for bit those of {sync}/step_000006" in said
     assert all(text.startswith("steps without any signal") for text in re.findall("warning: (.*)", said))
-    assert rows(again)[6]["actor/reward_kl_penalty_coeff"] != rows(again)[1]["actor/reward_kl_penalty_coeff"]
     assert all(is_documented(name) for name in rows(again)[6] if name != "step")
 
 
@@ -167,17 +167,7 @@ def test_a_replay_of_a_run_that_was_killed_and_resumed(demo_model, tmp_path, scr
         assert f"replays steps {first} to 6" in said and "bit for bit" in said
 
 
-def test_a_record_that_is_cut_is_replayed_up_to_the_cut(sync, tmp_path):
-    shutil.copytree(sync.parent / "record", tmp_path / "record")
-    file = tmp_path / "record" / SAMPLES
-    size = file.stat().st_size
-    file.write_bytes(file.read_bytes()[: size * 5 // 8])
-    last = Record(tmp_path / "record").steps[-1]
-    again, said = replayed(tmp_path / "record", tmp_path)
-    same(sync, again, last=last)
-    assert 1 < last < 6 and "are not a complete step" in said and f"bit for bit those of {sync}/step_{last:06d}" in said
-
-
+@pytest.mark.runs
 def test_other_flags_are_said_to_be_off_policy(sync, tmp_path):
     """The replay starts at a checkpoint. The report shows it next to the run and says how they differ."""
     again, said = replayed(sync.parent / "record", tmp_path, "--from-step", 4, "--loss-mode", "gspo", "--lr", "3e-4")
@@ -192,6 +182,7 @@ def test_other_flags_are_said_to_be_off_policy(sync, tmp_path):
     assert re.search(r"replay of train_sync --lr 0.0003 --loss-mode gspo.*, off-policy", page), page[:600]
 
 
+@pytest.mark.runs
 def test_a_replay_imports_no_losses_before_the_script():
     """The script's directory decides which losses.py is imported."""
     command = [sys.executable, "-c", "import sys, replay; print('losses' in sys.modules)"]
@@ -245,6 +236,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_cannot_be_replayed_is_one_message(sync, words, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -257,7 +249,7 @@ def test_a_record_that_begins_late_needs_its_checkpoint(tmp_path):
     class Late:
         directory, steps = Path("record"), [5, 6, 7]
 
-    with pytest.raises(UserError, match=r"record begins with step 5, and .* has no whole checkpoint of step 4 or later"):
+    with pytest.raises(UserError, match=r"record begins with step 5, and .* has no checkpoint of step 4 or later"):
         replay.begin(Late, tmp_path, 6)
 
 
@@ -272,14 +264,5 @@ def test_a_teacher_s_prompt_that_leaves_rows_out_is_refused(demo_model, tmp_path
 
 
 def test_what_made_the_samples_is_no_flag_of_a_replay():
-    assert {
-        "env",
-        "tools",
-        "max_turns",
-        "turn_rewards",
-        "rollout_n",
-        "temperature",
-        "reward",
-        "score_centering",
-    } <= replay.SAMPLED
+    assert {"env", "tools", "max_turns", "rollout_n", "temperature", "reward"} <= replay.SAMPLED
     assert not {"lora_rank", "teacher", "loss_mode", "val_files"} & replay.SAMPLED

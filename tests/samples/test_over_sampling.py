@@ -59,7 +59,7 @@ def resumed(whole, unsure, tmp_path, *flags, **how):
     directory = shutil.copytree(whole[1], tmp_path / whole[1].name)
     for later in ("step_000004", "step_000005", "step_000006"):
         shutil.rmtree(directory / later)
-    name = ["--experiment-name", directory.name, "--resume-anyway"]
+    name = ["--experiment-name", directory.name, "--resume-mode", directory / "step_000003"]
     return directory, run_script("train_sync.py", *unsure, "--output-dir", tmp_path, *name, *flags, **how)
 
 
@@ -86,7 +86,7 @@ def test_a_resumed_run_starts_a_larger_surplus(whole, unsure, tmp_path, ranks):
 def test_a_resumed_run_that_had_no_surplus_starts_one(unsure, tmp_path):
     name = ["--experiment-name", "x", "--output-dir", tmp_path]
     run_script("train_sync.py", *unsure, *name, "--over-sample", "0", "--total-training-steps", "2")
-    run_script("train_sync.py", *unsure, *name, "--over-sample", "1", "--resume-anyway")
+    run_script("train_sync.py", *unsure, *name, "--over-sample", "1", "--resume-mode", tmp_path / "x" / "step_000002")
     rows = [json.loads(line) for line in (tmp_path / "x" / "metrics.jsonl").read_text().splitlines()]
     age = {row["step"]: row["staleness/max"] for row in rows if "staleness/max" in row}
     assert set(age) == {3, 4, 5, 6} and age[3] == 0 < max(age.values())

@@ -80,7 +80,7 @@ def steps_of(run: Path) -> int:
 
 
 def saving(run: Path) -> bool:
-    return any(run.glob("step_*.partial"))
+    return any(run.glob(".step_*"))
 
 
 def wait_until(condition, job: Job, seconds: float) -> bool:
@@ -126,8 +126,7 @@ def strike(job: Job, run: Path, rng: random.Random, timeout: float) -> str:
 
 def audit(run: Path, steps: int) -> str:
     """Raises AssertionError unless every step was logged once and every ticket is in one place; says what was found."""
-    from rl.checkpoint.manifest import GROUPS, TRAINING, UNFINISHED
-    from rl.checkpoint.resume import groups_of
+    from rl.checkpoint.resume import GROUPS, TRAINING, UNFINISHED, groups_of
 
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["step"]] == [*range(1, steps + 1)], "a step is missing or appears twice"
@@ -180,7 +179,7 @@ def main(args: Args, torchrun: Sequence[str]) -> Path:
         time.sleep(0.1)
     assert not left, f"processes are left: {left}"
     assert not {name for name in set(os.listdir("/dev/shm")) - memory if "rl-ring" in name}, "shared memory is left"
-    assert not [*run.glob("*.partial")], "a half-written checkpoint is left"
+    assert not [*run.glob(".step_*")], "a half-written checkpoint is left"
     audit_validations(run, steps)
     print(f"{args.kills} kills ({', '.join(f'{n} {what}' for what, n in sorted(struck.items()))}): {audit(run, steps)}")
     return run
