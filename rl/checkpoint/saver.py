@@ -37,8 +37,7 @@ from rl.ranks import dist, host, launch, watchdog
 from rl.ranks.device import HOST_BACKEND
 from rl.record.identity import Identity
 from rl.record.run import Origin, Run
-from rl.samples.group import Group
-from rl.transport.records import join_records
+from rl.samples.group import Group, join_records
 
 SPARE = 1.25  # copies are made if this many times their size is free: the run itself may still grow
 FILE_BYTES = 5 << 30  # of a file's tensors

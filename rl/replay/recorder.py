@@ -19,8 +19,7 @@ import pyarrow as pa
 
 from rl.errors import UserError
 from rl.record.provenance import digest_of, package_files, script_files
-from rl.samples.group import Group
-from rl.transport.records import join_records, split_records
+from rl.samples.group import Group, join_records, split_records
 
 CODE = "code"
 CODEC = "zstd"

@@ -155,7 +155,7 @@ def test_every_ranks_time_adds_up(rough):
 
 
 def test_what_people_watch(rough):
-    metrics, _, done = rough["drop"]
+    metrics, _, _ = rough["drop"]
     names = set().union(*metrics.values()) - {"step", "time"}
     assert not {name for name in names if not is_documented(name)}
     for name in ("fully_async/trainer/idle_ratio", "fully_async/rollouter/idle_ratio", "publish/gb_per_s", "ring/occupancy"):
