@@ -168,14 +168,6 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     ),
     # the learner
     **dict.fromkeys(("lora_alpha", "lora_target"), (Need("without --lora-rank", lambda args: args.adapted),)),
-    "publish": (
-        Need("without --lora-rank", lambda args: args.adapted, ("merged",)),
-        Need("where nothing is generated", lambda args: hasattr(args, "rollout_n"), ("merged",)),
-    ),
-    "ref_offload": (
-        REFERENCE,
-        Need("with --lora-rank, whose reference is the policy without adapters", lambda args: not args.adapted, (False,)),
-    ),
     "min_lr_ratio": (Need("with --lr-scheduler-type constant", lambda args: args.lr_scheduler_type == "cosine"),),
     "lm_head_fp32": (Need("where everything is fp32", lambda args: "bfloat16" in (args.dtype, args.rollout_dtype), (False,)),),
     # the record, the job and the schedule
@@ -188,7 +180,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
 }
 # replay.py repeats only the learner of a recorded run; these flags belong to the parts that it leaves out
 NOT_REPLAYED = {"test_freq", "val_before_train", "log_val_generations", "record_samples", "resume_mode", "resume_anyway"}
-NOT_REPLAYED |= {"generators", "ring_mb", "val_only", "push_to", "publish"}
+NOT_REPLAYED |= {"generators", "ring_mb", "val_only", "push_to"}
 
 
 def given(flags: type, words: Sequence[str]) -> set[str]:

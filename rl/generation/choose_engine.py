@@ -3,7 +3,6 @@
 import torch
 import torch.distributed
 
-from rl.adapters.lora import AdapterArgs
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Engine, EngineArgs
@@ -18,7 +17,7 @@ def make_engine(
     learner_dtype: str,
     device: torch.device,
     trust_remote_code: bool,
-    adapters: AdapterArgs | None = None,
+    adapters=None,
 ) -> Engine:
     """Return the engine that the flags ask for, loaded from `path`. Raise UserError if that is impossible. adapters: for an
     engine that gets adapters without the model's weights (--publish adapter)."""

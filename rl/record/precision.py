@@ -7,9 +7,9 @@ def precisions(args) -> dict[str, str]:
     samples = hasattr(args, "weights_dtype")  # a supervised run does not
     adapted = {"frozen model": args.dtype + all_on_host} if args.adapted else {}
     return {
-        "master weights": "float32" + (all_on_host or (on_host if args.masters_on_host else "")),
+        "master weights": "float32" + all_on_host,
         "computation": args.dtype,
-        "gradients and their reduction": args.grad_dtype + all_on_host,
+        "gradients and their reduction": "float32" + all_on_host,
         "moments": {"adamw": "float32", "adamw_8bit": "8 bits"}[args.optim] + (all_on_host or on_host),
         **({"generators": str(args.weights_dtype(args.dtype)).removeprefix("torch.")} if samples else {}),
     } | adapted

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rl.adapters.lora import AdapterArgs, adapt
 from rl.data.image_prompts import Images, takes_images
 from rl.generation.embedded.forward import has_fast_path, hidden_states
 from rl.generation.embedded.kv_cache import DecodeLayout, KVCache, PrefillLayout
@@ -96,12 +95,16 @@ class TransformersEngine:
         trust_remote_code: bool = False,
         end_tokens: set[int] | None = None,
         router: RouterArgs | None = None,
-        adapters: AdapterArgs | None = None,
+        adapters=None,
     ):
         """adapters: for an engine that gets adapters without the model's weights (--publish adapter)."""
         check_supported(load_config(model_path, trust_remote_code).get_text_config(), f"--model {model_path}", max_length)
         self.model = load_weights(model_path, dtype, trust_remote_code, say=False)
-        self.adapters = adapt(self.model, adapters, f"--model {model_path}") if adapters else None
+        self.adapters = None
+        if adapters:
+            from rl.adapters.lora import adapt
+
+            self.adapters = adapt(self.model, adapters, f"--model {model_path}")
         for name in self.adapters.tensors if self.adapters else ():
             parameter = self.model.get_parameter(name)
             parameter.data = torch.zeros_like(parameter, dtype=dtype)  # without effect until the first update

@@ -18,7 +18,7 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.linear import RowParallelLinear
 
 from rl.adapters.files import stored_name
-from rl.adapters.lora import AdapterArgs, adapt
+from rl.adapters.lora import adapt
 from rl.data.image_prompts import takes_images
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs, Output
@@ -35,7 +35,7 @@ class AdaptedVLLMEngine(VLLMEngine):
 
     sleep_level = 1  # keeps the model on the host, because it is not sent again
 
-    def __init__(self, model_path: str, args: EngineArgs, *more, adapters: AdapterArgs):
+    def __init__(self, model_path: str, args: EngineArgs, *more, adapters):
         """more: as for `VLLMEngine`."""
         self._adapters = adapters
         self._ended: list[Output] = []  # responses that ended during `log_probs_of`
@@ -116,7 +116,7 @@ class OwnAdapter:
 
     request = LoRARequest("policy", NUMBER, "in memory")
 
-    def __init__(self, skeleton: PreTrainedModel, args: AdapterArgs, where: str):
+    def __init__(self, skeleton: PreTrainedModel, args, where: str):
         """skeleton: the model without weights, which gets the adapters' parameters. Raise UserError for other models."""
         if not hasattr(BaseLayerWithLoRA, "load_weights"):  # of vLLM 0.23: it finds no weight of a layer with an adapter
             raise UserError(
