@@ -110,7 +110,7 @@ def test_async_with_staleness_0_is_sync_bit_for_bit_whatever_the_nodes_do(demo_m
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("more", [[], ["--lora-rank", 8, "--lr", 1e-3, "--publish", "adapter"]], ids=["plain", "adapters"])
+@pytest.mark.parametrize("more", [[], ["--lora-rank", 8, "--lr", 1e-3]], ids=["plain", "adapters"])
 def test_one_step_off_over_nodes_that_only_learn_or_generate(demo_model, tmp_path, more):
     """With adapters both generators of the second node prove that they apply them."""
     flags = ["train_one_step_off.py", "--total-training-steps", 4, "--output-dir", tmp_path, "--test-freq", 0, *more]
