@@ -23,9 +23,8 @@ from rl.data.job import Job
 from rl.generation.generator import Generator
 from rl.generator_loop import BatchLoop
 from rl.learning.batch import Batch, Forward, Tokens, micro_batches
-from rl.learning.forward_only import forward_only
 from rl.learning.learner import Learner
-from rl.learning.loss_means import LossMeans
+from rl.learning.updates import LossMeans, forward_only
 from rl.ranks import process
 from rl.ranks.timers import Timers
 from rl.samples.group import Group, all_gather_groups
@@ -107,8 +106,9 @@ def actor_loss(args: Args, t: Tokens, out: Forward, denominator: float) -> tuple
 
 def learn(args: Args, learner: Learner, batch: Batch, timer: Timers) -> dict[str, float]:
     """Train on the batch: one optimizer step for each mini-batch of prompts, --ppo-epochs times. Return metrics."""
+    learner.begin_step(has_signal=not batch.is_unscored)  # sets the learning rate
     minis = batch.mini_batches(args.schedule.prompts_per_update)  # [b] responses each
-    micros = [micro_batches(batch, mini, learner.micro_batch_tokens, learner.ranks) for mini in minis]
+    micros = [micro_batches(batch, mini, args.max_tokens_per_micro_batch, learner.ranks) for mini in minis]
     targets = batch.targets  # filled in below, from top to bottom
 
     # Before the first update: log-probs under the old policy, if the loss needs them by then, and under other models.
@@ -122,7 +122,7 @@ def learn(args: Args, learner: Learner, batch: Batch, timer: Timers) -> dict[str
             targets.ref_log_prob = learner.log_probs_of("reference", batch, micros)
     if args.teacher:
         with timer("teacher"):
-            targets.teacher_log_prob, targets.teacher_top = learner.read_by_teacher(batch, micros)
+            targets.teacher_log_prob, targets.teacher_top = learner.teacher.read(learner, batch, micros)
     if args.needs_critic:
         with timer("values"):
             targets.value = learner.critic.values_of(batch, micros)
@@ -202,7 +202,9 @@ def train(args: Args, split: Split, job: Job) -> None:
         with run.timer("update_weights"):
             publisher.publish(step, step)
 
-        run.log(step, batch, metrics | staleness_metrics(batch, version=step - 1))
+        metrics |= staleness_metrics(batch, version=step - 1) | run.receive_validations(step)
+        metrics |= run.count_fates(step, batch, metrics, samples.take_gone())
+        run.log(step, batch, metrics)
     run.save_if_due(job.total_steps)
     publisher.wait()
     run.finish()

@@ -20,7 +20,7 @@ from rl.data.job import Job
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.division import Division
 from rl.learning.learner import Learner
-from rl.learning.loss_means import LossMeans
+from rl.learning.updates import LossMeans
 from rl.ranks import dist, process
 from rl.ranks.timers import Timers
 from rl.supervised import SupervisedArgs, SupervisedRun, SupervisedSchedule, set_up, to_groups
@@ -33,13 +33,14 @@ class Args(SupervisedArgs):
     schedule: SupervisedSchedule = SupervisedSchedule()
 
 
-def learn(learner: Learner, batch: Batch, timer: Timers) -> dict[str, float]:
+def learn(args: Args, learner: Learner, batch: Batch, timer: Timers) -> dict[str, float]:
     """Train on the batch with one optimizer step. Return metrics."""
+    learner.begin_step()  # sets the learning rate
     with timer("update_actor"):
         means = LossMeans(batch, learner.ranks)
         every = torch.arange(len(batch.lengths))
         denominator = whole_batch.denominator(batch, every, "token-mean", 0)  # trained tokens of all ranks
-        for micro in micro_batches(batch, every, learner.micro_batch_tokens, learner.ranks):
+        for micro in micro_batches(batch, every, args.max_tokens_per_micro_batch, learner.ranks):
             t = batch.at(micro)
             log_prob = learner.forward(micro).log_prob  # [n]
             loss = losses.aggregate(-log_prob, t.mask, t.seq, "token-mean", denominator)
@@ -55,7 +56,7 @@ def validate(args: Args, learner: Learner, job: Job) -> float:
     for first in range(0, len(job.val_prompts), args.schedule.prompts_per_step):
         rows = range(first, min(first + args.schedule.prompts_per_step, len(job.val_prompts)))
         batch = Batch.of(to_groups(job.val_prompts, {row: row for row in rows}), Division.of(args, learner))
-        micros = micro_batches(batch, torch.arange(len(batch.lengths)), learner.micro_batch_tokens, learner.ranks)
+        micros = micro_batches(batch, torch.arange(len(batch.lengths)), args.max_tokens_per_micro_batch, learner.ranks)
         nll = -learner.log_probs_of("policy", batch, [micros])
         total += batch.sum_over_ranks(torch.stack([nll[batch.mask].double().sum(), batch.mask.sum()]))
     return float(total[0] / total[1])
@@ -70,7 +71,7 @@ def main(args: Args, ranks: dist.Ranks) -> None:
     for step in run.steps():
         run.stop_if_asked(step - 1)
         batch = run.batch(step)
-        metrics = learn(learner, batch, run.timer)
+        metrics = learn(args, learner, batch, run.timer)
         if job.val_prompts and args.validates(step, job.total_steps):
             with run.timer("testing"):
                 metrics["val/nll"] = validate(args, learner, job)

@@ -21,9 +21,8 @@ from rl.algorithm.metrics import batch_metrics, rollout_metrics, staleness_metri
 from rl.data.job import Job
 from rl.generation.generator import Generator, make_generator
 from rl.learning.batch import Batch, Forward, Tokens, micro_batches
-from rl.learning.forward_only import forward_only
 from rl.learning.learner import Learner
-from rl.learning.loss_means import LossMeans
+from rl.learning.updates import LossMeans, forward_only
 from rl.ranks import dist, process, stops
 from rl.ranks.timers import Timers
 from rl.rewards.pool import ScoringPool
@@ -104,8 +103,9 @@ def actor_loss(args: Args, t: Tokens, out: Forward, denominator: float) -> tuple
 
 def learn(args: Args, learner: Learner, batch: Batch, timer: Timers) -> dict[str, float]:
     """Train on the batch: one optimizer step for each mini-batch of prompts, --ppo-epochs times. Return metrics."""
+    learner.begin_step(has_signal=not batch.is_unscored)  # sets the learning rate
     minis = batch.mini_batches(args.schedule.prompts_per_update)  # [b] responses each
-    micros = [micro_batches(batch, mini, learner.micro_batch_tokens, learner.ranks) for mini in minis]
+    micros = [micro_batches(batch, mini, args.max_tokens_per_micro_batch, learner.ranks) for mini in minis]
     targets = batch.targets  # filled in below, from top to bottom
 
     # Before the first update: log-probs under the old policy, if the loss needs them by then, and under other models.
@@ -119,7 +119,7 @@ def learn(args: Args, learner: Learner, batch: Batch, timer: Timers) -> dict[str
             targets.ref_log_prob = learner.log_probs_of("reference", batch, micros)
     if args.teacher:
         with timer("teacher"):
-            targets.teacher_log_prob, targets.teacher_top = learner.read_by_teacher(batch, micros)
+            targets.teacher_log_prob, targets.teacher_top = learner.teacher.read(learner, batch, micros)
     if args.needs_critic:
         with timer("values"):
             targets.value = learner.critic.values_of(batch, micros)
@@ -194,7 +194,9 @@ def train(args: Args, ranks: dist.Ranks, job: Job) -> None:
 
         if args.schedule.surplus:
             metrics |= staleness_metrics(batch, step - 1)
-        run.log(step, batch, metrics, {"filtered": filtered})
+        metrics |= run.validate(step)
+        metrics |= run.count_fates(step, batch, metrics, {"filtered": filtered})
+        run.log(step, batch, metrics)
         run.save_if_due(step)
     generator.close()
     run.finish()

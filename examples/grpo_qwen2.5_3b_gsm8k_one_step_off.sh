@@ -20,7 +20,7 @@ torchrun --standalone --nproc-per-node 8 train_one_step_off.py --generators 4 \
   --train-batch-size 1024 --ppo-mini-batch-size 256 --rollout-n 5 \
   --max-prompt-length 512 --max-response-length 1024 --filter-overlong-prompts --truncation error \
   --adv-estimator grpo --loss-agg-mode token-mean --clip-ratio-low 0.2 --clip-ratio-high 0.2 \
-  --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl --ref-offload --entropy-coeff 0 \
+  --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl --entropy-coeff 0 \
   --lr 3e-6 --lr-warmup-steps 0 --lr-scheduler-type constant \
   --dtype bfloat16 --gradient-checkpointing --max-tokens-per-micro-batch 12288 \
   --engine vllm --rollout-tp 2 --gpu-memory-utilization 0.6 --load-format safetensors \

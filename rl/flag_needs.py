@@ -158,10 +158,6 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     ),
     # the learner
     **dict.fromkeys(("lora_alpha", "lora_target"), (Need("without --lora-rank", lambda args: args.adapted),)),
-    "ref_offload": (
-        REFERENCE,
-        Need("with --lora-rank, whose reference is the policy without adapters", lambda args: not args.adapted, (False,)),
-    ),
     "min_lr_ratio": (Need("with --lr-scheduler-type constant", lambda args: args.lr_scheduler_type == "cosine"),),
     "lm_head_fp32": (Need("where everything is fp32", lambda args: "bfloat16" in (args.dtype, args.rollout_dtype), (False,)),),
     # the record, the job and the schedule

@@ -3,9 +3,7 @@
 Left out: joining the process groups (rl/ranks/dist.py), and the flags of a component, which are defined with it.
 """
 
-import sys
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +11,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rl import flag_needs
-from rl.adapters import lora
-from rl.algorithm.args import SELF, AlgorithmArgs
+from rl.algorithm.args import AlgorithmArgs
 from rl.checkpoint.resume import CheckpointArgs
 from rl.data.args import DataArgs, demo_files
 from rl.data.image_prompts import ImagePrep
@@ -26,7 +23,6 @@ from rl.generation.engine import EngineArgs
 from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
 from rl.model.pretrained import check_model, empty_model, end_token_ids, load_config, load_tokenizer, resolve
-from rl.model.router import check_replay
 from rl.ranges import MayChange, Range
 from rl.ranks import launch
 from rl.ranks.dist import Ranks, engines_first
@@ -143,6 +139,8 @@ def set_up(args: CommonArgs, file: str) -> Job:
 
         check_critic(critic_path(args, path), args, path)
     if args.router_replay != "off":
+        from rl.model.router import check_replay
+
         check_replay(args, empty_model(config, args.trust_remote_code), f"--model {path}")
     prep = ImagePrep.of(path, config, args)
     if args.freeze_vision_tower and not prep:
@@ -179,8 +177,9 @@ def read_model(model: str, args) -> tuple[str, PretrainedConfig, PreTrainedToken
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     check_model(path, tokenizer, args)
     if args.adapted:
-        lora.check_model(empty_model(config, args.trust_remote_code), args, f"--model {path}")
-        flag_needs.warn(lora.rate_warnings(args, flag_needs.given(type(args), sys.argv[1:])))
+        from rl.adapters.lora import check_model as check_adapters
+
+        check_adapters(empty_model(config, args.trust_remote_code), args, f"--model {path}")
     return path, config, tokenizer
 
 
@@ -221,22 +220,25 @@ def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
     """Return the learner of this rank, with the learning-rate schedule of the whole run. --val-only loads no second model."""
     engines_first("learner")
     trains = not args.val_only
-    teacher = resolve(args.teacher) if args.has_second_model and trains else None
-    with_reference = args.needs_reference and trains
-    what = (args.temperature, with_reference, args.trust_remote_code, teacher, args.teacher_top_k, args.seed)
-    learner = Learner(job.path, args, ranks, job.total_steps, *what)
-    if args.teacher and args.teacher_prompt is not None and trains:
-        from rl.algorithm.teacher import TeacherRows
+    learner = Learner(
+        job.path,
+        args,
+        ranks,
+        job.total_steps,
+        temperature=args.temperature,
+        with_reference=args.needs_reference and trains,
+        trust_remote_code=args.trust_remote_code,
+        seed=args.seed,
+    )
+    if args.teacher and trains:
+        from rl.algorithm.teacher import Teacher
 
-        learner.teacher_rows = TeacherRows(partial(job.teacher_prompts.ids_of, job.order))
-        if args.teacher == SELF:
-            learner.teacher = learner.policy  # a mixture's routes are computed, not replayed
+        learner.teacher = Teacher.of(args, job, learner)
     if args.needs_critic and trains:
         from rl.algorithm.critic import Critic
 
         learner.critic = Critic(critic_path(args, job.path), args, learner.ranks, job.total_steps)
-        learner.begin_step(1)
-    if args.sft_files and not args.val_only:
+    if args.sft_files and trains:
         from rl.algorithm.imitation import Imitation
 
         learner.imitation = Imitation(args, job.demonstrations)

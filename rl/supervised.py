@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 import torch
 
 from rl.algorithm.imitation import to_groups
-from rl.checkpoint.resume import CheckpointArgs
+from rl.checkpoint.resume import CheckpointArgs, Resumed
 from rl.data.demonstrations import DemonstrationArgs, Demonstrations
 from rl.data.image_prompts import takes_images
 from rl.data.job import Job
@@ -15,13 +15,14 @@ from rl.data.prompts import PromptOrder
 from rl.errors import UserError
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch
+from rl.learning.division import Division
 from rl.model.pretrained import end_token_ids
 from rl.ranges import Range
 from rl.ranks.watchdog import WatchdogArgs
 from rl.record.run import LogArgs
 from rl.samples.schedule import Schedule, check_kind
 from rl.setup import RunArgs, read_model
-from rl.training_run import TrainingRun
+from rl.training_run import LearnerRun
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,7 @@ class SupervisedArgs(RunArgs, DemonstrationArgs, LearnerArgs, LogArgs, Checkpoin
 
     # Fields that other parts read, and that are not flags of a supervised run
     packs_flat_apart: ClassVar = False
-    rollout_n: ClassVar = 1
-    entropy_coeff: ClassVar = 0.0
     ppo_epochs: ClassVar = 1
-    ref_offload: ClassVar = True
     freeze_vision_tower: ClassVar = False
     router_replay: ClassVar = "off"
     total_rollout_steps: ClassVar = None
@@ -90,22 +88,24 @@ def set_up(args: SupervisedArgs, file: str) -> Job:
     return Job(Path(file).stem, path, tokenizer, rows, val_rows, order, args.total_steps(len(rows)))
 
 
-class SupervisedRun(TrainingRun):
+class SupervisedRun(LearnerRun):
     """A run whose batches are demonstrations."""
 
     plotted = "nll"
 
+    def _restore(self, resumed: Resumed) -> None:
+        self._skipped = self.learner.skipped  # optimizer steps, reported so far
+
     def batch(self, step: int) -> Batch:
-        """Begin the step; return its conversations. A collective of the learners."""
+        """Return the step's conversations. A collective of the learners."""
         size = self.args.schedule.prompts_per_step
-        tickets = range((step - 1) * size, step * size)
-        return self.begin(to_groups(self.job.prompts, {ticket: self.job.order(ticket)[1] for ticket in tickets}))
+        rows = {ticket: self.job.order(ticket)[1] for ticket in range((step - 1) * size, step * size)}
+        return Batch.of(to_groups(self.job.prompts, rows), Division.of(self.args, self.learner))
 
-    def _look_at_start(self) -> None:
-        self._skipped = self.learner.skipped
-
-    def _look_at_step(self, step: int, batch: Batch, metrics: dict[str, float], gone) -> dict[str, float]:
+    def log(self, step: int, batch: Batch, metrics: dict[str, float]) -> None:
+        """Also warn of optimizer steps that were left out."""
         new = metrics["actor/skipped_steps"] - self._skipped
         self._skipped = metrics["actor/skipped_steps"]
         self.record.warn("optimizer steps skipped", new, "Their gradient was not finite: training diverges. Try a lower --lr.")
-        return {}
+        self.record.log_tickets(step, batch.tickets)
+        super().log(step, batch, metrics)

@@ -1,5 +1,7 @@
 """The surroundings of the algorithm in a learner's loop: resume, checkpoints, validation, the record, the end.
 
+`LearnerRun` is what every run has; `TrainingRun` adds samples, their scores and validations.
+
 Each part of the script's state that a checkpoint holds has `state()`, which returns a value for JSON, and `restore(state)`.
 """
 
@@ -15,29 +17,123 @@ from rl.data.job import Job
 from rl.errors import Stopped, UserError
 from rl.generation.generator import Generator
 from rl.learning.batch import Batch
-from rl.learning.batch_images import BatchImages
 from rl.learning.division import Division
+from rl.learning.flops import perf_metrics
 from rl.learning.learner import Learner
-from rl.learning.token_budget import choose_micro_batch_tokens
 from rl.ranks import dist, stops
 from rl.ranks.timers import gather_ledgers
 from rl.record import validations
 from rl.record.identity import Identity
 from rl.record.run import Run
-from rl.replay.recorder import Recorder
 from rl.rewards.instructions import unasked
 from rl.rewards.score import ScoringEvents
 from rl.samples.group import Group, all_gather_groups
-from rl.setup import CommonArgs
+from rl.setup import CommonArgs, RunArgs
 
 if TYPE_CHECKING:
     from rl.samples.stream import Batches, Stream
 
 
-class TrainingRun:
+class LearnerRun:
     """A learner's run, from its first step, or the last saved one, to its end."""
 
     plotted = "reward"  # the curve drawn at the end
+    role = "rank"  # in ledger/*
+
+    def __init__(self, args: RunArgs, job: Job, learner: Learner, num_ranks: int, after: int = 0):
+        """Restore the learner from the checkpoint if the run resumes. num_ranks: ranks of the whole job. after: the step whose
+        state the learner already has, in a run that does not restore it here. Raise UserError if the run cannot resume. A
+        collective of the learners."""
+        self.args, self.job, self.learner, self.num_ranks = args, job, learner, num_ranks
+        self._hub = None  # for --push-to
+        if args.push_to and learner.ranks.is_main and not args.val_only:
+            from rl.checkpoint import push  # late: other runs do not need it
+
+            self._hub = push
+            self._hub.open_repository(args.push_to)
+        self._identity = Identity(args, job.script, job.path, job.prompts, job.demonstrations)
+        resumed = resume(args, self._identity, learner, job.total_steps)
+        self.done = resumed.step or after  # the last step trained before
+        self._restore(resumed)
+        self.record = self._open_record(resumed)
+        self.timer = self.record.timer
+        self.saver = Saver(args, self.record, self._identity, learner, job.tokenizer, resumed.origin, job.prompts.prep)
+
+    def _restore(self, resumed: Resumed) -> None:
+        """Restore what a run has besides its learner."""
+
+    def _open_record(self, resumed: Resumed) -> Run:
+        """Open the run's directory, loggers and console, print its first lines, and return it."""
+        job, learner = self.job, self.learner
+        hardware = dist.describe_hardware()
+        record = Run(self.args, hardware, job.total_steps, learner.ranks.is_main, job.script, resumed.origin, job.notes)
+        if learner.adapters:
+            record.say(learner.adapters.in_words(learner.policy.model))
+        if job.teacher_prompts:
+            record.say(job.teacher_prompts.in_words())
+        return record
+
+    def steps(self) -> range:
+        """Return the remaining steps to train. From now on a stop waits for the end of a step."""
+        stops.begin_training()
+        return range(self.done + 1, self.job.total_steps + 1)
+
+    def log(self, step: int, batch: Batch, metrics: dict[str, float]) -> None:
+        """Record the step, with its throughput and each rank's ledger. A collective."""
+        seconds = {name: value for name, value in self.timer.seconds.items() if name != "testing"}
+        forward_only = metrics.get("perf/forward_only", 0.0)
+        metrics = metrics | perf_metrics(self.learner, batch, seconds, self.num_ranks, forward_only)
+        metrics |= self.learner.router_metrics()
+        metrics |= {"training/global_step": step, "training/epoch": self.job.order(max(batch.tickets))[0]}
+        metrics |= gather_ledgers(self.role, self.timer)
+        self.record.log(step, metrics)
+        if "moe/load/max" in metrics:
+            self.record.log_experts(step, self.learner.policy.router.load)
+
+    def save_if_due(self, step: int) -> None:
+        """Save a checkpoint after the last step and every --save-freq steps. A collective."""
+        if step > self.saver.step and self._saves_after(step):
+            self._save(step)
+
+    def stop_if_asked(self, step: int) -> None:
+        """If a rank has received SIGTERM, save a checkpoint of that step, the last one trained, and raise Stopped.
+        Collective."""
+        if not dist.stopping():
+            return
+        checkpoint = self._save_last(step)
+        kept = f"it resumes from {checkpoint}" if checkpoint else "nothing was trained yet"
+        is_main = self.learner.ranks.is_main
+        raise Stopped(f"SIGTERM to {stops.asked()}: stopped after step {step}; {kept}" if is_main else "")
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint, close the record, and push the result. A collective."""
+        self._push(self._end())
+
+    def _end(self) -> Path | None:
+        """Wait for the last checkpoint, and close the record. Return the checkpoint."""
+        checkpoint = None if self.args.val_only else self.saver.finish(self.job.total_steps)
+        self.record.finish(checkpoint, self.plotted)
+        return checkpoint
+
+    def _push(self, checkpoint: Path | None) -> None:
+        if checkpoint and self._hub:
+            print(f"hub         {self._hub.push(self.args, self.job.script, self.record.dir, checkpoint)}", flush=True)
+
+    def _save_last(self, step: int) -> Path | None:
+        """Save the step, the last one of this start, unless it is saved already. Return the checkpoint; None if nothing was
+        trained. A collective."""
+        return self.saver.save_last(step, self._save)
+
+    def _saves_after(self, step: int) -> bool:
+        return step == self.job.total_steps or (self.args.save_freq > 0 and step % self.args.save_freq == 0)
+
+    def _save(self, step: int) -> None:
+        with self.timer("save_checkpoint"):
+            self.saver.save(step, {})
+
+
+class TrainingRun(LearnerRun):
+    """A run that trains on samples. Its learner generates them itself, or they come from generators."""
 
     def __init__(
         self,
@@ -50,114 +146,60 @@ class TrainingRun:
         after: int = 0,
         **parts: Any,
     ):
-        """Restore the learner, the samples and the parts from the checkpoint if the run resumes. num_ranks: ranks of the whole
-        job. generator: this rank's, if it learns and generates in turns. after: the step whose state the learner already has,
-        in a run that does not restore it here. Raise UserError if the run cannot resume. A collective of the learners."""
-        self.args, self.job, self.learner, self.num_ranks = args, job, learner, num_ranks
+        """Also restore the samples and the parts. generator: this rank's, if it learns and generates in turns. A replay has
+        neither samples nor a generator."""
         self.samples, self.generator, self.parts = samples, generator, parts
         if job.environments and not generator:  # only generators use them
             job.environments.close()
         self._events = ScoringEvents()
+        if samples:
+            self.role = "learner"
         if samples or generator:
             self.parts["events"] = self._events
         self._unscored = 0  # steps in a row without one score, including the newest
-        self._hub = None  # for --push-to
-        if args.push_to and learner.ranks.is_main and not args.val_only:
-            from rl.checkpoint import push  # late: other runs do not need it
-
-            self._hub = push
-            self._hub.open_repository(args.push_to)
-        self._identity = Identity(args, job.script, job.path, job.prompts, job.demonstrations)
-        resumed = resume(args, self._identity, learner, job.total_steps)
-        self.done = resumed.step or after  # the last step trained before
+        super().__init__(args, job, learner, num_ranks, after)
         self._begun = self.done  # the last step begun
-        if resumed.step:
-            self._restore(resumed)
         self._put_aside = generator.unfinished() if generator else []  # this rank's unfinished work at the newest batch
-        self._choose_micro_batch()
-        self.recorder = None  # for --record-samples, on the first learner; opened before the run's directory is made
-        if args.record_samples and learner.ranks.is_main:
-            self.recorder = Recorder(args.record_samples, resumed.origin and resumed.origin.run_dir, self.done)
-        self.record = self._open_record(resumed)
-        self.timer = self.record.timer
-        self.saver = Saver(args, self.record, self._identity, learner, job.tokenizer, resumed.origin, job.prompts.prep)
         if samples and self.done:
             self._skip_recorded_validations()
-        self._look_at_start()
-        self._note_start()
+        self.health = Health(args, job, self.record, learner.skipped)
+        self.health.at_start()
+        self.sources = SourceCounts(job.prompts, job.order, args.rollout_n)
+        for text in () if args.own_reward else unasked(job.prompts):  # the user's function may look for anything
+            self.record.say(f"warning: {text}")
+        if self.recorder:
+            start = {"after": self.done, "total_steps": job.total_steps, "hardware": dist.describe_hardware()}
+            self.recorder.begin(self.record.dir, self._identity.record | start)
 
     def _restore(self, resumed: Resumed) -> None:
-        """Restore everything except the learner from the checkpoint."""
-        for name, part in self.parts.items():
-            part.restore(resumed.state[name])
-        if self.samples:
-            self.samples.restore(resumed.state["samples"], resumed.groups, resumed.unfinished)
-        if self.generator:
-            self.generator.resume(resumed.unfinished)
+        if resumed.step:
+            for name, part in self.parts.items():
+                part.restore(resumed.state[name])
+            if self.samples:
+                self.samples.restore(resumed.state["samples"], resumed.groups, resumed.unfinished)
+            if self.generator:
+                self.generator.resume(resumed.unfinished)
+        self.recorder = None  # for --record-samples, on the first learner; opened before the run's directory is made
+        if self.args.record_samples and self.learner.ranks.is_main:
+            from rl.replay.recorder import Recorder
 
-    def _choose_micro_batch(self) -> None:
-        """Measure how many tokens a micro-batch may have if --max-tokens-per-micro-batch is auto."""
-        if self.args.max_tokens_per_micro_batch != "auto":
-            return
-        if self.generator and not self.generator.engine.num_unfinished:
-            self.generator.engine.sleep()  # as while the learner trains; the first publish wakes it
-        self.learner.chosen_tokens = choose_micro_batch_tokens(self.args, self.learner)
-
-    def _open_record(self, resumed: Resumed) -> Run:
-        """Open the run's directory, loggers and console, print its first lines, and return it."""
-        args = self.args
-        job = self.job
-        ranks = self.learner.ranks
-        tokens = self.learner.micro_batch_tokens
-        notes = job.notes | {"micro_batch_tokens": tokens}
-        record = Run(args, dist.describe_hardware(), job.total_steps, ranks.is_main, job.script, resumed.origin, notes)
-        if self.learner.adapters:
-            record.say(self.learner.adapters.in_words(self.learner.policy.model))
-        if job.teacher_prompts:
-            record.say(job.teacher_prompts.in_words())
-        if args.max_tokens_per_micro_batch == "auto":
-            record.say(f"micro-batches of up to {tokens:,} tokens (--max-tokens-per-micro-batch auto)")
-        return record
+            self.recorder = Recorder(self.args.record_samples, resumed.origin and resumed.origin.run_dir, self.done)
 
     def _skip_recorded_validations(self) -> None:
         """Skip validations that have already been recorded. A collective."""
         recorded = [row["step"] for row in validations.read(self.record.dir)] if self.record.enabled else []
         self.samples.inbox.validations.skip_recorded(dist.from_main(recorded))
 
-    def _look_at_start(self) -> None:
-        """Prepare the checks of each step, and print the warnings that precede the first step."""
-        args, job = self.args, self.job
-        self.health = Health(args, job, self.record, self.learner.skipped)
-        self.health.at_start()
-        self.sources = SourceCounts(job.prompts, job.order, args.rollout_n)
-        if args.own_reward:  # the user's function may look for anything
-            return
-        for text in unasked(self.job.prompts):
-            self.record.say(f"warning: {text}")
-
-    def _note_start(self) -> None:
-        """Note the run's start in the record of the samples."""
-        if not self.recorder:
-            return
-        identity = self._identity.record
-        flags = identity["flags"] | {"max_tokens_per_micro_batch": self.learner.micro_batch_tokens}
-        start = {"after": self.done, "total_steps": self.job.total_steps, "hardware": dist.describe_hardware()}
-        self.recorder.begin(self.record.dir, identity | {"flags": flags} | start)
-
-    def steps(self) -> range:
-        """Return the remaining steps to train. From now on a stop waits for the end of a step."""
-        stops.begin_training()
-        return range(self.done + 1, self.job.total_steps + 1)
-
     def begin(self, groups: list[Group]) -> Batch:
         """Begin a step: make its batch, and record the groups if --record-samples is given. Raise UserError if no response of
         the first step could be scored. A collective of the learners."""
         batch = Batch.of(groups, Division.of(self.args, self.learner))
         if self.job.prompts.prep:
+            from rl.learning.batch_images import BatchImages  # late: only models that take images need it
+
             batch.images = BatchImages(self.job.prompts, self.job.order, groups, self.learner.ranks)
         self._look_at_scores(batch)
         self._begun += 1
-        self.learner.begin_step(self._begun, has_signal=not batch.is_unscored or self._learns_without_scores)
         if self.generator:
             self._put_aside = self.generator.unfinished()
         if self.recorder:
@@ -180,15 +222,11 @@ class TrainingRun:
                 "Correct the reward function, or provide what it needs."
             )
 
-    @property
-    def _learns_without_scores(self) -> bool:
-        return bool(self.args.teacher or self.args.sft_files)
-
     def _outage(self, step: int, checkpoint: Path) -> UserError:
         """Return the error that ends a run after steps without one score, the last of which is `step`."""
         args = self.args
         last = f"the last {self._unscored} steps" if self._unscored > 1 else "the last step"
-        weights = "" if self._learns_without_scores else f", with the weights of step {step - self._unscored}"
+        weights = "" if args.teacher or args.sft_files else f", with the weights of step {step - self._unscored}"
         name = "" if args.experiment_name else f" with --experiment-name {self.saver.run_dir.name}"
         more = "" if step < self.job.total_steps else ", for more steps (--total-training-steps)"
         return UserError(
@@ -217,11 +255,11 @@ class TrainingRun:
 
     def validate_first(self) -> None:
         """Validate the weights at the start of a run that does not resume. A collective."""
-        if not self.done and (metrics := self._validate(0)):
+        if not self.done and (metrics := self.validate(0)):
             self.record.log(0, metrics)
 
-    def _validate(self, step: int) -> dict[str, float]:
-        """Validate the weights of that step if a validation is due, in a run whose learners generate; return the metrics."""
+    def validate(self, step: int) -> dict[str, float]:
+        """Validate the weights of that step if a validation is due; return its metrics. A collective."""
         if not self.args.validates(step, self.job.total_steps):
             return {}
         with self.timer("testing"):
@@ -257,64 +295,38 @@ class TrainingRun:
         began_with = args.schedule.step_of(args.schedule.version_at(self.done + 1), total)
         return None if awaited is None or awaited < began_with else awaited
 
-    def log(self, step: int, batch: Batch, metrics: dict[str, float], gone: Mapping[str, list[int]] | None = None) -> None:
-        """Record the step, after the validation of its weights if one is due. gone: untrained tickets by reason, in a run whose
-        learners generate; None in a replay, which does not know them. A collective."""
-        if self.samples:
-            metrics = metrics | self.samples.metrics(step, self.timer) | self.receive_validations(step)
-            gone = self.samples.take_gone()
-        if self.generator:
-            metrics = metrics | self._validate(step)
-        if "events" in self.parts:
-            metrics = metrics | self._events.metrics()
-        seconds = {name: value for name, value in self.timer.seconds.items() if name != "testing"}
-        metrics = metrics | self.learner.perf_metrics(batch, seconds, self.num_ranks) | self.learner.router_metrics()
-        metrics |= {"training/global_step": step, "training/epoch": self.job.order(max(batch.tickets))[0]}
-        metrics |= self._look_at_step(step, batch, metrics, gone)
-        metrics |= gather_ledgers("learner" if self.samples else "rank", self.timer)
-        self.record.log_tickets(step, batch.tickets, **(gone or {}))
-        self.record.log(step, metrics)
-        if "moe/load/max" in metrics:
-            self.record.log_experts(step, self.learner.policy.router.load)
-
-    def _look_at_step(
-        self, step: int, batch: Batch, metrics: dict[str, float], gone: Mapping[str, list[int]] | None
+    def count_fates(
+        self, step: int, batch: Batch, metrics: dict[str, float], gone: Mapping[str, list[int]] | None = None
     ) -> dict[str, float]:
-        """Print warnings about the step; return metrics on the fate of its samples. A collective."""
+        """Record the step's tickets, print warnings about the step, and return metrics on the fate of its samples. metrics: of
+        `learn`; gone: untrained tickets by reason; None in a replay, which does not know them. A collective."""
+        self.record.log_tickets(step, batch.tickets, **(gone or {}))
         fates = Fates.of(batch)
-        return self.health.of_step(step, batch, metrics, fates) | self.sources.of_step(batch, fates, gone)
+        out = self.health.of_step(step, batch, metrics, fates) | self.sources.of_step(batch, fates, gone)
+        return out | (self._events.metrics() if "events" in self.parts else {})
+
+    def log(self, step: int, batch: Batch, metrics: dict[str, float]) -> None:
+        """Also record the waiting times of a split job."""
+        if self.samples:
+            metrics = metrics | self.samples.metrics(step, self.timer)
+        super().log(step, batch, metrics)
 
     def save_if_due(self, step: int) -> None:
-        """Save a checkpoint after the last step and every --save-freq steps. After --max-unscored-steps steps without one
-        score, save, and raise UserError. A collective."""
+        """Also save, and raise UserError, after --max-unscored-steps steps without one score."""
         if step < self.job.total_steps and self._unscored and self._unscored >= self.args.max_unscored_steps:
             raise self._outage(step, self._save_last(step))
-        if step > self.saver.step and self._saves_after(step):
-            self._save(step)
-
-    def stop_if_asked(self, step: int) -> None:
-        """If a rank has received SIGTERM, save a checkpoint of that step, the last one trained, and raise Stopped.
-        Collective."""
-        if not dist.stopping():
-            return
-        checkpoint = self._save_last(step)
-        kept = f"it resumes from {checkpoint}" if checkpoint else "nothing was trained yet"
-        is_main = self.learner.ranks.is_main
-        raise Stopped(f"SIGTERM to {stops.asked()}: stopped after step {step}; {kept}" if is_main else "")
+        super().save_if_due(step)
 
     def finish(self) -> None:
-        """End the stream of samples, wait for the last checkpoint, and close the record. Raise UserError if the last step had
-        no score."""
+        """Also end the stream of samples. Raise UserError if the last step had no score."""
         if self.args.val_only and self.samples:  # in train_sync.py `validate_first` has recorded it
             self.record.log(0, self._take_validations(until=0))
         for line in self.samples.close() if self.samples else ():
             self.record.say(line)
-        checkpoint = None if self.args.val_only else self.saver.finish(self.job.total_steps)
-        self.record.finish(checkpoint, self.plotted)
+        checkpoint = self._end()
         if self._unscored:
             raise self._outage(self.job.total_steps, checkpoint)
-        if checkpoint and self._hub:
-            print(f"hub         {self._hub.push(self.args, self.job.script, self.record.dir, checkpoint)}", flush=True)
+        self._push(checkpoint)
 
     def _with_images(self, rows: list[dict]) -> list[dict]:
         """Return the rows with their prompts' image files, on the rank that records them."""
@@ -324,14 +336,9 @@ class TrainingRun:
         return [row | {"images": of.sources if of else ()} for row, of in zip(rows, images, strict=True)]
 
     def _save_last(self, step: int) -> Path | None:
-        """Save the step, the last one of this start, unless it is saved already. Return the checkpoint; None if nothing was
-        trained. A collective."""
         if self.samples:
             self._take_validations()  # record those that have arrived: the checkpoint may replace an older one
-        return self.saver.save_last(step, self._save)
-
-    def _saves_after(self, step: int) -> bool:
-        return step == self.job.total_steps or (self.args.save_freq > 0 and step % self.args.save_freq == 0)
+        return super()._save_last(step)
 
     def _save(self, step: int) -> None:
         with self.timer("save_checkpoint"):

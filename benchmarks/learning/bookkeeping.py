@@ -38,8 +38,7 @@ from rl.algorithm.metrics import batch_metrics, rollout_metrics, staleness_metri
 from rl.algorithm.whole_batch import correct_rollout
 from rl.learning.batch import Batch
 from rl.learning.division import Division
-from rl.learning.forward_only import forward_only
-from rl.learning.learner import UNMEASURED_TOKENS
+from rl.learning.updates import forward_only
 from rl.ranks import process
 from rl.ranks.dist import Ranks
 from rl.samples.group import Group, Response, all_gather_groups
@@ -140,7 +139,7 @@ def measure(size: str, rounds: int, ranks: Ranks) -> dict:
         if number == 0:  # the round before is there to load the code
             before = memory("VmRSS")
             seconds = {part: [] for part in PARTS}
-        division = Division(args.schedule.prompts_per_update, UNMEASURED_TOKENS, ranks, args.packs_flat_apart)
+        division = Division(args.schedule.prompts_per_update, args.max_tokens_per_micro_batch, ranks, args.packs_flat_apart)
         batch = timed("Batch.of", functools.partial(make_batch, few if number < 0 else groups))
         batch.targets.actor_log_prob = batch.rollout_log_prob * 1.001
         batch.targets.old_log_prob = batch.targets.actor_log_prob

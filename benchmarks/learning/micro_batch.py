@@ -3,8 +3,8 @@
     python benchmarks/learning/micro_batch.py    # about 10 minutes on 2 cores; writes benchmarks/results/micro_batch.{json,md}
 
 The same tokens are cut into micro-batches of each budget, interleaved, for random Qwen2 models in fp32. Memory is what
-the tensors of one micro-batch hold at their peak, counted (tools/plan/memory_count.py). What --max-tokens-per-micro-batch auto
-takes on a CPU, CPU_TOKENS of rl/learning/token_budget.py, follows from this table.
+the tensors of one micro-batch hold at their peak, counted (tools/plan/memory_count.py). The default of
+--max-tokens-per-micro-batch follows from this table.
 """
 
 import sys

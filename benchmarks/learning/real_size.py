@@ -4,7 +4,7 @@
 
 The model has the shape of Qwen2.5-0.5B (494M parameters, random, fp32); a step is `learn` of train_sync.py on 16 responses to 2
 prompts, with all that belongs to it. Its arithmetic is what forward and backward must compute at the least
-(`rl.learning.flops.least_flops`: 6 a matrix parameter and distinct token, and attention), with --gradient-checkpointing a third
+(`update_flops`: 6 a matrix parameter and distinct token, and attention), with --gradient-checkpointing a third
 more. The rate is measured between the steps: the products of the model's MLP, of as many tokens, the best of five.
 """
 
@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 import train_sync
 from rl.flags import read
 from rl.learning.batch import Batch
-from rl.learning.flops import least_flops
+from rl.learning.flops import update_flops
 from rl.learning.learner import Learner
 from rl.ranks import process
 from rl.ranks.dist import Ranks
@@ -84,7 +84,7 @@ def main(args: Args, ranks: Ranks) -> None:
         flags = ["--model", path, "--max-response-length", str(args.tokens), "--lr", "1e-6"]
         sync = read(train_sync.Args, args=flags + ["--gradient-checkpointing"] * args.gradient_checkpointing)
         learner = Learner(path, sync, ranks, total_steps=1000)
-    flops = least_flops(learner.config, make_batch(config.vocab_size, args.tokens))
+    flops = update_flops(learner.config, make_batch(config.vocab_size, args.tokens))
     flops *= 4 / 3 if args.gradient_checkpointing else 1
     distinct = (PROMPTS + PROMPTS * RESPONSES) * args.tokens
     for number in Rounds(args.rounds, args.minutes):

@@ -48,7 +48,7 @@ class Tabular:
 
     def __init__(self, num_words: int, length: int, logits: torch.Tensor):
         self.logits = logits.clone().requires_grad_()
-        self.ranks, self.micro_batch_tokens = dist.Ranks(0, 1, 0, torch.device("cpu")), 8192
+        self.ranks = dist.Ranks(0, 1, 0, torch.device("cpu"))
         self.sequences = list(itertools.product(range(num_words), repeat=length))
         prefixes = (p for t in range(length) for p in itertools.product(range(num_words), repeat=t))
         self.row = {prefix: i for i, prefix in enumerate(prefixes)}
@@ -68,6 +68,8 @@ class Tabular:
 
     def log_probs_of(self, which: str, *_) -> torch.Tensor:
         return self._all().detach()
+
+    def begin_step(self, has_signal: bool) -> None: ...
 
     def step(self) -> dict[str, float]:
         """Keeps the gradient; moves the policy only where a test says to where."""

@@ -47,12 +47,11 @@ QWEN3_30B_A3B = dict(
 )
 RECIPES = {"DAPO, async": "dapo_qwen3_30b_a3b_async.sh", "GSPO, sync": "gspo_qwen3_30b_a3b.sh"}
 SCRIPTS = {"train_sync.py": train_sync, "train_async.py": train_async}
-OFFLOAD = ["--no-param-offload", "--optimizer-offload"]  # with --dtype bfloat16, which both recipes have, fp32 weights as well
+OFFLOAD = ["--no-param-offload", "--optimizer-offload"]  # with --dtype bfloat16, which both recipes have
 CHANGES = [  # of a recipe's flags, those first that cost least
     [],
     OFFLOAD,
-    [*OFFLOAD, "--grad-dtype", "bfloat16"],
-    [*OFFLOAD, "--grad-dtype", "bfloat16", "--activation-offload"],
+    [*OFFLOAD, "--optim", "adamw_8bit"],
     ["--param-offload"],
 ]
 CAUSES = ("weights", "gradients", "optimizer", "gathered layers", "activations", "logits")

@@ -21,7 +21,7 @@ from scripts.images import SIZES, batch_of
 import train_sync
 from rl.flags import read
 from rl.learning.batch import Batch, micro_batches
-from rl.learning.learner import UNMEASURED_TOKENS, Learner
+from rl.learning.learner import Learner
 from rl.model.pretrained import load_config
 from rl.model.shards import local
 from rl.ranks import dist
@@ -106,7 +106,7 @@ def main(side: str, model: str, file: str, size: str) -> None:
     batch, held = batch_of(SIZES[size], model, file), None
     if side == "an image for each response":
         members = torch.arange(len(batch.lengths))
-        step = plain_step(model, batch, micro_batches(batch, members, UNMEASURED_TOKENS, ranks))
+        step = plain_step(model, batch, micro_batches(batch, members, 8192, ranks))
     else:
         learns = Learner(model, args, ranks, total_steps=1000)
         parameters = [local(p) for p in learns.policy.parameters()]

@@ -11,8 +11,6 @@ of the vision tower, of the embedding and of the output layer.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -24,36 +22,8 @@ from rl.errors import UserError
 from rl.model import lean_layers
 from rl.model.pretrained import decoder_layers
 from rl.model.shards import Block, Shards, local
-from rl.ranges import Content, MayChange, Range
 
-ALL = ("all-linear",)
-WANTED_RATE = 1e-5  # the smallest --lr with which adapters of a large model have been seen to learn
-
-
-@dataclass
-class AdapterArgs:
-    """Adapters (LoRA): the model is frozen, and thin matrices next to its linear layers are trained."""
-
-    lora_rank: Annotated[int, Range(at_least=0)] = 0
-    """Rank of the adapters; 0 trains all weights. Adapters need about ten times the --lr of all weights: 1e-3 for the demo, and
-    at least 1e-5 for billions of parameters."""
-    lora_alpha: Annotated[float, Range(above=0)] = 32.0
-    """The adapters' product is multiplied by alpha / rank."""
-    lora_target: tuple[str, ...] = ALL
-    """Layers that get an adapter: all-linear for all linear layers of the decoder, or suffixes of their names (q_proj
-    v_proj)."""
-    lora_model: MayChange[Annotated[str | None, Content("model")]] = None
-    """Directory of an adapter in peft's format to start from. It sets --lora-rank, --lora-alpha and --lora-target."""
-
-    @property
-    def adapted(self) -> bool:
-        """Whether adapters are trained."""
-        return self.lora_rank > 0 or self.lora_model is not None
-
-    def check(self) -> None:
-        """Raise UserError if no layer is named."""
-        if not self.lora_target:
-            raise UserError("--lora-target names no layer. Give all-linear, or names such as q_proj v_proj.")
+ALL_LINEAR = ("all-linear",)  # the default of --lora-target
 
 
 class AdaptedLinear(nn.Linear):
@@ -109,24 +79,28 @@ class Adapters:
                 whole = torch.zeros(parameter.shape)
             local(parameter.data).copy_(whole[Block.of(parameter).slices()])
 
+    def without(self, policy: nn.Module) -> "WithoutAdapters":
+        """Return the model that training started from, which is this policy with its adapters switched off."""
+        return WithoutAdapters(policy)
+
+    @torch.no_grad()
+    def merger(self, held: dict[str, torch.Tensor], device: torch.device) -> Callable[[str, torch.Tensor], torch.Tensor]:
+        """Return a function (a parameter's name, this rank's rows of it) -> these rows with the adapter's current values,
+        fp32(W) + scale * B A, or unchanged if there is none. held: the adapters' tensors, sharded, by name. A collective."""
+        b = {name: local(held[name].data).to(device) for name in self.tensors if name.endswith("lora_B")}
+        return self.merge(self.whole_a(held, device), b)
+
     @torch.no_grad()
     def whole_a(self, held: dict[str, torch.Tensor], device: torch.device | str) -> dict[str, torch.Tensor]:
-        """Return every lora_A [rank, in] in fp32 on the device, by name. held: the adapters' tensors in fp32, sharded. A
-        collective."""
+        """Return every lora_A [rank, in] in fp32 on the device, by name. held: as for `merger`. A collective."""
         thin = {name: held[name].data for name in self.tensors if name.endswith("lora_A")}
         if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
             return {name: local(tensor).to(device, torch.float32) for name, tensor in thin.items()}
         self._shards = self._shards or Shards(thin)
         return dict(self._shards.whole(thin, torch.device(device), torch.float32))
 
-    def merger(self, held: dict[str, torch.Tensor], device: torch.device) -> Callable[[str, torch.Tensor], torch.Tensor]:
-        """Return `merge` of the current values, on the device. held: as for `whole_a`. A collective."""
-        b = {name: local(held[name].data).to(device) for name in self.tensors if name.endswith("lora_B")}
-        return self.merge(self.whole_a(held, device), b)
-
     def merge(self, a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> Callable[[str, torch.Tensor], torch.Tensor]:
-        """Return a function (a parameter's name, this rank's rows of it) -> these rows with the adapter, fp32(W) + scale * B A,
-        or unchanged if there is none. a: from `whole_a`; b: this rank's rows of every lora_B, by name."""
+        """Return as `merger` does. a: from `whole_a`; b: this rank's rows of every lora_B, by name."""
 
         @torch.no_grad()
         def merged(name: str, rows: torch.Tensor) -> torch.Tensor:
@@ -134,8 +108,8 @@ class Adapters:
                 return rows
             layer = name.removesuffix(".weight")
             thin = a[f"{layer}.lora_A"]
-            thick = b[f"{layer}.lora_B"]
-            return torch.addmm(rows.to(thin.device).float(), thick.to(thin.device).float(), thin, alpha=self.scale)
+            thick = b[f"{layer}.lora_B"].to(thin.device).float()
+            return torch.addmm(rows.to(thin.device).float(), thick, thin, alpha=self.scale)
 
         return merged
 
@@ -158,8 +132,9 @@ class WithoutAdapters:
         self._policy.reshard()
 
 
-def adapt(model: PreTrainedModel, args: AdapterArgs, where: str) -> Adapters:
-    """Freeze the model and add adapters, without values, to layers of its decoder. Raise UserError if that is impossible."""
+def adapt(model: PreTrainedModel, args, where: str) -> Adapters:
+    """Freeze the model and add adapters, without values, to layers of its decoder. Raise UserError if that is impossible. args:
+    AdapterArgs of rl/learning/args.py."""
     files = AdapterFiles(args.lora_model) if args.lora_model is not None else None
     setting = files.setting if files else Setting(args.lora_rank, args.lora_alpha, args.lora_target)
     names = _chosen(model, setting, files, where)
@@ -181,7 +156,7 @@ def adapt(model: PreTrainedModel, args: AdapterArgs, where: str) -> Adapters:
     return adapters
 
 
-def check_model(model: PreTrainedModel, args: AdapterArgs, where: str) -> None:
+def check_model(model: PreTrainedModel, args, where: str) -> None:
     """Raise UserError if the model cannot have these adapters, or flags contradict --lora-model. model: without weights."""
     if args.lora_model is not None:
         AdapterFiles(args.lora_model).check(args)
@@ -202,7 +177,7 @@ def _chosen(model: PreTrainedModel, setting: Setting, files: AdapterFiles | None
             raise UserError(f"--lora-model {files.directory}: {strange[0]} is no linear layer of the decoder of {where}.")
         return [name for name in linear if name in files.layers]
     ends = sorted({name.rpartition(".")[2] for name in linear})
-    if setting.target != ALL:
+    if setting.target != ALL_LINEAR:
         if strange := [end for end in setting.target if not any(f".{name}".endswith(f".{end}") for name in linear)]:
             raise UserError(
                 f"--lora-target {strange[0]}: no linear layer in the decoder of {where} has a name that ends so. There are "
@@ -216,11 +191,3 @@ def _chosen(model: PreTrainedModel, setting: Setting, files: AdapterFiles | None
             f"here. Name the layers that can: --lora-target {' '.join(ends)}."
         )
     return linear
-
-
-def rate_warnings(args: AdapterArgs, given: set[str]) -> list[str]:
-    """Return a warning if --lr is one for training all weights, else none. given: the flags on the command line."""
-    if not args.adapted or ("lr" in given and args.lr >= WANTED_RATE):
-        return []
-    now = f"--lr {args.lr:g}" + ("" if "lr" in given else ", the default,")
-    return [f"{now} is low for adapters, which want about ten times the rate of all weights (docs/adapters.md)"]

@@ -16,7 +16,6 @@ from rl.algorithm import whole_batch
 from rl.data.prompts import PromptOrder
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.division import Division
-from rl.learning.flops import Computed
 from rl.samples.group import Group, Response
 
 
@@ -40,25 +39,22 @@ class Imitation:
         """Return the demonstrations of the next update."""
         tickets = range(self._next, self._next + self.args.sft_batch_size)
         self._next = tickets.stop
-        division = Division(len(tickets), learner.micro_batch_tokens, learner.ranks)
+        division = Division(len(tickets), self.args.max_tokens_per_micro_batch, learner.ranks)
         return Batch.of(to_groups(self.rows, {ticket: self.order(ticket)[1] for ticket in tickets}), division)
 
     def imitate(self, learner) -> dict[str, float]:
         """Add the gradient of the next demonstrations' term to that of an update. Return actor/sft_nll, the mean of -log p over
         their tokens, averaged over the step's updates so far. A collective of the learners."""
-        computed = learner.computed
-        learner.computed = Computed()  # perf/* only counts samples
         batch = self.batch(learner)
         found = []
         every = torch.arange(len(batch.lengths))
         denominator = whole_batch.denominator(batch, every, "token-mean", 0)  # trained tokens of all ranks
-        for micro in micro_batches(batch, every, learner.micro_batch_tokens, learner.ranks):
+        for micro in micro_batches(batch, every, self.args.max_tokens_per_micro_batch, learner.ranks):
             t = batch.at(micro)
             log_prob = learner.forward(micro).log_prob
             nll = losses.aggregate(-log_prob, t.mask, t.seq, "token-mean", denominator)
             (self.args.sft_coef * nll).backward()
             found.append(nll.detach())
-        learner.computed = computed
         total = torch.stack(found).cpu().double().sum()
         self.losses.append(float(batch.sum_over_ranks(total)))
         return {"actor/sft_nll": sum(self.losses) / len(self.losses)}

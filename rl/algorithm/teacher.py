@@ -8,6 +8,7 @@ the policy, and agents, whose later conversations hold the policy's prompt.
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,10 +17,13 @@ from transformers import PretrainedConfig
 from rl.algorithm.args import SELF
 from rl.data.image_prompts import takes_images
 from rl.errors import UserError
-from rl.learning.batch import Batch, MicroBatch, part_of
+from rl.learning.batch import Batch, MicroBatch, TopTokens, part_of
+from rl.learning.learner import Learner
 from rl.model.attention import check_supported
 from rl.model.pretrained import check_model, check_vocabulary, load_config, resolve
+from rl.model.sequence_parallel import gather_log_probs
 from rl.ranks.dist import Ranks
+from rl.ranks.watchdog import progress
 
 
 def teacher_path(args, policy: str) -> str:
@@ -51,6 +55,57 @@ def _check_length(config: PretrainedConfig, path: str, args) -> None:
             f"context of --teacher {path} is {context}. Lower one of them."
         )
     check_supported(config, f"--teacher {path}", prompt + response)
+
+
+class Teacher:
+    """The model that teaches, and what it reads."""
+
+    def __init__(self, model, top_k: int = 0, rows: "TeacherRows | None" = None):
+        """model: a Policy; top_k: its tokens to compare in each place, 0: only the sampled one; rows: with --teacher-prompt."""
+        self.model, self.top_k, self.rows = model, top_k, rows
+
+    @staticmethod
+    def of(args, job, learner: Learner) -> "Teacher":
+        """args: the script's; job: its Job."""
+        rows = None
+        if args.teacher_prompt is not None:
+            rows = TeacherRows(partial(job.teacher_prompts.ids_of, job.order))
+        if args.has_second_model:
+            path = resolve(args.teacher)
+            is_base = learner.adapters and path == learner.path  # adapters are all that differs
+            model = learner.adapters.without(learner.policy) if is_base else learner.load_frozen(path, "teacher")
+        else:
+            model = learner.policy  # a mixture's routes are computed, not replayed
+        return Teacher(model, args.teacher_top_k, rows)
+
+    @torch.no_grad()
+    def read(
+        self, learner: Learner, batch: Batch, micros: Sequence[Sequence[MicroBatch]]
+    ) -> tuple[torch.Tensor, TopTokens | None]:
+        """Return the teacher's log-probs [N] of the tokens that this rank trains, on the CPU, and with --teacher-top-k its most
+        likely tokens; 0 outside the mask."""
+        ranks = learner.ranks
+        out = torch.zeros(len(batch.token))
+        top = None
+        if count := self.top_k:
+            top = TopTokens(torch.zeros(len(out), count, dtype=torch.int32), torch.zeros(len(out), count))
+        for micro in self.rows.rows(batch, micros, ranks) if self.rows else itertools.chain.from_iterable(micros):
+            if not count:
+                out[micro.index] = learner.log_probs(self.model, micro)[0].cpu()
+                continue
+            progress()
+            where = (micro.inputs, micro.layout, micro.predict, micro.labels)
+            vocabulary = learner.config.get_text_config().vocab_size
+            sampled, token, log_prob = self.model(*where, learner.temperature, "none", top=(count, vocabulary))
+            if micro.own is not None:
+                every = torch.cat([sampled[:, None], token.float(), log_prob], 1)  # exact: token ids are below 2^24
+                every, _ = gather_log_probs(micro, ranks, every, torch.zeros_like(sampled))
+                sampled, token, log_prob = every.split([1, count, count], 1)
+            out[micro.index] = sampled.view(-1).cpu()
+            top.token[micro.index] = token.to("cpu", torch.int32)
+            top.log_prob[micro.index] = log_prob.cpu()
+        self.model.reshard()
+        return out, top
 
 
 class TeacherRows:

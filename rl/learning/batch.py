@@ -19,13 +19,9 @@ import torch.distributed
 
 from rl.learning.division import Division, mini_batches
 from rl.model.attention import Packed
-from rl.model.head import support
-from rl.model.router import UNKNOWN, row_of_routes
-from rl.model.sequence_parallel import Piece
-from rl.model.vision_forward import RowImages
 from rl.ranks.device import moved
 from rl.ranks.dist import Ranks, all_gather_bytes, all_reduce_sum
-from rl.samples.group import Group
+from rl.samples.group import Group, Response
 
 if TYPE_CHECKING:
     from rl.learning.batch_images import BatchImages
@@ -117,8 +113,7 @@ class Batch:
             here = torch.zeros_like(lengths)
             responses = [responses[i] for i in own]
             here[own] = lengths[own]
-        every = np.ones(max((len(r.token_ids) for r in responses), default=0), bool)
-        masks = (every[: len(r.token_ids)] if r.mask is None else r.mask for r in responses)
+        masks = (np.ones(len(r.token_ids), bool) if r.mask is None else r.mask for r in responses)
         joined = lambda arrays, dtype: torch.from_numpy(np.concatenate([np.zeros(0, dtype), *arrays]))  # noqa: E731
         return Batch(
             tickets=[g.ticket for g in groups],
@@ -147,7 +142,7 @@ class Batch:
             sizes=[len(g.responses) for g in groups],
             turn_rewards=[r.rewards for _, _, r in pairs],
             histories=[r.histories for _, _, r in pairs],
-            support=support.of_responses([r.support for r in responses], [len(r.token_ids) for r in responses]),
+            support=_supports(responses) if any(r.support is not None for r in responses) else None,
         )
 
     @property
@@ -177,11 +172,9 @@ class Batch:
 
     def by_response(self, x: torch.Tensor) -> torch.Tensor:
         """Sum x [N] over each response's tokens here: [B] float64."""
-        out = torch.zeros(len(self.local_lengths), dtype=torch.float64)
-        for piece in pieces(self.seq):
-            those = slice(int(self.seq[piece.start]), int(self.seq[piece.stop - 1]) + 1)
-            out[those] = torch.segment_reduce(x[piece].double(), "sum", lengths=self.local_lengths[those])
-        return out
+        if not len(x):
+            return torch.zeros(len(self.local_lengths), dtype=torch.float64)
+        return torch.segment_reduce(x.double(), "sum", lengths=self.local_lengths)
 
     def token_reward(self) -> torch.Tensor:
         """Return [N]: each response's score on its last token, 0 elsewhere. With --turn-rewards, each turn's reward is on the
@@ -240,13 +233,15 @@ class Batch:
             return [values]
         return [json.loads(record) for record in all_gather_bytes(json.dumps(values).encode(), self.ranks.data_group)]
 
-    def image_inputs(self, lengths: list[int], after: list[int], groups: list[int], device: torch.device) -> dict:
-        """Return the inputs of the model's forward for a packed row's images; none for a model without images."""
-        return self.images.inputs(lengths, after, groups, device) if self.images else {}
-
     def at(self, micro: MicroBatch) -> Tokens:
         """Return the batch and its targets at the micro-batch's tokens."""
         return Tokens.of(self, micro)
+
+
+def _supports(responses: list[Response]) -> torch.Tensor:
+    from rl.model.head import support  # late: only --keep-sampling-mask needs it
+
+    return support.of_responses([r.support for r in responses], [len(r.token_ids) for r in responses])
 
 
 def pieces(seq: torch.Tensor) -> Iterator[slice]:
@@ -272,7 +267,7 @@ class MicroBatch:
     index: torch.Tensor  # [n] on the CPU: the same tokens' indices in the batch's [N] tensors
     routes: torch.Tensor | None = None  # [T, L, K] int16 on the CPU: the experts to be replayed (rl/model/router.py)
     own: torch.Tensor | None = None  # if the row is shared: which of the n tokens predict and labels belong to, on the device
-    forward_only: bool = False  # nothing in it trains (rl/learning/forward_only.py)
+    forward_only: bool = False  # nothing in it trains (rl/learning/updates.py)
     has_responses: bool = True  # False for a rank without work
     support: torch.Tensor | None = None  # [n, K] on the device: tokens that could be sampled in place of labels
 
@@ -289,7 +284,9 @@ class MicroBatch:
         if not responses:
             layout = Packed([1], device)
             nothing = torch.zeros(0, dtype=torch.long)
-            inputs = layout.inputs(torch.zeros(1, dtype=torch.long)) | batch.image_inputs([1], [-1], [-1], device)
+            inputs = layout.inputs(torch.zeros(1, dtype=torch.long))
+            if batch.images:
+                inputs |= batch.images.inputs([1], [-1], [-1], device)
             return MicroBatch(inputs, layout, nothing.to(device), nothing.to(device), nothing, has_responses=False)
         # The row's segments: (tokens, the preceding segment or -1, a prompt's group or -1). prompt_of: by group.
         segments = []
@@ -309,16 +306,23 @@ class MicroBatch:
         sequences = layout.gather_index.split(layout.lengths)  # each response follows its prompt
         # a prompt's last token predicts its response's first; a separate history has its own prompt
         before = [s[begin:-1] if begin >= 0 else s.roll(1) for begin, s in zip(begins, sequences, strict=True)]
-        inputs = layout.inputs(torch.cat(parts).long()) | batch.image_inputs(sizes, after, groups, device)
+        inputs = layout.inputs(torch.cat(parts).long())
+        if batch.images:
+            inputs |= batch.images.inputs(sizes, after, groups, device)
         predict = torch.cat(before)
-        routes = row_of_routes(batch, responses)
         mask = batch.mask[index]
         if not mask.all():
             predict = predict[mask]
             index = index[mask]
         labels = moved(batch.token[index].long(), device=device)
-        record = None if batch.support is None else moved(batch.support[index].long(), device=device)
-        return MicroBatch(inputs, layout, moved(predict, device=device), labels, index, routes, support=record)
+        micro = MicroBatch(inputs, layout, moved(predict, device=device), labels, index)
+        if batch.support is not None:
+            micro.support = moved(batch.support[index].long(), device=device)
+        if any(rows is not None for rows in [*batch.prompt_routes, *batch.routes]):
+            from rl.model.router import row_of_routes  # late: only a mixture with --router-replay needs it
+
+            micro.routes = row_of_routes(batch, responses)
+        return micro
 
 
 @dataclass
@@ -341,31 +345,24 @@ class Tokens:
     advantage: torch.Tensor | None
     chosen: torch.Tensor | None
     returns: torch.Tensor | None
+    forward_only: bool  # of the micro-batch
 
     @staticmethod
     def of(batch: Batch, micro: MicroBatch) -> Tokens:
-        targets = batch.targets
-
         def here(whole: torch.Tensor | None) -> torch.Tensor | None:
             return None if whole is None else moved(whole[micro.index], device=micro.labels.device)
 
+        targets = batch.targets
+        of_batch = ("seq", "token", "version", "rollout_log_prob")
+        computed = ("old_log_prob", "ref_log_prob", "teacher_log_prob", "value", "is_weight", "advantage", "chosen", "returns")
         return Tokens(
             index=micro.index,
             mask=here(batch.trained),
-            seq=here(batch.seq),
-            token=here(batch.token),
-            version=here(batch.version),
-            rollout_log_prob=here(batch.rollout_log_prob),
-            old_log_prob=here(targets.old_log_prob),
-            ref_log_prob=here(targets.ref_log_prob),
-            teacher_log_prob=here(targets.teacher_log_prob),
             teacher_top_token=here(targets.teacher_top and targets.teacher_top.token),
             teacher_top_log_prob=here(targets.teacher_top and targets.teacher_top.log_prob),
-            value=here(targets.value),
-            is_weight=here(targets.is_weight),
-            advantage=here(targets.advantage),
-            chosen=here(targets.chosen),
-            returns=here(targets.returns),
+            forward_only=micro.forward_only,
+            **{name: here(getattr(batch, name)) for name in of_batch},
+            **{name: here(getattr(targets, name)) for name in computed},
         )
 
 
@@ -391,6 +388,8 @@ def micro_batches(batch: Batch, members: torch.Tensor, max_tokens: int, ranks: R
 
 def part_of(micro: MicroBatch, ranks: Ranks) -> MicroBatch:
     """Return the micro-batch with this rank's piece of its row. Its index is still that of all n tokens."""
+    from rl.model.sequence_parallel import Piece  # late: only --sequence-parallel needs it
+
     piece = Piece(micro.layout, ranks)
     own = torch.nonzero(micro.predict // piece.size == piece.begin // piece.size).squeeze(1)
     return dataclasses.replace(
@@ -399,14 +398,14 @@ def part_of(micro: MicroBatch, ranks: Ranks) -> MicroBatch:
         layout=piece,
         predict=micro.predict[own] - piece.begin,
         labels=micro.labels[own],
-        routes=None if micro.routes is None else piece.of(micro.routes, UNKNOWN),
+        routes=None if micro.routes is None else piece.of(micro.routes, -1),  # rl.model.router.UNKNOWN
         own=own,
         support=None if micro.support is None else micro.support[own],
     )
 
 
-def _input_part(x: torch.Tensor | RowImages, piece: Piece):
+def _input_part(x, piece):
     """Cut one input of a model's forward: [1, T] -> [1, t], [3, 1, T] -> [3, 1, t], or the row's images."""
-    if isinstance(x, RowImages):
+    if not isinstance(x, torch.Tensor):
         return x.within(piece.begin, piece.begin + piece.size)
     return piece.of(x.movedim(-1, 0)).movedim(0, -1)

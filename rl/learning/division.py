@@ -15,14 +15,13 @@ from torch import Tensor
 
 from rl.ranks.dist import Ranks
 
+Plan = list[list[list[int]]]  # [rank][micro-batch] -> sequences
 OF_BACKWARD = 2 / 3  # of a micro-batch's arithmetic
 A_PASS = 1024  # fixed cost of a micro-batch, in tokens
 WORTH_IT = 0.95  # of the time of packing all together; above it they are packed together
 
 
-def pack(
-    lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[int], max_tokens: int, ranks: int
-) -> list[list[list[int]]]:
+def pack(lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[int], max_tokens: int, ranks: int) -> Plan:
     """Split sequences into micro-batches of at most `max_tokens` tokens, the same number on every rank.
 
     lengths: tokens of each sequence; prompts: how many of them are its prompt's, which a micro-batch computes once for all
@@ -51,21 +50,20 @@ def pack(
 
 def pack_apart(
     lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[int], flat: Sequence[bool], max_tokens: int, ranks: int
-) -> list[list[list[int]]]:
+) -> Plan:
     """Pack as `pack` does, but put `flat` sequences into separate micro-batches, before the others, if that saves time because
     they only need a forward pass. At least one micro-batch, which may be empty, is for the others."""
-    what = (lengths, prompts, groups)
     together = pack(lengths, prompts, groups, max_tokens, ranks)
     if not any(flat):
         return together
     parts = []
     for kind in (True, False):
         members = [i for i, is_flat in enumerate(flat) if is_flat == kind]
-        plan = pack(*([numbers[i] for i in members] for numbers in what), max_tokens, ranks)
+        plan = pack(*([of[i] for i in members] for of in (lengths, prompts, groups)), max_tokens, ranks)
         parts.append([[[members[i] for i in micro] for micro in of_rank] for of_rank in plan])
+    row = partial(_row_tokens, lengths=lengths, prompts=prompts, groups=groups)
 
-    def cost(plan: list[list[list[int]]]) -> int:
-        row = partial(_row_tokens, lengths=lengths, prompts=prompts, groups=groups)
+    def cost(plan: Plan) -> int:
         return A_PASS * len(plan[0]) + sum(max(map(row, of_ranks)) for of_ranks in zip(*plan, strict=True))
 
     forward_only, both_ways = map(cost, parts)
@@ -120,12 +118,13 @@ class Division:
     max_tokens: int  # of a micro-batch on one rank
     ranks: Ranks
     packs_flat_apart: bool = False  # groups with equal scores have micro-batches of their own
-    _plans: dict[tuple, list[list[list[int]]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _plans: dict[tuple, Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def of(args, learner) -> "Division":
         """args: a script's."""
-        return Division(args.schedule.prompts_per_update, learner.micro_batch_tokens, learner.ranks, args.packs_flat_apart)
+        tokens = args.max_tokens_per_micro_batch
+        return Division(args.schedule.prompts_per_update, tokens, learner.ranks, args.packs_flat_apart)
 
     def owners(self, lengths: Sequence[int], prompts: Sequence[int], group: Tensor, flat: Sequence[bool]) -> list[int]:
         """Return the data rank that trains each response; the same on every rank. lengths [B]: prompt and response tokens;
@@ -138,20 +137,15 @@ class Division:
         return out
 
     def micros(
-        self,
-        lengths: Sequence[int],
-        prompts: Sequence[int],
-        group: Tensor,
-        flat: Sequence[bool],
-        members: Tensor,
-    ) -> list[list[list[int]]]:
+        self, lengths: Sequence[int], prompts: Sequence[int], group: Tensor, flat: Sequence[bool], members: Tensor
+    ) -> Plan:
         """Return each data rank's micro-batches of the responses `members` [b], as indices into `members`; the same number on
         every rank. lengths, prompts, group, flat: as in `owners`."""
-        of_all = (lengths, prompts, group.tolist(), flat)
-        what = tuple(tuple(numbers[i] for i in members.tolist()) for numbers in of_all)
-        if what not in self._plans:
-            self._plans[what] = pack_apart(*what, self.max_tokens * self.ranks.sequence_parallel, self.ranks.data_size)
-        return self._plans[what]
+        own = members.tolist()
+        rows = tuple(tuple(of[i] for i in own) for of in (lengths, prompts, group.tolist(), flat))
+        if rows not in self._plans:
+            self._plans[rows] = pack_apart(*rows, self.max_tokens * self.ranks.sequence_parallel, self.ranks.data_size)
+        return self._plans[rows]
 
 
 def mini_batches(group: Tensor, count: int, prompts: int) -> list[Tensor]:

@@ -12,32 +12,19 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
-from rl.adapters.lora import Adapters, WithoutAdapters
-from rl.data.image_prompts import image_sizes, tower_flops
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch, Forward, MicroBatch, TopTokens
-from rl.learning.division import OF_BACKWARD
-from rl.learning.flops import Computed, least_flops
-from rl.learning.forward_only import check_no_gradient
-from rl.learning.masters import set_apart, take_masters
+from rl.learning.batch import Batch, Forward, MicroBatch
 from rl.learning.optimizer import lr_factor, make_optimizer, moments
 from rl.learning.placement import load_policy
+from rl.learning.updates import check_no_gradient
 from rl.model.attention import IN_FP32, dtype_of, linear_layers
-from rl.model.attention_kernels import check_kernel
-from rl.model.expert_parallel import clip_grad_norm, share_experts
-from rl.model.head import support
 from rl.model.policy import Policy
 from rl.model.pretrained import load_config
-from rl.model.router import routes_for
-from rl.model.sequence_parallel import gather_log_probs, share_sequences
 from rl.model.shards import Shards, as_it_is, local
-from rl.ranks.device import memory_gb, peak_flops
+from rl.ranks.device import is_accelerator
 from rl.ranks.dist import Ranks
 from rl.ranks.watchdog import progress
-
-UNMEASURED_TOKENS = 8192  # of a micro-batch, unless --max-tokens-per-micro-batch auto has measured
 
 
 @dataclass(frozen=True)
@@ -50,11 +37,11 @@ class Outgoing:
 
 
 class Learner:
-    """The policy under training, its optimizer and schedule, and the frozen reference policy and teacher, if any."""
+    """The policy under training, its optimizer and schedule, and the frozen reference policy, if any."""
 
-    critic = None  # of rl/learning/value_model.py, if the advantages need one
+    critic = None  # of rl/algorithm/critic.py, if the advantages need one
     imitation = None  # of rl/algorithm/imitation.py, with --sft-files
-    teacher_rows = None  # of rl/algorithm/teacher_rows.py, with --teacher-prompt
+    teacher = None  # of rl/algorithm/teacher.py, with --teacher
 
     def __init__(
         self,
@@ -65,34 +52,19 @@ class Learner:
         temperature: float = 1.0,
         with_reference: bool = False,
         trust_remote_code: bool = False,
-        teacher: str | None = None,
-        teacher_top_k: int = 0,
         seed: int = 0,
     ):
-        """path, teacher: models, as directories or hub names. teacher_top_k: tokens of the teacher to compare at each position,
-        0 for the sampled one only. seed: of adapters."""
+        """path: the model, as a directory or hub name. seed: of adapters."""
         self.path, self.args, self.temperature, self.total_steps = path, args, temperature, total_steps
+        self._trust_remote_code = trust_remote_code
         self.config = load_config(path, trust_remote_code)
-        self.ranks = ranks = share_experts(share_sequences(ranks, args.sequence_parallel), self.config, args.expert_parallel)
+        self.ranks = ranks = self._sharing(ranks)
         self.policy = self._load(trust_remote_code, seed)
-        self.adapters: Adapters | None = self.policy.adapters
-        check_kernel(self.config, args.sequence_parallel, getattr(torch, args.dtype), ranks.device)
-        if linear_layers(self.config):
-            from rl.model.hybrid.kernels import choose_rule
-
-            choose_rule(self.config.get_text_config(), getattr(torch, args.dtype), ranks.device, say=ranks.is_main)
-        self.reference = WithoutAdapters(self.policy) if self.adapters and with_reference else None
-        if with_reference and not self.adapters:
-            self.reference = load_policy(path, args, ranks, "reference", trust_remote_code, is_known=True)
-        self.teacher_top_k = teacher_top_k
-        self.teacher = None
-        if teacher == path and self.adapters:  # they are all that differs
-            self.teacher = WithoutAdapters(self.policy)
-        elif teacher:
-            self.teacher = load_policy(teacher, args, ranks, "teacher", trust_remote_code)
-        # The fp32 weights by name, if the policy has them in bf16.
-        in_bf16 = args.dtype == "bfloat16" and not isinstance(self.policy, FSDPModule)
-        self.masters = set_apart(self.policy, on_host=args.masters_on_host) if in_bf16 or args.masters_on_host else {}
+        self.adapters = self.policy.adapters  # of rl/adapters/lora.py, with --lora-rank
+        self._check_kernels()
+        self.reference = None
+        if with_reference:
+            self.reference = self.adapters.without(self.policy) if self.adapters else self.load_frozen(path, "reference")
         # Parameters that stay in fp32 come first: together they need few buckets.
         named = dict(sorted(self.policy.model.named_parameters(), key=lambda item: not item[0].endswith(IN_FP32)))
         self._trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
@@ -100,21 +72,62 @@ class Learner:
         self._changed = {name: parameter for name, parameter in named.items() if name in changed}  # perhaps by an adapter
         self.frozen = {n: p for n, p in named.items() if not (n in changed or p.requires_grad)}
         self.parameters = self._changed | self.frozen
-        masters = {named[name]: master for name, master in self.masters.items()}
-        self.optimizer = make_optimizer(self._trained.values(), args, masters)
-        self.skipped = 0  # optimizer steps left out for a non-finite gradient
+        self.optimizer = make_optimizer(self._trained.values(), args)
+        self.steps = 0  # training steps begun
         self.updated = 0  # training steps with a gradient, which the learning rate's schedule counts
-        self.begin_step(1)
-        self.chosen_tokens: int | None = None  # of a micro-batch, with the flag's auto (rl/learning/token_budget.py)
+        self.skipped = 0  # optimizer steps left out for a non-finite gradient
+        self._updated_before = 0  # of the training step, as the next
+        self._is_frozen = False
+
+    def _sharing(self, ranks: Ranks) -> Ranks:
+        """Return the learners with those that share sequences or experts. Raise UserError if they cannot be divided so."""
+        if self.args.sequence_parallel > 1:
+            from rl.model.sequence_parallel import share_sequences  # late, like all that a plain run does without
+
+            ranks = share_sequences(ranks, self.args.sequence_parallel)
+        if self.args.expert_parallel > 1:
+            from rl.model.expert_parallel import share_experts
+
+            ranks = share_experts(ranks, self.config, self.args.expert_parallel)
+        return ranks
 
     def _load(self, trust_remote_code: bool, seed: int) -> Policy:
         return load_policy(self.path, self.args, self.ranks, "policy", trust_remote_code, seed)
 
-    @property
-    def micro_batch_tokens(self) -> int:
-        """Return the most tokens of a micro-batch on this rank."""
-        given = self.args.max_tokens_per_micro_batch
-        return (self.chosen_tokens or UNMEASURED_TOKENS) if given == "auto" else given
+    def load_frozen(self, path: str, role: Literal["reference", "teacher"]) -> Policy:
+        """Return a second model, which is not trained."""
+        is_known = path == self.path and role == "reference"
+        return load_policy(path, self.args, self.ranks, role, self._trust_remote_code, is_known=is_known)
+
+    def _check_kernels(self) -> None:
+        """Raise UserError if a kernel of the device does not compute what it should."""
+        dtype = getattr(torch, self.args.dtype)
+        if is_accelerator(self.ranks.device):
+            from rl.model.attention_kernels import check_kernel
+
+            check_kernel(self.config, self.args.sequence_parallel, dtype, self.ranks.device)
+        if linear_layers(self.config):
+            from rl.model.hybrid.kernels import choose_rule
+
+            choose_rule(self.config.get_text_config(), dtype, self.ranks.device, say=self.ranks.is_main)
+
+    # -- one step: begin_step, then forward, backward and step
+
+    def begin_step(self, has_signal: bool = True) -> None:
+        """Begin a training step: set its learning rate. has_signal: False if no response was scored, so that there is nothing
+        to learn from without a teacher or demonstrations. As in verl, all optimizer steps of a training step have one rate, so
+        a run can resume with a different number of them. The schedule counts the steps that had a gradient."""
+        has_signal = has_signal or bool(self.teacher or self.imitation)
+        self.steps += 1
+        warmup = 0
+        if self.critic:
+            self.critic.begin_step(has_signal)
+            warmup = self.critic.warmup
+        if self.imitation:
+            self.imitation.begin_step(self.steps)
+        self._is_frozen = self.steps <= warmup or not has_signal
+        self._updated_before = self.updated
+        self.optimizer.param_groups[0]["lr"] = self.args.lr * lr_factor(self.updated, self.total_steps - warmup, self.args)
 
     def forward(
         self, micro: MicroBatch, entropy: Literal["none", "metric", "loss"] = "none", also: torch.Tensor | None = None
@@ -124,13 +137,12 @@ class Learner:
         gradient ends there, and must be 0."""
         ends_here = micro.forward_only and torch.is_grad_enabled()
         with torch.no_grad() if ends_here else contextlib.nullcontext():
-            log_prob, entropies = self._log_probs(self.policy, micro, entropy, True, micro.real_tokens, also)
-        self.computed.add(micro)
+            log_prob, entropies = self.log_probs(self.policy, micro, entropy, True, micro.real_tokens, also)
         if ends_here:
             check_no_gradient(log_prob, *([entropies] if entropy == "loss" else []))
         return Forward(log_prob, entropies) if also is None else Forward(log_prob[:, 0], entropies, log_prob[:, 1:])
 
-    def _log_probs(
+    def log_probs(
         self,
         model: Policy,
         micro: MicroBatch,
@@ -139,19 +151,29 @@ class Learner:
         observe: int = 0,
         also: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (log-prob, entropy [n]); the first is [n], or [n, 1 + K] with `also`. replays: the routes of a mixture of
-        experts; observe: tokens of the row that count in the routers' metrics."""
+        """Return (log-prob, entropy [n]) under a model; the first is [n], or [n, 1 + K] with `also`. replays: the routes of a
+        mixture of experts; observe: tokens of the row that count in the routers' metrics."""
         progress()
-        routes = routes_for(self.args, micro, self.ranks.device) if replays else None
+        routes = None
+        if replays and self.args.router_replay != "off":
+            from rl.model.router import routes_for
+
+            routes = routes_for(self.args, micro, self.ranks.device)
         labels = micro.labels
         if also is not None:
             labels = torch.cat([labels[:, None], (also if micro.own is None else also[micro.own]).long()], 1)
         if micro.support is not None:
+            from rl.model.head import support
+
             labels = support.labels(labels, micro.support)
         own = model(micro.inputs, micro.layout, micro.predict, labels, self.temperature, entropy, routes, observe)
         if micro.support is not None:
             own = support.restricted(own[0], micro.support), own[1]
-        return own if micro.own is None else gather_log_probs(micro, self.ranks, *own)
+        if micro.own is None:
+            return own
+        from rl.model.sequence_parallel import gather_log_probs
+
+        return gather_log_probs(micro, self.ranks, *own)
 
     @torch.no_grad()
     def log_probs_of(
@@ -166,57 +188,18 @@ class Learner:
             records = replays and self.args.router_replay == "R2"
             if records:
                 micro.routes = None  # the generator's
-            out[micro.index] = self._log_probs(model, micro, replays=replays)[0].cpu()
+            out[micro.index] = self.log_probs(model, micro, replays=replays)[0].cpu()
             if records:
                 micro.routes = self.policy.router.chosen()
         if model is not self.policy:
             model.reshard()  # the root stays gathered after a forward pass; only the policy's update follows
         return out
 
-    @torch.no_grad()
-    def read_by_teacher(self, batch: Batch, micros: Sequence[Sequence[MicroBatch]]) -> tuple[torch.Tensor, TopTokens | None]:
-        """Return the teacher's log-probs [N] of the tokens that this rank trains, on the CPU, and with --teacher-top-k its most
-        likely tokens; 0 outside the mask. The teacher reads the prompts of --teacher-prompt if there are any."""
-        rows = self.teacher_rows.rows(batch, micros, self.ranks) if self.teacher_rows else itertools.chain.from_iterable(micros)
-        count = self.teacher_top_k
-        out = torch.zeros(len(batch.token))
-        top = TopTokens(torch.zeros(len(out), count, dtype=torch.int32), torch.zeros(len(out), count)) if count else None
-        for micro in rows:
-            if not count:
-                out[micro.index] = self._log_probs(self.teacher, micro)[0].cpu()
-                continue
-            progress()
-            what = (micro.predict, micro.labels, self.temperature, "none")
-            vocabulary = self.config.get_text_config().vocab_size
-            sampled, token, log_prob = self.teacher(micro.inputs, micro.layout, *what, top=(count, vocabulary))
-            if micro.own is not None:
-                every = torch.cat([sampled[:, None], token.float(), log_prob], 1)  # exact: token ids are below 2^24
-                every, _ = gather_log_probs(micro, self.ranks, every, torch.zeros_like(sampled))
-                sampled, token, log_prob = every.split([1, count, count], 1)
-            out[micro.index] = sampled.view(-1).cpu()
-            top.token[micro.index] = token.to("cpu", torch.int32)
-            top.log_prob[micro.index] = log_prob.cpu()
-        self.teacher.reshard()
-        return out, top
-
-    def begin_step(self, step: int, has_signal: bool = True) -> None:
-        """Set the learning rate of training step `step`, from 1, and start counting FLOPs. has_signal: False if there is
-        nothing to learn from. As in verl, all optimizer steps of a training step have one rate, so a run can resume with a
-        different number of them. The schedule counts the steps that had a gradient."""
-        self.computed = Computed()
-        warmup = 0
-        if self.critic:
-            self.critic.begin_step(step, has_signal)
-            warmup = self.critic.warmup
-        if self.imitation:
-            self.imitation.begin_step(step)
-        self.is_frozen = step <= warmup or not has_signal
-        self._updated_before = self.updated
-        self.optimizer.param_groups[0]["lr"] = self.args.lr * lr_factor(self.updated, self.total_steps - warmup, self.args)
-
     def clip(self) -> float:
         """Clip the accumulated gradient. Return the norm that it had, of all ranks."""
-        if self.ranks.expert_parallel > 1 or self.args.grad_dtype == "bfloat16":
+        if self.ranks.expert_parallel > 1:
+            from rl.model.expert_parallel import clip_grad_norm
+
             return clip_grad_norm(self._trained.values(), self.args.grad_clip)
         norm = nn.utils.clip_grad_norm_(self._trained.values(), self.args.grad_clip)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
@@ -226,41 +209,25 @@ class Learner:
         gradient of 0, or a step that has nothing to learn from, leaves weights, moments and schedule as they are. A non-finite
         gradient is dropped on all ranks, and counted. Return verl's actor/grad_norm and actor/lr."""
         norm = self.clip()
-        if norm and not self.is_frozen:
+        if norm and not self._is_frozen:
             self.updated = self._updated_before + 1
         if not torch.isfinite(torch.tensor(norm)):
             self.skipped += 1
-        elif norm and not self.is_frozen:
+        elif norm and not self._is_frozen:
             self.optimizer.step()
         self.optimizer.zero_grad()
-        lr = self.optimizer.param_groups[0]["lr"]
         return {
             "actor/grad_norm": norm,
-            "actor/lr": lr,
+            "actor/lr": self.optimizer.param_groups[0]["lr"],
             "actor/skipped_steps": self.skipped,
             "actor/updated_steps": self.updated,
         }
 
-    def perf_metrics(self, batch: Batch, seconds: dict[str, float], num_ranks: int) -> dict[str, float]:
-        """Return verl's perf/*: throughput in tokens (prompt + response) per second and rank of the job, over a step's
-        `seconds` by phase; MFU of the update, which computes each prompt once, if the device's peak is known; the wasted part
-        of its FLOPs (rl/learning/flops.py); peak memory. A collective."""
-        tokens, step_seconds = sum(batch.total_lengths()), sum(seconds.values())
-        out = {"perf/total_num_tokens": tokens, "perf/time_per_step": step_seconds} | memory_gb()
-        out["perf/throughput"] = tokens / step_seconds / num_ranks
-        out |= self.computed.metrics(self.config, batch, self.args.ppo_epochs)
-        if (peak := peak_flops()) and seconds.get("update_actor"):
-            flops = least_flops(self.config, batch, frozen=bool(self.adapters))
-            if self.policy.takes_images:
-                patches = [n for prompt in batch.distinct_prompts() for n in image_sizes(self.config, prompt.tolist())]
-                flops += tower_flops(self.config, patches, self.args.freeze_vision_tower)
-            flops *= self.args.ppo_epochs * (1 - out["perf/forward_only"] * OF_BACKWARD)
-            out["perf/mfu/actor"] = flops / seconds["update_actor"] / peak / self.ranks.world_size
-        return out
-
     def router_metrics(self) -> dict[str, float]:
         """Return moe/* of the training since the last call; none for a dense model. A collective."""
         return self.policy.router.metrics() if self.policy.router else {}
+
+    # -- the weights that are sent
 
     def outgoing(self) -> Outgoing:
         """Return the tensors to send: their names never change, their values are those at the time of reading."""
@@ -276,12 +243,7 @@ class Learner:
         iterate in step. Tensors are cast to `dtype` before they travel. to: the ranks that get them, by default all."""
         self.policy.reshard()  # a forward pass without backward leaves the root's parameters gathered: no DTensors
         held = self.parameters if frozen else self._changed
-        if dtype != torch.bfloat16 and not self.adapters:
-            held = held | self.masters
-        merged = self.adapters.merger(self._trained | self.masters, self.ranks.device) if self.adapters else as_it_is
-        yield from self._whole(held, dtype, to, merged)
-
-    def _whole(self, held: dict[str, torch.Tensor], dtype: torch.dtype, to: Sequence[int] | None, change) -> Iterator:
+        change = self.adapters.merger(self._trained, self.ranks.device) if self.adapters else as_it_is
         if self.ranks.world_size > 1:
             for sent_as, named in itertools.groupby(held.items(), lambda item: dtype_of(item[0], dtype)):
                 yield from self._shards.whole(dict(named), self.ranks.device, sent_as, to, change)
@@ -296,14 +258,14 @@ class Learner:
     # -- the state in a checkpoint; the reference policy is the model that training started from
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the sharded tensors that training changes, by `<set>.<parameter>`: the set "model" or "adapter" has the master
+        """Return the sharded tensors that training changes, by `<set>.<parameter>`: the set "model" or "adapter" has the
         weights, each of AdamW's moments is a set, and a critic's sets begin with `critic.`. Moments are created if an
         optimizer has not stepped yet; a checkpoint is read into them in place."""
         self.policy.reshard()
         out = {}
         weights = "adapter" if self.adapters else "model"
         for name, parameter in self._trained.items():
-            out[f"{weights}.{name}"] = self.masters.get(name, parameter.data)
+            out[f"{weights}.{name}"] = parameter.data
             out |= {f"{key}.{name}": moment for key, moment in moments(self.optimizer, parameter).items()}
         if self.critic:
             out |= {f"critic.{name}": tensor for name, tensor in self.critic.state_tensors().items()}
@@ -312,8 +274,7 @@ class Learner:
     def state(self) -> dict:
         """Return the rest of the state that is the same on all ranks."""
         first = next(iter(self.optimizer.state.values()))
-        own = {"adam_step": int(first["step"]), "skipped": self.skipped, "updated": self.updated}
-        own |= {"chosen_tokens": self.micro_batch_tokens}
+        own = {"adam_step": int(first["step"]), "steps": self.steps, "skipped": self.skipped, "updated": self.updated}
         return own | ({"critic": self.critic.state()} if self.critic else {})
 
     def rank_state(self) -> dict:
@@ -324,11 +285,8 @@ class Learner:
         """Restore `state` and `rank_state`; the tensors have been read already."""
         for of_parameter in self.optimizer.state.values():
             of_parameter["step"].fill_(state["adam_step"])
-        take_masters(self._trained, self.masters)
         if self.critic:
             self.critic.restore(state["critic"], None)
-        self.skipped = state["skipped"]
-        self.updated = state["updated"]
-        self.chosen_tokens = state.get("chosen_tokens")
+        self.steps, self.skipped, self.updated = state["steps"], state["skipped"], state["updated"]
         if rank_state:
             torch.set_rng_state(torch.tensor(rank_state["rng"], dtype=torch.uint8))

@@ -1,8 +1,8 @@
 """The models of a learner: read, sharded, and in the memory and the precision that the flags ask for.
 
-FSDP2 shards every decoder layer and the rest, unless one rank learns alone and on its device: there is nothing to gather or to
-reduce, and FSDP would still copy weights and gradients, which takes a tenth or more of a small model's step. In bf16 such a
-rank computes with weights that were cast once per update (rl/learning/masters.py).
+FSDP2 shards every decoder layer and the rest: weights in fp32, which it casts to --dtype where they are gathered, and gradients
+summed in fp32. A rank that learns alone in fp32 on its own device does without it: there is nothing to gather, to cast or to
+reduce, and FSDP would still copy weights and gradients, which takes a tenth or more of a small model's step.
 """
 
 from collections import defaultdict
@@ -14,16 +14,11 @@ from typing import Literal
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rl.adapters.lora import adapt
-from rl.learning.activation_offload import keep_inputs_on_host
 from rl.learning.args import LearnerArgs
-from rl.learning.masters import keep_in_bf16
-from rl.model.attention import IN_FP32
+from rl.model.attention import IN_FP32, dtype_of
 from rl.model.compiled import compile_layers
-from rl.model.expert_parallel import divide_experts, fetch_ahead
 from rl.model.forward_check import check_policy
 from rl.model.lean_layers import keep_less
 from rl.model.loading import Weights, fill, open_weights
@@ -47,10 +42,11 @@ def load_policy(
     is_known: bool = False,
 ) -> Policy:
     """Return the model at `path` (a directory or a hub name), sharded over all ranks; each reads only its part of the weights.
-    They are in fp32 if they are trained, else frozen in --dtype. seed: of adapters. is_known: the policy has been read and
-    checked from the same files. Raise UserError if weights are missing or log-probs differ from those of transformers."""
+    They are in fp32 if they are trained, else frozen in --dtype, and on an accelerator in host memory while not in use. seed:
+    of adapters. is_known: the policy has been read and checked from the same files. Raise UserError if weights are missing or
+    log-probs differ from those of transformers."""
     trainable = role in ("policy", "critic")
-    offload = args.param_offload if trainable else args.ref_offload and is_accelerator(ranks.device)
+    offload = args.param_offload if trainable else is_accelerator(ranks.device)
     flag = FLAGS.get(role, "--model")
     weights = open_weights(path, trust_remote_code, not is_known, flag) if ranks.is_main else None
     if weights and not is_known:
@@ -59,23 +55,34 @@ def load_policy(
     model.requires_grad_(trainable)
     if args.freeze_vision_tower:
         model.model.visual.requires_grad_(False)
-    adapters = adapt(model, args, f"--model {path}") if args.adapted and trainable else None
-    if adapters and args.dtype == "bfloat16":
-        keep_in_bf16(named for named in model.named_parameters() if not named[1].requires_grad)
-    _save_memory(model, args, path, ranks.device if trainable else None)
+    adapters = None
+    if args.adapted and trainable:
+        from rl.adapters.lora import adapt  # late: no other run needs it
+
+        adapters = adapt(model, args, f"--model {path}")
+    if trainable and args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if args.compile:
+        compile_layers(model, path)
+    else:
+        keep_less(model)
     logits_kept = 0 if args.gradient_checkpointing else LOGITS_KEPT
     policy = kind(model, Router.of(model, args), logits_kept)
     policy.adapters = adapters
     policy.head_fp32 = args.lm_head_fp32
     _compute_as_sampled(policy)
-    if args.dtype == "bfloat16" and not trainable:
-        keep_in_bf16(policy.named_parameters())
-    sharded = _shard(policy, args, ranks, offload)
+    if args.dtype == "bfloat16" and (adapters or not trainable):
+        for name, parameter in policy.named_parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype_of(name, torch.bfloat16))
+    sharded = _shard(policy, args, ranks, offload, trainable)
     _take_memory(policy, "cpu" if offload else ranks.device, tie=not sharded)
     fill(model, weights, path, ranks, not is_known, flag)
     if adapters:
         adapters.begin(model, seed)
     if ranks.expert_parallel > 1:
+        from rl.model.expert_parallel import fetch_ahead
+
         fetch_ahead(layers(model))
     return policy
 
@@ -88,31 +95,20 @@ def _check(weights: Weights, args: LearnerArgs, path: str, flag: str) -> None:
         check_policy(Policy(weights.model, Router.of(weights.model, args)).eval(), path, flag)
 
 
-def _save_memory(model: PreTrainedModel, args: LearnerArgs, path: str, trained_on: torch.device | None) -> None:
-    """Change the layers so that they keep less, or are compiled. trained_on: the device; None for a frozen model."""
-    if trained_on and args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        if args.activation_offload:
-            keep_inputs_on_host(model, trained_on)
-    if args.compile:
-        compile_layers(model, path)
-    else:
-        keep_less(model)
-
-
-def _shard(policy: Policy, args: LearnerArgs, ranks: Ranks, offload: bool) -> bool:
-    """Leave each rank its part of every layer. Return False if there is nothing to gather, to reduce or to move. A model of
-    images in bf16 is sharded anyway, because FSDP also casts the inputs of its layers."""
+def _shard(policy: Policy, args: LearnerArgs, ranks: Ranks, offload: bool, trainable: bool) -> bool:
+    """Leave each rank its part of every layer. Return False if there is nothing to gather, to cast, to reduce or to move. FSDP
+    also casts the inputs of layers, which a model of images in bf16 needs."""
+    casts = args.dtype == "bfloat16" and (trainable or policy.takes_images)
+    if ranks.world_size == 1 and not offload and not casts:
+        return False
     options = {"mesh": ranks.mesh["data"]}
-    if "bfloat16" in (args.dtype, args.grad_dtype):
-        computed, reduced = getattr(torch, args.dtype), getattr(torch, args.grad_dtype)
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=reduced)
+    if args.dtype == "bfloat16":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(ranks.device))
-    alone = ranks.world_size == 1 and not offload and args.grad_dtype == "float32"
-    if alone and (args.dtype == "float32" or not policy.takes_images):
-        return False
     if ranks.expert_parallel > 1:
+        from rl.model.expert_parallel import divide_experts
+
         divide_experts(policy.model, ranks, options)
     for layer in layers(policy.model):
         # FSDP casts whole groups: the parameters that stay in fp32 are a group of their own.

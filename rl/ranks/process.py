@@ -91,7 +91,7 @@ def _out_of_memory(error: Exception) -> str:
     return (
         f"the device has no memory left{where}: {str(error).partition('. GPU ')[0]}\n"
         "For the learner: --gradient-checkpointing, a lower number for --max-tokens-per-micro-batch, --optimizer-offload, "
-        "--activation-offload, --optim adamw_8bit, or more learners, which share weights and moments.\n"
+        "--optim adamw_8bit, or more learners, which share weights and moments.\n"
         "For vLLM on the same device: a lower --gpu-memory-utilization, which is its share of all memory, or --max-num-seqs.\n"
         "`python plan.py SCRIPT <your flags> --device H100-80GB` says without the device whether it fits (docs/plan.md)."
     )

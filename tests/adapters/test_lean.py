@@ -5,7 +5,7 @@ import torch
 from test_lean_layers import LAYERS, counting, make_models, row
 
 from rl.adapters import lora
-from rl.adapters.lora import AdapterArgs
+from rl.learning.args import AdapterArgs
 from rl.model import lean_layers
 
 
@@ -36,7 +36,7 @@ def passes(decoder: torch.nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("worth_it", [0, 2**60])
-@pytest.mark.parametrize("target", [lora.ALL, ("q_proj", "v_proj", "up_proj"), ("q_proj", "o_proj", "down_proj")])
+@pytest.mark.parametrize("target", [lora.ALL_LINEAR, ("q_proj", "v_proj", "up_proj"), ("q_proj", "o_proj", "down_proj")])
 @pytest.mark.parametrize("name", [name for name in LAYERS if "Moe" not in name])
 def test_values_and_gradients_are_those_of_plain_modules(monkeypatch, name, target, worth_it):
     monkeypatch.setattr(lean_layers, "WORTH_IT", worth_it)
@@ -50,7 +50,7 @@ def test_values_and_gradients_are_those_of_plain_modules(monkeypatch, name, targ
         assert torch.equal(found, expected) and grads.keys() == by_autograd.keys()
         assert len(grads) == len(adapters[0].tensors)
         assert all(torch.equal(grads[name], by_autograd[name]) for name in grads)
-        if not worth_it and target == lora.ALL:
+        if not worth_it and target == lora.ALL_LINEAR:
             thin = 34 * 4 * dtype.itemsize * len(adapters[0].names)  # what A makes of each token
             assert kept <= of_full + thin < 0.9 * all_kept
         for of in adapters:

@@ -79,7 +79,7 @@ def gradients(learner: Learner, batch: Batch, ranks) -> tuple[list[torch.Tensor]
     """The learner's log-probs, response by response, and its adapters' gradients."""
     by_response = [None] * len(batch.lengths)
     for micro in micro_batches(batch, torch.arange(len(batch.lengths)), 40, ranks):
-        log_prob, _ = learner.log_probs(micro)
+        log_prob = learner.forward(micro).log_prob
         responses = batch.seq[micro.index]
         own = {int(number): log_prob[responses == number] for number in responses.unique()}
         loss_of(list(own.values())).backward()
@@ -124,8 +124,8 @@ def test_merging_rounds_once_and_leaves_the_model_as_it_is(models, ranks):
     for publish in range(3):
         for name in learner.adapters.tensors:
             if name.endswith("lora_B"):
-                learner.masters[name].normal_(std=0.1)
-        own = {name: learner.masters[name].double() for name in learner.adapters.tensors}
+                local(learner.policy.model.get_parameter(name).data).normal_(std=0.1)
+        own = {name: tensor.double() for name, tensor in own_tensors(learner).items()}
         for name, weight in learner.weights(torch.bfloat16):
             layer, expected = name.removesuffix(".weight"), held[name].double()
             if f"{layer}.lora_A" in own:
@@ -194,7 +194,7 @@ def test_the_reference_is_the_policy_without_adapters(models, ranks):
         assert torch.equal(reference, before.log_probs_of("policy", batch, [micros]))
         assert torch.equal(reference, policy) == (not learner.optimizer.state)  # before the update
         for micro in micros:
-            learner.log_probs(micro)[0].sum().backward()
+            learner.forward(micro).log_prob.sum().backward()
         learner.step()
     assert not isinstance(learner.reference, torch.nn.Module)
 
@@ -328,18 +328,10 @@ def test_what_cannot_have_adapters_is_refused(models, ranks, tmp_path):
     assert not any(parameter.requires_grad for parameter in learner.policy.model.model.visual.parameters())
 
 
-def test_a_rate_for_all_weights_is_warned_of():
-    def said(given: set, **flags) -> str:
-        return " ".join(lora.rate_warnings(train_sync.Args(**flags), given))
-
-    assert "--lr 1e-06 is low" in said({"lr"}, lora_rank=8, lr=1e-6)
-    assert "the default" in said(set(), lora_rank=8)
-    assert not said({"lr"}, lora_rank=8, lr=1e-4) and not said(set()) and not said({"lr"}, lr=1e-6)
-
-
 # ------------------------------------------------------------------------------------------------- real runs
 
 
+@pytest.mark.runs
 @pytest.mark.slow
 def test_two_learners_learn_as_one_does(models, tmp_path):
     """Plain, with gradient checkpointing, offloaded, with sequence parallelism, and in bf16, where the frozen model is in bf16:
@@ -394,6 +386,7 @@ def read_adapter(directory: Path, base: dict[str, torch.Tensor]) -> dict[str, to
     return out
 
 
+@pytest.mark.runs
 @pytest.mark.slow
 def test_a_run_resumes_to_the_bit_and_async_is_sync_at_staleness_0(demo_model, tmp_path):
     """With adapters. The checkpoint has no weights of the model besides its export; that and the adapter are the same model,

@@ -66,7 +66,7 @@ class Learner:
     """A table in place of a model: each sampled token has a log-prob and an entropy of its own."""
 
     def __init__(self, batch: Batch, args: train_sync.Args, ranks):
-        self.ranks, self.micro_batch_tokens, self.args = ranks, 30, args
+        self.ranks, self.args = ranks, args
         rng, n = np.random.default_rng(7), int(batch.mask.sum())
         draw = lambda: torch.from_numpy(rng.standard_normal(n)).float()  # noqa: E731
         log_prob = batch.rollout_log_prob[batch.mask] + 0.4 * draw()
@@ -88,6 +88,8 @@ class Learner:
             out[micro.index] = self.table[number].detach()[self.place[micro.index]]
         return out
 
+    def begin_step(self, has_signal): ...
+
     def step(self):
         self.updates.append(self.table.grad.clone())
         with torch.no_grad():
@@ -98,7 +100,7 @@ class Learner:
 
 def learn(groups: list[Group], ranks, **flags) -> tuple:
     """(the gradients of all updates, each token's advantage, metrics) of a step."""
-    size = {"train_batch_size": 4, "rollout_n": 3, "max_response_length": 8}
+    size = {"train_batch_size": 4, "rollout_n": 3, "max_response_length": 8, "max_tokens_per_micro_batch": 30}
     args = parts.make(train_sync.Args, **size | flags)
     batch = Batch.of(groups)
     learner = Learner(batch, args, ranks)

@@ -328,10 +328,7 @@ def test_verls_own_default_estimator_has_a_critic_with_verls_numbers():
          "+A.actor.optim.override_optimizer_config.optimizer_offload_fraction=1.0", {"optimizer-offload": True}),
         ("+A.actor.optim.override_optimizer_config.optimizer_cpu_offload=True "
          "+A.actor.optim.override_optimizer_config.optimizer_offload_fraction=0", {"optimizer-offload": None}),
-        ("A.model.enable_activation_offload=True", {"activation-offload": True, "gradient-checkpointing": True}),
-        ("A.model.enable_activation_offload=True A.model.enable_gradient_checkpointing=False", {"activation-offload": None}),
         ("A.actor.optim.optimizer=AdamW8bit A.actor.optim.optimizer_impl=torchao.optim", {"optim": "adamw_8bit"}),
-        ("+A.actor.fsdp_config.mixed_precision.reduce_dtype=bf16", {"grad-dtype": "bfloat16"}),
         ("trainer.nnodes=2 trainer.total_epochs=3", {"total-epochs": 3}),
         ("algorithm.rollout_correction=sequence_tis_geometric_rs", {"rollout-is": "sequence", "rollout-rs": "seq_mean_k1"}),
         ("async.rollout_correction=token_tis", {"rollout-is": "token", "rollout-rs": None}),
@@ -344,7 +341,6 @@ def test_verls_own_default_estimator_has_a_critic_with_verls_numbers():
         ("A.actor.policy_loss.loss_mode=sapo A.actor.policy_loss.tau_pos=2.0", {"loss-args": ["tau_pos=2.0", "tau_neg=1.05"]}),
         ("A.actor.optim.decay_type=cosine A.actor.optim.min_lr_factor=0.1",
          {"lr-scheduler-type": "cosine", "min-lr-ratio": 0.1}),
-        ("A.actor.use_kl_loss=True A.ref.fsdp_config.offload_policy=True", {"ref-offload": True}),
         ("A.actor.veomni.param_offload=True A.actor.veomni.ulysses_parallel_size=2",
          {"param-offload": True, "sequence-parallel": 2}),
         ("A.actor.torchtitan.optimizer_offload=True A.actor.torchtitan.expert_parallel_size=2",

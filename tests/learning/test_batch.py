@@ -1,6 +1,7 @@
 """Records and packing: no token is lost, no sequence is split, and no micro-batch exceeds the budget."""
 
 import dataclasses
+import random
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from helpers import make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, MicroBatch, micro_batches
 from rl.learning.division import Division, pack
 from rl.model.attention import SHORT, Packed
@@ -53,6 +55,40 @@ def test_pack_keeps_the_responses_to_a_prompt_together():
     groups = [i // 8 for i in range(64)]
     of_rank = [{groups[i] for micro in rank for i in micro} for rank in pack([20] * 64, [5] * 64, groups, 1000, 2)]
     assert len(of_rank[0]) == len(of_rank[1]) == 4 and not of_rank[0] & of_rank[1]
+
+
+def lengths_of(responses: int, mean: int, ragged: bool, seed: int) -> list[int]:
+    chance = random.Random(seed)
+    return [min(8 * mean, 1 + int(chance.lognormvariate(0, 0.75) * mean)) if ragged else mean for _ in range(responses)]
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("size", [(8, 8, 8, 64), (8, 8, 8, 256), (8, 8, 100, 300), (64, 8, 100, 300), (32, 8, 200, 400)])
+def test_less_than_a_fiftieth_of_the_tokens_are_computed_again(size, ragged):
+    """By default, on one rank, for groups that take at most two thirds of a micro-batch."""
+    groups, n, prompt, response = size
+    for seed in range(3):
+        responses = lengths_of(groups * n, response, ragged, seed)
+        lengths, group = [prompt + r for r in responses], [i // n for i in range(groups * n)]
+        (plan,) = pack(lengths, [prompt] * len(lengths), group, LearnerArgs.max_tokens_per_micro_batch, 1)
+        again = sum(prompt * len({group[i] for i in micro}) for micro in plan) - prompt * groups
+        assert again < 0.02 * (sum(responses) + groups * prompt)
+
+
+@pytest.mark.parametrize("ranks", [2, 5, 8])
+def test_ranks_wait_for_the_slowest_no_longer_than_with_small_runs(ranks):
+    """Compared with longest-first placement of single responses, which balances best and shares no prompt on purpose."""
+    for seed in range(20):
+        responses = lengths_of(24 * 8, 300, True, seed)
+        lengths, group = [100 + r for r in responses], [i // 8 for i in range(24 * 8)]
+        plan = pack(lengths, [100] * len(lengths), group, 8192, ranks)
+        row = lambda micro: sum(responses[i] for i in micro) + 100 * len({group[i] for i in micro})  # noqa: B023, E731
+        slowest = sum(max(map(row, of_ranks)) for of_ranks in zip(*plan, strict=True))
+        bins = [[] for _ in range(ranks * len(plan[0]))]
+        for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+            min(bins, key=lambda b: sum(lengths[j] for j in b)).append(i)
+        alone = sum(max(map(row, bins[at : at + ranks])) for at in range(0, len(bins), ranks))
+        assert slowest <= alone
 
 
 def test_each_mini_batch_of_a_batch_is_planned_once(monkeypatch):
@@ -107,8 +143,8 @@ def test_what_could_not_be_scored_is_not_in_the_batch():
 
 
 def test_unscored_responses_give_a_group_no_signal():
-    assert make_group(0, [1, 1, 1]).differs() and not make_group(0, [1, 1, 1], unscored=(0, 2)).differs()
-    assert not make_group(0, [1, 1], unscored=(0, 1)).differs() and not make_group(0, [1, 1], score=1).differs()
+    assert make_group(0, [1, 1, 1]).differs and not make_group(0, [1, 1, 1], unscored=(0, 2)).differs
+    assert not make_group(0, [1, 1], unscored=(0, 1)).differs and not make_group(0, [1, 1], score=1).differs
 
 
 def test_a_masked_token_is_carried_and_not_trained():

@@ -20,7 +20,7 @@ from rl.learning.learner import Learner
 from rl.ranks.timers import Timers
 from rl.samples.group import Group
 
-BOTH_WAYS = {"backward_without_advantage": True}
+BOTH_WAYS = {"both_ways": True}  # all tokens get a backward pass
 OWN = [name for name, loss in losses.POLICY_LOSSES.items() if name == loss.function.__name__]  # without aliases
 
 
@@ -35,10 +35,13 @@ def make_groups(equal=(0, 2)) -> list[Group]:
     return [make_group(t, sizes, rng=rng, score=0.3 if t in equal else None) for t, sizes in enumerate(GROUPS)]
 
 
-def args_of(model: str, **flags) -> train_sync.Args:
-    return parts.make(
-        train_sync.Args, model=model, train_batch_size=len(GROUPS), max_response_length=20, lr_warmup_steps=0, **flags
-    )
+class BothWays(train_sync.Args):
+    skips_backward = False
+
+
+def args_of(model: str, both_ways: bool = False, **flags) -> train_sync.Args:
+    flags |= {"model": model, "train_batch_size": len(GROUPS), "max_response_length": 20, "lr_warmup_steps": 0}
+    return parts.make(BothWays if both_ways else train_sync.Args, **flags)
 
 
 def taught(model: str, ranks, steps: list[list[Group]], **flags) -> tuple:
@@ -46,7 +49,7 @@ def taught(model: str, ranks, steps: list[list[Group]], **flags) -> tuple:
     tokens."""
     args, gradients, metrics = args_of(model, **flags), [], []
     learner = Learner(model, args, ranks, 10, with_reference=args.needs_reference)
-    step, parts = learner.step, []
+    step = learner.step
 
     def recorded() -> dict:
         gradients.append(torch.cat([p.grad.flatten() for p in learner.policy.parameters()]))
@@ -54,10 +57,9 @@ def taught(model: str, ranks, steps: list[list[Group]], **flags) -> tuple:
 
     learner.step = recorded
     for groups in steps:
-        learner.computed = type(learner.computed)()
         metrics.append(train_sync.learn(args, learner, Batch.of(groups, Division.of(args, learner)), Timers()))
-        parts.append(learner.computed.forward_only / learner.computed.tokens)
-    return gradients, metrics, torch.cat([w.flatten() for _, w in learner.weights()]), parts
+    alone = [of_step.pop("perf/forward_only") for of_step in metrics]
+    return gradients, metrics, torch.cat([w.flatten() for _, w in learner.weights()]), alone
 
 
 def assert_the_same(one, other) -> None:
@@ -83,39 +85,37 @@ def test_terms_that_train_every_token_leave_nothing_out(models, ranks, pays, mor
     assert taught(models["qwen3"], ranks, [make_groups()], **more)[3] == [0.0]
 
 
-def test_kl_in_the_reward_is_an_advantage(models, ranks, pays):
-    """All scores are equal, but tokens differ from the reference once the weights have changed."""
-    flags = {"use_kl_in_reward": True, "kl_reward_coef": 0.1, "lr": 1e-2, "max_tokens_per_micro_batch": 32}
-    found = taught(models["qwen3"], ranks, [make_groups(), make_groups()], **flags)
-    assert found[3][0] > 0.2 and found[3][1] == 0
+ALL = range(len(GROUPS))
+TIGHT = {"max_tokens_per_micro_batch": 32}  # one or two responses in a micro-batch
+STEPS = {  # flags, the groups of equal scores of each step, the share of forward-only tokens of each step: above, below
+    "KL in the reward, an advantage once the weights have changed": (
+        {"use_kl_in_reward": True, "kl_reward_coef": 0.1, "lr": 1e-2} | TIGHT, [(0, 2), (0, 2)], [(0.2, 1), (-1, 1e-9)]
+    ),
+    "responses of which every token is rejected": (
+        {"rollout_rs": "seq_max_k2", "rollout_rs_threshold": "3"} | TIGHT, [()], [(0, 1)]
+    ),
+    "no signal at all: AdamW continues with its momentum": ({"lr": 1e-3}, [(0, 2), ALL], [(0, 1), (0.9, 1.1)]),
+}  # fmt: skip
 
 
-def test_responses_of_which_every_token_is_rejected_train_nothing(models, ranks, pays):
-    """The batch's log-probs are random, so the correction rejects many. Each micro-batch has one or two responses."""
-    flags = {"rollout_rs": "seq_max_k2", "rollout_rs_threshold": "3", "max_tokens_per_micro_batch": 32}
-    found = taught(models["qwen3"], ranks, [make_groups(())], **flags)
-    assert 0 < found[3][0] < 1
-    assert_the_same(found, taught(models["qwen3"], ranks, [make_groups(())], **flags, **BOTH_WAYS))
-
-
-def test_a_batch_without_any_signal_moves_the_weights_as_zeros_do(models, ranks, pays):
-    """AdamW continues with its momentum."""
-    batches = [make_groups(), make_groups(range(len(GROUPS)))]
-    found = taught(models["qwen3"], ranks, batches, lr=1e-3)
-    assert found[3][1] > 0.9 and not found[0][1].any()
-    assert_the_same(found, taught(models["qwen3"], ranks, batches, lr=1e-3, **BOTH_WAYS))
+@pytest.mark.parametrize("case", STEPS)
+def test_what_has_no_advantage_trains_nothing(models, ranks, pays, case):
+    flags, equal, shares = STEPS[case]
+    found, whole = (taught(models["qwen3"], ranks, [*map(make_groups, equal)], **flags, **more) for more in ({}, BOTH_WAYS))
+    assert all(low < share < high for (low, high), share in zip(shares, found[3], strict=True)), found[3]
+    assert_the_same(found, whole)
 
 
 def test_a_script_that_trains_them_nevertheless_is_stopped(models, ranks, pays, monkeypatch):
     plain = train_sync.actor_loss
 
-    def with_a_term_of_its_own(args, t, log_prob, entropy, denominator):
-        terms, stats = plain(args, t, log_prob, entropy, denominator)
-        terms["loss"] = terms["loss"] - 1e-3 * log_prob.mean() if len(log_prob) else terms["loss"]
+    def with_a_term_of_its_own(args, t, out, denominator):
+        terms, stats = plain(args, t, out, denominator)
+        terms["loss"] = terms["loss"] - 1e-3 * out.log_prob.mean() if len(out.log_prob) else terms["loss"]
         return terms, stats
 
     monkeypatch.setattr(train_sync, "actor_loss", with_a_term_of_its_own)
-    with pytest.raises(UserError, match="--backward-without-advantage"):
+    with pytest.raises(UserError, match="Take the line `micros = forward_only"):
         taught(models["qwen3"], ranks, [make_groups()])
     assert taught(models["qwen3"], ranks, [make_groups()], **BOTH_WAYS)[3] == [0.0]
 
@@ -188,4 +188,3 @@ def test_a_run_says_how_much_it_was(tmp_path):
     metrics, _, _ = train("train_sync.py", *flags, out=tmp_path / "runs")
     for step in (1, 2):
         assert 0.2 < metrics[step]["perf/forward_only"] < 0.8
-        assert 0 <= metrics[step]["perf/wasted_flops"] < 0.1

@@ -7,6 +7,7 @@ from helpers import SMALL, make_group
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import losses
+from rl.algorithm.teacher import Teacher
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.learner import Learner
@@ -56,19 +57,25 @@ def by_transformers(models: dict[str, str], batch: Batch) -> tuple[torch.Tensor,
     return kl.detach(), torch.cat([p.grad.flatten() for p in student.parameters()]), torch.cat(sampled)
 
 
+def taught(models: dict[str, str], ranks) -> Learner:
+    learner = Learner(models["policy"], LearnerArgs(), ranks, 10, TEMPERATURE)
+    learner.teacher = Teacher(learner.load_frozen(models["teacher"], "teacher"), K)
+    return learner
+
+
 @pytest.mark.parametrize("at_once", [policy.LOGITS_AT_ONCE, 64])
 def test_kl_and_gradient_are_those_of_transformers(models, batch, ranks, monkeypatch, at_once):
     """Also where logits are computed two tokens at a time."""
     monkeypatch.setattr(policy, "LOGITS_AT_ONCE", at_once)
-    learner = Learner(models["policy"], LearnerArgs(), ranks, 10, TEMPERATURE, teacher=models["teacher"], teacher_top_k=K)
+    learner = taught(models, ranks)
     micros = micro_batches(batch, torch.arange(len(batch.lengths)), 40, ranks)
-    batch.targets.teacher_log_prob = learner.log_probs_of("teacher", batch, [micros])
+    batch.targets.teacher_log_prob, batch.targets.teacher_top = learner.teacher.read(learner, batch, [micros])
     total = 0.0
     for micro in micros:
         t = batch.at(micro)
-        log_prob, _ = learner.log_probs(micro)
-        assert log_prob.shape == t.mask.shape and int(micro.top.token.max()) < SMALL["vocab_size"]
-        loss = losses.top_k_reverse_kl(*micro.top.log_probs, t.mask).sum()
+        out = learner.forward(micro, "none", t.teacher_top_token)
+        assert out.log_prob.shape == t.mask.shape and int(t.teacher_top_token.max()) < SMALL["vocab_size"]
+        loss = losses.top_k_reverse_kl(out.top_log_prob, t.teacher_top_log_prob, t.mask).sum()
         loss.backward()
         total += float(loss.detach())
     kl, gradient, sampled = by_transformers(models, batch)
@@ -77,12 +84,13 @@ def test_kl_and_gradient_are_those_of_transformers(models, batch, ranks, monkeyp
     assert float((own - gradient).norm() / gradient.norm()) < 1e-5
     expected = torch.where(batch.mask, sampled, 0.0)  # tokens outside the mask are not computed
     torch.testing.assert_close(batch.targets.teacher_log_prob.double(), expected, atol=1e-5, rtol=1e-5)
-    assert not any(p.requires_grad for p in learner.teacher.parameters())
+    assert not any(p.requires_grad for p in learner.teacher.model.parameters())
 
 
 def test_the_sampled_tokens_have_the_same_bits_with_and_without_top_tokens(models, batch, ranks):
-    learner = Learner(models["policy"], LearnerArgs(), ranks, 10, TEMPERATURE, teacher=models["teacher"], teacher_top_k=K)
+    learner = taught(models, ranks)
     micros = micro_batches(batch, torch.arange(len(batch.lengths)), 40, ranks)
-    before = [learner.log_probs(micro)[0] for micro in micros]
-    learner.log_probs_of("teacher", batch, [micros])
-    assert all(torch.equal(x, learner.log_probs(micro)[0]) for x, micro in zip(before, micros, strict=True))
+    _, top = learner.teacher.read(learner, batch, [micros])
+    for micro in micros:
+        alone, with_top = (learner.forward(micro, "none", also).log_prob for also in (None, top.token[micro.index]))
+        assert torch.equal(alone, with_top)

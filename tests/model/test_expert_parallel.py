@@ -18,7 +18,7 @@ from rl.model.expert_parallel import fetch_ahead, share_experts
 from rl.ranks.dist import Ranks
 
 TIGHT = {"max_tokens_per_micro_batch": 40, "gradient_checkpointing": True}
-OFFLOAD = {"optimizer_offload": True, "activation_offload": True}
+OFFLOAD = {"optimizer_offload": True}
 LAYOUTS = {
     2: {
         "ep 2": {"expert_parallel": 2} | ALONE,

@@ -15,9 +15,9 @@ from tiny_vlm import save_vlm
 
 PROGRAM = "tests/programs/fake_accelerator.py"
 CASES = ["many ranks", "offload", "compact", "without advantage", "engine", "what an NPU lacks", "what CUDA lacks"]
-SLOW = ["one rank", "one update", "experts", "a rank without work", "chunks", "moments on the host", "auto", "auto, experts"]
+SLOW = ["one rank", "one update", "experts", "a rank without work", "chunks", "moments on the host"]
 SLOW += ["one rank, over the host", "engine, over the host", "engine, overlapped"]
-SLOW += ["fp32 weights on the host", "what could be sampled"]
+SLOW += ["what could be sampled"]
 SLOW += ["experts, bf16", "engine, CUDA's attention", "engine, experts", "experts, replayed", "shared sequences"]
 SLOW += ["shared sequences, CUDA's attention", "shared experts", "shared experts and sequences", "images", "images, windows"]
 SLOW += ["delta nets", "engine, delta nets", "adapters", "a teacher's tokens", "a critic", "demonstrations"]
@@ -26,7 +26,7 @@ SLOW += ["images, a frozen tower", "images, experts", "engine, images", "engine,
 NOTICED_BY = {  # a file whose places are taken out -> the cases that must notice
     "rl/learning/learner.py": ["one rank", "one update", "what could be sampled"],
     "rl/learning/placement.py": ["one rank", "one update"],
-    "rl/learning/loss_means.py": ["one rank", "one update"],
+    "rl/learning/updates.py": ["one rank", "one update"],
     "rl/model/loading.py": ["one rank"],
     "rl/learning/batch.py": ["one rank", "a rank without work", "what could be sampled"],
     "rl/learning/batch_images.py": ["images, a frozen tower"],
@@ -34,9 +34,8 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/model/attention_kernels.py": ["one rank", "many ranks"],
     "rl/model/head/log_probs.py": ["chunks", "a teacher's tokens"],
     "rl/learning/compact_adamw.py": ["compact", "moments on the host"],
-    "rl/learning/activation_offload.py": ["compact"],
     "rl/model/vision_forward.py": ["images"],
-    "rl/model/router.py": ["experts, replayed", "auto, experts"],
+    "rl/model/router.py": ["experts, replayed"],
     "rl/model/expert_parallel.py": ["shared experts"],
     "rl/model/shards.py": ["many ranks", "offload"],
     "rl/generation/embedded/engine.py": ["engine", "engine, images"],
@@ -51,9 +50,8 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/model/forward_check.py": ["engine", "engine, images"],
     "rl/generation/choose_engine.py": ["in turns"],
     "rl/learning/optimizer.py": ["one rank"],
-    "rl/learning/value_model.py": ["a critic"],
     "rl/algorithm/imitation.py": ["demonstrations"],
-    "rl/algorithm/teacher_rows.py": ["a teacher's prompts"],
+    "rl/algorithm/teacher.py": ["a teacher's prompts"],
 }
 LEFT_OUT = {  # a file with such places of which no case can notice any -> why
     "rl/ranks/device.py": "it moves what others tell it to",
@@ -71,9 +69,9 @@ ALLOWED = {  # what a real device takes from the host as well, by name of the fu
     # transformers' own forward with images cannot run there
     "Probe.of": r"tensor\.to",
     # what a teacher has found waits on the host, and might wait on the device
-    "Learner.read_by_teacher": "",
+    "Teacher.read": "",
     # moved before or after, or made on the host on purpose
-    "Learner._whole": "local",
+    "Learner.weights": "local",
     # numbers by themselves, at which fake tensors do not look
     "LossMeans.metrics": "torch.stack",
     "_fill_rest": r"known\[name\]",

@@ -18,7 +18,6 @@ from rl import parts
 from rl.errors import UserError
 from rl.learning.batch import Batch
 from rl.learning.division import Division
-from rl.learning.token_budget import settled
 from rl.ranks.dist import Ranks
 from rl.samples.group import Group, Response
 from tools.plan import devices, known_values, memory_plan
@@ -67,9 +66,7 @@ def test_the_count_is_that_of_real_tensors_with_other_flags(models, flags):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags", [{}, {"sequence_parallel": 2}, {"sequence_parallel": 2, "dtype": "bfloat16", "ref_offload": False}]
-)
+@pytest.mark.parametrize("flags", [{}, {"sequence_parallel": 2}, {"sequence_parallel": 2, "dtype": "bfloat16"}])
 def test_the_count_is_that_of_two_learners(models, flags):
     """Including the tensors that they exchange around attention."""
     real, fake = (counted(models["qwen3"], how, FLAGS | flags, 2) for how in ("real", "fake"))
@@ -173,7 +170,7 @@ def test_a_learner_holds_its_own_tokens_of_a_large_batch(model):
     answer = Response(numbers, np.zeros(response, np.float32), numbers, "stop")
     groups = [Group(ticket, np.zeros(prompt, np.int32), "plan", [answer] * n) for ticket in range(prompts)]
     ranks = Ranks(0, 32, 0, torch.device("cpu"))
-    batch = Batch.of(groups, Division(prompts // 2, settled(args).max_tokens_per_micro_batch, ranks))
+    batch = Batch.of(groups, Division(prompts // 2, args.max_tokens_per_micro_batch, ranks))
     own = len(batch.token)
     assert own == pytest.approx(prompts * n * response / 32, rel=0.01)
     tensors = [x for x in vars(batch).values() if isinstance(x, torch.Tensor)]
@@ -187,9 +184,9 @@ def test_a_learner_holds_its_own_tokens_of_a_large_batch(model):
 
 @pytest.mark.slow
 def test_what_the_memory_flags_move_and_shrink(model):
-    """Moments are 2 bytes a parameter and a scale for each row of 64, gradients travel in bf16, and so do layers' inputs."""
+    """Moments are 2 bytes a parameter and a scale for each row of 64."""
     plain = {"dtype": "bfloat16", "gradient_checkpointing": True, "max_tokens_per_micro_batch": 2400}
-    compact = {"optim": "adamw_8bit", "optimizer_offload": True, "grad_dtype": "bfloat16", "activation_offload": True}
+    compact = {"optim": "adamw_8bit", "optimizer_offload": True}
     before, after = (
         dry_run("train_async", flags(model, **plain, **more), 4, "cuda", lengths_like("budget", 4, 100, 20))
         for more in ({}, compact)
@@ -198,14 +195,9 @@ def test_what_the_memory_flags_move_and_shrink(model):
     moments = after.host_kept["optimizer"] / own
     assert before.kept["optimizer"] == pytest.approx(8 * own, rel=0.01) and after.kept["optimizer"] < 2500
     assert before.kept["weights"] == pytest.approx(4 * own, rel=0.01)
-    assert after.kept["weights"] == pytest.approx(2 * own, rel=0.01)
-    assert after.host_kept["weights"] == pytest.approx(4 * own, rel=0.01) and before.host_kept["weights"] < 0.01 * own
+    assert after.kept["weights"] == before.kept["weights"] and after.host_kept["weights"] < 0.01 * own
     assert before.host_kept["optimizer"] == 0 and 2 * (1 + 4 / 128) < moments < 2.4
     assert before.saved - after.saved == pytest.approx((8 - moments) * parameters(), rel=0.01)
-    inputs = SMALL["num_hidden_layers"] * after.tokens * SMALL["hidden_size"] * 2
-    assert after.host["layers' inputs"] == inputs > 0 and before.host["layers' inputs"] == 0
-    one = inputs / SMALL["num_hidden_layers"]  # of the layer that the backward pass is at is back at the peak
-    assert before.device["activations"] - after.device["activations"] >= inputs - one
 
 
 @pytest.fixture(scope="module")

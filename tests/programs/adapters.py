@@ -22,7 +22,7 @@ CASES = {
     "checkpointing": {"gradient_checkpointing": True},
     "offload": {"param_offload": True},
     "bf16": {"dtype": "bfloat16"},
-    "bf16, masters on the host": {"dtype": "bfloat16", "optimizer_offload": True},
+    "bf16, moments on the host": {"dtype": "bfloat16", "optimizer_offload": True},
 }
 
 
@@ -33,8 +33,7 @@ def draw_b(learner: Learner) -> None:
         if name.endswith("lora_B"):
             parameter = learner.policy.model.get_parameter(name).data
             drawn = torch.randn(parameter.shape, generator=generator) * 0.1
-            for held in (parameter, learner.masters.get(name, parameter)):
-                local(held).copy_(drawn[Block.of(held).slices()])
+            local(parameter).copy_(drawn[Block.of(parameter).slices()])
 
 
 def main(ranks):
@@ -47,12 +46,12 @@ def main(ranks):
         args = LearnerArgs(lora_rank=3, lora_alpha=6, lr=1e-3, lr_warmup_steps=0, **flags)
         learner = Learner(model, args, ranks, 10, with_reference=True, seed=5)
         own = {name: learner.policy.model.get_parameter(name) for name in learner.adapters.tensors}
-        started = torch.cat([whole(learner.masters.get(name, own[name])).detach().flatten().cpu() for name in own])
+        started = torch.cat([whole(own[name]).detach().flatten().cpu() for name in own])
         draw_b(learner)
         result[case] = {"start": started, "published": joined(published(learner))}
         for update in range(12):
             for micro in micro_batches(batch, torch.arange(12), 60, learner.ranks):
-                log_prob, _ = learner.log_probs(micro)
+                log_prob = learner.forward(micro).log_prob
                 (log_prob * weight[micro.index]).sum().backward()
             if not update:
                 result[case]["gradient"] = joined({name: parameter.grad for name, parameter in own.items()})

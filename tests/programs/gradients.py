@@ -37,8 +37,8 @@ def main(ranks):
             own = learner.log_probs_of(which, batch, [micros])  # 0 for tokens of other ranks
             result[f"{budget}/{name}"] = dist.all_reduce_sum(own, learner.ranks.data_group)
         for micro in micros:
-            log_prob, entropy = learner.log_probs(micro, entropy="loss")
-            ((log_prob + 0.1 * entropy) * weight[micro.index]).sum().div(len(weight)).backward()
+            made = learner.forward(micro, entropy="loss")
+            ((made.log_prob + 0.1 * made.entropy) * weight[micro.index]).sum().div(len(weight)).backward()
         grads = [whole(p.grad).flatten().float() for p in learner.policy.parameters()]
         result[f"{budget}/grad"] = torch.cat(grads)
         result[f"{budget}/micros"] = torch.tensor(len(micros))

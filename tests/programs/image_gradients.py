@@ -32,7 +32,7 @@ def main(ranks):
     own = {which: learner.log_probs_of(which, batch, [micros]) for which in ("policy", "reference")}  # 0 for others' tokens
     result = {which: all_reduce_sum(log_prob, ranks.data_group) for which, log_prob in own.items()}
     for micro in micros:
-        log_prob, _ = learner.log_probs(micro)
+        log_prob = learner.forward(micro).log_prob
         (log_prob * weight[micro.index]).sum().backward()
     gradients = {name: whole(p.grad).clone() for name, p in learner.parameters.items() if p.grad is not None}
     metrics = learner.step()

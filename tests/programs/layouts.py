@@ -38,6 +38,12 @@ from rl.samples.group import Group
 from rl.setup import make_learner
 
 
+class BothWays(train_sync.Args):
+    """All tokens get a backward pass."""
+
+    skips_backward = False
+
+
 def batch_of(model: str, sizes: list[list[int]], what: dict, division: Division, routes: bool) -> Batch:
     rng, rows = np.random.default_rng(0), what["rows"]
     groups = []
@@ -74,7 +80,8 @@ def with_routes(model: str, groups: list[Group]) -> list[Group]:
 def learn(model: str, sizes: list[list[int]], flags: dict, ranks, what: dict) -> dict:
     """Return the gradient of each update, the metrics, the final weights, and the share of forward-only tokens."""
     lengths = {"max_prompt_length": 12, "max_response_length": max(map(max, sizes))}
-    args = parts.make(train_sync.Args, model=model, train_batch_size=len(sizes), lr_warmup_steps=0, **lengths, **flags)
+    kind = BothWays if flags.pop("both_ways", False) else train_sync.Args
+    args = parts.make(kind, model=model, train_batch_size=len(sizes), lr_warmup_steps=0, **lengths, **flags)
     learner = make_learner(args, SimpleNamespace(path=model, total_steps=10), ranks)
     gradients, step = [], learner.step
 
@@ -86,9 +93,9 @@ def learn(model: str, sizes: list[list[int]], flags: dict, ranks, what: dict) ->
     learner.step = recorded
     batch = batch_of(model, sizes, what, Division.of(args, learner), args.router_replay == "R3")
     metrics = train_sync.learn(args, learner, batch, Timers())
+    alone = metrics.pop("perf/forward_only")
     metrics |= learner.router_metrics()
     weights = torch.cat([w.flatten() for _, w in learner.weights()])
-    alone = learner.perf_metrics(batch, {"update_actor": 1.0}, 1)["perf/forward_only"]
     return {"gradients": gradients, "metrics": metrics, "weights": weights, "forward_only": alone}
 
 

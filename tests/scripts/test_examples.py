@@ -104,14 +104,14 @@ VERL = {
         "devices": (0, 2), "train_batch_size": 128, "max_prompt_length": 2048, "max_response_length": 3072,
         "filter_overlong_prompts": True, "truncation": "error", "lr": 5e-7, "entropy_coeff": 0.001, "ppo_mini_batch_size": 64,
         "use_kl_loss": True, "kl_loss_coef": 0.001, "kl_loss_type": "low_var_kl", "gradient_checkpointing": True,
-        "param_offload": False, "ref_offload": True, "rollout_tp": 2, "rollout_n": 8, "gpu_memory_utilization": 0.7,
+        "param_offload": False, "rollout_tp": 2, "rollout_n": 8, "gpu_memory_utilization": 0.7,
         "enable_chunked_prefill": False, "test_freq": 5, "total_epochs": 1, "save_freq": 0,
     },
     "grpo_qwen2.5_3b_gsm8k_one_step_off": {
         "devices": (4, 4), "train_batch_size": 1024, "max_prompt_length": 512, "max_response_length": 1024,
         "filter_overlong_prompts": True, "shuffle": False, "lr": 3e-6, "ppo_mini_batch_size": 256, "use_kl_loss": True,
         "kl_loss_coef": 0.001, "kl_loss_type": "low_var_kl", "entropy_coeff": 0, "gradient_checkpointing": True, "rollout_n": 5,
-        "rollout_tp": 2, "gpu_memory_utilization": 0.6, "load_format": "safetensors", "ref_offload": True,
+        "rollout_tp": 2, "gpu_memory_utilization": 0.6, "load_format": "safetensors",
         "val_before_train": True, "total_epochs": 15, "save_freq": 0, "test_freq": 0,
     },
     "grpo_qwen3_vl_8b_geo3k_async": {
@@ -153,14 +153,14 @@ VERL = {
         "overlong_penalty_factor": 1, "total_training_steps": 300, "param_offload": True, "expert_parallel": 8,
     },
     "grpo_qwen3.5_2b_geo3k": {
-        "max_prompt_length": 2048, "max_response_length": 1536, "lr": 5e-7, "kl_loss_coef": 0.02, "ref_offload": False,
+        "max_prompt_length": 2048, "max_response_length": 1536, "lr": 5e-7, "kl_loss_coef": 0.02,
         "max_tokens_per_micro_batch": 2048 + 1536, "gpu_memory_utilization": 0.3, "max_num_batched_tokens": 4096,
         "enable_chunked_prefill": False, "val_before_train": False,
     },
 }
 for run in ("grpo_qwen3.5_27b_geo3k", "grpo_qwen3.5_35b_a3b_geo3k"):
     VERL[run] = {
-        "max_prompt_length": 1024, "max_response_length": 2048, "lr": 1e-6, "kl_loss_coef": 0.01, "ref_offload": True,
+        "max_prompt_length": 1024, "max_response_length": 2048, "lr": 1e-6, "kl_loss_coef": 0.01,
         "max_tokens_per_micro_batch": 1024 + 2048, "gpu_memory_utilization": 0.6, "max_num_batched_tokens": 8192,
         "enable_chunked_prefill": True, "val_before_train": True,
     }

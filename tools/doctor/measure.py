@@ -159,7 +159,8 @@ class Checks:
     def _log_probs(self, check: str, temperature: float) -> None:
         """Compare the engine's log-probs of its samples with the learner's forward pass over the same tokens."""
         batch = self._batch(temperature)
-        micros = micro_batches(batch, torch.arange(self.sizes.requests), self.learner.micro_batch_tokens, self.ranks)
+        tokens = self.learner.args.max_tokens_per_micro_batch
+        micros = micro_batches(batch, torch.arange(self.sizes.requests), tokens, self.ranks)
         self.learner.temperature = temperature
         own = self.learner.log_probs_of("policy", batch, [micros])
         self.learner.temperature = 1.0

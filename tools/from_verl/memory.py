@@ -3,7 +3,7 @@
 from tools.from_verl.verl_run import Run, listed
 
 PRECISIONS = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
-DTYPE, REDUCE = "A.actor.fsdp_config.dtype", "A.actor.fsdp_config.mixed_precision.reduce_dtype"
+DTYPE = "A.actor.fsdp_config.dtype"
 
 
 def dtype(run: Run) -> dict[str, object]:
@@ -11,15 +11,6 @@ def dtype(run: Run) -> dict[str, object]:
     if ours is None:
         run.lacks(DTYPE, "only bfloat16 and float32")
     return {"--dtype": ours}
-
-
-def grad_dtype(run: Run) -> dict[str, object]:
-    ours = PRECISIONS.get(run[REDUCE])
-    if ours is None:
-        run.lacks(REDUCE, "only bfloat16 and float32")
-    if ours == "bfloat16":
-        run.note("verl reduces gradients in bf16 and keeps them in fp32; --grad-dtype bfloat16 keeps them in bf16, too.")
-    return {"--grad-dtype": ours}
 
 
 def offload(run: Run) -> dict[str, object]:
@@ -35,22 +26,6 @@ def offload(run: Run) -> dict[str, object]:
     if 0 < fraction < 1:
         run.note(f"verl offloads {fraction} of the optimizer state; --optimizer-offload offloads all of its moments.")
     return {"--param-offload": False, "--optimizer-offload": moments}
-
-
-def ref_offload(run: Run) -> dict[str, object]:
-    of = "A.ref.fsdp_config."
-    if run.needs_reference:
-        return {"--ref-offload": bool(run[of + "param_offload"] or run[of + "offload_policy"])}
-    run.skips(f"{of}param_offload {of}offload_policy", "without a KL term there is no reference policy")
-    return {}
-
-
-def activation_offload(run: Run) -> dict[str, object]:
-    asked = bool(run["A.model.enable_activation_offload"])
-    if asked and not run["A.model.enable_gradient_checkpointing"]:
-        run.lacks("A.model.enable_activation_offload", "only with gradient checkpointing")
-        asked = False
-    return {"--activation-offload": asked}
 
 
 def optimizer(run: Run) -> dict[str, object]:

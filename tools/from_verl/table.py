@@ -61,10 +61,9 @@ TABLE: dict[str, list[Row]] = {
            "A.actor.optim.override_optimizer_config.optimizer_offload_fraction=0.0", "--param-offload, --optimizer-offload",
            "the first is parameters, gradients and moments together, the second only moments. Megatron's fraction of 0 "
            "offloads nothing, whatever else is said", memory.offload),
-        to("A.ref.fsdp_config.param_offload|A.ref.megatron.param_offload|A.ref.veomni.param_offload|"
-           "A.ref.torchtitan.param_offload=False "
-           "A.ref.fsdp_config.offload_policy|A.ref.veomni.enable_fsdp_offload=False", "--ref-offload", "on by default here; "
-           "without a KL term there is no reference policy", memory.ref_offload),
+        unneeded("A.ref.fsdp_config.param_offload A.ref.megatron.param_offload A.ref.veomni.param_offload "
+                 "A.ref.torchtitan.param_offload A.ref.fsdp_config.offload_policy A.ref.veomni.enable_fsdp_offload",
+                 "on an accelerator the reference policy is always in host memory while it is not in use"),
         to("A.actor.optim.lr=1e-6", "--lr"),
         to("A.actor.optim.lr_warmup_steps=-1 A.actor.optim.lr_warmup_steps_ratio=0.0", "--lr-warmup-steps", "training steps, "
            "in both; a ratio is of all steps. None in verl, 10 here by default. The warm-up here is one step ahead: of w steps "
@@ -80,7 +79,7 @@ TABLE: dict[str, list[Row]] = {
         to("A.actor.use_dynamic_bsz=False A.actor.ppo_max_token_len_per_gpu=16384 A.actor.ppo_micro_batch_size_per_gpu=null "
            "A.actor.ppo_micro_batch_size=null", "--max-tokens-per-micro-batch", "micro-batches are always filled by tokens; a "
            "micro-batch size becomes that many prompts and responses of full length; where verl is given none, which it "
-           "refuses, as many as fit. At least one full sequence together with `--sequence-parallel`", m.token_budget),
+           "refuses, 8,192. At least one full sequence together with `--sequence-parallel`", m.token_budget),
         to("A.actor.ulysses_sequence_parallel_size|A.actor.fsdp_config.ulysses_sequence_parallel_size|"
            "A.actor.veomni.ulysses_parallel_size=1",
            "--sequence-parallel", "a micro-batch has that many times the tokens of one device, as in verl"),
@@ -105,8 +104,8 @@ TABLE: dict[str, list[Row]] = {
         missing("A.model.exclude_modules=null A.model.lora.exclude_modules=[]", "name the layers that have adapters: "
                 "`--lora-target`"),
         missing("A.model.lora.dropout=0.0 A.model.lora.dtype=null", "adapters have no dropout, and are fp32"),
-        to("A.model.enable_activation_offload=False", "--activation-offload", "with `--gradient-checkpointing`",
-           memory.activation_offload),
+        missing("A.model.enable_activation_offload=False", "`--gradient-checkpointing`, `--sequence-parallel` and a lower "
+                "`--max-tokens-per-micro-batch` take less memory"),
         missing("A.model.tiled_mlp.enabled=False", "not for activations within a layer"),
         missing("A.model.custom_chat_template=null", "the chat template is the tokenizer's"),
         missing("A.model.external_lib=null A.model.hf_config_path=null A.model.tokenizer_path=null", "a model is one directory "
@@ -125,7 +124,7 @@ TABLE: dict[str, list[Row]] = {
                 "the last step"),
         missing("A.actor.optim.eps=1e-8", "it is 1e-8"),
         missing("A.actor.optim.main_grads_dtype=fp32 A.actor.optim.exp_avg_dtype=fp32 A.actor.optim.exp_avg_sq_dtype=fp32 "
-                "A.actor.optim.master_weight_dtype=fp32", "`--optim adamw_8bit` and `--grad-dtype` save memory"),
+                "A.actor.optim.master_weight_dtype=fp32", "`--optim adamw_8bit` saves memory"),
         unneeded("A.actor.optim.muon_* A.actor.optim.use_layer_wise_distributed_optimizer "
                  "A.actor.optim.use_precision_aware_optimizer A.actor.optim.master_weights "
                  "A.actor.optim.store_param_remainders", "only for optimizers of verl's other engines"),
@@ -137,7 +136,7 @@ TABLE: dict[str, list[Row]] = {
         missing("A.actor.qat.enable=False A.*.fsdp_config.qat.enable=False A.*.megatron.qat.enable=False A.rollout.qat=null "
                 "A.*.veomni.qat_implementation=none", "no quantised training"),
         missing("A.ref.model.path", "the reference policy is the starting model"),
-        to("A.actor.fsdp_config.mixed_precision.reduce_dtype=fp32", "--grad-dtype", "", memory.grad_dtype),
+        missing("A.actor.fsdp_config.mixed_precision.reduce_dtype=fp32", "gradients are reduced and kept in fp32"),
         missing("A.*.fsdp_config.model_dtype=fp32 A.*.fsdp_config.mixed_precision.*", "master weights are fp32"),
         unneeded("A.hybrid_engine", "it chooses the script: `train_sync.py` is the hybrid one"),
         unneeded("A.actor.strategy A.ref.strategy A.actor.fsdp_config.strategy A.ref.fsdp_config.strategy critic.strategy "

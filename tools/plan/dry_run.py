@@ -28,7 +28,6 @@ from rl.learning import placement
 from rl.learning.batch import Batch, MicroBatch
 from rl.learning.division import Division, pack
 from rl.learning.learner import Learner
-from rl.learning.token_budget import settled
 from rl.model.head.support import most_tokens
 from rl.model.loading import Weights
 from rl.model.pretrained import check_heads, check_lengths, empty_model, load_config, resolve
@@ -74,7 +73,6 @@ def dry_run(
     """Count in a separate process, because the fake device stays, forked from a fresh one: once a backward pass has run,
     autograd accepts no new device. attention: see fake_device.start; image_size: see tools/plan/images.py. Raise UserError if
     the run itself would refuse its flags."""
-    args = settled(args)
     resolve(args.model)  # here, since a demo model is trained when it is first asked for
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, script])

@@ -34,9 +34,6 @@ CAUSES = [
     ("torch/nn/utils/clip_grad.py", None, "gradients"),
     ("rl/learning/optimizer.py", None, "optimizer"),
     ("rl/learning/compact_adamw.py", None, "optimizer"),
-    ("rl/learning/masters.py", "_to_fp32", "gradients"),
-    ("rl/learning/masters.py", None, "weights"),
-    ("rl/learning/activation_offload.py", None, "layers' inputs"),
     ("torch/optim/", None, "optimizer"),
 ]
 LOADING = "load_policy"  # makes the weights of the policy, the reference, the teacher and the critic: its `role`

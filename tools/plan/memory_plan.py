@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from rl.errors import UserError
-from rl.learning.token_budget import longest_on_a_rank, settled
 from rl.model.attention import linear_layers
 from rl.model.pretrained import load_config, resolve
 from rl.ranges import check, flag
@@ -86,14 +85,7 @@ def plan_memory(plan: MemoryPlan) -> None:
     """Print what the run holds on the device and in host memory, whether it fits, and if not, which flags make it fit. Raise
     UserError if it cannot be planned."""
     say = partial(Console().print, highlight=False, soft_wrap=True)
-    is_auto = plan.args.max_tokens_per_micro_batch == "auto"
-    args = plan.args
-    plan = dataclasses.replace(plan, args=settled(plan.args))
-    if is_auto and plan.lacking():
-        plan = dataclasses.replace(plan, args=dataclasses.replace(args, max_tokens_per_micro_batch=longest_on_a_rank(args)))
     show(plan)
-    if is_auto:
-        say(f"Counted with {plan.args.max_tokens_per_micro_batch:,} tokens in a micro-batch; auto takes as many as fit.")
     name = plan.device.name
     if not (lacking := plan.lacking()):
         say(f"It fits on {name}.")
@@ -157,22 +149,23 @@ def candidates(args: CommonArgs, machine: Machine) -> Iterator[dict]:
     shared = dataclasses.replace(args, sequence_parallel=2 * args.sequence_parallel)
     yield {"gradient_checkpointing": True}
     yield {"max_tokens_per_micro_batch": longest_on_a_rank(args)}
-    if args.needs_reference or args.has_second_model:
-        yield {"ref_offload": True}
     share = args.gpu_memory_utilization
     yield from ({"gpu_memory_utilization": other} for other in (0.4, 0.3, 0.6, 0.8, 0.9) if (other < share) == (share >= 0.5))
     if args.rollout_tp < machine.per_node:
         yield {"rollout_tp": 2 * args.rollout_tp}
-    yield {"gradient_checkpointing": True, "activation_offload": True}
     yield {"sequence_parallel": shared.sequence_parallel, "max_tokens_per_micro_batch": longest_on_a_rank(shared)}
     if not args.param_offload:
         yield {"optimizer_offload": True}
         yield {"param_offload": True, "optimizer_offload": False}
     if args.dtype == "float32":
         yield {"dtype": "bfloat16"}
-    yield {"grad_dtype": "bfloat16"}
     if args.optim == "adamw":
         yield {"optim": "adamw_8bit"}
+
+
+def longest_on_a_rank(args: CommonArgs) -> int:
+    """Return the tokens that each rank holds of a prompt and response of full length."""
+    return -(-(args.max_prompt_length + args.max_response_length) // args.sequence_parallel)
 
 
 def show(plan: MemoryPlan) -> None:

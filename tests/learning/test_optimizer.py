@@ -1,0 +1,250 @@
+"""The optimizer's memory flags change only where moments are stored, and in which precision; and what a learner alone does
+without FSDP is what it does with it."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from helpers import SMALL, make_group, run_script
+from rl.record.precision import in_words, precisions
+from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig
+
+import train_sync
+from rl.errors import UserError
+from rl.learning.args import LearnerArgs
+from rl.learning.batch import Batch, micro_batches
+from rl.learning.compact_adamw import CompactAdamW
+from rl.learning.learner import Learner
+from rl.learning.optimizer import lr_factor
+from rl.model.shards import local
+from rl.ranges import check
+
+COMPACT = [
+    pytest.param({"optimizer_offload": True}, id="moments on the host", marks=pytest.mark.slow),
+    pytest.param({"optim": "adamw_8bit"}, id="8 bits", marks=pytest.mark.slow),
+    pytest.param({"optim": "adamw_8bit", "optimizer_offload": True}, id="8 bits on the host"),
+]
+
+
+def make_learner(model: str, ranks, **flags) -> Learner:
+    args = LearnerArgs(lr=1e-2, lr_warmup_steps=0, lr_scheduler_type="constant", **flags)
+    check(args)
+    return Learner(model, args, ranks, 100)
+
+
+def update(learner: Learner, seed: int) -> dict[str, float]:
+    """Take an optimizer step with the gradient of two or more micro-batches."""
+    rng = np.random.default_rng(seed)
+    batch = Batch.of([make_group(t, [3, 9, 5, 7], rng=rng) for t in range(2)])
+    micros = micro_batches(batch, torch.arange(len(batch.lengths)), 40, learner.ranks)
+    assert len(micros) > 1
+    for micro in micros:
+        (-learner.forward(micro).log_prob.sum() / len(batch.token)).backward()
+    return learner.step()
+
+
+def copy_state(half: Learner, rest: Learner) -> None:
+    """Copy one learner's state to another through the tensors of a checkpoint."""
+    saved = {name: local(tensor).clone() for name, tensor in half.state_tensors().items()}
+    for name, tensor in rest.state_tensors().items():
+        local(tensor).copy_(saved[name])
+    rest.restore(half.state(), half.rank_state())
+
+
+def weights(learner: Learner) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for _, tensor in learner.weights()])
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+def test_moments_on_the_host_change_no_bit(models, ranks, dtype):
+    flags = {"dtype": dtype, "gradient_checkpointing": True}
+    plain, other = (make_learner(models["qwen3"], ranks, optimizer_offload=on, **flags) for on in (False, True))
+    assert isinstance(other.optimizer, CompactAdamW) and not isinstance(plain.optimizer, CompactAdamW)
+    first = weights(plain).clone()
+    for seed in range(3):
+        assert update(plain, seed) == update(other, seed)
+    assert torch.equal(weights(plain), weights(other)) and not torch.equal(weights(plain), first)
+    states = plain.state_tensors(), other.state_tensors()
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(local(states[0][name]), local(states[1][name])) for name in states[0])
+    assert plain.state() == other.state()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["qwen2-tied", "moe"])
+def test_a_rank_alone_learns_what_it_learns_with_everything_offloaded(models, ranks, model, dtype):
+    """Bit for bit, with gradients of several micro-batches. In fp32 without FSDP."""
+    flags = {"gradient_checkpointing": True, "dtype": dtype}
+    alone, moving = (make_learner(models[model], ranks, param_offload=offload, **flags) for offload in (False, True))
+    parts = [sum(isinstance(module, FSDPModule) for module in of.policy.modules()) for of in (alone, moving)]
+    every = 1 + len(alone.policy.model.model.layers)
+    assert parts == [0 if dtype == "float32" else every, every]
+    assert {p.dtype for p in alone.policy.parameters()} == {torch.float32}
+    for seed in range(3):
+        assert update(alone, seed) == update(moving, seed)
+    assert torch.equal(weights(alone), weights(moving))
+
+
+@pytest.mark.parametrize("flags", COMPACT)
+def test_training_goes_as_with_plain_adamw_and_resumes_bit_for_bit(models, ranks, flags):
+    """Over 10 updates at a high rate the weights move nearly as far in nearly the same direction."""
+    plain, other, rest = (make_learner(models["qwen2-tied"], ranks, **more) for more in ({}, flags, flags))
+    first = weights(plain).clone()
+    for seed in range(10):
+        update(plain, seed), update(other, seed)
+        if seed == 7:
+            copy_state(other, rest)
+    moved, right = (weights(of).double() - first for of in (other, plain))
+    assert (moved - right).norm() < 0.05 * right.norm()
+    for seed in (8, 9):
+        update(rest, seed)
+    assert torch.equal(weights(rest), weights(other))
+
+
+@pytest.fixture(scope="module")
+def with_a_row(tmp_path_factory) -> str:
+    """A mixture whose shared expert has a gate of one row, [1, 64], of which one of two learners has nothing."""
+    torch.manual_seed(0)
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
+    path = tmp_path_factory.mktemp("row")
+    AutoModelForCausalLM.from_config(Qwen2MoeConfig(**SMALL, **experts)).save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.runs
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layouts", [[(1, {}), (2, {}), (1, {})], [(3, {}), (2, {"expert_parallel": 2, "optimizer_offload": True})]]
+)
+def test_a_checkpoint_in_8_bits_is_read_in_another_layout_bit_for_bit(models, with_a_row, tmp_path, layouts):
+    """Three learners split rows and experts unevenly, two share the experts."""
+    model = models["moe"] if layouts[0][0] == 3 else with_a_row
+    came_from, first = "-", None
+    for number, (ranks, layout) in enumerate(layouts):
+        out, flags = tmp_path / str(number), json.dumps({"optim": "adamw_8bit"} | layout)
+        out.mkdir()
+        run_script("tests/programs/reshard.py", model, flags, came_from, out, ranks=ranks, timeout=120)
+        found, came_from = load_file(out / "tensors.safetensors"), out / "step_000001"
+        first = first or found
+        assert found.keys() == first.keys() and all(torch.equal(found[key], first[key]) for key in first), ranks
+    codes = [tensor for tensor in first.values() if tensor.dtype == torch.uint8]
+    assert len(codes) > 20 and all(len(tensor.unique()) > 8 for tensor in codes)
+    with pytest.raises(AssertionError, match=r"exp_avg\S* is"):  # another optimizer's moments
+        run_script("tests/programs/reshard.py", model, "{}", came_from, tmp_path, ranks=None, timeout=120)
+
+
+def test_flags_that_exclude_each_other_are_refused():
+    with pytest.raises(UserError, match=re.escape("--optimizer-offload: --param-offload keeps the moments")):
+        check(LearnerArgs(optimizer_offload=True, param_offload=True))
+
+
+def test_the_precision_of_everything_is_said_unless_all_is_fp32():
+    plain, compact = train_sync.Args(), train_sync.Args(dtype="bfloat16", optim="adamw_8bit", optimizer_offload=True)
+    assert in_words(precisions(plain)) == ""
+    words = "master weights float32, computation bfloat16, gradients and their reduction float32, "
+    assert in_words(precisions(compact)) == f"precision: {words}moments 8 bits on the host, generators bfloat16"
+    offloaded = precisions(train_sync.Args(param_offload=True, rollout_dtype="bfloat16"))
+    assert list(offloaded.values()).count("float32 on the host") == 3 and offloaded["generators"] == "bfloat16"
+
+
+def test_the_learning_rate_follows_its_schedule():
+    args = LearnerArgs(lr_warmup_steps=4, lr_scheduler_type="cosine", min_lr_ratio=0.1)
+    assert [lr_factor(step, 10, args) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert lr_factor(4, 10, args) == pytest.approx(1.0)
+    assert lr_factor(7, 10, args) == pytest.approx(0.1 + 0.9 * 0.5)  # half of the cosine's way
+    assert lr_factor(10, 10, args) == lr_factor(50, 10, args) == pytest.approx(0.1)
+    assert lr_factor(10**6, 10, LearnerArgs(lr_warmup_steps=0, lr_scheduler_type="constant")) == 1.0
+
+
+# ------------------------------------------------------------------------------------------------------ CompactAdamW
+
+KNOBS = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.01}
+SHAPES = [(1, 64), (1, 256), (1, 257), (1, 63), (64, 1), (300, 1), (1, 1), (1,), (70,), (), (0,), (0, 64), (64, 0), (1, 1, 64)]
+SHAPES += [(2, 1, 64), (3, 1, 600), (1, 2, 256), (17, 64)]
+
+
+def parameters(generator: torch.Generator) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("in_8_bits", [False, True])
+def test_every_shape_is_stepped_and_restored_to_the_bit(on_host, in_8_bits):
+    """In fp32 as torch's own AdamW does."""
+    generator = torch.Generator().manual_seed(0)
+    own = parameters(generator)
+    grads = [[torch.randn(shape, generator=generator) for shape in SHAPES] for _ in range(3)]
+    whole = CompactAdamW(own, on_host=on_host, in_8_bits=in_8_bits, **KNOBS)
+    plain = [torch.nn.Parameter(parameter.detach().clone()) for parameter in own]
+    theirs = torch.optim.AdamW(plain, **KNOBS)
+    for number, of_step in enumerate(grads):
+        if number == 2:
+            rest = CompactAdamW([torch.nn.Parameter(p.detach().clone()) for p in own], on_host, in_8_bits, **KNOBS)
+            for parameter, old in zip(rest.param_groups[0]["params"], own, strict=True):
+                for name, tensor in rest.begin(parameter).items():
+                    tensor.copy_(whole.state[old][name])
+        optimizers = [whole, theirs] + ([rest] if number == 2 else [])
+        for optimizer in optimizers:
+            for parameter, grad in zip(optimizer.param_groups[0]["params"], of_step, strict=True):
+                parameter.grad = grad.clone()
+            optimizer.step()
+    for found, again, expected in zip(own, rest.param_groups[0]["params"], plain, strict=True):
+        assert torch.equal(found, again)
+        if not in_8_bits:
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def nearest(x: np.ndarray, signed: bool) -> np.ndarray:
+    """x [C] as 8 bits hold it, from the paper's words: each block of 256 over its largest magnitude, and of 7 decades below 1,
+    each cut into twice as many parts as the one below, the middle that is nearest; 0 and 1 besides."""
+    known = [0.0, 1.0]
+    for exponent in range(-6, 1):
+        edges = np.linspace(0.1, 1, 2 ** (exponent + 6 + (not signed)) + 1) * 10.0**exponent
+        for middle in (edges[1:] + edges[:-1]) / 2:
+            known += [middle, -middle] if signed else [middle]
+    assert len(known) == 256
+    known, out = np.array(known), np.zeros_like(x)
+    for start in range(0, len(x), 256):
+        block = x[start : start + 256]
+        if largest := abs(block).max():
+            distance = abs(block[:, None] / largest - known)
+            out[start : start + 256] = known[distance.argmin(1)] * largest
+    return out
+
+
+def adamw_in_8_bits(value: np.ndarray, grads: list[np.ndarray]) -> np.ndarray:
+    """value [R, C] after a step with each gradient, in double precision, row by row."""
+    (b1, b2), lr = KNOBS["betas"], KNOBS["lr"]
+    first, root = np.zeros_like(value), np.zeros_like(value)  # as they are kept
+    for t, grad in enumerate(grads, start=1):
+        m = b1 * first + (1 - b1) * grad
+        v = b2 * root**2 + (1 - b2) * grad**2
+        step = m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + 1e-8)
+        value = value * (1 - lr * KNOBS["weight_decay"]) - lr * step
+        first = np.stack([nearest(row, True) for row in m])
+        root = np.stack([nearest(row, False) for row in np.sqrt(v)])
+    return value
+
+
+@pytest.mark.parametrize("shape", [(3, 256), (5, 600), (7, 65)])
+def test_8_bits_are_those_of_the_paper(shape, monkeypatch):
+    """Gradients over seven decades; pieces of 16 rows, of which the second is not full."""
+    monkeypatch.setattr("rl.learning.compact_adamw.PIECE", 1)
+    rng = np.random.default_rng(0)
+    shape = (shape[0] + 16, shape[1])
+    start = rng.standard_normal(shape)
+    grads = [rng.standard_normal(shape) * 10.0 ** rng.uniform(-6, 1, shape) for _ in range(4)]
+    parameter = torch.nn.Parameter(torch.tensor(start, dtype=torch.float32))
+    optimizer = CompactAdamW([parameter], on_host=True, in_8_bits=True, **KNOBS)
+    for grad in grads:
+        parameter.grad = torch.tensor(grad, dtype=torch.float32)
+        optimizer.step()
+    off = abs(parameter.detach().numpy() - adamw_in_8_bits(start, grads)) > 1e-4
+    assert off.mean() < 1e-3  # where a rounding to fp32 has chosen the neighbour of the nearest
+    state = optimizer.state[parameter]
+    sizes = [sum(tensor.nbytes for tensor in state.values()), 2 * parameter.nbytes]
+    assert state["exp_avg"].dtype == torch.uint8 and sizes[0] < 0.35 * sizes[1]
