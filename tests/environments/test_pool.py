@@ -23,7 +23,6 @@ RUDE = Path(__file__).parent / "rude.py"
 
 @dataclass
 class Args(EnvironmentArgs):
-    reward_env: tuple[str, ...] = ()
     reward: str | None = None
     scores_environments: bool = False
     max_num_seqs: int = 16
