@@ -76,7 +76,7 @@ class Lane:
             self._shared.reply(0, json.dumps(loaded))
             while True:
                 self._score(self._take())
-        except Exception as error:
+        except BaseException as error:
             self._shared.reply(0, json.dumps({"failed": worker.describe(error)}))
 
     def _start(self) -> dict[str, bool]:

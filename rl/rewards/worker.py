@@ -91,7 +91,7 @@ def score(items: dict[int, str]) -> dict[int, str]:
         try:
             replies[number] = _as_json((_function or grade)(**json.loads(item)))
         except BaseException as error:
-            replies[number] = failure(error)
+            replies[number] = _failure(error)
     return replies
 
 
@@ -101,13 +101,13 @@ def advance(items: dict[int, str], seconds: float) -> dict[int, str]:
     _check_loaded()
     asyncio.set_event_loop(_loop)
     for number, item in items.items():
-        _tasks[number] = _loop.create_task(_function(**json.loads(item))), time.monotonic() + seconds
+        _tasks[number] = _loop.create_task(_reply(item)), time.monotonic() + seconds
     waiting = asyncio.wait([task for task, _ in _tasks.values()], timeout=LOOK, return_when=asyncio.FIRST_COMPLETED)
     _loop.run_until_complete(waiting)
     replies = {}
     for number, (task, until) in [*_tasks.items()]:
         if task.done():
-            replies[number] = _outcome(task)
+            replies[number] = task.result()
         elif time.monotonic() > until:
             task.cancel()
             replies[number] = json.dumps({"failed": "", "event": "timeout"})
@@ -116,11 +116,11 @@ def advance(items: dict[int, str], seconds: float) -> dict[int, str]:
     return replies
 
 
-def _outcome(task: asyncio.Task) -> str:
+async def _reply(item: str) -> str:
     try:
-        return _as_json(task.result())
+        return _as_json(await _function(**json.loads(item)))
     except BaseException as error:
-        return failure(error)
+        return _failure(error)
 
 
 def _as_json(value: Any) -> str:
@@ -130,7 +130,7 @@ def _as_json(value: Any) -> str:
         return json.dumps({"value": str(value)})  # no number, so a bad value
 
 
-def failure(error: BaseException) -> str:
+def _failure(error: BaseException) -> str:
     """Return the reply for a response whose function raised. An exception may name its event (rl/rewards/pool.py)."""
     return json.dumps({"failed": describe(error), "event": getattr(error, "event", "error")})
 
