@@ -363,7 +363,9 @@ def test_impossible_settings(flags, message):
 def test_an_unknown_source_is_named():
     with pytest.raises(UserError, match=r"a\.parquet row 7.*'my/data'.*--reward.*openai/gsm8k"):
         check_sources({"demo": "a.parquet row 0", "my/data": "a.parquet row 7"}, RewardArgs())
-    check_sources(dict.fromkeys([source for source in BUILT_IN if BUILT_IN[source] is not code] + ["aime_2025"], "x"), RewardArgs())
+    check_sources(
+        dict.fromkeys([source for source in BUILT_IN if BUILT_IN[source] is not code] + ["aime_2025"], "x"), RewardArgs()
+    )
     check_sources({"my/data": "x"}, RewardArgs(reward="mine.py:score"))
     with ScoringPool(RewardArgs()) as pool, pytest.raises(UserError, match="'my/data'"):
         pool.submit(0, "my/data", "x", "1", None)
