@@ -19,8 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from rl.environments.descendants import adopt_orphans
 from rl.masking import masked
-from rl.rewards.descendants import adopt_orphans
 from tools.doctor import packages, processes, scripts
 from tools.doctor.findings import OK, SKIPPED, WRONG, Finding
 

@@ -54,7 +54,7 @@ FIRST_QUESTIONS = {  # page -> the words with which it answers; each is at most 
     "docs/serving.md": "vllm serve",  # How do I serve the result?
     "docs/loggers.md": "--logger wandb",  # How do I log to W&B or TensorBoard?
     "docs/adapters.md": "--lora-rank",  # How do I train adapters?
-    "docs/judges.md": "--judge examples/rubric.yaml",  # How does a language model score?
+    "docs/judges.md": "--reward examples/judge.py:judge",  # How does a language model score?
     "docs/not-here.md": "DPO",  # What is not supported?
 }
 

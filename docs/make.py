@@ -47,12 +47,12 @@ def promises() -> str:
 
 
 def code_map() -> str:
-    """What each file of rl/, tools/ and math_grader/ does, folder by folder."""
+    """What each file of rl/, tools/ and the graders does, folder by folder."""
     lines = ["# What each file does", "", NOTE, "", "Back to [design.md](../design.md), which has the ideas.", ""]
     scripts = [*sorted(ROOT.glob("train_*.py")), *sorted(path for path in ROOT.glob("*.py") if "train" not in path.name)]
     lines += section("Scripts", "file", scripts, ROOT)
     folders = sorted({file.parent for house in HOUSES for file in (ROOT / house).rglob("*.py")})
-    for folder in [*folders, ROOT / "math_grader"]:
+    for folder in [*folders, ROOT / "math_grader", ROOT / "program_grader"]:
         files = sorted(path for path in folder.glob("*.py") if path.name != "__init__.py")
         text = first_paragraph(folder / "__init__.py")
         head, _, *rows = section(f"{folder.relative_to(ROOT)}/", "file", files, folder)

@@ -28,7 +28,7 @@ from rl.data import images
 from rl.data.tables import read_table
 from rl.errors import UserError
 from rl.printable import printable
-from rl.rewards.instructions import format_of
+from rl.rewards.verifiers import format_of
 
 FILES = {".parquet", ".jsonl", ".json"}
 

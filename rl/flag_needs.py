@@ -140,9 +140,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     ),
     "truncation": (Need("with --filter-overlong-prompts", lambda args: not args.filter_overlong_prompts, ("error",)),),
     # rewards
-    **dict.fromkeys(("reward_timeout", "reward_cpu_limit", "reward_workers", "reward_memory_limit_gb"), (POOL,)),
-    "reward_concurrency": (Need("without --reward or --judge", lambda args: bool(args.own_reward)), POOL),
-    **dict.fromkeys(("judge_url", "judge_model", "judge_retries"), (_with("judge"),)),
+    **dict.fromkeys(("reward_timeout", "reward_workers"), (POOL,)),
     "overlong_penalty_factor": (_with("overlong_buffer_len"),),
     # environments
     **dict.fromkeys(("max_turns", "tool_format", "env_timeout"), (TURNS,)),

@@ -25,8 +25,8 @@ from rl.ranks.timers import gather_ledgers
 from rl.record import validations
 from rl.record.identity import Identity
 from rl.record.run import Run
-from rl.rewards.instructions import unasked
-from rl.rewards.score import ScoringEvents
+from rl.rewards.pool import ScoringEvents
+from rl.rewards.verifiers import unasked
 from rl.samples.group import Group, all_gather_groups
 from rl.setup import CommonArgs, RunArgs
 

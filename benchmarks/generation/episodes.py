@@ -50,7 +50,6 @@ class Args:
 
 @dataclass
 class PoolArgs(EnvironmentArgs):
-    reward_env: tuple[str, ...] = ()
     max_num_seqs: int = 64
 
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import tyro
 from common import RESULTS, over, setting, table, words, write
 
-from rl.rewards.programs.sandbox import Sandbox
+from program_grader import Sandbox
 
 PROGRAM = "n = int(input())\nprint(sum(i * i for i in range(n)))"
 

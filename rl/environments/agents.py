@@ -27,13 +27,12 @@ from typing import Any
 
 from aiohttp import web
 
-from rl.environments import chat
+from rl.environments import chat, descendants, prints
 from rl.environments.calls import END_OF_THINKING
 from rl.environments.chat import Refused
 from rl.environments.children import Children
 from rl.environments.programs import BadValue, as_reward
 from rl.environments.turns import Turns
-from rl.rewards import descendants, prints
 
 LARGEST = 1 << 26  # bytes of a request, and of a line that an agent prints
 START = 120.0  # seconds that a command may take in addition before its first call, to import its libraries

@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from rl.rewards import descendants
+from rl.environments import descendants
 
 
 class Children:

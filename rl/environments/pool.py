@@ -1,6 +1,6 @@
 """A rank's environments and agents: their answers are read between two decoding steps, and nothing here waits for one.
 
-If one hangs, dies, raises or returns a wrong value, that is an event of its own episode, of the kinds in rl/rewards/score.py.
+If one hangs, dies, raises or returns a wrong value, that is an event of its own episode, of the kinds in rl/rewards/pool.py.
 They are played in another process, rl/environments/worker.py.
 """
 
@@ -17,11 +17,10 @@ from typing import Any
 
 from rl import printable
 from rl.data.tools import Tools
+from rl.environments import descendants
 from rl.environments.args import EnvironmentArgs
 from rl.errors import UserError
-from rl.rewards import descendants
-from rl.rewards.environment import check_passed
-from rl.rewards.score import plain
+from rl.rewards.pool import plain
 
 START_LIMIT = 120  # seconds to import the tokenizer and the user's file
 LINGER = 5.0  # seconds after the run in which workers learn of its end
@@ -46,7 +45,6 @@ class Environments:
             "end_tokens": sorted(end_tokens),
             "form": args.tool_format,
         }
-        check_passed(args.reward_env)
         self._engine: int | None = None  # the number of the engine that agents are served from
         self._count = 0  # episodes so far
         self._numbers: dict[Hashable, int] = {}  # of the episodes under way
@@ -58,7 +56,7 @@ class Environments:
     def _start(self) -> None:
         """Start the process. Set `tools`, whether an environment `scores_at_end`, and `note`, for the user."""
         self._socket, theirs = socket.socketpair()
-        passed = self.args.reward_env
+        passed = os.environ.get("RL_PASS_ENV", "").split()
         self._process = descendants.start("rl.environments.worker", passed=passed, stdin=theirs, stdout=subprocess.DEVNULL)
         theirs.close()
         self._finalizer = weakref.finalize(self, descendants.end, self._process)

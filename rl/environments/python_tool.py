@@ -1,12 +1,15 @@
 """A tool that runs the model's Python in a sandbox: --tools rl/environments/python_tool.py:python"""
 
+from program_grader import NoSandbox, check, run
 from rl.errors import UserError
-from rl.rewards.programs import sandbox
 
 SECONDS = 10
 LONGEST = 4000  # characters that the model reads
 
-sandbox.check()
+try:
+    check()
+except NoSandbox as error:
+    raise UserError(str(error)) from None
 
 
 def python(code: str) -> str:
@@ -16,8 +19,8 @@ def python(code: str) -> str:
         code: The program. It must print what you want to know.
     """
     try:
-        ran = sandbox.run(code, seconds=2 * SECONDS, cpu=SECONDS, errors=True)
-    except UserError as error:  # the machine's fault: no answer for the model
+        ran = run(code, seconds=2 * SECONDS, cpu=SECONDS, errors=True)
+    except NoSandbox as error:  # the machine's fault: no answer for the model
         raise OSError(str(error)) from None
     text = ran.output if len(ran.output) <= LONGEST else f"{ran.output[:LONGEST]}... (cut)"
     return text if ran.ended in ("ok", "error", "syntax") else f"{text}\nerror: {ran.ended} limit"

@@ -7,7 +7,7 @@ The rank and this process send each other lines of JSON over one socket. First t
     process:  {"episode": 7, "asked": "step", "seconds": 0.1, ...}; with "event" and "message" it is the episode's last one
 
 The user's file and the tokenizer are imported once, and a process is forked for each episode (Fork), which gets the same
-questions. Episodes of agents are tasks of this process instead (agents.py). A guard (rl/rewards/descendants.py) ends all of
+questions. Episodes of agents are tasks of this process instead (agents.py). A guard (rl/environments/descendants.py) ends all of
 them with the rank.
 """
 
@@ -28,10 +28,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from rl.environments import descendants, prints
 from rl.environments.children import Children
 from rl.environments.programs import EpisodeProgram, Programs
 from rl.errors import UserError
-from rl.rewards import descendants, prints
 from rl.rewards.worker import describe, import_file
 
 if TYPE_CHECKING:

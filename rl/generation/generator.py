@@ -18,8 +18,7 @@ from rl.model.pretrained import end_token_ids
 from rl.model.router import check_record
 from rl.ranks import dist
 from rl.ranks.timers import Timers
-from rl.rewards.pool import ScoringPool
-from rl.rewards.score import GREEDY, Score, overlong_penalty
+from rl.rewards.pool import GREEDY, Score, ScoringPool, overlong_penalty
 from rl.samples.group import PENALTY, UNPENALISED, Group
 
 

@@ -1,3 +1,3 @@
-"""Rewards: built-in graders, judges, a sandbox for programs, and the pool of processes that runs them or the user's function.
+"""Rewards: the built-in graders, and the processes that run them or the user's function.
 
 A scoring process imports this folder without importing torch."""

@@ -1,23 +1,105 @@
 """Scores for responses: the pool that runs the built-in verifiers (rl/rewards/verifiers.py) or the user's own function.
 
 They run in separate processes, so that a response that cannot be scored (the function hangs, raises, returns no finite number,
-uses too much memory or dies) is counted as an event and never stops the run: the response is left out of training
-(--on-reward-error). rl/rewards/lane.py serves these processes, which run rl/rewards/worker.py and exchange JSON.
+uses too much memory or ends its process) is counted as an event and never stops the run: the response is left out of training
+(--on-reward-error).
 """
 
 import contextlib
 import json
+import math
+import os
+import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
-from queue import Empty
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from rl.errors import UserError
+from rl.printable import one_line
+from rl.ranges import LARGEST_FLOAT
 from rl.rewards.args import RewardArgs
-from rl.rewards.environment import check_passed
-from rl.rewards.lane import Lane, Lanes
-from rl.rewards.score import Score, as_score, plain
 from rl.rewards.verifiers import BUILT_IN, HARMLESS, code, verifier_name
+
+MEMORY = 32 << 30  # bytes that a scoring process may allocate
+PRINTED = 1 << 24  # bytes that the scoring processes of a run may print
+LAST_WORDS = 5  # seconds to pass on what was printed
+JOB = ("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+EVENTS = ("timeout", "error", "bad_value", "died", "image")  # image: an image of the prompt is damaged
+
+
+@dataclass(frozen=True)
+class Score:
+    score: float | None  # None if an event kept the response from being scored
+    extra: dict[str, float] = field(default_factory=dict)
+    event: str | None = None  # one of EVENTS
+    message: str = ""  # of the event
+
+    @property
+    def error(self) -> str | None:
+        """The event with its message; None without an event."""
+        return f"{self.event}: {self.message}" if self.event else None
+
+
+GREEDY = "the greedy response: "  # begins the error of responses whose baseline could not be scored
+
+
+class ScoringEvents:
+    """The number of responses that could not be scored so far, by kind: those of the steps, and those of validations."""
+
+    def __init__(self):
+        self._counts: Counter[str] = Counter()
+
+    def add(self, errors: Iterable[str]) -> None:
+        """Count the responses with these errors (`Score.error`)."""
+        self._counts.update(error.removeprefix(GREEDY).partition(":")[0] for error in errors)
+
+    def metrics(self) -> dict[str, int]:
+        """Return reward/events/<kind>."""
+        return {f"reward/events/{kind}": self._counts[kind] for kind in EVENTS}
+
+    def state(self) -> dict[str, int]:
+        return dict(self._counts)
+
+    def restore(self, state: dict[str, int]) -> None:
+        self._counts = Counter(state)
+
+
+def as_score(value: Any) -> Score:
+    """Return a reward function's return value as a Score; anything but a finite fp32 number is a bad_value event."""
+    is_dict = isinstance(value, dict)
+    score = value.get("score") if is_dict else value
+    if not (_is_number(score) and abs(score) <= LARGEST_FLOAT):
+        fault = 'which has no finite number under "score"' if is_dict else "not a finite number of fp32"
+        return Score(None, event="bad_value", message=one_line(f"the reward function returned {value!r:.100}, {fault}"))
+    extra = {name: float(its) for name, its in value.items() if name != "score" and _is_number(its)} if is_dict else {}
+    return Score(float(score), extra)
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return isinstance(value, bool | int | float) and math.isfinite(value)
+    except OverflowError:  # an int beyond any float
+        return False
+
+
+def plain(value: Any) -> Any:
+    """Return a numpy scalar or array, bytes or a date of a parquet row as plain Python, for JSON."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def overlong_penalty(length: int, max_response_length: int, buffer_len: int, factor: float) -> float:
+    """Return DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), in [-factor, 0]: 0 up to max_response_length -
+    buffer_len tokens, falling linearly from there."""
+    if buffer_len <= 0:
+        return 0.0
+    over = length - (max_response_length - buffer_len)
+    return min(-over / buffer_len * factor, 0.0)
 
 
 def can_score(source: str, args: RewardArgs) -> bool:
@@ -35,52 +117,63 @@ def check_sources(sources: dict[str, str], args: RewardArgs) -> None:
                 f"file.py:function, or use one of: {', '.join(BUILT_IN)}."
             )
     if not args.own_reward and any(BUILT_IN[verifier_name(source, args.reward)] is code for source in sources):
-        from rl.rewards.programs import sandbox  # late: only programs need it
+        from program_grader import sandbox  # late: only programs need it
 
-        sandbox.check()
+        try:
+            sandbox.check()
+        except sandbox.NoSandbox as error:
+            raise UserError(str(error)) from None
 
 
-class ScoringPool(Lanes, contextlib.AbstractContextManager):
+class ScoringPool(contextlib.AbstractContextManager):
     """Background scoring of (key, response) items: `submit` never blocks; `poll` and `wait` return finished scores.
 
-    Each scoring process has a thread (rl/rewards/lane.py). The first process imports a user's function right away, so that a
-    file that cannot be imported is a UserError at the start. The processes end when the pool is closed or Python ends.
+    A process (rl/rewards/host.py) with --reward-workers scoring processes does the work. It imports a user's function right
+    away, so that a file that cannot be imported is a UserError at the start. All end with the pool or with this process.
     """
 
     def __init__(self, args: RewardArgs):
-        super().__init__(args)
+        self.args = args
         self.events: Counter[str] = Counter()
         self.last_message: dict[str, str] = {}  # by kind of event
         self.pending = 0  # responses whose score has not been returned
-        self._lanes: list[threading.Thread] = []
+        self._count = 0  # responses given to the host so far
+        self._items: dict[int, tuple[Any, dict]] = {}  # number of a response in the host -> its key and arguments
+        self._done: SimpleQueue[tuple[Any, Score] | None] = SimpleQueue()  # None: look at _failure
+        self._unwritten: SimpleQueue[bytes] = SimpleQueue()  # lines for the host
+        self._is_ready = threading.Event()
+        self._failure: UserError | None = None
+        self._host: subprocess.Popen | None = None
         if args.own_reward and not args.scores_environments:
-            check_passed(args.reward_env)
-            self._start_lane()
-            self.begun.wait()
+            self._start()
+            self._is_ready.wait()
             self._raise_failure()
 
     def submit(
         self, key: Any, data_source: str, text: str, ground_truth: Any, extra_info: dict | None = None, prompt: Any = None
     ) -> None:
-        """Queue a response for scoring. prompt: messages or text, for the judge."""
+        """Queue a response for scoring. prompt: messages or text, for functions that name `prompt`."""
         self._raise_failure()
-        more = {"prompt": prompt} if self.args.judge else {}
-        if not self.args.own_reward:
+        item = {"data_source": data_source, "solution_str": text, "ground_truth": ground_truth, "extra_info": extra_info}
+        if self.args.own_reward:
+            item |= {"prompt": prompt} if self._takes_prompt else {}
+        else:
             check_sources({data_source: f"response {key}"}, self.args)
-            data_source = verifier_name(data_source, self.args.reward)  # the worker looks it up in BUILT_IN
-            function = BUILT_IN[data_source]
-            if function in HARMLESS:
-                return self.hand_back(key, as_score(function(data_source, text, ground_truth)))
-            more = {"limits": self.args.limits(self.args.reward_timeout)} if function is code else {}
-        response = {"data_source": data_source, "solution_str": text, "ground_truth": ground_truth, "extra_info": extra_info}
-        self.queue.put((key, json.dumps(response | more, default=plain)))
+            item["data_source"] = verifier_name(data_source, self.args.reward)
+            verifier = BUILT_IN[item["data_source"]]
+            if verifier in HARMLESS:
+                return self.hand_back(key, as_score(verifier(data_source, text, ground_truth)))
+            item |= {"seconds_in_all": self.args.reward_timeout} if verifier is code else {}
+        if not self._host:
+            self._start()
+        self._count += 1
+        self._items[self._count] = key, item
+        self._unwritten.put(f"{self._count} {json.dumps(item, default=plain)}\n".encode())
         self.pending += 1
-        if len(self._lanes) < min(self.args.reward_workers, self.pending):
-            self._start_lane()
 
     def hand_back(self, key: Any, score: Score) -> None:
         """Accept a score computed elsewhere; `poll` returns it with the others."""
-        self.finish(key, score)
+        self._done.put((key, score))
         self.pending += 1
 
     def poll(self) -> list[tuple[Any, Score]]:
@@ -93,31 +186,105 @@ class ScoringPool(Lanes, contextlib.AbstractContextManager):
         done: list[tuple[Any, Score]] = []
         with contextlib.suppress(Empty):
             while len(done) < self.pending:
-                key, score = self.done.get(timeout=0.0 if done else timeout)
+                found = self._done.get(timeout=0.0 if done else timeout)
                 self._raise_failure()
-                done.append((key, score))
-                if score.event:
-                    self.events[score.event] += 1
-                    self.last_message[score.event] = score.message
+                done.append(found)
+        for _, score in done:
+            if score.event:
+                self.events[score.event] += 1
+                self.last_message[score.event] = score.message
         self.pending -= len(done)
         return done
 
     def close(self) -> None:
-        """End the scoring processes, and all processes that they have started."""
-        self.closed = True
-        for _ in self._lanes:
-            self.queue.put(None)
-        for thread in self._lanes:
-            thread.join()
+        """End the processes. Responses under way get no score."""
+        if self._host and self._host.returncode is None:
+            self._is_closed = True
+            self._end_host()
+            self._printer.join(LAST_WORDS)
 
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _start_lane(self) -> None:
-        thread = threading.Thread(target=Lane(self).run, name="scoring", daemon=True)
-        self._lanes.append(thread)
-        thread.start()
+    # -- the host
+
+    def _start(self) -> None:
+        spec = self.args.reward if self.args.own_reward else ""
+        limits = {"timeout": self.args.reward_timeout, "memory": MEMORY, "workers": self.args.reward_workers}
+        command = [sys.executable, "-m", "rl.rewards.host", json.dumps({"spec": spec} | limits)]
+        env = {name: value for name, value in os.environ.items() if not name.startswith(JOB)}
+        root = str(Path(__file__).resolve().parents[2])
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+        self._host = subprocess.Popen(command, env=env, start_new_session=True, **pipes)
+        self._is_closed = False
+        for work in (self._write, self._read):
+            threading.Thread(target=work, daemon=True).start()
+        self._printer = threading.Thread(target=self._show, daemon=True)
+        self._printer.start()
+
+    def _end_host(self) -> int:
+        """End the host and everything in its process group. Return its exit code."""
+        os.killpg(self._host.pid, signal.SIGKILL)  # not reaped, so no other process or group can have its number
+        return self._host.wait()
+
+    def _write(self) -> None:
+        """Send responses to the host, in a thread."""
+        with contextlib.suppress(OSError):  # it has ended; `_read` notices
+            while True:
+                self._host.stdin.write(self._unwritten.get())
+                self._host.stdin.flush()
+
+    def _read(self) -> None:
+        """Receive replies from the host, in a thread, until it ends."""
+        try:
+            for line in self._host.stdout:
+                number, _, reply = line.partition(b" ")
+                reply = json.loads(reply)
+                if int(number):
+                    key, item = self._items.pop(int(number))
+                    self._done.put((key, self._score(item, reply)))
+                elif "failed" in reply:
+                    self._fail(reply["failed"])
+                else:
+                    self._takes_prompt = reply["takes_prompt"]
+                    self._is_ready.set()
+            if not self._is_closed:
+                self._end_host()
+                self._fail("the process that starts the scoring processes has ended")
+        except Exception as error:
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def _score(self, item: dict, reply: dict) -> Score:
+        """Return the score of a response. An answer that a built-in grader cannot finish grading gets the score of an empty
+        one, its lowest. A program fails inside the sandbox, so an error of the grader itself is not the program's fault."""
+        if "failed" not in reply:
+            return as_score(reply["value"])
+        event = reply["event"] if reply["event"] in EVENTS else "error"
+        if not self.args.own_reward:
+            verifier = BUILT_IN[item["data_source"]]
+            if event == "timeout" or (event == "error" and verifier is not code):
+                return as_score(verifier(**item | {"solution_str": ""}))
+        message = reply["failed"] or f"no score after {self.args.reward_timeout:g} s (--reward-timeout)"
+        return Score(None, event=event, message=str(message)[:500])
+
+    def _show(self) -> None:
+        """Print what the scoring processes print, up to this rank's share of PRINTED bytes."""
+        left = max(1 << 20, PRINTED // int(os.environ.get("WORLD_SIZE", 1)))
+        while data := os.read(self._host.stderr.fileno(), 1 << 16):
+            shown = data[: max(0, left)]
+            with contextlib.suppress(OSError):  # a full disk, or a console that was closed
+                os.write(2, shown)
+                if left >= 0 and len(data) > left:
+                    os.write(2, b"\nwarning: what the reward function prints is left out from here on.\n")
+            left -= len(data)
+
+    def _fail(self, message: str) -> None:
+        """End the run with this message."""
+        self._failure = UserError(f"{self.args.own_reward or 'scoring'}: {message}")
+        self._is_ready.set()
+        self._done.put(None)  # wakes the rank
 
     def _raise_failure(self) -> None:
-        if self.failure:
-            raise self.failure
+        if self._failure:
+            raise self._failure

@@ -1,18 +1,16 @@
-"""The built-in verifiers, and the data sources that each of them serves.
+"""The built-in verifiers, the data sources that each of them serves, and the answer formats that prompts must ask for.
 
 A verifier is a function with verl's signature, (data_source, solution_str, ground_truth, extra_info) -> float, or a dict with
-"score" and further numbers. rl/rewards/pool.py runs them, or a user's own function.
+"score" and further numbers. rl/rewards/pool.py runs them, or a user's own function. The packages math_grader and program_grader
+do the work; they are imported when a row needs them.
 """
 
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from math_grader.answers import answer_line, hash_line, is_number, last_number, same
-from math_grader.box import boxed
-from math_grader.text import BOX, NotUnderstood
-from rl.rewards.args import CODE, CodeArgs
-
+CODE = "code"  # --reward code, and the name of its grader
+SHARE = 0.9  # of the time for a response that its programs get
 GEO3K = re.compile(r"<think>(?>.*?</think>)(?>.*?\\boxed\{).*?\}", re.DOTALL)  # atomic groups: the time is linear
 
 
@@ -25,6 +23,8 @@ def gsm8k(
     This is verl's strict method with two differences. It compares numbers, so "#### $18", "18.0", "**18**", "x = 18" and
     "####18" are right if 18 is. "#### 18 or 3" is not a number, while verl reads the first one.
     """
+    from math_grader.answers import hash_line, is_number, same
+
     line = hash_line(solution_str[-300:])
     if line is None:
         return graded(0.0, False)
@@ -36,6 +36,8 @@ def gsm8k(
 def gsm8k_flexible(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
     """Return 1 if the last number of the response is the ground truth, else 0. This is verl's flexible method, but it compares
     numbers. It reads no words: "at least 18" is 18."""
+    from math_grader import last_number
+
     given = last_number(solution_str)
     return float(given is not None and given == last_number(truth_of_gsm8k(ground_truth)))
 
@@ -57,12 +59,17 @@ def math_verify(data_source: str, solution_str: str, ground_truth: str, extra_in
     verl's grader of MATH compares spellings. This one accepts other spellings of the same result, too. Neither computes
     anything for the answer: \boxed{\binom{8}{4}} is not 70.
     """
+    from math_grader import answer_line, boxed
+    from math_grader.text import BOX
+
     right = _right(solution_str, ground_truth, boxed if BOX.search(solution_str) else answer_line)
     return graded(float(right is True), right)
 
 
 def _right(solution_str: str, ground_truth: Any, find: Callable[[str], str | None], any_root: bool = False) -> bool | None:
     """Return whether the answer that `find` finds is right: False without one, None if that cannot be decided."""
+    from math_grader import NotUnderstood, same
+
     try:
         answer = find(solution_str)
     except NotUnderstood:
@@ -76,6 +83,8 @@ def math_dapo(data_source: str, solution_str: str, ground_truth: str, extra_info
 
     verl's grader compares spellings, and only after "Answer:" in the last 300 characters.
     """
+    from math_grader import answer_line, boxed
+
     right = _right(solution_str, ground_truth, lambda text: answer_line(text) or boxed(text))
     return graded(1.0 if right else -1.0, right)
 
@@ -83,6 +92,8 @@ def math_dapo(data_source: str, solution_str: str, ground_truth: str, extra_info
 def geo3k(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> dict:
     r"""Return 0.9 accuracy + 0.1 format, as in verl. The whole response must have the form <think>...</think>...\boxed{...}...:
     nothing may precede <think>, not even a space."""
+    from math_grader import boxed
+
     right = _right(solution_str, ground_truth, boxed, any_root=True)
     well_formed = float(GEO3K.match(solution_str) is not None)
     return graded(0.9 * bool(right) + 0.1 * well_formed, right, format=well_formed)
@@ -94,13 +105,13 @@ def exact(data_source: str, solution_str: str, ground_truth: str, extra_info: di
 
 
 def code(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict | None = None, limits: dict | None = None
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict | None = None, seconds_in_all: float = 10.0
 ) -> dict:
-    """Return the fraction of the ground truth's tests that the response's program passes, in a sandbox
-    (rl/rewards/programs/grade.py). limits: as CodeArgs.limits returns them."""
-    from rl.rewards.programs.grade import grade  # late: only programs need it
+    """Return the fraction of the ground truth's tests that the response's program passes, in a sandbox. seconds_in_all: the
+    time for all its tests."""
+    from program_grader import grade
 
-    return grade(solution_str, ground_truth, limits or CodeArgs().limits(in_all=10.0))
+    return grade(solution_str, ground_truth, seconds_in_all=SHARE * seconds_in_all)
 
 
 BUILT_IN: dict[str, Callable] = {
@@ -133,3 +144,60 @@ def verifier_name(data_source: str, reward: str | None = None) -> str | None:
     if data_source in BUILT_IN:
         return data_source
     return "aime" if str(data_source).startswith("aime") else None
+
+
+def grade(data_source: str, **item: Any) -> float | dict:
+    """Return the value of a built-in verifier. data_source: its name in BUILT_IN; item: the verifier's other arguments."""
+    return BUILT_IN[data_source](data_source, **item)
+
+
+# ------------------------------------------------------------------------- the formats that prompts ask for, as in verl's data
+
+LOOKED_AT = 64  # the number of prompts that the warning is based on
+
+
+class Format(NamedTuple):
+    before: str  # precedes the problem
+    after: str  # follows the problem
+    marks: tuple[str, ...]  # a prompt with one of these asks for the format
+
+    def prompt(self, problem: str) -> str:
+        return f"{self.before}{problem}{self.after}"
+
+
+FORMATS: dict[Callable, Format] = {
+    gsm8k: Format("", ' Let\'s think step by step and output the final answer after "####".', ("####",)),
+    math_verify: Format("", " Let's think step by step and output the final answer within \\boxed{}.", ("\\boxed", "Answer:")),
+    math_dapo: Format(
+        "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer "
+        "(without quotes) where $Answer is the answer to the problem.\n\n",
+        '\n\nRemember to put your answer on its own line after "Answer:".',
+        ("Answer:", "\\boxed"),
+    ),
+    geo3k: Format(
+        "",
+        " You FIRST think about the reasoning process as an internal monologue and then provide the final answer. "
+        "The reasoning process MUST BE enclosed within <think> </think> tags. The final answer MUST BE put in \\boxed{}.",
+        ("\\boxed",),
+    ),
+}
+
+
+def format_of(data_source: str) -> Format | None:
+    """Return the format that prompts of this source must ask for; None if its grader needs none, or if there is no grader."""
+    return FORMATS.get(BUILT_IN.get(verifier_name(data_source)))
+
+
+def unasked(prompts: Sequence) -> list[str]:
+    """Return a warning for each data_source whose first prompts never ask for the format that its built-in grader needs."""
+    seen: dict[str, list[str]] = {}
+    for index in range(min(len(prompts), LOOKED_AT)):
+        prompt = prompts[index]
+        seen.setdefault(prompt.data_source, []).append(prompt.text)
+    return [
+        f"none of the first {len(texts)} prompts of {source!r} asks for {' or '.join(wanted.marks)}, without which its grader "
+        f"finds no answer. Add an instruction such as {wanted.after.strip()!r} to the prompts (examples/make_data.py does), or "
+        "give your own --reward."
+        for source, texts in seen.items()
+        if (wanted := format_of(source)) and not any(mark in text for mark in wanted.marks for text in texts)
+    ]

@@ -1,15 +1,13 @@
-"""A scoring process: `python -m rl.rewards.worker SPEC MEMORY_GB CPU_SECONDS PARENT_PID`, started by rl/rewards/process.py.
+"""What runs in a scoring process: the user's function, or the built-in graders. rl/rewards/host.py calls these functions there.
 
-It reads one item per line, as JSON [number, arguments, seconds], and replies with a JSON line that has the same number. It
-scores one item after another, or with an async function all of them at once. It imports neither torch nor transformers, so it
-starts quickly.
+It imports neither torch nor transformers, so a process starts quickly.
 """
 
+import asyncio
 import contextlib
 import importlib.util
 import inspect
 import json
-import math
 import os
 import resource
 import sys
@@ -17,14 +15,18 @@ import time
 import traceback
 from collections.abc import Callable
 from types import ModuleType
-from typing import TextIO
+from typing import Any
 
 from rl import printable
 from rl.errors import UserError
-from rl.rewards import descendants
-from rl.rewards.verifiers import BUILT_IN
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # that a verifier is called with, by name
+LOOK = 0.02  # seconds between looks for new responses while an async function works on others
+
+_is_loaded = False
+_function: Callable | None = None  # the user's; None: the built-in graders
+_loop: asyncio.AbstractEventLoop | None = None  # of an async function
+_tasks: dict[int, tuple[asyncio.Task, float]] = {}  # number of a response -> its call, and when its time is up
 
 
 def import_file(path: str, name: str) -> ModuleType:
@@ -37,25 +39,100 @@ def import_file(path: str, name: str) -> ModuleType:
     return module
 
 
-def load(spec: str):
-    """Return the function of path/to/file.py:function, or the judge with these settings (rl/rewards/judge.py)."""
-    if spec.startswith("{"):
-        from rl.rewards import judge  # late: only judges need it
-
-        return judge.begin(**json.loads(spec))
+def _find(spec: str) -> tuple[Callable, bool]:
+    """Return the function of path/to/file.py:function, and whether it names `prompt`. Raise an error if it cannot be called as
+    a verifier."""
     path, _, name = spec.rpartition(":")
     module = import_file(path, "user_reward")
     function = getattr(module, name, None)
     if not callable(function):
         raise AttributeError(f"{path} has no function {name!r}")
+    takes_prompt = False
     with contextlib.suppress(ValueError):  # some callables have no signature
         signature = inspect.signature(function)
+        takes_prompt = "prompt" in signature.parameters
         try:
-            signature.bind(**dict.fromkeys(ARGUMENTS))
+            signature.bind(**dict.fromkeys(ARGUMENTS + ("prompt",) * takes_prompt))
         except TypeError as error:
             hint = ". TRL's functions must be defined in this file, with def" if "environments" in signature.parameters else ""
             raise TypeError(f"{name}{signature} cannot be called with {', '.join(ARGUMENTS)}: {error}{hint}") from None
-    return function
+    return function, takes_prompt
+
+
+def load(spec: str, memory: int) -> dict[str, Any]:
+    """Prepare this process. Return whether the function "is_async" and "takes_prompt", or why it "failed". spec:
+    path/to/file.py:function, empty for the built-in graders; memory: bytes that this process may allocate."""
+    global _is_loaded, _function, _loop
+    sys.stdout = sys.stderr  # which is unbuffered
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    try:
+        _function, takes_prompt = _find(spec) if spec else (None, False)
+    except (Exception, SystemExit) as error:
+        return {"failed": describe(error)}
+    if inspect.iscoroutinefunction(_function) or inspect.iscoroutinefunction(type(_function).__call__):
+        _loop = asyncio.new_event_loop()
+    _is_loaded = True
+    return {"is_async": _loop is not None, "takes_prompt": takes_prompt}
+
+
+def _check_loaded() -> None:
+    """Raise RuntimeError in a process that pebble has started in place of one that ended, before `load` is called."""
+    if not _is_loaded:
+        raise RuntimeError
+
+
+def score(items: dict[int, str]) -> dict[int, str]:
+    """Score responses one after the other. Return number -> reply. items: number -> the function's arguments, both as JSON."""
+    from rl.rewards.verifiers import grade  # late: only the built-in graders need it
+
+    _check_loaded()
+    replies = {}
+    for number, item in items.items():
+        try:
+            replies[number] = _as_json((_function or grade)(**json.loads(item)))
+        except BaseException as error:
+            replies[number] = _failure(error)
+    return replies
+
+
+def advance(items: dict[int, str], seconds: float) -> dict[int, str]:
+    """Begin to score further responses with the async function. Return the replies of those that have ended since the last
+    call, after at most LOOK seconds. seconds: the time that each may take."""
+    _check_loaded()
+    asyncio.set_event_loop(_loop)
+    for number, item in items.items():
+        _tasks[number] = _loop.create_task(_reply(item)), time.monotonic() + seconds
+    waiting = asyncio.wait([task for task, _ in _tasks.values()], timeout=LOOK, return_when=asyncio.FIRST_COMPLETED)
+    _loop.run_until_complete(waiting)
+    replies = {}
+    for number, (task, until) in [*_tasks.items()]:
+        if task.done():
+            replies[number] = task.result()
+        elif time.monotonic() > until:
+            task.cancel()
+            replies[number] = json.dumps({"failed": "", "event": "timeout"})
+    for number in replies:
+        del _tasks[number]
+    return replies
+
+
+async def _reply(item: str) -> str:
+    try:
+        return _as_json(await _function(**json.loads(item)))
+    except BaseException as error:
+        return _failure(error)
+
+
+def _as_json(value: Any) -> str:
+    try:
+        return json.dumps({"value": value}, default=lambda value: value.item())  # numpy and torch scalars
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return json.dumps({"value": str(value)})  # no number, so a bad value
+
+
+def _failure(error: BaseException) -> str:
+    """Return the reply for a response whose function raised. An exception may name its event (rl/rewards/pool.py)."""
+    return json.dumps({"failed": describe(error), "event": getattr(error, "event", "error")})
 
 
 def describe(error: BaseException) -> str:
@@ -65,100 +142,3 @@ def describe(error: BaseException) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     place = "" if frame.filename == __file__ else f" ({frame.filename}:{frame.lineno})"
     return printable.one_line(f"{type(error).__name__}: {error}{place}")
-
-
-def limit_cpu(seconds: float) -> None:
-    """Let the system end this process (SIGXCPU) after this many further CPU seconds, rounded up; 0 is no limit."""
-    if not seconds:
-        return
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    until = math.ceil(time.process_time() + seconds)
-    resource.setrlimit(resource.RLIMIT_CPU, (until if hard == resource.RLIM_INFINITY else min(until, hard), hard))
-
-
-def limit_memory(gb: float) -> None:
-    """Limit this process's address space; 0 is no limit."""
-    if gb:
-        limit = int(gb * 2**30)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def main(spec: str, memory_gb: float, cpu_seconds: float, parent: int) -> None:
-    if not descendants.guard(parent):
-        return
-    limit_memory(memory_gb)
-    given, written = descendants.take_pipes()
-    items, replies = os.fdopen(given), os.fdopen(written, "w")
-    sys.stdout = sys.stderr  # which is unbuffered
-    me = os.getpid()
-
-    def answer(reply: dict) -> None:
-        if os.getpid() != me:  # a fork made by the user's function: its reply would count for the next response
-            os._exit(0)
-        try:
-            line = json.dumps(reply, default=lambda value: value.item())  # numpy and torch scalars
-        except (AttributeError, RuntimeError, TypeError, ValueError):
-            line = json.dumps(reply | {"value": str(reply["value"])})  # no number, so a bad value
-        replies.write(line + "\n")
-        replies.flush()
-
-    try:
-        own = load(spec) if spec else None
-    except (Exception, SystemExit) as error:
-        answer({"failed": describe(error)})
-        return
-    is_async = inspect.iscoroutinefunction(own) or inspect.iscoroutinefunction(type(own).__call__)
-    answer({"ready": "async" if is_async else "sync"})
-    (serve_async if is_async else serve)(own, items, answer, cpu_seconds)
-
-
-def serve(own: Callable | None, items: TextIO, answer: Callable[[dict], None], cpu_seconds: float) -> None:
-    """Score one item after another, with the user's function or the built-in verifiers."""
-    for line in items:
-        number, item, _ = json.loads(line)
-        function = own or BUILT_IN[item["data_source"]]
-        limit_cpu(cpu_seconds)
-        try:
-            answer({"number": number, "value": function(**item)})
-        except (Exception, SystemExit) as error:
-            answer(failure(number, error))
-
-
-def serve_async(own: Callable, items: TextIO, answer: Callable[[dict], None], cpu_seconds: float) -> None:
-    """Score every item as soon as it arrives, in one event loop, and cancel items that take too long."""
-    import asyncio  # late: synchronous functions do not need it
-
-    async def score(line: bytes) -> None:
-        number, item, seconds = json.loads(line)
-        try:
-            async with asyncio.timeout(seconds) as limit:
-                value = await own(**item)
-            answer({"number": number, "value": value})
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
-            answer(failure(number, error) | ({"event": "timeout"} if limit.expired() else {}))
-
-    async def score_all() -> None:
-        loop = asyncio.get_running_loop()
-        lines = asyncio.StreamReader(limit=1 << 30)
-        tasks = set()  # the loop itself holds no strong reference to them
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), items)
-        while line := await lines.readline():
-            limit_cpu(cpu_seconds)
-            task = loop.create_task(score(line))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-        os._exit(0)  # nobody waits for the rest
-
-    asyncio.run(score_all())
-
-
-def failure(number: int, error: BaseException) -> dict:
-    """Return the reply for an item whose function raised. An exception may name its event, as those of rl.rewards.judge do."""
-    return {"number": number, "failed": describe(error), "event": getattr(error, "event", "error")}
-
-
-if __name__ == "__main__":
-    try:
-        main(sys.argv[1], float(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))
-    except ConnectionError:  # the rank has ended: Python must not flush the rest at exit
-        os._exit(0)

@@ -25,7 +25,7 @@ from rl.generation.responses import Responses, Work
 from rl.learning.batch import Batch
 from rl.ranks.timers import Timers
 from rl.record import validations
-from rl.rewards.score import Score, ScoringEvents
+from rl.rewards.pool import Score, ScoringEvents
 from rl.samples.group import Group
 from rl.training_run import TrainingRun
 

@@ -71,7 +71,6 @@ def test_an_answer_that_is_gsm8k_s_is_graded_as_before(tmp_path):
         ({"serve_policy": 8000}, ALL),
         ({"tools": "x.py:f"}, set()),
         ({"tools": "x.py:f", "reward": "x.py:g"}, TRUTH),
-        ({"tools": "x.py:f", "judge": "x.yaml"}, TRUTH),
         ({"reward": "x.py:g"}, set()),
     ],
 )

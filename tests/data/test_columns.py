@@ -15,7 +15,7 @@ from rl.data.args import DataArgs
 from rl.data.demonstrations import DemonstrationArgs, Demonstrations
 from rl.data.prompts import PromptDataset
 from rl.errors import UserError
-from rl.rewards.score import plain
+from rl.rewards.pool import plain
 
 TOKENIZER = build_tokenizer()
 CHAT = [{"role": "user", "content": "1+1="}]

@@ -15,7 +15,7 @@ from examples.demo.sums import build_tokenizer
 from rl.data.args import DataArgs
 from rl.data.prompts import PromptDataset
 from rl.rewards import verifiers
-from rl.rewards.instructions import FORMATS, LOOKED_AT, unasked
+from rl.rewards.verifiers import FORMATS, LOOKED_AT, unasked
 
 PNG = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63f8ffff3f0005fe02fe0def46b8"

@@ -160,7 +160,7 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_has_started():
     code = "import subprocess, sys, time;"
     code += f"[subprocess.Popen([sys.executable, '-c', {child!r}]) for _ in range(2)]; time.sleep(1000)"
     program = (
-        "import sys; from tools.doctor import processes; from rl.rewards import descendants; descendants.adopt_orphans();"
+        "import sys; from tools.doctor import processes; from rl.environments import descendants; descendants.adopt_orphans();"
         f"print(processes.run([sys.executable, '-c', {code!r}], 3.0).code)"
     )
     done = subprocess.run(

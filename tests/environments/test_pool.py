@@ -14,16 +14,15 @@ from families import end_tokens, tokenizer_of
 from helpers import ROOT, environment, left_over
 
 from rl.environments.args import EnvironmentArgs
+from rl.environments.descendants import descendants
 from rl.environments.pool import Environments
 from rl.errors import UserError
-from rl.rewards.descendants import descendants
 
 RUDE = Path(__file__).parent / "rude.py"
 
 
 @dataclass
 class Args(EnvironmentArgs):
-    reward_env: tuple[str, ...] = ()
     reward: str | None = None
     scores_environments: bool = False
     max_num_seqs: int = 16

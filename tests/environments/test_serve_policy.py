@@ -18,9 +18,9 @@ from helpers import free_port
 from test_pool import Args, answers, ids_of, model  # noqa: F401 model: a fixture
 
 from rl.environments import pool as pools
+from rl.environments.descendants import descendants
 from rl.environments.pool import Environments
 from rl.errors import UserError
-from rl.rewards.descendants import descendants
 
 SECRET = "a-secret-of-workers"
 ROW = {"ground_truth": "6", "prompt": [{"role": "user", "content": "2*3="}]}

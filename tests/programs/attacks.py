@@ -1,4 +1,4 @@
-"""Attacks on the sandbox (rl/rewards/programs/sandbox.py), each a program that runs in it. Prints what became of them, as JSON.
+"""Attacks on the sandbox (program_grader/sandbox.py), each a program that runs in it. Prints what became of them, as JSON.
 
 Needs nothing but the standard library, so that any Python and any user can run it: `python tests/programs/attacks.py`.
 """
@@ -16,9 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from rl.errors import UserError
-from rl.rewards.descendants import descendants
-from rl.rewards.programs import sandbox
+from program_grader import sandbox
+from rl.environments.descendants import descendants
 
 # Each of these writes "held" if it comes to nothing.
 WALLS = {
@@ -212,7 +211,7 @@ def main() -> None:
     os.environ["MY_TOKEN"] = "secret"
     try:
         sandbox.Sandbox().close()
-    except UserError as error:
+    except sandbox.NoSandbox as error:
         print(json.dumps({"refused": str(error)}))
         return
     with tempfile.NamedTemporaryFile(dir=os.getcwd()) as secret:

@@ -95,8 +95,8 @@ def test_other_text_stays(text):
 
 def test_what_is_written_of_a_run_has_none(monkeypatch, tmp_path):
     """The record in config.json, and what W&B gets: the command line is a part of both."""
-    args = replace(train_sync.Args(), agent=SECRET[1], judge_url=f"https://u:{S}@host/v1?token={S}")
-    monkeypatch.setattr(sys, "argv", ["train_sync.py", "--agent", args.agent, f"--judge-url={args.judge_url}"])
+    args = replace(train_sync.Args(), agent=SECRET[1], project_name=f"https://u:{S}@host/v1?token={S}")
+    monkeypatch.setattr(sys, "argv", ["train_sync.py", "--agent", args.agent, f"--project-name={args.project_name}"])
     record = describe_run(args, {}, "train_sync")
     assert S not in json.dumps(record, default=str) and "OPENAI_API_KEY=***" in record["flags"]["agent"]
     seen = {}

@@ -20,7 +20,7 @@ from matplotlib.transforms import Bbox
 import report
 from report import Args, main
 from rl.errors import UserError
-from rl.rewards.score import EVENTS
+from rl.rewards.pool import EVENTS
 from tools.report.conclusions import conclude, first_at, overview, speedup
 from tools.report.logs import Log, RunGroup, find_runs, group_runs, load, smoothed
 from tools.report.numbers import THROUGHPUT

@@ -305,76 +305,13 @@ def test_tuples_intervals_sets_and_matrices_are_paid_in_every_spelling(seed):
 
 # --------------------------------------------------------------------------------------------- degenerate answers
 
-UNITS = [
-    *[
-        "(",
-        ")",
-        "[",
-        "{",
-        "}",
-        "|",
-        "½",
-        "²",
-        "√(",
-        "9^",
-        "9!",
-        "-",
-        "+",
-        "1.",
-        "1,",
-        "x",
-        "x=",
-        "=",
-        "<",
-        "<a>",
-        "$",
-        "$a",
-        "a$",
-    ],
-    *[
-        "\\",
-        r"\frac",
-        r"\frac1",
-        r"\sqrt",
-        r"\sqrt{",
-        r"\left(",
-        r"\text{",
-        r"\text{a}",
-        r"\boxed{",
-        r"\boxed{1}",
-        r"\boxed 1 ",
-    ],
-    *[
-        "\\begin{pmatrix}",
-        "&",
-        r"\\",
-        r"\cup",
-        r"\sin",
-        r"\int ",
-        r"\overline{1}",
-        "1/",
-        "x^",
-        "{x",
-        "_",
-        "#### ",
-        "#",
-        "Answer: ",
-    ],
-    *[
-        "answer ",
-        "answer is ",
-        " ",
-        "\n",
-        "or ",
-        "and ",
-        "since ",
-        "<think>",
-        "</think>",
-        "9e9 ",
-        "1 ",
-        "\N{ARABIC LIGATURE SALLALLAHOU ALAYHE WASALLAM}",
-    ],
-]
+UNITS_WITHOUT_SPACES = (
+    r"( ) [ { } | ½ ² √( 9^ 9! - + 1. 1, x x= = < <a> $ $a a$ \ \frac \frac1 \sqrt \sqrt{ \left( \text{ \text{a} "
+    r"\boxed{ \boxed{1} \begin{pmatrix} & \\ \cup \sin \overline{1} 1/ x^ {x _ # <think> </think> "
+)
+UNITS = UNITS_WITHOUT_SPACES.split()
+UNITS += ["\\boxed 1 ", "\\int ", "#### ", "Answer: ", "answer ", "answer is ", " "]
+UNITS += ["\n", "or ", "and ", "since ", "9e9 ", "1 ", "\ufdfa"]
 SHAPES = [
     lambda body: rf"\boxed{{{body}}}",
     lambda body: rf"\boxed{{{body}5}}",
@@ -423,26 +360,12 @@ def test_nothing_is_evaluated(tower):
         assert same(tower, tower) and not same(tower, "5")
 
 
-PIECES = [
-    *"0123456789.,-+%{}()[]|\\ =xyie/^_!'&<>",
-    *[
-        r"\frac",
-        r"\sqrt",
-        r"\pi",
-        r"\cdot ",
-        r"\pm ",
-        r"\cup ",
-        r"\in ",
-        r"\sin ",
-        r"\left(",
-        r"\right)",
-        r"\{",
-        r"\}",
-        "{2}",
-        "{x}",
-    ],
-    *[r"\begin{pmatrix}", r"\end{pmatrix}", r"\\", " or ", r"\infty", r"\text{cm}", r"\le ", "½"],
-]
+PIECES_WITHOUT_SPACES = (
+    r"0 1 2 3 4 5 6 7 8 9 . , - + % { } ( ) [ ] | \ = x y i e / ^ _ ! & < > \frac \sqrt \pi \left( \right) \{ \} "
+    r"{2} {x} \begin{pmatrix} \end{pmatrix} \\ \infty \text{cm} ½ "
+)
+PIECES = PIECES_WITHOUT_SPACES.split()
+PIECES += [" ", "'", "\\cdot ", "\\pm ", "\\cup ", "\\in ", "\\sin ", " or ", "\\le "]
 
 
 @settings(max_examples=2000, deadline=None)

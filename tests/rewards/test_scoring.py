@@ -7,318 +7,106 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, cpu_limit
 
 from rl.errors import UserError
 from rl.ranges import check
-from rl.rewards.pool import RewardArgs, ScoringPool, check_sources
-from rl.rewards.score import as_score, overlong_penalty
-from rl.rewards.verifiers import BUILT_IN
+from rl.rewards import host
+from rl.rewards import pool as module
+from rl.rewards.pool import RewardArgs, ScoringPool, as_score, check_sources, overlong_penalty
+from rl.rewards.verifiers import BUILT_IN, code
 
 pytestmark = pytest.mark.timeout(200)
-
-
-def test_overlong_penalty():
-    # L_max 100, buffer 20, penalty 0.5: nothing up to 80, half of it at 90, all of it at 100
-    assert [overlong_penalty(n, 100, 20, 0.5) for n in (1, 80, 90, 100)] == [0, 0, -0.25, -0.5]
-    assert overlong_penalty(100, 100, 0, 0.5) == 0
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        float("nan"),
-        float("inf"),
-        10**400,
-        1e39,
-        -1e300,
-        {"score": 1e300},
-        "1",
-        "x" * 10**6,
-        None,
-        [1],
-        {"acc": 1},
-        {"score": "x"},
-    ],
-)
-def test_bad_values(value):
-    score = as_score(value)
-    assert score.event == "bad_value" and score.score is None and "finite number" in score.message
-    assert len(score.message) < 300
-
-
-@pytest.mark.parametrize("score", [3e38, -3e38, -1e9, 1e-300])
-def test_a_score_is_finite_to_the_learner_too(score):
-    taken = as_score(score).score
-    assert taken == score and torch.tensor([taken], dtype=torch.float32).isfinite().all()
-
-
-def test_good_values():
-    assert as_score(True).score == 1 and as_score({"score": 0.5, "acc": 1, "note": "x"}).extra == {"acc": 1.0}
-
+FOREVER = 600.0  # a reward_timeout that no good response on a loaded machine reaches
 
 REWARD = """
-import ctypes, fcntl, os, signal, subprocess, sys, time
+import asyncio, ctypes, multiprocessing, os, pathlib, signal, subprocess, sys, threading, time
 print("printing at import must not disturb the answers")
+here = pathlib.Path(__file__).parent
 
-def answers_fd():
-    return next(int(fd) for fd in os.listdir("/proc/self/fd") if int(fd) > 2 and os.path.exists(f"/proc/self/fd/{fd}")
-                and os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:")
-                and fcntl.fcntl(int(fd), fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY)
+def later(act):
+    while not (here / "open").exists(): time.sleep(0.01)
+    act()
 
-def score(data_source, solution_str, ground_truth, extra_info):
+def do_it(do):
     print("nor printing here")
-    do = solution_str
-    if do == "hang": time.sleep(1000)
-    if do == "hang hard":
-        signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL})
-        ctypes.CDLL(None).sleep(1000)
     if do == "raise": raise ValueError("no\\nway")
     if do == "nan": return float("nan")
     if do == "string": return "good"
     if do == "object": return {"score": object()}
-    if do == "fork twice": os.fork()  # both come back with a score; only one may answer
     if do == "int beyond floats": return 10**400
-    if do == "junk":
-        for fd in range(3, 9):
-            try: os.write(fd, b"junk\\n")
-            except OSError: pass
-    if do == "second answer": os.write(answers_fd(), b'{"value": 9}\\n')
     if do == "allocate":
         hold = []
         while True: hold.append(bytearray(1 << 26))
     if do == "exit": os._exit(3)
     if do == "sys.exit": sys.exit(0)
     if do == "kill": os.kill(os.getpid(), signal.SIGKILL)
+    if do == "realtime": os.kill(os.getpid(), signal.SIGRTMIN + 1)
+    if do == "base": raise BaseException
+    if do == "named": error = ValueError("own"); error.event = "image of mine"; raise error
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    do = solution_str
+    if (bad := do_it(do)) is not None: return bad
+    if do == "wait": later(lambda: None)
+    if do == "exit later": threading.Thread(target=later, args=(lambda: os._exit(int(ground_truth)),)).start()
+    if do == "hang": time.sleep(1000)
+    if do == "hang hard":
+        signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL})
+        ctypes.CDLL(None).sleep(1000)
+    if do == "processes":
+        with multiprocessing.get_context("fork").Pool(2) as pool: return sum(pool.map(int, "123"))
     if do == "fork":
-        with open(__file__ + ".forked", "w") as file: file.write(f"{subprocess.Popen(['sleep', '1000']).pid} ")
+        (here / "forked").write_text(f"{subprocess.Popen(['sleep', '1000']).pid} ")
         time.sleep(1000)
-    return {"score": float(ground_truth), "length": len(do), "seen": extra_info["n"]}
+    return {"score": float(ground_truth), "length": len(do), "pid": os.getpid()}
+
+async def in_a_loop(data_source, solution_str, ground_truth, extra_info):
+    do = solution_str
+    if (bad := do_it(do)) is not None: return bad
+    if do == "hang": await asyncio.sleep(1000)
+    if do == "swallow":
+        for _ in range(2):
+            try: await asyncio.sleep(1000)
+            except asyncio.CancelledError: pass
+    if do == "cancel": raise asyncio.CancelledError
+    if do == "block": time.sleep(1000)
+    return {"score": float(ground_truth), "length": len(do), "pid": os.getpid()}
 """
-EXPECTED = {
-    "raise": "error",
-    "nan": "bad_value",
-    "string": "bad_value",
-    "object": "bad_value",
-    "int beyond floats": "bad_value",
-    "junk": "error",
-    "allocate": "error",
-    "exit": "died",
-    "sys.exit": "error",
-    "kill": "died",
+EVENTS = {
+    **dict.fromkeys(("raise", "allocate", "sys.exit", "base", "named"), "error"),
+    **dict.fromkeys(("nan", "string", "object", "int beyond floats"), "bad_value"),
+    **dict.fromkeys(("exit", "kill", "realtime"), "died"),
 }
-FOREVER = 600.0  # a reward_timeout that no good response on a loaded machine reaches
-
-
-def drain(pool, seconds=120):
-    results, deadline = {}, time.monotonic() + seconds
-    while pool.pending and time.monotonic() < deadline:
-        results.update(pool.wait(1.0))
-    assert not pool.pending
-    return results
 
 
 @pytest.fixture
-def bad_reward(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(REWARD)
-    return f"{path}:score"
+def mine(tmp_path) -> str:
+    """The start of --reward for a function of REWARD."""
+    (tmp_path / "mine.py").write_text(REWARD)
+    return f"{tmp_path / 'mine.py'}:"
 
 
-def test_a_bad_reward_costs_its_own_response_only(bad_reward):
-    args = RewardArgs(reward=bad_reward, reward_timeout=FOREVER, reward_workers=2, reward_memory_limit_gb=0.5)
-    check_sources({"anything": "here"}, args)
-    with ScoringPool(args) as pool:
-        for number, text in enumerate(EXPECTED):
-            pool.submit(("good", number), "any", "fine", "0.25", {"n": number})
-            pool.submit(("bad", text), "any", text, "1", {"n": 0})
-        results = drain(pool)
-        assert {key[1]: s.event for key, s in results.items() if key[0] == "bad"} == EXPECTED
-        for number in range(len(EXPECTED)):
-            score = results[("good", number)]
-            assert (score.score, score.extra, score.event) == (0.25, {"length": 4.0, "seen": float(number)}, None)
-        assert pool.events == {"error": 4, "bad_value": 4, "died": 2}
-        assert "ValueError: no way" in results[("bad", "raise")].message and "mine.py:" in results[("bad", "raise")].message
-        assert "was killed by SIGKILL" in results[("bad", "kill")].message
-        assert "exited with code 3" in results[("bad", "exit")].message
-        assert pool.last_message.keys() == pool.events.keys()
+def make_pool(spec: str, timeout: float = FOREVER, workers: int = 1) -> ScoringPool:
+    return ScoringPool(RewardArgs(reward=spec, reward_timeout=timeout, reward_workers=workers))
 
 
-def test_a_reward_that_hangs_costs_its_own_response_only(bad_reward):
-    """Each good response is its process's first, and may take its time on a loaded machine."""
-    with ScoringPool(RewardArgs(reward=bad_reward, reward_timeout=0.5)) as pool:
-        pool.first_calls.append(FOREVER)
-        for number, text in enumerate(["fine", "hang", "fine", "hang hard", "fine"]):
-            pool.submit(number, "any", text, str(number), {"n": 0})
-        results = drain(pool)
-    assert {number: score.score for number, score in results.items() if not score.event} == {0: 0, 2: 2, 4: 4}
-    assert {results[n].error for n in (1, 3)} == {"timeout: no score after 0.5 s (--reward-timeout)"}
-    assert pool.events == {"timeout": 2}
+def submit(pool: ScoringPool, *texts: str) -> None:
+    """The key and the truth of each text are its place."""
+    for number, text in enumerate(texts):
+        pool.submit(number, "any", text, str(number), None)
 
 
-def test_a_process_that_is_too_slow_goes_with_what_it_has_forked(bad_reward):
-    with ScoringPool(RewardArgs(reward=bad_reward, reward_timeout=FOREVER)) as pool:
-        pool.submit(0, "any", "fine", "1", {"n": 0})
-        results = drain(pool)
-        pool.submit(1, "any", "fork", "1", {"n": 0})
-        child = int(word_in(Path(bad_reward.removesuffix(":score") + ".forked")))
-        os.kill(child, 0)
-        pool.args.reward_timeout = 0.1
-        results |= drain(pool)
-        assert (results[0].event, results[1].event) == (None, "timeout")
-        wait_until_gone(child)
-
-
-def test_cpu_time_is_limited_response_by_response(tmp_path):
-    """Two spinning threads use one second of CPU time in about half a second. The time of earlier responses does not count."""
-    (tmp_path / "mine.py").write_text("""
-import hashlib, threading
-def spin(times):
-    data = bytes(1 << 20)
-    for _ in range(times): hashlib.sha256(data)  # without Python's lock
-def score(data_source, solution_str, ground_truth, extra_info):
-    threads = [threading.Thread(target=spin, args=(int(solution_str),)) for _ in range(2)]
-    for thread in threads: thread.start()
-    for thread in threads: thread.join()
-    return 1.0
-""")
-    with ScoringPool(RewardArgs(reward=f"{tmp_path / 'mine.py'}:score", reward_timeout=60, reward_cpu_limit=1)) as pool:
-        for number in range(8):
-            pool.submit(number, "any", "50", "1", None)  # 2 x 50 MB, some 0.3 s of CPU time
-        pool.submit("bad", "any", "1000000", "1", None)
-        results = drain(pool)
-        assert results.pop("bad").message == "no score within the CPU time of --reward-cpu-limit"
-        assert all(score.score == 1 for score in results.values()) and pool.events == {"timeout": 1}
-
-
-def test_a_first_call_may_import_and_the_next_process_has_the_time_for_it_too(tmp_path):
-    """Without this time, one process after the other would begin the import in the function forever."""
-    (tmp_path / "mine.py").write_text("""
-import os, time
-imported = False
-def score(data_source, solution_str, ground_truth, extra_info):
-    global imported
-    if not imported: time.sleep(0.8)
-    imported = True
-    if solution_str == "hang": time.sleep(1000)
-    return 1.0
-""")
-    with ScoringPool(RewardArgs(reward=f"{tmp_path / 'mine.py'}:score", reward_timeout=0.5)) as pool:
-        pool.submit(0, "any", "fine", "1", None)
-        results = drain(pool)
-        assert max(pool.first_calls) >= 0.8
-        pool.first_calls.append(FOREVER)  # as if it had taken so long: the machine may be slower later
-        for number, text in enumerate(["hang", "fine", "hang", "fine"], 1):
-            pool.submit(number, "any", text, "1", None)
-        results |= drain(pool)
-    assert {number: score.event for number, score in results.items() if score.event} == {1: "timeout", 3: "timeout"}
-    assert [results[n].score for n in (0, 2, 4)] == [1, 1, 1]
-
-
-def test_a_function_that_only_ends_its_processes_ends_the_run(tmp_path):
-    (tmp_path / "mine.py").write_text("import os\ndef score(**_): os._exit(3)\n")
-    with ScoringPool(RewardArgs(reward=f"{tmp_path / 'mine.py'}:score")) as pool:
-        for number in range(100):
-            pool.submit(number, "any", "x", "1", None)
-        with pytest.raises(UserError, match=r"16 scoring processes were lost before anything was scored.*exited with code 3"):
-            drain(pool)
-
-
-def test_a_function_that_never_returns_costs_its_first_call_the_time_of_an_import_only_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl.rewards.lane.FIRST_CALL", 1)
-    (tmp_path / "mine.py").write_text("import time\ndef score(**_): time.sleep(1000)\n")
-    with ScoringPool(RewardArgs(reward=f"{tmp_path / 'mine.py'}:score", reward_timeout=0.1)) as pool:
-        for number in range(3):
-            pool.submit(number, "any", "x", "1", None)
-        assert {score.error for score in drain(pool).values()} == {"timeout: no score after 0.1 s (--reward-timeout)"}
-        assert pool.first_calls == [0.0] * 3
-
-
-def test_a_second_answer_ends_the_process_not_the_run(bad_reward):
-    with ScoringPool(RewardArgs(reward=bad_reward)) as pool:
-        pool.submit("bad", "any", "second answer", "1", {"n": 0})
-        results = drain(pool)
-        pool.submit("good", "any", "fine", "0.25", {"n": 0})
-        results |= drain(pool)
-        assert results["good"].score == 0.25 and pool.events == {"error": 1}
-
-
-def test_a_function_that_forks_and_returns_twice_answers_once(bad_reward):
-    """A second answer would count for the next response."""
-    with ScoringPool(RewardArgs(reward=bad_reward)) as pool:
-        for number in range(20):
-            pool.submit(number, "any", "fork twice", str(number), {"n": number})
-        assert {key: score.score for key, score in drain(pool).items()} == {n: float(n) for n in range(20)}
-        assert not pool.events
-
-
-def test_a_queued_response_does_not_wait_behind_a_hanging_one(bad_reward):
-    with ScoringPool(RewardArgs(reward=bad_reward, reward_timeout=60, reward_workers=2)) as pool:
-        pool.submit("bad", "any", "hang", "1", {"n": 0})
-        pool.submit("good", "any", "fine", "1", {"n": 0})
-        assert [key for key, _ in pool.wait(30)] == ["good"]
-
-
-def test_workers_are_light():
-    code = "import sys, rl.rewards.worker; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.strip() == "[]"
-
-
-CTRL_C = """
-signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
-os.kill(os.getpid(), signal.SIGINT)
-time.sleep(1000)
-"""
-ENDS = {"returns": ("", 0), "Ctrl-C": (CTRL_C, -signal.SIGINT)}
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_workers_and_their_children_go_when_the_rank_ends(end, tmp_path):
-    """It ends without close(), with a response under way that takes for ever; a fork of it has ended before, harming nobody."""
-    how, code = ENDS[end]
-    (tmp_path / "mine.py").write_text("""
-import subprocess, time
-def score(data_source, solution_str, ground_truth, extra_info):
-    if solution_str == "hang": time.sleep(1000)
-    return {"score": 1, "pid": subprocess.Popen(["sleep", "1000"]).pid}
-""")
-    program = f"""
-import os, signal, sys, time
-from rl.rewards.pool import RewardArgs, ScoringPool
-pool = ScoringPool(RewardArgs(reward={str(tmp_path / "mine.py") + ":score"!r}, reward_timeout={FOREVER}))
-if (fork := os.fork()) == 0:
-    sys.exit()
-assert os.waitpid(fork, 0)[1] == 0
-pool.submit(0, "any", "x", "1", None)
-print(int(pool.wait(120)[0][1].extra["pid"]), flush=True)
-pool.submit(1, "any", "hang", "1", None)
-{how}
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == code, done.stderr
-    wait_until_gone(int(done.stdout))
-
-
-def test_workers_die_with_a_killed_rank(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "import os, time\ndef score(solution_str, **_):\n    "
-        "open(solution_str, 'w').write(f'{os.getpid()} '); time.sleep(1000)\n"
-    )
-    code = f"""
-import time
-from rl.rewards.pool import RewardArgs, ScoringPool
-pool = ScoringPool(RewardArgs(reward={str(tmp_path / "mine.py") + ":score"!r}))
-pool.submit(0, "any", {str(tmp_path / "pid")!r}, "1", None)
-time.sleep(1000)
-"""
-    rank = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    worker = int(word_in(tmp_path / "pid"))
-    os.kill(worker, 0)
-    rank.send_signal(signal.SIGKILL)
-    rank.wait()
-    wait_until_gone(worker)
+def drain(pool: ScoringPool, left: int = 0) -> dict:
+    """Score until this many responses are pending. Each key arrives once."""
+    results, deadline = [], time.monotonic() + 120
+    while pool.pending > left and time.monotonic() < deadline:
+        results += pool.wait(1.0)
+    assert pool.pending == left and len(dict(results)) == len(results)
+    return dict(results)
 
 
 def word_in(file: Path) -> str:
@@ -330,39 +118,186 @@ def word_in(file: Path) -> str:
     return text
 
 
-def wait_until_gone(pid, seconds=60):
-    deadline = time.monotonic() + seconds
-    while state(pid) != "Z":
+def wait_until_gone(pid: int) -> None:
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{pid}").exists() and ") Z " not in Path(f"/proc/{pid}/stat").read_text():
         assert time.monotonic() < deadline, f"process {pid} lives on"
         time.sleep(0.05)
 
 
-def state(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return "Z"
+# ------------------------------------------------------------------------------------------------------------- values
 
 
-def test_math_goes_through_the_pool_and_numpy_through_json():
-    import numpy as np
+def test_overlong_penalty():
+    # L_max 100, buffer 20, penalty 0.5: nothing up to 80, half of it at 90, all of it at 100
+    assert [overlong_penalty(n, 100, 20, 0.5) for n in (1, 80, 90, 100)] == [0, 0, -0.25, -0.5]
+    assert overlong_penalty(100, 100, 0, 0.5) == 0
 
-    with ScoringPool(RewardArgs()) as pool:
-        pool.submit("a", "math", r"\boxed{\frac{1}{2}}", "0.5", {"array": np.arange(3), "n": np.int64(4)})
-        pool.submit("b", "demo", "46", "46", None)
+
+def test_what_is_a_score():
+    for value in (float("nan"), float("inf"), 10**400, 1e39, -1e300, {"score": 1e300}, "1", "x" * 10**6, None, [1], {"acc": 1}):
+        score = as_score(value)
+        assert score.event == "bad_value" and score.score is None and "finite number" in score.message
+        assert len(score.message) < 300
+    for value in (3e38, -3e38, -1e9, 1e-300):
+        assert as_score(value).score == value and torch.tensor([value], dtype=torch.float32).isfinite().all()
+    assert as_score(True).score == 1 and as_score({"score": 0.5, "acc": 1, "note": "x"}).extra == {"acc": 1.0}
+
+
+# ------------------------------------------------------------------------------- a function that fails costs its response
+
+
+@pytest.mark.parametrize("name", ["score", "in_a_loop"])
+def test_a_bad_response_costs_itself(mine, name, monkeypatch):
+    monkeypatch.setattr(module, "MEMORY", 1 << 29)
+    texts = [text for bad in EVENTS for text in ("fine", bad)]
+    with make_pool(mine + name, workers=2) as pool:
+        submit(pool, *texts)
         results = drain(pool)
-    assert results["a"].score == results["b"].score == 1.0
+    assert {texts[n]: score.event for n, score in results.items() if texts[n] != "fine"} == EVENTS
+    for number in range(0, len(texts), 2):
+        its = results[number]
+        assert (its.score, its.extra["length"], its.event) == (number, 4, None)
+    assert pool.events == {"error": 5, "bad_value": 4, "died": 3} and pool.last_message.keys() == pool.events.keys()
+    message = {text: results[number].message for number, text in enumerate(texts)}
+    assert message["raise"].startswith("ValueError: no way (") and "mine.py:" in message["raise"]
+    assert message["exit"] == "the scoring process exited with code 3" and "was killed by SIGKILL" in message["kill"]
+    assert message["realtime"] == f"the scoring process was killed by signal {signal.SIGRTMIN + 1}"
 
 
-def test_submit_and_poll_never_block(bad_reward):
-    """The first one hangs until its time is up, at which poll would return it: all have been submitted before."""
-    with ScoringPool(RewardArgs(reward=bad_reward, reward_timeout=60)) as pool:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_quick_functions_get_several_responses_at_once_and_a_bad_one_costs_itself(mine, workers):
+    texts = ["fine"] * 400
+    bad = {150: ("exit", "died"), 250: ("kill", "died"), 300: ("raise", "error")}
+    for number, (text, _) in bad.items():
+        texts[number] = text
+    with make_pool(f"{mine}score", workers=workers) as pool:
+        submit(pool, *texts)
+        results = drain(pool)
+    assert {n: score.event for n, score in results.items() if score.event} == {n: event for n, (_, event) in bad.items()}
+    assert all(results[n].score == n for n in range(400) if n not in bad)
+
+
+def test_a_response_that_hangs_costs_itself(mine):
+    with make_pool(f"{mine}score", timeout=1.0) as pool:
+        submit(pool, "fine", "hang", "fine", "hang hard", "fine")
+        results = drain(pool)
+    assert {number: score.score for number, score in results.items() if not score.event} == {0: 0, 2: 2, 4: 4}
+    assert {results[n].error for n in (1, 3)} == {"timeout: no score after 1 s (--reward-timeout)"}
+    assert pool.events == {"timeout": 2}
+
+
+def test_an_async_response_that_hangs_is_cancelled_and_one_that_blocks_the_loop_costs_itself(mine):
+    with make_pool(f"{mine}in_a_loop", timeout=2.0) as pool:
+        submit(pool, "fine")
+        first = drain(pool)[0].extra["pid"]
+        submit(pool, "hang", "swallow", "cancel", "fine")
+        results = drain(pool)
+        assert {n: score.event for n, score in results.items() if score.event} == {0: "timeout", 1: "timeout", 2: "error"}
+        assert results[0].error == "timeout: no score after 2 s (--reward-timeout)" and results[3].extra["pid"] == first
+        submit(pool, "fine", "block", "fine")
+        results = drain(pool)
+    assert {n: score.event for n, score in results.items()} == {0: None, 1: "timeout", 2: None}
+    assert results[1].message == host.BLOCKED
+
+
+CROWD = """
+import asyncio
+crowd, inside, most = asyncio.Barrier(16), 0, 0
+class Async:
+    async def __call__(self, data_source, solution_str, ground_truth, extra_info):
+        return 0.5
+of_a_class = Async()
+async def score(data_source, solution_str, ground_truth, extra_info):
+    global inside, most
+    if solution_str == "crowd": await crowd.wait()
+    inside += 1
+    most = max(most, inside)
+    await asyncio.sleep(0.01)
+    inside -= 1
+    return {"score": float(ground_truth), "most": most}
+"""
+
+
+def test_an_async_function_works_on_many_responses_at_once(tmp_path):
+    """None of 16 returns before all have begun; and there are never more than AT_ONCE. Long ones pass through the pipes."""
+    (tmp_path / "mine.py").write_text(CROWD)
+    with make_pool(f"{tmp_path / 'mine.py'}:score") as pool:
+        submit(pool, *["crowd"] * 16, *["x" * 3000] * 500)
+        results = drain(pool)
+    assert [results[number].score for number in range(516)] == list(range(516)) and not pool.events
+    assert 16 <= max(score.extra["most"] for score in results.values()) <= host.AT_ONCE
+    with make_pool(f"{tmp_path / 'mine.py'}:of_a_class") as pool:
+        submit(pool, "x")
+        assert drain(pool)[0].score == 0.5
+
+
+def test_a_first_call_may_import_and_the_next_process_has_the_time_for_it_too(tmp_path):
+    """Without this time, one process after the other would begin the import in the function forever."""
+    (tmp_path / "mine.py").write_text("""
+import time
+imported = False
+def score(data_source, solution_str, ground_truth, extra_info):
+    global imported
+    if not imported: time.sleep(3)
+    imported = True
+    if solution_str == "hang": time.sleep(1000)
+    return 1.0
+""")
+    with make_pool(f"{tmp_path / 'mine.py'}:score", timeout=1.5) as pool:
+        submit(pool, "fine", "hang", "fine", "hang", "fine")
+        results = drain(pool)
+    assert {number: score.event for number, score in results.items() if score.event} == {1: "timeout", 3: "timeout"}
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_process_that_ends_between_two_responses_costs_none(mine, tmp_path, code):
+    with make_pool(f"{mine}score") as pool:
+        pool.submit(0, "any", "exit later", str(code), None)
+        first = int(drain(pool)[0].extra["pid"])
+        (tmp_path / "open").touch()
+        wait_until_gone(first)
+        submit(pool, "fine", "fine", "fine")
+        results = drain(pool)
+    assert [results[n].score for n in range(3)] == [0, 1, 2] and not pool.events
+
+
+def test_a_queued_response_does_not_wait_behind_a_slow_one(mine, tmp_path):
+    with make_pool(f"{mine}score", workers=2) as pool:
+        submit(pool, "wait", *["fine"] * 40)
+        assert drain(pool, left=1).keys() == set(range(1, 41))
+        (tmp_path / "open").touch()
+        assert drain(pool)[0].score == 0 and not pool.events
+
+
+def test_scoring_continues_while_the_rank_does_not_look(mine):
+    """An engine step may be long. `submit` and `poll` never block; an item may be longer than a pipe."""
+    with make_pool(f"{mine}score") as pool:
+        pool.submit(0, "any", "fine", "0", {"text": "x" * 4_000_000})
+        for number in range(1, 200):
+            pool.submit(number, "any", "fine", str(number), {"text": "x" * 10_000})
+        deadline = time.monotonic() + 120
+        square = torch.eye(300)
+        while pool._done.qsize() < 200:
+            square = square @ square
+            assert time.monotonic() < deadline
+        assert {key: score.score for key, score in pool.poll()} == {number: number for number in range(200)}
         for number in range(200):
             pool.submit(number, "any", "hang", "1", {"text": "x" * 10_000})
             assert pool.poll() == []
-        assert pool.pending == 200
 
+
+def test_a_function_may_start_processes_and_name_the_prompt(mine, tmp_path):
+    with make_pool(f"{mine}score") as pool:
+        submit(pool, "processes")
+        assert drain(pool)[0].score == 6
+    (tmp_path / "prompt.py").write_text("def score(solution_str, prompt, **_): return len(prompt)\n")
+    with make_pool(f"{tmp_path / 'prompt.py'}:score") as pool:
+        pool.submit(0, "any", "x", "1", None, [{"role": "user", "content": "?"}])
+        assert drain(pool)[0].score == 1
+
+
+# -------------------------------------------------------------------------------------------------- the start and the end
 
 UNLOADABLE = {
     "absent": ("mine.py:score", None, r"there is no file .*mine\.py"),
@@ -377,7 +312,8 @@ UNLOADABLE = {
     ),
     "one argument too many": ("mine.py:score", "def score(n, **_): return 1.0", r"missing a required argument: 'n'"),
     "dies": ("mine.py:score", "import os; os._exit(1)", "--reward .*does not work: the scoring process exited with code 1"),
-    "import over the memory limit": ("mine.py:score", "x = bytearray(1 << 34)", "--reward .*MemoryError.*mine.py:1"),
+    "over the memory limit": ("mine.py:score", "x = bytearray(1 << 36)", r"--reward .*MemoryError.*mine.py:1"),
+    "escapes": ("mine.py:score", r"raise ImportError('\x1b]0;title\x07')", r"ImportError: \\x1b\]0;title\\x07 \("),
 }
 
 
@@ -392,13 +328,30 @@ def test_a_reward_that_cannot_be_loaded(case, tmp_path):
         ScoringPool(args)
 
 
+def test_a_function_that_no_longer_loads_ends_the_run(mine, tmp_path):
+    with make_pool(f"{mine}score") as pool:
+        (tmp_path / "mine.py").write_text("raise ImportError('it is lost')")
+        submit(pool, "exit", "fine")
+        with pytest.raises(UserError, match=r"--reward .*mine.py:score: ImportError: it is lost .*mine\.py:1"):
+            drain(pool)
+        for call in (pool.poll, lambda: pool.wait(FOREVER), lambda: submit(pool, "fine")):
+            with pytest.raises(UserError, match="it is lost"):
+                call()
+
+
+def test_the_end_of_the_parent_process_is_an_error(mine):
+    with make_pool(f"{mine}score") as pool:
+        os.kill(pool._host.pid, signal.SIGKILL)
+        submit(pool, "fine")
+        with pytest.raises(UserError, match="the process that starts the scoring processes has ended"):
+            drain(pool)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ({"reward_workers": 0}, "--reward-workers must be from 1"),
         ({"reward_timeout": 0.0}, "--reward-timeout must be above 0"),
-        ({"reward_cpu_limit": -1.0}, "--reward-cpu-limit must be from 0"),
-        ({"reward_memory_limit_gb": -1.0}, "--reward-memory-limit-gb must be from 0"),
         ({"overlong_buffer_len": -1}, "--overlong-buffer-len must be at least 0"),
     ],
 )
@@ -410,7 +363,117 @@ def test_impossible_settings(flags, message):
 def test_an_unknown_source_is_named():
     with pytest.raises(UserError, match=r"a\.parquet row 7.*'my/data'.*--reward.*openai/gsm8k"):
         check_sources({"demo": "a.parquet row 0", "my/data": "a.parquet row 7"}, RewardArgs())
-    check_sources(dict.fromkeys([*BUILT_IN, "aime24", "aime_2025"], "x"), RewardArgs())
+    check_sources(
+        dict.fromkeys([source for source in BUILT_IN if BUILT_IN[source] is not code] + ["aime_2025"], "x"), RewardArgs()
+    )
     check_sources({"my/data": "x"}, RewardArgs(reward="mine.py:score"))
     with ScoringPool(RewardArgs()) as pool, pytest.raises(UserError, match="'my/data'"):
         pool.submit(0, "my/data", "x", "1", None)
+
+
+def test_scoring_processes_are_light_and_a_plain_run_loads_no_grader():
+    for imported, absent in (("host", "torch transformers numpy"), ("pool", "pebble math_grader program_grader asyncio")):
+        code = f"import sys, rl.rewards.{imported}; print([m for m in {absent.split()} if m in sys.modules])"
+        assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.strip() == "[]"
+
+
+ENDS = {
+    "close": ("pool.close()", 0),
+    "returns": ("", 0),
+    "Ctrl-C": ("signal.signal(signal.SIGINT, signal.default_int_handler); os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT),
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_processes_and_what_they_start_end_with_the_rank(end, mine, tmp_path):
+    """A response is under way that takes for ever. A fork of the rank has ended before, harming nobody."""
+    how, expected = ENDS[end]
+    program = f"""
+import os, signal, sys, time
+from pathlib import Path
+from rl.rewards.pool import RewardArgs, ScoringPool
+pool = ScoringPool(RewardArgs(reward={mine + "score"!r}, reward_timeout={FOREVER}))
+if (fork := os.fork()) == 0:
+    sys.exit()
+assert os.waitpid(fork, 0)[1] == 0
+pool.submit(0, "any", "fine", "1", None)
+print(int(pool.wait(120)[0][1].extra["pid"]), flush=True)
+pool.submit(1, "any", "fork", "1", None)
+while not Path({str(tmp_path / "forked")!r}).exists(): time.sleep(0.01)
+{how}
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == expected, done.stderr
+    wait_until_gone(int(done.stdout))
+    wait_until_gone(int(word_in(tmp_path / "forked")))
+
+
+# --------------------------------------------------------------------------------------- what a function sees and prints
+
+
+def test_the_job_s_variables_are_kept_from_the_function(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("""
+import os
+def score(solution_str, **_): return {"score": 1.0, **{name: float(name in os.environ) for name in solution_str.split()}}
+""")
+    job = ["MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"]
+    for name in (*job, "MY_KEY"):
+        monkeypatch.setenv(name, "1")
+    with make_pool(f"{tmp_path / 'mine.py'}:score") as pool:
+        submit(pool, " ".join([*job, "MY_KEY"]))
+        assert {name for name, seen in drain(pool)[0].extra.items() if seen} == {"MY_KEY"}
+
+
+def test_prints_are_limited_and_the_last_one_is_not_lost(tmp_path, capfd, monkeypatch):
+    """Two scoring processes, of which some are lost, share the limit."""
+    monkeypatch.setattr(module, "PRINTED", 1 << 20)
+    (tmp_path / "mine.py").write_text("""
+import os
+def score(solution_str, **_):
+    print(solution_str * (1 << 16), flush=True)
+    return 1.0 if solution_str == "y" else os._exit(3)
+""")
+    with make_pool(f"{tmp_path / 'mine.py'}:score", workers=2) as pool:
+        submit(pool, *("e" if i % 20 == 19 else "y" for i in range(60)))
+        drain(pool)
+    text = capfd.readouterr().err
+    assert text.count("is left out from here on") == 1 and 1 << 20 < len(text) < (1 << 20) + 200
+    (tmp_path / "mine.py").write_text("import os\ndef score(**_):\n    print('the last words', flush=True)\n    os._exit(3)\n")
+    with make_pool(f"{tmp_path / 'mine.py'}:score") as pool:
+        submit(pool, "x")
+        drain(pool)
+    assert "the last words" in capfd.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------ built-in graders
+
+
+@pytest.mark.parametrize(("source", "worst"), [("lighteval/MATH", 0.0), ("math_dapo", -1.0), ("aime", -1.0), ("geo3k", 0.0)])
+def test_an_answer_that_a_built_in_grader_cannot_finish_is_wrong(source, worst):
+    """A policy that learns to hang the grader would be let off with a masked response."""
+    item = {"data_source": source, "solution_str": "hang", "ground_truth": "5", "extra_info": None}
+    for event in ("timeout", "error"):
+        assert ScoringPool(RewardArgs())._score(item, {"failed": "", "event": event}).score == worst
+    assert ScoringPool(RewardArgs())._score(item, {"failed": "x", "event": "died"}).error == "died: x"
+
+
+def test_no_answer_has_the_lowest_score_of_every_built_in_grader():
+    for source, grader in BUILT_IN.items():
+        value = grader(source, "", "5")
+        if grader is code:  # an answer that it tests wants a sandbox
+            assert value["score"] == 0
+            continue
+        wrong = grader(source, "#### 4 \\boxed{4} Answer: 4", "5")
+        assert (value["score"], wrong["score"]) == (wrong["score"],) * 2 if isinstance(value, dict) else value == wrong == 0
+
+
+def test_mathematics_goes_through_the_pool_and_numpy_through_json():
+    with cpu_limit(20), ScoringPool(RewardArgs(reward_timeout=FOREVER)) as pool:
+        for number, unit in enumerate(["(", "½", "|", "x=", r"\sqrt", "9^{"]):
+            pool.submit(number, "math_dapo", rf"so \boxed{{{unit * 1000}}}", "5")
+        assert {score.score for score in drain(pool).values()} == {-1.0} and not pool.events
+        pool.submit("a", "math", r"\boxed{\frac{1}{2}}", "0.5", {"array": np.arange(3), "n": np.int64(4)})
+        pool.submit("b", "demo", "46", "46", None)
+        results = drain(pool)
+    assert results["a"].score == results["b"].score == 1.0

@@ -128,10 +128,6 @@ def own_reward(run: Run) -> dict[str, object]:
     return {"--reward": f"{path}:{name}" if path else None}
 
 
-def program_memory(run: Run) -> dict[str, object]:
-    return {"--code-memory-limit-gb": run["reward.sandbox_fusion.memory_limit_mb"] / 1024}
-
-
 def overlong(run: Run) -> dict[str, object]:
     of = "reward.reward_kwargs.overlong_buffer_cfg."
     if not run[of + "enable"]:

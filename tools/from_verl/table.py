@@ -268,19 +268,19 @@ TABLE: dict[str, list[Row]] = {
            "only acts with the manager `dapo`", m.overlong),
         to("reward.reward_manager.name|reward_model.reward_manager=naive", "", "the verifier is chosen by `data_source`; "
            "`naive`, `dapo` and `prime` score alike here", m.reward_manager),
-        missing("reward.reward_model.enable|reward_model.enable=False", "a model that scores is served apart: `--judge`"),
+        missing("reward.reward_model.enable|reward_model.enable=False", "a model that scores is served apart: "
+                "`--reward examples/judge.py:judge`"),
         missing("reward_model.reward_kwargs.* reward.reward_kwargs.* custom_reward_function.reward_kwargs.* "
                 "reward.custom_reward_function.reward_kwargs.*", "write them into your function"),
         missing("reward.reward_manager.source=register reward.reward_manager.module.*", "write what it does into --reward"),
-        to("reward.sandbox_fusion.memory_limit_mb|reward_model.sandbox_fusion.memory_limit_mb|sandbox_fusion.memory_limit_mb=1024",
-           "--code-memory-limit-gb", "", m.program_memory),
         unneeded("sandbox_fusion.* reward.sandbox_fusion.* reward_model.sandbox_fusion.*", "programs run in a sandbox of each "
-                 "rank's own; `--reward-workers` for several"),
+                 "rank's own, with 1 GiB; `--reward-workers` for several"),
         unneeded("reward.reward_kwargs.overlong_buffer_cfg.log reward_model.reward_kwargs.overlong_buffer_cfg.log "
                  "reward_model.overlong_buffer.log", "the penalty is always a metric"),
         unneeded("reward.num_workers reward_model.num_workers reward_model.launch_reward_fn_async", "`--reward-workers` a "
                  "rank"),
-        missing("reward_model.* reward.reward_model.*", "of the model that scores, which is served apart: `--judge`",
+        missing("reward_model.* reward.reward_model.*", "of the model that scores, which is served apart: "
+                "`--reward examples/judge.py:judge`",
                 switch="reward.reward_model.enable"),
     ],
     **ROLLOUT,

@@ -101,7 +101,9 @@ def _gaps(run: Run, flags: dict[str, object]) -> list[str]:
     unread = [key for key in (of + "lora_rank", of + "lora.rank") if key in run.missing]
     gaps += [f"{key} cannot be read: add --lora-rank, or all weights are trained." for key in unread]
     if run["reward.reward_model.enable"]:
-        gaps.append("a model scores in verl: serve it, and add --judge, or answers are graded by their data_source.")
+        gaps.append(
+            "a model scores in verl: serve it, and add --reward examples/judge.py:judge, or data_source chooses the grader."
+        )
     return gaps
 
 

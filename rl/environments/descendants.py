@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.rewards import prints
-from rl.rewards.environment import reward_environment
+from rl.environments import prints
+from rl.environments.environment import reward_environment
 
 SET_DEATH_SIGNAL = 1  # options of prctl
 SET_SUBREAPER = 36
@@ -30,7 +30,7 @@ LAST_WORDS = 5  # seconds to pass on what was printed
 
 def start(module: str, *arguments: str, passed: Sequence[str], **pipes: Any) -> subprocess.Popen:
     """Run a module that calls `guard` with its last argument, the id of this process. Return the guard. passed: environment
-    variables, as in --reward-env; pipes: as in subprocess.Popen."""
+    variables, as in RL_PASS_ENV; pipes: as in subprocess.Popen."""
     root = str(Path(__file__).resolve().parents[2])
     env = reward_environment(os.environ, passed)
     env["PYTHONPATH"] = python_path(root)
@@ -113,7 +113,7 @@ def exit_code(process: subprocess.Popen, timeout: float) -> int:
 
 
 def ending(code: int, process: str, over_cpu: str) -> tuple[str, str]:
-    """Return the event for the end of a process (rl/rewards/score.py), and its message. process: a name for it; over_cpu: the
+    """Return the event for the end of a process (rl/rewards/pool.py), and its message. process: a name for it; over_cpu: the
     message if it has used up its CPU time."""
     return ("timeout", over_cpu) if code == -signal.SIGXCPU else ("died", f"{process} {how_it_ended(code)}")
 

@@ -1,11 +1,8 @@
-"""The environment variables of a scoring process: the rank's, without secrets and without those of the training job."""
+"""The environment variables of an episode's process: the rank's, without secrets and without those of the training job."""
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-
-from rl.errors import UserError
 
 SECRETS = re.compile(  # in a name, or at its end
     r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|JWT|CERT|WEBHOOK|(^|_)(PAT|AK|SK|DSN)$|_PWD$", re.IGNORECASE
@@ -19,21 +16,12 @@ PASSWORD_IN_URL = re.compile(r"://[^\s@]+@|AccountKey=")
 
 
 def reward_environment(environment: Mapping[str, str], passed: Sequence[str] = ()) -> dict[str, str]:
-    """Return the variables that a scoring process gets. passed: names or patterns such as MY_*, from --reward-env."""
+    """Return the variables that it gets. passed: names or patterns such as MY_*, from RL_PASS_ENV."""
     return {
         name: value
         for name, value in environment.items()
         if any(fnmatchcase(name, pattern) for pattern in passed) or not _is_removed(name, value)
     }
-
-
-def check_passed(passed: Sequence[str]) -> None:
-    """Raise UserError for a name in --reward-env that is not set: the function would miss it later."""
-    for name in passed:
-        if "=" in name:
-            raise UserError(f"--reward-env {name.partition('=')[0]}=...: give the variable's name alone, and export its value.")
-        if name not in os.environ and not set(name) & set("*?["):
-            raise UserError(f"--reward-env {name}: the environment has no variable of this name. Export it, or leave it out.")
 
 
 def _is_removed(name: str, value: str) -> bool:

@@ -1,7 +1,7 @@
 """The system calls that a program in the sandbox is refused: those whose memory no limit of its process counts, such as memory
 files, System V segments, keys, rings of the kernel, and shared memory without a file.
 
-`refusals` returns a filter in the kernel's language (seccomp with BPF), which rl/rewards/programs/inside.py installs. A refused
+`refusals` returns a filter in the kernel's language (seccomp with BPF), which inside.py installs. A refused
 call returns ENOSYS, as on a kernel that lacks it, so that libraries choose another way.
 """
 
@@ -10,7 +10,10 @@ import platform
 import socket
 import struct
 
-from rl.errors import UserError
+
+class NoSandbox(Exception):
+    """There is no sandbox on this machine, or it does not hold. The message says what to do."""
+
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
 CALLS = {  # name -> number on x86_64 and on aarch64; None: there is no such call
@@ -52,10 +55,10 @@ REFUSE = 0x00050000 | errno.ENOSYS
 
 
 def refusals(machine: str | None = None) -> bytes:
-    """Return the filter for this machine, 8 bytes an instruction. Raise UserError on a machine whose calls are not known."""
+    """Return the filter for this machine, 8 bytes an instruction. Raise NoSandbox on a machine whose calls are not known."""
     machine = machine or platform.machine()
     if machine not in ARCHITECTURES:
-        raise UserError(f"programs of the model run on {', '.join(ARCHITECTURES)}, not on {machine}.")
+        raise NoSandbox(f"programs of the model run on {', '.join(ARCHITECTURES)}, not on {machine}.")
     column = [*ARCHITECTURES].index(machine)
     code = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, ARCHITECTURES[machine]), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
     code += _refused_if(ABOVE, NEWEST)  # also the calls of x32, whose numbers are large

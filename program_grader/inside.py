@@ -1,13 +1,13 @@
 """The first process in a sandbox. It forks a process for each program, and reports the program's output, not whether that is
 right.
 
-Python gets the text of this file on its command line (rl/rewards/programs/sandbox.py), since no file of the project is visible
+Python gets the text of this file on its command line (sandbox.py), since no file of the project is visible
 in the sandbox. A program can print anything, so nothing that it does to its own process makes its output right. This process is
 number 1 of its namespace, so no signal from inside ends it, and it is not dumpable, so nobody can trace it. A program can
 change its limits and its scheduling; such changes count as left behind, and the sandbox is replaced.
 
 The memory limit is that of a program with all its processes, files and sockets: this process adds them up while the program
-runs. What could not be counted is refused by a filter of system calls (rl/rewards/programs/calls.py).
+runs. What could not be counted is refused by a filter of system calls (calls.py).
 """
 
 import atexit

@@ -1,7 +1,7 @@
 """A bubblewrap sandbox for programs that a model wrote: it has no network, no files except Python's own, its own /tmp and its
 own processes.
 
-A sandbox serves one of our processes and stays warm: it forks a process for each program (rl/rewards/programs/inside.py). It is
+A sandbox serves one of our processes and stays warm: it forks a process for each program (inside.py). It is
 replaced when a program has left something behind or has broken it. There is no way to run a program without a sandbox.
 """
 
@@ -21,9 +21,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from rl.errors import UserError
-from rl.printable import one_line
-from rl.rewards.programs.calls import refusals
+from program_grader.calls import NoSandbox, refusals
 
 START_LIMIT = 60  # seconds
 SLACK = 30  # seconds that the sandbox may take in addition to its program
@@ -50,7 +48,7 @@ class Ran(NamedTuple):
 
 
 class Sandbox:
-    """A sandbox, started by the constructor, which raises UserError if it does not start."""
+    """A sandbox, started by the constructor, which raises NoSandbox if it does not start."""
 
     def __init__(self):
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 it is open as long as the sandbox
@@ -60,12 +58,12 @@ class Sandbox:
                 pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors, "bufsize": 0}
                 self._process = subprocess.Popen(**_command(Path(place)), **pipes, env={})
             except OSError as error:
-                raise UserError(f"the sandbox does not start: {error}. {REMEDY}") from None
+                raise NoSandbox(f"the sandbox does not start: {error}. {REMEDY}") from None
             if self._answer(START_LIMIT) != {"ready": True}:
                 self.close()
                 self._errors.seek(0)
-                said = one_line(self._errors.read().decode(errors="replace").strip() or "it does not answer")
-                raise UserError(f"the sandbox does not start: {said:.500}. {REMEDY}")
+                said = _printable(self._errors.read().decode(errors="replace").strip() or "it does not answer")
+                raise NoSandbox(f"the sandbox does not start: {said:.500}. {REMEDY}")
 
     def run(self, program: str, seconds: float = 10.0, cpu: int = 10, memory_gb: float = 1.0, **task) -> Ran:
         """Run a Python program. One that breaks the sandbox has failed. seconds: the program's wall-clock limit; cpu: the CPU
@@ -112,10 +110,15 @@ _own: list[Sandbox] = []  # this process's
 
 def run(program: str, **how) -> Ran:
     """Call Sandbox.run in this process's sandbox, which starts with the first program and is replaced if it was broken. Raise
-    UserError if none starts."""
+    NoSandbox if none starts."""
     if not (_own and _own[0].usable):
         _own[:] = [Sandbox()]
     return _own[0].run(program, **how)
+
+
+def _printable(text: str) -> str:
+    """Return the text on one line, with control characters escaped."""
+    return "".join(character if character.isprintable() else f"\\x{ord(character):02x}" for character in " ".join(text.split()))
 
 
 REMEDY = (
@@ -133,7 +136,7 @@ def _bwrap() -> Path:
 
         return bwrap_path().resolve()
     if not (found := shutil.which("bwrap")):
-        raise UserError(f"bubblewrap is not installed. Programs of the model run in its sandbox. {REMEDY}")
+        raise NoSandbox(f"bubblewrap is not installed. Programs of the model run in its sandbox. {REMEDY}")
     return Path(found).resolve()
 
 
@@ -226,7 +229,7 @@ print(json.dumps(fallen))
 
 @functools.cache
 def check() -> None:
-    """Attack a sandbox, once per process. Raise UserError if none starts, or if it does not hold."""
+    """Attack a sandbox, once per process. Raise NoSandbox if none starts, or if it does not hold."""
     os.environ[PROBED] = "1"
     with tempfile.NamedTemporaryFile() as secret, socket.create_server(("127.0.0.1", 0)) as server:
         os.chmod(secret.name, 0o644)
@@ -237,4 +240,4 @@ def check() -> None:
             sandbox.close()
             del os.environ[PROBED]
     if ran != Ran("[]\n", "ok"):
-        raise UserError(f"the sandbox does not hold, so no program is run: {one_line(ran.output.strip()):.500}")
+        raise NoSandbox(f"the sandbox does not hold, so no program is run: {_printable(ran.output.strip()):.500}")
