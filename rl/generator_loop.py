@@ -1,4 +1,4 @@
-"""The surroundings of the algorithm in a generator's loop: the next action, new weights, validation, samples for the learners.
+"""The surroundings of the algorithm in a generator's loop: its decisions, new weights, validation, samples for the learners.
 
 `GeneratorLoop` is for train_async.py, `BatchLoop` for train_one_step_off.py, where the order is known beforehand.
 """
@@ -21,12 +21,15 @@ from rl.weights.subscriber import Subscriber
 
 
 @dataclass(frozen=True)
-class Next:
-    """The next action of a generator."""
+class Decision:
+    """What the ranks of an engine do before its next step."""
 
+    stop: bool
     version: int  # the weights' version for sampling
+    step: int  # of the learners, after which that version was published
     tickets: list[int]  # tickets that start under this version
     idle: Literal["held", "wait"]  # the reason if it has no work: "held" by the bound of staleness, or another one
+    snapshot: int  # the newest step whose checkpoint asks for the unfinished responses
 
 
 class GeneratorLoop:
@@ -45,32 +48,36 @@ class GeneratorLoop:
         self._validated = int(split.store.get("validated"))  # the newest step whose weights have been validated
         self._validating: int | None = None  # the step of the weights in validation
         self._snapshot = 0  # the newest step whose checkpoint got this generator's unfinished responses
-        self._step = 0  # of the newest weights
 
-    def next(self) -> Next | None:
-        """Return the next action; None when the run stops. New weights wait for a running validation, which is of one version,
-        and with --partial-rollout off also for unfinished responses. No ticket starts while newer weights are due."""
-        generator, engine = self.generator, self.engine
-        self._send_validation()
-        self._outbox.flush()
+    def decide(self) -> Decision | None:
+        """Return the decision of the engine's first rank, on all of its ranks; None when the run stops."""
+        ranks = self.generator.engine_ranks
+        decision = ranks.agree(self._decide() if ranks.is_leader else None)
+        # stop only after taking and verifying the last weights
+        return None if decision.stop and decision.version == self.engine.version else decision
+
+    def _decide(self) -> Decision:
+        """Read what the learners say, and draw tickets. New weights wait for a running validation, which is of one version, and
+        with --partial-rollout off also for unfinished responses. No ticket starts while newer weights are due."""
+        generator = self.generator
         state = self._subscriber.effective_state(self._control.read())
         waits_for_responses = self.args.schedule.partial_rollout == "off" and generator.has_unfinished
         waits = not state.stop and (generator.is_validating or waits_for_responses)
-        version = engine.version if waits else state.version
-        leads = generator.engine_ranks.is_leader
-        tickets = self._tickets.take(generator.free_slots, len(generator.tickets), version, state) if leads else []
-        decision = [state.stop, version, tickets, state.step, self._tickets.held]
-        stop, version, tickets, self._step, held = generator.engine_ranks.agree(decision)
-        if stop and version == engine.version:  # stop only after taking and verifying the last weights
-            return None
-        if state.snapshot > self._snapshot:  # for a checkpoint, so that unfinished responses continue after a restart
-            self._snapshot = state.snapshot
-            self._outbox.send_snapshot(self._snapshot, generator.unfinished())
-        return Next(version, tickets, "held" if held else "wait")
+        version = self.engine.version if waits else state.version
+        tickets = self._tickets.take(generator.free_slots, len(generator.tickets), version, state)
+        idle = "held" if self._tickets.held else "wait"
+        return Decision(state.stop, version, state.step, tickets, idle, state.snapshot)
 
-    def update_weights(self, version: int, recompute_kv: bool) -> None:
+    def send_snapshot(self, step: int) -> None:
+        """Send the unfinished responses for the checkpoint of this step, unless that is done: they continue after a restart."""
+        if step > self._snapshot:
+            self._snapshot = step
+            self._outbox.send_snapshot(step, self.generator.unfinished())
+
+    def update_weights(self, decision: Decision, recompute_kv: bool) -> None:
         """Load the learners' weights of this version into the engine, and start their validation if it is due."""
         args = self.args
+        version = decision.version
         total = self.job.total_steps
         generator = self.generator
         with generator.timer("update_weights"):
@@ -78,7 +85,7 @@ class GeneratorLoop:
         self._outbox.report(generator.timer, self._subscriber.received)
         if args.validates(version, total) and args.schedule.step_of(version, total) > self._validated:
             generator.start_validation()
-            self._validating = self._step
+            self._validating = decision.step
 
     def start(self, ticket: int) -> None:
         """Start the ticket's prompt, or continue the responses that it had when the run was stopped."""
@@ -87,18 +94,22 @@ class GeneratorLoop:
     def send(self, group: Group) -> None:
         self._outbox.send_group(group)
 
-    def finish(self) -> None:
-        """Send the unfinished tickets to the learners, and end."""
-        self._outbox.finish(unfinished=self.generator.tickets)
-        self.generator.close()
-
-    def _send_validation(self) -> None:
+    def send_validation(self) -> None:
         """Send the rows of a validation that has just ended."""
         if self._validating is None or self.generator.is_validating:
             return
         rows = self.generator.take_rows()
         self._outbox.send_rows(self._validating, self.engine.version, rows, parts=self.split.generators)
         self._validating = None
+
+    def flush(self) -> None:
+        """Hand over the records for which the ring had no room before."""
+        self._outbox.flush()
+
+    def finish(self) -> None:
+        """Send the unfinished tickets to the learners, and end."""
+        self._outbox.finish(unfinished=self.generator.tickets)
+        self.generator.close()
 
 
 class BatchLoop:
