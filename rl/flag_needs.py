@@ -161,13 +161,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "env_lock_step": (dataclasses.replace(TURNS, unless=("auto", "off")),),
     # the engine
     "gpu_memory_utilization": (VLLM,),
-    "enable_chunked_prefill": (VLLM_ON,),
     "enforce_eager": (VLLM_ON,),
-    "load_format": (VLLM,),
-    "free_cache_engine": (
-        VLLM,
-        Need("on ranks that only generate", lambda args: args.schedule.split is None, (False,)),
-    ),
     # the learner
     **dict.fromkeys(("lora_alpha", "lora_target"), (Need("without --lora-rank", lambda args: args.adapted),)),
     "publish": (

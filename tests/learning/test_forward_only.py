@@ -8,11 +8,11 @@ from helpers import make_group, train
 from hypothesis import given
 from hypothesis import strategies as st
 from layouts import ALONE, GROUPS, assert_taught_the_same, learn_on, relative
+from rl.algorithm.kl_control import KLControl
 
 import losses
 import train_sync
 from rl import parts
-from rl.algorithm.kl_control import KLControl
 from rl.errors import UserError
 from rl.learning import division
 from rl.learning.batch import Batch
@@ -184,7 +184,7 @@ def test_a_run_says_how_much_it_was(tmp_path):
         "def score(data_source, solution_str, ground_truth, extra_info):\n"
         "    return 1.0 if int(ground_truth) % 2 else float(len(set(solution_str)))\n"
     )
-    flags = ["--reward", f"{tmp_path / 'reward.py'}:score", "--ignore-eos", "--max-response-length", "64", "--temperature", "2"]
+    flags = ["--reward", f"{tmp_path / 'reward.py'}:score", "--max-response-length", "64", "--temperature", "2"]
     flags += ["--train-batch-size", "16", "--total-training-steps", "2", "--no-val-before-train", "--test-freq", "0"]
     metrics, _, _ = train("train_sync.py", *flags, out=tmp_path / "runs")
     for step in (1, 2):

@@ -292,7 +292,6 @@ def test_an_engine_of_adapters_keeps_the_model_in_host_memory_while_it_sleeps(mo
 
     assert asleep(train_sync, publish="adapter") == 4 * parameters()
     assert not any([asleep(train_sync), asleep(train_async, publish="adapter")])
-    assert not asleep(train_sync, publish="adapter", free_cache_engine=False)
 
 
 def test_help_without_a_script_says_where_the_flags_are(capsys):
