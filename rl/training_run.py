@@ -74,7 +74,7 @@ class TrainingRun:
         self._begun = self.done  # the last step begun
         if resumed.step:
             self._restore(resumed)
-        self._put_aside = generator.unfinished() if generator else []  # this rank's unfinished work at the newest batch
+        self._unfinished = generator.unfinished() if generator else []  # of this rank, at the newest batch
         self._choose_micro_batch()
         self.recorder = None  # for --record-samples, on the first learner; opened before the run's directory is made
         if args.record_samples and learner.ranks.is_main:
@@ -94,7 +94,8 @@ class TrainingRun:
         if self.samples:
             self.samples.restore(resumed.state["samples"], resumed.groups, resumed.unfinished)
         if self.generator:
-            self.generator.resume(resumed.unfinished)
+            for group in self.generator.share(resumed.unfinished):
+                self.generator.start(group.ticket, group)
 
     def _choose_micro_batch(self) -> None:
         """Measure how many tokens a micro-batch may have if --max-tokens-per-micro-batch is auto."""
@@ -163,7 +164,7 @@ class TrainingRun:
         self._begun += 1
         self.learner.begin_step(self._begun, has_signal=not batch.is_unscored or self._learns_without_scores)
         if self.generator:
-            self._put_aside = self.generator.unfinished()
+            self._unfinished = self.generator.unfinished()
         if self.recorder:
             with self.timer("record"):
                 self.recorder.write(self._begun, groups)
@@ -346,7 +347,7 @@ class TrainingRun:
             unfinished = []
             state = {name: part.state() for name, part in self.parts.items()}
             if self.generator:
-                unfinished = all_gather_groups(self._put_aside)
+                unfinished = all_gather_groups(self._unfinished)
             if self.samples:
                 self.samples.ask(step)  # the generators answer while the weights are copied
                 self.saver.copy(step)

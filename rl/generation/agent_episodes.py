@@ -12,7 +12,7 @@ import numpy as np
 
 from rl.generation.engine import Output, Request, request_seed
 from rl.generation.episodes import Episodes
-from rl.generation.responses import Work
+from rl.generation.responses import Key, OpenGroup
 from rl.model.head import support
 
 
@@ -41,20 +41,17 @@ class AgentEpisodes(Episodes):
 
     def __init__(self, *given):
         super().__init__(*given)
-        self._histories: dict[tuple[int, int], Histories] = {}
+        self._histories: dict[tuple[Key, int], Histories] = {}
 
     # -- the generator's questions
 
-    def begin(self, key: int, work: Work, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
+    def start(self, key: Key, work: OpenGroup, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
         """Start a prompt's episodes. Recorded ones start again from the beginning, because an agent cannot be replayed."""
         work.masks.clear()
-        super().begin(key, work, [None] * len(before), None)
+        super().start(key, work, [None] * len(before), None)
         for request, output in zip(work.requests, before, strict=True):
             self._of[request.id].restarts = int(output is not None)
         return []
-
-    def replay(self) -> None:
-        """Do nothing, because agents cannot be replayed."""
 
     def unfinished(self) -> list[Output]:
         """Return all unfinished responses so far, without routes: those of a later history do not fit the prompt, and a resumed
@@ -64,16 +61,16 @@ class AgentEpisodes(Episodes):
     def last_turn(self, output: Output) -> list[int]:
         return self._histories[output.id].last
 
-    def extra(self, id: tuple[int, int]) -> dict[str, float]:
+    def extra(self, id: tuple[Key, int]) -> dict[str, float]:
         return super().extra(id) | {"forks": len(self._histories[id].all) - 1 if id in self._histories else 0}
 
-    def drop(self, key: int) -> None:
+    def drop(self, key: Key) -> None:
         super().drop(key)
         self._histories = {id: of for id, of in self._histories.items() if id[0] != key}
 
     # -- the beginning
 
-    def _begin(self, id: tuple[int, int], prompt: list[int]) -> None:
+    def _begin(self, id: tuple[Key, int], prompt: list[int]) -> None:
         """Start a response with its agent's first call. If it is not that of the group, it begins a separate history."""
         requests = self.working[id[0]].requests
         number = id[1]
@@ -93,7 +90,7 @@ class AgentEpisodes(Episodes):
 
     # -- turn after turn
 
-    def _add(self, id: tuple[int, int], so_far: Output | None) -> None:
+    def _add(self, id: tuple[Key, int], so_far: Output | None) -> None:
         episode = self._of[id]
         requests = self.working[id[0]].requests
         room = self._room(id)
@@ -109,7 +106,7 @@ class AgentEpisodes(Episodes):
             output = dataclasses.replace(output, finish_reason="stop")
         super()._turn_ended(output)
 
-    def _answered(self, id: tuple[int, int], answer: dict) -> None:
+    def _answered(self, id: tuple[Key, int], answer: dict) -> None:
         """Continue with the agent's next call. Its tokens are a new history's prompt, or are appended to an existing one."""
         if not answer["done"]:
             self._of[id].most = answer["most"]
@@ -122,7 +119,7 @@ class AgentEpisodes(Episodes):
                 answer = answer | {"ids": []}
         super()._answered(id, answer)
 
-    def _turn_to(self, id: tuple[int, int], number: int, prompt: list[int]) -> None:
+    def _turn_to(self, id: tuple[Key, int], number: int, prompt: list[int]) -> None:
         """Make another history the active one. prompt: of a new history."""
         of = self._histories[id]
         episode = self._of[id]
@@ -139,7 +136,7 @@ class AgentEpisodes(Episodes):
             work.masks[id[1]] = history.mask
         work.requests[id[1]] = history.request
 
-    def _note(self, id: tuple[int, int]) -> None:
+    def _note(self, id: tuple[Key, int]) -> None:
         of = self._histories[id]
         episode = self._of[id]
         history = of.all[of.active]
@@ -147,7 +144,7 @@ class AgentEpisodes(Episodes):
         history.at = episode.at
         history.mask = self.working[id[0]].masks.pop(id[1], None)
 
-    def _room(self, id: tuple[int, int]) -> int:
+    def _room(self, id: tuple[Key, int]) -> int:
         """Return the most tokens of the active history. The response's budget also includes the other histories, and the
         prompts of all but the first."""
         of = self._histories[id]
@@ -156,12 +153,12 @@ class AgentEpisodes(Episodes):
 
     # -- the end
 
-    def _finish(self, id: tuple[int, int], reason: str) -> None:
+    def _finish(self, id: tuple[Key, int], reason: str) -> None:
         if id in self._histories and len(self._histories[id].all) > 1:
             self._join(id)
         super()._finish(id, reason)
 
-    def _join(self, id: tuple[int, int]) -> None:
+    def _join(self, id: tuple[Key, int]) -> None:
         """Join all histories into one output. Each one after the first begins with its prompt, which is masked."""
         self._note(id)
         work, (first, *others) = self.working[id[0]], self._histories[id].all

@@ -17,10 +17,9 @@ import numpy as np
 from rl.data.job import Job
 from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
-from rl.generation.engine import Engine, Output, request_seed
-from rl.generation.engine_ranks import EngineRanks
+from rl.generation.engine import Engine, EngineRanks, Output, request_seed
 from rl.generation.episode import Episode
-from rl.generation.responses import VALIDATION, Responses, Work
+from rl.generation.responses import Key, OpenGroup, Responses
 from rl.model.head import support
 from rl.ranks.timers import Timers
 from rl.rewards.pool import Score, can_score
@@ -40,15 +39,16 @@ class Episodes(Responses):
         self.job, self.engine_ranks, self.args, self.end_tokens = job, engine_ranks, args, end_tokens
         self.environments: Environments = job.environments
         self.scores_at_end = self.environments.ready["scores_at_end"]
-        self.paused_below = 0  # smaller keys were put aside: their answers wait
-        self._of: dict[tuple[int, int], Episode] = {}
-        self._processes: dict[tuple[int, int], bool] = {}  # episodes with a process -> whether it owes an answer
-        self._queue: list[int] = []  # keys without environments yet
-        self._resetting: set[tuple[int, int]] = set()  # episodes that have not begun
-        self._prompts: dict[int, list[int] | None] = {}  # by key: the prompt that the first reset returned
-        self._answers: list[tuple[tuple[int, int], dict]] = []
+        self.paused_below = Key(False, 0)  # smaller keys are paused: their answers wait
+        self._of: dict[tuple[Key, int], Episode] = {}
+        self._processes: dict[tuple[Key, int], bool] = {}  # episodes with a process -> whether it owes an answer
+        self._queue: list[Key] = []  # keys without environments yet
+        self._resetting: set[tuple[Key, int]] = set()  # episodes that have not begun
+        self._prompts: dict[Key, list[int] | None] = {}  # by key: the prompt that the first reset returned
+        self._answers: list[tuple[tuple[Key, int], dict]] = []
         self._ended: list[Output] = []
-        self._replayed: list[tuple] | None = None  # requests for the engine, collected during `replay`
+        self._has_recorded = False  # whether `resume` has to replay recorded episodes
+        self._replayed: list[tuple] | None = None  # requests for the engine, collected by `_replay`
 
     # -- the generator's questions
 
@@ -56,9 +56,10 @@ class Episodes(Responses):
     def num_unfinished(self) -> int:
         return self.engine.num_unfinished + len(self._resetting)
 
-    def begin(self, key: int, work: Work, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
+    def start(self, key: Key, work: OpenGroup, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
         """Start a prompt's episodes, or replay the recorded ones."""
         self.working[key] = work
+        self._has_recorded |= any(before)
         for request, output in zip(work.requests, before, strict=True):
             self._of[request.id] = Episode(output, prompt)
             self._resetting.add(request.id)
@@ -89,7 +90,7 @@ class Episodes(Responses):
         """Whether the engine waits (--env-lock-step)."""
         return self.args.in_lock_step and any(self._processes.values())
 
-    def replay(self) -> None:
+    def _replay(self) -> None:
         """Replay all recorded episodes. Give them to the engine as if the run had not stopped: first those that were stopped
         within a turn, then those that waited for their environment."""
         self._replayed = []
@@ -107,16 +108,19 @@ class Episodes(Responses):
         elsewhere = {id: episode.output for id, episode in self._of.items() if not episode.in_engine}
         return super().unfinished() + [output or Output(id, [], [], [], "unfinished") for id, output in elsewhere.items()]
 
-    def put_aside(self, below: int) -> None:
+    def pause(self, below: Key) -> None:
         """Take all unfinished responses out of the engine. Their environments' answers wait."""
-        super().put_aside(below)
+        super().pause(below)
         self.paused_below = below
 
-    def proceed(self) -> None:
-        self.paused_below = 0
-        super().proceed()
+    def resume(self) -> None:
+        self.paused_below = Key(False, 0)
+        super().resume()
+        if self._has_recorded:
+            self._has_recorded = False
+            self._replay()
 
-    def score(self, id: tuple[int, int]) -> Score | None:
+    def score(self, id: tuple[Key, int]) -> Score | None:
         """Return an ended episode's score by its environment, 0 if it was cut before; None if a verifier has to score it."""
         episode = self._of[id]
         if episode.event or episode.rewards:
@@ -127,7 +131,7 @@ class Episodes(Responses):
             return Score(0.0)
         return Score(None, event="bad_value", message="neither the environment nor a verifier of its data_source scored it")
 
-    def extra(self, id: tuple[int, int]) -> dict[str, float]:
+    def extra(self, id: tuple[Key, int]) -> dict[str, float]:
         """Return further numbers of an ended episode; none if its prompt's images could not be prepared."""
         if id not in self._of:
             return {}
@@ -146,12 +150,12 @@ class Episodes(Responses):
             "restarts": episode.restarts,
         }
 
-    def rewards(self, id: tuple[int, int]) -> list[list] | None:
+    def rewards(self, id: tuple[Key, int]) -> list[list] | None:
         """Return [token, reward] for each turn with a reward, with --turn-rewards and if the episode could be scored."""
         episode = self._of.get(id)
         return episode.rewards if episode and self.args.turn_rewards and not episode.event else None
 
-    def drop(self, key: int) -> None:
+    def drop(self, key: Key) -> None:
         for request in self.working[key].requests:
             del self._of[request.id]
         self._prompts.pop(key, None)
@@ -162,22 +166,25 @@ class Episodes(Responses):
 
     # -- the processes
 
-    def _fork(self, id: tuple[int, int]) -> None:
+    def _fork(self, id: tuple[Key, int]) -> None:
         key, number = id
         prompt = self.working[key].prompt
         known = {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth, "extra_info": prompt.extra_info}
-        seeds = {"seed": request_seed(self.args.seed, key, OF_GROUP), "own_seed": request_seed(self.args.seed, key, number)}
+        seeds = {
+            "seed": request_seed(self.args.seed, key.place, OF_GROUP),
+            "own_seed": request_seed(self.args.seed, key.place, number),
+        }
         self._processes[id] = True
         if self.engine_ranks.is_leader:
-            self.environments.begin(id, row=prompt.row | known, split="val" if key >= VALIDATION else "train", **seeds)
+            self.environments.begin(id, row=prompt.row | known, split="val" if key.validates else "train", **seeds)
 
-    def _ask(self, id: tuple[int, int], what: str, **item: Any) -> None:
+    def _ask(self, id: tuple[Key, int], what: str, **item: Any) -> None:
         if id in self._processes:  # otherwise it has failed, and its event is in `_answers`
             self._processes[id] = True
             if self.engine_ranks.is_leader:
                 self.environments.ask(id, what, **item)
 
-    def _end_process(self, id: tuple[int, int]) -> None:
+    def _end_process(self, id: tuple[Key, int]) -> None:
         self._processes.pop(id, None)
         if self.engine_ranks.is_leader:
             self.environments.end(id)
@@ -188,7 +195,6 @@ class Episodes(Responses):
             return
         answers = self.environments.poll(wait) if self.engine_ranks.is_leader else []
         for id, answer in self.engine_ranks.agree(answers):
-            id = tuple(id)
             self._answers.append((id, answer))
             if "event" in answer:
                 self._processes.pop(id, None)
@@ -207,7 +213,7 @@ class Episodes(Responses):
             for request in self.working[key].requests:
                 self._fork(request.id)
 
-    def _was_reset(self, id: tuple[int, int], prompt: list[int] | None) -> None:
+    def _was_reset(self, id: tuple[Key, int], prompt: list[int] | None) -> None:
         """Start an episode. The first of a group sets the group's prompt. prompt: None if the reset adds nothing to it."""
         key = id[0]
         work = self.working[key]
@@ -227,7 +233,7 @@ class Episodes(Responses):
             self._prompts[key] = prompt
         self._begin(id, prompt)
 
-    def _begin(self, id: tuple[int, int], prompt: list[int] | None) -> None:
+    def _begin(self, id: tuple[Key, int], prompt: list[int] | None) -> None:
         """Start an episode whose group has a prompt, which must be this episode's as well."""
         key, number = id
         work = self.working[key]
@@ -239,10 +245,10 @@ class Episodes(Responses):
         work.requests[number] = dataclasses.replace(work.requests[number], prompt_ids=work.prompt.ids)
         self._start(id)
 
-    def _refuse(self, id: tuple[int, int], wrong: str) -> None:
+    def _refuse(self, id: tuple[Key, int], wrong: str) -> None:
         self._fail(id, {"event": "bad_value", "message": wrong})
 
-    def _start(self, id: tuple[int, int]) -> None:
+    def _start(self, id: tuple[Key, int]) -> None:
         episode = self._of[id]
         if episode.output is None:
             self._add(id, None)
@@ -286,14 +292,14 @@ class Episodes(Responses):
             else:
                 self._answered(id, answer)
 
-    def _say(self, id: tuple[int, int], end: int) -> None:
+    def _say(self, id: tuple[Key, int], end: int) -> None:
         """Give the environment the model's turn, which ends before token `end`."""
         episode = self._of[id]
         episode.turns += 1
         self._ask(id, "step", ids=episode.output.token_ids[episode.at : end])
         episode.at = end
 
-    def _answered(self, id: tuple[int, int], answer: dict) -> None:
+    def _answered(self, id: tuple[Key, int], answer: dict) -> None:
         episode = self._of[id]
         ids = answer["ids"]
         episode.add(answer)
@@ -320,10 +326,10 @@ class Episodes(Responses):
             known = None if o.support is None else np.concatenate([o.support, support.nothing(len(ids), o.support.shape[1])])
             self._add(id, Output(id, *lists, "unfinished", o.routes, known))
 
-    def _room(self, id: tuple[int, int]) -> int:
+    def _room(self, id: tuple[Key, int]) -> int:
         return self.args.max_response_length
 
-    def _append(self, id: tuple[int, int], tokens: int) -> None:
+    def _append(self, id: tuple[Key, int], tokens: int) -> None:
         """Mask the next `tokens` tokens, which are the environment's."""
         episode = self._of[id]
         masks = self.working[id[0]].masks
@@ -333,7 +339,7 @@ class Episodes(Responses):
             masks[id[1]] = np.concatenate([known, turn, np.zeros(tokens, bool)])
         episode.at += tokens
 
-    def _add(self, id: tuple[int, int], so_far: Output | None) -> None:
+    def _add(self, id: tuple[Key, int], so_far: Output | None) -> None:
         """Let the engine sample the next turn, before turns of prompts that began later. If responses keep their KV cache
         across updates, turns keep it too."""
         episode = self._of[id]
@@ -343,7 +349,7 @@ class Episodes(Responses):
         so_far = so_far and dataclasses.replace(so_far, finish_reason="unfinished")
         kept = so_far.versions[0] if so_far and getattr(self.args.schedule, "partial_rollout", "") == "keep" else None
         request = self.working[id[0]].requests[id[1]]
-        request = dataclasses.replace(request, so_far=so_far, priority=id[0], kv_version=kept)
+        request = dataclasses.replace(request, so_far=so_far, priority=id[0].place, kv_version=kept)
         if self._replayed is None:
             self.engine.add(request)
         else:
@@ -351,7 +357,7 @@ class Episodes(Responses):
 
     # -- the replay
 
-    def _play(self, id: tuple[int, int]) -> None:
+    def _play(self, id: tuple[Key, int]) -> None:
         """Replay the next recorded turn; the last may be incomplete, because the run or the budget ended."""
         episode = self._of[id]
         end = episode.at + episode.again.popleft()
@@ -362,20 +368,20 @@ class Episodes(Responses):
         else:
             self._cut(id)
 
-    def _forget(self, id: tuple[int, int]) -> None:
+    def _forget(self, id: tuple[Key, int]) -> None:
         self.working[id[0]].masks.pop(id[1], None)
         self._of[id] = Episode(restarts=self._of[id].restarts + 1)
 
     # -- the end
 
-    def _cut(self, id: tuple[int, int]) -> None:
+    def _cut(self, id: tuple[Key, int]) -> None:
         """End an episode whose turn the budget has cut. Its environment does not get the turn."""
         episode = self._of[id]
         episode.turns += 1
         episode.at = len(episode.output.token_ids)
         self._end(id, "length")
 
-    def _end(self, id: tuple[int, int], cut: str) -> None:
+    def _end(self, id: tuple[Key, int], cut: str) -> None:
         """End an episode that its environment has not ended. The environment may still have a reward for it."""
         episode = self._of[id]
         episode.cut = cut
@@ -384,14 +390,14 @@ class Episodes(Responses):
         else:
             self._finish(id, "length")
 
-    def _finish(self, id: tuple[int, int], reason: str) -> None:
+    def _finish(self, id: tuple[Key, int], reason: str) -> None:
         episode = self._of[id]
         self._end_process(id)
         episode.is_over = True
         episode.output = dataclasses.replace(episode.output, finish_reason=reason)
         self._ended.append(episode.output)
 
-    def _fail(self, id: tuple[int, int], answer: dict) -> None:
+    def _fail(self, id: tuple[Key, int], answer: dict) -> None:
         """End an episode whose environment has failed. Only this response is lost."""
         episode = self._of[id]
         self._end_process(id)

@@ -176,19 +176,19 @@ def test_a_stop_starts_agents_again_and_counts_them(steps):
     (group,) = generator.unfinished()
     begun = [int(len(r.token_ids) > 0) for r in group.responses]
     resumed, _ = agents(calls)
-    resumed.resume([Group.from_bytes(group.to_bytes())])
+    resumed.start(group.ticket, Group.from_bytes(group.to_bytes()))
     found = finish(resumed)
     for response, expected in zip(found.responses, whole.responses, strict=True):
         assert runs(response) == runs(expected) and response.score == 1.0
     assert [r.extra["restarts"] for r in found.responses] == begun
 
 
-def test_what_is_put_aside_continues_in_its_history():
+def test_what_is_paused_continues_in_its_history():
     """train_sync.py with --over-sample: the engine is given another prompt, and what that has become."""
     import train_sync
 
     generator, _ = agents([(1, SUB), (0, ANSWER), (1, ANSWER)], n=1, Args=train_sync.Args, length=40)
-    generator.begin([5])
+    generator.start(5)
     groups = generator.generate([0]) + generator.generate([1])
     assert len({repr(runs(group.responses[0])) for group in groups}) == 1 and len(groups) == 2
 
@@ -196,7 +196,7 @@ def test_what_is_put_aside_continues_in_its_history():
 @pytest.mark.parametrize("flags", [{}, {"keep_sampling_mask": True, "top_k": 2}])
 def test_a_further_history_has_what_the_flags_keep_of_each_token(flags):
     """A KV cache of its own (--partial-rollout keep), and what its tokens were sampled from (--keep-sampling-mask)."""
-    width, kept = support.width(SimpleNamespace(**flags)), []
+    width, kept = (flags["top_k"] + support.TIES if flags else 0), []
     record = np.arange(9 * width, dtype=np.int32).reshape(9, width)
 
     class Keeps(ScriptedEngine):
@@ -238,7 +238,6 @@ def test_what_could_be_sampled_is_recorded_in_all_histories(models):
     engine = TransformersEngine(models["qwen3"], max_length=94, max_num_seqs=4, end_tokens={1, 2, 3, 4, 5, 6})
     flags = {"top_k": 3, "keep_sampling_mask": True, "length": 60}
     generator, _ = agents([(1, [20, 9]), (0, [21, 8]), (2, [23])], engine=engine, n=4, **flags)
-    generator.sampling = generator.args.sampling
     generator.start(0)
     group = Group.from_bytes(finish(generator).to_bytes())
     assert any(response.histories for response in group.responses)
@@ -259,7 +258,6 @@ def test_log_probs_of_all_histories_agree_with_the_learner_s_pass(models):
     calls = [(1, [20, 9]), (0, [21, 8]), (1, [22, 7, 8]), (2, [23])]
     prompt = lambda key: [2, 3] if key[1] < 3 else [7, 7, 2]  # noqa: E731
     generator, _ = agents(calls, engine=engine, prompt=prompt, n=5, length=60)
-    generator.sampling = generator.args.sampling
     generator.start(0)
     group = Group.from_bytes(finish(generator).to_bytes())
     assert sum(len(r.histories or [0]) > 1 for r in group.responses) >= 3
@@ -300,7 +298,6 @@ def test_every_history_is_replayed_with_the_experts_that_sampled_it(models, rank
     prompt = lambda key: [7, 7, 2] if key[1] == unlike else [2, 3]  # noqa: E731
     generator, played = agents(calls, engine=engine_of(), prompt=prompt, n=5, length=50)
     played.answer = lambda key, turn, ids: DONE if key[1] == unlike else played._say(key, turn, ids)
-    generator.sampling = generator.args.sampling
     generator.start(0)
     played._pending.reverse()  # the first response's call comes last
     group = Group.from_bytes(finish(generator).to_bytes())
@@ -324,6 +321,6 @@ def test_every_history_is_replayed_with_the_experts_that_sampled_it(models, rank
     free = [len(part) for part in (group.prompt_ids, *(r.token_ids for r in group.responses))]
     assert int((micro.routes[:, 0, 0] == UNKNOWN).sum()) == len(ends) and len(micro.routes) == sum(free)
     learner = Learner(models["moe"], LearnerArgs(lr_warmup_steps=0, router_replay="R3"), ranks, 10)
-    found, metrics = learner.log_probs(micro)[0], learner.router_metrics()
+    found, metrics = learner.forward(micro).log_prob, learner.router_metrics()
     torch.testing.assert_close(found.detach(), batch.rollout_log_prob[micro.index], atol=1e-4, rtol=0)
     assert metrics["moe/replay/tokens_differ"] < 0.01

@@ -1,12 +1,12 @@
 """Runs steps of train_sync.py in this process, for tests that compare many steps."""
 
 import torch
+from rl.algorithm.kl_control import KLControl
 
 import losses
 import train_sync
 from rl import parts
-from rl.algorithm.kl_control import KLControl
-from rl.generation.engine_ranks import EngineRanks
+from rl.generation.engine import EngineRanks
 from rl.generation.generator import Generator, make_generator
 from rl.learning.batch import Batch
 from rl.learning.learner import Learner

@@ -10,26 +10,26 @@ import functools
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from rl.adapters.lora import AdapterArgs, adapt
-from rl.data.image_prompts import Images, takes_images
-from rl.generation.embedded.forward import has_fast_path, hidden_states
+from rl.data.image_prompts import takes_images
+from rl.generation.embedded.decoding import has_fast_path, hidden_states, sample
 from rl.generation.embedded.kv_cache import DecodeLayout, KVCache, PrefillLayout
-from rl.generation.embedded.sampling import sample
 from rl.generation.engine import Output, Request, check_length, checked
-from rl.model import vision_forward
 from rl.model.attention import check_supported, linear_layers
 from rl.model.forward_check import Probe, check_engine
-from rl.model.head.precision import Fp32Head
-from rl.model.head.support import nothing
 from rl.model.loading import load_weights
 from rl.model.pretrained import end_token_ids, load_config
-from rl.model.router import Router, RouterArgs, as_record
-from rl.model.vision_forward import RowImages, row_inputs
 from rl.ranks.device import is_accelerator
+
+if TYPE_CHECKING:
+    from rl.adapters.lora import AdapterArgs
+    from rl.data.image_prompts import Images
+    from rl.model.router import RouterArgs
+    from rl.model.vision_forward import RowImages
 
 
 @dataclass
@@ -50,6 +50,8 @@ class Running:
         lists = map(list, (before.token_ids, before.log_probs, before.versions))
         support = before.support
         if support is None and (columns := request.sampling.support):
+            from rl.model.head.support import nothing
+
             support = nothing(len(before.token_ids), columns)
         records = ([] if record is None else [record] for record in (before.routes, support))
         return Running(request, *lists, *records)
@@ -95,16 +97,20 @@ class TransformersEngine:
         device: torch.device | str = "cpu",
         trust_remote_code: bool = False,
         end_tokens: set[int] | None = None,
-        router: RouterArgs | None = None,
-        adapters: AdapterArgs | None = None,
+        router: "RouterArgs | None" = None,
+        adapters: "AdapterArgs | None" = None,
     ):
         """adapters: for an engine that gets adapters without the model's weights (--publish adapter)."""
         check_supported(load_config(model_path, trust_remote_code).get_text_config(), f"--model {model_path}", max_length)
         self.model = load_weights(model_path, dtype, trust_remote_code, say=False)
-        self.adapters = adapt(self.model, adapters, f"--model {model_path}") if adapters else None
-        for name in self.adapters.tensors if self.adapters else ():
-            parameter = self.model.get_parameter(name)
-            parameter.data = torch.zeros_like(parameter, dtype=dtype)  # without effect until the first update
+        self.adapters = None
+        if adapters:
+            from rl.adapters.lora import adapt
+
+            self.adapters = adapt(self.model, adapters, f"--model {model_path}")
+            for name in self.adapters.tensors:
+                parameter = self.model.get_parameter(name)
+                parameter.data = torch.zeros_like(parameter, dtype=dtype)  # without effect until the first update
         self.model.to(device).eval().requires_grad_(False)
         self.device = torch.device(device)
         self.dtype = dtype
@@ -115,15 +121,20 @@ class TransformersEngine:
         self.has_fast_path = has_fast_path(self.model)
         self.takes_images = takes_images(self.model.config)
         if self.takes_images:
-            vision_forward.embed_by_product(self.model)
+            from rl.model.vision_forward import embed_by_product
+
+            embed_by_product(self.model)
         if linear_layers(self.model.config):
             from rl.generation.embedded.states import carry
 
             carry(self.model, f"--model {model_path}")
-        router = router or RouterArgs()
-        self.router = Router.of(self.model, router)
-        self.records_routes = self.router is not None and router.router_replay == "R3"
-        self.head_fp32 = router.lm_head_fp32 and dtype != torch.float32
+        self.router = None
+        if getattr(self.model.config.get_text_config(), "num_experts_per_tok", None):
+            from rl.model.router import Router, RouterArgs
+
+            self.router = Router.of(self.model, router or RouterArgs())
+        self.records_routes = self.router is not None and router is not None and router.router_replay == "R3"
+        self.head_fp32 = router is not None and router.lm_head_fp32 and dtype != torch.float32
         self._head = None
         self.version = -1
         self.waiting: deque[Request] = deque()
@@ -243,21 +254,25 @@ class TransformersEngine:
         """Return the largest position among the running requests."""
         return max(len(r.request.prompt_ids) + len(r.token_ids) for r in self.running) - 1
 
-    def _fill(self, token: torch.Tensor, layout: PrefillLayout, images: list[Images | None]) -> torch.Tensor:
+    def _fill(self, token: torch.Tensor, layout: PrefillLayout, images: "list[Images | None]") -> torch.Tensor:
         """token [T] of whole sequences, each with its images -> hidden states [T, hidden]."""
         if not self.takes_images:
             return self._forward(token, layout.position_ids, layout)
+        from rl.model.vision_forward import row_inputs
+
         inputs = row_inputs(layout.lengths, [-1] * len(images), images)
         row = inputs["images"] if inputs["images"].files else None
         return self._forward(token, inputs["position_ids"].to(self.device), layout, row)
 
-    def _forward(self, token: torch.Tensor, position: torch.Tensor, layout, images: RowImages | None = None) -> torch.Tensor:
+    def _forward(self, token: torch.Tensor, position: torch.Tensor, layout, images: "RowImages | None" = None) -> torch.Tensor:
         """token [T], position [T], or [3, 1, T] for a row that may have images -> hidden states [T, hidden]."""
         if self.router:
             self.router.begin(layout)
         if self.has_fast_path and position.dim() == 1:
             return hidden_states(self.model, token, position, layout)
         if self.takes_images:
+            from rl.model import vision_forward
+
             return vision_forward.hidden_states(self.model.model, layout, token[None], position.expand(3, 1, -1), images)
         rows = {"input_ids": token[None], "position_ids": position[None]}
         return self.model.model(**rows, use_cache=False, layout=layout)[0][0]
@@ -323,6 +338,8 @@ class TransformersEngine:
 
     def _routes(self, lengths: list[int]) -> list[np.ndarray]:
         """Return the routes of the last forward pass, [m, L, K] for each run of m tokens."""
+        from rl.model.router import as_record
+
         record = as_record(self.router.chosen(), self.router.experts)
         return np.split(record, np.cumsum(lengths)[:-1])
 
@@ -367,6 +384,8 @@ class TransformersEngine:
         """[n, hidden] -> [n, V]; with --lm-head-fp32, computed with a copy of the head that is made once per update."""
         if not self.head_fp32:
             return self.model.lm_head(hidden)
+        from rl.model.head.precision import Fp32Head
+
         self._head = self._head or Fp32Head.of(self.model.lm_head)
         return self._head(hidden)
 
