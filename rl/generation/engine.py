@@ -24,7 +24,6 @@ from rl.ranks.launch import nodes
 from rl.ranks.watchdog import doing
 
 if TYPE_CHECKING:
-    from rl.adapters.lora import AdapterArgs
     from rl.data.image_prompts import Images
 
 
@@ -177,15 +176,6 @@ class Engine(Protocol):
     @property
     def num_unfinished(self) -> int: ...
 
-    # -- only with --publish adapter: the first update has the adapters and then the model, later ones only the adapters;
-    # read_back and own_part accept the learner's names of the adapters
-
-    max_length: int  # prompt + response, in tokens
-
-    def log_probs_of(self, ids: list[int]) -> list[float]:
-        """Return the log-prob, at temperature 1, of each token except the first under the current weights. Unfinished responses
-        may continue meanwhile; the next step returns those that end."""
-
 
 def make_engine(
     path: str,
@@ -194,10 +184,8 @@ def make_engine(
     learner_dtype: str,
     device: torch.device,
     trust_remote_code: bool,
-    adapters: "AdapterArgs | None" = None,
 ) -> Engine:
-    """Return the engine that the flags ask for, loaded from `path`. Raise UserError if that is impossible. adapters: for an
-    engine that gets adapters without the model's weights (--publish adapter)."""
+    """Return the engine that the flags ask for, loaded from `path`. Raise UserError if that is impossible."""
     dtype = args.weights_dtype(learner_dtype)
     chosen = choose_engine(args.engine, device)
     if args.rollout_tp != 1 and chosen != "vllm":
@@ -206,7 +194,7 @@ def make_engine(
     if chosen == "vllm":
         from rl.generation.vllm.engine import VLLMEngine
 
-        return VLLMEngine(path, args, max_length, dtype, device, trust_remote_code, end_tokens, adapters)
+        return VLLMEngine(path, args, max_length, dtype, device, trust_remote_code, end_tokens)
     from rl.generation.embedded.engine import TransformersEngine
 
     return TransformersEngine(
@@ -219,7 +207,6 @@ def make_engine(
         trust_remote_code=trust_remote_code,
         end_tokens=end_tokens,
         router=args,
-        adapters=adapters,
     )
 
 
@@ -282,11 +269,10 @@ def check_length(request: Request, max_length: int) -> None:
 
 
 def checked(
-    weights: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, torch.Size], needed: Iterable[str]
+    weights: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, torch.Size]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights of an update. Raise ValueError, naming the first weight that is unknown, has a wrong shape, or is
-    `needed` but missing."""
-    missing = set(needed)
+    """Yield the weights of an update. Raise ValueError with the first name that is unknown, missing or of a wrong shape."""
+    missing = set(shapes)
     for name, tensor in weights:
         if shapes.get(name) != tensor.shape:
             raise ValueError(f"weight {name} {list(tensor.shape)} does not belong to the engine's model")

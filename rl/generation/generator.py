@@ -277,8 +277,7 @@ def make_generator(
     if job.environments:
         job.environments.check()
     length = args.max_prompt_length + args.max_response_length
-    adapters = args if args.publishes_adapters else None
-    engine = make_engine(job.path, args, length, args.dtype, ranks.device, args.trust_remote_code, adapters)
+    engine = make_engine(job.path, args, length, args.dtype, ranks.device, args.trust_remote_code)
     dist.engines_first("generator")
     engine_ranks = EngineRanks(ranks, args.rollout_tp)
     return Generator(engine, job, pool, args, engine_ranks, give_up, make_responses(args, job, engine, engine_ranks))

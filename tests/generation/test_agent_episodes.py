@@ -1,7 +1,6 @@
 """Responses of agents: what their calls extend is continued, what they do not is a further history of the same response."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import numpy as np
 import pytest

@@ -58,7 +58,6 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
 LEFT_OUT = {  # a file with such places of which no case can notice any -> why
     "rl/ranks/device.py": "it moves what others tell it to",
     "rl/generation/vllm/start.py": "vLLM's own process, tested with vLLM",
-    "rl/generation/vllm/adapters.py": "vLLM's own process, tested with vLLM",
     "rl/weights/adapter_probe.py": "positions of models that take images, none of which has adapters in an engine",
     "rl/model/grouped_experts.py": "a kernel with values, tested by itself",
     "rl/model/hybrid/kernels.py": "a kernel with values, tested by itself",

@@ -20,13 +20,11 @@ from rl.generation.embedded.decoding import has_fast_path, hidden_states, sample
 from rl.generation.embedded.kv_cache import DecodeLayout, KVCache, PrefillLayout
 from rl.generation.engine import Output, Request, check_length, checked
 from rl.model.attention import check_supported, linear_layers
-from rl.model.forward_check import Probe, check_engine
 from rl.model.loading import load_weights
 from rl.model.pretrained import end_token_ids, load_config
 from rl.ranks.device import is_accelerator
 
 if TYPE_CHECKING:
-    from rl.adapters.lora import AdapterArgs
     from rl.data.image_prompts import Images
     from rl.model.router import RouterArgs
     from rl.model.vision_forward import RowImages
@@ -98,19 +96,9 @@ class TransformersEngine:
         trust_remote_code: bool = False,
         end_tokens: set[int] | None = None,
         router: "RouterArgs | None" = None,
-        adapters: "AdapterArgs | None" = None,
     ):
-        """adapters: for an engine that gets adapters without the model's weights (--publish adapter)."""
         check_supported(load_config(model_path, trust_remote_code).get_text_config(), f"--model {model_path}", max_length)
         self.model = load_weights(model_path, dtype, trust_remote_code, say=False)
-        self.adapters = None
-        if adapters:
-            from rl.adapters.lora import adapt
-
-            self.adapters = adapt(self.model, adapters, f"--model {model_path}")
-            for name in self.adapters.tensors:
-                parameter = self.model.get_parameter(name)
-                parameter.data = torch.zeros_like(parameter, dtype=dtype)  # without effect until the first update
         self.model.to(device).eval().requires_grad_(False)
         self.device = torch.device(device)
         self.dtype = dtype
@@ -134,8 +122,6 @@ class TransformersEngine:
 
             self.router = Router.of(self.model, router or RouterArgs())
         self.records_routes = self.router is not None and router is not None and router.router_replay == "R3"
-        self.head_fp32 = router is not None and router.lm_head_fp32 and dtype != torch.float32
-        self._head = None
         self.version = -1
         self.waiting: deque[Request] = deque()
         self.running: list[Running] = []  # running[a] is in slot a
@@ -144,7 +130,6 @@ class TransformersEngine:
         self.position = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)  # of the newest token
         self.token = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)  # the newest token, not yet in the KV
         self.uniform = torch.zeros(max_num_seqs, max_length, device=self.device)
-        check_engine(self._decode_all, self.model, model_path, dtype)
 
     # -- the contract
 
@@ -183,12 +168,10 @@ class TransformersEngine:
     @torch.no_grad()
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool = False) -> None:
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
-        needed = self.adapters.tensors if self.adapters and self.version >= 0 else shapes
-        for name, tensor in checked(weights, shapes, needed):
+        for name, tensor in checked(weights, shapes):
             if (target := self._parameters[name]).data_ptr() != tensor.data_ptr():
                 target.copy_(tensor)
         self.version = version
-        self._head = None
         if recompute_kv:
             self._recompute_kv()
 
@@ -212,13 +195,6 @@ class TransformersEngine:
         if self.sleeps:
             self.cache = None
 
-    @torch.no_grad()
-    def log_probs_of(self, ids: list[int]) -> list[float]:
-        layout = PrefillLayout([len(ids)], [0], self._new_cache(1, len(ids)), self.device)
-        token = torch.tensor(ids).to(self.device)
-        logits = self.model.lm_head(self._fill(token, layout, [None])[:-1])  # [n - 1, V]
-        return logits.float().log_softmax(-1).gather(1, token[1:, None]).squeeze(1).tolist()
-
     # -- mechanics
 
     @functools.cached_property
@@ -228,27 +204,9 @@ class TransformersEngine:
 
     def _kv(self) -> KVCache:
         if self.cache is None:
-            self.cache = self._new_cache(self.max_num_seqs, self.max_length)
+            config = self.model.config.get_text_config()
+            self.cache = KVCache(config, self.max_num_seqs, self.max_length, self.dtype, self.device)
         return self.cache
-
-    def _new_cache(self, slots: int, length: int) -> KVCache:
-        return KVCache(self.model.config.get_text_config(), slots, length, self.dtype, self.device)
-
-    def _decode_all(self, probe: Probe) -> torch.Tensor:
-        """Return logits [S, L - prompt, V] that predict the probe's responses: its prompt is prefilled, the rest is decoded
-        token by token. For the check of the forward pass; uses a separate cache."""
-        ids, prompt = probe.ids, probe.prompt
-        sequences, length = ids.shape
-        cache = self._new_cache(sequences, length)
-        layout = PrefillLayout([prompt] * sequences, list(range(sequences)), cache, self.device)
-        hidden = self._fill(ids[:, :prompt].flatten(), layout, [probe.images] * sequences)
-        logits = [self.model.lm_head(hidden[layout.last])]
-        ahead = probe.images.next_position - prompt if probe.images else 0
-        for place in range(prompt, length - 1):
-            position = torch.full((sequences,), place, device=self.device)
-            hidden = self._forward(ids[:, place], position + ahead, DecodeLayout(position, place + 1, cache))
-            logits.append(self.model.lm_head(hidden))
-        return torch.stack(logits, dim=1)
 
     def _longest(self) -> int:
         """Return the largest position among the running requests."""
@@ -360,7 +318,7 @@ class TransformersEngine:
         rows = self.running[first:]
         counts = torch.tensor([len(r.token_ids) for r in rows]).to(self.device)
         uniform = self.uniform[first : len(self.running)].gather(1, counts[:, None]).squeeze(1)
-        token, log_prob, support = sample(self._logits(hidden), uniform, [r.request.sampling for r in rows])
+        token, log_prob, support = sample(self.model.lm_head(hidden), uniform, [r.request.sampling for r in rows])
         if support is not None:
             for row, record in zip(rows, support.tolist(), strict=True):
                 if row.request.sampling.support:
@@ -379,15 +337,6 @@ class TransformersEngine:
         outputs = [self.running[slot].output(reason) for slot, reason in finished.items()]
         self._free(finished)
         return outputs
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] -> [n, V]; with --lm-head-fp32, computed with a copy of the head that is made once per update."""
-        if not self.head_fp32:
-            return self.model.lm_head(hidden)
-        from rl.model.head.precision import Fp32Head
-
-        self._head = self._head or Fp32Head.of(self.model.lm_head)
-        return self._head(hidden)
 
     def _free(self, slots: Collection[int]) -> None:
         """Move the last responses into the freed slots, so that the slots in use stay 0..A-1."""

@@ -24,7 +24,6 @@ import vllm
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.request import RequestStatus
 
-from rl.adapters.lora import AdapterArgs
 from rl.data.image_prompts import takes_images
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs, Output, Request, check_length
@@ -67,9 +66,7 @@ class VLLMEngine:
         device: torch.device | str = "cpu",
         trust_remote_code: bool = False,
         end_tokens: set[int] | None = None,
-        adapters: AdapterArgs | None = None,
     ):
-        """adapters: for an engine that gets adapters without the model's weights (--publish adapter)."""
         self.device = torch.device(device)
         self.max_length = max_length
         self.version = -1
@@ -83,7 +80,7 @@ class VLLMEngine:
         self.sleeps = args.engine_sleeps and is_accelerator(self.device)
         self.seeds = not seeds_are_slow()
         self.asleep = False
-        self.images = self.adapter = self.routes = None
+        self.images = self.routes = None
         further = {}
         if takes_images(config):
             from rl.generation.vllm.images import PreparedImages
@@ -92,19 +89,12 @@ class VLLMEngine:
             further |= self.images.settings(is_accelerator(self.device))
         if linear_layers(config):
             further |= settings_of_states(config, self.splits_prompts)
-        if adapters:
-            from rl.generation.vllm.adapters import PolicyAdapter
-
-            self.adapter = PolicyAdapter(skeleton, adapters, f"--model {model_path}")
-            further |= self.adapter.settings
         if args.router_replay == "R3":
             from rl.generation.vllm.routes import ChosenExperts, settings_of_routes
 
             further |= settings_of_routes(is_accelerator(self.device))
         self.engine = self._start(self._settings(model_path, args, dtype, trust_remote_code) | further, args)
         self.weights = LiveWeights(self.engine, expected, dtype, args.rollout_tp)
-        if self.adapter:
-            self.adapter.begin(self.engine, self.weights)
         if args.router_replay == "R3":
             self.routes = ChosenExperts(self.engine, skeleton, not is_accelerator(self.device))
         self._scheduler = self.engine.engine_core.engine_core.scheduler
@@ -156,9 +146,7 @@ class VLLMEngine:
         for pending in self._pending.values():
             sampled = self._scheduler.requests[pending.inner_id].num_output_tokens
             pending.versions += [self.version] * (sampled - len(pending.versions))
-        if self.adapter:
-            weights = self.adapter.taken_out(weights)
-        self._load(weights)
+        self.weights.load(weights)
         if self.asleep:
             empty_cache()
             self.engine.wake_up(["kv_cache"])
@@ -178,27 +166,16 @@ class VLLMEngine:
         if self.num_unfinished:
             raise RuntimeError(f"the engine cannot sleep with {self.num_unfinished} unfinished responses")
         if self.sleeps and not self.asleep:
-            self.engine.sleep(level=1 if self.adapter else 2)  # 1 keeps the weights on the host: they are not sent again
+            self.engine.sleep(level=2)  # nothing is copied to the host, because new weights will come anyway
             self.asleep = True
 
     def read_back(self, name: str) -> torch.Tensor | None:
-        return self._part(name).read_back(name)
+        return self.weights.read_back(name)
 
     def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        return self._part(name).own_part(name, whole)
+        return self.weights.own_part(name, whole)
 
     # -- mechanics
-
-    def _part(self, name: str):
-        return self.adapter if self.adapter and name in self.adapter.shapes else self.weights
-
-    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        if not self.adapter or self.version < 0:
-            self.weights.load(weights)
-        elif (again := next(weights, None)) is not None:
-            raise ValueError(f"weight {again[0]} was sent before: later updates have adapters alone")
-        if self.adapter:
-            self.adapter.load()
 
     def _settings(self, model_path: str, args: EngineArgs, dtype: torch.dtype, trust_remote_code: bool) -> dict[str, object]:
         """Return settings of vllm.EngineArgs."""
@@ -221,7 +198,6 @@ class VLLMEngine:
             distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             logprobs_mode=LOGPROBS_MODE,
             scheduling_policy="priority" if getattr(args, "has_environment", False) else "fcfs",
-            **({"hf_overrides": {"head_dtype": "float32"}} if args.lm_head_fp32 else {}),
             **({"max_logprobs": args.sampling.support} if args.sampling.support else {}),
             async_scheduling=False,  # otherwise a batch is in flight at an update, and its tokens get the wrong version
             disable_log_stats=True,
@@ -241,10 +217,6 @@ class VLLMEngine:
                     "--rollout-tp; docs/engines.md says which helps when. --engine embedded works without vLLM."
                 ) from error
             worker = engine.model_executor.driver_worker.worker
-            if args.lm_head_fp32 and engine.model_config.head_dtype != torch.float32:
-                raise UserError(
-                    "--lm-head-fp32: vLLM has no fp32 head on this device. Take --engine embedded, or leave the flag out."
-                )
             give_sampled_log_probs(worker.model_runner.sampler, worker.device)
         return engine
 
@@ -289,8 +261,7 @@ class VLLMEngine:
         prompt = {"prompt_token_ids": ids, "cache_salt": salt}
         if request.images is not None:
             prompt = self.images.prompt(request.images, ids, salt)
-        adapter = self.adapter and self.adapter.request
-        return self.engine.add_request(key, prompt, params, lora_request=adapter, priority=request.priority)
+        return self.engine.add_request(key, prompt, params, priority=request.priority)
 
     def _take_waiting(self) -> list[str]:
         """Take the requests that have not begun out of vLLM, and return their keys."""
@@ -316,7 +287,9 @@ class VLLMEngine:
         """Join the request's tokens so far and those sampled here. sampled: vLLM's FlatLogprobs, with one entry per token, or
         with the support's entries as well; routes: of the prompt that vLLM got, and of the tokens sampled here."""
         so_far = pending.request.so_far or Output(None, [], [], [], "unfinished")
-        tokens, log_probs, support = sampled.token_ids, sampled.logprobs, None
+        tokens = sampled.token_ids
+        log_probs = sampled.logprobs
+        support = None
         versions = [*so_far.versions, *pending.versions, *[self.version] * (len(sampled) - len(pending.versions))]
         if most := pending.request.sampling.support:
             tokens, log_probs, support = _with_support(sampled, most)
@@ -343,12 +316,12 @@ def _with_support(given, most: int) -> tuple[list[int], list[float], np.ndarray]
     tokens, log_probs = [], []
     support = nothing(len(given), most)
     for row, start, end in zip(support, given.start_indices, given.end_indices, strict=True):
-        token, log_prob = given.token_ids[start], given.logprobs[start]
+        sampled = given.token_ids[start]
         likeliest = zip(given.token_ids[start + 1 : end], given.logprobs[start + 1 : end], strict=True)
-        found = {token: log_prob for token, log_prob in likeliest if log_prob > -math.inf}
-        if token not in found:  # more tokens are as likely as the k-th than there is room for
-            found = [*[*found][: most - 1], token]
-        row[: len(found)] = [*found]
-        tokens.append(token)
-        log_probs.append(log_prob)
+        found = list(dict.fromkeys(token for token, log_prob in likeliest if log_prob > -math.inf))
+        if sampled not in found:  # more tokens are as likely as the k-th than there is room for
+            found = [*found[: most - 1], sampled]
+        row[: len(found)] = found
+        tokens.append(sampled)
+        log_probs.append(given.logprobs[start])
     return tokens, log_probs, support

@@ -35,8 +35,7 @@ class LiveWeights:
         self.shapes = {name: tensor.shape for name, tensor in expected.items()}
         self.worker = engine.model_executor.driver_worker.worker
         self.model: nn.Module = self.worker.model_runner.get_model()
-        # A layer with an adapter (adapters.py) has the weights in its base_layer.
-        self.modules = {name: getattr(module, "base_layer", module) for name, module in self.model.named_modules()}
+        self.modules = dict(self.model.named_modules())
         self.on_cpu = not is_accelerator(torch.device(self.worker.device))
         # Qwen3-VL-MoE's loader takes experts [E, in, out], as the hub has them; transformers' are [E, out, in].
         self.turns_experts = any(getattr(m, "is_fused_checkpoint_transposed", False) for m in self.modules.values())
@@ -68,7 +67,7 @@ class LiveWeights:
     def _checked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield copies of the weights: vLLM keeps them until a fused group is whole, while the sender may reuse its buffer.
         Names are checked here, because vLLM silently skips unknown or missing weights."""
-        iterator = checked(weights, self.shapes, self.shapes)
+        iterator = checked(weights, self.shapes)
         while True:
             with torch.device("cpu"):  # the sender's code must not have the engine's device as its default
                 item = next(iterator, None)
