@@ -19,9 +19,8 @@ from rl.model.pretrained import end_token_ids, load_tokenizer
 from rl.model.router import RouterArgs
 from rl.ranges import MayChange, Range
 from rl.ranks.device import HOST_BACKEND, is_accelerator
-from rl.ranks.dist import Ranks, show_group
+from rl.ranks.dist import Ranks
 from rl.ranks.launch import nodes
-from rl.ranks.watchdog import doing
 
 if TYPE_CHECKING:
     from rl.data.image_prompts import Images
@@ -248,10 +247,7 @@ class EngineRanks:
         for first in range(0, ranks.world_size, size) if size > 1 else ():
             group = torch.distributed.new_group(range(first, first + size), backend=HOST_BACKEND)  # a collective of all engines
             self._group = group if first == self._first else self._group
-        if self._group:
-            show_group(f"engine {self.index}", self._group)
 
-    @doing("the engine's first rank to decide")
     def agree(self, decision: Any) -> Any:
         """Return the first rank's decision on all ranks."""
         if self._group is None:

@@ -4,7 +4,6 @@ Scoring overlaps with generation: a response goes to the scoring pool the moment
 """
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -64,8 +63,7 @@ class Generator:
 
     def gather_tickets(self) -> list[int]:
         """Return the tickets under way on all ranks. Collective."""
-        gathered = dist.all_gather_bytes(json.dumps(self.tickets).encode())
-        return sorted(ticket for tickets in gathered for ticket in json.loads(tickets))
+        return sorted(ticket for tickets in dist.all_gather_values(self.tickets) for ticket in tickets)
 
     def share(self, tickets: Sequence) -> Sequence:
         """Return this engine's share of tickets, or of a list in their order."""
@@ -178,8 +176,8 @@ class Generator:
         self.start_validation()
         while self.is_validating:
             self.score(self.decode(), wait=1.0)
-        gathered = dist.all_gather_bytes(json.dumps(self.take_rows()).encode())
-        return sorted((row for rows in gathered for row in json.loads(rows)), key=lambda row: row["index"])
+        rows = dist.all_gather_values(self.take_rows())
+        return sorted((row for part in rows for row in part), key=lambda row: row["index"])
 
     def _scored(self, key: Key, group: OpenGroup) -> Group:
         """Return the record of a group whose responses are scored."""

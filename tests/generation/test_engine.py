@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import ScriptedEngine
 from transformers import AutoModelForCausalLM
 
 import train_async
@@ -231,15 +230,6 @@ def test_sampling_has_the_right_distribution():
     token, *_ = sample(logits, uniform, [SamplingParams(temperature=0.7)] * 40000)
     expected = (logits[0] / 0.7).softmax(-1)
     torch.testing.assert_close(torch.bincount(token, minlength=4) / 40000, expected, atol=0.01, rtol=0)
-
-
-def test_the_scripted_engine_keeps_the_contract():
-    engine = ScriptedEngine(lambda request: ([5] * request.id + [1], [-0.5] * (request.id + 1)), eos_token_id=1)
-    engine.update([], version=2)
-    outputs = drain(engine, [Request(n, [3], SamplingParams(max_tokens=3), 0) for n in (1, 4, 2)])
-    assert [outputs[n].token_ids for n in (1, 4, 2)] == [[5, 1], [5, 5, 5], [5, 5, 1]]
-    assert [outputs[n].finish_reason for n in (1, 4, 2)] == ["stop", "length", "stop"]
-    assert outputs[4].versions == [2, 2, 2] and engine.num_unfinished == 0
 
 
 def test_the_warning_of_truncated_sampling_has_one_rule():
