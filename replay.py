@@ -10,11 +10,6 @@ The first argument is the directory of the run or of its record. `learn` is take
 are off-policy: they were sampled by other weights than those that now train on them. Left out: validation.
 """
 
-if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C ends them, too
-    from rl.ranks import signals
-
-    signals.install_handlers()
-
 import argparse
 import importlib.util
 import json
@@ -44,7 +39,7 @@ from rl.rewards.pool import RewardArgs
 from rl.samples.schedule import AsyncSchedule
 
 LENGTH = {"total_training_steps", "total_epochs", "total_rollout_steps"}  # the learning rate's schedule depends on these
-PLACES = {"train_files", "val_files", "ring_mb", "generators", "trust_remote_code"}  # may differ on another machine
+PLACES = {"train_files", "val_files", "generators", "trust_remote_code"}  # may differ on another machine
 # Flags that made the samples, or that decide what is recorded of them; those of PARTS are added
 SAMPLED = {"seed", "train_batch_size", "filter_groups", "max_num_gen_batches", "over_sample"}
 PARTS = (DataArgs, EngineArgs, EnvironmentArgs, RewardArgs, AsyncSchedule)
@@ -256,4 +251,4 @@ if __name__ == "__main__":
         replay = read(sys.argv[1:])
     except UserError as error:
         process.fail(error)
-    process.run(partial(main, replay), join=partial(dist.init, replay.args.hang_timeout, replay.args.node_timeout))
+    process.run(partial(main, replay), join=partial(dist.init, replay.args.hang_timeout))

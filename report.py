@@ -25,12 +25,12 @@ from matplotlib.figure import Figure
 
 from rl.errors import UserError
 from rl.printable import printable
-from rl.record import validation_tables
 from tools.report.conclusions import conclude, overview, speedup
 from tools.report.experts import expert_map
 from tools.report.logs import Log, RunGroup, find_runs, group_runs, is_accuracy, load, smoothed
 from tools.report.numbers import HELD, IDLE, REWARD, STEP_SECONDS, THROUGHPUT, count
-from tools.report.responses import responses
+from tools.report.responses import Picture, responses
+from tools.report.responses import markdown as response_cell
 
 LINES = {  # file: title, and for each panel its metric and label
     "throughput": ("Speed", {THROUGHPUT: "tokens/s of all ranks, prompts included", STEP_SECONDS: "seconds a step"}),
@@ -272,17 +272,13 @@ def markdown(blocks: list[tuple]) -> str:
     out = []
     for kind, content, *more in blocks:
         if kind in ("table", "responses"):
-            cell = {"table": escape, "responses": _markdown}[kind]
+            cell = {"table": escape, "responses": response_cell}[kind]
             lines = ["| " + " | ".join(map(cell, row)) + " |" for row in content]
             out.append("\n".join([lines[0], "|" + "---|" * len(content[0]), *lines[1:]]))
         else:
             form = {"title": "# {}", "heading": "## {}", "text": "{}", "image": "![{1}]({0})"}[kind]
             out.append(form.format(escape(content), *more))
     return "\n\n".join(out) + "\n"
-
-
-def _markdown(cell: str | list[validation_tables.Picture]) -> str:
-    return validation_tables.markdown(cell) if isinstance(cell, str) else " ".join(map(validation_tables.markdown, cell))
 
 
 STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; color: #222 }
@@ -307,10 +303,10 @@ def page(blocks: list[tuple]) -> str:
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(out) + "\n</body></html>\n"
 
 
-def _html(cell: str | list[validation_tables.Picture]) -> str:
+def _html(cell: str | list[Picture]) -> str:
     if isinstance(cell, str):
         return html.escape(cell)
-    return " ".join(f'<img src="{html.escape(file)}" alt="{html.escape(words)}">' for file, words in cell)
+    return " ".join(f'<img src="{html.escape(picture.file)}" alt="">' for picture in cell)
 
 
 def main(args: Args) -> None:

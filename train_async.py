@@ -8,25 +8,16 @@
 0 the result is that of train_sync.py, bit for bit.
 """
 
-if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C also ends those
-    from rl.ranks import signals, startup
-
-    signals.install_handlers()
-    startup.begin()
-
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 import losses
 from rl import flags
 from rl.algorithm import whole_batch
-from rl.algorithm.critic import learn_values
-from rl.algorithm.imitation import imitate
-from rl.algorithm.metrics import batch_metrics, staleness_metrics
-from rl.algorithm.rollout_correction import correct_rollout
-from rl.algorithm.rollout_metrics import rollout_metrics
+from rl.algorithm.metrics import batch_metrics, rollout_metrics, staleness_metrics
 from rl.data.job import Job
 from rl.generator_loop import GeneratorLoop
 from rl.learning.batch import Batch, Forward, Tokens, micro_batches
@@ -114,23 +105,28 @@ def learn(args: Args, learner: Learner, batch: Batch, timer: Timers) -> dict[str
     # Rollout correction, rewards, advantages. Each rank has its own tokens; rl/algorithm/whole_batch.py reduces over ranks.
     with timer("adv"):
         metrics = {}
-        targets.is_weight, targets.rejected = correct_rollout(args, batch)
-        targets.reward = args.reward_weight * batch.token_reward()
+        if args.corrects_rollout:
+            targets.is_weight, targets.rejected = whole_batch.correct_rollout(args, batch)
+        targets.reward = batch.token_reward()
+        if args.teacher_alone:
+            targets.reward = torch.zeros_like(targets.reward)
         if args.use_kl_in_reward:
             kl = losses.kl_penalty(targets.old_log_prob, targets.ref_log_prob, batch.trained, args.kl_reward_type)
             targets.reward = targets.reward - args.kl_reward_coef * kl
             metrics["actor/reward_kl_penalty"] = whole_batch.mean_of_responses(kl, batch)
             metrics["actor/reward_kl_penalty_coeff"] = args.kl_reward_coef
         targets.advantage = whole_batch.advantage(losses.ADVANTAGES[args.adv_estimator], batch, args.gamma, args.lam)
-        targets.chosen = whole_batch.chosen(losses.POLICY_LOSSES[args.loss_mode], batch, minis, args.choice_knobs)
+        if losses.POLICY_LOSSES[args.loss_mode].chooses:
+            targets.chosen = whole_batch.chosen(losses.POLICY_LOSSES[args.loss_mode], batch, minis, args.choice_knobs)
     if args.needs_critic:
         with timer("update_critic"):
-            metrics |= learn_values(args, learner.critic, batch, minis, micros)
+            metrics |= learner.critic.learn(batch, minis, micros)
 
     # The updates. A mini-batch's gradient is accumulated over this rank's micro-batches.
     with timer("update_actor"):
         means = LossMeans(batch, learner.ranks)
-        micros = forward_only(args, batch, micros)
+        if args.skips_backward:  # of responses without an advantage
+            micros = forward_only(batch, micros)
         for mini, its_micros in list(zip(minis, micros, strict=True)) * args.ppo_epochs:
             denominator = whole_batch.denominator(batch, mini, args.aggregation, args.max_response_length)
             for micro in its_micros:
@@ -140,7 +136,7 @@ def learn(args: Args, learner: Learner, batch: Batch, timer: Timers) -> dict[str
                 terms["loss"].backward()
                 means.add(t, out.log_prob, terms, stats)
             if args.sft_files:
-                metrics |= imitate(args, learner)
+                metrics |= learner.imitation.imitate(learner)
             means.end_update(learner.step())
         if not recompute:  # generator and learner are compared anyway
             targets.actor_log_prob = means.first_log_prob
@@ -155,7 +151,7 @@ def generate(args: Args, split: Split, job: Job) -> None:
     while todo := loop.decide():  # the same on all ranks of an engine; None when the run stops
         loop.send_snapshot(todo.snapshot)  # the unfinished responses, if a checkpoint asks for them
         if todo.version > generator.engine.version:  # between two tokens: unfinished responses continue under the new weights
-            loop.update_weights(todo, recompute_kv=args.schedule.partial_rollout == "recompute")
+            loop.update_weights(todo.version, recompute_kv=args.schedule.partial_rollout == "recompute")
         # The tickets respect the staleness bound: prompt k of the run starts under the weights of version v only if
         #     k - dropped < (v + 1 + staleness_threshold) * prompts_per_publish      (AReaL, arXiv 2505.24298, eq. 3)
         for ticket in todo.tickets:

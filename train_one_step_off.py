@@ -9,25 +9,16 @@ same flags and seed give the same run. The formulas are in losses.py. Left out h
 responses that outlive a publish (train_async.py).
 """
 
-if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C also ends those
-    from rl.ranks import signals, startup
-
-    signals.install_handlers()
-    startup.begin()
-
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 import losses
 from rl import flags
 from rl.algorithm import whole_batch
-from rl.algorithm.critic import learn_values
-from rl.algorithm.imitation import imitate
-from rl.algorithm.metrics import batch_metrics, staleness_metrics
-from rl.algorithm.rollout_correction import correct_rollout
-from rl.algorithm.rollout_metrics import rollout_metrics
+from rl.algorithm.metrics import batch_metrics, rollout_metrics, staleness_metrics
 from rl.data.job import Job
 from rl.generation.generator import Generator
 from rl.generator_loop import BatchLoop
@@ -37,8 +28,7 @@ from rl.learning.learner import Learner
 from rl.learning.loss_means import LossMeans
 from rl.ranks import process
 from rl.ranks.timers import Timers
-from rl.samples.gather import all_gather_groups
-from rl.samples.group import Group
+from rl.samples.group import Group, all_gather_groups
 from rl.samples.schedule import OneStepOffSchedule
 from rl.samples.stream import Batches
 from rl.setup import CommonArgs, make_learner, set_up
@@ -139,23 +129,28 @@ def learn(args: Args, learner: Learner, batch: Batch, timer: Timers) -> dict[str
     # Rollout correction, rewards, advantages. Each rank has its own tokens; rl/algorithm/whole_batch.py reduces over ranks.
     with timer("adv"):
         metrics = {}
-        targets.is_weight, targets.rejected = correct_rollout(args, batch)
-        targets.reward = args.reward_weight * batch.token_reward()
+        if args.corrects_rollout:
+            targets.is_weight, targets.rejected = whole_batch.correct_rollout(args, batch)
+        targets.reward = batch.token_reward()
+        if args.teacher_alone:
+            targets.reward = torch.zeros_like(targets.reward)
         if args.use_kl_in_reward:
             kl = losses.kl_penalty(targets.old_log_prob, targets.ref_log_prob, batch.trained, args.kl_reward_type)
             targets.reward = targets.reward - args.kl_reward_coef * kl
             metrics["actor/reward_kl_penalty"] = whole_batch.mean_of_responses(kl, batch)
             metrics["actor/reward_kl_penalty_coeff"] = args.kl_reward_coef
         targets.advantage = whole_batch.advantage(losses.ADVANTAGES[args.adv_estimator], batch, args.gamma, args.lam)
-        targets.chosen = whole_batch.chosen(losses.POLICY_LOSSES[args.loss_mode], batch, minis, args.choice_knobs)
+        if losses.POLICY_LOSSES[args.loss_mode].chooses:
+            targets.chosen = whole_batch.chosen(losses.POLICY_LOSSES[args.loss_mode], batch, minis, args.choice_knobs)
     if args.needs_critic:
         with timer("update_critic"):
-            metrics |= learn_values(args, learner.critic, batch, minis, micros)
+            metrics |= learner.critic.learn(batch, minis, micros)
 
     # The updates. A mini-batch's gradient is accumulated over this rank's micro-batches.
     with timer("update_actor"):
         means = LossMeans(batch, learner.ranks)
-        micros = forward_only(args, batch, micros)
+        if args.skips_backward:  # of responses without an advantage
+            micros = forward_only(batch, micros)
         for mini, its_micros in list(zip(minis, micros, strict=True)) * args.ppo_epochs:
             denominator = whole_batch.denominator(batch, mini, args.aggregation, args.max_response_length)
             for micro in its_micros:
@@ -165,7 +160,7 @@ def learn(args: Args, learner: Learner, batch: Batch, timer: Timers) -> dict[str
                 terms["loss"].backward()
                 means.add(t, out.log_prob, terms, stats)
             if args.sft_files:
-                metrics |= imitate(args, learner)
+                metrics |= learner.imitation.imitate(learner)
             means.end_update(learner.step())
         if not recompute:  # generator and learner are compared anyway
             targets.actor_log_prob = means.first_log_prob

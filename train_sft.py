@@ -8,12 +8,6 @@ The algorithm is in `learn`: the mean of -log p over the tokens of all answers o
 the --model of the other scripts. Left out: training by reward (train_sync.py and the others).
 """
 
-if __name__ == "__main__":  # before the imports, which take seconds: Ctrl-C also ends those
-    from rl.ranks import signals, startup
-
-    signals.install_handlers()
-    startup.begin()
-
 from dataclasses import dataclass
 from functools import partial
 

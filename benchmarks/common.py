@@ -258,7 +258,7 @@ def random_model(
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-    from rl.data.demo import CHARACTERS, CHAT_TEMPLATE, SPECIAL
+    from examples.demo.sums import CHARACTERS, CHAT_TEMPLATE, SPECIAL
 
     letters = [chr(c) for c in range(33, 127) if chr(c) not in CHARACTERS]
     characters = [*SPECIAL, *CHARACTERS, *letters][:vocabulary]

@@ -35,7 +35,7 @@ def play(url: str, episode: dict) -> None:
     end = {}
     with contextlib.suppress(urllib.error.HTTPError):  # 400: the budget is used up
         end["reward"] = float(answer(episode["row"]["prompt"]) == episode["row"]["ground_truth"])
-    with contextlib.suppress(urllib.error.HTTPError):  # 410: the episode has ended, as after --env-timeout
+    with contextlib.suppress(urllib.error.HTTPError):  # 401 or 410: the episode has ended, as after --env-timeout
         post(f"{url}/episodes/end", key, end)
 
 

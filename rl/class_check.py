@@ -1,7 +1,7 @@
 """What an Args class may not be: one whose flags or properties depend on the order of its bases, or hide one another.
 
 Python lets the first base win and says nothing, so that a fork would train by another algorithm than it says. Allowed are flags
-and properties of its own, and a flag's new default, `backward_without_advantage: bool = True`. `check` and `hint` do not
+and properties of its own, and a flag's new default, `rollout_n: int = 4`. `check` and `hint` do not
 collide: each class's own is called.
 """
 

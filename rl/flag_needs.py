@@ -79,10 +79,6 @@ def _is_by_token(args) -> bool:
     return losses.ADVANTAGES[args.adv_estimator].by_token
 
 
-def _ranks(args) -> int:
-    return args.nnodes * args.nproc_per_node if hasattr(args, "nnodes") else launch.here().world_size
-
-
 def _has_run_to_resume(args) -> bool:
     return args.experiment_name is not None if args.resume_mode == "auto" else args.resume_mode != "disable"
 
@@ -129,9 +125,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "kl_reward_coef": (_with("use_kl_in_reward", unless=(0,)),),
     "max_num_gen_batches": (_with("filter_groups"),),
     "teacher_coef": (_with("teacher"),),
-    **dict.fromkeys(
-        ("critic_model", "critic_lr", "critic_ppo_epochs", "critic_warmup", "lam", "critic_lam", "cliprange_value"), (CRITIC,)
-    ),
+    **dict.fromkeys(("critic_model", "critic_lr", "critic_ppo_epochs", "critic_warmup", "lam", "cliprange_value"), (CRITIC,)),
     **dict.fromkeys(("sft_coef", "sft_batch_size"), (_with("sft_files"),)),
     "teacher_top_k": (_with("teacher", unless=(0,)),),
     "teacher_prompt": (_with("teacher"),),
@@ -155,19 +149,13 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     **dict.fromkeys(("judge_url", "judge_model", "judge_retries"), (_with("judge"),)),
     "overlong_penalty_factor": (_with("overlong_buffer_len"),),
     # environments
-    **dict.fromkeys(("max_turns", "tool_format", "env_timeout", "env_cpu_limit", "env_memory_limit_gb"), (TURNS,)),
+    **dict.fromkeys(("max_turns", "tool_format", "env_timeout"), (TURNS,)),
     "turn_rewards": (dataclasses.replace(TURNS, unless=(False,)), Need(_sums, _is_by_token, (False,))),
-    "serve_host": (_with("serve_policy"),),
-    "env_lock_step": (dataclasses.replace(TURNS, unless=("auto", "off")),),
     # the engine
     "gpu_memory_utilization": (VLLM,),
     "enforce_eager": (VLLM_ON,),
     # the learner
     **dict.fromkeys(("lora_alpha", "lora_target"), (Need("without --lora-rank", lambda args: args.adapted),)),
-    "publish": (
-        Need("without --lora-rank", lambda args: args.adapted, ("merged",)),
-        Need("where nothing is generated", lambda args: hasattr(args, "rollout_n"), ("merged",)),
-    ),
     "ref_offload": (
         REFERENCE,
         Need("with --lora-rank, whose reference is the policy without adapters", lambda args: not args.adapted, (False,)),
@@ -175,16 +163,14 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "min_lr_ratio": (Need("with --lr-scheduler-type constant", lambda args: args.lr_scheduler_type == "cosine"),),
     "lm_head_fp32": (Need("where everything is fp32", lambda args: "bfloat16" in (args.dtype, args.rollout_dtype), (False,)),),
     # the record, the job and the schedule
-    **dict.fromkeys(("project_name", "wandb_mode"), (WANDB,)),
+    "project_name": (WANDB,),
     "resume_anyway": (Need("without --experiment-name or --resume-mode PATH", _has_run_to_resume, (False,)),),
     "push_to": (Need("with --val-only, which trains nothing", lambda args: not args.val_only),),
-    "node_timeout": (Need("in a job of one rank", lambda args: _ranks(args) > 1, (0,)),),
     "partial_rollout": (STALE,),
-    "on_stale": (Need("without --max-staleness", lambda args: args.schedule.max_staleness is not None),),
 }
 # replay.py repeats only the learner of a recorded run; these flags belong to the parts that it leaves out
 NOT_REPLAYED = {"test_freq", "val_before_train", "log_val_generations", "record_samples", "resume_mode", "resume_anyway"}
-NOT_REPLAYED |= {"generators", "ring_mb", "val_only", "push_to", "publish"}
+NOT_REPLAYED |= {"generators", "val_only", "push_to"}
 
 
 def given(flags: type, words: Sequence[str]) -> set[str]:

@@ -24,12 +24,10 @@ COMMON = {
 RENAMED = {  # earlier name of a field, still accepted -> current name
     "trigger_parameter_sync_step": "publish_every",
     "ppo_max_token_len_per_gpu": "max_tokens_per_micro_batch",
-    "stale": "on_stale",
     "on_error": "on_reward_error",
     "record": "record_samples",
     "kl_penalty": "kl_reward_type",
     "kl_coef": "kl_reward_coef",
-    "horizon": "kl_horizon",
 }
 
 EARLIER_WORDS = {("engine", "transformers"): "embedded"}  # (field, earlier word, still accepted) -> current word
@@ -39,8 +37,8 @@ HERE = {  # unknown flag -> its replacement
     "--model-name-or-path": "--model",
     "--dataset-name": "--train-files",
     "--reward-funcs": "--reward FILE.py:FUNCTION",
-    "--reward-weights": "--gdpo-reward-weights for gdpo; otherwise the function's score is the sum",
-    "--multi-objective-aggregation": "--adv-estimator gdpo for normalize_then_sum",
+    "--reward-weights": "the function's score is the sum; examples/forks/gdpo.diff weighs named rewards",
+    "--multi-objective-aggregation": "examples/forks/gdpo.diff for normalize_then_sum",
     "--learning-rate": "--lr",
     "--warmup-steps": "--lr-warmup-steps",
     "--max-grad-norm": "--grad-clip",
@@ -57,9 +55,7 @@ HERE = {  # unknown flag -> its replacement
     "--scale-rewards": "--adv-estimator dr_grpo for none, grpo_batch_std for batch",
     "--use-bias-correction-kl": "--kl-loss-type k3r",
     "--entropy-coef": "--entropy-coeff",
-    "--use-adaptive-entropy": "--entropy-target NATS",
-    "--entropy-coef-delta": "--entropy-coeff-delta",
-    "--entropy-coef-max": "--entropy-coeff-max",
+    "--use-adaptive-entropy": "examples/forks/entropy_target.diff",
     "--vespo-k-pos": "--loss-args k_pos=2 k_neg=3 lam_pos=3 lam_neg=2",
     "--cast-lm-head-to-fp32": "--lm-head-fp32",
     "--mask-truncated-completions": "--overlong-buffer-len for a penalty instead",
@@ -72,6 +68,8 @@ HERE = {  # unknown flag -> its replacement
     "--save-total-limit": "--max-ckpt-to-keep",
     "--resume-from-checkpoint": "--resume-mode",
     "--report-to": "--logger",
+    "--wandb-mode": "WANDB_MODE in the environment",
+    "--node-timeout": "--hang-timeout",
     "--run-name": "--experiment-name",
     "--use-vllm": "--engine vllm",
     "--vllm-gpu-memory-utilization": "--gpu-memory-utilization",

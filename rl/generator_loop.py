@@ -10,8 +10,7 @@ from typing import Literal
 from rl.data.job import Job
 from rl.generation.generator import make_generator
 from rl.rewards.pool import ScoringPool
-from rl.samples.channel import Outbox
-from rl.samples.control import ControlBlock
+from rl.samples.channel import ControlBlock, Outbox
 from rl.samples.group import Group
 from rl.samples.schedule import AsyncSchedule, OneStepOffSchedule, check_kind
 from rl.samples.tickets import Tickets
@@ -26,7 +25,6 @@ class Decision:
 
     stop: bool
     version: int  # the weights' version for sampling
-    step: int  # of the learners, after which that version was published
     tickets: list[int]  # tickets that start under this version
     idle: Literal["held", "wait"]  # the reason if it has no work: "held" by the bound of staleness, or another one
     snapshot: int  # the newest step whose checkpoint asks for the unfinished responses
@@ -40,11 +38,11 @@ class GeneratorLoop:
         self.args, self.split, self.job = args, split, job
         self.generator = make_generator(args, job, split.ranks, ScoringPool(args))
         self.engine = self.generator.engine
-        self._outbox = Outbox(args.schedule.split, split)
+        self._outbox = Outbox(split)
         self._control = ControlBlock(split)
         self._subscriber = Subscriber(split, self.engine)
         to_train = job.total_steps * args.schedule.prompts_per_step
-        self._tickets = Tickets(split.store.clone(), args.schedule, to_train, self.generator.engine_ranks.engines)
+        self._tickets = Tickets(split.store, args.schedule, to_train, self.generator.engine_ranks.engines)
         self._validated = int(split.store.get("validated"))  # the newest step whose weights have been validated
         self._validating: int | None = None  # the step of the weights in validation
         self._snapshot = 0  # the newest step whose checkpoint got this generator's unfinished responses
@@ -60,13 +58,13 @@ class GeneratorLoop:
         """Read what the learners say, and draw tickets. New weights wait for a running validation, which is of one version, and
         with --partial-rollout off also for unfinished responses. No ticket starts while newer weights are due."""
         generator = self.generator
-        state = self._subscriber.effective_state(self._control.read())
+        state = self._control.read()
         waits_for_responses = self.args.schedule.partial_rollout == "off" and generator.has_unfinished
         waits = not state.stop and (generator.is_validating or waits_for_responses)
-        version = self.engine.version if waits else state.version
+        version = self.engine.version if waits else self._subscriber.due(state.version)
         tickets = self._tickets.take(generator.free_slots, len(generator.tickets), version, state)
         idle = "held" if self._tickets.held else "wait"
-        return Decision(state.stop, version, state.step, tickets, idle, state.snapshot)
+        return Decision(state.stop, version, tickets, idle, state.snapshot)
 
     def send_snapshot(self, step: int) -> None:
         """Send the unfinished responses for the checkpoint of this step, unless that is done: they continue after a restart."""
@@ -74,10 +72,9 @@ class GeneratorLoop:
             self._snapshot = step
             self._outbox.send_snapshot(step, self.generator.unfinished())
 
-    def update_weights(self, decision: Decision, recompute_kv: bool) -> None:
+    def update_weights(self, version: int, recompute_kv: bool) -> None:
         """Load the learners' weights of this version into the engine, and start their validation if it is due."""
         args = self.args
-        version = decision.version
         total = self.job.total_steps
         generator = self.generator
         with generator.timer("update_weights"):
@@ -85,7 +82,7 @@ class GeneratorLoop:
         self._outbox.report(generator.timer, self._subscriber.received)
         if args.validates(version, total) and args.schedule.step_of(version, total) > self._validated:
             generator.start_validation()
-            self._validating = decision.step
+            self._validating = self._subscriber.step
 
     def start(self, ticket: int) -> None:
         """Start the ticket's prompt, or continue the responses that it had when the run was stopped."""
@@ -119,7 +116,7 @@ class BatchLoop:
         check_kind(args, OneStepOffSchedule, "BatchLoop")
         self.args, self.split, self.job = args, split, job
         self.generator = make_generator(args, job, split.ranks, ScoringPool(args))
-        self._outbox = Outbox(args.schedule.split, split)
+        self._outbox = Outbox(split)
         self._control = ControlBlock(split)
         self._subscriber = Subscriber(split, self.generator.engine)
         start = json.loads(split.store.get("start"))

@@ -14,16 +14,12 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rl import flag_needs
 from rl.adapters import lora
-from rl.algorithm.args import AlgorithmArgs
-from rl.algorithm.critic import check_critic
-from rl.algorithm.imitation import Imitation
-from rl.algorithm.teacher import SELF, check_teacher, teacher_path
+from rl.algorithm.args import SELF, AlgorithmArgs
 from rl.checkpoint.resume import CheckpointArgs
 from rl.data.args import DataArgs, demo_files
 from rl.data.image_prompts import ImagePrep
 from rl.data.job import Job
 from rl.data.prompts import PromptDataset, PromptOrder
-from rl.data.tools import Tools
 from rl.environments.args import DEMO, EnvironmentArgs
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs
@@ -139,8 +135,12 @@ def set_up(args: CommonArgs, file: str) -> Job:
     model = DEMO if args.env == DEMO and args.model == RunArgs.model else args.model
     path, config, tokenizer = read_model(model, args)
     if args.teacher:
+        from rl.algorithm.teacher import check_teacher, teacher_path  # late, like all that a plain run does without
+
         check_teacher(teacher_path(args, path), args, path)
     if args.needs_critic:
+        from rl.algorithm.critic import check_critic
+
         check_critic(critic_path(args, path), args, path)
     if args.router_replay != "off":
         check_replay(args, empty_model(config, args.trust_remote_code), f"--model {path}")
@@ -148,8 +148,8 @@ def set_up(args: CommonArgs, file: str) -> Job:
     if args.freeze_vision_tower and not prep:
         raise UserError(f"--freeze-vision-tower: --model {path} takes no images. Leave the flag out.")
     train_files, val_files = (demo_files(model, files) for files in (args.train_files, args.val_files))
-    environments = start_environments(args, path, tokenizer, config) if args.has_environment else None
-    tools = environments and Tools(**environments.ready["tools"])
+    environments = start_environments(args, path, tokenizer) if args.has_environment else None
+    tools = environments and environments.tools
     prompts = PromptDataset(train_files, "train", tokenizer, args, prep, tools, args.brought)
     teacher_prompts = read_teacher_prompts(args, prompts) if args.teacher_prompt is not None else None
     validates = args.test_freq > 0 or args.val_only
@@ -206,14 +206,14 @@ def read_teacher_prompts(args: CommonArgs, prompts: PromptDataset) -> Any:
     return TeacherPrompts(prompts, args.teacher_prompt, args.longest_of_teacher)
 
 
-def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> Any:
+def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokenizerBase) -> Any:
     """Start the process from which environments are forked. Its module is imported only here."""
     from rl.environments.pool import Environments
 
     ends = end_token_ids(path, tokenizer, args.trust_remote_code)
-    environments = Environments(args, path, ends, config.get_text_config().vocab_size, args.trust_remote_code)
-    if note := environments.ready["note"]:
-        flag_needs.warn([f"{args.environment_flag[0]}: {note.rstrip('.')}"])
+    environments = Environments(args, path, ends, args.trust_remote_code)
+    if environments.note:
+        flag_needs.warn([f"{args.environment_flag[0]}: {environments.note.rstrip('.')}"])
     return environments
 
 
@@ -226,17 +226,19 @@ def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
     what = (args.temperature, with_reference, args.trust_remote_code, teacher, args.teacher_top_k, args.seed)
     learner = Learner(job.path, args, ranks, job.total_steps, *what)
     if args.teacher and args.teacher_prompt is not None and trains:
-        from rl.algorithm import teacher_rows  # late: no other run needs it
+        from rl.algorithm.teacher import TeacherRows
 
-        learner.teacher_rows = teacher_rows.TeacherRows(partial(job.teacher_prompts.ids_of, job.order))
+        learner.teacher_rows = TeacherRows(partial(job.teacher_prompts.ids_of, job.order))
         if args.teacher == SELF:
             learner.teacher = learner.policy  # a mixture's routes are computed, not replayed
     if args.needs_critic and trains:
-        from rl.learning.value_model import Critic  # late: no other run needs it
+        from rl.algorithm.critic import Critic
 
         learner.critic = Critic(critic_path(args, job.path), args, learner.ranks, job.total_steps)
         learner.begin_step(1)
     if args.sft_files and not args.val_only:
+        from rl.algorithm.imitation import Imitation
+
         learner.imitation = Imitation(args, job.demonstrations)
     return learner
 

@@ -1,40 +1,14 @@
 """The split of the ranks into generators and learners, and the connections between the two."""
 
-import os
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
-import torch
 import torch.distributed as dist
 
 from rl.errors import UserError
-from rl.parts import Part
-from rl.ranges import MayChange, Range
-from rl.ranks import device, launch, stops, watchdog
-from rl.ranks.dist import Ranks, meet, show_group, take_name
+from rl.ranks import device, launch
+from rl.ranks.dist import Ranks, meet
 from rl.transport.bridge import Bridge, senders
-
-
-@dataclass(frozen=True)
-class SplitArgs(Part):
-    """The split of the ranks into generators and learners."""
-
-    _field = "split"
-
-    generators: MayChange[Annotated[int, Range(at_least=0)]] = 1
-    """Ranks of this node that generate; the others learn. Nodes may differ: 0 for a node that only learns, all of its ranks for
-    a node that only generates."""
-    ring_mb: MayChange[Annotated[int, Range(at_least=1)]] = 256
-    """Shared memory for samples in transit to the learners, in MiB per node."""
-    publish_over: MayChange[Literal["auto", "host"]] = "auto"
-    """How weights travel. auto: from device to device (NCCL, HCCL) if each rank has a device of its own. host: through host
-    memory, and between nodes over gloo."""
-
-    def check(self) -> None:
-        """Raise UserError for settings that cannot work."""
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
-        if self.ring_mb > memory:
-            raise UserError(f"--ring-mb {self.ring_mb} is more than the {memory} MiB of this machine's memory.")
 
 
 @dataclass(frozen=True)
@@ -66,31 +40,22 @@ class Split:
         return self.ranks.local_rank == (0 if self.role == "learner" else self.here.learners)
 
 
-def init_split(generators: int, hang_timeout: float = 0, node_timeout: float = 0, over: str = "auto") -> Split:
+def init_split(generators: int, hang_timeout: float = 0) -> Split:
     """Join this rank's role: the last `generators` ranks of this node generate, the others learn; nodes may differ. Raise
-    UserError if the job has no generator or no learner. hang_timeout, node_timeout: seconds, of the watchdog and the heartbeat;
-    0 turns them off. over: --publish-over. Collective."""
-    store, own_device, timeout = meet(generators, hang_timeout, node_timeout)
+    UserError if the job has no generator or no learner. hang_timeout: seconds, of the watchdog; 0 turns it off.
+    Collective."""
+    store, own_device, timeout = meet(generators, hang_timeout)
     here = launch.here()
     nodes = launch.nodes()
     _check_split(nodes)
     number = next(i for i, node in enumerate(nodes) if here.rank in node.ranks)
     role, rank, alike = _role(nodes, number, here.local_rank)
     size = _count(nodes, f"{role}s")
-    take_name(f"{role} {rank}")
-    with watchdog.doing(f"all {role}s of this node to name their devices"):
-        device.check_own(store, alike, here.rank, own_device, role)
-    with watchdog.doing(f"all {role}s to join"):
-        own_store = dist.PrefixStore(role, store)
-        dist.init_process_group(device.backend(own_device), store=own_store, rank=rank, world_size=size, timeout=timeout)
-    show_group(f"the {role}s", dist.group.WORLD)
+    device.check_own(store, alike, here.rank, own_device, role)
+    own_store = dist.PrefixStore(role, store)
+    dist.init_process_group(device.backend(own_device), store=own_store, rank=rank, world_size=size, timeout=timeout)
     sender_of = senders(nodes)
-    sent_from = own_device if over == "auto" else torch.device(device.HOST)
-    with watchdog.doing("the bridge's ranks to join"):
-        bridge = Bridge.of(sender_of, nodes, number, here.local_rank, store, sent_from, timeout)
-    if bridge and bridge.group:
-        show_group("the bridge", bridge.group)
-    stops.watch(store, role, rank)
+    bridge = Bridge.of(sender_of, nodes, number, here.local_rank, store, own_device, timeout)
     return Split(
         role=role,
         ranks=Ranks(rank, size, here.local_rank, own_device),
@@ -118,13 +83,12 @@ def _count(nodes: list[launch.Node], role: Literal["learners", "generators"]) ->
 
 def join(args) -> Split:
     """Call `init_split` with a script's flags. Raise UserError if its schedule splits no ranks."""
-    if args.schedule.split is None:
+    if not args.schedule.split:
         raise UserError(
             f"the script splits the ranks, and its Args have {type(args.schedule).__name__}, which does not: write the "
             "schedule of the script that it was copied from into them."
         )
-    split = args.schedule.split
-    return init_split(split.generators, args.hang_timeout, args.node_timeout, split.publish_over)
+    return init_split(args.schedule.generators, args.hang_timeout)
 
 
 def _check_split(nodes: list[launch.Node]) -> None:

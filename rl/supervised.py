@@ -41,10 +41,6 @@ class SupervisedSchedule(Schedule):
     def prompts_per_update(self) -> int:
         return self.train_batch_size
 
-    @property
-    def trains_stale(self) -> bool:
-        return False
-
 
 @dataclass
 class SupervisedArgs(RunArgs, DemonstrationArgs, LearnerArgs, LogArgs, CheckpointArgs, WatchdogArgs):

@@ -5,10 +5,9 @@ Each part of the script's state that a checkpoint holds has `state()`, which ret
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rl.algorithm.fates import Fates, SourceCounts
-from rl.algorithm.health import Health
+from rl.algorithm.health import Fates, Health, SourceCounts
 from rl.algorithm.metrics import hardly_scored, validation_metrics
 from rl.checkpoint.resume import Resumed, resume
 from rl.checkpoint.saver import Saver
@@ -24,15 +23,15 @@ from rl.ranks import dist, stops
 from rl.ranks.timers import gather_ledgers
 from rl.record import validations
 from rl.record.identity import Identity
-from rl.record.precision import in_words, precisions
 from rl.record.run import Run
 from rl.replay.recorder import Recorder
 from rl.rewards.instructions import unasked
 from rl.rewards.score import ScoringEvents
-from rl.samples.gather import all_gather_groups
-from rl.samples.group import Group
-from rl.samples.stream import Batches, Stream
+from rl.samples.group import Group, all_gather_groups
 from rl.setup import CommonArgs
+
+if TYPE_CHECKING:
+    from rl.samples.stream import Batches, Stream
 
 
 class TrainingRun:
@@ -46,7 +45,7 @@ class TrainingRun:
         job: Job,
         learner: Learner,
         num_ranks: int,
-        samples: Batches | Stream | None = None,
+        samples: "Batches | Stream | None" = None,
         generator: Generator | None = None,
         after: int = 0,
         **parts: Any,
@@ -111,11 +110,8 @@ class TrainingRun:
         job = self.job
         ranks = self.learner.ranks
         tokens = self.learner.micro_batch_tokens
-        held = precisions(args)
-        notes = job.notes | {"precision": held, "micro_batch_tokens": tokens}
+        notes = job.notes | {"micro_batch_tokens": tokens}
         record = Run(args, dist.describe_hardware(), job.total_steps, ranks.is_main, job.script, resumed.origin, notes)
-        if words := in_words(held):
-            record.say(words)
         if self.learner.adapters:
             record.say(self.learner.adapters.in_words(self.learner.policy.model))
         if job.teacher_prompts:
@@ -238,10 +234,7 @@ class TrainingRun:
         checkpoint, wait for the validations that a resumed run could not repeat; after the last step, wait for all. A
         collective."""
         with self.timer("testing"):
-            metrics = self._take_validations(self._awaited_validation(step))
-        if metrics and (news := self.samples.meter.news()):
-            self.record.say(news)
-        return metrics
+            return self._take_validations(self._awaited_validation(step))
 
     def _take_validations(self, until: int | None = None) -> dict[str, float]:
         metrics = {}

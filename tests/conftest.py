@@ -11,6 +11,7 @@ import threading
 from contextlib import ExitStack
 from pathlib import Path
 
+import helpers
 import hypothesis
 import nodes
 import pytest
@@ -90,7 +91,7 @@ IMPORTED = {  # by the processes that fork runs (tests/tools/forks.py)
     "plain": ["train_sync", "train_one_step_off", "train_async"],
     "vllm": ["train_sync", "train_one_step_off", "train_async", "rl.generation.vllm.engine"],
 }
-IMPORTED["plain"] += ["rl.data.demo", "datasets", "matplotlib.figure", "torch.distributed.run", "torch._dynamo"]
+IMPORTED["plain"] += ["examples.demo.sums", "datasets", "matplotlib.figure", "torch.distributed.run", "torch._dynamo"]
 
 
 class Forks:
@@ -136,6 +137,12 @@ class Forks:
             process.stdin.close()
             process.wait()
         shutil.rmtree(self.directory)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item) -> None:
+    """Let helpers.command start processes for tests that are marked so: the plain tests have to be quick."""
+    helpers.may_start = any(map(item.get_closest_marker, ("runs", "slow", "smoke")))
 
 
 WORKERS = 3  # processes of one thread, which wait for each other now and then

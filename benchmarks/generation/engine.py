@@ -20,7 +20,7 @@ from common import table, write
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import logging
 
-from rl.data.demo import model_dir
+from examples.demo.sums import model_dir
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Request, SamplingParams
 

@@ -18,7 +18,7 @@ import torch
 import tyro
 from common import ratios, table, write
 
-from rl.data.demo import model_dir
+from examples.demo.sums import model_dir
 from rl.generation.engine import EngineArgs, Request, SamplingParams
 from rl.generation.vllm.engine import VLLMEngine, vllm
 

@@ -7,7 +7,7 @@ Each size is a process of its own, or eight under torchrun that share the batch.
 batch and what is computed on it: the records that it is made of are there before. Nanoseconds and bytes are by token of the
 whole batch, those of eight of the learner that has most. The log-probs are random; a token-level correction is on, so that
 everything is computed; "forward alone" makes the tokens' indices, too, which micro-batches have anyway. malloc is left as it
-is, as on an accelerator's host: on a CPU, where freed memory stays (rl/ranks/host_memory.py), it takes less time and more
+is, as on an accelerator's host: on a CPU, where freed memory stays (rl/ranks/device.py), it takes less time and more
 memory.
 """
 
@@ -34,17 +34,15 @@ from common import RESULTS, ROOT, setting, table, words, write
 import losses
 import train_sync
 from rl.algorithm import whole_batch
-from rl.algorithm.metrics import batch_metrics, staleness_metrics
-from rl.algorithm.rollout_correction import correct_rollout
-from rl.algorithm.rollout_metrics import rollout_metrics
-from rl.learning import forward_only
+from rl.algorithm.metrics import batch_metrics, rollout_metrics, staleness_metrics
+from rl.algorithm.whole_batch import correct_rollout
 from rl.learning.batch import Batch
 from rl.learning.division import Division
+from rl.learning.forward_only import forward_only
 from rl.learning.learner import UNMEASURED_TOKENS
 from rl.ranks import process
 from rl.ranks.dist import Ranks
-from rl.samples.gather import all_gather_groups
-from rl.samples.group import Group, Response
+from rl.samples.group import Group, Response, all_gather_groups
 
 SIZES = ("8 x 8 x 1000", "64 x 16 x 1000", "512 x 16 x 1250", "1024 x 16 x 2000")
 PARTS = (
@@ -149,7 +147,7 @@ def measure(size: str, rounds: int, ranks: Ranks) -> dict:
         targets = batch.targets
         targets.is_weight, targets.rejected = timed("rollout correction", functools.partial(correct_rollout, args, batch))
         timed("rewards, advantages", lambda batch=batch: rewards_and_advantages(batch))
-        mark = functools.partial(forward_only.mark, args, batch, planned(batch))
+        mark = functools.partial(forward_only, batch, planned(batch))
         timed("forward alone", mark)
         timed("denominator", lambda batch=batch: denominator(batch))
         timed("rollout_metrics", lambda batch=batch: rollout_metrics(args, batch))

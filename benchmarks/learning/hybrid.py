@@ -26,8 +26,7 @@ from learning.learner import make_groups
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 
 import train_sync
-from rl.algorithm.kl_control import KLControl
-from rl.data.demo import build_tokenizer
+from examples.demo.sums import build_tokenizer
 from rl.flags import read
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.division import Division
@@ -124,7 +123,7 @@ def measure(args: Args, folder: str, ranks: Ranks) -> dict:
 
     def update() -> None:
         given = Batch.of(make_groups(64, budget)[:GROUPS], Division.of(sync, learner))
-        train_sync.learn(sync, learner, KLControl(sync), given, Timers())
+        train_sync.learn(sync, learner, given, Timers())
 
     sides = {"one at a time": lambda: theirs.take(alone()), "packed": lambda: own.take(rows())}
     sides |= {"update": update, "dense": lambda: dense.take(of_dense())}

@@ -29,7 +29,6 @@ from common import RESULTS, Rounds, over, random_model, ratios, setting, table, 
 from transformers import AutoModelForCausalLM
 
 import train_sync
-from rl.algorithm.kl_control import KLControl
 from rl.flags import read
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.division import Division
@@ -103,7 +102,7 @@ def measure(name: str, folder: str, args: Args, ranks: Ranks) -> dict:
 
     def update(**how) -> None:
         given = Batch.of(make_groups(vocabulary, budget, **how), Division.of(sync, learner))
-        train_sync.learn(sync, learner, KLControl(sync), given, Timers())
+        train_sync.learn(sync, learner, given, Timers())
 
     sides = {"bare": bare_step, "update": update, "update, prompts repeated": lambda: update(shared=False)}
     sides["update, half without advantage"] = lambda: update(signal=0.5)

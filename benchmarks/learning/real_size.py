@@ -25,7 +25,6 @@ from scripts.gpu import SHAPES
 from transformers import AutoModelForCausalLM
 
 import train_sync
-from rl.algorithm.kl_control import KLControl
 from rl.flags import read
 from rl.learning.batch import Batch
 from rl.learning.flops import least_flops
@@ -91,7 +90,7 @@ def main(args: Args, ranks: Ranks) -> None:
     for number in Rounds(args.rounds, args.minutes):
         batch = make_batch(config.vocab_size, args.tokens)
         rate, started = product_rate(distinct, config.hidden_size, config.intermediate_size), time.perf_counter()
-        train_sync.learn(sync, learner, KLControl(sync), batch, Timers())
+        train_sync.learn(sync, learner, batch, Timers())
         seconds = time.perf_counter() - started
         print(f"{seconds:.1f} s, {flops / seconds / rate:.2f} of the arithmetic at {rate / 1e9:.0f} GFLOP/s", flush=True)
         if number >= min(2, args.rounds - 1):

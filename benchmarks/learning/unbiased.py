@@ -24,8 +24,7 @@ from common import setting, table, words, write
 
 import train_one_step_off
 from rl import parts
-from rl.algorithm.kl_control import KLControl
-from rl.learning.batch import Batch
+from rl.learning.batch import Batch, Forward
 from rl.ranges import check
 from rl.ranks import dist
 from rl.samples.group import Group, Response
@@ -63,9 +62,9 @@ class Tabular:
     def _all(self) -> torch.Tensor:
         return torch.cat([self.of(tuple(tokens.tolist())) for tokens in self.batch.token.split(self.batch.lengths.tolist())])
 
-    def log_probs(self, micro, entropy: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, micro, *_) -> Forward:
         log_prob = self._all()[micro.index]
-        return log_prob, torch.zeros_like(log_prob)
+        return Forward(log_prob, torch.zeros_like(log_prob))
 
     def log_probs_of(self, which: str, *_) -> torch.Tensor:
         return self._all().detach()
@@ -89,7 +88,7 @@ def expected_gradient(script, flags: dict, policy: Tabular, sampler: Tabular, sc
         batch, policy.gradients = _batch(pair, sampler, score), []
         policy.batch = batch
         policy.logits.data.copy_(start)
-        script.learn(args, policy, KLControl(args), batch, untimed)
+        script.learn(args, policy, batch, untimed)
         probability = batch.rollout_log_prob.sum().exp() * (1 if pair[0] == pair[1] else 2)
         total -= probability * policy.gradients[update]
     return total

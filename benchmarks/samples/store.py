@@ -3,7 +3,7 @@
     python benchmarks/samples/store.py        # writes benchmarks/results/store.{json,md}
 
 The server is alone in a process, whose CPU time is measured. The generators are simulated, but what they ask of it is not: each
-has the connections and threads of a rank of train_async.py (control block, tickets, watchdog, heartbeat), in a few processes. A
+has the connections and threads of a rank of train_async.py (control block, tickets), in a few processes. A
 step publishes once and trains one ticket a generator.
 """
 
@@ -24,11 +24,8 @@ import tyro
 from common import ROOT, setting, table, words, write
 from torch.distributed import PrefixStore, TCPStore
 
-from rl.ranks.heartbeat import Heartbeat
-from rl.ranks.launch import Node
-from rl.ranks.watchdog import Watchdog, WatchdogArgs
 from rl.rewards.descendants import python_path
-from rl.samples.control import ControlBlock
+from rl.samples.channel import ControlBlock
 from rl.samples.schedule import AsyncSchedule
 from rl.samples.tickets import Tickets, open_tickets
 
@@ -47,7 +44,7 @@ class Args:
     serve: bool = False
     """To be the server (the benchmark starts it)."""
     simulate: str = ""
-    """To be some of the generators (the benchmark starts them): port, first, number, all, seconds of a step; as JSON."""
+    """To be some of the generators (the benchmark starts them): port, number, all, seconds of a step; as JSON."""
 
 
 def cpu_seconds(pid: int) -> float:
@@ -76,27 +73,19 @@ def schedule(generators: int) -> AsyncSchedule:
     return AsyncSchedule(ppo_mini_batch_size=generators)
 
 
-def pulse(port: int, rank: int, generators: int) -> Heartbeat:
-    """A rank's signs of life. Here nobody ends if they fail to come: the simulated ranks share a few cores."""
-    Heartbeat._end = lambda self, *verdict, **how: None
-    nodes = [Node("here", 0, 1 + generators, generators)]
-    return Heartbeat(f"rank {rank}", rank, nodes, WatchdogArgs().node_timeout, connect(port))
-
-
-def simulate(port: int, first: int, number: int, generators: int, step_seconds: float) -> None:
-    """The generators from `first` on, until the server goes."""
+def simulate(port: int, number: int, generators: int, step_seconds: float) -> None:
+    """Some of the generators, until the server goes."""
     raise_limit()
     ranks = []
-    for rank in range(first + 1, first + number + 1):  # 0 is the learner
+    for _ in range(number):
         store = connect(port)
-        watches = [Watchdog(f"generator {rank}", rank, generators + 1, 1e9, connect(port)), pulse(port, rank, generators)]
         split = SimpleNamespace(store=store, role="generator", ranks=SimpleNamespace(is_main=False))
         tickets = Tickets(connect(port), schedule(generators), 10**9, generators)
-        ranks.append((ControlBlock(split), tickets, [], watches))
+        ranks.append((ControlBlock(split), tickets, []))
     connect(port).add("ready", number)
     while True:
         now = time.monotonic()
-        for control, tickets, ends, _ in ranks:
+        for control, tickets, ends in ranks:
             while ends and ends[0] <= now:
                 ends.pop(0)
             state = control.read()
@@ -118,10 +107,9 @@ def measure(generators: int, step_seconds: float, seconds: float) -> dict:
         open_tickets(store)
         control = ControlBlock(learner)
         control.update(version=0)
-        own = pulse(port, 0, generators)
         each = -(-generators // PROCESSES)
         for first in range(0, generators, each):
-            what = json.dumps([port, first, min(each, generators - first), generators, step_seconds])
+            what = json.dumps([port, min(each, generators - first), generators, step_seconds])
             started.append(subprocess.Popen([*line, "--simulate", what], stderr=subprocess.DEVNULL, **pipes))
         while store.add("ready", 0) < generators:
             assert all(process.poll() is None for process in started), "a simulated generator ended"
@@ -134,7 +122,6 @@ def measure(generators: int, step_seconds: float, seconds: float) -> dict:
         took, used = time.monotonic() - begun, cpu_seconds(server.pid) - before
         tickets = store.add("tickets/started", 0) - first
     finally:
-        own.finish()
         for process in started:
             process.kill()
             process.wait()

@@ -108,7 +108,6 @@ def save(shape: str, path: str) -> None:
 
 
 def learner(args: Args, ranks: Ranks) -> dict:
-    from rl.algorithm.kl_control import KLControl
 
     import train_sync
     from rl.learning.batch import Batch
@@ -133,12 +132,12 @@ def learner(args: Args, ranks: Ranks) -> dict:
         rows = [Response(tokens(response), chance, np.zeros(response, np.int32), "stop", 1 + i % 2) for i in range(sequences)]
         return Batch.of([Group(i, tokens(prompt), "demo", [row]) for i, row in enumerate(rows)])
 
-    seconds, kl_control = [], KLControl(sync)
+    seconds = []
     for _ in range(2 + args.repeats):
         of = batch()
         synchronize()
         started = time.perf_counter()
-        train_sync.learn(sync, model, kl_control, of, Timers())
+        train_sync.learn(sync, model, of, Timers())
         synchronize()
         seconds.append(time.perf_counter() - started)
     total, middle = sequences * (prompt + response), float(np.median(seconds[2:]))

@@ -68,7 +68,7 @@ def save(path: str, size: Size) -> int:
     import torch
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-    from rl.data.demo_vl import VISION, build_processor, build_tokenizer
+    from examples.demo.pictures import VISION, build_processor, build_tokenizer
 
     tokenizer, processor = build_tokenizer(), build_processor()
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
@@ -166,7 +166,6 @@ def learner(size: Size, model: str, file: str, args: Args) -> dict[str, list[flo
     import torch.nn.functional as F
 
     import train_sync
-    from rl.algorithm.kl_control import KLControl
     from rl.flags import read
     from rl.learning.batch import micro_batches
     from rl.learning.learner import Learner
@@ -198,7 +197,7 @@ def learner(size: Size, model: str, file: str, args: Args) -> dict[str, list[flo
         optimizer.step()
         optimizer.zero_grad()
 
-    update = lambda given: train_sync.learn(sync, learns, KLControl(sync), given, Timers())  # noqa: E731
+    update = lambda given: train_sync.learn(sync, learns, given, Timers())  # noqa: E731
     out = rates({"bare": bare_step, "update": update}, lambda: batch_of(size, model, file), sum(first.total_lengths()), args)
     torch.distributed.destroy_process_group()  # vLLM would join it
     return out

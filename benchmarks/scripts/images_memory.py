@@ -19,7 +19,6 @@ import torch
 from scripts.images import SIZES, batch_of
 
 import train_sync
-from rl.algorithm.kl_control import KLControl
 from rl.flags import read
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.learner import UNMEASURED_TOKENS, Learner
@@ -112,7 +111,7 @@ def main(side: str, model: str, file: str, size: str) -> None:
         learns = Learner(model, args, ranks, total_steps=1000)
         parameters = [local(p) for p in learns.policy.parameters()]
         held = Held({p.untyped_storage().data_ptr() for p in parameters})
-        step = lambda: train_sync.learn(args, learns, KLControl(args), batch, Timers())  # noqa: E731
+        step = lambda: train_sync.learn(args, learns, batch, Timers())  # noqa: E731
     step()
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")

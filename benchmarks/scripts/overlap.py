@@ -153,7 +153,7 @@ def one_run(side: str, args: Args, median: int, longest: int, *flags: str) -> di
 
 
 def main(args: Args) -> None:
-    from rl.data.demo import model_dir
+    from examples.demo.sums import model_dir
     from rl.ranks.host import cpu_name
 
     model_dir()

@@ -49,7 +49,7 @@ def one_run(side: str, seed: int, steps: int) -> dict[str, float | None]:
 
 
 def main(args: Args) -> None:
-    from rl.data.demo import model_dir
+    from examples.demo.sums import model_dir
 
     model_dir()  # made before anything else
     machine = setting(seeds=args.seeds)

@@ -38,7 +38,7 @@ def one_run(side: str, seed: int, steps: int) -> dict[int, float]:
 
 
 def main(args: Args) -> None:
-    from rl.data.demo import model_dir
+    from examples.demo.sums import model_dir
 
     model_dir()  # made before anything else
     machine = setting(seeds=args.seeds)

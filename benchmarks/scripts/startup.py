@@ -70,7 +70,7 @@ def import_seconds(code: str) -> float:
 
 
 def main(args: Args) -> None:
-    from rl.data.demo import model_dir
+    from examples.demo.sums import model_dir
 
     model_dir()
     here = setting("transformers")

@@ -133,7 +133,7 @@ def begin(args: Args, found: dict | None, here: dict, sides: list[str]) -> dict:
 
 def make_model(case: Case, folder: str, name: str) -> str:
     """A case's model; if it has pictures, its rows are in a folder next to it."""
-    from rl.data.demo import model_dir
+    from examples.demo.sums import model_dir
 
     model = f"{folder}/{name}"
     if case.is_demo:
@@ -152,7 +152,7 @@ def rows_of(model: str) -> str:
 
 
 def trl_rows(case: Case, model: str, split: str) -> list[dict]:
-    from rl.data.demo import problems
+    from examples.demo.sums import problems
 
     if case.pictures:
         prompt = [{"role": "user", "content": "Number?"}]

@@ -173,7 +173,7 @@ def tables(data: dict) -> str:
 def demo_parameters() -> int:
     from safetensors import safe_open
 
-    from rl.data.demo import model_dir
+    from examples.demo.sums import model_dir
 
     with safe_open(Path(model_dir()) / "model.safetensors", "pt") as file:
         return sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118

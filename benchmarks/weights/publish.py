@@ -31,8 +31,8 @@ from rl.learning.learner import Learner
 from rl.ranks import device, process
 from rl.ranks.host import cpu_name
 from rl.split import Split, init_split
-from rl.weights import digests
 from rl.weights import publisher as of_publisher
+from rl.weights import subscriber as of_subscriber
 from rl.weights.publisher import Publisher
 from rl.weights.subscriber import Subscriber
 
@@ -71,7 +71,7 @@ def measure(split: Split, path: str, parameters: int, repeats: int) -> dict[str,
     raw = device.host_group(PrefixStore(f"raw/{parameters}", split.store), place, 2, timedelta(minutes=10))
     flat = torch.zeros(parameters)
     seconds: dict[str, list[float]] = {side: [] for side in (*SIDES, "copy")}
-    real = {module: module.digest for module in (digests, of_publisher)}
+    real = {module: module.digest for module in (of_subscriber, of_publisher)}
     if split.role == "learner":
         publisher = Publisher(Learner(path, LearnerArgs(), split.ranks, 1), split, torch.float32)
     else:

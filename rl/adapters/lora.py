@@ -12,7 +12,7 @@ of the vision tower, of the embedding and of the output layer.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -44,14 +44,6 @@ class AdapterArgs:
     v_proj)."""
     lora_model: MayChange[Annotated[str | None, Content("model")]] = None
     """Directory of an adapter in peft's format to start from. It sets --lora-rank, --lora-alpha and --lora-target."""
-    publish: MayChange[Literal["merged", "adapter"]] = "merged"
-    """What engines get at a publish: weights with the adapters merged into them, or only the adapters, to be added to a model
-    that is sent once. The latter is small, and slows generation down (vLLM on a CPU: two to three times)."""
-
-    @property
-    def publishes_adapters(self) -> bool:
-        """Whether only adapters are sent to the engines."""
-        return self.adapted and self.publish == "adapter"
 
     @property
     def adapted(self) -> bool:

@@ -6,14 +6,180 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import losses
-from rl.algorithm.critic import CriticArgs
-from rl.algorithm.imitation import ImitationArgs
-from rl.algorithm.rollout_correction import RolloutCorrectionArgs
-from rl.algorithm.teacher import TeacherArgs
 from rl.errors import UserError
-from rl.ranges import MayChange, Range
+from rl.ranges import Content, MayChange, Range
 
+Bounds = tuple[float | None, float]  # (None, cap) or a band
+Criterion = tuple[str, str, float, float]  # level, divergence, low, high: see losses.rollout_rejection_mask
+SELF = "self"  # --teacher, instead of a model
 CLIPS = {"clip_low": "--clip-ratio-low", "clip_high": "--clip-ratio-high", "clip_c": "--clip-ratio-c"}  # by a loss's keyword
+
+
+@dataclass
+class RolloutCorrectionArgs:
+    """Corrections for tokens to which generator and learner give different probabilities."""
+
+    rollout_is: Literal[losses.IS_LEVELS] | None = None
+    """Importance sampling: weight tokens by the ratio of the learner's probability to the generator's, at this level."""
+    rollout_is_threshold: str | None = None
+    """Cap of the weight ("2.0", the default), or a band outside which the weight is 0 ("0.5_5.0")."""
+    rollout_is_batch_normalize: bool = False
+    """Scale the weights to a mean of 1 over the batch."""
+    rollout_rs: str | None = None
+    """Rejection sampling: leave out tokens or responses whose log-probs disagree. Write level_divergence; separate several by
+    commas. Levels: token, seq_sum, seq_mean, seq_max, batch; divergences: k1, k2, k3, binary_kl (losses.py)."""
+    rollout_rs_threshold: str | None = None
+    """A bound for each word of --rollout-rs, separated by commas: a band "0.999_1.001" for k1, a number for the others."""
+
+    @property
+    def weight_bounds(self) -> Bounds:
+        """The bounds of the importance weights."""
+        return parse_threshold(self.rollout_is_threshold or "2.0")
+
+    @property
+    def rejection_criteria(self) -> list[Criterion]:
+        """The criteria of --rollout-rs; empty without rejection."""
+        return parse_criteria(self.rollout_rs, self.rollout_rs_threshold or "") if self.rollout_rs else []
+
+    @property
+    def corrects_rollout(self) -> bool:
+        """Whether tokens are weighted or left out depending on the difference between generator and learner."""
+        return bool(self.rollout_is or self.rejection_criteria)
+
+    def check(self) -> None:
+        """Raise UserError for bounds that cannot be parsed."""
+        for flags, parsed in {
+            "--rollout-is-threshold": "weight_bounds",
+            "--rollout-rs, --rollout-rs-threshold": "rejection_criteria",
+        }.items():
+            try:
+                getattr(self, parsed)
+            except ValueError as error:
+                raise UserError(f"{flags}: {error}.") from None
+
+
+@dataclass
+class TeacherArgs:
+    """Distillation on the policy's own samples, from a second model, or from the policy with the answer in its prompt."""
+
+    teacher: Annotated[str | None, Content("model")] = None
+    """Model to learn from, with the policy's vocabulary: a Hugging Face directory or hub name, or "self" for the policy at the
+    beginning of a step."""
+    teacher_prompt: str | None = None
+    """What the teacher reads instead of the prompt's last message, such as "{prompt} Here is a solution: {answer}". {prompt} is
+    that message, {ground_truth} the row's ground truth, any other name a column or a key of extra_info. By default the teacher
+    reads the policy's prompt."""
+    teacher_max_prompt_length: Annotated[int | None, Range(at_least=1)] = None
+    """Longest prompt of the teacher with --teacher-prompt, in tokens. Default: --max-prompt-length."""
+    teacher_coef: Annotated[float, Range(above=0)] = 1.0
+    """Weight of the KL to the teacher, relative to the rewards."""
+    teacher_top_k: Annotated[int, Range(at_least=0)] = 0
+    """Compare the two distributions at this many of the teacher's most likely tokens, and at all others together. 0: only at
+    the sampled token, as an advantage."""
+    teacher_alone: bool = False
+    """Rewards do not count: the policy only learns from the teacher."""
+
+    @property
+    def has_second_model(self) -> bool:
+        return self.teacher not in (None, SELF)
+
+    @property
+    def longest_of_teacher(self) -> int:
+        """Largest number of tokens in a prompt that the teacher reads."""
+        return (self.teacher_prompt is not None and self.teacher_max_prompt_length) or self.max_prompt_length
+
+    def check(self) -> None:
+        """Raise UserError for flags that a teacher makes meaningless."""
+        if self.teacher_alone and not self.teacher:
+            raise UserError("--teacher-alone: without --teacher there is nothing to learn from. Add it, or leave the flag out.")
+        if not self.teacher:
+            return
+        self._check_prompt()
+        loss = losses.POLICY_LOSSES[self.loss_mode]
+        estimator = losses.ADVANTAGES[self.adv_estimator]
+        if not self.teacher_top_k and (loss.one_advantage or loss.chooses):
+            why = "averages it over the response" if loss.one_advantage else "chooses tokens before it is known"
+            raise UserError(
+                f"--teacher gives each token its own advantage, and --loss-mode {self.loss_mode} {why}. Take another one, "
+                "such as ppo_clip."
+            )
+        if self.teacher_alone and self.filter_groups:
+            raise UserError(
+                "--filter-groups keeps groups by their scores, which do not count with --teacher-alone. Leave one of the two "
+                "out."
+            )
+        if self.teacher_alone and estimator.inputs:
+            raise UserError(
+                f"--adv-estimator {self.adv_estimator} compares scores with {', '.join(estimator.inputs)}, and with "
+                "--teacher-alone no score counts. Leave one of the two out."
+            )
+
+    def _check_prompt(self) -> None:
+        if self.teacher_prompt is None:
+            if self.teacher == SELF:
+                raise UserError("--teacher self: from its own prompt the policy learns nothing. Add --teacher-prompt.")
+        elif "{" not in self.teacher_prompt:
+            raise UserError(
+                f"--teacher-prompt {self.teacher_prompt!r} is the same for all rows. Put {{prompt}} into it, and what the "
+                "teacher is to know, such as {ground_truth}."
+            )
+        elif self.has_agent:
+            raise UserError(
+                f"--teacher-prompt with {self.environment_flag[0]}: an agent's later conversations hold the policy's prompt. "
+                "Leave one of them out."
+            )
+
+
+@dataclass
+class CriticArgs:
+    """The critic of --adv-estimator gae, a second model that is trained to predict returns."""
+
+    critic_model: Annotated[str | None, Content("model")] = None
+    """Model that the critic starts from, with the policy's vocabulary: a Hugging Face directory or hub name. By default
+    --model."""
+    critic_lr: Annotated[float, Range(above=0, at_most=1)] = 1e-4
+    """Peak learning rate of the critic. The other flags of the optimizer are the policy's."""
+    critic_ppo_epochs: Annotated[int, Range(at_least=1)] = 1
+    """The critic's passes over each batch."""
+    critic_warmup: Annotated[int, Range(at_least=0)] = 0
+    """Training steps at the start in which only the critic learns. The policy's learning rate schedule begins afterwards."""
+    lam: Annotated[float, Range(at_least=0, at_most=1)] = 1.0
+    """GAE's lambda: 1 compares whole returns with the critic's values, 0 looks one token ahead."""
+    cliprange_value: Annotated[float, Range(above=0)] = 0.5
+    """How far an update may move the critic's values from the previous ones."""
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the estimator compares with a critic's values."""
+        return "value" in losses.ADVANTAGES[self.adv_estimator].inputs
+
+    def check(self) -> None:
+        """Raise UserError for flags that cannot be combined with a critic."""
+        if not self.needs_critic:
+            return
+        estimator = f"--adv-estimator {self.adv_estimator}"
+        if self.adapted:
+            raise UserError(f"{estimator} trains a whole critic, which --lora-rank is there to avoid. Leave one of them out.")
+        if self.expert_parallel > 1:
+            raise UserError(f"--expert-parallel divides the policy's experts, not a critic's. Leave it out with {estimator}.")
+
+
+@dataclass
+class ImitationArgs:
+    """Demonstrations in addition to the policy's samples."""
+
+    sft_files: MayChange[tuple[str, ...]] = ()
+    """Conversations to imitate while training by reward, in the forms of train_sft.py's --train-files. None may have more
+    tokens than a prompt with its response."""
+    sft_coef: Annotated[float, Range(above=0)] = 0.1
+    """Weight of the demonstrations' loss, the mean of -log p over the tokens of their answers, next to the policy loss."""
+    sft_batch_size: Annotated[int, Range(at_least=1)] = 8
+    """Demonstrations of each optimizer step, over all ranks."""
+
+    def check(self) -> None:
+        """Raise UserError for flags that cannot be combined with demonstrations."""
+        if self.sft_files and self.router_replay == "R3":
+            raise UserError("--router-replay R3 replays a generator's routes, and --sft-files have none. Take R2, or off.")
 
 
 @dataclass
@@ -54,9 +220,6 @@ class AlgorithmArgs(TeacherArgs, ImitationArgs, CriticArgs, RolloutCorrectionArg
     use_rollout_log_probs: bool | None = None
     """Take the generator's log-probs as the old ones instead of recomputing them, so that the ratio corrects for staleness. By
     default True if batches may be stale, unless a correction or a loss compares the two."""
-    backward_without_advantage: MayChange[bool] = False
-    """Also compute gradients of responses whose advantages are all 0. These gradients are 0, so by default such responses only
-    get a forward pass, for the metrics."""
     filter_groups: bool = False
     """DAPO's dynamic sampling: replace groups whose scores are all equal, which give no signal, with fresh prompts. The
     penalty of --overlong-buffer-len does not count."""
@@ -117,7 +280,7 @@ class AlgorithmArgs(TeacherArgs, ImitationArgs, CriticArgs, RolloutCorrectionArg
         """Whether micro-batches without an advantage only get a forward pass: the loss has no term that trains them."""
         loss = losses.POLICY_LOSSES[self.loss_mode]
         trains_all = self.use_kl_loss or self.entropy_coeff or self.teacher or loss.chooses or loss.trains_all
-        return not (trains_all or self.backward_without_advantage)
+        return not trains_all
 
     @property
     def packs_flat_apart(self) -> bool:
@@ -206,3 +369,41 @@ class AlgorithmArgs(TeacherArgs, ImitationArgs, CriticArgs, RolloutCorrectionArg
                 usable = False
             if not usable:
                 raise UserError(f"--loss-args {word}: write {name}=NUMBER, above 0, such as {name}={known[name]:g}.")
+
+
+def parse_threshold(text: str) -> Bounds:
+    """ "2.0" -> (None, 2.0); "0.5_5.0" -> (0.5, 5.0)."""
+    try:
+        numbers = [float(part) for part in str(text).split("_")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2) or not (0 <= numbers[0] <= numbers[-1] > 0) or numbers[-1] == float("inf"):
+        raise ValueError(f'threshold {text!r}: write one positive number, "2.0", or a band from low to high, "0.5_5.0"')
+    return (None, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
+
+
+def parse_criteria(criteria: str, threshold: str) -> list[Criterion]:
+    """ "seq_mean_k3,token_k1" and "0.01,0.5_2.0" -> [("seq_mean", "k3", 0, 0.01), ("token", "k1", 0.5, 2.0)]. For k1, a single
+    bound hi means the band from 1/hi to hi."""
+    names, texts = [n.strip() for n in criteria.split(",")], [t.strip() for t in str(threshold).split(",")]
+    texts = texts * len(names) if len(texts) == 1 else texts
+    if len(texts) != len(names):
+        raise ValueError(f"{len(names)} rejection criteria ({criteria}) but {len(texts)} thresholds ({threshold})")
+    return [_parse_criterion(name, text) for name, text in zip(names, texts, strict=True)]
+
+
+def _parse_criterion(name: str, text: str) -> Criterion:
+    divergence = next((of for of in losses.DIVERGENCES if name.endswith(f"_{of}")), "")
+    level = name.removesuffix(f"_{divergence}")
+    if level not in losses.REJECTION_LEVELS or not divergence or name == "batch_k1":
+        levels = ", ".join(losses.REJECTION_LEVELS)
+        raise ValueError(
+            f"rejection criterion {name!r}: write one of {levels}, then _k1 (not of batch), _k2, _k3 or _binary_kl"
+        )
+    low, high = parse_threshold(text)
+    if divergence != "k1" and low is not None:
+        raise ValueError(f"{name} is bounded above only: write one number instead of {text!r}")
+    if divergence == "k1" and low is None:
+        low = min(high, 1 / high)
+        high = max(high, 1 / high)
+    return level, divergence, low or 0.0, high

@@ -1,70 +1,34 @@
-"""PPO's critic in the algorithm: its flags, the models that can be one, and its part of a step.
+"""PPO's critic: a copy of the policy's model, or another model, whose output is a number instead of a distribution. Only
+imported with --adv-estimator gae.
 
-losses.py has the formulas, rl/learning/value_model.py the model and its optimizer, imported only for `--adv-estimator gae`.
-Left out: a critic that shares the policy's layers, which would change what the policy learns.
+V of a token is a linear function of the hidden state that predicts it, which has seen everything before the token but not the
+token itself. The function starts as zero. Everything else is a learner's: shards, masters, optimizer, checkpoint. Left out: a
+critic that shares the policy's layers, which would change what the policy learns.
 """
 
+import dataclasses
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
 
 import torch
+from torch import nn
 
 import losses
 from rl.algorithm import whole_batch
-from rl.algorithm.teacher import check_vocabulary
 from rl.data.image_prompts import takes_images
 from rl.errors import UserError
 from rl.learning.batch import Batch, MicroBatch
+from rl.learning.learner import Learner
 from rl.learning.loss_means import LossMeans
-from rl.model.pretrained import check_model, load_config
-from rl.ranges import Content, Range
-
-if TYPE_CHECKING:
-    from rl.learning.value_model import Critic
+from rl.learning.placement import load_policy
+from rl.model.policy import Policy
+from rl.model.pretrained import check_model, check_vocabulary, load_config
+from rl.model.sequence_parallel import gather_log_probs
+from rl.model.shards import local
+from rl.ranks.dist import Ranks
+from rl.ranks.watchdog import progress
 
 AGGREGATION = "token-mean"  # of the critic's loss
-
-
-@dataclass
-class CriticArgs:
-    """The critic of --adv-estimator gae, a second model that is trained to predict returns."""
-
-    critic_model: Annotated[str | None, Content("model")] = None
-    """Model that the critic starts from, with the policy's vocabulary: a Hugging Face directory or hub name. By default
-    --model."""
-    critic_lr: Annotated[float, Range(above=0, at_most=1)] = 1e-4
-    """Peak learning rate of the critic. The other flags of the optimizer are the policy's."""
-    critic_ppo_epochs: Annotated[int, Range(at_least=1)] = 1
-    """The critic's passes over each batch."""
-    critic_warmup: Annotated[int, Range(at_least=0)] = 0
-    """Training steps at the start in which only the critic learns. The policy's learning rate schedule begins afterwards."""
-    lam: Annotated[float, Range(at_least=0, at_most=1)] = 1.0
-    """GAE's lambda: 1 compares whole returns with the critic's values, 0 looks one token ahead."""
-    critic_lam: Annotated[float | None, Range(at_least=0, at_most=1)] = None
-    """Lambda of the returns that the critic learns: VAPO, arXiv 2504.05118, uses 1 for it and less for the policy. Default:
-    --lam."""
-    cliprange_value: Annotated[float, Range(above=0)] = 0.5
-    """How far an update may move the critic's values from the previous ones."""
-
-    @property
-    def needs_critic(self) -> bool:
-        """Whether the estimator compares with a critic's values."""
-        return "value" in losses.ADVANTAGES[self.adv_estimator].inputs
-
-    @property
-    def returns_lam(self) -> float:
-        return self.lam if self.critic_lam is None else self.critic_lam
-
-    def check(self) -> None:
-        """Raise UserError for flags that cannot be combined with a critic."""
-        if not self.needs_critic:
-            return
-        estimator = f"--adv-estimator {self.adv_estimator}"
-        if self.adapted:
-            raise UserError(f"{estimator} trains a whole critic, which --lora-rank is there to avoid. Leave one of them out.")
-        if self.expert_parallel > 1:
-            raise UserError(f"--expert-parallel divides the policy's experts, not a critic's. Leave it out with {estimator}.")
 
 
 def check_critic(path: str, args, policy: str) -> None:
@@ -76,26 +40,72 @@ def check_critic(path: str, args, policy: str) -> None:
         raise UserError(f"--adv-estimator {args.adv_estimator}: models that take images cannot have a critic here.")
 
 
-def learn_values(
-    args, critic: "Critic", batch: Batch, minis: Sequence[torch.Tensor], micros: Sequence[Sequence[MicroBatch]]
-) -> dict[str, float]:
-    """Train the critic towards the returns: an optimizer step for each mini-batch, --critic-ppo-epochs times. minis: the
-    responses [b] of each; micros: its micro-batches. Set the targets' returns; return verl's critic/*. A collective."""
-    of_tokens = (batch.targets.reward, batch.trained, batch.seq, batch.targets.value)
-    batch.targets.returns = losses.lambda_return(*of_tokens, args.gamma, args.returns_lam)
-    means = LossMeans(batch, critic.ranks)
-    for mini, its_micros in list(zip(minis, micros, strict=True)) * args.critic_ppo_epochs:
-        denominator = whole_batch.denominator(batch, mini, AGGREGATION, args.max_response_length)
-        for micro in its_micros:
-            t = batch.at(micro)
-            value = critic.values(micro)
-            token_loss, stats = losses.value_loss(value, t.value, t.returns, t.mask, clip=args.cliprange_value)
-            loss = losses.aggregate(token_loss, t.mask, t.seq, AGGREGATION, denominator)
-            loss.backward()
-            means.gather(t, {"vf_loss": loss}, stats | {"vpred_mean": value})
-        means.end_update(critic.step())
-    found = {name.replace("actor/", "critic/"): value for name, value in means.metrics().items()}
-    return found | {"critic/vf_explained_var": explained_variance(batch)}
+class ValueModel(Policy):
+    """A causal language model with one output, `value_head` [hidden], instead of the vocabulary."""
+
+    def __init__(self, model: nn.Module, *rest):
+        super().__init__(model, *rest)
+        model.lm_head = nn.Identity()  # a tied output layer stays as the embedding
+        model.value_head = nn.Parameter(torch.empty(model.config.get_text_config().hidden_size, device="meta"))
+
+    def forward(self, inputs: dict, layout, predict) -> torch.Tensor:
+        """The model's inputs, predict [n] -> V before each token [n], fp32."""
+        if self.router:
+            self.router.begin(layout, None, 0)
+        hidden = self._hidden(inputs, layout)[predict]  # [n, hidden]
+        return hidden.float() @ self.model.value_head.float()
+
+
+class Critic(Learner):
+    """The critic under training, its optimizer and schedule."""
+
+    def __init__(self, path: str, args, ranks: Ranks, total_steps: int):
+        """path: the model, as a directory or hub name. args: CommonArgs; the critic has its own learning rate."""
+        self.warmup = args.critic_warmup
+        self._is_known = args.critic_model is None
+        own = dataclasses.replace(args, lr=args.critic_lr, router_replay="off")
+        super().__init__(path, own, ranks, total_steps, trust_remote_code=args.trust_remote_code)
+
+    def _load(self, *what) -> ValueModel:
+        more = {"kind": ValueModel, "is_known": self._is_known}
+        critic = load_policy(self.path, self.args, self.ranks, "critic", *what, **more)
+        nn.init.zeros_(local(critic.model.value_head.data))
+        return critic
+
+    def values(self, micro: MicroBatch) -> torch.Tensor:
+        """Return V [n] before each of the micro-batch's n tokens, on the device, with gradient."""
+        progress()
+        own = self.policy(micro.inputs, micro.layout, micro.predict)
+        return own if micro.own is None else gather_log_probs(micro, self.ranks, own, torch.zeros_like(own))[0]
+
+    @torch.no_grad()
+    def values_of(self, batch: Batch, micros: Sequence[Sequence[MicroBatch]]) -> torch.Tensor:
+        """Return V [N] before the tokens that this rank trains, on the CPU; 0 outside the mask."""
+        out = torch.zeros(len(batch.token))
+        for micro in itertools.chain.from_iterable(micros):
+            out[micro.index] = self.values(micro).cpu()
+        self.policy.reshard()
+        return out
+
+    def learn(self, batch: Batch, minis: Sequence[torch.Tensor], micros: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
+        """Train the critic towards the returns: an optimizer step for each mini-batch, --critic-ppo-epochs times. minis: the
+        responses [b] of each; micros: its micro-batches. Set the targets' returns; return verl's critic/*. A collective."""
+        args = self.args
+        of_tokens = (batch.targets.reward, batch.trained, batch.seq, batch.targets.value)
+        batch.targets.returns = losses.lambda_return(*of_tokens, args.gamma, args.lam)
+        means = LossMeans(batch, self.ranks)
+        for mini, its_micros in list(zip(minis, micros, strict=True)) * args.critic_ppo_epochs:
+            denominator = whole_batch.denominator(batch, mini, AGGREGATION, args.max_response_length)
+            for micro in its_micros:
+                t = batch.at(micro)
+                value = self.values(micro)
+                token_loss, stats = losses.value_loss(value, t.value, t.returns, t.mask, clip=args.cliprange_value)
+                loss = losses.aggregate(token_loss, t.mask, t.seq, AGGREGATION, denominator)
+                loss.backward()
+                means.gather(t, {"vf_loss": loss}, stats | {"vpred_mean": value})
+            means.end_update(self.step())
+        found = {name.replace("actor/", "critic/"): value for name, value in means.metrics().items()}
+        return found | {"critic/vf_explained_var": explained_variance(batch)}
 
 
 def explained_variance(batch: Batch) -> float:

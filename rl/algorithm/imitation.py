@@ -7,8 +7,6 @@ that depend on a demonstration's likelihood, as in LUFFY (arXiv 2504.14945) and 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated
 
 import numpy as np
 import torch
@@ -16,30 +14,10 @@ import torch
 import losses
 from rl.algorithm import whole_batch
 from rl.data.prompts import PromptOrder
-from rl.errors import UserError
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.division import Division
 from rl.learning.flops import Computed
-from rl.ranges import MayChange, Range
 from rl.samples.group import Group, Response
-
-
-@dataclass
-class ImitationArgs:
-    """Demonstrations in addition to the policy's samples."""
-
-    sft_files: MayChange[tuple[str, ...]] = ()
-    """Conversations to imitate while training by reward, in the forms of train_sft.py's --train-files. None may have more
-    tokens than a prompt with its response."""
-    sft_coef: Annotated[float, Range(above=0)] = 0.1
-    """Weight of the demonstrations' loss, the mean of -log p over the tokens of their answers, next to the policy loss."""
-    sft_batch_size: Annotated[int, Range(at_least=1)] = 8
-    """Demonstrations of each optimizer step, over all ranks."""
-
-    def check(self) -> None:
-        """Raise UserError for flags that cannot be combined with demonstrations."""
-        if self.sft_files and self.router_replay == "R3":
-            raise UserError("--router-replay R3 replays a generator's routes, and --sft-files have none. Take R2, or off.")
 
 
 class Imitation:
@@ -65,27 +43,25 @@ class Imitation:
         division = Division(len(tickets), learner.micro_batch_tokens, learner.ranks)
         return Batch.of(to_groups(self.rows, {ticket: self.order(ticket)[1] for ticket in tickets}), division)
 
-
-def imitate(args, learner) -> dict[str, float]:
-    """Add the gradient of the next demonstrations' term to that of an update. Return actor/sft_nll, the mean of -log p over
-    their tokens, averaged over the step's updates so far. A collective of the learners."""
-    imitation = learner.imitation
-    computed = learner.computed
-    learner.computed = Computed()  # perf/* only counts samples
-    batch = imitation.batch(learner)
-    found = []
-    every = torch.arange(len(batch.lengths))
-    denominator = whole_batch.denominator(batch, every, "token-mean", 0)  # trained tokens of all ranks
-    for micro in micro_batches(batch, every, learner.micro_batch_tokens, learner.ranks):
-        t = batch.at(micro)
-        log_prob = learner.forward(micro).log_prob
-        nll = losses.aggregate(-log_prob, t.mask, t.seq, "token-mean", denominator)
-        (args.sft_coef * nll).backward()
-        found.append(nll.detach())
-    learner.computed = computed
-    total = torch.stack(found).cpu().double().sum()
-    imitation.losses.append(float(batch.sum_over_ranks(total)))
-    return {"actor/sft_nll": sum(imitation.losses) / len(imitation.losses)}
+    def imitate(self, learner) -> dict[str, float]:
+        """Add the gradient of the next demonstrations' term to that of an update. Return actor/sft_nll, the mean of -log p over
+        their tokens, averaged over the step's updates so far. A collective of the learners."""
+        computed = learner.computed
+        learner.computed = Computed()  # perf/* only counts samples
+        batch = self.batch(learner)
+        found = []
+        every = torch.arange(len(batch.lengths))
+        denominator = whole_batch.denominator(batch, every, "token-mean", 0)  # trained tokens of all ranks
+        for micro in micro_batches(batch, every, learner.micro_batch_tokens, learner.ranks):
+            t = batch.at(micro)
+            log_prob = learner.forward(micro).log_prob
+            nll = losses.aggregate(-log_prob, t.mask, t.seq, "token-mean", denominator)
+            (self.args.sft_coef * nll).backward()
+            found.append(nll.detach())
+        learner.computed = computed
+        total = torch.stack(found).cpu().double().sum()
+        self.losses.append(float(batch.sum_over_ranks(total)))
+        return {"actor/sft_nll": sum(self.losses) / len(self.losses)}
 
 
 def to_groups(rows: Sequence, indices: Mapping[int, int]) -> list[Group]:

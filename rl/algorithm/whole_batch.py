@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import losses
+from rl.algorithm.args import RolloutCorrectionArgs
 from rl.learning.batch import Batch, pieces
 
 MEANS = ("token-mean", "seq-mean-token-mean")  # aggregations whose denominators are sums over the ranks
@@ -67,17 +68,34 @@ def advantage(estimator: losses.Estimator, batch: Batch, gamma: float = 1.0, lam
 
 
 def chosen(loss: losses.PolicyLoss, batch: Batch, minis: Sequence[Tensor], knobs: dict[str, float]) -> Tensor | None:
-    """Return the tokens that the loss chooses, [N] bool; None for a loss that chooses none. minis: the responses [b] of each
+    """Return the tokens that the loss chooses, [N] bool. minis: the responses [b] of each
     mini-batch; knobs: the loss's numbers for it. Random choices only depend on the batch: they are the same on every rank, for
     any micro-batches, and after a resume. A collective."""
-    if loss.chooses is None:
-        return None
     options = dict(knobs)
     if "generator" in loss.choice_inputs:
         total = int(batch.sum_over_ranks(batch.token[batch.mask].sum()))
         options["generator"] = torch.Generator().manual_seed(total + int(batch.sampled_lengths.sum()))
     inputs = (batch.targets.old_log_prob, batch.targets.advantage, batch.trained)
     return by_mini_batch(batch, minis, partial(loss.chooses, **options), *inputs)
+
+
+def correct_rollout(args: RolloutCorrectionArgs, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+    """Return (weight of each token, whether it is rejected), [N], by the difference between learner and generator, whose
+    kernels, precision and weights differ; None if nothing is weighted or rejected. A collective."""
+    weight = None
+    rejected = None
+    criteria = args.rejection_criteria
+    inputs = (batch.targets.actor_log_prob, batch.rollout_log_prob, batch.mask)
+    if args.rollout_is:
+        low, high = args.weight_bounds
+        normalize = args.rollout_is_batch_normalize
+        weigh = partial(losses.rollout_is_weights, level=args.rollout_is, low=low, high=high, normalize=normalize)
+        apply = on_whole if normalize else by_pieces
+        weight = apply(batch, weigh, *inputs)
+    if criteria:
+        apply = on_whole if any(level == "batch" for level, *_ in criteria) else by_pieces
+        rejected = batch.mask & ~apply(batch, partial(losses.rollout_rejection_mask, criteria=criteria), *inputs)
+    return weight, rejected
 
 
 def on_whole(batch: Batch, function: Callable, *xs: Tensor) -> Tensor:

@@ -46,9 +46,8 @@ def push(args, script: str, run_dir: Path, checkpoint: Path) -> str:
         HfApi().create_commit(args.push_to, parts, commit_message=message)
 
     pushed = in_background(commit, "push")
-    with watchdog.doing("the push to the hub"):
-        while not wait([pushed], timeout=1.0).done:
-            watchdog.progress()  # an upload may take longer than --hang-timeout
+    while not wait([pushed], timeout=1.0).done:
+        watchdog.progress()  # an upload may take longer than --hang-timeout
     if error := pushed.exception():
         raise UserError(
             f"--push-to {args.push_to}: {_in_a_line(error)}. The run is complete, and its checkpoint is {checkpoint}. Push it "

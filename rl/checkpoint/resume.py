@@ -42,8 +42,7 @@ from rl.ranges import MayChange, Range, check_name
 from rl.ranks import dist, launch
 from rl.record.identity import Identity
 from rl.record.run import Origin
-from rl.samples.group import Group
-from rl.transport.records import split_records
+from rl.samples.group import Group, split_records
 
 # Flags that decide which tensors there are, by the first word of a tensor's name; --optim decides over the moments.
 CAUSES = {"critic": "--adv-estimator and --critic-model", "adapter": "--lora-rank and --lora-target", "model": "--model"}

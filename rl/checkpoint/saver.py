@@ -35,12 +35,11 @@ from rl.hub.tensor_writer import TensorFile, piece_sizes, pieces
 from rl.learning.learner import Learner
 from rl.model.pretrained import GENERATION
 from rl.model.shards import Block, as_it_is, blocks_of_all_ranks, local
-from rl.ranks import dist, host, launch, signals, watchdog
+from rl.ranks import dist, host, launch, watchdog
 from rl.ranks.device import HOST_BACKEND
 from rl.record.identity import Identity
 from rl.record.run import Origin, Run
-from rl.samples.group import Group
-from rl.transport.records import join_records
+from rl.samples.group import Group, join_records
 
 SPARE = 1.25  # a copy is made if this many times its size is free: the run itself may still grow
 
@@ -86,7 +85,6 @@ class Saver:
         self.best = Best(self.run_dir, learner.ranks.is_main)
         self.step = origin.step if origin else 0  # the last step that was saved
         self.error = ""  # of the last save; empty if it succeeded
-        signals.remains(str(origin.checkpoint) if origin and origin.checkpoint else None)
         if origin and self._clears:
             self._set_aside(after=origin.step)
         if origin:
@@ -141,12 +139,11 @@ class Saver:
         """Returns when the last save is complete, or has failed. Raises the thread's error if another learner has exited."""
         if not self._saving:
             return
-        with watchdog.doing("the checkpoint before to be written"):
-            while not self._saving.done():
-                before = self._moved
-                wait([self._saving], timeout=1.0)
-                if self._moved > before:
-                    watchdog.progress()
+        while not self._saving.done():
+            before = self._moved
+            wait([self._saving], timeout=1.0)
+            if self._moved > before:
+                watchdog.progress()
         self._saving.result()
         self._saving = None
 
@@ -208,8 +205,6 @@ class Saver:
         self.error = self._write(work, target, tensors, files)  # raises only if a collective does: another learner has exited
         if self.error:
             self._give_up(step, work, self.error)
-        else:
-            signals.remains(str(target))
 
     def _write(self, work: Path, target: Path, tensors: dict[str, torch.Tensor], files: dict[str, bytes]) -> str:
         """Writes the whole checkpoint. Returns the error of the first learner that has one, or "". A collective."""

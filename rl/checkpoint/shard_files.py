@@ -49,14 +49,13 @@ def wrong_anywhere(path: Path, files: Files) -> str | None:
     missing = {number: error for number, name in enumerate(names) if (error := wrong(path, name, files[name], read=False))}
     seen = [set(range(len(names))) - set(of_rank) for of_rank in dist.all_gather_values([*missing])]
     errors = {}
-    with watchdog.doing("the checkpoint's files to be compared with their checksums"):
-        for number, name in enumerate(names):
-            having = [rank for rank, numbers in enumerate(seen) if number in numbers]
-            if not having:
-                errors[number] = missing[number]
-            elif having[number % len(having)] == me and (error := wrong(path, name, files[name])):
-                errors[number] = error
-            watchdog.progress()
+    for number, name in enumerate(names):
+        having = [rank for rank, numbers in enumerate(seen) if number in numbers]
+        if not having:
+            errors[number] = missing[number]
+        elif having[number % len(having)] == me and (error := wrong(path, name, files[name])):
+            errors[number] = error
+        watchdog.progress()
     reports = dist.all_gather_values([*errors.items()])
     return min((tuple(error) for of_rank in reports for error in of_rank), default=(0, None))[1]
 
@@ -124,8 +123,7 @@ class ShardFiles:
         source = self._readers[file]
         if source == torch.distributed.get_rank():
             reader.read([span], shard.view(-1))
-        with watchdog.doing("another machine's part of the checkpoint"):
-            torch.distributed.broadcast(shard, src=source)
+        torch.distributed.broadcast(shard, src=source)
         watchdog.progress()
         return shard
 

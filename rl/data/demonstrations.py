@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
+from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
 from rl.data.measured import Measured, measure
@@ -18,9 +19,7 @@ from rl.data.prompts import begins_with_bos, is_message, render_chat
 from rl.data.tables import FileRows, read_table
 from rl.errors import UserError
 from rl.ranges import MayChange, Range
-from rl.ranks import launch
-from rl.ranks.divided_work import DividedWork
-from rl.ranks.progress import track
+from rl.ranks import launch, watchdog
 
 
 @dataclass
@@ -80,7 +79,7 @@ class Demonstrations(FileRows):
             self._check_columns(file, table.column_names)
             self.tables.append(table)
         used = self.ends[-1] if most < 0 else min(most, self.ends[-1])
-        self.rows = measure(functools.partial(self._measure_part, used, split)).kept
+        self.rows = measure(used, functools.partial(self._measure_part, split)).kept
         if not len(self.rows):
             raise UserError(
                 f"{', '.join(self.files)}: no conversation has at most {self._limit} {args.max_length} tokens. Raise it."
@@ -99,8 +98,8 @@ class Demonstrations(FileRows):
             f"columns are {', '.join(sorted(columns))}. {self._remedy}"
         )
 
-    def _measure_part(self, rows: int, split: str, work: DividedWork, found: Measured) -> None:
-        for row in track(work.part(rows), f"measuring {split} conversations", show=launch.here().rank == 0):
+    def _measure_part(self, split: str, part: range, found: Measured) -> None:
+        for row in track(part, f"measuring {split} conversations", transient=True, disable=launch.here().rank != 0):
             length = len(self._read(row).ids)
             if length <= self.args.max_length:
                 found.kept.append(row)
@@ -109,7 +108,7 @@ class Demonstrations(FileRows):
                     f"{self._where(row)}: the conversation has {length} tokens, more than {self._limit} "
                     f"{self.args.max_length}. Raise it, or leave such rows out with --filter-overlong-prompts."
                 )
-            work.advance()
+            watchdog.progress()
 
     def _read(self, row: int) -> Demonstration:
         """The row's tokens, and which of them are trained."""

@@ -1,12 +1,14 @@
-"""The rows that can be used: each rank of a node measures a part of them, and all ranks get the whole."""
+"""The rows that can be used: each rank measures a part of them, and all ranks get the whole."""
 
 import json
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch.distributed
+
 from rl.errors import UserError
-from rl.ranks.divided_work import DividedWork
+from rl.ranks import dist
 
 
 @dataclass
@@ -24,17 +26,20 @@ class Measured:
         return Measured(array("q", rows), *json.loads(head))
 
 
-def measure(measure_part: Callable[[DividedWork, Measured], None]) -> Measured:
-    """Return the findings of all ranks of this node together. measure_part: adds those of this rank's part of the work, or
-    raises UserError for a row that cannot be used, which is an error here rather than in the middle of a run."""
-    work = DividedWork()
+def measure(rows: int, measure_part: Callable[[range, Measured], None]) -> Measured:
+    """Return the findings of all ranks of the default group together. measure_part: adds those of this rank's part of the
+    rows, or raises UserError for a row that cannot be used, which is an error here rather than in the middle of a run.
+    Collective."""
+    joined = torch.distributed.is_initialized()
+    rank, ranks = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
     own = Measured()
     whole = Measured()
     try:
-        measure_part(work, own)
+        measure_part(range(rows * rank // ranks, rows * (rank + 1) // ranks), own)
     except UserError as error:
         own.error = str(error)
-    for part in map(Measured.of_bytes, work.gather(own.to_bytes())):
+    parts = dist.all_gather_bytes(own.to_bytes()) if ranks > 1 else [own.to_bytes()]
+    for part in map(Measured.of_bytes, parts):
         if part.error:
             raise UserError(part.error)
         whole.kept.extend(part.kept)

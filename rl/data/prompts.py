@@ -14,9 +14,10 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import pyarrow.compute as pc
+from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
 from rl.data import images
@@ -25,11 +26,11 @@ from rl.data.columns import TRUTHS, check_columns, check_truth, default_source, 
 from rl.data.image_prompts import FAMILIES, ImageError, ImagePrep, Images
 from rl.data.measured import Measured, measure
 from rl.data.tables import FileRows, read_table
-from rl.data.tools import Tools
 from rl.errors import UserError
-from rl.ranks import launch
-from rl.ranks.divided_work import DividedWork
-from rl.ranks.progress import track
+from rl.ranks import launch, watchdog
+
+if TYPE_CHECKING:
+    from rl.data.tools import Tools
 
 BATCH = 512  # prompts to tokenise at once, at most
 BATCH_SECONDS = 0.5  # batches become smaller if a tokenizer is slow, because the watchdog sees progress after each batch
@@ -76,7 +77,7 @@ class PromptDataset(FileRows):
         tokenizer: PreTrainedTokenizerBase,
         args: DataArgs,
         prep: ImagePrep | None = None,
-        tools: Tools | None = None,
+        tools: "Tools | None" = None,
         brought: frozenset[str] = frozenset(),
     ):
         """prep: of a model that takes images. tools: that the model may call. brought: what rows may lack, because the
@@ -85,7 +86,7 @@ class PromptDataset(FileRows):
         self.args = args
         self.prep = prep
         self.brought = brought
-        self.tools = tools or Tools([], "auto")
+        self.tools = tools
         super().__init__(files, split)
         limit = args.train_max_samples if split == "train" else args.val_max_samples
         # Files keep their own columns: casting them to a common schema would change what they say.
@@ -98,7 +99,7 @@ class PromptDataset(FileRows):
             if args.image_key in table.column_names:
                 table = images.undecoded(table, args.image_key)
             self.tables.append(table)
-        measured = measure(functools.partial(self._measure_part, f"measuring {split} prompts"))
+        measured = measure(self.ends[-1], functools.partial(self._measure_part, f"measuring {split} prompts"))
         self.rows = measured.kept
         self.truncated = measured.truncated  # prompts that --truncation cuts
         if not self.rows:
@@ -153,14 +154,14 @@ class PromptDataset(FileRows):
             sizes.update({of["values"]: of["counts"] for of in counted.to_pylist()})
         return sizes
 
-    def _measure_part(self, description: str, work: DividedWork, found: Measured) -> None:
-        rows = self._rendered(description, work)
+    def _measure_part(self, description: str, part: range, found: Measured) -> None:
+        rows = self._rendered(description, part)
         size = 1
         started = time.monotonic()
         while batch := list(itertools.islice(rows, size)):
             for (row, columns, text), ids in zip(batch, self._encode([text for _, _, text in batch]), strict=True):
                 self._measure_row(found, row, columns, text, ids)
-            work.advance()
+            watchdog.progress()
             size = min(BATCH, 2 * size) if time.monotonic() - started < BATCH_SECONDS else max(1, size // 2)
             started = time.monotonic()
 
@@ -185,13 +186,11 @@ class PromptDataset(FileRows):
         found.truncated += length > limit
         found.kept.append(row)
 
-    def _rendered(self, description: str, work: DividedWork) -> Iterator[tuple[int, dict, "Text"]]:
+    def _rendered(self, description: str, part: range) -> Iterator[tuple[int, dict, "Text"]]:
         """(row number over all files, its columns, the prompt's text) of this rank's rows."""
-        part = work.part(self.ends[-1])
-        if work.parts > 1:
-            description += f", one of {work.parts} parts"
         rows = itertools.chain.from_iterable(self._tables_of(part))
-        for number, row in zip(track(part, description, show=launch.here().rank == 0), rows, strict=True):
+        shown = track(part, description, transient=True, disable=launch.here().rank != 0)
+        for number, row in zip(shown, rows, strict=True):
             yield number, row, self._render(self._where(number), row)
 
     def _tables_of(self, part: range) -> Iterator[Iterable[dict]]:
@@ -251,15 +250,16 @@ class PromptDataset(FileRows):
             )
         if not any(message["content"].strip() for message in messages) and "prompt" not in self.brought:
             raise UserError(f"{where}: the prompt (column {key!r}, --prompt-key) is empty. Remove the row.")
-        try:
-            messages = self.tools.described(messages) if is_chat else self.tools.check_text(prompt)
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from None
+        if self.tools:
+            try:
+                messages = self.tools.described(messages) if is_chat else self.tools.check_text(prompt)
+            except UserError as error:
+                raise UserError(f"{where}: {error}") from None
         if not is_chat:
             return Text(prompt, begins_with_bos(self.tokenizer, prompt))
         if self.prep and self.args.image_key in row:
             messages = images.with_places(messages)
-        more = {"tools": self.tools.for_template, "add_generation_prompt": True}
+        more = {"tools": self.tools and self.tools.for_template, "add_generation_prompt": True}
         return Text(render_chat(self.tokenizer, where, messages, **more), True)
 
     def _asked(self, row: dict) -> Any:

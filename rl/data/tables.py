@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from rl.errors import UserError
 
+DEMOS = {"demo": "examples.demo.sums", "demo-calculator": "examples.demo.calculator", "demo-vl": "examples.demo.pictures"}
 BLANKS = re.compile(r"\s*")
 UNFIT = (pa.ArrowException, OverflowError, UnicodeEncodeError)  # pyarrow raises these if values do not make a column
 
@@ -24,8 +25,8 @@ UNFIT = (pa.ArrowException, OverflowError, UnicodeEncodeError)  # pyarrow raises
 def read_table(file: str, split: str):
     """The file as a datasets.Dataset, or as `Rows`. split: "train", "val" or "sft", the flag that names it; all but "val" are
     for training. Raises UserError if it cannot be read."""
-    if file in ("demo", "demo-calculator", "demo-vl"):
-        demo = importlib.import_module(f"rl.data.{file.replace('-', '_')}")
+    if file in DEMOS:
+        demo = importlib.import_module(DEMOS[file])
         return Rows(pa.Table.from_pylist(demo.problems("val" if split == "val" else "train")))
     read = {".parquet": _read_parquet, ".json": _read_json, ".jsonl": _read_json}.get(Path(file).suffix)
     if read is None:

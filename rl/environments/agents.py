@@ -1,130 +1,309 @@
 """Agents that own their loop: their calls to an OpenAI-compatible endpoint are the turns of a response.
 
 An agent is a command that is started for the response (--agent), or a worker elsewhere that has asked for an episode
-(--serve-policy). It calls a server (rl/environments/endpoint.py), which passes its calls on to the episode's process. The
-process compares their messages with the histories so far: a call that extends a history continues its tokens, any other call
-begins a new history with a separate prompt. rl/generation/agent_episodes.py keeps the tokens.
+(--serve-policy). Its calls are compared with the conversations so far: a call that extends one continues its tokens, any other
+call begins a new history with a separate prompt. rl/generation/agent_episodes.py keeps the tokens. This runs in the process of
+rl/environments/worker.py.
+
+Left out: encryption. Put a tunnel or a proxy in front of it if you do not control the network.
 """
 
+import asyncio
 import contextlib
+import functools
+import hmac
 import json
 import os
-import queue
+import secrets
 import shlex
-import socket
+import signal
 import subprocess
-import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from aiohttp import web
 
 from rl.environments import chat
 from rl.environments.calls import END_OF_THINKING
-from rl.environments.programs import Silent, as_reward
+from rl.environments.chat import Refused
+from rl.environments.children import Children
+from rl.environments.programs import BadValue, as_reward
 from rl.environments.turns import Turns
-from rl.rewards.descendants import how_it_ended
+from rl.rewards import descendants, prints
 
-LONGEST_LINE = 1 << 20  # bytes of a line that an agent prints
-LOST = "cannot reach it: the process that answers agents has ended"
+LARGEST = 1 << 26  # bytes of a request, and of a line that an agent prints
+START = 120.0  # seconds that a command may take in addition before its first call, to import its libraries
 LAST_WORDS = 1.0  # seconds to read the rest of its output after it ends: another process may hold the pipe open
+NO_ROOM = "the response's budget of tokens or turns is used up: --max-response-length, --max-turns"
+ENDED = "this episode has ended"
+OVER = "the run has ended: there will be no more episodes"
 
 
 class Failed(Exception):
     """The agent cannot be scored."""
+
+    event = "error"
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of an agent. reward: None if a grader scores it; failure: why it cannot be scored."""
+
+    reward: Any = None
+    failure: str | None = None
 
 
 @dataclass
 class Conversation:
     """A sequence of calls, each of which extends the one before."""
 
-    messages: list[dict]  # in the form of `as_messages`, including the model's last one
+    messages: list[dict]  # in the form of chat.Call, including the model's last one
     tools: list[dict]
     tokens: int
     is_cut: bool = False  # whether the call's max_tokens cut the last turn
 
 
-class Session:
-    """An agent's episode: its calls, and the histories that they extend."""
+class Agents:
+    """The server that agents call, and their sessions."""
 
-    def __init__(self, settings: dict, turns_of: Callable[[list[dict]], Turns]):
+    def __init__(self, settings: dict, turns_of: Callable[[list[dict]], Turns], children: Children):
         """settings: from rl/environments/pool.py; turns_of: makes the `Turns` for a call's tools."""
-        self._settings, self._turns_of = settings, turns_of
-        self._turns: dict[str, Turns] = {}
-        self._news: queue.SimpleQueue[chat.Call | chat.End] = queue.SimpleQueue()
-        self.histories: list[Conversation] = []
-        self._at, self._count = 0, 0  # the number of the open call's history; calls answered so far
-        self._open: chat.Call | None = None
+        self.settings, self.children = settings, children
+        self.turns_of = functools.lru_cache(256)(lambda tools: turns_of(json.loads(tools)))
+        self.sessions: dict[str, Session] = {}  # by key, all under way
+        self.waiting: deque[Session] = deque()  # for a worker
+        self.secret = self.url = ""
+        self.is_over = False
 
-    def reset(self, item: dict) -> dict:
-        """Start the agent. Return the tokens of its first call."""
-        limit = start(self._settings, item, self._news)
+    async def begin(self) -> "Session":
+        """Return a new episode's session."""
+        return Session(self)
+
+    async def order(self, do: str, host: str = "", port: int = 0, secret: str = "") -> dict:
+        """Listen and return the "url", or refuse all requests because the run has ended. secret: of workers."""
+        if do == "finish":
+            self.is_over = True
+            for session in self.sessions.values():
+                session.refuse(Refused(410, OVER))
+            return {}
+        self.secret = secret or secrets.token_hex(16)
+        app = web.Application(client_max_size=LARGEST, middlewares=[self._answer])
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/episodes/next", self._next)
+        app.router.add_post("/v1/episodes/end", self._end)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, host, port, backlog=1024, reuse_address=True)
         try:
-            call = self._news.get(timeout=limit)
-        except queue.Empty:
-            raise Silent(f"no call after {limit:g} s (--env-timeout)") from None
-        if isinstance(call, chat.End):
-            raise Failed(f"the agent {call.failure or 'ended'} before its first call")
-        return {"prompt": self._take(call)[1], "most": call.most}
+            await site.start()
+        except (OSError, OverflowError) as error:
+            return {"failed": f"cannot listen at {host}:{port}: {error}. Give another port or address."}
+        name = os.uname().nodename if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+        self.url = f"http://{name}:{runner.addresses[0][1]}/v1"
+        return {"url": self.url}
 
-    def step(self, item: dict) -> dict:
+    @web.middleware
+    async def _answer(self, request: web.Request, handler: Callable) -> web.Response:
+        """Check the key, before the body is read. Requests with a valid one are as trusted as this process."""
+        try:
+            key = _key(request)
+            if key not in self.sessions and not hmac.compare_digest(key.encode(errors="replace"), self.secret.encode()):
+                raise Refused(401, "no episode under way has this key: OPENAI_API_KEY", "invalid_api_key")
+            if self.is_over:
+                raise Refused(410, OVER)
+            return await handler(request)
+        except Refused as refused:
+            return web.json_response(refused.body, status=refused.status)
+
+    def _session(self, request: web.Request) -> "Session":
+        if session := self.sessions.get(_key(request)):
+            return session
+        raise Refused(404, "this needs the api_key of an episode")
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": chat.MODEL, "object": "model", "created": 0, "owned_by": "run"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        call = chat.Call.of(await _body(request))
+        answer = await session.call(call)
+        if call.streams:
+            return web.Response(text="".join(chat.chunks(answer, call.counts)), content_type="text/event-stream")
+        return web.json_response(answer)
+
+    async def _next(self, request: web.Request) -> web.Response:
+        if _key(request) in self.sessions:
+            raise Refused(404, "this needs the secret of workers")
+        if not self.waiting:
+            return web.Response(status=204)
+        session = self.waiting.popleft()
+        session.is_taken.set()
+        known = {"api_key": session.key, "model": chat.MODEL, "timeout": self.settings["timeout"]}
+        return web.json_response(session.offer | known)
+
+    async def _end(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        session.finish(await _body(request))
+        return web.json_response({"ended": True})
+
+
+def _key(request: web.Request) -> str:
+    return request.headers.get("Authorization", "").partition(" ")[2].strip()
+
+
+async def _body(request: web.Request) -> Any:
+    try:
+        return json.loads(await request.read() or "{}")
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the request cannot be read: {error}") from None
+
+
+class Session:
+    """An agent's episode: its calls, and the conversations that they extend."""
+
+    def __init__(self, agents: Agents):
+        self.agents = agents
+        self.key = secrets.token_hex(16)
+        self.conversations: list[Conversation] = []
+        self.offer: dict = {}  # the episode, for a worker
+        self.is_taken = asyncio.Event()
+        self._command: Command | None = None
+        self._one_at_a_time = asyncio.Lock()
+        self._news: asyncio.Queue[chat.Call | End] = asyncio.Queue()
+        self._at, self._count = 0, 0  # the number of the open call's conversation; calls answered so far
+        self._open: chat.Call | None = None
+        self._answer: asyncio.Future[dict] | None = None  # to the open call
+        self._refusal: Refused | None = None  # of all further requests
+
+    # -- the agent's requests
+
+    async def call(self, call: chat.Call) -> dict:
+        """Return the answer to a call. Calls are answered one after the other. Raise Refused."""
+        async with self._one_at_a_time:
+            if self._refusal:
+                raise self._refusal
+            self._answer = asyncio.get_running_loop().create_future()
+            self._news.put_nowait(call)
+            return await self._answer
+
+    def finish(self, body: Any) -> None:
+        """End the episode, as a worker asks: {"reward": 1.0}, {} for the grader, or {"error": "why it cannot be scored"}. Raise
+        Refused."""
+        if self.agents.settings["agent"]:
+            raise Refused(404, "an agent's command ends its episode by exiting")
+        if self._refusal:
+            raise self._refusal
+        if not isinstance(body, dict) or body.keys() - {"reward", "error"}:
+            raise Refused(400, "an end has reward or error, and nothing else")
+        try:
+            reward = as_reward(body.get("reward"))
+        except BadValue as error:
+            raise Refused(400, str(error)) from None
+        error = body.get("error")
+        if error is not None and (reward is not None or not isinstance(error, str)):
+            raise Refused(400, "error: a text, and no reward next to it")
+        self._news.put_nowait(End(reward, None if error is None else f"was ended by its worker: {error or 'no reason'}"))
+        self.refuse(Refused(410, ENDED))
+
+    def refuse(self, refusal: Refused) -> None:
+        """Refuse the open call and all further requests."""
+        self._refusal = refusal
+        if self._answer and not self._answer.done():
+            self._answer.set_exception(refusal)
+
+    # -- the rank's questions
+
+    async def ask(self, item: dict) -> dict:
+        return await getattr(self, item["do"])(item)
+
+    async def reset(self, item: dict) -> dict:
+        """Start the agent. Return the tokens of its first call."""
+        self.agents.sessions[self.key] = self
+        limit = self.agents.settings["timeout"]
+        self.offer = {"row": item["row"], "seed": item["own_seed"], "split": item["split"]}
+        if self.agents.settings["agent"]:
+            self._command = Command(self, self._news.put_nowait)
+            limit += START
+        else:
+            self.agents.waiting.append(self)
+            await self.is_taken.wait()  # as long as it takes
+        news = await self._next(limit)
+        if isinstance(news, End):
+            raise Failed(f"the agent {news.failure or 'ended'} before its first call")
+        return {"prompt": self._take(news)[1], "most": news.most}
+
+    async def step(self, item: dict) -> dict:
         """Give the agent the model's turn. Return the number of the history that its next call extends and the tokens that the
         call adds to it; or the agent's reward."""
         call = self._open
-        history = self.histories[self._at]
-        message, malformed = _said(self._of(call.tools), item["ids"])
-        history.is_cut = item["ids"][-1] not in self._of(call.tools).end_tokens
-        answer = chat.completion(self._count, message, len(item["ids"]), history.tokens, history.is_cut)
-        history.messages = [*call.messages, *chat.as_messages([answer["choices"][0]["message"]])]
-        history.tokens += len(item["ids"])
+        turns = self._turns(call)
+        conversation = self.conversations[self._at]
+        message, malformed = _said(turns, item["ids"])
+        conversation.is_cut = item["ids"][-1] not in turns.end_tokens
+        answer = chat.completion(self._count, message, len(item["ids"]), conversation.tokens, conversation.is_cut)
+        conversation.messages = [*call.messages, *chat.as_messages([answer["choices"][0]["message"]])]
+        conversation.tokens += len(item["ids"])
         self._count += 1
-        call.reply(answer)
+        self._answer.set_result(answer)
         counts = {"calls": len(message["calls"]), "malformed": malformed}
-        news = self._news.get()
+        news = await self._next(self.agents.settings["timeout"])
         if isinstance(news, chat.Call):
             number, ids = self._take(news)
             return counts | {"history": number, "ids": ids, "most": news.most, "reward": None, "done": False}
-        if news.failure:
-            raise Failed(f"the agent {news.failure}")
-        return counts | {"ids": [], "reward": as_reward(news.reward), "done": True}
+        return counts | {"ids": [], "reward": _reward(news), "done": True}
 
-    def end(self, item: dict) -> dict:
+    async def end(self, item: dict) -> dict:
         """Refuse all further calls. Return the agent's reward, if it nevertheless ends without a failure."""
         news = self._open
         while isinstance(news, chat.Call):
-            news.reply(chat.Refused(400, chat.NO_ROOM, "context_length_exceeded"))
-            news = self._news.get()
-        return {"reward": None if news.failure else as_reward(news.reward)}
+            self._answer.set_exception(Refused(400, NO_ROOM, "context_length_exceeded"))
+            news = await self._next(self.agents.settings["timeout"])
+        return {"reward": _reward(news)}
+
+    def close(self) -> None:
+        """End the agent and refuse its further requests."""
+        self.agents.sessions.pop(self.key, None)
+        self.refuse(self._refusal or Refused(410, ENDED))
+        with contextlib.suppress(ValueError):
+            self.agents.waiting.remove(self)
+        if self._command:
+            self._command.close()
+
+    async def _next(self, seconds: float) -> chat.Call | End:
+        async with asyncio.timeout(seconds):
+            return await self._news.get()
 
     def _take(self, call: chat.Call) -> tuple[int, list[int]]:
-        """Return the number of the longest history that the call extends, or of a new one, and the tokens that it adds."""
-        extended = [i for i, history in enumerate(self.histories) if _extends(call, history)]
-        turns = self._of(call.tools)
+        """Return the number of the longest conversation that the call extends, or of a new one, and the tokens that it adds."""
+        extended = [i for i, conversation in enumerate(self.conversations) if _extends(call, conversation)]
+        turns = self._turns(call)
         self._open = call
         if extended:
-            self._at = max(extended, key=lambda i: len(self.histories[i].messages))
-            history = self.histories[self._at]
-            ids = turns.between(call.messages[len(history.messages) :], history.is_cut)
+            self._at = max(extended, key=lambda i: len(self.conversations[i].messages))
+            conversation = self.conversations[self._at]
+            ids = turns.between(call.messages[len(conversation.messages) :], conversation.is_cut)
         else:
-            self._at = len(self.histories)
+            self._at = len(self.conversations)
             ids = turns.conversation(call.messages)
-            self.histories.append(Conversation([], call.tools, 0))
-        self.histories[self._at].tokens += len(ids)
+            self.conversations.append(Conversation([], call.tools, 0))
+        self.conversations[self._at].tokens += len(ids)
         return self._at, ids
 
-    def _of(self, tools: list[dict]) -> Turns:
-        key = json.dumps(tools)
-        if key not in self._turns:
-            self._turns[key] = self._turns_of(tools)
-        return self._turns[key]
+    def _turns(self, call: chat.Call) -> Turns:
+        return self.agents.turns_of(json.dumps(call.tools))
 
 
-def _extends(call: chat.Call, history: Conversation) -> bool:
-    known = len(history.messages)
+def _extends(call: chat.Call, conversation: Conversation) -> bool:
+    known = len(conversation.messages)
     added = call.messages[known:]
     is_plain = bool(added) and all(message["role"] != "assistant" for message in added)
-    return is_plain and call.tools == history.tools and call.messages[:known] == history.messages
+    return is_plain and call.tools == conversation.tools and call.messages[:known] == conversation.messages
 
 
 def _said(turns: Turns, ids: list[int]) -> tuple[dict, int]:
@@ -141,106 +320,68 @@ def _said(turns: Turns, ids: list[int]) -> tuple[dict, int]:
     return {"content": content.strip(), "reasoning": reasoning, "calls": calls}, len(message["calls"]) - len(calls)
 
 
-class Connection:
-    """An episode's connection with the server (rl/environments/endpoint.py). It puts the agent's calls, and the end
-    that a worker sends, into `news`."""
-
-    def __init__(self, name: str, offer: dict | None, news: queue.SimpleQueue):
-        """name: of the server's socket; offer: the episode for a worker, None for a command. Return once it has an agent."""
-        self.news = news
-        self._is_command = offer is None
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(f"\0{name}")
-        self._send(offer)
-        lines = self._socket.makefile()
-        first = lines.readline()
-        if not first:
-            raise Failed(LOST)
-        begun = json.loads(first)
-        self.variables = {"OPENAI_BASE_URL": begun["url"], "OPENAI_API_KEY": begun["key"], "OPENAI_MODEL": chat.MODEL}
-        threading.Thread(target=self._read, args=(lines,), daemon=True).start()
-
-    def _send(self, message: dict | None) -> None:
-        with contextlib.suppress(OSError):  # `_read` notices that the server has ended
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
-
-    def _read(self, lines: Iterable[str]) -> None:
-        """Read requests. The next one arrives after the answer to the one before."""
-        with contextlib.suppress(OSError, ValueError):  # the server was killed, perhaps while it was writing
-            for message in map(json.loads, lines):
-                try:
-                    news = self._parsed(message["request"], message["body"])
-                except chat.Refused as refused:
-                    self._send(chat.as_http(refused))
-                    continue
-                if isinstance(news, chat.End):
-                    self._send(chat.as_http({"ended": True}))
-                    self._socket.shutdown(socket.SHUT_RDWR)  # all further requests are refused
-                self.news.put(news)
-        self.news.put(chat.End(failure=LOST))
-
-    def _parsed(self, request: str, text: str) -> chat.Call | chat.End:
-        try:
-            body = json.loads(text or "{}")
-            if not isinstance(body, dict):
-                raise TypeError("it is not a JSON object")
-            if request != chat.FINISH:
-                return chat.Call(body, self._send)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise chat.Refused(400, f"the request cannot be read: {error}") from None
-        if self._is_command:
-            raise chat.Refused(404, "an agent's command ends its episode by exiting")
-        return chat.as_end(body)
+def _reward(end: End) -> float | None:
+    if end.failure:
+        raise Failed(f"the agent {end.failure}")
+    return as_reward(end.reward)
 
 
-def start(settings: dict, item: dict, news: queue.SimpleQueue) -> float | None:
-    """Start the command, or return once a worker has taken the episode. The agent's calls and its end are put into `news`.
-    Return the time limit for a worker's first call, in seconds."""
-    if not settings["agent"]:
-        Connection(settings["gateway"], {"row": item["row"], "seed": item["own_seed"], "split": item["split"]}, news)
-        return settings["timeout"]
-    connection = Connection(settings["gateway"], None, news)
-    variables = {"EPISODE_SEED": str(item["own_seed"]), "EPISODE_SPLIT": item["split"]}
-    Agent(settings["agent"], item["row"], connection.variables | variables, news.put)
-    return None
-
-
-class Agent:
+class Command:
     """A user's command. Its stdin is the row as JSON. Its output goes to the console, except for a reward in the last line."""
 
-    def __init__(self, command: str, row: dict, variables: dict[str, str], on_end: Callable[[chat.End], None]):
-        """on_end: called with the end, in a thread. The reward is that of the last line, {"reward": 1.0}, or None."""
-        environment = os.environ | variables
+    def __init__(self, session: Session, on_end: Callable[[End], None]):
+        """on_end: called with the end. The reward is that of the last line, {"reward": 1.0}, or None."""
+        of, offer = session.agents, session.offer
+        variables = {"OPENAI_BASE_URL": of.url, "OPENAI_API_KEY": session.key, "OPENAI_MODEL": chat.MODEL}
+        environment = os.environ | variables | {"EPISODE_SEED": str(offer["seed"]), "EPISODE_SPLIT": offer["split"]}
         for name in ("NO_PROXY", "no_proxy"):
             environment[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
-        root = str(Path(__file__).resolve().parent.parent.parent)  # was added for the episode's process
+        root = str(Path(__file__).resolve().parents[2])  # was added for this process
         environment["PYTHONPATH"] = os.environ.get("PYTHONPATH", "").removeprefix(root).removeprefix(os.pathsep)
-        with tempfile.TemporaryFile() as file:
-            file.write(json.dumps(row).encode())
-            file.seek(0)
-            self._process = subprocess.Popen(shlex.split(command), stdin=file, stdout=subprocess.PIPE, env=environment)
+        self._printed = prints.episode_pipe()
+        os.set_blocking(self._printed, False)
+        pipes = {"stdout": subprocess.PIPE, "stderr": self._printed}
+        with tempfile.TemporaryFile() as row:
+            row.write(json.dumps(offer["row"]).encode())
+            row.seek(0)
+            own = {"start_new_session": True, "preexec_fn": descendants.adopt_orphans}
+            self._process = subprocess.Popen(shlex.split(of.settings["agent"]), stdin=row, env=environment, **pipes, **own)
         self._last = b""
-        self._on_end = on_end
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._ended = of.children.watch(self._process.pid)
+        self._ended.add_done_callback(lambda ended: setattr(self._process, "returncode", ended.result()))  # keeps it till then
+        self._report_task = asyncio.create_task(self._report(on_end))
 
-    def _read(self) -> None:
-        while line := self._process.stdout.readline(LONGEST_LINE):
+    async def _report(self, on_end: Callable[[End], None]) -> None:
+        reading = asyncio.create_task(self._read())
+        try:
+            code = await asyncio.shield(self._ended)
+            await asyncio.wait([reading], timeout=LAST_WORDS)
+            last = None
+            with contextlib.suppress(ValueError, RecursionError):
+                last = json.loads(self._last)
+            has_reward = isinstance(last, dict) and "reward" in last
+            if not has_reward:
+                self._print()
+            on_end(End(last["reward"] if has_reward else None, descendants.how_it_ended(code) if code else None))
+        finally:
+            reading.cancel()
+            os.close(self._printed)
+
+    async def _read(self) -> None:
+        lines = asyncio.StreamReader(limit=LARGEST)
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), self._process.stdout)
+        async for line in lines:
             if line.strip():
                 self._print()
                 self._last = line
 
     def _print(self) -> None:
-        sys.stderr.write(self._last.decode(errors="replace"))
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._printed, self._last)
 
-    def _watch(self) -> None:
-        code = self._process.wait()
-        last = None
-        self._reader.join(LAST_WORDS)
-        with contextlib.suppress(ValueError, RecursionError):
-            last = json.loads(self._last)
-        has_reward = isinstance(last, dict) and "reward" in last
-        if not has_reward:
-            self._print()
-        self._on_end(chat.End(last["reward"] if has_reward else None, how_it_ended(code) if code else None))
+    def close(self) -> None:
+        """End the command."""
+        self._report_task.cancel()
+        if not self._ended.done():
+            os.kill(self._process.pid, signal.SIGKILL)  # it is not reaped: no other process can have its number

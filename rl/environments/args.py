@@ -25,12 +25,10 @@ class EnvironmentArgs:
     agent: Annotated[str | None, Content("code")] = None
     """Your own agent, as a command: it is started for each response, gets the row as JSON on stdin, and calls the model with
     OPENAI_BASE_URL and OPENAI_API_KEY."""
-    serve_policy: MayChange[Annotated[int | None, Range(at_least=1, at_most=65_535)]] = None
+    serve_policy: MayChange[str | None] = None
     """Port at which agents that run elsewhere get episodes: a worker asks for one, gets its row and a key, calls the model with
-    the key, and ends the episode. Engine i serves at port + i. The secret is in SERVE_POLICY_KEY."""
-    serve_host: MayChange[str] = "127.0.0.1"
-    """Address at which --serve-policy listens. By default only programs on this machine can reach it; 0.0.0.0 listens on all
-    of the machine's networks."""
+    the key, and ends the episode. Engine i serves at port + i. The secret is in SERVE_POLICY_KEY. A port alone is for programs
+    on this machine, and 0.0.0.0:PORT for all of its networks."""
     max_turns: Annotated[int, Range(at_least=1)] = 8
     """Turns of the model in a response."""
     tool_format: Literal["auto", "hermes", "llama", "xml"] = "auto"
@@ -40,13 +38,6 @@ class EnvironmentArgs:
     """Give each turn's reward to the turn's last token, instead of the sum of rewards to the response's last token."""
     env_timeout: MayChange[Annotated[float, Range(above=0, at_most=86_400)]] = 30.0
     """Seconds that an environment may take for a turn. If it takes longer, its response is not trained."""
-    env_cpu_limit: MayChange[Annotated[float, Range(at_least=0, at_most=86_400)]] = 60.0
-    """CPU seconds that an environment may take for a turn; 0 means no limit."""
-    env_memory_limit_gb: MayChange[Annotated[float, Range(at_least=0, at_most=1_000_000)]] = 4.0
-    """Address space of each environment's process, in GiB; 0 means no limit."""
-    env_lock_step: Literal["auto", "on", "off"] = "auto"
-    """Sample no token while an environment is at work, so that no result depends on how long one takes. auto: on in
-    train_sync.py, except with --serve-policy."""
 
     @property
     def has_environment(self) -> bool:
@@ -68,9 +59,19 @@ class EnvironmentArgs:
 
     @property
     def in_lock_step(self) -> bool:
-        """Whether the engine waits for all environments."""
-        automatic = self.schedule.split is None and not self.serve_policy  # a worker may wait for another's episode to end
-        return self.env_lock_step == "on" or (self.env_lock_step == "auto" and automatic)
+        """Whether the engine samples no token while an environment is at work, so that no result depends on how long one takes.
+        With workers it does not wait: one may play two episodes at once."""
+        return not self.schedule.split and not self.serve_policy
+
+    @property
+    def serve_address(self) -> tuple[str, int] | None:
+        """Host and port of --serve-policy, before the number of the engine is added. Raise UserError if there is no port."""
+        if not self.serve_policy:
+            return None
+        host, _, port = self.serve_policy.rpartition(":")
+        if not port.isdecimal() or not 0 < int(port) < 65_536:
+            raise UserError(f"--serve-policy {self.serve_policy}: give a port, or an address and a port: 0.0.0.0:8000.")
+        return host.strip("[]") or "127.0.0.1", int(port)
 
     @property
     def environment_flag(self) -> tuple[str, str]:
@@ -121,8 +122,4 @@ class EnvironmentArgs:
     def _check_agent(self, name: str) -> None:
         if self.turn_rewards:
             raise UserError(f"--turn-rewards with {name}: an agent has one reward, at its end. Leave --turn-rewards out.")
-        if self.serve_policy and self.env_lock_step == "on":
-            raise UserError(
-                "--env-lock-step on with --serve-policy: a worker that waits for the model's answer cannot take the episodes "
-                "that the engine would wait for. Leave --env-lock-step out."
-            )
+        _ = self.serve_address

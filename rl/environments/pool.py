@@ -1,296 +1,180 @@
-"""A rank's environments: each episode has a process, and its answers are read between two decoding steps.
+"""A rank's environments and agents: their answers are read between two decoding steps, and nothing here waits for one.
 
-Nothing here waits for an environment. If one hangs, dies, raises or returns a wrong value, that is an event of its own episode,
-of the kinds in rl/rewards/score.py. The processes are forks of a warm one, rl/environments/worker.py.
+If one hangs, dies, raises or returns a wrong value, that is an event of its own episode, of the kinds in rl/rewards/score.py.
+They are played in another process, rl/environments/worker.py.
 """
 
 import contextlib
 import json
-import math
-import resource
-import secrets
-import selectors
+import os
+import select
 import socket
 import subprocess
 import time
 import weakref
-from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any
 
 from rl import printable
+from rl.data.tools import Tools
 from rl.environments.args import EnvironmentArgs
-from rl.environments.gateway import Gateway, read_secret
-from rl.environments.worker import LARGEST
 from rl.errors import UserError
-from rl.ranks import watchdog
 from rl.rewards import descendants
 from rl.rewards.environment import check_passed
 from rl.rewards.score import plain
 
-START_LIMIT = 120  # seconds to import the tokenizer and the user's file; also the limit to fork an episode's process
-REPLY_LIMIT = 1 << 26  # bytes of one answer
-EVENTS = ("error", "bad_value", "timeout")  # that an episode's process may answer with
-SHAPES = {  # of the answers to each question: name -> types
-    "reset": {"prompt": (list, type(None))},
-    "step": {"ids": list, "reward": (float, type(None)), "done": bool, "calls": int, "malformed": int},
-    "end": {"reward": (float, type(None))},
-}
-
-
-@dataclass
-class Place:
-    """An episode's process."""
-
-    key: Hashable
-    fork: int  # its number among all forks
-    socket: socket.socket
-    unwritten: bytes = b""
-    unread: bytes = b""
-    asked: str | None = None  # the last question
-    number: int = 0  # of the last question
-    has_ended: bool = False
+START_LIMIT = 120  # seconds to import the tokenizer and the user's file
+LINGER = 5.0  # seconds after the run in which workers learn of its end
+SECRET = "SERVE_POLICY_KEY"  # the environment variable with the secret of workers
+SHORTEST_SECRET = 16  # characters
 
 
 class Environments:
-    """The processes of a rank's environments, by keys that the caller chooses."""
+    """The episodes of a rank, by keys that the caller chooses."""
 
-    def __init__(
-        self, args: EnvironmentArgs, model: str, end_tokens: set[int], vocabulary: int, trust_remote_code: bool = False
-    ):
-        """model: the path of its tokenizer; vocabulary: all ids in answers are below it."""
-        self.args, self.vocabulary = args, vocabulary
-        self._gateway: Gateway | None = None
+    def __init__(self, args: EnvironmentArgs, model: str, end_tokens: set[int], trust_remote_code: bool = False):
+        """model: the path of its tokenizer. Raise UserError if the user's file cannot be used."""
+        self.args = args
         self._settings = {
             "spec": args.environment_spec,
             "are_tools": not args.env,
             "reward": args.reward if args.scores_environments else "",
             "agent": args.agent,
-            "gateway": secrets.token_hex(16) if args.has_agent else "",
             "timeout": args.env_timeout,
             "model": model,
             "trust_remote_code": trust_remote_code,
             "end_tokens": sorted(end_tokens),
             "form": args.tool_format,
-            "memory_gb": args.env_memory_limit_gb,
-            "cpu_seconds": args.env_cpu_limit,
         }
         check_passed(args.reward_env)
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # one socket per episode
-        self._forks = 0
-        self._places: dict[Hashable, Place] = {}
-        self._by_fork: dict[int, Place] = {}
-        self._deadlines: dict[Hashable, float] = {}  # of the questions without an answer
-        self._events: list[tuple[Hashable, dict]] = []
+        self._engine: int | None = None  # the number of the engine that agents are served from
+        self._count = 0  # episodes so far
+        self._numbers: dict[Hashable, int] = {}  # of the episodes under way
+        self._keys: dict[int, Hashable] = {}
         self._start()
 
-    # -- the warm process
+    # -- the process
 
-    @watchdog.doing("the environments' process to start")
     def _start(self) -> None:
-        """Start the warm process and set `ready` to its first message: the "tools" (rl/data/tools.py), whether an environment
-        "scores_at_end", and a "note" for the user. Raise UserError if the user's file cannot be used."""
-        flag, value = self.args.environment_flag
-        self._selector = selectors.DefaultSelector()
-        self._orders = deque()
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        """Start the process. Set `tools`, whether an environment `scores_at_end`, and `note`, for the user."""
+        self._socket, theirs = socket.socketpair()
         passed = self.args.reward_env
-        nowhere = subprocess.DEVNULL
-        self._process = descendants.start("rl.environments.worker", passed=passed, stdin=theirs, stdout=nowhere)
+        self._process = descendants.start("rl.environments.worker", passed=passed, stdin=theirs, stdout=subprocess.DEVNULL)
         theirs.close()
         self._finalizer = weakref.finalize(self, descendants.end, self._process)
-        self._control.send(json.dumps(self._settings).encode())
-        self._selector.register(self._control, selectors.EVENT_READ)
-        self._control.settimeout(START_LIMIT)
+        self._unread, self._unwritten = b"", b""
+        ready = self._ordered(self._settings)
+        self.tools = Tools(**ready["tools"])
+        self.scores_at_end = ready["scores_at_end"]
+        self.note = ready["note"]
+        if self._engine is not None:
+            self.serve(self._engine)
+
+    def _ordered(self, order: dict) -> dict:
+        """Return the answer to a message that is for no episode. Raise UserError if it failed."""
+        self._socket.settimeout(START_LIMIT)
         try:
-            self.ready = json.loads(self._control.recv(LARGEST) or '{"failed": "its process ended"}')
+            self._socket.sendall(self._unwritten + json.dumps(order).encode() + b"\n")
+            with self._socket.makefile() as lines:
+                answer = json.loads(lines.readline() or '{"failed": "its process ended"}')
         except OSError as error:
-            self.ready = {"failed": f"its process is not ready: {error}"}
-        if "failed" in self.ready:
-            self._close()
-            raise UserError(f"{flag} {value}: {self.ready['failed']}")
-        self._control.setblocking(False)
+            answer = {"failed": f"its process is not ready: {error}"}
+        self._socket.setblocking(False)
+        if "failed" in answer:
+            self._finalizer()
+            raise UserError(f"{' '.join(self.args.environment_flag)}: {answer['failed']}")
+        return answer
 
     def check(self) -> None:
         """Raise UserError on a rank that generates if it lacks the secret of --serve-policy."""
-        if self.args.serve_policy:
-            read_secret()
+        if self.args.serve_policy and len(os.environ.get(SECRET, "")) < SHORTEST_SECRET:
+            raise UserError(
+                f"--serve-policy: set {SECRET}, the secret of its workers, to {SHORTEST_SECRET} characters or more: "
+                f"export {SECRET}=$(openssl rand -hex 16)"
+            )
 
-    def serve(self, number: int) -> None:
-        """Start the server that agents call, on the rank that leads engine `number`."""
-        self._gateway = Gateway(self.args, self._settings["gateway"], number)
+    def serve(self, engine: int) -> None:
+        """Start the server that agents call, on the rank that leads this engine. Raise UserError if the port is not free."""
+        self.check()
+        self._engine = engine
+        host, port = self.args.serve_address or ("127.0.0.1", 0)
+        secret = os.environ.get(SECRET, "") if self.args.serve_policy else ""
+        order = {"do": "listen", "host": host, "port": port + engine if port else 0, "secret": secret}
+        self.url = self._ordered(order)["url"]
+        if self.args.serve_policy:
+            print(f"episodes for workers: {self.url}/episodes/next, with the key in {SECRET} (docs/agents.md)", flush=True)
 
     def close(self) -> None:
-        """End all processes, and let workers know that the run has ended."""
-        if self._gateway:
-            self._gateway.finish()
-        self._close()
-        if self._gateway:
-            self._gateway.close()
-
-    def _close(self) -> None:
+        """End all episodes. Workers learn that the run has ended."""
+        if self.args.serve_policy and self._engine is not None:
+            self._unwritten += b'{"do": "finish"}\n'
+            self._write()
+            time.sleep(LINGER)
         self._finalizer()
-        for place in self._places.values():
-            place.socket.close()
-        self._places, self._by_fork, self._deadlines = {}, {}, {}
-        self._control.close()
-        self._selector.close()
+        self._socket.close()
 
     # -- episodes
 
     def begin(self, key: Hashable, row: dict, seed: int, own_seed: int, split: str = "train") -> None:
-        """Fork an episode's process and ask it to reset. seed: for the user's reset; own_seed: for the process's random
-        numbers; split: "train" or "val"."""
-        if self._gateway:
-            self._gateway.check()
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        self._forks += 1
-        self._orders.append(({"fork": self._forks}, theirs))
-        place = self._places[key] = self._by_fork[self._forks] = Place(key, self._forks, ours)
-        self._selector.register(ours, selectors.EVENT_READ, place)
+        """Start an episode, and ask it to reset. seed: for the user's reset; own_seed: for the process's random numbers; split:
+        "train" or "val"."""
+        self._count += 1
+        self._numbers[key] = self._count
+        self._keys[self._count] = key
         self.ask(key, "reset", row=row, seed=seed, own_seed=own_seed, split=split)
-        self._order()
 
     def ask(self, key: Hashable, what: str, **item: Any) -> None:
-        """Ask an episode's process to "reset", to "step" after the model's turn, or for the reward at an early "end"."""
-        place = self._places[key]
-        place.asked = what
-        place.number = place.number + 1
-        line = json.dumps({"do": what, "number": place.number} | item, default=plain)
-        place.unwritten += line.encode() + b"\n"
-        # There is no limit to the wait for a worker. A fork may wait for those ordered before it.
-        queued = math.inf if self.args.serve_policy else START_LIMIT
-        self._deadlines[key] = time.monotonic() + self.args.env_timeout + (queued if what == "reset" else 0)
-        self._write(place)
+        """Ask an episode to "reset", to "replay" its recorded turns, to "step" after the model's turn, or for the reward at an
+        early "end"."""
+        message = {"episode": self._numbers[key], "do": what} | item
+        self._unwritten += json.dumps(message, default=plain).encode() + b"\n"
+        self._write()
 
     def end(self, key: Hashable) -> None:
-        """End an episode's process."""
-        if place := self._places.pop(key, None):
-            self._deadlines.pop(key, None)
-            if not place.has_ended:
-                self._selector.unregister(place.socket)
-            self._orders.append(({"kill": place.fork}, None))  # closing the socket may not end it
-            place.socket.close()
-            self._by_fork.pop(place.fork, None)
-            self._order()
+        """End an episode, unless it has ended."""
+        if key in self._numbers:
+            self.ask(key, "close")
+            del self._keys[self._numbers.pop(key)]
 
     def poll(self, wait: float = 0.0) -> list[tuple[Hashable, dict]]:
         """Return (key, answer) for each answer since the last call; wait up to `wait` seconds for one. An answer with "event"
         and "message" ends the episode."""
-        self._order()
-        due = min(self._deadlines.values(), default=math.inf) - time.monotonic()
+        self._write()
+        ready = select.poll()
+        ready.register(self._socket, select.POLLIN | (select.POLLOUT if self._unwritten else 0))
+        ready.poll(1000 * wait)
         answers = []
-        lost = False
-        for entry, mask in self._selector.select(max(0.0, min(wait, due))):
-            if entry.data is None:
-                lost = not self._hear_of_ends()
-                continue
-            if entry.data.fork not in self._by_fork:  # this poll has already reported its end
-                continue
-            if mask & selectors.EVENT_WRITE:
-                self._write(entry.data)
-            if mask & selectors.EVENT_READ:
-                answers += self._read(entry.data)
-        if lost:
-            self._lost()
-        now = time.monotonic()
-        for key in [key for key, deadline in self._deadlines.items() if deadline <= now]:
-            self._fail(key, "timeout", f"no answer after {self.args.env_timeout:g} s (--env-timeout)")
-        answers = answers + self._events
-        self._events = []
-        return answers
+        try:
+            while data := self._socket.recv(1 << 20):
+                *lines, self._unread = (self._unread + data).split(b"\n")
+                answers += [answer for line in lines if (answer := self._of(json.loads(line)))]
+        except BlockingIOError:
+            return answers
+        except ConnectionError:
+            pass
+        return answers + self._lost()
 
-    def _fail(self, key: Hashable, event: str, message: str) -> None:
-        self.end(key)
-        self._events.append((key, {"event": event, "message": printable.one_line(f"the environment: {message}")}))
-
-    def _write(self, place: Place) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionError):  # if the process has ended, its parent reports how
-            while place.unwritten:
-                place.unwritten = place.unwritten[place.socket.send(place.unwritten) :]
-        if not place.has_ended:
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if place.unwritten else 0)
-            if self._selector.get_key(place.socket).events != wanted:
-                self._selector.modify(place.socket, wanted, place)
-
-    def _read(self, place: Place) -> list[tuple[Hashable, dict]]:
-        """Return the key and the answer that has arrived, if any."""
-        data = b""
-        with contextlib.suppress(BlockingIOError, ConnectionError):
-            data = place.socket.recv(1 << 20)
-        is_first = not place.unread
-        place.unread += data
-        if not data:
-            self._selector.unregister(place.socket)
-            place.has_ended = True
-            return []
-        if b"\n" not in place.unread and len(place.unread) < REPLY_LIMIT:
-            if is_first and place.key in self._deadlines:  # the rest had to wait for room in the socket
-                self._deadlines[place.key] = time.monotonic() + self.args.env_timeout
-            return []
-        line, _, place.unread = place.unread.partition(b"\n")
-        answer = self._checked(place, line)
-        if answer is None or place.unread:
-            self._fail(place.key, "bad_value", "it wrote into the socket of its process")
-            return []
-        self._deadlines.pop(place.key, None)
+    def _of(self, answer: dict) -> tuple[Hashable, dict] | None:
+        """Return the key and the answer; None for an episode that was ended meanwhile."""
+        key = self._keys.get(answer.pop("episode"))
+        if key is None:
+            return None
         if "event" in answer:
-            self._fail(place.key, answer["event"], answer["message"])
-            return []
-        return [(place.key, answer | {"asked": place.asked})]
+            answer["message"] = printable.one_line(f"the environment: {answer['message']}")
+            self.end(key)
+        return key, answer
 
-    def _checked(self, place: Place, line: bytes) -> dict | None:
-        """Return the answer; None if our own code cannot have written it: the user's code can write to any open file."""
-        with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
-            answer = json.loads(line)
-            if answer["number"] != place.number or place.key not in self._deadlines:
-                return None
-            if "event" in answer:
-                return answer if answer["event"] in EVENTS and isinstance(answer["message"], str) else None
-            shape = SHAPES[place.asked]
-            if not all(isinstance(answer.get(name), kinds) for name, kinds in shape.items()):
-                return None
-            ids = answer.get("prompt") or answer.get("ids") or []
-            is_finite = math.isfinite(answer.get("reward") or 0.0) and math.isfinite(answer["seconds"])
-            if is_finite and all(type(token) is int and 0 <= token < self.vocabulary for token in ids):
-                return answer
-        return None
+    def _write(self) -> None:
+        """Send what the process has room for."""
+        with contextlib.suppress(BlockingIOError, ConnectionError):  # `poll` notices that the process has ended
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._socket.send(self._unwritten) :]
 
-    def _order(self) -> None:
-        """Send the warm process as many orders as it has room for."""
-        with contextlib.suppress(BlockingIOError, ConnectionError):
-            while self._orders:
-                order, theirs = self._orders[0]
-                data = [json.dumps(order).encode()]
-                socket.send_fds(self._control, data, [theirs.fileno()] if theirs else [])
-                self._orders.popleft()
-                if theirs:
-                    theirs.close()
-
-    def _hear_of_ends(self) -> bool:
-        """Read the warm process's reports of processes that have ended. Return False if the warm process itself has ended."""
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                try:
-                    data = self._control.recv(LARGEST)
-                except ConnectionError:
-                    data = b""
-                if not data:
-                    return False
-                message = json.loads(data)
-                if place := self._by_fork.get(message["ended"]):
-                    over_cpu = "no answer within the CPU time of --env-cpu-limit"
-                    failed = message.get("failed")
-                    ending = ("died", failed) if failed else descendants.ending(message["code"], "its process", over_cpu)
-                    self._fail(place.key, *ending)
-        return True
-
-    def _lost(self) -> None:
-        """Start another warm process, because the last one has ended, and all its forks with it."""
-        for key in [*self._places]:
-            self._fail(key, "died", "the process that it was forked from was ended")
-        self._close()
+    def _lost(self) -> list[tuple[Hashable, dict]]:
+        """Start another process, because the last one has ended, and all episodes with it. Return their events."""
+        self._finalizer()
+        self._socket.close()
+        lost = [*self._numbers]
+        self._numbers, self._keys = {}, {}
         self._start()
+        return [(key, {"event": "died", "message": "the environment: the process in which it ran was ended"}) for key in lost]

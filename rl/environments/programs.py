@@ -1,29 +1,42 @@
-"""The program of an environment's process: a user's environment, tools as functions, or a TRL class whose methods are tools.
+"""What answers in an episode: a user's environment, tools as functions, or a TRL class whose methods are tools.
 
 All three have the same methods: `reset(row, seed)` returns messages to add to the prompt or, as in TRL, text to add to its last
 message; `step(message)` returns the messages that answer the model's, a reward or None, and whether the episode is over.
-The user's functions may be async.
+The user's functions may be async. Left out: images, because the model would read their names.
+
+--reward may name functions in TRL's form, whose signatures name `environments` or `completions`. TRL calls them with lists over
+a batch. Here each is called in the response's own process when the response has ended, with lists of one. Left out: functions
+that compare responses, and `trainer_state`.
 """
 
 import asyncio
+import dataclasses
 import functools
 import inspect
+import json
 import random
 import sys
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from rl.environments.observation import BadValue, as_text
+if TYPE_CHECKING:
+    from rl.environments.turns import Turns
 
 OF_THE_MACHINE = OSError, MemoryError, ImportError  # not shown to the model: its call is not at fault
 OF_A_PATH = FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError  # shown: a wrong path
 OWN = ("reset", "get_reward", "close")  # methods of a TRL environment that are not tools
+NOT_TEXT = {"image", "image_url", "input_image", "video", "video_url", "audio", "audio_url", "input_audio"}  # content parts
+NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # for a function in TRL's form
 
 
-class Silent(Exception):
-    """The user's agent took too long."""
+class BadValue(Exception):
+    """The user's code returned a wrong value."""
 
-    event = "timeout"
+    event = "bad_value"
+
+
+class WrongCall(Exception):
+    """The model's call is at fault."""
 
 
 @functools.cache
@@ -41,6 +54,77 @@ def accepted(function: Callable, keywords: dict) -> dict:
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return keywords if takes_all else {name: value for name, value in keywords.items() if name in parameters}
+
+
+# ---------------------------------------------------------------------------------------- what the user's code returns
+
+
+def as_text(value: Any) -> str:
+    """Return the text that the model reads: text as it is, content parts of text joined, and any other value as JSON. Raise
+    BadValue for images."""
+    if isinstance(value, str):
+        return str.__str__(value)  # also of an enumeration's
+    parts = value if isinstance(value, list) else [value]
+    kinds = {part.get("type") if isinstance(part, dict) else None for part in parts}
+    if found := [kind for kind in kinds if isinstance(kind, str) and kind in NOT_TEXT]:
+        raise BadValue(f"content of the type {found[0]!r}: only text is possible here")
+    if kinds == {"text"} and isinstance(value, list):
+        return "".join(part["text"] for part in parts)
+    try:
+        return json.dumps(value, ensure_ascii=False, default=_plain)
+    except (ValueError, TypeError, RecursionError) as error:  # a key is a tuple, or a list holds itself
+        raise BadValue(f"{value!r:.100} cannot be written as JSON ({error}): return text") from None
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON has no form for as one that it has."""
+    if any(kind.__module__.partition(".")[0] == "PIL" for kind in type(value).__mro__):
+        raise BadValue("an image: only text is possible here")
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if hasattr(value, "model_dump"):  # pydantic's
+        return value.model_dump()
+    if hasattr(value, "tolist"):  # an array or a scalar of numpy, or a tensor
+        return value.tolist()
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    return sorted(value, key=repr) if isinstance(value, set | frozenset) else str(value)
+
+
+def as_messages(value: Any) -> list[dict]:
+    """Return the messages that the user's code returned, with content as text. Raise BadValue if they are not messages."""
+    if isinstance(value, str | dict) or not hasattr(value or [], "__iter__"):
+        raise BadValue(f"{value!r:.100} is not a list of messages {{role, content}}")
+    messages = []
+    for message in [] if value is None else value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise BadValue(f"{message!r:.100} is not a message {{role, content}}")
+        if "images" in message:
+            raise BadValue("a message with images: only text is possible here")
+        messages.append(message | {"content": as_text(message["content"])})
+    return messages
+
+
+def as_added(value: Any) -> list[dict] | str:
+    """Return what reset adds to the prompt: messages, or text of any other value, for the last message; nothing for None."""
+    if value is None:
+        return []
+    items = value if isinstance(value, list | tuple) else [value]
+    are_messages = any(isinstance(item, dict) and "role" in item for item in items)
+    return as_messages(value) if are_messages or not items else as_text(value)
+
+
+def as_reward(value: Any) -> float | None:
+    """Return the reward that the user's code returned. Raise BadValue if it is neither None nor a finite number of fp32."""
+    if value is None:
+        return None
+    value = value.item() if hasattr(value, "item") else value
+    if not isinstance(value, bool | int | float) or not abs(value) <= 3e38:  # also true for NaN
+        raise BadValue(f"the reward is {value!r:.100}, neither None nor a finite number of fp32")
+    return float(value)
+
+
+# ------------------------------------------------------------------------------------------------------- the programs
 
 
 class OwnEnvironment:
@@ -86,12 +170,35 @@ class ToolEnvironment:
         return as_added(awaited(self.instance.reset(**accepted(self.instance.reset, row))))
 
     def step(self, message: dict) -> tuple[list[dict], float | None, bool]:
-        if not message["calls"]:
+        calls = message["calls"]
+        if not calls:
             return [], self.reward(), True
-        answers = [self._answer(call) for call in message["calls"]]
-        at_work = [answer for answer in answers if inspect.isawaitable(answer)]  # async tools of a turn run at the same time
-        done = iter(awaited(_all(at_work)) if at_work else ())
-        return [next(done) if inspect.isawaitable(answer) else answer for answer in answers], None, False
+        results = [self._called(call) for call in calls]
+        at_work = [result for result in results if inspect.isawaitable(result)]
+        done = iter(awaited(_all(at_work)) if at_work else ())  # async tools of a turn run at the same time
+        results = [next(done) if inspect.isawaitable(result) else result for result in results]
+        names = [{"name": call["name"]} if isinstance(call, dict) else {} for call in calls]
+        return (
+            [{"role": "tool", "content": _told(result)} | name for result, name in zip(results, names, strict=True)],
+            None,
+            False,
+        )
+
+    def _called(self, call: dict | str) -> Any:
+        """Return what a call returns, perhaps an awaitable; or its exception."""
+        if isinstance(call, str):
+            return WrongCall(call)
+        name = call["name"]
+        if name not in self.tools:
+            return WrongCall(f"there is no tool {name!r}: {', '.join(self.tools)}")
+        try:
+            inspect.signature(self.tools[name]).bind(**call["arguments"])
+        except TypeError as error:
+            return WrongCall(str(error))
+        try:
+            return self.tools[name](**call["arguments"])
+        except Exception as error:
+            return error
 
     def reward(self) -> float | None:
         """Return the reward of the whole episode; None if it is not scored here."""
@@ -99,77 +206,18 @@ class ToolEnvironment:
             return None
         return as_reward(awaited(self.instance.get_reward()))
 
-    def _answer(self, call: dict | str) -> dict | Awaitable[dict]:
-        """Return the message that the model reads: the tool's result, or the error of the call or the tool."""
-        if isinstance(call, str):
-            return {"role": "tool", "content": f"error: {call}"}
-        name = call["name"]
-        if name not in self.tools:
-            return {"role": "tool", "name": name, "content": f"error: there is no tool {name!r}: {', '.join(self.tools)}"}
-        try:
-            inspect.signature(self.tools[name]).bind(**call["arguments"])
-        except TypeError as error:
-            return {"role": "tool", "name": name, "content": f"error: {error}"}
-        try:
-            result = self.tools[name](**call["arguments"])
-        except Exception as error:
-            result = _failure(error)
-        return _when_done(name, result) if inspect.isawaitable(result) else _answer_of(name, result)
+
+async def _all(awaitables: list) -> list:
+    return await asyncio.gather(*awaitables, return_exceptions=True)
 
 
-async def _all(answers: list[Awaitable[dict]]) -> list[dict]:
-    return await asyncio.gather(*answers)
-
-
-async def _when_done(name: str, result: Awaitable) -> dict:
-    try:
-        result = await result
-    except Exception as error:
-        result = _failure(error)
-    return _answer_of(name, result)
-
-
-def _failure(error: Exception) -> str:
-    """Return the text that the model reads if a tool raises. Raise an error that is not the call's fault."""
-    if isinstance(error, OF_THE_MACHINE) and not isinstance(error, OF_A_PATH):
-        raise error
-    return f"error: {type(error).__name__}: {error}"
-
-
-def _answer_of(name: str, result: Any) -> dict:
-    return {"role": "tool", "name": name, "content": as_text(result)}
-
-
-def as_messages(value: Any) -> list[dict]:
-    """Return the messages that the user's code returned, with content as text. Raise BadValue if they are not messages."""
-    if isinstance(value, str | dict) or not hasattr(value or [], "__iter__"):
-        raise BadValue(f"{value!r:.100} is not a list of messages {{role, content}}")
-    messages = []
-    for message in [] if value is None else value:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise BadValue(f"{message!r:.100} is not a message {{role, content}}")
-        content = [{"type": "image"}] if "images" in message else message["content"]  # as_text refuses images
-        messages.append(message | {"content": as_text(content)})
-    return messages
-
-
-def as_added(value: Any) -> list[dict] | str:
-    """Return what reset adds to the prompt: messages, or text of any other value, for the last message; nothing for None."""
-    if value is None:
-        return []
-    items = value if isinstance(value, list | tuple) else [value]
-    are_messages = any(isinstance(item, dict) and "role" in item for item in items)
-    return as_messages(value) if are_messages or not items else as_text(value)
-
-
-def as_reward(value: Any) -> float | None:
-    """Return the reward that the user's code returned. Raise BadValue if it is neither None nor a finite number of fp32."""
-    if value is None:
-        return None
-    value = value.item() if hasattr(value, "item") else value
-    if not isinstance(value, bool | int | float) or not abs(value) <= 3e38:  # also true for NaN
-        raise BadValue(f"the reward is {value!r:.100}, neither None nor a finite number of fp32")
-    return float(value)
+def _told(result: Any) -> str:
+    """Return the text that the model reads for a result or an exception. Raise an exception that is not the call's fault."""
+    if isinstance(result, OF_THE_MACHINE) and not isinstance(result, OF_A_PATH):
+        raise result
+    if isinstance(result, WrongCall):
+        return f"error: {result}"
+    return f"error: {type(result).__name__}: {result}" if isinstance(result, Exception) else as_text(result)
 
 
 class Programs:
@@ -228,3 +276,102 @@ def seed_random(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed % 2**32)
     if sys.modules.get("torch"):
         sys.modules["torch"].manual_seed(seed % 2**63)
+
+
+# -------------------------------------------------------------------------------------------------------- the episode
+
+
+class EpisodeProgram:
+    """The answers to the rank's questions in an episode's process."""
+
+    def __init__(self, programs: Programs, turns: "Turns", rewards: list[Callable]):
+        """rewards: the user's functions in TRL's form."""
+        self._programs, self._turns, self._rewards = programs, turns, rewards
+        self._has_scored = False  # whether a turn had a reward
+        self._prompt: list[dict] | str = []
+        self._completion: list[dict] = []  # the messages of the episode, in TRL's form
+        self._ids: list[int] = []  # their tokens
+
+    def reset(self, item: dict) -> dict:
+        """Return the prompt's tokens, if the environment adds messages to it."""
+        seed_random(item["seed"])  # the same in the group: its prompt is, too
+        self._program = self._programs.new()
+        added = self._program.reset(item["row"], item["seed"])
+        seed_random(item["own_seed"])
+        self._row = item["row"]
+        self._prompt = self._row.get("prompt") or []
+        if not added:
+            return {}
+        if not isinstance(self._prompt, list):
+            raise BadValue("reset adds messages to a prompt that is plain text: give prompts as chat messages")
+        ids = self._turns.prompt(self._prompt, added)
+        if isinstance(added, str):
+            *before, last = self._prompt or [{"role": "user", "content": ""}]
+            self._prompt = [*before, last | {"content": last["content"] + added}]
+        else:
+            self._prompt = [*self._prompt, *added]
+        return {"prompt": ids}
+
+    def step(self, item: dict) -> dict:
+        """Return the tokens before the model's next turn, and the turn's reward."""
+        message = self._turns.message(item["ids"])
+        calls = self._say(message)
+        self._ids += item["ids"]
+        messages, reward, done = self._program.step(message)
+        self._completion += messages
+        ids = [] if done else self._turns.between(messages)
+        self._ids += ids
+        if done:
+            reward = self._final(reward)
+        self._has_scored = self._has_scored or reward is not None
+        return {"ids": ids, "reward": reward, "done": done, "calls": sum(calls), "malformed": calls.count(False)}
+
+    def replay(self, item: dict) -> dict:
+        """Repeat the turns of a recorded episode, [tokens, answer's tokens] each. Return the answers; None if one differs from
+        the recorded one."""
+        answers = []
+        for said, recorded in item["turns"]:
+            answers.append(self.step({"ids": said}))
+            if answers[-1]["done"] or answers[-1]["ids"] != recorded:
+                return {"answers": None}
+        return {"answers": answers}
+
+    def end(self, item: dict) -> dict:
+        """Return the reward of an episode that was cut, perhaps within a turn."""
+        if cut := item["ids"][len(self._ids) :]:
+            self._say({"content": self._turns.text(cut), "calls": []})
+        self._ids = item["ids"]
+        return {"reward": self._final(self._program.reward())}
+
+    def _say(self, message: dict) -> list[bool]:
+        """Add a turn of the model, {role, content, calls}. Return whether each of its calls is well formed."""
+        calls = [{"type": "function", "function": call} for call in message["calls"] if isinstance(call, dict)]
+        said = {"role": "assistant", "content": message["content"]}
+        self._completion.append(said | ({"tool_calls": calls} if calls else {}))
+        return [isinstance(call, dict) for call in message["calls"]]
+
+    def _final(self, own: float | None) -> float | None:
+        """Return the reward at the end: the sum of the environment's own one and the functions'. A reward of None does not
+        count. The functions do not score what an environment's step has scored. Raise BadValue if none of them counts."""
+        is_scored = self._programs.is_own and (self._has_scored or own is not None)
+        if is_scored or not self._rewards:
+            return own
+        columns = {name: [value] for name, value in self._row.items() if name not in NOT_COLUMNS}
+        said = {"prompts": [self._prompt], "completions": [self._completion], "completion_ids": [self._ids]}
+        ignored = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
+        instance = self._program.instance
+        batch = columns | said | ignored | ({} if instance is None else {"environments": [instance]})
+        rewards = [own, *(_reward(function, batch) for function in self._rewards)]
+        if not (counted := [reward for reward in rewards if reward is not None]):
+            raise BadValue("no reward function has scored the response: each returned None")
+        return sum(counted)
+
+
+def _reward(function: Callable, batch: dict[str, list]) -> float | None:
+    values = awaited(function(**accepted(function, batch)))
+    try:
+        (value,) = values
+    except (TypeError, ValueError):
+        name = getattr(function, "__name__", "the reward function")
+        raise BadValue(f"{name} returned {values!r:.100}, not a list of one reward: it is called for one response") from None
+    return as_reward(value)

@@ -6,24 +6,28 @@ advantage, and one budget of tokens, in which the further prompts count, althoug
 """
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from rl.generation.engine import Output, Request, request_seed
-from rl.generation.episodes import Episodes
+from rl.generation.episodes import Episodes, Id
 from rl.generation.responses import Key, OpenGroup
 from rl.model.head import support
 
 
 @dataclass
 class History:
-    """One of a response's histories. While it is active, its current state is in Episode and Work instead."""
+    """One of a response's histories. While it is active, its current state is in Episode and OpenGroup instead."""
 
     request: Request
     output: Output
     mask: np.ndarray | None = None  # of its first tokens; the policy has sampled the rest
     at: int = 0
+
+    def whole_mask(self) -> np.ndarray:
+        known = np.zeros(0, bool) if self.mask is None else self.mask
+        return np.concatenate([known, np.ones(len(self.output.token_ids) - len(known), bool)])
 
 
 @dataclass
@@ -33,7 +37,6 @@ class Histories:
     all: list[History]
     first: int = 0  # the number of the history that the agent's first call began
     active: int = 0
-    last: list[int] = field(default_factory=list)  # tokens of the last turn of any history
 
 
 class AgentEpisodes(Episodes):
@@ -41,7 +44,7 @@ class AgentEpisodes(Episodes):
 
     def __init__(self, *given):
         super().__init__(*given)
-        self._histories: dict[tuple[Key, int], Histories] = {}
+        self._histories: dict[Id, Histories] = {}
 
     # -- the generator's questions
 
@@ -58,68 +61,45 @@ class AgentEpisodes(Episodes):
         run does not use them."""
         return [dataclasses.replace(output, routes=None) for output in super().unfinished()]
 
-    def last_turn(self, output: Output) -> list[int]:
-        return self._histories[output.id].last
-
-    def extra(self, id: tuple[Key, int]) -> dict[str, float]:
+    def extra(self, id: Id) -> dict[str, float]:
         return super().extra(id) | {"forks": len(self._histories[id].all) - 1 if id in self._histories else 0}
 
     def drop(self, key: Key) -> None:
         super().drop(key)
         self._histories = {id: of for id, of in self._histories.items() if id[0] != key}
 
-    # -- the beginning
+    # -- turn after turn
 
-    def _begin(self, id: tuple[Key, int], prompt: list[int]) -> None:
+    def _begin(self, id: Id, prompt: list[int]) -> None:
         """Start a response with its agent's first call. If it is not that of the group, it begins a separate history."""
         requests = self.working[id[0]].requests
-        number = id[1]
-        first = History(requests[number], Output(id, [], [], [], "unfinished"))
+        first = History(requests[id[1]], Output(id, [], [], [], "unfinished"))
         is_other = prompt != self._prompts[id[0]]
         self._histories[id] = Histories([first], first=int(is_other))
         if is_other:
             self._turn_to(id, 1, prompt)
         else:
-            first.request = requests[number] = dataclasses.replace(first.request, prompt_ids=prompt)
+            first.request = requests[id[1]] = dataclasses.replace(first.request, prompt_ids=prompt)
         if self._room(id) > 0:
             self._add(id, None)
-            return
-        self._refuse(
-            id, f"the first call is not that of its group, and its {len(prompt)} tokens leave none of --max-response-length"
-        )
+        else:
+            wrong = f"the first call is not that of its group, and its {len(prompt)} tokens leave none of --max-response-length"
+            self._refuse(id, wrong)
 
-    # -- turn after turn
-
-    def _add(self, id: tuple[Key, int], so_far: Output | None) -> None:
-        episode = self._of[id]
-        requests = self.working[id[0]].requests
-        room = self._room(id)
-        so_far = so_far if so_far and so_far.token_ids else None  # None for a new history
-        limit = room if episode.most is None else min(room, (len(so_far.token_ids) if so_far else 0) + episode.most)
-        sampling = dataclasses.replace(requests[id[1]].sampling, max_tokens=limit)
-        requests[id[1]] = dataclasses.replace(requests[id[1]], sampling=sampling)
-        super()._add(id, so_far)
-
-    def _turn_ended(self, output: Output) -> None:
-        self._histories[output.id].last = output.token_ids[self._of[output.id].at :]
-        if output.finish_reason == "length" and len(output.token_ids) < self._room(output.id):  # the call's own limit
-            output = dataclasses.replace(output, finish_reason="stop")
-        super()._turn_ended(output)
-
-    def _answered(self, id: tuple[Key, int], answer: dict) -> None:
+    def _answered(self, id: Id, answer: dict) -> None:
         """Continue with the agent's next call. Its tokens are a new history's prompt, or are appended to an existing one."""
         if not answer["done"]:
             self._of[id].most = answer["most"]
             of = self._histories[id]
             number = of.first + answer["history"]
-            begins = of.first + answer["history"] == len(of.all)
+            begins = number == len(of.all)
             if number != of.active:
                 self._turn_to(id, number, answer["ids"])
             if begins:
                 answer = answer | {"ids": []}
         super()._answered(id, answer)
 
-    def _turn_to(self, id: tuple[Key, int], number: int, prompt: list[int]) -> None:
+    def _turn_to(self, id: Id, number: int, prompt: list[int]) -> None:
         """Make another history the active one. prompt: of a new history."""
         of = self._histories[id]
         episode = self._of[id]
@@ -136,7 +116,8 @@ class AgentEpisodes(Episodes):
             work.masks[id[1]] = history.mask
         work.requests[id[1]] = history.request
 
-    def _note(self, id: tuple[Key, int]) -> None:
+    def _note(self, id: Id) -> None:
+        """Write the active history's state down."""
         of = self._histories[id]
         episode = self._of[id]
         history = of.all[of.active]
@@ -144,7 +125,7 @@ class AgentEpisodes(Episodes):
         history.at = episode.at
         history.mask = self.working[id[0]].masks.pop(id[1], None)
 
-    def _room(self, id: tuple[Key, int]) -> int:
+    def _room(self, id: Id) -> int:
         """Return the most tokens of the active history. The response's budget also includes the other histories, and the
         prompts of all but the first."""
         of = self._histories[id]
@@ -153,28 +134,29 @@ class AgentEpisodes(Episodes):
 
     # -- the end
 
-    def _finish(self, id: tuple[Key, int], reason: str) -> None:
+    def _finish(self, id: Id, reason: str) -> None:
         if id in self._histories and len(self._histories[id].all) > 1:
             self._join(id)
         super()._finish(id, reason)
 
-    def _join(self, id: tuple[Key, int]) -> None:
-        """Join all histories into one output. Each one after the first begins with its prompt, which is masked."""
+    def _join(self, id: Id) -> None:
+        """Join all histories into one output. Each one after the first begins with its prompt, which is masked; one that the
+        response's end has kept from its first turn is left out."""
         self._note(id)
-        work, (first, *others) = self.working[id[0]], self._histories[id].all
+        work = self.working[id[0]]
+        first, *others = self._histories[id].all
+        others = [history for history in others if history.output.token_ids]
         tokens, log_probs, versions = list(first.output.token_ids), list(first.output.log_probs), list(first.output.versions)
-        masks = [_whole_mask(first)]
+        masks = [first.whole_mask()]
         lengths = [len(tokens)]
         parts = [(first.output.support, len(tokens))]
         for history in others:
             output = history.output
             prompt = history.request.prompt_ids
-            if not output.token_ids:  # the response ended before the history's first turn
-                continue
             tokens += [*prompt, *output.token_ids]
             log_probs += [0.0] * len(prompt) + output.log_probs
             versions += output.versions[:1] * len(prompt) + output.versions
-            masks += [np.zeros(len(prompt), bool), _whole_mask(history)]
+            masks += [np.zeros(len(prompt), bool), history.whole_mask()]
             lengths.append(len(prompt) + len(output.token_ids))
             parts += [(None, len(prompt)), (output.support, len(output.token_ids))]
         known = support.of_responses(*zip(*parts, strict=True))
@@ -184,12 +166,6 @@ class AgentEpisodes(Episodes):
         work.masks[id[1]] = np.concatenate(masks)
         if len(lengths) > 1:
             work.histories[id[1]] = lengths
-
-
-def _whole_mask(history: History) -> np.ndarray:
-    tokens = len(history.output.token_ids)
-    known = np.zeros(0, bool) if history.mask is None else history.mask
-    return np.concatenate([known, np.ones(tokens - len(known), bool)])
 
 
 def _joined_routes(outputs: list[Output], prompt: int) -> np.ndarray | None:

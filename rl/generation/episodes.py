@@ -10,6 +10,7 @@ needs only one message: the answers that the first rank read.
 
 import dataclasses
 import itertools
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from rl.data.job import Job
 from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
 from rl.generation.engine import Engine, EngineRanks, Output, request_seed
-from rl.generation.episode import Episode
 from rl.generation.responses import Key, OpenGroup, Responses
 from rl.model.head import support
 from rl.ranks.timers import Timers
@@ -27,6 +27,44 @@ from rl.rewards.pool import Score, can_score
 OF_GROUP = 2**32 - 1  # replaces a response's number in the seed that its group's environments share
 WAIT = 5e-3  # seconds to wait for an environment if there is nothing to sample
 BY_ROWS = 2  # processes per response that the engine can decode at once
+Id = tuple[Key, int]  # of a response: its prompt's key, and its number
+
+
+@dataclass
+class Episode:
+    """A response under way."""
+
+    output: Output | None = None  # the response so far; None while the engine has it, or before it begins
+    prompt: list[int] | None = None  # of the recorded response, if the run has resumed
+    in_engine: bool = False
+    is_over: bool = False
+    at: int = 0  # number of tokens of the ended turns and of the answers to them
+    last: list[int] = field(default_factory=list)  # tokens of the last turn
+    turns: int = 0
+    rewards: list[list] = field(default_factory=list)  # [last token of the turn, reward] for each turn with a reward
+    calls: int = 0
+    malformed: int = 0
+    seconds: float = 0.0  # time that its environment took
+    cached: int = 0  # tokens that the engine did not compute again for a further turn
+    cut: str = ""  # why it ended early: "turns" or "length"
+    event: Score | None = None  # why it cannot be scored
+    restarts: int = 0
+    most: int | None = None  # limit of the next turn's tokens, if an agent sets one
+
+    def say(self, end: int) -> list[int]:
+        """Count the model's turn, which ends before token `end`. Return its tokens."""
+        self.turns += 1
+        self.last = self.output.token_ids[self.at : end]
+        self.at = end
+        return self.last
+
+    def add(self, answer: dict) -> None:
+        """Count an environment's answer to the turn that ends at `at`."""
+        self.seconds += answer["seconds"]
+        self.calls += answer.get("calls", 0)
+        self.malformed += answer.get("malformed", 0)
+        if answer["reward"] is not None:
+            self.rewards.append([self.at - 1, answer["reward"]])
 
 
 class Episodes(Responses):
@@ -38,17 +76,16 @@ class Episodes(Responses):
         super().__init__(engine)
         self.job, self.engine_ranks, self.args, self.end_tokens = job, engine_ranks, args, end_tokens
         self.environments: Environments = job.environments
-        self.scores_at_end = self.environments.ready["scores_at_end"]
         self.paused_below = Key(False, 0)  # smaller keys are paused: their answers wait
-        self._of: dict[tuple[Key, int], Episode] = {}
-        self._processes: dict[tuple[Key, int], bool] = {}  # episodes with a process -> whether it owes an answer
+        self._of: dict[Id, Episode] = {}
+        self._processes: dict[Id, bool] = {}  # episodes with a process -> whether it owes an answer
         self._queue: list[Key] = []  # keys without environments yet
-        self._resetting: set[tuple[Key, int]] = set()  # episodes that have not begun
+        self._resetting: set[Id] = set()  # episodes that have not begun
         self._prompts: dict[Key, list[int] | None] = {}  # by key: the prompt that the first reset returned
-        self._answers: list[tuple[tuple[Key, int], dict]] = []
+        self._answers: list[tuple[Id, dict]] = []
         self._ended: list[Output] = []
         self._has_recorded = False  # whether `resume` has to replay recorded episodes
-        self._replayed: list[tuple] | None = None  # requests for the engine, collected by `_replay`
+        self._requests: list[tuple] | None = None  # for the engine, collected by `_replay`
 
     # -- the generator's questions
 
@@ -58,8 +95,8 @@ class Episodes(Responses):
 
     def start(self, key: Key, work: OpenGroup, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
         """Start a prompt's episodes, or replay the recorded ones."""
-        self.working[key] = work
         self._has_recorded |= any(before)
+        self.working[key] = work
         for request, output in zip(work.requests, before, strict=True):
             self._of[request.id] = Episode(output, prompt)
             self._resetting.add(request.id)
@@ -87,21 +124,21 @@ class Episodes(Responses):
 
     @property
     def _blocked(self) -> bool:
-        """Whether the engine waits (--env-lock-step)."""
+        """Whether the engine waits for the environments (`in_lock_step`)."""
         return self.args.in_lock_step and any(self._processes.values())
 
     def _replay(self) -> None:
         """Replay all recorded episodes. Give them to the engine as if the run had not stopped: first those that were stopped
         within a turn, then those that waited for their environment."""
-        self._replayed = []
+        self._requests = []
         while self._queue or any(self._processes.values()):
             self._admit()
             self._poll(1.0)
             if not self._blocked:
                 self._take()
-        for _, _, request in sorted(self._replayed, key=lambda item: item[:2]):
+        for _, _, request in sorted(self._requests, key=lambda item: item[:2]):
             self.engine.add(request)
-        self._replayed = None
+        self._requests = None
 
     def unfinished(self) -> list[Output]:
         """Return all unfinished responses so far, including those that the engine does not have."""
@@ -120,7 +157,10 @@ class Episodes(Responses):
             self._has_recorded = False
             self._replay()
 
-    def score(self, id: tuple[Key, int]) -> Score | None:
+    def last_turn(self, output: Output) -> list[int]:
+        return self._of[output.id].last
+
+    def score(self, id: Id) -> Score | None:
         """Return an ended episode's score by its environment, 0 if it was cut before; None if a verifier has to score it."""
         episode = self._of[id]
         if episode.event or episode.rewards:
@@ -131,7 +171,7 @@ class Episodes(Responses):
             return Score(0.0)
         return Score(None, event="bad_value", message="neither the environment nor a verifier of its data_source scored it")
 
-    def extra(self, id: tuple[Key, int]) -> dict[str, float]:
+    def extra(self, id: Id) -> dict[str, float]:
         """Return further numbers of an ended episode; none if its prompt's images could not be prepared."""
         if id not in self._of:
             return {}
@@ -150,7 +190,7 @@ class Episodes(Responses):
             "restarts": episode.restarts,
         }
 
-    def rewards(self, id: tuple[Key, int]) -> list[list] | None:
+    def rewards(self, id: Id) -> list[list] | None:
         """Return [token, reward] for each turn with a reward, with --turn-rewards and if the episode could be scored."""
         episode = self._of.get(id)
         return episode.rewards if episode and self.args.turn_rewards and not episode.event else None
@@ -166,7 +206,17 @@ class Episodes(Responses):
 
     # -- the processes
 
-    def _fork(self, id: tuple[Key, int]) -> None:
+    def _admit(self) -> None:
+        """Start the environments of queued prompts. Episodes that are paused do not count towards the limit."""
+        for key in [key for key in self._queue if key >= self.paused_below]:
+            at_work = sum(key >= self.paused_below for key, _ in self._processes)
+            if at_work >= BY_ROWS * self.args.max_num_seqs and self._requests is None:
+                return
+            self._queue.remove(key)
+            for request in self.working[key].requests:
+                self._start_process(request.id)
+
+    def _start_process(self, id: Id) -> None:
         key, number = id
         prompt = self.working[key].prompt
         known = {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth, "extra_info": prompt.extra_info}
@@ -178,13 +228,13 @@ class Episodes(Responses):
         if self.engine_ranks.is_leader:
             self.environments.begin(id, row=prompt.row | known, split="val" if key.validates else "train", **seeds)
 
-    def _ask(self, id: tuple[Key, int], what: str, **item: Any) -> None:
+    def _ask(self, id: Id, what: str, **item: Any) -> None:
         if id in self._processes:  # otherwise it has failed, and its event is in `_answers`
             self._processes[id] = True
             if self.engine_ranks.is_leader:
                 self.environments.ask(id, what, **item)
 
-    def _end_process(self, id: tuple[Key, int]) -> None:
+    def _end_process(self, id: Id) -> None:
         self._processes.pop(id, None)
         if self.engine_ranks.is_leader:
             self.environments.end(id)
@@ -201,65 +251,122 @@ class Episodes(Responses):
             elif id in self._processes:
                 self._processes[id] = False
 
+    def _take(self) -> None:
+        """Act on the answers: in lock step by key, not in order of arrival."""
+        answers = [item for item in self._answers if item[0][0] >= self.paused_below]
+        self._answers = [item for item in self._answers if item[0][0] < self.paused_below]
+        acts = {"reset": self._was_reset, "replay": self._was_replayed, "step": self._answered, "end": self._was_scored}
+        for id, answer in sorted(answers, key=lambda item: item[0]) if self.args.in_lock_step else answers:
+            if id in self._of and not self._of[id].is_over:
+                act = self._fail if "event" in answer else acts[answer["asked"]]
+                act(id, answer)
+
     # -- the beginning
 
-    def _admit(self) -> None:
-        """Fork the environments of queued prompts. Episodes that were put aside do not count towards the limit of processes."""
-        for key in [key for key in self._queue if key >= self.paused_below]:
-            at_work = sum(key >= self.paused_below for key, _ in self._processes)
-            if at_work >= BY_ROWS * self.args.max_num_seqs and self._replayed is None:
-                return
-            self._queue.remove(key)
-            for request in self.working[key].requests:
-                self._fork(request.id)
-
-    def _was_reset(self, id: tuple[Key, int], prompt: list[int] | None) -> None:
-        """Start an episode. The first of a group sets the group's prompt. prompt: None if the reset adds nothing to it."""
+    def _was_reset(self, id: Id, answer: dict) -> None:
+        """Start an episode. The first of a group sets the group's prompt; an answer without one adds nothing to the row's."""
         key = id[0]
         work = self.working[key]
+        prompt = answer.get("prompt")
+        self._of[id].most = answer.get("most")
         self._resetting.discard(id)
         if not prompt and not work.prompt.ids:
             self._refuse(id, "the row has no prompt, and reset adds no message to it")
-            return
-        if key not in self._prompts:
-            if prompt and len(prompt) > self.args.max_prompt_length:
-                self._refuse(id, f"the prompt has become {len(prompt)} tokens long, more than --max-prompt-length")
-                return
-            if prompt and work.prompt.images:
-                self._refuse(id, "a prompt that has images cannot be added to")
-                return
+        elif key in self._prompts:
+            self._begin(id, prompt)
+        elif prompt and len(prompt) > self.args.max_prompt_length:
+            self._refuse(id, f"the prompt has become {len(prompt)} tokens long, more than --max-prompt-length")
+        elif prompt and work.prompt.images:
+            self._refuse(id, "a prompt that has images cannot be added to")
+        else:
             if prompt:
                 work.prompt = dataclasses.replace(work.prompt, ids=prompt, text=self.job.tokenizer.decode(prompt))
             self._prompts[key] = prompt
-        self._begin(id, prompt)
+            self._begin(id, prompt)
 
-    def _begin(self, id: tuple[Key, int], prompt: list[int] | None) -> None:
-        """Start an episode whose group has a prompt, which must be this episode's as well."""
+    def _begin(self, id: Id, prompt: list[int] | None) -> None:
+        """Start or replay an episode whose group has a prompt, which must be this episode's as well."""
         key, number = id
         work = self.working[key]
         if prompt != self._prompts[key]:
             self._refuse(id, "reset adds another prompt than in its group")
             return
-        if self._of[id].output and self._of[id].prompt != work.prompt.ids:
-            self._forget(id)
         work.requests[number] = dataclasses.replace(work.requests[number], prompt_ids=work.prompt.ids)
-        self._start(id)
+        output = self._of[id].output
+        if output and self._of[id].prompt != work.prompt.ids:
+            self._forget(id)
+        if self._of[id].output:
+            self._ask(id, "replay", turns=self._recorded(id)[0])
+        else:
+            self._add(id, None)
 
-    def _refuse(self, id: tuple[Key, int], wrong: str) -> None:
+    def _refuse(self, id: Id, wrong: str) -> None:
         self._fail(id, {"event": "bad_value", "message": wrong})
 
-    def _start(self, id: tuple[Key, int]) -> None:
+    def _recorded(self, id: Id) -> tuple[list[list[list[int]]], bool]:
+        """Return the answered turns of a recorded episode, [tokens, answer's tokens] each, and whether another turn follows."""
+        tokens = self._of[id].output.token_ids
+        mask = self.working[id[0]].mask(id[1], len(tokens))
+        sampled = [True] * len(tokens) if mask is None else mask.tolist()
+        runs = [len(list(run)) for _, run in itertools.groupby(sampled)]
+        ends = itertools.accumulate(runs, initial=0)
+        parts = [tokens[begin:end] for begin, end in itertools.pairwise(ends)]
+        return [[said, answer] for said, answer in zip(parts[::2], parts[1::2], strict=False)], len(parts) % 2 == 1
+
+    def _was_replayed(self, id: Id, answer: dict) -> None:
+        """Continue a recorded episode; start it again if its environment has answered otherwise. Its last turn may be
+        incomplete, because the run or the budget ended."""
         episode = self._of[id]
-        if episode.output is None:
-            self._add(id, None)
+        turns, is_last_open = self._recorded(id)
+        if answer["answers"] is None:
+            self._end_process(id)
+            self._forget(id)
+            self._start_process(id)
             return
-        tokens = len(episode.output.token_ids)
-        mask = self.working[id[0]].mask(id[1], tokens)
-        runs = [[True] * tokens] if mask is None else [list(run) for _, run in itertools.groupby(mask.tolist())]
-        episode.again.extend(map(len, runs))
-        self._play(id)
+        for (said, ids), of_turn in zip(turns, answer["answers"], strict=True):
+            episode.say(episode.at + len(said))
+            episode.add(of_turn | {"seconds": answer["seconds"] / len(turns)})
+            episode.at += len(ids)
+        tokens = episode.output.token_ids
+        if is_last_open and tokens[-1] in self.end_tokens:
+            self._ask(id, "step", ids=episode.say(len(tokens)))
+        elif episode.output.finish_reason == "unfinished":
+            self._add(id, episode.output)
+        else:
+            self._cut(id)
+
+    def _forget(self, id: Id) -> None:
+        self.working[id[0]].masks.pop(id[1], None)
+        self._of[id] = Episode(restarts=self._of[id].restarts + 1)
 
     # -- turn after turn
+
+    def _add(self, id: Id, so_far: Output | None) -> None:
+        """Let the engine sample the next turn, before turns of prompts that began later. If responses keep their KV cache
+        across updates, turns keep it too."""
+        key, number = id
+        episode = self._of[id]
+        was_playing = bool(episode.output) and episode.output.finish_reason == "unfinished"
+        episode.output = None
+        episode.in_engine = True
+        so_far = dataclasses.replace(so_far, finish_reason="unfinished") if so_far and so_far.token_ids else None
+        kept = so_far.versions[0] if so_far and getattr(self.args.schedule, "partial_rollout", "") == "keep" else None
+        most = self._room(id)
+        if episode.most is not None:
+            most = min(most, (len(so_far.token_ids) if so_far else 0) + episode.most)
+        requests = self.working[key].requests
+        requests[number] = dataclasses.replace(
+            requests[number], sampling=dataclasses.replace(requests[number].sampling, max_tokens=most)
+        )
+        request = dataclasses.replace(requests[number], so_far=so_far, priority=key.place, kv_version=kept)
+        if self._requests is None:
+            self.engine.add(request)
+        else:
+            self._requests.append((not was_playing, id, request))
+
+    def _room(self, id: Id) -> int:
+        """Return the most tokens that the response may have."""
+        return self.args.max_response_length
 
     def _turn_ended(self, output: Output) -> None:
         """Give a turn that the engine has finished to its environment, unless it is the last."""
@@ -269,135 +376,58 @@ class Episodes(Responses):
         episode.in_engine = False
         if episode.event:
             self._finish(output.id, "stop")
-        elif output.finish_reason == "length":
+        elif output.finish_reason == "length" and len(output.token_ids) >= self._room(output.id):
             self._cut(output.id)
         else:
-            self._say(output.id, len(output.token_ids))
+            self._ask(output.id, "step", ids=episode.say(len(output.token_ids)))
 
-    def _take(self) -> None:
-        """Act on the answers: in lock step by key, not in order of arrival."""
-        answers = [item for item in self._answers if item[0][0] >= self.paused_below]
-        self._answers = [item for item in self._answers if item[0][0] < self.paused_below]
-        for id, answer in sorted(answers, key=lambda item: item[0]) if self.args.in_lock_step else answers:
-            if id not in self._of or self._of[id].is_over:
-                continue
-            if "event" in answer:
-                self._fail(id, answer)
-            elif answer["asked"] == "reset":
-                self._of[id].most = answer.get("most")
-                self._was_reset(id, answer.get("prompt"))
-            elif answer["asked"] == "end":
-                self._of[id].add(answer)
-                self._finish(id, "length")
-            else:
-                self._answered(id, answer)
-
-    def _say(self, id: tuple[Key, int], end: int) -> None:
-        """Give the environment the model's turn, which ends before token `end`."""
-        episode = self._of[id]
-        episode.turns += 1
-        self._ask(id, "step", ids=episode.output.token_ids[episode.at : end])
-        episode.at = end
-
-    def _answered(self, id: tuple[Key, int], answer: dict) -> None:
+    def _answered(self, id: Id, answer: dict) -> None:
+        """Append the environment's answer, which is masked, and continue, or end the episode."""
         episode = self._of[id]
         ids = answer["ids"]
         episode.add(answer)
-        if episode.again:
-            recorded = episode.output.token_ids[episode.at : episode.at + episode.again.popleft()]
-            if answer["done"] or recorded != ids:  # a different answer: the episode starts again
-                self._end_process(id)
-                self._forget(id)
-                self._fork(id)
-                return
-            self._append(id, len(ids))
-            if episode.again:
-                self._play(id)
-            else:
-                self._add(id, episode.output)
-        elif answer["done"]:
+        if answer["done"]:
             self._finish(id, "stop")
         elif episode.turns >= self.args.max_turns or episode.at + len(ids) >= self._room(id):
             self._end(id, "turns" if episode.turns >= self.args.max_turns else "length")
         else:
-            o = episode.output
-            lists = ([*o.token_ids, *ids], [*o.log_probs, *[0.0] * len(ids)], [*o.versions, *o.versions[-1:] * len(ids)])
-            self._append(id, len(ids))
-            known = None if o.support is None else np.concatenate([o.support, support.nothing(len(ids), o.support.shape[1])])
-            self._add(id, Output(id, *lists, "unfinished", o.routes, known))
-
-    def _room(self, id: tuple[Key, int]) -> int:
-        return self.args.max_response_length
-
-    def _append(self, id: tuple[Key, int], tokens: int) -> None:
-        """Mask the next `tokens` tokens, which are the environment's."""
-        episode = self._of[id]
-        masks = self.working[id[0]].masks
-        known = masks.get(id[1], np.zeros(0, bool))
-        if len(known) < episode.at + tokens:  # otherwise the mask was recorded
-            turn = np.ones(episode.at - len(known), bool)
-            masks[id[1]] = np.concatenate([known, turn, np.zeros(tokens, bool)])
-        episode.at += tokens
-
-    def _add(self, id: tuple[Key, int], so_far: Output | None) -> None:
-        """Let the engine sample the next turn, before turns of prompts that began later. If responses keep their KV cache
-        across updates, turns keep it too."""
-        episode = self._of[id]
-        was_playing = bool(episode.output) and episode.output.finish_reason == "unfinished"
-        episode.output = None
-        episode.in_engine = True
-        so_far = so_far and dataclasses.replace(so_far, finish_reason="unfinished")
-        kept = so_far.versions[0] if so_far and getattr(self.args.schedule, "partial_rollout", "") == "keep" else None
-        request = self.working[id[0]].requests[id[1]]
-        request = dataclasses.replace(request, so_far=so_far, priority=id[0].place, kv_version=kept)
-        if self._replayed is None:
-            self.engine.add(request)
-        else:
-            self._replayed.append((not was_playing, id, request))
-
-    # -- the replay
-
-    def _play(self, id: tuple[Key, int]) -> None:
-        """Replay the next recorded turn; the last may be incomplete, because the run or the budget ended."""
-        episode = self._of[id]
-        end = episode.at + episode.again.popleft()
-        if episode.again or episode.output.token_ids[end - 1] in self.end_tokens:
-            self._say(id, end)
-        elif episode.output.finish_reason == "unfinished":
-            self._add(id, episode.output)
-        else:
-            self._cut(id)
-
-    def _forget(self, id: tuple[Key, int]) -> None:
-        self.working[id[0]].masks.pop(id[1], None)
-        self._of[id] = Episode(restarts=self._of[id].restarts + 1)
+            if ids:
+                masks = self.working[id[0]].masks
+                known = masks.get(id[1], np.zeros(0, bool))
+                turn = np.ones(episode.at - len(known), bool)
+                masks[id[1]] = np.concatenate([known, turn, np.zeros(len(ids), bool)])
+                episode.at += len(ids)
+            self._add(id, _with(episode.output, ids))
 
     # -- the end
 
-    def _cut(self, id: tuple[Key, int]) -> None:
+    def _cut(self, id: Id) -> None:
         """End an episode whose turn the budget has cut. Its environment does not get the turn."""
         episode = self._of[id]
-        episode.turns += 1
-        episode.at = len(episode.output.token_ids)
+        episode.say(len(episode.output.token_ids))
         self._end(id, "length")
 
-    def _end(self, id: tuple[Key, int], cut: str) -> None:
+    def _end(self, id: Id, cut: str) -> None:
         """End an episode that its environment has not ended. The environment may still have a reward for it."""
         episode = self._of[id]
         episode.cut = cut
-        if self.scores_at_end and not episode.rewards:
+        if self.environments.scores_at_end and not episode.rewards:
             self._ask(id, "end", ids=episode.output.token_ids)
         else:
             self._finish(id, "length")
 
-    def _finish(self, id: tuple[Key, int], reason: str) -> None:
+    def _was_scored(self, id: Id, answer: dict) -> None:
+        self._of[id].add(answer)
+        self._finish(id, "length")
+
+    def _finish(self, id: Id, reason: str) -> None:
         episode = self._of[id]
         self._end_process(id)
         episode.is_over = True
         episode.output = dataclasses.replace(episode.output, finish_reason=reason)
         self._ended.append(episode.output)
 
-    def _fail(self, id: tuple[Key, int], answer: dict) -> None:
+    def _fail(self, id: Id, answer: dict) -> None:
         """End an episode whose environment has failed. Only this response is lost."""
         episode = self._of[id]
         self._end_process(id)
@@ -407,3 +437,15 @@ class Episodes(Responses):
         episode.output = episode.output or Output(id, [], [], [], "length")
         self._resetting.discard(id)
         self._finish(id, "stop")
+
+
+def _with(output: Output | None, ids: list[int]) -> Output | None:
+    """Return an output with tokens of the environment: their log-prob is 0 and their version that of the token before."""
+    if not ids:
+        return output
+    known = output.support
+    if known is not None:
+        known = np.concatenate([known, support.nothing(len(ids), known.shape[1])])
+    log_probs = [*output.log_probs, *[0.0] * len(ids)]
+    versions = [*output.versions, *output.versions[-1:] * len(ids)]
+    return Output(output.id, [*output.token_ids, *ids], log_probs, versions, "unfinished", output.routes, known)

@@ -17,7 +17,6 @@ from rl.ranks.timers import Timers
 from rl.rewards.pool import ScoringPool
 from rl.rewards.score import GREEDY, Score, overlong_penalty
 from rl.samples.group import PENALTY, UNPENALISED, Group
-from rl.samples.ring_size import check_ring
 
 
 class Generator:
@@ -271,7 +270,6 @@ def make_generator(
     args: EngineArgs, job: Job, ranks: dist.Ranks, pool: ScoringPool, give_up: Callable[[], bool] = lambda: False
 ) -> Generator:
     """Return this rank's generator, with the engine that the flags ask for."""
-    check_ring(args, job.path)
     if job.environments:
         job.environments.check()
     length = args.max_prompt_length + args.max_response_length

@@ -18,12 +18,10 @@ from rl.learning.batch import Batch, MicroBatch
 from rl.ranks.dist import all_reduce_sum
 
 
-def forward_only(args, batch: Batch, micros: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
+def forward_only(batch: Batch, micros: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
     """Return the micro-batches of each mini-batch, `forward_only` where no learner trains anything, except a mini-batch's last
-    one: the optimizer needs a gradient, even of zeros, and FSDP frees what it has gathered in the backward pass. args:
-    AlgorithmArgs (not annotated: that would import losses, and a replay decides which). A collective."""
-    if not args.skips_backward:
-        return micros
+    one: the optimizer needs a gradient, even of zeros, and FSDP frees what it has gathered in the backward pass. A
+    collective."""
     trains = batch.trained & (batch.targets.advantage != 0)
     trained = [[int(trains[micro.index].count_nonzero()) for micro in of_mini] for of_mini in micros]
     totals = iter(all_reduce_sum(torch.tensor([n for of_mini in trained for n in of_mini[:-1]])).tolist())
@@ -42,6 +40,6 @@ def check_no_gradient(*xs: torch.Tensor) -> None:
 def _refuse(grad: torch.Tensor) -> None:
     if grad.nan_to_num(nan=0.0).any():  # NaN comes from log-probs that are NaN, which are reported elsewhere
         raise UserError(
-            "the loss trains responses whose advantages are all 0, but they have no backward pass. Add "
-            "--backward-without-advantage, which trains them."
+            "the loss trains responses whose advantages are all 0, but they have no backward pass. Take the line "
+            "`micros = forward_only(batch, micros)` out of `learn`."
         )

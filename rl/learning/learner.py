@@ -47,7 +47,6 @@ class Outgoing:
     shapes: dict[str, list[int]]  # by name, in the order of the tensors: those that training changes come first
     frozen: frozenset[str]  # names of the others
     tensors: Callable[..., Iterator[tuple[str, torch.Tensor]]]  # Learner.weights
-    apart: bool = False  # with --publish adapter: only adapters, which engines apply to the frozen weights
 
 
 class Learner:
@@ -265,9 +264,6 @@ class Learner:
 
     def outgoing(self) -> Outgoing:
         """Return the tensors to send: their names never change, their values are those at the time of reading."""
-        if self.args.publishes_adapters:
-            shapes = {name: list(parameter.shape) for name, parameter in (self._trained | self.parameters).items()}
-            return Outgoing(shapes, frozenset(self.parameters), self.apart, apart=True)
         shapes = {name: list(parameter.shape) for name, parameter in self.parameters.items()}
         return Outgoing(shapes, frozenset(self.frozen), self.weights)
 
@@ -284,15 +280,6 @@ class Learner:
             held = held | self.masters
         merged = self.adapters.merger(self._trained | self.masters, self.ranks.device) if self.adapters else as_it_is
         yield from self._whole(held, dtype, to, merged)
-
-    @torch.no_grad()
-    def apart(
-        self, dtype: torch.dtype = torch.float32, to: Sequence[int] | None = None, frozen: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield as `weights` does, but the adapters on their own, first; with `frozen`, the model without them follows."""
-        self.policy.reshard()
-        held = self._trained if dtype == torch.bfloat16 else self._trained | self.masters
-        yield from self._whole(held | self.parameters if frozen else held, dtype, to, as_it_is)
 
     def _whole(self, held: dict[str, torch.Tensor], dtype: torch.dtype, to: Sequence[int] | None, change) -> Iterator:
         if self.ranks.world_size > 1:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from rl.errors import UserError
 from rl.model.attention import dtype_of
 from rl.model.shards import local, zeros_on_host
-from rl.ranks.host_memory import PinnedBlocks
+from rl.ranks.device import PinnedBlocks
 
 
 @torch.no_grad()

@@ -40,7 +40,6 @@ from rl.model.pretrained import (
 from rl.model.shards import Block, local
 from rl.ranks import dist, launch, watchdog
 from rl.ranks.dist import Ranks
-from rl.ranks.progress import track, waiting
 
 MTP = "mtp."  # weights that predict further tokens, which transformers' hybrid models do not have
 HARMLESS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")  # buffers that old files hold and models compute
@@ -59,16 +58,17 @@ def load_weights(
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # no table of missing weights next to our message
     try:
-        with waiting(f"loading {path}", show=say):
-            config = load_config(path, trust_remote_code)
-            model, info = auto_class(config).from_pretrained(
-                path,
-                dtype=dtype,
-                **computed(config),
-                trust_remote_code=trust_remote_code,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # `info` has them, and they are refused below
-            )
+        if say:
+            print(f"loading {path}", flush=True)
+        config = load_config(path, trust_remote_code)
+        model, info = auto_class(config).from_pretrained(
+            path,
+            dtype=dtype,
+            **computed(config),
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `info` has them, and they are refused below
+        )
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # safetensors', pickle's and transformers' own, and OSError where there are no weights
@@ -275,13 +275,14 @@ def _check_finite(where: str, what: str, tensor: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-@watchdog.doing("the weights to be loaded")
 def fill(
     model: PreTrainedModel, weights: Weights | None, path: str, ranks: Ranks, say: bool = True, name: str = "--model"
 ) -> None:
     """Gives every rank its part of the model's parameters, in fp32, and all buffers. weights: on the first rank, and used up by
-    this. say: whether the first rank reports its progress. name: of the flag, for a message. Raises UserError if a node has
+    this. say: whether the first rank prints a line. name: of the flag, for a message. Raises UserError if a node has
     other files at `path` than the first one. A collective."""
+    if say and ranks.is_main:
+        print(f"loading {path}", flush=True)
     _fill_rest(model, weights, ranks)
     known = {}
     if weights:
@@ -292,7 +293,7 @@ def fill(
     spans = {name: [FileSpan(*span) for span in of] for name, of in known["spans"].items()}
     files = _seen_by_all({span.file for of in spans.values() for span in of}, path, name)
     with contextlib.closing(Reader(files or {})) as reader:
-        for name, parameter in track(list(model.named_parameters()), f"loading {path}", show=say and ranks.is_main):
+        for name, parameter in model.named_parameters():
             if name not in known["dtypes"]:
                 continue  # an adapter's
             own = local(parameter.data)

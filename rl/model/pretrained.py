@@ -25,7 +25,6 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from rl.data.demo_cache import VERSIONS
 from rl.data.image_prompts import FAMILIES, takes_images
 from rl.errors import UserError
 from rl.hub.tensor_reader import find
@@ -36,15 +35,16 @@ GENERATION = "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # The learner and the embedded engine use these modules.
 MODULES = ("model.embed_tokens", "model.layers", "model.norm", "lm_head")
+DEMOS = ("demo", "demo-moe", "demo-hybrid", "demo-vl", "demo-calculator")  # made by examples/demo
 MODULES_WITH_IMAGES = ("model.visual.blocks", "model.language_model.layers", "model.language_model.embed_tokens", "lm_head")
 logging.disable_progress_bar()  # "Loading weights" once per model and rank would bury the run's own lines
 
 
 def resolve(model: str) -> str:
     """The directory of "demo" or one of its variants, made on first use; a directory or a hub name stays as it is."""
-    if model not in VERSIONS:
+    if model not in DEMOS:
         return model
-    from rl.data.demo import model_dir  # late: few need it
+    from examples.demo.sums import model_dir  # late: few need it
 
     return model_dir(model)
 
@@ -276,3 +276,21 @@ def check_heads(config: PretrainedConfig, size: int) -> None:
             f"{given}: the model has {kv} heads of keys and values, which its ranks can neither divide nor share evenly. Take "
             f"one of {', '.join(map(str, fitting))}."
         )
+
+
+def check_vocabulary(path: str, args, policy: str, flag: str, whose: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of the model at `path`, which `flag` names. Raise UserError unless it equals that of the model at
+    `policy`: their tokens are compared, because models of one family may have embeddings of different lengths (Qwen2.5's differ
+    from 7B on). whose: the subject of the message, such as "A teacher"."""
+    load_config(path, args.trust_remote_code, flag)  # first: without a model, a missing tokenizer is not the problem
+    tokenizer = load_tokenizer(path, args.trust_remote_code, flag)
+    ours = load_tokenizer(policy, args.trust_remote_code).get_vocab()
+    its = tokenizer.get_vocab()
+    if differing := sorted(token for token in ours.keys() | its.keys() if ours.get(token) != its.get(token)):
+        token = differing[0]
+        ids = " and ".join("missing" if vocabulary.get(token) is None else f"{vocabulary[token]}" for vocabulary in (ours, its))
+        raise UserError(
+            f"{flag} {path}: its tokenizer is not that of --model {policy}: {len(differing):,} tokens differ, such as "
+            f"{token!r} ({ids}). {whose} reads the policy's tokens: take a model of the same family."
+        )
+    return tokenizer

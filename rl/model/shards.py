@@ -18,9 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rl.ranks import watchdog
-from rl.ranks.device import gathers_to_one, is_accelerator
+from rl.ranks.device import PinnedBlocks, gathers_to_one, is_accelerator
 from rl.ranks.dist import all_gather_values
-from rl.ranks.host_memory import PinnedBlocks
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -126,9 +125,8 @@ class Shards:
             yield from self._arrived(works, names, received)
 
     def _arrived(self, works: list[dist.Work], names: list[str], received: list | None) -> Iterator[tuple[str, torch.Tensor]]:
-        with watchdog.doing("the learners' shards of the weights"):
-            for work in works:
-                work.wait()
+        for work in works:
+            work.wait()
         watchdog.progress()
         if received:
             yield from self._joined(names, received)

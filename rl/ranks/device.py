@@ -4,8 +4,10 @@ All other files ask this one what a device can do, so they run unchanged on all 
 """
 
 import contextlib
+import ctypes
 import importlib.util
-import json
+import math
+import mmap
 import os
 import platform
 import resource
@@ -18,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from rl.errors import UserError
-from rl.ranks import host, host_memory, launch
+from rl.ranks import host, launch
 
 HOST = "cpu"
 HOST_BACKEND = "gloo"  # of groups that send only host memory
@@ -110,7 +112,7 @@ def has_accelerator() -> bool:
 def claim(local_rank: int) -> torch.device:
     """Return this rank's device, which becomes the current one. Ranks share devices if there are fewer devices than ranks."""
     if kind() == "cpu":
-        host_memory.keep_freed()
+        keep_freed()
         return torch.device("cpu")
     index = local_rank % torch.accelerator.device_count()
     torch.accelerator.set_device_index(index)
@@ -209,12 +211,6 @@ def host_group(store: dist.Store, rank: int, size: int, timeout: timedelta, at_o
     return gloo(store, rank, size, options)
 
 
-def flight_record(backend_name: str) -> list[dict]:
-    """Return the backend's collectives from torch's flight recorder; an empty list without a recorder."""
-    dump = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}.get(backend_name, "none")
-    return json.loads(getattr(torch._C._distributed_c10d, dump, lambda: "{}")()).get("entries", [])
-
-
 # ---------------------------------------------------------------------------------------------------------- time and memory
 
 
@@ -277,6 +273,60 @@ def peak_memory(act: Callable[[], object]) -> int:
     before = _module().memory_allocated()
     act()
     return _module().max_memory_allocated() - before
+
+
+# ---------------------------------------------------------------------------------------------------------- host memory
+
+TRIM_THRESHOLD, MMAP_MAX = -1, -4  # mallopt's parameters, M_... in glibc
+NEVER = -1  # a value of TRIM_THRESHOLD
+BLOCK = 1 << 30  # most bytes of pinned memory allocated at once for small tensors
+LEAST = 1 << 20  # smallest tensor, in bytes, that is cut out of such a block
+ALIGN = 512  # bytes to which a tensor's start in a block is aligned, as torch aligns device tensors
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros whose memory is allocated page by page at the first write; torch would clear all of it at once."""
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+class PinnedBlocks:
+    """Pinned memory for tensors that stay for the whole run, cut out of blocks. For each pinned tensor torch allocates the next
+    power of two of bytes, a third more than a matrix of 192 MB needs; a block has such a size itself."""
+
+    def __init__(self):
+        self._taken = 0  # bytes
+        self._rest: list[torch.Tensor] = []  # the free part of each block
+
+    def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return [count] zeros in pinned memory."""
+        size = count * dtype.itemsize
+        room = -(-size // ALIGN) * ALIGN
+        if size < LEAST:
+            return _pinned(size).view(dtype)
+        number = next((number for number, rest in enumerate(self._rest) if len(rest) >= room), None)
+        if number is None:
+            number = len(self._rest)
+            self._rest.append(_pinned(1 << (max(room, min(BLOCK, self._taken)) - 1).bit_length()))
+        found, self._rest[number] = self._rest[number][:size], self._rest[number][room:]
+        self._taken += room
+        return found.view(dtype)
+
+
+def _pinned(size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+
+
+def keep_freed() -> None:
+    """Keep the memory of freed tensors from now on. Otherwise glibc would return a step's activations to the kernel, and the
+    next step would allocate and clear each page again, with a fault for every 4 KB, which costs a tenth of an update. Large
+    pieces are also taken from the heap, since glibc returns mapped ones when they are freed. Do nothing if malloc is not
+    glibc's, or if the environment configures it."""
+    said = any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt and not said:
+        mallopt(MMAP_MAX, 0)
+        mallopt(TRIM_THRESHOLD, NEVER)
 
 
 # ------------------------------------------------------------------------------------------------------------------- facts

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import platform
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl.errors import UserError
-from rl.ranks import device, heartbeat, launch, signals, stops, streams, watchdog
+from rl.ranks import device, launch, stops, watchdog
 
 SHARED_SECONDS = 10  # network file systems list new files late, but find a file by name at once
 
@@ -56,18 +55,12 @@ class Ranks:
     @cached_property
     def sequence_mesh(self) -> DeviceMesh:
         """All ranks as "data" by "sequence". The first access is a collective."""
-        mesh = self._new_mesh(data=self.data_size, sequence=self.sequence_parallel)
-        show_group("the ranks of a sequence", mesh.get_group("sequence"))
-        show_group("the groups of a sequence's ranks", mesh.get_group("data"))
-        return mesh
+        return self._new_mesh(data=self.data_size, sequence=self.sequence_parallel)
 
     @cached_property
     def expert_mesh(self) -> DeviceMesh:
         """All ranks as "shard" by "expert". The first access is a collective."""
-        mesh = self._new_mesh(shard=self.world_size // self.expert_parallel, expert=self.expert_parallel)
-        show_group("the ranks of the experts", mesh.get_group("expert"))
-        show_group("the ranks of the same experts", mesh.get_group("shard"))
-        return mesh
+        return self._new_mesh(shard=self.world_size // self.expert_parallel, expert=self.expert_parallel)
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
@@ -80,76 +73,41 @@ class Ranks:
         return self._new_mesh(data=self.world_size)
 
 
-def init(hang_timeout: float = 0, node_timeout: float = 0) -> Ranks:
+def init(hang_timeout: float = 0) -> Ranks:
     """Join the default process group, under torchrun or as the only rank. gloo sends CPU tensors; nccl or hccl sends device
-    tensors. hang_timeout, node_timeout: seconds, of the watchdog and the heartbeat; 0 turns them off. Collective."""
-    store, own_device, timeout = meet(0, hang_timeout, node_timeout)
+    tensors. hang_timeout: seconds, of the watchdog; 0 turns it off. Collective."""
+    store, own_device, timeout = meet(0, hang_timeout)
     here = launch.here()
-    with watchdog.doing("all ranks to join"):
-        device.check_own(store, range(here.first, here.first + here.local_world_size), here.rank, own_device, "rank")
-        backend = device.backend(own_device)
-        dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world_size, timeout=timeout)
-    show_group("all ranks", dist.group.WORLD)
-    stops.watch(store, "rank", here.rank)
+    device.check_own(store, range(here.first, here.first + here.local_world_size), here.rank, own_device, "rank")
+    backend = device.backend(own_device)
+    dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world_size, timeout=timeout)
     return Ranks(here.rank, here.world_size, here.local_rank, own_device)
 
 
 def join(args) -> Ranks:
-    """Call `init` with the timeouts of a script's flags. Raise UserError if its schedule splits the ranks."""
-    if args.schedule.split is not None:
+    """Call `init` with the timeout of a script's flags. Raise UserError if its schedule splits the ranks."""
+    if args.schedule.split:
         raise UserError(
             f"the script does not split the ranks, and its Args have {type(args.schedule).__name__}, which does: write the "
             "schedule of the script that it was copied from into them."
         )
-    return init(args.hang_timeout, args.node_timeout)
+    return init(args.hang_timeout)
 
 
-def meet(generators: int, hang_timeout: float, node_timeout: float) -> tuple[dist.Store, torch.device, timedelta]:
-    """Wait for all ranks of the job; from then on the watchdog and the heartbeat observe this rank. Return the store that all
-    share, this rank's device, and the timeout of a collective. generators: number on this node. Collective."""
-    here = launch.here()
-    own_device = device.claim(here.local_rank)
+def meet(generators: int, hang_timeout: float) -> tuple[dist.Store, torch.device, timedelta]:
+    """Wait for all ranks of the job. Return the store that all share, this rank's device, and the timeout of a collective.
+    generators: number on this node. Collective."""
+    own_device = device.claim(launch.here().local_rank)
     timeout = timedelta(seconds=hang_timeout + 60) if hang_timeout else timedelta(days=7)  # the watchdog is first: it says more
     store = launch.join(timeout)
-    if hang_timeout:
-        own_store = launch.open_store(timedelta(minutes=1))
-        watchdog.start(f"rank {here.rank}", here.rank, here.world_size, hang_timeout, own_store)
-    with watchdog.doing("all nodes to join"):
-        launch.exchange_nodes(store, generators)
-    take_name(f"rank {here.rank}")
-    heartbeat.start(node_timeout)
+    watchdog.start(hang_timeout)
+    launch.exchange_nodes(store, generators)
     return store, own_device, timeout
-
-
-def take_name(name: str) -> None:
-    """Name this process in its reports, and on its stderr if there are several nodes."""
-    watchdog.rename(name)
-    if len(launch.nodes()) > 1:
-        streams.sign_errors(f"{platform.node()} {name}")
-
-
-def show_group(name: str, group: dist.ProcessGroup | dist.Backend) -> None:
-    """Let the watchdog report the last collective that this rank began in the group."""
-    if not isinstance(group, dist.ProcessGroup):
-        watchdog.show_group(name, lambda: _last_collective(group))
-        return
-    backends = {backend.name(): backend for backend in map(group._get_backend, group._device_types)}
-    for kind, backend in backends.items():
-        own = f"{name} ({kind})" if len(backends) > 1 else name
-        watchdog.show_group(own, lambda backend=backend: _last_collective(backend, group.group_name))
-
-
-def _last_collective(backend, group: str = "") -> tuple[int, str]:
-    """Return the last collective's number, and its name in torch's flight recorder; the name is empty without a recorder."""
-    number = backend._get_sequence_number_for_group()
-    record = device.flight_record(backend.name())
-    names = [e["profiling_name"] for e in record if e["process_group"][0] == group and e["collective_seq_id"] == number]
-    return number, names[-1] if names else ""
 
 
 def stopping() -> bool:
     """Return whether the job is asked to stop, and a rank of the default group knows it (SIGTERM to any rank). Collective."""
-    return bool(all_reduce_sum(torch.tensor([float(signals.stop_requested())])))
+    return bool(all_reduce_sum(torch.tensor([float(stops.stop_requested())])))
 
 
 def engines_first(role: str) -> None:
@@ -165,14 +123,12 @@ def engines_first(role: str) -> None:
     if role == "generator":
         store.set(f"engine/{here.first}/{here.local_rank}", "started")
         return
-    with watchdog.doing("the engines on this node's devices to start"):
-        store.wait(engines)
+    store.wait(engines)
 
 
 # ---------------------------------------------------------------------------------------------------- collectives
 
 
-@watchdog.doing("all_gather_bytes")
 def all_gather_bytes(record: bytes, group: dist.ProcessGroup | None = None) -> list[bytearray]:
     """Return every rank's bytes, in rank order, on every rank of the group. A rank with no bytes sends nothing. Collective."""
     if dist.get_world_size(group) == 1:
@@ -196,7 +152,6 @@ def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> lis
     return [json.loads(record) for record in all_gather_bytes(json.dumps(value).encode(), group)]
 
 
-@watchdog.doing("all_reduce_sum")
 def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Sum a tensor in place over the ranks of the group, by default all, and return it. Collective."""
     if dist.get_world_size(group) > 1:
@@ -212,8 +167,7 @@ class AllToAll(torch.autograd.Function):
     def forward(ctx, x, sent: list[int], received: list[int], group: dist.ProcessGroup):
         ctx.rows = sent, received, group
         out = x.new_empty(sum(received), *x.shape[1:])
-        with watchdog.doing("all_to_all"):
-            dist.all_to_all_single(out, x.contiguous(), received, sent, group)
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group)
         return out
 
     @staticmethod
@@ -227,7 +181,6 @@ def from_main(value: Any) -> Any:
     return json.loads(bytes_from_main(json.dumps(value).encode()))
 
 
-@watchdog.doing("the first rank's word")
 def bytes_from_main(data: bytes) -> bytes:
     """Return rank 0's bytes on every rank. Collective."""
     return bytes(all_gather_bytes(data if dist.get_rank() == 0 else b"")[0])
@@ -245,9 +198,8 @@ def sees_main(directory: Path) -> bool:
     deadline = time.monotonic() + SHARED_SECONDS
     with contextlib.suppress(OSError):  # this also makes a network file system query its server again
         directory.mkdir(parents=True, exist_ok=True)
-    with watchdog.doing("a file of the first node to appear here"):
-        while not (seen := (directory / name).exists()) and time.monotonic() < deadline:
-            time.sleep(0.2)
+    while not (seen := (directory / name).exists()) and time.monotonic() < deadline:
+        time.sleep(0.2)
     barrier()
     if is_main:
         (directory / name).unlink()

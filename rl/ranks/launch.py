@@ -3,8 +3,6 @@
 import json
 import os
 import platform
-import secrets
-import time
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,29 +32,24 @@ class Launch:
 
 
 def check() -> None:
-    """Raise UserError if the environment has only some of torchrun's variables: this process would wait for ranks that do not
-    exist, or take itself for the only one."""
+    """Raise UserError if the environment has only some of torchrun's variables: this process would take itself for the only
+    rank."""
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    given = {name: os.environ[name] for name in (*needed, "LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in os.environ}
-    if given.keys() <= {"MASTER_ADDR", "MASTER_PORT"}:  # plain python
-        return
-    if missing := [name for name in needed if name not in given]:
+    given = [name for name in needed if name in os.environ]
+    missing = [name for name in needed if name not in given]
+    if missing and not {*given} <= {"MASTER_ADDR", "MASTER_PORT"}:
         raise UserError(
             f"the environment has {', '.join(given)} and lacks {', '.join(missing)}. Start with torchrun, which sets all, or "
             f"unset {', '.join(given)}."
-        )
-    if wrong := [f"{name}={value!r}" for name, value in given.items() if name != "MASTER_ADDR" and not value.isdecimal()]:
-        raise UserError(f"{wrong[0]} in the environment is no number. Start with torchrun, which sets it, or unset it.")
-    me = here()
-    if not me.local_rank <= me.rank < me.world_size:
-        raise UserError(
-            f"the environment says rank {me.rank} of {me.world_size}, on its node {me.local_rank}. Start with torchrun."
         )
 
 
 def here() -> Launch:
     names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "TORCHELASTIC_RESTART_COUNT": 0}
     return Launch(*(int(os.environ.get(name, default)) for name, default in names.items()))
+
+
+# ---------------------------------------------------------------------------------------------------------------- nodes
 
 
 @dataclass(frozen=True)
@@ -104,6 +97,17 @@ def layout() -> list[dict]:
     return out
 
 
+def place(rank: int | None = None, pid: int | None = None) -> str:
+    """Return the name of a rank, by default this one's, for messages: "rank 1" or "generator 0 (rank 1)", with its process if
+    `pid` is given, and with its host if there are several nodes."""
+    rank = here().rank if rank is None else rank
+    node, name = next(
+        ((node["host"], node["ranks"][str(rank)]) for node in layout() if str(rank) in node["ranks"]), ("", f"rank {rank}")
+    )
+    details = ", ".join([f"rank {rank}"] * (name != f"rank {rank}") + [f"process {pid}"] * (pid is not None))
+    return name + (f" ({details})" if details else "") + (f" on {node}" if len(_nodes) > 1 else "")
+
+
 def neighbours() -> dict[int, int]:
     """Return the process ids of this node's ranks, by rank; none before all have joined."""
     return _neighbours
@@ -114,7 +118,11 @@ def exchange_nodes(store: dist.Store, generators: int) -> None:
     me = here()
     if me.rank == 0:
         store.set("world_size", str(me.world_size))
-    _check_world(world := int(store.get("world_size")), me)
+    if (world := int(store.get("world_size"))) != me.world_size:
+        raise UserError(
+            f"rank {me.rank} is one of {me.world_size}, but the job it has reached has {world} ranks: give all nodes of a "
+            "job the same --nnodes, and each job a --rdzv-endpoint (or MASTER_PORT) of its own."
+        )
     if me.local_rank == 0:
         store.set(f"node/{me.rank}", json.dumps([platform.node(), me.rank, me.local_world_size, generators]))
     if me.rank == 0:
@@ -134,84 +142,6 @@ def exchange_nodes(store: dist.Store, generators: int) -> None:
         print(f"node {number} of {len(_nodes)}, {platform.node()}: {ranks} of {world}{where}", flush=True)
 
 
-_start: tuple[str, int] | None = None  # a unique name of this start of all ranks, and the number of earlier ones
-_of_one: dist.Store = dist.HashStore()  # of plain python
-
-
-def join(timeout: timedelta) -> dist.Store:
-    """Wait for all ranks of this start, and return a connection to the store that they share from then on.
-
-    If several nodes are restarted, torchrun gives them different restart counts (only the failed node's increases), and the
-    store still holds keys of the last start. So each rank leaves a unique word, rank 0 gathers the words into a proposal, and
-    the first proposal that all of its ranks have confirmed counts."""
-    global _start, _of_one
-    me = here()
-    _of_one = dist.HashStore()
-    if me.local_world_size == me.world_size:  # a single torchrun, so a single count
-        _start = str(me.restarts), me.restarts
-    else:
-        _start = _agree(_base_store(timeout), me)
-    return open_store(timeout)
-
-
-def _agree(store: dist.Store, me: Launch) -> tuple[str, int]:
-    own = [secrets.token_hex(8), me.restarts]
-    proposal = None
-    store.set(f"starts/{me.rank}", json.dumps(own))
-    before = store.add("starts", 1) - 1 if me.rank == 0 else 0
-    confirmed = set()  # names of proposals
-    while True:
-        if me.rank == 0:
-            found = [json.loads(store.get(f"starts/{rank}")) for rank in range(me.world_size)]
-            if proposal is None or proposal["ranks"] != found:
-                restarts = max(before, *(count for _, count in found))
-                proposal = {"name": secrets.token_hex(8), "restarts": restarts, "ranks": found}
-                store.set("start", json.dumps(proposal))
-        else:
-            proposal = json.loads(store.get("start"))
-            _check_world(len(proposal["ranks"]), me)
-        name = proposal["name"]
-        if proposal["ranks"][me.rank] == own:
-            count = store.add(f"confirmed/{name}", name not in confirmed)
-            confirmed.add(name)
-            if count == me.world_size:
-                return name, proposal["restarts"]
-        time.sleep(0.05)
-
-
-def _check_world(world: int, me: Launch) -> None:
-    """Raise UserError unless the job that this rank has reached is its own. world: number of ranks of that job."""
-    if world != me.world_size:
-        raise UserError(
-            f"rank {me.rank} is one of {me.world_size}, but the job it has reached has {world} ranks: give all nodes of a "
-            "job the same --nnodes, and each job a --rdzv-endpoint (or MASTER_PORT) of its own."
-        )
-
-
-def restarts() -> int:
-    """Return how often torchrun has restarted all ranks of the job."""
-    return _start[1] if _start else here().restarts
-
-
-def open_store(timeout: timedelta = SHORT) -> dist.Store:
-    """Return a connection to the store of this start, without the keys of earlier starts. Raise DistError before `join`."""
-    if "RANK" not in os.environ:
-        return _of_one
-    if not _start:
-        raise dist.DistError("the ranks have not met yet")
-    return dist.PrefixStore(f"start/{_start[0]}", _base_store(timeout))
-
-
-def _base_store(timeout: timedelta) -> dist.Store:
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    return store
-
-
-def job() -> str | None:
-    """Return a unique identifier that survives torchrun's restarts of this node's ranks; None without torchrun."""
-    return f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{platform.node()}/{os.getppid()}" if "RANK" in os.environ else None
-
-
 def exchange_processes(store: dist.Store) -> None:
     """Exchange the process ids of this node's ranks. A collective of the node's ranks."""
     me = here()
@@ -225,3 +155,44 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+# ---------------------------------------------------------------------------------------------------------------- store
+
+_start: int | None = None  # the number of earlier starts of all ranks
+_of_one: dist.Store = dist.HashStore()  # of plain python
+
+
+def join(timeout: timedelta) -> dist.Store:
+    """Wait for the job's store, and return a connection to it without the keys of earlier starts. If torchrun restarts several
+    nodes, it counts the restart on the failed one only, so the ranks count themselves."""
+    global _start, _of_one
+    me = here()
+    _of_one = dist.HashStore()
+    alone = me.local_world_size == me.world_size
+    _start = me.restarts if alone else (_base_store(timeout).add("arrived", 1) - 1) // me.world_size
+    return open_store(timeout)
+
+
+def restarts() -> int:
+    """Return how often torchrun has restarted all ranks of the job."""
+    return here().restarts if _start is None else _start
+
+
+def open_store(timeout: timedelta = SHORT) -> dist.Store:
+    """Return a connection to the store of this start. Raise DistError before `join`, or if the store is lost."""
+    if "RANK" not in os.environ:
+        return _of_one
+    if _start is None:
+        raise dist.DistError("the ranks have not met yet")
+    return dist.PrefixStore(f"start/{_start}", _base_store(timeout))
+
+
+def _base_store(timeout: timedelta) -> dist.Store:
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    return store
+
+
+def job() -> str | None:
+    """Return a unique identifier that survives torchrun's restarts of this node's ranks; None without torchrun."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{platform.node()}/{os.getppid()}" if "RANK" in os.environ else None

@@ -3,8 +3,8 @@
 import contextlib
 import ctypes
 import faulthandler
-import gc
 import os
+import platform
 import signal
 import sys
 import traceback
@@ -16,42 +16,41 @@ import torch.distributed
 from rl.errors import Stopped, UserError
 from rl.masking import masked
 from rl.printable import printable
-from rl.ranks import device, dist, failures, heartbeat, signals, stops, streams, watchdog
+from rl.ranks import device, dist, launch, stops
 
 
 def run(main: Callable, join: Callable = dist.init) -> None:
     """Run a script's main on this rank and end the process. The first rank that fails prints a UserError as one message, any
     other error with its traceback, and exits with code 1; torchrun then ends the other ranks. The exit code is 0 after a stop
-    by SIGTERM, 143 if training had not begun, 130 after Ctrl-C. A crash in native code prints every thread's Python stack."""
-    signals.install_handlers()
-    gc.enable()  # paused during the script's imports (rl/ranks/startup.py)
-    streams.outlive_output()
+    by SIGTERM. A crash in native code prints every thread's Python stack."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, also in a collective or in the background of a shell
+    sys.stdout.reconfigure(errors="backslashreplace")  # messages of a user's reward function may contain anything
     faulthandler.enable()
+    if "RANK" in os.environ:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: when its torchrun is killed (Linux)
     code = 0
-    name = f"rank {os.environ.get('RANK', 0)}"
+    name = f"rank {launch.here().rank}"
     try:
-        if "RANK" in os.environ:
-            _die_with_parent()
         joined = join()
         name = joined.name
+        stops.watch(learns=not name.startswith("generator"))
         main(joined)
-        with watchdog.doing("all ranks to end"):
-            if torch.distributed.is_initialized():  # vLLM's engine destroys it when it is collected
-                torch.distributed.destroy_process_group()
+        if torch.distributed.is_initialized():  # vLLM's engine destroys it when it is collected
+            torch.distributed.destroy_process_group()
         stops.end_well()
     except Stopped as stopped:
         if str(stopped):
             print(stopped, file=sys.stderr, flush=True)
-        stops.end_well(stopped_with=0)
+        stops.end_well(stopped=True)
     except UserError as error:
         fail(error, name)
     except Exception as error:
-        code = 1
-        if signals.stop_requested() and (left := stops.exit_code()) is not None:  # the learners have left
-            os._exit(left)
         if device.is_out_of_memory(error):
             fail(UserError(_out_of_memory(error)), name)
-        _explain(name, error)
+        code = 0 if stops.stop_requested() and stops.learners_left() else 1
+        if code:
+            _explain(name, error)
     sys.stdout.flush()
     sys.stderr.flush()
     # Not `sys.exit`: on failure no destructor may wait for a lost rank, and on success gloo's threads sometimes abort at the
@@ -62,29 +61,26 @@ def run(main: Callable, join: Callable = dist.init) -> None:
 def fail(error: UserError, name: str = "") -> NoReturn:
     """End this process with exit code 1 and the message, which one rank of each node prints. name: this rank's."""
     text = masked(str(error))
-    with watchdog.speaking:
-        if failures.record(text, name or f"rank {os.environ.get('RANK', 0)}").first_of_node:
-            print(printable(f"error: {text}"), file=sys.stderr, flush=True)
+    stops.report(f"error: {text}", _failure(name or f"rank {launch.here().rank}", text))
     sys.stdout.flush()
     os._exit(1)
 
 
+def _failure(name: str, what: str) -> str:
+    return f"{name} on {platform.node()} failed: {what}"
+
+
 def _explain(name: str, error: Exception) -> None:
-    """Print the error: in full if it is the job's first failure, as one line on the other nodes."""
-    lost = heartbeat.lost_ranks() if failures.lost_connection(error) else ""
-    failures.leave_to_report()
-    with watchdog.speaking:
-        if lost:
-            what = f"{lost} no longer answer"
-            if failures.record(what, name).first_of_node:
-                print(f"{name} failed: {what}", file=sys.stderr)
-            return
-        failure = failures.record(f"{type(error).__name__}: {error}", name)
-        if failure.first:
-            print(f"{name} failed:", file=sys.stderr)
-            print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
-        elif failure.first_of_node and (cause := failures.cause()):
-            print(printable(f"{name} stops: {cause}"), file=sys.stderr)
+    """Print the error: in full if it is the job's first failure, else its cause as one line on each node."""
+    lost = stops.lost_connection(error)
+    text = f"{type(error).__name__}: {error}"
+    if cause := stops.cause(wait=stops.CAUSE_SECONDS if lost else 0):
+        stops.report(f"{name} stops: {cause}", cause)
+    elif lost:
+        what = f"{name} failed: it lost its connection to another rank, which has left no message here ({text})"
+        stops.report(what, what)
+    elif stops.record(_failure(name, text))[0]:
+        print(printable(f"{name} failed:\n{''.join(traceback.format_exception(error))}"), end="", file=sys.stderr, flush=True)
 
 
 def _out_of_memory(error: Exception) -> str:
@@ -99,13 +95,3 @@ def _out_of_memory(error: Exception) -> str:
         "For vLLM on the same device: a lower --gpu-memory-utilization, which is its share of all memory, or --max-num-seqs.\n"
         "`python plan.py SCRIPT <your flags> --device H100-80GB` says without the device whether it fits (docs/plan.md)."
     )
-
-
-def _die_with_parent() -> None:
-    """Let this rank end when its torchrun is killed (Linux); end it now if that has already happened."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        with open("/proc/1/cmdline", "rb") as file:
-            launcher = file.read()
-        if os.getppid() == 1 and b"python" not in launcher and b"torch" not in launcher:  # a container's launcher may be 1
-            os._exit(1)

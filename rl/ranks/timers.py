@@ -47,10 +47,9 @@ class Timers:
         if not again:  # a waiting loop opens the same block repeatedly, which is no progress
             watchdog.progress()
         try:
-            with watchdog.doing(name):
-                yield
-                if name in SETTLED:
-                    device.synchronize()
+            yield
+            if name in SETTLED:
+                device.synchronize()
         finally:
             if not again:
                 watchdog.progress()

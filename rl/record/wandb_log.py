@@ -11,7 +11,6 @@ from rl import parts
 from rl.errors import UserError
 from rl.masking import masked
 from rl.record import validations
-from rl.record.files import Files
 
 GLOBAL_STEP = "training/global_step"
 
@@ -19,24 +18,24 @@ GLOBAL_STEP = "training/global_step"
 class WandB:
     """The run in W&B: a new one, or the one whose id is in the run's directory."""
 
-    def __init__(self, args, files: Files, records: tuple[str, ...]):
-        """args: the script's. records: the run's files whose lines are logged here, too. Raise UserError if W&B refuses."""
+    def __init__(self, args, directory: Path, records: tuple[str, ...]):
+        """args: the script's. directory: the run's. records: its files whose lines are logged here, too. Raise UserError if W&B
+        refuses."""
         import wandb
 
-        directory = files.directory
         id_file = directory / "wandb_id"
         known = {"id": id_file.read_text(), "resume": "allow"} if id_file.exists() else {}
-        where = {"project": args.project_name, "name": directory.name, "dir": str(directory), "mode": args.wandb_mode}
+        where = {"project": args.project_name, "name": directory.name, "dir": str(directory)}
         command = sys.argv
         sys.argv = masked(command)  # it records that, too
         try:
             self._run = wandb.init(config=masked(parts.flat(args)), **where, **known)
         except wandb.errors.Error as error:
-            remedy = "Log in with `wandb login`, or keep the record here with --wandb-mode offline."
+            remedy = "Log in with `wandb login`, or keep the record here with WANDB_MODE=offline in the environment."
             raise UserError(f"--logger wandb: {error} {remedy}") from error
         finally:
             sys.argv = command
-        files.replace("wandb_id", self._run.id.encode())
+        id_file.write_text(self._run.id)
         # the next row's number, above all that the run has logged
         self._rows = 1 + _lines(directory, records)
         self._axes = {GLOBAL_STEP, validations.STEP}  # that have been defined

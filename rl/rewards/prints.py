@@ -88,14 +88,20 @@ class Prints:
             _write(f"\nwarning: {text}.\n".encode())
 
 
-def begin_episode() -> None:
-    """Print to a pipe of this process's own, whose text counts as an episode's."""
+def episode_pipe() -> int:
+    """Return a new pipe to the console, whose text counts as an episode's."""
     reading, writing = os.pipe()
     socket.send_fds(_to_guard, [b"."], [reading])
+    os.close(reading)
+    return writing
+
+
+def begin_episode() -> None:
+    """Print to a pipe of this process's own, whose text counts as an episode's."""
+    pipe = episode_pipe()
     for file in (1, 2):
-        os.dup2(writing, file)
-    for file in (reading, writing):
-        os.close(file)
+        os.dup2(pipe, file)
+    os.close(pipe)
     _to_guard.close()
 
 

@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-from rl.ranks import watchdog
 from rl.samples.group import Group
 from rl.samples.schedule import AsyncSchedule
 
@@ -13,14 +12,12 @@ class SampleBuffer:
     def __init__(self, schedule: AsyncSchedule, filter_groups: bool = False, max_num_gen_batches: int = 10):
         self.schedule = schedule
         self.waiting: dict[int, Group] = {}
-        watchdog.show("groups for the next step", lambda: f"{len(self.waiting)} of {schedule.prompts_per_step}")
         self.trained = 0
         self.dropped: Counter[str] = Counter()  # tickets by reason: "stale", "filtered"
         self.gone: dict[str, list[int]] = {}  # tickets dropped since the last step, by reason
         # settled tickets: all below _low, and those in _high
         self._low = 0
         self._high = set()
-        self._bounds: list[int] = []  # by version: only tickets below may have started under it or an earlier one
         self._flat_left = self._flat_limit = (max_num_gen_batches - 1) * schedule.prompts_per_step if filter_groups else 0
 
     def add(self, group: Group) -> None:
@@ -33,23 +30,16 @@ class SampleBuffer:
         else:
             self.waiting[group.ticket] = group
 
-    def published(self, version: int) -> None:
-        """Note that this version has been announced: no ticket will start under an earlier one."""
-        # A run that ended within a publish period has one version more than the run with more steps that resumes from it
-        del self._bounds[version:]
-        while len(self._bounds) < version:
-            self._bounds.append(self.schedule.quota(len(self._bounds)) + self.replaced)
-
     def take(self, step: int) -> list[Group] | None:
         """Return the groups of step `step` (from 1), or None while there are not enough."""
         schedule = self.schedule
-        version = schedule.version_at(step)
-        if schedule.max_staleness is not None and schedule.on_stale == "drop":
-            for ticket in [t for t, group in self.waiting.items() if version - group.oldest > schedule.max_staleness]:
+        if schedule.max_staleness is not None:
+            oldest = schedule.version_at(step) - schedule.max_staleness
+            for ticket in [ticket for ticket, group in self.waiting.items() if group.oldest < oldest]:
                 del self.waiting[ticket]
                 self._drop(ticket, "stale")
         tickets = sorted(self.waiting)[: schedule.prompts_per_step]
-        if len(tickets) < schedule.prompts_per_step or not self._in_time(step, tickets):
+        if len(tickets) < schedule.prompts_per_step:
             return None
         groups = [self.waiting.pop(ticket) for ticket in tickets]
         for group in groups:
@@ -91,25 +81,9 @@ class SampleBuffer:
             raise RuntimeError(f"tickets were lost: {line.replace('=', 'is not')}")
         return line
 
-    def _in_time(self, step: int, tickets: list[int]) -> bool:
-        """Return whether, with --on-stale wait, all other groups can be trained in time if the step takes these tickets. Groups
-        that started under version v or earlier (tickets below a bound) must be trained before version v + max_staleness + 1."""
-        schedule = self.schedule
-        if schedule.max_staleness is None or schedule.on_stale == "drop":
-            return True
-        version = schedule.version_at(step)
-        for started_under in range(max(0, version - schedule.max_staleness), version + 1):
-            known = started_under < len(self._bounds)
-            bound = self._bounds[started_under] if known else schedule.quota(started_under) + self.replaced
-            left = bound - min(bound, self._low) - sum(t < bound for t in self._high) - sum(t < bound for t in tickets)
-            steps_left = (started_under + schedule.max_staleness + 1) * schedule.publish_every - step
-            if left > steps_left * schedule.prompts_per_step:
-                return False
-        return True
-
     def state(self) -> dict:
         """Return the state for a checkpoint, which also holds the groups in `waiting`."""
-        names = ("trained", "dropped", "gone", "_low", "_bounds", "_flat_left")
+        names = ("trained", "dropped", "gone", "_low", "_flat_left")
         return {name: getattr(self, name) for name in names} | {"_high": sorted(self._high)}
 
     def restore(self, state: dict, groups: list[Group], drawn: int) -> list[int]:

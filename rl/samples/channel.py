@@ -1,42 +1,42 @@
-"""Messages from generators to learners, through their node's ring.
+"""Messages between generators and learners: records through their node's ring, and the first learner's state in the store.
 
-A message's first byte says what it is. Groups are framed by rl/samples/group.py; everything else is JSON. The first learner's
-messages to all generators are in the control block (rl/samples/control.py).
+A record's first byte says what it is. Groups are framed by rl/samples/group.py; everything else is JSON.
 """
 
 import json
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 
+from rl.background import in_background
 from rl.errors import UserError
 from rl.ranks import watchdog
 from rl.ranks.timers import Timers
 from rl.record.validations import Parts, Validation
-from rl.samples.gather import all_gather_records
-from rl.samples.group import Group
-from rl.samples.ring_size import ring_mb_for
-from rl.split import Split, SplitArgs
+from rl.samples.group import Group, all_gather_records
+from rl.split import Split
 from rl.transport.bridge import senders
-from rl.transport.relay import Forwarder, Receiver
 from rl.transport.ring import RecordTooLarge, Ring, RingTimeout
 
 GROUP, UNFINISHED, BATCH, ROWS, REPORT, SNAPSHOT, LAST = b"G", b"U", b"B", b"V", b"R", b"S", b"E"
+RING_BYTES = 4 << 30  # only the part in use takes memory; a record may take almost half
 
 
-def _open_ring(split: Split, megabytes: int) -> Ring | None:
+def _open_ring(split: Split) -> Ring | None:
     """Return this node's ring, which the first learner creates, or without learners the first generator. Return None on other
     learners, which get their samples from the first one, and if no sample would arrive."""
     key = f"ring/{split.node}"
     makes = split.is_first_here and (split.role == "learner" or not split.here.learners)
     if makes and (split.here.generators or _nodes_that_send(split)):
-        ring = Ring.create(megabytes << 20)
+        ring = Ring.create(RING_BYTES)
         split.store.set(key, ring.address)
     elif split.role == "generator":
-        with watchdog.doing("the first rank of this node to make the ring"):
-            ring = Ring.attach(split.store.get(key).decode())
+        ring = Ring.attach(split.store.get(key).decode())
     else:
         return None
-    watchdog.show("ring", ring.state)
     return ring
 
 
@@ -48,14 +48,15 @@ def _nodes_that_send(split: Split) -> list[int]:
 class Outbox:
     """A generator's end. It never blocks: the learner that should make room may wait for this generator to receive weights."""
 
-    def __init__(self, args: SplitArgs, split: Split):
-        self.ring = _open_ring(split, args.ring_mb)
+    def __init__(self, split: Split):
+        self.ring = _open_ring(split)
         self.split = split
         self._forwarder = None
         if split.is_first_here and not split.here.learners:
+            from rl.transport.relay import Forwarder  # late: only a node without learners sends samples to another
+
             self._forwarder = Forwarder(self.ring, split.store, split.node)
         self._queue: deque[tuple[bytes, bytes]] = deque()
-        watchdog.show("records that wait for room in the ring", lambda: f"{len(self._queue)}")
 
     def send_group(self, group: Group) -> None:
         self._send(GROUP, group.to_bytes())
@@ -68,11 +69,8 @@ class Outbox:
 
     def send_rows(self, step: int, version: int, rows: list[dict], parts: int = 1) -> None:
         """Send a validation of this version of the weights, published after that step. It is one of `parts`, each from a
-        different generator, and each row is a record, because one record of all might not fit into the ring."""
-        about = {"step": step, "version": version, "parts": parts}
-        pieces = [[row] for row in rows] or [[]]
-        for number, piece in enumerate(pieces, 1):
-            self._send_json(ROWS, about | {"rows": piece, "more": number < len(pieces)})
+        different generator."""
+        self._send_json(ROWS, {"step": step, "version": version, "parts": parts, "rows": rows})
 
     def report(self, timer: Timers, received: int) -> None:
         """Report this generator's time since the last report, and restart the timer. received: Subscriber.received."""
@@ -95,17 +93,16 @@ class Outbox:
     def finish(self, unfinished: list[int]) -> None:
         """Send the final record, with the tickets that will not be finished. Return when all records have been handed over."""
         self._send_json(LAST, {"unfinished": unfinished})
-        with watchdog.doing("the last records to be taken"):
-            while self._queue:
-                time.sleep(1e-3)
-                self.flush()
-            place = f"handed_over/{self.split.node}"
-            handed_over = self.split.store.add(place, 1)
-            while self._forwarder and handed_over < self.split.here.generators:
-                time.sleep(1e-2)
-                handed_over = self.split.store.add(place, 0)
-            if self._forwarder:
-                self._forwarder.wait(self.ring.counts["written"])
+        while self._queue:
+            time.sleep(1e-3)
+            self.flush()
+        place = f"handed_over/{self.split.node}"
+        handed_over = self.split.store.add(place, 1)
+        while self._forwarder and handed_over < self.split.here.generators:
+            time.sleep(1e-2)
+            handed_over = self.split.store.add(place, 0)
+        if self._forwarder:
+            self._forwarder.finish()
 
     def flush(self) -> None:
         """Hand over the records for which the ring has room. Raise UserError for a record that is too large for the ring."""
@@ -117,11 +114,10 @@ class Outbox:
             except RingTimeout:
                 break
             except RecordTooLarge as error:
-                needed = ring_mb_for(sum(map(len, self._queue[0])))
-                raise UserError(f"--ring-mb is too small: {error} bytes. Give --ring-mb {needed}.") from None
+                remedy = "Lower --rollout-n or --max-response-length."
+                raise UserError(f"a group is too large to be sent to the learners: {error} bytes. {remedy}") from None
             self._queue.popleft()
             watchdog.progress()
-        watchdog.waits_for("room in the ring", bool(self._queue))
 
     def _send_json(self, kind: bytes, content: dict) -> None:
         self._send(kind, json.dumps({"rank": self.split.ranks.rank, **content}).encode())
@@ -134,11 +130,14 @@ class Outbox:
 class Inbox:
     """The learners' end: the records that have arrived on any node, the same on every learner and in the same order."""
 
-    def __init__(self, args: SplitArgs, split: Split):
-        self.ring = _open_ring(split, args.ring_mb)
+    def __init__(self, split: Split):
+        self.ring = _open_ring(split)
         self.generators = split.generators
-        nodes = _nodes_that_send(split) if self.ring else []
-        self._receiver = Receiver(self.ring, split.store, nodes) if nodes else None
+        self._receiver = None
+        if self.ring and (nodes := _nodes_that_send(split)):
+            from rl.transport.relay import Receiver  # late: only nodes without learners send samples to another
+
+            self._receiver = Receiver(self.ring, split.store, nodes)
         self.groups: deque[Group] = deque()
         self.batches: deque[dict] = deque()  # metrics of complete batches, whose groups are all in `groups`
         self.reports: list[dict] = []
@@ -153,13 +152,12 @@ class Inbox:
         wait = seconds
         if self._receiver:
             self._receiver.check()
-        with watchdog.doing("a record in the ring"):
-            while self.ring:
-                try:
-                    records.append(self.ring.get(timeout=wait))
-                except RingTimeout:
-                    break
-                wait = 0.0
+        while self.ring:
+            try:
+                records.append(self.ring.get(timeout=wait))
+            except RingTimeout:
+                break
+            wait = 0.0
         for record in all_gather_records(records):
             self._sort(bytes(record[:1]), record[1:])
 
@@ -182,15 +180,13 @@ class Inbox:
 
     def wait_for_end(self) -> None:
         """Return when every generator has sent its final record. A collective."""
-        with watchdog.doing("the last words of the generators"):
-            while len(self.last_words) < self.generators:
-                self.receive()
+        while len(self.last_words) < self.generators:
+            self.receive()
 
     def unfinished_at(self, step: int) -> list[Group]:
         """Return the unfinished groups of all generators, which were asked for them at this step. A collective."""
-        with watchdog.doing("the generators to send their unfinished groups"):
-            while sum(snapshot["step"] == step for snapshot in self._snapshots) < self.generators:
-                self.receive()
+        while sum(snapshot["step"] == step for snapshot in self._snapshots) < self.generators:
+            self.receive()
         out = list(self._unfinished.values())
         self._unfinished.clear()
         self._snapshots.clear()
@@ -202,3 +198,60 @@ class Inbox:
         while until is not None and until > self.validations.newest:
             self.receive()
         return self.validations.take()
+
+
+@dataclass(frozen=True)
+class State:
+    """The first learner's message to all generators."""
+
+    version: int  # version of the newest weights that are ready to be received
+    dropped: int  # number of tickets dropped so far, for any reason: others may start in their place
+    snapshot: int = 0  # the step whose checkpoint needs the unfinished groups
+    stop: bool = False
+
+
+class ControlBlock:
+    """The first learner's states, numbered, in the store. In each generator a thread waits for the next one, so that reading
+    the newest needs no round trip."""
+
+    def __init__(self, split: Split):
+        self.store = split.store
+        self.writes = split.role == "learner" and split.ranks.is_main
+        self.state: State | None = None
+        self._number = 0  # of the state
+        self._changed = threading.Condition()
+        self._following = in_background(self._follow, "control") if split.role == "generator" else None
+
+    def update(self, **changes) -> None:
+        """Change fields of the state, which the first learner writes to the store."""
+        new = replace(self.state or State(version=-1, dropped=0), **changes)
+        if self.writes and new != self.state:
+            self._number += 1
+            self.store.set(f"control/{self._number}", json.dumps(asdict(new)))
+        self.state = new
+
+    def read(self) -> State:
+        """Return the newest state that has arrived here; wait until there is one."""
+        return self._wait(lambda state: True, "the control block in the store")
+
+    def wait_for(self, version: int) -> None:
+        """Return when the weights of this version, or newer ones, are ready."""
+        self._wait(lambda state: state.version >= version, f"version {version} of the weights")
+
+    def _wait(self, done: Callable[[State], bool], what: str) -> State:
+        with self._changed:
+            while not (self.state and done(self.state)) and not self._following.done():
+                self._changed.wait(1.0)  # signal handlers run in between
+            if self._following.done():  # it has failed
+                self._following.result()
+            return self.state
+
+    def _follow(self) -> None:
+        store = self.store.clone()  # a separate connection, since a waiting call blocks all others
+        store.set_timeout(timedelta(days=7))  # a step may take long; the watchdog has the limits
+        while True:
+            state = State(**json.loads(store.get(f"control/{self._number + 1}")))
+            with self._changed:
+                self._number += 1
+                self.state = state
+                self._changed.notify_all()

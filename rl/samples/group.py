@@ -4,11 +4,13 @@ import json
 import math
 import struct
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from rl.errors import UserError
+from rl.ranks.dist import all_gather_bytes
 
 # Names among a response's further numbers, if there is a length penalty
 UNPENALISED = "unpenalised_score"
@@ -112,3 +114,31 @@ class Group:
             raise UserError("These samples were recorded by an earlier version of the code. Read them with that version.")
         responses = [Response(**of_one) for of_one in fields["responses"]]
         return Group(**fields | {"responses": responses})
+
+
+def all_gather_records(mine: Iterable[bytes]) -> list[memoryview]:
+    """Return the records of all ranks of the default group, in rank order. Collective."""
+    parts = all_gather_bytes(join_records(mine))
+    return [record for part in parts for record in split_records(memoryview(part))]
+
+
+def all_gather_groups(mine: list[Group]) -> list[Group]:
+    """Return every rank's groups, in ticket order. Collective."""
+    groups = [Group.from_bytes(record) for record in all_gather_records(group.to_bytes() for group in mine)]
+    return sorted(groups, key=lambda group: group.ticket)
+
+
+def join_records(records: Iterable[bytes]) -> bytes:
+    """Return one record with all of them, each preceded by its length."""
+    return b"".join(struct.pack("<Q", len(r)) + r for r in records)
+
+
+def split_records(joined: bytes | memoryview) -> list[bytes | memoryview]:
+    """Return the records that `join_records` has joined."""
+    records = []
+    at = 0
+    while at < len(joined):
+        (size,) = struct.unpack_from("<Q", joined, at)
+        records.append(joined[at + 8 : at + 8 + size])
+        at += 8 + size
+    return records

@@ -21,47 +21,20 @@ from typing import Annotated, ClassVar, Literal
 from rl.errors import UserError
 from rl.flag_words import DEFAULT_BATCH
 from rl.parts import Part
-from rl.ranges import Range
+from rl.ranges import MayChange, Range
 from rl.samples.group import Group
-from rl.split import SplitArgs
-
-
-class NextTicket:
-    """The first ticket that no batch has taken, for batches that are made whole, one after the other."""
-
-    def __init__(self):
-        self.ticket = 0
-        self.under_way: list[int] = []  # tickets before it that are still under way
-
-    def begin(self, count: int) -> range:
-        """Start `count` tickets, which are under way from now on; return them."""
-        started = range(self.ticket, self.ticket + count)
-        self.ticket = started.stop
-        self.under_way = [*self.under_way, *started]
-        return started
-
-    def advance(self, ticket: int, groups: list[Group], under_way: Sequence[int] = ()) -> list[int]:
-        """Continue with `ticket`. Return the tickets passed since the last call that are neither in the batch nor under way."""
-        passed = {*range(self.ticket, ticket), *self.under_way}
-        self.ticket = ticket
-        self.under_way = [*under_way]
-        return sorted(passed - {group.ticket for group in groups} - {*under_way})
-
-    def state(self) -> dict:
-        return {"ticket": self.ticket, "under_way": self.under_way}
-
-    def restore(self, state: dict) -> None:
-        self.ticket, self.under_way = state["ticket"], state["under_way"]
 
 
 @dataclass(frozen=True)
 class Schedule(Part, ABC):
-    """What every part of a run may ask of its schedule."""
+    """What every part of a run may ask of its schedule. The constants are flags in the schedules that let them vary."""
 
     _field = "schedule"
 
-    split: ClassVar[SplitArgs | None] = None  # None if every rank generates and learns in turn
+    split: ClassVar[bool] = False  # whether some ranks generate and the others learn; otherwise each does both in turn
+    over_sample: ClassVar[float] = 0.0
     publish_every: ClassVar[int] = 1  # steps
+    staleness_threshold: ClassVar[float] = 0.0  # publish periods
 
     @property
     @abstractmethod
@@ -72,9 +45,14 @@ class Schedule(Part, ABC):
     def prompts_per_update(self) -> int: ...
 
     @property
-    @abstractmethod
+    def surplus(self) -> int:
+        """The number of prompts under way that a step does not wait for."""
+        return round(self.over_sample * self.prompts_per_step)
+
+    @property
     def trains_stale(self) -> bool:
         """Whether responses may come from weights older than those that the learners train."""
+        return self.surplus > 0 or self.staleness_threshold > 0 or self.publish_every > 1
 
     def version_at(self, step: int) -> int:
         """Return the version of the weights that step `step` (from 1) begins with: the number of publishes by then."""
@@ -107,9 +85,6 @@ class BatchSchedule(Schedule):
     def prompts_per_update(self) -> int:
         return self.ppo_mini_batch_size or self.prompts_per_step
 
-    def check_engines(self, engines: int) -> None:
-        """Raise UserError if a step is too small for this many engines."""
-
     def check(self) -> None:
         """Raise UserError for sizes that cannot work."""
         if self.prompts_per_step % self.prompts_per_update:
@@ -118,25 +93,70 @@ class BatchSchedule(Schedule):
                 f"{self.prompts_per_update}: every prompt must be trained. Choose a divisor."
             )
 
+    def check_engines(self, engines: int) -> None:
+        """Raise UserError if the engines that get no prompt in a step would keep their unfinished ones for ever."""
+        if self.surplus and self.prompts_per_step < engines:
+            raise UserError(
+                f"--over-sample {self.over_sample:g} with --train-batch-size {self.prompts_per_step}: a step has no prompt for "
+                f"some of {engines} engines, whose unfinished ones would never end. Raise --train-batch-size, or leave "
+                "--over-sample out."
+            )
+
 
 @dataclass(frozen=True)
-class OneStepOffSchedule(BatchSchedule):
+class SyncSchedule(BatchSchedule):
+    """Every rank generates, then every rank learns. With --over-sample more prompts are under way than a step trains.
+
+    Unfinished responses continue in the next step from their last token, under the newer weights (APRIL, arXiv 2509.18521; Kimi
+    k1.5's partial rollouts, arXiv 2501.12599). Each prompt is trained once, so the run as a whole does not favour short
+    responses; but long ones are trained later, partly from older weights. Their tokens keep the log-probs recorded while
+    sampling, with which the loss corrects for this as in async. Prompts under way at the end of the run stay untrained.
+    """
+
+    _title = "over-sample"
+
+    over_sample: Annotated[float, Range(at_least=0, at_most=8)] = 0.0
+    """Prompts under way in addition to a step's, as a fraction of the step's. A step trains the prompts whose responses end
+    first; the others continue in the next step."""
+
+    def to_start(self, under_way: int) -> int:
+        """Return the number of prompts to start before the first step, so that the surplus is under way. under_way: prompts
+        under way in a resumed run. Raise UserError if they exceed the surplus: no step would wait for them."""
+        if under_way > self.surplus:
+            raise UserError(
+                f"--over-sample {self.over_sample:g}: the resumed run has {under_way} prompts under way beyond a step's, and "
+                f"this allows {self.surplus}. Give --over-sample {under_way / self.train_batch_size:g} or more, or start a new "
+                "run with another --experiment-name."
+            )
+        return self.surplus - under_way
+
+
+@dataclass(frozen=True)
+class SplitSchedule(BatchSchedule):
+    """The split of the ranks into generators and learners."""
+
+    _title = "split"
+
+    split: ClassVar[bool] = True
+
+    generators: MayChange[Annotated[int, Range(at_least=0)]] = 1
+    """Ranks of this node that generate; the others learn. Nodes may differ: 0 for a node that only learns, all of its ranks for
+    a node that only generates."""
+
+
+@dataclass(frozen=True)
+class OneStepOffSchedule(SplitSchedule):
     """The learners train batch k while the generators make batch k + 1."""
 
-    split: SplitArgs = SplitArgs()
-
-    @property
-    def trains_stale(self) -> bool:
-        return True
+    staleness_threshold: ClassVar[float] = 1.0
 
 
 @dataclass(frozen=True)
-class AsyncSchedule(BatchSchedule):
+class AsyncSchedule(SplitSchedule):
     """The asynchronous schedule: batches, publishes of the weights, and the staleness of samples."""
 
     _title = "schedule"
 
-    split: SplitArgs = SplitArgs()
     train_batch_size: Annotated[int | None, Range(at_least=1)] = None
     """Prompts of a step, over all ranks; each gets --rollout-n responses. The step begins when all of them have arrived.
     Default: --ppo-mini-batch-size, or 8 without it."""
@@ -148,15 +168,8 @@ class AsyncSchedule(BatchSchedule):
     """What happens to unfinished responses when new weights arrive. keep: they continue with their old KV cache; recompute:
     they continue with a recomputed KV cache; off: the new weights wait until the responses have ended."""
     max_staleness: Annotated[int | None, Range(at_least=0)] = None
-    """Age in versions of the oldest token that may be trained; each publish makes a version. By default only
-    --staleness-threshold bounds the age."""
-    on_stale: Literal["drop", "wait"] = "drop"
-    """How --max-staleness is enforced. drop: drop and replace groups that are too old; wait: let the learners wait for old
-    groups before these get too old."""
-
-    @property
-    def trains_stale(self) -> bool:
-        return self.staleness_threshold > 0 or self.publish_every > 1
+    """Age in versions of the oldest token that may be trained; each publish makes a version. Groups that are older are dropped,
+    and others are started in their place. By default only --staleness-threshold bounds the age."""
 
     @property
     def prompts_per_publish(self) -> int:
@@ -168,14 +181,33 @@ class AsyncSchedule(BatchSchedule):
         ahead = int(round(self.staleness_threshold * self.prompts_per_publish, 6))  # 0.29 of 100 is 29, not 28.999...
         return (version + 1) * self.prompts_per_publish + ahead
 
-    def check(self) -> None:
-        """Raise UserError for settings that cannot work."""
-        if self.on_stale == "wait" and self.max_staleness is not None and self.max_staleness < self.staleness_threshold:
-            raise UserError(
-                f"--on-stale wait cannot keep --max-staleness {self.max_staleness} with --staleness-threshold "
-                f"{self.staleness_threshold}: more groups are started than can be trained in time. Raise the first, lower the "
-                "second, or give --on-stale drop."
-            )
+
+class NextTicket:
+    """The first ticket that no batch has taken, for batches that are made whole, one after the other."""
+
+    def __init__(self):
+        self.ticket = 0
+        self.under_way: list[int] = []  # tickets before it that are still under way
+
+    def begin(self, count: int) -> range:
+        """Start `count` tickets, which are under way from now on; return them."""
+        started = range(self.ticket, self.ticket + count)
+        self.ticket = started.stop
+        self.under_way = [*self.under_way, *started]
+        return started
+
+    def advance(self, ticket: int, groups: list[Group], under_way: Sequence[int] = ()) -> list[int]:
+        """Continue with `ticket`. Return the tickets passed since the last call that are neither in the batch nor under way."""
+        passed = {*range(self.ticket, ticket), *self.under_way}
+        self.ticket = ticket
+        self.under_way = [*under_way]
+        return sorted(passed - {group.ticket for group in groups} - {*under_way})
+
+    def state(self) -> dict:
+        return {"ticket": self.ticket, "under_way": self.under_way}
+
+    def restore(self, state: dict) -> None:
+        self.ticket, self.under_way = state["ticket"], state["under_way"]
 
 
 def check_kind(args, kind: type[Schedule], asker: str) -> None:

@@ -9,17 +9,15 @@ import json
 from rl.ranks import dist
 from rl.ranks.timers import Timers
 from rl.samples.buffer import SampleBuffer
-from rl.samples.channel import Inbox
-from rl.samples.control import ControlBlock
+from rl.samples.channel import ControlBlock, Inbox
 from rl.samples.group import Group
-from rl.samples.idle_meter import IdleMeter
 from rl.samples.schedule import AsyncSchedule, NextTicket, OneStepOffSchedule, Schedule, check_kind
 from rl.samples.tickets import drawn, open_tickets, started
 from rl.split import Split
 
 
 class _Samples:
-    """The common base: the learners' end of the ring, the control block, and the idle times."""
+    """The common base: the learners' end of the ring, and the control block."""
 
     kind: type[Schedule]  # of the script's schedule
 
@@ -28,35 +26,38 @@ class _Samples:
         check_kind(args, self.kind, type(self).__name__)
         self.args = args
         self.split = split
-        self.inbox = Inbox(args.schedule.split, split)
+        self.inbox = Inbox(split)
         self.control = ControlBlock(split)
-        self.meter = IdleMeter(split)
 
-    def published(self, version: int, step: int) -> None:
-        """Announce to the generators that this version, the weights after that step, is ready to be received."""
-        self.control.update(version=version, step=step)
+    def published(self, version: int) -> None:
+        """Announce to the generators that this version of the weights is ready to be received."""
+        self.control.update(version=version)
 
     def metrics(self, step: int, timer: Timers) -> dict[str, float]:
-        """Return the step's metrics since the last call: waiting times, publishes, how full the ring is."""
-        ring = self.inbox.ring
-        return self.meter.metrics(self.inbox.reports, timer) | {"ring/occupancy": ring.occupancy if ring else 0.0}
+        """Return the step's metrics since the last call: who waited, from the learner's timer and the generators' reports, and
+        the newest publish."""
+        out = {"fully_async/trainer/idle_ratio": timer.ledger()["wait"]}
+        reports = [*self.inbox.reports]
+        self.inbox.reports.clear()
+        for report in reports:
+            out |= {f"ledger/generator_{report['rank']}/{phase}": share for phase, share in report["ledger"].items()}
+        if reports:
+            total = sum(report["elapsed"] for report in reports)
+            waited = sum(report["ledger"]["wait"] * report["elapsed"] for report in reports)
+            out["fully_async/rollouter/idle_ratio"] = waited / total
+            out["fully_async/rollouter/held_ratio"] = sum(report["held"] for report in reports) / total
+            seconds = max(report["publish_seconds"] for report in reports)
+            size = reports[-1]["publish_gb"]
+            out |= {"publish/seconds": seconds, "publish/gb": size, "publish/gb_per_s": size / seconds}
+        return out
 
     def close(self) -> list[str]:
         """Wait for the final records of all generators. Return the last lines of the run's output. May be called again."""
         self.inbox.wait_for_end()
-        self.meter.read(self.inbox.reports)  # the last publish's reports arrive after the last step's metrics
-        self.inbox.reports.clear()
-        return self.meter.last_words()
+        return []
 
     def ask(self, step: int) -> None:
         """Announce the checkpoint of that step to the generators, ahead of `snapshot`."""
-
-    def _state(self) -> dict:
-        return {"inbox": self.inbox.validations.state(), "meter": self.meter.state()}
-
-    def _restore(self, state: dict) -> None:
-        self.inbox.validations.restore(state["inbox"])
-        self.meter.restore(state["meter"])
 
 
 class Batches(_Samples):
@@ -106,11 +107,11 @@ class Batches(_Samples):
             batches = groups = []
         start = {"batch": step + len(batches), "ticket": batches[0]["next_ticket"] if batches else self._next.ticket}
         start |= {"version": step}
-        state = self._state() | {"start": start, "batches": batches, "next_ticket": self._next.state()}
-        return state, groups, []
+        state = {"start": start, "batches": batches, "next_ticket": self._next.state()}
+        return state | {"validations": self.inbox.validations.state()}, groups, []
 
     def restore(self, state: dict, groups: list[Group], unfinished: list[Group]) -> None:
-        self._restore(state)
+        self.inbox.validations.restore(state["validations"])
         self._start = state["start"]
         self._next.restore(state["next_ticket"])
         self.inbox.groups.extend(groups)
@@ -155,9 +156,8 @@ class Stream(_Samples):
         while self.inbox.groups:
             self.buffer.add(self.inbox.groups.popleft())
 
-    def published(self, version: int, step: int) -> None:
-        self.buffer.published(version)
-        self.control.update(version=version, step=step, dropped=self.buffer.replaced)
+    def published(self, version: int) -> None:
+        self.control.update(version=version, dropped=self.buffer.replaced)
 
     def metrics(self, step: int, timer: Timers) -> dict[str, float]:
         version = {"fully_async/count/current_param_version": self.args.schedule.version_at(step)}
@@ -172,19 +172,19 @@ class Stream(_Samples):
         unfinished = self.inbox.unfinished_at(step)
         self._take_in()  # --filter-groups drops groups here
         groups = [group for group in self.buffer.waiting.values() if not group.is_unscored]
-        state = self._state() | {"buffer": self.buffer.state(), "drawn": drawn(self.split.store)}
-        return state, groups, unfinished
+        state = {"buffer": self.buffer.state(), "drawn": drawn(self.split.store)}
+        return state | {"validations": self.inbox.validations.state()}, groups, unfinished
 
     def restore(self, state: dict, groups: list[Group], unfinished: list[Group]) -> None:
         """Restore a `snapshot`. Tickets under way continue; those without a saved group begin again."""
-        self._restore(state)
+        self.inbox.validations.restore(state["validations"])
         again = self.buffer.restore(state["buffer"], groups, state["drawn"])
         self._tickets = {"drawn": state["drawn"], "again": again, "unfinished": unfinished}
 
     def close(self) -> list[str]:
         """Stop the generators. Return the last lines of the run's output; the first accounts for every ticket."""
         self.control.update(stop=True)
-        lines = super().close()
+        super().close()
         self._take_in()
         unfinished = [ticket for last in self.inbox.last_words for ticket in last["unfinished"]]
-        return [self.buffer.account(unfinished, started(self.split.store)), *lines]
+        return [self.buffer.account(unfinished, started(self.split.store))]

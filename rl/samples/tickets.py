@@ -1,20 +1,16 @@
 """Tickets, which are drawn from the store's counter, started when the schedule allows it, and counted.
 
-A generator does not wait for a round trip to the store: a thread asks for tickets ahead of need. Left out: the bound of
-staleness (rl/samples/schedule.py), and the groups' fate (rl/samples/buffer.py).
+Left out: the bound of staleness (rl/samples/schedule.py), and the groups' fate (rl/samples/buffer.py).
 """
 
 import json
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, wait
 
 from torch.distributed import Store
 
-from rl.background import in_background
-from rl.ranks import watchdog
-from rl.samples.control import State
+from rl.samples.channel import State
 from rl.samples.group import Group
 from rl.samples.schedule import AsyncSchedule
 
@@ -29,8 +25,7 @@ class Tickets:
     """
 
     def __init__(self, store: Store, schedule: AsyncSchedule, total: int, engines: int = 1):
-        """store: a separate connection, used by one background request at a time; only `partial` waits for it. total: number of
-        tickets that the whole run will train. engines: number of engines that share the tickets."""
+        """total: number of tickets that the whole run will train. engines: number of engines that share the tickets."""
         self.store, self.schedule, self.total = store, schedule, total
         self.engines = engines
         self.held = False  # whether only the bound of staleness kept the last `take` from starting any
@@ -38,28 +33,23 @@ class Tickets:
         self._again, self._drawn_before = opened["again"], opened["drawn"]
         self._unfinished: set[int] = set(opened["unfinished"])  # tickets of the resumed run with a saved group
         self._reserve: deque[int] = deque()  # tickets that are drawn and have not started
-        self._started = 0  # started tickets that the store has not counted yet
-        self._request: Future | None = None  # under way
 
     def take(self, most: int, under_way: int, version: int, state: State) -> list[int]:
         """Return up to `most` tickets that may start under the weights of `version`. None start before the first weights, if
         newer ones are ready, or if the run stops. under_way: number of tickets under way here."""
-        self.held = False
-        if state.stop:
-            self._settle()
-            return []
         share = -(-self.schedule.quota(0) // self.engines)
-        most = max(0, min(most, share - under_way))
-        self._draw(most)
+        most = 0 if state.stop else max(0, min(most, share - under_way))
+        if missing := max(0, most - len(self._reserve)):
+            stop = self.store.add(DRAWN, missing)
+            self._reserve.extend(self._ticket(count) for count in range(stop - missing, stop))
         out: list[int] = []
         quota = self.schedule.quota(version)
         starts = 0 <= version == state.version
         while starts and len(out) < most and self._next(state) < min(quota, self.total):
             out.append(self._reserve.popleft())
-        self._started += len(out)
-        self._draw(most - len(out))
+        if out:
+            self.store.add(STARTED, len(out))
         self.held = most > 0 and not out and starts and quota <= self._next(state) < self.total
-        watchdog.waits_for("newer weights, before which no more tickets may start", most > 0 and not out)
         return out
 
     def partial(self, ticket: int) -> Group | None:
@@ -69,37 +59,6 @@ class Tickets:
     def _next(self, state: State) -> float:
         """Return the next ticket in the reserve, minus the number of dropped ones, for the bound of staleness."""
         return self._reserve[0] - state.dropped if self._reserve else math.inf
-
-    def _draw(self, wanted: int) -> None:
-        """Take the tickets that have been drawn, and request those missing in the reserve. Raise the errors of a request."""
-        self._take_drawn()
-        missing = max(0, wanted - len(self._reserve))
-        if not self._request and (missing or self._started):
-            started = self._started
-            self._started = 0
-            self._request = in_background(lambda: self._call_store(missing, started), "tickets")
-            self._take_drawn()
-
-    def _take_drawn(self) -> None:
-        if self._request and self._request.done():
-            request = self._request
-            self._request = None
-            self._reserve.extend(request.result())
-
-    def _settle(self) -> None:
-        """Return when the store has counted all tickets that have started."""
-        while self._request or self._started:
-            wait([self._request] if self._request else ())
-            self._draw(0)
-
-    def _call_store(self, missing: int, started: int) -> list[int]:
-        drawn = []
-        if missing:
-            stop = self.store.add(DRAWN, missing)
-            drawn = [self._ticket(count) for count in range(stop - missing, stop)]
-        if started:
-            self.store.add(STARTED, started)
-        return drawn
 
     def _ticket(self, count: int) -> int:
         """Return the ticket at this count of DRAWN. After a resume the first counts are tickets that start again."""

@@ -62,15 +62,11 @@ class Bridge:
     def join(store: dist.Store, place: int, node_of: Sequence[int], own: torch.device, timeout: timedelta) -> "Bridge":
         """Return the bridge between a learner and its generators. place: this rank's, 0 for the learner, 1 and up for
         generators. node_of: the node of each place. own: this rank's device. Collective."""
-        group = device_group(store, place, len(node_of), own, timeout)
-        return Bridge(group, own) if group else Bridge.over_host(store, place, node_of, timeout)
-
-    @staticmethod
-    def over_host(store: dist.Store, place: int, node_of: Sequence[int], timeout: timedelta) -> "Bridge":
-        """Return a bridge that sends host memory. Collective."""
+        if group := device_group(store, place, len(node_of), own, timeout):
+            return Bridge(group, own)
         firsts = [node_of.index(node) for node in dict.fromkeys(node_of)]
         here = [other for other, node in enumerate(node_of) if node == node_of[place]]
-        group, rings = None, None
+        rings = None
         if place in firsts and len(firsts) > 1:
             group = host_group(store, firsts.index(place), len(firsts), timeout, WINDOW)
         if len(here) > 1:
@@ -85,17 +81,17 @@ class Bridge:
             return over_network
         if not self.rings.is_first:
             return Handle(partial(self.rings.take, tensor))
-        if self.group is None or self.group.rank() == 0:  # the learner
-            pieces = self.rings.put(tensor)
-            return Handle(over_network and over_network.wait, partial(self.rings.until_taken, pieces))
-        return Handle(over_network.wait, partial(self.rings.put, tensor))
+        if self.group and self.group.rank():  # it passes on what arrives
+            return Handle(over_network.wait, partial(self.rings.put, tensor))
+        self.rings.put(tensor)
+        return over_network or Handle()
 
 
 class Handle:
     """The remaining steps of a message."""
 
-    def __init__(self, *steps: Callable[[], object] | None):
-        self._steps = [step for step in steps if step]
+    def __init__(self, *steps: Callable[[], object]):
+        self._steps = [*steps]
 
     def wait(self) -> None:
         while self._steps:
@@ -118,22 +114,16 @@ class Rings:
             self._others = [first]  # process ids
             store.set(f"attached/{number}", str(os.getpid()))
 
-    def put(self, data: torch.Tensor) -> int:
-        """Send the data to all neighbours; wait while one of the rings is full. Return the number of pieces sent so far."""
+    def put(self, data: torch.Tensor) -> None:
+        """Send the data to all neighbours; wait while one of the rings is full."""
         for piece in _pieces(data):
             for ring in self._rings:
                 self._persist(partial(ring.put, piece.numpy()))
-        return self._rings[0].counts["written"]
 
     def take(self, data: torch.Tensor) -> None:
         """Fill data with the next message, which has its length."""
         for piece in _pieces(data):
             self._persist(partial(self._rings[0].get, into=piece.numpy().data))
-
-    def until_taken(self, pieces: int) -> None:
-        """Return when each neighbour has taken this many pieces."""
-        for ring in self._rings:
-            self._persist(partial(ring.until_taken, pieces))
 
     def _persist(self, act: Callable[..., object]) -> None:
         """Call act(timeout=...) until it succeeds. Raise RankLost if another process has exited."""

@@ -211,11 +211,6 @@ class Ring:
         words[TAIL] = position + _footprint(size)
         return found
 
-    def until_taken(self, records: int, timeout: float) -> None:
-        """Return when this many records have been taken in total. Raise RingTimeout after this many seconds."""
-        if not wait(lambda: self._words[TAKEN] >= records, timeout):
-            raise RingTimeout(f"{records} records were not taken in {timeout} s; {self.state()}")
-
     def _read(self, position: int) -> tuple[int, memoryview]:
         """Return (size, data) of the record at the position; a filler has no data."""
         at = self._at(position)

@@ -1,4 +1,5 @@
-"""The content of a publish, as both sides see it: a stream of all parameters, end to end, cut into buckets."""
+"""The content of a publish, as both sides see it: a stream of all parameters, end to end, cut into buckets; and digests, by
+which generators verify that they compute with the weights that the learners sent."""
 
 import json
 import math
@@ -7,8 +8,10 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
+import xxhash
 
 from rl.model.attention import dtype_of
+from rl.ranks.device import is_accelerator
 
 BUCKET_BYTES = 32 << 20  # that travel at once; the next buckets are under way meanwhile
 LEAST_BYTES = 1 << 20  # of a bucket of a small model, of which four or more buckets overlap
@@ -39,7 +42,6 @@ class Plan:
     shapes: list[list[int]]
     dtype: torch.dtype
     frozen: int = 0  # the number of parameters at the end that never change: they are sent once
-    adapters: bool = False  # whether the others are adapters by themselves, and an engine keeps the frozen ones
 
     @cached_property
     def offsets(self) -> list[int]:
@@ -81,9 +83,30 @@ class Plan:
         return replace(self, names=self.names[:trained], shapes=self.shapes[:trained], frozen=0) if self.frozen else self
 
     def to_json(self) -> str:
-        return json.dumps([self.names, self.shapes, str(self.dtype).removeprefix("torch."), self.frozen, self.adapters])
+        return json.dumps([self.names, self.shapes, str(self.dtype).removeprefix("torch."), self.frozen])
 
     @staticmethod
     def from_json(text: str | bytes) -> "Plan":
-        names, shapes, dtype, *rest = json.loads(text)
-        return Plan(names, shapes, getattr(torch, dtype), *rest)
+        names, shapes, dtype, frozen = json.loads(text)
+        return Plan(names, shapes, getattr(torch, dtype), frozen)
+
+
+def digest(tensor: torch.Tensor, device: torch.device) -> int | torch.Tensor:
+    """Return a 64-bit digest of the tensor's bits, for `read`: xxh3 on CPU machines; on accelerators a sum of the bits weighted
+    by position, which they compute themselves."""
+    flat = tensor.contiguous().view(-1)
+    if not is_accelerator(device):
+        value = xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy())
+        return value - (1 << 64) if value >> 63 else value  # as an int64
+    bits = flat.view(torch.int32 if flat.element_size() == 4 else torch.int16)
+    total = torch.zeros((), dtype=torch.long, device=device)
+    for start in range(0, len(bits), 1 << 24):
+        run = bits[start : start + (1 << 24)].to(device).long()
+        position = torch.arange(start, start + len(run), device=device)
+        total += (run * (position % 65_521 * 2 + 1)).sum()  # modulo 2^64
+    return total
+
+
+def read(digests: list[int | torch.Tensor]) -> list[int]:
+    """Return digests as integers that fit into a tensor. Those on a device come in one copy: each copy waits for the device."""
+    return torch.stack(digests).tolist() if digests and isinstance(digests[0], torch.Tensor) else digests

@@ -2,7 +2,6 @@
 
 Parameters that are never trained (--freeze-vision-tower) are gathered from the learners once, with the first publish. An engine
 that shows its own tensors gets these again; other engines take whole sets only, so a copy is kept in host memory for them.
-With --publish adapter engines keep the model, and every publish is proven (rl/weights/adapter_proof.py).
 """
 
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ import torch
 from rl.generation.engine import Engine
 from rl.learning.learner import Learner
 from rl.model.attention import dtype_of
-from rl.weights.digests import Given
 
 
 class LocalWeights:
@@ -22,38 +20,13 @@ class LocalWeights:
         self.outgoing = learner.outgoing()
         self.engine = engine
         self.dtype = dtype
-        self._probe = None
-        if self.outgoing.apart:
-            from rl.weights.adapter_probe import AdapterProbe  # late: no other run needs it
-
-            self._probe = AdapterProbe(learner)
         self._kept: dict[str, torch.Tensor] | None = None  # the parameters never trained, after the first publish
 
     def publish(self, version: int) -> None:
         """Give the engine the learner's weights between two steps. A collective of the learners."""
-        if self._probe:
-            self._publish_adapters(version)
-        else:
-            self.engine.update(self._whole(), version)
+        self.engine.update(self._weights(), version)
 
-    def _publish_adapters(self, version: int) -> None:
-        """Publish adapters by themselves; the first time with the model after them."""
-        from rl.weights.adapter_proof import check_log_probs  # late: no other run needs it
-
-        given = Given(self.engine, self.dtype)
-        is_first = self._kept is None
-
-        def incoming() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in self.outgoing.tensors(self.dtype, frozen=is_first):
-                given.add(name, tensor)
-                yield name, tensor
-
-        self.engine.update(incoming(), version)
-        self._kept = {}
-        given.check(version)
-        check_log_probs(self.engine, version, self._probe(), self.dtype)
-
-    def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of every parameter."""
         kept = self._kept or {}
         is_first = self._kept is None

@@ -21,82 +21,60 @@ from rl.learning.learner import Learner
 from rl.ranks import watchdog
 from rl.ranks.device import is_accelerator, side_stream
 from rl.split import Split
-from rl.weights.buckets import Plan
-from rl.weights.digests import digest, read
+from rl.weights.buckets import Plan, digest, read
 
 
 class Publisher:
     """The learners' side. The learners that send have a copy; the others help to gather the shards."""
 
     def __init__(
-        self,
-        learner: Learner,
-        split: Split,
-        dtype: torch.dtype,
-        announce: Callable[[int, int], None] = lambda version, step: None,
+        self, learner: Learner, split: Split, dtype: torch.dtype, announce: Callable[[int], None] = lambda version: None
     ):
-        """announce: called with the version and the step of each publish."""
+        """announce: called with the version of each publish."""
         self._announce = announce
         self.split = split
         self.device = split.ranks.device
         outgoing = learner.outgoing()
         names, shapes = zip(*outgoing.shapes.items(), strict=True)
-        self.plan = Plan(list(names), list(shapes), dtype, len(outgoing.frozen), outgoing.apart)
+        self.plan = Plan(list(names), list(shapes), dtype, len(outgoing.frozen))
         self._tensors = outgoing.tensors
-        self._probe = None
-        self._expected: list[int] = []  # what an engine must compute with adapters of this version
-        if outgoing.apart:
-            from rl.weights.adapter_probe import AdapterProbe  # late: no other run needs it
-
-            self._probe = AdapterProbe(learner)
         self._is_first = True
         self._sending: Future | None = None
         if split.bridge:
-            self._stream = self._new_stream()
+            self._stream = torch.empty(self.plan.offsets[-1], dtype=dtype, pin_memory=is_accelerator(self.device))
             split.store.set("weights/plan", self.plan.to_json())
 
     def publish(self, version: int, step: int = 0) -> None:
-        """Publish the weights of that step as this version: wait until the generators have the previous publish, copy the
-        weights, announce the version, and return while the copy is sent. A collective of the learners."""
+        """Publish the weights of that step as this version: wait until the previous publish has been sent, copy the weights,
+        announce the version, and return while the copy is sent. A collective of the learners."""
         self.wait()
         if self._is_first and self.split.bridge:
             self.split.store.set("weights/first", str(version))
         self.take_copy()
-        if self._probe:
-            from rl.weights.adapter_proof import packed  # late: no other run needs it
-
-            self._expected = packed(self._probe())
-        self.send(version)
-        self._announce(version, step)
+        self.send(version, step)
+        self._announce(version)
 
     def take_copy(self) -> None:
         """Copy the weights into the stream that is sent. A collective of the learners."""
         if not self._is_first:
-            size = self.plan.offsets[-1]
             self.plan = self.plan.later()
-            if self.plan.adapters and self.split.bridge and self.plan.offsets[-1] < size:
-                self._stream = self._new_stream()  # lets go of the model, which has been sent
         copies = self.plan.views(self._stream) if self.split.bridge else []
         for number, (_, tensor) in enumerate(self._tensors(self.plan.dtype, self.split.senders, self._is_first)):
             copies[number].copy_(tensor)
         self._is_first = False
 
-    def _new_stream(self) -> torch.Tensor:
-        return torch.empty(self.plan.offsets[-1], dtype=self.plan.dtype, pin_memory=is_accelerator(self.device))
-
-    def send(self, version: int) -> None:
+    def send(self, version: int, step: int = 0) -> None:
         """Begin to send the copy, in the background."""
         if self.split.bridge:
-            self._sending = in_background(partial(self._send, version), "publish")
+            self._sending = in_background(partial(self._send, version, step), "publish")
 
     def wait(self) -> None:
-        """Return when the generators have the last publish. Raise the error that stopped it, if any."""
+        """Return when the last publish has been sent. Raise the error that stopped it, if any."""
         if self._sending:
-            with watchdog.doing("the generators to take the weights"):
-                self._sending.result()
+            self._sending.result()
             self._sending = None
 
-    def _send(self, version: int) -> None:
+    def _send(self, version: int, step: int) -> None:
         bridge = self.split.bridge
         under_way = deque()
 
@@ -115,6 +93,6 @@ class Publisher:
                     first = self.plan.offsets[bucket.members.start]
                     run = data if bucket.start == first else self._stream[first:]  # of one sent in parts, the whole
                     digests += [digest(value, self.device) for value in self.plan.views(run, bucket.members)]
-            send(torch.tensor([version, *read(digests), *self._expected]).to(bridge.device))
+            send(torch.tensor([version, step, *read(digests)]).to(bridge.device))
             for work, _ in under_way:
                 work.wait()

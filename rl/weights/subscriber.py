@@ -1,46 +1,23 @@
 """A generator's side of the publish (rl/weights/publisher.py): weights arrive over the bridge, go into the engine, and are
 verified.
 
-    subscriber.effective_state(state)   the state to act on: versions count one by one
-    subscriber.receive(version)         between two engine steps, straight into the engine's memory if it allows that
-
 Memory: none, or if the engine does not adopt memory, a few buckets (on the first rank of a node up to 32) or its largest
 parameter.
 """
 
-import json
 import sys
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cached_property
 
 import torch
 
 from rl.generation.engine import Engine
+from rl.model.attention import dtype_of
 from rl.ranks import watchdog
 from rl.ranks.device import is_accelerator
-from rl.samples.control import State, announces
 from rl.split import Split
-from rl.weights.buckets import Bucket, Plan
-from rl.weights.digests import Given, digest, digests_of, read
-
-
-class Announcements:
-    """The states of the versions, for a generator that takes them one by one. The control block may be ahead of it: once the
-    first generator of each node has a publish, the learners may announce the next one."""
-
-    def __init__(self, store):
-        self._store = store
-        self._seen: dict[int, State] = {}  # by version: the newest state that this generator has seen
-
-    def of(self, version: int, newest: State) -> State:
-        """Return the state while `version`, which must not fall, was the newest, with the `stop` and `snapshot` of `newest`."""
-        self._seen = {v: state for v, state in self._seen.items() if v >= version} | {newest.version: newest}
-        if version not in self._seen:
-            with watchdog.doing(f"the announcement of version {version} of the weights"):
-                self._seen[version] = State(**json.loads(self._store.get(announces(version))))
-        return replace(self._seen[version], stop=newest.stop, snapshot=newest.snapshot)
+from rl.weights.buckets import Bucket, Plan, digest, read
 
 
 class Subscriber:
@@ -50,36 +27,24 @@ class Subscriber:
         self.engine = engine
         self.bridge = split.bridge
         self.device = split.ranks.device
-        with watchdog.doing("the learner to load the model"):
-            self.plan = Plan.from_json(split.store.get("weights/plan"))
+        self.plan = Plan.from_json(split.store.get("weights/plan"))
         self._store = split.store
-        self._announcements = Announcements(split.store)
-        self._expected = 0  # numbers behind the digests
-        if self.plan.adapters:
-            from rl.weights.adapter_proof import SIZE  # late: no other run needs it
-
-            self._expected = SIZE
+        self.step = 0  # after which the newest weights were published
         self.received = 0  # bytes of the newest publish
         self._kept: list[tuple[str, torch.Tensor]] = []  # parameters that never change, for engines that take whole sets only
         self._has_warned = False
         self._memory = None  # the engine's own, laid out as the stream: data is received in place
-        self._shares = engine.shares_memory
-        if self._shares:
+        if engine.shares_memory:
             self._memory = torch.empty(self.plan.offsets[-1], dtype=self.plan.dtype, device=engine.device)
             engine.share_parameters(dict(zip(self.plan.names, self.plan.views(self._memory), strict=True)))
 
-    def effective_state(self, state: State) -> State:
-        """Return the state that this generator should act on: that of the next version, or of the engine's own if there is no
-        newer one. state: the learners' newest message."""
-        newer = self._next_version(state.version)
-        return self._announcements.of(newer, state) if newer >= 0 else replace(state, version=self.engine.version)
-
-    def _next_version(self, announced: int) -> int:
-        """Return the version to receive next, -1 for none. Each is sent once, from the first of the run on. announced: the
-        newest version that the learners have announced."""
-        if self.engine.version < 0:
-            return self._first if announced >= self._first else -1
-        return min(announced, self.engine.version + 1)
+    def due(self, announced: int) -> int:
+        """Return the version to receive next; the engine's own if there is none. Each is sent once, and received in turn.
+        announced: the newest version, which may be further ahead: it is announced when the previous one has been sent."""
+        version = self.engine.version
+        if version < 0:
+            return self._first if announced >= self._first else version
+        return min(announced, version + 1)
 
     @cached_property
     def _first(self) -> int:
@@ -88,35 +53,34 @@ class Subscriber:
     def receive(self, version: int, recompute_kv: bool = False) -> None:
         """Give the engine the weights of `version`, which the learner has announced, and verify them. Raise RuntimeError, with
         the parameter's name, if the engine's weights are not those that were sent."""
-        digests = []
-        given = Given(self.engine, self.plan.dtype)
+        digests: list[int | torch.Tensor] = []
+        given: dict[str, int | torch.Tensor] = {}
         self.engine.update(self._incoming(digests, given), version, recompute_kv)
-        if self._shares:
-            found = digests_of(map(self.engine.read_back, self.plan.names), self.device)
-        else:
-            found = read(digests)
-            self._warn_of_hidden(given.check(version))
+        if self._memory is not None:
+            digests = [digest(self.engine.read_back(name), self.device) for name in self.plan.names]
         last, table = self._table
         self._wait(last)
-        sent_version, *sent = table.tolist()
+        sent_version, self.step, *sent = table.tolist()
         if sent_version != version:
             raise RuntimeError(f"the learner sent version {sent_version} of the weights, version {version} is due")
-        count = len(self.plan.names)
-        for name, theirs, ours in zip(self.plan.names, sent[:count], found, strict=True):
+        for name, theirs, ours in zip(self.plan.names, sent, read(digests), strict=True):
             if theirs != ours:
                 raise RuntimeError(f"version {version}: the generator's {name} is not what the learner sent")
-        if self.plan.adapters:
-            self._prove(version, sent[count:])
+        self._check_held(version, given)
         self.plan = self.plan.later()
 
-    def _prove(self, version: int, expected: list[int]) -> None:
-        """Raise RuntimeError if the engine does not apply its adapters. expected: the numbers after the digests."""
-        from rl.weights.adapter_proof import check_log_probs, unpacked  # late: no other run needs it
-
-        check_log_probs(self.engine, version, unpacked(expected), self.plan.dtype)
-
-    def _warn_of_hidden(self, hidden: list[str]) -> None:
-        """Warn once if the engine cannot show some of its parameters."""
+    def _check_held(self, version: int, given: dict[str, int | torch.Tensor]) -> None:
+        """Raise RuntimeError, with the name, if a parameter that the engine was given has another digest there. Warn once of
+        those that it cannot show."""
+        held = {}
+        for name in given:
+            if (live := self.engine.read_back(name)) is not None:
+                held[name] = digest(live.to(dtype_of(name, self.plan.dtype)) + 0.0, live.device)
+        expected = dict(zip(given, read([*given.values()]), strict=True))
+        for name, found in zip(held, read([*held.values()]), strict=True):
+            if found != expected[name]:
+                raise RuntimeError(f"version {version}: the engine's {name} is not what the learner sent")
+        hidden = [name for name in given if name not in held]
         if hidden and not self._has_warned:
             print(
                 f"warning: the engine cannot show {len(hidden)} of {len(self.plan.names)} parameters, "
@@ -127,16 +91,18 @@ class Subscriber:
             )
             self._has_warned = True
 
-    def _incoming(self, digests: list, given: Given) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor) of every parameter. For an engine with memory of its own, add to the digests and to `given`."""
+    def _incoming(self, digests: list, given: dict) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor) of every parameter. For an engine with memory of its own, add the digests of what arrives, and
+        of what the engine has to show. The latter take -0.0 as 0.0: it may hold weights in a form that knows only one zero."""
         kept = []
+        shares = self._memory is not None
         for number, (name, value) in enumerate(self._arriving()):
-            if not self._shares:
+            if not shares:
                 digests.append(digest(value, self.device))
-                given.add(name, value)
+                given[name] = digest(self.engine.own_part(name, value) + 0.0, value.device)
             yield name, value
-            if number >= len(self.plan.names) - self.plan.frozen and not self.plan.adapters:
-                kept.append((name, value if self._shares else value.clone()))
+            if number >= len(self.plan.names) - self.plan.frozen:
+                kept.append((name, value if shares else value.clone()))
         yield from self._kept
         self._kept = self._kept or kept
 
@@ -163,6 +129,7 @@ class Subscriber:
         memory = self._memory
         under_way = deque()
         in_place = memory is not None and memory.device == self.bridge.device
+        pins = is_accelerator(self.device) and not is_accelerator(self.bridge.device)
 
         def arrived() -> tuple[Bucket, torch.Tensor]:
             work, bucket, data = under_way.popleft()
@@ -171,24 +138,16 @@ class Subscriber:
             return bucket, data if in_place or memory is None else bucket.of(memory).copy_(data)
 
         for bucket in self.plan.buckets:
-            data = bucket.of(memory) if in_place else self._new(bucket.size)
+            how = {"dtype": self.plan.dtype, "device": self.bridge.device, "pin_memory": pins}
+            data = bucket.of(memory) if in_place else torch.empty(bucket.size, **how)
             under_way.append((self.bridge.broadcast(data), bucket, data))
             if len(under_way) == self.bridge.window:
                 yield arrived()
-        table = torch.empty(1 + len(self.plan.names) + self._expected, dtype=torch.long, device=self.bridge.device)
+        table = torch.empty(2 + len(self.plan.names), dtype=torch.long, device=self.bridge.device)
         self._table = self.bridge.broadcast(table), table  # the last message travels with the rest
         while under_way:
             yield arrived()
 
     def _wait(self, work) -> None:
-        with watchdog.doing("a bucket of the weights"):
-            work.wait()
+        work.wait()
         watchdog.progress()
-
-    def _new(self, size: int) -> torch.Tensor:
-        """Return memory to receive into: pinned if the data continues to an accelerator."""
-        return torch.empty(size, dtype=self.plan.dtype, device=self.bridge.device, pin_memory=self._pins)
-
-    @property
-    def _pins(self) -> bool:
-        return is_accelerator(self.device) and not is_accelerator(self.bridge.device)

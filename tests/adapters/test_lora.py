@@ -355,8 +355,6 @@ def test_two_learners_learn_as_one_does(models, tmp_path):
             assert torch.equal(got["start"], plain["start"]), case
             assert relative(got["gradient"], one["plain"]["gradient"]) < (5e-2 if is_bf16 else 1e-6), case
             assert relative(got["published"], plain["published"]) < 1e-7, case
-            assert torch.equal(got["apart"], plain["apart"]), case
-            assert relative(got["probe"], one["plain"]["probe"]) < (5e-2 if is_bf16 else 1e-6), case
             assert relative(got["learned"], plain["learned"]) < (2e-3 if is_bf16 else 1e-6), case
             if ranks == 1:
                 assert all(torch.equal(got[what], plain[what]) for what in got), case

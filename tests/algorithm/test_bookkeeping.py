@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 import losses
 import train_sync
 from rl.algorithm import metrics
-from rl.algorithm.rollout_correction import correct_rollout, parse_criteria
-from rl.algorithm.rollout_metrics import rollout_metrics
+from rl.algorithm.args import parse_criteria
+from rl.algorithm.metrics import rollout_metrics
+from rl.algorithm.whole_batch import correct_rollout
 from rl.learning import batch as batches
 from rl.learning.batch import Batch, pieces
 

@@ -1,11 +1,10 @@
 """--sft-files: an update's gradient is that of the samples plus the coefficient times transformers' of the demonstrations."""
 
 import json
-import shutil
 
 import pytest
 import torch
-from helpers import SMALL, make_demonstrations, make_group, train
+from helpers import SMALL, make_demonstrations, make_group
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import train_async
@@ -13,7 +12,6 @@ import train_one_step_off
 import train_sync
 from rl import flags, parts
 from rl.algorithm.imitation import Imitation
-from rl.algorithm.kl_control import KLControl
 from rl.data.demonstrations import Demonstration
 from rl.errors import UserError
 from rl.learning.batch import Batch
@@ -68,7 +66,7 @@ def gradients(script, path: str, ranks, step: int, rows=(), **more) -> tuple[lis
 
     learner.step = take_step
     batch = Batch.of([make_group(ticket, (5, 3, 7)) for ticket in range(4)], Division.of(args, learner))
-    metrics = script.learn(args, learner, KLControl(args), batch, Timers())
+    metrics = script.learn(args, learner, batch, Timers())
     return found, metrics | learner.computed.metrics(learner.config, batch, args.ppo_epochs)
 
 
@@ -108,21 +106,3 @@ def test_what_cannot_be_used_is_named(demo_model, demo_vl_model, tmp_path):
         of("--model", demo_vl_model, "--train-files", "demo-vl", "--val-files", "demo-vl")
     with pytest.raises(UserError, match="--router-replay R3 replays a generator's routes"):
         check(train_sync.Args(router_replay="R3", rollout_is="token", **SFT))
-
-
-FLAGS = ["--sft-files", "demo", "--sft-batch-size", "5", "--sft-coef", "1", "--lr-warmup-steps", "0", "--save-freq", "3"]
-FLAGS += ["--total-training-steps", "6", "--test-freq", "6", "--val-max-samples", "40", "--max-ckpt-to-keep", "2"]
-
-
-@pytest.mark.slow
-def test_a_run_resumes_with_the_next_rows_and_any_number_of_learners_trains_the_same(demo_model, tmp_path):
-    whole, run, _ = train("train_sync.py", *FLAGS, out=tmp_path / "one", ranks=1)
-    two, *_ = train("train_sync.py", *FLAGS, out=tmp_path / "two", ranks=2)
-    names = ("actor/sft_nll", "actor/loss", "actor/grad_norm", "critic/score/mean")
-    for step in range(1, 7):
-        assert [two[step][name] for name in names] == pytest.approx([whole[step][name] for name in names], abs=1e-5)
-    weights = (run / "step_000006" / "model.safetensors").read_bytes()
-    shutil.rmtree(run / "step_000006")
-    again, run, _ = train("train_sync.py", *FLAGS, "--experiment-name", run.name, out=tmp_path / "one", ranks=1)
-    assert (run / "step_000006" / "model.safetensors").read_bytes() == weights
-    assert again[6]["actor/sft_nll"] < again[1]["actor/sft_nll"]

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 import torch
 from helpers import is_documented, make_group
+from trainer import ESTIMATORS
 
 import losses
 import train_sync
 from rl import parts
 from rl.algorithm import whole_batch
-from rl.algorithm.fates import EQUAL, MASKED, UNSCORED, Fates, SourceCounts, causes
-from rl.algorithm.kl_control import KLControl
+from rl.algorithm.health import EQUAL, MASKED, UNSCORED, Fates, SourceCounts, causes
 from rl.algorithm.metrics import batch_metrics, staleness_metrics
-from rl.learning.batch import Batch
+from rl.learning.batch import Batch, Forward
 from rl.ranks.timers import Timers
 from rl.samples.group import UNPENALISED, Group, Response
 
-NAMES = [name for name, f in losses.ADVANTAGES.items() if name == f.function.__name__ and name != "gae"]
+NAMES = [name for name in ESTIMATORS if name != "gae"]
 LOSSES = [name for name, f in losses.POLICY_LOSSES.items() if name == f.function.__name__]
 MORE = [  # flags that look at tokens in other ways
     {},
@@ -28,7 +28,7 @@ MORE = [  # flags that look at tokens in other ways
     {"rollout_is": "sequence", "rollout_is_batch_normalize": True},
     {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_1.6"},
     {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": "0.05", "rollout_is": "token"},
-    {"use_kl_in_reward": True, "kl_reward_coef": 0.1, "kl_ctrl_type": "adaptive"},
+    {"use_kl_in_reward": True, "kl_reward_coef": 0.1},
     {"use_kl_loss": True, "entropy_coeff": 0.1},
     {"use_rollout_log_probs": True, "ppo_mini_batch_size": 2},
 ]
@@ -74,16 +74,13 @@ class Learner:
         self.place = batch.mask.long().cumsum(0) - 1  # of a token in the table
         self.asked, self.updates = [], []
 
-    def log_probs(self, micro, entropy="none"):
+    def forward(self, micro, entropy="none", also=None):
         self.asked += micro.index.tolist()
         of_row = self.table[:, self.place[micro.index]]
-        return of_row[0], of_row[2] if entropy == "loss" else of_row[2].detach()
+        return Forward(of_row[0], of_row[2] if entropy == "loss" else of_row[2].detach())
 
     def log_probs_of(self, which, batch, micros):
         return self._row(int(which == "reference"), batch, micros)
-
-    def spread_of(self, batch, micros):
-        return self._row(2, batch, micros), self._row(2, batch, micros)
 
     def _row(self, number, batch, micros):
         out = torch.zeros(len(batch.token))
@@ -101,11 +98,11 @@ class Learner:
 
 def learn(groups: list[Group], ranks, **flags) -> tuple:
     """(the gradients of all updates, each token's advantage, metrics) of a step."""
-    size = {"train_batch_size": 4, "rollout_n": 3, "max_response_length": 8, "backward_without_advantage": True}
-    args = parts.make(train_sync.Args, **size | {"gdpo_reward_keys": ("acc", "score")} | flags)
+    size = {"train_batch_size": 4, "rollout_n": 3, "max_response_length": 8}
+    args = parts.make(train_sync.Args, **size | flags)
     batch = Batch.of(groups)
     learner = Learner(batch, args, ranks)
-    metrics = train_sync.learn(args, learner, KLControl(args), batch, Timers())
+    metrics = train_sync.learn(args, learner, batch, Timers())
     assert batch.mask[learner.asked].all(), "no log-prob of another token is asked for"
     return learner.updates, batch.targets.advantage[batch.mask], metrics
 
@@ -167,9 +164,9 @@ def test_a_response_without_a_token_of_the_policy_has_no_part_in_its_group(score
     group = make_group(0, [4, 5, 6])
     group.responses[:] = [dataclasses.replace(r, score=float(s)) for r, s in zip(group.responses, scores, strict=True)]
     group = whole_mask(group, masked)
-    assert (group.differs(), group.is_flat) == (has_signal, is_flat)
+    assert (group.differs, group.is_flat) == (has_signal, is_flat)
     penalised = [dataclasses.replace(r, score=r.score + i, extra={UNPENALISED: r.score}) for i, r in enumerate(group.responses)]
-    assert dataclasses.replace(group, responses=penalised).differs() == has_signal
+    assert dataclasses.replace(group, responses=penalised).differs == has_signal
     batch = Batch.of([group])
     reward = batch.token_reward()
     advantage = losses.grpo(reward, batch.mask, batch.seq, batch.group)

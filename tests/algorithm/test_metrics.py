@@ -101,18 +101,6 @@ def test_other_ranks_write_nothing(tmp_path):
     assert not (tmp_path / "runs").exists() and not run.timer.seconds
 
 
-def test_the_generations_table_survives_odd_text(tmp_path):
-    run = make(tmp_path, logger=())
-    run.log_generations(20, [{"prompt": "a|b\nc", "response": "\\boxed{1}", "ground_truth": "1", "score": 1.0}])
-    lines = (run.dir / "val_generations" / "step_000020.md").read_text().splitlines()
-    assert lines[2] == "| a\\|b<br>c | \\\\boxed{1} | 1 | 1.000 |"
-    odd = {"prompt": "<think>3*4</think>\r\n$x_1$\u2028", "response": "\x1b[31m\ud800", "ground_truth": "", "score": 0.0}
-    run.log_generations(40, [odd])
-    lines = (run.dir / "val_generations" / "step_000040.md").read_text(encoding="utf-8").splitlines()
-    prompt = r"\<think\>3\*4\</think\><br>\$x\_1\$<br>"  # neither HTML nor emphasis, and one line
-    assert lines[2:] == [f"| {prompt} | \\\\x1b\\[31m\\ud800 |  | 0.000 |"]
-
-
 def test_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -162,13 +150,13 @@ def test_two_processes_never_write_one_run(tmp_path):
 
 @pytest.mark.timeout(180)
 def test_wandb_offline_and_the_same_run_after_a_resume(tmp_path, monkeypatch):
-    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    run = make(tmp_path, logger=("wandb",), wandb_mode="offline")
+    run = make(tmp_path, logger=("wandb",))
     run.log(1, {"critic/score/mean": 0.5})
     first = (run.dir / "wandb_id").read_text()
     run.finish(tmp_path)
-    run = resume(run, tmp_path, 1, logger=("wandb",), wandb_mode="offline")
+    run = resume(run, tmp_path, 1, logger=("wandb",))
     assert run._wandb._run.id == first
     run.finish(tmp_path)
     assert list(run.dir.glob("wandb/offline-run-*/*.wandb"))
@@ -209,7 +197,7 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path):
 @pytest.mark.parametrize("logger", [(), ("tensorboard",), ("wandb",), ("tensorboard", "wandb"), ("console",)])
 def test_loggers_are_added_to_the_console(logger, tmp_path, capsys):
     """With any --logger the console shows the run's name, the steps, the warnings and the messages."""
-    run = make(tmp_path, logger=logger, wandb_mode="offline")
+    run = make(tmp_path, logger=logger)
     run.say("a line for the user")
     run.warn_unscored(["error: no score"])
     for step in (1, 2, 3):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import make_group, run_script
 
-from rl.algorithm.fates import KINDS, MOST, OTHERS, Fates, SourceCounts
+from rl.algorithm.health import KINDS, MOST, OTHERS, Fates, SourceCounts
 from rl.learning.batch import Batch
 
 REWARD = """

@@ -14,7 +14,7 @@ import losses
 import train_async
 import train_one_step_off
 import train_sync
-from rl.algorithm.fates import Fates
+from rl.algorithm.health import Fates
 from rl.algorithm.teacher import check_teacher
 from rl.errors import UserError
 from rl.learning.batch import Batch
@@ -48,11 +48,9 @@ class Taught(unbiased.Tabular):
             words, length, torch.randn(policy.logits.shape, generator=torch.Generator().manual_seed(9))
         )
 
-    def log_probs_of(self, which: str, *_) -> torch.Tensor:
-        if which != "teacher":
-            return super().log_probs_of(which)
+    def read_by_teacher(self, *_) -> tuple[torch.Tensor, None]:
         self.teacher.batch = self.batch
-        return self.teacher.log_probs_of(which)
+        return self.teacher.log_probs_of("policy"), None
 
     def kl_gradient(self, sampler: unbiased.Tabular) -> torch.Tensor:
         """Of the KL to the teacher behind every prefix, by whole distributions, weighed by how often `sampler` comes there."""

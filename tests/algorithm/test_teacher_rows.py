@@ -7,7 +7,7 @@ from helpers import make_group, save_model
 from transformers import AutoModelForCausalLM
 
 import losses
-from rl.algorithm.teacher_rows import TeacherRows
+from rl.algorithm.teacher import TeacherRows
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.learner import Learner
@@ -71,12 +71,12 @@ def test_kl_and_gradient_are_those_of_transformers(models, batch, ranks, kind, b
     """Also where one of the teacher's prompts alone exceeds a micro-batch."""
     learner = taught(models[kind], ranks, told)
     micros = micro_batches(batch, torch.arange(len(batch.lengths)), budget, ranks)
-    batch.targets.teacher_log_prob = learner.log_probs_of("teacher", batch, [micros])
+    batch.targets.teacher_log_prob, batch.targets.teacher_top = learner.read_by_teacher(batch, [micros])
     total = 0.0
     for micro in micros:
         t = batch.at(micro)
-        learner.log_probs(micro)
-        loss = losses.top_k_reverse_kl(*micro.top.log_probs, t.mask).sum()
+        out = learner.forward(micro, also=t.teacher_top_token)
+        loss = losses.top_k_reverse_kl(out.top_log_prob, t.teacher_top_log_prob, t.mask).sum()
         loss.backward()
         total += float(loss.detach())
     kl, gradient, sampled = by_transformers(models[kind], batch)
@@ -96,8 +96,8 @@ def test_with_the_policys_prompts_it_is_a_teacher_without_prompts(models, batch,
     found = []
     for each in (learner, other):
         micros = micro_batches(batch, torch.arange(len(batch.lengths)), 24, ranks)
-        found.append([each.log_probs_of("teacher", batch, [micros])])
-        found[-1] += [x for micro in micros if top_k for x in (micro.top.token, micro.top.of_teacher)]
+        log_prob, top = each.read_by_teacher(batch, [micros])
+        found.append([log_prob, top.token, top.log_prob] if top_k else [log_prob])
     assert found[0][0].any() and all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
@@ -105,12 +105,12 @@ def test_a_mixtures_routes_are_the_teachers_own(models, batch, ranks):
     """With --router-replay the policy replays recorded ones, which belong to other prompts."""
     learner = taught(models["moe"], ranks, told, top_k=0, router_replay="R2")
     micros = micro_batches(batch, torch.arange(len(batch.lengths)), 24, ranks)
-    before = learner.log_probs_of("teacher", batch, [micros])
+    before = learner.read_by_teacher(batch, [micros])[0]
     learner.log_probs_of("policy", batch, [micros])
     assert all(micro.routes is not None for micro in micros)
     for micro in micros:
         micro.routes = torch.zeros_like(micro.routes)  # as if the first expert were always wanted
-    assert torch.equal(learner.log_probs_of("teacher", batch, [micros]), before)
+    assert torch.equal(learner.read_by_teacher(batch, [micros])[0], before)
     expected = by_transformers(models["moe"], batch, torch.float32)[2]
     torch.testing.assert_close(before, torch.where(batch.mask, expected, 0.0), atol=1e-5, rtol=1e-5)
 
@@ -118,10 +118,10 @@ def test_a_mixtures_routes_are_the_teachers_own(models, batch, ranks):
 def test_the_teacher_moves_with_the_policy(models, batch, ranks):
     learner = taught(models["qwen2-untied"], ranks, told, top_k=0)
     micros = micro_batches(batch, torch.arange(len(batch.lengths)), 24, ranks)
-    before = learner.log_probs_of("teacher", batch, [micros])
+    before = learner.read_by_teacher(batch, [micros])[0]
     with torch.no_grad():
         next(learner.policy.parameters()).mul_(1.5)
-    assert not torch.allclose(learner.log_probs_of("teacher", batch, [micros]), before)
+    assert not torch.allclose(learner.read_by_teacher(batch, [micros])[0], before)
 
 
 def test_adapters_are_switched_off_for_the_model_that_they_change(models, batch, ranks):
@@ -135,7 +135,7 @@ def test_adapters_are_switched_off_for_the_model_that_they_change(models, batch,
     found = []
     for each in (learner, plain):
         micros = micro_batches(batch, torch.arange(len(batch.lengths)), 200, ranks)
-        found.append(each.log_probs_of("teacher", batch, [micros]))
+        found.append(each.read_by_teacher(batch, [micros])[0])
         own = each.log_probs_of("policy", batch, [micros])
     torch.testing.assert_close(*found)
     assert not torch.allclose(learner.log_probs_of("policy", batch, [micros]), own)
@@ -151,6 +151,6 @@ def test_a_prompt_is_asked_for_once_a_group_and_by_its_ticket(models, batch, ran
 
     learner = taught(models["qwen2-untied"], ranks, told_once, top_k=0)
     micros = micro_batches(batch, torch.arange(len(batch.lengths)), 24, ranks)
-    learner.log_probs_of("teacher", batch, [micros])
+    learner.read_by_teacher(batch, [micros])[0]
     firsts = [batch.prompts[int((batch.group == g).nonzero()[0])].tolist() for g in range(3)]
     assert asked == list(zip((10, 11, 12), firsts, strict=True))

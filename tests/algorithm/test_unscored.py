@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import run_script, train
-from rl.algorithm.kl_control import KLControl
 from trainer import ESTIMATORS, Trainer
 
 import losses
@@ -25,8 +24,7 @@ from rl.generation.generator import Generator
 from rl.generation.responses import Key, OpenGroup, Responses
 from rl.learning.batch import Batch
 from rl.ranks.timers import Timers
-from rl.record import validation_tables
-from rl.record.files import Files
+from rl.record import validations
 from rl.rewards.score import Score, ScoringEvents
 from rl.samples.group import Group
 from rl.training_run import TrainingRun
@@ -43,7 +41,7 @@ def learn(trainer: Trainer, groups: list[Group], **flags) -> tuple[dict, torch.T
     trainer.learner.optimizer.state.clear()
     args = parts.replace(trainer.args, **flags)
     trainer.learner.args = args
-    metrics = train_sync.learn(args, trainer.learner, KLControl(args), Batch.of(groups), Timers())
+    metrics = train_sync.learn(args, trainer.learner, Batch.of(groups), Timers())
     return metrics, trainer.weights()
 
 
@@ -118,9 +116,9 @@ def test_a_penalty_on_length_is_no_signal():
     for scores, has_signal in (([1.0, 1.0], False), ([0.1, 0.1], False), ([1.0, 0.0], True), ([0.775, 1.0], True)):
         group = group_of(args, list(map(Score, scores)), outputs)
         short, long = group.responses
-        assert short.score == scores[0] and long.score == pytest.approx(scores[1] - 0.225) and group.differs() == has_signal
-        assert Group.from_bytes(group.to_bytes()).differs() == has_signal
-        assert group_of(dataclasses.replace(args, overlong_buffer_len=0), list(map(Score, scores)), outputs).differs() == (
+        assert short.score == scores[0] and long.score == pytest.approx(scores[1] - 0.225) and group.differs == has_signal
+        assert Group.from_bytes(group.to_bytes()).differs == has_signal
+        assert group_of(dataclasses.replace(args, overlong_buffer_len=0), list(map(Score, scores)), outputs).differs == (
             scores[0] != scores[1]
         )
 
@@ -219,9 +217,9 @@ def test_a_response_without_a_score_is_shown_as_such(tmp_path):
     rows = json.loads(json.dumps([generator._row(0, work, number) for number in range(2)]))
     assert [(row["score"], row["acc"], row["error"]) for row in rows] == [(-0.5, -0.5, None), (None, None, "timeout: slow")]
     assert validation_metrics(rows)["val-core/demo/acc/mean@2"] == -0.5
-    validation_tables.write(Files(tmp_path), 1, rows)
-    (table,) = tmp_path.glob("val_generations/*.md")
-    assert [row[-1] for row in validation_tables.read(table)] == ["score", "-0.500", "unscored"]
+    validations.write_responses(tmp_path, 1, rows)
+    (file,) = tmp_path.glob("val_generations/*.jsonl")
+    assert [json.loads(line)["score"] for line in file.read_text().splitlines()] == [-0.5, None]
 
 
 BROKEN = {  # a function that cannot work, and what the message must say

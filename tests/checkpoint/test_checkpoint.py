@@ -23,7 +23,7 @@ from rl.checkpoint import manifest, resume
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Request, SamplingParams
-from rl.transport.records import join_records
+from rl.samples.group import join_records
 
 FLAGS = ["--total-training-steps", "20", "--test-freq", "6", "--val-max-samples", "40", "--save-freq", "10"]
 MEASURED = (

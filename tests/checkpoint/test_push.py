@@ -14,7 +14,7 @@ from helpers import run_script
 
 from rl.checkpoint import push
 from rl.errors import UserError
-from rl.samples.over_sampling import SyncSchedule
+from rl.samples.schedule import SyncSchedule
 
 ARGS = {
     "push_to": "me/sums",

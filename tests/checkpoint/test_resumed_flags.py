@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from tiny_vlm import save_vlm
 
 from rl.algorithm.args import AlgorithmArgs
-from rl.algorithm.kl_control import KLControl
 from rl.checkpoint import manifest
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches

@@ -111,7 +111,7 @@ def test_the_first_learner_holds_what_the_docs_count(tmp_path):
     peak = {name: added for name, (added, _) in record["bytes"].items()}
     kept = {name: kept for name, (_, kept) in record["bytes"].items()}
     little = 0.5  # pieces, buffers, Python's own
-    assert kept["start"] <= peak["start"] < BYTES["weights"] + 2 * little  # the pieces' memory stays (rl/ranks/host_memory.py)
+    assert kept["start"] <= peak["start"] < BYTES["weights"] + 2 * little  # the pieces' memory stays (rl/ranks/device.py)
     assert peak["step"] < BYTES["gradients"] + BYTES["moments"] + little
     assert peak["publish"] < 4 + little  # one copy in the generators' precision, here fp32
     assert 0.6 * SAVED < peak["first"] < 1.1 * SAVED  # a part may come out of what the gradients have left

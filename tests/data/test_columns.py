@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from examples.demo.sums import build_tokenizer
 from rl.data.args import DataArgs
-from rl.data.demo import build_tokenizer
 from rl.data.demonstrations import DemonstrationArgs, Demonstrations
 from rl.data.prompts import PromptDataset
 from rl.errors import UserError

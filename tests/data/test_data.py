@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Tokenizer
 
+from examples.demo.sums import CHAT_TEMPLATE, build_tokenizer, problems
 from rl.data.args import DataArgs
-from rl.data.demo import CHAT_TEMPLATE, build_tokenizer, problems
 from rl.data.prompts import PromptDataset, PromptOrder
 from rl.data.tables import read_table
 from rl.errors import UserError
@@ -175,15 +175,6 @@ def test_many_rows_are_the_rows_one_by_one(tmp_path, capsys):
     assert rows[1300].where == f"{chats} row 0"
     chat = [{"role": "user", "content": texts[0]}]
     assert rows[1300].ids == TOKENIZER.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-
-
-def test_a_terminal_less_start_says_how_far_it_is(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("rl.ranks.progress.SECONDS", 0.0)
-    dataset(write(tmp_path / "a.jsonl", verl_row("1"), verl_row("2")))
-    assert "measuring train prompts: 1 of 2" in capsys.readouterr().out
-    monkeypatch.setenv("RANK", "1")
-    dataset(tmp_path / "a.jsonl")
-    assert capsys.readouterr().out == ""
 
 
 def test_real_gsm8k(gsm8k):

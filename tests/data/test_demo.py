@@ -7,7 +7,7 @@ import torch
 from helpers import greedy_answers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl.data import demo
+from examples.demo import sums as demo
 
 
 def of_split(split: str) -> list[tuple[list[dict], int]]:

@@ -8,7 +8,8 @@ import pytest
 from filelock import FileLock
 from helpers import ROOT, run_script
 
-from rl.data import demo, demo_cache, demo_vl
+from examples.demo import VERSIONS, directory, is_made, pictures
+from examples.demo import sums as demo
 from rl.ranks import watchdog
 
 PROGRAM = "tests/programs/demo_by_ranks.py"
@@ -21,7 +22,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 @pytest.fixture
 def untaught(monkeypatch, tmp_path) -> Path:
     """A cache of this test's, whose models are made in a moment."""
-    for module in (demo, demo_vl):
+    for module in (demo, pictures):
         monkeypatch.setattr(module, "_teach", lambda *_: None)
     monkeypatch.setenv("RL_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
@@ -30,7 +31,7 @@ def untaught(monkeypatch, tmp_path) -> Path:
 def test_every_rank_can_make_every_model(tmp_path):
     """Like nodes, the ranks have separate caches: the second one has no first rank."""
     run_script(PROGRAM, "own", tmp_path, ranks=2, timeout=120)
-    for name, version in demo_cache.VERSIONS.items():
+    for name, version in VERSIONS.items():
         first, second = (contents(tmp_path / rank / f"{name}-v{version}") for rank in "01")
         assert first == second
         assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"} <= first.keys()
@@ -57,11 +58,11 @@ def test_a_job_trains_the_model_that_its_second_rank_has_made(name, tmp_path):
     run_script(*job, ranks=2, env={"RL_CACHE": str(tmp_path / "cache")})
     (run,) = (tmp_path / "runs").iterdir()
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()][-1] == 1
-    assert {path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()} == {f"{name}-v{demo_cache.VERSIONS[name]}"}
+    assert {path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()} == {f"{name}-v{VERSIONS[name]}"}
 
 
 def test_what_a_killed_or_failed_process_leaves_is_removed(untaught):
-    killed = untaught / f"{demo_cache.directory('demo').name}-k1ll3d"
+    killed = untaught / f"{directory('demo').name}-k1ll3d"
     killed.mkdir(parents=True)
     (killed / "tokenizer.json").touch()
     other = untaught / "demo-vl-v2-under-way"
@@ -74,11 +75,11 @@ def test_what_a_killed_or_failed_process_leaves_is_removed(untaught):
     with pytest.raises(RuntimeError, match="not made"):
         demo.made_once("demo", fail)
     assert {path for path in untaught.iterdir() if path.is_dir()} == {other}, "another model is none of its business"
-    assert demo_cache.is_made(Path(demo.model_dir()))
+    assert is_made(Path(demo.model_dir()))
 
 
 def test_waiting_for_another_process_that_makes_it_is_progress(untaught, monkeypatch):
-    target = demo_cache.directory("demo")
+    target = directory("demo")
     target.parent.mkdir(parents=True)
     lock = FileLock(f"{target}.lock", thread_local=False, is_singleton=False)
     lock.acquire()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.data.demo import SPECIAL, tokenizer_of
+from examples.demo.sums import SPECIAL, tokenizer_of
 from rl.data.demonstrations import DemonstrationArgs, Demonstrations
 from rl.errors import UserError
 

@@ -1,7 +1,6 @@
-"""All ranks of a node share the reading of prompts, and every rank ends up with the same prompts as a single rank."""
+"""All ranks of a role share the reading of prompts, and every rank ends up with the same prompts as a single rank."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,7 @@ from datasets import Dataset
 from helpers import run_script
 from tiny_vlm import picture, row, save_vlm
 
-from rl.data.demo import build_tokenizer
-from rl.ranks import divided_work
+from examples.demo.sums import build_tokenizer
 
 NUMBERS = [f"{i}+{i % 7}=" for i in range(50)]
 
@@ -43,15 +41,14 @@ def result(read: dict) -> dict:
 
 @pytest.mark.parametrize(("ranks", "generators"), [(2, 0), (3, 2)])
 def test_each_rank_measures_a_part_and_has_all_rows(texts, tmp_path, ranks, generators):
-    """Learners and generators of a node together; some prompts are left out, and a part lies in two files."""
+    """Some prompts are left out, and a part lies in two files. Learners and generators divide the work among themselves."""
     files = [write(tmp_path / "a.parquet", NUMBERS[:10]), write(tmp_path / "b.parquet", [*NUMBERS[10:], "1" * 9, "2" * 20])]
     flags = {"train_files": files, "max_prompt_length": 8, "filter_overlong_prompts": True}
     (alone,) = read(texts, tmp_path / "alone", None, **flags)
     together = read(texts, tmp_path / "together", ranks, generators=generators, **flags)
     assert alone["texts"] == 52 and alone["rows"] == list(range(50))
     assert [result(of_rank) for of_rank in together] == [result(alone)] * ranks
-    assert sum(of_rank["texts"] for of_rank in together) == 52
-    assert max(of_rank["texts"] for of_rank in together) == math.ceil(52 / ranks)
+    assert [of_rank["texts"] for of_rank in together] == ([52, 26, 26] if generators else [26, 26])
 
 
 def test_prompts_that_are_cut_are_counted_once(texts, tmp_path):
@@ -89,27 +86,3 @@ def test_an_error_is_the_one_that_a_rank_alone_finds(texts, tmp_path, rows, said
     (alone,) = read(texts, tmp_path / "alone", None, **flags)
     assert (said in alone["error"]) if said else ("error" not in alone)
     assert [result(of_rank) for of_rank in read(texts, tmp_path / "together", 2, **flags)] == [result(alone)] * 2
-
-
-@pytest.mark.parametrize(
-    "seconds",
-    [pytest.param([0.3, 0.3], id="both", marks=pytest.mark.slow), pytest.param([0, 0.3], id="one waits for the other")],
-)
-def test_a_slow_tokenizer_does_not_hang(texts, tmp_path, seconds):
-    """Each text takes a tenth of --hang-timeout, all of them more than twice as long."""
-    flags = {"train_files": [write(tmp_path / "a.parquet", NUMBERS[:48])], "hang_timeout": 3, "seconds_a_text": seconds}
-    for of_rank in read(texts, tmp_path / "out", 2, **flags):
-        assert of_rank["rows"] == list(range(48)) and of_rank["texts"] >= 24
-
-
-@pytest.mark.parametrize("parts", [1, 2, 3, 7])
-@pytest.mark.parametrize("items", [0, 1, 6, 7, 100])
-def test_parts_follow_each_other_and_are_all_there_is(monkeypatch, parts, items):
-    monkeypatch.setattr(divided_work.launch, "neighbours", lambda: dict.fromkeys(range(10, 10 + parts)))
-    monkeypatch.setattr(divided_work.launch, "open_store", lambda timeout: None)
-    found = []
-    for rank in range(10, 10 + parts):
-        monkeypatch.setenv("RANK", str(rank))
-        found.append(divided_work.DividedWork().part(items))
-    assert [item for part in found for item in part] == list(range(items))
-    assert max(map(len, found)) - min(map(len, found)) <= 1

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import ROOT, run_script, train
 
+from examples.demo.sums import build_tokenizer
 from rl.data.args import DataArgs
-from rl.data.demo import build_tokenizer
 from rl.data.prompts import PromptDataset
 from rl.rewards import verifiers
 from rl.rewards.instructions import FORMATS, LOOKED_AT, unasked

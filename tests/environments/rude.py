@@ -1,12 +1,16 @@
 """Environments that behave badly, and some that do not, for the tests of their processes."""
 
 import asyncio
-import contextlib
 import os
 import random
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 DRAWN = []
+SLEEP = [sys.executable, "-c", "import time; time.sleep(1000)"]
+helper = subprocess.Popen(SLEEP, start_new_session=True)  # a server for all episodes
 
 
 class Rude:
@@ -34,28 +38,15 @@ class Rude:
     def _hangs(self, message):
         time.sleep(1000)
 
-    def _burns(self, message):
-        while True:
-            pass
-
     def _exits(self, message):
         os._exit(3)
+
+    def _is_killed(self, message):
+        os.kill(os.getpid(), 9)
 
     def _kills_its_parent(self, message):
         os.kill(os.getppid(), 9)
         time.sleep(1000)
-
-    def _eats(self, message):
-        return bytearray(1 << 34), None, True
-
-    def _opens(self, message):
-        return [open(os.devnull) for _ in range(1000)], None, True
-
-    def _lies(self, message):
-        for file in range(3, 64):
-            with contextlib.suppress(OSError):
-                os.write(file, b'{"number": 2, "ids": [999999], "reward": 1.0, "done": true, "calls": 0, "malformed": 0}\n')
-        return [], 1.0, True
 
     def _returns_nan(self, message):
         return [], float("nan"), True
@@ -76,25 +67,21 @@ class Rude:
     def _says_much(self, message):
         return [{"role": "user", "content": "word " * 200_000}], None, False
 
-    def _leaves_a_child(self, message):
+    def _leaves_children(self, message):
         if not os.fork():
             time.sleep(1000)
-        return [], 1.0, True
-
-    def _drips(self, message):
-        for _ in range(50):
-            for file in range(3, 64):
-                with contextlib.suppress(OSError):
-                    os.write(file, b" ")
-            time.sleep(0.2)
-        return [], 1.0, True
+        subprocess.Popen(SLEEP, start_new_session=True)
+        state = Path(f"/proc/{helper.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return [], float(state != "Z"), True
 
     def _sleeps(self, message):
         time.sleep(1.0)
         return [], 1.0, True
 
-    def _says_secrets(self, message):
-        return [{"role": "user", "content": str(os.environ.get("MY_TOKEN")) + str(os.environ.get("RANK"))}], None, False
+    def _says_what_it_sees(self, message):
+        secrets = [os.environ.get(name) for name in ("MY_TOKEN", "RANK")]
+        first_to_end = Path("/proc/self/oom_score_adj").read_text().strip()
+        return [{"role": "user", "content": f"{secrets} {first_to_end}"}], None, False
 
     def _draws(self, message):
         DRAWN.append(1)

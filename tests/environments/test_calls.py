@@ -1,14 +1,201 @@
-"""Calls in a turn's text, in three formats; each malformed one has a reason, and the good ones next to it are read."""
+"""Calls in a turn's text, in three formats: each malformed one has a reason, and the good ones next to it are read.
+
+Arguments in tags have the types of the tool's schema: a table, which vLLM's own parsers of these families are compared with.
+"""
+
+import json
+import time
 
 import pytest
+from families import tokenizer_of
 
 from rl.environments.calls import parse
+
+INTEGER, NUMBER, BOOLEAN, STRING, NULL = ({"type": kind} for kind in ("integer", "number", "boolean", "string", "null"))
+ARRAY, OBJECT = {"type": "array", "items": {}}, {"type": "object"}
+OPTIONAL = {"anyOf": [INTEGER, NULL], "default": None}  # pydantic writes `int | None` so
+POINT = {"type": "object", "properties": {"x": INTEGER, "on": {"type": "boolean"}}}
+SAME = [  # as vLLM's parsers: schema, text, value
+    (INTEGER, "5", 5),
+    (INTEGER, "-5", -5),
+    (INTEGER, "5.0", 5),
+    (INTEGER, "1e3", 1000),
+    (INTEGER, "seven", "seven"),
+    (INTEGER, "5.5", 5.5),
+    (INTEGER, "true", True),
+    (INTEGER, "True", "True"),
+    (INTEGER, "[1]", [1]),
+    (INTEGER, "9" * 5000, "9" * 5000),
+    (NUMBER, "2.5", 2.5),
+    (NUMBER, "5", 5),
+    (NUMBER, "NaN", "NaN"),
+    (NUMBER, "1e999", "1e999"),
+    (BOOLEAN, "True", True),
+    (BOOLEAN, "False", False),
+    (BOOLEAN, "true", True),
+    (BOOLEAN, "FALSE", False),
+    (BOOLEAN, "1", True),
+    (BOOLEAN, "yes", "yes"),
+    (STRING, "True", "True"),
+    (STRING, "None", "None"),
+    (STRING, "null", "null"),
+    (STRING, "5", "5"),
+    (STRING, '{"a": 1}', '{"a": 1}'),
+    (STRING, "  x\n\ny ", "  x\n\ny "),
+    (STRING, "", ""),
+    ({}, "5", "5"),
+    ({"description": "any"}, "True", "True"),
+    (OPTIONAL, "5", 5),
+    (OPTIONAL, "null", None),
+    ({"anyOf": [STRING, NULL]}, "null", None),
+    ({"anyOf": [STRING, NULL]}, "5", "5"),
+    ({"anyOf": [STRING, INTEGER]}, "5", 5),
+    ({"anyOf": [STRING, INTEGER]}, "five", "five"),
+    ({"oneOf": [BOOLEAN, INTEGER]}, "true", True),
+    ({"oneOf": [BOOLEAN, INTEGER]}, "7", 7),
+    ({"anyOf": [{"anyOf": [NUMBER, NULL]}, ARRAY]}, "[1, 2]", [1, 2]),
+    ({"allOf": [INTEGER]}, "5", 5),
+    ({"type": ["integer", "null"]}, "null", None),
+    ({"type": ["integer", "null"]}, "5", 5),
+    ({"type": ["string", "number"]}, "x", "x"),
+    ({"type": "int"}, "5", 5),
+    ({"type": "str"}, "5", "5"),
+    (ARRAY, '["a", 1, null]', ["a", 1, None]),
+    (ARRAY, "a, b", "a, b"),
+    (ARRAY, "[1, 1e999]", "[1, 1e999]"),
+    (OBJECT, '{"a": {"b": [true]}}', {"a": {"b": [True]}}),
+    (OBJECT, "{'a': 1}", "{'a': 1}"),
+    (POINT, '{"x": 3, "on": false}', {"x": 3, "on": False}),
+    ({"enum": ["a", "b"]}, "a", "a"),
+    ({"type": "string", "enum": ["1", "2"]}, "1", "1"),
+    ({"enum": [1, 2]}, "1", 1),
+    ({"enum": [True, None]}, "null", None),
+]
+OURS = [  # where vLLM leaves text, or takes an alternative that the value is not of
+    (OPTIONAL, "None", None),
+    ({"anyOf": [STRING, NULL]}, "None", None),
+    ({"type": "integer", "nullable": True}, "None", None),  # transformers writes `int | None` so
+    (NULL, "None", None),
+    (ARRAY, "[True, None]", [True, None]),
+    (OBJECT, '{"a": True, "None": "False"}', {"a": True, "None": "False"}),
+    ({"$ref": "#/$defs/Point"}, '{"x": 3}', {"x": 3}),
+    ({"anyOf": [{"$ref": "#/$defs/Point"}, NULL]}, "None", None),
+    ({"$ref": "#/$defs/Count"}, "5", 5),
+    ({"$ref": "#/$defs/Tree"}, '{"left": {"left": null}}', {"left": {"left": None}}),
+    ({"$ref": "#/$defs/Missing"}, "5", "5"),
+    ({"enum": ["1", 2]}, "1", "1"),
+    ({"const": 3}, "3", 3),
+]
+DEFS = {"Point": POINT, "Count": {"allOf": [INTEGER]}, "Tree": {"type": "object", "anyOf": [{"$ref": "#/$defs/Tree"}, NULL]}}
+QWEN = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+GLM = "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"
+
+
+def parameters(schema: dict) -> dict:
+    return {"type": "object", "properties": {"a": schema}, "$defs": DEFS}
+
+
+@pytest.mark.parametrize("form", [QWEN, GLM])
+def test_an_argument_is_of_its_type(form):
+    for schema, text, value in SAME + OURS:
+        _, (call,) = parse(form.format(text), "xml", {"f": parameters(schema)})
+        assert json.dumps(call) == json.dumps({"name": "f", "arguments": {"a": value}}), (schema, text)
+
+
+def test_an_argument_without_a_schema_is_text():
+    assert parse(QWEN.format("5"), "xml", {})[1] == [{"name": "f", "arguments": {"a": "5"}}]
+    assert parse(GLM.format("5"), "xml", {"f": {"properties": {}}})[1] == [{"name": "f", "arguments": {"a": "5"}}]
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, '"\\"' * 50_000, "True" * 30_000, "9" * 100_000])
+def test_a_text_that_nothing_can_read_stays_text(text):
+    for schema in (ARRAY, OBJECT, INTEGER, OPTIONAL, NUMBER):
+        _, (call,) = parse(QWEN.format(text), "xml", {"f": parameters(schema)})
+        assert call["arguments"] == {"a": text}
+
+
+def test_a_schema_of_another_form_raises_nothing():
+    """An agent brings the schemas of its tools."""
+    for value in (5, "x", {"a": 1}, [{"a": 1}], [5, None], None):
+        for schema in [{"properties": {"a": {"anyOf": value}}}, {"properties": {"a": value}}, {"properties": value}]:
+            _, (call,) = parse(QWEN.format("5"), "xml", {"f": schema})
+            assert call["arguments"]["a"] in (5, "5")
+
+
+@pytest.mark.parametrize(("family", "form"), [("qwen3_5_think", QWEN), ("glm4moe", GLM)])
+def test_vllm_s_parsers_read_the_same(family, form):
+    pytest.importorskip("vllm.tool_parsers")
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
+    from vllm.tool_parsers.glm47_moe_tool_parser import Glm47MoeModelToolParser
+    from vllm.tool_parsers.qwen3_engine_tool_parser import Qwen3EngineToolParser
+
+    kind, tokenizer = Glm47MoeModelToolParser if family == "glm4moe" else Qwen3EngineToolParser, tokenizer_of(family)
+    differing = []
+    for schema, text, value in SAME:
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters(schema)}}
+        request = ChatCompletionRequest(messages=[], model="policy", tools=[tool])
+        parser = kind(tokenizer, [ChatCompletionToolsParam.model_validate(tool)])
+        found = parser.extract_tool_calls(form.format(text), request)
+        if [json.loads(call.function.arguments) for call in found.tool_calls] != [{"a": value}]:
+            differing.append((schema, text, value, found))
+    assert not differing
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama"])
+def test_vllm_s_parsers_read_the_same_json(form):
+    """In these formats the model itself writes the types."""
+    pytest.importorskip("vllm.tool_parsers")
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
+    from vllm.tool_parsers.llama_tool_parser import Llama3JsonToolParser
+
+    kind, family = (Hermes2ProToolParser, "qwen3") if form == "hermes" else (Llama3JsonToolParser, "llama3_1")
+    parser, request = kind(tokenizer_of(family)), ChatCompletionRequest(messages=[], model="policy")
+    calls = [{"name": "f", "arguments": {"a": value}} for _, _, value in SAME + OURS]
+    texts = [json.dumps(call) for call in calls]
+    if form == "hermes":
+        texts = [f"<tool_call>\n{text}\n</tool_call>" for text in texts]
+    for text, expected in [(text, [call]) for text, call in zip(texts, calls, strict=True)] + [("; ".join(texts), calls)]:
+        read = parser.extract_tool_calls(text, request).tool_calls
+        theirs = [{"name": call.function.name, "arguments": json.loads(call.function.arguments)} for call in read]
+        assert parse(text, form, {"f": parameters(STRING)})[1] == theirs == expected
+
+
+PIECES = ["<tool_call>", "</tool_call>", "<function=f>", "<function=", "</function>", "<parameter=a>", "<parameter="]
+PIECES += ["</parameter>", "<arg_key>", "<arg_key>a</arg_key>", "<arg_key>a</arg_key><arg_value>", "<arg_value>"]
+PIECES += ["</arg_value>", "<", "\n", "a ", '{"name": "f"}', '{"name": "f", "parameters": {}};', '{"name"', "[", '"', "\\"]
+PIECES += ['\\"', "True", "<think>", "</think>"]
+STARTS = ["", "<tool_call>", "<tool_call><function=f>", "<tool_call>f", "<tool_call><function=f><parameter=a>"]
+STARTS += ["<tool_call>f<arg_key>a</arg_key><arg_value>", '{"name": "f"}', "<|python_tag|>"]
+
+
+@pytest.mark.parametrize("form", ["hermes", "xml", "llama"])
+def test_the_time_of_a_parser_is_linear(form):
+    """CPU time for a text eight times as long: eight times as much if it is linear, 64 times if it is quadratic."""
+    schemas = {"f": parameters(ARRAY)}
+
+    def seconds(text: str) -> float:
+        begun = time.process_time()
+        parse(text, form, schemas)
+        return time.process_time() - begun
+
+    def is_linear(short: str, long: str) -> bool:
+        return seconds(long) < 24 * max(seconds(short), 1e-3)
+
+    for start in STARTS:
+        for end in ("", "</function></tool_call>", "</tool_call>"):
+            for piece in PIECES:
+                texts = [start + piece * (chars // len(piece)) + end for chars in (4_000, 32_000)]
+                assert any(is_linear(*texts) for _ in range(3)), (start, piece, end)
+
+
+# ------------------------------------------------------------------------------------------------------ whole calls
 
 SCHEMAS = {"f": {"properties": {"n": {"type": "integer"}, "s": {"type": "string"}}}}
 GOOD = {"name": "f", "arguments": {"n": 7, "s": "x"}}
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"n": 7, "s": "x"}}\n</tool_call>'
 XML = "<tool_call>\n<function=f>\n<parameter=n>\n7\n</parameter>\n<parameter=s>\nx\n</parameter>\n</function>\n</tool_call>"
-GLM = (
+GLM_CALL = (
     "<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>7</arg_value>\n<arg_key>s</arg_key>\n<arg_value>x</arg_value>\n</tool_call>"
 )
 LLAMA = '{"name": "f", "parameters": {"n": 7, "s": "x"}}'
@@ -16,7 +203,7 @@ LLAMA = '{"name": "f", "parameters": {"n": 7, "s": "x"}}'
 
 @pytest.mark.parametrize(
     ("form", "text"),
-    [("hermes", HERMES), ("xml", XML), ("xml", GLM), ("llama", LLAMA), ("llama", f"<|python_tag|>{LLAMA}")],
+    [("hermes", HERMES), ("xml", XML), ("xml", GLM_CALL), ("llama", LLAMA), ("llama", f"<|python_tag|>{LLAMA}")],
 )
 def test_a_call_is_read(form, text):
     assert parse(text, form, SCHEMAS) == ("", [GOOD])

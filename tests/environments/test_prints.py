@@ -54,7 +54,7 @@ def loud(tmp_path) -> Path:
 
 
 def test_an_episode_shows_a_little_however_it_prints(model, loud, capfd):  # noqa: F811
-    pool = environments(model, f"{loud}:Loud", env_cpu_limit=30.0)
+    pool = environments(model, f"{loud}:Loud")
     kinds = ("print", "stderr", "files", "a child", "a fork")
     for kind in kinds:
         pool.begin(kind, {"ground_truth": kind, "prompt": []}, seed=1, own_seed=1)

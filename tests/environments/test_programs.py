@@ -1,12 +1,18 @@
 """A user's environment, tools as functions, and a TRL environment's class as it is, all as one program."""
 
 import asyncio
+import dataclasses
+import datetime
+import enum
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from PIL import Image
+from pydantic import BaseModel
 
-from rl.environments.programs import BadValue, Programs, as_reward
+from rl.environments.programs import BadValue, Programs, as_added, as_messages, as_reward, as_text
 
 
 def divide(a: int, b: int) -> float:
@@ -164,3 +170,107 @@ def test_a_reward_that_is_none_of_ours_is_refused(value):
     with pytest.raises(BadValue):
         as_reward(value)
     assert as_reward(None) is None and as_reward(True) == 1.0
+
+
+# ---------------------------------------------------------------------------------------- what they return, as text
+
+
+@dataclasses.dataclass
+class Point:
+    x: object
+    label: str = "a"
+
+
+class Model(BaseModel):
+    n: int
+    inner: dict
+
+
+class Color(enum.StrEnum):
+    RED = "red"
+
+
+ENTRIES = [{"type": "file", "name": "a.txt"}, {"type": "dir", "name": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("plain", "plain"),
+        ("", ""),
+        (None, "null"),
+        (True, "true"),
+        (2.5, "2.5"),
+        ([1, "é"], '[1, "é"]'),
+        ([("a", 1)], '[["a", 1]]'),
+        ({1: {"b": None}}, '{"1": {"b": null}}'),
+        ({3, 1}, "[1, 3]"),
+        ([Point(3)], '[{"x": 3, "label": "a"}]'),
+        (Model(n=1, inner={"p": 2}), '{"n": 1, "inner": {"p": 2}}'),
+        (np.float32(0.5), "0.5"),
+        (np.arange(4).reshape(2, 2), "[[0, 1], [2, 3]]"),
+        (torch.tensor([1, 2]), "[1, 2]"),
+        (Color.RED, "red"),
+        (datetime.date(2026, 1, 2), '"2026-01-02"'),
+        (Path("a/b"), '"a/b"'),
+        (b"bytes", '"bytes"'),
+        ([{"type": "text", "text": "two "}, {"type": "text", "text": "parts"}], "two parts"),
+        (ENTRIES, str(ENTRIES).replace("'", '"')),
+    ],
+)
+def test_a_value_has_a_text(value, text):
+    assert as_text(value) == text
+    assert as_messages([{"role": "user", "content": value}]) == [{"role": "user", "content": text}]
+
+
+PICTURE = Image.new("RGB", (2, 2))
+IMAGES = [PICTURE, [PICTURE, "text"], {"screen": {"now": PICTURE}}, Point(PICTURE), [{"type": "image"}]]
+IMAGES += [[{"type": "image", "image": PICTURE}, {"type": "text", "text": "a screen"}], {"type": "image_url", "image_url": {}}]
+
+
+@pytest.mark.parametrize("value", IMAGES, ids=range(len(IMAGES)))
+def test_an_image_is_refused_wherever_it_is(value):
+    """In a tool's result, in what reset returns as TRL's do and as messages, and in what step returns."""
+
+    class Own:
+        tools = ()
+
+        def reset(self, row, seed):
+            return [{"role": "user", "content": value}]
+
+        def step(self, message):
+            return [{"role": "user", "content": value}], None, False
+
+    class OfTrl:
+        def reset(self, **row):
+            return value
+
+        def look(self):
+            """Looks."""
+            return value
+
+        async def wait(self):
+            """Waits."""
+            return value
+
+    own, of_trl = Programs([Own], are_tools=False).new(), Programs([OfTrl], are_tools=False).new()
+    asked = [lambda: own.reset({}, 0), lambda: own.step(said()), lambda: of_trl.reset({}, 0)]
+    asked += [lambda: of_trl.step(said(call("look"))), lambda: of_trl.step(said(call("wait")))]
+    for ask in asked:
+        with pytest.raises(BadValue, match="only text is possible here"):
+            ask()
+
+
+def test_what_reset_adds():
+    message = {"role": "user", "content": "x"}
+    assert as_added(None) == as_added([]) == [] and as_added("text") == "text"
+    assert as_added([message]) == as_added((message,)) == [message]
+    assert as_added([{"type": "text", "text": "one"}, {"type": "text", "text": " two"}]) == "one two"
+    assert as_added(["a", 1]) == '["a", 1]' and as_added({"board": [0, 1]}) == '{"board": [0, 1]}'
+    for wrong in (message, [message, "text"], [{"role": "user"}]):
+        with pytest.raises(BadValue, match="not a"):
+            as_added(wrong)
+    with pytest.raises(BadValue, match="only text"):
+        as_added([message | {"images": [PICTURE]}])
+    with pytest.raises(BadValue, match="cannot be written as JSON"):
+        as_text({(1, 2): 3})

@@ -1,18 +1,21 @@
 """Scripts of TRL as they are: classes without get_reward, and reward functions over environments, called in the episodes."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from families import end_tokens, tokenizer_of
 from helpers import train
-from test_pool import Args, answers, environments
+from test_pool import answers, begin, environments, ids_of, model  # noqa: F401 model: a fixture
 
 import train_sync
 from rl import ranges
-from rl.environments.pool import Environments
+from rl.environments.programs import BadValue, EpisodeProgram, Programs
+from rl.environments.turns import Turns
 from rl.errors import UserError
+from rl.rewards.worker import import_file
 
 SCRIPT = '''
 import json
@@ -129,7 +132,6 @@ def main():
 if __name__ == "__main__":
     main()
 '''
-TOKENIZER = tokenizer_of("qwen2_5")
 CALL = '<tool_call>\n{"name": "roll", "arguments": {"times": 4, "label": "a"}}\n</tool_call>'
 
 
@@ -141,76 +143,57 @@ def file(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("model")
-    TOKENIZER.save_pretrained(path)
-    return str(path)
+def started(file) -> Callable[[str, str], Callable[[], EpisodeProgram]]:
+    """Makes the episodes of an environment, or of the tool, of the file with reward functions of it."""
+    module = import_file(str(file), "user_environment")
 
+    def start(name: str, functions: str) -> Callable[[], EpisodeProgram]:
+        programs = Programs([getattr(module, name)], are_tools=name == "tool")
+        turns = Turns(tokenizer_of("qwen2_5"), programs.schemas(), end_tokens("qwen2_5"))
+        return partial(EpisodeProgram, programs, turns, [getattr(module, function) for function in functions.split(",")])
 
-@pytest.fixture
-def started(file, model) -> Iterator:
-    """Starts an environment, or the tool, of the file with reward functions of it."""
-    pools = []
-
-    def start(name: str, functions: str) -> Environments:
-        given = {"tools" if name == "tool" else "env": f"{file}:{name}", "reward": f"{file}:{functions}"}
-        pools.append(Environments(Args(env_timeout=20.0, scores_environments=True, **given), model, end_tokens("qwen2_5"), 300))
-        return pools[-1]
-
-    yield start
-    for pool in pools:
-        pool.close()
+    return start
 
 
 ROW = {"prompt": [{"role": "user", "content": "Roll."}], "level": 3, "ground_truth": "", "data_source": "x", "extra_info": {}}
 
 
-def ids(text: str) -> list[int]:
-    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
-
-
-def play(pool: Environments, *turns: str, row: dict = ROW, cut: str | None = None) -> dict:
+def play(new: Callable[[], EpisodeProgram], *turns: str, row: dict = ROW, cut: str | None = None, own_seed: int = 1) -> dict:
     """The last answer of an episode. cut: the text of a turn that the budget cuts."""
-    pool.begin("a", row, seed=5, own_seed=1)
-    answer = answers(pool, "a")["a"]
+    episode = new()
+    answer = episode.reset({"row": json.loads(json.dumps(row)), "seed": 5, "own_seed": own_seed})
     said: list[int] = []
     for turn in turns:
-        pool.ask("a", "step", ids=ids(turn))
-        answer = answers(pool, "a")["a"]
-        said += ids(turn) + answer.get("ids", [])
-    if cut is not None:
-        pool.ask("a", "end", ids=said + ids(cut))
-        answer = answers(pool, "a")["a"]
-    pool.end("a")
-    return answer
+        answer = episode.step({"ids": ids_of(turn)})
+        said += ids_of(turn) + answer["ids"]
+    return answer if cut is None else episode.end({"ids": said + ids_of(cut)})
 
 
 def test_functions_see_the_live_environment_and_their_rewards_are_summed(started):
-    pool = started("Dice", "total,bonus,other")
-    assert pool.ready["scores_at_end"]
-    assert play(pool, f"{CALL}<|im_end|>", "done<|im_end|>")["reward"] == 4.5
-    assert play(pool, f"{CALL}{CALL}<|im_end|>", "done<|im_end|>")["reward"] == 8.5
-    assert play(pool, f"{CALL}<|im_end|>", cut="I wa")["reward"] == 4.5
-    assert play(pool, cut="I wa")["reward"] == 0.5
+    new = started("Dice", "total,bonus,other")
+    assert play(new, f"{CALL}<|im_end|>", "done<|im_end|>")["reward"] == 4.5
+    assert play(new, f"{CALL}{CALL}<|im_end|>", "done<|im_end|>")["reward"] == 8.5
+    assert play(new, f"{CALL}<|im_end|>", cut="I wa")["reward"] == 4.5
+    assert play(new, cut="I wa")["reward"] == 0.5
 
 
 def test_functions_get_what_trl_gives_them(started, tmp_path):
-    pool = started("Dice", "bonus")
-    answer = play(pool, f"Well. {CALL}<|im_end|>", cut="I wa", row=ROW | {"ground_truth": str(tmp_path / "got")})
+    new = started("Dice", "bonus")
+    answer = play(new, f"Well. {CALL}<|im_end|>", cut="I wa", row=ROW | {"ground_truth": str(tmp_path / "got")})
     assert answer["reward"] == 0.5
     prompt, roles, calls, last, tokens, level, more = json.loads((tmp_path / "got").read_text())
     assert prompt[0]["content"].startswith("Roll. Start: 0.") and roles == ["assistant", "tool", "assistant"]
     assert calls == [{"times": 4, "label": "a"}] and last == "I wa" and level == [3]
     assert more == ["data_source", "extra_info", "ground_truth", "log_extra", "log_metric"]
-    assert tokens > len(ids(f"Well. {CALL}<|im_end|>I wa")) + len(ids("<tool_response>"))
+    assert tokens > len(ids_of(f"Well. {CALL}<|im_end|>I wa")) + len(ids_of("<tool_response>"))
 
 
 def test_a_class_may_score_as_well_and_one_of_ours_that_has_scored_is_not_scored_again(started):
     assert play(started("Scored", "fixed"), "done<|im_end|>")["reward"] == 107
-    pool = started("Own", "fixed")
-    assert play(pool, "a<|im_end|>", "b<|im_end|>", row=ROW | {"rewards": [None, None]})["reward"] == 7
-    assert play(pool, "a<|im_end|>", "b<|im_end|>", row=ROW | {"rewards": [0.5, None]})["reward"] is None
-    assert play(pool, "a<|im_end|>", "b<|im_end|>", row=ROW | {"rewards": [None, 0.5]})["reward"] == 0.5
+    new = started("Own", "fixed")
+    assert play(new, "a<|im_end|>", "b<|im_end|>", row=ROW | {"rewards": [None, None]})["reward"] == 7
+    assert play(new, "a<|im_end|>", "b<|im_end|>", row=ROW | {"rewards": [0.5, None]})["reward"] is None
+    assert play(new, "a<|im_end|>", "b<|im_end|>", row=ROW | {"rewards": [None, 0.5]})["reward"] == 0.5
 
 
 def test_reset_gets_the_keywords_that_it_names(started):
@@ -224,35 +207,30 @@ def test_a_function_of_completions_scores_tools(started):
 
 @pytest.mark.parametrize(("functions", "said"), [("other", "each returned None"), ("of_two", "not a list of one reward")])
 def test_what_is_no_reward_is_an_event(functions, said, started):
-    answer = play(started("Dice", functions), "done<|im_end|>")
-    assert answer["event"] == "bad_value" and said in answer["message"]
+    with pytest.raises(BadValue, match=said):
+        play(started("Dice", functions), "done<|im_end|>")
 
 
 def test_a_group_s_resets_draw_the_same_and_its_tools_do_not(started):
     """2048's board is drawn from `random`: all responses to a prompt begin with the same one."""
-    pool = started("Dice", "total")
-    for number in range(3):
-        pool.begin(number, ROW, seed=5, own_seed=number)
-    begun = answers(pool, range(3))
-    assert begun[0]["prompt"] == begun[1]["prompt"] == begun[2]["prompt"]
-    for number in range(3):
-        pool.ask(number, "step", ids=ids(f"{CALL}<|im_end|>"))
-    assert len({tuple(answer["ids"]) for answer in answers(pool, range(3)).values()}) == 3
+    new = started("Dice", "total")
+    assert len({str(play(new, own_seed=number)) for number in range(3)}) == 1
+    assert len({str(play(new, f"{CALL}<|im_end|>", own_seed=number)["ids"]) for number in range(3)}) == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("Nested", "Nested is defined within main. Move it to the module's level"), ("Missing", "has no 'Missing'")],
-)
-def test_a_nested_class_is_refused_with_what_to_do(name, said, started):
-    with pytest.raises(UserError, match=said):
-        started(name, "total")
-
-
-def test_an_import_that_is_not_installed_is_a_sentence(model, tmp_path):
-    (tmp_path / "script.py").write_text(f"from trl_that_is_missing import GRPOTrainer\n{SCRIPT}")
-    with pytest.raises(UserError, match="imports trl_that_is_missing, which is not installed"):
-        environments(model, f"{tmp_path / 'script.py'}:Dice")
+def test_a_reward_function_scores_in_the_process_of_its_episode(file, model):  # noqa: F811
+    spec = f"{file}:Dice"
+    pool = environments(model, spec, reward=f"{file}:total,bonus", scores_environments=True)
+    assert pool.scores_at_end and "prompt" in begin(pool, "a", "", level=3)
+    pool.ask("a", "step", ids=ids_of("done<|im_end|>"))
+    assert answers(pool, ["a"])["a"]["reward"] == 0.5
+    pool.close()
+    with pytest.raises(UserError, match="has no 'Nested' that could be called"):
+        environments(model, spec.replace("Dice", "Nested"))
+    file.write_text(f"from trl_that_is_missing import GRPOTrainer\n{SCRIPT}")
+    with pytest.raises(UserError, match="No module named 'trl_that_is_missing'"):
+        environments(model, spec)
+    file.write_text(SCRIPT)
 
 
 @pytest.mark.parametrize(
@@ -310,6 +288,7 @@ def right(environments, completions, **kwargs):
 '''
 
 
+@pytest.mark.runs
 @pytest.mark.slow
 def test_a_run_trains_a_class_of_trl_s_with_reward_functions(tmp_path):
     """The demo's model and engine; the rows have only columns for reset. The score is the sum over both functions."""

@@ -251,8 +251,9 @@ def test_gdpo_has_its_named_rewards():
     of = ["algorithm.gdpo_reward_keys=['format','right']", "algorithm.gdpo_reward_weights=[1.0,0.5]"]
     words = [*of, "actor_rollout_ref.model.path=x", "actor_rollout_ref.rollout.n=4", "reward.reward_manager.name=gdpo"]
     found = ours("algorithm.adv_estimator=gdpo", *words)
-    args = translate.parse(found)
-    assert (args.adv_estimator, args.gdpo_reward_keys, args.gdpo_reward_weights) == ("gdpo", ("format", "right"), (1.0, 0.5))
+    keys, weights = (found.flags[f"--gdpo-reward-{what}"] for what in ("keys", "weights"))
+    assert (found.flags["--adv-estimator"], keys, weights) == ("gdpo", ["format", "right"], [1.0, 0.5])
+    assert found.forks.keys() == {"gdpo"} and (ROOT / "examples" / "forks" / "gdpo.diff").exists()
     assert not found.refusal and not any(kind == "not here" for kind, _ in found.verdicts.values())
     plain = ours("algorithm.adv_estimator=grpo", *words)
     assert not any("gdpo" in flag for flag in plain.flags)
@@ -395,12 +396,11 @@ V1 = (
     ("words", "flags_"),
     [
         # verl's defaults: 4 updates a step, one batch ahead, at most 8 versions in a response
-        ((), {"publish-every": 4, "staleness-threshold": 1.0, "max-staleness": 7, "on-stale": "drop"}),
+        ((), {"publish-every": 4, "staleness-threshold": 1.0, "max-staleness": 7}),
         (("trainer.v1.separate_async.parameter_sync_step=2", "trainer.v1.separate_async.num_warmup_batches=1.5"),
          {"publish-every": 2, "staleness-threshold": 1.5}),
-        (("trainer.v1.sampler.max_off_policy_threshold=3", "trainer.v1.sampler.max_off_policy_strategy=wait"),
-         {"max-staleness": 2, "on-stale": "wait"}),
-        (("trainer.v1.sampler.max_off_policy_threshold=null",), {"max-staleness": None, "on-stale": None}),
+        (("trainer.v1.sampler.max_off_policy_threshold=3",), {"max-staleness": 2}),
+        (("trainer.v1.sampler.max_off_policy_threshold=null",), {"max-staleness": None}),
         # what it counts in publishes
         ((), {"total-training-steps": 400, "test-freq": 20, "lr-warmup-steps": 40, "total-rollout-steps": None}),
         ((), {"generators": 4, "partial-rollout": "recompute", "train-batch-size": 16}),
@@ -410,8 +410,12 @@ def test_the_asynchronous_mode_of_verls_newer_trainer(words, flags_):
     found = ours(*V1, *words, script="trainer.main_ppo")
     assert found.script == "train_async.py" and not found.refusal
     got = shown(found) | {"trainer": None}
-    defaults = {"staleness-threshold": 1.0, "on-stale": "drop"} if "max-staleness" in got else {"staleness-threshold": 1.0}
-    assert {name: got.get(name, defaults.get(name)) for name in flags_} == flags_
+    assert {name: got.get(name, {"staleness-threshold": 1.0}.get(name)) for name in flags_} == flags_
+
+
+def test_waiting_for_samples_that_get_too_old_is_missing():
+    found = ours(*V1, "trainer.v1.sampler.max_off_policy_strategy=wait", script="trainer.main_ppo")
+    assert any("dropped and replaced" in text for _, text in found.verdicts.values())
 
 
 def test_verls_newer_trainer_is_synchronous_by_default():

@@ -1,6 +1,7 @@
 """Responses of agents: what their calls extend is continued, what they do not is a further history of the same response."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -195,7 +196,7 @@ def test_what_is_paused_continues_in_its_history():
 @pytest.mark.parametrize("flags", [{}, {"keep_sampling_mask": True, "top_k": 2}])
 def test_a_further_history_has_what_the_flags_keep_of_each_token(flags):
     """A KV cache of its own (--partial-rollout keep), and what its tokens were sampled from (--keep-sampling-mask)."""
-    width, kept = (flags["top_k"] + support.TIES if flags else 0), []
+    width, kept = support.most_tokens(SimpleNamespace(**{"keep_sampling_mask": False, "top_k": -1} | flags)), []
     record = np.arange(9 * width, dtype=np.int32).reshape(9, width)
 
     class Keeps(ScriptedEngine):
@@ -228,22 +229,6 @@ def test_random_numbers_are_each_history_s_own():
     generator.start(0)
     finish(generator)
     assert len(set(seeds)) == 6 and len(seeds) == 8
-
-
-def test_what_could_be_sampled_is_recorded_in_all_histories(models):
-    """--keep-sampling-mask: every sampled token is in its own record, and what was not sampled has none."""
-    from rl.generation.embedded.engine import TransformersEngine
-
-    engine = TransformersEngine(models["qwen3"], max_length=94, max_num_seqs=4, end_tokens={1, 2, 3, 4, 5, 6})
-    flags = {"top_k": 3, "keep_sampling_mask": True, "length": 60}
-    generator, _ = agents([(1, [20, 9]), (0, [21, 8]), (2, [23])], engine=engine, n=4, **flags)
-    generator.start(0)
-    group = Group.from_bytes(finish(generator).to_bytes())
-    assert any(response.histories for response in group.responses)
-    for response in group.responses:
-        sampled = np.ones(len(response.token_ids), bool) if response.mask is None else response.mask
-        assert ((response.support >= 0).any(1) == sampled).all()
-        assert (response.support == response.token_ids[:, None]).any(1)[sampled].all()
 
 
 def test_log_probs_of_all_histories_agree_with_the_learner_s_pass(models):

@@ -36,7 +36,7 @@ class Played:
     """In place of processes: `answer(key, turn, ids)` is what an environment says to the model's turn, counted from 1."""
 
     def __init__(self, answer, scores_at_end=False, shuffled=False):
-        self.answer, self.ready, self.shuffled = answer, {"scores_at_end": scores_at_end}, shuffled
+        self.answer, self.scores_at_end, self.shuffled = answer, scores_at_end, shuffled
         self.asked, self.turns, self._pending, self.alive = [], {}, [], set()
 
     def begin(self, key, row, seed, own_seed, split):
@@ -44,14 +44,23 @@ class Played:
         self.turns[plain(key)] = 0
         self._pending.append((key, {"asked": "reset", "seconds": 0.0, "prompt": row.get("prompt_ids")}))
 
-    def ask(self, key, what, ids=None):
+    def ask(self, key, what, ids=None, turns=()):
         self.asked.append((plain(key), what, ids))
         if what == "end":
-            self._pending.append((key, {"asked": "end", "seconds": 0.0, "reward": 0.25}))
-            return
-        number = self.turns[plain(key)] = self.turns[plain(key)] + 1
-        said = {"reward": None, "done": False, "calls": 1, "malformed": 0, "ids": []} | self.answer(plain(key), number, ids)
-        self._pending.append((key, {"asked": "step", "seconds": 1.0} | said))
+            answer = {"seconds": 0.0, "reward": 0.25}
+        elif what == "replay":
+            answers = [self.said(key, of_turn) for of_turn, _ in turns]
+            differs = any(a["done"] or a["ids"] != known for a, (_, known) in zip(answers, turns, strict=True))
+            answer = {"seconds": float(len(turns)), "answers": None if differs else answers}
+        else:
+            answer = {"seconds": 1.0} | self.said(key, ids)
+        self._pending.append((key, {"asked": what} | answer))
+
+    def said(self, key, ids):
+        key = plain(key)
+        self.turns[key] += 1
+        usual = {"reward": None, "done": False, "calls": 1, "malformed": 0, "ids": []}
+        return usual | self.answer(key, self.turns[key], ids)
 
     def end(self, key):
         self.alive.discard(key)
@@ -111,12 +120,26 @@ def finish(generator) -> Group:
     return done[0]
 
 
+def played_by(*given, **how) -> tuple[Group, Generator, Played]:
+    """A whole group, and what `make` returns."""
+    generator, played = make(*given, **how)
+    generator.start(0)
+    return finish(generator), generator, played
+
+
+def stopped(*given, steps=6, **how) -> Group | None:
+    """A group after so many steps; None if it is whole by then."""
+    generator, _ = make(*given, **how)
+    generator.start(0)
+    if any([generator.score(generator.decode()) for _ in range(steps)]):
+        return None
+    return Group.from_bytes(generator.unfinished()[0].to_bytes())
+
+
 def test_turns_and_answers_alternate():
     """Complaint 1: what was sampled is what is trained; the mask is as long as the tokens; an answer's tokens have log-prob 0
     and the version of the token before them."""
-    generator, played = make(until(3, 0.5))
-    generator.start(0)
-    group = finish(generator)
+    group, generator, played = played_by(until(3, 0.5))
     for number, response in enumerate(group.responses):
         assert response.token_ids.tolist() == TURN + ANSWER + TURN + ANSWER + TURN
         assert response.mask.tolist() == ([True] * 3 + [False] * 3) * 2 + [True] * 3
@@ -151,9 +174,7 @@ def test_a_verifier_scores_the_last_turn_where_nobody_has():
 @pytest.mark.parametrize("length", [8, 2])
 def test_a_turn_that_the_budget_cuts_is_the_last(length):
     """Complaints 13 and 14: the episode ends as "length", no tool runs, and the engine samples nothing after it."""
-    generator, played = make(until(3), length=length)
-    generator.start(0)
-    group = finish(generator)
+    group, generator, played = played_by(until(3), length=length)
     whole = [*TURN, *ANSWER, *TURN][:length]
     assert all(r.token_ids.tolist() == whole and r.finish_reason == "length" for r in group.responses)
     assert len(played.asked) == (2 if length == 8 else 0) and not generator.engine.num_unfinished
@@ -163,9 +184,8 @@ def test_a_turn_that_the_budget_cuts_is_the_last(length):
 @pytest.mark.parametrize("length", [3, 5, 6])
 def test_an_answer_that_does_not_fit_is_left_out_whole(length):
     """Complaint 15; without room for one token behind it, it does not fit either."""
-    generator, _ = make(until(3), length=length)
-    generator.start(0)
-    for response in finish(generator).responses:
+    group, _, _ = played_by(until(3), length=length)
+    for response in group.responses:
         assert response.token_ids.tolist() == TURN and response.mask is None and response.finish_reason == "length"
         assert response.extra["cut_by_length"] == 1
 
@@ -181,9 +201,8 @@ def test_an_episode_is_unfinished_while_its_environment_is_at_work():
 
 
 def test_max_turns_ends_an_episode_after_the_last_answer():
-    generator, played = make(Played(until(9), scores_at_end=True), max_turns=2)
-    generator.start(0)
-    for response in finish(generator).responses:
+    group, _, played = played_by(Played(until(9), scores_at_end=True), max_turns=2)
+    for response in group.responses:
         assert response.token_ids.tolist() == TURN + ANSWER + TURN and response.score == 0.25
         assert response.extra["cut_by_turns"] == 1 and response.finish_reason == "length"
     assert sum(what == "step" for _, what, _ in played.asked) == 4
@@ -194,9 +213,8 @@ def test_rewards_of_turns_stand_on_their_last_tokens():
         return {"done": turn == 3, "ids": ANSWER if turn < 3 else [], "reward": [0.5, None, 2.0][turn - 1]}
 
     for by_turn, expected in ((True, {2: 0.5, 14: 2.0}), (False, {14: 2.5})):
-        generator, _ = make(rewards, turn_rewards=by_turn)
-        generator.start(0)
-        group = Group.from_bytes(finish(generator).to_bytes())
+        group, _, _ = played_by(rewards, turn_rewards=by_turn)
+        group = Group.from_bytes(group.to_bytes())
         batch = Batch.of([group])
         reward = batch.token_reward().view(2, 15)
         assert {i: r for i, r in enumerate(reward[0].tolist()) if r} == pytest.approx(expected)
@@ -291,19 +309,11 @@ def varied(key, turn, ids):
 @pytest.mark.parametrize("steps", range(1, 18, 2))
 def test_a_stop_loses_nothing(steps):
     """Complaint 20: stopped after any step, as a kill between two tokens does, and resumed from the record."""
-    whole, _ = make(varied, n=4)
-    whole.start(0)
-    expected = finish(whole)
-    generator, _ = make(varied, n=4)
-    generator.start(0)
-    done = []
-    for _ in range(steps):
-        done += generator.score(generator.decode())
-    if done:
+    expected, _, _ = played_by(varied, n=4)
+    if not (group := stopped(varied, n=4, steps=steps)):
         return
-    (group,) = generator.unfinished()
     resumed, played = make(varied, n=4)
-    resumed.start(0, Group.from_bytes(group.to_bytes()))
+    resumed.start(0, group)
     found = finish(resumed)
     for r, e in zip(found.responses, expected.responses, strict=True):
         assert r.token_ids.tolist() == e.token_ids.tolist() and r.log_probs.tolist() == e.log_probs.tolist()
@@ -314,11 +324,7 @@ def test_a_stop_loses_nothing(steps):
 
 def test_responses_that_another_prompt_began_start_again():
     """Reset has added a message before the stop, and adds none now."""
-    generator, _ = make(until(3, 1.0), row={"prompt_ids": [2, 3, 4, 8]})
-    generator.start(0)
-    for _ in range(6):
-        generator.score(generator.decode())
-    (group,) = generator.unfinished()
+    group = stopped(until(3, 1.0), row={"prompt_ids": [2, 3, 4, 8]})
     resumed, _ = make(until(3, 1.0))
     added = []
     resumed.engine.script = lambda request: added.append(request) or script(request)
@@ -329,22 +335,14 @@ def test_responses_that_another_prompt_began_start_again():
 
 def test_a_stop_right_behind_another_loses_nothing():
     """Before its environments are reset a resumed episode is what was recorded of it."""
-    generator, _ = make(until(3, 1.0))
-    generator.start(0)
-    for _ in range(6):
-        generator.score(generator.decode())
-    (group,) = generator.unfinished()
+    group = stopped(until(3, 1.0))
     resumed, _ = make(until(3, 1.0))
     resumed.start(0, group)
     assert [g.to_bytes() for g in resumed.unfinished()] == [group.to_bytes()]
 
 
 def test_an_environment_that_answers_otherwise_starts_its_response_again():
-    generator, _ = make(until(3, 1.0))
-    generator.start(0)
-    for _ in range(6):
-        generator.score(generator.decode())
-    (group,) = generator.unfinished()
+    group = stopped(until(3, 1.0))
     assert [len(r.token_ids) for r in group.responses] == [9, 9]
     other = lambda key, turn, ids: until(3, 1.0)(key, turn, ids) | ({"ids": [70]} if key[1] == 0 and turn < 3 else {})  # noqa: E731
     resumed, _ = make(other)
@@ -373,6 +371,10 @@ def test_in_lock_step_results_do_not_depend_on_who_answers_first():
     assert len(seen) == 1
 
 
+class Free(train_sync.Args):
+    in_lock_step = False
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_ranks_that_share_an_engine_do_the_same(seed):
     """Through batches that put episodes aside, failures and a validation: the other rank, which has no process, adds the same
@@ -393,7 +395,7 @@ def test_ranks_that_share_an_engine_do_the_same(seed):
     messages, added, groups = deque(), [], []
     for is_leader in (True, False):
         ranks = SimpleNamespace(is_leader=is_leader, size=2, index=0, engines=1, agree=partial(agree, is_leader=is_leader))
-        flags = {"n": 3, "Args": train_sync.Args, "env_lock_step": "off", "val_n": 3}
+        flags = {"n": 3, "Args": Free, "val_n": 3}
         generator, played = make(Played(failing, shuffled=True), ranks=ranks, **flags)
         requests, pending = [], generator.pool.pending
         generator.engine.script = lambda request, to=requests: to.append((request.id, request.so_far)) or script(request)
@@ -439,18 +441,7 @@ def test_a_validation_has_room_next_to_what_is_paused():
     assert not generator.is_validating and len(generator.take_rows()) == 1
 
 
-def test_images_that_cannot_be_prepared_cost_their_prompt_and_nothing_else():
-    def prepare():
-        raise ImageError("broken")
-
-    generator, played = make(until(1, 1.0))
-    generator.job.prompts[0] = replace(generator.job.prompts[0], images=SimpleNamespace(prepare=prepare, digest=""))
-    generator.start(0)
-    assert all(r.score is None and "broken" in r.error and not r.extra for r in finish(generator).responses)
-    assert not played.asked
-
-
-def test_such_a_prompt_costs_no_response_that_its_environment_ends_meanwhile():
+def test_images_that_cannot_be_prepared_cost_their_prompt_and_no_response_that_ends_meanwhile():
     """The last turn of both responses is with their environments when a prompt begins whose images cannot be prepared."""
 
     def prepare():
@@ -464,6 +455,8 @@ def test_such_a_prompt_costs_no_response_that_its_environment_ends_meanwhile():
     generator.start(1)
     done = [group for _ in range(5) for group in generator.score(generator.decode())]
     assert [group.ticket for group in done] == [1, 0] and [r.score for r in done[1].responses] == [0.5] * 2
+    assert all(r.score is None and "broken" in r.error and not r.extra for r in done[0].responses)
+    assert {key[0] for key, _, _ in played.asked} == {0}
 
 
 def test_log_probs_of_an_episode_agree_with_a_forward_pass(models):

@@ -13,8 +13,7 @@ from rl.learning.batch import Batch, MicroBatch, micro_batches
 from rl.learning.division import Division, pack
 from rl.model.attention import SHORT, Packed
 from rl.ranks.dist import Ranks
-from rl.samples.group import Group
-from rl.transport.records import join_records, split_records
+from rl.samples.group import Group, join_records, split_records
 
 
 def same(a: Group, b: Group) -> bool:

@@ -25,7 +25,6 @@ from rl.model.head.log_probs import ChunkedLogProbs
 from rl.model.policy import LOGITS_KEPT
 from rl.model.shards import local
 from rl.ranges import check
-from rl.record.precision import in_words, precisions
 from rl.training_run import TrainingRun
 from tools.plan.memory_count import MemoryCount
 
@@ -226,20 +225,6 @@ def test_moments_in_8_bits_take_a_quarter_of_the_bytes(models, ranks):
 
 
 # -------------------------------------------------------------------------------------------------- what is reported and kept
-
-
-def test_the_precision_of_everything_is_said_unless_all_is_fp32():
-    plain, compact = train_sync.Args(), train_sync.Args(dtype="bfloat16", optim="adamw_8bit", optimizer_offload=True)
-    assert in_words(precisions(plain)) == ""
-    words = "master weights float32 on the host, computation bfloat16, gradients and their reduction float32, "
-    assert in_words(precisions(compact)) == f"precision: {words}moments 8 bits on the host, generators bfloat16"
-    offloaded = precisions(train_sync.Args(param_offload=True, grad_dtype="bfloat16", rollout_dtype="bfloat16"))
-    assert [how for how in offloaded.values() if how.endswith(" on the host")] == [
-        "float32 on the host",
-        "bfloat16 on the host",
-        "float32 on the host",
-    ]
-    assert offloaded["computation"] == "float32" and offloaded["generators"] == "bfloat16"
 
 
 @pytest.mark.parametrize(

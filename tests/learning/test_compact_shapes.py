@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
-from rl.data.demo import build_tokenizer
+from examples.demo.sums import build_tokenizer
 from rl.hub.tensor_writer import TensorFile, pieces
 from rl.learning.compact_adamw import CompactAdamW
 

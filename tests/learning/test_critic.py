@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 import train_sync
 from rl import parts
 from rl.algorithm.critic import check_critic, explained_variance
-from rl.algorithm.kl_control import KLControl
 from rl.errors import UserError
 from rl.generation.generator import make_generator
 from rl.learning.batch import Batch, micro_batches
@@ -94,7 +93,7 @@ def test_a_step_by_hand(model, ranks, lam, critic_lam):
     parameters = dict(learner.critic.policy.model.named_parameters())
     before = {name: whole(p).clone() for name, p in parameters.items()}
     policy = {name: whole(p).clone() for name, p in learner.parameters.items()}
-    metrics = train_sync.learn(args, learner, KLControl(args), batch, Timers())
+    metrics = train_sync.learn(args, learner, batch, Timers())
     value, returns = batch.targets.value, batch.targets.returns
     of_policy = torch.zeros_like(returns)
     for i in range(12):
@@ -121,7 +120,7 @@ def test_the_critic_and_its_clip_are_of_the_values_before_the_update(model, rank
     """Further passes over the batch compare with the first values: of most tokens the clip removes the gradient."""
     args = make_args(model, critic_lr=1e-2, critic_ppo_epochs=4, cliprange_value=1e-4)
     learner, batch = learner_of(args, ranks), batch_of()
-    metrics = train_sync.learn(args, learner, KLControl(args), batch, Timers())
+    metrics = train_sync.learn(args, learner, batch, Timers())
     assert not batch.targets.value.any()
     assert 0.2 < metrics["critic/vf_clipfrac"] < 0.75, "none in the first pass of four"
 
@@ -133,7 +132,7 @@ def test_in_the_warm_up_the_critic_alone_learns_and_a_resume_continues_it(models
         out = []
         for number in numbers:
             learner.begin_step(number)
-            out.append(train_sync.learn(args, learner, KLControl(args), batch_of(number), Timers()))
+            out.append(train_sync.learn(args, learner, batch_of(number), Timers()))
         return out
 
     learner, resumed = (learner_of(args, ranks) for _ in range(2))
@@ -163,7 +162,7 @@ def test_a_step_without_a_score_changes_neither_critic_nor_policy(models, ranks)
         before = {name: tensor.clone() for name, tensor in learner.state_tensors().items()}
         state = learner.state()
         learner.begin_step(number, has_signal)
-        metrics = train_sync.learn(args, learner, KLControl(args), batch_of(number), Timers())
+        metrics = train_sync.learn(args, learner, batch_of(number), Timers())
         rates.append(metrics["critic/lr"] / args.critic_lr)
         moved = any(not torch.equal(tensor, before[name]) for name, tensor in learner.state_tensors().items())
         assert moved == has_signal and (state == learner.state()) != has_signal
@@ -195,7 +194,7 @@ class Frozen:
             rest = iter(scores)
             scored = [[dataclasses.replace(r, score=next(rest)) for r in group.responses] for group in groups]
             batch = Batch.of([dataclasses.replace(g, responses=own) for g, own in zip(groups, scored, strict=True)])
-            metrics = train_sync.learn(self.args, self.learner, KLControl(self.args), batch, Timers())
+            metrics = train_sync.learn(self.args, self.learner, batch, Timers())
             out.append(metrics["critic/vf_explained_var"])
         self.pool.close()
         return out

@@ -8,7 +8,6 @@ from helpers import make_group, train
 from hypothesis import given
 from hypothesis import strategies as st
 from layouts import ALONE, GROUPS, assert_taught_the_same, learn_on, relative
-from rl.algorithm.kl_control import KLControl
 
 import losses
 import train_sync
@@ -56,7 +55,7 @@ def taught(model: str, ranks, steps: list[list[Group]], **flags) -> tuple:
     learner.step = recorded
     for groups in steps:
         learner.computed = type(learner.computed)()
-        metrics.append(train_sync.learn(args, learner, KLControl(args), Batch.of(groups, Division.of(args, learner)), Timers()))
+        metrics.append(train_sync.learn(args, learner, Batch.of(groups, Division.of(args, learner)), Timers()))
         parts.append(learner.computed.forward_only / learner.computed.tokens)
     return gradients, metrics, torch.cat([w.flatten() for _, w in learner.weights()]), parts
 

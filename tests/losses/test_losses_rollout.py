@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import losses
-from rl.algorithm.rollout_correction import RolloutCorrectionArgs, parse_criteria, parse_threshold
+from rl.algorithm.args import RolloutCorrectionArgs, parse_criteria, parse_threshold
 from tools.from_verl.algorithm import CORRECTIONS
 
 F64 = torch.float64

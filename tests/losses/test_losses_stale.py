@@ -7,13 +7,11 @@ import losses_reference as slow
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_losses import NAMES as ESTIMATORS
 from test_losses import baseline, estimate
 from test_losses_policy import COV, F64, LENGTHS, NAMES, SEEDS, call, log, tokens
 
 import losses
-from rl.algorithm.spread import masked
 
 
 def test_vespo_by_hand():
@@ -99,48 +97,6 @@ def test_only_the_kl_with_a_ratio_has_the_gradient_of_the_divergence_on_stale_to
         assert (torch.allclose(gradient, true) and value.item() == pytest.approx(exact.item())) == (kind == "k3r"), kind
     with pytest.raises(ValueError, match="'k3r'; choose from k1"):
         losses.kl_penalty(log_p, ref, mask, "k3r")
-
-
-# ------------------------------------------------------------------------------------------ the off-policy sequence mask
-
-
-def test_the_off_policy_mask_by_hand():
-    # two tokens that lost 0.4 and 0.8 since they were sampled; one that lost 0.5; one that gained; one that is not trained
-    lp, roll = torch.tensor([-1.4, -1.8, -1.5, -0.5, -9.0]), torch.tensor([-1.0] * 5)
-    mask, seq = torch.tensor([1, 1, 1, 1, 0], dtype=torch.bool), torch.tensor([0, 0, 1, 2, 3])
-    advantage = torch.tensor([-1.0, 2.0, -1.0, -1.0, -1.0])
-    out = lambda threshold: losses.off_policy_tokens(lp, roll, advantage, mask, seq, threshold=threshold).tolist()  # noqa: E731
-    assert out(0.55) == [True, False, False, False, False]
-    assert out(0.3) == [True, False, True, False, False] and not any(out(0.7))
-
-
-@pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=10)
-@given(lengths=LENGTHS, seed=SEEDS, threshold=st.floats(0.01, 0.5), parts=st.integers(1, 3))
-def test_any_loss_is_zero_on_what_the_off_policy_mask_takes_out(name, lengths, seed, threshold, parts):
-    """However the batch is cut, and else as it is without the mask."""
-    b = slow.random_batch(lengths, seed)
-    plain = losses.POLICY_LOSSES[name]
-    if plain.one_advantage:
-        b["advantage"] = losses.sequence_means(b["mask"] | True, b["seq"], b["advantage"])[0][b["seq"]]
-    loss_of = masked(plain, threshold)
-    assert loss_of.inputs.count("rollout_log_prob") == 1 and loss_of.knobs == plain.knobs
-    out = torch.tensor(slow.off_policy(*(b[k].tolist() for k in ("lp", "roll", "advantage", "mask", "seq")), threshold))
-    lp, found = b["lp"].clone().requires_grad_(), torch.zeros_like(b["lp"])
-    whole, _ = call(name, b, lp)
-    (expected,) = torch.autograd.grad(torch.where(out | ~b["mask"], 0.0, whole).sum(), lp)
-    for k in range(parts):
-        at = b["seq"] % parts == k
-        extra = {"chosen": (b["seq"] % 2 == 0)[at]} if name in COV else {}
-        args = (lp[at], *(b[key][at] for key in ("old", "advantage", "mask", "seq")))
-        clips = {} if name != "gspo" else {"clip_low": 0.1, "clip_high": 0.15}
-        token_loss, stats = loss_of(*args, rollout_log_prob=b["roll"][at], **extra, **clips)
-        assert torch.equal(stats["off_policy_masked"], out[at])
-        assert not token_loss[out[at]].any()
-        found = found + torch.autograd.grad(torch.where(args[3], token_loss, 0.0).sum(), lp)[0]
-    assert not found[out].any()
-    if name in ("gspo", "reinforce", "sapo", "vespo", "dro"):  # whose clips here are those of `call`
-        assert torch.allclose(found, expected, atol=1e-12)
 
 
 # ------------------------------------------------------------------------------------------------ masked tokens deleted

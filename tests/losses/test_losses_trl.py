@@ -8,9 +8,6 @@ import pytest
 import torch
 
 import losses
-import train_sync
-from rl.algorithm.entropy_control import EntropyControl
-from rl.algorithm.spread import masked, where_entropy_is_high
 
 GRPOTrainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="trl is not installed").GRPOTrainer
 LENGTHS, BUDGET = [3, 1, 5, 2, 4], 16
@@ -122,26 +119,36 @@ def test_the_kl_equals(b, weighed):
 
 
 def test_the_off_policy_sequence_mask_equals(b):
-    loss = masked(losses.POLICY_LOSSES["ppo_clip"], 0.02)
-    ours = total(b, loss, "token-mean", **UNBOUNDED, rollout_log_prob=b["roll"])
-    compare(b, Theirs(off_policy_mask_threshold=0.02), ours)
+    def masked(lp, old, advantage, mask, seq, **clips):
+        token_loss, stats = losses.ppo_clip(lp, old, advantage, mask, seq, **clips)
+        return torch.where(
+            losses.off_policy_tokens(lp, b["roll"], advantage, mask, seq, threshold=0.02), 0.0, token_loss
+        ), stats
+
+    compare(b, Theirs(off_policy_mask_threshold=0.02), total(b, masked, "token-mean", **UNBOUNDED))
 
 
 @pytest.mark.parametrize("quantile", [0.2, 0.5])
 def test_the_tokens_of_large_entropy_equal(b, quantile):
     b["energy"] = b["energy"].float().double()  # theirs are compared in fp32
     kept = losses.high_entropy_tokens(b["energy"], b["mask"], quantile=quantile)
-    loss = where_entropy_is_high(losses.POLICY_LOSSES["ppo_clip"])
-    compare(b, Theirs(top_entropy_quantile=quantile), total(b, loss, "token-mean", **UNBOUNDED, high_entropy=kept))
+
+    def restricted(*tokens, **clips):
+        token_loss, stats = losses.ppo_clip(*tokens, **clips)
+        return torch.where(kept, token_loss, 0.0), stats
+
+    compare(b, Theirs(top_entropy_quantile=quantile), total(b, restricted, "token-mean", **UNBOUNDED))
 
 
 def test_the_entropy_is_steered_in_the_same_way(b):
     """By the entropies of a run that falls below the target and rises above it again."""
-    theirs, control = Theirs(use_adaptive_entropy=True), EntropyControl(train_sync.Args(entropy_target=0.2))
+    theirs, coef, applied = Theirs(use_adaptive_entropy=True), 0.0, 0.0
     plain, scale = total(b, losses.ppo_clip, "token-mean", **UNBOUNDED), b["energy"].clone()
     mean = losses.masked_mean(scale, b["mask"])
     for entropy in (0.5, 0.15, 0.1, 0.05, 0.3, 0.25, 0.1, 0.21):
         b["energy"] = scale * entropy / mean
-        compare(b, theirs, lambda lp, entropy=entropy: plain(lp) - control.applied * entropy)
-        control.update(float(losses.masked_mean(b["energy"], b["mask"])))
-        assert theirs.entropy_coef == pytest.approx(control.coef, abs=1e-12)
+        compare(b, theirs, lambda lp, entropy=entropy, applied=applied: plain(lp) - applied * entropy)
+        found = float(losses.masked_mean(b["energy"], b["mask"]))
+        coef = losses.adaptive_entropy_coef(coef, found, 0.2, 0.005, 1.0)
+        applied = coef if found <= 0.2 else 0.0
+        assert theirs.entropy_coef == pytest.approx(coef, abs=1e-12)

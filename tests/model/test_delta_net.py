@@ -12,7 +12,7 @@ import transformers
 from helpers import DELTA, MOE, SMALL, make_group
 from transformers import AutoModelForCausalLM
 
-from rl.data.demo import build_tokenizer
+from examples.demo.sums import build_tokenizer
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
 from rl.learning.batch import Batch, MicroBatch

@@ -9,7 +9,7 @@ import transformers
 from helpers import SMALL, run_script
 from transformers import AutoModelForCausalLM
 
-from rl.data.demo import build_tokenizer
+from examples.demo.sums import build_tokenizer
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
 from rl.model.attention import check_supported

@@ -14,8 +14,8 @@ from helpers import SMALL, run_script, save_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from examples.demo.sums import build_tokenizer, made_once
 from rl.data.args import DataArgs
-from rl.data.demo import build_tokenizer, made_once
 from rl.data.prompts import PromptDataset
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine

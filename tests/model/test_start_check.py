@@ -14,7 +14,7 @@ from test_forward_check import MIXTURE, check_learner, save
 from tiny_vlm import save_vlm
 from transformers import AutoModelForCausalLM
 
-from rl.data.demo import build_tokenizer
+from examples.demo.sums import build_tokenizer
 from rl.data.image_prompts import FAMILIES, takes_images
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine

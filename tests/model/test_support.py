@@ -12,7 +12,6 @@ from trainer import Trainer
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import losses
-import train_async
 import train_sync
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
@@ -25,7 +24,6 @@ from rl.model import policy
 from rl.model.head import support
 from rl.ranges import check
 from rl.samples.group import Group
-from rl.samples.ring_size import largest_record
 
 TEMPERATURE, K = 0.7, 6
 
@@ -190,13 +188,6 @@ def test_a_step_compares_what_was_sampled(trainer, more):
 def test_what_cannot_be_recorded_is_refused(flags, words):
     with pytest.raises(UserError, match=words):
         check(train_sync.Args(keep_sampling_mask=True, **flags))
-
-
-def test_a_ring_has_room_for_records(groups):
-    args = train_async.Args(max_prompt_length=4, max_response_length=50, rollout_n=3, top_k=K, keep_sampling_mask=True)
-    (group,) = recorded([make_group(1, [50] * 3)], np.random.default_rng(1))
-    assert support.width(args) >= K and support.width(train_async.Args(top_k=K)) == 0
-    assert len(group.to_bytes()) <= largest_record(args, 4 * support.width(args))
 
 
 def test_environments_tokens_have_no_record(models):

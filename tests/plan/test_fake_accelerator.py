@@ -46,8 +46,8 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/model/hybrid/chain.py": ["delta nets", "engine, delta nets"],
     "rl/model/hybrid/rule.py": ["delta nets"],
     "rl/weights/publisher.py": ["one rank", "one rank, over the host"],
-    "rl/weights/subscriber.py": ["engine", "engine, over the host", "engine, overlapped"],
-    "rl/weights/digests.py": ["one rank", "one rank, over the host", "engine"],
+    "rl/weights/subscriber.py": ["engine", "engine, over the host"],
+    "rl/weights/buckets.py": ["one rank", "one rank, over the host", "engine"],
     "rl/model/forward_check.py": ["engine", "engine, images"],
     "rl/generation/engine.py": ["in turns"],
     "rl/learning/optimizer.py": ["one rank"],
@@ -58,7 +58,6 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
 LEFT_OUT = {  # a file with such places of which no case can notice any -> why
     "rl/ranks/device.py": "it moves what others tell it to",
     "rl/generation/vllm/start.py": "vLLM's own process, tested with vLLM",
-    "rl/weights/adapter_probe.py": "positions of models that take images, none of which has adapters in an engine",
     "rl/model/grouped_experts.py": "a kernel with values, tested by itself",
     "rl/model/hybrid/kernels.py": "a kernel with values, tested by itself",
     "rl/generation/vllm/weights.py": "vLLM's own process, tested with vLLM",

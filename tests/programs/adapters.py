@@ -16,7 +16,6 @@ from rl.learning.batch import Batch, micro_batches
 from rl.learning.learner import Learner
 from rl.model.shards import Block, local
 from rl.ranks import process
-from rl.weights.adapter_probe import AdapterProbe
 
 CASES = {
     "plain": {},
@@ -51,9 +50,6 @@ def main(ranks):
         started = torch.cat([whole(learner.masters.get(name, own[name])).detach().flatten().cpu() for name in own])
         draw_b(learner)
         result[case] = {"start": started, "published": joined(published(learner))}
-        dtype = getattr(torch, args.dtype)
-        result[case]["apart"] = joined({name: tensor.to(dtype) for name, tensor in learner.apart(dtype)})
-        result[case]["probe"] = torch.tensor(AdapterProbe(learner)()["now"])
         for update in range(12):
             for micro in micro_batches(batch, torch.arange(12), 60, learner.ranks):
                 log_prob, _ = learner.log_probs(micro)

@@ -12,16 +12,17 @@ from pathlib import Path
 
 import torch
 
-from rl.data import demo, demo_cache, demo_calculator, demo_vl
+from examples.demo import VERSIONS, calculator, directory, pictures
+from examples.demo import sums as demo
 
 how, *arguments = sys.argv[1:]
 rank = int(os.environ["RANK"])
-demo._teach = demo_calculator._teach = demo_vl._teach = lambda *_: None
+demo._teach = calculator._teach = pictures._teach = lambda *_: None
 
 if how == "own":
     torch.distributed.init_process_group("gloo")
     os.environ["RL_CACHE"] = f"{arguments[0]}/{rank}"
-    for name in demo_cache.VERSIONS:
+    for name in VERSIONS:
         demo.model_dir(name)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -29,7 +30,7 @@ else:
     made_once = demo.made_once
 
     def late(name, make):
-        while rank == 0 and not demo_cache.directory(name).exists():
+        while rank == 0 and not directory(name).exists():
             time.sleep(0.05)
         return made_once(name, make)
 

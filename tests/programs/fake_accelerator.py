@@ -21,15 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from helpers import make_group
 from mutants import mutate
-from rl.algorithm.kl_control import KLControl
 from tiny_vlm import picture, prompt_with_images, prompts_by_number
 
 import train_async
 import train_one_step_off
 import train_sync
 from rl import parts
+from rl.algorithm.critic import Critic
 from rl.algorithm.imitation import Imitation
-from rl.algorithm.teacher_rows import TeacherRows
+from rl.algorithm.teacher import TeacherRows
 from rl.data.prompts import Prompt
 from rl.generation import engine as engines
 from rl.generation.embedded.engine import TransformersEngine
@@ -39,17 +39,15 @@ from rl.learning.batch import Batch
 from rl.learning.batch_images import BatchImages
 from rl.learning.division import Division
 from rl.learning.learner import Learner
-from rl.learning.value_model import Critic
 from rl.model import forward_check, policy
 from rl.model.head import support
-from rl.ranks import device, host_memory
+from rl.ranks import device
 from rl.ranks.device import is_accelerator
 from rl.ranks.dist import Ranks
 from rl.ranks.launch import Node
 from rl.ranks.timers import Timers
 from rl.samples.group import Group
 from rl.split import Split
-from rl.weights.adapter_probe import TOKENS, AdapterProbe
 from rl.weights.buckets import Plan
 from rl.weights.local import LocalWeights
 from rl.weights.publisher import Publisher
@@ -142,7 +140,7 @@ def learn(
     args = parts.make(script.Args, model=path, rollout_n=8, ppo_mini_batch_size=1, max_tokens_per_micro_batch=64, **flags)
     groups = [make_group(t, [3, 9, 5, 7] * 2, score=0.3 if t in equal else None) for t in range(prompts)]
     division.A_PASS = 0  # tokens
-    host_memory.LEAST = 512  # bytes: also of small tensors several are cut out of one block
+    device.LEAST = 512  # bytes: also of small tensors several are cut out of one block
     if args.router_replay == "R3":
         groups = [with_routes(group) for group in groups]
     if most := support.width(args):
@@ -163,7 +161,7 @@ def learn(
         divided = Division.of(args, model)
         batch = with_images(path, groups, divided, model.ranks) if images else Batch.of(groups, divided)
         with Waits() as seen:
-            metrics = script.learn(args, model, KLControl(args), batch, Timers())
+            metrics = script.learn(args, model, batch, Timers())
         assert waits in (None, seen.count), seen.count
         metrics |= model.perf_metrics(batch, {"update_actor": 1.0}, place.world_size)
         assert {"actor/grad_norm", "actor/loss", "perf/max_memory_allocated_gb"} <= set(metrics)
@@ -186,8 +184,6 @@ def learn(
         model.state(), model.rank_state()
         for _, weight in model.weights(torch.bfloat16):
             assert weight.device == place.device
-        if model.adapters:
-            assert len(AdapterProbe(model)()["now"]) == TOKENS - 1
         publish(
             model, Split("learner", place, place.world_size, 1, 0, 1, HashStore(), Bridge(host if over_host else place.device))
         )
@@ -220,9 +216,9 @@ def fill(path: str, **flags) -> None:
         assert model.micro_batch_tokens % 256 == 0 and not any(p.grad is not None for p in model.policy.parameters())
         sequences = model.micro_batch_tokens // 100  # of a micro-batch
         batch = Batch.of([make_group(t, [99] * len(range(t, sequences, 8)), prompt=1) for t in range(8)])
-        train_sync.learn(args, model, KLControl(args), batch, Timers())  # gradients and moments are there
+        train_sync.learn(args, model, batch, Timers())  # gradients and moments are there
         count.device.peak = 0
-        train_sync.learn(args, model, KLControl(args), batch, Timers())
+        train_sync.learn(args, model, batch, Timers())
         assert 0.85 * size < count.device.peak < 0.92 * size, count.device.peak
         chosen, size = model.chosen_tokens, 97_000_000
         assert token_budget.choose_micro_batch_tokens(args, model) == chosen
@@ -241,11 +237,9 @@ def publish(model: Learner, split: Split) -> None:
     publisher.wait()
 
 
-def generate(
-    path: str, dtype=torch.float32, truncates=True, attention="npu", images=False, over_host=False, overlaps=False
-) -> None:
+def generate(path: str, dtype=torch.float32, truncates=True, attention="npu", images=False, over_host=False) -> None:
     """An engine's life: prefill, decoding and sampling, new weights while responses are under way, their digests. over_host:
-    whether the weights travel in host memory; overlaps: and arrive while the engine continues."""
+    whether the weights travel in host memory."""
     place = start(attention=attention)
     if images:  # transformers' own forward, which finds places of images by value, cannot be compared with ours
         forward_check._compare = lambda ours, *_: ours()
@@ -255,8 +249,8 @@ def generate(
         plan = Plan([n for n, _ in engine.model.named_parameters()], [list(p.shape) for p in engine.model.parameters()], dtype)
         store.set("weights/plan", plan.to_json())
         place = dataclasses.replace(place, local_rank=1)  # behind the learner
-        subscriber = Subscriber(Split("generator", place, 1, 1, [Node("", 0, 2, 1)], 0, store, bridge), engine, overlaps)
-        assert (subscriber._memory.device == place.device) != overlaps
+        subscriber = Subscriber(Split("generator", place, 1, 1, [Node("", 0, 2, 1)], 0, store, bridge), engine)
+        assert subscriber._memory.device == place.device
         subscriber.receive(0)
         for number in range(6):
             sampling = SamplingParams(number % 2, 0.9 if truncates else 1.0, 5 if truncates else -1, max_tokens=2 + number)
@@ -347,7 +341,6 @@ CASES = {  # a new kind of model is a line more
     "engine, delta nets": lambda m: generate(m["qwen3_5"]),
     "engine": lambda m: generate(m["qwen2-tied"]),
     "engine, over the host": lambda m: generate(m["qwen2-tied"], over_host=True),
-    "engine, overlapped": lambda m: generate(m["qwen2-tied"], over_host=True, overlaps=True),
     "one rank, bf16": lambda m: learn(m["qwen2-tied"], dtype="bfloat16", use_kl_loss=True),
     "what an NPU lacks": lambda m: lacks("npu"),
     "what CUDA lacks": lambda m: lacks("cuda"),

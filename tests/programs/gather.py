@@ -10,7 +10,7 @@ import numpy as np
 from helpers import make_group
 
 from rl.ranks import dist, process
-from rl.samples.gather import all_gather_groups, all_gather_records
+from rl.samples.group import all_gather_groups, all_gather_records
 
 
 def main(ranks: dist.Ranks) -> None:

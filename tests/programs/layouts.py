@@ -26,7 +26,6 @@ from test_vision import dataset
 
 import train_sync
 from rl import parts
-from rl.algorithm.kl_control import KLControl
 from rl.data.prompts import PromptOrder
 from rl.learning import division
 from rl.learning.batch import Batch
@@ -86,7 +85,7 @@ def learn(model: str, sizes: list[list[int]], flags: dict, ranks, what: dict) ->
 
     learner.step = recorded
     batch = batch_of(model, sizes, what, Division.of(args, learner), args.router_replay == "R3")
-    metrics = train_sync.learn(args, learner, KLControl(args), batch, Timers())
+    metrics = train_sync.learn(args, learner, batch, Timers())
     metrics |= learner.router_metrics()
     weights = torch.cat([w.flatten() for _, w in learner.weights()])
     alone = learner.perf_metrics(batch, {"update_actor": 1.0}, 1)["perf/forward_only"]

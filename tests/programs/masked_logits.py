@@ -17,7 +17,6 @@ from layouts import relative
 
 import train_sync
 from rl import parts
-from rl.algorithm.kl_control import KLControl
 from rl.learning.batch import Batch, MicroBatch
 from rl.learning.division import Division
 from rl.learning.learner import Learner
@@ -73,7 +72,7 @@ def learn(model: str, flags: dict, ranks, one_response: bool) -> tuple[list[torc
 
     learner.step, learner._log_probs = recorded, noted
     batch = Batch.of(make_groups(one_response), Division.of(args, learner))
-    metrics = train_sync.learn(args, learner, KLControl(args), batch, Timers())
+    metrics = train_sync.learn(args, learner, batch, Timers())
     return gradients, metrics | learner.router_metrics(), passes
 
 

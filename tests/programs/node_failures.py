@@ -46,4 +46,4 @@ if sys.argv[1] == "impatient":
     sys.argv = sys.argv[2:]
     runpy.run_path(sys.argv[0], run_name="__main__")
 else:
-    process.run(main, join=lambda: dist.init(60, 20))
+    process.run(main, join=lambda: dist.init(60))

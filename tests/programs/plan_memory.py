@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from helpers import make_group
 from memory import Peak
-from rl.algorithm.kl_control import KLControl
 from tiny_vlm import prompts_by_number
 
 import train_sync
@@ -96,7 +95,7 @@ def main(place: Ranks, path: str, fake: bool, flags: dict) -> None:
         count.host.peak, count.host.at_peak = 0, Counter()
         with Peak() as peak:
             before = count.host.live.total()
-            train_sync.learn(args, learner, KLControl(args), batch, Timers())
+            train_sync.learn(args, learner, batch, Timers())
     added = count.host.peak - before
     if place.is_main:
         print(json.dumps({"causes": count.host.at_peak, "kept": +count.host.live, "added": added, "resident": peak.added}))

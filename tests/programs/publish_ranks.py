@@ -17,10 +17,9 @@ from rl.learning.division import Division
 from rl.learning.learner import Learner
 from rl.model.shards import local
 from rl.ranks import process
-from rl.samples.channel import Inbox, Outbox
-from rl.samples.control import ControlBlock
+from rl.samples.channel import ControlBlock, Inbox, Outbox
 from rl.samples.group import Group, Response
-from rl.split import Split, SplitArgs, init_split
+from rl.split import Split, init_split
 from rl.weights.publisher import Publisher
 from rl.weights.subscriber import Subscriber
 
@@ -30,7 +29,7 @@ model, dtype, skipped = sys.argv[1], getattr(torch, sys.argv[2]), (*sys.argv[3:]
 
 def learn(split: Split) -> None:
     learner = Learner(model, LearnerArgs(), split.ranks, total_steps=1)
-    publisher, board, inbox = Publisher(learner, split, dtype), ControlBlock(split), Inbox(SplitArgs(ring_mb=8), split)
+    publisher, board, inbox = Publisher(learner, split, dtype), ControlBlock(split), Inbox(split)
     torch.manual_seed(split.ranks.rank)
     for version in range(VERSIONS):
         if version:
@@ -55,7 +54,7 @@ def learn(split: Split) -> None:
 
 def generate(split: Split) -> None:
     engine = TransformersEngine(model, max_length=64, dtype=dtype)
-    outbox = Outbox(SplitArgs(ring_mb=8), split)
+    outbox = Outbox(split)
     board, subscriber = ControlBlock(split), Subscriber(split, engine)
     if skipped:
         load, own = engine.update, engine.read_back(skipped)

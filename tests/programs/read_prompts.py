@@ -1,12 +1,11 @@
 """A job that only reads prompts. Each rank writes the prompts it has, and how much of the work was its own.
 
 torchrun --nproc-per-node 2 tests/programs/read_prompts.py MODEL OUT FLAGS
-FLAGS: JSON, of DataArgs, and hang_timeout; seconds_a_text of the tokenizer, by rank; generators, if it is a job of two roles
+FLAGS: JSON, of DataArgs; generators, if it is a job of two roles
 """
 
 import json
 import sys
-import time
 from pathlib import Path
 
 from rl import split
@@ -20,8 +19,7 @@ from rl.ranks import dist, launch, process
 
 model, out, given = sys.argv[1:]
 flags = json.loads(given)
-generators, hang_timeout = flags.pop("generators", 0), flags.pop("hang_timeout", 0)
-seconds = flags.pop("seconds_a_text", None)
+generators = flags.pop("generators", 0)
 args = DataArgs(**flags | {"train_files": tuple(flags["train_files"])})
 
 
@@ -33,7 +31,6 @@ def main(_) -> None:
     class Counted(type(tokenizer)):
         def __call__(self, texts, **how):
             counts["texts"] += len(texts)
-            time.sleep(seconds[rank] * len(texts) if seconds else 0)
             return tokenize(self, texts, **how)
 
     def counted_sizes(sources):
@@ -54,7 +51,7 @@ def main(_) -> None:
 
 
 def join() -> object:
-    return split.init_split(generators, hang_timeout) if generators else dist.init(hang_timeout)
+    return split.init_split(generators) if generators else dist.init()
 
 
 process.run(main, join)

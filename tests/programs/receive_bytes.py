@@ -13,7 +13,7 @@ from rl.generation.embedded.engine import TransformersEngine
 from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
 from rl.ranks import dist, process
-from rl.samples.control import ControlBlock
+from rl.samples.channel import ControlBlock
 from rl.split import Split, init_split
 from rl.weights.publisher import Publisher
 from rl.weights.subscriber import Subscriber

@@ -14,7 +14,7 @@ import train_async
 from rl import flags
 from rl.generation.generator import Generator
 from rl.ranks import process, watchdog
-from rl.samples.control import ControlBlock
+from rl.samples.channel import ControlBlock
 from rl.samples.tickets import started
 from rl.split import init_split
 
@@ -74,6 +74,4 @@ def rough_score(generator, *arguments, **keywords):
 
 train_async.learn, Generator.score, ControlBlock.__init__ = rough_learn, rough_score, rough_init
 args = flags.parse(train_async.Args)
-process.run(
-    lambda split: train_async.main(args, split), join=lambda: init_split(args.schedule.split.generators, args.hang_timeout)
-)
+process.run(lambda split: train_async.main(args, split), join=lambda: init_split(args.schedule.generators, args.hang_timeout))

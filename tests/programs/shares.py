@@ -18,11 +18,8 @@ from helpers import make_group
 import losses
 import train_sync
 from rl.algorithm import whole_batch
-from rl.algorithm.extra_targets import choose_tokens
-from rl.algorithm.metrics import batch_metrics, staleness_metrics
-from rl.algorithm.rollout_correction import correct_rollout
-from rl.algorithm.rollout_metrics import rollout_metrics
-from rl.algorithm.spread import spread_of
+from rl.algorithm.metrics import batch_metrics, rollout_metrics, staleness_metrics
+from rl.algorithm.whole_batch import correct_rollout
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.division import Division
 from rl.ranks import process
@@ -45,26 +42,12 @@ def fill(batch: Batch, whole: Batch, places: torch.Tensor) -> None:
     batch.targets.actor_log_prob = batch.rollout_log_prob + 0.5 * random() - 0.25
     batch.targets.old_log_prob = batch.targets.actor_log_prob
     batch.targets.reward = batch.token_reward() - 0.1 * random()
-    batch.targets.energy, entropy = random(), random()
-
-    class Known:
-        """A learner, of which spread_of asks for these two."""
-
-        spread_of = staticmethod(lambda *_: (batch.targets.energy, entropy))
-
-    args, minis = train_sync.Args(top_entropy_quantile=0.3), batch.mini_batches(PROMPTS)
-    _, batch.targets.high_entropy = spread_of(args, Known, batch, minis, [])
+    batch.targets.energy = random()
 
 
 def advantages(batch: Batch) -> dict[str, torch.Tensor]:
-    found, args = {}, train_sync.Args(gdpo_reward_keys=("acc", "score"), gdpo_reward_weights=(1.0, 2.0))
-    for name, estimator in losses.ADVANTAGES.items():
-        if name != "gae":
-            inputs = {"baseline": batch.baseline} if "baseline" in estimator.inputs else {}
-            inputs |= args.several_rewards(batch) if "parts" in estimator.inputs else {}
-            inputs |= {"energy": batch.targets.energy} if "energy" in estimator.inputs else {}
-            found[f"advantage by {name}"] = whole_batch.advantage(estimator, batch, **inputs)
-    return found
+    names = [name for name in losses.ADVANTAGES if name not in ("gae", "gdpo")]
+    return {f"advantage by {name}": whole_batch.advantage(losses.ADVANTAGES[name], batch) for name in names}
 
 
 def per_token(batch: Batch, minis: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -73,11 +56,11 @@ def per_token(batch: Batch, minis: list[torch.Tensor]) -> dict[str, torch.Tensor
     batch.targets.is_weight, batch.targets.rejected = correct_rollout(args, batch)
     found = {"weights": batch.targets.is_weight, "rejected": batch.targets.rejected} | advantages(batch)
     by_batch = train_sync.Args(rollout_rs="token_k1,batch_k2", rollout_rs_threshold="0.9_1.2,0.003")
-    found["high entropy"] = batch.targets.high_entropy
     found["rejected by batch"] = correct_rollout(by_batch, batch)[1]
     batch.targets.advantage = found["advantage by grpo"]
     for loss, knobs in (("clip_cov", ("ratio=0.2", "low=0.0001")), ("kl_cov", ("ratio=0.2",))):
-        batch.targets.chosen = choose_tokens(train_sync.Args(loss_mode=loss, loss_args=knobs), batch, minis)
+        knobs = train_sync.Args(loss_mode=loss, loss_args=knobs).choice_knobs
+        batch.targets.chosen = whole_batch.chosen(losses.POLICY_LOSSES[loss], batch, minis, knobs)
         found[f"chosen for {loss}"] = batch.targets.chosen
     return found
 
@@ -112,7 +95,6 @@ def main(ranks) -> None:
         assert torch.equal(values, expected[name][places]), name
     assert expected["rejected"].any() and not expected["rejected"].all()
     assert 0.2 < expected["rejected by batch"].double().mean() < 0.8
-    assert 0.1 < expected["high entropy"].double().mean() < 0.35
     assert expected["chosen for clip_cov"].any() and expected["chosen for kl_cov"].any()
     expected, found = numbers(whole, minis), numbers(part, minis)
     assert expected["groups of one"] > 0

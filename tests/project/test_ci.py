@@ -144,7 +144,7 @@ def test_the_end_of_the_time_is_a_failure(tmp_path):
 def test_ci_reruns_both_kinds_of_tests():
     text = (ROOT / ".ci" / "run").read_text()
     assert '\npytest() { python .ci/rerun "$@"; }\n' in text, "so README's command, and the slow tests behind it, go through it"
-    assert text.index("pytest() {") < text.index("&& pytest && pytest -m slow || exit 1")
+    assert text.index("pytest() {") < text.index('&& pytest && pytest -m "runs or slow" || exit 1')
 
 
 CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time"}

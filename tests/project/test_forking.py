@@ -1,5 +1,6 @@
-"""The diffs of docs/forking.md: each applies to a copy of the repository, and the result trains for three steps."""
+"""The diffs of docs/forking.md and examples/forks: each applies to a copy of the repository, and the result trains."""
 
+import ast
 import json
 import re
 import shutil
@@ -20,11 +21,17 @@ def section(title: str) -> list[tuple[str, str]]:
     return re.findall(r"^```(\w+)\n(.*?)^```$", text, re.M | re.S)
 
 
+def copy(tree: Path) -> None:
+    """Copy what trains."""
+    tree.mkdir()
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and list(path.glob("*.py"))]
+    for path in (*ROOT.glob("*.py"), *folders):
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, tree / path.name)
+
+
 def prepare(title: str, tree: Path) -> list[str]:
     """Make the tree, run the section's commands, and return the last one, which trains."""
-    tree.mkdir()
-    for path in (*ROOT.glob("*.py"), *(ROOT / name for name in ("rl", "tools", "math_grader"))):
-        (shutil.copytree if path.is_dir() else shutil.copy)(path, tree / path.name)
+    copy(tree)
     *first, (language, last) = section(title)
     assert language == "sh"
     for language, text in first:
@@ -48,7 +55,7 @@ def test_the_diff_applies_and_compiles(title, tmp_path):
     assert (tmp_path / "tree" / script).exists()
 
 
-@pytest.mark.slow
+@pytest.mark.runs
 @pytest.mark.parametrize(("title", "key"), zip(TITLES, KEYS, strict=True))
 def test_what_it_makes_trains(title, key, demo_model, tmp_path):
     tree = tmp_path / "tree"
@@ -60,3 +67,74 @@ def test_what_it_makes_trains(title, key, demo_model, tmp_path):
     assert directory.name.startswith(f"{Path(script).stem}-")
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines][-3:] == [1, 2, 3] and key in lines[-1]
+
+
+# ------------------------------------------------------------------------------------------------------------ examples/forks
+
+FORKS = {path.stem: path for path in sorted((ROOT / "examples" / "forks").glob("*.diff"))}
+LAST = {  # flags -> what the last step's metrics have to be
+    "adaptive_kl": (
+        ["--use-kl-in-reward", "--target-kl", "1e-12", "--kl-horizon", "64", "--kl-reward-coef", "0.5"],
+        lambda m: [row["actor/reward_kl_penalty_coeff"] for row in m] == pytest.approx([0.5, 0.4, 0.48, 0.576]),
+    ),
+    "entropy_target": (
+        ["--entropy-target", "100"],
+        lambda m: [row["actor/entropy_coeff"] for row in m] == pytest.approx([0, 0.005, 0.01, 0.015]),
+    ),
+    "gdpo": (
+        ["--adv-estimator", "gdpo", "--reward", "REWARD", "--gdpo-reward-keys", "right", "short"],
+        lambda m: all(row["critic/advantages/max"] > 0 for row in m),
+    ),
+    "greso": ([], lambda m: m[-1]["prompts/hard"] + m[-1]["prompts/easy"] > 0),
+    "off_policy_mask": (
+        ["--off-policy-mask-threshold", "1e-9", "--ppo-epochs", "2"],
+        lambda m: m[-1]["actor/off_policy_masked"] > 0,
+    ),
+    "top_entropy": (["--top-entropy-quantile", "0.2"], lambda m: all(row["timing_s/entropy"] > 0 for row in m)),
+}
+REWARD = """
+def score(data_source, solution_str, ground_truth, extra_info):
+    right = float(solution_str == ground_truth)
+    return {"score": right, "right": right, "short": -len(solution_str) - int(solution_str[-1:] or 0) / 10}
+"""
+
+
+def apply(name: str, tree: Path) -> None:
+    copy(tree)
+    done = subprocess.run(["git", "apply", FORKS[name]], cwd=tree, text=True, capture_output=True)
+    assert done.returncode == 0, f"{name}: {done.stderr}"
+
+
+def test_each_fork_is_tested_and_in_the_table():
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    assert FORKS.keys() == LAST.keys() == {*re.findall(r"^\| `(\w+)` \| (?:`--|with `--)", page, re.M)}
+
+
+@pytest.mark.parametrize("name", FORKS)
+def test_a_fork_applies_and_its_scripts_still_share_their_text(name, tmp_path):
+    apply(name, tmp_path / "tree")
+    parsed = [ast.parse((tmp_path / "tree" / f"train_{script}.py").read_text()) for script in ("sync", "one_step_off", "async")]
+    for function in ("actor_loss", "learn"):
+        texts = {ast.unparse(node) for tree in parsed for node in tree.body if getattr(node, "name", "") == function}
+        assert len(texts) == 1, function
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("name", FORKS)
+def test_a_fork_trains_and_resumes(name, demo_model, tmp_path):
+    """Four steps, of which the last two are also those of a run that resumes."""
+    apply(name, tmp_path / "tree")
+    (tmp_path / "reward.py").write_text(REWARD)
+    flags, holds = LAST[name]
+    flags = [f"{tmp_path / 'reward.py'}:score" if flag == "REWARD" else flag for flag in flags]
+    more = ["--total-training-steps", 4, "--test-freq", 0, "--save-freq", 2, "--lr", 1e-3, "--lr-warmup-steps", 0]
+    more += ["--max-ckpt-to-keep", 0, "--output-dir", tmp_path / "runs", "--experiment-name", "run"]
+    run, weights = tmp_path / "runs" / "run", []
+    for _ in range(2):
+        run_script(tmp_path / "tree" / "train_sync.py", *flags, *more, fresh=True, env={"PYTHONPATH": str(tmp_path / "tree")})
+        weights.append((run / "step_000004" / "model.safetensors").read_bytes())
+        shutil.rmtree(run / "step_000004")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = {row["step"]: row for row in rows if row["step"]}
+    assert holds([steps[step] for step in (1, 2, 3, 4)]), steps[4]
+    assert weights[0] == weights[1], "resumed after step 2 it is the same run"

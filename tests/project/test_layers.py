@@ -121,10 +121,10 @@ def test_a_folder_has_a_sign_and_few_files(folder):
 def test_a_start_of_plain_training_imports_no_room_of_a_feature():
     """Imported where a flag or the model asks for it."""
     rooms = ["rl.weights.adapter_probe", "rl.weights.adapter_proof"]
-    rooms += ["rl.learning.value_model", "rl.data.demonstrations", "rl.samples.prompt_history", "rl.supervised", "peft"]
+    rooms += ["rl.algorithm.critic", "rl.algorithm.imitation", "rl.data.demonstrations", "rl.supervised", "peft"]
     rooms += ["rl.model.hybrid", "rl.environments.pool", "rl.checkpoint.push", "rl.rewards.judge", "openai"]
     rooms += ["rl.rewards.programs.grade", "rl.rewards.programs.sandbox"]
-    rooms += ["rl.data.teacher_prompts", "rl.algorithm.teacher_rows"]
+    rooms += ["rl.data.teacher_prompts", "rl.algorithm.teacher"]
     code = f"import sys, train_sync; print([name for name in {rooms} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout == "[]\n", done.stderr

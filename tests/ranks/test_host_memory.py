@@ -7,15 +7,15 @@ import torch
 from helpers import run_script
 
 from rl.model import shards
-from rl.ranks import host_memory
-from rl.ranks.host_memory import PinnedBlocks
+from rl.ranks import device
+from rl.ranks.device import PinnedBlocks
 
 TENSORS = 40
 PROGRAM = f"""
 import resource
 import sys
 import torch
-from rl.ranks import host_memory
+from rl.ranks import device
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -25,7 +25,7 @@ def faults():
     del step
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-host_memory.keep_freed()
+device.keep_freed()
 print(*[faults() for _ in range(8)])
 """
 
@@ -47,15 +47,15 @@ def test_what_is_freed_stays_for_the_next_step_unless_the_environment_says_other
 def test_pinned_tensors_take_little_more_than_their_bytes(monkeypatch, sizes):
     """What torch takes on CUDA is the next power of two of each pinned tensor. sizes: in KB, of the moments of parameters."""
     taken, make, rounded = [], torch.zeros, lambda size: 1 << (size - 1).bit_length()
-    monkeypatch.setattr(shards, "is_accelerator", lambda device: True)
-    monkeypatch.setattr(host_memory, "LEAST", 1 << 10)
-    monkeypatch.setattr(host_memory, "BLOCK", 1 << 20)
+    monkeypatch.setattr(shards, "is_accelerator", lambda place: True)
+    monkeypatch.setattr(device, "LEAST", 1 << 10)
+    monkeypatch.setattr(device, "BLOCK", 1 << 20)
     monkeypatch.setattr(torch, "zeros", lambda *of, pin_memory, **how: taken.append(rounded(of[0])) or make(*of, **how))
     pinned, values = PinnedBlocks(), [torch.empty(256, size)[:, ::2].t() for size in sizes]
     dtypes = [(torch.float32, torch.uint8)[number % 2] for number in range(len(values))]
     tensors = [shards.zeros_on_host(value, dtype, pinned) for value, dtype in zip(values, dtypes, strict=True)]
     needed = sum(tensor.nbytes for tensor in tensors)
-    assert sum(taken) <= min(sum(rounded(tensor.nbytes) for tensor in tensors), 1.1 * needed + host_memory.BLOCK)
+    assert sum(taken) <= min(sum(rounded(tensor.nbytes) for tensor in tensors), 1.1 * needed + device.BLOCK)
     for number, (tensor, value) in enumerate(zip(tensors, values, strict=True)):
         assert tensor.shape == value.shape and tensor.is_contiguous() and not tensor.any()
         tensor.fill_(number + 1)

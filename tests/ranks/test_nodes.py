@@ -54,15 +54,16 @@ def refused(consoles: list[tuple[int, str]], message: str) -> bool:
     """Return whether each node ended with the message, printed once, and without a traceback of a rank."""
     for code, console in consoles:
         assert code == 1 and console.count("error: ") == 1, console
-        assert re.search(rf"^\[{HOST} rank \d\] error: {message}", console, re.M), console
+        assert re.search(rf"^error: {message}", console, re.M), console
         assert 'rl/ranks/process.py", line' not in console, console
-        assert re.search(rf"^  traceback : {message}", console, re.M), "torchrun's summary names the cause"
+        assert re.search(rf"^  traceback : rank \d on {HOST} failed: {message}", console, re.M), "torchrun's summary says so"
     return True
 
 
 HOST = re.escape(socket.gethostname())
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(("generators", "lacking"), [((0, 0), "generator"), ((2, 1), "learner")])
 def test_a_job_without_a_role_is_refused_on_all_nodes(demo_model, tmp_path, generators, lacking):
@@ -94,6 +95,7 @@ LAYOUTS = [  # ranks and generators of each node: roles apart; one node that doe
 ]
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_async_with_staleness_0_is_sync_bit_for_bit_whatever_the_nodes_do(demo_model, tmp_path, layout):
@@ -110,7 +112,7 @@ def test_async_with_staleness_0_is_sync_bit_for_bit_whatever_the_nodes_do(demo_m
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("more", [[], ["--lora-rank", 8, "--lr", 1e-3, "--publish", "adapter"]], ids=["plain", "adapters"])
+@pytest.mark.parametrize("more", [[], ["--lora-rank", 8, "--lr", 1e-3]], ids=["plain", "adapters"])
 def test_one_step_off_over_nodes_that_only_learn_or_generate(demo_model, tmp_path, more):
     """With adapters both generators of the second node prove that they apply them."""
     flags = ["train_one_step_off.py", "--total-training-steps", 4, "--output-dir", tmp_path, "--test-freq", 0, *more]
@@ -119,36 +121,36 @@ def test_one_step_off_over_nodes_that_only_learn_or_generate(demo_model, tmp_pat
     assert [code for code, _ in consoles] == [0, 0], consoles
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(150)
 def test_every_node_says_which_ranks_run_there_and_why_it_ends():
     (first_code, first), (second_code, second) = run_nodes([(2, ["tests/programs/node_failures.py", "refused"])] * 2)
     assert f"node 1 of 2, {socket.gethostname()}: ranks 0 to 1 of 4\n" in first
     assert f"node 2 of 2, {socket.gethostname()}: ranks 2 to 3 of 4; the run's messages appear on node 1" in second
     assert first_code == second_code == 1
-    reported = rf"^\[{HOST} (rank [23])\] error: nothing is right here\.\n\[{HOST} \1\] Nothing at all\.$"
-    assert len(re.findall(reported, second, re.M)) == 1 and second.count("error: ") == 1, second
-    assert re.search(
-        rf"^\[{HOST} rank [01]\] rank [01] stops: rank [23] on .* failed: nothing is right here\.$", first, re.M
-    ), first
+    assert second.count("error: ") == 1 == second.count("error: nothing is right here.\nNothing at all.\n"), second
+    assert re.search(rf"^rank [01] stops: rank [23] on {HOST} failed: nothing is right here\.$", first, re.M), first
     assert first.count(" stops: ") == 1 and "error: " not in first
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(150)
 def test_a_failure_prints_a_traceback_on_its_own_node_and_a_line_on_the_other():
     (_, first), (_, second) = run_nodes([(2, ["tests/programs/node_failures.py", "raised"])] * 2)
     assert second.count("rank 3 failed:\n") == 1 and "LookupError: the second node has had enough" in second
-    line = rf"^\[{HOST} rank [01]\] rank [01] stops: rank 3 on .* failed: LookupError: the second node has had enough$"
+    line = rf"^rank [01] stops: rank 3 on {HOST} failed: LookupError: the second node has had enough$"
     assert len(re.findall(line, first, re.M)) == 1 and "failed:\n" not in first, first
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(150)
-def test_an_error_names_a_lost_node():
+def test_a_node_that_is_lost_ends_the_others_within_seconds():
     (code, first), _ = run_nodes([(2, ["tests/programs/node_failures.py", "killed"])] * 2)
-    assert code == 1
-    assert re.search(rf"^\[{HOST} rank [01]\] rank [01] failed: ranks 2, 3 on {HOST} no longer answer$", first, re.M), first
-    assert "failed:\n" not in first
+    lost = r"^rank [01] failed: it lost its connection to another rank, which has left no message here \(.*127.0.0.1"
+    assert code == 1 and len(re.findall(lost, first, re.M)) == 1 and "failed:\n" not in first, first
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(200)
 def test_all_ranks_meet_again_when_torchrun_restarts_them(tmp_path):
     """torchrun counts the restart only on the node that failed, and the store still holds the keys of the first start."""
@@ -159,6 +161,7 @@ def test_all_ranks_meet_again_when_torchrun_restarts_them(tmp_path):
     assert starts == sorted(f"start {start} of rank {rank}" for start in range(3) for rank in range(4)), consoles
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(150)
 def test_nodes_that_share_no_directory_keep_a_part_of_the_checkpoint_each(demo_model, tmp_path):
     """The relative path is a different directory on each node."""
@@ -178,6 +181,7 @@ def test_nodes_that_share_no_directory_keep_a_part_of_the_checkpoint_each(demo_m
     assert not list(tmp_path.rglob(".seen*"))
 
 
+@pytest.mark.runs
 def test_a_rank_of_another_job_is_refused():
     """Its number of ranks differs from that of the job it reached."""
     port, script = str(free_port()), ROOT / "tests/programs/node_failures.py"

@@ -7,7 +7,6 @@ import time
 from functools import cache
 from pathlib import Path
 
-import power_losses
 import pytest
 from helpers import bits, train
 
@@ -47,6 +46,7 @@ def on_one_node(demo_model, tmp_path_factory):
     return weights
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(900)
 def test_a_node_that_learns_and_one_that_generates(demo_model, tmp_path, network):
     directory, (first, second) = run(network(2), [(1, 0), (1, 1)], "train_async.py", *FLAGS, out=tmp_path)
@@ -106,38 +106,6 @@ def test_ranks_that_are_killed_on_any_node_start_again_with_all_others(on_one_no
         assert job.processes[0].poll() is None, job.wait(10)
         time.sleep(0.01)
     os.kill(machines.nodes[1 if victim == "learner" else 2].ranks()[0], signal.SIGKILL)
-    consoles = job.wait(600)
-    assert [code for code, _ in consoles] == [0, 0, 0], consoles
-    assert clean(machines)
-    assert sum("resumes after step" in console for _, console in consoles) == 1, consoles
-    assert bits(tmp_path / "run") == on_one_node("train_sync.py", 2, steps=9)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_node_that_loses_its_power_ends_the_job_everywhere_and_loses_no_ticket(demo_model, network):
-    """At random moments; `python tests/tools/power_losses.py` does it 20 times."""
-    network(1)  # skips where there are no namespaces
-    assert "none lost" in power_losses.main(power_losses.Args(losses=2, node_timeout=10, fresh=False, seed=3))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("victim", ["learner", "generator"])
-def test_another_machine_in_the_place_of_one_that_has_lost_its_power_is_taken_in(on_one_node, tmp_path, network, victim):
-    """With static rendezvous the other nodes restart by themselves and wait for it. The final weights equal those of an
-    uninterrupted run."""
-    machines, of_nodes, number = network(3), [(1, 0), (1, 0), (1, 1)], 1 if victim == "learner" else 2
-    flags = [*FLAGS, "--total-training-steps", 9, "--output-dir", tmp_path, "--experiment-name", "run", "--save-freq", 1]
-    flags += ["--staleness-threshold", 0, "--max-ckpt-to-keep", 1, "--node-timeout", 6]
-    lines = [(n, ["train_async.py", *flags, "--generators", g]) for n, g in of_nodes]
-    job = machines.start(lines, rendezvous="static", restarts=3)
-    while not any((tmp_path / "run").glob("step_*[0-9]")):
-        assert job.processes[0].poll() is None, job.wait(10)
-        time.sleep(0.01)
-    machines.nodes[number].power_off()
-    machines.replace(number)
-    machines.start_again(job, number)
     consoles = job.wait(600)
     assert [code for code, _ in consoles] == [0, 0, 0], consoles
     assert clean(machines)

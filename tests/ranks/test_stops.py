@@ -14,6 +14,7 @@ from helpers import left_over, marked, run_script, start
 
 from rl.checkpoint import manifest
 
+pytestmark = pytest.mark.runs
 FLAGS = ["--total-training-steps", 20, "--test-freq", 0, "--experiment-name", "run"]
 OURS = r"^(?:error|warning|SIGTERM|Ctrl-C|rank \d|learner \d|generator \d|step)\b.*"
 
@@ -24,9 +25,9 @@ def steps(out: Path) -> list[int]:
     return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def strike(number: signal.Signals, rank: int, words: list, when: Callable[[str], bool]) -> tuple[int, str]:
-    """Start the command on two ranks and send the signal to a rank once `when` says so of the console. Return torchrun's exit
-    code and the console. Nothing may be left."""
+def strike(number: signal.Signals, rank: int | None, words: list, when: Callable[[str], bool]) -> tuple[int, str]:
+    """Start the command on two ranks and send the signal to a rank, None: to all processes, once `when` says so of the console.
+    Return torchrun's exit code and the console. Nothing may be left."""
     process, mark = start(*words, ranks=2)
     lines = []
     reader = threading.Thread(target=lambda: [lines.append(line) for line in process.stdout], daemon=True)
@@ -35,8 +36,8 @@ def strike(number: signal.Signals, rank: int, words: list, when: Callable[[str],
     while not when("".join(lines)):
         assert process.poll() is None and time.monotonic() < deadline, lines
         time.sleep(0.02)
-    (victim,) = [pid for pid, name, *_ in marked(mark) if name == f"{mark}-{rank}"]
-    os.kill(victim, number)
+    for pid in [pid for pid, name, *_ in marked(mark) if rank is None or name == f"{mark}-{rank}"]:
+        os.kill(pid, number)
     process.wait(timeout=150)
     reader.join(timeout=60)
     while left := left_over(mark):
@@ -84,6 +85,30 @@ def test_sigterm_while_a_model_loads_ends_all_ranks_at_once(rank, demo_model, tm
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("moment", ["loading", "reward "])
+def test_ctrl_c_ends_all_ranks_at_once(moment, demo_model, tmp_path):
+    """Also ranks that wait in C++ for one that loads a model. A terminal sends it to all processes."""
+    loads = 10_000 if moment == "loading" else 0
+    words = ["tests/programs/slow_learner.py", loads, "train_async.py", *FLAGS, "--output-dir", tmp_path]
+    code, console = strike(signal.SIGINT, None, words, lambda console: moment in console)
+    assert code != 0 and not re.search(r'File ".*/(rl/|train_)', console) and "forcefully exiting via" not in console, console
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("generators", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_a_learner_that_leaves_first_does_not_end_the_other(generators, tmp_path):
+    """After SIGTERM a rank that exited has failed, unless it had come to its end. Generators exit meanwhile."""
+    ready = tmp_path / "ready"
+    process, mark = start("tests/programs/leaves.py", ready, generators, ranks=2 + generators)
+    while not ready.exists() and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    console = process.communicate(timeout=120)[0]
+    assert "all is done\n" in console and "error: " not in console
+    assert "forcefully exiting via" not in console and not left_over(mark), "a rank has not left by itself"
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("script", "rank", "name"), [*CASES[2:], pytest.param("train_sync.py", 0, "rank 0", marks=pytest.mark.slow), CASES[0]]
 )
@@ -92,7 +117,8 @@ def test_after_sigkill_the_last_line_names_the_rank(script, rank, name, demo_mod
     words = [script, *FLAGS, "--total-training-steps", 1000, "--output-dir", tmp_path]
     code, console = strike(signal.SIGKILL, rank, words, lambda _: len(steps(tmp_path)) >= 2)
     lines = re.findall(OURS, console, re.M)
-    assert code == 1 and lines[-1].startswith(f"error: {name.partition(' (')[0]} (") and "SIGKILL" in lines[-1], console
+    killed = rf"error: {name.partition(' (')[0]} \((rank \d, )?process \d+\) ended without a message: .* SIGKILL"
+    assert code == 1 and re.match(killed, lines[-1]), console
     assert sum(not line.startswith("step ") for line in lines) == 1 and "SIGTERM to" not in console, console
     assert not [*tmp_path.glob("run/step_*[0-9]")], "nobody has asked for a checkpoint"
 

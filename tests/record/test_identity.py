@@ -74,7 +74,7 @@ def test_every_flag_belongs_to_the_run_or_is_named_as_one_that_may_change(script
 
 
 EARLIER = {"train_batch_size": 4, "ppo_mini_batch_size": 2, "publish_every": 2, "staleness_threshold": 0.5, "generators": 1}
-EARLIER |= {"partial_rollout": "keep", "max_staleness": None, "on_stale": "drop", "ring_mb": 256, "publish_over": "auto"}
+EARLIER |= {"partial_rollout": "keep", "max_staleness": None}
 
 
 def test_a_run_of_when_the_schedule_was_no_part_resumes(prompts, demo_model):
@@ -115,12 +115,6 @@ def test_a_flag_that_an_older_version_did_not_have_counts_as_its_default(prompts
     assert Identity(train_sync.Args(), "train_sync", demo_model, prompts).check(was, Path("x")) == []
     with pytest.raises(UserError, match=r"--grad-clip: was 1\.0, is 2\.0"):
         Identity(train_sync.Args(grad_clip=2.0), "train_sync", demo_model, prompts).check(was, Path("x"))
-
-
-def test_a_run_of_a_version_with_publishes_of_changes_resumes(prompts, demo_model):
-    was = saved(Identity(train_async.Args(), "train_async", demo_model, prompts))
-    was["flags"]["publish"] = "delta"
-    assert Identity(train_async.Args(), "train_async", demo_model, prompts).check(was, Path("x")) == []
 
 
 def test_a_teacher_s_prompt_that_leaves_rows_out_is_refused_in_any_case(demo_model):

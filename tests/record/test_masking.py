@@ -3,7 +3,6 @@
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,7 @@ from helpers import ROOT, run_script
 
 import train_sync
 from rl.masking import masked
-from rl.record.run import describe_run
+from rl.record.provenance import describe_run
 
 S = "hunter2Secret"
 SECRET = [
@@ -94,7 +93,7 @@ def test_other_text_stays(text):
     assert masked({"prompt_key": text, "a": [text, 1, None]}) == {"prompt_key": text, "a": [text, 1, None]}
 
 
-def test_what_is_written_of_a_run_has_none(monkeypatch):
+def test_what_is_written_of_a_run_has_none(monkeypatch, tmp_path):
     """The record in config.json, and what W&B gets: the command line is a part of both."""
     args = replace(train_sync.Args(), agent=SECRET[1], judge_url=f"https://u:{S}@host/v1?token={S}")
     monkeypatch.setattr(sys, "argv", ["train_sync.py", "--agent", args.agent, f"--judge-url={args.judge_url}"])
@@ -110,8 +109,7 @@ def test_what_is_written_of_a_run_has_none(monkeypatch):
 
     fake = SimpleNamespace(init=init, errors=SimpleNamespace(Error=OSError))
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    files = SimpleNamespace(directory=Path("/nowhere"), replace=lambda *_: None)
-    wandb_log.WandB(args, files, ())
+    wandb_log.WandB(args, tmp_path, ())
     assert S not in json.dumps(seen, default=str) and seen["config"]["lr"] == args.lr
     assert S in " ".join(sys.argv)
 

@@ -18,7 +18,7 @@ from tiny_vlm import save_vlm
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import replay
-from rl.data.demo import build_tokenizer
+from examples.demo.sums import build_tokenizer
 from rl.errors import UserError
 from rl.replay.recorder import SAMPLES, Record
 

@@ -348,37 +348,34 @@ def test_degenerate_answers_are_scored_wrong_by_the_pool():
 
 
 def test_the_console_and_error_messages_write_control_characters_out(capsys, monkeypatch):
-    from rl.ranks import failures, process
+    from rl.ranks import process, stops
     from rl.record.console import ConsoleLog
 
     ConsoleLog(10).say(RAW)
     said = capsys.readouterr().out
     monkeypatch.setattr(process.os, "_exit", lambda code: None)
-    monkeypatch.setattr(failures, "record", lambda *_: failures.Failure(True, True))
+    monkeypatch.setattr(stops, "record", lambda _: (True, True))
     process.fail(UserError(RAW))
     for text in (said, capsys.readouterr().err):
         assert "title" in text and text.replace("\n", "").isprintable()
 
 
 def test_a_traceback_writes_control_characters_out(capsys, monkeypatch):
-    from rl.ranks import failures, process
+    from rl.ranks import process, stops
 
-    monkeypatch.setattr(failures, "record", lambda *_: failures.Failure(True, True))
-    monkeypatch.setattr(failures, "leave_to_report", lambda: None)
-    monkeypatch.setattr(failures, "lost_connection", lambda error: False)
+    monkeypatch.setattr(stops, "record", lambda _: (True, True))
+    monkeypatch.setattr(stops, "cause", lambda wait: "")
     process._explain("learner 0", ValueError(RAW))
     text = capsys.readouterr().err
     assert "ValueError" in text and "title" in text and text.replace("\n", "").isprintable()
 
 
 def test_torchruns_summary_has_no_control_characters(tmp_path, monkeypatch):
-    from rl.ranks import failures
+    from rl.ranks import stops
 
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
     (tmp_path / "0").mkdir()
-    monkeypatch.setattr(failures.watchdog, "first_to_fail", lambda store, text: True)
-    monkeypatch.setattr(failures, "_open_store", lambda: None)
-    failures.record(RAW, "learner 0")
+    stops.record(RAW)
     assert "\\\\x1b]0;title" in (tmp_path / "0" / "error.json").read_text()
 
 

@@ -13,19 +13,15 @@ from scripted import ScriptedEngine
 from torch.distributed import HashStore
 
 import train_async
-from rl import generator_loop, parts, split
+from rl import generator_loop, parts
 from rl.data.prompts import Prompt
 from rl.generation.generator import Generator
-from rl.ranks import launch
 from rl.ranks.timers import Timers
 from rl.rewards.pool import Score
 from rl.samples.buffer import SampleBuffer
-from rl.samples.channel import Outbox
-from rl.samples.control import State
-from rl.samples.idle_meter import IdleMeter
+from rl.samples.channel import Outbox, State
+from rl.samples.stream import Stream
 from rl.samples.tickets import Tickets, open_tickets, started
-
-pytestmark = pytest.mark.usefixtures("requests_at_once")
 
 TOKEN = 0.02  # seconds of a token; a sleep of the loop is a tenth of it
 TINY = 1e-6  # seconds of the loop's own round
@@ -105,10 +101,10 @@ class World:
 
         class Sub:
             def __init__(self, *_, **__):
-                self.received = {"bytes": 1.0, "way": 1.0}
+                self.received, self.step = 1, 0
 
-            def effective_state(self, state, busy):
-                return state
+            def due(self, announced):
+                return announced
 
             def receive(self, version, recompute):
                 world.engine.update((), version)
@@ -138,9 +134,13 @@ def flags(**more):
 
 def metrics_of(reports: list[dict]) -> list[dict]:
     """Return the learners' metrics for each report."""
-    nodes = [launch.Node("here", 0, 2, 1)]
-    meter = IdleMeter(split.Split("learner", None, 1, 1, nodes, 0, store=None, bridge=None))
-    return [meter.metrics([report], Timers()) for report in reports]
+    samples = object.__new__(Stream)
+    samples.inbox = SimpleNamespace(reports=[])
+    found = []
+    for report in reports:
+        samples.inbox.reports.append(report | {"publish_seconds": 1.0})
+        found.append(super(Stream, samples).metrics(1, Timers()))
+    return found
 
 
 def test_held_by_the_bound_worked_out_by_hand(monkeypatch):

@@ -7,8 +7,9 @@ import pytest
 import torch
 from helpers import run_script, train
 
-from rl.data import demo
+from examples.demo import sums as demo
 
+pytestmark = pytest.mark.runs
 FLAGS = ["--train-batch-size", "4", "--rollout-n", "2", "--max-response-length", "40", "--over-sample", "0.75"]
 FLAGS += ["--reward", "tests/programs/spread_reward.py:score"]
 FLAGS += ["--lr-warmup-steps", "0", "--total-training-steps", "6", "--save-freq", "1", "--max-ckpt-to-keep", "9"]
@@ -53,23 +54,20 @@ def test_prompts_are_trained_once_and_the_long_ones_later(whole):
     assert longest[0] <= max(longest[1:]), "of the seven prompts begun together the first step has those that end first"
 
 
-def test_a_resumed_run_continues_its_unfinished_groups(whole, unsure, tmp_path):
-    directory = shutil.copytree(whole[1], tmp_path / whole[1].name)
-    for later in ("step_000004", "step_000005", "step_000006"):
-        shutil.rmtree(directory / later)
-    train("train_sync.py", *unsure, "--experiment-name", directory.name, out=tmp_path)
-    assert trained(directory) == trained(whole[1])
-    again, before = ((run / "step_000006" / "model.safetensors").read_bytes() for run in (directory, whole[1]))
-    assert again == before
-
-
 def resumed(whole, unsure, tmp_path, *flags, **how):
-    """Resume the run from step 3 with other flags."""
+    """Resume the run from step 3, perhaps with other flags."""
     directory = shutil.copytree(whole[1], tmp_path / whole[1].name)
     for later in ("step_000004", "step_000005", "step_000006"):
         shutil.rmtree(directory / later)
     name = ["--experiment-name", directory.name, "--resume-anyway"]
     return directory, run_script("train_sync.py", *unsure, "--output-dir", tmp_path, *name, *flags, **how)
+
+
+def test_a_resumed_run_continues_its_unfinished_groups(whole, unsure, tmp_path):
+    directory, _ = resumed(whole, unsure, tmp_path)
+    assert trained(directory) == trained(whole[1])
+    again, before = ((run / "step_000006" / "model.safetensors").read_bytes() for run in (directory, whole[1]))
+    assert again == before
 
 
 @pytest.mark.parametrize("ranks", [None, pytest.param(2, marks=pytest.mark.slow)])
@@ -103,14 +101,8 @@ def test_a_resumed_run_cannot_have_a_smaller_surplus_than_it_has_under_way(whole
 
 
 @pytest.mark.slow
-def test_ranks_share_what_is_under_way(unsure, tmp_path):
-    _, directory, _ = train("train_sync.py", *unsure, out=tmp_path, ranks=2)
-    check_account(directory)
-
-
-@pytest.mark.slow
-def test_vllm_whose_ranks_share_an_engine(unsure, tmp_path):
-    """Every rank of the engine counts the same prompts. The engine gives prompts back and takes them again."""
-    flags = [*unsure, "--engine", "vllm", "--rollout-tp", 2, "--reward-workers", 2]
-    _, directory, _ = train("train_sync.py", *flags, out=tmp_path, ranks=2, timeout=400)
+@pytest.mark.parametrize("more", [(), ("--engine", "vllm", "--rollout-tp", 2, "--reward-workers", 2)], ids=["", "one engine"])
+def test_ranks_share_what_is_under_way(unsure, tmp_path, more):
+    """Also those of one engine: each counts the same prompts. vLLM gives prompts back and takes them again."""
+    _, directory, _ = train("train_sync.py", *unsure, *more, out=tmp_path, ranks=2, timeout=400)
     check_account(directory)

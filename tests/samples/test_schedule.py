@@ -1,7 +1,5 @@
 """The schedule: quotas equal verl's, tickets come in order, and a simulated stream never trains samples above the bound."""
 
-import json
-from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,13 +15,10 @@ from rl.errors import UserError
 from rl.learning.batch import Batch
 from rl.ranges import check
 from rl.samples.buffer import SampleBuffer
-from rl.samples.control import ControlBlock, State
+from rl.samples.channel import ControlBlock, State
 from rl.samples.group import Group, Response
-from rl.samples.schedule import AsyncSchedule
+from rl.samples.schedule import AsyncSchedule, OneStepOffSchedule, SyncSchedule
 from rl.samples.tickets import Tickets, open_tickets, started
-from rl.weights.arrival import Announcements, Arrival
-
-pytestmark = pytest.mark.usefixtures("requests_at_once")
 
 
 def group(ticket: int, versions: list[list[int]], scores=None) -> Group:
@@ -177,36 +172,10 @@ def test_a_stale_group_is_dropped_and_counted():
     assert buffer.dropped["stale"] == 1
 
 
-def test_waiting_needs_a_bound_that_the_schedule_can_keep():
-    check(AsyncSchedule(staleness_threshold=1, max_staleness=1, on_stale="wait"))
-    with pytest.raises(UserError, match=r"--on-stale wait cannot keep --max-staleness 1 with --staleness-threshold 1\.5"):
-        check(AsyncSchedule(staleness_threshold=1.5, max_staleness=1, on_stale="wait"))
-
-
-@pytest.mark.parametrize(
-    ("flag", "value"), [("staleness_threshold", -1), ("publish_every", 0), ("max_staleness", -1), ("ring_mb", 0)]
-)
+@pytest.mark.parametrize(("flag", "value"), [("staleness_threshold", -1), ("publish_every", 0), ("max_staleness", -1)])
 def test_settings_that_cannot_work(flag, value):
     with pytest.raises(UserError, match=f"--{flag.replace('_', '-')} must be"):
         check(parts.make(AsyncSchedule, **{flag: value}))
-
-
-class OnItsWay(Arrival):
-    """Weights that arrive when the test says so."""
-
-    def begin(self) -> None:
-        self._coming = self._coming or Future()
-
-    def arrive(self) -> None:
-        if self._coming and not self._coming.done():
-            self._coming.set_result(None)
-
-    def take(self) -> None:
-        self._coming = None
-
-    def has(self, version: int, engine: int) -> bool:
-        """Return whether this version has arrived, for an engine with weights of version `engine`."""
-        return engine == version or bool(engine == version - 1 and self._coming and self._coming.done())
 
 
 @settings(max_examples=300)
@@ -215,56 +184,37 @@ class OnItsWay(Arrival):
     required=st.integers(1, 4),
     period=st.integers(1, 3),
     threshold=st.sampled_from([0, 0.25, 0.5, 1, 1.5, 2]),
-    extra=st.integers(0, 2),
-    stale=st.sampled_from(["drop", "wait", None]),
+    bound=st.sampled_from([None, 0, 1, 2, 3]),
     flat=st.sampled_from([0.0, 0.3]),
     generators=st.integers(1, 3),
-    overlaps=st.booleans(),
 )
 def test_no_token_older_than_the_bound_and_every_ticket_accounted_for(
-    seed, required, period, threshold, extra, stale, flat, generators, overlaps
+    seed, required, period, threshold, bound, flat, generators
 ):
-    """Simulates a stream: generators lag by chance, responses take any time, the learner runs when it can.
-    overlaps: whether engines generate while they receive weights. Receiving takes any time, and the learner publishes the next
-    version when the first generator has this one."""
+    """Simulates a stream: generators lag by chance, responses take any time, the learner runs when it can. Each generator takes
+    the versions one by one, and may be several behind."""
     random = np.random.default_rng(seed)
-    bound = None if stale is None else int(np.ceil(threshold)) + (extra if stale == "wait" else extra - 1)
-    bound = bound if bound is None else max(0, bound)
-    args = AsyncSchedule(
-        ppo_mini_batch_size=required,
-        publish_every=period,
-        staleness_threshold=threshold,
-        max_staleness=bound,
-        on_stale=stale or "drop",
-    )
+    args = AsyncSchedule(ppo_mini_batch_size=required, publish_every=period, staleness_threshold=threshold, max_staleness=bound)
     check(args)
     steps, store = 12, HashStore()
     buffer = SampleBuffer(args, filter_groups=flat > 0, max_num_gen_batches=5)
     open_tickets(store)
     tickets = [Tickets(store, args, steps * required) for _ in range(generators)]
     engines, running = [0] * generators, [[] for _ in range(generators)]  # versions; (ticket, versions of its tokens)
-    arrivals, announced = [OnItsWay(lambda: None) for _ in engines], [Announcements(store) for _ in engines]
     control = ControlBlock(SimpleNamespace(store=store, role="learner", ranks=SimpleNamespace(is_main=True)))
-    version, step, idle, waits = 0, 1, 0, False  # waits: to publish, until the version before has arrived at the first
+    version, step, idle = 0, 1, 0
     while step <= steps:
         idle += 1
         assert idle < 2000, "the stream stands still"
         g = int(random.integers(generators))
         control.update(version=version, dropped=buffer.dropped.total())
-        newer = min(version, engines[g] + 1)
-        if overlaps:
-            if random.random() < 0.3:
-                arrivals[g].arrive()
-            newer = arrivals[g].newest(newer, engines[g], busy=bool(running[g]))
-        state = announced[g].of(newer, control.state)
         if random.random() < 0.5:
-            if state.version > engines[g]:
-                arrivals[g].take()
-            engines[g] = state.version  # swaps between two engine steps; unfinished responses continue
+            engines[g] = min(version, engines[g] + 1)  # between two engine steps; unfinished responses continue
         while random.random() < 0.7 and len(running[g]) < 6:
-            fresh = tickets[g].take(1, 0, engines[g], state)
+            fresh = tickets[g].take(1, 0, engines[g], control.state)
             if not fresh:
                 break
+            assert threshold or fresh[0] < (version + 1) * required * period + buffer.replaced
             running[g].append((fresh[0], []))
         for item in list(running[g]):
             item[1].append(engines[g])
@@ -272,51 +222,45 @@ def test_no_token_older_than_the_bound_and_every_ticket_accounted_for(
                 running[g].remove(item)
                 scores = [1, 1] if random.random() < flat else [0, 1]
                 buffer.add(group(item[0], [item[1], item[1][-1:]], scores))
-        if not waits and random.random() < 0.5 and (groups := buffer.take(step)) is not None:
+        if random.random() < 0.5 and (groups := buffer.take(step)) is not None:
             assert len(groups) == required
-            if bound is not None:
-                assert max(version - g.oldest for g in groups) <= bound
-            waits = step % period == 0
+            age = max(version - g.oldest for g in groups)
+            assert bound is None or age <= bound
+            assert age == 0 or args.trains_stale
+            version += step % period == 0
             step, idle = step + 1, 0
-        if waits and (not overlaps or arrivals[0].has(version, engines[0])):
-            version, waits = version + 1, False
-            buffer.published(version)
     unfinished = [ticket for of in running for ticket, _ in of]
     assert "in flight" in buffer.account(unfinished, started(store))
     assert buffer.trained == steps * required
-    if stale == "wait":
-        assert buffer.dropped["stale"] == 0
 
 
-def test_a_run_that_ended_within_a_period_and_gets_more_steps_still_waits_for_old_groups():
-    """It ended with version 3, after 10 steps in periods of 4, and resumes with version 2. What is filtered then lets more
-    groups start under version 2 than had started when the run ended."""
-    args = AsyncSchedule(ppo_mini_batch_size=2, publish_every=4, staleness_threshold=0.5, max_staleness=1, on_stale="wait")
-    ended, buffer = SampleBuffer(args, filter_groups=True), SampleBuffer(args, filter_groups=True)
-    for step in range(1, 11):
-        for ticket in (2 * step - 2, 2 * step - 1):
-            ended.add(group(ticket, [[args.version_at(step)]] * 2))
-        assert ended.take(step)
-        if args.publishes_after(step, total_steps=10):
-            ended.published(args.version_at(step) + 1)
-    assert buffer.restore(json.loads(json.dumps(ended.state())), [], drawn=20) == []
-    buffer.published(2)
+def test_what_a_buffer_saves_says_which_tickets_were_under_way():
+    buffer, again = (SampleBuffer(AsyncSchedule(ppo_mini_batch_size=2), filter_groups=True) for _ in range(2))
+    for ticket, scores in ((0, [0, 1]), (3, [0, 1]), (1, [1, 1]), (5, [0, 1])):
+        buffer.add(group(ticket, [[0], [0]], scores))
+    assert [g.ticket for g in buffer.take(1)] == [0, 3]
+    assert again.restore(buffer.state(), [*buffer.waiting.values()], drawn=8) == [2, 4, 6, 7]
+    assert again.dropped == {"filtered": 1} and [*again.waiting] == [5] and again.trained == 2
+    with pytest.raises(RuntimeError, match="ticket 3 arrived twice"):
+        again.add(group(3, [[0], [0]]))
 
-    def train(step: int, *tickets: int, version: int) -> list[int] | None:
-        for ticket in tickets:
-            buffer.add(group(ticket, [[version]] * 2))
-        taken = buffer.take(step)
-        return taken and [g.ticket for g in taken]
 
-    for ticket in range(20, 24):
-        buffer.add(group(ticket, [[2], [2]], scores=[1, 1]))  # makes room for 28 to 31
-    assert buffer.dropped == {"filtered": 4}
-    assert train(11, 24, 25, version=2) == [24, 25] and train(12, 26, 27, version=2) == [26, 27]
-    buffer.published(3)
-    assert train(13, 28, 29, version=2) == [28, 29]
-    assert train(14, 32, 33, version=3) == [32, 33] and train(15, 34, 35, version=3) == [34, 35]
-    assert train(16, 36, 37, version=3) is None, "30 and 31 may be as old as version 2: with step 17 it would be too late"
-    assert train(16, 30, 31, version=2) == [30, 31]
+@pytest.mark.parametrize(
+    ("schedule", "stale", "version", "publishes"),
+    [
+        (SyncSchedule(), False, 9, True),
+        (SyncSchedule(over_sample=0.5), True, 9, True),
+        (OneStepOffSchedule(), True, 9, True),
+        (AsyncSchedule(staleness_threshold=0), False, 9, True),
+        (AsyncSchedule(staleness_threshold=0, publish_every=4), True, 2, False),
+        (AsyncSchedule(staleness_threshold=0.1), True, 9, True),
+    ],
+)
+def test_what_a_run_asks_of_its_schedule(schedule, stale, version, publishes):
+    assert schedule.trains_stale == stale and schedule.version_at(10) == version
+    assert schedule.publishes_after(10, 12) == publishes and schedule.publishes_after(12, 12)
+    assert schedule.step_of(2, 12) == (8 if version == 2 else 2) and schedule.step_of(99, 12) == 12
+    assert schedule.split == (type(schedule) is not SyncSchedule) and schedule.surplus == 4 * (schedule.over_sample > 0)
 
 
 def test_ages_at_training():

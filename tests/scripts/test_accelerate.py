@@ -6,6 +6,8 @@ import sys
 import pytest
 from helpers import ROOT, environment
 
+pytestmark = pytest.mark.runs
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)

@@ -13,6 +13,8 @@ import pytest
 import torch
 from helpers import ROOT, bits, free_port, is_documented, left_over, run_script, start, train, weights
 
+pytestmark = pytest.mark.runs
+
 ENVIRONMENTS = '''
 import time
 

@@ -130,7 +130,7 @@ from typing import Annotated
 
 from rl.algorithm.args import AlgorithmArgs
 from rl.ranges import Range
-from rl.samples.over_sampling import SyncSchedule
+from rl.samples.schedule import SyncSchedule
 from rl.samples.schedule import AsyncSchedule, BatchSchedule, OneStepOffSchedule
 from rl.split import SplitArgs
 from rl.supervised import SupervisedSchedule
@@ -249,7 +249,7 @@ WRONG = [of for of in WRONG if of not in [("split", "one_step_off"), ("split", "
 
 @pytest.mark.parametrize(("caller", "kind"), WRONG)
 def test_a_schedule_of_another_kind_than_what_the_script_calls_is_refused(caller, kind, load):
-    args = SimpleNamespace(schedule=read(load(kind)).schedule, hang_timeout=0, node_timeout=0)
+    args = SimpleNamespace(schedule=read(load(kind)).schedule, hang_timeout=0)
     with pytest.raises(UserError, match=f"Args have {KINDS[kind]}") as raised:
         CALLS[caller](args)
     assert str(raised.value).endswith(".")

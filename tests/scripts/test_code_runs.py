@@ -10,6 +10,8 @@ from helpers import run_script, train
 from rl.errors import UserError
 from rl.rewards.programs import sandbox
 
+pytestmark = pytest.mark.runs
+
 
 @pytest.fixture
 def programs(tmp_path) -> Path:

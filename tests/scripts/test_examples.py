@@ -44,7 +44,7 @@ def parse(recipe, device: str, tmp_path):
 
 
 def generators_of(args) -> int:
-    return args.schedule.split.generators if args.schedule.split else 0
+    return args.schedule.generators if args.schedule.split else 0
 
 
 def number(launcher: list[str], flag: str) -> int:
@@ -62,7 +62,7 @@ def test_a_recipe_parses_and_its_flags_fit(recipe, device, tmp_path, monkeypatch
     if module is train_sync:
         assert ranks % args.rollout_tp == 0
     else:
-        assert 0 < args.schedule.split.generators < ranks and args.schedule.split.generators % args.rollout_tp == 0
+        assert 0 < args.schedule.generators < ranks and args.schedule.generators % args.rollout_tp == 0
     learners = nodes * (ranks - generators_of(args))
     assert learners % args.sequence_parallel == learners % args.expert_parallel == 0
     assert args.max_tokens_per_micro_batch * args.sequence_parallel >= args.max_prompt_length + args.max_response_length

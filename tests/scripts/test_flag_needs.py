@@ -126,7 +126,6 @@ CASES = [
     ("--publish adapter", "", "--lora-rank 8"),
     ("--min-lr-ratio 0.1", "--lr-scheduler-type constant", "--lr-scheduler-type cosine"),
     ("--project-name x", "--logger console tensorboard", "--logger wandb"),
-    ("--wandb-mode offline", "", "--logger console wandb"),
     ("--push-to me/model", "--val-only", ""),
     ("--lm-head-fp32", "--dtype float32", "--dtype bfloat16"),
     ("--resume-anyway", "", "--experiment-name x"),
@@ -135,7 +134,6 @@ CASES = [
     ("--partial-rollout keep", "--staleness-threshold 0", "--publish-every 2", "async"),
     ("--on-stale wait", "", "--max-staleness 2", "async"),
 ]
-BY_MACHINE = {"node_timeout"}  # a test of its own
 BY_SCRIPT = {"free_cache_engine"}
 ALWAYS = {  # component -> its flags that have an effect by themselves, or are refused where they cannot have one
     "RunArgs": "model trust_remote_code seed total_training_steps test_freq val_only",
@@ -199,7 +197,7 @@ def test_a_flag_without_its_need_is_named_and_with_it_is_not(case, capfd):
 
 def test_a_new_flag_has_to_be_classified():
     """Every flag of every script and of plan.py is either in CASES or in ALWAYS."""
-    in_cases = {name for case in CASES for name in flag_needs.given(PLAN, case[0].split()[:1])} | BY_MACHINE | BY_SCRIPT
+    in_cases = {name for case in CASES for name in flag_needs.given(PLAN, case[0].split()[:1])} | BY_SCRIPT
     assert in_cases == set(flag_needs.NEEDS)
     for args in (*SCRIPTS.values(), plan.PlanArgs):
         bases = {part for owner in (args, *(leaf.owner for leaf in parts.leaves(args).values())) for part in owner.__mro__}
@@ -226,7 +224,7 @@ def test_the_clips_are_those_that_each_loss_takes():
         "--test-freq 0 --no-val-before-train --val-max-samples -1 --log-val-generations 0",
         "--engine embedded --no-enforce-eager --no-enable-chunked-prefill",
         "--filter-overlong-prompts --truncation error",
-        "--no-ref-offload --no-rollout-is-batch-normalize --wandb-mode disabled",
+        "--no-ref-offload --no-rollout-is-batch-normalize",
     ],
 )
 def test_to_turn_off_what_is_off_is_no_mistake(words, capfd):
@@ -248,15 +246,6 @@ def test_how_a_flag_is_written_does_not_matter(capfd):
 def test_the_free_cache_of_an_engine_that_never_sleeps():
     assert look("--free-cache-engine --engine vllm", "async") and look("--free-cache-engine --engine vllm", "one_step_off")
     assert not look("--no-free-cache-engine --engine vllm", "async") and not look("--free-cache-engine --engine vllm")
-
-
-def test_what_hangs_on_the_size_of_the_job(monkeypatch):
-    words = "--node-timeout 5"
-    for ranks, nodes, expected in ((1, 1, {"node_timeout"}), (4, 1, set()), (4, 2, set())):
-        monkeypatch.setenv("WORLD_SIZE", str(ranks))
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks // nodes))
-        assert set(look(words, "async")) == expected
-        assert not look(f"{words} --nnodes 2 --nproc-per-node 2", "plan"), "planned for other ranks than these"
 
 
 def test_a_fork_without_a_flag_that_another_needs_is_not_stopped():

@@ -31,7 +31,7 @@ BASE |= {"train_max_samples": 3, "val_max_samples": 2}
 WORK = {"rollout_n", "val_n", "train_batch_size", "ppo_mini_batch_size", "ppo_epochs", "total_training_steps", "total_epochs"}
 WORK |= {"max_num_gen_batches", "reward_workers", "total_rollout_steps"}
 # Not drawn: where things are read and written, vLLM (an engine of its own) and a service on the network.
-APART = {"model", "teacher", "train_files", "val_files", "output_dir", "engine", "logger", "wandb_mode", "train_max_samples"}
+APART = {"model", "teacher", "train_files", "val_files", "output_dir", "engine", "logger", "train_max_samples"}
 JUNK = [
     "",
     "x",

@@ -10,17 +10,16 @@ import kills
 import numpy as np
 import pytest
 import torch
-from helpers import DELTA, MOE, SMALL, bits, command, run_script, train
+from helpers import DELTA, MOE, SMALL, command, train
 from layouts import ALONE, CASES, assert_taught_the_same, learn_on
 from safetensors.torch import load_file, save_file
-from test_checkpoint import take_back, weights
 from test_delta_net import micro_batch
 from test_engine import drain
 from tiny_vlm import save_vlm
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
+from examples.demo.sums import build_tokenizer
 from rl.checkpoint.saver import CheckpointArgs, Saver
-from rl.data.demo import build_tokenizer
 from rl.generation.embedded import states
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Request, SamplingParams
@@ -47,11 +46,9 @@ FLAGS = ["--max-response-length", 12, "--rollout-n", 4, "--total-training-steps"
 FLAGS += ["--lr", "1e-3", "--lr-warmup-steps", 0, "--no-val-before-train"]
 
 
+@pytest.mark.runs
 @pytest.mark.slow
-def test_whole_runs(tmp_path):
-    """Asynchronous training without staleness is synchronous training, and its samples replayed train the same; a run that
-    resumes is one that was never stopped; two ranks that share the experts learn what one does. The files have weights that
-    predict further tokens."""
+def test_weights_that_predict_further_tokens_are_kept_and_two_ranks_that_share_experts_learn_what_one_does(tmp_path):
     model = make(tmp_path / "model", Qwen3_5MoeTextConfig, **MOE, shared_expert_intermediate_size=32)
     file = tmp_path / "model" / "model.safetensors"
     mtp = {"mtp.fc.weight": torch.randn(4, 4), "mtp.norm.weight": torch.randn(4).half()}
@@ -63,17 +60,6 @@ def test_whole_runs(tmp_path):
     assert "the 2 weights mtp.* are not trained; checkpoints keep them as they are." in done.stdout
     saved = load_file(run / "step_000004" / "model.safetensors")
     assert saved.keys() == load_file(file).keys() and all(torch.equal(saved[name], of) for name, of in mtp.items())
-    recorded = ["--record-samples", tmp_path / "samples", "--staleness-threshold", 0]
-    theirs, other, _ = train("train_async.py", *flags, *recorded, out=tmp_path / "async", ranks=2)
-    assert theirs[4]["actor/grad_norm"] == metrics[4]["actor/grad_norm"]
-    run_script("replay.py", tmp_path / "samples", "--output-dir", tmp_path / "replay", "--experiment-name", "again")
-    assert bits(tmp_path / "replay" / "again") == bits(other)
-    (tmp_path / "resumed").mkdir()
-    copy = take_back(run, tmp_path / "resumed", step=2)
-    again, *_ = train("train_sync.py", *flags, "--save-freq", 2, "--experiment-name", "run", out=tmp_path / "resumed")
-    for name in ("actor/loss", "actor/grad_norm", "response_length/mean"):
-        assert [again[step][name] for step in range(1, 5)] == [metrics[step][name] for step in range(1, 5)]
-    assert weights(copy, 4) == weights(run, 4) == bits(other) != weights(run, 2)
     shared = ["--gradient-checkpointing", "--expert-parallel", 2]
     pair, *_ = train("train_sync.py", *flags, *shared, "--total-training-steps", 1, out=tmp_path / "pair", ranks=2)
     assert pair[1]["actor/grad_norm"] == pytest.approx(metrics[1]["actor/grad_norm"], rel=1e-5)
@@ -83,6 +69,7 @@ IN_BF16 = ["--dtype", "bfloat16"]
 BY_VLLM = ["--engine", "vllm", *IN_BF16]
 
 
+@pytest.mark.runs
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "ranks", "flags"), [("train_one_step_off.py", 3, BY_VLLM), ("train_async.py", 2, IN_BF16)])
 def test_the_demo_learns(demo_hybrid_model, tmp_path, script, ranks, flags):

@@ -13,6 +13,8 @@ import pytest
 from helpers import ROOT, bits, environment, free_port, is_documented, run_script, train
 from judges import Judge, serve
 
+pytestmark = pytest.mark.runs
+
 pytest.importorskip("openai")
 ITEMS = {
     "right": {"ask": "Does it come to the reference answer?", "weight": 2},

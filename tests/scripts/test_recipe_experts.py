@@ -9,7 +9,7 @@ from helpers import MOE, ROOT, SMALL, train
 from test_examples import words
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from rl.data.demo import build_tokenizer, problems
+from examples.demo.sums import build_tokenizer, problems
 
 DAPO, GSPO = "dapo_qwen3_30b_a3b_async", "gspo_qwen3_30b_a3b"
 # What a small machine and a model of 256 positions want otherwise: two ranks, short sequences, an end.
@@ -30,7 +30,7 @@ OF_SCRIPT = {
 }
 # A random model is never right: something by which its responses differ.
 REWARD = "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(set(solution_str)) / 10\n"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.runs, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ SMALLER = [
     "3",
 ]
 SMALLER += ["--rollout-tp", "1", "--engine", "embedded"]
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.runs, pytest.mark.timeout(600), pytest.mark.slow]
 
 
 @pytest.mark.parametrize("name", RECIPES)

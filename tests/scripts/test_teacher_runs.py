@@ -1,6 +1,5 @@
 """Whole runs with a supervised start and with a teacher, on the demo: what they learn; they resume, replay and divide."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import torch
 from helpers import is_documented, run_script, train
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.runs, pytest.mark.slow]
 SHORT = ("--max-length", 24, "--lr", 1e-3)
 RL = 4_160  # responses that GRPO takes to an accuracy of .90, with 64 a step
 
@@ -67,38 +66,3 @@ def test_few_responses_suffice_for_a_teacher(teacher, tmp_path):
     assert "warning" not in done.stdout + done.stderr
     start, _, _ = train("train_sync.py", "--model", teacher, "--total-training-steps", 1, out=tmp_path / "start")
     assert accuracies(start)[0] > 0.9
-
-
-RUN = ("--total-training-steps", 4, "--rollout-n", 4, "--test-freq", 0, "--teacher-coef", 0.5)
-
-
-def test_without_staleness_async_is_sync_and_a_run_resumes_with_its_teacher_alone(teacher, demo_model, tmp_path):
-    flags = (*RUN, "--output-dir", tmp_path, "--teacher", teacher)
-    run_script("train_sync.py", *flags, "--experiment-name", "sync", "--save-freq", 2)
-    split = ("--staleness-threshold", 0, "--experiment-name", "async")
-    run_script("train_async.py", *flags, *split, ranks=2)
-    sync = weights(tmp_path / "sync", 4)
-    assert same(sync, weights(tmp_path / "async", 4))
-    shutil.rmtree(tmp_path / "sync" / "step_000004")
-    other = run_script(
-        "train_sync.py", *RUN, "--output-dir", tmp_path, "--experiment-name", "sync", "--teacher", demo_model, check=False
-    )
-    assert other.returncode == 1 and "--teacher: was" in other.stderr and "the content of --teacher" in other.stderr
-    run_script("train_sync.py", *flags, "--experiment-name", "sync", "--save-freq", 2)
-    assert same(sync, weights(tmp_path / "sync", 4))
-
-
-def test_a_replay_has_the_same_bits_and_two_learners_share_a_row(teacher, tmp_path):
-    """Of a run with top tokens. Its metrics are in the docs."""
-    flags = ("--teacher", teacher, "--teacher-top-k", 3, "--experiment-name", "run", "--record-samples", tmp_path / "record")
-    run_script("train_sync.py", *RUN, "--output-dir", tmp_path, *flags)
-    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert {"actor/teacher_kl", "actor/teacher_top_kl", "timing_s/teacher"} <= row.keys()
-    assert all(is_documented(name) for name in row if name not in ("step", "time"))
-    again = run_script("replay.py", tmp_path / "run", "--output-dir", tmp_path, "--experiment-name", "again")
-    assert "the weights are bit for bit those of" in again.stdout
-    shared = ("--experiment-name", "shared", "--sequence-parallel", 2)
-    run_script("replay.py", tmp_path / "run", "--output-dir", tmp_path, *shared, ranks=2)
-    ours, theirs = weights(tmp_path / "run", 4), weights(tmp_path / "shared", 4)
-    for name in ours:
-        torch.testing.assert_close(theirs[name], ours[name], atol=1e-6, rtol=0)

@@ -75,6 +75,7 @@ def test_val_only_needs_something_to_validate_on(demo_model, tmp_path):
         set_up(args, "train_sft.py")
 
 
+@pytest.mark.runs
 @pytest.mark.slow
 def test_a_run_is_pushed_and_val_only_saves_nothing(demo_model, tmp_path):
     hub = Hub()

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
 
 from rl.rewards.score import EVENTS
 
+pytestmark = pytest.mark.runs
+
 SCRIPT = "train_sync.py"
 
 
@@ -77,8 +79,8 @@ def test_what_a_run_leaves_behind(demo_run):
     config = json.loads((run / "config.json").read_text())
     assert config["flags"]["rollout_n"] == 8 and config["packages"]["torch"] and config["hardware"]["threads_per_rank"] == 1
     assert (run / "reward.png").read_bytes().startswith(b"\x89PNG") and list((run / "tensorboard").iterdir())
-    table = (run / "val_generations" / "step_000020.md").read_text().splitlines()
-    assert len(table) == 7 and table[0].startswith("| prompt | response | ground_truth | score |")
+    lines = (run / "val_generations" / "step_000020.jsonl").read_text().splitlines()
+    assert len(lines) == 5 and all({"prompt", "response", "ground_truth", "score"} < json.loads(line).keys() for line in lines)
     for name in ("checkpoint", "metrics", "reward plot"):
         assert re.search(rf"^{name} +{re.escape(str(run))}", done.stdout, re.M)
     undocumented = {name for m in metrics.values() for name in m if name not in ("step", "time") and not is_documented(name)}
@@ -101,7 +103,7 @@ def test_the_metrics_are_plausible(demo_run):
 
 def test_the_export_is_an_ordinary_model(demo_run):
     """transformers alone loads it and gets the validation accuracy that the run reported."""
-    from rl.data.demo import problems
+    from examples.demo.sums import problems
 
     metrics, run, _ = demo_run
     rows = problems("val")
@@ -195,7 +197,7 @@ def test_real_gsm8k_for_20_steps(gsm8k, byte_model, tmp_path, ranks):
         assert m["prompt_length/min"] > 20 and m["response_length/max"] <= 24
         assert all(m[f"reward/events/{kind}"] == 0 for kind in EVENTS)
     assert "val-core/openai/gsm8k/acc/mean@1" in metrics[20]
-    assert "How many" in (run / "val_generations" / "step_000010.md").read_text()
+    assert "How many" in (run / "val_generations" / "step_000010.jsonl").read_text()
 
 
 def test_a_users_own_reward(demo_model, tmp_path):

@@ -13,6 +13,7 @@ from rl.errors import UserError
 from rl.setup import CommonArgs, make_learner, set_up
 
 
+@pytest.mark.runs
 @pytest.mark.slow
 def test_every_script_validates_the_model_once_and_ends(demo_model, tmp_path):
     """Under one name: a run that is there already is neither resumed nor touched. All three find the same accuracy, which a run

@@ -17,6 +17,8 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from rl.samples.group import Group
 
+pytestmark = pytest.mark.runs
+
 FLAGS = ["--reward", "tests/programs/spread_reward.py:score", "--max-prompt-length", 120, "--max-response-length", 8]
 FLAGS += ["--rollout-n", 2, "--total-training-steps", 4, "--lr-warmup-steps", 0, "--max-ckpt-to-keep", 0]
 # Added behind the tiny model's last layer, where nothing but an image's own prediction would see it: no gradient but 0.
@@ -67,15 +69,6 @@ def sync(vlms, rows, tmp_path_factory):  # noqa: F811
     return go("train_sync.py", vlms["qwen3-vl"], rows, tmp_path_factory.mktemp("sync"), *SYNC, "--test-freq", 4)
 
 
-def test_async_with_staleness_0_is_sync_bit_for_bit(sync, vlms, rows, tmp_path):  # noqa: F811
-    metrics, run, _ = go("train_async.py", vlms["qwen3-vl"], rows, tmp_path, *ASYNC, "--test-freq", 0, ranks=2)
-    for step in range(1, 5):
-        for name in ("actor/loss", "actor/grad_norm", "critic/score/mean"):
-            assert metrics[step][name] == sync[0][step][name], (step, name)
-        assert 0 < metrics[step]["training/rollout_probs_diff_max"] < 1e-4
-    assert bits(run) == bits(sync[1])
-
-
 def test_what_a_run_leaves_is_a_model_that_takes_images(sync, vlms):  # noqa: F811
     """Every parameter has changed, including the tower's, and transformers finds all files it needs next to the weights."""
     export = sync[1] / "step_000004"
@@ -86,19 +79,6 @@ def test_what_a_run_leaves_is_a_model_that_takes_images(sync, vlms):  # noqa: F8
     ours, theirs = (AutoImageProcessor.from_pretrained(path, backend="pil") for path in (export, vlms["qwen3-vl"]))
     assert ours.to_dict() == theirs.to_dict()
     assert AutoTokenizer.from_pretrained(export).chat_template
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", ["train_sync.py", "train_async.py"])
-def test_a_killed_run_resumes_bit_for_bit(sync, vlms, rows, tmp_path, script):  # noqa: F811
-    shutil.copytree(sync[1], tmp_path / "run") if script == "train_sync.py" else go(
-        script, vlms["qwen3-vl"], rows, tmp_path, *ASYNC, "--test-freq", 0, ranks=2
-    )
-    shutil.rmtree(tmp_path / "run" / "step_000004")
-    flags = (*SYNC, "--test-freq", 4) if script == "train_sync.py" else (*ASYNC, "--test-freq", 0)
-    _, run, done = go(script, vlms["qwen3-vl"], rows, tmp_path, *flags, ranks=1 if script == "train_sync.py" else 2)
-    assert "step 3" in done.stdout and "step 2/4" not in done.stdout
-    assert bits(run) == bits(sync[1])
 
 
 @pytest.mark.slow

@@ -107,7 +107,7 @@ def job(pipes: list[int], arguments: list[str], environment: dict[str, str], ran
     for number, pipe in enumerate(pipes):
         os.dup2(pipe, number)
         os.close(pipe)
-    sys.stdout.reconfigure(line_buffering=True)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  (the old one knows where another file ended)
     if ranks:
         run_torchrun(ranks, arguments)
     else:

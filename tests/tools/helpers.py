@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
-from rl.data import demo_cache
+from examples.demo import VERSIONS, directory, is_made
 from rl.rewards.descendants import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,7 +91,7 @@ def make_demonstrations(*answers: int) -> list:
 
 def compare(lp, roll, mask, seq, level="token", bounds=(None, 2.0), rejected=None) -> dict[str, float]:
     """The metrics of rl/algorithm/rollout_metrics.py for tensors [N], without training/rollout_probs_diff_*."""
-    from rl.algorithm.rollout_metrics import rollout_metrics
+    from rl.algorithm.metrics import rollout_metrics
 
     targets = SimpleNamespace(actor_log_prob=lp, rejected=rejected)
     batch = SimpleNamespace(mask=mask, seq=seq, rollout_log_prob=roll, targets=targets, of_each_rank=lambda values: [values])
@@ -130,6 +130,9 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+may_start = True  # whether the test that runs now may start runs (conftest.py)
+
+
 def environment(**more: str) -> dict[str, str]:
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(str(ROOT)), "HF_HUB_OFFLINE": "1"}
     # torch's store asks DNS for the name of whoever connects, and all ranks wait meanwhile: up to ten seconds by default.
@@ -155,9 +158,9 @@ def no_time_limit() -> Iterator[None]:
 
 def demo(name: str) -> str:
     """Return the directory of a demo model. Make it first if this machine does not have it yet."""
-    where = demo_cache.directory(name)
-    if not demo_cache.is_made(where):
-        make = f"from rl.data.demo import model_dir; model_dir({name!r})"
+    where = directory(name)
+    if not is_made(where):
+        make = f"from examples.demo.sums import model_dir; model_dir({name!r})"
         with no_time_limit():
             subprocess.run([sys.executable, "-c", make], cwd=ROOT, env=environment(), check=True, timeout=900)
     return str(where)
@@ -173,13 +176,14 @@ def demo_trained_by(arguments: Sequence[str]) -> str | None:
             model = following
         elif argument.startswith("--model="):
             model = argument.removeprefix("--model=")
-    return model if model in demo_cache.VERSIONS else None
+    return model if model in VERSIONS else None
 
 
 def command(*arguments, ranks: int | None = None, fresh: bool = False, imported: str = "plain") -> list[str]:
     """What runs a script of the repository, under torchrun if `ranks` is given. `fresh` starts Python, and torchrun, as a user
     does; otherwise they are forks of a process that has `imported` what they need, which saves six seconds a rank. Makes the
     demo model that the script trains: the script's own time limit is not for that."""
+    assert may_start, "this test starts a run: mark it with pytest.mark.runs"
     arguments = list(map(str, arguments))
     if name := demo_trained_by(arguments):
         demo(name)

@@ -3,7 +3,6 @@
 
     with Network(3) as network:                             node1, node2, node3: 10.77.0.1, ...
         job = network.start([(2, ["train_async.py", "--generators", 0]), (1, [...]), (1, [...])])
-        network.nodes[2].unplug()                           as ip link set down; plug_in() mends it
         consoles = job.wait(60)                             [(exit code, console), ...]
 
 As root, or as anybody where unprivileged user namespaces are allowed. All of it ends with this process, however that ends.
@@ -20,7 +19,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -122,7 +121,7 @@ class Node(Space):
             switch.run(f"ip link add {self.port} type veth peer name e0 netns {self.pid}")
         switch.run(f"ip link set {self.port} mtu {MTU} master bridge up")
         self.run("ip link set lo up")
-        self.run(f"ip link set e0 address 02:00:00:00:00:{number:02x} mtu {MTU} up")  # the same when it comes back
+        self.run(f"ip link set e0 mtu {MTU} up")
         self.run(f"ip address add {self.address}/24 dev e0")
 
     def _lay_delayed_link(self, delay: float) -> None:
@@ -149,18 +148,6 @@ class Node(Space):
         where = environment(PYTHONUNBUFFERED="1", NODE=str(self.pid), MARK=self.name, **(env or {}))
         pipes = {"stdin": subprocess.DEVNULL, "stdout": console, "stderr": subprocess.STDOUT}
         return subprocess.Popen(started, cwd=ROOT, env=where, start_new_session=True, **pipes)
-
-    def unplug(self) -> None:
-        """Cut the link without notice, as in a power loss."""
-        self._switch.run(f"ip link set {self.port} down")
-
-    def plug_in(self) -> None:
-        self._switch.run(f"ip link set {self.port} up")
-
-    def power_off(self) -> None:
-        """End all processes here without notice to the other nodes."""
-        self.unplug()
-        self.end()
 
     def end(self) -> None:
         super().end()
@@ -208,9 +195,8 @@ class Node(Space):
 class Job:
     """A torchrun on each of several nodes."""
 
-    def __init__(self, processes: list[subprocess.Popen], consoles: list[IO[str]], starts: list[Callable]):
+    def __init__(self, processes: list[subprocess.Popen], consoles: list[IO[str]]):
         self.processes, self._consoles = processes, consoles
-        self.starts = starts  # of each node, its command on a machine
 
     def console(self, number: int) -> str:
         """Return the output so far of this node (number from 0), stdout and stderr."""
@@ -245,7 +231,6 @@ class Network:
         each node's link, in seconds one way. Raises Unavailable."""
         self.nodes: list[Node] = []
         self._jobs: list[Job] = []
-        self._own, self._delays = own, [*delays, *[0.0] * (nodes - len(delays))]
         self._directory = Path(tempfile.mkdtemp(prefix="rl-nodes-"))
         try:
             if lacking := [tool for tool in ("unshare", "nsenter", "ip", "tc") if not shutil.which(tool)]:
@@ -255,28 +240,18 @@ class Network:
             self._switch = Space("--net", "true")
             self._switch.run("ip link add bridge type bridge")
             self._switch.run("ip link set bridge up")
-            for number in range(1, nodes + 1):
-                self.nodes.append(self._make(number))
+            for number, delay in enumerate([*delays, *[0.0] * (nodes - len(delays))], 1):
+                self.nodes.append(Node(number, self._switch, self._directory / "hosts", own, delay))
         except BaseException:
             self.close()
             raise
-
-    def _make(self, number: int) -> Node:
-        return Node(number, self._switch, self._directory / "hosts", self._own, self._delays[number - 1])
-
-    def replace(self, number: int) -> Node:
-        """A new machine for one that was powered off (number from 0), of the same name and address."""
-        with contextlib.suppress(Unavailable):  # the kernel may have taken the old port away already
-            self._switch.run(f"ip link delete {self.nodes[number].port}")
-        self.nodes[number] = self._make(number + 1)
-        return self.nodes[number]
 
     def start(
         self, of_nodes: list[tuple[int, list]], rendezvous: str = "c10d", restarts: int = 0, env: dict | None = None, **how
     ) -> Job:
         """Starts a job: of each node its ranks, and a script with its flags. rendezvous: c10d or static."""
         meet = ["--nnodes", len(of_nodes), "--max-restarts", restarts, "--monitor-interval", 0.1]
-        processes, consoles, starts = [], [], []
+        processes, consoles = [], []
         for number, (ranks, (script, *flags)) in enumerate(of_nodes):
             if rendezvous == "c10d":
                 where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "node1:29500", "--rdzv-id", "test"]
@@ -285,21 +260,13 @@ class Network:
             consoles.append(open(self._directory / f"{uuid.uuid4()}", "w+", errors="replace"))  # noqa: SIM115
             spare = {"SPARE_RANKS": str(ranks * restarts)}
             with_ = {"ranks": ranks, "env": {**(env or {}), **spare}, "console": consoles[-1], **how}
-            line = [*meet, *where, ROOT / script, *flags]
-            starts.append(lambda machine, line=line, with_=with_: machine.start(*line, **with_))
-            processes.append(starts[-1](self.nodes[number]))
-        self._jobs.append(Job(processes, consoles, starts))
+            processes.append(self.nodes[number].start(*meet, *where, ROOT / script, *flags, **with_))
+        self._jobs.append(Job(processes, consoles))
         return self._jobs[-1]
 
-    def start_again(self, job: Job, number: int) -> None:
-        """Gives the same command on the machine that now has this number (from 0)."""
-        job.processes[number].kill()
-        job.processes[number].wait()
-        job.processes[number] = job.starts[number](self.nodes[number])
-
     def left_over(self) -> list[str]:
-        """What a job has left on its nodes; those without power are not asked."""
-        return [line for node in self.nodes if node._holder.poll() is None for line in node.left_over()]
+        """What a job has left on its nodes."""
+        return [line for node in self.nodes for line in node.left_over()]
 
     def close(self) -> None:
         for node in self.nodes:

@@ -1,16 +1,15 @@
 """Runs steps of train_sync.py in this process, for tests that compare many steps."""
 
 import torch
-from rl.algorithm.kl_control import KLControl
 
 import losses
 import train_sync
 from rl import parts
+from rl.algorithm.critic import Critic
 from rl.generation.engine import EngineRanks
 from rl.generation.generator import Generator, make_generator
 from rl.learning.batch import Batch
 from rl.learning.learner import Learner
-from rl.learning.value_model import Critic
 from rl.model.shards import local
 from rl.ranges import check
 from rl.ranks import dist
@@ -18,7 +17,9 @@ from rl.ranks.timers import Timers
 from rl.rewards.pool import ScoringPool
 from rl.setup import set_up
 
-ESTIMATORS = [name for name, f in losses.ADVANTAGES.items() if name == f.function.__name__]  # without aliases
+FORKED = ("gdpo", "optimal_token_baseline")  # in losses.py; examples/forks has what they need
+
+ESTIMATORS = [name for name, f in losses.ADVANTAGES.items() if name == f.function.__name__ and name not in FORKED]
 
 
 class Trainer:
@@ -26,7 +27,7 @@ class Trainer:
 
     def __init__(self, model: str, ranks: dist.Ranks):
         self.ranks = ranks
-        size = {"rollout_n": 4, "train_batch_size": 4, "gdpo_reward_keys": ("score",)}
+        size = {"rollout_n": 4, "train_batch_size": 4}
         self.args = parts.make(train_sync.Args, model=model, lr_warmup_steps=0, lr=1e-5, **size)
         self.job = set_up(self.args, train_sync.__file__)
         self.pool = ScoringPool(self.args)
@@ -43,14 +44,15 @@ class Trainer:
         args = parts.replace(self.args, **flags)
         check(args)
         generator = self.generator(args)
-        self.learner.args, control, out = args, KLControl(args), []
+        self.learner.args = args
+        out = []
         if args.needs_critic and not self.learner.critic:
             self.learner.critic = Critic(self.learner.path, args, self.ranks, 10**6)
         for _ in range(n):
             self.engine.update(self.learner.weights(), version=0)
             groups, self.ticket, metrics = train_sync.make_batch(args, generator, self.ticket)
             batch = Batch.of(groups)
-            metrics |= train_sync.learn(args, self.learner, control, batch, Timers())
+            metrics |= train_sync.learn(args, self.learner, batch, Timers())
             out.append((metrics, batch))
         return out
 

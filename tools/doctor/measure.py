@@ -26,11 +26,11 @@ from rl.learning.flops import train_flops_per_token
 from rl.learning.learner import Learner
 from rl.model.attention import linear_layers
 from rl.model.pretrained import resolve
+from rl.model.vision_forward import row_inputs
 from rl.ranks import device, process
 from rl.ranks.dist import Ranks
 from rl.ranks.timers import Timers
 from rl.samples.group import Group, Response
-from rl.weights.adapter_probe import NoImages
 from rl.weights.local import LocalWeights
 from tools.doctor.findings import OK, SLOW, WRONG, Finding
 
@@ -48,6 +48,14 @@ class Sizes:
     requests: int  # at once, and in an update
     prompt: int  # tokens
     response: int
+
+
+class NoImages:
+    """The images of a text-only batch, for a model that takes images (rl/learning/batch_images.py)."""
+
+    def inputs(self, lengths: list[int], after: list[int], groups: list[int], on: torch.device) -> dict:
+        inputs = row_inputs(lengths, after, [None] * len(lengths))
+        return inputs | {"position_ids": inputs["position_ids"].to(on)}
 
 
 class Checks:

@@ -90,6 +90,7 @@ def report(command: Command) -> str:
         ) from None
     found = translate(command)
     lines = ["# INCOMPLETE", *(f"#   {gap}" for gap in found.gaps), ""] if found.gaps else []
+    lines += [f"# FIRST: git apply examples/forks/{name}.diff" for name in found.forks]
     lines += [found.command(), ""]
     if found.refusal:
         lines += ["# REFUSED TODAY. The script ends at once with:", *(f"#   {line}" for line in found.refusal.splitlines()), ""]

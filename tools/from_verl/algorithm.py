@@ -12,6 +12,10 @@ def estimator(run: Run) -> dict[str, object]:
             word = "dr_grpo"
         else:
             run.lacks("algorithm.norm_adv_by_std_in_grpo", f"only for grpo, not {word}")
+    if word == "gdpo":
+        run.forks["gdpo"] = ("--gdpo-reward-keys", "--gdpo-reward-weights")
+    elif word in ("optimal_token_baseline", "tir_optimal_token_baseline"):
+        run.forks["optimal_token_baseline"] = ()
     return {"--adv-estimator": "grpo" if word == "grpo_vectorized" else word}
 
 
@@ -91,8 +95,9 @@ def kl_in_reward(run: Run) -> dict[str, object]:
         return {"--use-kl-in-reward": False}
     of = "algorithm.kl_ctrl."
     flags = {"--use-kl-in-reward": True, "--kl-reward-type": run["algorithm.kl_penalty"]}
-    flags |= {"--kl-ctrl-type": run[of + "type"], "--kl-reward-coef": run[of + "kl_coef"]}
+    flags |= {"--kl-reward-coef": run[of + "kl_coef"]}
     if run[of + "type"] == "adaptive":
+        run.forks["adaptive_kl"] = ("--target-kl", "--kl-horizon")
         flags |= {"--target-kl": run[of + "target_kl"], "--kl-horizon": run[of + "horizon"]}
     return flags
 

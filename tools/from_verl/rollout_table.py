@@ -75,7 +75,7 @@ ROLLOUT: dict[str, list[Row]] = {
            "--publish-every"),
         to("async_training.partial_rollout|async.partial_rollout", "--partial-rollout", "True is `recompute`: a response goes "
            "on with a fresh KV cache; `keep`, the default here, spares the time for it. False is `off`", split.partial_rollout),
-        to("V1.sampler.max_off_policy_threshold=null V1.sampler.max_off_policy_strategy=drop", "--max-staleness, --on-stale",
+        to("V1.sampler.max_off_policy_threshold=null V1.sampler.max_off_policy_strategy=drop", "--max-staleness",
            "verl counts the versions that a response spans, `--max-staleness` the age of its oldest token: one less. null is "
            "no bound", split.off_policy),
         to("V1.colocate_async.num_warmup_batches=1.0", "--over-sample", "with `trainer_mode=colocate_async`: unfinished "

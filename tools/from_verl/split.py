@@ -20,9 +20,12 @@ def off_policy(run: Run) -> dict[str, object]:
         f"max_off_policy_threshold {versions} counts the versions that a response spans, --max-staleness the age of its "
         f"oldest token: {max(0, versions - 1)}."
     )
-    if strategy not in ("drop", "wait"):
-        run.lacks(V1 + "sampler.max_off_policy_strategy", "only drop and wait")
-    return {"--max-staleness": max(0, versions - 1), "--on-stale": "wait" if strategy == "wait" else "drop"}
+    if strategy != "drop":
+        run.lacks(
+            V1 + "sampler.max_off_policy_strategy",
+            "groups that are too old are dropped and replaced; a lower --staleness-threshold drops fewer",
+        )
+    return {"--max-staleness": max(0, versions - 1)}
 
 
 def over_sample(run: Run) -> dict[str, object]:

@@ -149,7 +149,7 @@ TABLE: dict[str, list[Row]] = {
         unneeded("A.model.override_config.model_config.max_position_embeddings A.model.override_config.max_position_embeddings",
                  "prompt and response must fit the model's own context; to lengthen it edit its config.json"),
         unneeded("A.model.override_config.attn_implementation", "attention is chosen by the device"),
-        unneeded("A.model.lora.*", "adapters start from peft's initial values; `--publish` says what engines get"),
+        unneeded("A.model.lora.*", "adapters start from peft's initial values; engines get merged weights"),
         unneeded("A.model.use_shm A.model.mtp.* A.model.tiled_mlp.* A.actor.qat.* A.*.fsdp_config.qat.* "
                  "A.*.fsdp_config.turbo_config.* A.*.router_replay.*", "it only matters with features that are not here"),
         unneeded("A.actor.use_prefix_grouper", "each prompt is computed once in a micro-batch, always"),
@@ -177,8 +177,9 @@ TABLE: dict[str, list[Row]] = {
     "Algorithm": [
         to("algorithm.adv_estimator=gae algorithm.norm_adv_by_std_in_grpo=True", "--adv-estimator", "verl's words work; `gae` "
            "is verl's default. Without division by the standard deviation `grpo` is `dr_grpo`", algorithm.estimator),
-        to("algorithm.gdpo_reward_keys", "--gdpo-reward-keys", "names without brackets", algorithm.gdpo_keys),
-        to("algorithm.gdpo_reward_weights", "--gdpo-reward-weights", "", algorithm.gdpo_weights),
+        to("algorithm.gdpo_reward_keys", "--gdpo-reward-keys", "names without brackets; of the fork `gdpo`",
+           algorithm.gdpo_keys),
+        to("algorithm.gdpo_reward_weights", "--gdpo-reward-weights", "of the fork `gdpo`", algorithm.gdpo_weights),
         to("algorithm.gamma=1.0", "--gamma"),
         to("A.actor.policy_loss.loss_mode=vanilla", "--loss-mode", "verl's words work"),
         to("A.actor.loss_agg_mode=token-mean", "--loss-agg-mode", "`token-mean` in verl; here that of the loss's paper by "
@@ -194,7 +195,8 @@ TABLE: dict[str, list[Row]] = {
            "--kl-loss-coef, --kl-loss-type", "`low_var_kl` is `k3`: both work", algorithm.kl_loss),
         to("algorithm.use_kl_in_reward=False algorithm.kl_penalty=kl algorithm.kl_ctrl.type=fixed "
            "algorithm.kl_ctrl.kl_coef=0.001 algorithm.kl_ctrl.target_kl=0.1 algorithm.kl_ctrl.horizon=10000",
-           "--use-kl-in-reward, --kl-reward-type, --kl-ctrl-type, --kl-reward-coef, --target-kl, --kl-horizon", "",
+           "--use-kl-in-reward, --kl-reward-type, --kl-reward-coef", "`adaptive` needs the fork `adaptive_kl`, which adds "
+           "`--target-kl` and `--kl-horizon`",
            algorithm.kl_in_reward),
         to("algorithm.rollout_correction|async_training.rollout_correction|async.rollout_correction=null "
            "algorithm.rollout_correction.rollout_is=null algorithm.rollout_correction.rollout_is_threshold=2.0 "

@@ -1,9 +1,10 @@
 """Translates one verl command: returns our command, and a verdict on every key that was given."""
 
+import itertools
 import os
 import re
 import shlex
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 
 import train_async
 import train_one_step_off
@@ -41,6 +42,7 @@ class Translation:
     verdicts: dict[str, tuple[str, str]]  # key as given -> (translated, not needed, not here or unknown; why)
     notes: list[str]
     gaps: list[str]  # what has to be added to the command before it trains what was meant
+    forks: dict[str, tuple[str, ...]]  # diffs of examples/forks to be applied first -> the flags that they add
     refusal: str = ""  # why the script would refuse the command, if it would
 
     def words(self) -> list[str]:
@@ -83,7 +85,7 @@ def translate(command: Command) -> Translation:
     flags = _flags(run, rows)
     verdicts = {key: _verdict(run, row_and_name, _resolved(command, key)) for key, row_and_name in found.items()}
     verdicts |= {key: _deleted(key) for key in command.deleted} | {word: ("unknown", "") for word in command.unread}
-    translation = Translation(_launcher(run), script, flags, verdicts, run.notes, [*_gaps(run, flags), *run.gaps])
+    translation = Translation(_launcher(run), script, flags, verdicts, run.notes, [*_gaps(run, flags), *run.gaps], run.forks)
     translation.refusal = refusal(translation)
     return translation
 
@@ -190,9 +192,12 @@ def _flags(run: Run, rows: list[Row]) -> dict[str, object]:
             continue
         made = row.meaning(run) if row.meaning else {row.flags: run[row.names[0][0]]}
         given = any(names[0] in run.given for names in row.names)
-        if made and not made.keys() & ours.keys():
+        known = {*ours, *itertools.chain.from_iterable(run.forks.values())}
+        if made and not made.keys() & known:
             run.skips(" ".join(names[0] for names in row.names), f"{run.script} has no {' or '.join(made)}")
         for flag, value in made.items():
+            if flag in itertools.chain.from_iterable(run.forks.values()) and value is not None:
+                flags[flag] = value
             if value is None or flag not in ours:
                 continue
             if given or not _same(value, ours[flag]):
@@ -281,8 +286,13 @@ def refusal(translation: Translation) -> str:
 
 
 def parse(translation: Translation):
-    """Return the script's Args of the command, checked for the number of ranks that its launcher starts. Raise UserError if
-    the script would."""
+    """Return the script's Args of the command, checked for the number of ranks that its launcher starts, without what forks
+    add. Raise UserError if the script would."""
+    added = {*itertools.chain.from_iterable(translation.forks.values())}
+    flags = {flag: value for flag, value in translation.flags.items() if flag not in added}
+    if flags.get("--adv-estimator") in ("gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"):
+        del flags["--adv-estimator"]
+    translation = replace(translation, flags=flags)
     launch = dict(zip(translation.launcher, translation.launcher[1:], strict=False))
     before = dict(os.environ)
     os.environ["WORLD_SIZE"] = str(int(launch.get("--nnodes", 1)) * int(launch["--nproc-per-node"]))  # as torchrun sets it

@@ -19,6 +19,7 @@ class Run:
     idle: dict[str, str] = field(default_factory=dict)  # key -> why it has no effect in this run
     notes: list[str] = field(default_factory=list)
     gaps: list[str] = field(default_factory=list)  # what the command lacks to train what was meant
+    forks: dict[str, tuple[str, ...]] = field(default_factory=dict)  # diff of examples/forks -> the flags that it adds
     launch: dict[str, int] = field(default_factory=dict)  # torchrun's --nnodes and --nproc-per-node
 
     def __getitem__(self, key: str) -> object:

@@ -174,7 +174,7 @@ def _learn(script, args: CommonArgs, learner: Learner, batch: Batch) -> int:
     """Learn from the two fullest micro-batches of the rank, twice: the second update begins with the optimizer's state.
     Return the tokens of the fullest."""
     sizes = []
-    args = dataclasses.replace(args, backward_without_advantage=True)  # the most that it holds
+    script.forward_only = lambda batch, micros: micros  # the most that it holds
     script.micro_batches = _two_fullest(script.micro_batches, sizes)
     for _ in range(2):
         script.learn(args, learner, batch, Timers())

@@ -74,7 +74,7 @@ class MemoryPlan:
         usable = self.device.memory * (1 - SPARE)
         share = args.gpu_memory_utilization * self.device.memory  # of the engine
         needs = {"learner": self.learner.peak - usable}
-        if args.schedule.split is None:
+        if not args.schedule.split:
             needs["learner while the engine generates"] = self.learner.kept.total() + share - usable
         longest = args.max_prompt_length + args.max_response_length
         needs["engine"] = self.engine.kv * longest + self.engine.state - self.engine.room
@@ -109,9 +109,9 @@ def plan_memory(plan: MemoryPlan) -> None:
 
 
 def learners_of(args: CommonArgs, machine: Machine) -> int:
-    if args.schedule.split is None:
+    if not args.schedule.split:
         return machine.nodes * machine.per_node
-    return machine.split(args.schedule.split.generators, args.rollout_tp).learners
+    return machine.split(args.schedule.generators, args.rollout_tp).learners
 
 
 def engine_memory(args: CommonArgs, device: Device) -> EngineMemory:
@@ -179,7 +179,6 @@ def show(plan: MemoryPlan) -> None:
     learners = learners_of(args, machine)
     groups = samples_held(args, machine.nodes)
     engine = plan.engine
-    host = memory.host + Counter({"engine asleep": asleep(plan)})
     together = min(args.max_num_seqs, engine.responses(args.max_prompt_length + args.max_response_length))
     table = Table("GB", "at the peak", "between steps", title=f"a learner of {learners} on {plan.device.name}, as counted")
     for cause in sorted(memory.device | memory.kept, key=lambda cause: -memory.device[cause]):
@@ -193,7 +192,7 @@ def show(plan: MemoryPlan) -> None:
         f"full length at once, of --max-num-seqs {args.max_num_seqs}.",
         f"Micro-batch: {memory.tokens:,} tokens at most.",
         f"Host memory of the first node's {learners // machine.nodes} learners: {node_memory(plan) / GB:.1f} GB "
-        f"({_listed(host)} on the first), without Python and the libraries of each rank; samples that they share: "
+        f"({_listed(memory.host)} on the first), without Python and the libraries of each rank; samples that they share: "
         f"{groups * memory.samples / GB:.1f} GB, {groups:,} groups of {memory.samples / 1e6:.2g} MB.",
         f"A checkpoint: {memory.saved / GB:.1f} GB on disk.",
     )
@@ -206,12 +205,7 @@ def node_memory(plan: MemoryPlan) -> int:
     memory = plan.learner
     learners = learners_of(plan.args, plan.machine) // plan.machine.nodes
     others = sum(size for cause, size in memory.host_kept.items() if cause != "publish")
-    return memory.host.total() + (learners - 1) * others + learners * asleep(plan)
-
-
-def asleep(plan: MemoryPlan) -> int:
-    """Return bytes of host memory of an engine that sleeps while its rank learns: the model, if it is sent once."""
-    return plan.engine.weights if plan.args.publishes_adapters and plan.args.engine_sleeps else 0
+    return memory.host.total() + (learners - 1) * others
 
 
 def samples_held(args: CommonArgs, nodes: int) -> int:

@@ -21,7 +21,7 @@ from rl.errors import UserError
 from rl.record import validations
 from tools.report import readers
 
-NAMES = {"seed", "experiment_name", "output_dir", "project_name", "logger", "wandb_mode"}  # flags that distinguish no groups
+NAMES = {"seed", "experiment_name", "output_dir", "project_name", "logger"}  # flags that distinguish no groups
 NAMES |= {"record_samples", "resume_mode"}
 PAUSE = 1.0  # seconds between two steps that only a restart exceeds
 GIVE = "a run's directory (runs/<name>), its metrics.jsonl, a TensorBoard directory or a verl console log"

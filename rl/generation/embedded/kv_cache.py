@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from rl.model.attention import Packed, linear_layers
-from rl.ranks.device import is_accelerator
-from rl.ranks.host_memory import zeros
+from rl.ranks.device import is_accelerator, zeros
 
 
 class KVCache:

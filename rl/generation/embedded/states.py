@@ -11,8 +11,7 @@ from rl.model.attention import dtype_of, linear_layers
 from rl.model.hybrid.chain import Chain
 from rl.model.hybrid.delta_net import carry_states, channels, check_layers
 from rl.model.hybrid.rule import one_step
-from rl.ranks.device import is_accelerator
-from rl.ranks.host_memory import zeros
+from rl.ranks.device import is_accelerator, zeros
 
 
 def carry(model: PreTrainedModel, where: str) -> None:

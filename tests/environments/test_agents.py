@@ -1,0 +1,421 @@
+"""Agents that own their loop: real processes with real clients; what one does costs its own response alone."""
+
+import asyncio
+import http.client
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from families import end_tokens, tokenizer_of
+from test_pool import Args, answers, ids_of, model, wait_for  # noqa: F401 model: a fixture
+from test_turns import SCHEMA, turns_of
+
+from rl.environments.agents import Agents
+from rl.environments.chat import Call, as_messages
+from rl.environments.pool import Environments
+from rl.environments.worker import Warm
+from rl.errors import UserError
+
+ROW = {"ground_truth": "6", "prompt": [{"role": "user", "content": "2*3="}]}
+ASKED = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "2*3"}}\n</tool_call>'
+WITH_OPENAI = """
+import json, os, sys
+import openai
+
+assert (os.environ["EPISODE_SEED"], os.environ["EPISODE_SPLIT"]) == ("1", "train")
+assert os.environ["NO_PROXY"].split(",") == ["example.org", "127.0.0.1"]
+assert os.environ["PYTHONPATH"] == sys.argv[2] and "MY_TOKEN" not in os.environ
+
+def refused(kind, **more):
+    try:
+        client.chat.completions.create(**({"model": "policy", "messages": messages} | more))
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"{more} was answered")
+
+client, messages = openai.OpenAI(max_retries=0), json.load(sys.stdin)["prompt"]
+assert [model.id for model in client.models.list()] == ["policy"]
+assert "there is no model 'gpt'" in refused(openai.NotFoundError, model="gpt")
+assert "only text" in refused(openai.BadRequestError, messages=[{"role": "user", "content": [{"type": "image_url"}]}])
+assert "the policy samples one answer" in refused(openai.BadRequestError, n=2)
+for it in ({"max_tokens": -1}, {"max_tokens": 0}, {"max_completion_tokens": 0}, {"max_tokens": 5, "max_completion_tokens": 0}):
+    assert "must be a whole number of at least 1" in refused(openai.BadRequestError, **it)
+assert "has this key" in str(refused(openai.AuthenticationError, extra_headers={"Authorization": "Bearer sk-1"}))
+tools = [json.loads(sys.argv[1])]
+said = client.chat.completions.create(model="policy", messages=messages, tools=tools, temperature=0.1)
+(call,) = said.choices[0].message.tool_calls
+assert said.choices[0].finish_reason == "tool_calls" and json.loads(call.function.arguments) == {"expression": "2*3"}
+assert said.usage.prompt_tokens > 100 and said.usage.completion_tokens > 20
+messages += [said.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "6"}]
+stream = client.chat.completions.create(
+    model="policy", messages=messages, tools=tools, max_tokens=3, stream=True, stream_options={"include_usage": True}
+)
+chunks = list(stream)
+text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+assert text == "six" and chunks[-1].usage.completion_tokens == 3 and chunks[-2].choices[0].finish_reason == "length"
+messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "In digits."}]
+said = client.chat.completions.create(model="policy", messages=messages, tools=tools)
+print("what it prints")
+print(json.dumps({"reward": float(said.choices[0].message.content == "6")}))
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tokenizer_of("qwen2_5")
+
+
+def agents(model: str, command: str, **flags) -> Environments:  # noqa: F811
+    pool = Environments(Args(agent=command, **{"env_timeout": 30.0} | flags), model, end_tokens("qwen2_5"))
+    pool.serve(0)
+    return pool
+
+
+def written(path: Path, text: str) -> str:
+    path.write_text(text)
+    return f"{sys.executable} {path}"
+
+
+def says(pool: Environments, key, text: str, end: str = "<|im_end|>") -> dict:
+    """The agent's answer to this turn of the model."""
+    pool.ask(key, "step", ids=ids_of(text + end))
+    return answers(pool, [key])[key]
+
+
+def test_the_openai_client_is_answered_and_refused(model, tokenizer, tmp_path, monkeypatch, capfd):  # noqa: F811
+    """Calls that extend each other add the template's own tokens alone; what is refused is no turn, and costs nothing."""
+    pytest.importorskip("openai")
+    for name, value in {"PYTHONPATH": str(tmp_path), "NO_PROXY": "example.org", "MY_TOKEN": "x"}.items():
+        monkeypatch.setenv(name, value)
+    pool = agents(model, f"{written(tmp_path / 'agent.py', WITH_OPENAI)} '{json.dumps(SCHEMA)}' {tmp_path}")
+    assert pool.scores_at_end and not pool.note
+    pool.begin("a", ROW, seed=1, own_seed=1)
+    first = answers(pool, ["a"])["a"]
+    prompt = tokenizer.apply_chat_template(ROW["prompt"], tools=[SCHEMA], add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(first["prompt"]) == prompt and first["most"] is None
+    asked = says(pool, "a", ASKED)
+    assert (asked["history"], asked["most"], asked["calls"], asked["malformed"], asked["done"]) == (0, 3, 1, 0, False)
+    assert asked["ids"] == turns_of("qwen2_5").between([{"role": "tool", "content": "6"}])
+    cut = says(pool, "a", "six", end="")
+    assert tokenizer.decode(cut["ids"]) == "<|im_end|>\n<|im_start|>user\nIn digits.<|im_end|>\n<|im_start|>assistant\n"
+    done = says(pool, "a", "6")
+    assert done["done"] and done["reward"] == 1.0 and done["ids"] == []
+    pool.close()
+    said = capfd.readouterr()
+    assert "what it prints" in said.err + said.out and "reward" not in said.err + said.out
+
+
+@pytest.mark.parametrize(("form", "said"), [("auto", "drops the answers of tools"), ("hermes", "get a description of them")])
+def test_a_template_that_cannot_do_tools_is_named_at_the_start(form, said, tmp_path):
+    """Agents name their tools with each call, and may have none: the run starts, and its user knows."""
+    tokenizer_of("phi3").save_pretrained(tmp_path)
+    settings = {"spec": "", "are_tools": True, "reward": "", "model": str(tmp_path), "trust_remote_code": False}
+    assert said in Warm(settings | {"end_tokens": sorted(end_tokens("phi3")), "form": form}).ready["note"]
+
+
+TOOL = '''
+def calculate(expression: str) -> str:
+    """Computes.
+
+    Args:
+        expression: Two numbers.
+    """
+    return str(eval(expression))
+
+row = json.load(sys.stdin)
+'''
+LIBRARIES = {
+    "agents": f"""
+import json, os, sys
+from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+from openai import AsyncOpenAI
+{TOOL}
+set_tracing_disabled(True)
+model = OpenAIChatCompletionsModel(os.environ["OPENAI_MODEL"], AsyncOpenAI())
+agent = Agent("a", instructions="Compute.", tools=[function_tool(calculate)], model=model)
+answer = Runner.run_sync(agent, row["prompt"][0]["content"]).final_output
+print(json.dumps({{"reward": float(answer == row["ground_truth"])}}))
+""",
+    "smolagents": f"""
+import json, os, sys
+from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+{TOOL}
+model = OpenAIServerModel(os.environ["OPENAI_MODEL"])
+answer = ToolCallingAgent([tool(calculate)], model, verbosity_level=0).run(row["prompt"][0]["content"])
+print(json.dumps({{"reward": float(str(answer) == row["ground_truth"])}}))
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("library", "last", "history"),
+    [("agents", "6", 0), ("smolagents", ASKED.replace("calculate", "final_answer").replace("expression", "answer"), 1)],
+    ids=["openai-agents", "smolagents"],
+)
+def test_a_public_library_runs_as_it_is(model, tmp_path, library, last, history):  # noqa: F811
+    """openai-agents extends its conversation, smolagents begins another with each call."""
+    pytest.importorskip(library)
+    pool = agents(model, written(tmp_path / "agent.py", LIBRARIES[library]), env_timeout=100.0)
+    pool.begin("a", ROW | {"ground_truth": "6" if library == "agents" else "2*3"}, seed=1, own_seed=1)
+    assert "prompt" in answers(pool, ["a"])["a"]
+    assert says(pool, "a", ASKED)["history"] == history
+    done = says(pool, "a", last)
+    assert done["done"] and done["reward"] == 1.0
+    pool.close()
+
+
+RUDE = """
+import json, os, subprocess, sys, time, urllib.error, urllib.request
+
+def ask(body):
+    url, key = os.environ["OPENAI_BASE_URL"] + "/chat/completions", os.environ["OPENAI_API_KEY"]
+    data = body if isinstance(body, bytes) else json.dumps({"model": "policy"} | body).encode()
+    return urllib.request.urlopen(urllib.request.Request(url, data, {"Authorization": f"Bearer {key}"})).read()
+
+row = json.load(sys.stdin)
+messages = [{"role": "user", "content": "Hello."}]
+what = row["ground_truth"]
+if what == "calls nothing":
+    sys.exit()
+if what == "sends rubbish":
+    odd = [b"{", b"[" * 100_000, b"3"] + [{"messages": value} for value in ([], [3], [{"role": []}], {}, 7)]
+    odd.append({"messages": messages, "tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]})
+    odd.append({"messages": [{"role": "user", "content": 7}]})
+    for body in (*odd, {"messages": messages, "tools": 7}, {"messages": [{"role": "assistant", "tool_calls": 7}]}):
+        try:
+            ask(body)
+        except urllib.error.HTTPError as error:
+            assert error.code == 400 and json.load(error)["error"]["message"], body
+        else:
+            sys.exit(9)
+if what == "prints much":
+    sys.stderr.write("x" * (1 << 20))
+ask({"messages": messages})
+if what == "hangs":
+    time.sleep(1000)
+if what == "leaves children":
+    for is_own in (False, True):
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=is_own)
+if what == "dies":
+    os.kill(os.getpid(), 9)
+if what == "fails":
+    sys.exit(3)
+if what == "hears that its budget is used up":
+    for _ in range(2):
+        try:
+            ask({"messages": messages})
+        except urllib.error.HTTPError as error:
+            assert json.load(error)["error"]["code"] == "context_length_exceeded"
+print({"lies": '{"reward": NaN}', "lies in words": '{"reward": "much"}', "says nothing": ""}.get(what, '{"reward": 2}'))
+"""
+EVENTS = {"calls nothing": "error", "dies": "error", "fails": "error", "lies": "bad_value", "lies in words": "bad_value"}
+EVENTS |= {"hangs": "timeout"}
+
+
+def test_what_an_agent_does_costs_its_own_response(model, tmp_path, capfd):  # noqa: F811
+    """Each failure is an event of its kind; others are scored, and one that says no reward is for a verifier."""
+    pool = agents(model, written(tmp_path / "agent.py", RUDE), env_timeout=15.0)
+    good = {"good": 2.0, "sends rubbish": 2.0, "leaves children": 2.0, "says nothing": None, "prints much": 2.0}
+    for key in [*EVENTS, *good]:
+        pool.begin(key, {"ground_truth": key}, seed=1, own_seed=1)
+    found = answers(pool, [*EVENTS, *good])
+    begun = [key for key in found if "event" not in found[key]]
+    for key in begun:
+        pool.ask(key, "step", ids=ids_of("Hi.<|im_end|>"))
+    found |= answers(pool, begun)
+    assert {key: answer["event"] for key, answer in found.items() if "event" in answer} == EVENTS
+    assert {key: answer["reward"] for key, answer in found.items() if "event" not in answer} == good
+    assert "before its first call" in found["calls nothing"]["message"] and "code 3" in found["fails"]["message"]
+    assert "was killed by SIGKILL" in found["dies"]["message"] and "--env-timeout" in found["hangs"]["message"]
+    for key in good:
+        pool.end(key)
+    wait_for(pool, 1)  # no agent, and no child of one
+    pool.close()
+    assert (1 << 15) < capfd.readouterr().err.count("x" * 16) * 16 < (1 << 17)
+
+
+def test_an_agent_hears_that_its_budget_is_used_up(model, tmp_path):  # noqa: F811
+    """Its open call is refused; it may still say what it has reached."""
+    pool = agents(model, written(tmp_path / "agent.py", RUDE))
+    pool.begin("a", {"ground_truth": "hears that its budget is used up"}, seed=1, own_seed=1)
+    answers(pool, ["a"])
+    assert says(pool, "a", "Hi.")["history"] == 1  # the same call again extends nothing
+    pool.ask("a", "end", ids=[])
+    assert answers(pool, ["a"])["a"]["reward"] == 2.0
+    pool.close()
+
+
+def test_an_agent_that_cannot_be_started_is_a_message():
+    for flags, said in (
+        ({"agent": "no-such-program x"}, "there is no program 'no-such-program'"),
+        ({"agent": "python 'x"}, "cannot be read as a command"),
+        ({"agent": "python x.py", "tools": "a.py:f"}, "a response has one environment"),
+        ({"agent": "python x.py", "turn_rewards": True}, "--turn-rewards"),
+    ):
+        with pytest.raises(UserError, match=said):
+            Args(**flags).check()
+
+
+# ---------------------------------------------------------------------------------------- conversations, without a process
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def model_said(text: str) -> dict:
+    return {"role": "assistant", "content": text}
+
+
+def played(calls: list[list[dict]], *said: list[int], family: str = "qwen2_5", tools: list[dict] | None = None):
+    """What the rank hears of an agent that makes these calls, and what the agent hears. said: the tokens of each turn."""
+    heard, found = [], []
+
+    async def agent(session) -> None:
+        for messages in calls:
+            heard.append(await session.call(Call.of({"model": "policy", "messages": messages, "tools": tools})))
+
+    async def play() -> None:
+        of = Agents({"agent": None, "timeout": 20.0}, lambda schemas: turns_of(family, with_tools=bool(schemas)), None)
+        session = await of.begin()
+        session.is_taken.set()
+        calling = asyncio.create_task(agent(session))
+        found.append(await session.ask({"do": "reset", "row": ROW, "own_seed": 1, "split": "train"}))
+        for ids in said:
+            found.append(await session.ask({"do": "step", "ids": ids}))
+        calling.cancel()
+
+    asyncio.run(play())
+    return found, heard
+
+
+def test_calls_extend_the_longest_conversation_that_is_theirs(tokenizer):
+    """A sub-agent's calls between two of the main one; both continue where they were."""
+    main, sub = [user("Plan."), model_said("Ask."), user("Done?")], [user("Search."), model_said("Found."), user("More.")]
+    compressed = [user("In short: planned."), model_said("Yes."), user("Done?")]
+    turns = [ids_of(f"{text}<|im_end|>") for text in ("Ask.", "Found.", "No.", "No.")]
+    found, _ = played([main[:1], sub[:1], sub, main, compressed], *turns)
+    start, end = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+    system = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+    assert [(answer["history"], tokenizer.decode(answer["ids"])) for answer in found[1:]] == [
+        (1, f"{system}{start}Search.{end}"),
+        (1, f"\n{start}More.{end}"),
+        (0, f"\n{start}Done?{end}"),
+        (2, f"{system}{start}In short: planned.<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n{start}Done?{end}"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        [user("Other."), model_said("Yes."), user("On.")],
+        [user("Go."), model_said("No."), user("On.")],
+        [user("Go."), model_said("Yes.")],
+        [user("Go."), model_said("Yes."), model_said("And."), user("On.")],
+        [{"role": "system", "content": "Be brief."}, user("Go."), model_said("Yes."), user("On.")],
+    ],
+)
+def test_what_does_not_extend_a_conversation_is_a_further_one(changed):
+    assert played([[user("Go.")], changed], ids_of("Yes.<|im_end|>"))[0][1]["history"] == 1
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        {"role": "assistant", "content": None, "tool_calls": [("other", '{ "expression":"2*3"}')]},
+        {"role": "assistant", "content": "", "tool_calls": [("call_0_0", '{"expression": "2*3"}')], "refusal": None},
+        {"role": "assistant", "content": [{"type": "text", "text": "\n"}], "tool_calls": [("c", '{"expression": "2*3"}')]},
+    ],
+)
+def test_messages_are_compared_by_what_they_say(returned):
+    """Clients write ids, blanks and empty texts as they like."""
+    calls = [
+        {"id": number, "type": "function", "function": {"name": "calculate", "arguments": arguments}}
+        for number, arguments in returned["tool_calls"]
+    ]
+    answer = {"role": "tool", "tool_call_id": calls[0]["id"], "content": [{"type": "text", "text": "6"}]}
+    asked = [[user("2*3=")], [user("2*3="), returned | {"tool_calls": calls}, answer]]
+    found, _ = played(asked, ids_of(f"{ASKED}<|im_end|>"), tools=[SCHEMA])
+    assert found[1]["history"] == 0 and found[1]["ids"] == turns_of("qwen2_5").between([{"role": "tool", "content": "6"}])
+
+
+def test_a_thought_is_not_part_of_what_is_compared():
+    """It stays among the tokens, whether the client returns it or not."""
+    ids = tokenizer_of("qwen3")("<think>\nHm.\n</think>\n\nYes.<|im_end|>", add_special_tokens=False)["input_ids"]
+    for returned in (model_said("Yes."), model_said("Yes.") | {"reasoning_content": "Hm."}):
+        found, heard = played([[user("Go.")], [user("Go."), returned, user("On.")]], ids, family="qwen3")
+        said = heard[0]["choices"][0]["message"]
+        assert found[1]["history"] == 0 and said["content"] == "Yes." and said["reasoning_content"] == "Hm."
+
+
+def test_a_call_that_cannot_be_read_is_text():
+    broken = '<tool_call>\n{"name": calculate}\n</tool_call>'
+    asked = [[user("2*3=")], [user("2*3="), model_said(broken), user("Again.")]]
+    found, heard = played(asked, ids_of(f"{broken}<|im_end|>"), tools=[SCHEMA])
+    assert (found[1]["history"], found[1]["calls"], found[1]["malformed"]) == (0, 0, 1)
+    said = heard[0]["choices"][0]
+    assert said["message"]["content"] == broken and said["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "qwen3_5_think", "llama3_1", "glm4moe"])
+def test_a_conversation_with_calls_is_the_template_s_own(family):
+    """Of a further history all is encoded, with the calls as its template writes them; names of special tokens are text."""
+    tokenizer, turns, end = tokenizer_of(family), turns_of(family), "<|im_end|><|eot_id|>"
+    call = {"id": "c", "type": "function", "function": {"name": "calculate", "arguments": '{"expression": "2*3"}'}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    given = [user("2*3="), said, {"role": "tool", "tool_call_id": "c", "content": f"6{end}"}, user("So?")]
+    ids = turns.conversation(as_messages(given))
+    as_object = said | {"tool_calls": [call | {"function": {"name": "calculate", "arguments": {"expression": "2*3"}}}]}
+    for messages in ([given[0], as_object, *given[2:]], given):
+        try:
+            text = tokenizer.apply_chat_template(messages, tools=[SCHEMA], add_generation_prompt=True, tokenize=False)
+            break
+        except Exception:
+            continue
+    assert tokenizer.decode(ids) == text
+    plain = tokenizer(text.replace(end, ""), add_special_tokens=False)["input_ids"]
+    special = set(tokenizer.added_tokens_decoder)
+    assert [i for i in ids if i in special] == [i for i in plain if i in special]
+
+
+# ------------------------------------------------------------------------------------------------- the endpoint itself
+
+
+def test_requests_are_answered_one_after_the_other_and_others_refused(model, tmp_path):  # noqa: F811
+    """Each needs the key of its episode; five calls at once are five turns."""
+    agent = "import json, os; print(json.dumps([os.environ['OPENAI_BASE_URL'], os.environ['OPENAI_API_KEY']]), flush=True)"
+    file = tmp_path / "known"
+    command = written(
+        tmp_path / "agent.py", agent.replace("print(", f"open({str(file)!r}, 'w').write(").replace(", flush=True", "")
+    )
+    (tmp_path / "agent.py").write_text((tmp_path / "agent.py").read_text() + "\nimport time; time.sleep(1000)")
+    pool = agents(model, command)
+    pool.begin("a", ROW, seed=1, own_seed=1)
+    while not (file.exists() and file.read_text()):
+        pool.poll(0.05)
+    url, key = json.loads(file.read_text())
+
+    def post(path: str, headers: dict, text: str = "") -> http.client.HTTPConnection:
+        client = http.client.HTTPConnection(url.split("/")[2], timeout=30)
+        body = {"model": "policy", "messages": [user(text)]}
+        client.request("POST", path, json.dumps(body), {"Authorization": f"Bearer {key}"} | headers)
+        return client
+
+    for path, headers, expected in (
+        ("/v1/responses", {}, 404),
+        ("/v1/episodes/next", {}, 404),
+        ("/v1/episodes/end", {}, 404),  # a command ends its episode by exiting
+        ("/v1/chat/completions", {"Authorization": "Bearer other"}, 401),
+        ("/v1/chat/completions", {"Authorization": ""}, 401),
+        ("/v1/chat/completions", {"Authorization": "Bearer \xff"}, 401),
+    ):
+        assert post(path, headers).getresponse().status == expected, (path, headers)
+    clients = [post("/v1/chat/completions", {}, str(i)) for i in range(5)]
+    assert "prompt" in answers(pool, ["a"])["a"]
+    for number in range(4):
+        assert says(pool, "a", "Hi.")["history"] == number + 1
+    pool.ask("a", "step", ids=ids_of("Hi.<|im_end|>"))
+    assert {client.getresponse().status for client in clients} == {200}
+    pool.close()

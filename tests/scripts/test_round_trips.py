@@ -1,0 +1,142 @@
+"""Whole runs of each feature on the demo's models: async training without staleness is sync training, a run that resumes is one
+that was never stopped, recorded samples replay to the same bits, and two learners learn what one does."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import is_documented, run_script
+from safetensors.torch import load_file
+
+pytestmark = [pytest.mark.runs, pytest.mark.slow]
+STEPS, SAVED = 4, 2
+RUN = ("--total-training-steps", STEPS, "--save-freq", SAVED, "--max-ckpt-to-keep", 0, "--rollout-n", 4, "--test-freq", 0)
+RUN = (*RUN, "--lr", 1e-3, "--lr-warmup-steps", 0)
+SELF = ("--teacher", "self", "--teacher-prompt", "{ground_truth}={prompt}")
+
+
+@dataclass
+class Row:
+    """A feature: its flags, the metrics that it must report, and another value of its flags, which a resumed run refuses with
+    this message."""
+
+    flags: tuple = ()
+    metrics: tuple[str, ...] = ()
+    other: tuple = ()
+    refused: str = ""
+    learners: tuple = ()  # flags of the two learners
+    ranks: int = 1  # of the sync run, and of each side in async
+
+
+ROWS = {
+    "plain": Row(other=("--rollout-n", 2), refused="--rollout-n: was 4, is 2"),
+    "two of each": Row(ranks=2),
+    "a row for two": Row(learners=("--sequence-parallel", 2)),
+    "adapters": Row(("--lora-rank", 4), other=("--lora-rank", 8), refused="was written with --lora-rank 4"),
+    "KL": Row(("--use-kl-loss", "--use-kl-in-reward", "--entropy-coeff", 0.01), ("actor/kl_loss", "actor/reward_kl_penalty")),
+    "correction": Row(
+        ("--rollout-is", "token", "--rollout-rs", "seq_mean_k1", "--rollout-rs-threshold", "0.9_1.1"),
+        ("rollout_corr/rollout_rs_masked_fraction",),
+    ),
+    "a sampling mask": Row(("--top-k", 5, "--keep-sampling-mask")),
+    "a critic": Row(
+        ("--adv-estimator", "gae", "--critic-warmup", 3, "--critic-lr", 1e-3, "--lam", 0.95),
+        ("critic/vf_loss", "critic/vf_explained_var", "timing_s/values", "timing_s/update_critic"),
+        other=("--adv-estimator", "grpo"),
+        refused="--adv-estimator: was gae",
+    ),
+    "a teacher": Row(
+        ("--teacher", "TEACHER", "--teacher-coef", 0.5),
+        ("actor/teacher_kl", "timing_s/teacher"),
+        other=("--teacher", "DEMO"),
+        refused="--teacher: was",
+    ),
+    "a teacher's top tokens": Row(
+        ("--teacher", "TEACHER", "--teacher-top-k", 3), ("actor/teacher_top_kl",), learners=("--sequence-parallel", 2)
+    ),
+    "its own teacher": Row(
+        (*SELF, "--max-tokens-per-micro-batch", 100, "--teacher-top-k", 3),
+        ("actor/teacher_kl", "actor/teacher_top_kl"),
+        other=("--teacher-prompt", "{prompt}"),
+        refused="--teacher-prompt: was {ground_truth}={prompt}, is {prompt}",
+        learners=("--sequence-parallel", 2),
+    ),
+    "demonstrations": Row(("--sft-files", "demo", "--sft-batch-size", 5, "--sft-coef", 1), ("actor/sft_nll",)),
+    "experts": Row(
+        ("--model", "demo-moe", "--router-replay", "R3", "--rollout-dtype", "bfloat16", "--max-tokens-per-micro-batch", 80),
+        ("moe/replay/tokens_differ", "moe/load/max"),
+        learners=("--expert-parallel", 2),
+    ),
+    "a delta net": Row(("--model", "demo-hybrid")),
+    "images": Row(("--model", "demo-vl", "--train-files", "demo-vl", "--val-files", "demo-vl")),
+    "a tool": Row(("--env", "demo-calculator", "--entropy-coeff", 0.1), ("response_length/trained/mean",)),
+}
+
+
+@dataclass
+class Runs:
+    """The runs of a row. The one in sync, which the others are compared with, is recorded."""
+
+    out: Path
+    flags: tuple
+
+    def start(self, script: str, name: str, *more, **how):
+        return run_script(script, *self.flags, "--output-dir", self.out, "--experiment-name", name, *more, **how)
+
+    def state(self, name: str, step: int = STEPS) -> dict[str, torch.Tensor]:
+        """The weights that a checkpoint exports."""
+        return load_file(self.out / name / f"step_{step:06d}" / "model.safetensors")
+
+    def metrics(self, name: str) -> list[dict]:
+        rows = map(json.loads, (self.out / name / "metrics.jsonl").read_text().splitlines())
+        return [row for row in rows if row["step"]]
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.fixture(scope="module")
+def teacher(demo_model, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("teacher")
+    run_script("train_sync.py", *RUN, "--output-dir", out, "--experiment-name", "run")
+    return out / "run" / f"step_{STEPS:06d}"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ROWS)
+def test_round_trips(name, teacher, demo_model, tmp_path):
+    row, models = ROWS[name], {"TEACHER": teacher, "DEMO": demo_model}
+    flags, other = ([models.get(word, word) for word in words] for words in (row.flags, row.other))
+    runs, recorded = Runs(tmp_path, (*RUN, *flags)), ("--record-samples", tmp_path / "record")
+
+    ranks = {"ranks": row.ranks} if row.ranks > 1 else {}
+    runs.start("train_sync.py", "sync", *recorded, **ranks)
+    trained = runs.state("sync")
+    assert not same(trained, runs.state("sync", SAVED)), "the steps after the checkpoint move the weights"
+    metrics = runs.metrics("sync")[-1]
+    assert {*row.metrics} <= metrics.keys()
+    assert all(is_documented(metric) for metric in metrics if metric not in ("step", "time"))
+
+    runs.start("train_async.py", "async", "--staleness-threshold", 0, "--generators", row.ranks, ranks=2 * row.ranks)
+    assert same(trained, runs.state("async"))
+
+    if row.ranks == 1:
+        again = run_script("replay.py", tmp_path / "record", "--output-dir", tmp_path, "--experiment-name", "again")
+        assert "the weights are bit for bit those of" in again.stdout
+        learners = ("--output-dir", tmp_path, "--experiment-name", "two", *row.learners)
+        run_script("replay.py", tmp_path / "record", *learners, ranks=2)
+        two = runs.state("two")
+        for key, tensor in trained.items():
+            torch.testing.assert_close(two[key], tensor, atol=2e-5, rtol=0, msg=key)
+
+    shutil.rmtree(tmp_path / "sync" / f"step_{STEPS:06d}")
+    if other:
+        refused = runs.start("train_sync.py", "sync", *other, check=False)
+        assert refused.returncode == 1 and row.refused in refused.stderr
+    done = runs.start("train_sync.py", "sync", *recorded, **ranks)
+    assert f"resumes after step {SAVED} of {STEPS}" in done.stdout
+    assert same(trained, runs.state("sync"))

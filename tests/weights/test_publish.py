@@ -1,0 +1,298 @@
+"""A publish: a token carries the version of the weights that sampled it, versions are received in turn, every fault is named,
+and distant generators wait for its bytes and a few round trips."""
+
+import gc
+import threading
+from collections import defaultdict
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_bridge import together
+from torch.distributed import HashStore
+from transformers import AutoModelForCausalLM
+
+from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.engine import Output, Request, SamplingParams
+from rl.learning.learner import Outgoing
+from rl.ranks import stops
+from rl.transport import bridge
+from rl.transport.bridge import Bridge
+from rl.weights import buckets
+from rl.weights.publisher import Publisher
+from rl.weights.subscriber import Subscriber
+
+CPU, PROMPT = torch.device("cpu"), [5, 6, 7]
+BUCKET = 4096  # bytes
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", BUCKET)
+    monkeypatch.setattr(buckets, "LEAST_BYTES", BUCKET // 32)
+
+
+def split_of(bridge, store: HashStore) -> SimpleNamespace:
+    return SimpleNamespace(bridge=bridge, store=store, ranks=SimpleNamespace(device=CPU, is_main=True), senders=(0,))
+
+
+class Holder:
+    """A learner or an engine as a publish sees it: parameters by name. The last `frozen` ones never change."""
+
+    device, version = CPU, -1
+
+    def __init__(self, sizes: list[int], shares_memory: bool = False, frozen: int = 0):
+        self.parameters = {f"p{i}": torch.randn(size) for i, size in enumerate(sizes)}
+        self.shares_memory, self.frozen = shares_memory, frozen
+
+    def outgoing(self) -> Outgoing:
+        shapes = {name: list(tensor.shape) for name, tensor in self.parameters.items()}
+        trained = len(shapes) - self.frozen
+        changing = lambda frozen: [*self.parameters.items()][: None if frozen else trained]  # noqa: E731
+        return Outgoing(shapes, frozenset([*shapes][trained:]), lambda dtype, to, frozen: changing(frozen))
+
+    def share_parameters(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.parameters = tensors
+
+    def update(self, incoming, version: int, recompute_kv: bool) -> None:
+        self.parameters = {name: tensor if self.shares_memory else tensor.clone() for name, tensor in incoming}
+        self.version = version
+
+    def read_back(self, name: str) -> torch.Tensor:
+        return self.parameters[name]
+
+    def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        return whole
+
+
+class Ends:
+    """A learner on one node, and generators with these engines on another, over sockets and shared memory."""
+
+    def __init__(self, learner: Holder, engines: list):
+        store, node_of = HashStore(), [0, *[1] * len(engines)]
+        self.bridges = [None] * len(node_of)
+
+        def join(place: int) -> None:
+            self.bridges[place] = Bridge.join(store, place, node_of, CPU, timedelta(seconds=300))
+
+        together([partial(join, place) for place in range(len(node_of))])
+        self.learner, self.engines = learner, engines
+        self.publisher = Publisher(learner, split_of(self.bridges[0], store), torch.float32)
+        self.subscribers = [
+            Subscriber(split_of(*ends), engine)
+            for *ends, engine in zip(self.bridges[1:], [store] * len(engines), engines, strict=True)
+        ]
+
+    def publish(self, version: int, step: int = 0) -> dict[str, torch.Tensor]:
+        """Change every hundredth weight that is trained, and publish. Return all weights."""
+        for tensor in [*self.learner.parameters.values()][: len(self.learner.parameters) - self.learner.frozen]:
+            some = tensor.view(-1)[version % 100 :: 100]
+            some += 0.5 * torch.randn_like(some)
+        self.publisher.publish(version, step)
+        return {name: tensor.clone() for name, tensor in self.learner.parameters.items()}
+
+    def holds(self, expected: dict[str, torch.Tensor], generator: int = 0) -> bool:
+        return all(torch.equal(self.engines[generator].read_back(name), tensor) for name, tensor in expected.items())
+
+
+def learner_of(engine: TransformersEngine) -> Holder:
+    learner = Holder([])
+    learner.parameters = {name: p.clone() for name, p in engine.model.named_parameters()}
+    return learner
+
+
+def log_probs(model: str, state: dict[str, torch.Tensor], output: Output) -> torch.Tensor:
+    """Return the log-probs of the response's tokens, [n], from transformers' own forward pass with these weights."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    assert set(reference.load_state_dict(state, strict=False).missing_keys) <= {"lm_head.weight"}
+    ids = torch.tensor([[*PROMPT, *output.token_ids]])
+    with torch.no_grad():
+        rows = reference(ids).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+    return rows.gather(1, ids[0, len(PROMPT) :, None]).squeeze(1)
+
+
+@pytest.mark.timeout(900)
+def test_a_token_is_sampled_with_the_weights_whose_version_it_carries(models):
+    model = models["qwen2-tied"]
+    engine = TransformersEngine(model, max_length=64)
+    ends, done, published = Ends(learner_of(engine), [engine]), [], {}
+    for version in range(5):
+        published[version] = ends.publish(version, step=3 * version)
+        ends.subscribers[0].receive(version, recompute_kv=True)
+        assert ends.holds(published[version]) and engine.version == version and ends.subscribers[0].step == 3 * version
+        if not version:
+            for number in range(2):
+                engine.add(Request(number, PROMPT, SamplingParams(max_tokens=40, ignore_eos=True), seed=number))
+        for _ in range(version + 2):
+            done += engine.step()
+    ends.publisher.wait()
+    assert ends.subscribers[0].received == sum(p.nbytes for p in published[0].values())
+    while engine.num_unfinished:
+        done += engine.step()
+    assert len(done) == 2
+    for output in done:
+        versions, found = torch.tensor(output.versions), torch.tensor(output.log_probs)
+        assert {*output.versions} == {*range(5)} and output.versions == sorted(output.versions)
+        for version, state in published.items():
+            differs = (log_probs(model, state, output) - found).abs()
+            assert differs[versions == version].max() < 1e-3
+            assert differs[versions != version].mean() > 1e-2, "else the check would say nothing"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("shares_memory", [True, False])
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_neighbour_that_does_not_look_for_two_versions_takes_each(shares_memory, first):
+    """The learner continues when the node's first generator has a version. What is never trained is sent once."""
+    sizes = [7, 300, 4000, 50]
+    ends = Ends(Holder(sizes, frozen=1), [Holder(sizes, shares_memory) for _ in range(2)])
+    expected, (leader, neighbour) = {}, ends.subscribers
+    for version in range(first, first + 3):
+        expected[version] = ends.publish(version)
+        assert leader.due(version) == version
+        leader.receive(version)
+        assert leader.due(version) == version and ends.holds(expected[version])
+        assert leader.received == 4 * (sum(sizes) if version == first else sum(sizes[:-1]))
+    for version in range(first, first + 3):
+        assert neighbour.due(first + 2) == version
+        neighbour.receive(version)
+        assert neighbour.engine.version == version and ends.holds(expected[version], 1)
+    ends.publisher.wait()
+
+
+def test_weights_that_are_not_what_was_sent_are_named():
+    ends = Ends(Holder([7, 300, 4000]), [Holder([7, 300, 4000], shares_memory=True)])
+    (subscriber,) = ends.subscribers
+    ends.publish(0)
+    subscriber.receive(0)
+    update = subscriber.engine.update
+
+    def damaged(incoming, version: int, recompute_kv: bool) -> None:
+        update(incoming, version, recompute_kv)
+        subscriber.engine.parameters["p1"][0] += 1
+
+    subscriber.engine.update = damaged
+    ends.publish(1)
+    with pytest.raises(RuntimeError, match="version 1: the generator's p1 is not what the learner sent"):
+        subscriber.receive(1)
+    ends.publish(2)
+    subscriber.engine.update = update
+    with pytest.raises(RuntimeError, match="the learner sent version 2 of the weights, version 5 is due"):
+        subscriber.receive(5)
+
+
+@pytest.mark.timeout(900)
+def test_a_sender_that_dies_midway_ends_a_generator():
+    ends = Ends(Holder([7, 300, 4000]), [Holder([7, 300, 4000])])
+
+    def die() -> None:
+        ends.bridges[0].broadcast(torch.zeros(ends.publisher.plan.buckets[0].size)).wait()
+        ends.bridges[0].group = None
+        gc.collect()  # its connections close
+
+    threading.Thread(target=die, daemon=True).start()
+    with pytest.raises(RuntimeError) as error:
+        ends.subscribers[0].receive(0)
+    assert stops.lost_connection(error.value), "such an error has the lost rank named"
+
+
+def test_what_an_engine_cannot_show_is_said_once(capsys, monkeypatch):
+    """It ends no run; what the engine does show is compared all the same."""
+    ends = Ends(Holder([7, 100, 3]), [Holder([7, 100, 3])])
+    (engine,), (subscriber,) = ends.engines, ends.subscribers
+    monkeypatch.setattr(engine, "read_back", lambda name: None if name in ("p1", "p2") else engine.parameters[name])
+    for version in range(2):
+        ends.publish(version)
+        subscriber.receive(version)
+    said = capsys.readouterr().err
+    assert said.count("warning") == 1 and "2 of 3 parameters, p1 first" in said
+    monkeypatch.setattr(engine, "read_back", lambda name: None if name == "p1" else torch.zeros(3))
+    ends.publish(2)
+    with pytest.raises(RuntimeError, match="the engine's p0 is not what the learner sent"):
+        subscriber.receive(2)
+
+
+# ------------------------------------------------------------------------------------------------- far away
+
+RATE = 20  # buckets that the link carries in a round trip: of 32 MB in 50 ms, 100 Gbit/s
+
+
+class Link:
+    """A link in simulated time. A message leaves when both ends have asked for it, as gloo sends: the word that it can be
+    received takes half a round trip, and so does the message. Times are in round trips, lengths in buckets; `clock` has each
+    end's time. Both ends call `of(end).broadcast`, the sender's first in order."""
+
+    def __init__(self):
+        self.clock, self.free = [0.0, 0.0], 0.0
+        self.asked: dict[int, dict[int, tuple[float, torch.Tensor]]] = defaultdict(dict)  # by message, by end
+        self.times: dict[int, tuple[float, float]] = {}  # of each message: when its sender is done with it, when it arrives
+        self.changed = threading.Condition()
+
+    def of(self, end: int) -> "End":
+        return End(self, end)
+
+    def ask(self, number: int, end: int, data: torch.Tensor) -> None:
+        with self.changed:
+            self.asked[number][end] = self.clock[end], data
+            while len(self.asked[len(self.times)]) == 2:
+                (sent, source), (wanted, target) = (self.asked[len(self.times)][e] for e in (0, 1))
+                assert source.nbytes == target.nbytes
+                target.view(-1).view(torch.uint8).copy_(source.reshape(-1).view(torch.uint8))
+                self.free = max(self.free, sent, wanted + 0.5) + source.nbytes / BUCKET / RATE
+                self.times[len(self.times)] = self.free, self.free + 0.5
+            self.changed.notify_all()
+
+    def wait(self, number: int, end: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: number in self.times, timeout=60)
+            self.clock[end] = max(self.clock[end], self.times[number][end])
+
+
+class End:
+    device, window = torch.device("cpu"), bridge.WINDOW
+
+    def __init__(self, link: Link, end: int):
+        self.link, self.end, self.count = link, end, 0
+
+    def broadcast(self, data: torch.Tensor) -> SimpleNamespace:
+        number, self.count = self.count, self.count + 1
+        self.link.ask(number, self.end, data)
+        return SimpleNamespace(wait=lambda: self.link.wait(number, self.end))
+
+
+def a_publish(sizes: list[int], shares_memory: bool) -> tuple[float, float]:
+    """(round trips until it is verified; buckets that were sent)."""
+    link, store = Link(), HashStore()
+    learner, engine = Holder(sizes), Holder(sizes, shares_memory)
+    publisher = Publisher(learner, split_of(link.of(0), store), torch.float32)
+    subscriber = Subscriber(split_of(link.of(1), store), engine)
+    publisher.publish(0)
+    subscriber.receive(0)
+    publisher.wait()
+    assert all(torch.equal(engine.parameters[name], tensor) for name, tensor in learner.parameters.items())
+    return link.clock[1], subscriber.received / BUCKET
+
+
+MODELS = {  # elements of each parameter
+    "few small parameters": [7, 100, 3],
+    "many small parameters": [10] * 3000,
+    "one large parameter": [700_000],
+    "hundreds of buckets": [1000, 24, 30_000] * 20,
+}
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("shares_memory", [True, False])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_publish_adds_at_most_two_round_trips_to_its_bytes(model, shares_memory):
+    took, sent = a_publish(MODELS[model], shares_memory)
+    table = 8 * (2 + len(MODELS[model])) / BUCKET
+    assert 1 <= took - (sent + table) / RATE <= 2
+
+
+def test_where_messages_wait_for_each_other_it_is_noticed(monkeypatch):
+    monkeypatch.setattr(End, "window", 3)
+    took, sent = a_publish(MODELS["hundreds of buckets"], True)
+    assert took - sent / RATE > 100
