@@ -148,7 +148,8 @@ def generate(args: Args, split: Split, job: Job) -> None:
     response, send the scored groups."""
     loop = GeneratorLoop(args, split, job)
     generator = loop.generator
-    while todo := loop.next():  # the same on all ranks of an engine; None when the run stops
+    while todo := loop.decide():  # the same on all ranks of an engine; None when the run stops
+        loop.send_snapshot(todo.snapshot)  # the unfinished responses, if a checkpoint asks for them
         if todo.version > generator.engine.version:  # between two tokens: unfinished responses continue under the new weights
             loop.update_weights(todo.version, recompute_kv=args.schedule.partial_rollout == "recompute")
         # The tickets respect the staleness bound: prompt k of the run starts under the weights of version v only if
@@ -158,6 +159,8 @@ def generate(args: Args, split: Split, job: Job) -> None:
         ended = generator.decode()  # responses, which other processes score while the rest is sampled
         for group in generator.score(ended, idle=todo.idle):
             loop.send(group)
+        loop.send_validation()  # if one has ended
+        loop.flush()  # what the ring had no room for before
     loop.finish()
 
 

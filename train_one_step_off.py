@@ -49,12 +49,11 @@ def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Grou
     kept = []
     dropped = []
     rounds = 0
-    engine, engines = generator.engine_ranks.index, generator.engine_ranks.engines
     while len(kept) < args.schedule.prompts_per_step and rounds < args.max_num_gen_batches:
         rounds += 1
         tickets = range(ticket, ticket + args.schedule.prompts_per_step - len(kept))
         ticket = tickets.stop
-        groups = generator.generate(tickets[engine::engines])  # scored while others are being sampled
+        groups = generator.generate(generator.share(tickets))  # scored while others are being sampled
         for group in all_gather_groups(groups):
             if args.filter_groups and not group.differs:
                 dropped.append(group)

@@ -46,12 +46,11 @@ def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Grou
     kept = []
     dropped = []
     rounds = 0
-    engine, engines = generator.engine_ranks.index, generator.engine_ranks.engines
     while len(kept) < args.schedule.prompts_per_step and rounds < args.max_num_gen_batches:
         rounds += 1
         tickets = range(ticket, ticket + args.schedule.prompts_per_step - len(kept))
         ticket = tickets.stop
-        groups = generator.generate(tickets[engine::engines])  # scored while others are being sampled
+        groups = generator.generate(generator.share(tickets))  # scored while others are being sampled
         for group in all_gather_groups(groups):
             if args.filter_groups and not group.differs:
                 dropped.append(group)
@@ -175,14 +174,15 @@ def train(args: Args, ranks: dist.Ranks, job: Job) -> None:
     weights = LocalWeights(learner, generator.engine, args.weights_dtype(args.dtype))
     weights.publish(version=run.done)
     run.validate_first()
-    generator.begin(next_ticket.begin(args.schedule.to_start(len(next_ticket.under_way))))
+    for ticket in generator.share(next_ticket.begin(args.schedule.to_start(len(next_ticket.under_way)))):
+        generator.start(ticket)
 
     for step in run.steps():
         with run.timer("gen"):
             groups, ticket, metrics = make_batch(args, generator, next_ticket.ticket)
         run.stop_if_asked(step - 1)  # a resumed run makes this batch again, complete or not
         generator.engine.sleep()
-        under_way = generator.put_aside() if args.schedule.surplus else []  # prompts of --over-sample, for later batches
+        under_way = generator.gather_tickets() if args.schedule.surplus else []  # of --over-sample, for later batches
         filtered = next_ticket.advance(ticket, groups, under_way)
         batch = run.begin(groups)
 

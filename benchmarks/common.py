@@ -36,6 +36,11 @@ MODES = {  # two cores each: one process of two threads, or two ranks of one
 }
 
 
+def of_fixed_length(command: list[str]) -> list[str]:
+    """The command of a script, with responses that all have --max-response-length tokens."""
+    return [*command[:-1], "benchmarks/fixed_length.py", command[-1]]
+
+
 def threads_of(command: list[str]) -> int:
     """Threads that each process of a command of MODES is given."""
     return 1 if "torch.distributed.run" in command else 2

@@ -35,7 +35,7 @@ torchrun --nnodes $nodes --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER:-
   --dtype bfloat16 --gradient-checkpointing --max-tokens-per-micro-batch 4096 --sequence-parallel 8 \
   --temperature 1.0 --top-p 1.0 --top-k -1 --val-n 1 --val-temperature 1.0 --val-top-p 0.7 \
   --engine vllm --rollout-tp 2 --gpu-memory-utilization 0.7 --max-num-seqs 128 --max-num-batched-tokens 8192 \
-  --enable-chunked-prefill --no-enforce-eager \
+  --no-enforce-eager \
   --total-epochs 10 --total-rollout-steps 3200 --no-val-before-train --test-freq 50 --save-freq 100 --max-ckpt-to-keep 0 \
   --experiment-name dapo-qwen3-30b-a3b-async \
   "$@"

@@ -25,7 +25,7 @@ torchrun --standalone --nproc-per-node 2 train_async.py --generators 1 \
   --lr 1e-6 --lr-warmup-steps 10 --lr-scheduler-type constant --weight-decay 0.1 --grad-clip 1.0 \
   --dtype bfloat16 --gradient-checkpointing --max-tokens-per-micro-batch 5120 \
   --temperature 1.0 --top-p 1.0 --top-k -1 --val-n 1 --val-temperature 1.0 --val-top-p 0.7 \
-  --engine vllm --rollout-tp 1 --gpu-memory-utilization 0.8 --enable-chunked-prefill --max-num-batched-tokens 5120 \
+  --engine vllm --rollout-tp 1 --gpu-memory-utilization 0.8 --max-num-batched-tokens 5120 \
   --total-epochs 1 --total-rollout-steps 51200 --no-val-before-train --test-freq 80 --save-freq 0 --log-val-generations 10 \
   --experiment-name grpo-qwen2.5-0.5b-gsm8k-async \
   "${device[@]}" "$@"

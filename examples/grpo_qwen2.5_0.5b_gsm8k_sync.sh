@@ -19,7 +19,7 @@ torchrun --standalone --nproc-per-node 2 train_sync.py \
   --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl --entropy-coeff 0.001 \
   --lr 5e-7 --lr-warmup-steps 0 --lr-scheduler-type constant \
   --dtype bfloat16 --gradient-checkpointing --max-tokens-per-micro-batch 10240 \
-  --engine vllm --rollout-tp 2 --gpu-memory-utilization 0.7 --no-enable-chunked-prefill \
+  --engine vllm --rollout-tp 2 --gpu-memory-utilization 0.7 \
   --total-epochs 1 --test-freq 5 --save-freq 0 \
   --experiment-name grpo-qwen2.5-0.5b-gsm8k-sync \
   "$@"

@@ -23,7 +23,7 @@ torchrun --standalone --nproc-per-node 8 train_one_step_off.py --generators 4 \
   --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl --entropy-coeff 0 \
   --lr 3e-6 --lr-warmup-steps 0 --lr-scheduler-type constant \
   --dtype bfloat16 --gradient-checkpointing --max-tokens-per-micro-batch 12288 \
-  --engine vllm --rollout-tp 2 --gpu-memory-utilization 0.6 --load-format safetensors \
+  --engine vllm --rollout-tp 2 --gpu-memory-utilization 0.6 \
   --total-epochs 15 --test-freq 0 --save-freq 0 \
   --experiment-name grpo-qwen2.5-3b-gsm8k-one-step-off \
   "$@"

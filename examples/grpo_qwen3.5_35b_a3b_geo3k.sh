@@ -21,7 +21,7 @@ torchrun --standalone --nproc-per-node 8 train_sync.py \
   --use-kl-loss --kl-loss-coef 0.01 --kl-loss-type low_var_kl --entropy-coeff 0 \
   --lr 1e-6 --lr-warmup-steps 0 --lr-scheduler-type constant \
   --dtype bfloat16 --gradient-checkpointing --max-tokens-per-micro-batch 3072 --param-offload \
-  --engine vllm --rollout-tp 4 --gpu-memory-utilization 0.6 --max-num-batched-tokens 8192 --enable-chunked-prefill \
+  --engine vllm --rollout-tp 4 --gpu-memory-utilization 0.6 --max-num-batched-tokens 8192 \
   --total-epochs 15 --val-before-train --test-freq 5 --save-freq 5 --max-ckpt-to-keep 0 \
   --experiment-name grpo-qwen3.5-35b-a3b-geo3k \
   "$@"

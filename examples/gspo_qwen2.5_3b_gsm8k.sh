@@ -26,7 +26,7 @@ torchrun --standalone --nproc-per-node 8 train_sync.py \
   --lr 1e-6 --lr-warmup-steps 25 --lr-scheduler-type constant --weight-decay 0.1 --grad-clip 1.0 \
   --dtype bfloat16 --gradient-checkpointing --param-offload --max-tokens-per-micro-batch 10240 --sequence-parallel 4 \
   --temperature 1.0 --top-p 1.0 --top-k -1 --val-n 1 --val-temperature 1.0 --val-top-p 0.7 \
-  --engine vllm --rollout-tp 2 --gpu-memory-utilization 0.6 --max-num-batched-tokens 10240 --enable-chunked-prefill \
+  --engine vllm --rollout-tp 2 --gpu-memory-utilization 0.6 --max-num-batched-tokens 10240 \
   --total-training-steps 500 --no-val-before-train --test-freq 10 --save-freq 10 --max-ckpt-to-keep 0 --log-val-generations 2 \
   --experiment-name gspo-qwen2.5-3b-gsm8k \
   "${device[@]}" "$@"

@@ -147,13 +147,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "turn_rewards": (dataclasses.replace(TURNS, unless=(False,)), Need(_sums, _is_by_token, (False,))),
     # the engine
     "gpu_memory_utilization": (VLLM,),
-    "enable_chunked_prefill": (VLLM_ON,),
     "enforce_eager": (VLLM_ON,),
-    "load_format": (VLLM,),
-    "free_cache_engine": (
-        VLLM,
-        Need("on ranks that only generate", lambda args: not args.schedule.split, (False,)),
-    ),
     # the learner
     **dict.fromkeys(("lora_alpha", "lora_target"), (Need("without --lora-rank", lambda args: args.adapted),)),
     "min_lr_ratio": (Need("with --lr-scheduler-type constant", lambda args: args.lr_scheduler_type == "cosine"),),

@@ -75,7 +75,7 @@ HERE = {  # unknown flag -> its replacement
     "--vllm-gpu-memory-utilization": "--gpu-memory-utilization",
     "--vllm-tensor-parallel-size": "--rollout-tp",
     "--vllm-importance-sampling-correction": "--rollout-is token or sequence",
-    "--vllm-enable-sleep-mode": "--free-cache-engine",
+    "--vllm-enable-sleep-mode": "the engine of train_sync.py always frees its memory while the learner works",
     "--use-peft": "--lora-rank",
     "--lora-r": "--lora-rank",
     "--lora-target-modules": "--lora-target",

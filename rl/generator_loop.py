@@ -1,4 +1,4 @@
-"""The surroundings of the algorithm in a generator's loop: the next action, new weights, validation, samples for the learners.
+"""The surroundings of the algorithm in a generator's loop: its decisions, new weights, validation, samples for the learners.
 
 `GeneratorLoop` is for train_async.py, `BatchLoop` for train_one_step_off.py, where the order is known beforehand.
 """
@@ -20,12 +20,14 @@ from rl.weights.subscriber import Subscriber
 
 
 @dataclass(frozen=True)
-class Next:
-    """The next action of a generator."""
+class Decision:
+    """What the ranks of an engine do before its next step."""
 
+    stop: bool
     version: int  # the weights' version for sampling
     tickets: list[int]  # tickets that start under this version
     idle: Literal["held", "wait"]  # the reason if it has no work: "held" by the bound of staleness, or another one
+    snapshot: int  # the newest step whose checkpoint asks for the unfinished responses
 
 
 class GeneratorLoop:
@@ -45,27 +47,30 @@ class GeneratorLoop:
         self._validating: int | None = None  # the step of the weights in validation
         self._snapshot = 0  # the newest step whose checkpoint got this generator's unfinished responses
 
-    def next(self) -> Next | None:
-        """Return the next action; None when the run stops. New weights wait for a running validation, which is of one version,
-        and with --partial-rollout off also for unfinished responses. No ticket starts while newer weights are due."""
-        generator, engine = self.generator, self.engine
-        self._send_validation()
-        self._outbox.flush()
+    def decide(self) -> Decision | None:
+        """Return the decision of the engine's first rank, on all of its ranks; None when the run stops."""
+        ranks = self.generator.engine_ranks
+        decision = ranks.agree(self._decide() if ranks.is_leader else None)
+        # stop only after taking and verifying the last weights
+        return None if decision.stop and decision.version == self.engine.version else decision
+
+    def _decide(self) -> Decision:
+        """Read what the learners say, and draw tickets. New weights wait for a running validation, which is of one version, and
+        with --partial-rollout off also for unfinished responses. No ticket starts while newer weights are due."""
+        generator = self.generator
         state = self._control.read()
-        due = self._subscriber.due(state.version)
         waits_for_responses = self.args.schedule.partial_rollout == "off" and generator.has_unfinished
         waits = not state.stop and (generator.is_validating or waits_for_responses)
-        version = engine.version if waits else due
-        leads = generator.engine_ranks.is_leader
-        tickets = self._tickets.take(generator.free_slots, len(generator.tickets), version, state) if leads else []
-        decision = [state.stop, version, tickets, self._tickets.held]
-        stop, version, tickets, held = generator.engine_ranks.agree(decision)
-        if stop and version == engine.version:  # stop only after taking and verifying the last weights
-            return None
-        if state.snapshot > self._snapshot:  # for a checkpoint, so that unfinished responses continue after a restart
-            self._snapshot = state.snapshot
-            self._outbox.send_snapshot(self._snapshot, generator.unfinished())
-        return Next(version, tickets, "held" if held else "wait")
+        version = self.engine.version if waits else self._subscriber.due(state.version)
+        tickets = self._tickets.take(generator.free_slots, len(generator.tickets), version, state)
+        idle = "held" if self._tickets.held else "wait"
+        return Decision(state.stop, version, tickets, idle, state.snapshot)
+
+    def send_snapshot(self, step: int) -> None:
+        """Send the unfinished responses for the checkpoint of this step, unless that is done: they continue after a restart."""
+        if step > self._snapshot:
+            self._snapshot = step
+            self._outbox.send_snapshot(step, self.generator.unfinished())
 
     def update_weights(self, version: int, recompute_kv: bool) -> None:
         """Load the learners' weights of this version into the engine, and start their validation if it is due."""
@@ -86,18 +91,22 @@ class GeneratorLoop:
     def send(self, group: Group) -> None:
         self._outbox.send_group(group)
 
-    def finish(self) -> None:
-        """Send the unfinished tickets to the learners, and end."""
-        self._outbox.finish(unfinished=self.generator.tickets)
-        self.generator.close()
-
-    def _send_validation(self) -> None:
+    def send_validation(self) -> None:
         """Send the rows of a validation that has just ended."""
         if self._validating is None or self.generator.is_validating:
             return
         rows = self.generator.take_rows()
         self._outbox.send_rows(self._validating, self.engine.version, rows, parts=self.split.generators)
         self._validating = None
+
+    def flush(self) -> None:
+        """Hand over the records for which the ring had no room before."""
+        self._outbox.flush()
+
+    def finish(self) -> None:
+        """Send the unfinished tickets to the learners, and end."""
+        self._outbox.finish(unfinished=self.generator.tickets)
+        self.generator.close()
 
 
 class BatchLoop:

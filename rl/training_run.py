@@ -159,7 +159,7 @@ class TrainingRun(LearnerRun):
         self._unscored = 0  # steps in a row without one score, including the newest
         super().__init__(args, job, learner, num_ranks, after)
         self._begun = self.done  # the last step begun
-        self._put_aside = generator.unfinished() if generator else []  # this rank's unfinished work at the newest batch
+        self._unfinished = generator.unfinished() if generator else []  # of this rank, at the newest batch
         if samples and self.done:
             self._skip_recorded_validations()
         self.health = Health(args, job, self.record, learner.skipped)
@@ -178,7 +178,8 @@ class TrainingRun(LearnerRun):
             if self.samples:
                 self.samples.restore(resumed.state["samples"], resumed.groups, resumed.unfinished)
             if self.generator:
-                self.generator.resume(resumed.unfinished)
+                for group in self.generator.share(resumed.unfinished):
+                    self.generator.start(group.ticket, group)
         self.recorder = None  # for --record-samples, on the first learner; opened before the run's directory is made
         if self.args.record_samples and self.learner.ranks.is_main:
             from rl.replay.recorder import Recorder
@@ -201,7 +202,7 @@ class TrainingRun(LearnerRun):
         self._look_at_scores(batch)
         self._begun += 1
         if self.generator:
-            self._put_aside = self.generator.unfinished()
+            self._unfinished = self.generator.unfinished()
         if self.recorder:
             with self.timer("record"):
                 self.recorder.write(self._begun, groups)
@@ -346,7 +347,7 @@ class TrainingRun(LearnerRun):
             unfinished = []
             state = {name: part.state() for name, part in self.parts.items()}
             if self.generator:
-                unfinished = all_gather_groups(self._put_aside)
+                unfinished = all_gather_groups(self._unfinished)
             if self.samples:
                 self.samples.ask(step)  # the generators answer while the weights are copied
                 self.saver.copy()

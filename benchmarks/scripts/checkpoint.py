@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import tyro
-from common import MODES, RESULTS, Rounds, over, random_model, ratios, run_script, setting, table, words, write
+from common import MODES, RESULTS, Rounds, of_fixed_length, over, random_model, ratios, run_script, setting, table, words, write
 
 SIDES = {"none": "0", "every 4 steps": "4", "every step": "1"}  # --save-freq
 
@@ -34,9 +34,9 @@ class Args:
 
 
 def one_run(mode: str, model: str, steps: int, save_freq: str) -> dict[str, float]:
-    flags = ["--model", model, "--train-files", "demo", "--test-freq", "0", "--max-response-length", "32", "--ignore-eos"]
+    flags = ["--model", model, "--train-files", "demo", "--test-freq", "0", "--max-response-length", "32"]
     flags += ["--total-training-steps", str(steps), "--save-freq", save_freq, "--max-ckpt-to-keep", "1"]
-    _, rows = run_script(sys.executable, MODES[mode], *flags)
+    _, rows = run_script(sys.executable, of_fixed_length(MODES[mode]), *flags)
     counted = [row for row in rows if 2 < row["step"] < steps]
     stalls = [row["timing_s/save_checkpoint"] for row in counted if "timing_s/save_checkpoint" in row]
     out = {"step": statistics.mean(row["timing_s/step"] for row in counted)}

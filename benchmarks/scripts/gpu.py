@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 import tyro
-from common import MODES, RESULTS, random_model, run_script, setting, synchronize, table, words, write
+from common import MODES, RESULTS, of_fixed_length, random_model, run_script, setting, synchronize, table, words, write
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from rl.flags import read
@@ -241,10 +241,10 @@ def values(args: Args, ranks: Ranks) -> dict:
 
 def shared(args: Args, path: str) -> dict:
     """train_async.py on one device; its tokens/s, what each side waited, and the publish."""
-    flags = ["--model", path, "--dtype", "bfloat16", "--engine", "embedded", "--test-freq", "0", "--ignore-eos"]
+    flags = ["--model", path, "--dtype", "bfloat16", "--engine", "embedded", "--test-freq", "0"]
     flags += ["--total-training-steps", "12" if not args.toy else "3", "--lr", "1e-6", "--gradient-checkpointing"]
     flags += ["--max-response-length", "256" if not args.toy else "8", "--max-num-seqs", "128"]
-    _, rows = run_script(sys.executable, MODES["async"], *flags)
+    _, rows = run_script(sys.executable, of_fixed_length(MODES["async"]), *flags)
     rows = rows[len(rows) // 3 :]
     seconds = sum(row["timing_s/step"] for row in rows)
     out = {"tokens_per_s": sum(row["perf/total_num_tokens"] for row in rows) / seconds}

@@ -31,6 +31,7 @@ from common import (
     ROOT,
     Rounds,
     accuracies,
+    of_fixed_length,
     over,
     random_model,
     ratios,
@@ -197,8 +198,7 @@ def run_ours(args: Args, case: Case, model: str, side: str, seed: int) -> dict:
     else:
         flags += ["--test-freq", "0", "--lr", "1e-6", "--lr-scheduler-type", "constant", "--lr-warmup-steps", "0"]
         flags += ["--reward", f"{ROOT / 'benchmarks' / 'common.py'}:share_of_digits"]
-    if case.fixed:
-        flags += ["--ignore-eos"]
+    command = of_fixed_length(command) if case.fixed else command
     if case.pictures:
         file = f"{rows_of(model)}/rows.parquet"
         flags += ["--train-files", file, "--val-files", file, "--max-prompt-length", "1024"]

@@ -209,7 +209,7 @@ class Health:
         if not fates.has_signal:
             self._warn_of_no_signal(step, batch, fates)
         self._warn_of_correction(step, metrics, fates)
-        if responses and bool(batch.truncated.all()) and not args.ignore_eos:
+        if responses and bool(batch.truncated.all()):
             detail = "Raise --max-response-length, or check that the model's end token is the one that its answers end with."
             self._warn("endless_steps", "steps in which every response ran into --max-response-length", 1, detail)
         new = metrics["actor/skipped_steps"] - self._skipped

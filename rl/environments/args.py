@@ -106,8 +106,6 @@ class EnvironmentArgs:
             check_code(name, self.environment_spec, "Class" if self.env else "function,function")
         if sys.platform != "linux":
             raise UserError(f"{name}: environments only run on Linux.")
-        if getattr(self, "ignore_eos", False):
-            raise UserError(f"{name} with --ignore-eos: a turn ends with its end token. Leave --ignore-eos out.")
         if 0 < getattr(self, "hang_timeout", 0) <= self.env_timeout:
             raise UserError(
                 f"--env-timeout {self.env_timeout:g} is not below --hang-timeout, which would end the run. Lower it."

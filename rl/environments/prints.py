@@ -1,4 +1,4 @@
-"""Text that the user's code prints, on its way to the console: a guard (rl/environments/descendants.py) passes it on, up to limits.
+"""Text that the user's code prints, on its way to the console: a guard (descendants.py) passes it on, up to limits.
 
 Environments, tools, agents, reward functions and judges run below guards, so this is the one place where their prints are
 limited: to EPISODE_BYTES for an episode, and to RUN_BYTES for a run. One line says what is left out. A program that prints more

@@ -7,8 +7,8 @@ The rank and this process send each other lines of JSON over one socket. First t
     process:  {"episode": 7, "asked": "step", "seconds": 0.1, ...}; with "event" and "message" it is the episode's last one
 
 The user's file and the tokenizer are imported once, and a process is forked for each episode (Fork), which gets the same
-questions. Episodes of agents are tasks of this process instead (agents.py). A guard (rl/environments/descendants.py) ends all of
-them with the rank.
+questions. Episodes of agents are tasks of this process instead (agents.py). A guard (descendants.py) ends all of them with the
+rank.
 """
 
 import asyncio

@@ -12,13 +12,13 @@ import numpy as np
 
 from rl.generation.engine import Output, Request, request_seed
 from rl.generation.episodes import Episodes, Id
-from rl.generation.responses import Work
+from rl.generation.responses import Key, OpenGroup
 from rl.model.head import support
 
 
 @dataclass
 class History:
-    """One of a response's histories. While it is active, its current state is in Episode and Work instead."""
+    """One of a response's histories. While it is active, its current state is in Episode and OpenGroup instead."""
 
     request: Request
     output: Output
@@ -48,16 +48,13 @@ class AgentEpisodes(Episodes):
 
     # -- the generator's questions
 
-    def begin(self, key: int, work: Work, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
+    def start(self, key: Key, work: OpenGroup, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
         """Start a prompt's episodes. Recorded ones start again from the beginning, because an agent cannot be replayed."""
         work.masks.clear()
-        super().begin(key, work, [None] * len(before), None)
+        super().start(key, work, [None] * len(before), None)
         for request, output in zip(work.requests, before, strict=True):
             self._of[request.id].restarts = int(output is not None)
         return []
-
-    def replay(self) -> None:
-        """Do nothing, because agents cannot be replayed."""
 
     def unfinished(self) -> list[Output]:
         """Return all unfinished responses so far, without routes: those of a later history do not fit the prompt, and a resumed
@@ -67,7 +64,7 @@ class AgentEpisodes(Episodes):
     def extra(self, id: Id) -> dict[str, float]:
         return super().extra(id) | {"forks": len(self._histories[id].all) - 1 if id in self._histories else 0}
 
-    def drop(self, key: int) -> None:
+    def drop(self, key: Key) -> None:
         super().drop(key)
         self._histories = {id: of for id, of in self._histories.items() if id[0] != key}
 

@@ -1,24 +1,29 @@
-"""The contract of a generation engine, and the flags of every engine.
+"""The contract of a generation engine, the flags of every engine, and the choice between the two that implement it:
+rl/generation/embedded/engine.py and rl/generation/vllm/engine.py.
 
 An `Engine` takes requests (`add`), returns the responses that finished (`step`), and takes new weights between two steps
 (`update`). Every sampled token has a log-prob and the version of the weights that sampled it. A request's tokens only depend on
 its own seed, not on the rank that serves it or on the rest of the batch.
-
-rl/generation/embedded/engine.py and rl/generation/vllm/engine.py implement it; rl/generation/choose_engine.py chooses.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import numpy as np
 import torch
+import torch.distributed
 
-from rl.data.image_prompts import Images
 from rl.errors import UserError
-from rl.model.head import support
+from rl.model.pretrained import end_token_ids, load_tokenizer
 from rl.model.router import RouterArgs
 from rl.ranges import MayChange, Range
+from rl.ranks.device import HOST_BACKEND, is_accelerator
+from rl.ranks.dist import Ranks
+from rl.ranks.launch import nodes
+
+if TYPE_CHECKING:
+    from rl.data.image_prompts import Images
 
 
 @dataclass
@@ -40,8 +45,6 @@ class EngineArgs(RouterArgs):
     keep_sampling_mask: bool = False
     """With --top-k and optionally --top-p: record the tokens that could be sampled, and also compute the learner's log-probs
     over them. Without this, ratios and KL compare a truncated distribution with a full one."""
-    ignore_eos: bool = False
-    """Generate past the end token up to --max-response-length, so that all responses have one length: for timing."""
     val_n: Annotated[int, Range(at_least=1)] = 1
     """Responses per validation prompt. Above 1, pass@n is also reported."""
     val_temperature: Annotated[float, Range(at_least=0.01, at_most=100, also=0)] = 0.0
@@ -60,26 +63,20 @@ class EngineArgs(RouterArgs):
     rollout_tp: MayChange[Annotated[int, Range(at_least=1)]] = 1
     """vllm: ranks that share one engine by tensor parallelism. They must be on one node."""
     gpu_memory_utilization: MayChange[Annotated[float, Range(above=0, at_most=1)]] = 0.5
-    """vllm: fraction of the device's memory for the engine's weights and KV cache. The learner needs the rest."""
-    enable_chunked_prefill: MayChange[bool] = True
-    """vllm: split long prompts over several steps, so that running responses need not wait for them. Always off on a CPU."""
+    """vllm: fraction of the device's memory for the engine's weights and KV cache. In train_sync.py the engine gives it back
+    while the learner works."""
     enforce_eager: MayChange[bool] = False
     """vllm: do not capture graphs or compile. Slower, but starts quickly and takes less memory. A CPU is always eager."""
-    load_format: MayChange[str] = "auto"
-    """vllm: how the engine reads the model at startup. "dummy" reads nothing: the learner sends its weights anyway."""
-    free_cache_engine: MayChange[bool] = True
-    """vllm: free the engine's device memory while the learner works (train_sync.py, not on a CPU)."""
-
-    rollout_seeds: MayChange[Literal["auto", "on", "off"]] = "auto"
-    """vllm: give each request a separate seed, so that its response can be repeated. off draws a step's random numbers at once.
-    auto is off on an NPU, where each seed costs a kernel per token, and on elsewhere."""
 
     @property
     def sampling(self) -> "SamplingParams":
         """The sampling parameters of training."""
-        of_all = (self.temperature, self.top_p, self.top_k, self.max_response_length, self.ignore_eos)
-        most = support.most_tokens(self)
-        return SamplingParams(*of_all, support=most)
+        recorded = 0
+        if self.keep_sampling_mask:
+            from rl.model.head.support import most_tokens
+
+            recorded = most_tokens(self)
+        return SamplingParams(self.temperature, self.top_p, self.top_k, self.max_response_length, support=recorded)
 
     @property
     def val_sampling(self) -> "SamplingParams":
@@ -90,7 +87,7 @@ class EngineArgs(RouterArgs):
     def engine_sleeps(self) -> bool:
         """Whether the engine frees its memory while the learner works, if one process does both in turn."""
         schedule = getattr(self, "schedule", None)  # None for an engine alone
-        return self.free_cache_engine and not (schedule and schedule.split)
+        return not (schedule and schedule.split)
 
     def check(self) -> None:
         """Raise UserError if --keep-sampling-mask has no bound on the number of recorded tokens."""
@@ -130,7 +127,7 @@ class Request:
     sampling: SamplingParams
     seed: int  # 64 bits; two requests with the same prompt, settings, seed and weights give the same response
     so_far: "Output | None" = None  # an unfinished response that this request continues
-    images: Images | None = None  # of the prompt; prompt_ids includes their tokens
+    images: "Images | None" = None  # of the prompt; prompt_ids includes their tokens
     priority: int = 0  # the lowest goes first, if the engine has a queue and responses have several turns
     kv_version: int | None = None  # version of the weights whose KV cache may be reused for `so_far`, if it still exists
 
@@ -179,6 +176,87 @@ class Engine(Protocol):
     def num_unfinished(self) -> int: ...
 
 
+def make_engine(
+    path: str,
+    args: EngineArgs,
+    max_length: int,
+    learner_dtype: str,
+    device: torch.device,
+    trust_remote_code: bool,
+) -> Engine:
+    """Return the engine that the flags ask for, loaded from `path`. Raise UserError if that is impossible."""
+    dtype = args.weights_dtype(learner_dtype)
+    chosen = choose_engine(args.engine, device)
+    if args.rollout_tp != 1 and chosen != "vllm":
+        raise UserError(f"--rollout-tp {args.rollout_tp}: tensor parallel generation needs --engine vllm.")
+    end_tokens = end_token_ids(path, load_tokenizer(path, trust_remote_code), trust_remote_code)
+    if chosen == "vllm":
+        from rl.generation.vllm.engine import VLLMEngine
+
+        return VLLMEngine(path, args, max_length, dtype, device, trust_remote_code, end_tokens)
+    from rl.generation.embedded.engine import TransformersEngine
+
+    return TransformersEngine(
+        path,
+        max_length=max_length,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        end_tokens=end_tokens,
+        router=args,
+    )
+
+
+def choose_engine(wanted: str, device: torch.device) -> str:
+    """Return "vllm" or "embedded". The choice of auto is printed once per job. Raise UserError if vLLM is missing."""
+    if wanted == "embedded" or (wanted == "auto" and not is_accelerator(device)):
+        chosen, why = "embedded", "the device is a CPU"
+    else:
+        try:
+            from rl.generation.vllm.engine import vllm
+
+            chosen = "vllm"
+            why = f"version {vllm.__version__} is installed"
+        except (ImportError, OSError) as error:  # OSError: a library of another CUDA version
+            if wanted == "vllm":
+                remedy = "Install requirements-cuda.txt or requirements-npu.txt (docs/engines.md), or take --engine embedded."
+                raise UserError(f"--engine vllm: vLLM cannot be imported here ({error}). {remedy}") from None
+            chosen = "embedded"
+            why = f"vLLM cannot be imported: {error}"
+    if wanted == "auto" and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
+        print(f"engine: {chosen} ({why})", flush=True)
+    return chosen
+
+
+class EngineRanks:
+    """The ranks of the default process group that share this rank's engine (--rollout-tp): `size` consecutive ranks. All must
+    add the same requests and step equally often. In a whole batch every rank knows all tickets in advance; in a stream the
+    engine's first rank decides on the next action, and the others `agree`."""
+
+    def __init__(self, ranks: Ranks, size: int):
+        """Raise UserError if a node's generators cannot be divided into engines."""
+        if torn := [node for node in nodes() if node.generators % size]:
+            raise UserError(f"--rollout-tp {size}: an engine's ranks share a node, but {torn[0]}. Change --generators there.")
+        self.size = size
+        self.is_leader = ranks.rank % size == 0  # the engine's first rank decides, scores and hands over
+        self.index, self.engines = ranks.rank // size, ranks.world_size // size  # this engine's number; the number of engines
+        self._first = self.index * size
+        self._group = None
+        for first in range(0, ranks.world_size, size) if size > 1 else ():
+            group = torch.distributed.new_group(range(first, first + size), backend=HOST_BACKEND)  # a collective of all engines
+            self._group = group if first == self._first else self._group
+
+    def agree(self, decision: Any) -> Any:
+        """Return the first rank's decision on all ranks."""
+        if self._group is None:
+            return decision
+        decisions = [decision]
+        torch.distributed.broadcast_object_list(decisions, self._first, self._group)
+        return decisions[0]
+
+
 def check_length(request: Request, max_length: int) -> None:
     """Raise ValueError for a request without a prompt, or with more tokens (prompt + budget) than max_length."""
     longest = len(request.prompt_ids) + request.sampling.max_tokens
@@ -187,11 +265,10 @@ def check_length(request: Request, max_length: int) -> None:
 
 
 def checked(
-    weights: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, torch.Size], needed: Iterable[str]
+    weights: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, torch.Size]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights of an update. Raise ValueError, naming the first weight that is unknown, has a wrong shape, or is
-    `needed` but missing."""
-    missing = set(needed)
+    """Yield the weights of an update. Raise ValueError with the first name that is unknown, missing or of a wrong shape."""
+    missing = set(shapes)
     for name, tensor in weights:
         if shapes.get(name) != tensor.shape:
             raise ValueError(f"weight {name} {list(tensor.shape)} does not belong to the engine's model")

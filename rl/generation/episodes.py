@@ -18,9 +18,8 @@ import numpy as np
 from rl.data.job import Job
 from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
-from rl.generation.engine import Engine, Output, request_seed
-from rl.generation.engine_ranks import EngineRanks
-from rl.generation.responses import VALIDATION, Responses, Work
+from rl.generation.engine import Engine, EngineRanks, Output, request_seed
+from rl.generation.responses import Key, OpenGroup, Responses
 from rl.model.head import support
 from rl.ranks.timers import Timers
 from rl.rewards.pool import Score, can_score
@@ -28,7 +27,7 @@ from rl.rewards.pool import Score, can_score
 OF_GROUP = 2**32 - 1  # replaces a response's number in the seed that its group's environments share
 WAIT = 5e-3  # seconds to wait for an environment if there is nothing to sample
 BY_ROWS = 2  # processes per response that the engine can decode at once
-Id = tuple[int, int]  # of a response: its prompt's key, and its number
+Id = tuple[Key, int]  # of a response: its prompt's key, and its number
 
 
 @dataclass
@@ -77,15 +76,16 @@ class Episodes(Responses):
         super().__init__(engine)
         self.job, self.engine_ranks, self.args, self.end_tokens = job, engine_ranks, args, end_tokens
         self.environments: Environments = job.environments
-        self.paused_below = 0  # smaller keys were put aside: their answers wait
+        self.paused_below = Key(False, 0)  # smaller keys are paused: their answers wait
         self._of: dict[Id, Episode] = {}
         self._processes: dict[Id, bool] = {}  # episodes with a process -> whether it owes an answer
-        self._queue: list[int] = []  # keys without environments yet
+        self._queue: list[Key] = []  # keys without environments yet
         self._resetting: set[Id] = set()  # episodes that have not begun
-        self._prompts: dict[int, list[int] | None] = {}  # by key: the prompt that the first reset returned
+        self._prompts: dict[Key, list[int] | None] = {}  # by key: the prompt that the first reset returned
         self._answers: list[tuple[Id, dict]] = []
         self._ended: list[Output] = []
-        self._requests: list[tuple] | None = None  # for the engine, collected during `replay`
+        self._has_recorded = False  # whether `resume` has to replay recorded episodes
+        self._requests: list[tuple] | None = None  # for the engine, collected by `_replay`
 
     # -- the generator's questions
 
@@ -93,8 +93,9 @@ class Episodes(Responses):
     def num_unfinished(self) -> int:
         return self.engine.num_unfinished + len(self._resetting)
 
-    def begin(self, key: int, work: Work, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
+    def start(self, key: Key, work: OpenGroup, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
         """Start a prompt's episodes, or replay the recorded ones."""
+        self._has_recorded |= any(before)
         self.working[key] = work
         for request, output in zip(work.requests, before, strict=True):
             self._of[request.id] = Episode(output, prompt)
@@ -126,7 +127,7 @@ class Episodes(Responses):
         """Whether the engine waits for the environments (`in_lock_step`)."""
         return self.args.in_lock_step and any(self._processes.values())
 
-    def replay(self) -> None:
+    def _replay(self) -> None:
         """Replay all recorded episodes. Give them to the engine as if the run had not stopped: first those that were stopped
         within a turn, then those that waited for their environment."""
         self._requests = []
@@ -144,14 +145,17 @@ class Episodes(Responses):
         elsewhere = {id: episode.output for id, episode in self._of.items() if not episode.in_engine}
         return super().unfinished() + [output or Output(id, [], [], [], "unfinished") for id, output in elsewhere.items()]
 
-    def put_aside(self, below: int) -> None:
+    def pause(self, below: Key) -> None:
         """Take all unfinished responses out of the engine. Their environments' answers wait."""
-        super().put_aside(below)
+        super().pause(below)
         self.paused_below = below
 
-    def proceed(self) -> None:
-        self.paused_below = 0
-        super().proceed()
+    def resume(self) -> None:
+        self.paused_below = Key(False, 0)
+        super().resume()
+        if self._has_recorded:
+            self._has_recorded = False
+            self._replay()
 
     def last_turn(self, output: Output) -> list[int]:
         return self._of[output.id].last
@@ -191,7 +195,7 @@ class Episodes(Responses):
         episode = self._of.get(id)
         return episode.rewards if episode and self.args.turn_rewards and not episode.event else None
 
-    def drop(self, key: int) -> None:
+    def drop(self, key: Key) -> None:
         for request in self.working[key].requests:
             del self._of[request.id]
         self._prompts.pop(key, None)
@@ -203,7 +207,7 @@ class Episodes(Responses):
     # -- the processes
 
     def _admit(self) -> None:
-        """Start the environments of queued prompts. Episodes that were put aside do not count towards the limit."""
+        """Start the environments of queued prompts. Episodes that are paused do not count towards the limit."""
         for key in [key for key in self._queue if key >= self.paused_below]:
             at_work = sum(key >= self.paused_below for key, _ in self._processes)
             if at_work >= BY_ROWS * self.args.max_num_seqs and self._requests is None:
@@ -216,10 +220,13 @@ class Episodes(Responses):
         key, number = id
         prompt = self.working[key].prompt
         known = {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth, "extra_info": prompt.extra_info}
-        seeds = {"seed": request_seed(self.args.seed, key, OF_GROUP), "own_seed": request_seed(self.args.seed, key, number)}
+        seeds = {
+            "seed": request_seed(self.args.seed, key.place, OF_GROUP),
+            "own_seed": request_seed(self.args.seed, key.place, number),
+        }
         self._processes[id] = True
         if self.engine_ranks.is_leader:
-            self.environments.begin(id, row=prompt.row | known, split="val" if key >= VALIDATION else "train", **seeds)
+            self.environments.begin(id, row=prompt.row | known, split="val" if key.validates else "train", **seeds)
 
     def _ask(self, id: Id, what: str, **item: Any) -> None:
         if id in self._processes:  # otherwise it has failed, and its event is in `_answers`
@@ -238,7 +245,6 @@ class Episodes(Responses):
             return
         answers = self.environments.poll(wait) if self.engine_ranks.is_leader else []
         for id, answer in self.engine_ranks.agree(answers):
-            id = tuple(id)
             self._answers.append((id, answer))
             if "event" in answer:
                 self._processes.pop(id, None)
@@ -352,7 +358,7 @@ class Episodes(Responses):
         requests[number] = dataclasses.replace(
             requests[number], sampling=dataclasses.replace(requests[number].sampling, max_tokens=most)
         )
-        request = dataclasses.replace(requests[number], so_far=so_far, priority=key, kv_version=kept)
+        request = dataclasses.replace(requests[number], so_far=so_far, priority=key.place, kv_version=kept)
         if self._requests is None:
             self.engine.add(request)
         else:

@@ -4,18 +4,14 @@ Scoring overlaps with generation: a response goes to the scoring pool the moment
 """
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from rl.data.images import ImageError
 from rl.data.job import Job
-from rl.generation.choose_engine import make_engine
-from rl.generation.engine import Engine, EngineArgs, Output, Request, SamplingParams, request_seed
-from rl.generation.engine_ranks import EngineRanks
-from rl.generation.responses import VALIDATION, Responses, Work, prompt_routes, recorded, to_response
+from rl.data.prompts import Prompt
+from rl.generation.engine import Engine, EngineArgs, EngineRanks, Output, Request, SamplingParams, make_engine, request_seed
+from rl.generation.responses import Key, OpenGroup, Responses, prompt_routes, recorded, to_response
 from rl.model.pretrained import end_token_ids
-from rl.model.router import check_record
 from rl.ranks import dist
 from rl.ranks.timers import Timers
 from rl.rewards.pool import GREEDY, Score, ScoringPool, overlong_penalty
@@ -23,7 +19,7 @@ from rl.samples.group import PENALTY, UNPENALISED, Group
 
 
 class Generator:
-    """Drives one engine. A ticket is a place in the endless prompt order; a key is a ticket or VALIDATION + index."""
+    """Drives one engine. A ticket is a place in the endless prompt order."""
 
     def __init__(
         self,
@@ -39,7 +35,6 @@ class Generator:
         turn."""
         self.engine, self.job, self.pool, self.args, self.engine_ranks = engine, job, pool, args, engine_ranks
         self.give_up = give_up if engine_ranks.size == 1 else lambda: False  # ranks that share an engine must stay together
-        self.sampling = args.sampling
         self.responses = responses or Responses(engine)
         self.working = self.responses.working
         self._rows: list[dict] = []  # of the current validation
@@ -53,43 +48,46 @@ class Generator:
 
     @property
     def is_validating(self) -> bool:
-        return any(key >= VALIDATION for key in self.working)
+        return any(key.validates for key in self.working)
 
     @property
     def has_unfinished(self) -> bool:
-        return not all(work.has_ended for work in self.working.values())
+        return not all(group.has_ended for group in self.working.values())
 
     @property
     def tickets(self) -> list[int]:
         """Tickets under way; none on ranks that do not hand over groups."""
-        return [key for key in self.working if key < VALIDATION and self.engine_ranks.is_leader]
+        return [key.number for key in self.working if not key.validates and self.engine_ranks.is_leader]
+
+    def gather_tickets(self) -> list[int]:
+        """Return the tickets under way on all ranks. Collective."""
+        return sorted(ticket for tickets in dist.all_gather_values(self.tickets) for ticket in tickets)
+
+    def share(self, tickets: Sequence) -> Sequence:
+        """Return this engine's share of tickets, or of a list in their order."""
+        return tickets[self.engine_ranks.index :: self.engine_ranks.engines]
 
     def close(self) -> None:
         """End the scoring processes and the environments."""
         self.pool.close()
         self.responses.close()
 
-    def start(self, ticket: int, partial: Group | None = None) -> None:
-        """Give the engine the ticket's prompt, n times. partial: its group as `unfinished` returned it before a stop."""
+    def start(self, ticket: int, recorded: Group | None = None) -> None:
+        """Start the ticket's prompt, n times. recorded: its group as `unfinished` returned it before a stop."""
         _, index = self.job.order(ticket)
-        work = Work(self.job.prompts[index], self.args.rollout_n, greedy=self.args.needs_greedy)
-        self._add(ticket, work, self.sampling, partial)
-
-    def resume(self, groups: list[Group]) -> None:
-        """Start this engine's share of the groups that `unfinished` returned on all ranks."""
-        for group in groups[self.engine_ranks.index :: self.engine_ranks.engines]:
-            self.start(group.ticket, group)
-        self.responses.replay()
+        group = OpenGroup(self.job.prompts[index], self.args.rollout_n, greedy=self.args.needs_greedy)
+        self._start(Key(False, ticket), group, self.args.sampling, recorded)
 
     def unfinished(self) -> list[Group]:
         """Return a group for every ticket under way, except validation, with its responses so far, all without scores."""
         outputs = {output.id: output for output in (*self._ended, *self.responses.unfinished())}
         groups = []
         for ticket in self.tickets:
-            work = self.working[ticket]
-            so_far = [work.outputs.get(i) or outputs[ticket, i] for i in range(work.n + work.greedy)]
-            responses = [to_response(output, work) for output in so_far]
-            groups.append(work.group(ticket, responses, routes=prompt_routes(so_far, work)))
+            key = Key(False, ticket)
+            group = self.working[key]
+            so_far = [group.outputs.get(i) or outputs[key, i] for i in range(group.n + group.greedy)]
+            responses = [to_response(output, group) for output in so_far]
+            groups.append(group.record(ticket, responses, routes=prompt_routes(so_far, group)))
         return groups
 
     def decode(self) -> list[Output] | None:
@@ -103,7 +101,7 @@ class Generator:
         nothing to sample, wait up to `wait` seconds for a score, or sleep if none is due. idle: the timer of that sleep."""
         return self._take_done(self._take_scores(ended, wait, idle))
 
-    def _take_scores(self, ended: list[Output] | None, wait: float, idle: str = "wait") -> list[int]:
+    def _take_scores(self, ended: list[Output] | None, wait: float, idle: str = "wait") -> list[Key]:
         """Submit the ended responses and collect scores. Return the keys that may be done."""
         if ended is not None:
             with self.timer("score"):
@@ -123,56 +121,46 @@ class Generator:
             return self._whole(ended or [])
         return list(dict.fromkeys(key for (key, _), _ in scored))
 
-    def _whole(self, ended: list[Output]) -> list[int]:
+    def _whole(self, ended: list[Output]) -> list[Key]:
         """Return the keys whose last response is among these."""
         return [key for key in dict.fromkeys(output.id[0] for output in ended) if self.working[key].has_ended]
 
-    def _take_done(self, keys: Iterable[int]) -> list[Group]:
+    def _take_done(self, keys: Iterable[Key]) -> list[Group]:
         """Return the groups of those keys that are done, and keep a validation's rows; only on the engine's first rank."""
         groups = []
         leads = self.engine_ranks.is_leader
         for key in keys:
-            work = self.working[key]
-            if not (work.done if leads else work.has_ended):
+            group = self.working[key]
+            if not (group.done if leads else group.has_ended):
                 continue
-            if leads and key < VALIDATION:
-                groups.append(self._group(key, work))
+            if leads and key.validates:
+                self._rows += [self._row(key.number, group, i) for i in range(group.n)]
             elif leads:
-                self._rows += [self._row(key - VALIDATION, work, i) for i in range(work.n)]
+                groups.append(self._scored(key, group))
             self.responses.drop(key)
         return groups
 
-    def begin(self, tickets: Sequence[int]) -> None:
-        """Start this engine's share of the tickets."""
-        for ticket in tickets[self.engine_ranks.index :: self.engine_ranks.engines]:
-            self.start(ticket)
-
     def generate(self, tickets: Sequence[int]) -> list[Group]:
         """Return as many scored groups as there are tickets, in ticket order; none if `give_up` says so. They are the first to
-        end of these tickets and those put aside before. The others are put aside and continue in the next call."""
-        self.responses.proceed()
+        end of these tickets and those paused before. The others pause, and resume in the next call."""
+        self.responses.resume()
         for ticket in tickets:
             self.start(ticket)
-        ended = sorted(key for key, work in self.working.items() if work.has_ended)
+        ended = sorted(key for key, group in self.working.items() if group.has_ended)
         while len(ended) < len(tickets) or self._ended or self.pool.pending:
             if self.give_up():
                 return []
             outputs = self.decode() if len(ended) < len(tickets) or self._ended else None
             self._take_scores(outputs, wait=1.0)
             ended += sorted(self._whole(outputs or []))
-        self.responses.put_aside(below=VALIDATION)
+        self.responses.pause(below=Key(True, 0))
         return self._take_done(sorted(ended[: len(tickets)]))
 
-    def put_aside(self) -> list[int]:
-        """Return the tickets that `generate` has put aside, of all ranks. Collective."""
-        gathered = dist.all_gather_bytes(json.dumps(self.tickets).encode())
-        return sorted(ticket for tickets in gathered for ticket in json.loads(tickets))
-
     def start_validation(self) -> None:
-        """Give the engine its share of the validation prompts, each val_n times."""
-        a, ranks = self.args, self.engine_ranks
-        for index in range(ranks.index, len(self.job.val_prompts), ranks.engines):
-            self._add(VALIDATION + index, Work(self.job.val_prompts[index], a.val_n), a.val_sampling)
+        """Start this engine's share of the validation prompts, each val_n times."""
+        prompts = self.job.val_prompts
+        for index in self.share(range(len(prompts))):
+            self._start(Key(True, index), OpenGroup(prompts[index], self.args.val_n), self.args.val_sampling)
 
     def take_rows(self) -> list[dict]:
         """Return the validation's rows since the last call, one per response: index, data_source, prompt, response,
@@ -186,88 +174,95 @@ class Generator:
         self.start_validation()
         while self.is_validating:
             self.score(self.decode(), wait=1.0)
-        gathered = dist.all_gather_bytes(json.dumps(self.take_rows()).encode())
-        return sorted((row for rows in gathered for row in json.loads(rows)), key=lambda row: row["index"])
+        rows = dist.all_gather_values(self.take_rows())
+        return sorted((row for part in rows for row in part), key=lambda row: row["index"])
 
-    def _group(self, ticket: int, work: Work) -> Group:
+    def _scored(self, key: Key, group: OpenGroup) -> Group:
+        """Return the record of a group whose responses are scored."""
         a = self.args
         responses = []
         baseline = 0.0
-        for i in range(work.n + work.greedy):
-            output = work.outputs[i]
-            score = work.scores[i]
-            mask = work.mask(i, len(output.token_ids))
+        for i in range(group.n + group.greedy):
+            output = group.outputs[i]
+            score = group.scores[i]
+            mask = group.mask(i, len(output.token_ids))
             length = len(output.token_ids) if mask is None else int(mask.sum())
             penalty = overlong_penalty(length, a.max_response_length, a.overlong_buffer_len, a.overlong_penalty_factor)
             value = 0.0 if score.event and a.on_reward_error == "zero" and output.token_ids else score.score
             total = None if value is None else value + penalty
-            extra = score.extra | self.responses.extra((ticket, i))
+            extra = score.extra | self.responses.extra((key, i))
             if a.overlong_buffer_len and value is not None:
                 extra |= {UNPENALISED: value, PENALTY: penalty}
-            responses.append(to_response(output, work, total, extra, score.error, self.responses.rewards((ticket, i))))
-        if work.greedy:
+            responses.append(to_response(output, group, total, extra, score.error, self.responses.rewards((key, i))))
+        if group.greedy:
             greedy = responses.pop()
             baseline = greedy.score or 0.0
             if greedy.score is None:  # without the baseline no response has an advantage
                 responses = [dataclasses.replace(r, score=None, error=f"{GREEDY}{greedy.error}") for r in responses]
-        routes = prompt_routes(work.outputs.values(), work)
-        return work.group(ticket, responses, baseline, routes)
+        return group.record(key.number, responses, baseline, prompt_routes(group.outputs.values(), group))
 
-    def _row(self, index: int, work: Work, number: int) -> dict:
-        score = work.scores[number]
+    def _row(self, index: int, group: OpenGroup, number: int) -> dict:
+        score = group.scores[number]
+        tokens = group.outputs[number].token_ids
         return {
             "index": index,
-            "data_source": work.prompt.data_source,
-            "prompt": work.prompt.text,
-            "response": self.job.tokenizer.decode(
-                work.outputs[number].token_ids, skip_special_tokens=not self.responses.have_turns
-            ),
-            "ground_truth": str(work.prompt.ground_truth),
+            "data_source": group.prompt.data_source,
+            "prompt": group.prompt.text,
+            "response": self.job.tokenizer.decode(tokens, skip_special_tokens=not self.responses.have_turns),
+            "ground_truth": str(group.prompt.ground_truth),
             "score": score.score,
             "acc": None if score.event else float(score.extra.get("acc", score.score)),
             "extra": {name: value for name, value in score.extra.items() if name != "acc"},
             "error": score.error,
         }
 
-    def _add(self, key: int, work: Work, sampling: SamplingParams, partial: Group | None = None) -> None:
-        """Start the prompt's responses, or continue recorded ones. If its images cannot be prepared, only this ticket is lost:
-        its responses have no token and no score."""
-        images = work.prompt.images
-        try:
-            if images:
-                images.prepare()
-        except ImageError as error:
-            work.event = Score(None, event="image", message=f"{work.prompt.where}: {error}")
-            self.working[key] = work
-            self._ended += [Output((key, i), [], [], [], "length") for i in range(work.n + work.greedy)]
+    def _start(self, key: Key, group: OpenGroup, sampling: SamplingParams, before: Group | None = None) -> None:
+        """Start the group's responses, or continue those of its record. If the prompt's images cannot be prepared, only this
+        ticket is lost: its responses have no token and no score."""
+        prompt = group.prompt
+        if fault := _image_fault(prompt):
+            group.event = Score(None, event="image", message=f"{prompt.where}: {fault}")
+            self.working[key] = group
+            self._ended += [Output((key, i), [], [], [], "length") for i in range(group.n + group.greedy)]
             return
-        work.requests = self._requests(key, work, sampling)
-        before = [recorded(request.id, partial, work) for request in work.requests]
-        self._ended += self.responses.begin(key, work, before, partial and partial.prompt_ids.tolist())
-
-    def _requests(self, key: int, work: Work, sampling: SamplingParams) -> list[Request]:
-        ids, images = work.prompt.ids, work.prompt.images
-        seeds = [request_seed(self.args.seed, key, i) for i in range(work.n)]
-        requests = [Request((key, i), ids, sampling, seed, images=images) for i, seed in enumerate(seeds)]
-        if work.greedy:
+        for i in range(group.n):
+            seed = request_seed(self.args.seed, key.place, i)
+            group.requests.append(Request((key, i), prompt.ids, sampling, seed, images=prompt.images))
+        if group.greedy:
             greedy = dataclasses.replace(sampling, temperature=0.0, support=0)
-            requests.append(Request((key, work.n), ids, greedy, 0, images=images))
-        return requests
+            group.requests.append(Request((key, group.n), prompt.ids, greedy, 0, images=prompt.images))
+        so_far = [recorded(request.id, before, group) for request in group.requests]
+        self._ended += self.responses.start(key, group, so_far, before and before.prompt_ids.tolist())
 
     def _submit(self, output: Output) -> None:
         key, number = output.id
-        work = self.working[key]
-        work.outputs[number] = output
+        group = self.working[key]
+        group.outputs[number] = output
         if output.routes is not None:
+            from rl.model.router import check_record  # late: only a mixture's routes need it
+
             check_record(output.routes)
         if not self.engine_ranks.is_leader:  # the engine's first rank scores
             return
-        p = work.prompt
-        if score := work.event or self.responses.score(output.id):
+        p = group.prompt
+        if score := group.event or self.responses.score(output.id):
             self.pool.hand_back(output.id, score)
             return
         text = self.job.tokenizer.decode(self.responses.last_turn(output), skip_special_tokens=True)
         self.pool.submit(output.id, p.data_source, text, p.ground_truth, p.extra_info, p.row.get("prompt", p.text))
+
+
+def _image_fault(prompt: Prompt) -> Exception | None:
+    """Prepare the prompt's images. Return what is wrong with one of them."""
+    if not prompt.images:
+        return None
+    from rl.data.images import ImageError
+
+    try:
+        prompt.images.prepare()
+    except ImageError as error:
+        return error
+    return None
 
 
 def make_generator(

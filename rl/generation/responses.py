@@ -1,11 +1,17 @@
 """Responses between a generator and its engine. Those here have one turn: the engine samples them from the prompt to the end.
-
 rl/generation/episodes.py has responses of several turns, with the same methods.
+
+    start      from the prompt, or from the tokens that a response had when the run was stopped
+    pause      out of the engine: the step has enough of others (--over-sample)
+    resume     back into the engine, from the last token
+
+`unfinished` shows them at any time, for a checkpoint. New weights need no verb: responses continue under them.
 """
 
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,11 +21,21 @@ from rl.ranks.timers import Timers
 from rl.rewards.pool import Score
 from rl.samples.group import Group, Response
 
-VALIDATION = 2**62  # added to a validation prompt's index, so that no key is also a training ticket
+
+class Key(NamedTuple):
+    """The name of an open group. Those of training come before those of validation."""
+
+    validates: bool
+    number: int  # the ticket, or the index among the validation prompts
+
+    @property
+    def place(self) -> int:
+        """A number that no other key has, for random numbers and priorities."""
+        return self.number + 2**62 * self.validates
 
 
 @dataclass
-class Work:
+class OpenGroup:
     """A prompt under way, with its n responses."""
 
     prompt: Prompt
@@ -45,7 +61,7 @@ class Work:
     def done(self) -> bool:
         return len(self.scores) == self.n + self.greedy
 
-    def group(self, ticket: int, responses: list[Response], baseline: float = 0.0, routes: np.ndarray | None = None) -> Group:
+    def record(self, ticket: int, responses: list[Response], baseline: float = 0.0, routes: np.ndarray | None = None) -> Group:
         p = self.prompt
         images = p.images.digest if p.images else ""
         return Group(ticket, np.array(p.ids, np.int32), p.data_source, responses, baseline, images, routes)
@@ -58,24 +74,21 @@ class Responses:
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.working: dict[int, Work] = {}  # the generator's prompts under way, by key
-        self._aside: list[Output] = []  # unfinished responses that were taken out of the engine
+        self.working: dict[Key, OpenGroup] = {}
+        self._paused: list[Output] = []
 
     @property
     def num_unfinished(self) -> int:
         return self.engine.num_unfinished
 
-    def begin(self, key: int, work: Work, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
-        """Start a prompt's responses, or continue recorded ones. before: each response so far; prompt: the recorded prompt's
+    def start(self, key: Key, group: OpenGroup, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
+        """Start a group's responses, or continue recorded ones. before: each response so far; prompt: the recorded prompt's
         tokens. Return the responses that had already ended."""
-        self.working[key] = work
-        for request, output in zip(work.requests, before, strict=True):
+        self.working[key] = group
+        for request, output in zip(group.requests, before, strict=True):
             if output is None or output.finish_reason == "unfinished":
                 self.engine.add(dataclasses.replace(request, so_far=output))
         return [output for output in before if output and output.finish_reason != "unfinished"]
-
-    def replay(self) -> None:
-        """Prepare to continue after the last `begin` of a resumed run."""
 
     def decode(self, timer: Timers) -> list[Output] | None:
         """Step the engine once. Return the responses that end with it; None if there was nothing to sample."""
@@ -86,19 +99,19 @@ class Responses:
 
     def unfinished(self) -> list[Output]:
         """Return all unfinished responses so far."""
-        return [*self.engine.unfinished(), *self._aside]
+        return [*self.engine.unfinished(), *self._paused]
 
-    def put_aside(self, below: int) -> None:
+    def pause(self, below: Key) -> None:
         """Take all unfinished responses out of the engine. below: an upper bound of their keys, exclusive."""
-        self._aside = sorted(self.engine.unfinished(), key=lambda output: output.id)
+        self._paused = sorted(self.engine.unfinished(), key=lambda output: output.id)
         self.engine.abort()
 
-    def proceed(self) -> None:
-        """Give the responses that were put aside back to the engine."""
-        for output in self._aside:
+    def resume(self) -> None:
+        """Give the paused responses back to the engine."""
+        for output in self._paused:
             key, number = output.id
             self.engine.add(dataclasses.replace(self.working[key].requests[number], so_far=output))
-        self._aside = []
+        self._paused = []
 
     def last_turn(self, output: Output) -> list[int]:
         """Return the tokens of an ended response that a verifier scores: those after the last masked one."""
@@ -107,17 +120,17 @@ class Responses:
         first = 0 if known is None else 1 + max(np.flatnonzero(~known), default=-1)
         return output.token_ids[first:]
 
-    def score(self, id: tuple[int, int]) -> Score | None:
+    def score(self, id: tuple[Key, int]) -> Score | None:
         """Return an ended response's score; None if the scoring pool has to compute it."""
 
-    def extra(self, id: tuple[int, int]) -> dict[str, float]:
+    def extra(self, id: tuple[Key, int]) -> dict[str, float]:
         """Return further numbers of an ended response."""
         return {}
 
-    def rewards(self, id: tuple[int, int]) -> list[list] | None:
+    def rewards(self, id: tuple[Key, int]) -> list[list] | None:
         """Return [token, reward] for each turn that has a separate reward; None if there are none."""
 
-    def drop(self, key: int) -> None:
+    def drop(self, key: Key) -> None:
         """Forget a prompt whose responses were handed over."""
         del self.working[key]
 
@@ -127,13 +140,13 @@ class Responses:
 
 def to_response(
     output: Output,
-    work: Work,
+    group: OpenGroup,
     score: float | None = 0.0,
     extra: dict[str, float] | None = None,
     error: str | None = None,
     rewards: list | None = None,
 ) -> Response:
-    """Return the record of an engine's output. work: its prompt."""
+    """Return the record of an engine's output. group: its own."""
     return Response(
         token_ids=np.array(output.token_ids, np.int32),
         log_probs=np.array(output.log_probs, np.float32),
@@ -142,28 +155,28 @@ def to_response(
         score=score,
         extra=extra or {},
         error=error,
-        mask=work.mask(output.id[1], len(output.token_ids)),
-        routes=None if output.routes is None else output.routes[len(work.prompt.ids) :],
+        mask=group.mask(output.id[1], len(output.token_ids)),
+        routes=None if output.routes is None else output.routes[len(group.prompt.ids) :],
         rewards=rewards or None,
         support=output.support,
-        histories=work.histories.get(output.id[1]),
+        histories=group.histories.get(output.id[1]),
     )
 
 
-def recorded(id: tuple[int, int], partial: Group | None, work: Work) -> Output | None:
-    """Return response `id` as it was when the run stopped, and restore its mask in `work`; None if it had no token."""
+def recorded(id: tuple[Key, int], partial: Group | None, group: OpenGroup) -> Output | None:
+    """Return response `id` as it was when the run stopped, and restore its mask in `group`; None if it had no token."""
     before = partial.responses[id[1]] if partial else None
     if before is None or not len(before.token_ids):
         return None
     if before.mask is not None:
-        work.masks[id[1]] = before.mask
+        group.masks[id[1]] = before.mask
     parts = (before.token_ids.tolist(), before.log_probs.tolist(), before.versions.tolist())
     routes = None if before.routes is None else np.concatenate([partial.prompt_routes, before.routes])
     return Output(id, *parts, before.finish_reason, routes, before.support)
 
 
-def prompt_routes(outputs: Iterable[Output], work: Work) -> np.ndarray | None:
+def prompt_routes(outputs: Iterable[Output], group: OpenGroup) -> np.ndarray | None:
     """Return the routes of the prompt's tokens from a response that has them, if possible one that follows the prompt."""
     known = [output for output in outputs if output.routes is not None]
-    known.sort(key=lambda output: work.histories.get(output.id[1], [1])[0] == 0)
-    return known[0].routes[: len(work.prompt.ids)] if known else None
+    known.sort(key=lambda output: group.histories.get(output.id[1], [1])[0] == 0)
+    return known[0].routes[: len(group.prompt.ids)] if known else None

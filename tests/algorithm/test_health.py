@@ -219,8 +219,7 @@ def test_a_run_whose_responses_are_rejected_blames_the_bounds(tmp_path):
 
 
 def test_what_is_asked_for_is_no_cause_to_warn():
-    """--ignore-eos runs every response to its budget; REINFORCE++ has no groups."""
-    assert not look(batch(group(0, [0.0, 1.0], "length")), ignore_eos=True)[1]
+    """REINFORCE++ has no groups."""
     assert not look(batch(group(0, [1.0]), group(1, [0.0])), rollout_n=1, adv_estimator="reinforce_pp")[1]
 
 

@@ -21,7 +21,7 @@ from rl.checkpoint.best import Best
 from rl.data.prompts import Prompt
 from rl.generation.engine import Output
 from rl.generation.generator import Generator
-from rl.generation.responses import Responses, Work
+from rl.generation.responses import Key, OpenGroup, Responses
 from rl.learning.batch import Batch
 from rl.ranks.timers import Timers
 from rl.record import validations
@@ -90,10 +90,10 @@ def group_of(args, scores: list[Score], outputs: list[Output] = ()) -> Group:
     output = Output((0, 0), [5, 1], [-0.1, -0.2], [0, 0], "stop")
     greedy = len(scores) > args.rollout_n
     outputs = dict(enumerate(outputs or [output] * len(scores)))
-    work = Work(prompt, args.rollout_n, greedy, outputs, dict(enumerate(scores)))
+    work = OpenGroup(prompt, args.rollout_n, greedy, outputs, dict(enumerate(scores)))
     generator = Generator.__new__(Generator)
     generator.args, generator.responses = args, Responses(engine=None)
-    return Generator._group(generator, 0, work)
+    return Generator._scored(generator, Key(False, 0), work)
 
 
 def test_on_error_chooses_what_becomes_of_them():
@@ -147,7 +147,7 @@ def test_a_validation_has_the_reward_functions_other_numbers():
     generator.job = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda *_, **__: "text"))
     generator.responses = Responses(engine=None)
     for index, source in enumerate(("d", "other/e")):
-        work = Work(
+        work = OpenGroup(
             Prompt([1], "1", source, "1", {}, "row 0"),
             3,
             False,
@@ -207,7 +207,7 @@ def test_a_validation_of_failures_does_not_choose_the_best_checkpoint(tmp_path):
 
 def test_a_response_without_a_score_is_shown_as_such(tmp_path):
     """In the table as in the metrics: it counts as the worst, here below 0, and stands there with no score of its own."""
-    work = Work(
+    work = OpenGroup(
         Prompt([1], "1", "demo", "1", {}, "row 0"), 2, False, dict.fromkeys(range(2), Output((0, 0), [5], [-0.1], [0], "stop"))
     )
     work.scores.update({0: Score(-0.5), 1: Score(None, event="timeout", message="slow")})

@@ -123,7 +123,7 @@ def test_one_step_off_resumes_bit_for_bit(demo_model, tmp_path):
 
 
 STREAM = ["--total-training-steps", "12", "--test-freq", "0", "--max-ckpt-to-keep", "0", "--staleness-threshold", "12"]
-STREAM += ["--max-num-seqs", "128", "--max-response-length", "32", "--ignore-eos"]  # 16 prompts at once: two steps' worth
+STREAM += ["--max-num-seqs", "128", "--max-response-length", "32"]  # 16 prompts at once: two steps' worth
 
 
 @pytest.fixture(scope="module")

@@ -176,19 +176,19 @@ def test_a_stop_starts_agents_again_and_counts_them(steps):
     (group,) = generator.unfinished()
     begun = [int(len(r.token_ids) > 0) for r in group.responses]
     resumed, _ = agents(calls)
-    resumed.resume([Group.from_bytes(group.to_bytes())])
+    resumed.start(group.ticket, Group.from_bytes(group.to_bytes()))
     found = finish(resumed)
     for response, expected in zip(found.responses, whole.responses, strict=True):
         assert runs(response) == runs(expected) and response.score == 1.0
     assert [r.extra["restarts"] for r in found.responses] == begun
 
 
-def test_what_is_put_aside_continues_in_its_history():
+def test_what_is_paused_continues_in_its_history():
     """train_sync.py with --over-sample: the engine is given another prompt, and what that has become."""
     import train_sync
 
     generator, _ = agents([(1, SUB), (0, ANSWER), (1, ANSWER)], n=1, Args=train_sync.Args, length=40)
-    generator.begin([5])
+    generator.start(5)
     groups = generator.generate([0]) + generator.generate([1])
     assert len({repr(runs(group.responses[0])) for group in groups}) == 1 and len(groups) == 2
 
@@ -242,7 +242,6 @@ def test_log_probs_of_all_histories_agree_with_the_learner_s_pass(models):
     calls = [(1, [20, 9]), (0, [21, 8]), (1, [22, 7, 8]), (2, [23])]
     prompt = lambda key: [2, 3] if key[1] < 3 else [7, 7, 2]  # noqa: E731
     generator, _ = agents(calls, engine=engine, prompt=prompt, n=5, length=60)
-    generator.sampling = generator.args.sampling
     generator.start(0)
     group = Group.from_bytes(finish(generator).to_bytes())
     assert sum(len(r.histories or [0]) > 1 for r in group.responses) >= 3
@@ -283,7 +282,6 @@ def test_every_history_is_replayed_with_the_experts_that_sampled_it(models, rank
     prompt = lambda key: [7, 7, 2] if key[1] == unlike else [2, 3]  # noqa: E731
     generator, played = agents(calls, engine=engine_of(), prompt=prompt, n=5, length=50)
     played.answer = lambda key, turn, ids: DONE if key[1] == unlike else played._say(key, turn, ids)
-    generator.sampling = generator.args.sampling
     generator.start(0)
     played._pending.reverse()  # the first response's call comes last
     group = Group.from_bytes(finish(generator).to_bytes())

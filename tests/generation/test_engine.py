@@ -1,18 +1,22 @@
-"""The embedded engine, compared with transformers' own forward pass, and the contract that every engine keeps."""
+"""The embedded engine, compared with transformers' own forward pass, the contract that every engine keeps, and --engine."""
 
 import os
+import sys
+import types
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import ScriptedEngine
 from transformers import AutoModelForCausalLM
 
+import train_async
+import train_one_step_off
 import train_sync
+from rl.errors import UserError
+from rl.generation.embedded.decoding import sample
 from rl.generation.embedded.engine import TransformersEngine
-from rl.generation.embedded.sampling import sample
-from rl.generation.engine import Request, SamplingParams, request_seed
+from rl.generation.engine import EngineArgs, Request, SamplingParams, choose_engine, make_engine, request_seed
 
 HYBRIDS = ("qwen3_5", "qwen3_next")  # these decode by a recurrence what a forward pass computes in chunks
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [3, 4, 5, 6], [20] * 9]
@@ -228,18 +232,44 @@ def test_sampling_has_the_right_distribution():
     torch.testing.assert_close(torch.bincount(token, minlength=4) / 40000, expected, atol=0.01, rtol=0)
 
 
-def test_the_scripted_engine_keeps_the_contract():
-    engine = ScriptedEngine(lambda request: ([5] * request.id + [1], [-0.5] * (request.id + 1)), eos_token_id=1)
-    engine.update([], version=2)
-    outputs = drain(engine, [Request(n, [3], SamplingParams(max_tokens=3), 0) for n in (1, 4, 2)])
-    assert [outputs[n].token_ids for n in (1, 4, 2)] == [[5, 1], [5, 5, 5], [5, 5, 1]]
-    assert [outputs[n].finish_reason for n in (1, 4, 2)] == ["stop", "length", "stop"]
-    assert outputs[4].versions == [2, 2, 2] and engine.num_unfinished == 0
-
-
 def test_the_warning_of_truncated_sampling_has_one_rule():
     """`truncates` is what the warning about truncated sampling and the embedded engine ask."""
     assert [SamplingParams(**rule).truncates for rule in ({}, {"top_p": 0.9}, {"top_k": 3})] == [False, True, True]
-    args = train_sync.Args(top_p=0.9, top_k=7, temperature=0.5, max_response_length=5, ignore_eos=True, val_top_p=0.8)
-    assert args.sampling == SamplingParams(0.5, 0.9, 7, 5, True)
-    assert args.val_sampling == SamplingParams(0.0, 0.8, -1, 5, False)
+    args = train_sync.Args(top_p=0.9, top_k=7, temperature=0.5, max_response_length=5, val_top_p=0.8)
+    assert args.sampling == SamplingParams(0.5, 0.9, 7, 5)
+    assert args.val_sampling == SamplingParams(0.0, 0.8, -1, 5)
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+WITH = types.SimpleNamespace(vllm=types.SimpleNamespace(__version__="0.32.0"))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "vllm", "chosen", "said"),
+    [
+        ("auto", CPU, WITH, "embedded", "engine: embedded (the device is a CPU)"),
+        ("auto", GPU, None, "embedded", "engine: embedded (vLLM cannot be imported: "),
+        ("auto", GPU, WITH, "vllm", "engine: vllm (version 0.32.0 is installed)"),
+        ("embedded", GPU, WITH, "embedded", ""),
+        ("vllm", CPU, WITH, "vllm", ""),
+    ],
+)
+def test_auto_says_what_it_takes_and_why(wanted, device, vllm, chosen, said, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rl.generation.vllm.engine", vllm)  # None: importing it raises ImportError
+    assert choose_engine(wanted, device) == chosen
+    out = capsys.readouterr().out
+    assert out.startswith(said) and bool(out) == bool(said)
+
+
+def test_an_engine_that_cannot_be_is_refused_with_a_remedy(models, monkeypatch):
+    with pytest.raises(UserError, match=r"--rollout-tp 2: .* needs --engine vllm"):
+        make_engine(models["qwen3"], EngineArgs(engine="embedded", rollout_tp=2), 64, "float32", CPU, False)
+    monkeypatch.setitem(sys.modules, "rl.generation.vllm.engine", None)
+    with pytest.raises(UserError, match=r"--engine vllm: vLLM cannot be imported.*requirements-cuda.txt"):
+        choose_engine("vllm", CPU)
+
+
+def test_an_engine_sleeps_only_where_it_takes_turns_with_a_learner():
+    """vllm-ascend's sleep mode does not start with expandable segments."""
+    scripts = (train_sync, train_one_step_off, train_async)
+    assert [script.Args().engine_sleeps for script in scripts] == [True, False, False]

@@ -17,13 +17,19 @@ from rl.data.images import ImageError
 from rl.data.prompts import Prompt
 from rl.generation.engine import Output, Request, SamplingParams, request_seed
 from rl.generation.episodes import Episodes
-from rl.generation.generator import VALIDATION, Generator
+from rl.generation.generator import Generator
+from rl.generation.responses import Key
 from rl.learning.batch import Batch
 from rl.rewards.pool import Score
 from rl.samples.group import Group
 
 END, ANSWER = 1, [90, 91, 92]
 TURN = [5, 6, END]  # of the model
+
+
+def plain(id) -> tuple[int, int]:
+    """The ticket and the number of a response."""
+    return id[0].number, id[1]
 
 
 class Played:
@@ -35,11 +41,11 @@ class Played:
 
     def begin(self, key, row, seed, own_seed, split):
         self.alive.add(key)
-        self.turns[key] = 0
+        self.turns[plain(key)] = 0
         self._pending.append((key, {"asked": "reset", "seconds": 0.0, "prompt": row.get("prompt_ids")}))
 
     def ask(self, key, what, ids=None, turns=()):
-        self.asked.append((key, what, ids))
+        self.asked.append((plain(key), what, ids))
         if what == "end":
             answer = {"seconds": 0.0, "reward": 0.25}
         elif what == "replay":
@@ -51,6 +57,7 @@ class Played:
         self._pending.append((key, {"asked": what} | answer))
 
     def said(self, key, ids):
+        key = plain(key)
         self.turns[key] += 1
         usual = {"reward": None, "done": False, "calls": 1, "malformed": 0, "ids": []}
         return usual | self.answer(key, self.turns[key], ids)
@@ -88,7 +95,7 @@ def make(answer, length=30, n=2, row=None, Args=train_async.Args, script=script,
     pool.hand_back = lambda key, score: pool.pending.append((key, score))
 
     def submit(key, source, text, *_):
-        pool.texts[key] = text
+        pool.texts[plain(key)] = text
         pool.pending.append((key, Score(7.0)))
 
     pool.submit, pool.poll = submit, lambda: [pool.pending.pop(0) for _ in list(pool.pending)]
@@ -254,7 +261,7 @@ def test_the_first_reset_that_succeeds_is_the_group_s_and_nobody_waits_for_the_o
     generator.start(0)
     while not any(turn for turn in played.turns.values()):
         assert generator.responses.num_unfinished >= 1 and generator.score(generator.decode()) == []
-    assert generator.responses.working[0].requests[2].prompt_ids == [2, 3]  # has not begun
+    assert generator.working[Key(False, 0)].requests[2].prompt_ids == [2, 3]  # has not begun
     group = finish(generator)
     assert group.prompt_ids.tolist() == [2, 3, 4]
     assert [r.score for r in group.responses] == [None, 2.0, 2.0, None]
@@ -358,7 +365,7 @@ def test_in_lock_step_results_do_not_depend_on_who_answers_first():
         generator, _ = make(Played(varied, shuffled=True), n=3, Args=train_sync.Args)
         added = []
         generator.engine.script = lambda request, added=added: added.append((request.id, request.so_far)) or script(request)
-        generator.begin([100])
+        generator.start(100)
         groups = generator.generate([0]) + generator.generate([1])
         seen.add(repr((groups, added)))
     assert len(seen) == 1
@@ -393,7 +400,8 @@ def test_ranks_that_share_an_engine_do_the_same(seed):
         requests, pending = [], generator.pool.pending
         generator.engine.script = lambda request, to=requests: to.append((request.id, request.so_far)) or script(request)
         generator.pool.poll = lambda its=pending: [its.pop(0)] if its and random.random() < 0.3 else []  # scores are late
-        generator.begin([100, 101])
+        generator.start(100)
+        generator.start(101)
         place = "first batch"
         tickets = [group.ticket for group in generator.generate([0, 1])]
         place = "validation"
@@ -407,9 +415,9 @@ def test_ranks_that_share_an_engine_do_the_same(seed):
     assert added[0] == added[1] and not messages and groups[0] and not groups[1]
 
 
-def test_what_is_put_aside_is_not_sampled_in_a_validation():
+def test_what_is_paused_is_not_sampled_in_a_validation():
     generator, _ = make(until(2), n=1, Args=train_sync.Args)
-    generator.begin([5])
+    generator.start(5)
     (first,) = generator.generate([0])
     assert first.ticket == 0 and generator.tickets == [5]
     generator.start_validation()
@@ -418,13 +426,14 @@ def test_what_is_put_aside_is_not_sampled_in_a_validation():
     assert len(generator.take_rows()) == 1 and generator.tickets == [5]
     (next_one,) = generator.generate([1])
     assert next_one.ticket == 1 or next_one.ticket == 5
-    assert VALIDATION not in generator.working
+    assert not any(key.validates for key in generator.working)
 
 
-def test_a_validation_has_room_next_to_what_is_put_aside():
-    """--max-num-seqs bounds processes, of which those put aside end only in the next call."""
+def test_a_validation_has_room_next_to_what_is_paused():
+    """--max-num-seqs bounds processes, of which those paused end only in the next call."""
     generator, _ = make(until(3), n=2, Args=train_sync.Args, max_num_seqs=1)
-    generator.begin([5, 6, 7])
+    for ticket in (5, 6, 7):
+        generator.start(ticket)
     generator.generate([0])
     generator.start_validation()
     for _ in range(100):

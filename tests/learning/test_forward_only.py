@@ -183,7 +183,7 @@ def test_a_run_says_how_much_it_was(tmp_path):
         "def score(data_source, solution_str, ground_truth, extra_info):\n"
         "    return 1.0 if int(ground_truth) % 2 else float(len(set(solution_str)))\n"
     )
-    flags = ["--reward", f"{tmp_path / 'reward.py'}:score", "--ignore-eos", "--max-response-length", "64", "--temperature", "2"]
+    flags = ["--reward", f"{tmp_path / 'reward.py'}:score", "--max-response-length", "64", "--temperature", "2"]
     flags += ["--train-batch-size", "16", "--total-training-steps", "2", "--no-val-before-train", "--test-freq", "0"]
     metrics, _, _ = train("train_sync.py", *flags, out=tmp_path / "runs")
     for step in (1, 2):

@@ -267,11 +267,10 @@ def test_the_page_names_the_best_and_its_hours(tmp_path, capsys):
 @pytest.mark.parametrize("script", ["train_sync", "train_async"])
 def test_a_real_run_is_planned_as_it_went(script, demo_model, tmp_path):
     """Each part's time is the run's own, so the load of the machine does not matter. The test checks how the parts add up."""
-    words = ["--total-training-steps", "24", "--test-freq", "0", "--max-response-length", "32", "--ignore-eos", "--logger"]
+    words = ["--total-training-steps", "24", "--test-freq", "0", "--max-response-length", "32", "--logger"]
     real, run, _ = train(f"{script}.py", *words, out=tmp_path, ranks=2)
     args = flags.read((train_sync if script == "train_sync" else train_async).Args, args=words[:-1])
     work = lengths_like(str(run), args.rollout_n, args.max_response_length, args.max_prompt_length)
-    assert work.group(0) == [32] * args.rollout_n
     times, slots = sources(args, Machine(1, 2), work, None, str(run))
     (row,) = (row for row in compare(args, Machine(1, 2), work, times, slots) if row.script == f"{script}.py")
     seconds = np.mean([real[step]["timing_s/step"] for step in range(2, 25)])

@@ -32,7 +32,7 @@ from rl.algorithm.critic import Critic
 from rl.algorithm.imitation import Imitation
 from rl.algorithm.teacher import Teacher
 from rl.data.prompts import Prompt
-from rl.generation import choose_engine
+from rl.generation import engine as engines
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Request, SamplingParams
 from rl.learning import compact_adamw, division
@@ -238,10 +238,10 @@ def turns(path: str, **flags) -> None:
     """A rank that learns and generates in turns: its engine takes the learner's weights twice."""
     place, args = start(), train_sync.Args(model=path, engine="embedded", max_num_seqs=4, **flags)
     forward_check._compare = lambda ours, *_: ours()
-    choose_engine.load_tokenizer, choose_engine.end_token_ids = (lambda *_: None), (lambda *_: {1})
+    engines.load_tokenizer, engines.end_token_ids = (lambda *_: None), (lambda *_: {1})
     with FakeDevice():
         model = Learner(path, args, place, 10)
-        engine = choose_engine.make_engine(path, args, 32, args.dtype, place.device, False)
+        engine = engines.make_engine(path, args, 32, args.dtype, place.device, False)
         held = LocalWeights(model, engine, args.weights_dtype(args.dtype))
         for version in range(2):
             held.publish(version)

@@ -6,7 +6,7 @@ import losses
 import train_sync
 from rl import parts
 from rl.algorithm.critic import Critic
-from rl.generation.engine_ranks import EngineRanks
+from rl.generation.engine import EngineRanks
 from rl.generation.generator import Generator, make_generator
 from rl.learning.batch import Batch
 from rl.learning.learner import Learner

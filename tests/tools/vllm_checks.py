@@ -3,10 +3,10 @@
     python tests/tools/vllm_checks.py '{"tied": ["after_update", "models/tied", 1]}' results
 
 Each function starts one engine, measures, and returns numbers; the judgement is in the test file. Importing vLLM takes longer
-than measuring, so it is imported once and every function runs in a fork: name -> [function, model directory, ranks].
+than measuring, so it is imported once and every function runs in a fork: name -> [function, model directory, ranks]. Other
+kinds of models are in vllm_kinds.py.
 """
 
-import dataclasses
 import json
 import os
 import sys
@@ -18,14 +18,13 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed
-import vllm
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "generation"))
 
 from helpers import free_port
-from test_engine import PROMPTS, changed, drain, mixed_reference, reference_log_probs, requests_for
+from test_engine import PROMPTS, changed, drain, mixed_reference, reference_log_probs
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker import gpu_model_runner
 
@@ -33,7 +32,7 @@ from rl.errors import UserError
 from rl.generation.engine import EngineArgs, Output, Request, SamplingParams, request_seed
 from rl.generation.vllm import engine as vllm_engine
 from rl.generation.vllm.engine import VLLMEngine
-from rl.model.head.support import TIES, apart
+from rl.model.head.support import TIES
 
 LONG = [5 + i % 20 for i in range(140)]  # more than a KV block of a CPU, 128 tokens: less is never shared
 MAX_LENGTH = 200
@@ -46,27 +45,47 @@ class OfTurns(EngineArgs):
     has_environment = True
 
 
-def start(path: str, dtype: torch.dtype = torch.float32, Args=EngineArgs, **flags) -> VLLMEngine:
-    args = Args(**{"max_num_seqs": 8, "max_num_batched_tokens": 2048, **flags})  # fewer slots than requests
-    return VLLMEngine(path, args, MAX_LENGTH, dtype)
+class Texts:
+    """A model, its prompts (ids, images), and what transformers computes of them."""
 
+    def __init__(self, path: str):
+        self.path, self.model = path, AutoModelForCausalLM.from_pretrained(path)
+        self.prompts = [(ids, None) for ids in PROMPTS]
+        self.long = [(LONG, None)]
 
-def error(outputs, model, temperature: float = 1.0, prompts=PROMPTS) -> float:
-    """The largest difference between the outputs' log-probs and a forward pass of the model."""
-    worst = 0.0
-    for (i, *_), output in outputs.items():
-        expected = reference_log_probs(model, prompts[i], output.token_ids, temperature)
-        worst = max(worst, (torch.tensor(output.log_probs) - expected).abs().max().item())
-    return worst
+    def changed(self):
+        return changed(self.path)
+
+    def engine(self, dtype: torch.dtype = torch.float32, Args=EngineArgs, **flags) -> VLLMEngine:
+        args = Args(**{"max_num_seqs": 8, "max_num_batched_tokens": 2048, **flags})  # fewer slots than requests
+        return VLLMEngine(self.path, args, MAX_LENGTH, dtype)
+
+    def requests(self, n: int = 4, max_tokens: int = 24, prompts=None, **sampling) -> list[Request]:
+        params = SamplingParams(max_tokens=max_tokens, **sampling)
+        prompts = list(enumerate(prompts or self.prompts))
+        return [Request((i, j), p, params, request_seed(7, i, j), images=of) for i, (p, of) in prompts for j in range(n)]
+
+    def log_probs(self, model, prompt, tokens: list[int], old=None, kept: int = 0, temperature: float = 1.0) -> torch.Tensor:
+        """Log-probs of the tokens from `kept` on; with `old`, the keys and values before them are that model's."""
+        ids, _ = prompt
+        if old is None:
+            return reference_log_probs(model, ids, tokens, temperature)[kept:]
+        return mixed_reference(old, model, ids + tokens[:kept], tokens[kept:])
+
+    def errors(self, outputs, model, prompts=None, **how) -> torch.Tensor:
+        """The differences between the outputs' log-probs and a forward pass of the model."""
+        pairs = [((prompts or self.prompts)[id[0]], output) for id, output in outputs.items()]
+        return torch.cat([(torch.tensor(o.log_probs) - self.log_probs(model, p, o.token_ids, **how)).abs() for p, o in pairs])
+
+    def error(self, *what, **how) -> float:
+        return float(self.errors(*what, **how).max())
 
 
 def wrongly_loaded(engine, model) -> list[str]:
-    """Return the weights that the engine's copies do not equal bit for bit."""
-    return [
-        name
-        for name, weight in model.named_parameters()
-        if (live := engine.read_back(name)) is None or not torch.equal(live, weight.data.to(live.dtype))
-    ]
+    """Return the weights that the engine's copies do not equal bit for bit, except the packed experts of a CPU."""
+    live = {name: (engine.read_back(name), weight.data) for name, weight in model.named_parameters()}
+    live = {name: pair for name, pair in live.items() if ".experts." not in name or pair[0] is not None}
+    return [name for name, (held, own) in live.items() if held is None or not torch.equal(held, own.to(held.dtype))]
 
 
 def refusal(act) -> str:
@@ -77,175 +96,147 @@ def refusal(act) -> str:
     return "nothing was raised"
 
 
-def after_update(path: str, engine: VLLMEngine | None = None) -> dict:
+def sends(engine, model) -> Callable:
+    """Return a publish (version, recompute) of the model's weights, which returns the model."""
+
+    def publish(version: int, recompute: bool = False):
+        engine.update(model.named_parameters(), version, recompute)
+        return model
+
+    return publish
+
+
+def in_flight(case, engine, first: Callable, second: Callable, recompute: bool, tokens: int = 20, average=torch.max) -> dict:
+    """Publish the second amid responses of the first. Errors of the tokens before, of those after, and of these if the KV cache
+    had been treated the other way; and of requests that waited."""
+    old = first(0)
+    for request in case.requests(n=1, max_tokens=tokens, ignore_eos=True):
+        engine.add(request)
+    for _ in range(6):
+        assert engine.step() == []
+    new = second(1, recompute)
+    found = {"old": [], "new": [], "other": [], "waited": [torch.zeros(1)]}
+    outputs = drain(engine, [])
+    for (i, _), output in outputs.items():
+        kept, got, what = output.versions.count(0), torch.tensor(output.log_probs), (case.prompts[i], output.token_ids)
+        if not kept:
+            found["waited"].append((got - case.log_probs(new, *what)).abs())
+            continue
+        found["old"].append((got[:kept] - case.log_probs(old, *what)[:kept]).abs())
+        fresh, mixed = case.log_probs(new, *what, kept=kept), case.log_probs(new, *what, old=old, kept=kept)
+        for name, expected in zip(("new", "other"), (fresh, mixed) if recompute else (mixed, fresh), strict=True):
+            found[name].append((got[kept:] - expected).abs())
+    versions = sorted(output.versions for output in outputs.values())
+    return {name: float(average(torch.cat(gaps))) for name, gaps in found.items()} | {"versions": versions}
+
+
+def both_ways(case, engine, first: Callable, second: Callable, **how) -> dict:
+    return {name: in_flight(case, engine, first, second, name == "recomputed", **how) for name in ("kept", "recomputed")}
+
+
+def interrupted(engine, requests: list[Request], steps: int = 6) -> tuple[dict, dict]:
+    """Return the responses after these steps, and as they end when they continue as new requests."""
+    for request in requests:
+        engine.add(request)
+    for _ in range(steps):
+        engine.step()
+    so_far = {output.id: output for output in engine.unfinished()}
+    engine.abort()
+    again = [replace(r, so_far=so_far[r.id] if so_far[r.id].token_ids else None) for r in requests]
+    return so_far, drain(engine, again)
+
+
+def after_update(path: str, case=None, engine=None, dtype=torch.float32, **flags) -> dict:
     """Any kind of model: log-probs and read-back before an update and after."""
-    engine, old, new = engine or start(path), AutoModelForCausalLM.from_pretrained(path), changed(path)
-    out = {"error before": error(drain(engine, requests_for(n=2)), old), "wrong before": wrongly_loaded(engine, old)}
+    case = case or Texts(path)
+    engine, new = engine or case.engine(dtype, **flags), case.changed()
+    out = {"before": case.error(drain(engine, case.requests(n=2)), case.model), "wrong": wrongly_loaded(engine, case.model)}
     engine.update(new.named_parameters(), version=4)
-    outputs = drain(engine, requests_for(n=2))
-    out |= {"error after": error(outputs, new), "wrong after": wrongly_loaded(engine, new)}
-    out["versions"] = sorted({v for o in outputs.values() for v in o.versions})
-    out["without the workaround"] = without_workaround(engine, path)
-    return out
+    outputs = drain(engine, case.requests(n=2))
+    out |= {"after": case.error(outputs, new), "wrong after": wrongly_loaded(engine, new)}
+    return out | {"versions": sorted({v for o in outputs.values() for v in o.versions})}
 
 
-def without_workaround(engine, path: str) -> dict:
-    """The same once more with each repair of a CPU's silent faults left out."""
-    found = {}
-    for repair in ("_repack_heads", "_forget_packed_experts"):
-        torch.manual_seed(len(repair))
-        model = AutoModelForCausalLM.from_pretrained(path)
-        for parameter in model.parameters():
-            parameter.data += 0.05 * torch.randn_like(parameter)
-        setattr(engine.weights, repair, lambda: None)
-        engine.update(model.named_parameters(), version=5)
-        delattr(engine.weights, repair)
-        found[repair] = {"error": error(drain(engine, requests_for(n=2)), model), "wrong": wrongly_loaded(engine, model)}
-        engine.update(model.named_parameters(), version=6)
-        found[repair]["error when repaired"] = error(drain(engine, requests_for(n=2)), model)
-    return found
+# ------------------------------------------------------------------------------------------------ what one engine shows
 
 
 def everything(path: str) -> dict:
-    """All that one engine can show; the tied model."""
-    engine, old, new = start(path), AutoModelForCausalLM.from_pretrained(path), changed(path)
-    out = {"sampling": sampling(engine, old)}
-    out["kept"], out["recomputed"] = (in_flight(engine, old, new, recompute) for recompute in (False, True))
-    out["elsewhere"] = elsewhere(engine, new)
-    out["prefix"] = prefix_cache(engine, old, new)
-    out["refusals"] = refusals(engine, old)
+    """The tied model."""
+    case = Texts(path)
+    engine, old, new = case.engine(), case.model, case.changed()
+    out = {"sampling": sampling(case, engine), **both_ways(case, engine, sends(engine, old), sends(engine, new))}
+    engine.update(new.named_parameters(), version=3)
+    so_far, outputs = interrupted(engine, case.requests(n=3, max_tokens=20, ignore_eos=True))  # 12 of them, and 8 slots
+    out["elsewhere"] = {
+        "kept": sorted({len(output.token_ids) for output in so_far.values()}),
+        "error": case.error(outputs, new),
+        "begins the same": all(outputs[k].token_ids[: len(s.token_ids)] == s.token_ids for k, s in so_far.items()),
+        "log-probs": all(outputs[k].log_probs[: len(s.token_ids)] == s.log_probs for k, s in so_far.items()),
+    }
+    out["prefix"] = prefix_cache(case, engine, sends(engine, old), sends(engine, new))
+    out["refusals"] = refusals(case, engine)
     return out
 
 
 def updates(path: str) -> dict:
     """The tied model: as after_update, and then 200 updates more."""
-    engine, model = start(path, Args=OfTurns), AutoModelForCausalLM.from_pretrained(path)
-    out = after_update(path, engine) | {"turns": turns(engine, path)}
-    return out | {"memory": memory(engine, model), "sleeping": sleeping(engine, model)}
+    case = Texts(path)
+    engine = case.engine(Args=OfTurns)
+    out = after_update(path, case, engine) | {"turns": turns(case, engine)}
+    return out | {"memory": memory(case, engine), "sleeping": sleeping(case, engine)}
 
 
-def sampling(engine, model) -> dict:
-    out = {}
+def sampling(case, engine) -> dict:
+    out, model = {}, case.model
     for temperature in (1.0, 0.7, 0.0):
-        outputs = drain(engine, requests_for(temperature))
-        out[f"error at {temperature}"] = error(outputs, model, temperature or 1.0)
+        outputs = drain(engine, case.requests(temperature=temperature))
+        out[f"error at {temperature}"] = case.error(outputs, model, temperature=temperature or 1.0)
         out[f"reasons at {temperature}"] = sorted({o.finish_reason for o in outputs.values()})
         ends = [(o.token_ids[-1] == 1) == (o.finish_reason == "stop") and 1 not in o.token_ids[:-1] for o in outputs.values()]
         out[f"ends at {temperature}"] = all(ends)
-    wide, alone, again = drain(engine, requests_for()), drain(engine, requests_for()[5:6]), drain(engine, requests_for()[::-1])
+    wide, alone, again = (
+        drain(engine, requests) for requests in (case.requests(), case.requests()[5:6], case.requests()[::-1])
+    )
     out["alone"] = alone[(1, 1)].token_ids == wide[(1, 1)].token_ids
     out["in another order"] = all(again[k].token_ids == wide[k].token_ids for k in wide)
     out["different responses"] = len({tuple(o.token_ids) for o in wide.values()})
-    few = drain(engine, requests_for(top_k=3))
-    out["top-k, smallest sum"], out["top-k error"] = truncated(few, model, k=3)
-    support = drain(engine, requests_for(top_k=3, top_p=0.9, support=3 + TIES, support_log_probs=True))
-    out["support error"], out["support sizes"] = restricted(support, model)
-    out["tokens of a request that ignores the end"] = sorted(
-        {len(o.token_ids) for o in drain(engine, requests_for(ignore_eos=True)).values()}
-    )
+    out["top-k"] = restricted(drain(engine, case.requests(top_k=3)), model)
+    out["support"] = restricted(drain(engine, case.requests(top_k=3, top_p=0.9, support=3 + TIES)), model)
     return out
 
 
-def truncated(outputs, model, k: int) -> tuple[bool, float]:
-    """(Whether every token was among the k likeliest, the largest error against the log-probs renormalised over them)."""
-    inside, worst = True, 0.0
-    for (i, _), output in outputs.items():
-        with torch.no_grad():
-            logits = model(torch.tensor([PROMPTS[i] + output.token_ids])).logits[0][len(PROMPTS[i]) - 1 : -1]
-        values, tokens = logits.topk(k)
-        hit = tokens == torch.tensor(output.token_ids)[:, None]
-        inside &= bool(hit.any(-1).all())
-        worst = max(worst, (values.log_softmax(-1)[hit] - torch.tensor(output.log_probs)).abs().max().item())
-    return inside, worst
-
-
-def restricted(outputs, model) -> tuple[float, list[int]]:
-    """The largest error of the log-probs, and of those that are recorded, against those over the recorded support, and how
-    many tokens it had."""
+def restricted(outputs, model) -> dict:
+    """The largest error of the log-probs against those over the recorded tokens, or the three likeliest; and their numbers."""
     worst, sizes = 0.0, set()
     for (i, _), output in outputs.items():
         with torch.no_grad():
             logits = model(torch.tensor([PROMPTS[i] + output.token_ids])).logits[0][len(PROMPTS[i]) - 1 : -1]
-        tokens, sampler = apart(torch.from_numpy(output.support), with_log_probs=True)
-        places = zip(logits, output.token_ids, output.log_probs, tokens, sampler, strict=True)
-        for of_place, token, log_prob, row, of_row in places:
-            kept = row[row >= 0].tolist()
-            expected = of_place[kept].log_softmax(0)
-            worst = max(worst, abs(float(expected[kept.index(token)]) - log_prob))
-            worst = max(worst, float((of_row[row >= 0] - expected).abs().max()))
+        recorded = logits.topk(3).indices if output.support is None else torch.from_numpy(output.support)
+        for row, token, log_prob, tokens in zip(logits, output.token_ids, output.log_probs, recorded, strict=True):
+            kept = tokens[tokens >= 0].tolist()
+            worst = max(worst, abs(float(row[kept].log_softmax(0)[kept.index(token)]) - log_prob))
             sizes.add(len(kept))
-    return worst, sorted(sizes)
+    return {"error": worst, "sizes": sorted(sizes)}
 
 
-def in_flight(engine, old, new, recompute: bool) -> dict:
-    """A swap in the middle of responses, against the exact references of tests/generation/test_engine.py."""
-    engine.update(old.named_parameters(), version=0)
-    for request in requests_for(n=1, max_tokens=20, ignore_eos=True):
-        engine.add(request)
-    early = [output for _ in range(6) for output in engine.step()]
-    engine.update(new.named_parameters(), version=1, recompute_kv=recompute)
-    outputs, errors = drain(engine, []), {"old": 0.0, "new": 0.0}
-    for (i, _), output in outputs.items():
-        before, after = output.token_ids[:6], output.token_ids[6:]
-        got = torch.tensor(output.log_probs)
-        if recompute:
-            expected = reference_log_probs(new, PROMPTS[i] + before, after, 1.0)
-        else:
-            expected = mixed_reference(old, new, PROMPTS[i] + before, after)
-        first = reference_log_probs(old, PROMPTS[i], before, 1.0)
-        errors["old"] = max(errors["old"], (got[:6] - first).abs().max().item())
-        errors["new"] = max(errors["new"], (got[6:] - expected).abs().max().item())
-    versions = all(output.versions == [0] * 6 + [1] * 14 for output in outputs.values())
-    return errors | {"finished early": len(early), "finished": len(outputs), "versions": versions}
-
-
-def elsewhere(engine, model) -> dict:
-    """Responses that are interrupted, some before they have begun, and continue as new requests."""
-    engine.update(model.named_parameters(), version=3)
-    requests = requests_for(n=3, max_tokens=20, ignore_eos=True)  # 12 of them, and 8 slots
-    for request in requests:
-        engine.add(request)
-    for _ in range(6):
-        engine.step()
-    so_far = {output.id: output for output in engine.unfinished()}
-    drain(engine, [])
-    engine.update(model.named_parameters(), version=4)
-    again = [dataclasses.replace(r, so_far=so_far[r.id] if so_far[r.id].token_ids else None) for r in requests]
-    outputs = drain(engine, again)
-    kept = [len(so_far[r.id].token_ids) for r in requests]
-    return {
-        "kept": sorted(set(kept)),
-        "error": error(outputs, model),
-        "begins the same": all(outputs[k].token_ids[: len(s.token_ids)] == s.token_ids for k, s in so_far.items()),
-        "log-probs": all(outputs[k].log_probs[: len(s.token_ids)] == s.log_probs for k, s in so_far.items()),
-        "versions": all(outputs[r.id].versions == [3] * n + [4] * (20 - n) for r, n in zip(requests, kept, strict=True)),
-    }
-
-
-def prefix_cache(engine, old, new) -> dict:
+def prefix_cache(case, engine, first: Callable, second: Callable) -> dict:
     """A prompt long enough to be cached: before an update, waiting while it happens, and after it."""
-    engine.update(old.named_parameters(), version=0)
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    requests = [Request((0, j), LONG, params, j) for j in range(11)]  # 8 slots: 3 wait
-    out = {"before": error(drain(engine, requests[:8]), old, prompts=[LONG])}
+    old = first(0)
+    requests = case.requests(n=11, max_tokens=12, prompts=case.long[:1], ignore_eos=True)  # 8 slots: 3 wait
+    out = {"before": case.error(drain(engine, requests[:8]), old, case.long)}
     for request in requests:
         engine.add(request)
     for _ in range(4):
         engine.step()
-    engine.update(new.named_parameters(), version=1)
-    outputs = drain(engine, [])
-    waited = {k: o for k, o in outputs.items() if k[1] >= 8}
-    out["waited"], out["waited, versions"] = (
-        error(waited, new, prompts=[LONG]),
-        sorted({v for o in waited.values() for v in o.versions}),
-    )
-    out["after"] = error(drain(engine, requests), new, prompts=[LONG])
-    return out
+    new = second(1)
+    waited = {k: o for k, o in drain(engine, []).items() if k[1] >= 8}
+    out |= {"waited": case.error(waited, new, case.long), "versions": [o.versions for o in waited.values()]}
+    return out | {"after": case.error(drain(engine, requests), new, case.long)}
 
 
-def turns(engine, path: str) -> dict:
+def turns(case, engine) -> dict:
     """A further turn after an update, whose KV cache is to be kept or not; and requests that came last and are to go first."""
-    out, weights = {}, changed(path)
+    out, weights = {}, case.changed()
     for name, keeps in {"kept": True, "not kept": False}.items():
         first = Request((0, 0), LONG, SamplingParams(max_tokens=20, ignore_eos=True), 1)
         output = drain(engine, [first])[0, 0]
@@ -265,40 +256,25 @@ def turns(engine, path: str) -> dict:
     return out | {"order": [priority for priority, is_late in ended if is_late]}
 
 
-def refusals(engine, model) -> dict:
-    weights, name = dict(model.named_parameters()), "model.layers.0.mlp.up_proj.weight"
+def refusals(case, engine) -> dict:
+    weights, name = dict(case.model.named_parameters()), "model.layers.0.mlp.up_proj.weight"
     engine.sleep()  # does nothing on a CPU
-    engine.add(requests_for()[0])
+    engine.add(case.requests()[0])
     out = {"sleep": refusal(engine.sleep)}
     drain(engine, [])
-    out["indivisible"] = refusal(lambda: start("any model", rollout_tp=2))
-    out["small batch"] = refusal(lambda: start("any model", max_num_batched_tokens=100))
-    out["too hot"] = refusal(lambda: start("any model", val_temperature=3.0))
-    out["freed meanwhile"] = refusal(lambda: start_while_memory_is_freed(model.name_or_path))
+    out["indivisible"] = refusal(lambda: case.engine(rollout_tp=2))
+    out["small batch"] = refusal(lambda: case.engine(max_num_batched_tokens=100))
+    out["too hot"] = refusal(lambda: case.engine(val_temperature=3.0))
     out["too long"] = refusal(lambda: engine.add(Request(0, [3] * 190, SamplingParams(max_tokens=11), 0)))
     out["missing"] = refusal(lambda: engine.update([(k, v) for k, v in weights.items() if k != name], version=1))
     out["misnamed"] = refusal(lambda: engine.update([*weights.items(), ("model.misnamed", weights[name])], version=1))
     out["other shape"] = refusal(lambda: engine.update([(name, weights[name].T)], version=1))
     engine.update(weights.items(), version=2)
-    out["a whole update mends it"] = error(drain(engine, requests_for()), model)
+    out["a whole update mends it"] = case.error(drain(engine, case.requests()), case.model)
     return out
 
 
-def start_while_memory_is_freed(path: str) -> None:
-    """Start vLLM, whose profiling finds more free memory at its end than at its beginning."""
-    given = vllm.LLMEngine.from_engine_args
-
-    def from_engine_args(_):
-        raise AssertionError("Error in memory profiling. Initial free memory 20.1 GiB, current free memory 33.0 GiB.")
-
-    vllm.LLMEngine.from_engine_args = from_engine_args
-    try:
-        start(path)
-    finally:
-        vllm.LLMEngine.from_engine_args = given
-
-
-def sleeping(engine, model) -> list:
+def sleeping(case, engine) -> list:
     """Return the calls, in order, that a device with a sleep mode would receive. This one has none."""
     inner, calls, load = engine.engine, [], engine.weights.load
     inner.sleep = lambda level: calls.append(f"sleep {level}")
@@ -309,29 +285,21 @@ def sleeping(engine, model) -> list:
     engine.sleep()
     engine.sleep()
     calls.append(refusal(engine.step))
-    engine.update(model.named_parameters(), version=9)
-    return [*calls, error(drain(engine, requests_for(n=1)), model) < 1e-4]
+    engine.update(case.model.named_parameters(), version=9)
+    return [*calls, case.error(drain(engine, case.requests(n=1)), case.model) < 1e-4]
 
 
-def wakes_with_turned_experts(path: str) -> dict:
-    """A model with experts, whose worker wakes up as vllm-ascend 0.23's does: experts are parameters turned to [E, out, in]."""
-    engine, old, new = start(path), AutoModelForCausalLM.from_pretrained(path), changed(path)
-    inner, model, turned = engine.engine, engine.weights.model, []
-
-    def wake_up(tags: list[str]) -> None:
-        for name, parameter in list(model.named_parameters()) if "weights" in tags else ():
-            if "w13_weight" in name or "w2_weight" in name:
-                parent, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(parent), leaf, torch.nn.Parameter(parameter.transpose(1, 2), requires_grad=False))
-                turned.append(name)
-
-    inner.sleep, inner.wake_up, engine.sleeps = lambda level: None, wake_up, True
-    errors = []
-    for version, weights in enumerate((new, old)):
-        engine.sleep()
-        engine.update(weights.named_parameters(), version)
-        errors.append(error(drain(engine, requests_for(n=1)), weights))
-    return {"turned": len(turned), "errors": errors}
+def memory(case, engine) -> dict:
+    """Resident memory over 200 updates; a response continues through each."""
+    process, resident = psutil.Process(), []
+    for version in range(220):
+        engine.add(case.requests(max_tokens=2, ignore_eos=True)[version % 16])
+        engine.step()
+        engine.update(case.model.named_parameters(), version)
+        drain(engine, [])
+        resident.append(process.memory_info().rss / 2**20)
+    model_mb = sum(p.numel() * 4 for p in case.model.parameters()) / 2**20
+    return {"model MB": model_mb, "after 20 updates": resident[19], "after 220": resident[-1]}
 
 
 class ForgetfulSampler(Sampler):
@@ -351,110 +319,71 @@ class DeafSampler(ForgetfulSampler):
 
 def samplers(path: str) -> dict:
     """Engines whose samplers do not take the setting, and one whose requests have no seeds, as on an NPU."""
-    given = gpu_model_runner.Sampler
+    case, given = Texts(path), gpu_model_runner.Sampler
     gpu_model_runner.Sampler = DeafSampler
-    out = {"deaf": refusal(lambda: start(path))}
+    out = {"deaf": refusal(case.engine)}
     gpu_model_runner.Sampler, vllm_engine.seeds_are_slow = ForgetfulSampler, lambda: True
-    engine, model = start(path), AutoModelForCausalLM.from_pretrained(path)
+    engine = case.engine()
     gpu_model_runner.Sampler = given
-    assert engine.engine.model_executor.driver_worker.worker.model_runner.sampler.__class__ is ForgetfulSampler
-    outputs = drain(engine, requests_for(0.6))
-    again = drain(engine, requests_for(0.6))
-    out["error at 0.6"] = error(outputs, model, 0.6)
+    outputs, again = (drain(engine, case.requests(temperature=0.6)) for _ in range(2))
+    out["error at 0.6"] = case.error(outputs, case.model, temperature=0.6)
     out["repeated"] = sum(outputs[key].token_ids == again[key].token_ids for key in outputs) / len(outputs)
-    out["streams"] = streams(engine, model)
-    return out
 
-
-def streams(engine, model) -> dict[str, list]:
-    """What engines without seeds sample from equal random numbers of the process: name -> tokens of each response."""
-
-    def sampled(seed: int, version: int, tickets: int = 0, so_far: int = 0) -> list[list[int]]:
+    def sampled(seed: int, version: int, tickets: int = 0) -> list[list[int]]:
         torch.manual_seed(5)
-        engine.update(model.named_parameters(), version)
-        for request in requests_for(n=1, ignore_eos=True):
-            number = request.id[0]
-            before = Output(request.id, [5] * so_far, [-1.0] * so_far, [0] * so_far, "unfinished") if so_far else None
-            # The prompts are equal, so that only the random numbers can differ.
-            engine.add(
-                dataclasses.replace(request, prompt_ids=PROMPTS[0], seed=request_seed(seed, tickets + number, 0), so_far=before)
-            )
-        outputs = drain(engine, [])
-        return [outputs[key].token_ids[so_far:] for key in sorted(outputs)]
+        engine.update(case.model.named_parameters(), version)
+        requests = case.requests(n=1, prompts=case.prompts[:1] * 4, ignore_eos=True)
+        seeds = (request_seed(seed, tickets + request.id[0], 0) for request in requests)
+        outputs = drain(engine, [replace(request, seed=own) for request, own in zip(requests, seeds, strict=True)])
+        return [outputs[key].token_ids for key in sorted(outputs)]
 
-    out = {"run": sampled(7, 3)}
+    out["streams"] = {"run": sampled(7, 3)}
     state = torch.get_rng_state()
-    out["the same step of a resumed run"] = sampled(7, 3)
-    out["another --seed"] = sampled(8, 3)
-    out["another engine"] = sampled(7, 3, tickets=100)
-    out["another step"] = sampled(7, 4)
-    out["unfinished responses"] = sampled(7, 3, so_far=2)
+    out["streams"] |= {"the same step of a resumed run": sampled(7, 3), "another --seed": sampled(8, 3)}
+    out["streams"] |= {"another engine": sampled(7, 3, tickets=100), "another step": sampled(7, 4)}
     torch.manual_seed(5)
-    out["random state untouched"] = torch.equal(state, torch.get_rng_state())
-    return out
-
-
-def memory(engine, model) -> dict:
-    """Resident memory over 200 updates; a response continues through each."""
-    process, resident = psutil.Process(), []
-    for version in range(220):
-        engine.add(requests_for(max_tokens=2, ignore_eos=True)[version % 16])
-        engine.step()
-        engine.update(model.named_parameters(), version)
-        drain(engine, [])
-        resident.append(process.memory_info().rss / 2**20)
-    model_mb = sum(p.numel() * 4 for p in model.parameters()) / 2**20
-    return {"model MB": model_mb, "after 20 updates": resident[19], "after 220": resident[-1]}
+    return out | {"random state untouched": torch.equal(state, torch.get_rng_state())}
 
 
 def bfloat16(path: str) -> dict:
-    engine, old, new = start(path, torch.bfloat16), AutoModelForCausalLM.from_pretrained(path), changed(path)
-    differences = []
-    for model, version in ((old, 0), (new, 1)):
-        engine.update(model.named_parameters(), version)
-        for (i, _), output in drain(engine, requests_for(n=2)).items():
-            expected = reference_log_probs(model.bfloat16(), PROMPTS[i], output.token_ids, 1.0)
-            differences += (torch.tensor(output.log_probs) - expected).abs().tolist()
-    out = {"mean": sum(differences) / len(differences), "max": max(differences), "wrong": wrongly_loaded(engine, new)}
-    out["error of logits"] = [error_of_logits(engine, new)]
-    engine.engine.engine_core.shutdown()
-    engine = start(path, torch.bfloat16, lm_head_fp32=True)
-    engine.update(new.named_parameters(), version=2)
-    out["error of logits"].append(error_of_logits(engine, new))
-    engine.engine.engine_core.shutdown()
-    return out
-
-
-def error_of_logits(engine, model) -> float:
-    """The engine's product with the head, of random hidden states in bf16, against double precision."""
-    weight = model.lm_head.weight.detach().bfloat16()
-    hidden = torch.randn(20, weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
-    with torch.no_grad():
-        logits = engine.engine.model_executor.driver_worker.worker.model_runner.model.compute_logits(hidden)
-    return float((logits.double() - hidden.double() @ weight.double().t()).abs().max())
+    case = Texts(path)
+    engine, new = case.engine(torch.bfloat16), case.changed().bfloat16()
+    engine.update(new.named_parameters(), 1)
+    mean = float(case.errors(drain(engine, case.requests(n=2)), new).mean())
+    return {"mean": mean, "wrong": wrongly_loaded(engine, new)}
 
 
 def tensor_parallel(path: str) -> dict:
     """On each of two ranks under torchrun; the first one reports, after comparing with the other."""
     from rl.ranks import dist
 
-    ranks = dist.init()
-    engine, old, new = start(path, rollout_tp=2), AutoModelForCausalLM.from_pretrained(path), changed(path)
-    out = {"error before": error(drain(engine, requests_for()), old)}
-    out["kept"], out["recomputed"] = (in_flight(engine, old, new, recompute) for recompute in (False, True))
-    outputs = drain(engine, requests_for(0.7))
-    out["error after"] = error(outputs, new, 0.7)
+    ranks, case = dist.init(), Texts(path)
+    engine, old, new = case.engine(rollout_tp=2), case.model, case.changed()
+    out = {"before": case.error(drain(engine, case.requests()), old)}
+    out |= both_ways(case, engine, sends(engine, old), sends(engine, new))
+    outputs = drain(engine, case.requests(temperature=0.7))
+    out["after"] = case.error(outputs, new, temperature=0.7)
     learned = dict(new.named_parameters())
-    same = {name: torch.equal(engine.own_part(name, tensor), engine.read_back(name)) for name, tensor in learned.items()}
-    out["wrong"] = [name for name, is_same in same.items() if not is_same]
+    out["wrong"] = [n for n, tensor in learned.items() if not torch.equal(engine.own_part(n, tensor), engine.read_back(n))]
     out["parts"] = sum(engine.read_back(name).numel() for name in learned) / sum(p.numel() for p in learned.values())
     # of this engine, whatever other jobs have left: what is mapped here, and still has a name
     maps = Path("/proc/self/maps").read_text().splitlines()
     mapped = {line.split(maxsplit=5)[5].strip() for line in maps if "cpushm" in line}
     out["shared memory"] = {"mapped": len(mapped), "named": [name for name in mapped if not name.endswith("(deleted)")]}
-    mine = json.dumps(sorted([list(k), o.token_ids, o.log_probs] for k, o in outputs.items())).encode()
-    out["ranks agree"] = len(set(map(bytes, dist.all_gather_bytes(mine)))) == 1
+    out["ranks agree"] = agree(outputs)
     return out if ranks.is_main else {}
+
+
+def agree(outputs) -> bool:
+    """Whether all ranks have the same responses. Collective."""
+    from rl.ranks import dist
+
+    routes = {key: None if o.routes is None else o.routes.tolist() for key, o in outputs.items()}
+    mine = json.dumps(sorted([list(k), o.token_ids, o.log_probs, routes[k]] for k, o in outputs.items())).encode()
+    return len(set(map(bytes, dist.all_gather_bytes(mine)))) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ processes
 
 
 def run_in_fork(name: str, function: Callable[[str], dict], path: str, results: Path, environment: dict[str, str]) -> int:
@@ -492,9 +421,8 @@ def main(runs: dict[str, tuple[str, str, int]], results: Path, functions: dict[s
         while waiting and len(running) + waiting[0][1][2] <= 2:
             name, (function, path, ranks) = waiting.pop(0)
             port = free_port()
-            running |= {
-                run_in_fork(name, functions[function], path, results, place(r, ranks, port)): name for r in range(ranks)
-            }
+            places = [place(rank, ranks, port) for rank in range(ranks)]
+            running |= {run_in_fork(name, functions[function], path, results, of_rank): name for of_rank in places}
         child, status = os.wait()
         name = running.pop(child)
         if status:

@@ -20,8 +20,7 @@ import torch
 
 import train_sync
 from rl import flags
-from rl.generation.choose_engine import make_engine
-from rl.generation.engine import Engine, Request, SamplingParams
+from rl.generation.engine import Engine, Request, SamplingParams, make_engine
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.flops import train_flops_per_token
 from rl.learning.learner import Learner
@@ -219,7 +218,7 @@ class Checks:
         facts = {"free_asleep_gb": gb[0], "free_awake_gb": gb[1], "free_asleep_again_gb": gb[2]}
         text = f"free memory asleep {gb[0]:.1f} GB, awake {gb[1]:.1f} GB, asleep again {gb[2]:.1f} GB"
         gave = gb[2] > gb[1] + 0.1
-        remedy = "" if gave else "--no-free-cache-engine keeps the engine awake; lower --gpu-memory-utilization"
+        remedy = "" if gave else "lower --gpu-memory-utilization, or take train_one_step_off.py, whose engine never sleeps"
         self.report("sleep", OK if gave else WRONG, text, remedy, **facts)
 
     def _generate(self) -> None:

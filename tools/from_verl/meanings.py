@@ -176,18 +176,6 @@ def gpu_memory(run: Run) -> dict[str, object]:
     return {"--gpu-memory-utilization": alone if counts else run["A.rollout.gpu_memory_utilization"]}
 
 
-def load_format(run: Run) -> dict[str, object]:
-    given = run["A.rollout.load_format"] if run.has("A.rollout.load_format") else None
-    return {"--load-format": "dummy" if str(given).startswith("dummy") else given}
-
-
-def free_cache(run: Run) -> dict[str, object]:
-    if run.script == SYNC:
-        return {"--free-cache-engine": bool(run["A.rollout.free_cache_engine"])}
-    run.skips("A.rollout.free_cache_engine", "a generator's engine keeps its memory")
-    return {}
-
-
 def rollout_dtype(run: Run) -> dict[str, object]:
     ours = PRECISIONS.get(run["A.rollout.dtype"])
     if ours is None:

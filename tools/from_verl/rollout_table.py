@@ -12,7 +12,7 @@ ROLLOUT: dict[str, list[Row]] = {
         to("A.rollout.temperature=1.0", "--temperature"),
         to("A.rollout.top_p=1.0", "--top-p"),
         to("A.rollout.top_k=-1", "--top-k", "-1 or 0 is off in verl, -1 here", m.top_k),
-        to("A.rollout.ignore_eos=False", "--ignore-eos"),
+        missing("A.rollout.ignore_eos=False", "a response ends at its end token"),
         to("A.rollout.val_kwargs.n=1", "--val-n"),
         to("A.rollout.val_kwargs.do_sample A.rollout.val_kwargs.temperature=0.0 A.rollout.val_kwargs.top_p=1.0 "
            "A.rollout.val_kwargs.top_k=-1", "--val-temperature, --val-top-p", "`do_sample=False` is temperature 0; no top_k in "
@@ -22,11 +22,11 @@ ROLLOUT: dict[str, list[Row]] = {
            "the second in verl's fully async mode", m.gpu_memory),
         to("A.rollout.max_num_seqs=256", "--max-num-seqs"),
         to("A.rollout.max_num_batched_tokens=8192", "--max-num-batched-tokens"),
-        to("A.rollout.enable_chunked_prefill=True", "--enable-chunked-prefill"),
+        unneeded("A.rollout.enable_chunked_prefill", "vLLM splits long prompts over several steps, except on a CPU"),
         to("A.rollout.enforce_eager=False", "--enforce-eager"),
-        to("A.rollout.load_format=dummy", "--load-format", "the learner's weights come in any case", m.load_format),
-        to("A.rollout.free_cache_engine|A.rollout.enable_sleep_mode=True", "--free-cache-engine", "of effect in "
-           "`train_sync.py`", m.free_cache),
+        unneeded("A.rollout.load_format", "the learner's weights come in any case"),
+        unneeded("A.rollout.free_cache_engine|A.rollout.enable_sleep_mode", "the engine of `train_sync.py` frees its memory "
+                 "while the learner works; a generator's keeps it"),
         to("A.rollout.dtype=bfloat16", "--rollout-dtype", "by default that of `--dtype`", m.rollout_dtype),
         missing("A.rollout.pipeline_model_parallel_size=1", "an engine is only split by tensor parallelism"),
         missing("A.rollout.data_parallel_size=1", "each `--rollout-tp` ranks are an engine of their own; none shares experts "

@@ -322,7 +322,7 @@ TABLE: dict[str, list[Row]] = {
 }
 
 # What verl's own configurations of its other two programs set otherwise.
-_SPLIT = {"algorithm.rollout_correction.bypass_mode": True, "actor_rollout_ref.rollout.free_cache_engine": False}
+_SPLIT = {"algorithm.rollout_correction.bypass_mode": True}
 OTHER_DEFAULTS: dict[str, dict[str, object]] = {
     SYNC: {},
     ONE_STEP_OFF: _SPLIT,
@@ -342,7 +342,6 @@ OTHER_DEFAULTS: dict[str, dict[str, object]] = {
         "async_training.trigger_parameter_sync_step": 4,
         "async_training.require_batches": 1,
         "async_training.partial_rollout": True,
-        "actor_rollout_ref.rollout.free_cache_engine": False,
     },
 }
 # fmt: on

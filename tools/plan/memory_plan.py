@@ -74,7 +74,6 @@ class MemoryPlan:
         share = args.gpu_memory_utilization * self.device.memory  # of the engine
         needs = {"learner": self.learner.peak - usable}
         if not args.schedule.split:
-            needs["learner"] += 0 if args.free_cache_engine else share
             needs["learner while the engine generates"] = self.learner.kept.total() + share - usable
         longest = args.max_prompt_length + args.max_response_length
         needs["engine"] = self.engine.kv * longest + self.engine.state - self.engine.room

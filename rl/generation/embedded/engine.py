@@ -10,25 +10,24 @@ import functools
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from rl.data.image_prompts import Images, takes_images
-from rl.generation.embedded.forward import has_fast_path, hidden_states
+from rl.data.image_prompts import takes_images
+from rl.generation.embedded.decoding import has_fast_path, hidden_states, sample
 from rl.generation.embedded.kv_cache import DecodeLayout, KVCache, PrefillLayout
-from rl.generation.embedded.sampling import sample
 from rl.generation.engine import Output, Request, check_length, checked
-from rl.model import vision_forward
 from rl.model.attention import check_supported, linear_layers
-from rl.model.forward_check import Probe, check_engine
-from rl.model.head.precision import Fp32Head
-from rl.model.head.support import nothing
 from rl.model.loading import load_weights
 from rl.model.pretrained import end_token_ids, load_config
-from rl.model.router import Router, RouterArgs, as_record
-from rl.model.vision_forward import RowImages, row_inputs
 from rl.ranks.device import is_accelerator
+
+if TYPE_CHECKING:
+    from rl.data.image_prompts import Images
+    from rl.model.router import RouterArgs
+    from rl.model.vision_forward import RowImages
 
 
 @dataclass
@@ -49,6 +48,8 @@ class Running:
         lists = map(list, (before.token_ids, before.log_probs, before.versions))
         support = before.support
         if support is None and (columns := request.sampling.support):
+            from rl.model.head.support import nothing
+
             support = nothing(len(before.token_ids), columns)
         records = ([] if record is None else [record] for record in (before.routes, support))
         return Running(request, *lists, *records)
@@ -94,7 +95,7 @@ class TransformersEngine:
         device: torch.device | str = "cpu",
         trust_remote_code: bool = False,
         end_tokens: set[int] | None = None,
-        router: RouterArgs | None = None,
+        router: "RouterArgs | None" = None,
     ):
         check_supported(load_config(model_path, trust_remote_code).get_text_config(), f"--model {model_path}", max_length)
         self.model = load_weights(model_path, dtype, trust_remote_code, say=False)
@@ -108,16 +109,19 @@ class TransformersEngine:
         self.has_fast_path = has_fast_path(self.model)
         self.takes_images = takes_images(self.model.config)
         if self.takes_images:
-            vision_forward.embed_by_product(self.model)
+            from rl.model.vision_forward import embed_by_product
+
+            embed_by_product(self.model)
         if linear_layers(self.model.config):
             from rl.generation.embedded.states import carry
 
             carry(self.model, f"--model {model_path}")
-        router = router or RouterArgs()
-        self.router = Router.of(self.model, router)
-        self.records_routes = self.router is not None and router.router_replay == "R3"
-        self.head_fp32 = router.lm_head_fp32 and dtype != torch.float32
-        self._head = None
+        self.router = None
+        if getattr(self.model.config.get_text_config(), "num_experts_per_tok", None):
+            from rl.model.router import Router, RouterArgs
+
+            self.router = Router.of(self.model, router or RouterArgs())
+        self.records_routes = self.router is not None and router is not None and router.router_replay == "R3"
         self.version = -1
         self.waiting: deque[Request] = deque()
         self.running: list[Running] = []  # running[a] is in slot a
@@ -126,7 +130,6 @@ class TransformersEngine:
         self.position = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)  # of the newest token
         self.token = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)  # the newest token, not yet in the KV
         self.uniform = torch.zeros(max_num_seqs, max_length, device=self.device)
-        check_engine(self._decode_all, self.model, model_path, dtype)
 
     # -- the contract
 
@@ -165,11 +168,10 @@ class TransformersEngine:
     @torch.no_grad()
     def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool = False) -> None:
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
-        for name, tensor in checked(weights, shapes, shapes):
+        for name, tensor in checked(weights, shapes):
             if (target := self._parameters[name]).data_ptr() != tensor.data_ptr():
                 target.copy_(tensor)
         self.version = version
-        self._head = None
         if recompute_kv:
             self._recompute_kv()
 
@@ -202,47 +204,33 @@ class TransformersEngine:
 
     def _kv(self) -> KVCache:
         if self.cache is None:
-            self.cache = self._new_cache(self.max_num_seqs, self.max_length)
+            config = self.model.config.get_text_config()
+            self.cache = KVCache(config, self.max_num_seqs, self.max_length, self.dtype, self.device)
         return self.cache
-
-    def _new_cache(self, slots: int, length: int) -> KVCache:
-        return KVCache(self.model.config.get_text_config(), slots, length, self.dtype, self.device)
-
-    def _decode_all(self, probe: Probe) -> torch.Tensor:
-        """Return logits [S, L - prompt, V] that predict the probe's responses: its prompt is prefilled, the rest is decoded
-        token by token. For the check of the forward pass; uses a separate cache."""
-        ids, prompt = probe.ids, probe.prompt
-        sequences, length = ids.shape
-        cache = self._new_cache(sequences, length)
-        layout = PrefillLayout([prompt] * sequences, list(range(sequences)), cache, self.device)
-        hidden = self._fill(ids[:, :prompt].flatten(), layout, [probe.images] * sequences)
-        logits = [self.model.lm_head(hidden[layout.last])]
-        ahead = probe.images.next_position - prompt if probe.images else 0
-        for place in range(prompt, length - 1):
-            position = torch.full((sequences,), place, device=self.device)
-            hidden = self._forward(ids[:, place], position + ahead, DecodeLayout(position, place + 1, cache))
-            logits.append(self.model.lm_head(hidden))
-        return torch.stack(logits, dim=1)
 
     def _longest(self) -> int:
         """Return the largest position among the running requests."""
         return max(len(r.request.prompt_ids) + len(r.token_ids) for r in self.running) - 1
 
-    def _fill(self, token: torch.Tensor, layout: PrefillLayout, images: list[Images | None]) -> torch.Tensor:
+    def _fill(self, token: torch.Tensor, layout: PrefillLayout, images: "list[Images | None]") -> torch.Tensor:
         """token [T] of whole sequences, each with its images -> hidden states [T, hidden]."""
         if not self.takes_images:
             return self._forward(token, layout.position_ids, layout)
+        from rl.model.vision_forward import row_inputs
+
         inputs = row_inputs(layout.lengths, [-1] * len(images), images)
         row = inputs["images"] if inputs["images"].files else None
         return self._forward(token, inputs["position_ids"].to(self.device), layout, row)
 
-    def _forward(self, token: torch.Tensor, position: torch.Tensor, layout, images: RowImages | None = None) -> torch.Tensor:
+    def _forward(self, token: torch.Tensor, position: torch.Tensor, layout, images: "RowImages | None" = None) -> torch.Tensor:
         """token [T], position [T], or [3, 1, T] for a row that may have images -> hidden states [T, hidden]."""
         if self.router:
             self.router.begin(layout)
         if self.has_fast_path and position.dim() == 1:
             return hidden_states(self.model, token, position, layout)
         if self.takes_images:
+            from rl.model import vision_forward
+
             return vision_forward.hidden_states(self.model.model, layout, token[None], position.expand(3, 1, -1), images)
         rows = {"input_ids": token[None], "position_ids": position[None]}
         return self.model.model(**rows, use_cache=False, layout=layout)[0][0]
@@ -308,6 +296,8 @@ class TransformersEngine:
 
     def _routes(self, lengths: list[int]) -> list[np.ndarray]:
         """Return the routes of the last forward pass, [m, L, K] for each run of m tokens."""
+        from rl.model.router import as_record
+
         record = as_record(self.router.chosen(), self.router.experts)
         return np.split(record, np.cumsum(lengths)[:-1])
 
@@ -328,7 +318,7 @@ class TransformersEngine:
         rows = self.running[first:]
         counts = torch.tensor([len(r.token_ids) for r in rows]).to(self.device)
         uniform = self.uniform[first : len(self.running)].gather(1, counts[:, None]).squeeze(1)
-        token, log_prob, support = sample(self._logits(hidden), uniform, [r.request.sampling for r in rows])
+        token, log_prob, support = sample(self.model.lm_head(hidden), uniform, [r.request.sampling for r in rows])
         if support is not None:
             for row, record in zip(rows, support.tolist(), strict=True):
                 if row.request.sampling.support:
@@ -347,13 +337,6 @@ class TransformersEngine:
         outputs = [self.running[slot].output(reason) for slot, reason in finished.items()]
         self._free(finished)
         return outputs
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] -> [n, V]; with --lm-head-fp32, computed with a copy of the head that is made once per update."""
-        if not self.head_fp32:
-            return self.model.lm_head(hidden)
-        self._head = self._head or Fp32Head.of(self.model.lm_head)
-        return self._head(hidden)
 
     def _free(self, slots: Collection[int]) -> None:
         """Move the last responses into the freed slots, so that the slots in use stay 0..A-1."""

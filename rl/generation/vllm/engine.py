@@ -6,57 +6,40 @@ This file adds log-probs of the sampled distribution, a version per token, and n
 (rl/generation/vllm/weights.py), with the KV cache of unfinished responses kept or recomputed. Left out: pipeline and expert
 parallelism, and several processes per engine. docs/engines.md lists the tested versions, and remedies when memory runs out.
 
-A request's tokens depend on its seed, never on the rank or on the other requests. With --rollout-seeds off, the default on an
-NPU, they depend on the engine's random numbers and on the other requests; after each update, these numbers start from the seeds
-of the requests that the engine has then (`_random_numbers`). The logits' last bits may depend on the batch. Unlike with the
-embedded engine, a response therefore repeats bit for bit only if the batches repeat as well.
+A request's tokens depend on its seed, never on the rank or on the other requests. On an NPU, where vLLM needs a kernel per seed
+and token, they depend on the engine's random numbers and on the other requests; after each update, these numbers start from the
+seeds of the requests that the engine has then (`_random_numbers`). The logits' last bits may depend on the batch. Unlike with
+the embedded engine, a response therefore repeats bit for bit only if the batches repeat as well.
 """
 
 import contextlib
-import logging
-import os
-import warnings
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
+import vllm
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.request import RequestStatus
 
 from rl.data.image_prompts import takes_images
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs, Output, Request, check_length
-from rl.generation.vllm.quiet import native_stderr_kept_back
-from rl.generation.vllm.routes import ChosenExperts
+from rl.generation.vllm.start import (
+    LOGPROBS_MODE,
+    check_flags,
+    give_sampled_log_probs,
+    place_among_ranks,
+    random_state_kept,
+    settings_of_states,
+)
 from rl.generation.vllm.weights import LiveWeights
 from rl.model.attention import linear_layers
+from rl.model.head.support import nothing
 from rl.model.pretrained import empty_model, end_token_ids, load_config
 from rl.ranks.device import empty_cache, is_accelerator, random_numbers, seeds_are_slow
-
-# vLLM reads these when it is imported or started.
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core in this process, where `step` drives it
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if os.environ.get("RL_ENGINE_LOG") else "ERROR")
-# GiB; otherwise a CPU engine takes --gpu-memory-utilization of the host's memory
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-
-if not os.environ.get("RL_ENGINE_LOG"):
-    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # hides that a CPU has no Triton
-with native_stderr_kept_back():
-    import vllm
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.request import RequestStatus
-
-    from rl.generation.vllm.start import (
-        LOGPROBS_MODE,
-        check_flags,
-        check_states,
-        give_sampled_log_probs,
-        place_among_ranks,
-        random_state_kept,
-        settings_of_states,
-    )
 
 
 @dataclass
@@ -73,7 +56,6 @@ class VLLMEngine:
     one: each must add the same requests in the same order, and step and update at the same points."""
 
     shares_memory = False
-    sleep_level = 2  # nothing is copied to the host, because new weights will come anyway
 
     def __init__(
         self,
@@ -89,29 +71,32 @@ class VLLMEngine:
         self.max_length = max_length
         self.version = -1
         # A request with a seed and a split prompt crashes vLLM 0.32 on a CPU ("CPU Generator does not use offset").
-        self.chunks = args.enable_chunked_prefill and is_accelerator(self.device)
-        check_flags(args, max_length, self.chunks)
+        self.splits_prompts = is_accelerator(self.device)
+        check_flags(args, max_length, self.splits_prompts)
         config = load_config(model_path, trust_remote_code)
         skeleton = empty_model(config, trust_remote_code)
         expected = dict(skeleton.named_parameters())  # the names and shapes of the learner's weights
-        further = self._further_settings(skeleton, f"--model {model_path}")
         self.eos = sorted(end_tokens or end_token_ids(model_path, trust_remote_code=trust_remote_code))
         self.sleeps = args.engine_sleeps and is_accelerator(self.device)
-        self.seeds = args.rollout_seeds == "on" or (args.rollout_seeds == "auto" and not seeds_are_slow())
+        self.seeds = not seeds_are_slow()
         self.asleep = False
-        self.images = None
+        self.images = self.routes = None
+        further = {}
         if takes_images(config):
             from rl.generation.vllm.images import PreparedImages
 
             self.images = PreparedImages(config, f"--model {model_path}")
-        self.states = settings_of_states(config) if linear_layers(config) else {}
-        self.engine = self._start(self._settings(model_path, args, dtype, trust_remote_code, further), args)
-        if self.states:
-            check_states(self.engine)
-        self.weights = LiveWeights(self.engine, expected, dtype, args.rollout_tp)
-        self.chosen = None
+            further |= self.images.settings(is_accelerator(self.device))
+        if linear_layers(config):
+            further |= settings_of_states(config, self.splits_prompts)
         if args.router_replay == "R3":
-            self.chosen = ChosenExperts(self.engine, skeleton, not is_accelerator(self.device))
+            from rl.generation.vllm.routes import ChosenExperts, settings_of_routes
+
+            further |= settings_of_routes(is_accelerator(self.device))
+        self.engine = self._start(self._settings(model_path, args, dtype, trust_remote_code) | further, args)
+        self.weights = LiveWeights(self.engine, expected, dtype, args.rollout_tp)
+        if args.router_replay == "R3":
+            self.routes = ChosenExperts(self.engine, skeleton, not is_accelerator(self.device))
         self._scheduler = self.engine.engine_core.engine_core.scheduler
         self._pending: dict[str, Pending] = {}
         self._added = 0  # requests so far
@@ -144,7 +129,7 @@ class VLLMEngine:
         states = self.engine.output_processor.request_states
         outputs = []
         for pending in self._pending.values():
-            routes = self.chosen and self.chosen.so_far(pending.inner_id)
+            routes = self.routes and self.routes.so_far(pending.inner_id)
             sampled = states[pending.inner_id].logprobs_processor.logprobs
             outputs.append(self._joined(pending, sampled, "unfinished", routes))
         return outputs
@@ -161,7 +146,7 @@ class VLLMEngine:
         for pending in self._pending.values():
             sampled = self._scheduler.requests[pending.inner_id].num_output_tokens
             pending.versions += [self.version] * (sampled - len(pending.versions))
-        self._load(weights)
+        self.weights.load(weights)
         if self.asleep:
             empty_cache()
             self.engine.wake_up(["kv_cache"])
@@ -181,7 +166,7 @@ class VLLMEngine:
         if self.num_unfinished:
             raise RuntimeError(f"the engine cannot sleep with {self.num_unfinished} unfinished responses")
         if self.sleeps and not self.asleep:
-            self.engine.sleep(level=self.sleep_level)
+            self.engine.sleep(level=2)  # nothing is copied to the host, because new weights will come anyway
             self.asleep = True
 
     def read_back(self, name: str) -> torch.Tensor | None:
@@ -192,16 +177,9 @@ class VLLMEngine:
 
     # -- mechanics
 
-    def _further_settings(self, skeleton: PreTrainedModel, where: str) -> dict[str, object]:
-        """Return further settings of vllm.EngineArgs. skeleton: the model without weights; where: names it in a UserError."""
-        return {}
-
-    def _settings(
-        self, model_path: str, args: EngineArgs, dtype: torch.dtype, trust_remote_code: bool, further: dict[str, object]
-    ) -> vllm.EngineArgs:
-        on_cpu = not is_accelerator(self.device)
-        routes = args.router_replay == "R3"
-        return vllm.EngineArgs(
+    def _settings(self, model_path: str, args: EngineArgs, dtype: torch.dtype, trust_remote_code: bool) -> dict[str, object]:
+        """Return settings of vllm.EngineArgs."""
+        return dict(
             model=model_path,
             trust_remote_code=trust_remote_code,
             dtype=str(dtype).removeprefix("torch."),
@@ -210,46 +188,35 @@ class VLLMEngine:
             max_model_len=self.max_length,
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
-            enable_chunked_prefill=self.chunks,
-            # off on a CPU with routes (routes.py), and with recurrent states unless prompts are split
-            enable_prefix_caching=not (on_cpu and routes) and (self.chunks or not self.states),
-            **({"enable_return_routed_experts": True} if routes and not on_cpu else {}),
+            enable_chunked_prefill=self.splits_prompts,
+            enable_prefix_caching=True,
             gpu_memory_utilization=args.gpu_memory_utilization,
-            enforce_eager=args.enforce_eager or on_cpu,
-            load_format=args.load_format,
+            enforce_eager=args.enforce_eager or not is_accelerator(self.device),
             use_tqdm_on_load=False,
             enable_sleep_mode=self.sleeps,
             tensor_parallel_size=args.rollout_tp,
             distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             logprobs_mode=LOGPROBS_MODE,
             scheduling_policy="priority" if getattr(args, "has_environment", False) else "fcfs",
-            **({"hf_overrides": {"head_dtype": "float32"}} if args.lm_head_fp32 else {}),
             **({"max_logprobs": args.sampling.support} if args.sampling.support else {}),
             async_scheduling=False,  # otherwise a batch is in flight at an update, and its tokens get the wrong version
             disable_log_stats=True,
-            **(self.images.settings(not on_cpu) if self.images else {}),
-            **self.states,
-            **further,
             seed=0,  # without effect: random numbers depend on the requests' seeds (`_hand_over`, `_random_numbers`)
         )
 
-    def _start(self, settings: vllm.EngineArgs, args: EngineArgs) -> vllm.LLMEngine:
-        with random_state_kept(), place_among_ranks(self.device), native_stderr_kept_back():
+    def _start(self, settings: dict[str, object], args: EngineArgs) -> vllm.LLMEngine:
+        with random_state_kept(), place_among_ranks(self.device):
             try:
-                engine = vllm.LLMEngine.from_engine_args(settings)
+                engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**settings))
             # RuntimeError: out of memory; AssertionError: another process freed device memory in the meantime
             except (ValueError, RuntimeError, AssertionError) as error:
                 reason = str(error).strip()[:500]
                 raise UserError(
-                    f"--engine vllm: vLLM does not start with {settings.model}: {reason}\n"
+                    f"--engine vllm: vLLM does not start with {settings['model']}: {reason}\n"
                     "If memory is short, lower --gpu-memory-utilization, --max-num-seqs or --max-num-batched-tokens, or raise "
                     "--rollout-tp; docs/engines.md says which helps when. --engine embedded works without vLLM."
                 ) from error
             worker = engine.model_executor.driver_worker.worker
-            if args.lm_head_fp32 and engine.model_config.head_dtype != torch.float32:
-                raise UserError(
-                    "--lm-head-fp32: vLLM has no fp32 head on this device. Take --engine embedded, or leave the flag out."
-                )
             give_sampled_log_probs(worker.model_runner.sampler, worker.device)
         return engine
 
@@ -294,13 +261,7 @@ class VLLMEngine:
         prompt = {"prompt_token_ids": ids, "cache_salt": salt}
         if request.images is not None:
             prompt = self.images.prompt(request.images, ids, salt)
-        return self._ask(key, prompt, params, request.priority)
-
-    def _ask(self, key: str, prompt: dict, params: vllm.SamplingParams, priority: int) -> str:
-        return self.engine.add_request(key, prompt, params, priority=priority)
-
-    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self.weights.load(weights)
+        return self.engine.add_request(key, prompt, params, priority=request.priority)
 
     def _take_waiting(self) -> list[str]:
         """Take the requests that have not begun out of vLLM, and return their keys."""
@@ -318,7 +279,7 @@ class VLLMEngine:
         completion = out.outputs[0]
         if completion.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"request {pending.request.id} ended with vLLM's finish reason {completion.finish_reason!r}")
-        routes = self.chosen and self.chosen.take(pending.inner_id, completion)
+        routes = self.routes and self.routes.take(pending.inner_id, completion)
         output = self._joined(pending, completion.logprobs, completion.finish_reason, routes)
         return replace(output, cached=out.num_cached_tokens or 0)
 
@@ -326,14 +287,16 @@ class VLLMEngine:
         """Join the request's tokens so far and those sampled here. sampled: vLLM's FlatLogprobs, with one entry per token, or
         with the support's entries as well; routes: of the prompt that vLLM got, and of the tokens sampled here."""
         so_far = pending.request.so_far or Output(None, [], [], [], "unfinished")
+        tokens = sampled.token_ids
+        log_probs = sampled.logprobs
         support = None
         versions = [*so_far.versions, *pending.versions, *[self.version] * (len(sampled) - len(pending.versions))]
-        if pending.request.sampling.support:
-            from rl.generation.vllm.support import taken_apart
-
-            sampled, support = taken_apart(sampled, pending.request.sampling, so_far)
-        token_ids = [*so_far.token_ids, *sampled.token_ids]
-        log_probs = [*so_far.log_probs, *sampled.logprobs]
+        if most := pending.request.sampling.support:
+            tokens, log_probs, support = _with_support(sampled, most)
+            before = nothing(len(so_far.token_ids), most) if so_far.support is None else so_far.support
+            support = np.concatenate([before, nothing(len(so_far.token_ids) - len(before), most), support])
+        token_ids = [*so_far.token_ids, *tokens]
+        log_probs = [*so_far.log_probs, *log_probs]
         if so_far.routes is not None:
             routes = so_far.routes if routes is None else np.concatenate([so_far.routes, routes[len(so_far.routes) :]])
         if routes is not None and len(routes) != (fed := len(pending.request.prompt_ids) + len(token_ids) - 1):
@@ -344,3 +307,21 @@ class VLLMEngine:
 def _seed(request: Request) -> int:
     """Return the request's seed, which depends on the length so far: a resumed response must not repeat its random numbers."""
     return request.seed ^ (len(request.so_far.token_ids) if request.so_far else 0)
+
+
+def _with_support(given, most: int) -> tuple[list[int], list[float], np.ndarray]:
+    """Return the sampled tokens, their log-probs, and the record [n, most] of the tokens that could be sampled
+    (rl/model/head/support.py). given: vLLM's FlatLogprobs of n tokens, each followed by the likeliest ones. Its log-probs are
+    those of the sampled distribution, -inf outside of the support."""
+    tokens, log_probs = [], []
+    support = nothing(len(given), most)
+    for row, start, end in zip(support, given.start_indices, given.end_indices, strict=True):
+        sampled = given.token_ids[start]
+        likeliest = zip(given.token_ids[start + 1 : end], given.logprobs[start + 1 : end], strict=True)
+        found = list(dict.fromkeys(token for token, log_prob in likeliest if log_prob > -math.inf))
+        if sampled not in found:  # more tokens are as likely as the k-th than there is room for
+            found = [*found[: most - 1], sampled]
+        row[: len(found)] = found
+        tokens.append(sampled)
+        log_probs.append(given.logprobs[start])
+    return tokens, log_probs, support

@@ -71,6 +71,8 @@ class PreparedImages:
             del model_class._processor_factory  # vLLM warns if one is replaced
         MULTIMODAL_REGISTRY.register_processor(Processor, info=Limits, dummy_inputs=lambda info: None)(model_class)
         ModelRegistry.register_model(architecture, model_class)  # this class; vLLM would import its own in another process
+        # vLLM reads these experts only as the hub has them; the learner sends its own.
+        self.load_format = "dummy" if architecture.startswith("Qwen3VLMoe") else "auto"
         self.patches_per_token = config.vision_config.spatial_merge_size**2
 
     def settings(self, on_accelerator: bool) -> dict[str, object]:
@@ -79,6 +81,7 @@ class PreparedImages:
             "mm_device_do_normalize": False,  # otherwise newer versions' towers normalise the pixels a second time
             "mm_processor_cache_gb": 0,
             "limit_mm_per_prompt": {"video": 0},
+            "load_format": self.load_format,
         }
         known = vllm.EngineArgs.__dataclass_fields__
         # The memory of a CPU is not measured. Versions without the first setting get the largest image from a class that

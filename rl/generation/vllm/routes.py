@@ -13,6 +13,11 @@ from vllm.distributed.parallel_state import get_tp_group
 from rl.model.router import as_record, layer_numbers, routers
 
 
+def settings_of_routes(on_accelerator: bool) -> dict[str, object]:
+    """Return settings of vllm.EngineArgs."""
+    return {"enable_return_routed_experts": True} if on_accelerator else {"enable_prefix_caching": False}
+
+
 class ChosenExperts:
     """The routes of one engine's responses."""
 

@@ -1,5 +1,5 @@
-"""Helpers to start vLLM: flags that it cannot follow, its place among the ranks, the log-probs of its sampler, and the
-precision of recurrent states."""
+"""Helpers to start vLLM: flags that it cannot follow, its place among the ranks, the log-probs of its sampler, and recurrent
+states."""
 
 import contextlib
 import random
@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import vllm
 from vllm import ModelRegistry
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -20,15 +19,14 @@ from rl.ranks.dist import all_gather_bytes
 
 LOGPROBS_MODE = "processed_logprobs"  # of the distribution that was sampled; raw ones ignore the temperature
 HIGHEST_TEMPERATURE = 2.0  # limit of vLLM's sampling parameters
-STATES = "float32"  # without a dtype in config.json, vLLM would choose the model's
 
 
-def check_flags(args: EngineArgs, max_length: int, chunks: bool) -> None:
-    """Raise UserError for flags that vLLM cannot follow here. chunks: whether prompts may be split over steps."""
-    if not chunks and args.max_num_batched_tokens < max_length:
+def check_flags(args: EngineArgs, max_length: int, splits_prompts: bool) -> None:
+    """Raise UserError for flags that vLLM cannot follow here. splits_prompts: over several steps."""
+    if not splits_prompts and args.max_num_batched_tokens < max_length:
         raise UserError(
             f"--max-num-batched-tokens {args.max_num_batched_tokens} is less than one sequence, {max_length} tokens (prompt + "
-            "response). Without --enable-chunked-prefill, and on a CPU always, a prompt is not split: raise it."
+            "response). On a CPU a prompt is not split over several steps: raise it."
         )
     hottest, flag = max((args.temperature, "--temperature"), (args.val_temperature, "--val-temperature"))
     if hottest > HIGHEST_TEMPERATURE:
@@ -63,20 +61,15 @@ def give_sampled_log_probs(sampler, device: torch.device) -> None:
     )
 
 
-def settings_of_states(config) -> dict[str, object]:
+def settings_of_states(config, splits_prompts: bool) -> dict[str, object]:
     """Return settings of vllm.EngineArgs for recurrent states (rl/model/hybrid/). Call it before the engine starts."""
     if not takes_images(config):  # vLLM has text and images in one module, which needs torchvision
         from rl.generation.vllm.images import vllms_class
 
         for architecture in config.architectures:
             ModelRegistry.register_model(architecture, vllms_class(architecture))
-    return {"mamba_ssm_cache_dtype": STATES}
-
-
-def check_states(engine: vllm.LLMEngine) -> None:
-    """Raise RuntimeError if vLLM has chosen another precision: log-probs would drift away from the learner's."""
-    if (found := engine.vllm_config.cache_config.mamba_ssm_cache_dtype) != STATES:
-        raise RuntimeError(f"vLLM keeps recurrent states in {found}, not in {STATES}")
+    # without a dtype in config.json, vLLM would choose the model's for the states
+    return {"mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": splits_prompts}
 
 
 @contextlib.contextmanager

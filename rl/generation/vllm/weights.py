@@ -1,13 +1,12 @@
 """Loads new weights into a running vLLM, and reads them back.
 
-vLLM's tensors are not a checkpoint's: q, k and v are one tensor, and so are gate and up, and all experts of a layer; on a CPU,
-most exist only in a packed layout for its matrix product. `LiveWeights.load` takes a checkpoint's tensors, and
-`LiveWeights.read_back` returns them.
+vLLM's tensors are not a checkpoint's: q, k and v are one tensor, and so are gate and up, and all experts of a layer.
+`LiveWeights.load` takes a checkpoint's tensors, and `LiveWeights.read_back` returns them. Left out: reading expert weights in a
+kernel's own layout, which those of a CPU always have.
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import vllm
@@ -68,7 +67,7 @@ class LiveWeights:
     def _checked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield copies of the weights: vLLM keeps them until a fused group is whole, while the sender may reuse its buffer.
         Names are checked here, because vLLM silently skips unknown or missing weights."""
-        iterator = checked(weights, self.shapes, self.shapes)
+        iterator = checked(weights, self.shapes)
         while True:
             with torch.device("cpu"):  # the sender's code must not have the engine's device as its default
                 item = next(iterator, None)
@@ -98,25 +97,18 @@ class LiveWeights:
         """Return the engine's tensor of the learner's weight `name`, bit for bit, in the learner's shape and the engine's
         precision; on a tensor parallel rank, `own_part` of it. It may share memory with the engine.
 
-        A CPU's packed copies are read by multiplying the identity matrix with them, which turns -0.0 into 0.0: compare by
-        value, or add 0.0 before a checksum. None if the value is unknown: for expert weights of tensor parallel ranks or in a
-        GPU kernel's own layout, and for weights that are divided in another way. Raise KeyError for an unknown name.
+        A CPU packs its matrices: they are read by multiplying the identity with them, which turns -0.0 into 0.0. Compare by
+        value, or add 0.0 before a checksum. None if vLLM does not show the value. Raise KeyError for an unknown name.
         """
         module, leaf, front = self.holder(name)
         if leaf in EXPERTS:
-            return self._experts(module, leaf, self.shapes[name]) if self.tensor_parallel == 1 else None
+            return self._experts(module, leaf)
         own = self._own_shape(name)
-        if front is not None:
-            start = sum(self._own_shape(part)[0] for part in front)
-            value = self._matrix(module, leaf)[start : start + own[0]]
-            return value if value.shape == own or self.tensor_parallel == 1 else None
-        if hasattr(module, "_cpu_unpacked_conv_weight"):  # a delta net's convolution, packed on a CPU
-            place = _convolution_places(own, self.dtype)
-            return None if place is None else module.weight.data.flatten()[place].view(own)
-        value = self._matrix(module, leaf)[: own[0]]  # a vocabulary is padded
-        head = self._tied_head(module)
-        if head is not None and not torch.equal(value, packed := self._matrix(head, leaf)[: own[0]]):
-            return packed  # the copy that shows a missed update
+        unpacked = getattr(module, "_cpu_unpacked_conv_weight", None)  # of a delta net's convolution
+        if unpacked is not None:
+            return unpacked.view(own)
+        start = sum(self._own_shape(part)[0] for part in front)
+        value = self._matrix(module, leaf)[start : start + own[0]]  # a vocabulary is padded
         return value if value.shape == own or self.tensor_parallel == 1 else None
 
     def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
@@ -139,19 +131,19 @@ class LiveWeights:
     def _own_shape(self, name: str) -> torch.Size:
         return self.own_part(name, torch.empty(self.shapes[name], device="meta")).shape
 
-    def holder(self, name: str) -> tuple[nn.Module, str, list[str] | None]:
-        """Return the module that holds the learner's weight, the weight's name there and, if vLLM fuses it with others, the
-        learner's names of those before it. One of them may be several of vLLM's parts, like q, k and v of a delta net."""
+    def holder(self, name: str) -> tuple[nn.Module, str, list[str]]:
+        """Return the module that holds the learner's weight, the weight's name there and the learner's names of those that vLLM
+        puts before it, in one tensor. One of them may be several of vLLM's parts, like q, k and v of a delta net."""
         path, _, leaf = self.vllms_name(name).rpartition(".")
         parent, _, child = path.rpartition(".")
         if leaf in EXPERTS:
-            return self.modules.get(f"{path}.routed_experts", self.modules[path]), leaf, None  # older vLLM: the layer itself
+            return self.modules.get(f"{path}.routed_experts", self.modules[path]), leaf, []  # older vLLM: the layer itself
         for fused, parts in getattr(self.model, "packed_modules_mapping", {}).items():
             module = self.modules.get(f"{parent}.{fused}")
             if child in parts and fused != child and module is not None:  # a vision tower's qkv is one tensor on both sides
                 before = name.removesuffix(f".{child}.{leaf}")
                 return module, leaf, [f"{before}.{part}.{leaf}" for part in parts[: parts.index(child)]]
-        return self.modules[path], leaf, None
+        return self.modules[path], leaf, []
 
     def vllms_name(self, name: str) -> str:
         """Return the learner's name with vLLM's prefix, which is not transformers' for models that take images."""
@@ -169,45 +161,12 @@ class LiveWeights:
         width = getattr(module, "input_size_per_partition", None) or getattr(module, "input_size", None) or module.embedding_dim
         return module.cpu_linear(torch.eye(width, dtype=self.dtype), module.weight, None).t()
 
-    def _tied_head(self, module: nn.Module) -> nn.Module | None:
-        """Return the output head that shares this embedding's weight but may have a packed copy."""
-        heads = (m for m in self.modules.values() if isinstance(m, ParallelLMHead) and hasattr(m, "cpu_linear"))
-        return next((head for head in heads if head is not module and head.weight is getattr(module, "weight", None)), None)
-
-    def _experts(self, module: nn.Module, leaf: str, shape: torch.Size) -> torch.Tensor | None:
+    def _experts(self, module: nn.Module, leaf: str) -> torch.Tensor | None:
         """Return all experts' weights [E, out, in] of one layer."""
         live = getattr(module, EXPERTS[leaf]).data
-        if not self.on_cpu:
-            if type(module.quant_method).__name__ in TRANSPOSED_EXPERTS:
-                turned = live.transpose(1, 2)
-                return turned if turned.shape == shape else None
-            backend = getattr(module.quant_method, "unquantized_backend", None)
-            return live if getattr(backend, "name", None) in PLAIN_EXPERTS else None
-        place = _packed_places(shape[1:], self.dtype, module.quant_method.moe_kernel.fused_experts.isa)
-        return live.flatten(1)[:, place].view(shape) if place is not None and live.numel() == shape.numel() else None
-
-
-@functools.lru_cache(maxsize=8)
-def _packed_places(shape: torch.Size, dtype: torch.dtype, isa: str) -> torch.Tensor | None:
-    """Return the index of each element of an expert's matrix [out, in] in vLLM's packed copy: [out * in]; None if the packing
-    does more than move elements. The elements' numbers, packed digit by digit, show where they go."""
-    from vllm._custom_ops import cpu_prepack_moe_weight
-
-    return _places(shape.numel(), lambda numbers: cpu_prepack_moe_weight(numbers.to(dtype).view(1, *shape), isa))
-
-
-@functools.lru_cache(maxsize=8)
-def _convolution_places(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the index of each element of a convolution's weight [C, 1, K] in vLLM's packed copy: [C * K]; None as above."""
-    from vllm._custom_ops import causal_conv1d_weight_pack
-
-    return _places(shape.numel(), lambda numbers: causal_conv1d_weight_pack(numbers.to(dtype).view(shape[0], -1)))
-
-
-def _places(count: int, pack: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
-    source = torch.zeros(count, dtype=torch.long)
-    number = torch.arange(count)
-    for digit in range((count.bit_length() + 6) // 7):  # 7 bits: exact in every precision
-        source |= pack(number >> 7 * digit & 127).flatten().long() << 7 * digit
-    place = source.argsort()
-    return place if torch.equal(source[place], number) else None
+        if self.on_cpu or self.tensor_parallel > 1:
+            return None
+        if type(module.quant_method).__name__ in TRANSPOSED_EXPERTS:
+            return live.transpose(1, 2)
+        backend = getattr(module.quant_method, "unquantized_backend", None)
+        return live if getattr(backend, "name", None) in PLAIN_EXPERTS else None

