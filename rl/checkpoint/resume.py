@@ -35,7 +35,6 @@ from rl.checkpoint.manifest import (
     read_manifest,
 )
 from rl.checkpoint.shard_files import ShardFiles
-from rl.data.image_prompts import TOWER
 from rl.errors import UserError
 from rl.learning.learner import Learner
 from rl.ranges import MayChange, Range, check_name
@@ -132,7 +131,7 @@ def _load_tensors(path: Path, learner: Learner) -> None:
         first = different[0]
         kinds = {name.partition(".")[0] for name in different}
         flags = next((flags for kind, flags in CAUSES.items() if kind in kinds), "--optim")
-        if all(TOWER in name for name in different):
+        if all("model.visual." in name for name in different):
             flags = "--freeze-vision-tower"
         raise UserError(
             f"{path} does not fit ({first} is {saved.get(first, 'no such tensor')} there and "

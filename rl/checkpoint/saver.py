@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
@@ -29,7 +29,6 @@ from rl.checkpoint.exports import Export, exports_of
 from rl.checkpoint.manifest import GROUPS, STATE, STEPS, TRAINING, UNFINISHED, make_empty, remove, rename, write_manifest
 from rl.checkpoint.resume import CheckpointArgs
 from rl.checkpoint.shard_files import Files, header
-from rl.data.image_prompts import ImagePrep
 from rl.errors import UserError
 from rl.hub.tensor_writer import TensorFile, piece_sizes, pieces
 from rl.learning.learner import Learner
@@ -41,6 +40,9 @@ from rl.record.identity import Identity
 from rl.record.run import Origin, Run
 from rl.samples.group import Group
 from rl.transport.records import join_records
+
+if TYPE_CHECKING:
+    from rl.data.image_prompts import ImagePrep
 
 SPARE = 1.25  # a copy is made if this many times its size is free: the run itself may still grow
 
@@ -56,7 +58,7 @@ class Saver:
         learner: Learner,
         tokenizer: PreTrainedTokenizerBase,
         origin: Origin | None,
-        prep: ImagePrep | None = None,
+        prep: "ImagePrep | None" = None,
     ):
         """Renames checkpoints of later steps than the origin's, which the run will train again. A collective."""
         self.args, self.run, self.learner, self.tokenizer = args, run, learner, tokenizer

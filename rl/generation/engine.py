@@ -9,16 +9,18 @@ rl/generation/embedded/engine.py and rl/generation/vllm/engine.py implement it; 
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import numpy as np
 import torch
 
-from rl.data.image_prompts import Images
 from rl.errors import UserError
-from rl.model.head import support
-from rl.model.router import RouterArgs
+from rl.model import sampling_mask
+from rl.model.pretrained import RouterArgs
 from rl.ranges import MayChange, Range
+
+if TYPE_CHECKING:
+    from rl.data.image_prompts import Images
 
 
 @dataclass
@@ -78,7 +80,7 @@ class EngineArgs(RouterArgs):
     def sampling(self) -> "SamplingParams":
         """The sampling parameters of training."""
         of_all = (self.temperature, self.top_p, self.top_k, self.max_response_length, self.ignore_eos)
-        most = support.most_tokens(self)
+        most = sampling_mask.most_tokens(self)
         return SamplingParams(*of_all, support=most)
 
     @property
@@ -115,7 +117,7 @@ class SamplingParams:
     top_k: int = -1
     max_tokens: int = 16
     ignore_eos: bool = False
-    support: int = 0  # most tokens to record that could be sampled in each place (rl/model/head/support.py); 0 records none
+    support: int = 0  # most tokens to record that could be sampled in each place (rl/model/sampling_mask.py); 0 records none
 
     @property
     def truncates(self) -> bool:
@@ -130,7 +132,7 @@ class Request:
     sampling: SamplingParams
     seed: int  # 64 bits; two requests with the same prompt, settings, seed and weights give the same response
     so_far: "Output | None" = None  # an unfinished response that this request continues
-    images: Images | None = None  # of the prompt; prompt_ids includes their tokens
+    images: "Images | None" = None  # of the prompt; prompt_ids includes their tokens
     priority: int = 0  # the lowest goes first, if the engine has a queue and responses have several turns
     kv_version: int | None = None  # version of the weights whose KV cache may be reused for `so_far`, if it still exists
 
@@ -145,7 +147,7 @@ class Output:
     versions: list[int]
     finish_reason: Literal["stop", "length", "unfinished"]
     routes: np.ndarray | None = None  # [prompt + n - 1, L, K] uint8 or uint16, as chosen in sampling (model/router.py)
-    support: np.ndarray | None = None  # [n, K] int32, tokens that could be sampled in each place (model/head/support.py)
+    support: np.ndarray | None = None  # [n, K] int32, tokens that could be sampled in each place (rl/model/sampling_mask.py)
     cached: int = 0  # tokens of the prompt and `so_far` found in a prefix cache
 
 

@@ -21,7 +21,7 @@ from rl.generation.engine import Engine, Output, request_seed
 from rl.generation.engine_ranks import EngineRanks
 from rl.generation.episode import Episode
 from rl.generation.responses import VALIDATION, Responses, Work
-from rl.model.head import support
+from rl.model import sampling_mask
 from rl.ranks.timers import Timers
 from rl.rewards.pool import Score, can_score
 
@@ -317,7 +317,9 @@ class Episodes(Responses):
             o = episode.output
             lists = ([*o.token_ids, *ids], [*o.log_probs, *[0.0] * len(ids)], [*o.versions, *o.versions[-1:] * len(ids)])
             self._append(id, len(ids))
-            known = None if o.support is None else np.concatenate([o.support, support.nothing(len(ids), o.support.shape[1])])
+            known = (
+                None if o.support is None else np.concatenate([o.support, sampling_mask.nothing(len(ids), o.support.shape[1])])
+            )
             self._add(id, Output(id, *lists, "unfinished", o.routes, known))
 
     def _room(self, id: tuple[int, int]) -> int:

@@ -8,8 +8,8 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from rl.data.images import ImageError
 from rl.data.job import Job
+from rl.errors import ImageError
 from rl.generation.choose_engine import make_engine
 from rl.generation.engine import Engine, EngineArgs, Output, Request, SamplingParams, request_seed
 from rl.generation.engine_ranks import EngineRanks

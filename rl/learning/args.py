@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from rl.adapters.lora import AdapterArgs
 from rl.errors import UserError
 from rl.learning.optimizer import OptimizerArgs
-from rl.model.router import RouterArgs
+from rl.model.pretrained import RouterArgs
 from rl.ranges import MayChange, Range
 from rl.ranks.device import default_dtype
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed
 
 from rl.learning.division import Division, mini_batches
+from rl.model import sampling_mask
 from rl.model.attention import Packed
-from rl.model.head import support
 from rl.model.router import UNKNOWN, row_of_routes
 from rl.model.sequence_parallel import Piece
 from rl.model.vision_forward import RowImages
@@ -94,7 +94,7 @@ class Batch:
     sizes: list[int]  # of its groups: their responses, scored or not
     turn_rewards: list[list | None]  # B responses' rewards of turns, as in their records
     histories: list[list[int] | None]  # B, as in their records
-    support: torch.Tensor | None  # [N, K] int32, tokens that could be sampled (rl/model/head/support.py)
+    support: torch.Tensor | None  # [N, K] int32, tokens that could be sampled (rl/model/sampling_mask.py)
     images: BatchImages | None = None  # of its prompts, if the model takes images
     targets: Targets = field(default_factory=Targets)
 
@@ -147,7 +147,7 @@ class Batch:
             sizes=[len(g.responses) for g in groups],
             turn_rewards=[r.rewards for _, _, r in pairs],
             histories=[r.histories for _, _, r in pairs],
-            support=support.of_responses([r.support for r in responses], [len(r.token_ids) for r in responses]),
+            support=sampling_mask.of_responses([r.support for r in responses], [len(r.token_ids) for r in responses]),
         )
 
     @property

@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from rl.adapters.lora import Adapters, WithoutAdapters
-from rl.data.image_prompts import image_sizes, tower_flops
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, Forward, MicroBatch, TopTokens
 from rl.learning.division import OF_BACKWARD
@@ -24,10 +23,10 @@ from rl.learning.forward_only import check_no_gradient
 from rl.learning.masters import set_apart, take_masters
 from rl.learning.optimizer import lr_factor, make_optimizer, moments
 from rl.learning.placement import load_policy
+from rl.model import sampling_mask
 from rl.model.attention import IN_FP32, dtype_of, linear_layers
 from rl.model.attention_kernels import check_kernel
 from rl.model.expert_parallel import clip_grad_norm, share_experts
-from rl.model.head import support
 from rl.model.policy import Policy
 from rl.model.pretrained import load_config
 from rl.model.router import routes_for
@@ -148,10 +147,10 @@ class Learner:
         if also is not None:
             labels = torch.cat([labels[:, None], (also if micro.own is None else also[micro.own]).long()], 1)
         if micro.support is not None:
-            labels = support.labels(labels, micro.support)
+            labels = sampling_mask.labels(labels, micro.support)
         own = model(micro.inputs, micro.layout, micro.predict, labels, self.temperature, entropy, routes, observe)
         if micro.support is not None:
-            own = support.restricted(own[0], micro.support), own[1]
+            own = sampling_mask.restricted(own[0], micro.support), own[1]
         return own if micro.own is None else gather_log_probs(micro, self.ranks, *own)
 
     @torch.no_grad()
@@ -253,6 +252,8 @@ class Learner:
         if (peak := peak_flops()) and seconds.get("update_actor"):
             flops = least_flops(self.config, batch, frozen=bool(self.adapters))
             if self.policy.takes_images:
+                from rl.data.image_prompts import image_sizes, tower_flops  # late: few models take any
+
                 patches = [n for prompt in batch.distinct_prompts() for n in image_sizes(self.config, prompt.tolist())]
                 flops += tower_flops(self.config, patches, self.args.freeze_vision_tower)
             flops *= self.args.ppo_epochs * (1 - out["perf/forward_only"] * OF_BACKWARD)

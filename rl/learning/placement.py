@@ -22,14 +22,9 @@ from rl.learning.activation_offload import keep_inputs_on_host
 from rl.learning.args import LearnerArgs
 from rl.learning.masters import keep_in_bf16
 from rl.model.attention import IN_FP32
-from rl.model.compiled import compile_layers
-from rl.model.expert_parallel import divide_experts, fetch_ahead
-from rl.model.forward_check import check_policy
-from rl.model.lean_layers import keep_less
-from rl.model.loading import Weights, fill, open_weights
-from rl.model.policy import LOGITS_KEPT, Policy
+from rl.model.loading import fill, open_weights
+from rl.model.policy import LOGITS_KEPT, Policy, check_policy
 from rl.model.pretrained import empty_model, layers, load_config
-from rl.model.router import Router
 from rl.ranks.device import is_accelerator
 from rl.ranks.dist import Ranks
 
@@ -54,7 +49,8 @@ def load_policy(
     flag = FLAGS.get(role, "--model")
     weights = open_weights(path, trust_remote_code, not is_known, flag) if ranks.is_main else None
     if weights and not is_known:
-        _check(weights, args, path, flag)
+        with weights.by_layer():
+            check_policy(Policy(weights.model).eval(), path, flag)
     model = empty_model(load_config(path, trust_remote_code), trust_remote_code)
     model.requires_grad_(trainable)
     if args.freeze_vision_tower:
@@ -62,11 +58,10 @@ def load_policy(
     adapters = adapt(model, args, f"--model {path}") if args.adapted and trainable else None
     if adapters and args.dtype == "bfloat16":
         keep_in_bf16(named for named in model.named_parameters() if not named[1].requires_grad)
-    _save_memory(model, args, path, ranks.device if trainable else None)
+    _save_memory(model, args, path, ranks.device if trainable else None, ranks.is_main)
     logits_kept = 0 if args.gradient_checkpointing else LOGITS_KEPT
-    policy = kind(model, Router.of(model, args), logits_kept)
+    policy = kind(model, logits_kept)
     policy.adapters = adapters
-    policy.head_fp32 = args.lm_head_fp32
     _compute_as_sampled(policy)
     if args.dtype == "bfloat16" and not trainable:
         keep_in_bf16(policy.named_parameters())
@@ -75,29 +70,23 @@ def load_policy(
     fill(model, weights, path, ranks, not is_known, flag)
     if adapters:
         adapters.begin(model, seed)
-    if ranks.expert_parallel > 1:
-        fetch_ahead(layers(model))
     return policy
 
 
-def _check(weights: Weights, args: LearnerArgs, path: str, flag: str) -> None:
-    """Raise UserError if our forward pass with these weights does not compute the log-probs of transformers."""
-    if not args.compile:
-        keep_less(weights.model)
-    with weights.by_layer():
-        check_policy(Policy(weights.model, Router.of(weights.model, args)).eval(), path, flag)
-
-
-def _save_memory(model: PreTrainedModel, args: LearnerArgs, path: str, trained_on: torch.device | None) -> None:
+def _save_memory(model: PreTrainedModel, args: LearnerArgs, path: str, trained_on: torch.device | None, say: bool) -> None:
     """Change the layers so that they keep less, or are compiled. trained_on: the device; None for a frozen model."""
     if trained_on and args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if args.activation_offload:
             keep_inputs_on_host(model, trained_on)
     if args.compile:
+        from rl.model.compiled import compile_layers
+
         compile_layers(model, path)
-    else:
-        keep_less(model)
+    elif trained_on and is_accelerator(trained_on):
+        from rl.model.liger import use_kernels
+
+        use_kernels(model, getattr(torch, args.dtype), trained_on, say)
 
 
 def _shard(policy: Policy, args: LearnerArgs, ranks: Ranks, offload: bool) -> bool:
@@ -113,6 +102,8 @@ def _shard(policy: Policy, args: LearnerArgs, ranks: Ranks, offload: bool) -> bo
     if alone and (args.dtype == "float32" or not policy.takes_images):
         return False
     if ranks.expert_parallel > 1:
+        from rl.model.expert_parallel import divide_experts
+
         divide_experts(policy.model, ranks, options)
     for layer in layers(policy.model):
         # FSDP casts whole groups: the parameters that stay in fp32 are a group of their own.

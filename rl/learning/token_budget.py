@@ -15,7 +15,7 @@ import torch
 
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.learner import UNMEASURED_TOKENS, Learner
-from rl.model.head import support
+from rl.model import sampling_mask
 from rl.ranks.device import devices_are_shared, is_accelerator, memory_left, peak_memory
 from rl.ranks.dist import all_gather_bytes
 from rl.samples.group import Group, Response
@@ -70,7 +70,7 @@ def _train(args, learner: Learner, sequences: int) -> None:
     for ticket in range(sequences * learner.ranks.data_size):
         prompt, response = (rng.integers(0, 16, n).astype(np.int32) for n in (args.max_prompt_length, args.max_response_length))
         zeros = np.zeros(len(response), np.int32)
-        most = support.most_tokens(args)
+        most = sampling_mask.most_tokens(args)
         record = np.zeros((len(response), most), np.int32) if most else None
         groups.append(
             Group(ticket, prompt, "", [Response(response, zeros.astype(np.float32), zeros, "length", support=record)])

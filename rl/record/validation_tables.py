@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
-from PIL import Image
 
-from rl.data import images
+from rl.errors import ImageError
 from rl.printable import escaped
 from rl.record.files import Files
 
@@ -43,9 +42,13 @@ def write(files: Files, step: int, rows: list[dict]) -> None:
 
 def _thumbnail(files: Files, source: bytes) -> Picture | str:
     """Write the image's thumbnail, unless it exists, and return it. Return the error of an image that cannot be read."""
+    from PIL import Image
+
+    from rl.data.images import to_rgb
+
     try:
-        image = Image.fromarray(images.to_rgb(source))
-    except images.ImageError as error:
+        image = Image.fromarray(to_rgb(source))
+    except ImageError as error:
         return str(error)
     size = f"{image.width} x {image.height}"
     png = io.BytesIO()

@@ -3,7 +3,7 @@
 import math
 
 from rl.errors import UserError
-from rl.model.head import support
+from rl.model import sampling_mask
 from rl.model.pretrained import empty_model, load_config
 from rl.model.router import routers
 from rl.transport.ring import ALIGN
@@ -39,7 +39,7 @@ def check_ring(args, path: str) -> None:
     """Raise UserError if --ring-mb, which only split scripts have, is too small for the largest group. path: the model's."""
     if (split := args.schedule.split) is None:
         return
-    record = largest_record(args, routes_bytes(args, path) + 4 * support.most_tokens(args))
+    record = largest_record(args, routes_bytes(args, path) + 4 * sampling_mask.most_tokens(args))
     if split.ring_mb < (needed := ring_mb_for(record)):
         experts = " with the experts of each (--router-replay R3)" if args.router_replay == "R3" else ""
         experts += " with the tokens that could be sampled (--keep-sampling-mask)" if args.keep_sampling_mask else ""

@@ -21,7 +21,7 @@ from rl.learning.batch import Batch, micro_batches
 from rl.learning.compact_adamw import CompactAdamW
 from rl.learning.learner import Learner
 from rl.learning.token_budget import choose_micro_batch_tokens, settled
-from rl.model.head.log_probs import ChunkedLogProbs
+from rl.model.log_probs import ChunkedLogProbs
 from rl.model.policy import LOGITS_KEPT
 from rl.model.shards import local
 from rl.ranges import check

@@ -2,7 +2,7 @@
 
 import random
 
-import kernels
+import packed_kernels as kernels
 import pytest
 import torch
 import torch.nn.functional as F

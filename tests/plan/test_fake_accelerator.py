@@ -32,7 +32,7 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/learning/batch_images.py": ["images, a frozen tower"],
     "rl/model/attention.py": ["offload", "engine", "one rank"],
     "rl/model/attention_kernels.py": ["one rank", "many ranks"],
-    "rl/model/head/log_probs.py": ["chunks", "a teacher's tokens"],
+    "rl/model/log_probs.py": ["chunks", "a teacher's tokens"],
     "rl/learning/compact_adamw.py": ["compact", "moments on the host"],
     "rl/learning/activation_offload.py": ["compact"],
     "rl/model/vision_forward.py": ["images"],
@@ -48,7 +48,6 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/weights/publisher.py": ["one rank", "one rank, over the host"],
     "rl/weights/subscriber.py": ["engine", "engine, over the host", "engine, overlapped"],
     "rl/weights/digests.py": ["one rank", "one rank, over the host", "engine"],
-    "rl/model/forward_check.py": ["engine", "engine, images"],
     "rl/generation/choose_engine.py": ["in turns"],
     "rl/learning/optimizer.py": ["one rank"],
     "rl/learning/value_model.py": ["a critic"],
@@ -60,6 +59,7 @@ LEFT_OUT = {  # a file with such places of which no case can notice any -> why
     "rl/generation/vllm/start.py": "vLLM's own process, tested with vLLM",
     "rl/generation/vllm/adapters.py": "vLLM's own process, tested with vLLM",
     "rl/weights/adapter_probe.py": "positions of models that take images, none of which has adapters in an engine",
+    "rl/model/liger.py": "a kernel with values, tested by itself",
     "rl/model/grouped_experts.py": "a kernel with values, tested by itself",
     "rl/model/hybrid/kernels.py": "a kernel with values, tested by itself",
     "rl/generation/vllm/weights.py": "vLLM's own process, tested with vLLM",
@@ -71,8 +71,6 @@ LEFT_OUT = {  # a file with such places of which no case can notice any -> why
 ALLOWED = {  # what a real device takes from the host as well, by name of the function
     # routes of a pass that are replayed may wait on the device, where they take its memory
     "Router.chosen": "torch.stack",
-    # transformers' own forward with images cannot run there
-    "Probe.of": r"tensor\.to",
     # what a teacher has found waits on the host, and might wait on the device
     "Learner.read_by_teacher": "",
     # moved before or after, or made on the host on purpose

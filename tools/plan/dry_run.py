@@ -22,16 +22,17 @@ from torch.distributed import HashStore
 from transformers import PretrainedConfig
 
 from rl.algorithm.teacher import teacher_path
-from rl.data.image_prompts import KEPT_BYTES, Images, takes_images
+from rl.data.image_prompts import KEPT_BYTES, Images
 from rl.errors import UserError
 from rl.learning import placement
 from rl.learning.batch import Batch, MicroBatch
 from rl.learning.division import Division, pack
 from rl.learning.learner import Learner
 from rl.learning.token_budget import settled
-from rl.model.head.support import most_tokens
 from rl.model.loading import Weights
-from rl.model.pretrained import check_heads, check_lengths, empty_model, load_config, resolve
+from rl.model.pretrained import check_lengths, empty_model, load_config, resolve, takes_images
+from rl.model.sampling_mask import most_tokens
+from rl.model.sequence_parallel import check_heads
 from rl.model.shards import local
 from rl.ranks import dist
 from rl.ranks.dist import Ranks
@@ -190,7 +191,7 @@ def _unread(path: str, trust_remote_code: bool, *_) -> Weights:
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, torch.empty_like(buffer, device="cpu"))
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    return Weights(model, lambda name: torch.empty(shapes[name], dtype=dtype), dict.fromkeys(shapes, dtype))
+    return Weights(model, lambda name: torch.empty(shapes[name], dtype=dtype), {})
 
 
 def make_groups(

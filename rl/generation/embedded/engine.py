@@ -15,19 +15,17 @@ import numpy as np
 import torch
 
 from rl.adapters.lora import AdapterArgs, adapt
-from rl.data.image_prompts import Images, takes_images
+from rl.data.image_prompts import Images
 from rl.generation.embedded.forward import has_fast_path, hidden_states
 from rl.generation.embedded.kv_cache import DecodeLayout, KVCache, PrefillLayout
 from rl.generation.embedded.sampling import sample
 from rl.generation.engine import Output, Request, check_length, checked
 from rl.model import vision_forward
 from rl.model.attention import check_supported, linear_layers
-from rl.model.forward_check import Probe, check_engine
-from rl.model.head.precision import Fp32Head
-from rl.model.head.support import nothing
 from rl.model.loading import load_weights
-from rl.model.pretrained import end_token_ids, load_config
-from rl.model.router import Router, RouterArgs, as_record
+from rl.model.pretrained import RouterArgs, end_token_ids, load_config, takes_images
+from rl.model.router import Router, as_record
+from rl.model.sampling_mask import nothing
 from rl.model.vision_forward import RowImages, row_inputs
 from rl.ranks.device import is_accelerator
 
@@ -120,11 +118,8 @@ class TransformersEngine:
             from rl.generation.embedded.states import carry
 
             carry(self.model, f"--model {model_path}")
-        router = router or RouterArgs()
-        self.router = Router.of(self.model, router)
-        self.records_routes = self.router is not None and router.router_replay == "R3"
-        self.head_fp32 = router.lm_head_fp32 and dtype != torch.float32
-        self._head = None
+        self.router = Router.of(self.model)
+        self.records_routes = self.router is not None and router is not None and router.router_replay == "R3"
         self.version = -1
         self.waiting: deque[Request] = deque()
         self.running: list[Running] = []  # running[a] is in slot a
@@ -133,7 +128,6 @@ class TransformersEngine:
         self.position = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)  # of the newest token
         self.token = torch.zeros(max_num_seqs, dtype=torch.long, device=self.device)  # the newest token, not yet in the KV
         self.uniform = torch.zeros(max_num_seqs, max_length, device=self.device)
-        check_engine(self._decode_all, self.model, model_path, dtype)
 
     # -- the contract
 
@@ -177,7 +171,6 @@ class TransformersEngine:
             if (target := self._parameters[name]).data_ptr() != tensor.data_ptr():
                 target.copy_(tensor)
         self.version = version
-        self._head = None
         if recompute_kv:
             self._recompute_kv()
 
@@ -222,22 +215,6 @@ class TransformersEngine:
 
     def _new_cache(self, slots: int, length: int) -> KVCache:
         return KVCache(self.model.config.get_text_config(), slots, length, self.dtype, self.device)
-
-    def _decode_all(self, probe: Probe) -> torch.Tensor:
-        """Return logits [S, L - prompt, V] that predict the probe's responses: its prompt is prefilled, the rest is decoded
-        token by token. For the check of the forward pass; uses a separate cache."""
-        ids, prompt = probe.ids, probe.prompt
-        sequences, length = ids.shape
-        cache = self._new_cache(sequences, length)
-        layout = PrefillLayout([prompt] * sequences, list(range(sequences)), cache, self.device)
-        hidden = self._fill(ids[:, :prompt].flatten(), layout, [probe.images] * sequences)
-        logits = [self.model.lm_head(hidden[layout.last])]
-        ahead = probe.images.next_position - prompt if probe.images else 0
-        for place in range(prompt, length - 1):
-            position = torch.full((sequences,), place, device=self.device)
-            hidden = self._forward(ids[:, place], position + ahead, DecodeLayout(position, place + 1, cache))
-            logits.append(self.model.lm_head(hidden))
-        return torch.stack(logits, dim=1)
 
     def _longest(self) -> int:
         """Return the largest position among the running requests."""
@@ -343,7 +320,7 @@ class TransformersEngine:
         rows = self.running[first:]
         counts = torch.tensor([len(r.token_ids) for r in rows]).to(self.device)
         uniform = self.uniform[first : len(self.running)].gather(1, counts[:, None]).squeeze(1)
-        token, log_prob, support = sample(self._logits(hidden), uniform, [r.request.sampling for r in rows])
+        token, log_prob, support = sample(self.model.lm_head(hidden), uniform, [r.request.sampling for r in rows])
         if support is not None:
             for row, record in zip(rows, support.tolist(), strict=True):
                 if row.request.sampling.support:
@@ -362,13 +339,6 @@ class TransformersEngine:
         outputs = [self.running[slot].output(reason) for slot, reason in finished.items()]
         self._free(finished)
         return outputs
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] -> [n, V]; with --lm-head-fp32, computed with a copy of the head that is made once per update."""
-        if not self.head_fp32:
-            return self.model.lm_head(hidden)
-        self._head = self._head or Fp32Head.of(self.model.lm_head)
-        return self._head(hidden)
 
     def _free(self, slots: Collection[int]) -> None:
         """Move the last responses into the freed slots, so that the slots in use stay 0..A-1."""

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from rl.generation.engine import SamplingParams
-from rl.model.head import support
+from rl.model import sampling_mask
 
 
 def sample(
@@ -32,7 +32,7 @@ def sample(
     token = torch.minimum(token, torch.searchsorted(cdf, last)).squeeze(1)
     token = torch.where(greedy, log_probs.argmax(-1), token)
     most = max(s.support for s in settings)
-    found = support.of_logits(logits, most) if most else None
+    found = sampling_mask.of_logits(logits, most) if most else None
     return token, log_probs.gather(1, token[:, None]).squeeze(1), found
 
 

@@ -19,12 +19,12 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 
 from rl.adapters.files import stored_name
 from rl.adapters.lora import AdapterArgs, adapt
-from rl.data.image_prompts import takes_images
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs, Output
 from rl.generation.vllm.engine import VLLMEngine
 from rl.generation.vllm.weights import LiveWeights
 from rl.model.attention import linear_layers
+from rl.model.pretrained import takes_images
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM accepts as max_lora_rank
 NUMBER = 1  # vLLM's id of the adapter

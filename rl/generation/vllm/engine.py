@@ -24,14 +24,13 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from rl.data.image_prompts import takes_images
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs, Output, Request, check_length
 from rl.generation.vllm.quiet import native_stderr_kept_back
 from rl.generation.vllm.routes import ChosenExperts
 from rl.generation.vllm.weights import LiveWeights
 from rl.model.attention import linear_layers
-from rl.model.pretrained import empty_model, end_token_ids, load_config
+from rl.model.pretrained import empty_model, end_token_ids, load_config, takes_images
 from rl.ranks.device import empty_cache, is_accelerator, random_numbers, seeds_are_slow
 
 # vLLM reads these when it is imported or started.
@@ -223,7 +222,6 @@ class VLLMEngine:
             distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             logprobs_mode=LOGPROBS_MODE,
             scheduling_policy="priority" if getattr(args, "has_environment", False) else "fcfs",
-            **({"hf_overrides": {"head_dtype": "float32"}} if args.lm_head_fp32 else {}),
             **({"max_logprobs": args.sampling.support} if args.sampling.support else {}),
             async_scheduling=False,  # otherwise a batch is in flight at an update, and its tokens get the wrong version
             disable_log_stats=True,
@@ -246,10 +244,6 @@ class VLLMEngine:
                     "--rollout-tp; docs/engines.md says which helps when. --engine embedded works without vLLM."
                 ) from error
             worker = engine.model_executor.driver_worker.worker
-            if args.lm_head_fp32 and engine.model_config.head_dtype != torch.float32:
-                raise UserError(
-                    "--lm-head-fp32: vLLM has no fp32 head on this device. Take --engine embedded, or leave the flag out."
-                )
             give_sampled_log_probs(worker.model_runner.sampler, worker.device)
         return engine
 

@@ -1,4 +1,4 @@
-"""The tokens that could be sampled, found from vLLM's log-probs of the likeliest tokens (rl/model/head/support.py).
+"""The tokens that could be sampled, found from vLLM's log-probs of the likeliest tokens (rl/model/sampling_mask.py).
 
 vLLM's log-probs are those of the sampled distribution, -inf outside of the support.
 """
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from rl.generation.engine import Output, SamplingParams
-from rl.model.head.support import nothing
+from rl.model.sampling_mask import nothing
 
 
 def taken_apart(given, sampling: SamplingParams, so_far: Output) -> tuple[SimpleNamespace, np.ndarray]:
