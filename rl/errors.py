@@ -6,6 +6,10 @@ class UserError(Exception):
     it without a traceback and exit with code 1."""
 
 
+class ImageError(Exception):
+    """An error in a row's images. The message does not name the row."""
+
+
 class RankLost(ConnectionError):
     """The exit of another process of the job that shares memory with this one."""
 

@@ -151,7 +151,6 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     # the learner
     **dict.fromkeys(("lora_alpha", "lora_target"), (Need("without --lora-rank", lambda args: args.adapted),)),
     "min_lr_ratio": (Need("with --lr-scheduler-type constant", lambda args: args.lr_scheduler_type == "cosine"),),
-    "lm_head_fp32": (Need("where everything is fp32", lambda args: "bfloat16" in (args.dtype, args.rollout_dtype), (False,)),),
     # the record, the job and the schedule
     "project_name": (WANDB,),
     "push_to": (Need("with --val-only, which trains nothing", lambda args: not args.val_only),),

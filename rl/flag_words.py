@@ -57,7 +57,6 @@ HERE = {  # unknown flag -> its replacement
     "--entropy-coef": "--entropy-coeff",
     "--use-adaptive-entropy": "examples/forks/entropy_target.diff",
     "--vespo-k-pos": "--loss-args k_pos=2 k_neg=3 lam_pos=3 lam_neg=2",
-    "--cast-lm-head-to-fp32": "--lm-head-fp32",
     "--mask-truncated-completions": "--overlong-buffer-len for a penalty instead",
     "--per-device-train-batch-size": "--max-tokens-per-micro-batch tokens make a micro-batch",
     "--gradient-accumulation-steps": "it follows from --ppo-mini-batch-size, the prompts of an optimizer step",

@@ -5,7 +5,7 @@ Left out: joining the process groups (rl/ranks/dist.py), and the flags of a comp
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -14,7 +14,6 @@ from rl import flag_needs
 from rl.algorithm.args import AlgorithmArgs
 from rl.checkpoint.resume import CheckpointArgs
 from rl.data.args import DataArgs, demo_files
-from rl.data.image_prompts import ImagePrep
 from rl.data.job import Job
 from rl.data.prompts import PromptDataset, PromptOrder
 from rl.environments.args import DEMO, EnvironmentArgs
@@ -22,7 +21,7 @@ from rl.errors import UserError
 from rl.generation.engine import EngineArgs
 from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
-from rl.model.pretrained import check_model, empty_model, end_token_ids, load_config, load_tokenizer, resolve
+from rl.model.pretrained import check_model, empty_model, end_token_ids, load_config, load_tokenizer, resolve, takes_images
 from rl.ranges import MayChange, Range
 from rl.ranks import launch
 from rl.ranks.dist import Ranks, engines_first
@@ -30,6 +29,9 @@ from rl.ranks.watchdog import WatchdogArgs
 from rl.record.run import LogArgs
 from rl.rewards.pool import RewardArgs, check_sources
 from rl.samples.schedule import BatchSchedule, Schedule, check_kind
+
+if TYPE_CHECKING:
+    from rl.data.image_prompts import ImagePrep
 
 DEFAULT_STEPS = 200  # to train without a flag
 
@@ -142,7 +144,11 @@ def set_up(args: CommonArgs, file: str) -> Job:
         from rl.model.router import check_replay
 
         check_replay(args, empty_model(config, args.trust_remote_code), f"--model {path}")
-    prep = ImagePrep.of(path, config, args)
+    prep = None
+    if takes_images(config):
+        from rl.data.image_prompts import ImagePrep  # late: few models take any
+
+        prep = ImagePrep(path, config, args)
     if args.freeze_vision_tower and not prep:
         raise UserError(f"--freeze-vision-tower: --model {path} takes no images. Leave the flag out.")
     train_files, val_files = (demo_files(model, files) for files in (args.train_files, args.val_files))
@@ -183,7 +189,7 @@ def read_model(model: str, args) -> tuple[str, PretrainedConfig, PreTrainedToken
     return path, config, tokenizer
 
 
-def read_demonstrations(args: CommonArgs, path: str, tokenizer: PreTrainedTokenizerBase, prep: ImagePrep | None) -> Any:
+def read_demonstrations(args: CommonArgs, path: str, tokenizer: PreTrainedTokenizerBase, prep: "ImagePrep | None") -> Any:
     """Return the conversations of --sft-files. Raise UserError if they cannot be used."""
     from rl.data.demonstrations import DemonstrationArgs, Demonstrations  # late: other runs do not need it
 

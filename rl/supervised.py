@@ -9,14 +9,13 @@ import torch
 from rl.algorithm.imitation import to_groups
 from rl.checkpoint.resume import CheckpointArgs, Resumed
 from rl.data.demonstrations import DemonstrationArgs, Demonstrations
-from rl.data.image_prompts import takes_images
 from rl.data.job import Job
 from rl.data.prompts import PromptOrder
 from rl.errors import UserError
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch
 from rl.learning.division import Division
-from rl.model.pretrained import end_token_ids
+from rl.model.pretrained import end_token_ids, takes_images
 from rl.ranges import Range
 from rl.ranks.watchdog import WatchdogArgs
 from rl.record.run import LogArgs

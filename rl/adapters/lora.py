@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from rl.adapters.files import AdapterFiles, Setting
 from rl.errors import UserError
-from rl.model import lean_layers
 from rl.model.pretrained import decoder_layers
 from rl.model.shards import Block, Shards, local
 
@@ -144,7 +143,6 @@ def adapt(model: PreTrainedModel, args, where: str) -> Adapters:
             f"--lora-rank {setting.rank}: the layers of {where} that get an adapter have a rank of at most {widest}, which an "
             "adapter of that rank can already change at will. Lower it."
         )
-    lean_layers.READABLE.add(AdaptedLinear)
     adapters = Adapters(setting, names, files)
     model.requires_grad_(False)
     for name in names:

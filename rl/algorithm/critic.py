@@ -15,14 +15,13 @@ from torch import nn
 
 import losses
 from rl.algorithm import whole_batch
-from rl.data.image_prompts import takes_images
 from rl.errors import UserError
 from rl.learning.batch import Batch, MicroBatch
 from rl.learning.learner import Learner
 from rl.learning.placement import load_policy
 from rl.learning.updates import LossMeans
 from rl.model.policy import Policy
-from rl.model.pretrained import check_model, check_vocabulary, load_config
+from rl.model.pretrained import check_model, check_vocabulary, load_config, takes_images
 from rl.model.sequence_parallel import gather_log_probs
 from rl.model.shards import local
 from rl.ranks.dist import Ranks

@@ -15,12 +15,11 @@ import torch
 from transformers import PretrainedConfig
 
 from rl.algorithm.args import SELF
-from rl.data.image_prompts import takes_images
 from rl.errors import UserError
 from rl.learning.batch import Batch, MicroBatch, TopTokens, part_of
 from rl.learning.learner import Learner
 from rl.model.attention import check_supported
-from rl.model.pretrained import check_model, check_vocabulary, load_config, resolve
+from rl.model.pretrained import check_model, check_vocabulary, load_config, resolve, takes_images
 from rl.model.sequence_parallel import gather_log_probs
 from rl.ranks.dist import Ranks
 from rl.ranks.watchdog import progress

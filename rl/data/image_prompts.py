@@ -23,28 +23,16 @@ from pathlib import Path
 import torch
 import xxhash
 from torch import Tensor
-from transformers import CONFIG_MAPPING, PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers import PretrainedConfig
 
 from rl.data import images
 from rl.data.args import DataArgs
-from rl.data.images import PLACE, ImageError
-from rl.errors import UserError
+from rl.data.images import PLACE
+from rl.errors import ImageError, UserError
 from rl.hub.tensor_reader import find
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")  # model_type
-TOWER = "model.visual."  # the names of the vision tower's parameters begin with this
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")
 KEPT_BYTES = 1 << 30  # of prepared pixels, in each process
-
-
-def takes_images(config: PretrainedConfig) -> bool:
-    """Whether the model takes images and text: by its family, because transformers has such a model for the config, or, with
-    code of its own, because its config has a tower."""
-    kind = getattr(config, "model_type", None)
-    if kind in FAMILIES or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return True
-    return kind not in CONFIG_MAPPING and getattr(config, "vision_config", None) is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,12 +76,8 @@ class Images:
 class ImagePrep:
     """The preparation of images for one model. PIL does it on every machine: torchvision's resizing gives other pixels."""
 
-    @staticmethod
-    def of(path: str, config: PretrainedConfig, args: DataArgs) -> "ImagePrep | None":
-        """The preparation for the model at `path`; None if it takes no images. Raises UserError if it cannot be read."""
-        return ImagePrep(path, config, args) if takes_images(config) else None
-
     def __init__(self, path: str, config: PretrainedConfig, args: DataArgs):
+        """Raise UserError if the preparation of the model at `path` cannot be read."""
         flags = {"min_pixels": args.min_pixels, "max_pixels": args.max_pixels}
         # From its module, since transformers 5.5 exports it only with torchvision. Imported late: it takes a second.
         from transformers.models.auto.image_processing_auto import AutoImageProcessor

@@ -19,15 +19,13 @@ from pathlib import Path
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
+from rl.errors import ImageError
+
 TURNED = {5, 6, 7, 8}  # EXIF orientations by a quarter turn: width and height change places
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # refused below, with the remedy
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 LARGEST_FILE = 1 << 28  # bytes
 PLACE = "<image>"  # in a prompt's text, where an image belongs
-
-
-class ImageError(Exception):
-    """An error in a row's images. The message does not name the row."""
 
 
 def files_of(value: object, directory: Path, roots: Sequence[Path] | None = None) -> list[bytes]:

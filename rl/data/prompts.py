@@ -20,13 +20,11 @@ import pyarrow.compute as pc
 from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
-from rl.data import images
 from rl.data.args import DataArgs
 from rl.data.columns import TRUTHS, check_columns, check_truth, default_source, ground_truth, sources, wrong_source
-from rl.data.image_prompts import FAMILIES, ImageError, ImagePrep, Images
 from rl.data.measured import Measured, measure
 from rl.data.tables import FileRows, read_table
-from rl.errors import UserError
+from rl.errors import ImageError, UserError
 from rl.ranks import launch, watchdog
 
 if TYPE_CHECKING:
@@ -44,7 +42,7 @@ class Prompt:
     ground_truth: Any
     extra_info: dict
     where: str  # "train.parquet row 17", for messages
-    images: Images | None = None  # if there are any, `ids` has all their tokens, and `text` one for each image
+    images: "Images | None" = None  # if there are any, `ids` has all their tokens, and `text` one for each image
     row: dict = field(default_factory=dict)  # its columns except images; "prompt": messages, or a string to be used as it is
 
 
@@ -76,7 +74,7 @@ class PromptDataset(FileRows):
         split: Literal["train", "val"],
         tokenizer: PreTrainedTokenizerBase,
         args: DataArgs,
-        prep: ImagePrep | None = None,
+        prep: "ImagePrep | None" = None,
         tools: "Tools | None" = None,
         brought: frozenset[str] = frozenset(),
     ):
@@ -97,6 +95,8 @@ class PromptDataset(FileRows):
             table = table.select(range(min(len(table), room)))
             room -= len(table)
             if args.image_key in table.column_names:
+                from rl.data import images
+
                 table = images.undecoded(table, args.image_key)
             self.tables.append(table)
         measured = measure(self.ends[-1], functools.partial(self._measure_part, f"measuring {split} prompts"))
@@ -208,15 +208,17 @@ class PromptDataset(FileRows):
         wanted = [name for name in columns if name in {key, self.args.image_key, "data_source", *TRUTHS}]
         return wanted or columns[:1]  # a table without columns has no rows
 
-    def _expand(self, row: int, columns: dict, ids: list[int]) -> tuple[list[int], Images | None]:
+    def _expand(self, row: int, columns: dict, ids: list[int]) -> "tuple[list[int], Images | None]":
         """The row's token ids with all tokens of its images, and the images (None if there are none)."""
         if self.prep is None:
             if columns.get(self.args.image_key):
                 raise UserError(
                     f"{self._where(row)}: the prompt has images, which --model does not take. Leave such rows out, or take a "
-                    f"model of images and text ({', '.join(FAMILIES)})."
+                    f"model of images and text (docs/images.md)."
                 )
             return ids, None
+        from rl.data import images  # late: few prompts have any
+
         try:
             of_file = images.places(self.files[self._locate(row)[0]])
             ids, of_row = self.prep.expand(ids, images.files_of(columns.get(self.args.image_key), *of_file))
@@ -258,7 +260,9 @@ class PromptDataset(FileRows):
         if not is_chat:
             return Text(prompt, begins_with_bos(self.tokenizer, prompt))
         if self.prep and self.args.image_key in row:
-            messages = images.with_places(messages)
+            from rl.data.images import with_places
+
+            messages = with_places(messages)
         more = {"tools": self.tools and self.tools.for_template, "add_generation_prompt": True}
         return Text(render_chat(self.tokenizer, where, messages, **more), True)
 

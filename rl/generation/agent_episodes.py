@@ -13,7 +13,7 @@ import numpy as np
 from rl.generation.engine import Output, Request, request_seed
 from rl.generation.episodes import Episodes, Id
 from rl.generation.responses import Key, OpenGroup
-from rl.model.head import support
+from rl.model import sampling_mask
 
 
 @dataclass
@@ -159,7 +159,7 @@ class AgentEpisodes(Episodes):
             masks += [np.zeros(len(prompt), bool), history.whole_mask()]
             lengths.append(len(prompt) + len(output.token_ids))
             parts += [(None, len(prompt)), (output.support, len(output.token_ids))]
-        known = support.of_responses(*zip(*parts, strict=True))
+        known = sampling_mask.of_responses(*zip(*parts, strict=True))
         known = None if known is None else known.numpy()
         routes = _joined_routes([first.output, *(h.output for h in others)], len(work.prompt.ids)) if tokens else None
         self._of[id].output = Output(id, tokens, log_probs, versions, "unfinished", routes, known)

@@ -15,8 +15,7 @@ import torch
 import torch.distributed
 
 from rl.errors import UserError
-from rl.model.pretrained import end_token_ids, load_tokenizer
-from rl.model.router import RouterArgs
+from rl.model.pretrained import RouterArgs, end_token_ids, load_tokenizer
 from rl.ranges import MayChange, Range
 from rl.ranks.device import HOST_BACKEND, is_accelerator
 from rl.ranks.dist import Ranks
@@ -73,7 +72,7 @@ class EngineArgs(RouterArgs):
         """The sampling parameters of training."""
         recorded = 0
         if self.keep_sampling_mask:
-            from rl.model.head.support import most_tokens
+            from rl.model.sampling_mask import most_tokens
 
             recorded = most_tokens(self)
         return SamplingParams(self.temperature, self.top_p, self.top_k, self.max_response_length, support=recorded)
@@ -112,7 +111,7 @@ class SamplingParams:
     top_k: int = -1
     max_tokens: int = 16
     ignore_eos: bool = False
-    support: int = 0  # most tokens to record that could be sampled in each place (rl/model/head/support.py); 0 records none
+    support: int = 0  # most tokens to record that could be sampled in each place (rl/model/sampling_mask.py); 0 records none
 
     @property
     def truncates(self) -> bool:
@@ -142,7 +141,7 @@ class Output:
     versions: list[int]
     finish_reason: Literal["stop", "length", "unfinished"]
     routes: np.ndarray | None = None  # [prompt + n - 1, L, K] uint8 or uint16, as chosen in sampling (model/router.py)
-    support: np.ndarray | None = None  # [n, K] int32, tokens that could be sampled in each place (model/head/support.py)
+    support: np.ndarray | None = None  # [n, K] int32, tokens that could be sampled in each place (rl/model/sampling_mask.py)
     cached: int = 0  # tokens of the prompt and `so_far` found in a prefix cache
 
 

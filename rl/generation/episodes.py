@@ -20,7 +20,7 @@ from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
 from rl.generation.engine import Engine, EngineRanks, Output, request_seed
 from rl.generation.responses import Key, OpenGroup, Responses
-from rl.model.head import support
+from rl.model import sampling_mask
 from rl.ranks.timers import Timers
 from rl.rewards.pool import Score, can_score
 
@@ -445,7 +445,7 @@ def _with(output: Output | None, ids: list[int]) -> Output | None:
         return output
     known = output.support
     if known is not None:
-        known = np.concatenate([known, support.nothing(len(ids), known.shape[1])])
+        known = np.concatenate([known, sampling_mask.nothing(len(ids), known.shape[1])])
     log_probs = [*output.log_probs, *[0.0] * len(ids)]
     versions = [*output.versions, *output.versions[-1:] * len(ids)]
     return Output(output.id, [*output.token_ids, *ids], log_probs, versions, "unfinished", output.routes, known)

@@ -256,7 +256,7 @@ def _image_fault(prompt: Prompt) -> Exception | None:
     """Prepare the prompt's images. Return what is wrong with one of them."""
     if not prompt.images:
         return None
-    from rl.data.images import ImageError
+    from rl.errors import ImageError
 
     try:
         prompt.images.prepare()

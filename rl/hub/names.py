@@ -54,9 +54,9 @@ class Source:
         return tensor[0] if isinstance(tensor, list) else tensor
 
 
-def sources(model: PreTrainedModel, shapes: dict[str, torch.Size]) -> dict[str, Source] | None:
-    """Each name in the model's state dict that the files hold -> its source. None if a tensor has a shape or form that cannot
-    be read by itself. shapes: of the tensors in the files."""
+def sources(model: PreTrainedModel, shapes: dict[str, torch.Size]) -> dict[str, Source]:
+    """Each name in the model's state dict that the files hold -> its source. Raises ValueError for tensors that have another
+    shape or form. shapes: of the tensors in the files."""
     transforms = get_model_conversion_mapping(model)
     renamings = [of for of in transforms if isinstance(of, WeightRenaming)]
     converters = [of for of in transforms if isinstance(of, WeightConverter)]
@@ -74,19 +74,24 @@ def sources(model: PreTrainedModel, shapes: dict[str, torch.Size]) -> dict[str, 
     for target, given in found.items():
         names, patterns = zip(*given, strict=True)
         if None in patterns:
-            if len(names) > 1 or shapes[names[0]] != wanted[target].shape:
-                return None
+            if len(names) > 1:
+                raise ValueError(f"{' and '.join(names)} are both {target}")
+            _check_shape(names[0], shapes[names[0]], wanted[target].shape)
             out[target] = Source(list(names))
             continue
         source = Source(list(names), by_pattern[patterns[0]], patterns)
         try:
             made = source.whole(model, target, [torch.empty(shapes[name], device="meta") for name in names])
-        except (ValueError, RuntimeError):
-            return None
-        if made.shape != wanted[target].shape:
-            return None
+        except RuntimeError as error:
+            raise ValueError(f"{target} cannot be made of {names[0]} and others ({error})") from None
+        _check_shape(target, made.shape, wanted[target].shape)
         out[target] = _if_cut(source, model, target, shapes)
     return out
+
+
+def _check_shape(name: str, stored: torch.Size, wanted: torch.Size) -> None:
+    if stored != wanted:
+        raise ValueError(f"{name} is {list(stored)} in the files, {list(wanted)} by config.json")
 
 
 def _if_cut(source: Source, model: PreTrainedModel, target: str, shapes: dict[str, torch.Size]) -> Source:

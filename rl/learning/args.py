@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from rl.errors import UserError
-from rl.model.router import RouterArgs
+from rl.model.pretrained import RouterArgs
 from rl.ranges import Content, MayChange, Range
 from rl.ranks.device import default_dtype
 

@@ -90,7 +90,7 @@ class Batch:
     sizes: list[int]  # of its groups: their responses, scored or not
     turn_rewards: list[list | None]  # B responses' rewards of turns, as in their records
     histories: list[list[int] | None]  # B, as in their records
-    support: torch.Tensor | None  # [N, K] int32, tokens that could be sampled (rl/model/head/support.py)
+    support: torch.Tensor | None  # [N, K] int32, tokens that could be sampled (rl/model/sampling_mask.py)
     images: BatchImages | None = None  # of its prompts, if the model takes images
     targets: Targets = field(default_factory=Targets)
 
@@ -239,9 +239,9 @@ class Batch:
 
 
 def _supports(responses: list[Response]) -> torch.Tensor:
-    from rl.model.head import support  # late: only --keep-sampling-mask needs it
+    from rl.model import sampling_mask  # late: only --keep-sampling-mask needs it
 
-    return support.of_responses([r.support for r in responses], [len(r.token_ids) for r in responses])
+    return sampling_mask.of_responses([r.support for r in responses], [len(r.token_ids) for r in responses])
 
 
 def pieces(seq: torch.Tensor) -> Iterator[slice]:

@@ -163,12 +163,12 @@ class Learner:
         if also is not None:
             labels = torch.cat([labels[:, None], (also if micro.own is None else also[micro.own]).long()], 1)
         if micro.support is not None:
-            from rl.model.head import support
+            from rl.model import sampling_mask
 
-            labels = support.labels(labels, micro.support)
+            labels = sampling_mask.labels(labels, micro.support)
         own = model(micro.inputs, micro.layout, micro.predict, labels, self.temperature, entropy, routes, observe)
         if micro.support is not None:
-            own = support.restricted(own[0], micro.support), own[1]
+            own = sampling_mask.restricted(own[0], micro.support), own[1]
         if micro.own is None:
             return own
         from rl.model.sequence_parallel import gather_log_probs

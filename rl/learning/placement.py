@@ -18,13 +18,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl.learning.args import LearnerArgs
 from rl.model.attention import IN_FP32, dtype_of
-from rl.model.compiled import compile_layers
-from rl.model.forward_check import check_policy
-from rl.model.lean_layers import keep_less
-from rl.model.loading import Weights, fill, open_weights
-from rl.model.policy import LOGITS_KEPT, Policy
+from rl.model.loading import fill, open_weights
+from rl.model.policy import LOGITS_KEPT, Policy, check_policy
 from rl.model.pretrained import empty_model, layers, load_config
-from rl.model.router import Router
 from rl.ranks.device import is_accelerator
 from rl.ranks.dist import Ranks
 
@@ -50,7 +46,8 @@ def load_policy(
     flag = FLAGS.get(role, "--model")
     weights = open_weights(path, trust_remote_code, not is_known, flag) if ranks.is_main else None
     if weights and not is_known:
-        _check(weights, args, path, flag)
+        with weights.by_layer():
+            check_policy(Policy(weights.model).eval(), path, flag)
     model = empty_model(load_config(path, trust_remote_code), trust_remote_code)
     model.requires_grad_(trainable)
     if args.freeze_vision_tower:
@@ -63,13 +60,16 @@ def load_policy(
     if trainable and args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if args.compile:
+        from rl.model.compiled import compile_layers
+
         compile_layers(model, path)
-    else:
-        keep_less(model)
+    elif trainable and is_accelerator(ranks.device):
+        from rl.model.liger import use_kernels
+
+        use_kernels(model, getattr(torch, args.dtype), ranks.device, ranks.is_main)
     logits_kept = 0 if args.gradient_checkpointing else LOGITS_KEPT
-    policy = kind(model, Router.of(model, args), logits_kept)
+    policy = kind(model, logits_kept)
     policy.adapters = adapters
-    policy.head_fp32 = args.lm_head_fp32
     _compute_as_sampled(policy)
     if args.dtype == "bfloat16" and (adapters or not trainable):
         for name, parameter in policy.named_parameters():
@@ -80,19 +80,7 @@ def load_policy(
     fill(model, weights, path, ranks, not is_known, flag)
     if adapters:
         adapters.begin(model, seed)
-    if ranks.expert_parallel > 1:
-        from rl.model.expert_parallel import fetch_ahead
-
-        fetch_ahead(layers(model))
     return policy
-
-
-def _check(weights: Weights, args: LearnerArgs, path: str, flag: str) -> None:
-    """Raise UserError if our forward pass with these weights does not compute the log-probs of transformers."""
-    if not args.compile:
-        keep_less(weights.model)
-    with weights.by_layer():
-        check_policy(Policy(weights.model, Router.of(weights.model, args)).eval(), path, flag)
 
 
 def _shard(policy: Policy, args: LearnerArgs, ranks: Ranks, offload: bool, trainable: bool) -> bool:

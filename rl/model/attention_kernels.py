@@ -23,6 +23,7 @@ import torch
 from transformers import PretrainedConfig
 
 from rl.errors import UserError
+from rl.model.attention import tokens_seen
 from rl.ranks.device import moved, packed_attention
 
 COMPRESSED = 2048  # rows and columns of the mask that means a causal one of any size
@@ -30,38 +31,6 @@ RIGHT_DOWN_CAUSAL = 3  # sparse_mode of npu_fusion_attention: aligned at the end
 # Largest relative difference of the check at the start. Kernels differ from a plain softmax by rounding, 0.005 in bf16; with a
 # mask that is aligned at the beginnings by more than 0.5.
 TOLERANCE = 0.03
-SIMILAR = 0.75  # sequences at least this fraction of the longest share a bucket: at most a third more cells than tokens
-
-
-def in_buckets(
-    begins: list[int], lengths: list[int]
-) -> tuple[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], torch.Tensor]:
-    """Put sequences, which lie end to end, into buckets of similar length, the longest first. Return ([(numbers of its
-    sequences [S], places of their tokens [S, L], which of these are real [S, L])], the cell of each token [K], with the buckets
-    laid end to end)."""
-    left = sorted(range(len(lengths)), key=lambda s: -lengths[s])
-    buckets = []
-    done = 0
-    cell_of = torch.empty(sum(lengths), dtype=torch.long)
-    while left:
-        longest = lengths[left[0]]
-        members = [s for s in left if lengths[s] >= SIMILAR * longest]
-        left = left[len(members) :]
-        begin = torch.tensor([begins[s] for s in members])[:, None]  # [S, 1]
-        length = torch.tensor([lengths[s] for s in members])[:, None]
-        column = torch.arange(longest)[None]  # [1, L]
-        cells = begin + torch.minimum(column, length - 1)  # padding repeats the last token, which is in bounds
-        real = column < length
-        cell_of[cells[real]] = done + torch.arange(cells.numel()).view_as(cells)[real]
-        done += cells.numel()
-        buckets.append((torch.tensor(members), cells, real))
-    return buckets, cell_of
-
-
-def tokens_seen(lengths: list[int], after: list[int]) -> list[np.ndarray]:
-    """For each segment, the row's tokens that it attends to: those of the segment in front of it, then its own."""
-    own = [np.arange(a, b) for a, b in itertools.pairwise([0, *itertools.accumulate(lengths)])]
-    return [np.concatenate([own[before], own[i]]) if before >= 0 else own[i] for i, before in enumerate(after)]
 
 
 class Segments:
@@ -145,24 +114,25 @@ def _later(device: torch.device) -> torch.Tensor:
 
 
 def check_kernel(config: PretrainedConfig, sequence_parallel: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises UserError if the device's kernel, where it has one, does not compute attention: values and gradients of two
+    """Raise UserError if the device's kernel, where it has one, does not compute attention: values and gradients of two
     responses to one prompt and of a sequence of its own, against a softmax written out, with the model's heads on this rank."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     kv = getattr(text, "num_key_value_heads", None) or heads
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    heads = heads // sequence_parallel
-    kv = max(1, kv // sequence_parallel)
-    lengths = [150, 40, 70, 60]
-    after = [-1, 0, 0, -1]
-    segments = Segments(lengths, after, device)
+    heads, kv = heads // sequence_parallel, max(1, kv // sequence_parallel)
+    segments = Segments(lengths := [150, 40, 70, 60], [-1, 0, 0, -1], device)
     generator = torch.Generator().manual_seed(0)  # a run's own numbers stay
     made = [torch.randn(sum(lengths), n, size, generator=generator) for n in (heads, kv, kv, heads)]
-    query, key, value, weight = (x.to(device, dtype) for x in made)
-    if not (kernel := packed_attention(query, len(segments))):
+    *made, weight = (x.to(device, dtype) for x in made)
+    if not (kernel := packed_attention(made[0], len(segments))):
         return
+    where = torch.arange(sum(lengths), device=device)
+    sequence = torch.tensor([0, 1, 2, 3], device=device).repeat_interleave(torch.tensor(lengths, device=device))
+    sees = (sequence[:, None] == sequence) | ((sequence[:, None] < 3) & (sequence == 0))
+    hidden = ~(sees & (where <= where[:, None]))  # [T, T]
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        leaves = [x.detach().requires_grad_() for x in made]
         try:
             found = attend(kernel, segments, *leaves, size**-0.5)
         except torch.OutOfMemoryError:
@@ -174,27 +144,15 @@ def check_kernel(config: PretrainedConfig, sequence_parallel: int, dtype: torch.
                 "without such a kernel."
             ) from error
         found = [found, *torch.autograd.grad(found, leaves, weight)]
-        leaves = [x.detach().float().requires_grad_() for x in (query, key, value)]
-        right = _plainly(lengths, after, *leaves, size**-0.5)
+        query, *rest = leaves = [x.detach().float().requires_grad_() for x in made]
+        key, value = (x.repeat_interleave(heads // kv, dim=1) for x in rest)
+        scores = torch.einsum("qhd,khd->hqk", query, key) * size**-0.5
+        right = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
         right = [right, *torch.autograd.grad(right, leaves, weight.float())]
     whose = ("values", "gradients of queries", "gradients of keys", "gradients of values")
     for what, a, b in zip(whose, found, right, strict=True):
         if not (difference := float((a.detach().float() - b.detach()).norm() / b.detach().norm())) <= TOLERANCE:
             raise UserError(
-                f"the attention of this device ({kernel}, {query.dtype}) is wrong: its {what} differ from a plain softmax by "
+                f"the attention of this device ({kernel}, {dtype}) is wrong: its {what} differ from a plain softmax by "
                 f"{difference:.2g}, {TOLERANCE} is allowed. Use the versions of torch that requirements*.txt name."
             )
-
-
-def _plainly(lengths: list[int], after: list[int], query, key, value, scaling: float) -> torch.Tensor:
-    """Attention of a segment at a time, with all its products. The segment in front, if any, is the row's first."""
-    rows = [x.split(lengths) for x in (query, key, value)]
-    outputs = []
-    for i, before in enumerate(after):
-        keys, values = (torch.cat([x[before], x[i]]) if before >= 0 else x[i] for x in rows[1:])
-        groups = query.shape[1] // key.shape[1]
-        keys, values = (x.repeat_interleave(groups, dim=1) for x in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", rows[0][i], keys) * scaling
-        later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + len(keys) - lengths[i]).to(query.device)
-        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(-1), values))
-    return torch.cat(outputs)

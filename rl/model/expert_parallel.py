@@ -6,7 +6,7 @@ large and a rank's tokens are few, and it helps where gathering would go over a 
 experts shard them among each other by FSDP, so that a rank holds as many parameters as it would otherwise.
 
 It can be combined with sequence parallelism on the same ranks. Left out: models whose experts are not laid out as in Qwen3-MoE,
-capacity limits (no token is dropped), overlap of a layer's own all-to-all with its computation.
+capacity limits (no token is dropped), overlap of a layer's all-to-all, or of gathering its parameters, with computation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -117,19 +116,6 @@ def _compute(own_experts: nn.Module, rows: torch.Tensor, expert: torch.Tensor) -
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
         return own_experts(rows, expert.new_zeros(1, 1), rows.new_ones(1, 1))[:0]
     return own_experts(rows, expert[:, None], rows.new_ones(len(rows), 1))
-
-
-def fetch_ahead(layers: Iterable[nn.Module]) -> None:
-    """Has each layer's parameters gathered while the layer before computes, forward and backward. By itself FSDP begins when
-    the host reaches the layer, which is late because the host waits for the number of rows to send."""
-    groups = [[layer, *experts_of(layer)] for layer in layers]
-    for before, after in itertools.pairwise(groups):
-        before[0].set_modules_to_forward_prefetch(after)
-        if any(parameter.requires_grad for parameter in before[0].parameters()):
-            after[0].set_modules_to_backward_prefetch(before)
-            continue
-        for module in after:  # a frozen tower has no backward pass, but FSDP would gather its last layer by default
-            module.set_modules_to_backward_prefetch(after)
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], largest: float) -> float:

@@ -1,32 +1,52 @@
-"""The policy: a causal language model whose forward returns the log-probs and entropy that losses need."""
+"""The policy: a causal language model whose forward returns the log-probs and entropy that losses need. And a check that this
+forward pass computes what transformers computes.
+
+The learner packs sequences into one row, shares prompts, replaces attention and stops before the logits. A model that does
+anything else (scales or caps its logits, has sinks, or a state that crosses the borders of a row) would be trained and sampled
+wrongly, and no metric would show it, because generators compute in the same way. So at a learner's start the first rank sends
+two random prompts with two responses each through the model as transformers runs it, in fp32 on the CPU, and through our code.
+Left out of the check: images, whose families the tests know, and differences that only longer sequences show:
+rl/model/attention.py refuses these by the config and by the options of each layer's attention.
+"""
+
+import contextlib
+import os
 
 import torch
 from torch import nn
 
-from rl.data.image_prompts import takes_images
-from rl.model import vision_forward
-from rl.model.attention import linear_layers
-from rl.model.head.log_probs import ChunkedLogProbs, log_probs_at, top_tokens
-from rl.model.head.precision import Fp32Head
-from rl.model.router import Router
+from rl.errors import UserError
+from rl.model.attention import ATTENTION, REMEDY, Packed, linear_layers
+from rl.model.log_probs import ChunkedLogProbs, log_probs_at, top_tokens
+from rl.model.pretrained import has_experts, takes_images
 
 LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] computed at a time: 256 MB in fp32
 LOGITS_KEPT = 2**28  # elements kept for a micro-batch's backward pass: 1 GB in fp32; the logits of other tokens are made twice
+TOKENS = 8  # of each prompt and each response of the check
+# Largest differences of log-probs in the check: the median of a response, and a token. Wrong models differ by 0.1 to 5.
+# Rounding causes 1e-6, but may send a token of a mixture to a different expert: a token counts if it differs for both prompts.
+OF_RESPONSE, OF_TOKEN = 1e-3, 1e-2
 
 
 class Policy(nn.Module):
     """A causal language model over packed rows. It holds [tokens, vocabulary] only where that is small."""
 
-    def __init__(self, model: nn.Module, router: Router | None = None, logits_kept: int = LOGITS_KEPT):
+    router = None  # of rl/model/router.py, in a mixture of experts
+    adapters = None  # of rl/adapters/lora.py, where the model has some
+
+    def __init__(self, model: nn.Module, logits_kept: int = LOGITS_KEPT):
         super().__init__()
         self.model = model
-        self.router = router
         self.takes_images = takes_images(model.config)
         self.logits_kept = logits_kept
-        self.adapters = None  # of rl/adapters/lora.py, where the model has some
-        self.head_fp32 = False  # --lm-head-fp32
+        if has_experts(model.config):
+            from rl.model.router import Router  # late, as is all that a dense model of text does without
+
+            self.router = Router.of(model)
         if self.takes_images:
-            vision_forward.embed_by_product(model)
+            from rl.model.vision_forward import embed_by_product
+
+            embed_by_product(model)
         if linear_layers(model.config):
             from rl.model.hybrid.delta_net import carry_states
 
@@ -44,9 +64,6 @@ class Policy(nn.Module):
             self.router.begin(layout, routes, observe)
         hidden = self._hidden(inputs, layout)[predict]  # [n, hidden]
         head = self.model.lm_head
-        if self.head_fp32 and hidden.dtype != torch.float32:
-            hidden = hidden.float()
-            head = Fp32Head.of(head)
         if top:
             return top_tokens(hidden, head, labels, temperature, *top, LOGITS_AT_ONCE)
         if labels.dim() > 1 or len(hidden) * len(head.weight) <= LOGITS_AT_ONCE:
@@ -58,10 +75,74 @@ class Policy(nn.Module):
         return log_prob, entropies if entropy == "loss" else entropies.detach()
 
     def reshard(self) -> None:
-        """Frees the parameters that FSDP has gathered. FSDP replaces this method; without it there is nothing to free."""
+        """Free the parameters that FSDP has gathered. FSDP replaces this method; without it there is nothing to free."""
 
     def _hidden(self, inputs: dict, layout) -> torch.Tensor:
         """[T, hidden]"""
         if self.takes_images:
-            return vision_forward.hidden_states(self.model.model, layout, **inputs)
+            from rl.model.vision_forward import hidden_states
+
+            return hidden_states(self.model.model, layout, **inputs)
         return self.model.model(**inputs, use_cache=False, layout=layout)[0][0]
+
+
+# ------------------------------------------------------------------------------------------------------ the check at the start
+
+
+@torch.no_grad()
+def check_policy(policy, path: str, name: str = "--model") -> None:
+    """Raise UserError if the policy's log-probs are not those of transformers. policy: on the CPU, not sharded, in fp32. name:
+    of the flag that gave the model."""
+    model = policy.model
+    where = f"{name} {path}"
+    generator = torch.Generator().manual_seed(0)  # a run's own numbers stay
+    prompts, responses = (torch.randint(256, (2, n, TOKENS), generator=generator) for n in (1, 2))  # [prompt, number, token]
+    special = getattr(model.config, "image_token_id", None), getattr(model.config, "video_token_id", None)
+    size = min(256, model.config.get_text_config().vocab_size, *(token for token in special if token is not None))
+    prompts, responses = prompts % size, responses % size
+    layout = Packed([TOKENS] * 6, after=[-1, 0, 0, -1, 3, 3])  # a prompt, its two responses, the other prompt, ...
+    inputs = layout.inputs(torch.cat([prompts, responses], 1).flatten())
+    if policy.takes_images:
+        inputs |= {"position_ids": layout.position_ids.expand(3, 1, -1), "images": None}
+    predict = torch.stack([s[TOKENS - 1 : -1] for s in layout.gather_index.split(layout.lengths)])  # [4, TOKENS]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # torchrun leaves each rank one thread, and the others wait
+    try:
+        found = policy(inputs, layout, predict.flatten(), responses.flatten(), 1.0, "none")[0]
+        expected = _by_transformers(model, torch.cat([prompts.expand(-1, 2, -1), responses], 2).flatten(0, 1))
+    except UserError as error:  # from rl/model/attention.py, which knows no model; or from rl/model/loading.py
+        raise error if where in str(error) else UserError(f"{where}: {error}") from None
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # anything: the model may take other arguments or have other shapes
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"{where}: {type(model).__name__} cannot be run on packed sequences ({reason}). {REMEDY}") from error
+    finally:
+        torch.set_num_threads(threads)
+    gaps = (found.view(2, 2, TOKENS) - expected.view(2, 2, TOKENS)).abs()
+    of_response, of_token = float(gaps.median(-1).values.max()), float(gaps.amin(0).max())
+    if not (of_response <= OF_RESPONSE and of_token <= OF_TOKEN):  # also true for NaN
+        raise UserError(
+            f"{where}: log-probs computed here differ from transformers' by {max(of_response, of_token):.2g}: the model does "
+            f"more than is computed here, or something reaches from one sequence of a packed row into the next. {REMEDY}"
+        )
+
+
+def _by_transformers(model, ids: torch.Tensor) -> torch.Tensor:
+    """Return the log-probs [4, TOKENS] of the second halves of ids [4, 2 * TOKENS], by transformers' own attention."""
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}.values()
+    ours = [config for config in configs if getattr(config, "_attn_implementation", None) == ATTENTION]
+    for config in ours:
+        config._attn_implementation = "eager"
+    plain = contextlib.nullcontext()
+    if linear_layers(model.config):
+        from rl.model.hybrid.delta_net import in_plain_torch
+
+        plain = in_plain_torch(model)
+    try:
+        with plain:
+            logits = model(input_ids=ids, use_cache=False).logits
+    finally:
+        for config in ours:
+            config._attn_implementation = ATTENTION
+    return logits[:, TOKENS - 1 : -1].float().log_softmax(-1).gather(2, ids[:, TOKENS:, None]).squeeze(2)

@@ -2,18 +2,17 @@
 
 Models that would train wrongly or crash late are refused here, in a message that says what to do. `check_model` looks at config
 and tokenizer before any weight is read; rl/model/loading.py reads the weights, and refuses files that hold only a part of them.
-rl/model/forward_check.py compares the model's forward pass with ours.
+rl/model/policy.py compares the model's forward pass with ours.
 """
 
-from __future__ import annotations
-
 import functools
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
-import torch.distributed
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -23,14 +22,15 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import logging
 
-from rl.data.image_prompts import FAMILIES, takes_images
 from rl.errors import UserError
 from rl.hub.tensor_reader import find
 from rl.model.attention import ATTENTION, check_supported, linear_layers
-from rl.model.grouped_experts import experts_implementation
+from rl.ranks import device
 
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")  # of images and text, model_type
 GENERATION = "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # The learner and the embedded engine use these modules.
@@ -38,6 +38,29 @@ MODULES = ("model.embed_tokens", "model.layers", "model.norm", "lm_head")
 DEMOS = ("demo", "demo-moe", "demo-hybrid", "demo-vl", "demo-calculator")  # made by examples/demo
 MODULES_WITH_IMAGES = ("model.visual.blocks", "model.language_model.layers", "model.language_model.embed_tokens", "lm_head")
 logging.disable_progress_bar()  # "Loading weights" once per model and rank would bury the run's own lines
+
+
+@dataclass
+class RouterArgs:
+    """The routers of a mixture of experts."""
+
+    router_replay: Literal["off", "R2", "R3"] = "off"
+    """Train each token with the experts that were chosen for it before: R2 when its old log-prob was computed, R3 when the
+    generator sampled it. off chooses again in every pass."""
+
+
+def takes_images(config: PretrainedConfig) -> bool:
+    """Whether the model takes images and text: by its family, because transformers has such a model for the config, or, with
+    code of its own, because its config has a tower."""
+    kind = getattr(config, "model_type", None)
+    if kind in FAMILIES or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return True
+    return kind not in CONFIG_MAPPING and getattr(config, "vision_config", None) is not None
+
+
+def has_experts(config: PretrainedConfig) -> bool:
+    """Whether the model is a mixture of experts."""
+    return bool(getattr(config.get_text_config(), "num_experts_per_tok", None))
 
 
 def resolve(model: str) -> str:
@@ -75,19 +98,9 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, name: str = "--mo
 # ------------------------------------------------------------------------------------- checks before the weights
 
 
-class ModelFlags(Protocol):
-    """The flags of a script that the model must fit. Lengths in tokens."""
-
-    max_prompt_length: int
-    max_response_length: int
-    max_tokens_per_micro_batch: int | Literal["auto"]
-    sequence_parallel: int
-    trust_remote_code: bool
-
-
-def check_model(path: str, tokenizer: PreTrainedTokenizerBase, args: ModelFlags, name: str = "--model") -> None:
-    """Raises UserError for a model or tokenizer that cannot be trained with these flags. Reads no weights. name: of the flag
-    that gave the model."""
+def check_model(path: str, tokenizer: PreTrainedTokenizerBase, args, name: str = "--model") -> None:
+    """Raise UserError for a model or tokenizer that cannot be trained with these flags. Reads no weights. args: a script's.
+    name: of the flag that gave the model."""
     config = load_config(path, args.trust_remote_code, name)
     where = f"{name} {path}"
     model = _check_modules(config, where, args.trust_remote_code)
@@ -99,13 +112,16 @@ def check_model(path: str, tokenizer: PreTrainedTokenizerBase, args: ModelFlags,
         check_flags(text, args, samples=name == "--model" and hasattr(args, "engine"))
     check_lengths(text, args)
     check_supported(text, where, args.max_prompt_length + args.max_response_length)
-    check_heads(config, args.sequence_parallel)
+    if args.sequence_parallel > 1:
+        from rl.model.sequence_parallel import check_heads
+
+        check_heads(config, args.sequence_parallel)
     _check_tokenizer(text, tokenizer, where)
     _check_end_tokens(end_token_ids(path, tokenizer, args.trust_remote_code, name), text, tokenizer, where)
 
 
-def check_lengths(config: PretrainedConfig, args: ModelFlags) -> None:
-    """Raises UserError if prompt + response fit neither the model's context nor one micro-batch."""
+def check_lengths(config: PretrainedConfig, args) -> None:
+    """Raise UserError if prompt + response fit neither the model's context nor one micro-batch."""
     prompt, response = args.max_prompt_length, args.max_response_length
     own, shared_by = args.max_tokens_per_micro_batch, args.sequence_parallel
     context = getattr(config, "max_position_embeddings", None)
@@ -122,7 +138,7 @@ def check_lengths(config: PretrainedConfig, args: ModelFlags) -> None:
 
 
 def _check_modules(config: PretrainedConfig, where: str, trust_remote_code: bool) -> PreTrainedModel:
-    """Returns the model without weights. Raises UserError if it lacks modules: the learner shards `model.layers` and takes
+    """Returns the model without weights. Raise UserError if it lacks modules: the learner shards `model.layers` and takes
     log-probs from `lm_head`."""
     if takes_images(config) and config.model_type not in FAMILIES:
         raise UserError(
@@ -186,12 +202,16 @@ def auto_class(config: PretrainedConfig) -> type:
 def computed(config: PretrainedConfig) -> dict[str, object]:
     """Options of transformers: the ways in which layers are computed. A vision tower attends within each image, by "sdpa"."""
     attention = {"text_config": ATTENTION, "vision_config": "sdpa"} if takes_images(config) else ATTENTION
-    experts = experts_implementation()
-    return {"attn_implementation": attention} | ({"experts_implementation": experts} if experts else {})
+    options = {"attn_implementation": attention}
+    if has_experts(config) and device.kind() == "npu":
+        from rl.model.grouped_experts import experts_implementation
+
+        options["experts_implementation"] = experts_implementation()
+    return options
 
 
 def _check_tokenizer(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
-    """Raises UserError for the tokenizer of another model: one with ids that have no embedding, or far too few tokens."""
+    """Raise UserError for the tokenizer of another model: one with ids that have no embedding, or far too few tokens."""
     vocabulary = tokenizer.get_vocab()
     rows = config.vocab_size
     remedy = "It belongs to another model, or was saved incompletely: copy the model's own files next to the weights."
@@ -234,7 +254,7 @@ def end_token_ids(
 
 
 def generation_config(path: str, name: str = "--model") -> GenerationConfig | None:
-    """The model's generation_config.json; None if it has none, as many models. Raises UserError if it cannot be read."""
+    """The model's generation_config.json; None if it has none, as many models. Raise UserError if it cannot be read."""
     if not (file := find(path, GENERATION, download=True)):
         return None
     try:
@@ -244,7 +264,7 @@ def generation_config(path: str, name: str = "--model") -> GenerationConfig | No
 
 
 def _check_end_tokens(ids: set[int], config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
-    """Raises UserError if no response could ever end before its limit."""
+    """Raise UserError if no response could ever end before its limit."""
     known = {token for token in ids if token < config.vocab_size and tokenizer.convert_ids_to_tokens(token) is not None}
     if not known:
         named = f"the end token {sorted(ids)} is not in the vocabulary" if ids else "no eos_token_id is named"
@@ -258,24 +278,6 @@ def reason_of(error: BaseException) -> str:
     """The error's message on one line of at most 300 characters, without transformers' list of all its classes."""
     text = str(error).partition("Model type should be one of")[0].strip()
     return " ".join((text or type(error).__name__).split())[:300]
-
-
-def check_heads(config: PretrainedConfig, size: int) -> None:
-    """Raises UserError for a model whose attention heads `size` ranks cannot share evenly."""
-    if size == 1:
-        return
-    text = config.get_text_config()
-    given = f"--sequence-parallel {size}"
-    heads = text.num_attention_heads
-    kv = getattr(text, "num_key_value_heads", None) or heads
-    if heads % size:
-        raise UserError(f"{given}: between its ranks attention is split by heads, and the model has {heads}. Take a divisor.")
-    if kv % size and size % kv:
-        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
-        raise UserError(
-            f"{given}: the model has {kv} heads of keys and values, which its ranks can neither divide nor share evenly. Take "
-            f"one of {', '.join(map(str, fitting))}."
-        )
 
 
 def check_vocabulary(path: str, args, policy: str, flag: str, whose: str) -> PreTrainedTokenizerBase:

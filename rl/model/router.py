@@ -11,9 +11,7 @@ which the K largest are taken (such as DeepSeek's), which cannot be replayed her
 """
 
 import re
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import numpy as np
 import torch
@@ -28,32 +26,16 @@ KNOWN = {f"{family}TopKRouter" for family in FAMILIES}  # classes of transformer
 UNKNOWN = -1  # in routes to be replayed: a token without a record chooses freely
 
 
-@dataclass
-class RouterArgs:
-    """The routers of a mixture of experts, and the output head."""
-
-    router_replay: Literal["off", "R2", "R3"] = "off"
-    """Train each token with the experts that were chosen for it before: R2 when its old log-prob was computed, R3 when the
-    generator sampled it. off chooses again in every pass."""
-    moe_router_dtype: Literal["float32", "auto"] = "float32"
-    """Precision of the routers' logits, in the learner and in the embedded engine; auto takes that of their layers. vLLM
-    ignores this."""
-    lm_head_fp32: bool = False
-    """Multiply with the output head in fp32, in the learner and in the engines, where the model computes in bf16: their
-    log-probs are closer, for a slower product (rl/model/head/precision.py)."""
-
-
 class Router:
     """All routers of one model: their forward passes become methods of this class. It only knows the last forward pass."""
 
     @staticmethod
-    def of(model: nn.Module, args: RouterArgs) -> "Router | None":
+    def of(model: nn.Module) -> "Router | None":
         """None for a model without known routers."""
-        return Router(model, args.moe_router_dtype) if routers(model) else None
+        return Router(model) if routers(model) else None
 
-    def __init__(self, model: nn.Module, dtype: Literal["float32", "auto"] = "float32"):
+    def __init__(self, model: nn.Module):
         self.gates = list(routers(model).values())
-        self.dtype = torch.float32 if dtype == "float32" else None
         self.experts, self.per_token = self.gates[0].num_experts, self.gates[0].top_k  # E, K
         for number, (layer, gate) in enumerate(routers(model).items()):
             model.get_submodule(layer).register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -88,8 +70,7 @@ class Router:
         """hidden_states [..., hidden] -> (logits [T, E], weights [T, K], experts [T, K]), as transformers' routers."""
         gate = self.gates[number]
         hidden = hidden_states.reshape(-1, gate.hidden_dim)
-        dtype = self.dtype or hidden_states.dtype
-        logits = F.linear(hidden.to(dtype), gate.weight.to(dtype))
+        logits = F.linear(hidden.float(), gate.weight.float())  # in bf16 close experts would change places
         probs = logits.softmax(-1, dtype=torch.float32)
         experts = self._choose(number, probs)
         weights = probs.gather(1, experts)
@@ -100,7 +81,7 @@ class Router:
     def _choose(self, number: int, probs: torch.Tensor) -> torch.Tensor:
         """probs [T, E] -> experts [T, K]."""
         probs = probs.detach()  # in a graph, topk would keep a tensor that the recomputation, which skips it, lacks
-        if self._entered is None:  # not announced: a check at the start (rl/model/forward_check.py)
+        if self._entered is None:  # not announced: a check at the start (rl/model/policy.py)
             return probs.topk(self.per_token).indices
         if self._entered is not self._layout:
             raise RuntimeError("a layer is computed again after another forward pass, which has replaced its experts")
@@ -169,7 +150,7 @@ def layer_numbers(model: nn.Module) -> list[int]:
     return [int(name.rpartition(".")[2]) for name in routers(model)]
 
 
-def check_replay(args: RouterArgs, model: nn.Module, where: str) -> None:
+def check_replay(args, model: nn.Module, where: str) -> None:
     """Raises UserError if routes are to be replayed and the model has no known router."""
     if args.router_replay != "off" and not routers(model):
         raise UserError(
@@ -200,7 +181,7 @@ def check_record(routes: np.ndarray) -> None:
         )
 
 
-def routes_for(args: RouterArgs, micro, device: torch.device) -> torch.Tensor | None:
+def routes_for(args, micro, device: torch.device) -> torch.Tensor | None:
     """The routes that the micro-batch's forward pass replays, on the device. Raises UserError if the generator's routes are
     wanted and missing."""
     if args.router_replay == "R3" and micro.routes is None and micro.has_responses:

@@ -10,8 +10,6 @@ A rank computes the images whose tokens are in its piece. Left out: tensor paral
 says why).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -19,6 +17,7 @@ import math
 import torch
 import torch.distributed
 import torch.nn.functional as F
+from transformers import PretrainedConfig
 
 from rl.errors import UserError
 from rl.model.attention import Packed
@@ -34,6 +33,22 @@ def share_sequences(ranks: Ranks, size: int) -> Ranks:
             f"--sequence-parallel {size} does not divide the {ranks.world_size} learners. Take a divisor of their number."
         )
     return dataclasses.replace(ranks, sequence_parallel=size)
+
+
+def check_heads(config: PretrainedConfig, size: int) -> None:
+    """Raise UserError for a model whose attention heads `size` ranks cannot share evenly."""
+    text = config.get_text_config()
+    given = f"--sequence-parallel {size}"
+    heads = text.num_attention_heads
+    kv = getattr(text, "num_key_value_heads", None) or heads
+    if heads % size:
+        raise UserError(f"{given}: between its ranks attention is split by heads, and the model has {heads}. Take a divisor.")
+    if kv % size and size % kv:
+        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
+        raise UserError(
+            f"{given}: the model has {kv} heads of keys and values, which its ranks can neither divide nor share evenly. Take "
+            f"one of {', '.join(map(str, fitting))}."
+        )
 
 
 class Piece:

@@ -32,7 +32,7 @@ class Response:
     routes: np.ndarray | None = None  # [n - 1, L, K] uint8 or uint16, experts of all but the last token (rl/model/router.py)
     rewards: list | None = None  # [token, reward] of each turn, which sum to the score; None: the last token gets the score
     histories: list[int] | None = None  # lengths: the first follows the group's prompt, the others attend only to themselves
-    support: np.ndarray | None = None  # [n, K] int32, tokens that could be sampled in each place (rl/model/head/support.py)
+    support: np.ndarray | None = None  # [n, K] int32, tokens that could be sampled in each place (rl/model/sampling_mask.py)
 
     @property
     def sampled(self) -> int:

@@ -213,8 +213,7 @@ def test_first_values_depend_on_the_seed_alone(models, ranks):
 
 def test_a_frozen_head_has_no_gradient_computed(models, ranks, monkeypatch):
     """Where logits are computed in chunks, too."""
-    from rl.model import policy
-    from rl.model.head import log_probs
+    from rl.model import log_probs, policy
 
     monkeypatch.setattr(policy, "LOGITS_AT_ONCE", 300)
     learner, batch = learner_of(models["qwen2-untied"], ranks), sequences()

@@ -22,9 +22,8 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from rl.data import image_prompts, images
 from rl.data.args import DataArgs
-from rl.data.images import ImageError
 from rl.data.prompts import PromptOrder
-from rl.errors import UserError
+from rl.errors import ImageError, UserError
 from rl.learning.batch import MicroBatch
 from rl.learning.batch_images import _THREAD, BatchImages
 from rl.model.loading import load_weights
@@ -174,7 +173,7 @@ def test_a_huge_image_is_refused_by_its_header():
 @pytest.mark.parametrize("kind", KINDS)
 def test_pixels_and_tokens_are_those_of_transformers(vlms, kind):  # noqa: F811
     """For plain images, which both libraries decode alike. Tokens are counted from the header alone."""
-    prep = image_prompts.ImagePrep.of(vlms[kind], AutoConfig.from_pretrained(vlms[kind]), DataArgs())
+    prep = image_prompts.ImagePrep(vlms[kind], AutoConfig.from_pretrained(vlms[kind]), DataArgs())
     theirs = AutoImageProcessor.from_pretrained(vlms[kind], backend="pil")
     for width, height in [(90, 60), (3, 40), (400, 30), (700, 500), (1, 1)]:
         image = picture(width, height, seed=width)
@@ -187,7 +186,7 @@ def test_pixels_and_tokens_are_those_of_transformers(vlms, kind):  # noqa: F811
 
 def test_limits_of_pixels(vlms):  # noqa: F811
     config = AutoConfig.from_pretrained(vlms["qwen3-vl"])
-    of = lambda **flags: image_prompts.ImagePrep.of(vlms["qwen3-vl"], config, DataArgs(**flags))  # noqa: E731
+    of = lambda **flags: image_prompts.ImagePrep(vlms["qwen3-vl"], config, DataArgs(**flags))  # noqa: E731
     assert of(max_pixels=4 * 32**2).count(900, 900) == 4 and of(min_pixels=9 * 32**2).count(8, 8) == 9
     data = encoded(picture(300, 300))
     digests = {of(**flags).expand([config.image_token_id], [data])[1].digest for flags in ({}, {"max_pixels": 4 * 32**2})}

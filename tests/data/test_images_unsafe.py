@@ -13,8 +13,7 @@ from test_vision import dataset, vlms  # noqa: F401  (a fixture)
 from tiny_vlm import picture, row
 
 from rl.data import images
-from rl.data.images import ImageError
-from rl.errors import UserError
+from rl.errors import ImageError, UserError
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\nshowpage\n%%EOF\n"
 

@@ -314,7 +314,6 @@ def test_verls_own_default_estimator_has_a_critic_with_verls_numbers():
          {"overlong-buffer-len": 128}),
         ("A.actor.router_replay.mode=R3 A.rollout.enable_rollout_routing_replay=True", {"router-replay": "R3"}),
         ("A.actor.router_replay.mode=R2", {"router-replay": "R2"}),
-        ("+A.actor.megatron.override_transformer_config.moe_router_dtype=fp32", {"moe-router-dtype": "float32"}),
         ("A.actor.optim.betas=[0.9,0.95]", {"adam-beta1": 0.9, "adam-beta2": 0.95}),
         ("A.model.lora_rank=32", {"lora-rank": 32, "lora-alpha": 16}),
         ("A.model.lora_rank=8 A.model.lora_alpha=32 A.model.target_modules=[q_proj,v_proj] A.model.lora_adapter_path=a/b",

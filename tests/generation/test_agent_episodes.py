@@ -12,7 +12,7 @@ from test_episodes import ANSWER, TURN, Played, finish, make, script
 from rl.generation.agent_episodes import AgentEpisodes
 from rl.generation.engine import Output, Request, SamplingParams
 from rl.learning.batch import Batch, MicroBatch
-from rl.model.head import support
+from rl.model import sampling_mask
 from rl.samples.group import Group
 
 SUB, OTHER = [40, 41], [50, 51, 52]  # prompts of further histories
@@ -196,7 +196,7 @@ def test_what_is_paused_continues_in_its_history():
 @pytest.mark.parametrize("flags", [{}, {"keep_sampling_mask": True, "top_k": 2}])
 def test_a_further_history_has_what_the_flags_keep_of_each_token(flags):
     """A KV cache of its own (--partial-rollout keep), and what its tokens were sampled from (--keep-sampling-mask)."""
-    width, kept = support.most_tokens(SimpleNamespace(**{"keep_sampling_mask": False, "top_k": -1} | flags)), []
+    width, kept = sampling_mask.most_tokens(SimpleNamespace(**{"keep_sampling_mask": False, "top_k": -1} | flags)), []
     record = np.arange(9 * width, dtype=np.int32).reshape(9, width)
 
     class Keeps(ScriptedEngine):
@@ -216,7 +216,7 @@ def test_a_further_history_has_what_the_flags_keep_of_each_token(flags):
     (response,) = finish(generator).responses
     assert response.histories == [9, 11] and kept == [([2, 3], None), (SUB, None), ([2, 3], 3), (SUB, 3)]
     if width:
-        expected = [record, np.full((2, width), support.NOTHING), record]
+        expected = [record, np.full((2, width), sampling_mask.NOTHING), record]
         assert np.array_equal(response.support, np.concatenate(expected))
 
 

@@ -13,8 +13,8 @@ from scripted import ScriptedEngine
 
 import train_async
 import train_sync
-from rl.data.images import ImageError
 from rl.data.prompts import Prompt
+from rl.errors import ImageError
 from rl.generation.engine import Output, Request, SamplingParams, request_seed
 from rl.generation.episodes import Episodes
 from rl.generation.generator import Generator
@@ -487,7 +487,7 @@ def test_log_probs_of_an_episode_agree_with_a_forward_pass(models):
 def test_the_routes_of_added_tokens_are_known(models):
     """--router-replay R3: every token but the last has its experts, those that one pass over the whole episode chooses."""
     from rl.generation.embedded.engine import TransformersEngine
-    from rl.model.router import RouterArgs
+    from rl.model.pretrained import RouterArgs
 
     def engine_of():
         router = RouterArgs(router_replay="R3")

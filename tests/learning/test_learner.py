@@ -18,7 +18,7 @@ from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.learner import Learner
 from rl.learning.optimizer import lr_factor
-from rl.model.head import log_probs as log_probs_module
+from rl.model import log_probs as log_probs_module
 
 BUDGETS = [32, 100, 4096]
 

@@ -18,10 +18,9 @@ from rl.generation.embedded.engine import TransformersEngine
 from rl.learning.batch import Batch, MicroBatch
 from rl.model import router
 from rl.model.attention import ATTENTION
-from rl.model.forward_check import check_policy
 from rl.model.hybrid import chain, delta_net, rule
 from rl.model.hybrid.chain import Chain
-from rl.model.policy import Policy
+from rl.model.policy import Policy, check_policy
 from rl.model.pretrained import check_model
 
 EXPERTS = MOE | dict(num_experts=4, shared_expert_intermediate_size=32)

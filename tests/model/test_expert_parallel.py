@@ -8,13 +8,10 @@ import torch
 from helpers import run_script
 from layouts import ALONE, CASES, GROUPS, assert_taught_the_same, learn_on
 from safetensors.torch import load_file
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from rl.errors import UserError
-from rl.model.expert_parallel import fetch_ahead, share_experts
+from rl.model.expert_parallel import share_experts
 from rl.ranks.dist import Ranks
 
 TIGHT = {"max_tokens_per_micro_batch": 40, "gradient_checkpointing": True}
@@ -39,6 +36,7 @@ def alone(models):
     return learn_on(1, {"alone": [models["moe"], ALONE]})
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_that_share_experts_are_taught_what_one_rank_is(models, alone, ranks):
     found = learn_on(ranks, {name: [models["moe"], flags] for name, flags in LAYOUTS[ranks].items()})
@@ -63,6 +61,7 @@ def lopsided(models, tmp_path) -> str:
     return str(tmp_path / "lopsided")
 
 
+@pytest.mark.runs
 @pytest.mark.slow
 def test_a_rank_whose_experts_nobody_chooses_takes_part(lopsided):
     case = {"grpo": ({"entropy_coeff": 0.1}, GROUPS)}
@@ -73,6 +72,7 @@ def test_a_rank_whose_experts_nobody_chooses_takes_part(lopsided):
     assert_taught_the_same(found, alone)
 
 
+@pytest.mark.runs
 @pytest.mark.slow
 def test_a_checkpoint_of_one_layout_is_read_in_another_bit_for_bit(models, tmp_path):
     def reshard(ranks: int, came_from, out: str, **flags) -> dict:
@@ -105,50 +105,3 @@ def test_a_checkpoint_of_one_layout_is_read_in_another_bit_for_bit(models, tmp_p
 def test_experts_that_cannot_be_divided_are_refused(learners, config, size, said):
     with pytest.raises(UserError, match=re.escape(said)):
         share_experts(Ranks(0, learners, 0, torch.device("cpu")), config, size)
-
-
-class Layer(nn.Module):
-    """A layer as fetch_ahead sees it: its own parameters, and separately sharded experts."""
-
-    def __init__(self):
-        super().__init__()
-        self.own, self.experts = nn.Linear(4, 4), nn.Module()
-        self.experts.gate_up_proj, self.experts.down_proj = (nn.Parameter(torch.randn(2, 4, 4)) for _ in range(2))
-        self.experts.forward = lambda x: x @ self.experts.gate_up_proj.sum(0) @ self.experts.down_proj.sum(0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.experts(self.own(x)).clone()
-
-
-@pytest.mark.parametrize("frozen", [0, 1])
-def test_the_next_layer_and_its_experts_are_gathered_before_a_layer_computes(ranks, monkeypatch, frozen):
-    """Layers that are not trained, as in a frozen tower, have no backward pass, so they are not gathered for one."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Layer() for _ in range(3)))
-    model[:frozen].requires_grad_(False)
-    names, events = {}, []
-    for number, layer in enumerate(model):
-        for name, module in (("experts", layer.experts), ("layer", layer)):
-            fully_shard(module, mesh=ranks.mesh["data"])
-            names[module._get_fsdp_state()._fsdp_param_group] = f"{name} {number}"
-        layer.register_forward_hook(lambda *_, number=number: events.append(f"forward {number}"))
-        layer.register_full_backward_hook(lambda *_, number=number: events.append(f"backward {number}"))
-    fully_shard(model, mesh=ranks.mesh["data"])
-    unshard = FSDPParamGroup.unshard
-
-    def recorded(group, *args, **kwargs):
-        events.append(names.get(group))
-        return unshard(group, *args, **kwargs)
-
-    monkeypatch.setattr(FSDPParamGroup, "unshard", recorded)
-    fetch_ahead(model)
-    model(torch.randn(1, 4, requires_grad=not frozen)).sum().backward()
-    middle = events.index("forward 2") + 1
-    forward, backward = events[:middle], events[middle:]
-    for ahead, computed in ((1, 0), (2, 1)):
-        for what in ("layer", "experts"):
-            assert forward.index(f"{what} {ahead}") < forward.index(f"forward {computed}"), forward
-            if computed < frozen:
-                assert f"{what} {computed}" not in backward, backward
-            else:
-                assert backward.index(f"{what} {computed}") < backward.index(f"backward {ahead}"), backward

@@ -1,148 +1,170 @@
-"""A trial pass finds and refuses models whose forward pass differs from that of the learner and the embedded engine.
+"""A model whose forward pass differs from the learner's, or that mixes the sequences of a packed row, is refused at the start.
 
-The engine and the learner agree with each other on all of these, so that no metric of a run would show it.
+Generators compute as the learner does, so that no metric of a run would show it. Nor does the config of most of these models.
 """
+
+import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
-from helpers import SMALL, run_script
+from helpers import DELTA, SMALL, run_script
 from transformers import AutoModelForCausalLM
 
 from examples.demo.sums import build_tokenizer
 from rl.errors import UserError
-from rl.generation.embedded.engine import TransformersEngine
-from rl.model.attention import check_supported
-from rl.model.forward_check import check_policy
+from rl.model.attention import ATTENTION, check_supported
 from rl.model.loading import load_weights
-from rl.model.policy import Policy
-from rl.model.pretrained import load_config
+from rl.model.policy import TOKENS, Policy, check_policy
+from rl.model.pretrained import FAMILIES, check_model, takes_images
 
 MIXTURE = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+LONGROPE = dict(rope_type="longrope", short_factor=[1.0 + i / 4 for i in range(8)], long_factor=[9.0] * 8, rope_theta=1e4)
+LONGROPE |= {"original_max_position_embeddings": 128}
 RIGHT = {
-    "LlamaConfig": {},
+    "LlamaConfig": dict(rope_parameters=LONGROPE),
     "Qwen2Config": dict(tie_word_embeddings=True),
     "Qwen3Config": dict(head_dim=16),
     "Qwen3MoeConfig": dict(head_dim=16, **MIXTURE),
     "Olmo2Config": {},
     "GemmaConfig": dict(head_dim=16),
     "PhiConfig": {},
+    "Phi3Config": dict(rope_parameters=LONGROPE, pad_token_id=0),
     "MistralConfig": dict(sliding_window=64),
     "GraniteConfig": dict(logits_scaling=1.0, attention_multiplier=0.3, embedding_multiplier=3.0, residual_multiplier=0.5),
     "CohereConfig": dict(logit_scale=1.0),
 }
-WRONG = {  # what they have -> config, its settings, what the message names
-    "scaled logits": ("GraniteConfig", dict(logits_scaling=4.0), "logits_scaling = 4.0"),
-    "scaled up": ("CohereConfig", dict(logit_scale=0.25), "logit_scale = 0.25"),
+DIFFERS = r"log-probs computed here differ from transformers' by"
+WRONG = {  # what they have -> config, its settings, what the message says
+    "scaled logits": ("GraniteConfig", dict(logits_scaling=4.0), DIFFERS),
+    "scaled up": ("CohereConfig", dict(logit_scale=0.25), DIFFERS),
     "capped attention": ("Gemma2Config", dict(head_dim=16, final_logit_softcapping=None, sliding_window=64), "soft-capping"),
-    "capped logits": (
-        "Gemma2Config",
-        dict(head_dim=16, attn_logit_softcapping=None, final_logit_softcapping=2.0),
-        "final_logit_",
-    ),
+    "capped logits": ("Gemma2Config", dict(head_dim=16, attn_logit_softcapping=None, final_logit_softcapping=2.0), DIFFERS),
     "sinks": ("GptOssConfig", dict(head_dim=16, sliding_window=64, **MIXTURE), "sinks"),
     "heads of two sizes": ("DeepseekV3Config", {}, "DeepseekV3ForCausalLM cannot be run"),
+    "heads of two sizes in one model": (
+        "Gemma4TextConfig",
+        dict(head_dim=16, global_head_dim=32, layer_types=["sliding_attention", "full_attention"], sliding_window=64),
+        "",
+    ),
     "no packing": ("StableLmConfig", {}, "StableLmForCausalLM cannot be run"),
-    "no causality": ("Gemma3TextConfig", dict(head_dim=16, use_bidirectional_attention=True), "bidirectional_attention = True"),
+    "no causality": ("Gemma3TextConfig", dict(head_dim=16, use_bidirectional_attention=True), DIFFERS),
+    "lightning": (
+        "MiniMaxConfig",
+        dict(head_dim=16, num_local_experts=2, layer_types=["linear_attention", "full_attention"]),
+        "",
+    ),
+    "hybrid": ("OlmoHybridConfig", {n: x for n, x in DELTA.items() if n != "head_dim"} | {"linear_num_value_heads": 2}, ""),
+    "convolutions": ("Lfm2Config", dict(layer_types=["conv", "full_attention"]), ""),
 }
 
 
-def save(path, kind: str, dtype=torch.float32, **settings) -> str:
+def policy_of(kind: str, **settings) -> Policy:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(getattr(transformers, kind)(**SMALL | settings), dtype=dtype)
-    model.save_pretrained(path)
-    return str(path)
+    config = getattr(transformers, kind)(**SMALL | settings)
+    return Policy(AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval())
 
 
-def check_learner(path: str) -> None:
-    check_policy(Policy(load_weights(path, torch.float32)), path)
-
-
-def check_both(path: str, dtype=torch.float32) -> None:
-    check_learner(path)
-    TransformersEngine(path, max_length=32, dtype=dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", RIGHT)
-def test_models_that_are_computed_in_full_pass(tmp_path, kind, dtype):
-    check_both(save(tmp_path, kind, **RIGHT[kind]), dtype)
+def test_models_that_are_computed_in_full_pass(kind):
+    check_policy(policy_of(kind, **RIGHT[kind]), "x")
 
 
-@pytest.mark.parametrize(
-    "start", [check_learner, lambda path: TransformersEngine(path, max_length=32)], ids=["learner", "engine"]
-)
 @pytest.mark.parametrize("case", WRONG)
-def test_models_that_do_more_are_refused(tmp_path, case, start):
-    kind, settings, named = WRONG[case]
-    with pytest.raises(UserError, match=named):
-        start(save(tmp_path, kind, **settings))
+def test_models_that_do_more_are_refused(case):
+    kind, settings, said = WRONG[case]
+    with pytest.raises(UserError, match=f"--model x: .*{said}"):
+        check_policy(policy_of(kind, **settings), "x")
 
 
-@pytest.mark.parametrize("kind", ["LlamaConfig", "MistralConfig"])
-def test_a_model_with_a_forward_pass_of_its_own_is_refused(tmp_path, kind, monkeypatch):
-    """Code that comes with a model may have one. The config does not show it."""
-    path = save(tmp_path, kind, sliding_window=None)
-    kind = getattr(transformers, kind.replace("Config", "ForCausalLM"))
-    forward = kind.forward
+def test_a_forward_pass_of_the_models_own_is_refused(monkeypatch):
+    """Code that comes with a model may have one."""
+    policy = policy_of("LlamaConfig")
+    forward = type(policy.model).forward
 
     def scaled(self, *arguments, **options):
         out = forward(self, *arguments, **options)
         out.logits = out.logits * 1.01
         return out
 
-    monkeypatch.setattr(kind, "forward", scaled)
-    for start in (check_learner, lambda path: TransformersEngine(path, max_length=32)):
-        with pytest.raises(UserError, match=r"differ from transformers' by 0\.0"):
-            start(path)
+    monkeypatch.setattr(type(policy.model), "forward", scaled)
+    with pytest.raises(UserError, match=rf"{DIFFERS} 0\.0"):
+        check_policy(policy, "x")
 
 
-def looks_back_in_the_row(module, args, out):
-    """Mix the previous token of the row into each token. At the start of a response that token belongs to another response."""
-    return out + 0.5 * out.roll(1, dims=1) * (torch.arange(out.shape[1]) > 0)[:, None]
+# ------------------------------------------------------------------------------------------- sequences that see each other
 
 
-def counts_from_the_row(module, args, out):
-    """Learned positions, counted from the start of the row."""
-    return out + torch.linspace(-1, 1, 64 * out.shape[2]).view(64, -1).sin()[: out.shape[1]]
+def shifted(x: torch.Tensor, by: int = 1) -> torch.Tensor:
+    """x [B, T, C] -> what is this many tokens earlier in each row, zeros where there is nothing."""
+    return F.pad(x, (0, 0, by, 0))[:, : x.shape[1]]
 
 
-@pytest.mark.parametrize("hook", [looks_back_in_the_row, counts_from_the_row])
+def convolution(x: torch.Tensor) -> torch.Tensor:
+    """Causal, four tokens wide."""
+    return F.silu(sum(weight * shifted(x, by) for by, weight in enumerate((1.0, 0.4, -0.3, 0.2))))
+
+
+def decay(x: torch.Tensor, segments: list[tuple[int, int, int]], keep: float = 0.8) -> torch.Tensor:
+    """A state that decays, over segments (begin, end, the one whose last state they begin with, or -1)."""
+    states, out = [], torch.empty_like(x)
+    for begin, end, before in segments:
+        state = states[before] if before >= 0 else torch.zeros_like(x[:, 0])
+        for t in range(begin, end):
+            state = keep * state + (1 - keep) * x[:, t]
+            out[:, t] = state
+        states.append(state)
+    return x + out
+
+
+def of_row(*before: int):
+    """A state in the packed row of the check, whose six segments begin with the last state of these segments."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        if len(x) > 1:
+            return decay(x, [(0, x.shape[1], -1)])
+        ends = torch.tensor([TOKENS] * 6).cumsum(0).tolist()
+        return decay(x, list(zip([0, *ends], ends, before, strict=False)))
+
+    return run
+
+
+LEAKS = {
+    "shift": lambda x: x + 0.5 * shifted(x),
+    "convolution": convolution,
+    "state": lambda x: decay(x, [(0, x.shape[1], -1)]),
+    "state that only prompts reset": of_row(-1, 0, 1, -1, 3, 4),
+    "state that only responses take over": of_row(-1, 0, 0, 2, 3, 3),
+    "first prompt's state for all": of_row(-1, 0, 0, -1, 0, 0),
+    "learned positions in the row": lambda x: x + torch.linspace(-1, 1, 64 * x.shape[2]).view(64, -1).sin()[: x.shape[1]],
+}
+LAYERS = {"all layers": slice(None), "the first": slice(0, 1), "the last": slice(-1, None)}
+CASES = [(leak, layers) for leak in LEAKS for layers in LAYERS]
+CASES.remove(("state that only responses take over", "the last"))  # nobody sees what prompts get there
+
+
+def changed(policy: Policy, leak, layers: slice) -> Policy:
+    """The policy with the leak in front of these layers' MLPs."""
+    for layer in policy.model.model.layers[layers]:
+        layer.mlp.register_forward_pre_hook(lambda _, args: (leak(args[0]), *args[1:]))
+    return policy
+
+
+@pytest.mark.parametrize(("leak", "layers"), CASES)
 @pytest.mark.parametrize("kind", ["LlamaConfig", "Qwen3MoeConfig"])
-def test_a_model_that_is_right_for_the_first_sequence_of_a_row_alone_is_refused(tmp_path, kind, hook):
-    model = load_weights(save(tmp_path, kind, **RIGHT[kind]), torch.float32)
-    check_policy(Policy(model), "x")
-    model.model.embed_tokens.register_forward_hook(hook)
-    with pytest.raises(UserError, match="differ from transformers' by"):
-        check_policy(Policy(model), "x")
+def test_what_crosses_sequences_is_refused(kind, leak, layers):
+    """In the last layer a shift reaches only one token of each response."""
+    with pytest.raises(UserError, match=DIFFERS):
+        check_policy(changed(policy_of(kind, **RIGHT[kind]), LEAKS[leak], LAYERS[layers]), "x")
 
 
-def test_one_token_that_is_wrong_is_seen(tmp_path):
-    model = load_weights(save(tmp_path, "LlamaConfig"), torch.float32)
-
-    class Last(Policy):
-        def forward(self, *args):
-            log_prob, entropy = super().forward(*args)
-            log_prob[-1] += 0.02
-            return log_prob, entropy
-
-    with pytest.raises(UserError, match=r"by 0\.02 \(0\.01 is allowed"):
-        check_policy(Last(model), "x")
+def test_a_state_that_follows_the_sequences_passes():
+    """Each response begins with the state of its prompt: what is refused above is the leak, not the state."""
+    check_policy(changed(policy_of("LlamaConfig"), of_row(-1, 0, 0, -1, 3, 3), slice(None)), "x")
 
 
-class NotANumber(Policy):
-    def forward(self, *args):
-        log_probs, *others = super().forward(*args)
-        return (log_probs * torch.nan, *others)
-
-
-def test_not_a_number_is_not_within_the_tolerance(tmp_path):
-    model = load_weights(save(tmp_path, "LlamaConfig"), torch.float32)
-    with pytest.raises(UserError, match="differ from transformers' by nan"):
-        check_policy(NotANumber(model), "x")
-    model.lm_head.weight.data[3] = torch.nan
-    with pytest.raises(UserError, match="its log-probs are NaN, as transformers computes them"):
-        check_policy(Policy(model), "x")
+# ---------------------------------------------------------------------------------------------------- refused by the config
 
 
 WINDOWS = [
@@ -168,24 +190,24 @@ def test_a_window_that_is_turned_off_is_none(settings):
     check_supported(transformers.Qwen2Config(**SMALL | dict(sliding_window=16) | settings), "x", longest=10**6)
 
 
-def test_a_window_that_the_config_does_not_tell_ends_the_run_when_a_sequence_outgrows_it(tmp_path):
-    model = load_weights(save(tmp_path, "MistralConfig", sliding_window=16), torch.float32)
-    check_policy(Policy(model), "x")  # 16 tokens
-    model.config.sliding_window = 15
-    with pytest.raises(UserError, match="15 tokens"):
-        check_policy(Policy(model), "x")
+def test_a_window_that_the_config_does_not_tell_ends_the_run_when_a_sequence_outgrows_it():
+    policy = policy_of("MistralConfig", sliding_window=2 * TOKENS)
+    check_policy(policy, "x")
+    policy.model.config.sliding_window = 2 * TOKENS - 1
+    with pytest.raises(UserError, match=r"--model x: .*15 tokens"):
+        check_policy(policy, "x")
 
 
-def test_layers_of_another_kind_are_refused():
-    """Those that config.json calls linear attention are judged by their class (test_delta_net.py)."""
-    config = transformers.LlamaConfig(**SMALL)
+def llama(layers: int = 2, **more):
+    return transformers.LlamaConfig(**SMALL | {"num_hidden_layers": layers}, **more)
+
+
+def test_layers_that_attend_in_other_ways_are_refused():
+    """Llama 4 scales queries beyond token 8,192 of a row, even if all its sequences are short."""
+    config = llama()
     config.layer_types = ["conv", "full_attention"]
     with pytest.raises(UserError, match="of type conv"):
         check_supported(config, "x", longest=8)
-
-
-def test_queries_scaled_by_their_place_in_the_row_are_refused():
-    """Llama 4 scales them beyond token 8,192 of a row, even if all its sequences are short."""
     config = transformers.Llama4TextConfig(**SMALL | {"num_hidden_layers": 4}, layer_types=["full_attention"] * 4)
     with pytest.raises(UserError, match=r"attn_temperature_tuning.*below 8192 tokens"):
         check_supported(config, "x", longest=16)
@@ -193,31 +215,47 @@ def test_queries_scaled_by_their_place_in_the_row_are_refused():
     check_supported(config, "x", longest=16)
 
 
-def test_layers_with_heads_of_two_sizes_are_refused():
-    sizes = dict(head_dim=16, global_head_dim=32, layer_types=["sliding_attention", "full_attention"], sliding_window=64)
-    config = transformers.Gemma4TextConfig(**SMALL | sizes)
-    with pytest.raises(UserError, match="its layers differ in head_dim"):
-        check_supported(config, "x", longest=16)
+@pytest.mark.parametrize("rope", [LONGROPE, {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}])
+def test_rotary_embeddings_that_depend_on_the_batch_are_refused_beyond_their_first_range(rope):
+    config = llama(rope_parameters=rope | {"original_max_position_embeddings": 64})
+    check_supported(config, "x", longest=64)
+    with pytest.raises(UserError, match=f"{rope['rope_type']}.*beyond 64 tokens"):
+        check_supported(config, "x", longest=65)
 
 
-def test_rotary_embeddings_that_depend_on_the_batch_are_refused_beyond_their_first_range():
-    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    for rope in ({"rope_type": "longrope", **factors}, {"rope_type": "dynamic", "factor": 4.0}):
-        rope |= {"original_max_position_embeddings": 64, "rope_theta": 1e4}
-        config = transformers.LlamaConfig(**SMALL, rope_parameters=rope)
-        check_supported(config, "x", longest=64)
-        with pytest.raises(UserError, match=f"{rope['rope_type']}.*beyond 64 tokens"):
-            check_supported(config, "x", longest=65)
+BOTH = ["Fuyu", "Gemma3", "Llama4", "Mllama", "Qwen3_5", "Qwen3_5Moe"]  # transformers has a class for text alone, too
 
 
-@pytest.mark.parametrize("script", ["train_sync.py", "train_one_step_off.py", "train_async.py"])
-def test_a_script_ends_with_the_reason(tmp_path, script):
-    path = save(tmp_path / "model", "GraniteConfig", logits_scaling=4.0)
-    build_tokenizer().save_pretrained(path)
-    flags = ["--model", path, "--total-training-steps", 1, "--output-dir", tmp_path / "runs"]
-    done = run_script(script, *flags, ranks=None if script == "train_sync.py" else 2, check=False, timeout=120)
-    assert done.returncode == 1 and done.stderr.count("error:") == 1
-    assert "differ from transformers' by" in done.stderr and "logits_scaling = 4.0" in done.stderr
+def test_which_models_take_images():
+    """By transformers' classes; code that comes with a model is judged by its family and its tower."""
+    for kind in [*BOTH, "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Llava"]:
+        assert takes_images(getattr(transformers, f"{kind}Config")()), kind
+    for kind in ["Qwen3_5Text", "Gemma3Text", "Llama", "Qwen3Moe", "CLIP"]:
+        assert not takes_images(getattr(transformers, f"{kind}Config")()), kind
+    assert takes_images(types.SimpleNamespace(model_type=FAMILIES[0]))
+    assert takes_images(types.SimpleNamespace(model_type="mine", vision_config={"depth": 2}))
+    assert not takes_images(types.SimpleNamespace(model_type="mine", vision_config=None))
+
+
+def test_a_model_with_images_of_another_family_is_refused_rather_than_trained_on_text(tmp_path):
+    config = transformers.Gemma3Config()
+    config.save_pretrained(tmp_path)
+    args = types.SimpleNamespace(trust_remote_code=False, max_prompt_length=8, max_response_length=8, sequence_parallel=1)
+    with pytest.raises(UserError, match=f"it takes images, and is a {config.model_type}. Of such models {FAMILIES[0]}"):
+        check_model(str(tmp_path), build_tokenizer(), args)
+
+
+# ------------------------------------------------------------------------------------------------------------------ a run
+
+
+@pytest.mark.runs
+def test_a_script_ends_with_the_reason(tmp_path):
+    policy = policy_of("GraniteConfig", logits_scaling=4.0)
+    policy.model.save_pretrained(tmp_path / "model")
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    flags = ["--model", tmp_path / "model", "--total-training-steps", 1, "--output-dir", tmp_path / "runs"]
+    done = run_script("train_async.py", *flags, ranks=2, check=False, timeout=120)
+    assert done.returncode == 1 and done.stderr.count("error:") == 1 and "differ from transformers' by" in done.stderr
 
 
 def test_the_check_costs_a_run_nothing_but_time(demo_model):
@@ -226,6 +264,5 @@ def test_the_check_costs_a_run_nothing_but_time(demo_model):
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     check_policy(Policy(model), demo_model)
     assert torch.equal(torch.get_rng_state(), before) and torch.get_num_threads() == threads
-    assert model.config._attn_implementation == load_weights(demo_model, torch.float32).config._attn_implementation != "eager"
+    assert model.config._attn_implementation == ATTENTION
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert load_config(demo_model).model_type == "qwen2"

@@ -49,6 +49,7 @@ def test_a_model_may_have_none(model, tmp_path):
     assert generation_config(str(path)) is None and end_token_ids(str(path)) == {1}
 
 
+@pytest.mark.runs
 def test_a_checkpoint_keeps_what_was_read(demo_model, tmp_path):
     """Also settings that transformers reads with a warning and would not save."""
     path = shutil.copytree(demo_model, tmp_path / "model")

@@ -115,26 +115,9 @@ class Biased(Gated):
         return out
 
 
-class Plain(nn.Module):
-    """Experts without a gate (Nemotron-H)."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.num_experts, self.act_fn = 4, nn.ReLU()
-        self.up_proj, self.down_proj = nn.Parameter(torch.randn(4, 16, 8)), nn.Parameter(torch.randn(4, 8, 16))
-
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        out = torch.zeros_like(hidden_states)
-        for token, place in itertools.product(range(len(top_k_index)), range(top_k_index.shape[1])):
-            expert, weight = top_k_index[token, place], top_k_weights[token, place]
-            out[token] += weight * (self.down_proj[expert] @ (self.up_proj[expert] @ hidden_states[token]).relu())
-        return out
-
-
 LAYOUTS = {
     Gated: {},
     Biased: {"is_concatenated": False, "is_transposed": True, "has_bias": True},
-    Plain: {"has_gate": False},
 }
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl.model.head.log_probs import ChunkedLogProbs
+from rl.model.log_probs import ChunkedLogProbs
 
 N, HIDDEN, VOCABULARY = 24, 4, 101
 FEW = {"aten::gather", "aten::scatter_.src"}  # touch one element of a row

@@ -3,7 +3,7 @@
 import functools
 import json
 
-import kernels
+import packed_kernels as kernels
 import pytest
 import torch
 from helpers import make_group, run_script, whole
@@ -22,7 +22,6 @@ from rl.model import attention_kernels
 from rl.model.attention import Packed
 from rl.model.attention_kernels import check_kernel
 from rl.ranks.device import PACKED_ATTENTION, packed_attention
-from tools.plan import fake_kernels
 
 CPU = torch.device("cpu")
 PROMPTS = st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(0, 30), max_size=4)), min_size=1, max_size=6)
@@ -90,16 +89,6 @@ def test_shared_heads_with_the_arguments_of_torch_2_11(on_cpu, monkeypatch):
     check_kernel(Qwen2Config(**heads), 1, torch.bfloat16, CPU)
 
 
-def test_a_torch_whose_attention_lacks_a_scale_is_named_in_a_sentence(on_cpu, monkeypatch):
-    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
-        """The signature of torch 2.10."""
-
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-    on_cpu("cuda")
-    with pytest.raises(UserError, match=r"no attention over packed rows in torch.bfloat16 \(.*scale.*--dtype float32"):
-        check_kernel(Qwen2Config(num_attention_heads=4, num_key_value_heads=2, hidden_size=32), 1, torch.bfloat16, CPU)
-
-
 @pytest.mark.parametrize(
     ("kind", "dtype", "segments", "size", "kernel"),
     [
@@ -142,7 +131,7 @@ def learn(path: str, ranks, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and the gradient of packed rows with shared prompts of uneven lengths."""
     learner = Learner(path, LearnerArgs(dtype=dtype), ranks, 10)
     batch = Batch.of([make_group(t, sizes, prompt=3 + 5 * t) for t, sizes in enumerate([[5, 9, 3], [1], [17, 2]])])
-    log_prob, _ = learner.log_probs(MicroBatch.of(batch, list(range(6)), CPU))
+    log_prob = learner.forward(MicroBatch.of(batch, list(range(6)), CPU)).log_prob
     (log_prob * torch.randn(len(log_prob), generator=torch.Generator().manual_seed(0))).sum().backward()
     gradient = torch.cat([whole(p.grad).flatten() for p in learner.policy.parameters()])
     return log_prob.detach(), gradient
@@ -162,6 +151,7 @@ def test_a_learner_computes_the_same_with_a_kernel(models, ranks, on_cpu, kind, 
         assert relative(a, b) < within
 
 
+@pytest.mark.runs
 @pytest.mark.slow
 def test_ranks_that_share_a_row_call_the_kernel_with_their_heads(models):
     """The NPU's, on two and four ranks; on four, each of the two heads of keys and values is on two of them."""
@@ -201,32 +191,6 @@ def test_a_device_whose_kernel_refuses_it_is_one_message(on_cpu, monkeypatch):
         check_kernel(config, 1, torch.bfloat16, CPU)
 
 
-@pytest.mark.parametrize(
-    ("refused", "changes"),
-    [
-        ("precision", {"query": torch.zeros(6, 4, 8).double()}),
-        ("heads", {"head_num": 3}),
-        ("shapes", {"value": torch.zeros(9, 1, 8)}),
-        ("ends", {"actual_seq_qlen": [2, 5]}),
-        ("segments", {"actual_seq_kvlen": [9]}),
-        ("mask", {"atten_mask": torch.zeros(9, 9, dtype=torch.bool)}),
-        ("sparse mode", {"sparse_mode": 2}),
-        ("more queries than keys", {"actual_seq_kvlen": [1, 9]}),
-        ("layout", {"input_layout": "BSND"}),
-        ("others", {"keep_prob": 0.9}),
-    ],
-)
-def test_the_fake_kernel_refuses_what_the_real_one_would(refused, changes, on_cpu):
-    on_cpu("npu")
-    mask = torch.ones(fake_kernels.COMPRESSED, fake_kernels.COMPRESSED, dtype=torch.bool).triu(1)
-    right = {"query": torch.zeros(6, 4, 8), "key": torch.zeros(9, 2, 8), "value": torch.zeros(9, 2, 8), "head_num": 4}
-    right |= {"input_layout": "TND", "atten_mask": mask, "sparse_mode": 3}
-    right |= {"actual_seq_qlen": [2, 6], "actual_seq_kvlen": [5, 9]}
-    torch.ops.npu.npu_fusion_attention(**right)
-    with pytest.raises(ValueError, match=f"refuses .*{refused}"):
-        torch.ops.npu.npu_fusion_attention(**right | changes)
-
-
 # ------------------------------------------------------------------------------------------------------------- its memory
 
 
@@ -246,6 +210,7 @@ CELLS = 21_000 + 10_000 + 4000 + 1300  # of rectangles: each sequence in one of 
 HEADS, KV, SIZE = 32, 8, 128
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("kind", "dtype", "extra"),
     [
@@ -265,6 +230,7 @@ def test_a_kernel_at_20k_tokens_holds_nothing_but_rows(kind, dtype, extra):
     assert found["peak"] <= found["kept"] + 2 * out + 2 * keys  # the gradients
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
 def test_rectangles_at_20k_tokens_are_bounded(kind):
     """In fp32, which these have no kernel for: a padded copy of a sequence at a time, and never its square."""

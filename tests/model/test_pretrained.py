@@ -160,6 +160,7 @@ def test_weights_that_are_not_used_are_said_once(model, tmp_path, capsys):
     assert capsys.readouterr().out == "" and not err
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("damage", ["one tensor missing", "half a file"])
 def test_a_script_says_it_in_one_line_before_it_trains(model, tmp_path, damage):
     DAMAGES[damage][0](tmp_path / "model")

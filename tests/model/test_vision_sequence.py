@@ -31,6 +31,7 @@ def models(tmp_path_factory) -> dict[str, str]:
     return {kind: save_vlm(kind, root / kind, max_pixels=2**14, **more) for kind, more in text.items()}
 
 
+@pytest.mark.runs
 def test_two_ranks_that_share_rows_are_taught_what_one_rank_is(models, rows):  # noqa: F811
     of = {"case": CASES["two updates"]}
     alone = learn_on(1, {"alone": [models["qwen3-vl"], ALONE]}, of, rows=rows)
@@ -38,6 +39,7 @@ def test_two_ranks_that_share_rows_are_taught_what_one_rank_is(models, rows):  #
     assert_taught_the_same(found, alone)
 
 
+@pytest.mark.runs
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen2.5-vl", "qwen3-vl"])
 def test_ranks_that_share_rows_are_taught_what_one_rank_is(models, rows, kind):  # noqa: F811
@@ -49,6 +51,7 @@ def test_ranks_that_share_rows_are_taught_what_one_rank_is(models, rows, kind): 
     assert_taught_the_same(learn_on(4, layouts, CASES, rows=rows), alone)
 
 
+@pytest.mark.runs
 @pytest.mark.slow
 def test_experts_and_images_over_ranks(models, rows):  # noqa: F811
     alone = learn_on(1, {"alone": [models["qwen3-vl-moe"], ALONE]}, CASES, rows=rows)

@@ -12,7 +12,6 @@ from rl.adapters.files import AdapterFiles
 from rl.errors import UserError
 from rl.learning.args import LearnerArgs
 from rl.learning.placement import load_policy
-from rl.model.loading import load_weights
 
 FILE = "model.safetensors"
 NAMES = ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight")
@@ -60,27 +59,13 @@ def test_a_tensor_of_no_use_is_named(case, name, ranks, tmp_path):
         assert str(refused.value).count(str(tmp_path)) == 1
 
 
-def test_weights_of_torchs_own_format_are_looked_at_too(ranks, tmp_path):
-    save_model("qwen2-untied", tmp_path)
-    weights = load_file(tmp_path / FILE)
-    put(torch.nan)(weights, NAMES[1])
-    torch.save(weights, tmp_path / "pytorch_model.bin")
-    (tmp_path / FILE).unlink()
-    for read in (
-        lambda: load_policy(str(tmp_path), LearnerArgs(), ranks, "policy", False),
-        lambda: load_weights(str(tmp_path), torch.bfloat16),
-    ):
-        with pytest.raises(UserError, match=f"values of {NAMES[1]} are NaN or infinite"):
-            read()
-
-
 def test_finite_weights_whose_log_probs_are_not(ranks, tmp_path):
     save_model("qwen2-tied", tmp_path)
     weights = load_file(tmp_path / FILE)
     for name in weights:
         weights[name].fill_(3e38)
     save_file(weights, tmp_path / FILE, {"format": "pt"})
-    with pytest.raises(UserError, match="its log-probs are NaN, as transformers computes them"):
+    with pytest.raises(UserError, match="differ from transformers' by nan"):
         load_policy(str(tmp_path), LearnerArgs(), ranks, "policy", False)
 
 

@@ -32,7 +32,7 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/learning/batch_images.py": ["images, a frozen tower"],
     "rl/model/attention.py": ["offload", "engine", "one rank"],
     "rl/model/attention_kernels.py": ["one rank", "many ranks"],
-    "rl/model/head/log_probs.py": ["chunks", "a teacher's tokens"],
+    "rl/model/log_probs.py": ["chunks", "a teacher's tokens"],
     "rl/learning/compact_adamw.py": ["compact", "moments on the host"],
     "rl/model/vision_forward.py": ["images"],
     "rl/model/router.py": ["experts, replayed"],
@@ -47,7 +47,6 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/weights/publisher.py": ["one rank", "one rank, over the host"],
     "rl/weights/subscriber.py": ["engine", "engine, over the host"],
     "rl/weights/buckets.py": ["one rank", "one rank, over the host", "engine"],
-    "rl/model/forward_check.py": ["engine", "engine, images"],
     "rl/generation/engine.py": ["in turns"],
     "rl/learning/optimizer.py": ["one rank"],
     "rl/algorithm/imitation.py": ["demonstrations"],
@@ -66,8 +65,6 @@ LEFT_OUT = {  # a file with such places of which no case can notice any -> why
 ALLOWED = {  # what a real device takes from the host as well, by name of the function
     # routes of a pass that are replayed may wait on the device, where they take its memory
     "Router.chosen": "torch.stack",
-    # transformers' own forward with images cannot run there
-    "Probe.of": r"tensor\.to",
     # what a teacher has found waits on the host, and might wait on the device
     "Teacher.read": "",
     # moved before or after, or made on the host on purpose

@@ -41,8 +41,7 @@ from rl.learning.batch_images import BatchImages
 from rl.learning.division import Division
 from rl.learning.flops import perf_metrics
 from rl.learning.learner import Learner
-from rl.model import forward_check, policy
-from rl.model.head import support
+from rl.model import policy, sampling_mask
 from rl.ranks import device
 from rl.ranks.device import is_accelerator
 from rl.ranks.dist import Ranks
@@ -144,7 +143,7 @@ def learn(
     device.LEAST = 512  # bytes: also of small tensors several are cut out of one block
     if args.router_replay == "R3":
         groups = [with_routes(group) for group in groups]
-    if most := support.width(args):
+    if most := sampling_mask.most_tokens(args):
         groups = [with_support(group, most) for group in groups]
     with FakeDevice():
         assert device.kind() == place.device.type == torch.empty(1, device=place.device).device.type
@@ -204,8 +203,6 @@ def generate(path: str, dtype=torch.float32, truncates=True, attention="npu", im
     """An engine's life: prefill, decoding and sampling, new weights while responses are under way, their digests. over_host:
     whether the weights travel in host memory."""
     place = start(attention=attention)
-    if images:  # transformers' own forward, which finds places of images by value, cannot be compared with ours
-        forward_check._compare = lambda ours, *_: ours()
     with FakeDevice():
         store, bridge = HashStore(), Bridge(torch.device("cpu") if over_host else place.device)
         engine = TransformersEngine(path, 96 if images else 32, 4, 16, dtype, place.device, end_tokens={1})
@@ -237,7 +234,6 @@ def generate(path: str, dtype=torch.float32, truncates=True, attention="npu", im
 def turns(path: str, **flags) -> None:
     """A rank that learns and generates in turns: its engine takes the learner's weights twice."""
     place, args = start(), train_sync.Args(model=path, engine="embedded", max_num_seqs=4, **flags)
-    forward_check._compare = lambda ours, *_: ours()
     engines.load_tokenizer, engines.end_token_ids = (lambda *_: None), (lambda *_: {1})
     with FakeDevice():
         model = Learner(path, args, place, 10)
@@ -283,7 +279,7 @@ def is_refused(act) -> bool:
 
 
 COMPACT = {"optim": "adamw_8bit", "optimizer_offload": True, "gradient_checkpointing": True}
-TRUNCATED = {"top_k": 3, "keep_sampling_mask": True, "lm_head_fp32": True, "top_entropy_quantile": 0.3}
+TRUNCATED = {"top_k": 3, "keep_sampling_mask": True, "top_entropy_quantile": 0.3}
 TRUNCATED |= {"score_centering": True, "loss_mode": "reinforce"}
 CASES = {  # a new kind of model is a line more
     "what could be sampled": lambda m: learn(m["qwen3"], 2, 1, dtype="bfloat16", sequence_parallel=2, **TRUNCATED),

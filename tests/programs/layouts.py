@@ -20,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "model"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-import kernels
+import packed_kernels as kernels
 from helpers import make_group, whole
 from test_vision import dataset
 

@@ -12,14 +12,14 @@ from torch.distributed.tensor import DTensor
 from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
 from rl.model import loading
-from rl.model.loading import load_weights
+from rl.model.pretrained import auto_class, load_config
 from rl.ranks import process
 from rl.ranks.dist import all_gather_bytes
 
 
 def is_whole(path: str, ranks) -> bool:
     learner = Learner(path, LearnerArgs(**json.loads(sys.argv[1])), ranks, total_steps=1)
-    expected = load_weights(path, torch.float32, say=False)
+    expected = auto_class(load_config(path)).from_pretrained(path, dtype=torch.float32)
     parameters = dict(learner.policy.model.named_parameters())
     assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in parameters.values())
     own = all(torch.equal(p.full_tensor(), expected.get_parameter(name)) for name, p in parameters.items())

@@ -14,7 +14,7 @@ from rl.data.args import DataArgs
 from rl.data.image_prompts import ImagePrep
 from rl.data.prompts import PromptDataset
 from rl.errors import UserError
-from rl.model.pretrained import load_config, load_tokenizer
+from rl.model.pretrained import load_config, load_tokenizer, takes_images
 from rl.ranks import dist, launch, process
 
 model, out, given = sys.argv[1:]
@@ -40,7 +40,9 @@ def main(_) -> None:
     tokenizer.__class__, image_prompts.images.sizes = Counted, counted_sizes
     said = {}
     try:
-        rows = PromptDataset(args.train_files, "train", tokenizer, args, ImagePrep.of(model, load_config(model), args))
+        config = load_config(model)
+        prep = ImagePrep(model, config, args) if takes_images(config) else None
+        rows = PromptDataset(args.train_files, "train", tokenizer, args, prep)
         measured = dict(counts)
         tokenizer.__class__ = Counted.__base__
         ids = [prompt.ids for prompt in (rows[i] for i in range(len(rows)))]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from helpers import run_script, train
+from rl.rewards.programs import sandbox
 
 from rl.errors import UserError
-from rl.rewards.programs import sandbox
 
 pytestmark = pytest.mark.runs
 

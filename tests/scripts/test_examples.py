@@ -15,9 +15,9 @@ import train_one_step_off
 import train_sft
 import train_sync
 from rl import flags, parts
-from rl.data.image_prompts import FAMILIES, takes_images
 from rl.errors import UserError
 from rl.model.attention import check_supported
+from rl.model.pretrained import FAMILIES, takes_images
 from rl.ranges import check
 
 RECIPES = sorted((ROOT / "examples").glob("*.sh"))

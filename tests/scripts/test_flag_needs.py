@@ -127,7 +127,6 @@ CASES = [
     ("--min-lr-ratio 0.1", "--lr-scheduler-type constant", "--lr-scheduler-type cosine"),
     ("--project-name x", "--logger console tensorboard", "--logger wandb"),
     ("--push-to me/model", "--val-only", ""),
-    ("--lm-head-fp32", "--dtype float32", "--dtype bfloat16"),
     ("--resume-anyway", "", "--experiment-name x"),
     ("--resume-anyway", "--resume-mode disable --experiment-name x", "--resume-mode runs/x/step_000002"),
     ("--partial-rollout recompute", "--staleness-threshold 0", "--staleness-threshold 0.5", "async"),
@@ -156,7 +155,7 @@ ALWAYS = {  # component -> its flags that have an effect by themselves, or are r
     "AdapterArgs": "lora_rank lora_model",
     "OptimizerArgs": "optimizer_offload "
     "lr lr_warmup_steps lr_scheduler_type weight_decay adam_beta1 adam_beta2 grad_clip optim grad_dtype",
-    "RouterArgs": "moe_router_dtype router_replay",
+    "RouterArgs": "router_replay",
     "LogArgs": "experiment_name output_dir logger record_samples",
     "CheckpointArgs": "save_freq max_ckpt_to_keep resume_mode",
     "WatchdogArgs": "hang_timeout",

@@ -161,7 +161,7 @@ def prompt_with_images(path: str, text: str, pictures: list):
     content = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
     messages = [{"role": "user", "content": content}]
     ids = AutoTokenizer.from_pretrained(path).apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    prep = ImagePrep.of(path, AutoConfig.from_pretrained(path), SimpleNamespace(min_pixels=None, max_pixels=None))
+    prep = ImagePrep(path, AutoConfig.from_pretrained(path), SimpleNamespace(min_pixels=None, max_pixels=None))
     files = [of if isinstance(of, bytes) else png(of) for of in pictures]
     return prep.expand(ids, files) if pictures else (ids, None)
 

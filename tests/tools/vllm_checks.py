@@ -32,7 +32,7 @@ from rl.errors import UserError
 from rl.generation.engine import EngineArgs, Output, Request, SamplingParams, request_seed
 from rl.generation.vllm import engine as vllm_engine
 from rl.generation.vllm.engine import VLLMEngine
-from rl.model.head.support import TIES
+from rl.model.sampling_mask import TIES
 
 LONG = [5 + i % 20 for i in range(140)]  # more than a KV block of a CPU, 128 tokens: less is never shared
 MAX_LENGTH = 200

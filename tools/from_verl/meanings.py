@@ -55,14 +55,6 @@ def turns(run: Run) -> dict[str, object]:
     return {"--max-turns": run["A.rollout.multi_turn.max_assistant_turns"], "--tool-format": form}
 
 
-def router_dtype(run: Run) -> dict[str, object]:
-    key = "A.actor.megatron.override_transformer_config.moe_router_dtype"
-    ours = {"fp32": "float32"}.get(run[key]) if isinstance(run[key], str) else None
-    if run[key] is not None and ours is None:
-        run.lacks(key, "only fp32")
-    return {"--moe-router-dtype": ours}
-
-
 def warmup(run: Run) -> dict[str, object]:
     steps = run["A.actor.optim.lr_warmup_steps"]
     key = "A.actor.optim.lr_warmup_steps_ratio"

@@ -130,8 +130,7 @@ TABLE: dict[str, list[Row]] = {
                  "A.actor.optim.store_param_remainders", "only for optimizers of verl's other engines"),
         to("A.actor.router_replay.mode=disabled A.rollout.enable_rollout_routing_replay=False", "--router-replay", "`off`, "
            "`R2` or `R3`; R3 turns the generator's record on by itself", m.router_replay),
-        to("A.actor.megatron.override_transformer_config.moe_router_dtype=null", "--moe-router-dtype", "fp32 by default here, "
-           "in Megatron the model's own", m.router_dtype),
+        unneeded("A.actor.megatron.override_transformer_config.moe_router_dtype", "routers compute in fp32"),
         missing("A.ref.router_replay.mode=disabled", "the reference policy chooses its own experts"),
         missing("A.actor.qat.enable=False A.*.fsdp_config.qat.enable=False A.*.megatron.qat.enable=False A.rollout.qat=null "
                 "A.*.veomni.qat_implementation=none", "no quantised training"),

@@ -22,15 +22,15 @@ from torch.distributed import HashStore
 from transformers import PretrainedConfig
 
 from rl.algorithm.teacher import teacher_path
-from rl.data.image_prompts import KEPT_BYTES, Images, takes_images
+from rl.data.image_prompts import KEPT_BYTES, Images
 from rl.errors import UserError
 from rl.learning import placement
 from rl.learning.batch import Batch, MicroBatch
 from rl.learning.division import Division, pack
 from rl.learning.learner import Learner
-from rl.model.head.support import most_tokens
 from rl.model.loading import Weights
-from rl.model.pretrained import check_heads, check_lengths, empty_model, load_config, resolve
+from rl.model.pretrained import check_heads, check_lengths, empty_model, load_config, resolve, takes_images
+from rl.model.sampling_mask import most_tokens
 from rl.model.shards import local
 from rl.ranks import dist
 from rl.ranks.dist import Ranks

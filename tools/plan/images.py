@@ -17,9 +17,8 @@ from transformers import PretrainedConfig
 from rl.data import images
 from rl.data.args import demo_files
 from rl.data.image_prompts import ImagePrep, Images
-from rl.data.images import ImageError
 from rl.data.prompts import PromptDataset, PromptOrder
-from rl.errors import UserError
+from rl.errors import ImageError, UserError
 from rl.model.pretrained import load_tokenizer
 from rl.model.vision_forward import row_inputs
 from rl.setup import CommonArgs
@@ -34,7 +33,7 @@ def prompts_with_images(
 ) -> Callable[[int], Prompt]:
     """Return ticket -> prompt, for a model that takes images. size: as in --image-size; tokens: of a prompt, unless the data's
     are used; fake: the device, where pixels are fake as well. Raise UserError for a wrong size."""
-    prep = ImagePrep.of(path, config, args)
+    prep = ImagePrep(path, config, args)
     prep.prepare = lambda sources: _pixels(prep, config, sources, fake)
     if size == DATA:
         files = demo_files(args.model, args.train_files)

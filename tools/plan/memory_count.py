@@ -21,7 +21,7 @@ from tools.plan.fake_device import of_no_tensor
 # Where a storage was made -> its cause: the innermost of these functions on the stack decides. Keys are the end of a file's
 # path and a function's name, or None for all functions.
 CAUSES = [
-    ("rl/model/head/log_probs.py", None, "logits"),
+    ("rl/model/log_probs.py", None, "logits"),
     ("rl/learning/learner.py", "weights", "publish"),
     ("rl/weights/publisher.py", None, "publish"),
     ("tools/plan/dry_run.py", "_checkpoint_copy", "checkpoint"),

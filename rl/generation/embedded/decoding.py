@@ -118,9 +118,9 @@ def sample(
     log_prob = log_probs.gather(1, token[:, None]).squeeze(1)
     if not (most := max(s.support for s in settings)):
         return token, log_prob, None
-    from rl.model.head import support  # late: only --keep-sampling-mask needs it
+    from rl.model import sampling_mask  # late: only --keep-sampling-mask needs it
 
-    return token, log_prob, support.of_logits(logits, most)
+    return token, log_prob, sampling_mask.of_logits(logits, most)
 
 
 def _truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

@@ -15,18 +15,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from rl.data.image_prompts import takes_images
 from rl.generation.embedded.decoding import has_fast_path, hidden_states, sample
 from rl.generation.embedded.kv_cache import DecodeLayout, KVCache, PrefillLayout
 from rl.generation.engine import Output, Request, check_length, checked
 from rl.model.attention import check_supported, linear_layers
 from rl.model.loading import load_weights
-from rl.model.pretrained import end_token_ids, load_config
+from rl.model.pretrained import end_token_ids, has_experts, load_config, takes_images
 from rl.ranks.device import is_accelerator
 
 if TYPE_CHECKING:
     from rl.data.image_prompts import Images
-    from rl.model.router import RouterArgs
+    from rl.model.pretrained import RouterArgs
     from rl.model.vision_forward import RowImages
 
 
@@ -48,7 +47,7 @@ class Running:
         lists = map(list, (before.token_ids, before.log_probs, before.versions))
         support = before.support
         if support is None and (columns := request.sampling.support):
-            from rl.model.head.support import nothing
+            from rl.model.sampling_mask import nothing
 
             support = nothing(len(before.token_ids), columns)
         records = ([] if record is None else [record] for record in (before.routes, support))
@@ -117,10 +116,10 @@ class TransformersEngine:
 
             carry(self.model, f"--model {model_path}")
         self.router = None
-        if getattr(self.model.config.get_text_config(), "num_experts_per_tok", None):
-            from rl.model.router import Router, RouterArgs
+        if has_experts(self.model.config):
+            from rl.model.router import Router
 
-            self.router = Router.of(self.model, router or RouterArgs())
+            self.router = Router.of(self.model)
         self.records_routes = self.router is not None and router is not None and router.router_replay == "R3"
         self.version = -1
         self.waiting: deque[Request] = deque()

@@ -24,7 +24,6 @@ import vllm
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.request import RequestStatus
 
-from rl.data.image_prompts import takes_images
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs, Output, Request, check_length
 from rl.generation.vllm.start import (
@@ -37,8 +36,8 @@ from rl.generation.vllm.start import (
 )
 from rl.generation.vllm.weights import LiveWeights
 from rl.model.attention import linear_layers
-from rl.model.head.support import nothing
-from rl.model.pretrained import empty_model, end_token_ids, load_config
+from rl.model.pretrained import empty_model, end_token_ids, load_config, takes_images
+from rl.model.sampling_mask import nothing
 from rl.ranks.device import empty_cache, is_accelerator, random_numbers, seeds_are_slow
 
 
@@ -311,7 +310,7 @@ def _seed(request: Request) -> int:
 
 def _with_support(given, most: int) -> tuple[list[int], list[float], np.ndarray]:
     """Return the sampled tokens, their log-probs, and the record [n, most] of the tokens that could be sampled
-    (rl/model/head/support.py). given: vLLM's FlatLogprobs of n tokens, each followed by the likeliest ones. Its log-probs are
+    (rl/model/sampling_mask.py). given: vLLM's FlatLogprobs of n tokens, each followed by the likeliest ones. Its log-probs are
     those of the sampled distribution, -inf outside of the support."""
     tokens, log_probs = [], []
     support = nothing(len(given), most)

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from vllm import ModelRegistry
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-from rl.data.image_prompts import takes_images
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs
+from rl.model.pretrained import takes_images
 from rl.ranks.dist import all_gather_bytes
 
 LOGPROBS_MODE = "processed_logprobs"  # of the distribution that was sampled; raw ones ignore the temperature

@@ -1,7 +1,7 @@
 """`--keep-sampling-mask`: top-k and nucleus sampling without bias.
 
-Top-k and top-p sample from the policy restricted to a set S of tokens. The engine records S, and the learner computes all
-log-probs (of the policy, the reference and a teacher) over the same S:
+Top-k and top-p sample from the policy restricted to a set S of tokens, the sampling mask. The engine records S, and the learner
+computes all log-probs (of the policy, the reference and a teacher) over the same S:
 
     log pi(a | S) = log pi(a) - log sum over b in S of pi(b)
 
@@ -46,19 +46,19 @@ def of_responses(records: list[np.ndarray | None], lengths: list[int]) -> Tensor
     return torch.from_numpy(np.concatenate(rows)) if most else None
 
 
-def labels(sampled: Tensor, support: Tensor) -> Tensor:
+def labels(sampled: Tensor, mask: Tensor) -> Tensor:
     """[n, 1 + K]: the sampled tokens [n], and the tokens of S [n, K]."""
-    return torch.cat([sampled[:, None], torch.where(support == NOTHING, sampled[:, None], support)], 1)
+    return torch.cat([sampled[:, None], torch.where(mask == NOTHING, sampled[:, None], mask)], 1)
 
 
-def restricted(log_probs: Tensor, support: Tensor) -> Tensor:
+def restricted(log_probs: Tensor, mask: Tensor) -> Tensor:
     """log_probs [n, 1 + K] of these labels -> log-probs of the sampled tokens over S, [n]."""
-    return log_probs[:, 0] - _log_mass(log_probs, support)
+    return log_probs[:, 0] - _log_mass(log_probs, mask)
 
 
-def _log_mass(log_probs: Tensor, support: Tensor) -> Tensor:
+def _log_mass(log_probs: Tensor, mask: Tensor) -> Tensor:
     """Return log sum over v in S of pi(v), [n]; 0 where nothing is recorded."""
-    known = support != NOTHING
+    known = mask != NOTHING
     is_recorded = known.any(1)
-    of_support = torch.where(is_recorded[:, None], log_probs[:, 1:].masked_fill(~known, -torch.inf), 0.0)
-    return torch.where(is_recorded, of_support.logsumexp(1), 0.0)
+    of_mask = torch.where(is_recorded[:, None], log_probs[:, 1:].masked_fill(~known, -torch.inf), 0.0)
+    return torch.where(is_recorded, of_mask.logsumexp(1), 0.0)

@@ -16,12 +16,10 @@ import train_sync
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Output, Request, SamplingParams
-from rl.generation.vllm.support import taken_apart
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.learner import Learner
-from rl.model import policy
-from rl.model.head import support
+from rl.model import policy, sampling_mask
 from rl.ranges import check
 from rl.samples.group import Group
 
@@ -29,10 +27,10 @@ TEMPERATURE, K = 0.7, 6
 
 
 def recorded(batch_of: list[Group], rng) -> list[Group]:
-    """The groups with supports of 1 to K tokens, the sampled one among them; the first response of all has no record."""
+    """The groups with masks of 1 to K tokens, the sampled one among them; the first response of all has no record."""
 
     def record(tokens) -> np.ndarray:
-        rows = support.nothing(len(tokens), K)
+        rows = sampling_mask.nothing(len(tokens), K)
         for row, token in zip(rows, tokens, strict=True):
             others = rng.permutation([t for t in range(SMALL["vocab_size"]) if t != token])[: rng.integers(0, K)]
             row[: 1 + len(others)] = rng.permutation([token, *others])
@@ -76,7 +74,8 @@ def test_log_probs_and_gradient_are_those_of_the_restricted_policy(groups, ranks
     micros, weight = micro_batches(batch, torch.arange(len(batch.lengths)), 40, ranks), torch.randn(len(batch.token))
     got, entropies = torch.zeros(len(batch.token)), torch.zeros(len(batch.token))
     for micro in micros:
-        log_prob, entropy = learner.log_probs(micro, "metric")
+        out = learner.forward(micro, "metric")
+        log_prob, entropy = out.log_prob, out.entropy
         (log_prob * weight[micro.index]).sum().backward()
         got[micro.index], entropies[micro.index] = log_prob.detach(), entropy
 
@@ -102,16 +101,12 @@ def test_log_probs_and_gradient_are_those_of_the_restricted_policy(groups, ranks
 def test_the_gradient_is_that_of_the_policy_that_sampled():
     """Every token that truncated sampling can give, weighed by its probability, in double precision: with the record the
     gradient of ppo_clip is that of the sampled policy's expected score, also when the weights have moved; over the whole
-    vocabulary, and with the support's mass in the ratio alone, it is not."""
+    vocabulary, and with the mask's mass in the ratio alone, it is not."""
     torch.manual_seed(1)
-    logits, moved, score = (
-        torch.randn(5, dtype=torch.float64),
-        torch.randn(5, dtype=torch.float64) * 0.3,
-        torch.randn(5).double(),
-    )
+    logits, moved, score = torch.randn(3, 5, dtype=torch.float64)
     kept = torch.tensor([3, 0, 4])
     sampled_from = logits[kept].log_softmax(0)  # of the three
-    theta = (logits + 0.3 * moved).requires_grad_()
+    theta = (logits + 0.1 * moved).requires_grad_()
     (expected,) = torch.autograd.grad((theta[kept].softmax(0) * score[kept]).sum(), theta)
     record, every, seq = kept.expand(3, 3), torch.ones(3, dtype=torch.bool), torch.arange(3)
 
@@ -120,7 +115,7 @@ def test_the_gradient_is_that_of_the_policy_that_sampled():
         loss, _ = losses.ppo_clip(log_prob, sampled_from, score[kept], every, seq, clip_low=1e9, clip_high=1e9, clip_c=1e9)
         return torch.autograd.grad(-(sampled_from.exp() * loss).sum(), theta)[0]
 
-    restricted = gradient(lambda lp: support.restricted(lp.gather(1, support.labels(kept, record)), record))
+    restricted = gradient(lambda lp: sampling_mask.restricted(lp.gather(1, sampling_mask.labels(kept, record)), record))
     mass = logits.log_softmax(0)[kept].logsumexp(0)
     torch.testing.assert_close(restricted, expected, atol=1e-12, rtol=0)
     for biased in (lambda lp: lp[0, kept], lambda lp: lp[0, kept] - mass):
@@ -130,7 +125,7 @@ def test_the_gradient_is_that_of_the_policy_that_sampled():
 @pytest.mark.parametrize(("top_k", "top_p"), [(4, 1.0), (5, 0.6), (100, 0.6)])
 def test_the_engine_records_what_could_be_sampled(models, top_k, top_p):
     """Of a model of 32 tokens. Continued elsewhere, a response keeps its record; a request that asks for none has none."""
-    path, most = models["qwen3"], top_k + support.TIES
+    path, most = models["qwen3"], top_k + sampling_mask.TIES
     engine = TransformersEngine(path, max_length=64, max_num_seqs=8, end_tokens={1})
     model = AutoModelForCausalLM.from_pretrained(path)
     more = {"top_k": top_k, "top_p": top_p, "max_tokens": 8, "ignore_eos": True, "temperature": TEMPERATURE}
@@ -175,7 +170,7 @@ def test_a_step_compares_what_was_sampled(trainer, more):
     ((_, without),) = trainer.steps(1, **flags)
     biased = (without.targets.actor_log_prob - without.rollout_log_prob).abs().max()
     assert float(error) < 1e-4 and float(biased) > 100 * 1e-4
-    assert batch.support.shape == (len(batch.token), 3 + support.TIES) and without.support is None
+    assert batch.support.shape == (len(batch.token), 3 + sampling_mask.TIES) and without.support is None
 
 
 @pytest.mark.parametrize(
@@ -192,76 +187,7 @@ def test_what_cannot_be_recorded_is_refused(flags, words):
 
 def test_environments_tokens_have_no_record(models):
     engine = TransformersEngine(models["qwen3"], max_length=64, end_tokens={1})
-    sampling = SamplingParams(max_tokens=6, top_k=3, support=3 + support.TIES, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=6, top_k=3, support=3 + sampling_mask.TIES, ignore_eos=True)
     before = Output(0, [5, 6], [-1.0, 0.0], [0, 0], "unfinished")  # of a run without records
     (output,) = drain(engine, [Request(0, [3], sampling, 0, so_far=before)]).values()
-    assert (output.support[:2] == support.NOTHING).all() and (output.support[2:, 0] >= 0).all()
-
-
-@dataclasses.dataclass
-class Flat:
-    """vLLM's FlatLogprobs, as far as they are read."""
-
-    token_ids: list
-    logprobs: list
-    start_indices: list
-    end_indices: list
-
-    def __len__(self) -> int:
-        return len(self.start_indices)
-
-
-def test_what_vllm_gives_is_taken_apart():
-    """Three tokens, each followed by the four likeliest of all: -inf outside of the support; of the last there are more ties
-    than entries, and the sampled one is not among them. Before them come two of which nothing is known."""
-    inf = float("inf")
-    ids = [[7, 9, 7, 1, 2], [4, 4, 5, 6, 8], [30, 1, 2, 3, 4]]
-    log_probs = [[-1.0, -0.5, -1.0, -inf, -inf], [0.0, 0.0, -inf, -inf, -inf], [-1.6] * 5]
-    flat = Flat(*([*itertools.chain(*x)] for x in (ids, log_probs)), [0, 5, 10], [5, 10, 15])
-    before = Output(0, [1, 2], [-1.0, -1.0], [0, 0], "unfinished")
-    sampled, record = taken_apart(flat, SamplingParams(support=4), before)
-    assert sampled.token_ids == [7, 4, 30] and sampled.logprobs == [-1.0, 0.0, -1.6]
-    expected = [[-1] * 4, [-1] * 4, [9, 7, -1, -1], [4, -1, -1, -1], [1, 2, 3, 30]]
-    assert record.tolist() == expected and record.dtype == np.int32
-    again, wide = taken_apart(flat, SamplingParams(support=4, support_log_probs=True), before)
-    tokens, of_sampler = support.apart(torch.from_numpy(wide), with_log_probs=True)
-    assert again == sampled and tokens.tolist() == expected
-    found = [[lp for t, lp in zip(*row, strict=True) if t >= 0] for row in zip(expected, of_sampler.tolist(), strict=True)]
-    assert found == [[], [], [-0.5, -1.0], [0.0], pytest.approx([-1.6] * 4)]
-
-
-@pytest.mark.parametrize("top_p", [1.0, 0.8])
-def test_the_embedded_engine_records_what_it_samples_by(models, top_p):
-    """--score-centering: the log-probs of all tokens that could be sampled, in the order of their record; they sum to 1, and
-    the sampled token's is the one that is recorded for itself."""
-    engine = TransformersEngine(models["qwen3"], max_length=64, end_tokens={1})
-    sampling = SamplingParams(0.7, top_p, 4, 8, ignore_eos=True, support=4 + support.TIES, support_log_probs=True)
-    plain = dataclasses.replace(sampling, support_log_probs=False)
-    (output,), (other,) = (drain(engine, [Request(0, [3, 5], of, seed=1)]).values() for of in (sampling, plain))
-    assert output.token_ids == other.token_ids and output.support.shape == (8, 2 * (4 + support.TIES))
-    tokens, log_probs = support.apart(torch.from_numpy(output.support), with_log_probs=True)
-    assert np.array_equal(tokens, other.support)
-    for row, of_row, token, log_prob in zip(tokens.tolist(), log_probs, output.token_ids, output.log_probs, strict=True):
-        known = [place for place, t in enumerate(row) if t >= 0]
-        assert float(of_row[known].exp().sum()) == pytest.approx(1, abs=1e-5)
-        assert float(of_row[row.index(token)]) == pytest.approx(log_prob, abs=1e-5)
-
-
-def test_what_the_sampler_could_expect(groups):
-    """Value and gradient in double precision, from the definition; 0 where nothing is recorded."""
-    rng = np.random.default_rng(3)
-    (group, *_) = recorded(groups[:1], rng)
-    record = torch.from_numpy(np.concatenate([support.nothing(2, K), group.responses[1].support])).long()
-    sampled = torch.where(record[:, 0] < 0, 3, record[:, 0])
-    logits = torch.randn(len(record), SMALL["vocab_size"], dtype=torch.float64, requires_grad=True)
-    sampler = torch.randn(len(record), K, dtype=torch.float64).masked_fill(record < 0, -torch.inf).log_softmax(1)
-    of_labels = logits.log_softmax(1).gather(1, support.labels(sampled, record))
-    found, expected = support.expected(of_labels, record, sampler), []
-    for row, tokens, q in zip(logits, record.tolist(), sampler, strict=True):
-        known = [t for t in tokens if t >= 0]
-        over = row[known].log_softmax(0) if known else row[:0]
-        expected.append(sum((q[tokens.index(t)].exp() * lp for t, lp in zip(known, over, strict=True)), start=0 * row.sum()))
-    expected = torch.stack(expected)
-    weight = torch.linspace(1, 2, len(record), dtype=torch.float64)
-    both = [torch.autograd.grad((x * weight).sum(), logits, retain_graph=True)[0] for x in (found, expected)]
-    assert torch.allclose(found, expected) and torch.allclose(*both) and not found[:2].any() and found[2:].any()
+    assert (output.support[:2] == sampling_mask.NOTHING).all() and (output.support[2:, 0] >= 0).all()

@@ -1,0 +1,163 @@
+"""Liger's kernels for norms and gates: used where they are installed and right, by stand-ins with the arguments of
+liger-kernel 0.8.5 that compute in plain torch and overwrite what the real ones overwrite."""
+
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import make_group, whole
+
+from rl.learning import placement
+from rl.learning.args import LearnerArgs
+from rl.learning.batch import Batch, MicroBatch
+from rl.learning.learner import Learner
+from rl.model import liger
+
+CPU = torch.device("cpu")
+
+
+class Norm(torch.autograd.Function):
+    """LigerRMSNormFunction: keeps the input and one number a row."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None):
+        assert (offset, casting_mode, in_place) == (0.0, "llama", False)
+        scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return weight * (x.float() * scale).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, scale = ctx.saved_tensors
+        unit, of_unit = x.float() * scale, (grad * weight).float()
+        of_x = scale * (of_unit - unit * (of_unit * unit).mean(-1, keepdim=True))
+        return of_x.to(x.dtype), (grad * unit).flatten(0, -2).sum(0).to(weight.dtype), None, None, None, None, None
+
+
+class Gate(torch.autograd.Function):
+    """LigerSiLUMulFunction: the gradients overwrite what was kept."""
+
+    @staticmethod
+    def forward(ctx, gate, up, gate_multiplier=1.0, down_multiplier=1.0):
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up = ctx.saved_tensors
+        sigmoid = gate.float().sigmoid()
+        of_up = grad * F.silu(gate)
+        of_gate = grad.float() * up * (sigmoid + gate * sigmoid * (1 - sigmoid))
+        with torch.no_grad():
+            gate.detach().copy_(of_gate)
+            up.detach().copy_(of_up)
+        return gate.detach(), up.detach(), None, None
+
+
+def changed(kernel, change):
+    """The kernel with another gradient."""
+
+    class Changed(kernel):
+        @staticmethod
+        def backward(ctx, grad):
+            return change(*kernel.backward(ctx, grad))
+
+    return Changed
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Has the CPU take kernels as an accelerator takes Liger's."""
+
+    def has_package(found: bool) -> None:
+        util = types.SimpleNamespace(find_spec=lambda name: found or None)
+        monkeypatch.setattr(liger, "importlib", types.SimpleNamespace(util=util))
+
+    def install(norm=Norm, gate=Gate) -> None:
+        for name in ("", ".ops", ".ops.rms_norm", ".ops.swiglu"):
+            module = types.ModuleType(f"liger_kernel{name}")
+            module.LigerRMSNormFunction, module.LigerSiLUMulFunction = norm, gate
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        has_package(True)
+        for module in (liger, placement):
+            monkeypatch.setattr(module, "is_accelerator", lambda device: True)
+        liger.unused.cache_clear()
+
+    install.has_package = has_package
+    yield install
+    liger.unused.cache_clear()
+
+
+def learn(path: str, ranks, **flags) -> tuple[list[torch.Tensor], Learner]:
+    """Log-probs and gradients of packed rows, and the learner."""
+    learner = Learner(path, LearnerArgs(**flags), ranks, 10)
+    batch = Batch.of([make_group(t, sizes, prompt=3 + 5 * t) for t, sizes in enumerate([[5, 9, 3], [1], [17, 2]])])
+    log_prob = learner.forward(MicroBatch.of(batch, list(range(6)), CPU)).log_prob
+    (log_prob * torch.randn(len(log_prob), generator=torch.Generator().manual_seed(0))).sum().backward()
+    return [log_prob.detach(), *(whole(p.grad) for p in learner.policy.parameters())], learner
+
+
+def replaced(learner: Learner) -> set[str]:
+    return {type(module).__name__ for module in learner.policy.model.modules() if "forward" in vars(module)}
+
+
+@pytest.mark.parametrize("kind", ["qwen2-tied", "qwen3", "moe"])
+def test_a_learner_computes_the_same_by_the_kernels(models, ranks, kind, installed):
+    expected, _ = learn(models[kind], ranks)
+    installed()
+    found, learner = learn(models[kind], ranks)
+    names = replaced(learner)
+    assert any(name.endswith("RMSNorm") for name in names)
+    assert any(name.endswith("MLP") for name in names) == (kind != "moe")
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() < 1e-5 * b.norm().clamp_min(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "why"),
+    [
+        ({"norm": changed(Norm, lambda x, weight, *none: (x, 2 * weight, *none))}, "its gradients of their weights differ"),
+        ({"norm": changed(Norm, lambda x, weight, *none: (x * torch.nan, weight, *none))}, "its gradients of norms differ"),
+        ({"gate": changed(Gate, lambda gate, up, *none: (1.05 * gate, up, *none))}, "its gradients of gates differ"),
+        ({"gate": types.SimpleNamespace(apply=lambda gate, up: gate * up)}, "its gates differ from plain torch's by"),
+        ({"norm": types.SimpleNamespace(apply=lambda *_: 1 / 0)}, "ZeroDivisionError: division by zero"),
+        ({"norm": types.SimpleNamespace(apply=lambda x, weight: x)}, "TypeError: "),
+    ],
+)
+def test_kernels_that_are_wrong_or_fail_are_not_used(models, ranks, kernels, why, installed, capsys):
+    installed(**kernels)
+    _, learner = learn(models["qwen3"], ranks)
+    said = [line for line in capsys.readouterr().out.splitlines() if "liger" in line]
+    assert len(said) == 1 and said[0].startswith("warning: liger-kernel is not used: ") and why in said[0]
+    assert not replaced(learner)
+
+
+def test_a_package_that_cannot_be_imported_is_named(monkeypatch, installed):
+    """As without Triton."""
+    installed()
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops.rms_norm", None)
+    assert liger.unused(CPU, torch.bfloat16, 32, 64).startswith("ModuleNotFoundError: ")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_right_passes_with_room(dtype, installed):
+    installed()
+    found = liger.differences(CPU, dtype, 96, 160)
+    assert found.keys() == set(liger.WHOSE) and max(found.values()) < liger.TOLERANCE / 3
+
+
+def test_nothing_is_said_or_changed_where_there_is_no_package_or_no_accelerator(models, ranks, capsys, installed):
+    _, learner = learn(models["qwen3"], ranks)
+    assert not replaced(learner) and "rl.model.liger" in sys.modules
+    installed()
+    installed.has_package(False)
+    _, learner = learn(models["qwen3"], ranks)
+    assert not replaced(learner) and "liger" not in capsys.readouterr().out
+
+
+def test_no_kernel_beside_compiled_layers(models, ranks, installed):
+    installed()
+    learner = Learner(models["qwen3"], LearnerArgs(compile=True), ranks, 10)
+    assert replaced(learner) == {"Qwen3DecoderLayer"}
