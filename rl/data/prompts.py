@@ -28,6 +28,7 @@ from rl.errors import ImageError, UserError
 from rl.ranks import launch, watchdog
 
 if TYPE_CHECKING:
+    from rl.data.image_prompts import ImagePrep, Images
     from rl.data.tools import Tools
 
 BATCH = 512  # prompts to tokenise at once, at most

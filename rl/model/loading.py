@@ -201,8 +201,8 @@ def fill(
     files = _seen_by_all({span.file for of in spans.values() for span in of}, path, name)
     with contextlib.closing(Reader(files or {})) as reader:
         for name, parameter in model.named_parameters():
-            if name.endswith((".lora_A", ".lora_B")):
-                continue  # an adapter's
+            if name.endswith((".lora_A", ".lora_B", "value_head")):
+                continue  # an adapter's, or a critic's
             own = local(parameter.data)
             block = Block.of(parameter)
             if files and name in spans and block.shape[1:] == parameter.shape[1:]:  # cut along the first dimension at most
