@@ -32,7 +32,7 @@ class TeacherPrompts(PromptDataset):
         vars(self).update(vars(prompts))
         self.policys, self.template = prompts, template
         self.args = dataclasses.replace(prompts.args, max_prompt_length=limit)
-        kept = {*measure(functools.partial(self._measure_part, "measuring the teacher's prompts")).kept}
+        kept = {*measure(self.ends[-1], functools.partial(self._measure_part, "measuring the teacher's prompts")).kept}
         self.rows = prompts.rows = array("q", (row for row in prompts.rows if row in kept))
         if not self.rows:
             raise UserError(f"no prompt of the teacher is left at --teacher-max-prompt-length {limit}. Raise it.")

@@ -9,11 +9,11 @@ import torch
 from helpers import CONFIGS as OTHERS
 from helpers import DELTA, SMALL, train
 from helpers import MOE as SPARSE
-from rl.data.demo import build_tokenizer
 from test_engine_vllm import HEADS, IN_FLIGHT, MOE, Measuring, save
 from tiny_vlm import save_vlm
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen3MoeConfig, Qwen3NextConfig
 
+from examples.demo.sums import build_tokenizer
 from rl.errors import UserError
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, MicroBatch

@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 import torch
 from helpers import SMALL, make_group, run_script
-from rl.record.precision import in_words, precisions
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
-import train_sync
 from rl.errors import UserError
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
@@ -140,15 +138,6 @@ def test_a_checkpoint_in_8_bits_is_read_in_another_layout_bit_for_bit(models, wi
 def test_flags_that_exclude_each_other_are_refused():
     with pytest.raises(UserError, match=re.escape("--optimizer-offload: --param-offload keeps the moments")):
         check(LearnerArgs(optimizer_offload=True, param_offload=True))
-
-
-def test_the_precision_of_everything_is_said_unless_all_is_fp32():
-    plain, compact = train_sync.Args(), train_sync.Args(dtype="bfloat16", optim="adamw_8bit", optimizer_offload=True)
-    assert in_words(precisions(plain)) == ""
-    words = "master weights float32, computation bfloat16, gradients and their reduction float32, "
-    assert in_words(precisions(compact)) == f"precision: {words}moments 8 bits on the host, generators bfloat16"
-    offloaded = precisions(train_sync.Args(param_offload=True, rollout_dtype="bfloat16"))
-    assert list(offloaded.values()).count("float32 on the host") == 3 and offloaded["generators"] == "bfloat16"
 
 
 def test_the_learning_rate_follows_its_schedule():

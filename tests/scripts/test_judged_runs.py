@@ -20,8 +20,8 @@ ITEMS = {
     "right": {"ask": "Does it come to the reference answer?", "weight": 2},
     "short": {"ask": "Is it short?", "choices": {"yes": 0.5, "no": 0}},
 }
+JUDGED = ["--reward", "examples/judge.py:judge"]
 FLAGS = ["--rollout-n", "4", "--test-freq", "0", "--reward-timeout", "600", "--lr", "1e-3"]
-GDPO = ["--adv-estimator", "gdpo", "--gdpo-reward-keys", "right", "short", "--gdpo-reward-weights", "2", "1"]
 
 
 @pytest.fixture
@@ -32,13 +32,14 @@ def rubric(tmp_path):
 
 @pytest.mark.slow
 def test_sync_async_and_replay_train_the_same_bits(rubric, tmp_path):
-    """With gdpo over the judge's items. Responses with a 7 get no verdict: they are not trained, in each mode alike."""
+    """Responses with a 7 get no verdict: they are not trained, in each mode alike."""
     judge = Judge(rubbish="7")
     with serve(judge) as url:
-        flags = [*FLAGS, *GDPO, "--judge", rubric, "--judge-url", url, "--total-training-steps", "3"]
-        found, sync, _ = train("train_sync.py", *flags, out=tmp_path / "sync")
+        flags = [*FLAGS, *JUDGED, "--total-training-steps", "3"]
+        env = {"JUDGE_RUBRIC": str(rubric), "JUDGE_URL": url}
+        found, sync, _ = train("train_sync.py", *flags, out=tmp_path / "sync", env=env)
         split = ["--staleness-threshold", "0", "--record-samples", tmp_path / "samples"]
-        other, again, _ = train("train_async.py", *flags, *split, ranks=2, out=tmp_path / "async")
+        other, again, _ = train("train_async.py", *flags, *split, ranks=2, out=tmp_path / "async", env=env)
     assert bits(sync) == bits(again)
     assert "bit for bit" in run_script("replay.py", tmp_path / "samples", "--output-dir", tmp_path / "replay").stdout
     same = ("reward/extra/right/mean", "reward/extra/short/mean", "reward/unscored", "critic/score/mean", "actor/grad_norm")
@@ -46,7 +47,7 @@ def test_sync_async_and_replay_train_the_same_bits(rubric, tmp_path):
         assert {name: found[step][name] for name in same} == {name: other[step][name] for name in same}
         right, short = found[step]["reward/extra/right/mean"], found[step]["reward/extra/short/mean"]
         assert found[step]["critic/score/mean"] == pytest.approx(2 * right + short) and short == right / 2
-        assert found[step]["reward/extra/judge_prompt_tokens/mean"] == 14 and found[step]["reward/extra/judge_seconds/mean"] > 0
+        assert found[step]["reward/extra/judge_tokens/mean"] > 0 and found[step]["reward/extra/judge_seconds/mean"] > 0
         assert not [name for name in found[step] if name not in ("step", "time") and not is_documented(name)]
     assert found[3]["reward/events/bad_value"] == sum(found[step]["reward/unscored"] for step in (1, 2, 3)) > 0
     assert found[3]["critic/score/mean"] > 0 and all(found[step]["actor/grad_norm"] > 0 for step in (1, 2, 3))
@@ -83,9 +84,9 @@ def vllm_server(demo_model, tmp_path):
 def test_vllm_serves_the_judge(vllm_server, rubric, tmp_path):
     """A model that understands nothing is held to the rubric's words, here of its 18 tokens: each response is scored."""
     rubric.write_text(json.dumps({"items": {name: {"ask": "?", "choices": {"1": 1, "07": 0}} for name in ITEMS}}))
-    flags = [*FLAGS, "--train-batch-size", "4", "--total-training-steps", "2", "--judge", rubric, "--judge-url", vllm_server]
-    found, _, _ = train("train_sync.py", *flags, out=tmp_path / "run", timeout=280)
+    flags = [*FLAGS, "--train-batch-size", "4", "--total-training-steps", "2", *JUDGED]
+    env = {"JUDGE_RUBRIC": str(rubric), "JUDGE_URL": vllm_server}
+    found, _, _ = train("train_sync.py", *flags, out=tmp_path / "run", timeout=280, env=env)
     for step in (1, 2):
         assert found[step]["reward/unscored"] == 0 and 0 <= found[step]["critic/score/mean"] <= 2
-        assert found[step]["reward/extra/judge_prompt_tokens/mean"] > 10
-        assert found[step]["reward/extra/judge_completion_tokens/mean"] >= 2
+        assert found[step]["reward/extra/judge_tokens/mean"] > 10

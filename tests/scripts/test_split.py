@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from checkpoints import damage
 from helpers import bits, is_documented, left_over, run_script, start, train
 
 import train_async
 import train_one_step_off
 import train_sync
-from rl.checkpoint import manifest
 
 pytestmark = pytest.mark.runs
 
@@ -258,7 +258,7 @@ def test_ctrl_c_and_sigterm_leave_nothing_behind(number, demo_model, tmp_path):
     assert process.returncode != 0 and "failed:\n" not in text
     if number == signal.SIGTERM:
         (saved,) = re.findall(r"SIGTERM to .*: stopped after step \d+; it resumes from (\S+)", text)
-        assert manifest.damage(Path(saved)) is None
+        assert damage(Path(saved)) is None
     assert not {name for name in set(os.listdir("/dev/shm")) - before if "rl-ring" in name}
 
 

@@ -7,9 +7,10 @@ import re
 import pytest
 import torch
 from helpers import bits, greedy_answers, is_documented, run_script, train, weights
-from rl.rewards.score import EVENTS
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
+
+from rl.rewards.pool import EVENTS
 
 pytestmark = pytest.mark.runs
 

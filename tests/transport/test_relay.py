@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from rl.ranks.failures import lost_connection
 from torch.distributed import HashStore
 
 from rl.errors import RankLost, UserError
+from rl.ranks.stops import lost_connection
 from rl.transport import relay
 from rl.transport.relay import Forwarder, Receiver
 from rl.transport.ring import Ring, RingTimeout

@@ -29,8 +29,9 @@ from rl.learning.batch import Batch, MicroBatch
 from rl.learning.division import Division, pack
 from rl.learning.learner import Learner
 from rl.model.loading import Weights
-from rl.model.pretrained import check_heads, check_lengths, empty_model, load_config, resolve, takes_images
+from rl.model.pretrained import check_lengths, empty_model, load_config, resolve, takes_images
 from rl.model.sampling_mask import most_tokens
+from rl.model.sequence_parallel import check_heads
 from rl.model.shards import local
 from rl.ranks import dist
 from rl.ranks.dist import Ranks
