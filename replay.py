@@ -24,7 +24,7 @@ from types import ModuleType
 import torch
 
 # Nothing here may import losses: `load_script` says which.
-from rl import flag_needs, flag_words, flags, parts
+from rl import flags, parts
 from rl.checkpoint import resume
 from rl.checkpoint.best import checkpoints, step_of
 from rl.class_check import check_class
@@ -39,6 +39,9 @@ from rl.replay.recorder import Record, read_starts
 from rl.rewards.pool import RewardArgs
 from rl.samples.schedule import AsyncSchedule
 
+# Flags of the parts that a replay leaves out
+NOT_REPLAYED = {"test_freq", "val_before_train", "log_val_generations", "record_samples", "resume_mode"}
+NOT_REPLAYED |= {"generators", "val_only", "push_to"}
 LENGTH = {"total_training_steps", "total_epochs", "total_rollout_steps"}  # the learning rate's schedule depends on these
 PLACES = {"train_files", "val_files", "generators", "trust_remote_code"}  # may differ on another machine
 # Flags that made the samples, or that decide what is recorded of them; those of PARTS are added
@@ -95,12 +98,12 @@ def read(words: Sequence[str]) -> Replay:
         ) from error
     check_class(script.Args)
     leaves = parts.leaves(script.Args)
-    recorded = flag_words.renamed(start["flags"], leaves)
+    recorded = start["flags"]
     was = {name: recorded.get(name, leaf.default) for name, leaf in leaves.items()}
     was = {name: tuple(value) if isinstance(value, list) else value for name, value in was.items()}
     args = flags.read(script.Args, __doc__, rest, was)
-    left_out = sorted(flag_needs.given(script.Args, rest) & flag_needs.NOT_REPLAYED)
-    flag_needs.warn(f"{flag(name)} does nothing in a replay" for name in left_out)
+    left_out = sorted(flags.names_in(script.Args, rest) & NOT_REPLAYED)
+    flags.warn(f"{flag(name)} does nothing in a replay" for name in left_out)
     changed = {name: (was[name], value) for name, value in parts.flat(args).items() if value != was[name]}
     if made := [name for name in changed if name in SAMPLED]:
         raise UserError(f"{', '.join(map(flag, made))}: a replay cannot change how the samples were made. Leave the flag out.")
@@ -121,7 +124,7 @@ def find(where: Path) -> tuple[Record, Path]:
         record = Record(where)
         return record, Path(record.starts[-1]["run"])
     for config in sorted(where.glob("config*.json"), reverse=True):
-        if directory := flag_words.renamed(json.loads(config.read_text())["flags"]).get("record_samples"):
+        if directory := json.loads(config.read_text())["flags"].get("record_samples"):
             return Record(Path(directory)), where
     raise UserError(f"{where} is neither a run that was recorded (--record-samples DIR) nor a record.")
 
@@ -150,7 +153,7 @@ def same_settings(start: dict, other: dict, changing: set[str]) -> bool:
     """Return whether two starts of a run had the same flags, apart from those that may change."""
     kept = changing - {"max_tokens_per_micro_batch"}
     of = [
-        {name: value for name, value in flag_words.renamed(of["flags"]).items() if name not in kept} | {"": of["total_steps"]}
+        {name: value for name, value in of["flags"].items() if name not in kept} | {"": of["total_steps"]}
         for of in (start, other)
     ]
     return of[0] == of[1]

@@ -1,12 +1,10 @@
-"""Flag names: the common ones, earlier names, and other programs' names for them.
+"""Flag names: the common ones, which --help shows, and other programs' names for them.
 
---help shows the COMMON flags. RENAMED and EARLIER_WORDS are still accepted. HERE explains unknown flags;
-docs/generated/trl-words.md is made from it. Left out: verl's names, which tools/from_verl translates.
+HERE explains unknown flags; docs/generated/trl-words.md is made from it. Left out: verl's names, which tools/from_verl
+translates.
 """
 
-from collections.abc import Container, Iterable, Sequence
-
-from rl.ranges import flag
+from collections.abc import Iterable
 
 DEFAULT_BATCH = 8  # prompts per step if no flag says so
 # Fields whose flags --help shows, in addition to those that a copy of a script adds; --help-all shows every flag
@@ -20,17 +18,6 @@ COMMON = {
     *("lr", "gradient_checkpointing", "lora_rank"),
     *("experiment_name", "output_dir", "logger", "save_freq"),
 }
-
-RENAMED = {  # earlier name of a field, still accepted -> current name
-    "trigger_parameter_sync_step": "publish_every",
-    "ppo_max_token_len_per_gpu": "max_tokens_per_micro_batch",
-    "on_error": "on_reward_error",
-    "record": "record_samples",
-    "kl_penalty": "kl_reward_type",
-    "kl_coef": "kl_reward_coef",
-}
-
-EARLIER_WORDS = {("engine", "transformers"): "embedded"}  # (field, earlier word, still accepted) -> current word
 
 HERE = {  # unknown flag -> its replacement
     # TRL's GRPOConfig and ScriptArguments (1.16, the version in requirements-bench.txt)
@@ -79,30 +66,6 @@ HERE = {  # unknown flag -> its replacement
     "--lora-r": "--lora-rank",
     "--lora-target-modules": "--lora-target",
 }
-
-
-def current(words: Sequence[str], fields: Container[str] = ()) -> list[str]:
-    """Return the command line with flags under their current names, with hyphens. fields: the script's, whose names stay."""
-    found: list[str] = []
-    field = ""
-    for word in words:
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
-            field = _today(name[2:].replace("-", "_"), fields)
-            word = flag(field) + equals + EARLIER_WORDS.get((field, value), value)
-        found.append(EARLIER_WORDS.get((field, word), word))
-    return found
-
-
-def _today(name: str, fields: Container[str]) -> str:
-    return name if name in fields else RENAMED.get(name, name)
-
-
-def renamed(flags: dict, fields: Container[str] = ()) -> dict:
-    """Return the flags that a run recorded, under their current names. fields: the script's, whose names stay."""
-    earlier = {name: today for name in flags if (today := _today(name, fields)) != name}
-    flags = {earlier[name]: flags[name] for name in earlier} | {name: flags[name] for name in flags if name not in earlier}
-    return flags | {name: word for (name, earlier_word), word in EARLIER_WORDS.items() if flags.get(name) == earlier_word}
 
 
 def hint(unknown: Iterable[str]) -> str:

@@ -3,7 +3,7 @@
 A flag is a field of a dataclass. Each component has its own dataclass, and a script's Args inherits them, or has them as parts
 (rl/parts.py). A number's range is part of its type, and a method `check` of the dataclass refuses flags that contradict each
 other (rl/ranges.py). A method `hint` may explain an unknown flag. All flags are checked before anything is loaded. A flag
-without an effect causes a warning (rl/flag_needs.py). Other programs' names and renamed flags are in rl/flag_words.py. A
+that does nothing without another one causes a warning. Other programs' names are in rl/flag_words.py. A
 boolean flag can be written --shuffle, --no-shuffle, --shuffle True or --shuffle=false.
 """
 
@@ -19,16 +19,16 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import NoneType
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import tyro
 
-from rl import flag_needs, flag_words, parts
+from rl import flag_words, parts
 from rl.class_check import check_class
 from rl.errors import UserError
-from rl.ranges import Range, check, flag, marks
+from rl.ranges import Needs, Range, check, flag, marks
 from rl.ranks import launch, process
 
 Flags = TypeVar("Flags")
@@ -56,16 +56,43 @@ def read(
     """Parse a command line like `parse`, but raise UserError. args: the command line, by default this process's. defaults:
     values of flags that replace the class's defaults."""
     check_class(flags)
-    words = flag_words.current(sys.argv[1:] if args is None else args, parts.leaves(flags))
-    words = _spell_out_booleans(flags, words)
+    words = _spell_out_booleans(flags, _hyphenated(sys.argv[1:] if args is None else args))
     if {"-h", "--help", "--help-all"} & {*words}:
         _print_help(flags, description or "", defaults or {}, show_all="--help-all" in words)
     found = _read(flags, words)
-    given = flag_needs.given(flags, words)
+    given = names_in(flags, words)
     parsed = parts.make(flags, **(defaults or {}) | {name: parts.get(found, name) for name in given})
     check(parsed)
-    flag_needs.warn(flag_needs.without_effect(parsed, given).values())
+    warn(without_effect(parsed, given))
     return parsed
+
+
+def names_in(flags: type, words: Sequence[str]) -> set[str]:
+    """Return the fields of the dataclass and its parts whose flags are on the command line."""
+    fields = {*parts.leaves(flags)}
+    names = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
+    return fields & (names | {name.removeprefix("no_") for name in names})
+
+
+def without_effect(args, given: Iterable[str]) -> list[str]:
+    """Return a sentence for each given flag that does nothing without another one (rl/ranges.py). One with its default changes
+    nothing anyway."""
+    needs = marks(type(args), Needs)
+    changed = [name for name in needs if name in given and parts.get(args, name) != parts.leaves(type(args))[name].default]
+    return [f"{flag(name)} does nothing without {needs[name]}" for name in changed if not needs[name].is_met(args)]
+
+
+def warn(lines: Iterable[str]) -> None:
+    """Print the sentences as one warning line, on the job's first rank."""
+    lines = list(lines)
+    if lines and launch.here().rank == 0:
+        print(f"warning: {'; '.join(lines)}.", file=sys.stderr, flush=True)
+
+
+def _hyphenated(words: Sequence[str]) -> list[str]:
+    """Return the command line with hyphens in the names of flags."""
+    split = (word.partition("=") if word.startswith("--") else ("", "", word) for word in words)
+    return ["".join([name.replace("_", "-"), equals, value]) for name, equals, value in split]
 
 
 def _spell_out_booleans(flags: type, words: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from rl import flag_needs
+from rl import flags
 from rl.algorithm.args import AlgorithmArgs
 from rl.checkpoint.resume import CheckpointArgs
 from rl.data.args import DataArgs, demo_files
@@ -218,7 +218,7 @@ def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokeniz
     ends = end_token_ids(path, tokenizer, args.trust_remote_code)
     environments = Environments(args, path, ends, args.trust_remote_code)
     if environments.note:
-        flag_needs.warn([f"{args.environment_flag[0]}: {environments.note.rstrip('.')}"])
+        flags.warn([f"{args.environment_flag[0]}: {environments.note.rstrip('.')}"])
     return environments
 
 

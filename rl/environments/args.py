@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from rl.errors import UserError
-from rl.ranges import Content, MayChange, Range, check_code
+from rl.ranges import Content, MayChange, Needs, Range, check_code
 
 DEMO = "demo-calculator"
 
@@ -29,14 +29,14 @@ class EnvironmentArgs:
     """Port at which agents that run elsewhere get episodes: a worker asks for one, gets its row and a key, calls the model with
     the key, and ends the episode. Engine i serves at port + i. The secret is in SERVE_POLICY_KEY. A port alone is for programs
     on this machine, and 0.0.0.0:PORT for all of its networks."""
-    max_turns: Annotated[int, Range(at_least=1)] = 8
+    max_turns: Annotated[int, Range(at_least=1), Needs("env tools agent serve_policy")] = 8
     """Turns of the model in a response."""
-    tool_format: Literal["auto", "hermes", "llama", "xml"] = "auto"
+    tool_format: Annotated[Literal["auto", "hermes", "llama", "xml"], Needs("env tools agent serve_policy")] = "auto"
     """How the model writes a call: JSON within <tool_call>, only JSON, or <function=...> tags. auto: as its chat template
     does. hermes also serves templates that lack something: what they do not show is written into the messages."""
-    turn_rewards: bool = False
+    turn_rewards: Annotated[bool, Needs("env tools agent serve_policy")] = False
     """Give each turn's reward to the turn's last token, instead of the sum of rewards to the response's last token."""
-    env_timeout: MayChange[Annotated[float, Range(above=0, at_most=86_400)]] = 30.0
+    env_timeout: MayChange[Annotated[float, Range(above=0, at_most=86_400), Needs("env tools agent serve_policy")]] = 30.0
     """Seconds that an environment may take for a turn. If it takes longer, its response is not trained."""
 
     @property

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from rl.errors import UserError
 from rl.model.pretrained import RouterArgs
-from rl.ranges import Content, MayChange, Range
+from rl.ranges import Content, MayChange, Needs, Range
 from rl.ranks.device import default_dtype
 
 
@@ -20,7 +20,7 @@ class OptimizerArgs:
     All optimizer steps of a training step have the same rate."""
     lr_scheduler_type: Literal["constant", "cosine"] = "cosine"
     """Learning rate after the warm-up: constant, or falling along a cosine to --min-lr-ratio times --lr."""
-    min_lr_ratio: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
+    min_lr_ratio: Annotated[float, Range(at_least=0, at_most=1), Needs("lr_scheduler_type", ("cosine",))] = 0.0
     """Last learning rate of the cosine, as a fraction of --lr."""
     weight_decay: Annotated[float, Range(at_least=0)] = 0.01
     """AdamW's decoupled weight decay."""
@@ -43,9 +43,9 @@ class AdapterArgs:
     lora_rank: Annotated[int, Range(at_least=0)] = 0
     """Rank of the adapters; 0 trains all weights. Adapters need about ten times the --lr of all weights: 1e-3 for the demo, and
     at least 1e-5 for billions of parameters."""
-    lora_alpha: Annotated[float, Range(above=0)] = 32.0
+    lora_alpha: Annotated[float, Range(above=0), Needs("lora_rank lora_model")] = 32.0
     """The adapters' product is multiplied by alpha / rank."""
-    lora_target: tuple[str, ...] = ("all-linear",)
+    lora_target: Annotated[tuple[str, ...], Needs("lora_rank lora_model")] = ("all-linear",)
     """Layers that get an adapter: all-linear for all linear layers of the decoder, or suffixes of their names (q_proj
     v_proj)."""
     lora_model: MayChange[Annotated[str | None, Content("model")]] = None

@@ -75,7 +75,7 @@ class Identity:
     def _settled(self, flags: dict) -> dict:
         """Return the flags under today's names, with defaults for those that are newer, and the batch sizes as numbers."""
         defaults = json.loads(json.dumps(parts.flat(type(self.args)())))
-        flags = masked(defaults | flag_words.renamed(flags, defaults))
+        flags = masked(defaults | flags)
         update = flags.get("ppo_mini_batch_size")
         step = flags.get("train_batch_size") or update or flag_words.DEFAULT_BATCH
         return flags | {"train_batch_size": step, "ppo_mini_batch_size": update or step}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from rl.errors import UserError
-from rl.ranges import Content, MayChange, Range, check_code
+from rl.ranges import Content, MayChange, Needs, Range, check_code
 from rl.rewards.verifiers import CODE
 
 
@@ -34,7 +34,7 @@ class RewardArgs:
     be scored again. Such steps train nothing. In the first step after a start there must be a score."""
     overlong_buffer_len: Annotated[int, Range(at_least=0)] = 0
     """DAPO: penalise, linearly, a response that ends within this many tokens of --max-response-length; 0 turns it off."""
-    overlong_penalty_factor: Annotated[float, Range(at_least=0)] = 1.0
+    overlong_penalty_factor: Annotated[float, Range(at_least=0), Needs("overlong_buffer_len")] = 1.0
     """DAPO: the penalty of a response with --max-response-length tokens."""
 
     @property

@@ -20,7 +20,6 @@ LAYERS = [
     ["data", "rewards"],
     ["environments"],
     ["flag_words"],
-    ["flag_needs"],
     ["flags"],
     ["model"],
     ["adapters"],

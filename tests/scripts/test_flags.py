@@ -19,7 +19,7 @@ import train_sft
 import train_sync
 from rl import flag_words, flags, parts
 from rl.errors import UserError
-from rl.ranges import Range, check, flag, marks
+from rl.ranges import Needs, Range, check, flag, marks
 from rl.ranks import launch
 
 SCRIPTS = {"sync": train_sync, "one_step_off": train_one_step_off, "async": train_async}
@@ -181,39 +181,6 @@ def test_help_shows_the_flags_that_a_copy_of_a_script_adds(script, capsys):
     assert shown_flags(own, "--help", capsys) == ["--imitation", "--gamma", *common]
 
 
-@pytest.mark.parametrize("old", flag_words.RENAMED)
-def test_an_earlier_name_is_still_accepted(old):
-    new = flag_words.RENAMED[old]
-    assert {flag(old), flag(new)} & {*fields("sync"), *fields("async")} == {flag(new)}
-    assert flag_words.current([f"--{old}=1", flag(old), "2"]) == [f"{flag(new)}=1", flag(new), "2"]
-    assert flag_words.renamed({old: 3, "lr": 4}) == {new: 3, "lr": 4}
-
-
-def test_a_command_with_earlier_names_is_read_under_todays(capfd):
-    words = "--trigger-parameter-sync-step 3 --stale wait --max_staleness 2 --on_error=zero --ppo-max-token-len-per-gpu auto"
-    args = flags.read(train_async.Args, args=words.split())
-    assert (args.schedule.publish_every, args.schedule.on_stale, args.on_reward_error) == (3, "wait", "zero")
-    flags.read(train_sync.Args, args=["--kl-coef", "0.1"])
-    assert "--kl-reward-coef does nothing without --use-kl-in-reward" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("words", [["--engine", "transformers"], ["--engine=transformers"]])
-def test_an_earlier_word_of_a_flag_is_still_accepted(words):
-    assert flags.read(train_sync.Args, args=words).engine == "embedded"
-    assert flag_words.renamed({"engine": "transformers", "model": "transformers"}) == {
-        "engine": "embedded",
-        "model": "transformers",
-    }
-    assert flags.read(train_sync.Args, args=[*words, "--model", "transformers"]).model == "transformers"
-
-
-def test_a_copy_of_a_script_may_have_a_flag_of_an_earlier_name():
-    own = dataclasses.make_dataclass("Args", [("horizon", int, 1)], bases=(train_sync.Args,))
-    args = flags.read(own, args=["--horizon", "5"])
-    assert (args.horizon, args.kl_horizon) == (5, 10_000)
-    assert flag_words.renamed({"horizon": 5}, {"horizon"}) == {"horizon": 5}
-
-
 def test_every_common_flag_is_one_of_a_script():
     assert {name for script in SCRIPTS.values() for name in parts.leaves(script.Args)} >= flag_words.COMMON
 
@@ -250,6 +217,7 @@ def test_a_script_keeps_its_type_and_what_was_given():
     assert args == dataclasses.replace(train_async.Args(), **given)
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("ranks", [None, 2])
 @pytest.mark.parametrize(
     ("given", "message"),
@@ -267,6 +235,7 @@ def test_help_whose_reader_has_seen_enough_ends_well():
     assert done.returncode == 0 and done.stdout.startswith("usage: train_sync.py") and not done.stderr, done.stderr
 
 
+@pytest.mark.runs
 def test_help_under_torchrun_is_said_once():
     assert run_script("train_async.py", "--help", ranks=2).stdout.count("usage:") == 1
 
@@ -430,3 +399,22 @@ def test_a_flag_with_an_empty_text_is_named(script):
         for value in ("", " ") if "tuple" not in hint else (("",), ("demo", " ")):
             with pytest.raises(UserError, match=f"^{flag(name)}: its value is empty. Give one, or leave the flag out"):
                 check(parts.make(script.Args, **{name: value}))
+
+
+@pytest.mark.parametrize("script", [train_sync, train_one_step_off, train_async], ids=lambda script: script.__name__)
+def test_a_flag_that_needs_another_one_says_so(script, capfd):
+    """Every mark names flags that exist. The flag is named where none of them is on; its default is no mistake."""
+    needs = marks(script.Args, Needs)
+    assert len(needs) > 20 and all({*need.names.split()} <= {*parts.leaves(script.Args)} for need in needs.values())
+    off = {"engine": "embedded", "lr_scheduler_type": "constant"}
+    for name, need in needs.items():
+        args = parts.make(script.Args, **{other: off[other] for other in need.names.split() if other in off})
+        default = parts.get(args, name)
+        changed = parts.replace(args, **{name: "{x}" if default is None or isinstance(default, str) else not default})
+        (sentence,) = flags.without_effect(changed, {name})
+        assert sentence.startswith(f"{flag(name)} does nothing without --{need.names.split()[0].replace('_', '-')}")
+        assert not flags.without_effect(args, {name})
+        first = need.names.split()[0]
+        assert not flags.without_effect(parts.replace(changed, **{first: need.values[-1] if need.values else "on"}), {name})
+    flags.read(script.Args, args=["--kl_loss_coef=0.1", "--lam", "0.5"])
+    assert capfd.readouterr().err.count("\n") == 1

@@ -45,7 +45,7 @@ class Log:
         for row in self.rows:  # of all ranks together, for runs on equal machines; perf/throughput is per rank, as in verl
             if row.get("perf/time_per_step") and "perf/total_num_tokens" in row:
                 row["tokens/s"] = row["perf/total_num_tokens"] / row["perf/time_per_step"]
-        self.flags = flag_words.renamed(self.config.get("flags", {}))
+        self.flags = self.config.get("flags", {})
         self.script = self.config.get("script", "")
         if self.off_policy:
             made = f"its samples were made by other weights, those of {self.config['replay'].get('of')}"
