@@ -90,6 +90,10 @@ LAST = {  # flags -> what the last step's metrics have to be
         ["--off-policy-mask-threshold", "1e-9", "--ppo-epochs", "2"],
         lambda m: m[-1]["actor/off_policy_masked"] > 0,
     ),
+    "optimal_token_baseline": (
+        ["--adv-estimator", "optimal_token_baseline"],
+        lambda m: any(row["critic/advantages/max"] > 0 for row in m),
+    ),
     "top_entropy": (["--top-entropy-quantile", "0.2"], lambda m: all(row["timing_s/entropy"] > 0 for row in m)),
 }
 REWARD = """
