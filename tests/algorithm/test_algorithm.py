@@ -356,6 +356,7 @@ def test_knobs_reach_the_loss(mode):
     assert torch.equal(default, changed) == (mode == "reinforce")
 
 
+@pytest.mark.runs
 def test_verls_words_train_what_ours_do(demo_model, tmp_path):
     """Bit for bit."""
     words = {

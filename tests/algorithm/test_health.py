@@ -207,6 +207,7 @@ def test_importance_weights_that_rest_on_few_tokens(effective):
     assert all(f"In step 7 it is {effective:.0%}" in text for _, text in record.details)
 
 
+@pytest.mark.runs
 def test_a_run_whose_responses_are_rejected_blames_the_bounds(tmp_path):
     """The accepted band is far from every ratio, so no token is trained, whatever the scores are."""
     flags = ["--rollout-rs", "seq_mean_k1", "--rollout-rs-threshold", "7_8", "--total-training-steps", "3", "--test-freq", "0"]
@@ -223,6 +224,7 @@ def test_what_is_asked_for_is_no_cause_to_warn():
     assert not look(batch(group(0, [1.0]), group(1, [0.0])), rollout_n=1, adv_estimator="reinforce_pp")[1]
 
 
+@pytest.mark.runs
 def test_a_run_says_it_once_and_records_it(tmp_path):
     flags = ["--top-p", "0.9", "--truncation", "left", "--max-prompt-length", "4", "--max-response-length", "1"]
     metrics, _, done = train("train_sync.py", "--total-training-steps", "3", "--test-freq", "0", *flags, out=tmp_path)

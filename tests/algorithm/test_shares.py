@@ -6,6 +6,7 @@ import pytest
 from helpers import run_script
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("sequence_parallel", [1, 2])
 def test_a_divided_batch_is_the_whole_one(sequence_parallel):
     """Bit for bit: every estimator's advantages, batch-normalised weights, rejected and chosen tokens, denominators."""

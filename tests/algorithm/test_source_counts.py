@@ -51,6 +51,7 @@ CASES = {
 QUICK = ("sync, filtered", "async, too old")
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case not in QUICK)])
 def test_every_response_is_counted_once(case, tmp_path):
     script, flags, ranks = CASES[case]

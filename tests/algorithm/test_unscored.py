@@ -60,6 +60,7 @@ def unscored(group: Group, numbers) -> Group:
     return dataclasses.replace(group, responses=responses)
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_they_change_nothing(trainer, groups, estimator):
     """The step equals bit for bit a step without those responses, for every estimator and denominator."""

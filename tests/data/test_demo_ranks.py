@@ -28,6 +28,7 @@ def untaught(monkeypatch, tmp_path) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.mark.runs
 def test_every_rank_can_make_every_model(tmp_path):
     """Like nodes, the ranks have separate caches: the second one has no first rank."""
     run_script(PROGRAM, "own", tmp_path, ranks=2, timeout=120)
@@ -50,6 +51,7 @@ def test_the_files_are_those_of_save_pretrained(name, untaught, tmp_path, monkey
     assert {file: made[file] for file in theirs} == theirs
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("name", ["demo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("demo-moe", "demo-vl"))])
 def test_a_job_trains_the_model_that_its_second_rank_has_made(name, tmp_path):
     flags = ["--model", name, "--total-training-steps", "1", "--no-val-before-train", "--test-freq", "0"]

@@ -115,6 +115,7 @@ def accuracies(metrics: dict[int, dict]) -> list[float]:
     return [m[ACCURACY] for _, m in sorted(metrics.items()) if ACCURACY in m]
 
 
+@pytest.mark.runs
 def test_it_learns_to_say_what_it_reads(demo_vl_model, tmp_path):
     """24 steps, and then transformers alone, with the export's own image processor, reads as the run has measured."""
     flags = ["--model", "demo-vl", "--total-training-steps", "24", "--test-freq", "24", "--log-val-generations", "5"]

@@ -39,6 +39,7 @@ def result(read: dict) -> dict:
     return {name: value for name, value in read.items() if name not in ("texts", "images")}
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(("ranks", "generators"), [(2, 0), (3, 2)])
 def test_each_rank_measures_a_part_and_has_all_rows(texts, tmp_path, ranks, generators):
     """Some prompts are left out, and a part lies in two files. Learners and generators divide the work among themselves."""
@@ -51,6 +52,7 @@ def test_each_rank_measures_a_part_and_has_all_rows(texts, tmp_path, ranks, gene
     assert [of_rank["texts"] for of_rank in together] == ([52, 26, 26] if generators else [26, 26])
 
 
+@pytest.mark.runs
 def test_prompts_that_are_cut_are_counted_once(texts, tmp_path):
     flags = {"train_files": [write(tmp_path / "a.parquet", ["1" * i for i in range(1, 12)])], "max_prompt_length": 4}
     (alone,) = read(texts, tmp_path / "alone", None, truncation="left", **flags)
@@ -59,6 +61,7 @@ def test_prompts_that_are_cut_are_counted_once(texts, tmp_path):
         assert result(of_rank) == result(alone)
 
 
+@pytest.mark.runs
 def test_images_are_read_once(tmp_path):
     model = save_vlm("qwen3-vl", tmp_path / "model", max_pixels=2**14)
     rows = [row(f"<image>How many? {i}", [picture(64 + 8 * i, 90, i)]) for i in range(5)] + [row("None.", [])]
@@ -79,6 +82,7 @@ BAD = [
 ]
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(("rows", "said"), BAD)
 def test_an_error_is_the_one_that_a_rank_alone_finds(texts, tmp_path, rows, said):
     prompts = [rows.get(i, prompt) for i, prompt in enumerate(NUMBERS)]

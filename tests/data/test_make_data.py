@@ -48,6 +48,7 @@ def jsonl(path, rows):
     return path
 
 
+@pytest.mark.runs
 def test_what_a_terminal_would_obey_is_written_out(tmp_path):
     """Other people choose the names of files and columns."""
     rows = [{"\x1b]0;mine\x07question": "1 + 1?", "answer": "#### 2"}]
@@ -108,6 +109,7 @@ def test_it_makes_geo3k_as_verl_has_it(gsm8k, tmp_path):
     assert rows == verls
 
 
+@pytest.mark.runs
 def test_images_of_paths_are_read(tmp_path):
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "a.png").write_bytes(PNG)
@@ -120,6 +122,7 @@ def test_images_of_paths_are_read(tmp_path):
     )
 
 
+@pytest.mark.runs
 def test_dapos_rows_stay_as_they_are_once_each(tmp_path):
     row = {
         "data_source": "math_dapo", "prompt": [{"role": "user", "content": "Solve it. Answer: $Answer"}], "ability": "MATH",
@@ -133,6 +136,7 @@ def test_dapos_rows_stay_as_they_are_once_each(tmp_path):
     assert pq.read_table(tmp_path / "aime-2024.parquet").to_pylist() == [row, other, row], "a validation may ask 32 times"
 
 
+@pytest.mark.runs
 def test_plain_problems_become_dapos(tmp_path):
     rows = [{"prompt": "What is 1+1?", "solution": "2", "reward_model": {"ground_truth": "2", "style": "rule"}}]
     made("dapo-math", "--train-files", jsonl(tmp_path / "x.jsonl", rows), "--out", tmp_path)
@@ -142,6 +146,7 @@ def test_plain_problems_become_dapos(tmp_path):
     assert (row["reward_model"]["ground_truth"], row["data_source"]) == ("2", "math_dapo")
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("name", "rows", "words"),
     [
@@ -159,6 +164,7 @@ def test_rows_that_cannot_be_used_are_named(name, rows, words, tmp_path):
     assert not list(tmp_path.glob("*.parquet"))
 
 
+@pytest.mark.runs
 def test_without_a_network_it_says_what_to_give(tmp_path):
     said = made("gsm8k", "--out", tmp_path, code=1)
     assert said.splitlines()[-1].startswith("error: openai/gsm8k: it cannot be loaded from the hub here") and "--source" in said
@@ -205,6 +211,7 @@ def test_prompts_that_ask_and_graders_that_take_all_are_not():
     assert unasked([others[0]] * LOOKED_AT + [plain]) == [], "only the first rows are looked at"
 
 
+@pytest.mark.runs
 def test_a_run_warns_of_them_before_its_first_step(tmp_path):
     """A run with a user's own reward function does not warn, because the function may look for anything."""
     plain = jsonl(tmp_path / "x.jsonl", [{"question": "1+1=", "answer": "#### 2"}] * 4)

@@ -163,6 +163,7 @@ CASE = {"adv_estimator": "gae", "lam": 0.9, "gamma": 0.95, "critic_ppo_epochs": 
 SIZES = [[3, 20, 7], [1, 12, 5], [18, 2, 9], [4, 4, 16]]
 
 
+@pytest.mark.runs
 def test_on_two_learners_a_critic_is_what_it_is_on_one(models):
     """Side by side, and with shared rows. The advantages are of the whole batch's values: two learners have half each."""
     model, cases = models["qwen2-tied"], {"gae, two updates": (CASE, SIZES)}

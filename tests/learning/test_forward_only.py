@@ -177,6 +177,7 @@ def test_ranks_that_part_their_own_responses_are_taught_what_one_rank_is(models,
     assert_taught_the_same(found, alone)
 
 
+@pytest.mark.runs
 def test_a_run_says_how_much_it_was(tmp_path):
     """Half of the prompts always get the full reward, so their responses teach nothing."""
     (tmp_path / "reward.py").write_text(

@@ -65,6 +65,7 @@ def reference(compute, models):
     return data, torch.cat(log_probs), gradient
 
 
+@pytest.mark.runs
 def test_log_probs_and_gradient_are_those_of_transformers(reference):
     data, log_probs, gradient = reference
     for budget in BUDGETS:
@@ -164,16 +165,19 @@ def test_neither_noise_nor_memory_without_values_is_trained(ranks, tmp_path, kin
         assert relative(whole(parameter.grad), plain.get_parameter(name).grad) < 1e-4, name
 
 
+@pytest.mark.runs
 def test_offloaded_to_host_memory(compute, models, reference):
     data = compute(models["qwen2-tied"], 2, [100], param_offload=True)
     assert relative(data["100/grad"], reference[0]["4096/grad"]) < 1e-6
 
 
+@pytest.mark.runs
 def test_bf16_is_close_and_not_equal(compute, models, reference):
     data = compute(models["qwen2-tied"], 2, [100], dtype="bfloat16")
     assert 1e-4 < relative(data["100/grad"], reference[0]["4096/grad"]) < 0.2
 
 
+@pytest.mark.runs
 def test_more_ranks_than_responses_do_not_hang(compute, models):
     """Two ranks train a batch of one response."""
     one, two = (compute(models["qwen2-tied"], ranks, [100], groups=1, responses=1) for ranks in (1, 2))
@@ -194,6 +198,7 @@ def test_weights_that_are_tied_by_hand_stay_so(models, ranks, monkeypatch):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+@pytest.mark.runs
 def test_chunked_log_probs_equal_whole_ones(compute, models, reference):
     """The chunks are so small that a micro-batch needs several."""
     data = compute(models["qwen2-tied"], 1, [4096], logits_at_once=7 * 32)
@@ -277,6 +282,7 @@ def test_a_step_without_a_signal_changes_nothing(models, ranks, flags, why):
         assert torch.equal(tensor, with_gap.state_tensors()[name]) and torch.equal(tensor, resumed.state_tensors()[name]), name
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_non_finite_gradient_is_skipped_by_all_ranks_and_counted(models, ranks):
     run_script("tests/programs/non_finite.py", models["qwen2-untied"], ranks=ranks, timeout=120)
@@ -285,6 +291,7 @@ def test_a_non_finite_gradient_is_skipped_by_all_ranks_and_counted(models, ranks
 # ------------------------------------------------------------------------------------------------------- its weights
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(("bucket", "most"), [(1 << 30, 1), (20_000, 40)])  # all in one; some in each, the largest alone
 def test_shards_are_gathered_in_buckets_to_the_bit(models, bucket, most):
     done = run_script("tests/programs/gathers.py", models["qwen2-untied"], str(bucket), ranks=3)

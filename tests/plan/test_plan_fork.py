@@ -43,6 +43,7 @@ def test_a_copy_is_planned_as_its_script(script, tmp_path, capsys, monkeypatch):
     assert "weights" in plain and "optimizer" in plain and copied == plain
 
 
+@pytest.mark.runs
 def test_the_copys_own_learn_is_what_is_run(tmp_path):
     learn = '    raise __import__("rl.errors").errors.UserError(f"the learn of this copy, flag {args.imitation}")\n'
     own = fork("train_sync.py", tmp_path / "other.py", learn)

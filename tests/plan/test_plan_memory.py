@@ -53,6 +53,7 @@ def check_equal(model: str, flags: dict) -> dict:
     return real
 
 
+@pytest.mark.runs
 def test_the_count_is_that_of_real_tensors(models):
     real = check_equal(models["qwen2-untied"], FLAGS)
     assert real["causes"]["optimizer"] == pytest.approx(2 * real["causes"]["weights"], rel=1e-3)

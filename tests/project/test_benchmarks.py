@@ -57,6 +57,7 @@ assert set(trl.sides_of(trl.Args())) == {side for side in trl.OURS if "vLLM" not
 """
 
 
+@pytest.mark.runs
 def test_benchmarks_run_at_toy_size(tmp_path):
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)

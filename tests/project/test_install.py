@@ -112,6 +112,7 @@ def test_installing_the_project_changes_no_other_package(file, moved, wheel, tmp
     assert [item["metadata"]["name"] for item in report["install"]] == ["flat-rl"]
 
 
+@pytest.mark.runs
 def test_a_copy_of_a_script_runs_elsewhere(site, demo_model, tmp_path):
     """Under its own name, with an experiment of its own in it."""
     text = (ROOT / "train_sync.py").read_text()

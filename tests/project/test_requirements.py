@@ -128,6 +128,7 @@ def test_everything_is_installed_and_nothing_disagrees():
     assert unmet([requirement for file in files for requirement in requirements(file).values()]) == []
 
 
+@pytest.mark.runs
 @needs_vllm
 def test_vllm_imports(tmp_path):
     script = tmp_path / "script.py"

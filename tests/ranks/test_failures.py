@@ -94,6 +94,7 @@ process.run(lambda ranks: log_probs())
 """
 
 
+@pytest.mark.runs
 def test_a_device_without_memory_is_one_message_with_what_to_do(tmp_path):
     script = tmp_path / "trains.py"
     script.write_text(OUT_OF_MEMORY)

@@ -228,6 +228,7 @@ def test_a_schedule_of_the_fork_s_own_holds(load):
     assert (args.schedule.quota(0), args.schedule.quota(1), args.schedule.version_at(7)) == (2, 72, 2)
 
 
+@pytest.mark.runs
 def test_a_fork_s_own_post_init_loses_none(load):
     within = "+def __post_init__(self):\n        self.seen = self.dtype"
     for words, dtype in (((), "float32"), (("--dtype", "auto"), "float32"), (("--dtype", "bfloat16"), "bfloat16")):
@@ -280,6 +281,7 @@ def test_a_fork_ends_at_its_start_with_one_message(script, ranks, bases, within,
     assert "UserError" not in done.stderr
 
 
+@pytest.mark.runs
 def test_stale_samples_of_a_fork_are_trained_with_their_own_log_probs(demo_model, tmp_path):
     """A copy of train_async.py, one step off: the ratio is over the log-probs of the weights that sampled."""
     file = fork(tmp_path, "async", "", "CommonArgs", "+extra: int = 3")

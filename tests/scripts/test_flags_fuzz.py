@@ -196,6 +196,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("case", SCHEDULES)
 def test_the_schedules_ends(case, demo_model, tmp_path):
     run_split("async", {"ppo_mini_batch_size": 2} | SCHEDULES[case], tmp_path)
