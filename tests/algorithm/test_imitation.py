@@ -57,7 +57,7 @@ def gradients(script, path: str, ranks, step: int, rows=(), **more) -> tuple[lis
     learner, found = Learner(path, args, ranks, 10), []
     if args.sft_files:
         learner.imitation = Imitation(args, rows)
-    learner.begin_step(step)
+    learner.steps = step - 1
 
     def take_step() -> dict[str, float]:
         found.append(torch.cat([p.grad.flatten() for p in learner.policy.parameters()]).double())
@@ -67,7 +67,7 @@ def gradients(script, path: str, ranks, step: int, rows=(), **more) -> tuple[lis
     learner.step = take_step
     batch = Batch.of([make_group(ticket, (5, 3, 7)) for ticket in range(4)], Division.of(args, learner))
     metrics = script.learn(args, learner, batch, Timers())
-    return found, metrics | learner.computed.metrics(learner.config, batch, args.ppo_epochs)
+    return found, metrics
 
 
 @pytest.mark.parametrize("tokens", [22, 8192], ids=["one row after the other", "all together"])

@@ -48,9 +48,11 @@ class Taught(unbiased.Tabular):
             words, length, torch.randn(policy.logits.shape, generator=torch.Generator().manual_seed(9))
         )
 
-    def read_by_teacher(self, *_) -> tuple[torch.Tensor, None]:
+        self.teacher.read = lambda *_: (self._taught(), None)
+
+    def _taught(self) -> torch.Tensor:
         self.teacher.batch = self.batch
-        return self.teacher.log_probs_of("policy"), None
+        return self.teacher.log_probs_of("policy")
 
     def kl_gradient(self, sampler: unbiased.Tabular) -> torch.Tensor:
         """Of the KL to the teacher behind every prefix, by whole distributions, weighed by how often `sampler` comes there."""
@@ -163,7 +165,7 @@ def test_the_top_tokens_have_a_shape():
         ({"teacher_prompt": "Think."}, "is the same for all rows"),
         ({"teacher_prompt": ""}, "--teacher-prompt: its value is empty"),
         ({"teacher_prompt": "{prompt}", "agent": "true"}, "--teacher-prompt with --agent"),
-        ({"teacher_prompt": "{prompt}", "serve_policy": True}, "--teacher-prompt with --serve-policy"),
+        ({"teacher_prompt": "{prompt}", "serve_policy": "8000"}, "--teacher-prompt with --serve-policy"),
     ],
 )
 def test_flags_that_a_teacher_makes_meaningless_are_refused(flags, said):

@@ -1,5 +1,7 @@
 """A teacher with prompts of its own: its log-probs and the policy's gradient are those of transformers, in rows of any size."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from helpers import make_group, save_model
 from transformers import AutoModelForCausalLM
 
 import losses
-from rl.algorithm.teacher import TeacherRows
+from rl.algorithm.teacher import Teacher, TeacherRows
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.learner import Learner
@@ -37,9 +39,13 @@ def told(ticket: int, prompt: list[int]) -> list[int]:
 
 def taught(path: str, ranks, ids_of, top_k: int = K, **more) -> Learner:
     """A learner that is its own teacher."""
-    learner = Learner(path, LearnerArgs(max_tokens_per_micro_batch=24, **more), ranks, 10, TEMPERATURE, teacher_top_k=top_k)
-    learner.teacher, learner.teacher_rows = learner.policy, TeacherRows(ids_of)
+    learner = Learner(path, LearnerArgs(max_tokens_per_micro_batch=24, **more), ranks, 10, TEMPERATURE)
+    learner.teacher = Teacher(learner.policy, top_k, TeacherRows(ids_of))
     return learner
+
+
+def read(learner: Learner, batch: Batch, micros: list) -> tuple:
+    return learner.teacher.read(learner, batch, [micros])
 
 
 def by_transformers(path: str, batch: Batch, dtype=torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -71,7 +77,7 @@ def test_kl_and_gradient_are_those_of_transformers(models, batch, ranks, kind, b
     """Also where one of the teacher's prompts alone exceeds a micro-batch."""
     learner = taught(models[kind], ranks, told)
     micros = micro_batches(batch, torch.arange(len(batch.lengths)), budget, ranks)
-    batch.targets.teacher_log_prob, batch.targets.teacher_top = learner.read_by_teacher(batch, [micros])
+    batch.targets.teacher_log_prob, batch.targets.teacher_top = read(learner, batch, micros)
     total = 0.0
     for micro in micros:
         t = batch.at(micro)
@@ -92,11 +98,12 @@ def test_with_the_policys_prompts_it_is_a_teacher_without_prompts(models, batch,
     """To the bit, also as another model with the same weights."""
     path = models["qwen2-untied"]
     learner = taught(path, ranks, lambda ticket, prompt: prompt, top_k)
-    other = Learner(path, LearnerArgs(), ranks, 10, TEMPERATURE, teacher=path, teacher_top_k=top_k)
+    other = Learner(path, LearnerArgs(), ranks, 10, TEMPERATURE)
+    other.teacher = Teacher(other.load_frozen(path, "teacher"), top_k)
     found = []
     for each in (learner, other):
         micros = micro_batches(batch, torch.arange(len(batch.lengths)), 24, ranks)
-        log_prob, top = each.read_by_teacher(batch, [micros])
+        log_prob, top = read(each, batch, micros)
         found.append([log_prob, top.token, top.log_prob] if top_k else [log_prob])
     assert found[0][0].any() and all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
@@ -105,12 +112,12 @@ def test_a_mixtures_routes_are_the_teachers_own(models, batch, ranks):
     """With --router-replay the policy replays recorded ones, which belong to other prompts."""
     learner = taught(models["moe"], ranks, told, top_k=0, router_replay="R2")
     micros = micro_batches(batch, torch.arange(len(batch.lengths)), 24, ranks)
-    before = learner.read_by_teacher(batch, [micros])[0]
+    before = read(learner, batch, micros)[0]
     learner.log_probs_of("policy", batch, [micros])
     assert all(micro.routes is not None for micro in micros)
     for micro in micros:
         micro.routes = torch.zeros_like(micro.routes)  # as if the first expert were always wanted
-    assert torch.equal(learner.read_by_teacher(batch, [micros])[0], before)
+    assert torch.equal(read(learner, batch, micros)[0], before)
     expected = by_transformers(models["moe"], batch, torch.float32)[2]
     torch.testing.assert_close(before, torch.where(batch.mask, expected, 0.0), atol=1e-5, rtol=1e-5)
 
@@ -118,16 +125,18 @@ def test_a_mixtures_routes_are_the_teachers_own(models, batch, ranks):
 def test_the_teacher_moves_with_the_policy(models, batch, ranks):
     learner = taught(models["qwen2-untied"], ranks, told, top_k=0)
     micros = micro_batches(batch, torch.arange(len(batch.lengths)), 24, ranks)
-    before = learner.read_by_teacher(batch, [micros])[0]
+    before = read(learner, batch, micros)[0]
     with torch.no_grad():
         next(learner.policy.parameters()).mul_(1.5)
-    assert not torch.allclose(learner.read_by_teacher(batch, [micros])[0], before)
+    assert not torch.allclose(read(learner, batch, micros)[0], before)
 
 
 def test_adapters_are_switched_off_for_the_model_that_they_change(models, batch, ranks):
     path = models["qwen2-untied"]
-    learner = Learner(path, LearnerArgs(lora_rank=2), ranks, 10, TEMPERATURE, teacher=path, teacher_top_k=K)
-    plain = Learner(path, LearnerArgs(), ranks, 10, TEMPERATURE, teacher=path, teacher_top_k=K)
+    learner, plain = (Learner(path, LearnerArgs(lora_rank=rank), ranks, 10, TEMPERATURE) for rank in (2, 0))
+    args = SimpleNamespace(teacher=path, teacher_prompt=None, teacher_top_k=K, has_second_model=True)
+    for each in (learner, plain):
+        each.teacher = Teacher.of(args, None, each)
     with torch.no_grad():
         for name, parameter in learner.policy.named_parameters():
             if "lora_B" in name:
@@ -135,11 +144,11 @@ def test_adapters_are_switched_off_for_the_model_that_they_change(models, batch,
     found = []
     for each in (learner, plain):
         micros = micro_batches(batch, torch.arange(len(batch.lengths)), 200, ranks)
-        found.append(each.read_by_teacher(batch, [micros])[0])
+        found.append(read(each, batch, micros)[0])
         own = each.log_probs_of("policy", batch, [micros])
     torch.testing.assert_close(*found)
     assert not torch.allclose(learner.log_probs_of("policy", batch, [micros]), own)
-    assert not isinstance(learner.teacher, torch.nn.Module)  # no second copy
+    assert not isinstance(learner.teacher.model, torch.nn.Module)  # no second copy
 
 
 def test_a_prompt_is_asked_for_once_a_group_and_by_its_ticket(models, batch, ranks):
@@ -151,6 +160,6 @@ def test_a_prompt_is_asked_for_once_a_group_and_by_its_ticket(models, batch, ran
 
     learner = taught(models["qwen2-untied"], ranks, told_once, top_k=0)
     micros = micro_batches(batch, torch.arange(len(batch.lengths)), 24, ranks)
-    learner.read_by_teacher(batch, [micros])[0]
+    read(learner, batch, micros)[0]
     firsts = [batch.prompts[int((batch.group == g).nonzero()[0])].tolist() for g in range(3)]
     assert asked == list(zip((10, 11, 12), firsts, strict=True))
