@@ -243,6 +243,7 @@ QUICK = [("train_sync.py", "raises"), ("train_sync.py", "none"), ("train_async.p
 OTHERS = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in QUICK]
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(("script", "kind"), [*QUICK, *OTHERS])
 def test_a_reward_that_cannot_work_stops_the_run_at_its_first_step(script, kind, tmp_path):
     code, message = BROKEN[kind]
@@ -267,6 +268,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     "script",
     ["train_sync.py", *(pytest.param(script, marks=pytest.mark.slow) for script in SCRIPTS if script != "train_sync.py")],
@@ -308,6 +310,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 LIMITS = [([], 3), (["--max-unscored-steps", 2, "--use-kl-loss", "--entropy-coeff", 0.01, "--on-reward-error", "zero"], 2)]
 
 
+@pytest.mark.runs
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("script", "more", "limit"),

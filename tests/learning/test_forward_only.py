@@ -155,6 +155,7 @@ def test_flat_groups_are_packed_apart_where_that_takes_less_time(data):
     assert seconds(plan, *what, flat) < seconds(together, *what, [False] * len(flat))
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("ranks", "kind", "layout"),
     [

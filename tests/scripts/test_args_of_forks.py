@@ -264,6 +264,7 @@ def test_a_supervised_run_and_one_by_reward_have_no_common_schedule(script, kind
         read(load(script, "", "CommonArgs", f"schedule: {kind} = {kind}()"))
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("script", "ranks", "bases", "within", "message"),
     [

@@ -290,6 +290,7 @@ def test_a_mini_batch_alone_is_the_batch_of_the_asynchronous_script():
         check(parts.make(train_async.Args, train_batch_size=8, ppo_mini_batch_size=3))
 
 
+@pytest.mark.runs
 def test_minus_one_never_saves_or_validates_and_warm_up_counts_training_steps(demo_model, tmp_path):
     words = "--save-freq -1 --test-freq -1 --total-training-steps 3 --lr 1e-4 --lr-warmup-steps 4"
     words += " --train-batch-size 4 --ppo-mini-batch-size 2 --rollout-n 2"  # two optimizer steps a training step
