@@ -23,6 +23,9 @@ class Part:
 
     _field = ""  # its usual name
 
+    def check(self, args: Any) -> None:
+        """Raise UserError for flags of this part that contradict each other, or those of other parts. args: the whole."""
+
     def __init_subclass__(cls):
         bases = [base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)]
         others = [base.__name__ for base in bases if not issubclass(base, Part)]

@@ -117,7 +117,7 @@ def check(args) -> None:
     for part in parts.tree(args):
         for base in reversed(type(part).__mro__):
             if "check" in vars(base):
-                vars(base)["check"](part)
+                vars(base)["check"](*([part] if part is args else [part, args]))
 
 
 def check_code(name: str, given: str, named: str) -> None:

@@ -18,7 +18,7 @@ from rl.data.job import Job
 from rl.data.prompts import PromptDataset, PromptOrder
 from rl.environments.args import DEMO, EnvironmentArgs
 from rl.errors import UserError
-from rl.generation.engine import EngineArgs
+from rl.generation.engine import EngineArgs, SamplingArgs
 from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
 from rl.model.pretrained import check_model, empty_model, end_token_ids, load_config, load_tokenizer, resolve, takes_images
@@ -89,37 +89,81 @@ class RunArgs:
 
 
 @dataclass
-class CommonArgs(
-    RunArgs,
-    AlgorithmArgs,
-    DataArgs,
-    RewardArgs,
-    EnvironmentArgs,
-    EngineArgs,
-    LearnerArgs,
-    LogArgs,
-    CheckpointArgs,
-    WatchdogArgs,
-):
-    """Flags of all scripts. Each group is defined with its component."""
+class CommonArgs(RunArgs):
+    """Flags of all scripts that train by reward. Each part is defined with its component."""
+
+    data: DataArgs = DataArgs()
+    sampling: SamplingArgs = SamplingArgs()
+    reward: RewardArgs = RewardArgs()
+    environment: EnvironmentArgs = EnvironmentArgs()
+    engine: EngineArgs = EngineArgs()
+    loss: LossArgs = LossArgs()
+    correction: RolloutCorrectionArgs = RolloutCorrectionArgs()
+    critic: CriticArgs = CriticArgs()
+    teacher: TeacherArgs = TeacherArgs()
+    imitation: ImitationArgs = ImitationArgs()
+    learner: LearnerArgs = field(default_factory=LearnerArgs)
+    log: LogArgs = LogArgs()
+    checkpoint: CheckpointArgs = CheckpointArgs()
+
+    @property
+    def old_is_rollout(self) -> bool:
+        """Whether the old log-probs are the generator's."""
+        if self.loss.use_rollout_log_probs is not None:
+            return self.loss.use_rollout_log_probs
+        return self.schedule.trains_stale and not self.correction.corrects_rollout and not self.loss.compares_itself
+
+    def recompute_old_log_probs(self, updates: int) -> bool:
+        """Return whether log-probs of the policy before the step need a separate forward pass. They do not if the old ones are
+        the generator's, or for a batch with one update, whose ratio is 1, unless something needs them earlier."""
+        chooses = losses.POLICY_LOSSES[self.loss.loss_mode].chooses
+        asked = self.correction.corrects_rollout or self.loss.use_kl_in_reward or chooses is not None
+        return not self.old_is_rollout and (updates > 1 or asked)
+
+    @property
+    def skips_backward(self) -> bool:
+        """Whether micro-batches without an advantage only get a forward pass: the loss has no term that trains them."""
+        loss = losses.POLICY_LOSSES[self.loss.loss_mode]
+        trains_all = self.loss.use_kl_loss or self.loss.entropy_coeff or self.teacher.teacher or loss.chooses or loss.trains_all
+        return not trains_all
+
+    @property
+    def packs_flat_apart(self) -> bool:
+        """Whether groups with equal scores, whose advantages are 0, get separate micro-batches."""
+        is_by_group = losses.ADVANTAGES[self.loss.adv_estimator].group_of_one is not None
+        return self.skips_backward and is_by_group and not self.loss.use_kl_in_reward
+
+    @property
+    def graders(self) -> str:
+        """The flags of what scores responses, with their values."""
+        own = [self.reward.own_reward] if self.reward.own_reward else []
+        if self.environment.has_environment:
+            own.append(" ".join(self.environment.environment_flag))
+        return " and ".join(own) or "the built-in verifiers"
+
+    @property
+    def longest_of_teacher(self) -> int:
+        """Largest number of tokens in a prompt that the teacher reads."""
+        own = self.teacher.teacher_prompt is not None and self.teacher.teacher_max_prompt_length
+        return own or self.data.max_prompt_length
 
     def check(self) -> None:
         """Raise UserError for flags of different groups that contradict each other."""
         check_kind(self, BatchSchedule, "training by reward")
-        self.schedule.check_engines(launch.here().world_size // self.rollout_tp)
-        if self.val_only and self.resume_mode not in ("auto", "disable"):
-            raise UserError(f"--val-only resumes nothing. To validate a checkpoint give --model {self.resume_mode}.")
-        if self.overlong_buffer_len > self.max_response_length:
+        self.schedule.check_engines(launch.here().world_size // self.engine.rollout_tp)
+        if self.val_only and self.checkpoint.resume_mode not in ("auto", "disable"):
+            raise UserError(f"--val-only resumes nothing. To validate a checkpoint give --model {self.checkpoint.resume_mode}.")
+        if self.reward.overlong_buffer_len > self.sampling.max_response_length:
             raise UserError(
-                f"--overlong-buffer-len {self.overlong_buffer_len} is more than --max-response-length "
-                f"{self.max_response_length}: every response would be penalised. Lower it."
+                f"--overlong-buffer-len {self.reward.overlong_buffer_len} is more than --max-response-length "
+                f"{self.sampling.max_response_length}: every response would be penalised. Lower it."
             )
-        if self.keep_sampling_mask and self.teacher_top_k:
+        if self.sampling.keep_sampling_mask and self.teacher.teacher_top_k:
             raise UserError(
                 "--teacher-top-k compares distributions over the whole vocabulary; --keep-sampling-mask trains the truncated "
                 "one. Leave one of the two out."
             )
-        if self.router_replay == "R2" and self.old_is_rollout:
+        if self.learner.router_replay == "R2" and self.old_is_rollout:
             raise UserError(
                 "--router-replay R2 replays the pass that recomputes the old log-probs, and this run takes the generator's as "
                 "the old ones. Give R3, or add --rollout-is token."

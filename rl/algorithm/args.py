@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import losses
 from rl.errors import UserError
+from rl.parts import Part
 from rl.ranges import Content, MayChange, Needs, Range
 
 Bounds = tuple[float | None, float]  # (None, cap) or a band
@@ -15,9 +16,11 @@ SELF = "self"  # --teacher, instead of a model
 CLIPS = {"clip_low": "--clip-ratio-low", "clip_high": "--clip-ratio-high", "clip_c": "--clip-ratio-c"}  # by a loss's keyword
 
 
-@dataclass
-class RolloutCorrectionArgs:
+@dataclass(frozen=True)
+class RolloutCorrectionArgs(Part):
     """Corrections for tokens to which generator and learner give different probabilities."""
+
+    _field = "correction"
 
     rollout_is: Literal[losses.IS_LEVELS] | None = None
     """Importance sampling: weight tokens by the ratio of the learner's probability to the generator's, at this level."""
@@ -46,7 +49,7 @@ class RolloutCorrectionArgs:
         """Whether tokens are weighted or left out depending on the difference between generator and learner."""
         return bool(self.rollout_is or self.rejection_criteria)
 
-    def check(self) -> None:
+    def check(self, args) -> None:
         """Raise UserError for bounds that cannot be parsed."""
         for flags, parsed in {
             "--rollout-is-threshold": "weight_bounds",
@@ -58,9 +61,11 @@ class RolloutCorrectionArgs:
                 raise UserError(f"{flags}: {error}.") from None
 
 
-@dataclass
-class TeacherArgs:
+@dataclass(frozen=True)
+class TeacherArgs(Part):
     """Distillation on the policy's own samples, from a second model, or from the policy with the answer in its prompt."""
+
+    _field = "teacher"
 
     teacher: Annotated[str | None, Content("model")] = None
     """Model to learn from, with the policy's vocabulary: a Hugging Face directory or hub name, or "self" for the policy at the
@@ -83,38 +88,33 @@ class TeacherArgs:
     def has_second_model(self) -> bool:
         return self.teacher not in (None, SELF)
 
-    @property
-    def longest_of_teacher(self) -> int:
-        """Largest number of tokens in a prompt that the teacher reads."""
-        return (self.teacher_prompt is not None and self.teacher_max_prompt_length) or self.max_prompt_length
-
-    def check(self) -> None:
+    def check(self, args) -> None:
         """Raise UserError for flags that a teacher makes meaningless."""
         if self.teacher_alone and not self.teacher:
             raise UserError("--teacher-alone: without --teacher there is nothing to learn from. Add it, or leave the flag out.")
         if not self.teacher:
             return
-        self._check_prompt()
-        loss = losses.POLICY_LOSSES[self.loss_mode]
-        estimator = losses.ADVANTAGES[self.adv_estimator]
+        self._check_prompt(args.environment)
+        loss = losses.POLICY_LOSSES[args.loss.loss_mode]
+        estimator = losses.ADVANTAGES[args.loss.adv_estimator]
         if not self.teacher_top_k and (loss.one_advantage or loss.chooses):
             why = "averages it over the response" if loss.one_advantage else "chooses tokens before it is known"
             raise UserError(
-                f"--teacher gives each token its own advantage, and --loss-mode {self.loss_mode} {why}. Take another one, "
+                f"--teacher gives each token its own advantage, and --loss-mode {args.loss.loss_mode} {why}. Take another one, "
                 "such as ppo_clip."
             )
-        if self.teacher_alone and self.filter_groups:
+        if self.teacher_alone and args.loss.filter_groups:
             raise UserError(
                 "--filter-groups keeps groups by their scores, which do not count with --teacher-alone. Leave one of the two "
                 "out."
             )
         if self.teacher_alone and estimator.inputs:
             raise UserError(
-                f"--adv-estimator {self.adv_estimator} compares scores with {', '.join(estimator.inputs)}, and with "
+                f"--adv-estimator {args.loss.adv_estimator} compares scores with {', '.join(estimator.inputs)}, and with "
                 "--teacher-alone no score counts. Leave one of the two out."
             )
 
-    def _check_prompt(self) -> None:
+    def _check_prompt(self, environment) -> None:
         if self.teacher_prompt is None:
             if self.teacher == SELF:
                 raise UserError("--teacher self: from its own prompt the policy learns nothing. Add --teacher-prompt.")
@@ -123,16 +123,18 @@ class TeacherArgs:
                 f"--teacher-prompt {self.teacher_prompt!r} is the same for all rows. Put {{prompt}} into it, and what the "
                 "teacher is to know, such as {ground_truth}."
             )
-        elif self.has_agent:
+        elif environment.has_agent:
             raise UserError(
-                f"--teacher-prompt with {self.environment_flag[0]}: an agent's later conversations hold the policy's prompt. "
+                f"--teacher-prompt with {environment.environment_flag[0]}: an agent's later conversations hold the policy's prompt. "
                 "Leave one of them out."
             )
 
 
-@dataclass
-class CriticArgs:
+@dataclass(frozen=True)
+class CriticArgs(Part):
     """The critic of --adv-estimator gae, a second model that is trained to predict returns."""
+
+    _field = "critic"
 
     critic_model: Annotated[str | None, Content("model"), Needs("adv_estimator", ("gae",))] = None
     """Model that the critic starts from, with the policy's vocabulary: a Hugging Face directory or hub name. By default
@@ -148,25 +150,22 @@ class CriticArgs:
     cliprange_value: Annotated[float, Range(above=0), Needs("adv_estimator", ("gae",))] = 0.5
     """How far an update may move the critic's values from the previous ones."""
 
-    @property
-    def needs_critic(self) -> bool:
-        """Whether the estimator compares with a critic's values."""
-        return "value" in losses.ADVANTAGES[self.adv_estimator].inputs
-
-    def check(self) -> None:
+    def check(self, args) -> None:
         """Raise UserError for flags that cannot be combined with a critic."""
-        if not self.needs_critic:
+        if not args.loss.needs_critic:
             return
-        estimator = f"--adv-estimator {self.adv_estimator}"
-        if self.adapted:
+        estimator = f"--adv-estimator {args.loss.adv_estimator}"
+        if args.learner.adapted:
             raise UserError(f"{estimator} trains a whole critic, which --lora-rank is there to avoid. Leave one of them out.")
-        if self.expert_parallel > 1:
+        if args.learner.expert_parallel > 1:
             raise UserError(f"--expert-parallel divides the policy's experts, not a critic's. Leave it out with {estimator}.")
 
 
-@dataclass
-class ImitationArgs:
+@dataclass(frozen=True)
+class ImitationArgs(Part):
     """Demonstrations in addition to the policy's samples."""
+
+    _field = "imitation"
 
     sft_files: MayChange[tuple[str, ...]] = ()
     """Conversations to imitate while training by reward, in the forms of train_sft.py's --train-files. None may have more
@@ -176,15 +175,18 @@ class ImitationArgs:
     sft_batch_size: Annotated[int, Range(at_least=1), Needs("sft_files")] = 8
     """Demonstrations of each optimizer step, over all ranks."""
 
-    def check(self) -> None:
+    def check(self, args) -> None:
         """Raise UserError for flags that cannot be combined with demonstrations."""
-        if self.sft_files and self.router_replay == "R3":
+        if self.sft_files and args.learner.router_replay == "R3":
             raise UserError("--router-replay R3 replays a generator's routes, and --sft-files have none. Take R2, or off.")
 
 
-@dataclass
-class AlgorithmArgs(TeacherArgs, ImitationArgs, CriticArgs, RolloutCorrectionArgs):
+@dataclass(frozen=True)
+class LossArgs(Part):
     """Advantages, the policy loss and KL terms."""
+
+    _field = "loss"
+    _title = "algorithm"
 
     adv_estimator: Literal[tuple(losses.ADVANTAGES)] = "grpo"
     """Estimator that turns scores into advantages; each is a function in losses.py."""
@@ -257,36 +259,14 @@ class AlgorithmArgs(TeacherArgs, ImitationArgs, CriticArgs, RolloutCorrectionArg
         return "baseline" in losses.ADVANTAGES[self.adv_estimator].inputs
 
     @property
-    def old_is_rollout(self) -> bool:
-        """Whether the old log-probs are the generator's."""
-        if self.use_rollout_log_probs is not None:
-            return self.use_rollout_log_probs
-        return self.schedule.trains_stale and not self.corrects_rollout and not self.compares_itself
+    def needs_critic(self) -> bool:
+        """Whether the estimator compares with a critic's values."""
+        return "value" in losses.ADVANTAGES[self.adv_estimator].inputs
 
     @property
     def compares_itself(self) -> bool:
         """Whether the loss itself weights tokens by the learner's probability over the generator's."""
         return "rollout_log_prob" in losses.POLICY_LOSSES[self.loss_mode].inputs
-
-    def recompute_old_log_probs(self, updates: int) -> bool:
-        """Return whether log-probs of the policy before the step need a separate forward pass. They do not if the old ones are
-        the generator's, or for a batch with one update, whose ratio is 1, unless something needs them earlier."""
-        chooses = losses.POLICY_LOSSES[self.loss_mode].chooses
-        asked = self.corrects_rollout or self.use_kl_in_reward or chooses is not None
-        return not self.old_is_rollout and (updates > 1 or asked)
-
-    @property
-    def skips_backward(self) -> bool:
-        """Whether micro-batches without an advantage only get a forward pass: the loss has no term that trains them."""
-        loss = losses.POLICY_LOSSES[self.loss_mode]
-        trains_all = self.use_kl_loss or self.entropy_coeff or self.teacher or loss.chooses or loss.trains_all
-        return not trains_all
-
-    @property
-    def packs_flat_apart(self) -> bool:
-        """Whether groups with equal scores, whose advantages are 0, get separate micro-batches."""
-        is_by_group = losses.ADVANTAGES[self.adv_estimator].group_of_one is not None
-        return self.skips_backward and is_by_group and not self.use_kl_in_reward
 
     def hint(self, unknown: Sequence[str]) -> str:
         """Return a sentence for each unknown flag that is a numeric parameter of a loss or an estimator."""
@@ -305,7 +285,7 @@ class AlgorithmArgs(TeacherArgs, ImitationArgs, CriticArgs, RolloutCorrectionArg
             return f" {flag} is a number of --adv-estimator {', '.join(estimators)}, whose default in losses.py holds."
         return ""
 
-    def check(self) -> None:
+    def check(self, args) -> None:
         """Raise UserError, with the reason, for flags that contradict each other."""
         try:
             losses.check_combination(self.adv_estimator, self.loss_mode, self.aggregation)
@@ -317,33 +297,33 @@ class AlgorithmArgs(TeacherArgs, ImitationArgs, CriticArgs, RolloutCorrectionArg
                 f"--adv-estimator {self.adv_estimator} takes {' and '.join(sorted(missing))}, which the scripts do not "
                 "compute. examples/forks has a diff that adds it."
             )
-        if estimator.group_of_one == "zero" and self.rollout_n == 1 and not self.teacher_alone:
+        if estimator.group_of_one == "zero" and args.sampling.rollout_n == 1 and not args.teacher.teacher_alone:
             raise UserError(
                 f"--adv-estimator {self.adv_estimator} compares the responses to one prompt: with --rollout-n 1 every "
                 "advantage is 0 and nothing is learnt. Give --rollout-n at least 2."
             )
-        if self.filter_groups and self.rollout_n == 1:
+        if self.filter_groups and args.sampling.rollout_n == 1:
             raise UserError(
                 "--filter-groups keeps the groups whose scores differ: with --rollout-n 1 there are none, and every group is "
                 "replaced. Give --rollout-n at least 2, or leave --filter-groups out."
             )
-        self._check_old_log_probs()
+        self._check_old_log_probs(args)
         self._check_loss_args()
 
-    def _check_old_log_probs(self) -> None:
+    def _check_old_log_probs(self, args) -> None:
         """Raise UserError unless the log-probs that loss and correction compare exist, and are only compared once."""
-        if self.use_rollout_log_probs and self.corrects_rollout:
+        if self.use_rollout_log_probs and args.correction.corrects_rollout:
             raise UserError(
                 "--rollout-is and --rollout-rs compare recomputed log-probs with the generator's; with --use-rollout-log-probs "
                 "there are none. Leave one of the two out."
             )
-        if self.compares_itself and (self.use_rollout_log_probs or self.rollout_is):
+        if self.compares_itself and (self.use_rollout_log_probs or args.correction.rollout_is):
             raise UserError(
                 f"--loss-mode {self.loss_mode} weighs tokens by recomputed over generator's log-probs by itself: leave "
                 "--use-rollout-log-probs and --rollout-is out."
             )
         has_ratio = losses.POLICY_LOSSES[self.loss_mode].has_ratio
-        if not has_ratio and self.schedule.trains_stale and not self.old_is_rollout and not self.rollout_is:
+        if not has_ratio and args.schedule.trains_stale and not args.old_is_rollout and not args.correction.rollout_is:
             raise UserError(
                 f"--loss-mode {self.loss_mode} has no ratio: its gradient is wrong for responses that older weights sampled, "
                 "unless they are weighed. Leave --use-rollout-log-probs False out, or add --rollout-is token or sequence."

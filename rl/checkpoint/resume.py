@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from rl.checkpoint.best import STATE, STEPS, TRAINING, checkpoints
 from rl.errors import UserError
 from rl.learning.learner import Learner
+from rl.parts import Part
 from rl.ranges import MayChange, Range, check_name
 from rl.ranks import dist, launch
 from rl.record.identity import Identity
@@ -34,9 +35,11 @@ GROUPS, UNFINISHED = "groups.bin", "unfinished.bin"
 LAYOUT = 2  # of the files; another one is refused
 
 
-@dataclass
-class CheckpointArgs:
+@dataclass(frozen=True)
+class CheckpointArgs(Part):
     """Checkpoints and resuming."""
+
+    _field = "checkpoint"
 
     save_freq: MayChange[Annotated[int, Range(at_least=0, also=-1)]] = 0
     """Steps between checkpoints. The last step is always saved; 0 or -1 saves nothing else."""
@@ -49,7 +52,7 @@ class CheckpointArgs:
     """Push the last checkpoint to this repository of the Hugging Face hub, such as my-org/my-model. A new one is private. Needs
     `hf auth login` or $HF_TOKEN."""
 
-    def check(self) -> None:
+    def check(self, args) -> None:
         """Raise UserError for a repository whose name no file could have."""
         if self.push_to is not None:
             check_name("--push-to", self.push_to, nested=True)

@@ -3,12 +3,15 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from rl.parts import Part
 from rl.ranges import MayChange, Range
 
 
-@dataclass
-class DataArgs:
+@dataclass(frozen=True)
+class DataArgs(Part):
     """Training and validation data."""
+
+    _field = "data"
 
     train_files: MayChange[tuple[str, ...]] = ("demo",)
     """Training prompts: .parquet, .json or .jsonl files, hub datasets (name, or name:config), "demo" or "demo-vl"; several are

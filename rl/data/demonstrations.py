@@ -18,13 +18,16 @@ from rl.data.measured import Measured, measure
 from rl.data.prompts import begins_with_bos, is_message, render_chat
 from rl.data.tables import FileRows, read_table
 from rl.errors import UserError
+from rl.parts import Part
 from rl.ranges import MayChange, Range
 from rl.ranks import launch, watchdog
 
 
-@dataclass
-class DemonstrationArgs:
+@dataclass(frozen=True)
+class DemonstrationArgs(Part):
     """Conversations to train and to validate on."""
+
+    _field = "data"
 
     train_files: MayChange[tuple[str, ...]] = ("demo",)
     """Conversations: .parquet, .json or .jsonl files, hub datasets (name, or name:config), or "demo"; several are

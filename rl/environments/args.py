@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from rl.errors import UserError
+from rl.parts import Part
 from rl.ranges import Content, MayChange, Needs, Range, check_code
 
 DEMO = "demo-calculator"
 
 
-@dataclass
-class EnvironmentArgs:
+@dataclass(frozen=True)
+class EnvironmentArgs(Part):
     """Environments, tools and agents: responses of several turns."""
+
+    _field = "environment"
 
     env: Annotated[str | None, Content("code")] = None
     """Your own environment, as path/to/file.py:Class, or "demo-calculator". A response is then an episode: turns of the model
@@ -44,24 +47,17 @@ class EnvironmentArgs:
         """Whether responses have several turns."""
         return bool(self.env or self.tools or self.has_agent)
 
-    @property
-    def brought(self) -> frozenset[str]:
+    def brought(self, own_reward: str | None) -> frozenset[str]:
         """What rows may lack: an environment or agent may give the "prompt", and score without a "ground_truth", as does
-        --reward with tools."""
+        --reward with tools. own_reward: of RewardArgs."""
         if self.env or self.has_agent:
             return frozenset({"prompt", "ground_truth"})
-        return frozenset({"ground_truth"} if self.tools and self.own_reward else ())
+        return frozenset({"ground_truth"} if self.tools and own_reward else ())
 
     @property
     def has_agent(self) -> bool:
         """Whether the turns are those of agents that own their loop."""
         return bool(self.agent or self.serve_policy)
-
-    @property
-    def in_lock_step(self) -> bool:
-        """Whether the engine samples no token while an environment is at work, so that no result depends on how long one takes.
-        With workers it does not wait: one may play two episodes at once."""
-        return not self.schedule.split and not self.serve_policy
 
     @property
     def serve_address(self) -> tuple[str, int] | None:
@@ -88,7 +84,7 @@ class EnvironmentArgs:
         """The user's code to import, as file:names."""
         return f"{Path(__file__).parent / 'calculator.py'}:Calculator" if self.env == DEMO else self.env or self.tools or ""
 
-    def check(self) -> None:
+    def check(self, args) -> None:
         """Raise UserError for a missing file or command, and for flags that do not work with several turns."""
         if not self.has_environment:
             return
@@ -106,7 +102,7 @@ class EnvironmentArgs:
             check_code(name, self.environment_spec, "Class" if self.env else "function,function")
         if sys.platform != "linux":
             raise UserError(f"{name}: environments only run on Linux.")
-        if 0 < getattr(self, "hang_timeout", 0) <= self.env_timeout:
+        if 0 < args.hang_timeout <= self.env_timeout:
             raise UserError(
                 f"--env-timeout {self.env_timeout:g} is not below --hang-timeout, which would end the run. Lower it."
             )

@@ -15,7 +15,8 @@ import torch
 import torch.distributed
 
 from rl.errors import UserError
-from rl.model.pretrained import RouterArgs, end_token_ids, load_tokenizer
+from rl.model.pretrained import end_token_ids, load_tokenizer
+from rl.parts import Part
 from rl.ranges import MayChange, Needs, Range
 from rl.ranks.device import HOST_BACKEND, is_accelerator
 from rl.ranks.dist import Ranks
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
     from rl.data.image_prompts import Images
 
 
-@dataclass
-class EngineArgs(RouterArgs):
-    """Generation: sampling and the engine."""
+@dataclass(frozen=True)
+class SamplingArgs(Part):
+    """Sampling of responses, in training and validation."""
+
+    _field = "sampling"
 
     rollout_n: Annotated[int, Range(at_least=1)] = 8
     """Responses per prompt."""
@@ -50,6 +53,36 @@ class EngineArgs(RouterArgs):
     """Sampling temperature in validation; 0 is greedy."""
     val_top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
     """Nucleus sampling in validation."""
+    @property
+    def training(self) -> "SamplingParams":
+        """The sampling parameters of training."""
+        recorded = 0
+        if self.keep_sampling_mask:
+            from rl.model.sampling_mask import most_tokens
+
+            recorded = most_tokens(self)
+        return SamplingParams(self.temperature, self.top_p, self.top_k, self.max_response_length, support=recorded)
+
+    @property
+    def validation(self) -> "SamplingParams":
+        """The sampling parameters of validation."""
+        return SamplingParams(self.val_temperature, self.val_top_p, max_tokens=self.max_response_length)
+
+    def check(self, args) -> None:
+        """Raise UserError if --keep-sampling-mask has no bound on the number of recorded tokens."""
+        if self.keep_sampling_mask and self.top_k < 1:
+            raise UserError(
+                "--keep-sampling-mask records the tokens that could be sampled in each place, and --top-k bounds their number. "
+                "Add it, such as --top-k 50; --top-p may lower it further."
+            )
+
+
+@dataclass(frozen=True)
+class EngineArgs(Part):
+    """The engine."""
+
+    _field = "engine"
+
     engine: MayChange[Literal["auto", "embedded", "vllm"]] = "auto"
     """Inference engine: vllm, or the embedded one, which samples with the model as transformers defines it. auto chooses vllm
     if it is installed and the device is not a CPU, and prints its choice."""
@@ -66,35 +99,6 @@ class EngineArgs(RouterArgs):
     while the learner works."""
     enforce_eager: MayChange[Annotated[bool, Needs("engine", ("auto", "vllm"))]] = False
     """vllm: do not capture graphs or compile. Slower, but starts quickly and takes less memory. A CPU is always eager."""
-
-    @property
-    def sampling(self) -> "SamplingParams":
-        """The sampling parameters of training."""
-        recorded = 0
-        if self.keep_sampling_mask:
-            from rl.model.sampling_mask import most_tokens
-
-            recorded = most_tokens(self)
-        return SamplingParams(self.temperature, self.top_p, self.top_k, self.max_response_length, support=recorded)
-
-    @property
-    def val_sampling(self) -> "SamplingParams":
-        """The sampling parameters of validation."""
-        return SamplingParams(self.val_temperature, self.val_top_p, max_tokens=self.max_response_length)
-
-    @property
-    def engine_sleeps(self) -> bool:
-        """Whether the engine frees its memory while the learner works, if one process does both in turn."""
-        schedule = getattr(self, "schedule", None)  # None for an engine alone
-        return not (schedule and schedule.split)
-
-    def check(self) -> None:
-        """Raise UserError if --keep-sampling-mask has no bound on the number of recorded tokens."""
-        if self.keep_sampling_mask and self.top_k < 1:
-            raise UserError(
-                "--keep-sampling-mask records the tokens that could be sampled in each place, and --top-k bounds their number. "
-                "Add it, such as --top-k 50; --top-p may lower it further."
-            )
 
     def weights_dtype(self, learner_dtype: str) -> torch.dtype:
         """Return the precision of the engine's weights, in which they are also sent."""

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from rl.errors import UserError
-from rl.model.pretrained import RouterArgs
+from rl.parts import Part
 from rl.ranges import Content, MayChange, Needs, Range
 from rl.ranks.device import default_dtype
 
 
-@dataclass
-class OptimizerArgs:
+@dataclass(frozen=True)
+class OptimizerArgs(Part):
     """The optimizer."""
 
     lr: Annotated[float, Range(above=0, at_most=1)] = 1e-4
@@ -36,8 +36,8 @@ class OptimizerArgs:
     """Keep the moments in host memory. Each optimizer step moves them to the device and back, one piece at a time."""
 
 
-@dataclass
-class AdapterArgs:
+@dataclass(frozen=True)
+class AdapterArgs(Part):
     """Adapters (LoRA): the model is frozen, and thin matrices next to its linear layers are trained."""
 
     lora_rank: Annotated[int, Range(at_least=0)] = 0
@@ -56,15 +56,17 @@ class AdapterArgs:
         """Whether adapters are trained."""
         return self.lora_rank > 0 or self.lora_model is not None
 
-    def check(self) -> None:
+    def check(self, args) -> None:
         """Raise UserError if no layer is named."""
         if not self.lora_target:
             raise UserError("--lora-target names no layer. Give all-linear, or names such as q_proj v_proj.")
 
 
-@dataclass
-class LearnerArgs(AdapterArgs, OptimizerArgs, RouterArgs):
+@dataclass(frozen=True)
+class LearnerArgs(AdapterArgs, OptimizerArgs):
     """Precision, memory and layout of the learners."""
+
+    _field = "learner"
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the computation; auto is bfloat16 on an accelerator and float32 on a CPU. Weights that are trained and
@@ -90,11 +92,15 @@ class LearnerArgs(AdapterArgs, OptimizerArgs, RouterArgs):
     """Passes over each batch."""
     freeze_vision_tower: bool = False
     """Do not train the vision tower of a model that takes images. It is published once."""
+    router_replay: Literal["off", "R2", "R3"] = "off"
+    """Train each token with the experts of a mixture that were chosen for it before: R2 when its old log-prob was computed, R3
+    when the generator sampled it. off chooses again in every pass."""
 
-    def __setattr__(self, name: str, value):  # no __post_init__, which one of a fork would replace
-        super().__setattr__(name, default_dtype() if (name, value) == ("dtype", "auto") else value)
+    def __post_init__(self):
+        if self.dtype == "auto":
+            object.__setattr__(self, "dtype", default_dtype())
 
-    def check(self) -> None:
+    def check(self, args) -> None:
         """Raise UserError for flags that exclude each other."""
         if self.optimizer_offload and self.param_offload:
             raise UserError(

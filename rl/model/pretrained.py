@@ -40,15 +40,6 @@ MODULES_WITH_IMAGES = ("model.visual.blocks", "model.language_model.layers", "mo
 logging.disable_progress_bar()  # "Loading weights" once per model and rank would bury the run's own lines
 
 
-@dataclass
-class RouterArgs:
-    """The routers of a mixture of experts."""
-
-    router_replay: Literal["off", "R2", "R3"] = "off"
-    """Train each token with the experts that were chosen for it before: R2 when its old log-prob was computed, R3 when the
-    generator sampled it. off chooses again in every pass."""
-
-
 def takes_images(config: PretrainedConfig) -> bool:
     """Whether the model takes images and text: by its family, because transformers has such a model for the config, or, with
     code of its own, because its config has a tower."""

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 from rl.errors import UserError
 from rl.masking import masked
+from rl.parts import Part
 from rl.ranges import MayChange, Range, check_name, check_path
 from rl.ranks.timers import Timers
 from rl.record import provenance, validations
@@ -25,9 +26,11 @@ METRICS, TICKETS, EXPERTS = "metrics.jsonl", "tickets.jsonl", "experts.jsonl"
 RECORDS = (METRICS, TICKETS, EXPERTS, validations.FILE)
 
 
-@dataclass
-class LogArgs:
+@dataclass(frozen=True)
+class LogArgs(Part):
     """Logging: metrics, the run's directory, recorded samples."""
+
+    _field = "log"
 
     project_name: MayChange[str] = "rl"
     """Project in Weights & Biases."""
@@ -44,7 +47,7 @@ class LogArgs:
     """Directory in which to record every trained sample for replay.py: tokens, log-probs, versions, scores. Each run needs its
     own."""
 
-    def check(self) -> None:
+    def check(self, args) -> None:
         """Raise UserError for a name that is not plain, or directory."""
         check_name("--project-name", self.project_name)
         if self.experiment_name is not None:

@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from rl.errors import UserError
+from rl.parts import Part
 from rl.ranges import Content, MayChange, Needs, Range, check_code
 from rl.rewards.verifiers import CODE
 
 
-@dataclass
-class RewardArgs:
+@dataclass(frozen=True)
+class RewardArgs(Part):
     """The reward function, and what happens when it fails."""
+
+    _field = "reward"
 
     reward: Annotated[str | None, Content("code")] = None
     """Your own reward function, as path/to/file.py:function. It is called with (data_source, solution_str, ground_truth,
@@ -48,32 +51,24 @@ class RewardArgs:
         """The flag that replaces the built-in verifiers, with its value; None if the verifiers score."""
         return f"--reward {self.reward}" if self.reward and self.reward != CODE else None
 
-    @property
-    def graders(self) -> str:
-        """The flags of what scores responses, with their values."""
-        own = [self.own_reward] if self.own_reward else []
-        if getattr(self, "has_environment", False):
-            own.append(" ".join(self.environment_flag))
-        return " and ".join(own) or "the built-in verifiers"
-
-    def check(self) -> None:
+    def check(self, args) -> None:
         """Raise UserError for a --reward that names no file, or functions that cannot score together."""
         if self.reward and self.reward != CODE:
             check_code("--reward", self.reward, "function")
         if self.scores_environments:
-            self._check_functions()
+            self._check_functions(args.environment)
 
-    def _check_functions(self) -> None:
+    def _check_functions(self, environment) -> None:
         """Raise UserError unless all functions are in TRL's form, and there is an environment or tools."""
         functions = parameters_of(self.reward)
         if not all(map(_is_of_trl, functions)):
             raise UserError(f"--reward {self.reward}: each function must name environments or completions, or none of them.")
-        if not (getattr(self, "env", None) or getattr(self, "tools", None)):
+        if not (environment.env or environment.tools):
             raise UserError(
                 f"--reward {self.reward}: a function of environments or completions, as TRL's, needs --env or --tools. Give "
                 "one, or a function of (data_source, solution_str, ground_truth, extra_info)."
             )
-        if not getattr(self, "env", None) and any("environments" in names for names in functions):
+        if not environment.env and any("environments" in names for names in functions):
             raise UserError(f"--reward {self.reward}: a function of environments needs --env. Name their class with it.")
         if any("trainer_state" in names for names in functions):
             raise UserError(f"--reward {self.reward}: there is no trainer_state here. Leave the parameter out.")

@@ -85,7 +85,7 @@ class BatchSchedule(Schedule):
     def prompts_per_update(self) -> int:
         return self.ppo_mini_batch_size or self.prompts_per_step
 
-    def check(self) -> None:
+    def check(self, args) -> None:
         """Raise UserError for sizes that cannot work."""
         if self.prompts_per_step % self.prompts_per_update:
             raise UserError(
