@@ -72,12 +72,17 @@ def _walk(flags: type, path: tuple[str, ...] = (), instance: Any = None) -> Iter
         name = field.name
         if not field.init:  # it is computed, not given
             continue
-        default = default_of(field) if instance is None else getattr(instance, name)
+        default = default_of(field) if instance is None or _is_usual(instance, name) else getattr(instance, name)
         if dataclasses.is_dataclass(plain[name]):
             _check_part(flags, name, plain[name], default)
             yield from _walk(type(default), (*path, name), default)
         else:
             yield name, Leaf(path, flags, default, plain[name], _marks(flags, name, plain[name]))
+
+
+def _is_usual(part: Any, name: str) -> bool:
+    """Return whether the part has the field's default, which it may have worked out: "auto"."""
+    return getattr(part, name) == getattr(type(part)(), name)
 
 
 def _marks(flags: type, name: str, kind: Any) -> tuple:

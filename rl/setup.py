@@ -25,7 +25,6 @@ from rl.model.pretrained import check_model, empty_model, end_token_ids, load_co
 from rl.ranges import MayChange, Range
 from rl.ranks import launch
 from rl.ranks.dist import Ranks, engines_first
-from rl.ranks.watchdog import WatchdogArgs
 from rl.record.run import LogArgs
 from rl.rewards.pool import RewardArgs, check_sources
 from rl.samples.schedule import BatchSchedule, Schedule, check_kind
@@ -62,6 +61,9 @@ class RunArgs:
     """Also validate before the first step, unless --test-freq is 0 or -1."""
     val_only: MayChange[bool] = False
     """Train nothing: validate --model once (it may be a checkpoint's directory), record the result, and end."""
+    hang_timeout: MayChange[Annotated[float, Range(at_least=0, at_most=1_000_000_000)]] = 1800.0
+    """Seconds that a rank may go without progress. Then the ranks print the stacks of their threads, and the job ends. Must
+    exceed the longest step and the initial download of the model. 0 disables it."""
 
     def total_steps(self, num_prompts: int) -> int:
         """Return the number of steps to train on this many training prompts."""
@@ -198,10 +200,11 @@ def set_up(args: CommonArgs, file: str) -> Job:
     train_files, val_files = (demo_files(model, files) for files in (args.train_files, args.val_files))
     environments = start_environments(args, path, tokenizer) if args.has_environment else None
     tools = environments and environments.tools
-    prompts = PromptDataset(train_files, "train", tokenizer, args, prep, tools, args.brought)
+    brought = args.environment.brought(args.reward.own_reward)
+    prompts = PromptDataset(train_files, "train", tokenizer, args, prep, tools, brought)
     teacher_prompts = read_teacher_prompts(args, prompts) if args.teacher_prompt is not None else None
     validates = args.test_freq > 0 or args.val_only
-    val_prompts = PromptDataset(val_files, "val", tokenizer, args, prep, tools, args.brought) if validates else None
+    val_prompts = PromptDataset(val_files, "val", tokenizer, args, prep, tools, brought) if validates else None
     sources = prompts.sources() | (val_prompts.sources() if val_prompts else {})
     if not (args.env or args.has_agent):  # these may score themselves
         check_sources(sources, args)

@@ -1,6 +1,6 @@
 """The surroundings of the algorithm in train_sft.py: its flags, the start, and a run without samples and rewards."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -17,7 +17,6 @@ from rl.learning.batch import Batch
 from rl.learning.division import Division
 from rl.model.pretrained import end_token_ids, takes_images
 from rl.ranges import Range
-from rl.ranks.watchdog import WatchdogArgs
 from rl.record.run import LogArgs
 from rl.samples.schedule import Schedule, check_kind
 from rl.setup import RunArgs, read_model
@@ -42,27 +41,37 @@ class SupervisedSchedule(Schedule):
         return self.train_batch_size
 
 
+@dataclass(frozen=True)
+class SupervisedLearnerArgs(LearnerArgs):
+    """Precision, memory and layout of the learners."""
+
+    _title = "learner"
+
+    ppo_epochs: ClassVar[int] = 1
+    freeze_vision_tower: ClassVar[bool] = False
+    router_replay: ClassVar[str] = "off"
+
+
+@dataclass(frozen=True)
+class SupervisedLogArgs(LogArgs):
+    """Logging: metrics, the run's directory."""
+
+    _title = "log"
+
+    log_val_generations: ClassVar[int] = 0
+    record_samples: ClassVar[None] = None
+
+
 @dataclass
-class SupervisedArgs(RunArgs, DemonstrationArgs, LearnerArgs, LogArgs, CheckpointArgs, WatchdogArgs):
-    """Flags of the supervised start. Each group is defined with its component."""
+class SupervisedArgs(RunArgs):
+    """Flags of the supervised start. Each part is defined with its component."""
 
-    # Fields that other parts read, and that are not flags of a supervised run
-    packs_flat_apart: ClassVar = False
-    ppo_epochs: ClassVar = 1
-    freeze_vision_tower: ClassVar = False
-    router_replay: ClassVar = "off"
     total_rollout_steps: ClassVar = None
-    log_val_generations: ClassVar = 0
-    record_samples: ClassVar = None
-    engine: ClassVar = "embedded"
 
-    @property
-    def max_prompt_length(self) -> int:
-        return self.max_length // 2
-
-    @property
-    def max_response_length(self) -> int:
-        return self.max_length - self.max_prompt_length
+    data: DemonstrationArgs = DemonstrationArgs()
+    learner: SupervisedLearnerArgs = field(default_factory=SupervisedLearnerArgs)
+    log: SupervisedLogArgs = SupervisedLogArgs()
+    checkpoint: CheckpointArgs = CheckpointArgs()
 
     def check(self) -> None:
         """Raise UserError unless the schedule is that of a supervised run."""

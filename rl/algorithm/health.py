@@ -192,7 +192,7 @@ class Health:
         args = self.args
         responses = len(batch.lengths)
         fates = fates or Fates.of(batch)
-        if args.sampling.truncates and not args.keep_sampling_mask:
+        if args.sampling.training.truncates and not args.sampling.keep_sampling_mask:
             detail = "Their log-probs are of the truncated distribution, the learner's of the full one: ratios and KL are off."
             detail += " Leave these flags out if that matters, or add --keep-sampling-mask, with --top-k."
             self._warn(

@@ -124,8 +124,8 @@ class Episodes(Responses):
 
     @property
     def _blocked(self) -> bool:
-        """Whether the engine waits for the environments (`in_lock_step`)."""
-        return self.args.in_lock_step and any(self._processes.values())
+        """Whether the engine waits for the environments (`_in_lock_step`)."""
+        return self._in_lock_step and any(self._processes.values())
 
     def _replay(self) -> None:
         """Replay all recorded episodes. Give them to the engine as if the run had not stopped: first those that were stopped
@@ -256,7 +256,7 @@ class Episodes(Responses):
         answers = [item for item in self._answers if item[0][0] >= self.paused_below]
         self._answers = [item for item in self._answers if item[0][0] < self.paused_below]
         acts = {"reset": self._was_reset, "replay": self._was_replayed, "step": self._answered, "end": self._was_scored}
-        for id, answer in sorted(answers, key=lambda item: item[0]) if self.args.in_lock_step else answers:
+        for id, answer in sorted(answers, key=lambda item: item[0]) if self._in_lock_step else answers:
             if id in self._of and not self._of[id].is_over:
                 act = self._fail if "event" in answer else acts[answer["asked"]]
                 act(id, answer)

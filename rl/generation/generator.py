@@ -76,7 +76,7 @@ class Generator:
         """Start the ticket's prompt, n times. recorded: its group as `unfinished` returned it before a stop."""
         _, index = self.job.order(ticket)
         group = OpenGroup(self.job.prompts[index], self.args.rollout_n, greedy=self.args.needs_greedy)
-        self._start(Key(False, ticket), group, self.args.sampling, recorded)
+        self._start(Key(False, ticket), group, self.args.sampling.training, recorded)
 
     def unfinished(self) -> list[Group]:
         """Return a group for every ticket under way, except validation, with its responses so far, all without scores."""
@@ -160,7 +160,7 @@ class Generator:
         """Start this engine's share of the validation prompts, each val_n times."""
         prompts = self.job.val_prompts
         for index in self.share(range(len(prompts))):
-            self._start(Key(True, index), OpenGroup(prompts[index], self.args.val_n), self.args.val_sampling)
+            self._start(Key(True, index), OpenGroup(prompts[index], self.args.val_n), self.args.sampling.validation)
 
     def take_rows(self) -> list[dict]:
         """Return the validation's rows since the last call, one per response: index, data_source, prompt, response,

@@ -10,20 +10,8 @@ import os
 import sys
 import threading
 import time
-from dataclasses import dataclass
-from typing import Annotated
 
-from rl.ranges import MayChange, Range
 from rl.ranks import launch, stops
-
-
-@dataclass
-class WatchdogArgs:
-    """Failure detection: when a job that hangs ends."""
-
-    hang_timeout: MayChange[Annotated[float, Range(at_least=0, at_most=1_000_000_000)]] = 1800.0
-    """Seconds that a rank may go without progress. Then the ranks print the stacks of their threads, and the job ends. Must
-    exceed the longest step and the initial download of the model. 0 disables it."""
 
 
 _progress_at = time.monotonic()

@@ -76,7 +76,7 @@ class VLLMEngine:
         skeleton = empty_model(config, trust_remote_code)
         expected = dict(skeleton.named_parameters())  # the names and shapes of the learner's weights
         self.eos = sorted(end_tokens or end_token_ids(model_path, trust_remote_code=trust_remote_code))
-        self.sleeps = args.engine_sleeps and is_accelerator(self.device)
+        self.sleeps = not args.schedule.split and is_accelerator(self.device)
         self.seeds = not seeds_are_slow()
         self.asleep = False
         self.images = self.routes = None
@@ -197,7 +197,7 @@ class VLLMEngine:
             distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             logprobs_mode=LOGPROBS_MODE,
             scheduling_policy="priority" if getattr(args, "has_environment", False) else "fcfs",
-            **({"max_logprobs": args.sampling.support} if args.sampling.support else {}),
+            **({"max_logprobs": args.sampling.training.support} if args.sampling.training.support else {}),
             async_scheduling=False,  # otherwise a batch is in flight at an update, and its tokens get the wrong version
             disable_log_stats=True,
             seed=0,  # without effect: random numbers depend on the requests' seeds (`_hand_over`, `_random_numbers`)
