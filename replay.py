@@ -179,7 +179,7 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
 
     start, script = replay.start, replay.script
     torch.set_num_threads(start["hardware"]["threads_per_rank"])  # sums are split by threads
-    name = replay.args.experiment_name
+    name = replay.args.log.experiment_name
     name = name if "experiment_name" in replay.changed else f"replay-{replay.run_dir.name}"
     args = replace(replay.args, record_samples=None, resume_mode="disable", experiment_name=name, val_only=False, push_to=None)
     job = set_up(replace(args, test_freq=0), script.__file__)

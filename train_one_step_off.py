@@ -49,13 +49,13 @@ def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Grou
     kept = []
     dropped = []
     rounds = 0
-    while len(kept) < args.schedule.prompts_per_step and rounds < args.max_num_gen_batches:
+    while len(kept) < args.schedule.prompts_per_step and rounds < args.loss.max_num_gen_batches:
         rounds += 1
         tickets = range(ticket, ticket + args.schedule.prompts_per_step - len(kept))
         ticket = tickets.stop
         groups = generator.generate(generator.share(tickets))  # scored while others are being sampled
         for group in all_gather_groups(groups):
-            if args.filter_groups and not group.differs:
+            if args.loss.filter_groups and not group.differs:
                 dropped.append(group)
             else:
                 kept.append(group)
@@ -74,11 +74,11 @@ def actor_loss(args: Args, t: Tokens, out: Forward, denominator: float) -> tuple
     # If the old policy is the one being updated, the ratio is 1 and its gradient that of log_prob.
     old = log_prob.detach() if t.old_log_prob is None else t.old_log_prob
     advantage = t.advantage
-    if args.teacher and not args.teacher_top_k:
-        advantage = advantage + args.teacher_coef * losses.reverse_kl_advantage(log_prob, t.teacher_log_prob, t.mask)
-    policy_loss = losses.POLICY_LOSSES[args.loss_mode]
+    if args.teacher.teacher and not args.teacher.teacher_top_k:
+        advantage = advantage + args.teacher.teacher_coef * losses.reverse_kl_advantage(log_prob, t.teacher_log_prob, t.mask)
+    policy_loss = losses.POLICY_LOSSES[args.loss.loss_mode]
     inputs = {name: getattr(t, name) for name in policy_loss.inputs}
-    token_loss, stats = policy_loss(log_prob, old, advantage, t.mask, t.seq, **args.loss_knobs, **inputs)
+    token_loss, stats = policy_loss(log_prob, old, advantage, t.mask, t.seq, **args.loss.loss_knobs, **inputs)
     if not policy_loss.has_ratio:  # tokens sampled before a publish or an update need a weight
         token_loss = token_loss * losses.importance_weight(log_prob, old, t.mask)
     if t.is_weight is not None:
@@ -86,20 +86,20 @@ def actor_loss(args: Args, t: Tokens, out: Forward, denominator: float) -> tuple
     stats["ppo_kl"] = old - log_prob.detach()
 
     def aggregate(x: Tensor) -> Tensor:  # [n] -> the micro-batch's share of the mini-batch's aggregate
-        return losses.aggregate(x, t.mask, t.seq, args.aggregation, denominator)
+        return losses.aggregate(x, t.mask, t.seq, args.loss.aggregation, denominator)
 
     terms = {"pg_loss": aggregate(token_loss), "entropy": aggregate(out.entropy)}
     loss = terms["pg_loss"]
-    if args.entropy_coeff:
-        loss = loss - args.entropy_coeff * terms["entropy"]
-    if args.use_kl_loss:
-        terms["kl_loss"] = aggregate(losses.kl_penalty(log_prob, t.ref_log_prob, t.mask, args.kl_loss_type, old))
-        loss = loss + args.kl_loss_coef * terms["kl_loss"]
-    if args.teacher:
+    if args.loss.entropy_coeff:
+        loss = loss - args.loss.entropy_coeff * terms["entropy"]
+    if args.loss.use_kl_loss:
+        terms["kl_loss"] = aggregate(losses.kl_penalty(log_prob, t.ref_log_prob, t.mask, args.loss.kl_loss_type, old))
+        loss = loss + args.loss.kl_loss_coef * terms["kl_loss"]
+    if args.teacher.teacher:
         stats["teacher_kl"] = log_prob - t.teacher_log_prob
-    if args.teacher_top_k:
+    if args.teacher.teacher_top_k:
         terms["teacher_top_kl"] = aggregate(losses.top_k_reverse_kl(out.top_log_prob, t.teacher_top_log_prob, t.mask))
-        loss = loss + args.teacher_coef * terms["teacher_top_kl"]
+        loss = loss + args.teacher.teacher_coef * terms["teacher_top_kl"]
     return terms | {"loss": loss}, stats
 
 
@@ -107,42 +107,42 @@ def learn(args: Args, learner: Learner, batch: Batch, timer: Timers) -> dict[str
     """Train on the batch: one optimizer step for each mini-batch of prompts, --ppo-epochs times. Return metrics."""
     learner.begin_step(has_signal=not batch.is_unscored)  # sets the learning rate
     minis = batch.mini_batches(args.schedule.prompts_per_update)  # [b] responses each
-    micros = [micro_batches(batch, mini, args.max_tokens_per_micro_batch, learner.ranks) for mini in minis]
+    micros = [micro_batches(batch, mini, args.learner.max_tokens_per_micro_batch, learner.ranks) for mini in minis]
     targets = batch.targets  # filled in below, from top to bottom
 
     # Before the first update: log-probs under the old policy, if the loss needs them by then, and under other models.
-    recompute = args.recompute_old_log_probs(len(minis) * args.ppo_epochs)
+    recompute = args.recompute_old_log_probs(len(minis) * args.learner.ppo_epochs)
     if recompute:
         with timer("old_log_prob"):
             targets.actor_log_prob = learner.log_probs_of("policy", batch, micros)
     targets.old_log_prob = batch.rollout_log_prob if args.old_is_rollout else targets.actor_log_prob
-    if args.needs_reference:
+    if args.loss.needs_reference:
         with timer("ref"):
             targets.ref_log_prob = learner.log_probs_of("reference", batch, micros)
-    if args.teacher:
+    if args.teacher.teacher:
         with timer("teacher"):
             targets.teacher_log_prob, targets.teacher_top = learner.teacher.read(learner, batch, micros)
-    if args.needs_critic:
+    if args.loss.needs_critic:
         with timer("values"):
             targets.value = learner.critic.values_of(batch, micros)
 
     # Rollout correction, rewards, advantages. Each rank has its own tokens; rl/algorithm/whole_batch.py reduces over ranks.
     with timer("adv"):
         metrics = {}
-        if args.corrects_rollout:
+        if args.correction.corrects_rollout:
             targets.is_weight, targets.rejected = whole_batch.correct_rollout(args, batch)
         targets.reward = batch.token_reward()
-        if args.teacher_alone:
+        if args.teacher.teacher_alone:
             targets.reward = torch.zeros_like(targets.reward)
-        if args.use_kl_in_reward:
-            kl = losses.kl_penalty(targets.old_log_prob, targets.ref_log_prob, batch.trained, args.kl_reward_type)
-            targets.reward = targets.reward - args.kl_reward_coef * kl
+        if args.loss.use_kl_in_reward:
+            kl = losses.kl_penalty(targets.old_log_prob, targets.ref_log_prob, batch.trained, args.loss.kl_reward_type)
+            targets.reward = targets.reward - args.loss.kl_reward_coef * kl
             metrics["actor/reward_kl_penalty"] = whole_batch.mean_of_responses(kl, batch)
-            metrics["actor/reward_kl_penalty_coeff"] = args.kl_reward_coef
-        targets.advantage = whole_batch.advantage(losses.ADVANTAGES[args.adv_estimator], batch, args.gamma, args.lam)
-        if losses.POLICY_LOSSES[args.loss_mode].chooses:
-            targets.chosen = whole_batch.chosen(losses.POLICY_LOSSES[args.loss_mode], batch, minis, args.choice_knobs)
-    if args.needs_critic:
+            metrics["actor/reward_kl_penalty_coeff"] = args.loss.kl_reward_coef
+        targets.advantage = whole_batch.advantage(losses.ADVANTAGES[args.loss.adv_estimator], batch, args.loss.gamma, args.critic.lam)
+        if losses.POLICY_LOSSES[args.loss.loss_mode].chooses:
+            targets.chosen = whole_batch.chosen(losses.POLICY_LOSSES[args.loss.loss_mode], batch, minis, args.loss.choice_knobs)
+    if args.loss.needs_critic:
         with timer("update_critic"):
             metrics |= learner.critic.learn(batch, minis, micros)
 
@@ -151,15 +151,15 @@ def learn(args: Args, learner: Learner, batch: Batch, timer: Timers) -> dict[str
         means = LossMeans(batch, learner.ranks)
         if args.skips_backward:  # of responses without an advantage
             micros = forward_only(batch, micros)
-        for mini, its_micros in list(zip(minis, micros, strict=True)) * args.ppo_epochs:
-            denominator = whole_batch.denominator(batch, mini, args.aggregation, args.max_response_length)
+        for mini, its_micros in list(zip(minis, micros, strict=True)) * args.learner.ppo_epochs:
+            denominator = whole_batch.denominator(batch, mini, args.loss.aggregation, args.sampling.max_response_length)
             for micro in its_micros:
                 t = batch.at(micro)
-                out = learner.forward(micro, "loss" if args.entropy_coeff else "metric", t.teacher_top_token)
+                out = learner.forward(micro, "loss" if args.loss.entropy_coeff else "metric", t.teacher_top_token)
                 terms, stats = actor_loss(args, t, out, denominator)
                 terms["loss"].backward()
                 means.add(t, out.log_prob, terms, stats)
-            if args.sft_files:
+            if args.imitation.sft_files:
                 metrics |= learner.imitation.imitate(learner)
             means.end_update(learner.step())
         if not recompute:  # generator and learner are compared anyway
@@ -182,7 +182,7 @@ def train(args: Args, split: Split, job: Job) -> None:
     """A learner's life: wait for a batch, learn, publish."""
     learner = make_learner(args, job, split.ranks)
     samples = Batches(args, split)
-    publisher = Publisher(learner, split, args.weights_dtype(args.dtype), announce=samples.published)
+    publisher = Publisher(learner, split, args.engine.weights_dtype(args.learner.dtype), announce=samples.published)
     run = TrainingRun(args, job, learner, split.learners + split.generators, samples)
     samples.open()
     publisher.publish(run.done, run.done)

@@ -40,7 +40,7 @@ def learn(args: Args, learner: Learner, batch: Batch, timer: Timers) -> dict[str
         means = LossMeans(batch, learner.ranks)
         every = torch.arange(len(batch.lengths))
         denominator = whole_batch.denominator(batch, every, "token-mean", 0)  # trained tokens of all ranks
-        for micro in micro_batches(batch, every, args.max_tokens_per_micro_batch, learner.ranks):
+        for micro in micro_batches(batch, every, args.learner.max_tokens_per_micro_batch, learner.ranks):
             t = batch.at(micro)
             log_prob = learner.forward(micro).log_prob  # [n]
             loss = losses.aggregate(-log_prob, t.mask, t.seq, "token-mean", denominator)
@@ -56,7 +56,7 @@ def validate(args: Args, learner: Learner, job: Job) -> float:
     for first in range(0, len(job.val_prompts), args.schedule.prompts_per_step):
         rows = range(first, min(first + args.schedule.prompts_per_step, len(job.val_prompts)))
         batch = Batch.of(to_groups(job.val_prompts, {row: row for row in rows}), Division.of(args, learner))
-        micros = micro_batches(batch, torch.arange(len(batch.lengths)), args.max_tokens_per_micro_batch, learner.ranks)
+        micros = micro_batches(batch, torch.arange(len(batch.lengths)), args.learner.max_tokens_per_micro_batch, learner.ranks)
         nll = -learner.log_probs_of("policy", batch, [micros])
         total += batch.sum_over_ranks(torch.stack([nll[batch.mask].double().sum(), batch.mask.sum()]))
     return float(total[0] / total[1])

@@ -176,17 +176,17 @@ def set_up(args: CommonArgs, file: str) -> Job:
     """Seed torch, and read the data and the model without its weights. Raise UserError if they cannot be used. file: the
     script's path."""
     torch.manual_seed(args.seed)
-    model = DEMO if args.env == DEMO and args.model == RunArgs.model else args.model
+    model = DEMO if args.environment.env == DEMO and args.model == RunArgs.model else args.model
     path, config, tokenizer = read_model(model, args)
-    if args.teacher:
+    if args.teacher.teacher:
         from rl.algorithm.teacher import check_teacher, teacher_path  # late, like all that a plain run does without
 
         check_teacher(teacher_path(args, path), args, path)
-    if args.needs_critic:
+    if args.loss.needs_critic:
         from rl.algorithm.critic import check_critic
 
         check_critic(critic_path(args, path), args, path)
-    if args.router_replay != "off":
+    if args.learner.router_replay != "off":
         from rl.model.router import check_replay
 
         check_replay(args, empty_model(config, args.trust_remote_code), f"--model {path}")
@@ -195,27 +195,27 @@ def set_up(args: CommonArgs, file: str) -> Job:
         from rl.data.image_prompts import ImagePrep  # late: few models take any
 
         prep = ImagePrep(path, config, args)
-    if args.freeze_vision_tower and not prep:
+    if args.learner.freeze_vision_tower and not prep:
         raise UserError(f"--freeze-vision-tower: --model {path} takes no images. Leave the flag out.")
-    train_files, val_files = (demo_files(model, files) for files in (args.train_files, args.val_files))
-    environments = start_environments(args, path, tokenizer) if args.has_environment else None
+    train_files, val_files = (demo_files(model, files) for files in (args.data.train_files, args.data.val_files))
+    environments = start_environments(args, path, tokenizer) if args.environment.has_environment else None
     tools = environments and environments.tools
-    brought = args.environment.brought(args.reward.own_reward)
+    brought = args.environment.brought(args.reward.reward.own_reward)
     prompts = PromptDataset(train_files, "train", tokenizer, args, prep, tools, brought)
-    teacher_prompts = read_teacher_prompts(args, prompts) if args.teacher_prompt is not None else None
+    teacher_prompts = read_teacher_prompts(args, prompts) if args.teacher.teacher_prompt is not None else None
     validates = args.test_freq > 0 or args.val_only
     val_prompts = PromptDataset(val_files, "val", tokenizer, args, prep, tools, brought) if validates else None
     sources = prompts.sources() | (val_prompts.sources() if val_prompts else {})
-    if not (args.env or args.has_agent):  # these may score themselves
+    if not (args.environment.env or args.environment.has_agent):  # these may score themselves
         check_sources(sources, args)
-    demonstrations = read_demonstrations(args, path, tokenizer, prep) if args.sft_files and not args.val_only else None
+    demonstrations = read_demonstrations(args, path, tokenizer, prep) if args.imitation.sft_files and not args.val_only else None
     return Job(
         script=Path(file).stem,
         path=path,
         tokenizer=tokenizer,
         prompts=prompts,
         val_prompts=val_prompts,
-        order=PromptOrder(len(prompts), args.seed, args.shuffle),
+        order=PromptOrder(len(prompts), args.seed, args.data.shuffle),
         total_steps=args.total_steps(len(prompts)),
         demonstrations=demonstrations,
         environments=environments,
@@ -229,7 +229,7 @@ def read_model(model: str, args) -> tuple[str, PretrainedConfig, PreTrainedToken
     config = load_config(path, args.trust_remote_code)  # first: without a model, a missing tokenizer is not the problem
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     check_model(path, tokenizer, args)
-    if args.adapted:
+    if args.learner.adapted:
         from rl.adapters.lora import check_model as check_adapters
 
         check_adapters(empty_model(config, args.trust_remote_code), args, f"--model {path}")
@@ -242,20 +242,20 @@ def read_demonstrations(args: CommonArgs, path: str, tokenizer: PreTrainedTokeni
 
     if prep:
         raise UserError(f"--sft-files takes only text, and --model {path} takes images. Leave the flag out.")
-    longest = args.max_prompt_length + args.max_response_length
-    limits = DemonstrationArgs(max_length=longest, filter_overlong_prompts=args.filter_overlong_prompts)
+    longest = args.data.max_prompt_length + args.sampling.max_response_length
+    limits = DemonstrationArgs(max_length=longest, filter_overlong_prompts=args.data.filter_overlong_prompts)
     ends = end_token_ids(path, tokenizer, args.trust_remote_code)
-    return Demonstrations(args.sft_files, "sft", tokenizer, limits, ends)
+    return Demonstrations(args.imitation.sft_files, "sft", tokenizer, limits, ends)
 
 
 def read_teacher_prompts(args: CommonArgs, prompts: PromptDataset) -> Any:
     """Return the teacher's prompts; None without a teacher. A row whose teacher prompt is left out is also removed from
     `prompts`."""
-    if not args.teacher or args.val_only:
+    if not args.teacher.teacher or args.val_only:
         return None
     from rl.data.teacher_prompts import TeacherPrompts  # late: other runs do not need it
 
-    return TeacherPrompts(prompts, args.teacher_prompt, args.longest_of_teacher)
+    return TeacherPrompts(prompts, args.teacher.teacher_prompt, args.longest_of_teacher)
 
 
 def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -265,7 +265,7 @@ def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokeniz
     ends = end_token_ids(path, tokenizer, args.trust_remote_code)
     environments = Environments(args, path, ends, args.trust_remote_code)
     if environments.note:
-        flags.warn([f"{args.environment_flag[0]}: {environments.note.rstrip('.')}"])
+        flags.warn([f"{args.environment.environment_flag[0]}: {environments.note.rstrip('.')}"])
     return environments
 
 
@@ -278,20 +278,20 @@ def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
         args,
         ranks,
         job.total_steps,
-        temperature=args.temperature,
-        with_reference=args.needs_reference and trains,
+        temperature=args.sampling.temperature,
+        with_reference=args.loss.needs_reference and trains,
         trust_remote_code=args.trust_remote_code,
         seed=args.seed,
     )
-    if args.teacher and trains:
+    if args.teacher.teacher and trains:
         from rl.algorithm.teacher import Teacher
 
         learner.teacher = Teacher.of(args, job, learner)
-    if args.needs_critic and trains:
+    if args.loss.needs_critic and trains:
         from rl.algorithm.critic import Critic
 
         learner.critic = Critic(critic_path(args, job.path), args, learner.ranks, job.total_steps)
-    if args.sft_files and trains:
+    if args.imitation.sft_files and trains:
         from rl.algorithm.imitation import Imitation
 
         learner.imitation = Imitation(args, job.demonstrations)
@@ -300,4 +300,4 @@ def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
 
 def critic_path(args: CommonArgs, policy: str) -> str:
     """Return the path of the critic's model. policy: the path of --model."""
-    return resolve(args.critic_model) if args.critic_model else policy
+    return resolve(args.critic.critic_model) if args.critic.critic_model else policy

@@ -46,11 +46,11 @@ class LearnerRun:
         collective of the learners."""
         self.args, self.job, self.learner, self.num_ranks = args, job, learner, num_ranks
         self._hub = None  # for --push-to
-        if args.push_to and learner.ranks.is_main and not args.val_only:
+        if args.checkpoint.push_to and learner.ranks.is_main and not args.val_only:
             from rl.checkpoint import push  # late: other runs do not need it
 
             self._hub = push
-            self._hub.open_repository(args.push_to)
+            self._hub.open_repository(args.checkpoint.push_to)
         self._identity = Identity(args, job.script, job.path, job.prompts, job.demonstrations)
         resumed = resume(args, self._identity, learner, job.total_steps)
         self.done = resumed.step or after  # the last step trained before
@@ -125,7 +125,7 @@ class LearnerRun:
         return self.saver.save_last(step, self._save)
 
     def _saves_after(self, step: int) -> bool:
-        return step == self.job.total_steps or (self.args.save_freq > 0 and step % self.args.save_freq == 0)
+        return step == self.job.total_steps or (self.args.checkpoint.save_freq > 0 and step % self.args.checkpoint.save_freq == 0)
 
     def _save(self, step: int) -> None:
         with self.timer("save_checkpoint"):
@@ -164,8 +164,8 @@ class TrainingRun(LearnerRun):
             self._skip_recorded_validations()
         self.health = Health(args, job, self.record, learner.skipped)
         self.health.at_start()
-        self.sources = SourceCounts(job.prompts, job.order, args.rollout_n)
-        for text in () if args.own_reward else unasked(job.prompts):  # the user's function may look for anything
+        self.sources = SourceCounts(job.prompts, job.order, args.sampling.rollout_n)
+        for text in () if args.reward.own_reward else unasked(job.prompts):  # the user's function may look for anything
             self.record.say(f"warning: {text}")
         if self.recorder:
             start = {"after": self.done, "total_steps": job.total_steps, "hardware": dist.describe_hardware()}
@@ -181,10 +181,10 @@ class TrainingRun(LearnerRun):
                 for group in self.generator.share(resumed.unfinished):
                     self.generator.start(group.ticket, group)
         self.recorder = None  # for --record-samples, on the first learner; opened before the run's directory is made
-        if self.args.record_samples and self.learner.ranks.is_main:
+        if self.args.log.record_samples and self.learner.ranks.is_main:
             from rl.replay.recorder import Recorder
 
-            self.recorder = Recorder(self.args.record_samples, resumed.origin and resumed.origin.run_dir, self.done)
+            self.recorder = Recorder(self.args.log.record_samples, resumed.origin and resumed.origin.run_dir, self.done)
 
     def _skip_recorded_validations(self) -> None:
         """Skip validations that have already been recorded. A collective."""
@@ -227,19 +227,19 @@ class TrainingRun(LearnerRun):
         """Return the error that ends a run after steps without one score, the last of which is `step`."""
         args = self.args
         last = f"the last {self._unscored} steps" if self._unscored > 1 else "the last step"
-        weights = "" if args.teacher or args.sft_files else f", with the weights of step {step - self._unscored}"
-        name = "" if args.experiment_name else f" with --experiment-name {self.saver.run_dir.name}"
+        weights = "" if args.teacher.teacher or args.imitation.sft_files else f", with the weights of step {step - self._unscored}"
+        name = "" if args.log.experiment_name else f" with --experiment-name {self.saver.run_dir.name}"
         more = "" if step < self.job.total_steps else ", for more steps (--total-training-steps)"
         return UserError(
             f"none of the responses of {last} could be scored by {args.graders}: {self._last_error}. The run ends "
-            f"(--max-unscored-steps {args.max_unscored_steps}) and has saved {checkpoint}{weights}. Once responses can be "
+            f"(--max-unscored-steps {args.reward.max_unscored_steps}) and has saved {checkpoint}{weights}. Once responses can be "
             f"scored again, resume with the same command{name}{more}."
         )
 
     def record_validation(self, step: int, rows: list[dict], version: int | None = None) -> dict[str, float]:
         """Record the rows of a validation after that step; return its metrics. version: the weights' version, by default the
         step."""
-        self.record.log_generations(step, self._with_images(rows[: self.args.log_val_generations]))
+        self.record.log_generations(step, self._with_images(rows[: self.args.log.log_val_generations]))
         errors = [row["error"] for row in rows if row["error"]]
         self._events.add(errors)
         self.record.warn_unscored(errors)
@@ -314,7 +314,7 @@ class TrainingRun(LearnerRun):
 
     def save_if_due(self, step: int) -> None:
         """Also save, and raise UserError, after --max-unscored-steps steps without one score."""
-        if step < self.job.total_steps and self._unscored and self._unscored >= self.args.max_unscored_steps:
+        if step < self.job.total_steps and self._unscored and self._unscored >= self.args.reward.max_unscored_steps:
             raise self._outage(step, self._save_last(step))
         super().save_if_due(step)
 

@@ -32,11 +32,11 @@ AGGREGATION = "token-mean"  # of the critic's loss
 
 def check_critic(path: str, args, policy: str) -> None:
     """Raise UserError unless the model at `path` can be the critic of the one at `policy`. No weights are read."""
-    if args.critic_model:
+    if args.critic.critic_model:
         tokenizer = check_vocabulary(path, args, policy, "--critic-model", "A critic")
         check_model(path, tokenizer, args, "--critic-model")
     if any(takes_images(load_config(at, args.trust_remote_code)) for at in (path, policy)):
-        raise UserError(f"--adv-estimator {args.adv_estimator}: models that take images cannot have a critic here.")
+        raise UserError(f"--adv-estimator {args.loss.adv_estimator}: models that take images cannot have a critic here.")
 
 
 class ValueModel(Policy):
@@ -60,9 +60,9 @@ class Critic(Learner):
 
     def __init__(self, path: str, args, ranks: Ranks, total_steps: int):
         """path: the model, as a directory or hub name. args: CommonArgs; the critic has its own learning rate."""
-        self.warmup = args.critic_warmup
-        self._is_known = args.critic_model is None
-        own = dataclasses.replace(args, lr=args.critic_lr, router_replay="off")
+        self.warmup = args.critic.critic_warmup
+        self._is_known = args.critic.critic_model is None
+        own = dataclasses.replace(args, lr=args.critic.critic_lr, router_replay="off")
         super().__init__(path, own, ranks, total_steps, trust_remote_code=args.trust_remote_code)
 
     def _load(self, *what) -> ValueModel:
@@ -91,14 +91,14 @@ class Critic(Learner):
         responses [b] of each; micros: its micro-batches. Set the targets' returns; return verl's critic/*. A collective."""
         args = self.args
         of_tokens = (batch.targets.reward, batch.trained, batch.seq, batch.targets.value)
-        batch.targets.returns = losses.lambda_return(*of_tokens, args.gamma, args.lam)
+        batch.targets.returns = losses.lambda_return(*of_tokens, args.loss.gamma, args.critic.lam)
         means = LossMeans(batch, self.ranks)
-        for mini, its_micros in list(zip(minis, micros, strict=True)) * args.critic_ppo_epochs:
-            denominator = whole_batch.denominator(batch, mini, AGGREGATION, args.max_response_length)
+        for mini, its_micros in list(zip(minis, micros, strict=True)) * args.critic.critic_ppo_epochs:
+            denominator = whole_batch.denominator(batch, mini, AGGREGATION, args.sampling.max_response_length)
             for micro in its_micros:
                 t = batch.at(micro)
                 value = self.values(micro)
-                token_loss, stats = losses.value_loss(value, t.value, t.returns, t.mask, clip=args.cliprange_value)
+                token_loss, stats = losses.value_loss(value, t.value, t.returns, t.mask, clip=args.critic.cliprange_value)
                 loss = losses.aggregate(token_loss, t.mask, t.seq, AGGREGATION, denominator)
                 loss.backward()
                 means.gather(t, {"vf_loss": loss}, stats | {"vpred_mean": value})

@@ -75,7 +75,7 @@ def causes(args, batch: Batch, fates: Fates) -> Counter[str]:
     whole batch is one group). A group counts once, under the first cause that applies: scores differ, but responses were
     rejected; most could not be scored; they are masked as a whole; all reached the length limit; the scores are equal. OTHER:
     the scores differ, none was rejected, and the estimator gives no advantage."""
-    estimator = losses.ADVANTAGES[args.adv_estimator]
+    estimator = losses.ADVANTAGES[args.loss.adv_estimator]
     members: dict[int, list[int]] = {place: [] for place in range(len(batch.sizes))}
     for response, place in enumerate(batch.group.tolist()):
         members[place].append(response)
@@ -180,9 +180,9 @@ class Health:
 
     def at_start(self) -> None:
         """Warn of problems that are known before the first step."""
-        right = self.args.truncation == "right"
+        right = self.args.data.truncation == "right"
         lost = "their ends, and so the chat template's call for an answer" if right else "their beginnings"
-        detail = f"--truncation {self.args.truncation} cuts off {lost}."
+        detail = f"--truncation {self.args.data.truncation} cuts off {lost}."
         for which, prompts in (("training", self.job.prompts), ("validation", self.job.val_prompts)):
             count = prompts.truncated if prompts else 0
             self._warn("cut_prompts", f"{which} prompts longer than --max-prompt-length", count, detail)
@@ -201,10 +201,10 @@ class Health:
                 responses,
                 detail,
             )
-        is_raw = losses.ADVANTAGES[args.adv_estimator].group_of_one == "score" and not args.teacher_alone
+        is_raw = losses.ADVANTAGES[args.loss.adv_estimator].group_of_one == "score" and not args.teacher.teacher_alone
         if is_raw and (alone := whole_batch.groups_of_one(batch)):
-            detail = f"--adv-estimator {args.adv_estimator} compares within a group: here the advantage is the raw score"
-            detail += "." if args.rollout_n == 1 else ", since the others were not trained. With dr_grpo or rloo it is 0."
+            detail = f"--adv-estimator {args.loss.adv_estimator} compares within a group: here the advantage is the raw score"
+            detail += "." if args.sampling.rollout_n == 1 else ", since the others were not trained. With dr_grpo or rloo it is 0."
             self._warn("single_response_groups", "groups with one trained response", alone, detail)
         if not fates.has_signal:
             self._warn_of_no_signal(step, batch, fates)
@@ -224,7 +224,7 @@ class Health:
         scores in other groups are no fault. Otherwise it is the most frequent cause."""
         found = causes(self.args, batch, fates).most_common()
         found.sort(key=lambda item: (item[0] != REJECTED, item[0] != OTHER))
-        grouped = losses.ADVANTAGES[self.args.adv_estimator].group_of_one or self.args.needs_greedy
+        grouped = losses.ADVANTAGES[self.args.loss.adv_estimator].group_of_one or self.args.loss.needs_greedy
         parts = [(f"{count} of {len(batch.sizes)} groups: " if grouped else "") + CAUSES[cause][1] for cause, count in found]
         chief = found[0][0]
         word, _, remedy = CAUSES[chief]

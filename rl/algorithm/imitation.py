@@ -26,20 +26,20 @@ class Imitation:
         """args: a script's flags; rows: rl.data.demonstrations.Demonstrations."""
         self.args = args
         self.rows = rows
-        self.order = PromptOrder(len(rows), args.seed, args.shuffle)
-        self.updates = args.ppo_epochs * -(-args.schedule.prompts_per_step // args.schedule.prompts_per_update)  # in a step
+        self.order = PromptOrder(len(rows), args.seed, args.data.shuffle)
+        self.updates = args.learner.ppo_epochs * -(-args.schedule.prompts_per_step // args.schedule.prompts_per_update)  # in a step
         self.begin_step(1)
 
     def begin_step(self, step: int) -> None:
         """step: from 1. The demonstrations only depend on it."""
-        self._next = (step - 1) * self.updates * self.args.sft_batch_size
+        self._next = (step - 1) * self.updates * self.args.imitation.sft_batch_size
         self.losses: list[float] = []  # of this step's updates
 
     def batch(self, learner) -> Batch:
         """Return the demonstrations of the next update."""
-        tickets = range(self._next, self._next + self.args.sft_batch_size)
+        tickets = range(self._next, self._next + self.args.imitation.sft_batch_size)
         self._next = tickets.stop
-        division = Division(len(tickets), self.args.max_tokens_per_micro_batch, learner.ranks)
+        division = Division(len(tickets), self.args.learner.max_tokens_per_micro_batch, learner.ranks)
         return Batch.of(to_groups(self.rows, {ticket: self.order(ticket)[1] for ticket in tickets}), division)
 
     def imitate(self, learner) -> dict[str, float]:
@@ -49,11 +49,11 @@ class Imitation:
         found = []
         every = torch.arange(len(batch.lengths))
         denominator = whole_batch.denominator(batch, every, "token-mean", 0)  # trained tokens of all ranks
-        for micro in micro_batches(batch, every, self.args.max_tokens_per_micro_batch, learner.ranks):
+        for micro in micro_batches(batch, every, self.args.learner.max_tokens_per_micro_batch, learner.ranks):
             t = batch.at(micro)
             log_prob = learner.forward(micro).log_prob
             nll = losses.aggregate(-log_prob, t.mask, t.seq, "token-mean", denominator)
-            (self.args.sft_coef * nll).backward()
+            (self.args.imitation.sft_coef * nll).backward()
             found.append(nll.detach())
         total = torch.stack(found).cpu().double().sum()
         self.losses.append(float(batch.sum_over_ranks(total)))

@@ -27,7 +27,7 @@ from rl.ranks.watchdog import progress
 
 def teacher_path(args, policy: str) -> str:
     """Return the path of the teacher's model. policy: the path of --model."""
-    return policy if args.teacher == SELF else resolve(args.teacher)
+    return policy if args.teacher.teacher == SELF else resolve(args.teacher.teacher)
 
 
 def check_teacher(path: str, args, policy: str) -> None:
@@ -35,18 +35,18 @@ def check_teacher(path: str, args, policy: str) -> None:
     own, theirs = (load_config(at, args.trust_remote_code, name) for at, name in ((policy, "--model"), (path, "--teacher")))
     tokenizer = check_vocabulary(path, args, policy, "--teacher", "A teacher")
     check_model(path, tokenizer, args, "--teacher")
-    if args.teacher_top_k >= (tokens := len(tokenizer.get_vocab())):
-        raise UserError(f"--teacher-top-k {args.teacher_top_k}: the vocabulary has {tokens:,} tokens. Take fewer.")
+    if args.teacher.teacher_top_k >= (tokens := len(tokenizer.get_vocab())):
+        raise UserError(f"--teacher-top-k {args.teacher.teacher_top_k}: the vocabulary has {tokens:,} tokens. Take fewer.")
     if takes_images(own) or takes_images(theirs):
         raise UserError(f"--teacher {path}: models that take images cannot teach or be taught here.")
-    if args.expert_parallel > 1 and args.has_second_model:
+    if args.learner.expert_parallel > 1 and args.teacher.has_second_model:
         raise UserError("--expert-parallel divides the policy's experts, not a teacher's. Leave it out with --teacher.")
     _check_length(theirs.get_text_config(), path, args)
 
 
 def _check_length(config: PretrainedConfig, path: str, args) -> None:
     """Raise UserError unless the model can read the teacher's longest prompt with a response."""
-    prompt, response = args.longest_of_teacher, args.max_response_length
+    prompt, response = args.longest_of_teacher, args.sampling.max_response_length
     context = getattr(config, "max_position_embeddings", None)
     if context and prompt + response > context:
         raise UserError(
@@ -67,15 +67,15 @@ class Teacher:
     def of(args, job, learner: Learner) -> "Teacher":
         """args: the script's; job: its Job."""
         rows = None
-        if args.teacher_prompt is not None:
+        if args.teacher.teacher_prompt is not None:
             rows = TeacherRows(partial(job.teacher_prompts.ids_of, job.order))
-        if args.has_second_model:
-            path = resolve(args.teacher)
+        if args.teacher.has_second_model:
+            path = resolve(args.teacher.teacher)
             is_base = learner.adapters and path == learner.path  # adapters are all that differs
             model = learner.adapters.without(learner.policy) if is_base else learner.load_frozen(path, "teacher")
         else:
             model = learner.policy  # a mixture's routes are computed, not replayed
-        return Teacher(model, args.teacher_top_k, rows)
+        return Teacher(model, args.teacher.teacher_top_k, rows)
 
     @torch.no_grad()
     def read(

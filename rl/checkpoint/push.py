@@ -30,20 +30,20 @@ def push(args, script: str, run_dir: Path, checkpoint: Path) -> str:
     base = args.model if is_on_hub else Path(args.model).name
     what = "reinforcement learning" if hasattr(args, "adv_estimator") else "supervised training"
     head = {"library_name": "transformers", "base_model": args.model if is_on_hub else None, "tags": [what.replace(" ", "-")]}
-    text = f"`{base}` after {step_of(checkpoint):,} steps of {what} with `{script}.py`, lr {args.lr:g}, seed {args.seed}.\n"
-    ModelCard(f"---\n{ModelCardData(**head).to_yaml()}\n---\n\n# {args.push_to.rpartition('/')[2]}\n\n{text}").save(
+    text = f"`{base}` after {step_of(checkpoint):,} steps of {what} with `{script}.py`, lr {args.learner.lr:g}, seed {args.seed}.\n"
+    ModelCard(f"---\n{ModelCardData(**head).to_yaml()}\n---\n\n# {args.checkpoint.push_to.rpartition('/')[2]}\n\n{text}").save(
         checkpoint / "README.md"
     )
     about = {
         "commit_message": f"Step {step_of(checkpoint)} of {run_dir.name}",
         "ignore_patterns": [f"{TRAINING}/*", "best.json"],
     }
-    pushed = in_background(lambda: HfApi().upload_folder(repo_id=args.push_to, folder_path=checkpoint, **about), "push")
+    pushed = in_background(lambda: HfApi().upload_folder(repo_id=args.checkpoint.push_to, folder_path=checkpoint, **about), "push")
     while not wait([pushed], timeout=1.0).done:
         watchdog.progress()  # an upload may take longer than --hang-timeout
     if error := pushed.exception():
         raise UserError(
-            f"--push-to {args.push_to}: {error!s:.300}. The run is complete, and its checkpoint is {checkpoint}. Push it with: "
-            f'hf upload {args.push_to} {checkpoint} . --exclude "{TRAINING}/*"'
+            f"--push-to {args.checkpoint.push_to}: {error!s:.300}. The run is complete, and its checkpoint is {checkpoint}. Push it with: "
+            f'hf upload {args.checkpoint.push_to} {checkpoint} . --exclude "{TRAINING}/*"'
         )
-    return f"{constants.ENDPOINT}/{args.push_to}"
+    return f"{constants.ENDPOINT}/{args.checkpoint.push_to}"

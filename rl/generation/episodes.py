@@ -193,7 +193,7 @@ class Episodes(Responses):
     def rewards(self, id: Id) -> list[list] | None:
         """Return [token, reward] for each turn with a reward, with --turn-rewards and if the episode could be scored."""
         episode = self._of.get(id)
-        return episode.rewards if episode and self.args.turn_rewards and not episode.event else None
+        return episode.rewards if episode and self.args.environment.turn_rewards and not episode.event else None
 
     def drop(self, key: Key) -> None:
         for request in self.working[key].requests:
@@ -210,7 +210,7 @@ class Episodes(Responses):
         """Start the environments of queued prompts. Episodes that are paused do not count towards the limit."""
         for key in [key for key in self._queue if key >= self.paused_below]:
             at_work = sum(key >= self.paused_below for key, _ in self._processes)
-            if at_work >= BY_ROWS * self.args.max_num_seqs and self._requests is None:
+            if at_work >= BY_ROWS * self.args.engine.max_num_seqs and self._requests is None:
                 return
             self._queue.remove(key)
             for request in self.working[key].requests:
@@ -274,7 +274,7 @@ class Episodes(Responses):
             self._refuse(id, "the row has no prompt, and reset adds no message to it")
         elif key in self._prompts:
             self._begin(id, prompt)
-        elif prompt and len(prompt) > self.args.max_prompt_length:
+        elif prompt and len(prompt) > self.args.data.max_prompt_length:
             self._refuse(id, f"the prompt has become {len(prompt)} tokens long, more than --max-prompt-length")
         elif prompt and work.prompt.images:
             self._refuse(id, "a prompt that has images cannot be added to")
@@ -366,7 +366,7 @@ class Episodes(Responses):
 
     def _room(self, id: Id) -> int:
         """Return the most tokens that the response may have."""
-        return self.args.max_response_length
+        return self.args.sampling.max_response_length
 
     def _turn_ended(self, output: Output) -> None:
         """Give a turn that the engine has finished to its environment, unless it is the last."""
@@ -388,8 +388,8 @@ class Episodes(Responses):
         episode.add(answer)
         if answer["done"]:
             self._finish(id, "stop")
-        elif episode.turns >= self.args.max_turns or episode.at + len(ids) >= self._room(id):
-            self._end(id, "turns" if episode.turns >= self.args.max_turns else "length")
+        elif episode.turns >= self.args.environment.max_turns or episode.at + len(ids) >= self._room(id):
+            self._end(id, "turns" if episode.turns >= self.args.environment.max_turns else "length")
         else:
             if ids:
                 masks = self.working[id[0]].masks

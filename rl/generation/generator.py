@@ -44,7 +44,7 @@ class Generator:
     @property
     def free_slots(self) -> int:
         """The number of further tickets that keep the engine's slots filled."""
-        return max(0, -(-(self.args.max_num_seqs - self.responses.num_unfinished) // self.args.rollout_n))
+        return max(0, -(-(self.args.engine.max_num_seqs - self.responses.num_unfinished) // self.args.sampling.rollout_n))
 
     @property
     def is_validating(self) -> bool:
@@ -75,7 +75,7 @@ class Generator:
     def start(self, ticket: int, recorded: Group | None = None) -> None:
         """Start the ticket's prompt, n times. recorded: its group as `unfinished` returned it before a stop."""
         _, index = self.job.order(ticket)
-        group = OpenGroup(self.job.prompts[index], self.args.rollout_n, greedy=self.args.needs_greedy)
+        group = OpenGroup(self.job.prompts[index], self.args.sampling.rollout_n, greedy=self.args.loss.needs_greedy)
         self._start(Key(False, ticket), group, self.args.sampling.training, recorded)
 
     def unfinished(self) -> list[Group]:
@@ -160,7 +160,7 @@ class Generator:
         """Start this engine's share of the validation prompts, each val_n times."""
         prompts = self.job.val_prompts
         for index in self.share(range(len(prompts))):
-            self._start(Key(True, index), OpenGroup(prompts[index], self.args.val_n), self.args.sampling.validation)
+            self._start(Key(True, index), OpenGroup(prompts[index], self.args.sampling.val_n), self.args.sampling.validation)
 
     def take_rows(self) -> list[dict]:
         """Return the validation's rows since the last call, one per response: index, data_source, prompt, response,

@@ -123,7 +123,7 @@ class Division:
     @staticmethod
     def of(args, learner) -> "Division":
         """args: a script's."""
-        tokens = args.max_tokens_per_micro_batch
+        tokens = args.learner.max_tokens_per_micro_batch
         return Division(args.schedule.prompts_per_update, tokens, learner.ranks, args.packs_flat_apart)
 
     def owners(self, lengths: Sequence[int], prompts: Sequence[int], group: Tensor, flat: Sequence[bool]) -> list[int]:

@@ -102,19 +102,19 @@ def check_model(path: str, tokenizer: PreTrainedTokenizerBase, args, name: str =
         check_layers(model, where)
         check_flags(text, args, samples=name == "--model" and hasattr(args, "engine"))
     check_lengths(text, args)
-    check_supported(text, where, args.max_prompt_length + args.max_response_length)
-    if args.sequence_parallel > 1:
+    check_supported(text, where, args.data.max_prompt_length + args.sampling.max_response_length)
+    if args.learner.sequence_parallel > 1:
         from rl.model.sequence_parallel import check_heads
 
-        check_heads(config, args.sequence_parallel)
+        check_heads(config, args.learner.sequence_parallel)
     _check_tokenizer(text, tokenizer, where)
     _check_end_tokens(end_token_ids(path, tokenizer, args.trust_remote_code, name), text, tokenizer, where)
 
 
 def check_lengths(config: PretrainedConfig, args) -> None:
     """Raise UserError if prompt + response fit neither the model's context nor one micro-batch."""
-    prompt, response = args.max_prompt_length, args.max_response_length
-    own, shared_by = args.max_tokens_per_micro_batch, args.sequence_parallel
+    prompt, response = args.data.max_prompt_length, args.sampling.max_response_length
+    own, shared_by = args.learner.max_tokens_per_micro_batch, args.learner.sequence_parallel
     context = getattr(config, "max_position_embeddings", None)
     sizes = f"--max-prompt-length {prompt} + --max-response-length {response} = {prompt + response} tokens"
     if hasattr(args, "max_length"):

@@ -65,7 +65,7 @@ class Identity:
         if any(flags.get("teacher_prompt") is not None for flags in (now, old)):  # train_sft.py has no such flag
             check_number(was["contents"], self.prompts, where)
         lines += self._other_contents(was)
-        if lines and self.args.resume_mode in ("auto", "disable"):
+        if lines and self.args.checkpoint.resume_mode in ("auto", "disable"):
             raise UserError(
                 f"{where} is of a run with other settings. Give the old ones, start a new run with another "
                 f"--experiment-name, or resume with the new ones with --resume-mode {where}:\n  " + "\n  ".join(lines)

@@ -25,7 +25,7 @@ class WandB:
 
         id_file = directory / "wandb_id"
         known = {"id": id_file.read_text(), "resume": "allow"} if id_file.exists() else {}
-        where = {"project": args.project_name, "name": directory.name, "dir": str(directory)}
+        where = {"project": args.log.project_name, "name": directory.name, "dir": str(directory)}
         command = sys.argv
         sys.argv = masked(command)  # it records that, too
         try:

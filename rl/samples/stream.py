@@ -125,7 +125,7 @@ class Stream(_Samples):
 
     def __init__(self, args, split: Split):
         super().__init__(args, split)
-        self.buffer = SampleBuffer(args.schedule, args.filter_groups, args.max_num_gen_batches)
+        self.buffer = SampleBuffer(args.schedule, args.loss.filter_groups, args.loss.max_num_gen_batches)
         self._tickets = {"drawn": 0, "again": [], "unfinished": []}
 
     def open(self) -> None:

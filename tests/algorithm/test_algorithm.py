@@ -153,7 +153,7 @@ def test_the_terms_of_the_loss_are_reported_as_the_loss_aggregates_them(trainer,
         for part in (batch.group < 2, batch.group >= 2):
             tokens = part[batch.seq]
             loss, seq = (-batch.targets.advantage[tokens]).tolist(), batch.seq[tokens].tolist()  # the ratio is 1
-            means.append(slow.aggregate(loss, [True] * len(loss), seq, mode, 8, trainer.args.max_response_length))
+            means.append(slow.aggregate(loss, [True] * len(loss), seq, mode, 8, trainer.args.sampling.max_response_length))
         if any(means):
             break
     assert metrics["actor/pg_loss"] == pytest.approx(sum(means) / 2, rel=1e-4, abs=1e-6) and any(means)
@@ -174,11 +174,11 @@ def test_rollout_correction(trainer):
         metrics |= train_sync.learn(args, trainer.learner, batch, Timers())
         inputs = (batch.targets.actor_log_prob, batch.rollout_log_prob, torch.ones_like(batch.mask), batch.seq)
         assert metrics["rollout_corr/rollout_is_std"] > 0.01
-        if args.rollout_is:
-            low, high = args.weight_bounds
-            expected = losses.rollout_is_weights(*inputs, level=args.rollout_is, low=low, high=high)
+        if args.correction.rollout_is:
+            low, high = args.correction.weight_bounds
+            expected = losses.rollout_is_weights(*inputs, level=args.correction.rollout_is, low=low, high=high)
             assert torch.equal(batch.targets.is_weight, expected) and batch.targets.is_weight.std() > 0
-        if args.rejection_criteria:
+        if args.correction.rejection_criteria:
             assert 0 < metrics["rollout_corr/rollout_rs_masked_fraction"] <= 1 and not batch.trained.all()
         else:
             assert batch.trained.all()
@@ -348,11 +348,11 @@ def test_knobs_reach_the_loss(mode):
     )
     check(args)
     given = {name: k + 2.0 for k, name in enumerate(further)} | {"clip_low": 0.5, "clip_c": 9}
-    assert args.loss_knobs == {name: given[name] for name in loss.knobs if name in given}
-    assert args.choice_knobs == {name: given[name] for name in loss.choice_knobs}
+    assert args.loss.loss_knobs == {name: given[name] for name in loss.knobs if name in given}
+    assert args.loss.choice_knobs == {name: given[name] for name in loss.choice_knobs}
     b = slow.random_batch([4, 3], mask_rate=1.0, spread=2)
     extra = {name: b["roll"] if name == "rollout_log_prob" else b["seq"] == 0 for name in loss.inputs}
-    default, changed = (loss(*(b[k] for k in PACKED), **extra, **knobs)[0] for knobs in ({}, args.loss_knobs))
+    default, changed = (loss(*(b[k] for k in PACKED), **extra, **knobs)[0] for knobs in ({}, args.loss.loss_knobs))
     assert torch.equal(default, changed) == (mode == "reinforce")
 
 

@@ -73,7 +73,7 @@ def test_the_correction_is_the_whole_batchs_bit_for_bit(piece, level, normalize)
     batch, args = make_batch(**flags)
     inputs = (batch.targets.actor_log_prob, batch.rollout_log_prob, batch.mask.clone(), batch.seq)
     weights = losses.rollout_is_weights(*inputs, level=level, normalize=normalize)
-    kept = losses.rollout_rejection_mask(*inputs, criteria=parse_criteria(args.rollout_rs, args.rollout_rs_threshold))
+    kept = losses.rollout_rejection_mask(*inputs, criteria=parse_criteria(args.correction.rollout_rs, args.correction.rollout_rs_threshold))
     batch.targets.is_weight, batch.targets.rejected = correct_rollout(args, batch)
     assert (
         torch.equal(batch.targets.is_weight, weights)

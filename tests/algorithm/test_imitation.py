@@ -55,7 +55,7 @@ def gradients(script, path: str, ranks, step: int, rows=(), **more) -> tuple[lis
     args = parts.make(script.Args, train_batch_size=4, ppo_mini_batch_size=2, rollout_n=3, **more)
     check(args)
     learner, found = Learner(path, args, ranks, 10), []
-    if args.sft_files:
+    if args.imitation.sft_files:
         learner.imitation = Imitation(args, rows)
     learner.steps = step - 1
 

@@ -89,9 +89,9 @@ def group_of(args, scores: list[Score], outputs: list[Output] = ()) -> Group:
     """Return the generator's group for these scores. By default all responses are the same two tokens."""
     prompt = Prompt([1], "1", "demo", "1", {}, "row 0")
     output = Output((0, 0), [5, 1], [-0.1, -0.2], [0, 0], "stop")
-    greedy = len(scores) > args.rollout_n
+    greedy = len(scores) > args.sampling.rollout_n
     outputs = dict(enumerate(outputs or [output] * len(scores)))
-    work = OpenGroup(prompt, args.rollout_n, greedy, outputs, dict(enumerate(scores)))
+    work = OpenGroup(prompt, args.sampling.rollout_n, greedy, outputs, dict(enumerate(scores)))
     generator = Generator.__new__(Generator)
     generator.args, generator.responses = args, Responses(engine=None)
     return Generator._scored(generator, Key(False, 0), work)
@@ -100,7 +100,7 @@ def group_of(args, scores: list[Score], outputs: list[Output] = ()) -> Group:
 def test_on_error_chooses_what_becomes_of_them():
     scores = [Score(1.0), Score(None, event="timeout", message="slow")]
     args = train_sync.Args(rollout_n=2, overlong_buffer_len=1, max_response_length=2, overlong_penalty_factor=0.5)
-    assert args.on_reward_error == "mask"
+    assert args.reward.on_reward_error == "mask"
     good, bad = group_of(args, scores).responses
     assert (good.score, good.error, bad.score, bad.error) == (0.5, None, None, "timeout: slow")
     zero = dataclasses.replace(args, on_reward_error="zero")

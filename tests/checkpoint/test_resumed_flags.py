@@ -166,18 +166,18 @@ def test_the_optimizer_follows_the_flags(models, ranks, name, offload):
     learner.optimizer.step = with_gradients
     learner.begin_step(RESTORED_AFTER + 1)
     found = update(learner, 100)
-    warm_up = args.lr_warmup_steps
+    warm_up = args.learner.lr_warmup_steps
     done = (RESTORED_AFTER - warm_up) / (12 - warm_up)
-    cosine = args.min_lr_ratio + (1 - args.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done))
-    lr = args.lr * ((RESTORED_AFTER + 1) / warm_up if warm_up > RESTORED_AFTER else cosine)
+    cosine = args.learner.min_lr_ratio + (1 - args.learner.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done))
+    lr = args.learner.lr * ((RESTORED_AFTER + 1) / warm_up if warm_up > RESTORED_AFTER else cosine)
     assert found["actor/lr"] == pytest.approx(lr, rel=1e-6)
-    assert math.sqrt(sum(float(g.square().sum()) for g in gradients.values())) == pytest.approx(args.grad_clip, rel=1e-3)
-    first, second, count = args.adam_beta1, args.adam_beta2, RESTORED_AFTER + 1
+    assert math.sqrt(sum(float(g.square().sum()) for g in gradients.values())) == pytest.approx(args.learner.grad_clip, rel=1e-3)
+    first, second, count = args.learner.adam_beta1, args.learner.adam_beta2, RESTORED_AFTER + 1
     for key, gradient in gradients.items():
         m = first * old[f"exp_avg.{key}"] + (1 - first) * gradient
         v = second * old[f"exp_avg_sq.{key}"] + (1 - second) * gradient.square()
         move = m / (1 - first**count) / ((v / (1 - second**count)).sqrt() + 1e-8)
-        expected = old[f"model.{key}"] * (1 - lr * args.weight_decay) - lr * move
+        expected = old[f"model.{key}"] * (1 - lr * args.learner.weight_decay) - lr * move
         torch.testing.assert_close(learner.parameters[key].double(), expected, rtol=1e-5, atol=1e-7)
 
 

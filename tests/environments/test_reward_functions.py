@@ -251,7 +251,7 @@ def test_a_reward_function_scores_in_the_process_of_its_episode(file, model):  #
 def test_the_flags_are_checked_before_anything_starts(function, flags, said, file):
     flags = {name: f"{file}:{'Dice' if name == 'env' else 'tool'}" if value is True else value for name, value in flags.items()}
     args = train_sync.Args(reward=f"{file}:{function}", **flags)
-    assert args.scores_environments == (function != "both")
+    assert args.reward.scores_environments == (function != "both")
     if said:
         with pytest.raises(UserError, match=said):
             ranges.check(args)

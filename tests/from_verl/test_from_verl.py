@@ -47,10 +47,10 @@ def ours(*words: str, script: str = "main_ppo"):
 def effective(args) -> dict:
     """Return the flags as the script uses them, with presets and synonyms resolved."""
     values = {name: value for name, value in parts.flat(args).items() if name not in OWN}
-    values |= {"rollout_is": args.rollout_is, "rollout_is_threshold": args.weight_bounds, "clips": args.loss_knobs}
-    values |= {"rollout_rs": args.rejection_criteria, "rollout_rs_threshold": None}
+    values |= {"rollout_is": args.correction.rollout_is, "rollout_is_threshold": args.correction.weight_bounds, "clips": args.loss.loss_knobs}
+    values |= {"rollout_rs": args.correction.rejection_criteria, "rollout_rs_threshold": None}
     values |= {"old_is_rollout": args.old_is_rollout}
-    values["loss_mode"] = {"vanilla": "ppo_clip"}.get(args.loss_mode, args.loss_mode)
+    values["loss_mode"] = {"vanilla": "ppo_clip"}.get(args.loss.loss_mode, args.loss.loss_mode)
     return values | {"use_rollout_log_probs": None, "clip_ratio_c": None}
 
 
@@ -521,7 +521,7 @@ def test_every_flag_that_is_printed_is_read_back(tmp_path):
     for script, module in (("train_sync.py", "main_ppo"), ("train_async.py", "fully_async_main")):
         found = ours(*SPLIT, *words, "rollout.total_rollout_steps=1000", script=module)
         args = flags.read(SCRIPTS[script].Args, args=found.words()[1:])
-        assert (args.shuffle, args.logger, args.temperature) == (False, ("console", "tensorboard"), 0.7)
+        assert (args.data.shuffle, args.log.logger, args.sampling.temperature) == (False, ("console", "tensorboard"), 0.7)
 
 
 def test_all_of_verls_runs_are_here():

@@ -89,7 +89,7 @@ def test_the_newer_supervised_trainer(backend):
 
 def test_conversations_of_the_older_trainer():
     found, args = sft(MULTITURN)
-    assert (args.messages_key, args.lr, args.lr_warmup_steps, args.max_tokens_per_micro_batch) == ("messages", 1e-5, 20, 8192)
+    assert (args.messages_key, args.learner.lr, args.learner.lr_warmup_steps, args.learner.max_tokens_per_micro_batch) == ("messages", 1e-5, 20, 8192)
     assert "--prompt-key" not in found.flags and args.test_freq == 200, "verl validates after the last step"
     assert found.launcher[-1] == "4"
 
@@ -210,7 +210,7 @@ def test_adapters_of_megatron(words, target):
     text = " ".join(of + word for word in f"lora.rank=64 {words}".split())
     found = translate.translate(read_script(f"{GIVEN} {text} actor_rollout_ref.actor.optim.lr=3e-5"))
     args = translate.parse(found)
-    assert (args.lora_rank, args.lora_alpha, args.lora_target) == (64, 32, target) and not found.refusal
+    assert (args.learner.lora_rank, args.learner.lora_alpha, args.learner.lora_target) == (64, 32, target) and not found.refusal
     assert {kind for kind, _ in found.verdicts.values()} <= {keys.TRANSLATED, keys.NOT_NEEDED}
 
 
@@ -234,7 +234,7 @@ def test_one_teacher_of_any_name():
     text += "distillation.teacher_models.gsm8k.num_replicas=1 distillation.teacher_models.gsm8k.inference.name=vllm"
     found = translate.translate(read_script(f"{GIVEN} {TEACHER} {text}"))
     args = translate.parse(found)
-    assert (args.teacher, args.teacher_alone) == ("a/b", True) and not found.refusal
+    assert (args.teacher.teacher, args.teacher.teacher_alone) == ("a/b", True) and not found.refusal
     assert {kind for kind, _ in found.verdicts.values()} == {keys.TRANSLATED, keys.NOT_NEEDED}
 
 

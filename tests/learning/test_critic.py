@@ -152,7 +152,7 @@ def test_a_step_without_a_score_changes_neither_critic_nor_policy(models, ranks,
         before = {name: tensor.clone() for name, tensor in learner.state_tensors().items()}
         monkeypatch.setattr(Batch, "is_unscored", not has_signal)
         metrics = train_sync.learn(args, learner, batch_of(number), Timers())
-        rates.append(metrics["critic/lr"] / args.critic_lr)
+        rates.append(metrics["critic/lr"] / args.critic.critic_lr)
         moved = any(not torch.equal(tensor, before[name]) for name, tensor in learner.state_tensors().items())
         assert moved == has_signal
         assert metrics["critic/grad_norm"] > 0

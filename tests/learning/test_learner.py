@@ -278,7 +278,7 @@ def test_a_step_without_a_signal_changes_nothing(models, ranks, flags, why):
     resumed.restore(with_gap.state(), None)
     expected = take(without, 6)
     assert take(with_gap, 6) == take(resumed, 6) == expected
-    assert expected["actor/lr"] == args.lr * lr_factor(3, 12, args) and expected["actor/updated_steps"] == 4
+    assert expected["actor/lr"] == args.learner.lr * lr_factor(3, 12, args) and expected["actor/updated_steps"] == 4
     for name, tensor in without.state_tensors().items():
         assert torch.equal(tensor, with_gap.state_tensors()[name]) and torch.equal(tensor, resumed.state_tensors()[name]), name
 

@@ -171,7 +171,7 @@ def test_a_learner_holds_its_own_tokens_of_a_large_batch(model):
     answer = Response(numbers, np.zeros(response, np.float32), numbers, "stop")
     groups = [Group(ticket, np.zeros(prompt, np.int32), "plan", [answer] * n) for ticket in range(prompts)]
     ranks = Ranks(0, 32, 0, torch.device("cpu"))
-    batch = Batch.of(groups, Division(prompts // 2, args.max_tokens_per_micro_batch, ranks))
+    batch = Batch.of(groups, Division(prompts // 2, args.learner.max_tokens_per_micro_batch, ranks))
     own = len(batch.token)
     assert own == pytest.approx(prompts * n * response / 32, rel=0.01)
     tensors = [x for x in vars(batch).values() if isinstance(x, torch.Tensor)]

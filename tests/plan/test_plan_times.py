@@ -87,7 +87,7 @@ def test_what_runs_at_once_is_what_the_memory_has_room_for(tmp_path):
     args = flags.read(train_async.Args, args=["--dtype", "bfloat16", "--model", str(tmp_path)])
     few, many = (sources(args, Machine(1, 2), Drawn(8, mean, 0, 10**6), H100, None)[1] for mean in (100_000, 10))
     weights = 2 * roofline.count_parameters(qwen(layers=28, hidden_size=3584, num_attention_heads=28, num_key_value_heads=4))
-    assert few == int((0.5 * 80e9 * 0.9 - weights) / (57344 * 100_000)) and many == args.max_num_seqs
+    assert few == int((0.5 * 80e9 * 0.9 - weights) / (57344 * 100_000)) and many == args.engine.max_num_seqs
 
 
 def test_delta_nets_have_states_in_the_place_of_keys_and_values(tmp_path):
@@ -207,7 +207,7 @@ def test_a_run_that_does_not_say_is_one_message(tmp_path):
 
 def rows_of(times: Times, *words: str, per_node: int = 4, nodes: int = 1, script=train_async) -> list[Way]:
     args = flags.read(script.Args, args=words)
-    return list(compare(args, Machine(nodes, per_node), Drawn(8, 100, 0.8, 1000, 10), lambda roles: times, args.max_num_seqs))
+    return list(compare(args, Machine(nodes, per_node), Drawn(8, 100, 0.8, 1000, 10), lambda roles: times, args.engine.max_num_seqs))
 
 
 @pytest.mark.parametrize("script", [train_sync, train_async])
@@ -270,7 +270,7 @@ def test_a_real_run_is_planned_as_it_went(script, demo_model, tmp_path):
     words = ["--total-training-steps", "24", "--test-freq", "0", "--max-response-length", "32", "--logger"]
     real, run, _ = train(f"{script}.py", *words, out=tmp_path, ranks=2)
     args = flags.read((train_sync if script == "train_sync" else train_async).Args, args=words[:-1])
-    work = lengths_like(str(run), args.rollout_n, args.max_response_length, args.max_prompt_length)
+    work = lengths_like(str(run), args.sampling.rollout_n, args.sampling.max_response_length, args.data.max_prompt_length)
     times, slots = sources(args, Machine(1, 2), work, None, str(run))
     (row,) = (row for row in compare(args, Machine(1, 2), work, times, slots) if row.script == f"{script}.py")
     seconds = np.mean([real[step]["timing_s/step"] for step in range(2, 25)])

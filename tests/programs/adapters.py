@@ -57,13 +57,13 @@ def main(ranks):
                 result[case]["gradient"] = joined({name: parameter.grad for name, parameter in own.items()})
             learner.step()
         result[case]["learned"] = joined(published(learner))
-        assert {parameter.dtype for parameter in learner.frozen.values()} == {getattr(torch, args.dtype)}
+        assert {parameter.dtype for parameter in learner.frozen.values()} == {getattr(torch, args.learner.dtype)}
     if ranks.is_main:
         torch.save(result, out)
 
 
 def published(learner: Learner) -> dict[str, torch.Tensor]:
-    dtype = getattr(torch, learner.args.dtype)
+    dtype = getattr(torch, learner.args.learner.dtype)
     return {name: tensor.to(dtype) for name, tensor in learner.weights(dtype)}
 
 

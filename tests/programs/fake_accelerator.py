@@ -141,20 +141,20 @@ def learn(
     groups = [make_group(t, [3, 9, 5, 7] * 2, score=0.3 if t in equal else None) for t in range(prompts)]
     division.A_PASS = 0  # tokens
     device.LEAST = 512  # bytes: also of small tensors several are cut out of one block
-    if args.router_replay == "R3":
+    if args.learner.router_replay == "R3":
         groups = [with_routes(group) for group in groups]
     if most := sampling_mask.most_tokens(args):
         groups = [with_support(group, most) for group in groups]
     with FakeDevice():
         assert device.kind() == place.device.type == torch.empty(1, device=place.device).device.type
-        model = Learner(path, args, place, 10, with_reference=args.needs_reference)
-        if args.teacher:
+        model = Learner(path, args, place, 10, with_reference=args.loss.needs_reference)
+        if args.teacher.teacher:
             prompts = SimpleNamespace(ids_of=lambda order, ticket, ids: [3] * 40 + ids)
             model.teacher = Teacher.of(args, SimpleNamespace(order=None, teacher_prompts=prompts), model)
-        if args.sft_files:
+        if args.imitation.sft_files:
             of_two = np.array([3, 4, 5, 6]), np.array([False, True, True, True])
             model.imitation = Imitation(args, [of_two] * 5)
-        if args.needs_critic:
+        if args.loss.needs_critic:
             model.critic = Critic(path, args, model.ranks, 10)
         model.ranks = dataclasses.replace(model.ranks, rank=rank)  # whose micro-batches it takes
         model.state_tensors()  # as a resume begins
@@ -167,16 +167,16 @@ def learn(
         assert {"actor/grad_norm", "actor/loss", "perf/max_memory_allocated_gb"} <= set(metrics)
         assert (metrics["perf/forward_only"] > 0) == bool(equal)
         host = torch.device("cpu")
-        home = host if args.param_offload else place.device
+        home = host if args.learner.param_offload else place.device
         model.router_metrics()
         tensors = model.state_tensors()
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("critic.")}
         trained = len(model.adapters.tensors) if model.adapters else len(model.parameters) - len(model.frozen)
         assert len({name for name in tensors if "_scale" not in name}) == 3 * trained
-        assert any("_scale" in name for name in tensors) == (args.optim == "adamw_8bit")
+        assert any("_scale" in name for name in tensors) == (args.learner.optim == "adamw_8bit")
         assert {state["step"].device for state in model.optimizer.state.values()} == {home}
         for name, tensor in tensors.items():
-            rests = args.optimizer_offload and name.startswith("exp")
+            rests = args.learner.optimizer_offload and name.startswith("exp")
             assert tensor.device == (host if rests else home)
         assert {buffer.device for buffer in model.policy.buffers()} == {place.device}
         model.state(), model.rank_state()
@@ -237,8 +237,8 @@ def turns(path: str, **flags) -> None:
     engines.load_tokenizer, engines.end_token_ids = (lambda *_: None), (lambda *_: {1})
     with FakeDevice():
         model = Learner(path, args, place, 10)
-        engine = engines.make_engine(path, args, 32, args.dtype, place.device, False)
-        held = LocalWeights(model, engine, args.weights_dtype(args.dtype))
+        engine = engines.make_engine(path, args, 32, args.learner.dtype, place.device, False)
+        held = LocalWeights(model, engine, args.engine.weights_dtype(args.learner.dtype))
         for version in range(2):
             held.publish(version)
         assert {x.device for x in engine.model.parameters()} == {engine.device} == {place.device}

@@ -91,7 +91,7 @@ def learn(model: str, sizes: list[list[int]], flags: dict, ranks, what: dict) ->
         return step()
 
     learner.step = recorded
-    batch = batch_of(model, sizes, what, Division.of(args, learner), args.router_replay == "R3")
+    batch = batch_of(model, sizes, what, Division.of(args, learner), args.learner.router_replay == "R3")
     metrics = train_sync.learn(args, learner, batch, Timers())
     alone = metrics.pop("perf/forward_only")
     metrics |= learner.router_metrics()

@@ -122,9 +122,9 @@ def test_a_teacher_s_prompt_that_leaves_rows_out_is_refused_in_any_case(demo_mod
     tokenizer, args = load_tokenizer(demo_model), train_sync.Args(resume_mode="step_1")
     was = saved(Identity(args, "train_sync", demo_model, PromptDataset(["demo"], "train", tokenizer, args)))
     args = dataclasses.replace(args, teacher=demo_model, teacher_prompt="{ground_truth}={prompt}", filter_overlong_prompts=True)
-    for limit, fits in ((args.max_prompt_length, True), (8, False)):
+    for limit, fits in ((args.data.max_prompt_length, True), (8, False)):
         prompts = PromptDataset(["demo"], "train", tokenizer, args)
-        TeacherPrompts(prompts, args.teacher_prompt, limit)
+        TeacherPrompts(prompts, args.teacher.teacher_prompt, limit)
         now = Identity(args, "train_sync", demo_model, prompts)
         if fits:
             assert now.check(was, Path("x"))[0].startswith("--filter-overlong-prompts: was False")
@@ -150,7 +150,7 @@ def test_what_the_flags_name_is_compared_by_content(prompts, demo_model, models,
 
     def of(name="data.jsonl", path=model, tokenizer=prompts.tokenizer) -> Identity:
         args = train_sync.Args(train_files=(str(tmp_path / name),), reward=f"{reward}:f", model=str(path))
-        return Identity(args, "train_sync", str(path), PromptDataset(args.train_files, "train", tokenizer, args))
+        return Identity(args, "train_sync", str(path), PromptDataset(args.data.train_files, "train", tokenizer, args))
 
     was = saved(of())
     rows(tmp_path / "moved.jsonl", range(9))

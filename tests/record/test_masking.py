@@ -96,7 +96,7 @@ def test_other_text_stays(text):
 def test_what_is_written_of_a_run_has_none(monkeypatch, tmp_path):
     """The record in config.json, and what W&B gets: the command line is a part of both."""
     args = replace(train_sync.Args(), agent=SECRET[1], project_name=f"https://u:{S}@host/v1?token={S}")
-    monkeypatch.setattr(sys, "argv", ["train_sync.py", "--agent", args.agent, f"--project-name={args.project_name}"])
+    monkeypatch.setattr(sys, "argv", ["train_sync.py", "--agent", args.environment.agent, f"--project-name={args.log.project_name}"])
     record = describe_run(args, {}, "train_sync")
     assert S not in json.dumps(record, default=str) and "OPENAI_API_KEY=***" in record["flags"]["agent"]
     seen = {}
@@ -110,7 +110,7 @@ def test_what_is_written_of_a_run_has_none(monkeypatch, tmp_path):
     fake = SimpleNamespace(init=init, errors=SimpleNamespace(Error=OSError))
     monkeypatch.setitem(sys.modules, "wandb", fake)
     wandb_log.WandB(args, tmp_path, ())
-    assert S not in json.dumps(seen, default=str) and seen["config"]["lr"] == args.lr
+    assert S not in json.dumps(seen, default=str) and seen["config"]["lr"] == args.learner.lr
     assert S in " ".join(sys.argv)
 
 

@@ -188,11 +188,11 @@ def read(module: ModuleType, *words: str):
 def test_flags_and_defaults_of_a_fork_hold(load):
     within = "+extra: int = 3\n    backward_without_advantage: bool = True\n    rollout_n: int = 4"
     args = read(load("sync", "", "CommonArgs", within), "--extra", "5")
-    assert (args.extra, args.backward_without_advantage, args.rollout_n, args.skips_backward) == (5, True, 4, False)
+    assert (args.extra, args.backward_without_advantage, args.sampling.rollout_n, args.skips_backward) == (5, True, 4, False)
     args = read(load("sync", PLAIN.format(PROPERTY.format("extra")), "Mine, CommonArgs"))
     assert args.extra, "a mixin's own property"
     args = read(load("sync", MIXIN.format("gamma: float = 0.5"), "Mine, CommonArgs"))
-    assert args.gamma == 0.5, "derived from the class of the field, and first"
+    assert args.loss.gamma == 0.5, "derived from the class of the field, and first"
 
 
 def test_a_flag_with_another_default_keeps_its_range(load):
@@ -233,7 +233,7 @@ def test_a_fork_s_own_post_init_loses_none(load):
     within = "+def __post_init__(self):\n        self.seen = self.dtype"
     for words, dtype in (((), "float32"), (("--dtype", "auto"), "float32"), (("--dtype", "bfloat16"), "bfloat16")):
         args = read(load("sync", "", "CommonArgs", within), *words)
-        assert args.dtype == args.seen == dtype
+        assert args.learner.dtype == args.seen == dtype
 
 
 CALLS = {

@@ -60,13 +60,13 @@ def test_a_recipe_parses_and_its_flags_fit(recipe, device, tmp_path, monkeypatch
     _, _, args = parse(recipe, device, tmp_path)
     assert args.seed == 7, "the user's own flags come last"
     if module is train_sync:
-        assert ranks % args.rollout_tp == 0
+        assert ranks % args.engine.rollout_tp == 0
     else:
-        assert 0 < args.schedule.generators < ranks and args.schedule.generators % args.rollout_tp == 0
+        assert 0 < args.schedule.generators < ranks and args.schedule.generators % args.engine.rollout_tp == 0
     learners = nodes * (ranks - generators_of(args))
-    assert learners % args.sequence_parallel == learners % args.expert_parallel == 0
-    assert args.max_tokens_per_micro_batch * args.sequence_parallel >= args.max_prompt_length + args.max_response_length
-    assert args.model.startswith("Qwen/") and args.dtype == "bfloat16"
+    assert learners % args.learner.sequence_parallel == learners % args.learner.expert_parallel == 0
+    assert args.learner.max_tokens_per_micro_batch * args.learner.sequence_parallel >= args.data.max_prompt_length + args.sampling.max_response_length
+    assert args.model.startswith("Qwen/") and args.learner.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("device", ["gpu", "npu"])
@@ -192,7 +192,7 @@ def test_a_recipe_has_the_numbers_of_verls_run(recipe, device, tmp_path):
     assert (nodes * generate, nodes * learn) == expected.pop("devices")
     assert {name: parts.get(args, name) for name in expected} == expected
     warm_up = {"gspo_qwen2.5_3b_gsm8k": 0.05 * 500, "gspo_qwen3_30b_a3b": 10, "grpo_qwen2.5_0.5b_gsm8k_async": 10}
-    assert args.lr_warmup_steps == warm_up.get(recipe.stem, args.lr_warmup_steps)
+    assert args.learner.lr_warmup_steps == warm_up.get(recipe.stem, args.learner.lr_warmup_steps)
 
 
 def test_epochs_or_prompts_end_a_run_whichever_come_first(tmp_path):
@@ -218,8 +218,8 @@ def test_a_flag_that_a_script_has_not_is_noticed(tmp_path):
     with pytest.raises(UserError, match="no-such-flag"):
         parse(recipe, "gpu", tmp_path)
     _, _, args = parse(RECIPES[0], "gpu", tmp_path)
-    args.rollout_is = "token"
-    args.use_rollout_log_probs = True
+    args.correction.rollout_is = "token"
+    args.loss.use_rollout_log_probs = True
     with pytest.raises(UserError):
         check(args)
 

@@ -46,7 +46,7 @@ class Trainer:
         generator = self.generator(args)
         self.learner.args = args
         out = []
-        if args.needs_critic and not self.learner.critic:
+        if args.loss.needs_critic and not self.learner.critic:
             self.learner.critic = Critic(self.learner.path, args, self.ranks, 10**6)
         for _ in range(n):
             self.engine.update(self.learner.weights(), version=0)

@@ -97,7 +97,7 @@ class Checks:
     def _start(self) -> None:
         started = time.perf_counter()
         max_length = self.sizes.prompt + self.sizes.response
-        self.engine: Engine = make_engine(self.model, self.args, max_length, self.args.dtype, self.device, False)
+        self.engine: Engine = make_engine(self.model, self.args, max_length, self.args.learner.dtype, self.device, False)
         up = time.perf_counter()
         self.learner = Learner(self.model, self.args, self.ranks, total_steps=10)
         self.weights = LocalWeights(self.learner, self.engine, self.dtype)
@@ -158,7 +158,7 @@ class Checks:
     def _log_probs(self, check: str, temperature: float) -> None:
         """Compare the engine's log-probs of its samples with the learner's forward pass over the same tokens."""
         batch = self._batch(temperature)
-        tokens = self.learner.args.max_tokens_per_micro_batch
+        tokens = self.learner.args.learner.max_tokens_per_micro_batch
         micros = micro_batches(batch, torch.arange(self.sizes.requests), tokens, self.ranks)
         self.learner.temperature = temperature
         own = self.learner.log_probs_of("policy", batch, [micros])

@@ -106,12 +106,12 @@ def _in_child(writer, *what) -> None:
 
 def _check_models(args: CommonArgs, path: str, config: PretrainedConfig) -> None:
     """Raise UserError for a model that the run would refuse. config: the policy's, at `path`."""
-    check_heads(config, args.sequence_parallel)
+    check_heads(config, args.learner.sequence_parallel)
     check_lengths(config.get_text_config(), args)
-    if args.teacher:
+    if args.teacher.teacher:
         load_config(teacher_path(args, path), args.trust_remote_code, "--teacher")
-    if args.critic_model:
-        load_config(resolve(args.critic_model), args.trust_remote_code, "--critic-model")
+    if args.critic.critic_model:
+        load_config(resolve(args.critic.critic_model), args.trust_remote_code, "--critic-model")
 
 
 def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn, image_size: str | None) -> Memory:
@@ -197,7 +197,7 @@ def make_groups(
 ) -> tuple[list[Group], list[Images | None]]:
     """Return an update's prompts with their responses and images, or as many as fill MICROS micro-batches per rank.
     prompts: ticket -> the prompt, if the model takes images."""
-    room = MICROS * args.max_tokens_per_micro_batch * ranks.world_size
+    room = MICROS * args.learner.max_tokens_per_micro_batch * ranks.world_size
     groups = []
     images = []
     tokens = 0
@@ -205,7 +205,7 @@ def make_groups(
         ticket = len(groups)
         lengths = workload.group(ticket)
         ids, of_prompt = prompts(ticket) if prompts else (np.zeros(workload.prompt, np.int32), None)
-        responses = [_response(n, number, most_tokens(args)) for number, n in enumerate(lengths[: args.rollout_n])]
+        responses = [_response(n, number, most_tokens(args)) for number, n in enumerate(lengths[: args.sampling.rollout_n])]
         groups.append(Group(ticket, ids, "plan", responses))
         images.append(of_prompt)
         tokens += sum(lengths) + len(ids) * len(lengths)
@@ -232,7 +232,7 @@ def _fullest_rank(groups: list[Group], args: CommonArgs, ranks: Ranks) -> tuple[
     """The rank with the largest micro-batch of all, and how many each has."""
     rows = [(number, len(g.prompt_ids), len(r.token_ids)) for number, g in enumerate(groups) for r in g.responses]
     lengths, prompts = [prompt + response for _, prompt, response in rows], [prompt for _, prompt, _ in rows]
-    budget = args.max_tokens_per_micro_batch * ranks.sequence_parallel
+    budget = args.learner.max_tokens_per_micro_batch * ranks.sequence_parallel
     plan = pack(lengths, prompts, [number for number, *_ in rows], budget, ranks.data_size)
     loads = [max(sum(lengths[i] for i in part) for part in of_rank) for of_rank in plan]
     return dataclasses.replace(ranks, rank=loads.index(max(loads)) * ranks.sequence_parallel), len(plan[0])
@@ -251,7 +251,7 @@ def _two_fullest(micro_batches: Callable[..., list[MicroBatch]], sizes: list[int
 
 def _publish(args: CommonArgs, learner: Learner, ranks: Ranks, fake: FakeDevice) -> object:
     """Publish as the first learner does. Return what it holds from then on."""
-    dtype = args.weights_dtype(args.dtype)
+    dtype = args.engine.weights_dtype(args.learner.dtype)
     if args.schedule.split:
         node = Node("here", first=0, size=ranks.world_size + 1, generators=1)
         bridge = SimpleNamespace(device=torch.device("cpu"))
@@ -268,6 +268,6 @@ def _publish(args: CommonArgs, learner: Learner, ranks: Ranks, fake: FakeDevice)
 
 def _checkpoint_copy(args: CommonArgs, learner: Learner, fake: FakeDevice) -> list[torch.Tensor]:
     """Return what rl/checkpoint/saver.py copies before it writes; nothing for a run that only saves at its end."""
-    state = learner.state_tensors().values() if args.save_freq > 0 else ()
+    state = learner.state_tensors().values() if args.checkpoint.save_freq > 0 else ()
     with fake.host_too():
         return [torch.empty(local(tensor).shape, dtype=tensor.dtype) for tensor in state]

@@ -36,9 +36,9 @@ def prompts_with_images(
     prep = ImagePrep(path, config, args)
     prep.prepare = lambda sources: _pixels(prep, config, sources, fake)
     if size == DATA:
-        files = demo_files(args.model, args.train_files)
+        files = demo_files(args.model, args.data.train_files)
         rows = PromptDataset(files, "train", load_tokenizer(path, args.trust_remote_code), args, prep)
-        order = PromptOrder(len(rows), args.seed, args.shuffle)
+        order = PromptOrder(len(rows), args.seed, args.data.shuffle)
         own = lambda ticket: rows[order(ticket)[1]]  # noqa: E731
         return lambda ticket: (np.array(own(ticket).ids, np.int32), own(ticket).images)
     return _of_size(prep, *_parsed(size), tokens)

@@ -60,7 +60,7 @@ class MemoryPlan:
     @cached_property
     def learner(self) -> Memory:
         args = self.args
-        workload = lengths_like(self.lengths, args.rollout_n, args.max_response_length, args.max_prompt_length)
+        workload = lengths_like(self.lengths, args.sampling.rollout_n, args.sampling.max_response_length, args.data.max_prompt_length)
         return dry_run(self.script, args, learners_of(args, self.machine), self.device.kind, workload, self.image_size)
 
     @cached_property
@@ -71,11 +71,11 @@ class MemoryPlan:
         """Return how many bytes each part lacks."""
         args = self.args
         usable = self.device.memory * (1 - SPARE)
-        share = args.gpu_memory_utilization * self.device.memory  # of the engine
+        share = args.engine.gpu_memory_utilization * self.device.memory  # of the engine
         needs = {"learner": self.learner.peak - usable}
         if not args.schedule.split:
             needs["learner while the engine generates"] = self.learner.kept.total() + share - usable
-        longest = args.max_prompt_length + args.max_response_length
+        longest = args.data.max_prompt_length + args.sampling.max_response_length
         needs["engine"] = self.engine.kv * longest + self.engine.state - self.engine.room
         return {name: bytes for name, bytes in needs.items() if bytes > 0}
 
@@ -103,7 +103,7 @@ def plan_memory(plan: MemoryPlan) -> None:
 def learners_of(args: CommonArgs, machine: Machine) -> int:
     if not args.schedule.split:
         return machine.nodes * machine.per_node
-    return machine.split(args.schedule.generators, args.rollout_tp).learners
+    return machine.split(args.schedule.generators, args.engine.rollout_tp).learners
 
 
 def engine_memory(args: CommonArgs, device: Device) -> EngineMemory:
@@ -111,17 +111,17 @@ def engine_memory(args: CommonArgs, device: Device) -> EngineMemory:
     ranks."""
     config = load_config(resolve(args.model), args.trust_remote_code)
     parameters = count_parameters(config, args.trust_remote_code)
-    precision = args.weights_dtype(args.dtype).itemsize
-    weights = precision * parameters // args.rollout_tp
+    precision = args.engine.weights_dtype(args.learner.dtype).itemsize
+    weights = precision * parameters // args.engine.rollout_tp
     heads = getattr(config.get_text_config(), "num_key_value_heads", None) or config.get_text_config().num_attention_heads
-    kv = kv_bytes(config) * precision // 2 // min(args.rollout_tp, heads)
+    kv = kv_bytes(config) * precision // 2 // min(args.engine.rollout_tp, heads)
     state = 0
     if linear_layers(config):
         from rl.generation.embedded.states import States
 
-        own = States(config.get_text_config(), 1, args.weights_dtype(args.dtype), torch.device("cpu"))
-        state = (own.inputs.nbytes + own.recurrent.nbytes) // args.rollout_tp
-    return EngineMemory(weights, kv, state, args.gpu_memory_utilization * device.memory * (1 - SPARE) - weights)
+        own = States(config.get_text_config(), 1, args.engine.weights_dtype(args.learner.dtype), torch.device("cpu"))
+        state = (own.inputs.nbytes + own.recurrent.nbytes) // args.engine.rollout_tp
+    return EngineMemory(weights, kv, state, args.engine.gpu_memory_utilization * device.memory * (1 - SPARE) - weights)
 
 
 def remedy(plan: MemoryPlan) -> tuple[str, MemoryPlan] | None:
@@ -145,26 +145,26 @@ def remedy(plan: MemoryPlan) -> tuple[str, MemoryPlan] | None:
 
 def candidates(args: CommonArgs, machine: Machine) -> Iterator[dict]:
     """Yield changes of flags that take memory off the device: cheap ones first, those that change what is computed last."""
-    shared = dataclasses.replace(args, sequence_parallel=2 * args.sequence_parallel)
+    shared = dataclasses.replace(args, sequence_parallel=2 * args.learner.sequence_parallel)
     yield {"gradient_checkpointing": True}
     yield {"max_tokens_per_micro_batch": longest_on_a_rank(args)}
-    share = args.gpu_memory_utilization
+    share = args.engine.gpu_memory_utilization
     yield from ({"gpu_memory_utilization": other} for other in (0.4, 0.3, 0.6, 0.8, 0.9) if (other < share) == (share >= 0.5))
-    if args.rollout_tp < machine.per_node:
-        yield {"rollout_tp": 2 * args.rollout_tp}
+    if args.engine.rollout_tp < machine.per_node:
+        yield {"rollout_tp": 2 * args.engine.rollout_tp}
     yield {"sequence_parallel": shared.sequence_parallel, "max_tokens_per_micro_batch": longest_on_a_rank(shared)}
-    if not args.param_offload:
+    if not args.learner.param_offload:
         yield {"optimizer_offload": True}
         yield {"param_offload": True, "optimizer_offload": False}
-    if args.dtype == "float32":
+    if args.learner.dtype == "float32":
         yield {"dtype": "bfloat16"}
-    if args.optim == "adamw":
+    if args.learner.optim == "adamw":
         yield {"optim": "adamw_8bit"}
 
 
 def longest_on_a_rank(args: CommonArgs) -> int:
     """Return the tokens that each rank holds of a prompt and response of full length."""
-    return -(-(args.max_prompt_length + args.max_response_length) // args.sequence_parallel)
+    return -(-(args.data.max_prompt_length + args.sampling.max_response_length) // args.learner.sequence_parallel)
 
 
 def show(plan: MemoryPlan) -> None:
@@ -172,7 +172,7 @@ def show(plan: MemoryPlan) -> None:
     learners = learners_of(args, machine)
     groups = samples_held(args, machine.nodes)
     engine = plan.engine
-    together = min(args.max_num_seqs, engine.responses(args.max_prompt_length + args.max_response_length))
+    together = min(args.engine.max_num_seqs, engine.responses(args.data.max_prompt_length + args.sampling.max_response_length))
     table = Table("GB", "at the peak", "between steps", title=f"a learner of {learners} on {plan.device.name}, as counted")
     for cause in sorted(memory.device | memory.kept, key=lambda cause: -memory.device[cause]):
         table.add_row(cause, *(f"{side[cause] / GB:.2f}" for side in (memory.device, memory.kept)))
@@ -180,9 +180,9 @@ def show(plan: MemoryPlan) -> None:
     console = Console()
     console.print(table)
     lines = (
-        f"Engine (--gpu-memory-utilization {args.gpu_memory_utilization:g}, --rollout-tp {args.rollout_tp}): weights "
+        f"Engine (--gpu-memory-utilization {args.engine.gpu_memory_utilization:g}, --rollout-tp {args.engine.rollout_tp}): weights "
         f"{engine.weights / GB:.1f} GB, room for the keys and values of {engine.tokens:,} tokens: {together:,} responses of "
-        f"full length at once, of --max-num-seqs {args.max_num_seqs}.",
+        f"full length at once, of --max-num-seqs {args.engine.max_num_seqs}.",
         f"Micro-batch: {memory.tokens:,} tokens at most.",
         f"Host memory of the first node's {learners // machine.nodes} learners: {node_memory(plan) / GB:.1f} GB "
         f"({_listed(memory.host)} on the first), without Python and the libraries of each rank; samples that they share: "
@@ -208,7 +208,7 @@ def samples_held(args: CommonArgs, nodes: int) -> int:
     made = schedule.prompts_per_step * (2 if schedule.split else 1)
     if isinstance(schedule, AsyncSchedule):
         made = schedule.quota(0)
-    arrives = schedule.prompts_per_step if args.record_samples else -(-schedule.prompts_per_step // nodes)
+    arrives = schedule.prompts_per_step if args.log.record_samples else -(-schedule.prompts_per_step // nodes)
     return min(made, -(-made // nodes) + arrives)
 
 

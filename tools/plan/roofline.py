@@ -40,21 +40,21 @@ def forward_flops(config) -> tuple[float, float]:
 
 def times_of(config, parameters: int, device: Device, args, roles: Roles, nodes: int = 1) -> Times:
     """config: a transformers config; parameters: their number, of all experts."""
-    updates = args.ppo_epochs * -(-args.schedule.prompts_per_step // args.schedule.prompts_per_update)
+    updates = args.learner.ppo_epochs * -(-args.schedule.prompts_per_step // args.schedule.prompts_per_update)
     forward, attention = forward_flops(config)
-    backward = 1 if args.adapted else 2  # in forward passes: the inputs' gradients, and those of the weights
-    passes = (backward + (2 if args.gradient_checkpointing else 1)) * args.ppo_epochs
-    passes += args.recompute_old_log_probs(updates) + bool(args.needs_reference)
+    backward = 1 if args.learner.adapted else 2  # in forward passes: the inputs' gradients, and those of the weights
+    passes = (backward + (2 if args.learner.gradient_checkpointing else 1)) * args.learner.ppo_epochs
+    passes += args.recompute_old_log_probs(updates) + bool(args.loss.needs_reference)
     of_teacher = (0.0, 0.0)
-    if args.teacher:
+    if args.teacher.teacher:
         of_teacher = forward_flops(load_config(teacher_path(args, resolve(args.model)), args.trust_remote_code, "--teacher"))
     train = device.flops * TRAIN_SHARE
     flops = roles.per_engine * device.flops
     bandwidth = roles.per_engine * device.bandwidth * BANDWIDTH_SHARE
-    precision = args.weights_dtype(args.dtype).itemsize
+    precision = args.engine.weights_dtype(args.learner.dtype).itemsize
     reduces = 2 * config.get_text_config().num_hidden_layers if roles.per_engine > 1 else 0
     link = device.link if nodes == 1 else device.network
-    trained = 0 if args.adapted else parameters  # adapters hardly count
+    trained = 0 if args.learner.adapted else parameters  # adapters hardly count
     shards = 2 * (2 * parameters + trained) / link if roles.learners > 1 else 0.0  # gathered twice and reduced once, in bf16
     optimizer = 32 * trained / roles.learners / device.bandwidth  # weights, moments and gradients, read and written
     return Times(

@@ -47,12 +47,12 @@ class Way:
 def plan_time(args: CommonArgs, machine: Machine, lengths: str, device: Device | None, run: str | None) -> None:
     """Print how long a step takes in each mode and split of the ranks, and the best of them. lengths: as in --response-lengths;
     run: the directory of a finished run. Raise UserError if it cannot be planned."""
-    work = lengths_like(lengths, args.rollout_n + args.needs_greedy, args.max_response_length, args.max_prompt_length)
+    work = lengths_like(lengths, args.sampling.rollout_n + args.loss.needs_greedy, args.sampling.max_response_length, args.data.max_prompt_length)
     times, slots = sources(args, machine, work, device, run)
     rows = list(compare(args, machine, work, times, slots))
     if not rows:
         raise UserError(
-            f"--rollout-tp {args.rollout_tp}: an engine's ranks are on one node, and a node has {machine.per_node}."
+            f"--rollout-tp {args.engine.rollout_tp}: an engine's ranks are on one node, and a node has {machine.per_node}."
         )
     chosen = best(rows)
     table = Table(title="a step in simulated time", box=box.SIMPLE_HEAD)
@@ -74,20 +74,20 @@ def sources(
     device's data sheet."""
     if run:
         recorded = times_of_run(Path(run))
-        return lambda roles: recorded, args.max_num_seqs
+        return lambda roles: recorded, args.engine.max_num_seqs
     if device is None:
         raise UserError("No times are known. Give --device, or --from-run with the directory of a finished run.")
     config = load_config(resolve(args.model), args.trust_remote_code)
     parameters = count_parameters(config, args.trust_remote_code)
     fit = engine_memory(args, device).responses(work.prompt + work.mean)
-    slots = max(1, min(args.max_num_seqs, fit))
+    slots = max(1, min(args.engine.max_num_seqs, fit))
     return lambda roles: times_of(config, parameters, device, args, roles, machine.nodes), slots
 
 
 def compare(args: CommonArgs, machine: Machine, work: Drawn, times: Callable[[Roles], Times], slots: int) -> Iterator[Way]:
     """Return all modes, those with the freshest samples first, each with all splits of the ranks."""
     prompts = args.schedule.prompts_per_step
-    per_engine = args.rollout_tp
+    per_engine = args.engine.rollout_tp
     total = machine.nodes * machine.per_node
     if total % per_engine == 0:
         roles = Roles(total // per_engine, total, per_engine, colocated=True)
