@@ -106,7 +106,7 @@ def learn(args: Args, learner: Learner, batch: Batch, timer: Timers) -> dict[str
     with timer("adv"):
         metrics = {}
         if args.correction.corrects_rollout:
-            targets.is_weight, targets.rejected = whole_batch.correct_rollout(args, batch)
+            targets.is_weight, targets.rejected = whole_batch.correct_rollout(args.correction, batch)
         targets.reward = batch.token_reward()
         if args.teacher.teacher_alone:
             targets.reward = torch.zeros_like(targets.reward)
@@ -140,7 +140,7 @@ def learn(args: Args, learner: Learner, batch: Batch, timer: Timers) -> dict[str
             means.end_update(learner.step())
         if not recompute:  # generator and learner are compared anyway
             targets.actor_log_prob = means.first_log_prob
-    return metrics | rollout_metrics(args, batch) | batch_metrics(batch) | means.metrics()
+    return metrics | rollout_metrics(args.correction, batch) | batch_metrics(batch) | means.metrics()
 
 
 def generate(args: Args, split: Split, job: Job) -> None:

@@ -127,7 +127,7 @@ def learn(args: Args, learner: Learner, batch: Batch, timer: Timers) -> dict[str
     with timer("adv"):
         metrics = {}
         if args.correction.corrects_rollout:
-            targets.is_weight, targets.rejected = whole_batch.correct_rollout(args, batch)
+            targets.is_weight, targets.rejected = whole_batch.correct_rollout(args.correction, batch)
         targets.reward = batch.token_reward()
         if args.teacher.teacher_alone:
             targets.reward = torch.zeros_like(targets.reward)
@@ -161,12 +161,12 @@ def learn(args: Args, learner: Learner, batch: Batch, timer: Timers) -> dict[str
             means.end_update(learner.step())
         if not recompute:  # generator and learner are compared anyway
             targets.actor_log_prob = means.first_log_prob
-    return metrics | rollout_metrics(args, batch) | batch_metrics(batch) | means.metrics()
+    return metrics | rollout_metrics(args.correction, batch) | batch_metrics(batch) | means.metrics()
 
 
 def train(args: Args, ranks: dist.Ranks, job: Job) -> None:
     """Every rank's life: generate, learn, publish."""
-    pool = ScoringPool(args)  # first: it checks that --reward can be imported
+    pool = ScoringPool(args.reward)  # first: it checks that --reward can be imported
     learner = make_learner(args, job, ranks)
     next_ticket = NextTicket()
     generator = make_generator(args, job, ranks, pool, give_up=stops.stop_requested)

@@ -36,7 +36,7 @@ class GeneratorLoop:
     def __init__(self, args: CommonArgs, split: Split, job: Job):
         check_kind(args, AsyncSchedule, "GeneratorLoop")
         self.args, self.split, self.job = args, split, job
-        self.generator = make_generator(args, job, split.ranks, ScoringPool(args))
+        self.generator = make_generator(args, job, split.ranks, ScoringPool(args.reward))
         self.engine = self.generator.engine
         self._outbox = Outbox(split)
         self._control = ControlBlock(split)
@@ -115,7 +115,7 @@ class BatchLoop:
     def __init__(self, args: CommonArgs, split: Split, job: Job):
         check_kind(args, OneStepOffSchedule, "BatchLoop")
         self.args, self.split, self.job = args, split, job
-        self.generator = make_generator(args, job, split.ranks, ScoringPool(args))
+        self.generator = make_generator(args, job, split.ranks, ScoringPool(args.reward))
         self._outbox = Outbox(split)
         self._control = ControlBlock(split)
         self._subscriber = Subscriber(split, self.generator.engine)

@@ -136,6 +136,11 @@ class CommonArgs(RunArgs):
         return self.skips_backward and is_by_group and not self.loss.use_kl_in_reward
 
     @property
+    def longest(self) -> tuple[int, int]:
+        """Tokens of the longest prompt, and of the longest response."""
+        return self.data.max_prompt_length, self.sampling.max_response_length
+
+    @property
     def graders(self) -> str:
         """The flags of what scores responses, with their values."""
         own = [self.reward.own_reward] if self.reward.own_reward else []
@@ -194,20 +199,20 @@ def set_up(args: CommonArgs, file: str) -> Job:
     if takes_images(config):
         from rl.data.image_prompts import ImagePrep  # late: few models take any
 
-        prep = ImagePrep(path, config, args)
+        prep = ImagePrep(path, config, args.data)
     if args.learner.freeze_vision_tower and not prep:
         raise UserError(f"--freeze-vision-tower: --model {path} takes no images. Leave the flag out.")
     train_files, val_files = (demo_files(model, files) for files in (args.data.train_files, args.data.val_files))
     environments = start_environments(args, path, tokenizer) if args.environment.has_environment else None
     tools = environments and environments.tools
-    brought = args.environment.brought(args.reward.reward.own_reward)
-    prompts = PromptDataset(train_files, "train", tokenizer, args, prep, tools, brought)
+    brought = args.environment.brought(args.reward.own_reward)
+    prompts = PromptDataset(train_files, "train", tokenizer, args.data, prep, tools, brought)
     teacher_prompts = read_teacher_prompts(args, prompts) if args.teacher.teacher_prompt is not None else None
     validates = args.test_freq > 0 or args.val_only
-    val_prompts = PromptDataset(val_files, "val", tokenizer, args, prep, tools, brought) if validates else None
+    val_prompts = PromptDataset(val_files, "val", tokenizer, args.data, prep, tools, brought) if validates else None
     sources = prompts.sources() | (val_prompts.sources() if val_prompts else {})
     if not (args.environment.env or args.environment.has_agent):  # these may score themselves
-        check_sources(sources, args)
+        check_sources(sources, args.reward)
     demonstrations = read_demonstrations(args, path, tokenizer, prep) if args.imitation.sft_files and not args.val_only else None
     return Job(
         script=Path(file).stem,
@@ -232,7 +237,7 @@ def read_model(model: str, args) -> tuple[str, PretrainedConfig, PreTrainedToken
     if args.learner.adapted:
         from rl.adapters.lora import check_model as check_adapters
 
-        check_adapters(empty_model(config, args.trust_remote_code), args, f"--model {path}")
+        check_adapters(empty_model(config, args.trust_remote_code), args.learner, f"--model {path}")
     return path, config, tokenizer
 
 
@@ -263,7 +268,8 @@ def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokeniz
     from rl.environments.pool import Environments
 
     ends = end_token_ids(path, tokenizer, args.trust_remote_code)
-    environments = Environments(args, path, ends, args.trust_remote_code)
+    reward = args.reward.reward if args.reward.scores_environments else ""
+    environments = Environments(args.environment, path, ends, args.trust_remote_code, reward)
     if environments.note:
         flags.warn([f"{args.environment.environment_flag[0]}: {environments.note.rstrip('.')}"])
     return environments
@@ -275,7 +281,7 @@ def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
     trains = not args.val_only
     learner = Learner(
         job.path,
-        args,
+        args.learner,
         ranks,
         job.total_steps,
         temperature=args.sampling.temperature,

@@ -73,6 +73,12 @@ class SupervisedArgs(RunArgs):
     log: SupervisedLogArgs = SupervisedLogArgs()
     checkpoint: CheckpointArgs = CheckpointArgs()
 
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Tokens of the two halves of the longest conversation."""
+        half = self.data.max_length // 2
+        return half, self.data.max_length - half
+
     def check(self) -> None:
         """Raise UserError unless the schedule is that of a supervised run."""
         check_kind(self, SupervisedSchedule, "train_sft.py")

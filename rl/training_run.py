@@ -57,7 +57,7 @@ class LearnerRun:
         self._restore(resumed)
         self.record = self._open_record(resumed)
         self.timer = self.record.timer
-        self.saver = Saver(args, self.record, self._identity, learner, job.tokenizer, resumed.origin, job.prompts.prep)
+        self.saver = Saver(args.checkpoint, self.record, self._identity, learner, job.tokenizer, resumed.origin, job.prompts.prep)
 
     def _restore(self, resumed: Resumed) -> None:
         """Restore what a run has besides its learner."""

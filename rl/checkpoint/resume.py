@@ -72,10 +72,10 @@ class Resumed:
         return self.origin.step if self.origin else 0
 
 
-def resume(args: CheckpointArgs, identity: Identity, learner: Learner, total_steps: int) -> Resumed:
+def resume(args, identity: Identity, learner: Learner, total_steps: int) -> Resumed:
     """Bring the learner to the step at which the run stopped, if there is one to resume. args: the script's. Raise UserError if
     it was another run, or if its checkpoint cannot be used. A collective of the learners."""
-    origin = None if args.val_only else find(args, args.output_dir, args.experiment_name)
+    origin = None if args.val_only else find(args.checkpoint, args.log.output_dir, args.log.experiment_name)
     if not origin or not origin.checkpoint:
         return Resumed(origin, {}, [], [])
     path = origin.checkpoint

@@ -219,7 +219,7 @@ class Saver:
         _to_disk(work)
         os.rename(work, target)
         _to_disk(self.run_dir)
-        self.best.prune(self.args.checkpoint.max_ckpt_to_keep)
+        self.best.prune(self.args.max_ckpt_to_keep)
 
     def _write_model(self, work: Path) -> None:
         """Write the adapters, if any, and the model with these added, whole and under the hub's names, with an index if there

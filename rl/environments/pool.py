@@ -31,13 +31,15 @@ SHORTEST_SECRET = 16  # characters
 class Environments:
     """The episodes of a rank, by keys that the caller chooses."""
 
-    def __init__(self, args: EnvironmentArgs, model: str, end_tokens: set[int], trust_remote_code: bool = False):
-        """model: the path of its tokenizer. Raise UserError if the user's file cannot be used."""
+    def __init__(
+        self, args: EnvironmentArgs, model: str, end_tokens: set[int], trust_remote_code: bool = False, reward: str = ""
+    ):
+        """model: the path of its tokenizer. reward: the functions over environments, if --reward names some. Raise UserError if the user's file cannot be used."""
         self.args = args
         self._settings = {
             "spec": args.environment_spec,
             "are_tools": not args.env,
-            "reward": args.reward if args.scores_environments else "",
+            "reward": reward,
             "agent": args.agent,
             "timeout": args.env_timeout,
             "model": model,

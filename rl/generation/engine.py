@@ -182,13 +182,16 @@ class Engine(Protocol):
 def make_engine(
     path: str,
     args: EngineArgs,
+    sampling: SamplingArgs,
     max_length: int,
-    learner_dtype: str,
+    dtype: torch.dtype,
     device: torch.device,
     trust_remote_code: bool,
+    records_routes: bool = False,
+    sleeps: bool = True,
 ) -> Engine:
-    """Return the engine that the flags ask for, loaded from `path`. Raise UserError if that is impossible."""
-    dtype = args.weights_dtype(learner_dtype)
+    """Return the engine that the flags ask for, loaded from `path`. records_routes: of a mixture of experts; sleeps: whether it
+    may free its memory while the learner works. Raise UserError if that is impossible."""
     chosen = choose_engine(args.engine, device)
     if args.rollout_tp != 1 and chosen != "vllm":
         raise UserError(f"--rollout-tp {args.rollout_tp}: tensor parallel generation needs --engine vllm.")
@@ -196,7 +199,8 @@ def make_engine(
     if chosen == "vllm":
         from rl.generation.vllm.engine import VLLMEngine
 
-        return VLLMEngine(path, args, max_length, dtype, device, trust_remote_code, end_tokens)
+        more = {"records_routes": records_routes, "sleeps": sleeps}
+        return VLLMEngine(path, args, sampling, max_length, dtype, device, trust_remote_code, end_tokens, **more)
     from rl.generation.embedded.engine import TransformersEngine
 
     return TransformersEngine(
@@ -208,7 +212,7 @@ def make_engine(
         device=device,
         trust_remote_code=trust_remote_code,
         end_tokens=end_tokens,
-        router=args,
+        records_routes=records_routes,
     )
 
 

@@ -72,7 +72,7 @@ class Episodes(Responses):
 
     have_turns = True
 
-    def __init__(self, job: Job, engine: Engine, engine_ranks: EngineRanks, args: EnvironmentArgs, end_tokens: set[int]):
+    def __init__(self, job: Job, engine: Engine, engine_ranks: EngineRanks, args, end_tokens: set[int]):
         super().__init__(engine)
         self.job, self.engine_ranks, self.args, self.end_tokens = job, engine_ranks, args, end_tokens
         self.environments: Environments = job.environments
@@ -84,6 +84,7 @@ class Episodes(Responses):
         self._prompts: dict[Key, list[int] | None] = {}  # by key: the prompt that the first reset returned
         self._answers: list[tuple[Id, dict]] = []
         self._ended: list[Output] = []
+        self._in_lock_step = not args.schedule.split and not args.environment.serve_policy  # no result depends on time
         self._has_recorded = False  # whether `resume` has to replay recorded episodes
         self._requests: list[tuple] | None = None  # for the engine, collected by `_replay`
 
@@ -154,7 +155,8 @@ class Episodes(Responses):
         self.paused_below = Key(False, 0)
         super().resume()
         if self._has_recorded:
-            self._has_recorded = False
+            self._in_lock_step = not args.schedule.split and not args.environment.serve_policy  # no result depends on time
+        self._has_recorded = False
             self._replay()
 
     def last_turn(self, output: Output) -> list[int]:

@@ -26,7 +26,7 @@ class Generator:
         engine: Engine,
         job: Job,
         pool: ScoringPool,
-        args: EngineArgs,
+        args,
         engine_ranks: EngineRanks,
         give_up: Callable[[], bool] = lambda: False,
         responses: Responses | None = None,
@@ -266,28 +266,30 @@ def _image_fault(prompt: Prompt) -> Exception | None:
 
 
 def make_generator(
-    args: EngineArgs, job: Job, ranks: dist.Ranks, pool: ScoringPool, give_up: Callable[[], bool] = lambda: False
+    args, job: Job, ranks: dist.Ranks, pool: ScoringPool, give_up: Callable[[], bool] = lambda: False
 ) -> Generator:
     """Return this rank's generator, with the engine that the flags ask for."""
     if job.environments:
         job.environments.check()
-    length = args.max_prompt_length + args.max_response_length
-    engine = make_engine(job.path, args, length, args.dtype, ranks.device, args.trust_remote_code)
+    dtype = args.engine.weights_dtype(args.learner.dtype)
+    more = {"records_routes": args.learner.router_replay == "R3", "sleeps": not args.schedule.split}
+    how = (args.engine, args.sampling, sum(args.longest), dtype, ranks.device, args.trust_remote_code)
+    engine = make_engine(job.path, *how, **more)
     dist.engines_first("generator")
-    engine_ranks = EngineRanks(ranks, args.rollout_tp)
+    engine_ranks = EngineRanks(ranks, args.engine.rollout_tp)
     return Generator(engine, job, pool, args, engine_ranks, give_up, make_responses(args, job, engine, engine_ranks))
 
 
-def make_responses(args: EngineArgs, job: Job, engine: Engine, engine_ranks: EngineRanks) -> Responses:
+def make_responses(args, job: Job, engine: Engine, engine_ranks: EngineRanks) -> Responses:
     """Return responses of one turn or, with an environment, of several turns, whose code is imported only then."""
-    if not args.has_environment:
+    if not args.environment.has_environment:
         return Responses(engine)
-    if args.has_agent:
+    if args.environment.has_agent:
         from rl.generation.agent_episodes import AgentEpisodes as Episodes
     else:
         from rl.generation.episodes import Episodes
 
     ends = end_token_ids(job.path, job.tokenizer, args.trust_remote_code)
-    if args.has_agent and engine_ranks.is_leader:
+    if args.environment.has_agent and engine_ranks.is_leader:
         job.environments.serve(engine_ranks.index)
     return Episodes(job, engine, engine_ranks, args, ends)

@@ -102,7 +102,7 @@ def check_model(path: str, tokenizer: PreTrainedTokenizerBase, args, name: str =
         check_layers(model, where)
         check_flags(text, args, samples=name == "--model" and hasattr(args, "engine"))
     check_lengths(text, args)
-    check_supported(text, where, args.data.max_prompt_length + args.sampling.max_response_length)
+    check_supported(text, where, sum(args.longest))
     if args.learner.sequence_parallel > 1:
         from rl.model.sequence_parallel import check_heads
 
@@ -113,12 +113,12 @@ def check_model(path: str, tokenizer: PreTrainedTokenizerBase, args, name: str =
 
 def check_lengths(config: PretrainedConfig, args) -> None:
     """Raise UserError if prompt + response fit neither the model's context nor one micro-batch."""
-    prompt, response = args.data.max_prompt_length, args.sampling.max_response_length
+    prompt, response = args.longest
     own, shared_by = args.learner.max_tokens_per_micro_batch, args.learner.sequence_parallel
     context = getattr(config, "max_position_embeddings", None)
     sizes = f"--max-prompt-length {prompt} + --max-response-length {response} = {prompt + response} tokens"
-    if hasattr(args, "max_length"):
-        sizes = f"--max-length {args.max_length} tokens"
+    if hasattr(args.data, "max_length"):
+        sizes = f"--max-length {args.data.max_length} tokens"
     if context and prompt + response > context:
         raise UserError(f"{sizes}, but the model's context is {context}. Lower one of them.")
     if own != "auto" and prompt + response > own * shared_by:

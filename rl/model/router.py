@@ -154,8 +154,8 @@ def check_replay(args, model: nn.Module, where: str) -> None:
     """Raises UserError if routes are to be replayed and the model has no known router."""
     if args.learner.router_replay != "off" and not routers(model):
         raise UserError(
-            f"{where}: --router-replay {args.learner.router_replay}, but {type(model).__name__} has no router that can be replayed "
-            f"here (known are those of {', '.join(FAMILIES)}). Leave it out."
+            f"{where}: --router-replay {args.learner.router_replay}, but {type(model).__name__} has no router that can be "
+            f"replayed here (known are those of {', '.join(FAMILIES)}). Leave it out."
         )
 
 
@@ -184,9 +184,9 @@ def check_record(routes: np.ndarray) -> None:
 def routes_for(args, micro, device: torch.device) -> torch.Tensor | None:
     """The routes that the micro-batch's forward pass replays, on the device. Raises UserError if the generator's routes are
     wanted and missing."""
-    if args.learner.router_replay == "R3" and micro.routes is None and micro.has_responses:
+    if args.router_replay == "R3" and micro.routes is None and micro.has_responses:
         raise UserError("--router-replay R3: the samples came without their routes. Generate them with the same flag.")
-    return None if args.learner.router_replay == "off" or micro.routes is None else micro.routes.to(device)
+    return None if args.router_replay == "off" or micro.routes is None else micro.routes.to(device)
 
 
 def row_of_routes(batch, responses: list[int]) -> torch.Tensor | None:

@@ -74,7 +74,7 @@ class Run:
 
     def __init__(
         self,
-        args: LogArgs,
+        args,
         hardware: dict,
         total_steps: int,
         enabled: bool,
@@ -82,28 +82,28 @@ class Run:
         origin: Origin | None = None,
         notes: dict | None = None,
     ):
-        """origin: the run that resumes, in its directory. notes: for config.json. Raise UserError without a directory."""
+        """args: a script's. origin: the run that resumes, in its directory. notes: for config.json. Raise UserError without a directory."""
         self.timer = Timers()
         self.enabled, self.total_steps = enabled, total_steps
-        self.dir = origin.run_dir if origin else Path(args.output_dir)
+        self.dir = origin.run_dir if origin else Path(args.log.output_dir)
         if not enabled:
             return
         record = _strict(provenance.describe_run(args, hardware, script) | {"total_steps": total_steps} | (notes or {}))
         first_step = origin.step + 1 if origin and origin.checkpoint else 0
         if not origin:
             default = f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
-            self.dir = new_directory(Path(args.output_dir), args.experiment_name or default)
+            self.dir = new_directory(Path(args.log.output_dir), args.log.experiment_name or default)
         name = f"config_from_{first_step:06d}.json" if origin else "config.json"
         self._lock = _lock(self.dir)
         for file in RECORDS if origin else ():
             _forget_from(self.dir / file, first_step)
         (self.dir / name).write_text(json.dumps(record, indent=2, default=str, allow_nan=False))
         self._tensorboard = self._wandb = None
-        if "tensorboard" in args.logger:
+        if "tensorboard" in args.log.logger:
             from torch.utils.tensorboard import SummaryWriter
 
             self._tensorboard = SummaryWriter(self.dir / "tensorboard", purge_step=first_step or None)
-        if "wandb" in args.logger:
+        if "wandb" in args.log.logger:
             from rl.record.wandb_log import WandB
 
             self._wandb = WandB(args, self.dir, (METRICS, validations.FILE))

@@ -25,7 +25,6 @@ from rl.ranks.device import is_accelerator
 
 if TYPE_CHECKING:
     from rl.data.image_prompts import Images
-    from rl.model.pretrained import RouterArgs
     from rl.model.vision_forward import RowImages
 
 
@@ -94,7 +93,7 @@ class TransformersEngine:
         device: torch.device | str = "cpu",
         trust_remote_code: bool = False,
         end_tokens: set[int] | None = None,
-        router: "RouterArgs | None" = None,
+        records_routes: bool = False,
     ):
         check_supported(load_config(model_path, trust_remote_code).get_text_config(), f"--model {model_path}", max_length)
         self.model = load_weights(model_path, dtype, trust_remote_code, say=False)
@@ -120,7 +119,7 @@ class TransformersEngine:
             from rl.model.router import Router
 
             self.router = Router.of(self.model)
-        self.records_routes = self.router is not None and router is not None and router.router_replay == "R3"
+        self.records_routes = self.router is not None and records_routes
         self.version = -1
         self.waiting: deque[Request] = deque()
         self.running: list[Running] = []  # running[a] is in slot a

@@ -25,7 +25,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.request import RequestStatus
 
 from rl.errors import UserError
-from rl.generation.engine import EngineArgs, Output, Request, check_length
+from rl.generation.engine import EngineArgs, SamplingArgs, Output, Request, check_length
 from rl.generation.vllm.start import (
     LOGPROBS_MODE,
     check_flags,
@@ -60,23 +60,26 @@ class VLLMEngine:
         self,
         model_path: str,
         args: EngineArgs,
+        sampling: SamplingArgs,
         max_length: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         trust_remote_code: bool = False,
         end_tokens: set[int] | None = None,
+        records_routes: bool = False,
+        sleeps: bool = True,
     ):
         self.device = torch.device(device)
         self.max_length = max_length
         self.version = -1
         # A request with a seed and a split prompt crashes vLLM 0.32 on a CPU ("CPU Generator does not use offset").
         self.splits_prompts = is_accelerator(self.device)
-        check_flags(args, max_length, self.splits_prompts)
+        check_flags(args, sampling, max_length, self.splits_prompts)
         config = load_config(model_path, trust_remote_code)
         skeleton = empty_model(config, trust_remote_code)
         expected = dict(skeleton.named_parameters())  # the names and shapes of the learner's weights
         self.eos = sorted(end_tokens or end_token_ids(model_path, trust_remote_code=trust_remote_code))
-        self.sleeps = not args.schedule.split and is_accelerator(self.device)
+        self.sleeps = sleeps and is_accelerator(self.device)
         self.seeds = not seeds_are_slow()
         self.asleep = False
         self.images = self.routes = None
@@ -88,13 +91,13 @@ class VLLMEngine:
             further |= self.images.settings(is_accelerator(self.device))
         if linear_layers(config):
             further |= settings_of_states(config, self.splits_prompts)
-        if args.router_replay == "R3":
+        if records_routes:
             from rl.generation.vllm.routes import ChosenExperts, settings_of_routes
 
             further |= settings_of_routes(is_accelerator(self.device))
-        self.engine = self._start(self._settings(model_path, args, dtype, trust_remote_code) | further, args)
+        self.engine = self._start(self._settings(model_path, args, sampling, dtype, trust_remote_code) | further, args)
         self.weights = LiveWeights(self.engine, expected, dtype, args.rollout_tp)
-        if args.router_replay == "R3":
+        if records_routes:
             self.routes = ChosenExperts(self.engine, skeleton, not is_accelerator(self.device))
         self._scheduler = self.engine.engine_core.engine_core.scheduler
         self._pending: dict[str, Pending] = {}
@@ -176,7 +179,9 @@ class VLLMEngine:
 
     # -- mechanics
 
-    def _settings(self, model_path: str, args: EngineArgs, dtype: torch.dtype, trust_remote_code: bool) -> dict[str, object]:
+    def _settings(
+        self, model_path: str, args: EngineArgs, sampling: SamplingArgs, dtype: torch.dtype, trust_remote_code: bool
+    ) -> dict[str, object]:
         """Return settings of vllm.EngineArgs."""
         return dict(
             model=model_path,
@@ -197,7 +202,7 @@ class VLLMEngine:
             distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             logprobs_mode=LOGPROBS_MODE,
             scheduling_policy="priority" if getattr(args, "has_environment", False) else "fcfs",
-            **({"max_logprobs": args.sampling.training.support} if args.sampling.training.support else {}),
+            **({"max_logprobs": sampling.training.support} if sampling.training.support else {}),
             async_scheduling=False,  # otherwise a batch is in flight at an update, and its tokens get the wrong version
             disable_log_stats=True,
             seed=0,  # without effect: random numbers depend on the requests' seeds (`_hand_over`, `_random_numbers`)

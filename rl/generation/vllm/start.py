@@ -13,7 +13,7 @@ from vllm import ModelRegistry
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from rl.errors import UserError
-from rl.generation.engine import EngineArgs
+from rl.generation.engine import EngineArgs, SamplingArgs
 from rl.model.pretrained import takes_images
 from rl.ranks.dist import all_gather_bytes
 
@@ -21,14 +21,14 @@ LOGPROBS_MODE = "processed_logprobs"  # of the distribution that was sampled; ra
 HIGHEST_TEMPERATURE = 2.0  # limit of vLLM's sampling parameters
 
 
-def check_flags(args: EngineArgs, max_length: int, splits_prompts: bool) -> None:
+def check_flags(args: EngineArgs, sampling: SamplingArgs, max_length: int, splits_prompts: bool) -> None:
     """Raise UserError for flags that vLLM cannot follow here. splits_prompts: over several steps."""
     if not splits_prompts and args.max_num_batched_tokens < max_length:
         raise UserError(
             f"--max-num-batched-tokens {args.max_num_batched_tokens} is less than one sequence, {max_length} tokens (prompt + "
             "response). On a CPU a prompt is not split over several steps: raise it."
         )
-    hottest, flag = max((args.temperature, "--temperature"), (args.val_temperature, "--val-temperature"))
+    hottest, flag = max((sampling.temperature, "--temperature"), (sampling.val_temperature, "--val-temperature"))
     if hottest > HIGHEST_TEMPERATURE:
         raise UserError(
             f"{flag} {hottest:g}: vLLM samples at {HIGHEST_TEMPERATURE:g} at most. Lower it, or take --engine embedded."
