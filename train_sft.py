@@ -64,7 +64,7 @@ def validate(args: Args, learner: Learner, job: Job) -> float:
 
 def main(args: Args, ranks: dist.Ranks) -> None:
     job = set_up(args, __file__)
-    learner = Learner(job.path, args, ranks, job.total_steps, trust_remote_code=args.trust_remote_code, seed=args.seed)
+    learner = Learner(job.path, args.learner, ranks, job.total_steps, trust_remote_code=args.trust_remote_code, seed=args.seed)
     run = SupervisedRun(args, job, learner, ranks.world_size)
     if job.val_prompts and args.validates(0, job.total_steps) and not run.done:
         run.record.log(0, {"val/nll": validate(args, learner, job)})

@@ -27,7 +27,7 @@ def check_class(flags: type) -> None:
     for path, part in _parts(flags):
         _check_bases(part, is_part=True)
         for owner, name in _names(part):
-            if name in own and not name.startswith("_"):
+            if name in own and name not in path and not name.startswith("_"):  # --reward is args.reward.reward
                 raise UserError(
                     f"{own[name].__name__} has `{name}`, but the run reads args.{path}.{name} of {owner.__name__}: rename the "
                     f"first, or write it into a class of your own, derived from {part.__name__}, as `{path}`."

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+import losses
 from rl import flags
-from rl.algorithm.args import AlgorithmArgs
+from rl.algorithm.args import CriticArgs, ImitationArgs, LossArgs, RolloutCorrectionArgs, TeacherArgs
 from rl.checkpoint.resume import CheckpointArgs
 from rl.data.args import DataArgs, demo_files
 from rl.data.job import Job

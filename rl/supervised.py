@@ -73,6 +73,8 @@ class SupervisedArgs(RunArgs):
     log: SupervisedLogArgs = SupervisedLogArgs()
     checkpoint: CheckpointArgs = CheckpointArgs()
 
+    packs_flat_apart: ClassVar[bool] = False  # every conversation is trained
+
     @property
     def longest(self) -> tuple[int, int]:
         """Tokens of the two halves of the longest conversation."""
@@ -92,12 +94,12 @@ def set_up(args: SupervisedArgs, file: str) -> Job:
     if takes_images(config):
         raise UserError(f"--model {path}: it takes images, and a supervised start is of text alone. Train it by reward.")
     ends = end_token_ids(path, tokenizer, args.trust_remote_code)
-    rows = Demonstrations(args.data.train_files, "train", tokenizer, args, ends)
+    rows = Demonstrations(args.data.train_files, "train", tokenizer, args.data, ends)
     val_files = args.data.val_files or (("demo",) if args.data.train_files == ("demo",) else ())
     if args.val_only and not val_files:
         raise UserError("--val-only: there is nothing to validate on. Add --val-files.")
     validates = bool(val_files) and (args.test_freq > 0 or args.val_only)
-    val_rows = Demonstrations(val_files, "val", tokenizer, args, ends) if validates else None
+    val_rows = Demonstrations(val_files, "val", tokenizer, args.data, ends) if validates else None
     order = PromptOrder(len(rows), args.seed, args.data.shuffle)
     return Job(Path(file).stem, path, tokenizer, rows, val_rows, order, args.total_steps(len(rows)))
 

@@ -61,8 +61,9 @@ class Critic(Learner):
     def __init__(self, path: str, args, ranks: Ranks, total_steps: int):
         """path: the model, as a directory or hub name. args: CommonArgs; the critic has its own learning rate."""
         self.warmup = args.critic.critic_warmup
+        self._script_args = args
         self._is_known = args.critic.critic_model is None
-        own = dataclasses.replace(args, lr=args.critic.critic_lr, router_replay="off")
+        own = dataclasses.replace(args.learner, lr=args.critic.critic_lr, router_replay="off")
         super().__init__(path, own, ranks, total_steps, trust_remote_code=args.trust_remote_code)
 
     def _load(self, *what) -> ValueModel:
@@ -89,7 +90,7 @@ class Critic(Learner):
     def learn(self, batch: Batch, minis: Sequence[torch.Tensor], micros: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
         """Train the critic towards the returns: an optimizer step for each mini-batch, --critic-ppo-epochs times. minis: the
         responses [b] of each; micros: its micro-batches. Set the targets' returns; return verl's critic/*. A collective."""
-        args = self.args
+        args = self._script_args
         of_tokens = (batch.targets.reward, batch.trained, batch.seq, batch.targets.value)
         batch.targets.returns = losses.lambda_return(*of_tokens, args.loss.gamma, args.critic.lam)
         means = LossMeans(batch, self.ranks)

@@ -27,7 +27,8 @@ class Imitation:
         self.args = args
         self.rows = rows
         self.order = PromptOrder(len(rows), args.seed, args.data.shuffle)
-        self.updates = args.learner.ppo_epochs * -(-args.schedule.prompts_per_step // args.schedule.prompts_per_update)  # in a step
+        minis = -(-args.schedule.prompts_per_step // args.schedule.prompts_per_update)
+        self.updates = args.learner.ppo_epochs * minis  # in a step
         self.begin_step(1)
 
     def begin_step(self, step: int) -> None:

@@ -28,7 +28,7 @@ def push(args, script: str, run_dir: Path, checkpoint: Path) -> str:
     UserError if that fails; the run and its checkpoint are complete anyway."""
     is_on_hub = "/" in args.model and not Path(args.model).exists()
     base = args.model if is_on_hub else Path(args.model).name
-    what = "reinforcement learning" if hasattr(args, "adv_estimator") else "supervised training"
+    what = "reinforcement learning" if hasattr(args, "loss") else "supervised training"
     head = {"library_name": "transformers", "base_model": args.model if is_on_hub else None, "tags": [what.replace(" ", "-")]}
     text = f"`{base}` after {step_of(checkpoint):,} steps of {what} with `{script}.py`, lr {args.learner.lr:g}, seed {args.seed}.\n"
     ModelCard(f"---\n{ModelCardData(**head).to_yaml()}\n---\n\n# {args.checkpoint.push_to.rpartition('/')[2]}\n\n{text}").save(

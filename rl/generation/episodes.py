@@ -155,8 +155,7 @@ class Episodes(Responses):
         self.paused_below = Key(False, 0)
         super().resume()
         if self._has_recorded:
-            self._in_lock_step = not args.schedule.split and not args.environment.serve_policy  # no result depends on time
-        self._has_recorded = False
+            self._has_recorded = False
             self._replay()
 
     def last_turn(self, output: Output) -> list[int]:

@@ -179,7 +179,8 @@ class Generator:
 
     def _scored(self, key: Key, group: OpenGroup) -> Group:
         """Return the record of a group whose responses are scored."""
-        a = self.args
+        reward = self.args.reward
+        limit = self.args.sampling.max_response_length
         responses = []
         baseline = 0.0
         for i in range(group.n + group.greedy):
@@ -187,11 +188,11 @@ class Generator:
             score = group.scores[i]
             mask = group.mask(i, len(output.token_ids))
             length = len(output.token_ids) if mask is None else int(mask.sum())
-            penalty = overlong_penalty(length, a.max_response_length, a.overlong_buffer_len, a.overlong_penalty_factor)
-            value = 0.0 if score.event and a.on_reward_error == "zero" and output.token_ids else score.score
+            penalty = overlong_penalty(length, limit, reward.overlong_buffer_len, reward.overlong_penalty_factor)
+            value = 0.0 if score.event and reward.on_reward_error == "zero" and output.token_ids else score.score
             total = None if value is None else value + penalty
             extra = score.extra | self.responses.extra((key, i))
-            if a.overlong_buffer_len and value is not None:
+            if reward.overlong_buffer_len and value is not None:
                 extra |= {UNPENALISED: value, PENALTY: penalty}
             responses.append(to_response(output, group, total, extra, score.error, self.responses.rewards((key, i))))
         if group.greedy:

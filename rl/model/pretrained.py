@@ -100,7 +100,7 @@ def check_model(path: str, tokenizer: PreTrainedTokenizerBase, args, name: str =
         from rl.model.hybrid.delta_net import check_flags, check_layers
 
         check_layers(model, where)
-        check_flags(text, args, samples=name == "--model" and hasattr(args, "engine"))
+        check_flags(text, args, getattr(args, "engine", None) if name == "--model" else None)
     check_lengths(text, args)
     check_supported(text, where, sum(args.longest))
     if args.learner.sequence_parallel > 1:

@@ -21,9 +21,9 @@ NOTHING = -1  # behind the tokens of S; in all places if nothing is recorded: th
 TIES = 8  # vLLM keeps all tokens that are as likely as the k-th; up to this many of them are also recorded
 
 
-def most_tokens(args) -> int:
-    """The most tokens of S in a record: 0 without the flag, which a supervised start does not have. args: a script's."""
-    return args.top_k + TIES if getattr(args, "keep_sampling_mask", False) else 0
+def most_tokens(sampling) -> int:
+    """The most tokens of S in a record: 0 without the flag. sampling: SamplingArgs."""
+    return sampling.top_k + TIES if sampling.keep_sampling_mask else 0
 
 
 def of_logits(logits: Tensor, most: int) -> Tensor:

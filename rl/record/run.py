@@ -82,7 +82,8 @@ class Run:
         origin: Origin | None = None,
         notes: dict | None = None,
     ):
-        """args: a script's. origin: the run that resumes, in its directory. notes: for config.json. Raise UserError without a directory."""
+        """args: a script's. origin: the run that resumes, in its directory. notes: for config.json. Raise UserError if there is
+        no place for the directory."""
         self.timer = Timers()
         self.enabled, self.total_steps = enabled, total_steps
         self.dir = origin.run_dir if origin else Path(args.log.output_dir)
@@ -111,8 +112,8 @@ class Run:
         self._console = ConsoleLog(total_steps)  # last: the others may print
         if origin:
             self.say(f"resumes after step {origin.step} of {total_steps}: {origin.checkpoint or 'nothing was saved before'}")
-        elif self.dir != Path(args.output_dir) / (args.experiment_name or "") and "replay" not in (notes or {}):
-            name = os.path.relpath(self.dir, args.output_dir)
+        elif self.dir != Path(args.log.output_dir) / (args.log.experiment_name or "") and "replay" not in (notes or {}):
+            name = os.path.relpath(self.dir, args.log.output_dir)
             self.say(f"run {self.dir} (resume with --experiment-name {name})")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

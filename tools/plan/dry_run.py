@@ -205,7 +205,7 @@ def make_groups(
         ticket = len(groups)
         lengths = workload.group(ticket)
         ids, of_prompt = prompts(ticket) if prompts else (np.zeros(workload.prompt, np.int32), None)
-        responses = [_response(n, number, most_tokens(args)) for number, n in enumerate(lengths[: args.sampling.rollout_n])]
+        responses = [_response(n, number, most_tokens(args.sampling)) for number, n in enumerate(lengths[: args.sampling.rollout_n])]
         groups.append(Group(ticket, ids, "plan", responses))
         images.append(of_prompt)
         tokens += sum(lengths) + len(ids) * len(lengths)

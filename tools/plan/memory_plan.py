@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from rl import parts
 from rl.errors import UserError
 from rl.model.attention import linear_layers
 from rl.model.pretrained import load_config, resolve
@@ -127,12 +128,12 @@ def engine_memory(args: CommonArgs, device: Device) -> EngineMemory:
 def remedy(plan: MemoryPlan) -> tuple[str, MemoryPlan] | None:
     """Return (flags, the plan with them) of the first change that makes it fit. Each is tried by a dry run: single changes
     first, then combinations; changes that cost the least time first."""
-    flags = vars(plan.args)
+    flags = parts.flat(plan.args)
     single = [change for change in candidates(plan.args, plan.machine) if not change.items() <= flags.items()]
     tries = [[change] for change in single] + [single[: n + 1] for n in range(1, len(single))]
     for tried in tries:
         values = {name: value for change in tried for name, value in change.items()}
-        changed = dataclasses.replace(plan, args=dataclasses.replace(plan.args, **values))
+        changed = dataclasses.replace(plan, args=parts.replace(plan.args, **values))
         try:
             check(changed.args)
             if changed.lacking():
@@ -145,14 +146,14 @@ def remedy(plan: MemoryPlan) -> tuple[str, MemoryPlan] | None:
 
 def candidates(args: CommonArgs, machine: Machine) -> Iterator[dict]:
     """Yield changes of flags that take memory off the device: cheap ones first, those that change what is computed last."""
-    shared = dataclasses.replace(args, sequence_parallel=2 * args.learner.sequence_parallel)
+    shared = parts.replace(args, sequence_parallel=2 * args.learner.sequence_parallel)
     yield {"gradient_checkpointing": True}
     yield {"max_tokens_per_micro_batch": longest_on_a_rank(args)}
     share = args.engine.gpu_memory_utilization
     yield from ({"gpu_memory_utilization": other} for other in (0.4, 0.3, 0.6, 0.8, 0.9) if (other < share) == (share >= 0.5))
     if args.engine.rollout_tp < machine.per_node:
         yield {"rollout_tp": 2 * args.engine.rollout_tp}
-    yield {"sequence_parallel": shared.sequence_parallel, "max_tokens_per_micro_batch": longest_on_a_rank(shared)}
+    yield {"sequence_parallel": shared.learner.sequence_parallel, "max_tokens_per_micro_batch": longest_on_a_rank(shared)}
     if not args.learner.param_offload:
         yield {"optimizer_offload": True}
         yield {"param_offload": True, "optimizer_offload": False}

@@ -43,9 +43,9 @@ def check_layers(model: nn.Module, where: str) -> None:
         )
 
 
-def check_flags(config, args, samples: bool) -> None:
-    """Raises UserError for flags that do not work with the model's delta nets. args: the script's. samples: whether an engine
-    has the model; False for a teacher or a critic."""
+def check_flags(config, args, engine) -> None:
+    """Raises UserError for flags that do not work with the model's delta nets. args: the script's. engine: EngineArgs; None if
+    no engine has the model, such as a teacher's."""
     size = args.learner.sequence_parallel
     heads = config.linear_num_value_heads
     of_all = channels(config)
@@ -54,9 +54,9 @@ def check_flags(config, args, samples: bool) -> None:
     if heads % size or of_all % size:
         nets = f"the gated delta nets' {heads} heads and {of_all} channels"
         raise UserError(f"--sequence-parallel {size}: its ranks divide {nets}. Take a divisor of both.")
-    if samples and args.engine.engine == "vllm" and not has_accelerator():
+    if engine and engine.engine == "vllm" and not has_accelerator():
         sizes = {config.linear_key_head_dim, config.linear_value_head_dim}
-        if args.engine.weights_dtype(args.learner.dtype) != torch.bfloat16 or sizes != {128}:
+        if engine.weights_dtype(args.learner.dtype) != torch.bfloat16 or sizes != {128}:
             raise UserError(
                 "--engine vllm: on a CPU its kernels compute gated delta nets in bfloat16 alone, with heads of 128. Add "
                 "--rollout-dtype bfloat16 if the model has such heads, or take --engine embedded."
