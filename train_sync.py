@@ -73,7 +73,7 @@ def actor_loss(args: Args, t: Tokens, out: Forward, denominator: float) -> tuple
     advantage = t.advantage
     if args.teacher.teacher and not args.teacher.teacher_top_k:
         advantage = advantage + args.teacher.teacher_coef * losses.reverse_kl_advantage(log_prob, t.teacher_log_prob, t.mask)
-    policy_loss = losses.POLICY_LOSSES[args.loss.loss_mode]
+    policy_loss = args.loss.policy_loss
     inputs = {name: getattr(t, name) for name in policy_loss.inputs}
     token_loss, stats = policy_loss(log_prob, old, advantage, t.mask, t.seq, **args.loss.loss_knobs, **inputs)
     if not policy_loss.has_ratio:  # tokens sampled before a publish or an update need a weight
@@ -136,9 +136,9 @@ def learn(args: Args, learner: Learner, batch: Batch, timer: Timers) -> dict[str
             targets.reward = targets.reward - args.loss.kl_reward_coef * kl
             metrics["actor/reward_kl_penalty"] = whole_batch.mean_of_responses(kl, batch)
             metrics["actor/reward_kl_penalty_coeff"] = args.loss.kl_reward_coef
-        targets.advantage = whole_batch.advantage(losses.ADVANTAGES[args.loss.adv_estimator], batch, args.loss.gamma, args.critic.lam)
-        if losses.POLICY_LOSSES[args.loss.loss_mode].chooses:
-            targets.chosen = whole_batch.chosen(losses.POLICY_LOSSES[args.loss.loss_mode], batch, minis, args.loss.choice_knobs)
+        targets.advantage = whole_batch.advantage(args.loss.estimator, batch, args.loss.gamma, args.critic.lam)
+        if args.loss.policy_loss.chooses:
+            targets.chosen = whole_batch.chosen(args.loss.policy_loss, batch, minis, args.loss.choice_knobs)
     if args.loss.needs_critic:
         with timer("update_critic"):
             metrics |= learner.critic.learn(batch, minis, micros)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-import losses
 from rl import flags
 from rl.algorithm.args import CriticArgs, ImitationArgs, LossArgs, RolloutCorrectionArgs, TeacherArgs
 from rl.checkpoint.resume import CheckpointArgs
@@ -119,21 +118,21 @@ class CommonArgs(RunArgs):
     def recompute_old_log_probs(self, updates: int) -> bool:
         """Return whether log-probs of the policy before the step need a separate forward pass. They do not if the old ones are
         the generator's, or for a batch with one update, whose ratio is 1, unless something needs them earlier."""
-        chooses = losses.POLICY_LOSSES[self.loss.loss_mode].chooses
+        chooses = self.loss.policy_loss.chooses
         asked = self.correction.corrects_rollout or self.loss.use_kl_in_reward or chooses is not None
         return not self.old_is_rollout and (updates > 1 or asked)
 
     @property
     def skips_backward(self) -> bool:
         """Whether micro-batches without an advantage only get a forward pass: the loss has no term that trains them."""
-        loss = losses.POLICY_LOSSES[self.loss.loss_mode]
+        loss = self.loss.policy_loss
         trains_all = self.loss.use_kl_loss or self.loss.entropy_coeff or self.teacher.teacher or loss.chooses or loss.trains_all
         return not trains_all
 
     @property
     def packs_flat_apart(self) -> bool:
         """Whether groups with equal scores, whose advantages are 0, get separate micro-batches."""
-        is_by_group = losses.ADVANTAGES[self.loss.adv_estimator].group_of_one is not None
+        is_by_group = self.loss.estimator.group_of_one is not None
         return self.skips_backward and is_by_group and not self.loss.use_kl_in_reward
 
     @property
@@ -214,7 +213,8 @@ def set_up(args: CommonArgs, file: str) -> Job:
     sources = prompts.sources() | (val_prompts.sources() if val_prompts else {})
     if not (args.environment.env or args.environment.has_agent):  # these may score themselves
         check_sources(sources, args.reward)
-    demonstrations = read_demonstrations(args, path, tokenizer, prep) if args.imitation.sft_files and not args.val_only else None
+    imitates = args.imitation.sft_files and not args.val_only
+    demonstrations = read_demonstrations(args, path, tokenizer, prep) if imitates else None
     return Job(
         script=Path(file).stem,
         path=path,

@@ -57,7 +57,7 @@ class LearnerRun:
         self._restore(resumed)
         self.record = self._open_record(resumed)
         self.timer = self.record.timer
-        self.saver = Saver(args.checkpoint, self.record, self._identity, learner, job.tokenizer, resumed.origin, job.prompts.prep)
+        self.saver = Saver(args, self.record, self._identity, learner, job.tokenizer, resumed.origin, job.prompts.prep)
 
     def _restore(self, resumed: Resumed) -> None:
         """Restore what a run has besides its learner."""
@@ -125,7 +125,8 @@ class LearnerRun:
         return self.saver.save_last(step, self._save)
 
     def _saves_after(self, step: int) -> bool:
-        return step == self.job.total_steps or (self.args.checkpoint.save_freq > 0 and step % self.args.checkpoint.save_freq == 0)
+        every = self.args.checkpoint.save_freq
+        return step == self.job.total_steps or (every > 0 and step % every == 0)
 
     def _save(self, step: int) -> None:
         with self.timer("save_checkpoint"):
@@ -227,13 +228,14 @@ class TrainingRun(LearnerRun):
         """Return the error that ends a run after steps without one score, the last of which is `step`."""
         args = self.args
         last = f"the last {self._unscored} steps" if self._unscored > 1 else "the last step"
-        weights = "" if args.teacher.teacher or args.imitation.sft_files else f", with the weights of step {step - self._unscored}"
+        learns_anyway = args.teacher.teacher or args.imitation.sft_files
+        weights = "" if learns_anyway else f", with the weights of step {step - self._unscored}"
         name = "" if args.log.experiment_name else f" with --experiment-name {self.saver.run_dir.name}"
         more = "" if step < self.job.total_steps else ", for more steps (--total-training-steps)"
         return UserError(
             f"none of the responses of {last} could be scored by {args.graders}: {self._last_error}. The run ends "
-            f"(--max-unscored-steps {args.reward.max_unscored_steps}) and has saved {checkpoint}{weights}. Once responses can be "
-            f"scored again, resume with the same command{name}{more}."
+            f"(--max-unscored-steps {args.reward.max_unscored_steps}) and has saved {checkpoint}{weights}. Once responses can "
+            f"be scored again, resume with the same command{name}{more}."
         )
 
     def record_validation(self, step: int, rows: list[dict], version: int | None = None) -> dict[str, float]:

@@ -95,8 +95,8 @@ class TeacherArgs(Part):
         if not self.teacher:
             return
         self._check_prompt(args.environment)
-        loss = losses.POLICY_LOSSES[args.loss.loss_mode]
-        estimator = losses.ADVANTAGES[args.loss.adv_estimator]
+        loss = args.loss.policy_loss
+        estimator = args.loss.estimator
         if not self.teacher_top_k and (loss.one_advantage or loss.chooses):
             why = "averages it over the response" if loss.one_advantage else "chooses tokens before it is known"
             raise UserError(
@@ -125,8 +125,8 @@ class TeacherArgs(Part):
             )
         elif environment.has_agent:
             raise UserError(
-                f"--teacher-prompt with {environment.environment_flag[0]}: an agent's later conversations hold the policy's prompt. "
-                "Leave one of them out."
+                f"--teacher-prompt with {environment.environment_flag[0]}: an agent's later conversations hold the policy's "
+                "prompt. Leave one of them out."
             )
 
 
@@ -229,18 +229,26 @@ class LossArgs(Part):
     """Rounds of --filter-groups in a step. After them, groups without signal fill the rest of the batch."""
 
     @property
+    def estimator(self) -> losses.Estimator:
+        return losses.ADVANTAGES[self.adv_estimator]
+
+    @property
+    def policy_loss(self) -> losses.PolicyLoss:
+        return losses.POLICY_LOSSES[self.loss_mode]
+
+    @property
     def aggregation(self) -> str:
         return self.loss_agg_mode or losses.default_aggregation(self.adv_estimator, self.loss_mode)
 
     @property
     def loss_knobs(self) -> dict[str, float]:
         """The numeric parameters for the policy loss: those given by flags that it takes."""
-        return self._given_of(losses.POLICY_LOSSES[self.loss_mode].knobs)
+        return self._given_of(self.policy_loss.knobs)
 
     @property
     def choice_knobs(self) -> dict[str, float]:
         """The numeric parameters for the choice of tokens, in losses that choose some."""
-        return self._given_of(losses.POLICY_LOSSES[self.loss_mode].choice_knobs)
+        return self._given_of(self.policy_loss.choice_knobs)
 
     def _given_of(self, knobs: dict[str, float]) -> dict[str, float]:
         given = {"clip_low": self.clip_ratio_low, "clip_high": self.clip_ratio_high, "clip_c": self.clip_ratio_c}
@@ -256,17 +264,17 @@ class LossArgs(Part):
     @property
     def needs_greedy(self) -> bool:
         """Whether the estimator compares with a greedy response, which is sampled with each group."""
-        return "baseline" in losses.ADVANTAGES[self.adv_estimator].inputs
+        return "baseline" in self.estimator.inputs
 
     @property
     def needs_critic(self) -> bool:
         """Whether the estimator compares with a critic's values."""
-        return "value" in losses.ADVANTAGES[self.adv_estimator].inputs
+        return "value" in self.estimator.inputs
 
     @property
     def compares_itself(self) -> bool:
         """Whether the loss itself weights tokens by the learner's probability over the generator's."""
-        return "rollout_log_prob" in losses.POLICY_LOSSES[self.loss_mode].inputs
+        return "rollout_log_prob" in self.policy_loss.inputs
 
     def hint(self, unknown: Sequence[str]) -> str:
         """Return a sentence for each unknown flag that is a numeric parameter of a loss or an estimator."""
@@ -291,7 +299,7 @@ class LossArgs(Part):
             losses.check_combination(self.adv_estimator, self.loss_mode, self.aggregation)
         except ValueError as error:
             raise UserError(f"--adv-estimator, --loss-mode, --loss-agg-mode: {error}") from None
-        estimator = losses.ADVANTAGES[self.adv_estimator]
+        estimator = self.estimator
         if missing := {*estimator.inputs} - {"baseline", "value"}:
             raise UserError(
                 f"--adv-estimator {self.adv_estimator} takes {' and '.join(sorted(missing))}, which the scripts do not "
@@ -322,7 +330,7 @@ class LossArgs(Part):
                 f"--loss-mode {self.loss_mode} weighs tokens by recomputed over generator's log-probs by itself: leave "
                 "--use-rollout-log-probs and --rollout-is out."
             )
-        has_ratio = losses.POLICY_LOSSES[self.loss_mode].has_ratio
+        has_ratio = self.policy_loss.has_ratio
         if not has_ratio and args.schedule.trains_stale and not args.old_is_rollout and not args.correction.rollout_is:
             raise UserError(
                 f"--loss-mode {self.loss_mode} has no ratio: its gradient is wrong for responses that older weights sampled, "
@@ -331,7 +339,7 @@ class LossArgs(Part):
 
     def _check_loss_args(self) -> None:
         """Raise UserError unless each word of --loss-args names a numeric parameter of the loss."""
-        loss = losses.POLICY_LOSSES[self.loss_mode]
+        loss = self.policy_loss
         known = {name: value for name, value in (loss.knobs | loss.choice_knobs).items() if name not in CLIPS}
         for word in self.loss_args:
             name, _, value = word.partition("=")

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import torch
 
-import losses
 from rl.algorithm import whole_batch
 from rl.data.job import Job
 from rl.data.prompts import PromptDataset, PromptOrder
@@ -75,7 +74,7 @@ def causes(args, batch: Batch, fates: Fates) -> Counter[str]:
     whole batch is one group). A group counts once, under the first cause that applies: scores differ, but responses were
     rejected; most could not be scored; they are masked as a whole; all reached the length limit; the scores are equal. OTHER:
     the scores differ, none was rejected, and the estimator gives no advantage."""
-    estimator = losses.ADVANTAGES[args.loss.adv_estimator]
+    estimator = args.loss.estimator
     members: dict[int, list[int]] = {place: [] for place in range(len(batch.sizes))}
     for response, place in enumerate(batch.group.tolist()):
         members[place].append(response)
@@ -201,11 +200,12 @@ class Health:
                 responses,
                 detail,
             )
-        is_raw = losses.ADVANTAGES[args.loss.adv_estimator].group_of_one == "score" and not args.teacher.teacher_alone
+        is_raw = args.loss.estimator.group_of_one == "score" and not args.teacher.teacher_alone
         if is_raw and (alone := whole_batch.groups_of_one(batch)):
             detail = f"--adv-estimator {args.loss.adv_estimator} compares within a group: here the advantage is the raw score"
-            detail += "." if args.sampling.rollout_n == 1 else ", since the others were not trained. With dr_grpo or rloo it is 0."
-            self._warn("single_response_groups", "groups with one trained response", alone, detail)
+            if args.sampling.rollout_n > 1:
+                detail += ", since the others were not trained. With dr_grpo or rloo it is 0"
+            self._warn("single_response_groups", "groups with one trained response", alone, f"{detail}.")
         if not fates.has_signal:
             self._warn_of_no_signal(step, batch, fates)
         self._warn_of_correction(step, metrics, fates)
@@ -224,7 +224,7 @@ class Health:
         scores in other groups are no fault. Otherwise it is the most frequent cause."""
         found = causes(self.args, batch, fates).most_common()
         found.sort(key=lambda item: (item[0] != REJECTED, item[0] != OTHER))
-        grouped = losses.ADVANTAGES[self.args.loss.adv_estimator].group_of_one or self.args.loss.needs_greedy
+        grouped = self.args.loss.estimator.group_of_one or self.args.loss.needs_greedy
         parts = [(f"{count} of {len(batch.sizes)} groups: " if grouped else "") + CAUSES[cause][1] for cause, count in found]
         chief = found[0][0]
         word, _, remedy = CAUSES[chief]

@@ -26,24 +26,24 @@ def open_repository(repo: str) -> None:
 def push(args, script: str, run_dir: Path, checkpoint: Path) -> str:
     """Push the checkpoint's Hugging Face files as one commit; return the repository's address. args: the script's flags. Raise
     UserError if that fails; the run and its checkpoint are complete anyway."""
+    repository = args.checkpoint.push_to
     is_on_hub = "/" in args.model and not Path(args.model).exists()
     base = args.model if is_on_hub else Path(args.model).name
     what = "reinforcement learning" if hasattr(args, "loss") else "supervised training"
     head = {"library_name": "transformers", "base_model": args.model if is_on_hub else None, "tags": [what.replace(" ", "-")]}
-    text = f"`{base}` after {step_of(checkpoint):,} steps of {what} with `{script}.py`, lr {args.learner.lr:g}, seed {args.seed}.\n"
-    ModelCard(f"---\n{ModelCardData(**head).to_yaml()}\n---\n\n# {args.checkpoint.push_to.rpartition('/')[2]}\n\n{text}").save(
-        checkpoint / "README.md"
-    )
+    how = f"with `{script}.py`, lr {args.learner.lr:g}, seed {args.seed}"
+    text = f"# {repository.rpartition('/')[2]}\n\n`{base}` after {step_of(checkpoint):,} steps of {what} {how}.\n"
+    ModelCard(f"---\n{ModelCardData(**head).to_yaml()}\n---\n\n{text}").save(checkpoint / "README.md")
     about = {
         "commit_message": f"Step {step_of(checkpoint)} of {run_dir.name}",
         "ignore_patterns": [f"{TRAINING}/*", "best.json"],
     }
-    pushed = in_background(lambda: HfApi().upload_folder(repo_id=args.checkpoint.push_to, folder_path=checkpoint, **about), "push")
+    pushed = in_background(lambda: HfApi().upload_folder(repo_id=repository, folder_path=checkpoint, **about), "push")
     while not wait([pushed], timeout=1.0).done:
         watchdog.progress()  # an upload may take longer than --hang-timeout
     if error := pushed.exception():
         raise UserError(
-            f"--push-to {args.checkpoint.push_to}: {error!s:.300}. The run is complete, and its checkpoint is {checkpoint}. Push it with: "
-            f'hf upload {args.checkpoint.push_to} {checkpoint} . --exclude "{TRAINING}/*"'
+            f"--push-to {repository}: {error!s:.300}. The run is complete, and its checkpoint is {checkpoint}. Push it with: "
+            f'hf upload {repository} {checkpoint} . --exclude "{TRAINING}/*"'
         )
-    return f"{constants.ENDPOINT}/{args.checkpoint.push_to}"
+    return f"{constants.ENDPOINT}/{repository}"

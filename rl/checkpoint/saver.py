@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.background import in_background
 from rl.checkpoint.best import STATE, STEPS, TRAINING, Best, hidden, step_of
-from rl.checkpoint.resume import GROUPS, LAYOUT, UNFINISHED, CheckpointArgs, read_tensors
+from rl.checkpoint.resume import GROUPS, LAYOUT, UNFINISHED, read_tensors
 from rl.data.image_prompts import ImagePrep
 from rl.errors import UserError
 from rl.hub.names import on_hub
@@ -50,7 +50,7 @@ class Saver:
 
     def __init__(
         self,
-        args: CheckpointArgs,
+        args,
         run: Run,
         identity: Identity,
         learner: Learner,
@@ -219,7 +219,7 @@ class Saver:
         _to_disk(work)
         os.rename(work, target)
         _to_disk(self.run_dir)
-        self.best.prune(self.args.max_ckpt_to_keep)
+        self.best.prune(self.args.checkpoint.max_ckpt_to_keep)
 
     def _write_model(self, work: Path) -> None:
         """Write the adapters, if any, and the model with these added, whole and under the hub's names, with an index if there

@@ -34,7 +34,8 @@ class Environments:
     def __init__(
         self, args: EnvironmentArgs, model: str, end_tokens: set[int], trust_remote_code: bool = False, reward: str = ""
     ):
-        """model: the path of its tokenizer. reward: the functions over environments, if --reward names some. Raise UserError if the user's file cannot be used."""
+        """model: the path of its tokenizer. reward: the functions over environments, if --reward names some. Raise UserError if
+        the user's file cannot be used."""
         self.args = args
         self._settings = {
             "spec": args.environment_spec,

@@ -53,6 +53,7 @@ class SamplingArgs(Part):
     """Sampling temperature in validation; 0 is greedy."""
     val_top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
     """Nucleus sampling in validation."""
+
     @property
     def training(self) -> "SamplingParams":
         """The sampling parameters of training."""

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from rl.data.job import Job
-from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
 from rl.generation.engine import Engine, EngineRanks, Output, request_seed
 from rl.generation.responses import Key, OpenGroup, Responses

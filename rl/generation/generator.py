@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from rl.data.job import Job
 from rl.data.prompts import Prompt
-from rl.generation.engine import Engine, EngineArgs, EngineRanks, Output, Request, SamplingParams, make_engine, request_seed
+from rl.generation.engine import Engine, EngineRanks, Output, Request, SamplingParams, make_engine, request_seed
 from rl.generation.responses import Key, OpenGroup, Responses, prompt_routes, recorded, to_response
 from rl.model.pretrained import end_token_ids
 from rl.ranks import dist

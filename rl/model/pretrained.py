@@ -6,9 +6,7 @@ rl/model/policy.py compares the model's forward pass with ours.
 """
 
 import functools
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from transformers import (

@@ -13,7 +13,6 @@ import time
 
 from rl.ranks import launch, stops
 
-
 _progress_at = time.monotonic()
 
 

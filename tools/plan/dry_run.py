@@ -21,6 +21,7 @@ import torch
 from torch.distributed import HashStore
 from transformers import PretrainedConfig
 
+from rl import parts
 from rl.algorithm.teacher import teacher_path
 from rl.data.image_prompts import KEPT_BYTES, Images
 from rl.errors import UserError
@@ -78,8 +79,7 @@ def dry_run(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, script])
     reader, writer = context.Pipe(duplex=False)
-    own = {field.name: getattr(args, field.name) for field in dataclasses.fields(importlib.import_module(script).Args)}
-    what = (script, own, learners, attention, workload, image_size)
+    what = (script, parts.flat(args), learners, attention, workload, image_size)
     child = context.Process(target=_in_child, args=(writer, *what), daemon=True)
     child.start()
     writer.close()
@@ -117,7 +117,7 @@ def _check_models(args: CommonArgs, path: str, config: PretrainedConfig) -> None
 def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn, image_size: str | None) -> Memory:
     script = importlib.import_module(name)
     # Compiled code computes the same. Demonstrations are in micro-batches of their own, none of which is larger.
-    args = script.Args(**flags | {"compile": False, "sft_files": ()})
+    args = parts.make(script.Args, **flags | {"compile": False, "sft_files": ()})
     path = resolve(args.model)
     config = load_config(path, args.trust_remote_code)
     exported = config.dtype or torch.float32  # `empty_model` changes it
@@ -205,7 +205,8 @@ def make_groups(
         ticket = len(groups)
         lengths = workload.group(ticket)
         ids, of_prompt = prompts(ticket) if prompts else (np.zeros(workload.prompt, np.int32), None)
-        responses = [_response(n, number, most_tokens(args.sampling)) for number, n in enumerate(lengths[: args.sampling.rollout_n])]
+        most = most_tokens(args.sampling)
+        responses = [_response(n, number, most) for number, n in enumerate(lengths[: args.sampling.rollout_n])]
         groups.append(Group(ticket, ids, "plan", responses))
         images.append(of_prompt)
         tokens += sum(lengths) + len(ids) * len(lengths)

@@ -33,11 +33,11 @@ def prompts_with_images(
 ) -> Callable[[int], Prompt]:
     """Return ticket -> prompt, for a model that takes images. size: as in --image-size; tokens: of a prompt, unless the data's
     are used; fake: the device, where pixels are fake as well. Raise UserError for a wrong size."""
-    prep = ImagePrep(path, config, args)
+    prep = ImagePrep(path, config, args.data)
     prep.prepare = lambda sources: _pixels(prep, config, sources, fake)
     if size == DATA:
         files = demo_files(args.model, args.data.train_files)
-        rows = PromptDataset(files, "train", load_tokenizer(path, args.trust_remote_code), args, prep)
+        rows = PromptDataset(files, "train", load_tokenizer(path, args.trust_remote_code), args.data, prep)
         order = PromptOrder(len(rows), args.seed, args.data.shuffle)
         own = lambda ticket: rows[order(ticket)[1]]  # noqa: E731
         return lambda ticket: (np.array(own(ticket).ids, np.int32), own(ticket).images)

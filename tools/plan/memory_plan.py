@@ -61,7 +61,8 @@ class MemoryPlan:
     @cached_property
     def learner(self) -> Memory:
         args = self.args
-        workload = lengths_like(self.lengths, args.sampling.rollout_n, args.sampling.max_response_length, args.data.max_prompt_length)
+        prompt, response = args.longest
+        workload = lengths_like(self.lengths, args.sampling.rollout_n, response, prompt)
         return dry_run(self.script, args, learners_of(args, self.machine), self.device.kind, workload, self.image_size)
 
     @cached_property
@@ -181,9 +182,9 @@ def show(plan: MemoryPlan) -> None:
     console = Console()
     console.print(table)
     lines = (
-        f"Engine (--gpu-memory-utilization {args.engine.gpu_memory_utilization:g}, --rollout-tp {args.engine.rollout_tp}): weights "
-        f"{engine.weights / GB:.1f} GB, room for the keys and values of {engine.tokens:,} tokens: {together:,} responses of "
-        f"full length at once, of --max-num-seqs {args.engine.max_num_seqs}.",
+        f"Engine (--gpu-memory-utilization {args.engine.gpu_memory_utilization:g}, --rollout-tp {args.engine.rollout_tp}): "
+        f"weights {engine.weights / GB:.1f} GB, room for the keys and values of {engine.tokens:,} tokens: {together:,} "
+        f"responses of full length at once, of --max-num-seqs {args.engine.max_num_seqs}.",
         f"Micro-batch: {memory.tokens:,} tokens at most.",
         f"Host memory of the first node's {learners // machine.nodes} learners: {node_memory(plan) / GB:.1f} GB "
         f"({_listed(memory.host)} on the first), without Python and the libraries of each rank; samples that they share: "

@@ -47,7 +47,8 @@ class Way:
 def plan_time(args: CommonArgs, machine: Machine, lengths: str, device: Device | None, run: str | None) -> None:
     """Print how long a step takes in each mode and split of the ranks, and the best of them. lengths: as in --response-lengths;
     run: the directory of a finished run. Raise UserError if it cannot be planned."""
-    work = lengths_like(lengths, args.sampling.rollout_n + args.loss.needs_greedy, args.sampling.max_response_length, args.data.max_prompt_length)
+    prompt, response = args.longest
+    work = lengths_like(lengths, args.sampling.rollout_n + args.loss.needs_greedy, response, prompt)
     times, slots = sources(args, machine, work, device, run)
     rows = list(compare(args, machine, work, times, slots))
     if not rows:

@@ -25,7 +25,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.request import RequestStatus
 
 from rl.errors import UserError
-from rl.generation.engine import EngineArgs, SamplingArgs, Output, Request, check_length
+from rl.generation.engine import EngineArgs, Output, Request, SamplingArgs, check_length
 from rl.generation.vllm.start import (
     LOGPROBS_MODE,
     check_flags,
