@@ -164,6 +164,7 @@ def test_flat_groups_are_packed_apart_where_that_takes_less_time(data):
         pytest.param(2, "moe", {"expert_parallel": 2}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.runs
 @pytest.mark.parametrize("equal", [[1], [0, 3]])
 def test_ranks_that_part_their_own_responses_are_taught_what_one_rank_is(models, ranks, kind, layout, equal):
     """Some ranks have no response of one kind and still take part in its passes."""

@@ -74,6 +74,7 @@ def test_log_probs_and_gradient_are_those_of_transformers(reference):
         assert relative(data[f"{budget}/grad"], gradient) < 5e-6
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradient_is_the_same_however_the_work_is_cut(compute, models, reference, ranks, checkpointing):

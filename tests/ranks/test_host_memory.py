@@ -30,6 +30,7 @@ print(*[faults() for _ in range(8)])
 """
 
 
+@pytest.mark.runs
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="tells glibc's malloc")
 @pytest.mark.parametrize("size", [2**22, 2**26], ids=["4 MB", "64 MB"])
 def test_what_is_freed_stays_for_the_next_step_unless_the_environment_says_otherwise(tmp_path, size):
