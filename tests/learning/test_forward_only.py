@@ -187,6 +187,6 @@ def test_a_run_says_how_much_it_was(tmp_path):
     )
     flags = ["--reward", f"{tmp_path / 'reward.py'}:score", "--max-response-length", "64", "--temperature", "2"]
     flags += ["--train-batch-size", "16", "--total-training-steps", "2", "--no-val-before-train", "--test-freq", "0"]
-    metrics, _, _ = train("train_sync.py", *flags, out=tmp_path / "runs")
+    metrics, _, _ = train("benchmarks/fixed_length.py", "train_sync.py", *flags, out=tmp_path / "runs")
     for step in (1, 2):
         assert 0.2 < metrics[step]["perf/forward_only"] < 0.8
