@@ -184,6 +184,11 @@ def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
 def check_supported(config: PretrainedConfig, where: str, longest: int) -> None:
     """Raises UserError for a config that asks for more than full causal attention over sequences of up to `longest` tokens. A
     window of at least this size is full attention."""
+    differ = getattr(config, "per_layer_attributes", None)  # Gemma 4 has heads of two sizes
+    if not differ and getattr(config, "global_head_dim", None) not in (None, getattr(config, "head_dim", None)):
+        differ = {"head_dim"}  # as transformers 5.5 has it
+    if differ:
+        raise UserError(f"{where}: its layers differ in {', '.join(sorted(differ))}, which is not supported. {REMEDY}")
     if getattr(config, "attn_temperature_tuning", False) and not all(getattr(config, "no_rope_layers", None) or [1]):
         raise UserError(  # Llama 4 counts a row's tokens from its beginning: a packed row has many sequences
             f"{where}: queries are scaled by their place in the row (attn_temperature_tuning in config.json), not in the "
