@@ -18,7 +18,7 @@ from rl.errors import UserError
 from rl.model.pretrained import RouterArgs
 from rl.ranges import MayChange, Needs, Range
 from rl.ranks.device import HOST_BACKEND
-from rl.ranks.dist import Ranks
+from rl.ranks.dist import Ranks, all_gather_values
 from rl.ranks.launch import nodes
 
 if TYPE_CHECKING:
@@ -194,12 +194,8 @@ class EngineRanks:
             self._group = group if first == self._first else self._group
 
     def agree(self, decision: Any) -> Any:
-        """Return the first rank's decision on all ranks."""
-        if self._group is None:
-            return decision
-        decisions = [decision]
-        torch.distributed.broadcast_object_list(decisions, self._first, self._group)
-        return decisions[0]
+        """Return the first rank's decision, any JSON value, on all ranks. Tuples arrive as lists."""
+        return decision if self._group is None else all_gather_values(decision, self._group)[0]
 
 
 def check_length(request: Request, max_length: int) -> None:
