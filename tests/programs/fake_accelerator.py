@@ -32,7 +32,7 @@ from rl.algorithm.critic import Critic
 from rl.algorithm.imitation import Imitation
 from rl.algorithm.teacher import Teacher
 from rl.data.prompts import Prompt
-from rl.generation import engine as engines
+from rl.generation import generator as engines
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Request, SamplingParams
 from rl.learning import compact_adamw, division
