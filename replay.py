@@ -181,7 +181,9 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
     torch.set_num_threads(start["hardware"]["threads_per_rank"])  # sums are split by threads
     name = replay.args.log.experiment_name
     name = name if "experiment_name" in replay.changed else f"replay-{replay.run_dir.name}"
-    args = parts.replace(replay.args, record_samples=None, resume_mode="disable", experiment_name=name, val_only=False, push_to=None)
+    args = parts.replace(
+        replay.args, record_samples=None, resume_mode="disable", experiment_name=name, val_only=False, push_to=None
+    )
     job = set_up(parts.replace(args, test_freq=0), script.__file__)
     check_number(start["contents"], job.prompts, replay.record.directory)
     total_steps = job.total_steps if LENGTH & {*replay.changed} else start["total_steps"]

@@ -152,10 +152,10 @@ def design() -> str:
     return re.sub(r"^(?P<begin>\| `(?P<folder>(?:rl|tools)/(?:\w+/)?)` \| )(?P<lines>[\d,]+) \|", row, text, flags=re.M)
 
 
-OTHER_FLAGS = {  # functions of losses.py that have a paper, but are neither an advantage nor a policy loss -> their flags
+OTHER_FLAGS = {  # functions of losses.py that have a paper, and that no word of a flag chooses -> their flags, or forks
     "denominator": "--loss-agg-mode seq-mean-token-sum-norm",
     "k3": "--kl-loss-type k3",
-    "score_centering": "score_centering.diff",
+    "score_centering": "",
     "kl_penalty": "--kl-loss-type k3r",
     "adaptive_kl_coef": "adaptive_kl.diff",
     "adaptive_entropy_coef": "entropy_target.diff",
@@ -163,6 +163,8 @@ OTHER_FLAGS = {  # functions of losses.py that have a paper, but are neither an 
     "top_k_reverse_kl": "--teacher-top-k 20",
     "value_loss": "--cliprange-value 0.5",
     "lambda_return": "--lam 0.95",
+    "gdpo": "gdpo.diff",
+    "optimal_token_baseline": "optimal_token_baseline.diff",
     "high_entropy_tokens": "top_entropy.diff",
     "off_policy_tokens": "off_policy_mask.diff",
     "rollout_is_weights": "--rollout-is token --rollout-is-threshold 0.5_5.0",
@@ -183,7 +185,7 @@ def formulas() -> dict[str, str]:
     found = dict(OTHER_FLAGS)
     for flag, words in (("--adv-estimator", losses.ADVANTAGES), ("--loss-mode", losses.POLICY_LOSSES)):
         for word, entry in words.items():
-            if word == entry.function.__name__:  # not verl's other name
+            if word == entry.function.__name__ and word not in found:  # not verl's other name
                 found[word] = f"{flag} {word}"
     return found
 

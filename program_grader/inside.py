@@ -115,15 +115,18 @@ def _held(limit: int) -> int:
     """Return the bytes that the program holds. A page that several processes share counts once if it matters: the resident
     sets, which count it for each, are faster to read. A socket counts as if its buffer were full."""
     pids = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
-    resident = {pid: _number(f"/proc/{pid}/statm", 1) * resource.getpagesize() for pid in pids}
     with open("/proc/net/unix") as table:
         others = SOCKET_BYTES * (sum(1 for _ in table) - 1)
     for folder in SCRATCH:
         used = os.statvfs(folder)
         others += (used.f_blocks - used.f_bfree) * used.f_frsize + (used.f_files - used.f_ffree) * ENTRY_BYTES
-    if (held := others + sum(resident.values())) <= limit:
+    if (held := others + sum(map(_resident, pids))) <= limit:
         return held
-    return others + sum(_shares(pid) or resident[pid] for pid in pids)
+    return others + sum(_shares(pid) or _resident(pid) for pid in pids)  # read again: some may have ended meanwhile
+
+
+def _resident(pid: str) -> int:
+    return _number(f"/proc/{pid}/statm", 1) * resource.getpagesize()
 
 
 def _shares(pid: str) -> int:

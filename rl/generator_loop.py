@@ -4,7 +4,7 @@
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 from rl.data.job import Job
@@ -50,7 +50,7 @@ class GeneratorLoop:
     def decide(self) -> Decision | None:
         """Return the decision of the engine's first rank, on all of its ranks; None when the run stops."""
         ranks = self.generator.engine_ranks
-        decision = ranks.agree(self._decide() if ranks.is_leader else None)
+        decision = Decision(*ranks.agree(astuple(self._decide()) if ranks.is_leader else None))
         # stop only after taking and verifying the last weights
         return None if decision.stop and decision.version == self.engine.version else decision
 

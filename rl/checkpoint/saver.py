@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed
@@ -24,7 +25,6 @@ from transformers import PreTrainedTokenizerBase
 from rl.background import in_background
 from rl.checkpoint.best import STATE, STEPS, TRAINING, Best, hidden, step_of
 from rl.checkpoint.resume import GROUPS, LAYOUT, UNFINISHED, read_tensors
-from rl.data.image_prompts import ImagePrep
 from rl.errors import UserError
 from rl.hub.names import on_hub
 from rl.hub.tensor_reader import INDEX, find, stored_tensors
@@ -38,6 +38,9 @@ from rl.ranks.device import HOST_BACKEND
 from rl.record.identity import Identity
 from rl.record.run import Origin, Run
 from rl.samples.group import Group, join_records
+
+if TYPE_CHECKING:
+    from rl.data.image_prompts import ImagePrep
 
 SPARE = 1.25  # copies are made if this many times their size is free: the run itself may still grow
 FILE_BYTES = 5 << 30  # of a file's tensors
@@ -56,7 +59,7 @@ class Saver:
         learner: Learner,
         tokenizer: PreTrainedTokenizerBase,
         origin: Origin | None,
-        prep: ImagePrep | None = None,
+        prep: "ImagePrep | None" = None,
     ):
         """Rename checkpoints of later steps than the origin's, which the run will train again. Raise UserError if a node does
         not see the run's directory. A collective."""

@@ -5,6 +5,7 @@ samples what follows, such as Qwen's line break. Each part is tokenised by itsel
 training by reward. Left out: images.
 """
 
+import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -102,16 +103,18 @@ class Demonstrations(FileRows):
         )
 
     def _measure_part(self, split: str, part: range, found: Measured) -> None:
-        for row in track(part, f"measuring {split} conversations", transient=True, disable=launch.here().rank != 0):
-            length = len(self._read(row).ids)
-            if length <= self.args.max_length:
-                found.kept.append(row)
-            elif not self.args.filter_overlong_prompts:
-                raise UserError(
-                    f"{self._where(row)}: the conversation has {length} tokens, more than {self._limit} "
-                    f"{self.args.max_length}. Raise it, or leave such rows out with --filter-overlong-prompts."
-                )
-            watchdog.progress()
+        shown = track(part, f"measuring {split} conversations", transient=True, disable=launch.here().rank != 0)
+        with contextlib.closing(shown):  # an error leaves no bar, whose thread could block a later one
+            for row in shown:
+                length = len(self._read(row).ids)
+                if length <= self.args.max_length:
+                    found.kept.append(row)
+                elif not self.args.filter_overlong_prompts:
+                    raise UserError(
+                        f"{self._where(row)}: the conversation has {length} tokens, more than {self._limit} "
+                        f"{self.args.max_length}. Raise it, or leave such rows out with --filter-overlong-prompts."
+                    )
+                watchdog.progress()
 
     def _read(self, row: int) -> Demonstration:
         """The row's tokens, and which of them are trained."""

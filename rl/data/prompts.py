@@ -6,6 +6,7 @@ after the answer's last "####" is the ground truth, and the source is openai/gsm
 a column of images, with an "<image>" in the text for each (rl/data/images.py, rl/data/image_prompts.py).
 """
 
+import contextlib
 import functools
 import itertools
 import math
@@ -191,8 +192,9 @@ class PromptDataset(FileRows):
         """(row number over all files, its columns, the prompt's text) of this rank's rows."""
         rows = itertools.chain.from_iterable(self._tables_of(part))
         shown = track(part, description, transient=True, disable=launch.here().rank != 0)
-        for number, row in zip(shown, rows, strict=True):
-            yield number, row, self._render(self._where(number), row)
+        with contextlib.closing(shown):  # an error leaves no bar, whose thread could block a later one
+            for number, row in zip(shown, rows, strict=True):
+                yield number, row, self._render(self._where(number), row)
 
     def _tables_of(self, part: range) -> Iterator[Iterable[dict]]:
         """The rows with these numbers over all files, file by file."""

@@ -15,11 +15,10 @@ import torch
 import torch.distributed
 
 from rl.errors import UserError
-from rl.model.pretrained import end_token_ids, load_tokenizer
 from rl.parts import Part
 from rl.ranges import MayChange, Needs, Range
-from rl.ranks.device import HOST_BACKEND, is_accelerator
-from rl.ranks.dist import Ranks
+from rl.ranks.device import HOST_BACKEND
+from rl.ranks.dist import Ranks, all_gather_values
 from rl.ranks.launch import nodes
 
 if TYPE_CHECKING:
@@ -180,64 +179,6 @@ class Engine(Protocol):
     def num_unfinished(self) -> int: ...
 
 
-def make_engine(
-    path: str,
-    args: EngineArgs,
-    sampling: SamplingArgs,
-    max_length: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    trust_remote_code: bool,
-    records_routes: bool = False,
-    sleeps: bool = True,
-) -> Engine:
-    """Return the engine that the flags ask for, loaded from `path`. records_routes: of a mixture of experts; sleeps: whether it
-    may free its memory while the learner works. Raise UserError if that is impossible."""
-    chosen = choose_engine(args.engine, device)
-    if args.rollout_tp != 1 and chosen != "vllm":
-        raise UserError(f"--rollout-tp {args.rollout_tp}: tensor parallel generation needs --engine vllm.")
-    end_tokens = end_token_ids(path, load_tokenizer(path, trust_remote_code), trust_remote_code)
-    if chosen == "vllm":
-        from rl.generation.vllm.engine import VLLMEngine
-
-        more = {"records_routes": records_routes, "sleeps": sleeps}
-        return VLLMEngine(path, args, sampling, max_length, dtype, device, trust_remote_code, end_tokens, **more)
-    from rl.generation.embedded.engine import TransformersEngine
-
-    return TransformersEngine(
-        path,
-        max_length=max_length,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        end_tokens=end_tokens,
-        records_routes=records_routes,
-    )
-
-
-def choose_engine(wanted: str, device: torch.device) -> str:
-    """Return "vllm" or "embedded". The choice of auto is printed once per job. Raise UserError if vLLM is missing."""
-    if wanted == "embedded" or (wanted == "auto" and not is_accelerator(device)):
-        chosen, why = "embedded", "the device is a CPU"
-    else:
-        try:
-            from rl.generation.vllm.engine import vllm
-
-            chosen = "vllm"
-            why = f"version {vllm.__version__} is installed"
-        except (ImportError, OSError) as error:  # OSError: a library of another CUDA version
-            if wanted == "vllm":
-                remedy = "Install requirements-cuda.txt or requirements-npu.txt (docs/engines.md), or take --engine embedded."
-                raise UserError(f"--engine vllm: vLLM cannot be imported here ({error}). {remedy}") from None
-            chosen = "embedded"
-            why = f"vLLM cannot be imported: {error}"
-    if wanted == "auto" and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
-        print(f"engine: {chosen} ({why})", flush=True)
-    return chosen
-
-
 class EngineRanks:
     """The ranks of the default process group that share this rank's engine (--rollout-tp): `size` consecutive ranks. All must
     add the same requests and step equally often. In a whole batch every rank knows all tickets in advance; in a stream the
@@ -257,12 +198,8 @@ class EngineRanks:
             self._group = group if first == self._first else self._group
 
     def agree(self, decision: Any) -> Any:
-        """Return the first rank's decision on all ranks."""
-        if self._group is None:
-            return decision
-        decisions = [decision]
-        torch.distributed.broadcast_object_list(decisions, self._first, self._group)
-        return decisions[0]
+        """Return the first rank's decision, any JSON value, on all ranks. Tuples arrive as lists."""
+        return decision if self._group is None else all_gather_values(decision, self._group)[0]
 
 
 def check_length(request: Request, max_length: int) -> None:

@@ -244,7 +244,8 @@ class Episodes(Responses):
         if not self._processes:
             return
         answers = self.environments.poll(wait) if self.engine_ranks.is_leader else []
-        for id, answer in self.engine_ranks.agree(answers):
+        for (key, number), answer in self.engine_ranks.agree(answers):
+            id = Key(*key), number
             self._answers.append((id, answer))
             if "event" in answer:
                 self._processes.pop(id, None)

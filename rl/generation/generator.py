@@ -7,12 +7,25 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
+
 from rl.data.job import Job
 from rl.data.prompts import Prompt
-from rl.generation.engine import Engine, EngineRanks, Output, Request, SamplingParams, make_engine, request_seed
+from rl.errors import UserError
+from rl.generation.engine import (
+    Engine,
+    EngineArgs,
+    EngineRanks,
+    Output,
+    Request,
+    SamplingArgs,
+    SamplingParams,
+    request_seed,
+)
 from rl.generation.responses import Key, OpenGroup, Responses, prompt_routes, recorded, to_response
-from rl.model.pretrained import end_token_ids
+from rl.model.pretrained import end_token_ids, load_tokenizer
 from rl.ranks import dist
+from rl.ranks.device import is_accelerator
 from rl.ranks.timers import Timers
 from rl.rewards.pool import GREEDY, Score, ScoringPool, overlong_penalty
 from rl.samples.group import PENALTY, UNPENALISED, Group
@@ -279,6 +292,64 @@ def make_generator(
     dist.engines_first("generator")
     engine_ranks = EngineRanks(ranks, args.engine.rollout_tp)
     return Generator(engine, job, pool, args, engine_ranks, give_up, make_responses(args, job, engine, engine_ranks))
+
+
+def make_engine(
+    path: str,
+    args: EngineArgs,
+    sampling: SamplingArgs,
+    max_length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool,
+    records_routes: bool = False,
+    sleeps: bool = True,
+) -> Engine:
+    """Return the engine that the flags ask for, loaded from `path`. records_routes: of a mixture of experts; sleeps: whether it
+    may free its memory while the learner works. Raise UserError if that is impossible."""
+    chosen = choose_engine(args.engine, device)
+    if args.rollout_tp != 1 and chosen != "vllm":
+        raise UserError(f"--rollout-tp {args.rollout_tp}: tensor parallel generation needs --engine vllm.")
+    end_tokens = end_token_ids(path, load_tokenizer(path, trust_remote_code), trust_remote_code)
+    if chosen == "vllm":
+        from rl.generation.vllm.engine import VLLMEngine
+
+        more = {"records_routes": records_routes, "sleeps": sleeps}
+        return VLLMEngine(path, args, sampling, max_length, dtype, device, trust_remote_code, end_tokens, **more)
+    from rl.generation.embedded.engine import TransformersEngine
+
+    return TransformersEngine(
+        path,
+        max_length=max_length,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        end_tokens=end_tokens,
+        records_routes=records_routes,
+    )
+
+
+def choose_engine(wanted: str, device: torch.device) -> str:
+    """Return "vllm" or "embedded". The choice of auto is printed once per job. Raise UserError if vLLM is missing."""
+    if wanted == "embedded" or (wanted == "auto" and not is_accelerator(device)):
+        chosen, why = "embedded", "the device is a CPU"
+    else:
+        try:
+            from rl.generation.vllm.engine import vllm
+
+            chosen = "vllm"
+            why = f"version {vllm.__version__} is installed"
+        except (ImportError, OSError) as error:  # OSError: a library of another CUDA version
+            if wanted == "vllm":
+                remedy = "Install requirements-cuda.txt or requirements-npu.txt (docs/engines.md), or take --engine embedded."
+                raise UserError(f"--engine vllm: vLLM cannot be imported here ({error}). {remedy}") from None
+            chosen = "embedded"
+            why = f"vLLM cannot be imported: {error}"
+    if wanted == "auto" and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
+        print(f"engine: {chosen} ({why})", flush=True)
+    return chosen
 
 
 def make_responses(args, job: Job, engine: Engine, engine_ranks: EngineRanks) -> Responses:

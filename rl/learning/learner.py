@@ -22,7 +22,7 @@ from rl.model.attention import IN_FP32, dtype_of, linear_layers
 from rl.model.policy import Policy
 from rl.model.pretrained import load_config
 from rl.model.shards import Shards, as_it_is, local
-from rl.ranks.device import is_accelerator
+from rl.ranks.device import PACKED_ATTENTION
 from rl.ranks.dist import Ranks
 from rl.ranks.watchdog import progress
 
@@ -102,7 +102,7 @@ class Learner:
     def _check_kernels(self) -> None:
         """Raise UserError if a kernel of the device does not compute what it should."""
         dtype = getattr(torch, self.args.dtype)
-        if is_accelerator(self.ranks.device):
+        if self.ranks.device.type in PACKED_ATTENTION:
             from rl.model.attention_kernels import check_kernel
 
             check_kernel(self.config, self.args.sequence_parallel, dtype, self.ranks.device)

@@ -192,7 +192,7 @@ def computed(config: PretrainedConfig) -> dict[str, object]:
     """Options of transformers: the ways in which layers are computed. A vision tower attends within each image, by "sdpa"."""
     attention = {"text_config": ATTENTION, "vision_config": "sdpa"} if takes_images(config) else ATTENTION
     options = {"attn_implementation": attention}
-    if has_experts(config) and device.kind() == "npu":
+    if has_experts(config) and device.kind() in device.LOOPED_EXPERTS:
         from rl.model.grouped_experts import experts_implementation
 
         options["experts_implementation"] = experts_implementation()

@@ -37,6 +37,7 @@ PACKED_ATTENTION = {
 }
 # Precisions in which flash-linear-attention, if installed, computes gated delta nets (rl/model/hybrid/kernels.py)
 DELTA_RULE = {"cuda": HALF, "npu": HALF}
+LOOPED_EXPERTS = {"npu"}  # kinds on which torch computes grouped products one after another (rl/model/grouped_experts.py)
 # Dense peak in bf16, FLOP/s, from the makers' data sheets; the denominator of MFU. An unknown device has no MFU.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,  # before H100, with which its name begins

@@ -272,7 +272,8 @@ def test_every_history_is_replayed_with_the_experts_that_sampled_it(models, rank
     from rl.generation.embedded.engine import TransformersEngine
     from rl.learning.args import LearnerArgs
     from rl.learning.learner import Learner
-    from rl.model.router import UNKNOWN, RouterArgs
+    from rl.model.pretrained import RouterArgs
+    from rl.model.router import UNKNOWN
 
     def engine_of():
         replay = RouterArgs(router_replay="R3")

@@ -16,7 +16,8 @@ import train_sync
 from rl.errors import UserError
 from rl.generation.embedded.decoding import sample
 from rl.generation.embedded.engine import TransformersEngine
-from rl.generation.engine import EngineArgs, Request, SamplingParams, choose_engine, make_engine, request_seed
+from rl.generation.engine import EngineArgs, Request, SamplingParams, request_seed
+from rl.generation.generator import choose_engine, make_engine
 
 HYBRIDS = ("qwen3_5", "qwen3_next")  # these decode by a recurrence what a forward pass computes in chunks
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [3, 4, 5, 6], [20] * 9]

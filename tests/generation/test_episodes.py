@@ -1,5 +1,6 @@
 """Responses of several turns: whose tokens are whose, where they end, who scores them, and that none is lost by a stop."""
 
+import json
 import random
 from collections import Counter, deque
 from dataclasses import replace
@@ -389,7 +390,7 @@ def test_ranks_that_share_an_engine_do_the_same(seed):
             return said
         theirs, said = messages.popleft()
         assert theirs == place
-        return said
+        return json.loads(json.dumps(said))  # as ranks send it
 
     random.seed(seed)
     messages, added, groups = deque(), [], []

@@ -165,6 +165,7 @@ def test_flat_groups_are_packed_apart_where_that_takes_less_time(data):
         pytest.param(2, "moe", {"expert_parallel": 2}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.runs
 @pytest.mark.parametrize("equal", [[1], [0, 3]])
 def test_ranks_that_part_their_own_responses_are_taught_what_one_rank_is(models, ranks, kind, layout, equal):
     """Some ranks have no response of one kind and still take part in its passes."""
@@ -187,6 +188,6 @@ def test_a_run_says_how_much_it_was(tmp_path):
     )
     flags = ["--reward", f"{tmp_path / 'reward.py'}:score", "--max-response-length", "64", "--temperature", "2"]
     flags += ["--train-batch-size", "16", "--total-training-steps", "2", "--no-val-before-train", "--test-freq", "0"]
-    metrics, _, _ = train("train_sync.py", *flags, out=tmp_path / "runs")
+    metrics, _, _ = train("benchmarks/fixed_length.py", "train_sync.py", *flags, out=tmp_path / "runs")
     for step in (1, 2):
         assert 0.2 < metrics[step]["perf/forward_only"] < 0.8

@@ -43,11 +43,6 @@ WRONG = {  # what they have -> config, its settings, what the message says
     "capped logits": ("Gemma2Config", dict(head_dim=16, attn_logit_softcapping=None, final_logit_softcapping=2.0), DIFFERS),
     "sinks": ("GptOssConfig", dict(head_dim=16, sliding_window=64, **MIXTURE), "sinks"),
     "heads of two sizes": ("DeepseekV3Config", {}, "DeepseekV3ForCausalLM cannot be run"),
-    "heads of two sizes in one model": (
-        "Gemma4TextConfig",
-        dict(head_dim=16, global_head_dim=32, layer_types=["sliding_attention", "full_attention"], sliding_window=64),
-        "",
-    ),
     "no packing": ("StableLmConfig", {}, "StableLmForCausalLM cannot be run"),
     "no causality": ("Gemma3TextConfig", dict(head_dim=16, use_bidirectional_attention=True), DIFFERS),
     "lightning": (
@@ -213,6 +208,13 @@ def test_layers_that_attend_in_other_ways_are_refused():
         check_supported(config, "x", longest=16)
     config.attn_temperature_tuning = False
     check_supported(config, "x", longest=16)
+
+
+def test_layers_with_heads_of_two_sizes_are_refused():
+    """The learner computes them; the engine's cache has one size."""
+    sizes = dict(head_dim=16, global_head_dim=32, layer_types=["sliding_attention", "full_attention"], sliding_window=64)
+    with pytest.raises(UserError, match="its layers differ in head_dim"):
+        check_supported(transformers.Gemma4TextConfig(**SMALL | sizes), "x", longest=16)
 
 
 @pytest.mark.parametrize("rope", [LONGROPE, {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}])

@@ -19,7 +19,8 @@ from rl.data.args import DataArgs
 from rl.data.prompts import PromptDataset
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
-from rl.generation.engine import EngineArgs, Request, SamplingParams, make_engine
+from rl.generation.engine import EngineArgs, Request, SamplingParams
+from rl.generation.generator import make_engine
 from rl.model.loading import load_weights
 from rl.model.pretrained import check_model, end_token_ids, load_tokenizer, resolve
 

@@ -78,18 +78,20 @@ def test_every_paper_of_the_formulas_is_listed_with_flags_whose_formula_names_it
     rows = [row for what, *row in rows if what not in elsewhere]
     assert len(rows) > 30 and {number for number, *_ in rows} == set(re.findall(r"\b\d{4}\.\d{5}\b", source))
     assert sum(place != "-" for _, _, place, _ in rows) > 20, "equations and sections are read out of the docstrings"
-    of_others = {"--kl-loss-type k3r": "kl_penalty", "--off-policy-mask-threshold": "off_policy_tokens"}
-    of_others |= {"--kl-ctrl-type adaptive": "adaptive_kl_coef", "--loss-agg-mode seq-mean-token-sum-norm": "denominator"}
-    of_others |= {"--top-entropy-quantile 0.2": "high_entropy_tokens", "--critic-lam 1": "lambda_return"}
+    of_others = {"--kl-loss-type k3r": "kl_penalty", "off_policy_mask.diff": "off_policy_tokens"}
+    of_others |= {"adaptive_kl.diff": "adaptive_kl_coef", "--loss-agg-mode seq-mean-token-sum-norm": "denominator"}
+    of_others |= {"top_entropy.diff": "high_entropy_tokens", "--lam 0.95": "lambda_return"}
     of_others |= {"--teacher-top-k 20": "top_k_reverse_kl", "--cliprange-value 0.5": "value_loss"}
     of_others |= {"--teacher self --teacher-prompt '{prompt} {answer}'": "reverse_kl_advantage"}
     of_others |= {"--rollout-rs batch_k2 --rollout-rs-threshold 0.02": "rollout_rejection_mask"}
-    of_others |= {"--kl-loss-type k3": "k3", "--entropy-target 0.2": "adaptive_entropy_coef"}
-    of_others |= {"--score-centering": "score_centering"}
+    of_others |= {"--kl-loss-type k3": "k3", "entropy_target.diff": "adaptive_entropy_coef"}
     of_others |= {"--rollout-is token --rollout-is-threshold 0.5_5.0": "rollout_is_weights"}
     for number, linked_number, place, flags in rows:
         flag, _, word = flags.partition(" ")
-        name = of_others.get(flags, word if flag in ("--loss-mode", "--adv-estimator") else flags.removeprefix("losses."))
+        name = of_others.get(
+            flags, word if flag in ("--loss-mode", "--adv-estimator") else flags.removeprefix("losses.").removesuffix(".diff")
+        )
+        assert not flags.endswith(".diff") or (ROOT / "examples" / "forks" / flags).exists()
         body = re.search(rf"^def {name}\(.*?^    \"\"\"(.*?)\"\"\"", source, re.M | re.S)
         text = body[1].replace("\n    ", " ") if body else ""
         assert number == linked_number and f"arXiv {number}" in text, flags

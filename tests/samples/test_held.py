@@ -46,7 +46,7 @@ class World:
                 world.now += TOKEN
                 return super().step()
 
-        self.engine = Engine(lambda request: ([1] * world.lengths[request.id[0]], [-1.0] * 99), eos_token_id=1)
+        self.engine = Engine(lambda request: ([1] * world.lengths[request.id[0].number], [-1.0] * 99), eos_token_id=1)
 
     def sleep(self, seconds: float) -> None:
         """By another rule than the schedule's: all that this version's bound allows have started, and more will be trained."""

@@ -33,7 +33,6 @@ REFUSED = {
         "Args has AsyncSchedule as a base next to CommonArgs",
     ),
     "in the other order": ("async", "", "AsyncSchedule, CommonArgs", "", "`schedule: AsyncSchedule = AsyncSchedule\\(\\)`"),
-    "the split as a base": ("async", "", "CommonArgs, SplitArgs", None, "Args has SplitArgs as a base next to CommonArgs"),
     "no schedule": ("async", "", BASE, "", "Args lacks `schedule`: write `schedule: .*AsyncSchedule"),
     "no schedule in sync": ("sync", "", BASE, "", "Args lacks `schedule`: write `schedule: .*SyncSchedule"),
     "a schedule without a type": ("sync", "", BASE, "schedule = SyncSchedule()", "Args.schedule = .* has no type"),
@@ -106,7 +105,7 @@ REFUSED = {
         "+publish_every: int = 4",
         "both define --publish-every.*AsyncSchedule.publish_e",
     ),
-    "a flag of the split": ("async", "", BASE, "+generators: int = 3", "both define --generators.*`split: SplitArgs = Split"),
+    "a flag of the split": ("async", "", BASE, "+generators: int = 3", "both define --generators.*AsyncSchedule.generators"),
     "a field and a property in one class": (
         "sync",
         "",
@@ -132,7 +131,6 @@ from rl.algorithm.args import AlgorithmArgs
 from rl.ranges import Range
 from rl.samples.schedule import SyncSchedule
 from rl.samples.schedule import AsyncSchedule, BatchSchedule, OneStepOffSchedule
-from rl.split import SplitArgs
 from rl.supervised import SupervisedSchedule
 
 
@@ -186,9 +184,9 @@ def read(module: ModuleType, *words: str):
 
 
 def test_flags_and_defaults_of_a_fork_hold(load):
-    within = "+extra: int = 3\n    backward_without_advantage: bool = True\n    rollout_n: int = 4"
+    within = "+extra: int = 3\n    data: DataArgs = DataArgs(shuffle=False)"
     args = read(load("sync", "", "CommonArgs", within), "--extra", "5")
-    assert (args.extra, args.backward_without_advantage, args.sampling.rollout_n, args.skips_backward) == (5, True, 4, False)
+    assert (args.extra, args.data.shuffle, args.sampling.rollout_n) == (5, False, 4)
     args = read(load("sync", PLAIN.format(PROPERTY.format("extra")), "Mine, CommonArgs"))
     assert args.extra, "a mixin's own property"
     args = read(load("sync", MIXIN.format("gamma: float = 0.5"), "Mine, CommonArgs"))
@@ -212,13 +210,13 @@ def test_fields_that_are_no_flags_are_left_alone(load):
 
 
 def test_a_fork_s_default_within_the_schedule_holds(load):
-    within = "schedule: AsyncSchedule = AsyncSchedule(publish_every=4, split=SplitArgs(ring_mb=8))"
+    within = "schedule: AsyncSchedule = AsyncSchedule(publish_every=4, generators=3)"
     module = load("async", "", "CommonArgs", within)
-    assert parts.flat(read(module)).items() >= {"publish_every": 4, "ring_mb": 8, "staleness_threshold": 1.0}.items()
-    given = read(module, "--ring-mb", "9", "--staleness-threshold", "0")
-    assert (given.schedule.publish_every, given.schedule.split.ring_mb, given.schedule.trains_stale) == (4, 9, True)
+    assert parts.flat(read(module)).items() >= {"publish_every": 4, "generators": 3, "staleness_threshold": 1.0}.items()
+    given = read(module, "--generators", "5", "--staleness-threshold", "0")
+    assert (given.schedule.publish_every, given.schedule.generators, given.schedule.trains_stale) == (4, 5, True)
     assert read(module, "--publish-every=1", "--staleness-threshold", "0").schedule.trains_stale is False
-    assert module.Args().schedule.split.ring_mb == 8, "defaults are not changed by what was given"
+    assert module.Args().schedule.generators == 3, "defaults are not changed by what was given"
 
 
 def test_a_schedule_of_the_fork_s_own_holds(load):
@@ -228,7 +226,6 @@ def test_a_schedule_of_the_fork_s_own_holds(load):
     assert (args.schedule.quota(0), args.schedule.quota(1), args.schedule.version_at(7)) == (2, 72, 2)
 
 
-@pytest.mark.runs
 def test_a_fork_s_own_post_init_loses_none(load):
     within = "+def __post_init__(self):\n        self.seen = self.dtype"
     for words, dtype in (((), "float32"), (("--dtype", "auto"), "float32"), (("--dtype", "bfloat16"), "bfloat16")):

@@ -186,4 +186,4 @@ def test_what_cannot_be_replayed_is_refused(demo_model, model, ranks):
     batch = Batch.of([make_group(0, [3, 4])])
     batch.token %= 18
     with pytest.raises(UserError, match="the samples came without their routes"):
-        learner.log_probs(MicroBatch.of(batch, [0, 1], ranks.device))
+        learner.log_probs(learner.policy, MicroBatch.of(batch, [0, 1], ranks.device), replays=True)

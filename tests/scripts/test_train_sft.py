@@ -1,7 +1,5 @@
 """A supervised start: loss and gradient are transformers', however rows are packed, and what is saved starts the others."""
 
-import contextlib
-
 import pytest
 import torch
 from helpers import SMALL, make_demonstrations, run_script
@@ -14,6 +12,7 @@ from rl.data.demonstrations import Demonstration
 from rl.errors import UserError
 from rl.learning.batch import Batch
 from rl.learning.learner import Learner
+from rl.ranks.timers import Timers
 from rl.supervised import set_up, to_groups
 
 
@@ -44,18 +43,17 @@ def test_loss_and_gradient_are_those_of_transformers(ranks, rows, by_transformer
     path, loss, gradient = by_transformers
     args = train_sft.Args(max_tokens_per_micro_batch=tokens)
     learner = Learner(path, args, ranks, 10)
-    learner.begin_step(1)
     found = []
     step = learner.step
     grads = lambda: torch.cat([p.grad.flatten() for p in learner.policy.parameters()]).double()  # noqa: E731
     monkeypatch.setattr(learner, "step", lambda: found.append(grads()) or step())
     batch = Batch.of(to_groups(rows, {i: i for i in range(len(rows))}))
-    metrics = train_sft.learn(learner, batch, lambda name: contextlib.nullcontext())
+    metrics = train_sft.learn(args, learner, batch, Timers())
     assert metrics["actor/loss"] == pytest.approx(loss, rel=1e-5) and metrics["actor/nll"] == pytest.approx(loss, rel=1e-5)
     assert float((found[0] - gradient).norm() / gradient.norm()) < 1e-5
 
 
-def test_adapters_are_checked_before_the_weights_are_read(demo_model, demo_moe_model, tmp_path, capsys):
+def test_adapters_are_checked_before_the_weights_are_read(demo_model, demo_moe_model):
     of = lambda *words: set_up(flags.read(train_sft.Args, args=["--test-freq", "0", *words]), "train_sft.py")  # noqa: E731
     with pytest.raises(UserError, match=r"--lora-target all-linear: --model .* is a mixture"):
         of("--model", demo_moe_model, "--lora-rank", "4")
@@ -65,7 +63,6 @@ def test_adapters_are_checked_before_the_weights_are_read(demo_model, demo_moe_m
         with pytest.raises(UserError, match=rf"--lora-rank \d+: the layers of --model .* have a rank of at most {most}"):
             of("--model", demo_model, "--lora-rank", *words)
     of("--model", demo_model, "--lora-rank", "4")
-    assert "is low for adapters" in capsys.readouterr().err
 
 
 def test_val_only_needs_something_to_validate_on(demo_model, tmp_path):

@@ -233,7 +233,7 @@ def left_over(mark: str) -> list[str]:
 
 def train(script: str, *flags, out: Path, **how) -> tuple[dict[int, dict], Path, subprocess.CompletedProcess]:
     """Runs a training script as run_script does; returns (metrics by step, the run's directory, the finished process)."""
-    done = run_script(script, "--output-dir", out, *flags, **how)
+    done = run_script(script, *flags, "--output-dir", out, **how)
     (run,) = out.iterdir()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line for line in lines}, run, done

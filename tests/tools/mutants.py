@@ -1,7 +1,6 @@
 """Programs with one planted fault: one place in our code that moves a tensor to a device is removed."""
 
 import ast
-import functools
 import importlib
 import inspect
 import types
@@ -22,12 +21,13 @@ def mutate(file: str, number: int) -> None:
     name, place = _places(tree)[number]
     _take_out(place)
     code = compile(ast.fix_missing_locations(tree), file, "exec")
-    target = functools.reduce(vars_of, name.split("."), importlib.import_module(file.removesuffix(".py").replace("/", ".")))
-    _function(target).__code__ = next(c for c in _codes(code) if c.co_qualname == name)
-
-
-def vars_of(owner, name: str):
-    return vars(owner)[name]
+    target, known = importlib.import_module(file.removesuffix(".py").replace("/", ".")), []
+    for part in name.split("."):
+        target = vars(target)[part]
+        known.append(part)
+        if not isinstance(target, type):
+            break  # a function within this one is replaced with it
+    _function(target).__code__ = next(c for c in _codes(code) if c.co_qualname == ".".join(known))
 
 
 def _places(tree: ast.AST) -> list[tuple[str, ast.Call]]:

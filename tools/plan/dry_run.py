@@ -189,7 +189,7 @@ def _unread(path: str, trust_remote_code: bool, *_) -> Weights:
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, torch.empty_like(buffer, device="cpu"))
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    return Weights(model, lambda name: torch.empty(shapes[name], dtype=dtype), dict.fromkeys(shapes, dtype))
+    return Weights(model, lambda name: torch.empty(shapes[name], dtype=dtype), {})
 
 
 def make_groups(
