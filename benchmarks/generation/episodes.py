@@ -102,19 +102,19 @@ def rate(decoding: Decoding, seconds: float, pool: Environments | None) -> tuple
 
 def measure_steps(args: Args, model: str) -> dict:
     decoding, pool = Decoding(model, args.responses), environments("Slow", model)
-    for key in range(args.tools):
+    for key in range(args.environment.tools):
         pool.begin(key, {"prompt": []}, seed=key, own_seed=key)
-    wait_for(pool, args.tools)
+    wait_for(pool, args.environment.tools)
     rate(decoding, args.seconds / 2, None)  # not counted
     found = {"without": [], "with": [], "answers": []}
     for _ in range(args.rounds):
         found["without"].append(rate(decoding, args.seconds, None)[0])
-        for key in range(args.tools):
+        for key in range(args.environment.tools):
             pool.ask(key, "step", ids=[5, 1])
         steps, answers = rate(decoding, args.seconds, pool)
         found["with"].append(steps)
         found["answers"].append(answers)
-        wait_for(pool, args.tools)  # none is at work any more
+        wait_for(pool, args.environment.tools)  # none is at work any more
     pool.close()
     return found
 
@@ -169,7 +169,7 @@ def main(args: Args) -> None:
     head = ["", "median (min - max)"]
     rows = [
         ["decoding steps a second, no tool at work", over(steps["without"])],
-        [f"decoding steps a second, {args.tools:,} tools at work", over(steps["with"])],
+        [f"decoding steps a second, {args.environment.tools:,} tools at work", over(steps["with"])],
         ["ratio, round by round", over(ratio)],
         ["tools' answers a second", over(steps["answers"], ".0f")],
     ]

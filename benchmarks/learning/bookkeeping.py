@@ -33,6 +33,7 @@ from common import RESULTS, ROOT, setting, table, words, write
 
 import losses
 import train_sync
+from rl import parts
 from rl.algorithm import whole_batch
 from rl.algorithm.metrics import batch_metrics, rollout_metrics, staleness_metrics
 from rl.algorithm.whole_batch import correct_rollout
@@ -108,7 +109,7 @@ def shared_groups(size: str, ranks: Ranks) -> list[Group]:
 
 def measure(size: str, rounds: int, ranks: Ranks) -> dict:
     torch.set_num_threads(1)
-    args = train_sync.Args(rollout_is="token")
+    args = parts.make(train_sync.Args, rollout_is="token")
     groups, few = shared_groups(size, ranks), shared_groups("8 x 8 x 10", ranks)
     seconds: dict[str, list[float]] = {part: [] for part in PARTS}  # of CPU time: other work on the machine does not count
 
@@ -139,7 +140,9 @@ def measure(size: str, rounds: int, ranks: Ranks) -> dict:
         if number == 0:  # the round before is there to load the code
             before = memory("VmRSS")
             seconds = {part: [] for part in PARTS}
-        division = Division(args.schedule.prompts_per_update, args.max_tokens_per_micro_batch, ranks, args.packs_flat_apart)
+        division = Division(
+            args.schedule.prompts_per_update, args.learner.max_tokens_per_micro_batch, ranks, args.packs_flat_apart
+        )
         batch = timed("Batch.of", functools.partial(make_batch, few if number < 0 else groups))
         batch.targets.actor_log_prob = batch.rollout_log_prob * 1.001
         batch.targets.old_log_prob = batch.targets.actor_log_prob

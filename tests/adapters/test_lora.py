@@ -13,6 +13,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 import train_sync
+from rl import parts
 from rl.adapters import lora
 from rl.adapters.files import AdapterFiles, stored_name, write_config
 from rl.adapters.lora import AdaptedLinear
@@ -255,7 +256,9 @@ def test_training_starts_from_an_adapter(models, ranks, tmp_path):
 
 def test_an_adapter_that_does_not_fit_is_refused_before_weights_are_read(models, tmp_path):
     def look(path, model: str = models["qwen3"], **flags) -> None:
-        lora.check_model(empty_model(load_config(model)), train_sync.Args(lora_model=str(path), **flags), "--model X")
+        lora.check_model(
+            empty_model(load_config(model)), parts.make(train_sync.Args, lora_model=str(path), **flags), "--model X"
+        )
 
     own = {f"model.layers.0.self_attn.{name}.lora_{part}": torch.zeros(4, 4) for name in ("q_proj", "v_proj") for part in "AB"}
     path = write_peft(tmp_path / "a", own)
@@ -307,7 +310,7 @@ def test_only_plain_adapters_are_taken(tmp_path):
 
 def test_what_cannot_have_adapters_is_refused(models, ranks, tmp_path):
     def refuse(model: str, *words: str, **flags) -> None:
-        args = train_sync.Args(**{"lora_rank": 4} | flags)
+        args = parts.make(train_sync.Args, **{"lora_rank": 4} | flags)
         with pytest.raises(UserError) as error:
             lora.check_model(empty_model(load_config(model)), args, "--model X")
         assert all(word in str(error.value) for word in words)
@@ -320,7 +323,7 @@ def test_what_cannot_have_adapters_is_refused(models, ranks, tmp_path):
     refuse(vlm, "vision tower", "--freeze-vision-tower")
     refuse(vlm, "--lora-target qkv", lora_target=("qkv",), freeze_vision_tower=True)  # of the tower alone
     with pytest.raises(UserError, match="names no layer"):
-        check(train_sync.Args(lora_rank=4, lora_target=()))
+        check(parts.make(train_sync.Args, lora_rank=4, lora_target=()))
     learner = Learner(vlm, LearnerArgs(lora_rank=4, freeze_vision_tower=True), ranks, 10)
     adapted = {name for name, module in learner.policy.model.named_modules() if isinstance(module, AdaptedLinear)}
     assert len(adapted) == 14 and all(".language_model.layers." in name for name in adapted)

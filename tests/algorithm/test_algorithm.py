@@ -221,14 +221,14 @@ def test_where_old_log_probs_come_from():
     assert all(args.old_is_rollout for args in stale) and not any(args.old_is_rollout for args in fresh)
     compares = ({"rollout_is": "token"}, CORRECTIONS["geometric_rs"], {"loss_mode": "decoupled_ppo"})
     for flags in (*compares, {"use_rollout_log_probs": False}):
-        assert not train_async.Args(**flags).old_is_rollout
-    assert train_sync.Args(use_rollout_log_probs=True).old_is_rollout
+        assert not parts.make(train_async.Args, **flags).old_is_rollout
+    assert parts.make(train_sync.Args, use_rollout_log_probs=True).old_is_rollout
 
     assert train_sync.Args().recompute_old_log_probs(2) and not train_sync.Args().recompute_old_log_probs(1)
     for flags in ({"use_kl_in_reward": True}, {"rollout_is": "token"}, {"loss_mode": "kl_cov"}):
-        assert train_sync.Args(**flags).recompute_old_log_probs(1)
-    assert not train_async.Args(use_kl_in_reward=True).recompute_old_log_probs(2) and train_async.Args(
-        rollout_is="token"
+        assert parts.make(train_sync.Args, **flags).recompute_old_log_probs(1)
+    assert not parts.make(train_async.Args, use_kl_in_reward=True).recompute_old_log_probs(2) and parts.make(
+        train_async.Args, rollout_is="token"
     ).recompute_old_log_probs(1)
 
 
@@ -324,18 +324,18 @@ REFUSED = {
 def test_flags_that_contradict_each_other_are_refused(case):
     flags, reason = REFUSED[case]
     with pytest.raises(UserError, match=reason):
-        check(train_sync.Args(**flags))
+        check(parts.make(train_sync.Args, **flags))
 
 
 def test_a_loss_without_a_ratio_is_never_left_uncorrected():
     """By default the old log-probs are the generator's. Otherwise --rollout-is must add weights, or the flags are refused."""
     for mode in ("reinforce", "gpg"):
-        assert train_async.Args(loss_mode=mode).old_is_rollout
-        check(train_async.Args(loss_mode=mode, rollout_is="sequence"))
-        check(train_sync.Args(loss_mode=mode, use_rollout_log_probs=False))
+        assert parts.make(train_async.Args, loss_mode=mode).old_is_rollout
+        check(parts.make(train_async.Args, loss_mode=mode, rollout_is="sequence"))
+        check(parts.make(train_sync.Args, loss_mode=mode, use_rollout_log_probs=False))
         for flags in ({"use_rollout_log_probs": False}, CORRECTIONS["geometric_rs"]):
             with pytest.raises(UserError, match="has no ratio"):
-                check(train_one_step_off.Args(loss_mode=mode, **flags))
+                check(parts.make(train_one_step_off.Args, loss_mode=mode, **flags))
 
 
 @pytest.mark.parametrize("mode", LOSSES)
@@ -343,8 +343,12 @@ def test_knobs_reach_the_loss(mode):
     """--loss-args and the clip flags reach the losses that take them, and no other loss."""
     loss = losses.POLICY_LOSSES[mode]
     further = [name for name in loss.knobs | loss.choice_knobs if not name.startswith("clip_")]
-    args = train_sync.Args(
-        loss_mode=mode, loss_args=tuple(f"{name}={k + 2}" for k, name in enumerate(further)), clip_ratio_low=0.5, clip_ratio_c=9
+    args = parts.make(
+        train_sync.Args,
+        loss_mode=mode,
+        loss_args=tuple(f"{name}={k + 2}" for k, name in enumerate(further)),
+        clip_ratio_low=0.5,
+        clip_ratio_c=9,
     )
     check(args)
     given = {name: k + 2.0 for k, name in enumerate(further)} | {"clip_low": 0.5, "clip_c": 9}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import losses
 import train_sync
+from rl import parts
 from rl.algorithm import metrics
 from rl.algorithm.args import parse_criteria
 from rl.algorithm.metrics import rollout_metrics
@@ -38,7 +39,7 @@ def make_batch(seed: int = 0, **flags) -> tuple[Batch, train_sync.Args]:
     batch.targets.actor_log_prob = batch.rollout_log_prob + 0.3 * torch.from_numpy(rng.standard_normal(len(batch.seq))).float()
     batch.targets.reward = batch.token_reward()
     batch.targets.advantage = losses.grpo(batch.targets.reward, batch.mask, batch.seq, batch.group)
-    return batch, train_sync.Args(**flags)
+    return batch, parts.make(train_sync.Args, **flags)
 
 
 @settings(max_examples=50)
@@ -73,7 +74,9 @@ def test_the_correction_is_the_whole_batchs_bit_for_bit(piece, level, normalize)
     batch, args = make_batch(**flags)
     inputs = (batch.targets.actor_log_prob, batch.rollout_log_prob, batch.mask.clone(), batch.seq)
     weights = losses.rollout_is_weights(*inputs, level=level, normalize=normalize)
-    kept = losses.rollout_rejection_mask(*inputs, criteria=parse_criteria(args.correction.rollout_rs, args.correction.rollout_rs_threshold))
+    kept = losses.rollout_rejection_mask(
+        *inputs, criteria=parse_criteria(args.correction.rollout_rs, args.correction.rollout_rs_threshold)
+    )
     batch.targets.is_weight, batch.targets.rejected = correct_rollout(args, batch)
     assert (
         torch.equal(batch.targets.is_weight, weights)

@@ -8,6 +8,7 @@ import torch
 from helpers import train
 
 import train_sync
+from rl import parts
 from rl.algorithm.health import Health
 from rl.learning.batch import Batch
 from rl.samples.group import Group, Response
@@ -63,7 +64,7 @@ def look(
     of: Batch, skipped: int = 0, job: Job | None = None, record: Record | None = None, more: dict | None = None, **flags
 ) -> tuple[dict, list]:
     record = record or Record()
-    health = Health(train_sync.Args(**flags), job or Job(), record, skipped=2)
+    health = Health(parts.make(train_sync.Args, **flags), job or Job(), record, skipped=2)
     health.at_start()
     return health.of_step(7, of, {"actor/skipped_steps": 2 + skipped} | (more or {})), record.said
 

@@ -76,7 +76,7 @@ def test_their_term_is_transformers_and_has_its_own_denominator(ranks, rows, pat
     more = {"max_tokens_per_micro_batch": tokens, "max_prompt_length": 14, "max_response_length": 8}
     alone, plain = gradients(script, path, ranks, step=3, **more)
     mixed, metrics = gradients(script, path, ranks, 3, rows, **more, **SFT)
-    order = Imitation(script.Args(**SFT), rows).order
+    order = Imitation(parts.make(script.Args, **SFT), rows).order
     nll = []
     for update in range(2):  # steps 1 and 2 have taken two times two updates' rows
         first = (2 * 2 + update) * 3
@@ -105,4 +105,4 @@ def test_what_cannot_be_used_is_named(demo_model, demo_vl_model, tmp_path):
     with pytest.raises(UserError, match=r"--sft-files takes only text, and --model .* takes images"):
         of("--model", demo_vl_model, "--train-files", "demo-vl", "--val-files", "demo-vl")
     with pytest.raises(UserError, match="--router-replay R3 replays a generator's routes"):
-        check(train_sync.Args(router_replay="R3", rollout_is="token", **SFT))
+        check(parts.make(train_sync.Args, router_replay="R3", rollout_is="token", **SFT))

@@ -1,6 +1,5 @@
 """A teacher: both forms have the gradient of KL(policy || teacher), also of stale samples, and what cannot teach is refused."""
 
-import dataclasses
 import json
 import shutil
 import sys
@@ -14,6 +13,7 @@ import losses
 import train_async
 import train_one_step_off
 import train_sync
+from rl import parts
 from rl.algorithm.health import Fates
 from rl.algorithm.teacher import check_teacher
 from rl.errors import UserError
@@ -170,7 +170,7 @@ def test_the_top_tokens_have_a_shape():
 )
 def test_flags_that_a_teacher_makes_meaningless_are_refused(flags, said):
     with pytest.raises(UserError, match=said):
-        check(train_sync.Args(**{"teacher": "some model"} | flags))
+        check(parts.make(train_sync.Args, **{"teacher": "some model"} | flags))
 
 
 @pytest.mark.parametrize(
@@ -182,26 +182,26 @@ def test_flags_that_a_teacher_makes_meaningless_are_refused(flags, said):
     ],
 )
 def test_others_are_not(flags):
-    check(train_sync.Args(**{"teacher": "some model"} | flags))
+    check(parts.make(train_sync.Args, **{"teacher": "some model"} | flags))
 
 
 def test_a_teacher_reads_its_longest_prompt_with_a_response(demo_model):
     """The demo's context is 512 tokens."""
-    args = train_sync.Args(teacher="self", teacher_prompt="{prompt}", teacher_max_prompt_length=504)
+    args = parts.make(train_sync.Args, teacher="self", teacher_prompt="{prompt}", teacher_max_prompt_length=504)
     check_teacher(demo_model, args, demo_model)
     with pytest.raises(UserError, match=r"--teacher-max-prompt-length 505 \+ --max-response-length 8 = 513 tokens, but the"):
-        check_teacher(demo_model, dataclasses.replace(args, teacher_max_prompt_length=505), demo_model)
+        check_teacher(demo_model, parts.replace(args, teacher_max_prompt_length=505), demo_model)
 
 
 def test_a_teacher_needs_the_policys_vocabulary(demo_model, tmp_path):
     """Two tokens have changed places: sizes are the same. Rows behind the vocabulary, as Qwen2.5's larger models have, do not
     matter."""
-    other, args = Path(shutil.copytree(demo_model, tmp_path / "other")), train_sync.Args(teacher="other")
+    other, args = Path(shutil.copytree(demo_model, tmp_path / "other")), parts.make(train_sync.Args, teacher="other")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 8}))
     check_teacher(str(other), args, demo_model)
     with pytest.raises(UserError, match="Take fewer"):
-        check_teacher(str(other), dataclasses.replace(args, teacher_top_k=10_000), demo_model)
+        check_teacher(str(other), parts.replace(args, teacher_top_k=10_000), demo_model)
     swapped = Path(shutil.copytree(demo_model, tmp_path / "swapped"))
     tokenizer = json.loads((swapped / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]

@@ -99,11 +99,11 @@ def group_of(args, scores: list[Score], outputs: list[Output] = ()) -> Group:
 
 def test_on_error_chooses_what_becomes_of_them():
     scores = [Score(1.0), Score(None, event="timeout", message="slow")]
-    args = train_sync.Args(rollout_n=2, overlong_buffer_len=1, max_response_length=2, overlong_penalty_factor=0.5)
+    args = parts.make(train_sync.Args, rollout_n=2, overlong_buffer_len=1, max_response_length=2, overlong_penalty_factor=0.5)
     assert args.reward.on_reward_error == "mask"
     good, bad = group_of(args, scores).responses
     assert (good.score, good.error, bad.score, bad.error) == (0.5, None, None, "timeout: slow")
-    zero = dataclasses.replace(args, on_reward_error="zero")
+    zero = parts.replace(args, on_reward_error="zero")
     good, bad = group_of(zero, scores).responses
     assert (good.score, good.error, bad.score, bad.error) == (0.5, None, -0.5, "timeout: slow")
     batch = Batch.of([group_of(zero, scores)])
@@ -112,25 +112,25 @@ def test_on_error_chooses_what_becomes_of_them():
 
 def test_a_penalty_on_length_is_no_signal():
     """DAPO's filter looks at correctness: a group of right answers with one long answer would only teach length."""
-    args = train_sync.Args(rollout_n=2, overlong_buffer_len=4, max_response_length=5, overlong_penalty_factor=0.3)
+    args = parts.make(train_sync.Args, rollout_n=2, overlong_buffer_len=4, max_response_length=5, overlong_penalty_factor=0.3)
     outputs = [Output((0, i), [5] * n, [-0.1] * n, [0] * n, "stop") for i, n in enumerate((1, 4))]
     for scores, has_signal in (([1.0, 1.0], False), ([0.1, 0.1], False), ([1.0, 0.0], True), ([0.775, 1.0], True)):
         group = group_of(args, list(map(Score, scores)), outputs)
         short, long = group.responses
         assert short.score == scores[0] and long.score == pytest.approx(scores[1] - 0.225) and group.differs == has_signal
         assert Group.from_bytes(group.to_bytes()).differs == has_signal
-        assert group_of(dataclasses.replace(args, overlong_buffer_len=0), list(map(Score, scores)), outputs).differs == (
+        assert group_of(parts.replace(args, overlong_buffer_len=0), list(map(Score, scores)), outputs).differs == (
             scores[0] != scores[1]
         )
 
 
 def test_without_the_greedy_baseline_no_response_is_trained():
     scores = [Score(1.0), Score(0.0), Score(None, event="died", message="gone")]
-    args = train_sync.Args(rollout_n=2, adv_estimator="remax")
+    args = parts.make(train_sync.Args, rollout_n=2, adv_estimator="remax")
     group = group_of(args, scores)
     assert [r.score for r in group.responses] == [None, None]
     assert {r.error for r in group.responses} == {"the greedy response: died: gone"}
-    group = group_of(dataclasses.replace(args, on_reward_error="zero"), scores)
+    group = group_of(parts.replace(args, on_reward_error="zero"), scores)
     assert [r.score for r in group.responses] == [1, 0] and group.baseline == 0
     assert group_of(args, [*scores[:2], Score(0.5)]).baseline == 0.5
 

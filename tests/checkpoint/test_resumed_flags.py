@@ -171,7 +171,9 @@ def test_the_optimizer_follows_the_flags(models, ranks, name, offload):
     cosine = args.learner.min_lr_ratio + (1 - args.learner.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done))
     lr = args.learner.lr * ((RESTORED_AFTER + 1) / warm_up if warm_up > RESTORED_AFTER else cosine)
     assert found["actor/lr"] == pytest.approx(lr, rel=1e-6)
-    assert math.sqrt(sum(float(g.square().sum()) for g in gradients.values())) == pytest.approx(args.learner.grad_clip, rel=1e-3)
+    assert math.sqrt(sum(float(g.square().sum()) for g in gradients.values())) == pytest.approx(
+        args.learner.grad_clip, rel=1e-3
+    )
     first, second, count = args.learner.adam_beta1, args.learner.adam_beta2, RESTORED_AFTER + 1
     for key, gradient in gradients.items():
         m = first * old[f"exp_avg.{key}"] + (1 - first) * gradient

@@ -7,6 +7,7 @@ import test_data
 from test_data import build_tokenizer
 
 import train_sync
+from rl import parts
 from rl.data.columns import ENVIRONMENT, GSM8K
 from rl.data.prompts import PromptDataset
 from rl.errors import UserError
@@ -75,4 +76,4 @@ def test_an_answer_that_is_gsm8k_s_is_graded_as_before(tmp_path):
     ],
 )
 def test_who_brings_what(flags, brought):
-    assert train_sync.Args(**flags).brought == brought
+    assert parts.make(train_sync.Args, **flags).brought == brought

@@ -11,7 +11,7 @@ from helpers import train
 from test_pool import answers, begin, environments, ids_of, model  # noqa: F401 model: a fixture
 
 import train_sync
-from rl import ranges
+from rl import parts, ranges
 from rl.environments.programs import BadValue, EpisodeProgram, Programs
 from rl.environments.turns import Turns
 from rl.errors import UserError
@@ -250,7 +250,7 @@ def test_a_reward_function_scores_in_the_process_of_its_episode(file, model):  #
 )
 def test_the_flags_are_checked_before_anything_starts(function, flags, said, file):
     flags = {name: f"{file}:{'Dice' if name == 'env' else 'tool'}" if value is True else value for name, value in flags.items()}
-    args = train_sync.Args(reward=f"{file}:{function}", **flags)
+    args = parts.make(train_sync.Args, reward=f"{file}:{function}", **flags)
     assert args.reward.scores_environments == (function != "both")
     if said:
         with pytest.raises(UserError, match=said):

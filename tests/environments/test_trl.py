@@ -15,6 +15,7 @@ from test_episodes import finish
 from test_pool import environments
 
 import train_async
+from rl import parts
 from rl.data.prompts import Prompt
 from rl.environments.turns import Turns
 from rl.generation.episodes import Episodes
@@ -102,7 +103,7 @@ def test_trl_s_own_trainer_plays_the_same_episodes(family, tmp_path, monkeypatch
         new = left[request.id].pop(0)
         return [*before, *new], [0.0] * (len(before) + len(new))
 
-    args = train_async.Args(rollout_n=len(turns), max_response_length=LENGTH, max_prompt_length=2000, max_turns=20)
+    args = parts.make(train_async.Args, rollout_n=len(turns), max_response_length=LENGTH, max_prompt_length=2000, max_turns=20)
     schemas = pool.ready["tools"]["schemas"]
     ids = Turns(tokenizer, schemas, {end}).prompt(prompt, [])
     row = {"prompt": prompt, "words": WORDS}

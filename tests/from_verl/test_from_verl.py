@@ -47,7 +47,11 @@ def ours(*words: str, script: str = "main_ppo"):
 def effective(args) -> dict:
     """Return the flags as the script uses them, with presets and synonyms resolved."""
     values = {name: value for name, value in parts.flat(args).items() if name not in OWN}
-    values |= {"rollout_is": args.correction.rollout_is, "rollout_is_threshold": args.correction.weight_bounds, "clips": args.loss.loss_knobs}
+    values |= {
+        "rollout_is": args.correction.rollout_is,
+        "rollout_is_threshold": args.correction.weight_bounds,
+        "clips": args.loss.loss_knobs,
+    }
     values |= {"rollout_rs": args.correction.rejection_criteria, "rollout_rs_threshold": None}
     values |= {"old_is_rollout": args.old_is_rollout}
     values["loss_mode"] = {"vanilla": "ppo_clip"}.get(args.loss.loss_mode, args.loss.loss_mode)

@@ -89,7 +89,12 @@ def test_the_newer_supervised_trainer(backend):
 
 def test_conversations_of_the_older_trainer():
     found, args = sft(MULTITURN)
-    assert (args.messages_key, args.learner.lr, args.learner.lr_warmup_steps, args.learner.max_tokens_per_micro_batch) == ("messages", 1e-5, 20, 8192)
+    assert (args.messages_key, args.learner.lr, args.learner.lr_warmup_steps, args.learner.max_tokens_per_micro_batch) == (
+        "messages",
+        1e-5,
+        20,
+        8192,
+    )
     assert "--prompt-key" not in found.flags and args.test_freq == 200, "verl validates after the last step"
     assert found.launcher[-1] == "4"
 

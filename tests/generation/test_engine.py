@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import train_async
 import train_one_step_off
 import train_sync
+from rl import parts
 from rl.errors import UserError
 from rl.generation.embedded.decoding import sample
 from rl.generation.embedded.engine import TransformersEngine
@@ -236,7 +237,7 @@ def test_sampling_has_the_right_distribution():
 def test_the_warning_of_truncated_sampling_has_one_rule():
     """`truncates` is what the warning about truncated sampling and the embedded engine ask."""
     assert [SamplingParams(**rule).truncates for rule in ({}, {"top_p": 0.9}, {"top_k": 3})] == [False, True, True]
-    args = train_sync.Args(top_p=0.9, top_k=7, temperature=0.5, max_response_length=5, val_top_p=0.8)
+    args = parts.make(train_sync.Args, top_p=0.9, top_k=7, temperature=0.5, max_response_length=5, val_top_p=0.8)
     assert args.sampling == SamplingParams(0.5, 0.9, 7, 5)
     assert args.val_sampling == SamplingParams(0.0, 0.8, -1, 5)
 

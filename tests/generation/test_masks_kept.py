@@ -8,6 +8,7 @@ import pytest
 from scripted import ScriptedEngine
 
 import train_async
+from rl import parts
 from rl.data.prompts import Prompt
 from rl.generation.engine import Output
 from rl.generation.generator import Generator
@@ -18,7 +19,7 @@ TOKENS = [5, 6, 7, 8, 9, 1]  # of every response, the last the end token
 
 
 def make_generator(leads: bool = True) -> Generator:
-    args = train_async.Args(rollout_n=3, max_response_length=6, overlong_buffer_len=4)
+    args = parts.make(train_async.Args, rollout_n=3, max_response_length=6, overlong_buffer_len=4)
     pool = SimpleNamespace(events=Counter(), pending=[])
     pool.submit = lambda key, *_: pool.pending.append((key, Score(1.0)))
     pool.poll = lambda: [pool.pending.pop() for _ in list(pool.pending)]

@@ -193,12 +193,12 @@ def test_explained_variance_sees_a_constant_error_and_equal_returns():
 )
 def test_what_a_critic_does_not_go_with_is_refused(flags, said):
     with pytest.raises(UserError, match=said):
-        check(train_sync.Args(adv_estimator="gae", **flags))
+        check(parts.make(train_sync.Args, adv_estimator="gae", **flags))
 
 
 def test_a_critic_with_another_vocabulary_or_images_is_refused(models):
-    args = train_sync.Args(adv_estimator="gae", critic_model="x")
+    args = parts.make(train_sync.Args, adv_estimator="gae", critic_model="x")
     with pytest.raises(UserError, match=r"^--critic-model .*tokenizer is not that of --model .*A critic reads"):
         check_critic(demo("demo-vl"), args, demo("demo"))
     with pytest.raises(UserError, match="cannot have a critic here"):
-        check_critic(demo("demo-vl"), train_sync.Args(adv_estimator="gae"), demo("demo-vl"))
+        check_critic(demo("demo-vl"), parts.make(train_sync.Args, adv_estimator="gae"), demo("demo-vl"))

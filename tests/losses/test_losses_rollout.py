@@ -106,7 +106,11 @@ def test_what_the_words_of_a_whole_correction_mean():
     for word, (level, bounds, criteria) in meaning.items():
         args = RolloutCorrectionArgs(**CORRECTIONS[word])
         args.check()
-        assert (args.correction.rollout_is, args.correction.weight_bounds, args.correction.rejection_criteria) == (level, bounds, criteria)
+        assert (args.correction.rollout_is, args.correction.weight_bounds, args.correction.rejection_criteria) == (
+            level,
+            bounds,
+            criteria,
+        )
         assert args.correction.corrects_rollout
 
 

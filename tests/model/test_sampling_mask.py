@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 import losses
 import train_sync
+from rl import parts
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Output, Request, SamplingParams
@@ -182,7 +183,7 @@ def test_a_step_compares_what_was_sampled(trainer, more):
 )
 def test_what_cannot_be_recorded_is_refused(flags, words):
     with pytest.raises(UserError, match=words):
-        check(train_sync.Args(keep_sampling_mask=True, **flags))
+        check(parts.make(train_sync.Args, keep_sampling_mask=True, **flags))
 
 
 def test_environments_tokens_have_no_record(models):

@@ -8,6 +8,7 @@ from test_plan_memory import FLAGS, check_close, check_equal, counted
 from tiny_vlm import config, picture, pixels_of, png, row, save_image_processor, save_tokenizer, save_vlm
 
 import train_sync
+from rl import parts
 from rl.data.image_prompts import ImagePrep
 from rl.errors import UserError
 from rl.model.pretrained import load_config
@@ -31,7 +32,7 @@ def configs(tmp_path_factory) -> dict[str, str]:
 
 
 def planned(path: str, size: str | None, tokens: int = 200, **flags):
-    args = train_sync.Args(model=path, **flags)
+    args = parts.make(train_sync.Args, model=path, **flags)
     return prompts_with_images(args, path, load_config(path), size, tokens, FakeDevice())
 
 
@@ -103,7 +104,9 @@ def test_a_plan_with_images_holds_their_pixels(configs):
     """The device holds more than the pixels, and more if images are larger. The tower's weights count."""
     found = []
     for size in ("100x80", "400x250"):
-        args = train_sync.Args(model=configs["qwen3-vl"], max_prompt_length=200, max_response_length=50, rollout_n=2)
+        args = parts.make(
+            train_sync.Args, model=configs["qwen3-vl"], max_prompt_length=200, max_response_length=50, rollout_n=2
+        )
         memory = dry_run("train_sync", args, 2, "npu", lengths_like("budget", 2, 50, 200), size)
         _, images = planned(configs["qwen3-vl"], size)(0)
         assert memory.device["images"] > 4 * args.schedule.prompts_per_step // 2 * pixels_of(images).numel()

@@ -207,7 +207,9 @@ def test_a_run_that_does_not_say_is_one_message(tmp_path):
 
 def rows_of(times: Times, *words: str, per_node: int = 4, nodes: int = 1, script=train_async) -> list[Way]:
     args = flags.read(script.Args, args=words)
-    return list(compare(args, Machine(nodes, per_node), Drawn(8, 100, 0.8, 1000, 10), lambda roles: times, args.engine.max_num_seqs))
+    return list(
+        compare(args, Machine(nodes, per_node), Drawn(8, 100, 0.8, 1000, 10), lambda roles: times, args.engine.max_num_seqs)
+    )
 
 
 @pytest.mark.parametrize("script", [train_sync, train_async])

@@ -241,7 +241,7 @@ def generate(path: str, dtype=torch.float32, truncates=True, attention="npu", im
 
 def turns(path: str, **flags) -> None:
     """A rank that learns and generates in turns: its engine takes the learner's weights twice."""
-    place, args = start(), train_sync.Args(model=path, engine="embedded", max_num_seqs=4, **flags)
+    place, args = start(), parts.make(train_sync.Args, model=path, engine="embedded", max_num_seqs=4, **flags)
     engines.load_tokenizer, engines.end_token_ids = (lambda *_: None), (lambda *_: {1})
     with FakeDevice():
         model = Learner(path, args, place, 10)

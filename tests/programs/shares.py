@@ -17,6 +17,7 @@ from helpers import make_group
 
 import losses
 import train_sync
+from rl import parts
 from rl.algorithm import whole_batch
 from rl.algorithm.metrics import batch_metrics, rollout_metrics, staleness_metrics
 from rl.algorithm.whole_batch import correct_rollout
@@ -52,21 +53,21 @@ def advantages(batch: Batch) -> dict[str, torch.Tensor]:
 
 def per_token(batch: Batch, minis: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     weigh = {"rollout_is": "sequence", "rollout_is_batch_normalize": True}
-    args = train_sync.Args(rollout_rs="seq_max_k3", rollout_rs_threshold="0.02", **weigh)
+    args = parts.make(train_sync.Args, rollout_rs="seq_max_k3", rollout_rs_threshold="0.02", **weigh)
     batch.targets.is_weight, batch.targets.rejected = correct_rollout(args, batch)
     found = {"weights": batch.targets.is_weight, "rejected": batch.targets.rejected} | advantages(batch)
-    by_batch = train_sync.Args(rollout_rs="token_k1,batch_k2", rollout_rs_threshold="0.9_1.2,0.003")
+    by_batch = parts.make(train_sync.Args, rollout_rs="token_k1,batch_k2", rollout_rs_threshold="0.9_1.2,0.003")
     found["rejected by batch"] = correct_rollout(by_batch, batch)[1]
     batch.targets.advantage = found["advantage by grpo"]
     for loss, knobs in (("clip_cov", ("ratio=0.2", "low=0.0001")), ("kl_cov", ("ratio=0.2",))):
-        knobs = train_sync.Args(loss_mode=loss, loss_args=knobs).choice_knobs
+        knobs = parts.make(train_sync.Args, loss_mode=loss, loss_args=knobs).choice_knobs
         batch.targets.chosen = whole_batch.chosen(losses.POLICY_LOSSES[loss], batch, minis, knobs)
         found[f"chosen for {loss}"] = batch.targets.chosen
     return found
 
 
 def numbers(batch: Batch, minis: list[torch.Tensor]) -> dict[str, float]:
-    args = train_sync.Args(rollout_is="token")
+    args = parts.make(train_sync.Args, rollout_is="token")
     found = rollout_metrics(args, batch) | batch_metrics(batch) | staleness_metrics(batch, 3)
     found["mean of responses"] = whole_batch.mean_of_responses(batch.targets.reward, batch)
     found["groups of one"] = whole_batch.groups_of_one(batch)

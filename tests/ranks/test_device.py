@@ -15,6 +15,7 @@ import torch.distributed
 from helpers import ROOT, command, environment
 
 import train_sync
+from rl import parts
 from rl.errors import UserError
 from rl.ranks import device, dist, launch
 from rl.ranks.timers import Timers
@@ -157,7 +158,7 @@ def test_the_precision_follows_the_device_unless_it_is_given(machine):
     machine("cpu")
     assert train_sync.Args().dtype == "float32"
     machine("npu")
-    assert train_sync.Args().dtype == "bfloat16" and train_sync.Args(dtype="float32").dtype == "float32"
+    assert train_sync.Args().dtype == "bfloat16" and parts.make(train_sync.Args, dtype="float32").dtype == "float32"
 
 
 @pytest.mark.parametrize(("kind", "slow"), [("npu", True), ("cuda", False), ("cpu", False)])

@@ -1,7 +1,6 @@
 """A run resumes as the same run: all flags and the files they name are compared, but those that may change."""
 
 import copy
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -103,7 +102,7 @@ def test_the_table_names_no_flag_that_is_gone():
 
 
 def test_another_script_is_refused_in_any_case(prompts, demo_model):
-    args = train_sync.Args(resume_mode="step_1")
+    args = parts.make(train_sync.Args, resume_mode="step_1")
     was = saved(Identity(args, "train_sync", demo_model, prompts))
     with pytest.raises(UserError, match="written by train_sync, not by my_experiment"):
         Identity(args, "my_experiment", demo_model, prompts).check(was, Path("step_1"))
@@ -114,14 +113,14 @@ def test_a_flag_that_an_older_version_did_not_have_counts_as_its_default(prompts
     del was["flags"]["grad_clip"]
     assert Identity(train_sync.Args(), "train_sync", demo_model, prompts).check(was, Path("x")) == []
     with pytest.raises(UserError, match=r"--grad-clip: was 1\.0, is 2\.0"):
-        Identity(train_sync.Args(grad_clip=2.0), "train_sync", demo_model, prompts).check(was, Path("x"))
+        Identity(parts.make(train_sync.Args, grad_clip=2.0), "train_sync", demo_model, prompts).check(was, Path("x"))
 
 
 def test_a_teacher_s_prompt_that_leaves_rows_out_is_refused_in_any_case(demo_model):
     """Every ticket would have another row."""
-    tokenizer, args = load_tokenizer(demo_model), train_sync.Args(resume_mode="step_1")
+    tokenizer, args = load_tokenizer(demo_model), parts.make(train_sync.Args, resume_mode="step_1")
     was = saved(Identity(args, "train_sync", demo_model, PromptDataset(["demo"], "train", tokenizer, args)))
-    args = dataclasses.replace(args, teacher=demo_model, teacher_prompt="{ground_truth}={prompt}", filter_overlong_prompts=True)
+    args = parts.replace(args, teacher=demo_model, teacher_prompt="{ground_truth}={prompt}", filter_overlong_prompts=True)
     for limit, fits in ((args.data.max_prompt_length, True), (8, False)):
         prompts = PromptDataset(["demo"], "train", tokenizer, args)
         TeacherPrompts(prompts, args.teacher.teacher_prompt, limit)
@@ -149,7 +148,7 @@ def test_what_the_flags_name_is_compared_by_content(prompts, demo_model, models,
     shutil.copytree(models["qwen3"], model)
 
     def of(name="data.jsonl", path=model, tokenizer=prompts.tokenizer) -> Identity:
-        args = train_sync.Args(train_files=(str(tmp_path / name),), reward=f"{reward}:f", model=str(path))
+        args = parts.make(train_sync.Args, train_files=(str(tmp_path / name),), reward=f"{reward}:f", model=str(path))
         return Identity(args, "train_sync", str(path), PromptDataset(args.data.train_files, "train", tokenizer, args))
 
     was = saved(of())

@@ -2,13 +2,13 @@
 
 import json
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT, run_script
 
 import train_sync
+from rl import parts
 from rl.masking import masked
 from rl.record.provenance import describe_run
 
@@ -95,8 +95,10 @@ def test_other_text_stays(text):
 
 def test_what_is_written_of_a_run_has_none(monkeypatch, tmp_path):
     """The record in config.json, and what W&B gets: the command line is a part of both."""
-    args = replace(train_sync.Args(), agent=SECRET[1], project_name=f"https://u:{S}@host/v1?token={S}")
-    monkeypatch.setattr(sys, "argv", ["train_sync.py", "--agent", args.environment.agent, f"--project-name={args.log.project_name}"])
+    args = parts.replace(train_sync.Args(), agent=SECRET[1], project_name=f"https://u:{S}@host/v1?token={S}")
+    monkeypatch.setattr(
+        sys, "argv", ["train_sync.py", "--agent", args.environment.agent, f"--project-name={args.log.project_name}"]
+    )
     record = describe_run(args, {}, "train_sync")
     assert S not in json.dumps(record, default=str) and "OPENAI_API_KEY=***" in record["flags"]["agent"]
     seen = {}

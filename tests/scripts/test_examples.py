@@ -65,7 +65,10 @@ def test_a_recipe_parses_and_its_flags_fit(recipe, device, tmp_path, monkeypatch
         assert 0 < args.schedule.generators < ranks and args.schedule.generators % args.engine.rollout_tp == 0
     learners = nodes * (ranks - generators_of(args))
     assert learners % args.learner.sequence_parallel == learners % args.learner.expert_parallel == 0
-    assert args.learner.max_tokens_per_micro_batch * args.learner.sequence_parallel >= args.data.max_prompt_length + args.sampling.max_response_length
+    assert (
+        args.learner.max_tokens_per_micro_batch * args.learner.sequence_parallel
+        >= args.data.max_prompt_length + args.sampling.max_response_length
+    )
     assert args.model.startswith("Qwen/") and args.learner.dtype == "bfloat16"
 
 

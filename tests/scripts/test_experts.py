@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 import train_async
 import train_sync
 from examples.demo.sums import build_tokenizer
+from rl import parts
 from rl.errors import UserError
 from rl.generation.generator import make_generator
 from rl.hub.names import on_hub
@@ -84,7 +85,7 @@ COMPACT = ["--dtype", "bfloat16", "--grad-dtype", "bfloat16", "--optim", "adamw_
 
 def test_a_response_has_the_same_routes_across_a_restart(model, ranks):
     """As in a checkpoint: some responses are finished, some are unfinished, and some have not begun."""
-    args = train_async.Args(model=model, router_replay="R3", rollout_n=4, max_response_length=24, max_num_seqs=6)
+    args = parts.make(train_async.Args, model=model, router_replay="R3", rollout_n=4, max_response_length=24, max_num_seqs=6)
     job, pool = set_up(args, train_async.__file__), ScoringPool(args)
 
     def generator():
@@ -176,12 +177,12 @@ def test_r2_replays_the_pass_of_the_old_log_probs(model, ranks):
 
 
 def test_what_cannot_be_replayed_is_refused(demo_model, model, ranks):
-    args = train_sync.Args(model=demo_model, router_replay="R3")
+    args = parts.make(train_sync.Args, model=demo_model, router_replay="R3")
     with pytest.raises(UserError, match="--router-replay R3, but Qwen2ForCausalLM has no router that can be replayed here"):
         set_up(args, train_sync.__file__)
     with pytest.raises(UserError, match=r"--router-replay R2 replays the pass .* Give R3, or add --rollout-is token"):
-        check(train_async.Args(router_replay="R2"))
-    check(train_async.Args(router_replay="R2", use_rollout_log_probs=False))
+        check(parts.make(train_async.Args, router_replay="R2"))
+    check(parts.make(train_async.Args, router_replay="R2", use_rollout_log_probs=False))
     learner = Learner(model, LearnerArgs(router_replay="R3"), ranks, 10)
     batch = Batch.of([make_group(0, [3, 4])])
     batch.token %= 18

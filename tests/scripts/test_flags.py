@@ -214,7 +214,7 @@ def test_a_script_keeps_its_type_and_what_was_given():
     args = flags.read(train_async.Args, args=["--lr", "1e-3", "--no-shuffle", "--train-files", "a", "b"])
     assert type(args) is train_async.Args
     given = {"lr": 1e-3, "shuffle": False, "train_files": ("a", "b")}
-    assert args == dataclasses.replace(train_async.Args(), **given)
+    assert args == parts.replace(train_async.Args(), **given)
 
 
 @pytest.mark.runs
@@ -301,9 +301,9 @@ def test_minus_one_never_saves_or_validates_and_warm_up_counts_training_steps(de
 
 
 def test_a_penalty_longer_than_the_response_is_refused():
-    check(train_sync.Args(overlong_buffer_len=8, max_response_length=8))
+    check(parts.make(train_sync.Args, overlong_buffer_len=8, max_response_length=8))
     with pytest.raises(UserError, match="--overlong-buffer-len 9 is more than --max-response-length 8"):
-        check(train_async.Args(overlong_buffer_len=9, max_response_length=8))
+        check(parts.make(train_async.Args, overlong_buffer_len=9, max_response_length=8))
 
 
 @pytest.mark.parametrize("folder", ["r" * 400, "a/" * 3000])

@@ -7,7 +7,7 @@ from test_push import Hub
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import train_sft
-from rl import flags
+from rl import flags, parts
 from rl.data.demonstrations import Demonstration
 from rl.errors import UserError
 from rl.learning.batch import Batch
@@ -41,7 +41,7 @@ def by_transformers(rows, tmp_path_factory) -> tuple[str, float, torch.Tensor]:
 @pytest.mark.parametrize("tokens", [21, 40, 8192])  # one row after the other, a few together, all together
 def test_loss_and_gradient_are_those_of_transformers(ranks, rows, by_transformers, tokens, monkeypatch):
     path, loss, gradient = by_transformers
-    args = train_sft.Args(max_tokens_per_micro_batch=tokens)
+    args = parts.make(train_sft.Args, max_tokens_per_micro_batch=tokens)
     learner = Learner(path, args, ranks, 10)
     found = []
     step = learner.step

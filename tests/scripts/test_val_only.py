@@ -34,7 +34,7 @@ def test_every_script_validates_the_model_once_and_ends(demo_model, tmp_path):
 
 
 def test_it_has_no_steps_and_resumes_nothing():
-    args = train_sync.Args(val_only=True, test_freq=-1, val_before_train=False, total_training_steps=5)
+    args = parts.make(train_sync.Args, val_only=True, test_freq=-1, val_before_train=False, total_training_steps=5)
     assert args.total_steps(100) == 0 and args.validates(0, 0)
     assert parts.make(train_async.Args, val_only=True, publish_every=3).schedule.step_of(0, 0) == 0
     with pytest.raises(UserError, match=r"--val-only resumes nothing.* give --model runs/x/step_000002"):
@@ -45,6 +45,6 @@ def test_it_loads_no_model_that_only_training_needs(demo_model, ranks):
     """A reference, a teacher and a critic are there without the flag."""
     given = {"model": demo_model, "teacher": demo_model, "use_kl_loss": True, "adv_estimator": "gae"}
     for only in (False, True):
-        args = train_sync.Args(**given, val_only=only)
+        args = parts.make(train_sync.Args, **given, val_only=only)
         learner = make_learner(args, set_up(args, train_sync.__file__), ranks)
         assert [model is None for model in (learner.reference, learner.teacher, learner.critic)] == [only] * 3
