@@ -10,6 +10,7 @@ which other flag it does nothing:
 """
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
@@ -144,9 +145,16 @@ def check_name(name: str, given: str, nested: bool = False) -> None:
 
 
 def check_path(name: str, given: str) -> None:
-    """Raise UserError for a value with characters that cannot be printed, such as a line's end."""
+    """Raise UserError for a directory's path that has characters that cannot be printed, such as a line's end, or that no file
+    system takes."""
     if wrong := next((character for character in given if not character.isprintable()), ""):
         raise UserError(f"{name} {given[:60]!a}: a name has no character such as {wrong!a}. Leave it out.")
+    try:
+        os.lstat(given)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise UserError(f"{name} {given[:60]!a} cannot be a directory ({error.strerror}).") from None
 
 
 def marks(flags: type, kind: type[Mark]) -> dict[str, Mark]:

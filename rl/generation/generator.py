@@ -286,9 +286,18 @@ def make_generator(
     if job.environments:
         job.environments.check()
     dtype = args.engine.weights_dtype(args.learner.dtype)
-    more = {"records_routes": args.learner.router_replay == "R3", "sleeps": not args.schedule.split}
-    how = (args.engine, args.sampling, sum(args.longest), dtype, ranks.device, args.trust_remote_code)
-    engine = make_engine(job.path, *how, **more)
+    engine = make_engine(
+        job.path,
+        args.engine,
+        sum(args.longest),
+        dtype,
+        ranks.device,
+        args.trust_remote_code,
+        sampling=args.sampling,
+        records_routes=args.learner.router_replay == "R3",
+        sleeps=not args.schedule.split,
+        by_priority=args.environment.has_environment,
+    )
     dist.engines_first("generator")
     engine_ranks = EngineRanks(ranks, args.engine.rollout_tp)
     return Generator(engine, job, pool, args, engine_ranks, give_up, make_responses(args, job, engine, engine_ranks))
@@ -297,16 +306,19 @@ def make_generator(
 def make_engine(
     path: str,
     args: EngineArgs,
-    sampling: SamplingArgs,
     max_length: int,
     dtype: torch.dtype,
     device: torch.device,
     trust_remote_code: bool,
+    *,
+    sampling: SamplingArgs = SamplingArgs(),
     records_routes: bool = False,
     sleeps: bool = True,
+    by_priority: bool = False,
 ) -> Engine:
-    """Return the engine that the flags ask for, loaded from `path`. records_routes: of a mixture of experts; sleeps: whether it
-    may free its memory while the learner works. Raise UserError if that is impossible."""
+    """Return the engine that the flags ask for, loaded from `path`. sampling: of training; records_routes: of a mixture of
+    experts; sleeps: whether it may free its memory while the learner works; by_priority: whether requests have one. Raise
+    UserError if that is impossible."""
     chosen = choose_engine(args.engine, device)
     if args.rollout_tp != 1 and chosen != "vllm":
         raise UserError(f"--rollout-tp {args.rollout_tp}: tensor parallel generation needs --engine vllm.")
@@ -314,8 +326,8 @@ def make_engine(
     if chosen == "vllm":
         from rl.generation.vllm.engine import VLLMEngine
 
-        more = {"records_routes": records_routes, "sleeps": sleeps}
-        return VLLMEngine(path, args, sampling, max_length, dtype, device, trust_remote_code, end_tokens, **more)
+        more = {"sampling": sampling, "records_routes": records_routes, "sleeps": sleeps, "by_priority": by_priority}
+        return VLLMEngine(path, args, max_length, dtype, device, trust_remote_code, end_tokens, **more)
     from rl.generation.embedded.engine import TransformersEngine
 
     return TransformersEngine(

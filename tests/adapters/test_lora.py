@@ -161,6 +161,7 @@ def test_gradients_are_pefts(models, ranks):
             torch.testing.assert_close(weight, merged[name], atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_peft_reads_what_is_written_and_its_files_are_read(models, ranks, tmp_path):
     """The logits of its model with the exported adapter are those of the merged weights; its own files start training."""
     peft = pytest.importorskip("peft")

@@ -51,6 +51,7 @@ def makes_sense(estimator: str, loss: str, aggregation: str) -> bool:
     return not (loss == "gmpo" and estimator in ("reinforce_pp", "remax", "gae"))
 
 
+@pytest.mark.slow
 def test_a_run_of_the_trainer_leaves_nothing_for_the_next(shallow):
     """Moments of another run would move the weights in front of the first gradient, and gspo's narrow clip then cuts it off."""
     ends = []
@@ -92,6 +93,7 @@ def test_every_combination_that_makes_sense_trains_the_demo_for_three_steps(shal
     assert sum(steps) > 0.5 * len(steps), "most batches had something to learn"
 
 
+@pytest.mark.slow
 def test_remax_compares_with_the_greedy_response(trainer):
     (_, batch), *_ = trainer.steps(2, adv_estimator="remax")
     assert set(batch.baseline.tolist()) <= {0.0, 1.0}
@@ -232,6 +234,7 @@ def test_where_old_log_probs_come_from():
     ).recompute_old_log_probs(1)
 
 
+@pytest.mark.slow
 def test_a_stale_batch_is_trained_by_importance_weights(trainer, demo_model):
     """An engine with other weights than the learner's, as after a publish: by default in the split scripts the gradient is that
     of the advantages times learner's over generator's probability, clipped; worked out here with transformers."""
@@ -243,6 +246,7 @@ def test_a_stale_batch_is_trained_by_importance_weights(trainer, demo_model):
     assert norms["recomputed"] != pytest.approx(expected, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_the_weighed_kl_is_in_a_scripts_loss(trainer, demo_model):
     """k3r is not k3+ where the policy is not the one that sampled."""
     trainer.begin_again()

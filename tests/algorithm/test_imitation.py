@@ -88,6 +88,7 @@ def test_their_term_is_transformers_and_has_its_own_denominator(ranks, rows, pat
     assert metrics == plain, "nothing that is reported of the samples counts them"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_used_is_named(demo_model, demo_vl_model, tmp_path):
     def of(*words: object) -> None:
         file = tmp_path / "rows.jsonl"

@@ -109,6 +109,7 @@ def learn(groups: list[Group], ranks, **flags) -> tuple:
     return learner.updates, batch.targets.advantage[batch.mask], metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_step_is_that_of_the_batch_without_masked_tokens(ranks, loss):
     """Every estimator with every loss; aggregations and corrections take turns, five of each for each loss."""

@@ -148,6 +148,7 @@ def test_two_processes_never_write_one_run(tmp_path):
         make(tmp_path, origin=Origin(run.dir, None), logger=())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_wandb_offline_and_the_same_run_after_a_resume(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -162,6 +163,7 @@ def test_wandb_offline_and_the_same_run_after_a_resume(tmp_path, monkeypatch):
     assert list(run.dir.glob("wandb/offline-run-*/*.wandb"))
 
 
+@pytest.mark.slow
 def test_the_plot_draws_what_there_is_and_leaves_the_backend_alone(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": null}\n')
     code = "import sys; from pathlib import Path; from rl.record.run import plot_reward; plot_reward(*map(Path, sys.argv[1:]));"
@@ -182,6 +184,7 @@ run.finish("here")
 """
 
 
+@pytest.mark.slow
 def test_plain_lines_where_there_is_no_terminal(tmp_path):
     env = os.environ | {"FORCE_COLOR": "1"}  # as many CI systems set it
     command = [sys.executable, "-c", DISPLAY, tmp_path]
@@ -240,6 +243,7 @@ def on_a_terminal(code: str, out, columns: int) -> tuple[int, str]:
     return process.wait(60), shown.decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 140])
 def test_a_live_bar_on_a_terminal(tmp_path, columns):
     code, text = on_a_terminal(DISPLAY, tmp_path, columns)
@@ -249,6 +253,7 @@ def test_a_live_bar_on_a_terminal(tmp_path, columns):
     assert "step 0: validation accuracy 0.340" in text
 
 
+@pytest.mark.slow
 def test_a_run_that_dies_leaves_the_cursor_on(tmp_path):
     code, text = on_a_terminal(DISPLAY.replace('run.finish("here")', "import os; os._exit(3)"), tmp_path, 80)
     assert code == 3 and text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")

@@ -77,6 +77,7 @@ def test_they_change_nothing(trainer, groups, estimator):
     assert not torch.equal(weights, learn(trainer, zero, **flags)[1]), "the groups would teach"
 
 
+@pytest.mark.slow
 def test_a_mini_batch_or_a_batch_of_nothing_else_is_no_number_out_of_range(trainer, groups):
     for holes in (groups[:2], groups):
         some = [unscored(g, range(4)) if g in holes else g for g in groups]

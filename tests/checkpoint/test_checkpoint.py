@@ -167,6 +167,7 @@ def test_unfinished_responses_continue_in_a_real_run(stream, tmp_path):
     assert sorted(ticket for line in lines for ticket in json.loads(line)["trained"]) == [*range(12 * 8)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
 def test_a_response_that_continues_elsewhere_is_the_same(models, kind):
     """Interrupted at every length: the same tokens, the same log-probs up to the rounding of another batch."""

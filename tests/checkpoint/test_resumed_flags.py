@@ -146,6 +146,7 @@ def trained(model: str, ranks) -> Learner:
     return learner
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("name", [None, *CHANGED])
 def test_the_optimizer_follows_the_flags(models, ranks, name, offload):

@@ -108,6 +108,7 @@ def use_prompts(file: str) -> None:
     json.dumps([prompt.ground_truth, prompt.extra_info, prompt.row], default=plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", FITS)
 def test_a_column_of_any_type_is_read_or_named(column, tmp_path):
     others = {
@@ -155,6 +156,7 @@ def use_demonstrations(file: str) -> None:
     list(Demonstrations([file], "train", TOKENIZER, DemonstrationArgs(), {TOKENIZER.eos_token_id}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rest", [DEMONSTRATION, {}])
 @pytest.mark.parametrize("column", TAUGHT)
 def test_a_column_of_demonstrations(column, rest, tmp_path):

@@ -80,6 +80,7 @@ def test_what_a_killed_or_failed_process_leaves_is_removed(untaught):
     assert is_made(Path(demo.model_dir()))
 
 
+@pytest.mark.slow
 def test_waiting_for_another_process_that_makes_it_is_progress(untaught, monkeypatch):
     target = directory("demo")
     target.parent.mkdir(parents=True)
@@ -97,6 +98,7 @@ def test_waiting_for_another_process_that_makes_it_is_progress(untaught, monkeyp
     assert seen[:2] == [True, True]
 
 
+@pytest.mark.slow
 def test_no_code_of_a_job_saves_a_model_by_save_pretrained():
     """save_pretrained writes a model on the job's first rank only. Any rank may write configs, tokenizers and processors."""
     for path in [*ROOT.glob("*.py"), *(ROOT / "rl").rglob("*.py")]:

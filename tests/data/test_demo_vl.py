@@ -50,6 +50,7 @@ def read(picture: Image.Image) -> str:
     return digits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_every_picture_shows_its_number(split):
     rows = demo_vl.problems(split)
@@ -97,6 +98,7 @@ def test_the_model_reads_but_mostly_says_another_number(demo_vl_model):
     assert 0.02 < sum(x == 0 for x in off) / len(off) < 0.5
 
 
+@pytest.mark.slow
 def test_making_it_is_not_silent_and_the_directory_is_an_ordinary_one(demo_vl_model, capsys):
     tokenizer, processor = demo_vl.build_tokenizer(), demo_vl.build_processor()
     demo_vl._teach(demo_vl.build_model(tokenizer), tokenizer, processor, 1, 1, 1)

@@ -61,6 +61,7 @@ def test_what_a_terminal_would_obey_is_written_out(tmp_path):
     assert "\x1b" not in said and "\\x1b[2Jout" in said
 
 
+@pytest.mark.slow
 def test_gsm8k_from_a_copy_of_the_hubs_repository(tmp_path):
     """The repository has two configurations, of which `main` is meant, and files of several parts."""
     for split, rows in (("train", GSM8K), ("test", GSM8K[1:])):

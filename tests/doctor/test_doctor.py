@@ -30,6 +30,7 @@ def wrong(findings: dict[str, dict]) -> set[str]:
     return {check for check, finding in findings.items() if finding["status"] == WRONG}
 
 
+@pytest.mark.slow
 def test_a_healthy_engine_is_ok(tmp_path, ranks, demo_model):
     findings = measured(tmp_path, ranks, demo_model)
     assert {finding["status"] for finding in findings.values()} == {OK}
@@ -37,10 +38,12 @@ def test_a_healthy_engine_is_ok(tmp_path, ranks, demo_model):
     assert findings["update"]["facts"]["tokens_per_s"] > 0
 
 
+@pytest.mark.slow
 def test_a_model_with_images_is_examined_too(tmp_path, ranks, demo_vl_model):
     assert not wrong(measured(tmp_path, ranks, demo_vl_model))
 
 
+@pytest.mark.slow
 def test_log_probs_that_ignore_the_temperature_are_wrong(tmp_path, ranks, demo_model, monkeypatch):
     """vllm-ascend's sampler ignores it by default."""
     from transformers import AutoModelForCausalLM
@@ -68,6 +71,7 @@ def test_log_probs_that_ignore_the_temperature_are_wrong(tmp_path, ranks, demo_m
     assert wrong(measured(tmp_path, ranks, demo_model)) == {"log-probs, temperature 0.6"}
 
 
+@pytest.mark.slow
 def test_a_weight_that_does_not_arrive_is_wrong(tmp_path, ranks, demo_model, monkeypatch):
     update = TransformersEngine.update
 
@@ -153,6 +157,7 @@ def test_what_ascend_wants_of_the_environment(monkeypatch, tmp_path):
 # --------------------------------------------------------------------------------------------------- its processes
 
 
+@pytest.mark.slow
 def test_a_command_that_hangs_is_ended_with_all_that_it_has_started():
     """Also processes in their own sessions, and those that ignore SIGTERM."""
     mark = "doctor-hangs"
@@ -215,6 +220,7 @@ def test_the_reason_of_a_failure_is_the_users_line():
     assert processes.Outcome(1, traceback, 1.0).reason == "RuntimeError: HCCL refuses float64"
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_is_wrong_with_its_own_message():
     (finding,) = scripts.check_script("train_sync.py", "/nowhere/model", 1, "float32", timeout=120)
     assert finding.status == WRONG and "/nowhere/model" in finding.text

@@ -80,6 +80,7 @@ def test_the_rows_of_the_code_are_found():
     assert "WRONG" in found[f"{engine}, publish"] and "WRONG" not in found[f"{engine}, start"] | found[f"{engine}, kernel"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_a_documented_row_is_one_that_the_doctor_prints(page):
     for name, status in documented(page):

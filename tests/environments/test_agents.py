@@ -83,6 +83,7 @@ def says(pool: Environments, key, text: str, end: str = "<|im_end|>") -> dict:
     return answers(pool, [key])[key]
 
 
+@pytest.mark.slow
 def test_the_openai_client_is_answered_and_refused(model, tokenizer, tmp_path, monkeypatch, capfd):  # noqa: F811
     """Calls that extend each other add the template's own tokens alone; what is refused is no turn, and costs nothing."""
     pytest.importorskip("openai")
@@ -214,6 +215,7 @@ EVENTS = {"calls nothing": "error", "dies": "error", "fails": "error", "lies": "
 EVENTS |= {"hangs": "timeout"}
 
 
+@pytest.mark.slow
 def test_what_an_agent_does_costs_its_own_response(model, tmp_path, capfd):  # noqa: F811
     """Each failure is an event of its kind; others are scored, and one that says no reward is for a verifier."""
     pool = agents(model, written(tmp_path / "agent.py", RUDE), env_timeout=15.0)
@@ -236,6 +238,7 @@ def test_what_an_agent_does_costs_its_own_response(model, tmp_path, capfd):  # n
     assert (1 << 15) < capfd.readouterr().err.count("x" * 16) * 16 < (1 << 17)
 
 
+@pytest.mark.slow
 def test_an_agent_hears_that_its_budget_is_used_up(model, tmp_path):  # noqa: F811
     """Its open call is refused; it may still say what it has reached."""
     pool = agents(model, written(tmp_path / "agent.py", RUDE))
@@ -383,6 +386,7 @@ def test_a_conversation_with_calls_is_the_template_s_own(family):
 # ------------------------------------------------------------------------------------------------- the endpoint itself
 
 
+@pytest.mark.slow
 def test_requests_are_answered_one_after_the_other_and_others_refused(model, tmp_path):  # noqa: F811
     """Each needs the key of its episode; five calls at once are five turns."""
     agent = "import json, os; print(json.dumps([os.environ['OPENAI_BASE_URL'], os.environ['OPENAI_API_KEY']]), flush=True)"

@@ -107,6 +107,7 @@ def test_an_argument_without_a_schema_is_text():
     assert parse(GLM.format("5"), "xml", {"f": {"properties": {}}})[1] == [{"name": "f", "arguments": {"a": "5"}}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, '"\\"' * 50_000, "True" * 30_000, "9" * 100_000])
 def test_a_text_that_nothing_can_read_stays_text(text):
     for schema in (ARRAY, OBJECT, INTEGER, OPTIONAL, NUMBER):
@@ -122,6 +123,7 @@ def test_a_schema_of_another_form_raises_nothing():
             assert call["arguments"]["a"] in (5, "5")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "form"), [("qwen3_5_think", QWEN), ("glm4moe", GLM)])
 def test_vllm_s_parsers_read_the_same(family, form):
     pytest.importorskip("vllm.tool_parsers")
@@ -169,6 +171,7 @@ STARTS = ["", "<tool_call>", "<tool_call><function=f>", "<tool_call>f", "<tool_c
 STARTS += ["<tool_call>f<arg_key>a</arg_key><arg_value>", '{"name": "f"}', "<|python_tag|>"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["hermes", "xml", "llama"])
 def test_the_time_of_a_parser_is_linear(form):
     """CPU time for a text eight times as long: eight times as much if it is linear, 64 times if it is quadratic."""

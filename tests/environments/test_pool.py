@@ -103,6 +103,7 @@ EVENTS = {
 }
 
 
+@pytest.mark.slow
 def test_what_an_environment_does_costs_its_own_response(rude, tokenizer):
     """Complaint 16: each is an event of its kind, and a good one next to them answers."""
     found = played(rude, *EVENTS, "good")
@@ -121,6 +122,7 @@ def test_what_an_episode_starts_ends_with_it_and_what_the_file_starts_does_not(r
         wait_for(rude, 2)  # the process in which they are played, and the file's own
 
 
+@pytest.mark.slow
 def test_one_that_hangs_costs_its_time_limit(model):
     """Complaint 18; its process does not outlive its episode, even if nobody can speak to it any more."""
     pool = environments(model, env_timeout=5.0)
@@ -211,6 +213,7 @@ def test_the_answer_of_an_episode_that_was_ended_is_nobody_s(rude):
     rude.end("a")
 
 
+@pytest.mark.slow
 def test_one_that_ends_the_process_they_are_forked_from_does_not_end_the_run(model):
     pool = environments(model)
     begin(pool, "other", "good")
@@ -222,6 +225,7 @@ def test_one_that_ends_the_process_they_are_forked_from_does_not_end_the_run(mod
     pool.close()
 
 
+@pytest.mark.slow
 def test_an_async_environment(model):
     pool = environments(model, f"{RUDE}:Waits")
     begin(pool, "a", "")

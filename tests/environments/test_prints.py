@@ -40,6 +40,7 @@ def loud(tmp_path) -> Path:
     return tmp_path / "loud.py"
 
 
+@pytest.mark.slow
 def test_an_episode_shows_a_little_however_it_prints(model, loud, capfd):  # noqa: F811
     pool = environments(model, f"{loud}:Loud")
     kinds = ("print", "stderr", "files", "a child", "a fork")

@@ -218,6 +218,7 @@ def test_a_group_s_resets_draw_the_same_and_its_tools_do_not(started):
     assert len({str(play(new, f"{CALL}<|im_end|>", own_seed=number)["ids"]) for number in range(3)}) == 3
 
 
+@pytest.mark.slow
 def test_a_reward_function_scores_in_the_process_of_its_episode(file, model):  # noqa: F811
     spec = f"{file}:Dice"
     pool = environments(model, spec, reward=f"{file}:total,bonus", scores_environments=True)

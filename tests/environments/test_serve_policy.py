@@ -160,6 +160,7 @@ def test_workers_with_the_openai_client_come_and_go(model, monkeypatch):  # noqa
     assert [worker.wait(20) for worker in workers] == [0, 0]
 
 
+@pytest.mark.slow
 def test_an_episode_is_what_a_command_s_is(pool):
     """The row, the seed and the split; and what its first call says is the prompt."""
     begin(pool, "a", split="val")
@@ -217,6 +218,7 @@ def test_an_end_without_a_call_is_not_scored(pool, end, said):
     assert answer["event"] == "error" and said in answer["message"]
 
 
+@pytest.mark.slow
 def test_an_episode_waits_for_a_worker_and_no_longer_for_one_that_is_silent(model, monkeypatch, capfd):  # noqa: F811
     pool = serving(model, monkeypatch, number=3, env_timeout=1.0)
     assert pool.url == f"http://127.0.0.1:{int(pool.args.environment.serve_policy) + 3}/v1"
@@ -238,6 +240,7 @@ def test_an_episode_waits_for_a_worker_and_no_longer_for_one_that_is_silent(mode
     assert f"{pool.url}/episodes/next" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_end_is_said_to_whoever_asks(model, monkeypatch):  # noqa: F811
     """To a worker whose call is open, and to one that asks for an episode; then the port is free."""
     pool = serving(model, monkeypatch)
@@ -270,6 +273,7 @@ def test_addresses(model, host, addresses, monkeypatch):  # noqa: F811
     pool.close()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_served_is_a_message(model, monkeypatch):  # noqa: F811
     for flags, said in (
         ({"agent": "python x.py"}, "--agent and --serve-policy: a response has one environment"),
@@ -294,6 +298,7 @@ def test_what_cannot_be_served_is_a_message(model, monkeypatch):  # noqa: F811
         serving(model, monkeypatch, serve_policy=str(other.getsockname()[1]))
 
 
+@pytest.mark.slow
 def test_a_server_that_was_killed_costs_its_episodes_and_serves_again(pool):
     begin(pool, "a")
     key = take(pool)["api_key"]

@@ -79,6 +79,7 @@ def test_the_whole_conversation_is_what_the_template_renders(family):
     assert (not thought or thought in said) and tokenizer.decode(ids[0] + ids[1] + turns.between([TOOL])) == whole
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=60)
 def test_an_answer_is_data_whatever_it_holds(data):

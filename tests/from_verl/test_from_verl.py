@@ -536,6 +536,7 @@ def test_all_of_verls_runs_are_here():
 ODD = ["1", "0", "-1", "None", "True", "abc", "[a]", "[]", "", "1e-6", "1.5", "8", "[1,2]", "{a: 1}", "'x y'", "${a.b}"]
 
 
+@pytest.mark.slow
 def test_odd_values_never_cause_a_traceback(monkeypatch):
     """Every key of the table with every value, in random groups: the result has a command and a verdict on each key."""
     monkeypatch.setattr(translate, "refusal", lambda translation: "")  # tyro takes long, and has its own tests

@@ -168,6 +168,7 @@ def test_words_of_another_program_do_not_become_a_run_of_the_demo(words):
         translate.translate(read_words(words.split()))
 
 
+@pytest.mark.slow
 def test_a_refused_program_is_one_line_on_the_command_line():
     start = [sys.executable, "-m", "tools.from_verl", "python3", "-m", "verl.trainer.main_eval", "data.path=x"]
     done = subprocess.run(start, cwd=ROOT, capture_output=True, text=True, timeout=120)

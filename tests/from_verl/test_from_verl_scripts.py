@@ -99,6 +99,7 @@ def test_long_commands_into_a_pipe_are_read_whole():
         assert command.values == keys and not command.unread
 
 
+@pytest.mark.slow
 def test_a_loop_without_end_after_the_start_does_not_hide_it_and_leaves_no_process(monkeypatch):
     monkeypatch.setattr("tools.from_verl.command.SECONDS_TO_READ", 3)
     mark = f"mark_{uuid.uuid4().hex}"

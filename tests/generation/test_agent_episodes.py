@@ -272,12 +272,10 @@ def test_every_history_is_replayed_with_the_experts_that_sampled_it(models, rank
     from rl.generation.embedded.engine import TransformersEngine
     from rl.learning.args import LearnerArgs
     from rl.learning.learner import Learner
-    from rl.model.pretrained import RouterArgs
     from rl.model.router import UNKNOWN
 
     def engine_of():
-        replay = RouterArgs(router_replay="R3")
-        return TransformersEngine(models["moe"], 64, 4, end_tokens={1, 2, 3, 4, 5, 6}, router=replay)
+        return TransformersEngine(models["moe"], 64, 4, end_tokens={1, 2, 3, 4, 5, 6}, records_routes=True)
 
     calls = [(1, [20, 9]), (0, [21, 8]), (1, [22, 7, 8]), (2, [23])]
     prompt = lambda key: [7, 7, 2] if key[1] == unlike else [2, 3]  # noqa: E731

@@ -265,7 +265,7 @@ def test_auto_says_what_it_takes_and_why(wanted, device, vllm, chosen, said, mon
 
 def test_an_engine_that_cannot_be_is_refused_with_a_remedy(models, monkeypatch):
     with pytest.raises(UserError, match=r"--rollout-tp 2: .* needs --engine vllm"):
-        make_engine(models["qwen3"], EngineArgs(engine="embedded", rollout_tp=2), 64, "float32", CPU, False)
+        make_engine(models["qwen3"], EngineArgs(engine="embedded", rollout_tp=2), 64, torch.float32, CPU, False)
     monkeypatch.setitem(sys.modules, "rl.generation.vllm.engine", None)
     with pytest.raises(UserError, match=r"--engine vllm: vLLM cannot be imported.*requirements-cuda.txt"):
         choose_engine("vllm", CPU)

@@ -488,11 +488,11 @@ def test_log_probs_of_an_episode_agree_with_a_forward_pass(models):
 def test_the_routes_of_added_tokens_are_known(models):
     """--router-replay R3: every token but the last has its experts, those that one pass over the whole episode chooses."""
     from rl.generation.embedded.engine import TransformersEngine
-    from rl.model.pretrained import RouterArgs
 
     def engine_of():
-        router = RouterArgs(router_replay="R3")
-        return TransformersEngine(models["moe"], max_length=64, max_num_seqs=4, end_tokens={1, 2, 3, 4, 5, 6}, router=router)
+        return TransformersEngine(
+            models["moe"], max_length=64, max_num_seqs=4, end_tokens={1, 2, 3, 4, 5, 6}, records_routes=True
+        )
 
     def answer(key, turn, ids):
         return {"done": turn == 3, "ids": [20 + turn, 8, 9] if turn < 3 else [], "reward": 1.0}

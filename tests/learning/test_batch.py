@@ -187,6 +187,7 @@ def test_a_rank_without_work_still_has_a_forward_pass():
 PROMPTS = st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(1, 30), max_size=4)), min_size=1, max_size=6)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(PROMPTS, st.sampled_from([(4, 4), (4, 2), (4, 1)]), st.integers(0, 99))
 def test_packed_attention_equals_one_sequence_at_a_time(prompts, heads, seed):

@@ -71,6 +71,7 @@ def assert_the_same(one, other) -> None:
     assert relative(one[2], other[2]) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", OWN)
 def test_every_loss_has_the_gradient_and_the_metrics_of_all(models, ranks, pays, loss):
     """Half of one of two mini-batches has no advantage. Two epochs. Losses that choose tokens, or train all, compute all."""

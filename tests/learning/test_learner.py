@@ -245,6 +245,7 @@ def test_chunks_give_the_gradient_of_autograd(use_entropy, with_bias, dtype, all
 NO_SIGNAL = {"a gradient of 0": (0.0, True), "nothing to learn from": (1.0, False)}  # (factor of the loss, has_signal)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [{}, {"optim": "adamw_8bit"}, {"dtype": "bfloat16"}, {"lora_rank": 4}])
 @pytest.mark.parametrize("why", NO_SIGNAL)
 def test_a_step_without_a_signal_changes_nothing(models, ranks, flags, why):

@@ -87,6 +87,7 @@ def test_a_rank_alone_learns_what_it_learns_with_everything_offloaded(models, ra
     assert torch.equal(weights(alone), weights(moving))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", COMPACT)
 def test_training_goes_as_with_plain_adamw_and_resumes_bit_for_bit(models, ranks, flags):
     """Over 10 updates at a high rate the weights move nearly as far in nearly the same direction."""

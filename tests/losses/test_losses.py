@@ -67,6 +67,7 @@ def by_score(name, scores, groups, lengths=None, **extra):
     return out[ends].tolist()
 
 
+@pytest.mark.slow
 def test_it_works_alone_in_an_empty_directory(tmp_path):
     """Without the rest of the project, without a process group, and with no import except torch."""
     shutil.copy(ROOT / "losses.py", tmp_path)

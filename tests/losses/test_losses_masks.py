@@ -81,6 +81,7 @@ def train(b, estimator, loss, aggregation, correction, gamma):
     return [total.detach(), lp.grad[mask], advantage[mask], weight[mask], *means.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 @settings(max_examples=40)
 @given(LENGTHS, st.integers(0, 9999), st.sampled_from([0.0, 0.3, 0.7]), st.sampled_from([1.0, 0.9, 0.5]))

@@ -34,6 +34,7 @@ def test_it_draws_every_loss_and_has_a_row_for_every_estimator():
     assert all(f"**{name}**" in prose for name in names | estimators - {"gpg"})
 
 
+@pytest.mark.slow
 def test_it_runs():
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")

@@ -258,7 +258,7 @@ def test_an_engine_ends_responses_at_the_tokenizers_end_token(model, tmp_path):
     end = 9
     tokenizer_of(WORDS, eos_token=WORDS[end]).save_pretrained(tmp_path / "model")
     args = EngineArgs(engine="embedded")
-    engine = make_engine(model, args, 64, "float32", torch.device("cpu"), False)
+    engine = make_engine(model, args, 64, torch.float32, torch.device("cpu"), False)
     assert engine.eos == {1, end}
     for i in range(8):
         engine.add(Request(i, [5, 6], SamplingParams(max_tokens=60), seed=i))

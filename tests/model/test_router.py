@@ -18,7 +18,6 @@ from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, MicroBatch
 from rl.learning.learner import Learner
 from rl.model import router
-from rl.model.pretrained import RouterArgs
 from rl.model.router import Router, check_record
 from rl.samples.group import Group
 
@@ -214,7 +213,7 @@ def test_recomputed_layers_take_the_experts_of_their_forward_pass(learn):
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_the_embedded_engine_records_what_it_chose(models, learn, kind):
     """Log-probs of transformers, and in the learner the recorded experts: in fp32 its own ones nearly everywhere."""
-    engine = TransformersEngine(models["moe"], 64, 5, dtype=getattr(torch, kind), router=RouterArgs(router_replay="R3"))
+    engine = TransformersEngine(models["moe"], 64, 5, dtype=getattr(torch, kind), records_routes=True)
     batch = sampled(engine)
     learner, micro = learn(router_replay="R3"), micro_of(batch)
     assert micro.routes.shape == (micro.inputs["input_ids"].numel(), 2, 2)
@@ -245,7 +244,7 @@ def test_router_logits_are_in_fp32(models):
 def test_a_model_that_takes_images_has_its_routers_too(ranks, tmp_path):
     """With text only: the learner would choose what the engine records, except for rounding, and replays it."""
     save_vlm("qwen3-vl-moe", tmp_path)
-    engine = TransformersEngine(str(tmp_path), 64, 5, router=RouterArgs(router_replay="R3"))
+    engine = TransformersEngine(str(tmp_path), 64, 5, records_routes=True)
     batch = sampled(engine, n=2)
     learner, micro = Learner(str(tmp_path), LearnerArgs(router_replay="R3"), ranks, 10), micro_of(batch)
     micro.inputs["images"] = None

@@ -159,6 +159,7 @@ def trainer(demo_model, ranks):
     return Trainer(demo_model, ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"adv_estimator": "remax"}, {"ppo_epochs": 2, "rollout_is": "token"}])
 def test_a_step_compares_what_was_sampled(trainer, more):
     """Generator and learner agree on each token's log-prob to rounding. Without the record they differ by the mass of what

@@ -16,7 +16,6 @@ from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, MicroBatch
 from rl.learning.batch_images import BatchImages
 from rl.learning.learner import Learner
-from rl.model.pretrained import RouterArgs
 from rl.samples.group import Group, Response
 
 
@@ -37,7 +36,7 @@ def experts_of(theirs, prompt, tokens: list[int]) -> torch.Tensor:
 
 def test_what_the_engine_records_the_learner_replays(model, rows, ranks):  # noqa: F811
     prompts = dataset(model, rows)
-    engine = TransformersEngine(model, 120, 6, router=RouterArgs(router_replay="R3"))
+    engine = TransformersEngine(model, 120, 6, records_routes=True)
     theirs, groups = AutoModelForImageTextToText.from_pretrained(model), []
     outputs = drain(engine, requests_of(prompts, 2, max_tokens=6))
     for (i, _), output in outputs.items():

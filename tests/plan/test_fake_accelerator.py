@@ -47,7 +47,7 @@ NOTICED_BY = {  # a file whose places are taken out -> the cases that must notic
     "rl/weights/publisher.py": ["one rank", "one rank, over the host"],
     "rl/weights/subscriber.py": ["engine", "engine, over the host"],
     "rl/weights/buckets.py": ["one rank", "one rank, over the host", "engine"],
-    "rl/generation/engine.py": ["in turns"],
+    "rl/generation/generator.py": ["in turns"],
     "rl/learning/optimizer.py": ["one rank"],
     "rl/algorithm/critic.py": ["a critic"],
     "rl/algorithm/imitation.py": ["demonstrations"],
@@ -138,6 +138,7 @@ def test_our_code_runs_on_an_accelerator(models):
     check(run(models, CASES, wanted), CASES, wanted)
 
 
+@pytest.mark.slow
 def test_every_file_that_moves_something_is_run():
     files = {str(path.relative_to(ROOT)) for path in ROOT.glob("rl/**/*.py")}
     assert {file for file in files if places(file)} == {*NOTICED_BY, *LEFT_OUT}

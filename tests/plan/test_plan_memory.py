@@ -119,6 +119,7 @@ def flags(model: str, **more) -> train_async.Args:
     return parts.make(train_async.Args, model=model, max_prompt_length=20, max_response_length=100, rollout_n=4, **more)
 
 
+@pytest.mark.slow
 def test_shards_by_arithmetic(model):
     args = flags(model, dtype="bfloat16", max_tokens_per_micro_batch=240, save_freq=5, use_kl_loss=True, teacher=model)
     memory = dry_run("train_async", args, 4, "cuda", lengths_like("budget", 4, 100, 20))
@@ -225,6 +226,7 @@ COMBINED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "more"), COMBINED)
 def test_every_combination_of_a_large_model_is_counted(wide, kind, more):
     """Matrices and blocks of pinned memory larger than the integers whose values are followed."""

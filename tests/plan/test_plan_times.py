@@ -64,6 +64,7 @@ PUBLISHED = {
 }  # devices: seconds a step in sync, in async on half and half
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", PUBLISHED)
 def test_the_data_sheet_alone_is_within_a_factor_of_two_of_published_runs(devices):
     """The lengths are said to grow to 28k tokens; a mean of 1,073 with a spread of 0.95 explains the synchronous rows best."""
@@ -279,6 +280,7 @@ def test_a_real_run_is_planned_as_it_went(script, demo_model, tmp_path):
     assert row.result.seconds == pytest.approx(seconds, rel=0.25)
 
 
+@pytest.mark.slow
 def test_a_plan_imports_nothing_that_torch_2_10_lacks():
     """The NPU set has it (requirements-npu.txt): it has no name for tensors on different devices."""
     lacks = "import torch._subclasses.fake_tensor as f; vars(f).pop('FakeTensorDeviceMismatchError', None)"

@@ -245,7 +245,7 @@ def turns(path: str, **flags) -> None:
     engines.load_tokenizer, engines.end_token_ids = (lambda *_: None), (lambda *_: {1})
     with FakeDevice():
         model = Learner(path, args, place, 10)
-        engine = engines.make_engine(path, args, 32, args.learner.dtype, place.device, False)
+        engine = engines.make_engine(path, args.engine, 32, args.engine.weights_dtype(args.learner.dtype), place.device, False)
         held = LocalWeights(model, engine, args.engine.weights_dtype(args.learner.dtype))
         for version in range(2):
             held.publish(version)

@@ -133,6 +133,7 @@ def test_what_is_skipped_the_second_time_has_failed(tmp_path):
     assert code == 1 and said("failed twice", console) == ["test_one.py::test_needs_its_worker"], console
 
 
+@pytest.mark.slow
 def test_the_end_of_the_time_is_a_failure(tmp_path):
     assert rerun(tmp_path, {"one": PASSING}, CI_DEADLINE="1")[0] == 124
     soon = f"import os, time\n\n\ndef test_is_long():\n    open({str(tmp_path / 'begun')!r}, 'w')\n    time.sleep(600)\n"
@@ -191,6 +192,7 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_only_whole_runs_have_workers():
     unset = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     command = [sys.executable, "-c", SHOW, json.dumps([arguments for arguments, _ in WORKERS])]

@@ -45,6 +45,7 @@ def run(site: Path, cwd: Path, program: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_everything_imports_from_any_directory_and_the_report_without_torch(site, tmp_path):
     program = "import sys, report, tools.report.logs; print('torch' in sys.modules, report.__file__)"
     assert run(site, tmp_path, program) == f"False {site / 'report.py'}"
@@ -97,6 +98,7 @@ def install_into(environment: Path, versions: dict[str, str]) -> None:
         (info / "RECORD").touch()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moved", [{}, OTHERS], ids=["as pinned", "another torch and transformers"])
 @pytest.mark.parametrize("file", SETS)
 def test_installing_the_project_changes_no_other_package(file, moved, wheel, tmp_path):

@@ -119,6 +119,7 @@ def test_a_folder_has_a_sign_and_few_files(folder):
         assert len([*folder.glob("*.py")]) - 1 <= MOST_FILES
 
 
+@pytest.mark.slow
 def test_a_start_of_plain_training_imports_no_room_of_a_feature():
     """Imported where a flag or the model asks for it."""
     rooms = ["rl.adapters", "rl.algorithm.critic", "rl.algorithm.imitation", "rl.algorithm.teacher", "rl.checkpoint.push"]

@@ -137,6 +137,7 @@ def test_learners_that_share_devices_with_engines_load_after_these(machine, monk
     dist.engines_first("learner")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "tool"), [("nvidia0", "nvidia-smi"), ("davinci3", "npu-smi"), ("nvidiactl", ""), ("", "")])
 def test_a_driver_that_torch_cannot_use_is_reported(tmp_path, file, tool):
     if file:

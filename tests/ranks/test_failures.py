@@ -129,6 +129,7 @@ process.run(main)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 128 + signal.SIGTERM)])
 def test_a_rank_obeys_its_own_signals_and_not_its_childrens(number, code, tmp_path):
     """Also with SIGINT ignored, as in the background of a shell, and with a stdout that lacks some characters."""

@@ -116,6 +116,7 @@ def test_a_flag_that_an_older_version_did_not_have_counts_as_its_default(prompts
         Identity(parts.make(train_sync.Args, grad_clip=2.0), "train_sync", demo_model, prompts).check(was, Path("x"))
 
 
+@pytest.mark.slow
 def test_a_teacher_s_prompt_that_leaves_rows_out_is_refused_in_any_case(demo_model):
     """Every ticket would have another row."""
     tokenizer, args = load_tokenizer(demo_model), parts.make(train_sync.Args, resume_mode="step_1")

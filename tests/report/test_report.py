@@ -136,6 +136,7 @@ def test_runs_of_other_code_are_another_group():
     assert labels(clean, dirty, clean) == ["s code: 01234567: 2", "s code: 01234567+dirty: 1"]
 
 
+@pytest.mark.slow
 def test_a_digest_tells_a_fork_from_its_parent(tmp_path):
     """The script, a module next to it that it imports, and its reward function count; a file that nothing imports does not."""
     script, reward = tmp_path / "train_mine.py", tmp_path / "reward.py"
@@ -397,6 +398,7 @@ def test_what_cannot_be_read_is_refused_with_a_remedy(tmp_path):
             main(Args((str(tmp_path / runs),), **{"output": str(tmp_path / "out"), **flags}))
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path):
     a = write(tmp_path / "a", rows(40))
     b = write(tmp_path / "b", rows(40, seconds=1.0), script="train_async")
@@ -422,6 +424,7 @@ def full_run(path: Path, script: str, seed: int) -> Path:
     return write(path, rows(30, **more), script=script, seed=seed)
 
 
+@pytest.mark.slow
 def test_every_plot_is_there_and_nothing_is_fetched(tmp_path):
     runs = [full_run(tmp_path / f"{s}{i}", s, i) for s in ("train_sync", "train_async") for i in range(2)]
     page = said(tmp_path / "out", *runs, title="<b>odd</b> & title")
@@ -447,6 +450,7 @@ def test_the_load_of_a_mixture_s_experts_is_drawn_of_the_first_and_the_last_step
     assert (tmp_path / "out" / "experts_1.png").exists() and not (tmp_path / "out" / "experts_2.png").exists()
 
 
+@pytest.mark.slow
 def test_no_label_is_cut_off(tmp_path, monkeypatch):
     """Not even the labels of a group with a long name."""
     drawn = []
@@ -483,6 +487,7 @@ PROBE = """<script>onload = () => { document.title = 'ready'; document.body.appe
   requests: performance.getEntriesByType('resource').map(e => e.name) })) }</script></body>"""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here (apt-get install chromium)")
 def test_it_opens_in_a_browser(tmp_path):
     said(tmp_path / "out", full_run(tmp_path / "a", "train_sync", 0))

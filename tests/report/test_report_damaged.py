@@ -74,12 +74,14 @@ def test_short_runs(steps, tmp_path):
     assert "train_async" in report_of(tmp_path / "a", rows(steps))
 
 
+@pytest.mark.slow
 def test_a_run_killed_within_a_line(tmp_path):
     text = "".join(json.dumps(row) + "\n" for row in rows(3))
     for number, cut in enumerate(range(0, len(text), 97)):
         report_of(tmp_path / f"{number}", text[:cut])
 
 
+@pytest.mark.slow
 def test_every_metric_may_be_missing_or_of_any_kind(tmp_path):
     """In all rows, in the first or in the others. A sample of the values, with a fixed seed."""
     dice, number = random.Random(0), 0
@@ -96,6 +98,7 @@ def test_every_metric_may_be_missing_or_of_any_kind(tmp_path):
 BAD = ("", "[", "null", "[]", "7", "{}", "\xff", "[" * 100_000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [*CONFIG, "replay", *(f"flags.{name}" for name in CONFIG["flags"]), "hardware.layout"])
 def test_every_part_of_the_configuration_may_be_of_any_kind(part, tmp_path):
     name, _, within = part.partition(".")
@@ -108,6 +111,7 @@ def test_every_part_of_the_configuration_may_be_of_any_kind(part, tmp_path):
 LOADS = ("5", "[1]", "[]", "[[1], [1, 2]]", '[["a"]]', '"x"', "{}", "[[[1]]]")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["config.json", "validations.jsonl", "experts.jsonl", "metrics.jsonl"])
 def test_files_that_are_something_else(name, tmp_path):
     contents = [*BAD, '{"step": 1}', '{"step": null}', '{"step": 1.5, "val-core/demo/acc/mean@1": "x"}']
@@ -131,6 +135,7 @@ def test_rewards_are_means_of_as_many_steps(tmp_path):
     assert "reward, last 4 steps" in said(tmp_path / "a", tmp_path / "c"), "in the table, too"
 
 
+@pytest.mark.slow
 def test_an_impossible_mfu_is_named(tmp_path):
     above = [row | {"perf/mfu/actor": 1.018} for row in rows(3)]
     assert "an MFU above 100% is impossible" in report_of(tmp_path / "a", above)

@@ -91,6 +91,7 @@ def test_a_console_log_read_back(tmp_path):
     assert not any("cut off" in note or "twice" in note for note in log.notes)
 
 
+@pytest.mark.slow
 def test_two_console_logs_of_verls_say_what_the_first_seed_read_out_of_them(tmp_path):
     """Times and rates as its author has them: 625 s and 365 tokens/s a card against 355 s and 1,225."""
     sync, fast = console(tmp_path / "sync.log", sync_log()), console(tmp_path / "async.log", async_log())
@@ -209,6 +210,7 @@ def test_verls_file_logger(tmp_path):
     assert log.seconds == 1250
 
 
+@pytest.mark.slow
 def test_verls_tensorboard_directory_and_a_run_of_ours(tmp_path):
     """Its validations come when later steps have been recorded, and a publish lies between steps: neither is a restart."""
     from torch.utils.tensorboard import SummaryWriter

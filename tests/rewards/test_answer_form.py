@@ -323,6 +323,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", UNITS)
 def test_degenerate_responses_cost_next_to_nothing(unit):
     """A thousand brackets cost 4 s of CPU time once. The bound is far above what is needed, about a millisecond each."""
@@ -368,6 +369,7 @@ PIECES = PIECES_WITHOUT_SPACES.split()
 PIECES += [" ", "'", "\\cdot ", "\\pm ", "\\cup ", "\\in ", "\\sin ", " or ", "\\le "]
 
 
+@pytest.mark.slow
 @settings(max_examples=2000, deadline=None)
 @given(
     st.lists(st.sampled_from(PIECES), max_size=14).map("".join),

@@ -89,6 +89,7 @@ def test_special_tokens_of_either_form_are_broken_and_ordinary_text_is_left_alon
     assert [judge.as_data(text) for text in ordinary] == ordinary
 
 
+@pytest.mark.slow
 def test_each_item_is_a_number_and_a_rude_answer_costs_its_own_response(make_pool):
     endpoint = Judge()
     good = ["42", "41", "500 twice 42", "429 twice", "cut once", "loud"]
@@ -119,6 +120,7 @@ def test_questions_are_asked_at_once(make_pool):
         assert {score.score for score in drain(pool).values()} == {0.0}
 
 
+@pytest.mark.slow
 def test_a_judge_that_hangs_costs_the_responses_that_it_hangs_at(make_pool):
     with serve(Judge()) as url, make_pool(url, timeout=5.0) as pool:
         found = scores(pool, ["42"]) | scores(pool, ["hang"]) | scores(pool, ["41"])
@@ -134,6 +136,7 @@ def test_an_endpoint_without_structured_outputs_is_read_strictly(make_pool):
     assert sum("structured_outputs" in body for body in endpoint.asked) == 2, "both first questions tried it"
 
 
+@pytest.mark.slow
 def test_the_endpoint_is_asked_for_its_model_at_the_start(make_pool):
     with pytest.raises(UserError, match=r"--reward .*judge.py:judge: URLError: .*refused"):
         make_pool("http://127.0.0.1:9/v1")

@@ -67,6 +67,7 @@ def check(found: dict) -> None:
     assert found["processes"] == 0
 
 
+@pytest.mark.slow
 def test_attacks_reach_nothing_and_leave_nothing(tmp_path):
     check(attacked(tmp_path, sys.executable))
 

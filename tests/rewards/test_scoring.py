@@ -178,6 +178,7 @@ def test_quick_functions_get_several_responses_at_once_and_a_bad_one_costs_itsel
     assert all(results[n].score == n for n in range(400) if n not in bad)
 
 
+@pytest.mark.slow
 def test_a_response_that_hangs_costs_itself(mine):
     with make_pool(f"{mine}score", timeout=1.0) as pool:
         submit(pool, "fine", "hang", "fine", "hang hard", "fine")
@@ -187,6 +188,7 @@ def test_a_response_that_hangs_costs_itself(mine):
     assert pool.events == {"timeout": 2}
 
 
+@pytest.mark.slow
 def test_an_async_response_that_hangs_is_cancelled_and_one_that_blocks_the_loop_costs_itself(mine):
     with make_pool(f"{mine}in_a_loop", timeout=2.0) as pool:
         submit(pool, "fine")
@@ -232,6 +234,7 @@ def test_an_async_function_works_on_many_responses_at_once(tmp_path):
         assert drain(pool)[0].score == 0.5
 
 
+@pytest.mark.slow
 def test_a_first_call_may_import_and_the_next_process_has_the_time_for_it_too(tmp_path):
     """Without this time, one process after the other would begin the import in the function forever."""
     (tmp_path / "mine.py").write_text("""

@@ -156,6 +156,7 @@ def test_held_by_the_bound_worked_out_by_hand(monkeypatch):
     assert [row["fully_async/rollouter/idle_ratio"] for row in rows[1:]] == pytest.approx([4 / 7, 4 / 6, 5 / 6], abs=0.03)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),

@@ -127,7 +127,9 @@ KINDS = {"sync": "SyncSchedule", "one_step_off": "OneStepOffSchedule", "async": 
 IMPORTS = """from dataclasses import KW_ONLY, field
 from typing import Annotated
 
-from rl.algorithm.args import AlgorithmArgs
+from rl.algorithm.args import LossArgs
+from rl.data.args import DataArgs
+from rl.generation.engine import SamplingArgs
 from rl.ranges import Range
 from rl.samples.schedule import SyncSchedule
 from rl.samples.schedule import AsyncSchedule, BatchSchedule, OneStepOffSchedule

@@ -83,6 +83,7 @@ LONGER = ["--max-response-length", 12, "--rollout-n", 4, "--total-training-steps
 COMPACT = ["--dtype", "bfloat16", "--grad-dtype", "bfloat16", "--optim", "adamw_8bit", "--optimizer-offload"]
 
 
+@pytest.mark.slow
 def test_a_response_has_the_same_routes_across_a_restart(model, ranks):
     """As in a checkpoint: some responses are finished, some are unfinished, and some have not begun."""
     args = parts.make(train_async.Args, model=model, router_replay="R3", rollout_n=4, max_response_length=24, max_num_seqs=6)

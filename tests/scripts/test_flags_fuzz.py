@@ -163,6 +163,7 @@ def run(given: dict[str, str], ranks, directory) -> str:
 QUIET = dict(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 
+@pytest.mark.slow
 @given(given=drawn(train_sync.Args))
 @settings(max_examples=10, derandomize=True, **QUIET)
 def test_a_step_or_a_message(given, ranks, demo_model, tmp_path_factory):

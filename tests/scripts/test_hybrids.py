@@ -124,6 +124,7 @@ def distance(learner: Learner, tokens: int = 400) -> float:
     return float((found - torch.tensor([x for o in outputs for x in o.log_probs])).abs().mean())
 
 
+@pytest.mark.slow
 def test_engine_and_learner_agree_in_bfloat16(tmp_path, monkeypatch, ranks):
     """Over 400 tokens. States in bfloat16, a convolution that sums in it, or decay and norm rounded on one side would be far
     more, which the check at the start does not see."""
@@ -194,6 +195,7 @@ def nets_of(model) -> list:
     return [module for name, module in model.named_modules() if name.endswith("linear_attn")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_decay_and_gated_norm_are_fp32_on_both_sides(layout, tmp_path, ranks):
     """In bf16 the learner and its reference compute with them in fp32, and so does the engine: they are published so. A step

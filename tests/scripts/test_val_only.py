@@ -41,6 +41,7 @@ def test_it_has_no_steps_and_resumes_nothing():
         CommonArgs.check(flags.read(train_sync.Args, args=["--val-only", "--resume-mode", "runs/x/step_000002"]))
 
 
+@pytest.mark.slow
 def test_it_loads_no_model_that_only_training_needs(demo_model, ranks):
     """A reference, a teacher and a critic are there without the flag."""
     given = {"model": demo_model, "teacher": demo_model, "use_kl_loss": True, "adv_estimator": "gae"}

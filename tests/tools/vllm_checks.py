@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -38,13 +38,6 @@ LONG = [5 + i % 20 for i in range(140)]  # more than a KV block of a CPU, 128 to
 MAX_LENGTH = 200
 
 
-@dataclass
-class OfTurns(EngineArgs):
-    """As of a run with --env."""
-
-    has_environment = True
-
-
 class Texts:
     """A model, its prompts (ids, images), and what transformers computes of them."""
 
@@ -56,9 +49,9 @@ class Texts:
     def changed(self):
         return changed(self.path)
 
-    def engine(self, dtype: torch.dtype = torch.float32, Args=EngineArgs, **flags) -> VLLMEngine:
-        args = Args(**{"max_num_seqs": 8, "max_num_batched_tokens": 2048, **flags})  # fewer slots than requests
-        return VLLMEngine(self.path, args, MAX_LENGTH, dtype)
+    def engine(self, dtype: torch.dtype = torch.float32, by_priority: bool = False, **flags) -> VLLMEngine:
+        args = EngineArgs(**{"max_num_seqs": 8, "max_num_batched_tokens": 2048, **flags})  # fewer slots than requests
+        return VLLMEngine(self.path, args, MAX_LENGTH, dtype, by_priority=by_priority)
 
     def requests(self, n: int = 4, max_tokens: int = 24, prompts=None, **sampling) -> list[Request]:
         params = SamplingParams(max_tokens=max_tokens, **sampling)
@@ -181,7 +174,7 @@ def everything(path: str) -> dict:
 def updates(path: str) -> dict:
     """The tied model: as after_update, and then 200 updates more."""
     case = Texts(path)
-    engine = case.engine(Args=OfTurns)
+    engine = case.engine(by_priority=True)
     out = after_update(path, case, engine) | {"turns": turns(case, engine)}
     return out | {"memory": memory(case, engine), "sleeping": sleeping(case, engine)}
 

@@ -95,6 +95,7 @@ def test_a_receiver_that_cannot_be_reached_is_named(store):
             Forwarder(Ring.create(1 << 16), store, 1)
 
 
+@pytest.mark.slow
 def test_a_full_ring_holds_the_sender_back(store, monkeypatch):
     """What is on its way is bounded by the two rings and the buffers of the connection."""
     target, ring = Ring.create(32 << 10), Ring.create(64 << 10)
@@ -199,6 +200,7 @@ def test_a_stranger_takes_no_memory_however_it_speaks(store, how):
     receiver.check()
 
 
+@pytest.mark.slow
 def test_strangers_who_say_nothing_are_few_and_keep_no_one_out(store):
     """The oldest makes way for the newest; all are let go when the nodes have connected."""
     ring, target = Ring.create(1 << 20), Ring.create(1 << 20)

@@ -331,17 +331,20 @@ def kill_a_writer_at_every_instruction(unread: list[bytes]) -> None:
     assert outcomes == {0, 1}
 
 
+@pytest.mark.slow
 @in_a_small_process
 def test_a_writer_killed_at_every_instruction_has_written_all_or_nothing():
     """Just before a wrap, so that a filler is written too."""
     kill_a_writer_at_every_instruction([NOISE[5:2005]])
 
 
+@pytest.mark.slow
 @in_a_small_process
 def test_a_writer_killed_at_every_instruction_of_beginning_at_the_start_again():
     kill_a_writer_at_every_instruction([])
 
 
+@pytest.mark.slow
 @in_a_small_process
 def test_a_reader_killed_at_every_instruction_loses_nothing():
     """A reader is killed until it has taken two of three records, the second one behind a filler: the next one gets what the
@@ -377,6 +380,7 @@ def test_a_reader_killed_at_every_instruction_loses_nothing():
     assert outcomes == {1, 2, 3}
 
 
+@pytest.mark.slow
 @in_a_small_process
 def test_hundreds_of_random_kills():
     """Three writers and a reader, killed and replaced at random: what was committed is delivered, intact, but for what a reader

@@ -98,9 +98,9 @@ class Checks:
     def _start(self) -> None:
         started = time.perf_counter()
         max_length = self.sizes.prompt + self.sizes.response
-        self.engine: Engine = make_engine(self.model, self.args, max_length, self.args.learner.dtype, self.device, False)
+        self.engine: Engine = make_engine(self.model, self.args.engine, max_length, self.dtype, self.device, False)
         up = time.perf_counter()
-        self.learner = Learner(self.model, self.args, self.ranks, total_steps=10)
+        self.learner = Learner(self.model, self.args.learner, self.ranks, total_steps=10)
         self.weights = LocalWeights(self.learner, self.engine, self.dtype)
         self.vocabulary = self.learner.config.get_text_config().vocab_size
         seconds = {"engine": up - started, "learner": time.perf_counter() - up}

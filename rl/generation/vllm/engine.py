@@ -60,15 +60,19 @@ class VLLMEngine:
         self,
         model_path: str,
         args: EngineArgs,
-        sampling: SamplingArgs,
         max_length: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         trust_remote_code: bool = False,
         end_tokens: set[int] | None = None,
+        *,
+        sampling: SamplingArgs = SamplingArgs(),
         records_routes: bool = False,
         sleeps: bool = True,
+        by_priority: bool = False,
     ):
+        """sampling: of training. records_routes: of a mixture of experts; sleeps: whether it may free its memory; by_priority:
+        whether requests have one, as those of environments have."""
         self.device = torch.device(device)
         self.max_length = max_length
         self.version = -1
@@ -83,7 +87,7 @@ class VLLMEngine:
         self.seeds = not seeds_are_slow()
         self.asleep = False
         self.images = self.routes = None
-        further = {}
+        further = {"model": model_path, "trust_remote_code": trust_remote_code}
         if takes_images(config):
             from rl.generation.vllm.images import PreparedImages
 
@@ -95,7 +99,7 @@ class VLLMEngine:
             from rl.generation.vllm.routes import ChosenExperts, settings_of_routes
 
             further |= settings_of_routes(is_accelerator(self.device))
-        self.engine = self._start(self._settings(model_path, args, sampling, dtype, trust_remote_code) | further, args)
+        self.engine = self._start(self._settings(args, sampling, dtype, by_priority) | further, args)
         self.weights = LiveWeights(self.engine, expected, dtype, args.rollout_tp)
         if records_routes:
             self.routes = ChosenExperts(self.engine, skeleton, not is_accelerator(self.device))
@@ -179,13 +183,9 @@ class VLLMEngine:
 
     # -- mechanics
 
-    def _settings(
-        self, model_path: str, args: EngineArgs, sampling: SamplingArgs, dtype: torch.dtype, trust_remote_code: bool
-    ) -> dict[str, object]:
+    def _settings(self, args: EngineArgs, sampling: SamplingArgs, dtype: torch.dtype, by_priority: bool) -> dict[str, object]:
         """Return settings of vllm.EngineArgs."""
         return dict(
-            model=model_path,
-            trust_remote_code=trust_remote_code,
             dtype=str(dtype).removeprefix("torch."),
             skip_tokenizer_init=True,  # token ids go in and come out
             generation_config="vllm",  # no sampling settings except the request's
@@ -201,7 +201,7 @@ class VLLMEngine:
             tensor_parallel_size=args.rollout_tp,
             distributed_executor_backend="external_launcher" if dist.is_initialized() else None,
             logprobs_mode=LOGPROBS_MODE,
-            scheduling_policy="priority" if getattr(args, "has_environment", False) else "fcfs",
+            scheduling_policy="priority" if by_priority else "fcfs",
             **({"max_logprobs": sampling.training.support} if sampling.training.support else {}),
             async_scheduling=False,  # otherwise a batch is in flight at an update, and its tokens get the wrong version
             disable_log_stats=True,
