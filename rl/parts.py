@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache, reduce
 from typing import Any, TypeVar, get_type_hints
 
-from rl import parts
 from rl.errors import UserError
 
 Args = TypeVar("Args")
@@ -142,7 +141,7 @@ def make(flags: type[Args], /, **values) -> Args:
 
 def replace(args: Args, /, **values) -> Args:
     """Return a copy with these values of flags."""
-    return parts.replace(args, **_by_field(type(args), values, vars(args)))
+    return dataclasses.replace(args, **_by_field(type(args), values, vars(args)))
 
 
 def _by_field(flags: type, values: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:

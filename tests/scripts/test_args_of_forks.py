@@ -16,7 +16,7 @@ from rl.ranges import may_change
 from rl.ranks import dist
 from rl.samples import stream
 
-MIXIN = "@dataclass\nclass Mine(AlgorithmArgs):\n    {}\n\n\n"
+MIXIN = "@dataclass\nclass Mine(RunArgs):\n    {}\n\n\n"
 OTHER = "@dataclass\nclass Mine:\n    {}\n\n\n"
 PLAIN = "class Mine:\n    {}\n\n\n"
 PROPERTY = "@property\n    def {}(self):\n        return True"
@@ -37,56 +37,56 @@ REFUSED = {
     "no schedule in sync": ("sync", "", BASE, "", "Args lacks `schedule`: write `schedule: .*SyncSchedule"),
     "a schedule without a type": ("sync", "", BASE, "schedule = SyncSchedule()", "Args.schedule = .* has no type"),
     "the value of another kind": ("async", "", BASE, "schedule: AsyncSchedule = Like()", "Args has Like as `schedule`: write"),
-    "no @dataclass": ("sync", "", "no dataclass", "+gamma: float = 0.5", "Args has the field `.*` and is no dataclass"),
+    "no @dataclass": ("sync", "", "no dataclass", "+seed: int = 5", "Args has the field `.*` and is no dataclass"),
     "a mixin without @dataclass": (
         "sync",
-        PLAIN.format("gamma: float = 0.5"),
+        PLAIN.format("seed: int = 5"),
         MINE,
         None,
-        "Mine has the field `gamma` and is no",
+        "Mine has the field `seed` and is no",
     ),
     "a default that is lost": (
         "sync",
-        MIXIN.format("gamma: float = 0.5"),
+        MIXIN.format("seed: int = 5"),
         LAST,
         None,
-        "Mine.gamma and the field AlgorithmArgs.gamma",
+        "Mine.seed and the field RunArgs.seed",
     ),
     "a field of two bases": (
         "sync",
-        OTHER.format("gamma: float = 0.5"),
+        OTHER.format("seed: int = 5"),
         MINE,
         None,
-        "Args gets `gamma` from two bases, .*order",
+        "Args gets `seed` from two bases, .*order",
     ),
     "a field over a property": (
         "sync",
         "",
         BASE,
         "+old_is_rollout: bool = False",
-        "field Args.old_is_rollout hides the property Algo",
+        "field Args.old_is_rollout hides the property CommonArgs",
     ),
     "a field over a method": ("sync", "", BASE, "+validates: bool = False", "field Args.validates hides the method RunArgs"),
     "a property over a field": (
         "sync",
         "",
         BASE,
-        "+" + PROPERTY.format("gamma"),
-        "property Args.gamma hides the field Algorithm",
+        "+" + PROPERTY.format("seed"),
+        "property Args.seed hides the field RunArgs",
     ),
     "a property over a property": (
         "sync",
         "",
         BASE,
         "+" + OLD,
-        "property Args.old_is_rollout hides the property AlgorithmArgs",
+        "property Args.old_is_rollout hides the property CommonArgs",
     ),
     "a mixin's property": (
         "async",
         PLAIN.format(OLD),
         MINE,
         None,
-        "Mine.old_is_rollout and the property AlgorithmArgs.old_is_r",
+        "Mine.old_is_rollout and the property CommonArgs.old_is_r",
     ),
     "a mixin's property, last": ("async", PLAIN.format(OLD), LAST, None, "`old_is_rollout` from two bases"),
     "of the schedule": (
@@ -97,7 +97,7 @@ REFUSED = {
         "Mine has `trains_stale`, but the run",
     ),
     "a field of that name": ("async", "", BASE, "+trains_stale: bool = False", "Args has `trains_stale`, but the run reads"),
-    "a value without a type": ("sync", "", BASE, "+filter_groups = True", "has no type, .* write `filter_groups: bool = True`"),
+    "a value without a type": ("sync", "", BASE, "+val_only = True", "has no type, .* write `val_only: bool = True`"),
     "one flag of two parts": (
         "async",
         "",
@@ -105,13 +105,20 @@ REFUSED = {
         "+publish_every: int = 4",
         "both define --publish-every.*AsyncSchedule.publish_e",
     ),
+    "a flag of a part": (
+        "sync",
+        "",
+        BASE,
+        "+rollout_n: int = 4",
+        r"both define --rollout-n.*write `sampling: SamplingArgs = SamplingArgs\(rollout_n=...\)`",
+    ),
     "a flag of the split": ("async", "", BASE, "+generators: int = 3", "both define --generators.*AsyncSchedule.generators"),
     "a field and a property in one class": (
         "sync",
         "",
         BASE,
-        "+gamma: float = 0.5\n    " + PROPERTY.format("gamma") + "\n\n    @gamma.setter\n    def gamma(self, value): ...",
-        "Args has the field `gamma` and a property of that name",
+        "+seed: int = 5\n    " + PROPERTY.format("seed") + "\n\n    @seed.setter\n    def seed(self, value): ...",
+        "Args has the field `seed` and a property of that name",
     ),
     "a field called check": ("sync", "", BASE, "+check: bool = True", "Args has a value `check`, but the run calls"),
     "a value called hint": ("sync", "", BASE, "+hint = 'x'", "Args has a value `hint`, but the run calls"),
@@ -127,13 +134,18 @@ KINDS = {"sync": "SyncSchedule", "one_step_off": "OneStepOffSchedule", "async": 
 IMPORTS = """from dataclasses import KW_ONLY, field
 from typing import Annotated
 
-from rl.algorithm.args import LossArgs
 from rl.data.args import DataArgs
-from rl.generation.engine import SamplingArgs
+from rl.learning.args import LearnerArgs
 from rl.ranges import Range
 from rl.samples.schedule import SyncSchedule
 from rl.samples.schedule import AsyncSchedule, BatchSchedule, OneStepOffSchedule
+from rl.setup import RunArgs
 from rl.supervised import SupervisedSchedule
+
+
+@dataclass(frozen=True)
+class MyArgs(LearnerArgs):
+    lr: float = 1e-5
 
 
 @dataclass(frozen=True)
@@ -186,18 +198,18 @@ def read(module: ModuleType, *words: str):
 
 
 def test_flags_and_defaults_of_a_fork_hold(load):
-    within = "+extra: int = 3\n    data: DataArgs = DataArgs(shuffle=False)"
+    within = "+extra: int = 3\n    data: DataArgs = DataArgs(shuffle=False)\n    test_freq: int = 4"
     args = read(load("sync", "", "CommonArgs", within), "--extra", "5")
-    assert (args.extra, args.data.shuffle, args.sampling.rollout_n) == (5, False, 4)
+    assert (args.extra, args.data.shuffle, args.test_freq) == (5, False, 4)
     args = read(load("sync", PLAIN.format(PROPERTY.format("extra")), "Mine, CommonArgs"))
     assert args.extra, "a mixin's own property"
-    args = read(load("sync", MIXIN.format("gamma: float = 0.5"), "Mine, CommonArgs"))
-    assert args.loss.gamma == 0.5, "derived from the class of the field, and first"
+    args = read(load("sync", MIXIN.format("seed: int = 5"), "Mine, CommonArgs"))
+    assert args.seed == 5, "derived from the class of the field, and first"
 
 
 def test_a_flag_with_another_default_keeps_its_range(load):
     """Else --lr -1 would be gradient ascent."""
-    module = load("sync", "", "CommonArgs", '+lr: float = 1e-5\n    model: str = "demo-moe"')
+    module = load("sync", "", "CommonArgs", '+learner: MyArgs = MyArgs()\n    model: str = "demo-moe"')
     with pytest.raises(UserError, match="--lr must be above 0"):
         read(module, "--lr", "-1")
     assert "model" in may_change(module.Args), "a run may resume with another path"
@@ -229,7 +241,7 @@ def test_a_schedule_of_the_fork_s_own_holds(load):
 
 
 def test_a_fork_s_own_post_init_loses_none(load):
-    within = "+def __post_init__(self):\n        self.seen = self.dtype"
+    within = "+def __post_init__(self):\n        self.seen = self.learner.dtype"
     for words, dtype in (((), "float32"), (("--dtype", "auto"), "float32"), (("--dtype", "bfloat16"), "bfloat16")):
         args = read(load("sync", "", "CommonArgs", within), *words)
         assert args.learner.dtype == args.seen == dtype
