@@ -118,7 +118,7 @@ def check(args) -> None:
     for part in parts.tree(args):
         for base in reversed(type(part).__mro__):
             if "check" in vars(base):
-                vars(base)["check"](*([part] if part is args else [part, args]))
+                vars(base)["check"](*([part, args] if isinstance(part, parts.Part) else [part]))
 
 
 def check_code(name: str, given: str, named: str) -> None:

@@ -165,7 +165,7 @@ class Episodes(Responses):
         episode = self._of[id]
         if episode.event or episode.rewards:
             return episode.event or Score(sum(reward for _, reward in episode.rewards))
-        if can_score(self.working[id[0]].prompt.data_source, self.args):
+        if can_score(self.working[id[0]].prompt.data_source, self.args.reward):
             return None
         if episode.cut:
             return Score(0.0)

@@ -257,9 +257,7 @@ def test_training_starts_from_an_adapter(models, ranks, tmp_path):
 
 def test_an_adapter_that_does_not_fit_is_refused_before_weights_are_read(models, tmp_path):
     def look(path, model: str = models["qwen3"], **flags) -> None:
-        lora.check_model(
-            empty_model(load_config(model)), parts.make(train_sync.Args, lora_model=str(path), **flags), "--model X"
-        )
+        lora.check_model(empty_model(load_config(model)), LearnerArgs(lora_model=str(path), **flags), "--model X")
 
     own = {f"model.layers.0.self_attn.{name}.lora_{part}": torch.zeros(4, 4) for name in ("q_proj", "v_proj") for part in "AB"}
     path = write_peft(tmp_path / "a", own)
@@ -311,7 +309,7 @@ def test_only_plain_adapters_are_taken(tmp_path):
 
 def test_what_cannot_have_adapters_is_refused(models, ranks, tmp_path):
     def refuse(model: str, *words: str, **flags) -> None:
-        args = parts.make(train_sync.Args, **{"lora_rank": 4} | flags)
+        args = LearnerArgs(**{"lora_rank": 4} | flags)
         with pytest.raises(UserError) as error:
             lora.check_model(empty_model(load_config(model)), args, "--model X")
         assert all(word in str(error.value) for word in words)

@@ -77,7 +77,7 @@ def test_the_correction_is_the_whole_batchs_bit_for_bit(piece, level, normalize)
     kept = losses.rollout_rejection_mask(
         *inputs, criteria=parse_criteria(args.correction.rollout_rs, args.correction.rollout_rs_threshold)
     )
-    batch.targets.is_weight, batch.targets.rejected = correct_rollout(args, batch)
+    batch.targets.is_weight, batch.targets.rejected = correct_rollout(args.correction, batch)
     assert (
         torch.equal(batch.targets.is_weight, weights)
         and torch.equal(batch.trained, kept)
@@ -88,10 +88,10 @@ def test_the_correction_is_the_whole_batchs_bit_for_bit(piece, level, normalize)
 
 def test_differences_and_advantages_are_of_the_trained_tokens(piece):
     batch, args = make_batch(rollout_rs="token_k1", rollout_rs_threshold="0.7_1.4")
-    batch.targets.is_weight, batch.targets.rejected = correct_rollout(args, batch)
+    batch.targets.is_weight, batch.targets.rejected = correct_rollout(args.correction, batch)
     batch.targets.actor_log_prob[3] = torch.nan  # of a later update: not known
     trained = [i for i, m in enumerate(batch.trained.tolist()) if m]
-    found = metrics.batch_metrics(batch) | rollout_metrics(args, batch)
+    found = metrics.batch_metrics(batch) | rollout_metrics(args.correction, batch)
     p, q = batch.targets.actor_log_prob.double().exp().tolist(), batch.rollout_log_prob.double().exp().tolist()
     apart = [abs(p[i] - q[i]) for i in trained if i != 3]
     expected = {"mean": statistics.mean(apart), "max": max(apart), "std": statistics.stdev(apart)}

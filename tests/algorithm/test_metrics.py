@@ -16,20 +16,21 @@ from helpers import CONFIGS, ROOT, documented_metrics
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, MixtralConfig, Qwen2_5_VLConfig, Qwen3MoeConfig
 
+import train_sync
+from rl import parts
 from rl.algorithm.metrics import summarize
 from rl.errors import UserError
 from rl.learning.flops import train_flops_per_token
-from rl.record.run import LogArgs, Origin, Run, new_directory, plot_reward
+from rl.record.run import Origin, Run, new_directory, plot_reward
 
 
 @dataclass
-class Args(LogArgs):
-    lr: float = 0.5
+class Args(train_sync.Args):
     limit: float = math.inf
 
 
 def make(tmp_path, origin=None, **flags):
-    args = Args(output_dir=str(tmp_path), **flags)
+    args = parts.make(Args, output_dir=str(tmp_path), lr=0.5, **flags)
     return Run(args, {"device": "cpu"}, total_steps=3, enabled=True, script="script", origin=origin)
 
 
@@ -66,7 +67,7 @@ def test_two_runs_never_share_a_directory(tmp_path):
 def test_an_unnamed_run_prints_the_name_to_resume_with(tmp_path, capsys, name):
     """If a name is taken, the next run with it gets a directory with another name."""
     for number in (1, 2):
-        run = Run(LogArgs(output_dir=str(tmp_path / "runs"), experiment_name=name), {}, 1, True, "script")
+        run = Run(parts.make(train_sync.Args, output_dir=str(tmp_path / "runs"), experiment_name=name), {}, 1, True, "script")
         printed = capsys.readouterr().out
         assert bool(printed) == (number > 1 or not name)
         if printed:
@@ -91,7 +92,7 @@ def test_config_says_what_ran(tmp_path):
 
 
 def test_other_ranks_write_nothing(tmp_path):
-    run = Run(Args(output_dir=str(tmp_path / "runs")), {}, 3, enabled=False, script="script")
+    run = Run(parts.make(Args, output_dir=str(tmp_path / "runs")), {}, 3, enabled=False, script="script")
     with run.timer("gen"):
         pass
     assert run.timer.seconds["gen"] >= 0
@@ -175,8 +176,10 @@ def test_the_plot_draws_what_there_is_and_leaves_the_backend_alone(tmp_path):
 
 DISPLAY = """
 import sys
-from rl.record.run import Run, LogArgs
-run = Run(LogArgs(output_dir=sys.argv[1]), {}, 3, True, "script")
+import train_sync
+from rl import parts
+from rl.record.run import Run
+run = Run(parts.make(train_sync.Args, output_dir=sys.argv[1]), {}, 3, True, "script")
 run.log(0, {"val-core/demo/acc/mean@1": 0.34})
 for step in (1, 2, 3):
     run.log(step, {"critic/score/mean": 0.1 * step, "perf/total_num_tokens": 617.0, "perf/time_per_step": 0.5})
@@ -198,8 +201,10 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path):
 
 
 @pytest.mark.parametrize("logger", [(), ("tensorboard",), ("wandb",), ("tensorboard", "wandb"), ("console",)])
-def test_loggers_are_added_to_the_console(logger, tmp_path, capsys):
+def test_loggers_are_added_to_the_console(logger, tmp_path, capsys, monkeypatch):
     """With any --logger the console shows the run's name, the steps, the warnings and the messages."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
     run = make(tmp_path, logger=logger)
     run.say("a line for the user")
     run.warn_unscored(["error: no score"])

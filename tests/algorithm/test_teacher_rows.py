@@ -1,7 +1,5 @@
 """A teacher with prompts of its own: its log-probs and the policy's gradient are those of transformers, in rows of any size."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -9,6 +7,8 @@ from helpers import make_group, save_model
 from transformers import AutoModelForCausalLM
 
 import losses
+import train_sync
+from rl import parts
 from rl.algorithm.teacher import Teacher, TeacherRows
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, micro_batches
@@ -134,7 +134,7 @@ def test_the_teacher_moves_with_the_policy(models, batch, ranks):
 def test_adapters_are_switched_off_for_the_model_that_they_change(models, batch, ranks):
     path = models["qwen2-untied"]
     learner, plain = (Learner(path, LearnerArgs(lora_rank=rank), ranks, 10, TEMPERATURE) for rank in (2, 0))
-    args = SimpleNamespace(teacher=path, teacher_prompt=None, teacher_top_k=K, has_second_model=True)
+    args = parts.make(train_sync.Args, teacher=path, teacher_top_k=K)
     for each in (learner, plain):
         each.teacher = Teacher.of(args, None, each)
     with torch.no_grad():

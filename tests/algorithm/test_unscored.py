@@ -188,7 +188,7 @@ def test_a_validation_of_failures_does_not_choose_the_best_checkpoint(tmp_path):
     recorded = {}
     record.log_validation = lambda metrics, version, at_step, chooses_best: recorded.update({version: chooses_best})
     saver = SimpleNamespace(best=Best(tmp_path, is_main=True))
-    run = SimpleNamespace(record=record, saver=saver, args=SimpleNamespace(log_val_generations=0), _with_images=list, _begun=0)
+    run = SimpleNamespace(record=record, saver=saver, args=train_sync.Args(), _with_images=list, _begun=0)
     run._events = ScoringEvents()
     lost = {2: {0, 1, 2, 3}, 3: {1, 2, 3}, 4: {0, 1, 2}, 5: {0, 1}}  # of the four responses of one of two sources
     for step in range(1, 7):

@@ -5,17 +5,18 @@ import hashlib
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
 import yaml
 from helpers import run_script
 
+import train_sft
+from rl import parts
 from rl.checkpoint import push
 from rl.errors import UserError
 
-ARGS = SimpleNamespace(push_to="me/sums", model="Qwen/Qwen2.5-0.5B", lr=1e-6, seed=7)
+ARGS = parts.make(train_sft.Args, push_to="me/sums", model="Qwen/Qwen2.5-0.5B", lr=1e-6, seed=7)
 
 
 @pytest.mark.parametrize("is_local", [False, True])
@@ -26,7 +27,7 @@ def test_what_is_pushed_and_the_card(tmp_path, monkeypatch, is_local):
     pushed = {}
     monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", lambda self, **how: pushed.update(how))
     (checkpoint := tmp_path / "run" / "step_000020").mkdir(parents=True)
-    args = SimpleNamespace(**vars(ARGS) | {"model": model})
+    args = parts.replace(ARGS, model=model)
     assert push.push(args, "train_async", tmp_path / "run", checkpoint).endswith("/me/sums")
     assert pushed["repo_id"] == "me/sums" and pushed["folder_path"] == checkpoint
     assert pushed["commit_message"] == "Step 20 of run" and "training/*" in pushed["ignore_patterns"]

@@ -10,8 +10,8 @@ from helpers import run_script
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import train_sync
 from rl.checkpoint import resume, saver
-from rl.checkpoint.resume import CheckpointArgs
 from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
 from rl.ranks import host
@@ -129,7 +129,7 @@ def test_a_large_model_has_several_files_and_an_index(models, ranks, tmp_path, m
     run = SimpleNamespace(dir=tmp_path / "run", total_steps=9, say=print)
     learner = Learner(str(path), LearnerArgs(), ranks, total_steps=10)
     identity, tokenizer = SimpleNamespace(record={}), AutoTokenizer.from_pretrained(path)
-    writer = saver.Saver(CheckpointArgs(), run, identity, learner, tokenizer, None)
+    writer = saver.Saver(train_sync.Args(), run, identity, learner, tokenizer, None)
     writer.save(1, {})
     step = writer.finish(1)
     index = json.loads((step / "model.safetensors.index.json").read_text())["weight_map"]

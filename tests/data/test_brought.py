@@ -76,4 +76,5 @@ def test_an_answer_that_is_gsm8k_s_is_graded_as_before(tmp_path):
     ],
 )
 def test_who_brings_what(flags, brought):
-    assert parts.make(train_sync.Args, **flags).brought == brought
+    args = parts.make(train_sync.Args, **flags)
+    assert args.environment.brought(args.reward.own_reward) == brought

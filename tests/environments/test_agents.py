@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 from families import end_tokens, tokenizer_of
-from test_pool import Args, answers, ids_of, model, wait_for  # noqa: F401 model: a fixture
+from test_pool import answers, ids_of, model, wait_for  # noqa: F401 model: a fixture
 from test_turns import SCHEMA, turns_of
 
+import train_sync
 from rl.environments.agents import Agents
+from rl.environments.args import EnvironmentArgs
 from rl.environments.chat import Call, as_messages
 from rl.environments.pool import Environments
 from rl.environments.worker import Warm
@@ -67,7 +69,7 @@ def tokenizer():
 
 
 def agents(model: str, command: str, **flags) -> Environments:  # noqa: F811
-    pool = Environments(Args(agent=command, **{"env_timeout": 30.0} | flags), model, end_tokens("qwen2_5"))
+    pool = Environments(EnvironmentArgs(agent=command, **{"env_timeout": 30.0} | flags), model, end_tokens("qwen2_5"))
     pool.serve(0)
     return pool
 
@@ -258,7 +260,7 @@ def test_an_agent_that_cannot_be_started_is_a_message():
         ({"agent": "python x.py", "turn_rewards": True}, "--turn-rewards"),
     ):
         with pytest.raises(UserError, match=said):
-            Args(**flags).check()
+            EnvironmentArgs(**flags).check(train_sync.Args())
 
 
 # ---------------------------------------------------------------------------------------- conversations, without a process

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -21,13 +20,6 @@ from rl.errors import UserError
 RUDE = Path(__file__).parent / "rude.py"
 
 
-@dataclass
-class Args(EnvironmentArgs):
-    reward: str | None = None
-    scores_environments: bool = False
-    max_num_seqs: int = 16
-
-
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("model")
@@ -36,7 +28,7 @@ def model(tmp_path_factory) -> str:
 
 
 def environments(model: str, spec: str = f"{RUDE}:Rude", **flags) -> Environments:
-    return Environments(Args(env=spec, **{"env_timeout": 20.0} | flags), model, end_tokens("qwen2_5"))
+    return Environments(EnvironmentArgs(env=spec, **{"env_timeout": 20.0} | flags), model, end_tokens("qwen2_5"))
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,11 @@ from collections.abc import Iterator
 import pytest
 from families import end_tokens, tokenizer_of
 from helpers import free_port
-from test_pool import Args, answers, ids_of, model  # noqa: F401 model: a fixture
+from test_pool import answers, ids_of, model  # noqa: F401 model: a fixture
 
+import train_sync
 from rl.environments import pool as pools
+from rl.environments.args import EnvironmentArgs
 from rl.environments.descendants import descendants
 from rl.environments.pool import Environments
 from rl.errors import UserError
@@ -31,7 +33,7 @@ def serving(model: str, monkeypatch, number: int = 0, host: str = "", **flags) -
     monkeypatch.setenv("SERVE_POLICY_KEY", SECRET)
     monkeypatch.setattr(pools, "LINGER", 2.0)
     flags = {"serve_policy": f"{host}{free_port() - number}", "env_timeout": 30.0} | flags
-    pool = Environments(Args(**flags), model, end_tokens("qwen2_5"))
+    pool = Environments(EnvironmentArgs(**flags), model, end_tokens("qwen2_5"))
     pool.serve(number)
     return pool
 
@@ -282,9 +284,10 @@ def test_what_cannot_be_served_is_a_message(model, monkeypatch):  # noqa: F811
         ({"serve_policy": "here"}, "give a port, or an address and a port"),
     ):
         with pytest.raises(UserError, match=said):
-            Args(**{"serve_policy": "1"} | flags).check()
+            EnvironmentArgs(**{"serve_policy": "1"} | flags).check(train_sync.Args())
     monkeypatch.delenv("SERVE_POLICY_KEY", raising=False)
-    pool = Environments(Args(serve_policy="65530"), model, end_tokens("qwen2_5"))  # a replay and a learner need no secret
+    own = EnvironmentArgs(serve_policy="65530")
+    pool = Environments(own, model, end_tokens("qwen2_5"))  # a replay and a learner need no secret
     for secret in ("", "short"):
         monkeypatch.setenv("SERVE_POLICY_KEY", secret)
         for starts in (pool.check, lambda: pool.serve(0)):

@@ -89,7 +89,7 @@ def test_the_newer_supervised_trainer(backend):
 
 def test_conversations_of_the_older_trainer():
     found, args = sft(MULTITURN)
-    assert (args.messages_key, args.learner.lr, args.learner.lr_warmup_steps, args.learner.max_tokens_per_micro_batch) == (
+    assert (args.data.messages_key, args.learner.lr, args.learner.lr_warmup_steps, args.learner.max_tokens_per_micro_batch) == (
         "messages",
         1e-5,
         20,
@@ -227,7 +227,7 @@ def test_what_adapters_of_megatron_have_that_is_not_here():
     assert {key.removeprefix(of) for key, (kind, _) in found.verdicts.items() if kind == keys.NOT_HERE} == {
         "type", "dropout", "target_modules", "exclude_modules",
     }  # fmt: skip
-    assert translate.parse(found).lora_rank == 8
+    assert translate.parse(found).learner.lora_rank == 8
     off = translate.translate(read_script(f"{GIVEN} {of}rank=0 {of}alpha=16 {of}dropout=0.0"))
     assert "--lora-rank" not in off.flags and {off.verdicts[of + key][0] for key in ("alpha", "dropout")} == {keys.NOT_NEEDED}
 

@@ -15,6 +15,7 @@ import train_one_step_off
 import train_sync
 from rl import parts
 from rl.errors import UserError
+from rl.generation import generator
 from rl.generation.embedded.decoding import sample
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import EngineArgs, Request, SamplingParams, request_seed
@@ -238,8 +239,8 @@ def test_the_warning_of_truncated_sampling_has_one_rule():
     """`truncates` is what the warning about truncated sampling and the embedded engine ask."""
     assert [SamplingParams(**rule).truncates for rule in ({}, {"top_p": 0.9}, {"top_k": 3})] == [False, True, True]
     args = parts.make(train_sync.Args, top_p=0.9, top_k=7, temperature=0.5, max_response_length=5, val_top_p=0.8)
-    assert args.sampling == SamplingParams(0.5, 0.9, 7, 5)
-    assert args.val_sampling == SamplingParams(0.0, 0.8, -1, 5)
+    assert args.sampling.training == SamplingParams(0.5, 0.9, 7, 5)
+    assert args.sampling.validation == SamplingParams(0.0, 0.8, -1, 5)
 
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -271,7 +272,12 @@ def test_an_engine_that_cannot_be_is_refused_with_a_remedy(models, monkeypatch):
         choose_engine("vllm", CPU)
 
 
-def test_an_engine_sleeps_only_where_it_takes_turns_with_a_learner():
+def test_an_engine_sleeps_only_where_it_takes_turns_with_a_learner(monkeypatch):
     """vllm-ascend's sleep mode does not start with expandable segments."""
-    scripts = (train_sync, train_one_step_off, train_async)
-    assert [script.Args().engine_sleeps for script in scripts] == [True, False, False]
+    asked = []
+    monkeypatch.setattr(generator, "make_engine", lambda *_, sleeps, **__: asked.append(sleeps))
+    monkeypatch.setattr(generator.dist, "engines_first", lambda _: None)
+    job = types.SimpleNamespace(path="", environments=None)
+    for script in (train_sync, train_one_step_off, train_async):
+        generator.make_generator(script.Args(), job, types.SimpleNamespace(device=CPU, rank=0, world_size=1), None)
+    assert asked == [True, False, False]

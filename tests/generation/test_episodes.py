@@ -14,6 +14,7 @@ from scripted import ScriptedEngine
 
 import train_async
 import train_sync
+from rl import parts
 from rl.data.prompts import Prompt
 from rl.errors import ImageError
 from rl.generation.engine import Output, Request, SamplingParams, request_seed
@@ -91,7 +92,7 @@ def until(last: int, reward: float | None = None):
 def make(answer, length=30, n=2, row=None, Args=train_async.Args, script=script, engine=None, ranks=None, **flags):
     """A generator over `answer` and an engine, by default a scripted one."""
     played = answer if isinstance(answer, Played) else Played(answer)
-    args = Args(rollout_n=n, max_response_length=length, env="file.py:Class", **flags)
+    args = parts.make(Args, rollout_n=n, max_response_length=length, env="file.py:Class", **flags)
     pool = SimpleNamespace(events=Counter(), pending=[], texts={})
     pool.hand_back = lambda key, score: pool.pending.append((key, score))
 

@@ -48,7 +48,7 @@ def taught(model: str, ranks, steps: list[list[Group]], **flags) -> tuple:
     """Return the gradients of all updates, the metrics of all steps, the final weights, and each step's share of forward-only
     tokens."""
     args, gradients, metrics = args_of(model, **flags), [], []
-    learner = Learner(model, args, ranks, 10, with_reference=args.loss.needs_reference)
+    learner = Learner(model, args.learner, ranks, 10, with_reference=args.loss.needs_reference)
     step = learner.step
 
     def recorded() -> dict:

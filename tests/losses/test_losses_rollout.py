@@ -105,13 +105,13 @@ def test_what_the_words_of_a_whole_correction_mean():
     assert not RolloutCorrectionArgs().corrects_rollout
     for word, (level, bounds, criteria) in meaning.items():
         args = RolloutCorrectionArgs(**CORRECTIONS[word])
-        args.check()
-        assert (args.correction.rollout_is, args.correction.weight_bounds, args.correction.rejection_criteria) == (
+        args.check(None)
+        assert (args.rollout_is, args.weight_bounds, args.rejection_criteria) == (
             level,
             bounds,
             criteria,
         )
-        assert args.correction.corrects_rollout
+        assert args.corrects_rollout
 
 
 @pytest.mark.parametrize("level", losses.IS_LEVELS)

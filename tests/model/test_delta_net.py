@@ -2,7 +2,6 @@
 
 import functools
 import sys
-import types
 
 import numpy as np
 import pytest
@@ -12,7 +11,10 @@ import transformers
 from helpers import DELTA, MOE, SMALL, make_group
 from transformers import AutoModelForCausalLM
 
+import train_sft
+import train_sync
 from examples.demo.sums import build_tokenizer
+from rl import parts
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
 from rl.learning.batch import Batch, MicroBatch
@@ -244,12 +246,12 @@ def test_the_start_check_takes_transformers_own_functions(monkeypatch, tmp_path)
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 LENGTHS = dict(max_prompt_length=8, max_response_length=8, max_tokens_per_micro_batch="auto")
-FLAGS = LENGTHS | dict(trust_remote_code=False, sequence_parallel=1, compile=False, engine="auto", dtype="float32")
+FLAGS = LENGTHS | dict(dtype="float32")
 
 
 def checked(path, config, of="--model", **flags) -> None:
     config.save_pretrained(path)
-    args = types.SimpleNamespace(**FLAGS | flags)
+    args = parts.make(train_sync.Args, **FLAGS | flags)
     check_model(str(path), build_tokenizer(), args, of)
 
 
@@ -295,12 +297,11 @@ def test_flags_that_do_not_go_with_delta_nets_are_refused(tmp_path, flags, said)
 def test_what_an_engine_cannot_do_is_refused_of_the_policy_alone(tmp_path):
     """No engine has a teacher or a critic, and a supervised start has no engine."""
     config = transformers.Qwen3_5TextConfig(**SMALL | DELTA)
-    in_fp32 = {"engine": "vllm", "weights_dtype": lambda dtype: torch.float32}
+    in_fp32 = {"engine": "vllm", "rollout_dtype": "float32"}
     for of in ("--teacher", "--critic-model"):
         checked(tmp_path, config, of, **in_fp32)
         with pytest.raises(UserError, match="--sequence-parallel 3"):
             checked(tmp_path, config, of, **in_fp32, sequence_parallel=3)
     with pytest.raises(UserError, match="--engine vllm: on a CPU"):
         checked(tmp_path, config, **in_fp32)
-    supervised = types.SimpleNamespace(**{name: value for name, value in FLAGS.items() if name != "engine"})
-    check_model(str(tmp_path), build_tokenizer(), supervised)
+    check_model(str(tmp_path), build_tokenizer(), parts.make(train_sft.Args, max_length=sum(LENGTHS.values()) // 2))

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,9 @@ from helpers import SMALL, run_script, save_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+import train_sync
 from examples.demo.sums import build_tokenizer, made_once
+from rl import parts
 from rl.data.args import DataArgs
 from rl.data.prompts import PromptDataset
 from rl.errors import UserError
@@ -25,13 +26,9 @@ from rl.model.loading import load_weights
 from rl.model.pretrained import check_model, end_token_ids, load_tokenizer, resolve
 
 
-@dataclass
-class Flags:
-    max_prompt_length: int = 16
-    max_response_length: int = 16
-    max_tokens_per_micro_batch: int = 64
-    sequence_parallel: int = 1
-    trust_remote_code: bool = False
+def flags_of(**given):
+    lengths = {"max_prompt_length": 16, "max_response_length": 16, "max_tokens_per_micro_batch": 64}
+    return parts.make(train_sync.Args, **lengths | given)
 
 
 @pytest.fixture
@@ -192,23 +189,23 @@ def test_models_of_another_layout_are_refused_before_their_weights_are_read(tmp_
     getattr(transformers, kind)(**small).save_pretrained(tmp_path)  # no weights
     build_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=OTHERS[kind]):
-        check_model(str(tmp_path), build_tokenizer(), Flags())
+        check_model(str(tmp_path), build_tokenizer(), flags_of())
 
 
 @pytest.mark.parametrize("changes", [dict(num_hidden_layers=3), dict(model_type="no-such"), dict(hidden_size="wide")])
 def test_a_config_that_cannot_be_used_is_refused(model, tmp_path, changes):
     edit_json(tmp_path / "model", "config.json", **changes)
     with pytest.raises(UserError, match=f"{tmp_path}.*(no model can be read there|cannot make)") as refused:
-        check_model(model, build_tokenizer(), Flags())
+        check_model(model, build_tokenizer(), flags_of())
     assert "\n" not in str(refused.value)
 
 
 def test_lengths_that_the_model_or_a_micro_batch_cannot_hold(model):
-    check_model(model, build_tokenizer(), Flags())
+    check_model(model, build_tokenizer(), flags_of())
     with pytest.raises(UserError, match="the model's context is 256"):
-        check_model(model, build_tokenizer(), Flags(max_response_length=256))
+        check_model(model, build_tokenizer(), flags_of(max_response_length=256))
     with pytest.raises(UserError, match="--max-tokens-per-micro-batch is 31"):
-        check_model(model, build_tokenizer(), Flags(max_tokens_per_micro_batch=31))
+        check_model(model, build_tokenizer(), flags_of(max_tokens_per_micro_batch=31))
 
 
 # ---------------------------------------------------------------------------------------------------- tokenizers
@@ -231,17 +228,17 @@ WORDS = ["<unk>", "<end>", *(f"w{i}" for i in range(30))]  # as many as the mode
 )
 def test_a_tokenizer_of_another_size_is_refused(model, words, message):
     with pytest.raises(UserError, match=message):
-        check_model(model, tokenizer_of(words, eos_token="<end>"), Flags())
+        check_model(model, tokenizer_of(words, eos_token="<end>"), flags_of())
 
 
 def test_special_tokens_beyond_the_vocabulary_matter_where_prompts_have_them(model):
     tokenizer = tokenizer_of(WORDS, eos_token="<end>", additional_special_tokens=["<image>"])
-    check_model(model, tokenizer, Flags())
+    check_model(model, tokenizer, flags_of())
     tokenizer.chat_template = "{% for m in messages %}<image>{{ m['content'] }}{% endfor %}"
     with pytest.raises(UserError, match=r"1 of the tokenizer's ids have no embedding, 32 .'<image>'.*resize"):
-        check_model(model, tokenizer, Flags())
+        check_model(model, tokenizer, flags_of())
     with pytest.raises(UserError, match=r"no embedding, 32 .'<stop>'"):
-        check_model(model, tokenizer_of(WORDS, eos_token="<stop>"), Flags())
+        check_model(model, tokenizer_of(WORDS, eos_token="<stop>"), flags_of())
 
 
 def test_the_tokenizers_end_token_counts_as_do_those_of_the_configs(model, tmp_path):
@@ -276,7 +273,7 @@ def test_a_model_whose_responses_would_never_end_is_refused(model, tmp_path, nam
     for name in ("config.json", "generation_config.json"):
         edit_json(tmp_path / "model", name, eos_token_id=named)
     with pytest.raises(UserError, match=f"{message}.*no response would end"):
-        check_model(model, tokenizer_of(WORDS[:31]), Flags())
+        check_model(model, tokenizer_of(WORDS[:31]), flags_of())
 
 
 @pytest.mark.parametrize("prompt", ["10+20=", [{"role": "user", "content": "10+20="}]])
@@ -304,7 +301,7 @@ def test_an_output_head_that_is_tied_and_yet_another_is_refused(tmp_path):
 
 
 def test_the_demo_passes(demo_model):
-    check_model(demo_model, load_tokenizer(demo_model), Flags())
+    check_model(demo_model, load_tokenizer(demo_model), flags_of())
     TransformersEngine(demo_model, max_length=16)
 
 

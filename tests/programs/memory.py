@@ -13,8 +13,8 @@ import torch
 import torch.distributed
 from transformers import AutoTokenizer
 
+import train_sync
 from rl.checkpoint import saver
-from rl.checkpoint.resume import CheckpointArgs
 from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
 from rl.ranks import dist, host, launch, process
@@ -59,7 +59,7 @@ def main(ranks: dist.Ranks) -> None:
         publisher.take_copy()
     identity = SimpleNamespace(record={})
     run = SimpleNamespace(dir=out, total_steps=9, say=said.append)
-    writer = saver.Saver(CheckpointArgs(), run, identity, learner, tokenizer, None)
+    writer = saver.Saver(train_sync.Args(), run, identity, learner, tokenizer, None)
     available, host.available_memory = host.available_memory, lambda: 0
     for step, name in enumerate(["short", "short again", "first", "second", "last"], start=5):
         if name == "first":

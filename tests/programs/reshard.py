@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from helpers import whole
 
+import train_sync
 from rl.checkpoint import resume, saver
-from rl.checkpoint.resume import CheckpointArgs
 from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
 from rl.model.shards import local
@@ -35,7 +35,7 @@ def main(ranks) -> None:
         resume.load_tensors(Path(came_from), learner.state_tensors())
     state = {name: whole(tensor) for name, tensor in learner.state_tensors().items()}
     run = SimpleNamespace(dir=out, total_steps=9, say=print)
-    args = CheckpointArgs()
+    args = train_sync.Args()
     args.trust_remote_code = False  # another part of a script's flags
     writer = saver.Saver(args, run, SimpleNamespace(record={}), learner, SimpleNamespace(save_pretrained=print), None)
     writer.save(1, {})

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import safetensors.torch
 
+import train_sync
 from rl.checkpoint import saver
-from rl.checkpoint.resume import CheckpointArgs
 from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
 from rl.ranks import dist, host, process
@@ -43,7 +43,7 @@ def main(ranks: dist.Ranks) -> None:
     run = SimpleNamespace(dir=out / "run", total_steps=9, say=print if ranks.is_main else lambda _: None)
     learner = Learner(model, LearnerArgs(), ranks, total_steps=10)
     tokenizer = SimpleNamespace(save_pretrained=print)
-    writer = Troubled(CheckpointArgs(), run, SimpleNamespace(record={}), learner, tokenizer, None)
+    writer = Troubled(train_sync.Args(), run, SimpleNamespace(record={}), learner, tokenizer, None)
     for step in (1, 2):
         writer.save(step, {})
     writer.wait()

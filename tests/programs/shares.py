@@ -54,13 +54,13 @@ def advantages(batch: Batch) -> dict[str, torch.Tensor]:
 def per_token(batch: Batch, minis: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     weigh = {"rollout_is": "sequence", "rollout_is_batch_normalize": True}
     args = parts.make(train_sync.Args, rollout_rs="seq_max_k3", rollout_rs_threshold="0.02", **weigh)
-    batch.targets.is_weight, batch.targets.rejected = correct_rollout(args, batch)
+    batch.targets.is_weight, batch.targets.rejected = correct_rollout(args.correction, batch)
     found = {"weights": batch.targets.is_weight, "rejected": batch.targets.rejected} | advantages(batch)
     by_batch = parts.make(train_sync.Args, rollout_rs="token_k1,batch_k2", rollout_rs_threshold="0.9_1.2,0.003")
-    found["rejected by batch"] = correct_rollout(by_batch, batch)[1]
+    found["rejected by batch"] = correct_rollout(by_batch.correction, batch)[1]
     batch.targets.advantage = found["advantage by grpo"]
     for loss, knobs in (("clip_cov", ("ratio=0.2", "low=0.0001")), ("kl_cov", ("ratio=0.2",))):
-        knobs = parts.make(train_sync.Args, loss_mode=loss, loss_args=knobs).choice_knobs
+        knobs = parts.make(train_sync.Args, loss_mode=loss, loss_args=knobs).loss.choice_knobs
         batch.targets.chosen = whole_batch.chosen(losses.POLICY_LOSSES[loss], batch, minis, knobs)
         found[f"chosen for {loss}"] = batch.targets.chosen
     return found
@@ -68,7 +68,7 @@ def per_token(batch: Batch, minis: list[torch.Tensor]) -> dict[str, torch.Tensor
 
 def numbers(batch: Batch, minis: list[torch.Tensor]) -> dict[str, float]:
     args = parts.make(train_sync.Args, rollout_is="token")
-    found = rollout_metrics(args, batch) | batch_metrics(batch) | staleness_metrics(batch, 3)
+    found = rollout_metrics(args.correction, batch) | batch_metrics(batch) | staleness_metrics(batch, 3)
     found["mean of responses"] = whole_batch.mean_of_responses(batch.targets.reward, batch)
     found["groups of one"] = whole_batch.groups_of_one(batch)
     for mode in losses.AGGREGATIONS:

@@ -157,9 +157,10 @@ def test_a_driver_that_torch_cannot_use_is_reported(tmp_path, file, tool):
 
 def test_the_precision_follows_the_device_unless_it_is_given(machine):
     machine("cpu")
-    assert train_sync.Args().dtype == "float32"
+    assert train_sync.Args().learner.dtype == "float32"
     machine("npu")
-    assert train_sync.Args().dtype == "bfloat16" and parts.make(train_sync.Args, dtype="float32").dtype == "float32"
+    assert train_sync.Args().learner.dtype == "bfloat16"
+    assert parts.make(train_sync.Args, dtype="float32").learner.dtype == "float32"
 
 
 @pytest.mark.parametrize(("kind", "slow"), [("npu", True), ("cuda", False), ("cpu", False)])

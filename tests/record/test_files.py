@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+import train_sync
+from rl import parts
 from rl.errors import UserError
 from rl.record import run
-from rl.record.run import LogArgs, Origin, Run
+from rl.record.run import Origin, Run
 
 
 def records(path: Path) -> list[int]:
@@ -15,7 +17,7 @@ def records(path: Path) -> list[int]:
 
 
 def start(tmp_path: Path, origin: Origin | None = None) -> Run:
-    return Run(LogArgs(output_dir=str(tmp_path), experiment_name="run"), {}, 9, True, "script", origin)
+    return Run(parts.make(train_sync.Args, output_dir=str(tmp_path), experiment_name="run"), {}, 9, True, "script", origin)
 
 
 def test_a_record_that_cannot_be_written_ends_the_run_with_a_sentence(tmp_path):

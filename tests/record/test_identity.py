@@ -12,6 +12,7 @@ import train_one_step_off
 import train_sft
 import train_sync
 from rl import parts
+from rl.data.args import DataArgs
 from rl.data.prompts import PromptDataset
 from rl.data.teacher_prompts import TeacherPrompts
 from rl.errors import UserError
@@ -26,7 +27,7 @@ FLAGS = sorted({name for args in SCRIPTS.values() for name in parts.leaves(args)
 
 @pytest.fixture(scope="module")
 def prompts(demo_model):
-    return PromptDataset(["demo"], "train", load_tokenizer(demo_model), train_sync.Args())
+    return PromptDataset(["demo"], "train", load_tokenizer(demo_model), DataArgs())
 
 
 def other(value):

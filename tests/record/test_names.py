@@ -49,7 +49,7 @@ def test_a_directory_is_on_one_line(flag, path):
     "name", ["run", "group/run", "a/b/c", "lr=1e-6, n=8", "für 数", ".hidden", "..a", "a..b", "x" * 200, "-dash"]
 )
 def test_plain_and_nested_names_are_taken(name):
-    assert flags.read(train_sync.Args, args=[f"--experiment-name={name}"]).experiment_name == name
+    assert flags.read(train_sync.Args, args=[f"--experiment-name={name}"]).log.experiment_name == name
 
 
 def test_a_project_has_no_parts():

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,16 +17,16 @@ from matplotlib.axes import Axes
 from safetensors.torch import load_file
 from torch.distributed import HashStore
 
+import train_async
+import train_sync
 from rl.checkpoint.best import Best
 from rl.parts import make
 from rl.ranks.launch import Node
 from rl.record import validations
-from rl.record.run import LogArgs, Origin, Run, plot_reward
+from rl.record.run import Origin, Run, plot_reward
 from rl.record.validations import Parts
 from rl.record.wandb_log import GLOBAL_STEP
 from rl.samples.channel import Inbox, Outbox
-from rl.samples.schedule import AsyncSchedule
-from rl.setup import RunArgs
 from rl.split import Split
 from rl.training_run import TrainingRun
 from tools.report import logs
@@ -53,7 +53,7 @@ def accuracies(run: Path) -> dict[int, float]:
 
 
 def make_run(tmp_path, origin=None, logger=("tensorboard",), **flags) -> Run:
-    args = LogArgs(output_dir=str(tmp_path), logger=logger, **flags)
+    args = make(train_sync.Args, output_dir=str(tmp_path), logger=logger, **flags)
     return Run(args, {"device": "cpu"}, total_steps=9, enabled=True, script="script", origin=origin)
 
 
@@ -222,12 +222,6 @@ def test_a_large_validation_arrives_whole(ranks):
     assert found[0].rows == rows
 
 
-@dataclass
-class Flags(RunArgs):
-    schedule: AsyncSchedule = AsyncSchedule()
-    save_freq: int = 2
-
-
 @pytest.mark.parametrize(
     ("flags", "done", "step", "awaited"),
     [
@@ -244,7 +238,7 @@ class Flags(RunArgs):
     ],
 )
 def test_a_checkpoint_waits_for_validations_that_cannot_be_made_again(flags, done, step, awaited):
-    args = make(Flags, **flags)
+    args = make(train_async.Args, save_freq=2, **flags)
     run = SimpleNamespace(args=args, job=SimpleNamespace(total_steps=12), done=done)
     run._saves_after = lambda step: TrainingRun._saves_after(run, step)
     assert TrainingRun._awaited_validation(run, step) == awaited

@@ -221,10 +221,8 @@ def test_a_flag_that_a_script_has_not_is_noticed(tmp_path):
     with pytest.raises(UserError, match="no-such-flag"):
         parse(recipe, "gpu", tmp_path)
     _, _, args = parse(RECIPES[0], "gpu", tmp_path)
-    args.correction.rollout_is = "token"
-    args.loss.use_rollout_log_probs = True
     with pytest.raises(UserError):
-        check(args)
+        check(parts.replace(args, rollout_is="token", use_rollout_log_probs=True))
 
 
 # ------------------------------------------------------------------------------------- the tables of flags

@@ -18,8 +18,9 @@ from test_engine import drain
 from tiny_vlm import save_vlm
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
+import train_sync
 from examples.demo.sums import build_tokenizer
-from rl.checkpoint.saver import CheckpointArgs, Saver
+from rl.checkpoint.saver import Saver
 from rl.generation.embedded import states
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Request, SamplingParams
@@ -240,7 +241,7 @@ def test_a_checkpoint_of_images_comes_back(tmp_path, ranks):
     learner = Learner(str(path), LearnerArgs(dtype="bfloat16"), ranks, 10)
     run = SimpleNamespace(dir=tmp_path, total_steps=9, say=print)
     tokenizer = SimpleNamespace(save_pretrained=lambda _: None)
-    saver = Saver(CheckpointArgs(), run, SimpleNamespace(record={}), learner, tokenizer, None)
+    saver = Saver(train_sync.Args(), run, SimpleNamespace(record={}), learner, tokenizer, None)
     saver.save(1, {})
     saver.wait()
     assert not saver.error, saver.error

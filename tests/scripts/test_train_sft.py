@@ -42,7 +42,7 @@ def by_transformers(rows, tmp_path_factory) -> tuple[str, float, torch.Tensor]:
 def test_loss_and_gradient_are_those_of_transformers(ranks, rows, by_transformers, tokens, monkeypatch):
     path, loss, gradient = by_transformers
     args = parts.make(train_sft.Args, max_tokens_per_micro_batch=tokens)
-    learner = Learner(path, args, ranks, 10)
+    learner = Learner(path, args.learner, ranks, 10)
     found = []
     step = learner.step
     grads = lambda: torch.cat([p.grad.flatten() for p in learner.policy.parameters()]).double()  # noqa: E731

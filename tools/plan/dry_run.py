@@ -79,7 +79,8 @@ def dry_run(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, script])
     reader, writer = context.Pipe(duplex=False)
-    what = (script, parts.flat(args), learners, attention, workload, image_size)
+    own = {name: parts.get(args, name) for name in parts.leaves(importlib.import_module(script).Args)}
+    what = (script, own, learners, attention, workload, image_size)
     child = context.Process(target=_in_child, args=(writer, *what), daemon=True)
     child.start()
     writer.close()
