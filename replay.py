@@ -31,7 +31,7 @@ from rl.class_check import check_class
 from rl.data.args import DataArgs
 from rl.environments.args import EnvironmentArgs
 from rl.errors import UserError
-from rl.generation.engine import EngineArgs
+from rl.generation.engine import EngineArgs, SamplingArgs
 from rl.ranges import flag, may_change
 from rl.ranks import dist, process
 from rl.record.provenance import code_digest, digest_of, package_files
@@ -46,7 +46,7 @@ LENGTH = {"total_training_steps", "total_epochs", "total_rollout_steps"}  # the 
 PLACES = {"train_files", "val_files", "generators", "trust_remote_code"}  # may differ on another machine
 # Flags that made the samples, or that decide what is recorded of them; those of PARTS are added
 SAMPLED = {"seed", "train_batch_size", "filter_groups", "max_num_gen_batches", "over_sample"}
-PARTS = (DataArgs, EngineArgs, EnvironmentArgs, RewardArgs, AsyncSchedule)
+PARTS = (DataArgs, EngineArgs, SamplingArgs, EnvironmentArgs, RewardArgs, AsyncSchedule)
 SAMPLED |= {name for part in PARTS for name in parts.leaves(part)}
 SAMPLED -= PLACES
 

@@ -5,6 +5,7 @@ and properties of its own, and a flag's new default, `rollout_n: int = 4`. `chec
 collide: each class's own is called.
 """
 
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -111,6 +112,9 @@ def _check_pair(flags: type, name: str, first: type, other: type, is_part: bool)
             f"{flags.__name__} gets `{name}` from two bases, the {both[0]} and the {both[1]}, and their order would decide "
             f"which one holds. Rename one of them{f', or give the value in {flags.__name__} itself' if its == 'field' else ''}."
         )
+    part = parts.hints(other).get(name) if (ours, its) == ("field", "field") else None
+    if dataclasses.is_dataclass(part) and not dataclasses.is_dataclass(parts.hints(first)[name]):
+        raise UserError(f"the {both[0]} hides the flags of {part.__name__}, which the run reads as args.{name}: rename it.")
     if (ours, its) == ("value", "field"):
         value = getattr(first, name)
         raise UserError(

@@ -126,7 +126,7 @@ def _read(flags: type[Flags], words: Sequence[str]) -> Flags:
     known = [*map(flag, parts.leaves(flags))]
     names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
     similar = dict.fromkeys(near for name in names for near in difflib.get_close_matches(name, known))
-    own = "".join(vars(part)["hint"](found, unknown) for part in type(found).__mro__ if "hint" in vars(part))
+    own = "".join(part.hint(unknown) for part in parts.tree(found) if hasattr(part, "hint"))
     hint = flag_words.hint(names) or own or (f" Similar: {', '.join(similar)}." if similar else "")
     raise UserError(f"Unrecognized options: {', '.join(unknown)}.{hint} --help-all lists all flags.")
 

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, reduce
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 from rl.errors import UserError
 
@@ -67,7 +67,7 @@ def leaves(flags: type) -> dict[str, Leaf]:
 
 
 def _walk(flags: type, path: tuple[str, ...] = (), instance: Any = None) -> Iterator[tuple[str, Leaf]]:
-    plain = _hints(flags)
+    plain = hints(flags)
     for field in dataclasses.fields(flags):
         name = field.name
         if not field.init:  # it is computed, not given
@@ -88,15 +88,15 @@ def _is_usual(part: Any, name: str) -> bool:
 def _marks(flags: type, name: str, kind: Any) -> tuple:
     """Return the marks of a field's type. A class that only gives another default keeps those of its base."""
     for base in flags.__mro__:
-        if name in inspect.get_annotations(base) and (marks := getattr(_hints(base, marked=True)[name], "__metadata__", ())):
-            return marks if _hints(base)[name] == kind else ()
+        if name in inspect.get_annotations(base) and (marks := getattr(hints(base, marked=True)[name], "__metadata__", ())):
+            return marks if hints(base)[name] == kind else ()
     return ()
 
 
 @cache
-def _hints(of: type, marked: bool = False) -> dict[str, Any]:
+def hints(of: type, marked: bool = False) -> dict[str, Any]:
     """Return the types of a class's fields, with their marks or without. A class has many fields: they are read once."""
-    return get_type_hints(of, include_extras=marked)
+    return get_typehints(of, include_extras=marked)
 
 
 def _check_part(flags: type, name: str, kind: type, default: Any) -> None:

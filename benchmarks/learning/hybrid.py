@@ -117,7 +117,7 @@ def measure(args: Args, folder: str, ranks: Ranks) -> dict:
     sync = read(train_sync.Args, args=flags)
     learner = Learner(paths["hybrid"], sync, ranks, total_steps=1000)
     batch = Batch.of(make_groups(64, budget)[:GROUPS])
-    micros = micro_batches(batch, torch.arange(len(batch.lengths)), learner.args.learner.max_tokens_per_micro_batch, ranks)
+    micros = micro_batches(batch, torch.arange(len(batch.lengths)), learner.args.max_tokens_per_micro_batch, ranks)
     own, dense, theirs = Step(paths["hybrid"], ATTENTION), Step(paths["dense"], ATTENTION), Step(paths["hybrid"], "sdpa")
     alone, rows, of_dense = one_at_a_time(theirs, batch), packed(own, micros), packed(dense, micros)
 

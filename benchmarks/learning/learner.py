@@ -89,7 +89,7 @@ def measure(name: str, folder: str, args: Args, ranks: Ranks) -> dict:
     optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-4, fused=True)
     batch = Batch.of(make_groups(vocabulary, budget))
     tokens = sum(batch.total_lengths())
-    micros = micro_batches(batch, torch.arange(len(batch.lengths)), learner.args.learner.max_tokens_per_micro_batch, ranks)
+    micros = micro_batches(batch, torch.arange(len(batch.lengths)), learner.args.max_tokens_per_micro_batch, ranks)
 
     def bare_step() -> None:
         for micro in micros:

@@ -121,7 +121,7 @@ def learner(args: Args, ranks: Ranks) -> dict:
     flags += ["--max-tokens-per-micro-batch", str(8 * (prompt + response)), "--lr", "1e-6"]
     flags += ["--gradient-checkpointing"] if args.learner.gradient_checkpointing else []
     sync = read(train_sync.Args, args=flags)
-    model = Learner(args.path, sync, ranks, total_steps=1000)
+    model = Learner(args.path, sync.learner, ranks, total_steps=1000)
     rng, vocabulary = np.random.default_rng(0), SHAPES[args.shape].vocab_size
 
     def tokens(n: int) -> np.ndarray:

@@ -108,7 +108,7 @@ def main(side: str, model: str, file: str, size: str) -> None:
         members = torch.arange(len(batch.lengths))
         step = plain_step(model, batch, micro_batches(batch, members, 8192, ranks))
     else:
-        learns = Learner(model, args, ranks, total_steps=1000)
+        learns = Learner(model, args.learner, ranks, total_steps=1000)
         parameters = [local(p) for p in learns.policy.parameters()]
         held = Held({p.untyped_storage().data_ptr() for p in parameters})
         step = lambda: train_sync.learn(args, learns, batch, Timers())  # noqa: E731

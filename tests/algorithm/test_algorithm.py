@@ -195,7 +195,7 @@ def test_log_probs_that_an_update_gives_need_no_pass(trainer, demo_model, monkey
     results = []
     for recompute in (False, True):
         monkeypatch.setattr(train_sync.Args, "recompute_old_log_probs", lambda *_, value=recompute: value)
-        learner = Learner(demo_model, args, trainer.ranks, 10**6)
+        learner = Learner(demo_model, args.learner, trainer.ranks, 10**6)
         trainer.engine.update(learner.weights(), version=0)
         batch = Batch.of(train_sync.make_batch(args, trainer.generator(args), 0)[0])
         metrics = train_sync.learn(args, learner, batch, Timers())
@@ -255,7 +255,7 @@ def test_the_weighed_kl_is_in_a_scripts_loss(trainer, demo_model):
     terms = []
     for of in ("k3+", "k3r"):
         args = parts.make(train_one_step_off.Args, model=demo_model, rollout_n=4, train_batch_size=4, kl_loss_type=of, **second)
-        learner = Learner(demo_model, args, trainer.ranks, 10**6, with_reference=True)
+        learner = Learner(demo_model, args.learner, trainer.ranks, 10**6, with_reference=True)
         terms.append(train_one_step_off.learn(args, learner, Batch.of(groups), Timers())["actor/kl_loss"])
     plus, weighed = terms
     assert plus > 0 and weighed > 0 and weighed != pytest.approx(plus, rel=1e-3)
@@ -274,7 +274,7 @@ def norms_of_a_stale_batch(trainer, demo_model, seed: int) -> tuple[dict[str, fl
     norms = {}
     for name, use_rollout_log_probs in (("default", None), ("recomputed", False)):
         args = parts.make(train_one_step_off.Args, **theirs, **clips, use_rollout_log_probs=use_rollout_log_probs)
-        learner, batch = Learner(demo_model, args, trainer.ranks, 10**6), Batch.of(groups)
+        learner, batch = Learner(demo_model, args.learner, trainer.ranks, 10**6), Batch.of(groups)
         metrics = train_one_step_off.learn(args, learner, batch, Timers())
         norms[name] = metrics["actor/grad_norm"]
 

@@ -54,7 +54,7 @@ def gradients(script, path: str, ranks, step: int, rows=(), **more) -> tuple[lis
     """Of each update of that step, the weights staying what they are; and the step's metrics."""
     args = parts.make(script.Args, train_batch_size=4, ppo_mini_batch_size=2, rollout_n=3, **more)
     check(args)
-    learner, found = Learner(path, args, ranks, 10), []
+    learner, found = Learner(path, args.learner, ranks, 10), []
     if args.imitation.sft_files:
         learner.imitation = Imitation(args, rows)
     learner.steps = step - 1

@@ -3,6 +3,8 @@
 The measuring is in tests/tools/vllm_kinds.py, a process of its own for each engine; here are the bounds.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -189,7 +191,7 @@ def test_a_learner_in_fp32_is_five_times_closer_to_a_generator_in_bf16(measured,
     micro = MicroBatch.of(batch, list(range(len(groups))), ranks.device)
     replayed = (learner.forward(micro).log_prob.detach() - batch.rollout_log_prob).abs()
     metrics = learner.router_metrics()
-    learner.args.learner.router_replay = "off"
+    learner.args = dataclasses.replace(learner.args, router_replay="off")
     free = (learner.forward(micro).log_prob.detach() - batch.rollout_log_prob).abs()
     assert metrics["moe/replay/tokens_differ"] > 0 and free.max() > 5 * replayed.max()
 

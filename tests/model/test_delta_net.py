@@ -245,8 +245,7 @@ def test_the_start_check_takes_transformers_own_functions(monkeypatch, tmp_path)
 
 # ------------------------------------------------------------------------------------------------------------ refusals
 
-LENGTHS = dict(max_prompt_length=8, max_response_length=8, max_tokens_per_micro_batch="auto")
-FLAGS = LENGTHS | dict(dtype="float32")
+FLAGS = dict(max_prompt_length=8, max_response_length=8, dtype="float32")
 
 
 def checked(path, config, of="--model", **flags) -> None:
@@ -280,15 +279,15 @@ def test_other_linear_attention_is_refused_by_the_class_of_its_layers(tmp_path, 
     [
         ({"compile": True}, "--compile"),
         ({"sequence_parallel": 3}, "--sequence-parallel 3: its ranks divide the gated delta nets' 4 heads and 128 channels"),
-        ({"engine": "vllm", "weights_dtype": lambda dtype: torch.float32}, "--engine vllm: on a CPU"),
-        ({"engine": "vllm", "weights_dtype": lambda dtype: torch.bfloat16}, "with heads of 128"),
+        ({"engine": "vllm", "rollout_dtype": "float32"}, "--engine vllm: on a CPU"),
+        ({"engine": "vllm", "rollout_dtype": "bfloat16"}, "with heads of 128"),
     ],
 )
 def test_flags_that_do_not_go_with_delta_nets_are_refused(tmp_path, flags, said):
     config = transformers.Qwen3_5TextConfig(**SMALL | DELTA)
     checked(tmp_path, config)
     wide = DELTA | dict(linear_key_head_dim=128, linear_value_head_dim=128)
-    of_vllm = {"engine": "vllm", "weights_dtype": lambda dtype: torch.bfloat16}
+    of_vllm = {"engine": "vllm", "rollout_dtype": "bfloat16"}
     checked(tmp_path / "wide", transformers.Qwen3_5TextConfig(**SMALL | wide), **of_vllm)
     with pytest.raises(UserError, match=said):
         checked(tmp_path, config, **flags)
@@ -304,4 +303,4 @@ def test_what_an_engine_cannot_do_is_refused_of_the_policy_alone(tmp_path):
             checked(tmp_path, config, of, **in_fp32, sequence_parallel=3)
     with pytest.raises(UserError, match="--engine vllm: on a CPU"):
         checked(tmp_path, config, **in_fp32)
-    check_model(str(tmp_path), build_tokenizer(), parts.make(train_sft.Args, max_length=sum(LENGTHS.values()) // 2))
+    check_model(str(tmp_path), build_tokenizer(), parts.make(train_sft.Args, max_length=16))

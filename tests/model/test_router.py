@@ -1,5 +1,6 @@
 """MoE routers: they choose and weigh as transformers does, and the learner and the engine record and replay their choices."""
 
+import dataclasses
 import importlib
 from functools import partial
 
@@ -221,7 +222,7 @@ def test_the_embedded_engine_records_what_it_chose(models, learn, kind):
     assert int(ends.sum()) == len(batch.lengths), "but for each response's last token all is known"
     replayed = (learner.forward(micro).log_prob - batch.rollout_log_prob).abs().detach()
     metrics = learner.router_metrics()
-    learner.args.learner.router_replay = "off"
+    learner.args = dataclasses.replace(learner.args, router_replay="off")
     free = (learner.forward(micro).log_prob - batch.rollout_log_prob).abs().detach()
     print(f"{kind}: largest difference {free.max():.4f} free, {replayed.max():.4f} replayed; {metrics}")
     if kind == "float32":

@@ -10,7 +10,7 @@ from helpers import ROOT, run_script
 import plan
 from rl.errors import UserError
 
-MORE_FLAGS = '''    imitation: float = 0.5
+MORE_FLAGS = '''    bonus: float = 0.5
     """A flag of its own."""
 '''
 
@@ -20,7 +20,7 @@ def fork(script: str, path: Path, learn: str = "") -> Path:
     text = (ROOT / script).read_text()
     text = re.sub(r"^    schedule: .*\n", rf"\g<0>{MORE_FLAGS}", text, count=1, flags=re.M)
     head, end, body = text.partition("    minis = batch.mini_batches(")
-    assert end and "imitation" in head
+    assert end and "bonus" in head
     path.write_text(f"{head}{learn}{end}{body}")
     return path
 
@@ -36,7 +36,7 @@ def test_a_copy_is_planned_as_its_script(script, tmp_path, capsys, monkeypatch):
     own = fork(script, tmp_path / f"my_{script}")
     words = ["--model", "demo", "--nproc-per-node", "2", "--device", "H100-80GB"]
     said = []
-    for name, more in ((script, ()), (str(own), ("--imitation", "2"))):
+    for name, more in ((script, ()), (str(own), ("--bonus", "2"))):
         plan.main([name, *words, *more])
         said.append(capsys.readouterr().out)
     plain, copied = said
@@ -45,9 +45,9 @@ def test_a_copy_is_planned_as_its_script(script, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.runs
 def test_the_copys_own_learn_is_what_is_run(tmp_path):
-    learn = '    raise __import__("rl.errors").errors.UserError(f"the learn of this copy, flag {args.imitation}")\n'
+    learn = '    raise __import__("rl.errors").errors.UserError(f"the learn of this copy, flag {args.bonus}")\n'
     own = fork("train_sync.py", tmp_path / "other.py", learn)
-    done = run_script("plan.py", own, "--model", "demo", "--device", "H100-80GB", "--imitation", "7", check=False)
+    done = run_script("plan.py", own, "--model", "demo", "--device", "H100-80GB", "--bonus", "7", check=False)
     assert done.returncode == 1 and "the learn of this copy, flag 7.0" in done.stderr
 
 

@@ -63,7 +63,7 @@ def main(ranks):
 
 
 def published(learner: Learner) -> dict[str, torch.Tensor]:
-    dtype = getattr(torch, learner.args.learner.dtype)
+    dtype = getattr(torch, learner.args.dtype)
     return {name: tensor.to(dtype) for name, tensor in learner.weights(dtype)}
 
 

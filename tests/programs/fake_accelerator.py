@@ -147,7 +147,7 @@ def learn(
         groups = [with_support(group, most) for group in groups]
     with FakeDevice():
         assert device.kind() == place.device.type == torch.empty(1, device=place.device).device.type
-        model = Learner(path, args, place, 10, with_reference=args.loss.needs_reference)
+        model = Learner(path, args.learner, place, 10, with_reference=args.loss.needs_reference)
         if args.teacher.teacher:
             prompts = SimpleNamespace(ids_of=lambda order, ticket, ids: [3] * 40 + ids)
             model.teacher = Teacher.of(args, SimpleNamespace(order=None, teacher_prompts=prompts), model)
@@ -244,7 +244,7 @@ def turns(path: str, **flags) -> None:
     place, args = start(), parts.make(train_sync.Args, model=path, engine="embedded", max_num_seqs=4, **flags)
     engines.load_tokenizer, engines.end_token_ids = (lambda *_: None), (lambda *_: {1})
     with FakeDevice():
-        model = Learner(path, args, place, 10)
+        model = Learner(path, args.learner, place, 10)
         engine = engines.make_engine(path, args.engine, 32, args.engine.weights_dtype(args.learner.dtype), place.device, False)
         held = LocalWeights(model, engine, args.engine.weights_dtype(args.learner.dtype))
         for version in range(2):

@@ -59,7 +59,7 @@ def make_groups(one_response: bool) -> list[Group]:
 def learn(model: str, flags: dict, ranks, one_response: bool) -> tuple[list[torch.Tensor], dict, list[tuple[bool, int]]]:
     """(gradients of all updates, metrics, of each forward pass whether it has responses and its logits here) of a step."""
     args = parts.make(train_sync.Args, model=model, train_batch_size=4, lr_warmup_steps=0, ppo_mini_batch_size=2, **flags)
-    learner = Learner(model, args, ranks, 10, with_reference=args.loss.needs_reference)
+    learner = Learner(model, args.learner, ranks, 10, with_reference=args.loss.needs_reference)
     gradients, passes, step, log_probs = [], [], learner.step, learner._log_probs
 
     def recorded() -> dict:

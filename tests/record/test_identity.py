@@ -62,7 +62,7 @@ def test_every_flag_belongs_to_the_run_or_is_named_as_one_that_may_change(script
         with pytest.raises(UserError, match=rf"step_1 (is of a run with other settings|was written with {name})") as refused:
             now.check(was, Path("step_1"))
         assert name in str(refused.value)
-        changed.resume_mode = "step_1"
+        changed = parts.replace(changed, resume_mode="step_1")
         now = Identity(changed, script, demo_model, prompts)
         if field in stays:
             with pytest.raises(UserError, match="its state means nothing under another value"):

@@ -112,6 +112,7 @@ REFUSED = {
         "+rollout_n: int = 4",
         r"both define --rollout-n.*write `sampling: SamplingArgs = SamplingArgs\(rollout_n=...\)`",
     ),
+    "the name of a part": ("sync", "", BASE, "+reward: float = 0.5", "Args.reward hides the flags of RewardArgs.*rename it"),
     "a flag of the split": ("async", "", BASE, "+generators: int = 3", "both define --generators.*AsyncSchedule.generators"),
     "a field and a property in one class": (
         "sync",

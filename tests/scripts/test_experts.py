@@ -87,7 +87,7 @@ COMPACT = ["--dtype", "bfloat16", "--grad-dtype", "bfloat16", "--optim", "adamw_
 def test_a_response_has_the_same_routes_across_a_restart(model, ranks):
     """As in a checkpoint: some responses are finished, some are unfinished, and some have not begun."""
     args = parts.make(train_async.Args, model=model, router_replay="R3", rollout_n=4, max_response_length=24, max_num_seqs=6)
-    job, pool = set_up(args, train_async.__file__), ScoringPool(args)
+    job, pool = set_up(args, train_async.__file__), ScoringPool(args.reward)
 
     def generator():
         made = make_generator(args, job, ranks, pool)

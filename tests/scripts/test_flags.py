@@ -175,10 +175,10 @@ def test_help_shows_the_common_flags_and_help_all_every_flag(script, capsys):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_shows_the_flags_that_a_copy_of_a_script_adds(script, capsys):
-    own = dataclasses.make_dataclass("Args", [("imitation", float, 0.0), ("gamma", float, 0.5)], bases=(SCRIPTS[script].Args,))
+    own = dataclasses.make_dataclass("Args", [("bonus", float, 0.0), ("seed", int, 5)], bases=(SCRIPTS[script].Args,))
     own.__module__ = "my_fork"
     common = shown_flags(SCRIPTS[script].Args, "--help", capsys)
-    assert shown_flags(own, "--help", capsys) == ["--imitation", "--gamma", *common]
+    assert shown_flags(own, "--help", capsys) == ["--bonus", "--seed", *common]
 
 
 def test_every_common_flag_is_one_of_a_script():

@@ -30,8 +30,8 @@ class Trainer:
         size = {"rollout_n": 4, "train_batch_size": 4}
         self.args = parts.make(train_sync.Args, model=model, lr_warmup_steps=0, lr=1e-5, **size)
         self.job = set_up(self.args, train_sync.__file__)
-        self.pool = ScoringPool(self.args)
-        self.learner = Learner(model, self.args, self.ranks, 10**6, with_reference=True)
+        self.pool = ScoringPool(self.args.reward)
+        self.learner = Learner(model, self.args.learner, self.ranks, 10**6, with_reference=True)
         self.engine = make_generator(self.args, self.job, self.ranks, self.pool).engine
         self.ticket, self.first = 0, {}
         self.begin_again()
@@ -44,7 +44,7 @@ class Trainer:
         args = parts.replace(self.args, **flags)
         check(args)
         generator = self.generator(args)
-        self.learner.args = args
+        self.learner.args = args.learner
         out = []
         if args.loss.needs_critic and not self.learner.critic:
             self.learner.critic = Critic(self.learner.path, args, self.ranks, 10**6)
