@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, reduce
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from rl.errors import UserError
 
@@ -96,7 +96,7 @@ def _marks(flags: type, name: str, kind: Any) -> tuple:
 @cache
 def hints(of: type, marked: bool = False) -> dict[str, Any]:
     """Return the types of a class's fields, with their marks or without. A class has many fields: they are read once."""
-    return get_typehints(of, include_extras=marked)
+    return get_type_hints(of, include_extras=marked)
 
 
 def _check_part(flags: type, name: str, kind: type, default: Any) -> None:

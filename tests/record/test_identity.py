@@ -121,16 +121,16 @@ def test_a_flag_that_an_older_version_did_not_have_counts_as_its_default(prompts
 def test_a_teacher_s_prompt_that_leaves_rows_out_is_refused_in_any_case(demo_model):
     """Every ticket would have another row."""
     tokenizer, args = load_tokenizer(demo_model), parts.make(train_sync.Args, resume_mode="step_1")
-    was = saved(Identity(args, "train_sync", demo_model, PromptDataset(["demo"], "train", tokenizer, args)))
+    was = saved(Identity(args, "train_sync", demo_model, PromptDataset(["demo"], "train", tokenizer, args.data)))
     args = parts.replace(args, teacher=demo_model, teacher_prompt="{ground_truth}={prompt}", filter_overlong_prompts=True)
     for limit, fits in ((args.data.max_prompt_length, True), (8, False)):
-        prompts = PromptDataset(["demo"], "train", tokenizer, args)
+        prompts = PromptDataset(["demo"], "train", tokenizer, args.data)
         TeacherPrompts(prompts, args.teacher.teacher_prompt, limit)
         now = Identity(args, "train_sync", demo_model, prompts)
         if fits:
             assert now.check(was, Path("x"))[0].startswith("--filter-overlong-prompts: was False")
             continue
-        number = len(PromptDataset(["demo"], "train", tokenizer, args))
+        number = len(PromptDataset(["demo"], "train", tokenizer, args.data))
         said = f"x is of a run with {number:,} training prompts, and now there are {len(prompts):,}, .*raise --teacher-max"
         with pytest.raises(UserError, match=said):
             now.check(was, Path("x"))
@@ -151,7 +151,7 @@ def test_what_the_flags_name_is_compared_by_content(prompts, demo_model, models,
 
     def of(name="data.jsonl", path=model, tokenizer=prompts.tokenizer) -> Identity:
         args = parts.make(train_sync.Args, train_files=(str(tmp_path / name),), reward=f"{reward}:f", model=str(path))
-        return Identity(args, "train_sync", str(path), PromptDataset(args.data.train_files, "train", tokenizer, args))
+        return Identity(args, "train_sync", str(path), PromptDataset(args.data.train_files, "train", tokenizer, args.data))
 
     was = saved(of())
     rows(tmp_path / "moved.jsonl", range(9))
