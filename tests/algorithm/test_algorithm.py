@@ -172,7 +172,7 @@ def test_rollout_correction(trainer):
         args = parts.replace(trainer.args, **flags)
         groups, _, metrics = train_sync.make_batch(args, trainer.generator(args), 0)
         batch = Batch.of(groups)
-        trainer.learner.args = args
+        trainer.learner.args = args.learner
         metrics |= train_sync.learn(args, trainer.learner, batch, Timers())
         inputs = (batch.targets.actor_log_prob, batch.rollout_log_prob, torch.ones_like(batch.mask), batch.seq)
         assert metrics["rollout_corr/rollout_is_std"] > 0.01
