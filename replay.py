@@ -200,7 +200,7 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
         batch = run.begin(replay.record.groups(step))
         metrics = script.learn(args, learner, batch, run.timer)
         metrics |= staleness_metrics(batch, args.schedule.version_at(step))
-        metrics |= run.count_fates(step, batch, metrics)
+        metrics |= run.report(step, batch, metrics)
         run.log(step, batch, metrics)
         run.save_if_due(step)
     run.finish()

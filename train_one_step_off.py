@@ -18,13 +18,13 @@ from torch import Tensor
 import losses
 from rl import flags
 from rl.algorithm import whole_batch
-from rl.algorithm.metrics import batch_metrics, rollout_metrics, staleness_metrics
+from rl.algorithm.metrics import staleness_metrics
 from rl.data.job import Job
 from rl.generation.generator import Generator
 from rl.generator_loop import BatchLoop
-from rl.learning.batch import Batch, Forward, Tokens, micro_batches
-from rl.learning.learner import Learner
-from rl.learning.updates import LossMeans, forward_only
+from rl.learning.batch import Batch
+from rl.learning.learner import Forward, Learner
+from rl.learning.micro_batches import Tokens, micro_batches
 from rl.ranks import process
 from rl.ranks.timers import Timers
 from rl.samples.group import Group, all_gather_groups
@@ -105,10 +105,10 @@ def actor_loss(args: Args, t: Tokens, out: Forward, denominator: float) -> tuple
 
 def learn(args: Args, learner: Learner, batch: Batch, timer: Timers) -> dict[str, float]:
     """Train on the batch: one optimizer step for each mini-batch of prompts, --ppo-epochs times. Return metrics."""
-    learner.begin_step(has_signal=not batch.is_unscored)  # sets the learning rate
     minis = batch.mini_batches(args.schedule.prompts_per_update)  # [b] responses each
     micros = [micro_batches(batch, mini, args.learner.max_tokens_per_micro_batch, learner.ranks) for mini in minis]
     targets = batch.targets  # filled in below, from top to bottom
+    learner.begin_step(has_signal=not batch.is_unscored)  # sets the learning rate
 
     # Before the first update: log-probs under the old policy, if the loss needs them by then, and under other models.
     recompute = args.recompute_old_log_probs(len(minis) * args.learner.ppo_epochs)
@@ -121,7 +121,7 @@ def learn(args: Args, learner: Learner, batch: Batch, timer: Timers) -> dict[str
             targets.ref_log_prob = learner.log_probs_of("reference", batch, micros)
     if args.teacher.teacher:
         with timer("teacher"):
-            targets.teacher_log_prob, targets.teacher_top = learner.teacher.read(learner, batch, micros)
+            targets.teacher_log_prob, targets.teacher_top = learner.teacher.targets_of(learner, batch, micros)
     if args.loss.needs_critic:
         with timer("values"):
             targets.value = learner.critic.values_of(batch, micros)
@@ -131,13 +131,12 @@ def learn(args: Args, learner: Learner, batch: Batch, timer: Timers) -> dict[str
         metrics = {}
         if args.correction.corrects_rollout:
             targets.is_weight, targets.rejected = whole_batch.correct_rollout(args.correction, batch)
-        targets.reward = batch.token_reward()
+        targets.reward = whole_batch.token_reward(batch)
         if args.teacher.teacher_alone:
             targets.reward = torch.zeros_like(targets.reward)
         if args.loss.use_kl_in_reward:
-            kl = losses.kl_penalty(targets.old_log_prob, targets.ref_log_prob, batch.trained, args.loss.kl_reward_type)
-            targets.reward = targets.reward - args.loss.kl_reward_coef * kl
-            metrics["actor/reward_kl_penalty"] = whole_batch.mean_of_responses(kl, batch)
+            targets.kl = losses.kl_penalty(targets.old_log_prob, targets.ref_log_prob, batch.trained, args.loss.kl_reward_type)
+            targets.reward = targets.reward - args.loss.kl_reward_coef * targets.kl
             metrics["actor/reward_kl_penalty_coeff"] = args.loss.kl_reward_coef
         targets.advantage = whole_batch.advantage(args.loss.estimator, batch, args.loss.gamma, args.critic.lam)
         if args.loss.policy_loss.chooses:
@@ -148,13 +147,13 @@ def learn(args: Args, learner: Learner, batch: Batch, timer: Timers) -> dict[str
 
     # The updates. A mini-batch's gradient is accumulated over this rank's micro-batches.
     with timer("update_actor"):
-        means = LossMeans(batch, learner.ranks)
+        means = whole_batch.LossMeans(batch)
         if args.skips_backward:  # of responses without an advantage
-            micros = forward_only(batch, micros)
+            micros = whole_batch.forward_only(batch, micros)
         for mini, its_micros in list(zip(minis, micros, strict=True)) * args.learner.ppo_epochs:
             denominator = whole_batch.denominator(batch, mini, args.loss.aggregation, args.sampling.max_response_length)
             for micro in its_micros:
-                t = batch.at(micro)
+                t = Tokens.of(batch, micro)
                 out = learner.forward(micro, "loss" if args.loss.entropy_coeff else "metric", t.teacher_top_token)
                 terms, stats = actor_loss(args, t, out, denominator)
                 terms["loss"].backward()
@@ -164,7 +163,7 @@ def learn(args: Args, learner: Learner, batch: Batch, timer: Timers) -> dict[str
             means.end_update(learner.step())
         if not recompute:  # generator and learner are compared anyway
             targets.actor_log_prob = means.first_log_prob
-    return metrics | rollout_metrics(args.correction, batch) | batch_metrics(batch) | means.metrics()
+    return metrics | means.metrics()
 
 
 def generate(args: Args, split: Split, job: Job) -> None:
@@ -202,7 +201,7 @@ def train(args: Args, split: Split, job: Job) -> None:
             publisher.publish(step, step)
 
         metrics |= staleness_metrics(batch, version=step - 1) | run.receive_validations(step)
-        metrics |= run.count_fates(step, batch, metrics, samples.take_gone())
+        metrics |= run.report(step, batch, metrics, samples.take_gone())
         run.log(step, batch, metrics)
     run.save_if_due(job.total_steps)
     publisher.wait()

@@ -16,11 +16,12 @@ import torch
 import losses
 from rl import flags
 from rl.algorithm import whole_batch
+from rl.algorithm.whole_batch import LossMeans
 from rl.data.job import Job
-from rl.learning.batch import Batch, micro_batches
+from rl.learning.batch import Batch
 from rl.learning.division import Division
 from rl.learning.learner import Learner
-from rl.learning.updates import LossMeans
+from rl.learning.micro_batches import Tokens, micro_batches
 from rl.ranks import dist, process
 from rl.ranks.timers import Timers
 from rl.supervised import SupervisedArgs, SupervisedRun, SupervisedSchedule, set_up, to_groups
@@ -37,11 +38,11 @@ def learn(args: Args, learner: Learner, batch: Batch, timer: Timers) -> dict[str
     """Train on the batch with one optimizer step. Return metrics."""
     learner.begin_step()  # sets the learning rate
     with timer("update_actor"):
-        means = LossMeans(batch, learner.ranks)
+        means = LossMeans(batch)
         every = torch.arange(len(batch.lengths))
         denominator = whole_batch.denominator(batch, every, "token-mean", 0)  # trained tokens of all ranks
         for micro in micro_batches(batch, every, args.learner.max_tokens_per_micro_batch, learner.ranks):
-            t = batch.at(micro)
+            t = Tokens.of(batch, micro)
             log_prob = learner.forward(micro).log_prob  # [n]
             loss = losses.aggregate(-log_prob, t.mask, t.seq, "token-mean", denominator)
             loss.backward()
@@ -58,7 +59,7 @@ def validate(args: Args, learner: Learner, job: Job) -> float:
         batch = Batch.of(to_groups(job.val_prompts, {row: row for row in rows}), Division.of(args, learner))
         micros = micro_batches(batch, torch.arange(len(batch.lengths)), args.learner.max_tokens_per_micro_batch, learner.ranks)
         nll = -learner.log_probs_of("policy", batch, [micros])
-        total += batch.sum_over_ranks(torch.stack([nll[batch.mask].double().sum(), batch.mask.sum()]))
+        total += whole_batch.sum_over_ranks(batch, torch.stack([nll[batch.mask].double().sum(), batch.mask.sum()]))
     return float(total[0] / total[1])
 
 

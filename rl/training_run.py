@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.algorithm.health import Fates, Health, SourceCounts
-from rl.algorithm.metrics import hardly_scored, validation_metrics
+from rl.algorithm.metrics import batch_metrics, hardly_scored, rollout_metrics, validation_metrics
 from rl.checkpoint.resume import Resumed, resume
 from rl.checkpoint.saver import Saver
 from rl.data.job import Job
@@ -298,14 +298,16 @@ class TrainingRun(LearnerRun):
         began_with = args.schedule.step_of(args.schedule.version_at(self.done + 1), total)
         return None if awaited is None or awaited < began_with else awaited
 
-    def count_fates(
+    def report(
         self, step: int, batch: Batch, metrics: dict[str, float], gone: Mapping[str, list[int]] | None = None
     ) -> dict[str, float]:
-        """Record the step's tickets, print warnings about the step, and return metrics on the fate of its samples. metrics: of
-        `learn`; gone: untrained tickets by reason; None in a replay, which does not know them. A collective."""
+        """Return what there is to say of the trained batch: its metrics and the fates of its samples. Record its tickets, and
+        print warnings. metrics: of `learn`; gone: untrained tickets by reason; None in a replay, which does not know them. A
+        collective."""
         self.record.log_tickets(step, batch.tickets, **(gone or {}))
+        out = rollout_metrics(self.args.correction, batch) | batch_metrics(batch)
         fates = Fates.of(batch)
-        out = self.health.of_step(step, batch, metrics, fates) | self.sources.of_step(batch, fates, gone)
+        out |= self.health.of_step(step, batch, metrics | out, fates) | self.sources.of_step(batch, fates, gone)
         return out | (self._events.metrics() if "events" in self.parts else {})
 
     def log(self, step: int, batch: Batch, metrics: dict[str, float]) -> None:

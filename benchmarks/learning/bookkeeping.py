@@ -36,10 +36,10 @@ import train_sync
 from rl import parts
 from rl.algorithm import whole_batch
 from rl.algorithm.metrics import batch_metrics, rollout_metrics, staleness_metrics
-from rl.algorithm.whole_batch import correct_rollout
+from rl.algorithm.whole_batch import correct_rollout, forward_only
 from rl.learning.batch import Batch
 from rl.learning.division import Division
-from rl.learning.updates import forward_only
+from rl.learning.micro_batches import tokens_of
 from rl.ranks import process
 from rl.ranks.dist import Ranks
 from rl.samples.group import Group, Response, all_gather_groups
@@ -80,7 +80,7 @@ class Micro:
 
     @property
     def index(self) -> torch.Tensor:
-        return self.batch.tokens_of(self.responses)
+        return tokens_of(self.batch, self.responses)
 
 
 def make_groups(prompts: int, n: int, length: int) -> list[Group]:
@@ -123,11 +123,11 @@ def measure(size: str, rounds: int, ranks: Ranks) -> dict:
         return Batch.of(groups, division)
 
     def rewards_and_advantages(batch: Batch) -> None:
-        batch.targets.reward = batch.token_reward()
+        batch.targets.reward = whole_batch.token_reward(batch)
         batch.targets.advantage = whole_batch.advantage(losses.ADVANTAGES["grpo"], batch)
 
     def planned(batch: Batch) -> list[list[Micro]]:
-        of_all = (batch.total_lengths(), batch.prompt_lengths(), batch.group, batch.flat)
+        of_all = (batch.total_lengths, batch.prompt_lengths, batch.group, batch.flat)
         minis = batch.mini_batches(args.schedule.prompts_per_update)
         plans = ((mini, division.micros(*of_all, mini)[ranks.data_rank]) for mini in minis)
         return [[Micro(batch, mini[part]) for part in plan] for mini, plan in plans]

@@ -28,9 +28,10 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 import train_sync
 from examples.demo.sums import build_tokenizer
 from rl.flags import read
-from rl.learning.batch import Batch, micro_batches
+from rl.learning.batch import Batch
 from rl.learning.division import Division
 from rl.learning.learner import Learner
+from rl.learning.micro_batches import micro_batches, tokens_of
 from rl.model.attention import ATTENTION
 from rl.model.policy import Policy
 from rl.ranks import process
@@ -102,7 +103,7 @@ def one_at_a_time(step: Step, batch: Batch):
 
     def log_probs():
         for number, prompt in enumerate(batch.prompts):
-            response = batch.token[batch.tokens_of(torch.tensor([number]))].long()
+            response = batch.token[tokens_of(batch, torch.tensor([number]))].long()
             ids = torch.cat([torch.tensor(prompt.tolist()), response])[None]
             logits = step.model(input_ids=ids, logits_to_keep=len(response) + 1, use_cache=False).logits[0, :-1]
             yield ids.shape[1], logits.log_softmax(-1).gather(1, response[:, None])

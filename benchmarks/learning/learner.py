@@ -30,9 +30,10 @@ from transformers import AutoModelForCausalLM
 
 import train_sync
 from rl.flags import read
-from rl.learning.batch import Batch, micro_batches
+from rl.learning.batch import Batch
 from rl.learning.division import Division
 from rl.learning.learner import Learner
+from rl.learning.micro_batches import micro_batches
 from rl.model.attention import ATTENTION
 from rl.ranks import process
 from rl.ranks.dist import Ranks
@@ -88,7 +89,7 @@ def measure(name: str, folder: str, args: Args, ranks: Ranks) -> dict:
         bare.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-4, fused=True)
     batch = Batch.of(make_groups(vocabulary, budget))
-    tokens = sum(batch.total_lengths())
+    tokens = sum(batch.total_lengths)
     micros = micro_batches(batch, torch.arange(len(batch.lengths)), learner.args.max_tokens_per_micro_batch, ranks)
 
     def bare_step() -> None:

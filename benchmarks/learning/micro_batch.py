@@ -21,8 +21,9 @@ import tyro
 from common import RESULTS, Rounds, over, random_model, ratios, setting, table, words, write
 
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch, micro_batches
+from rl.learning.batch import Batch
 from rl.learning.learner import Learner
+from rl.learning.micro_batches import micro_batches
 from rl.ranks import process
 from rl.ranks.dist import Ranks
 from rl.samples.group import Group, Response
@@ -65,7 +66,7 @@ def measure(name: str, folder: str, args: Args, ranks: Ranks) -> dict:
     hidden, layers, vocabulary, longest = SIZES[name]
     random_model(f"{folder}/{name}", hidden, layers, vocabulary)
     learner, batch = Learner(f"{folder}/{name}", LearnerArgs(), ranks, 1000), make_batch(vocabulary, longest, args.tokens)
-    tokens, clock = sum(batch.total_lengths()), {"wall": time.perf_counter, "cpu": time.process_time}[args.clock]
+    tokens, clock = sum(batch.total_lengths), {"wall": time.perf_counter, "cpu": time.process_time}[args.clock]
     cut = {n: micro_batches(batch, torch.arange(len(batch.lengths)), n, ranks) for n in args.budgets}
 
     def train(micros: list) -> None:

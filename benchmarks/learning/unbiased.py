@@ -24,7 +24,8 @@ from common import setting, table, words, write
 
 import train_one_step_off
 from rl import parts
-from rl.learning.batch import Batch, Forward
+from rl.learning.batch import Batch
+from rl.learning.learner import Forward
 from rl.ranges import check
 from rl.ranks import dist
 from rl.samples.group import Group, Response

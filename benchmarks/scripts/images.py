@@ -167,8 +167,8 @@ def learner(size: Size, model: str, file: str, args: Args) -> dict[str, list[flo
 
     import train_sync
     from rl.flags import read
-    from rl.learning.batch import micro_batches
     from rl.learning.learner import Learner
+    from rl.learning.micro_batches import micro_batches
     from rl.model.loading import load_weights
     from rl.ranks import dist
     from rl.ranks.timers import Timers
@@ -198,7 +198,7 @@ def learner(size: Size, model: str, file: str, args: Args) -> dict[str, list[flo
         optimizer.zero_grad()
 
     update = lambda given: train_sync.learn(sync, learns, given, Timers())  # noqa: E731
-    out = rates({"bare": bare_step, "update": update}, lambda: batch_of(size, model, file), sum(first.total_lengths()), args)
+    out = rates({"bare": bare_step, "update": update}, lambda: batch_of(size, model, file), sum(first.total_lengths), args)
     torch.distributed.destroy_process_group()  # vLLM would join it
     return out
 

@@ -20,8 +20,9 @@ from scripts.images import SIZES, batch_of
 
 import train_sync
 from rl.flags import read
-from rl.learning.batch import Batch, micro_batches
+from rl.learning.batch import Batch
 from rl.learning.learner import Learner
+from rl.learning.micro_batches import micro_batches
 from rl.model.pretrained import load_config
 from rl.model.shards import local
 from rl.ranks import dist

@@ -15,11 +15,12 @@ from torch import nn
 
 import losses
 from rl.algorithm import whole_batch
+from rl.algorithm.whole_batch import LossMeans
 from rl.errors import UserError
-from rl.learning.batch import Batch, MicroBatch
+from rl.learning.batch import Batch
 from rl.learning.learner import Learner
+from rl.learning.micro_batches import MicroBatch, Tokens
 from rl.learning.placement import load_policy
-from rl.learning.updates import LossMeans
 from rl.model.policy import Policy
 from rl.model.pretrained import check_model, check_vocabulary, load_config, takes_images
 from rl.model.sequence_parallel import gather_log_probs
@@ -93,11 +94,11 @@ class Critic(Learner):
         args = self._script_args
         of_tokens = (batch.targets.reward, batch.trained, batch.seq, batch.targets.value)
         batch.targets.returns = losses.lambda_return(*of_tokens, args.loss.gamma, args.critic.lam)
-        means = LossMeans(batch, self.ranks)
+        means = LossMeans(batch)
         for mini, its_micros in list(zip(minis, micros, strict=True)) * args.critic.critic_ppo_epochs:
             denominator = whole_batch.denominator(batch, mini, AGGREGATION, args.sampling.max_response_length)
             for micro in its_micros:
-                t = batch.at(micro)
+                t = Tokens.of(batch, micro)
                 value = self.values(micro)
                 token_loss, stats = losses.value_loss(value, t.value, t.returns, t.mask, clip=args.critic.cliprange_value)
                 loss = losses.aggregate(token_loss, t.mask, t.seq, AGGREGATION, denominator)
@@ -114,6 +115,6 @@ def explained_variance(batch: Batch) -> float:
     which a constant error does not change. A collective."""
     value, returns = (x[batch.trained].double() for x in (batch.targets.value, batch.targets.returns))
     own = [torch.ones_like(returns), returns, returns**2, (value - returns) ** 2]
-    count, total, squares, errors = batch.sum_over_ranks(torch.stack([x.sum() for x in own])).tolist()
+    count, total, squares, errors = whole_batch.sum_over_ranks(batch, torch.stack([x.sum() for x in own])).tolist()
     variance = squares / max(1.0, count) - (total / max(1.0, count)) ** 2
     return 1 - errors / count / variance if variance > 1e-12 else 0.0

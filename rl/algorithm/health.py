@@ -44,8 +44,8 @@ class Fates:
         after = batch.trained if weight is None else batch.trained & (weight != 0)
         signals = after if batch.targets.teacher_log_prob is not None else after & (batch.targets.advantage != 0)
         signal = torch.tensor([float(signals.any())])
-        counts = torch.stack([batch.by_response(batch.mask), batch.by_response(after)])
-        return Fates(*batch.sum_over_ranks(counts), has_signal=bool(batch.sum_over_ranks(signal) > 0))
+        counts = torch.stack([whole_batch.by_response(batch, batch.mask), whole_batch.by_response(batch, after)])
+        return Fates(*whole_batch.sum_over_ranks(batch, counts), has_signal=bool(whole_batch.sum_over_ranks(batch, signal) > 0))
 
     @property
     def trained(self) -> torch.Tensor:

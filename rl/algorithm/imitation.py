@@ -14,8 +14,9 @@ import torch
 import losses
 from rl.algorithm import whole_batch
 from rl.data.prompts import PromptOrder
-from rl.learning.batch import Batch, micro_batches
+from rl.learning.batch import Batch
 from rl.learning.division import Division
+from rl.learning.micro_batches import Tokens, micro_batches
 from rl.samples.group import Group, Response
 
 
@@ -51,13 +52,13 @@ class Imitation:
         every = torch.arange(len(batch.lengths))
         denominator = whole_batch.denominator(batch, every, "token-mean", 0)  # trained tokens of all ranks
         for micro in micro_batches(batch, every, self.args.learner.max_tokens_per_micro_batch, learner.ranks):
-            t = batch.at(micro)
+            t = Tokens.of(batch, micro)
             log_prob = learner.forward(micro).log_prob
             nll = losses.aggregate(-log_prob, t.mask, t.seq, "token-mean", denominator)
             (self.args.imitation.sft_coef * nll).backward()
             found.append(nll.detach())
         total = torch.stack(found).cpu().double().sum()
-        self.losses.append(float(batch.sum_over_ranks(total)))
+        self.losses.append(float(whole_batch.sum_over_ranks(batch, total)))
         return {"actor/sft_nll": sum(self.losses) / len(self.losses)}
 
 

@@ -6,6 +6,7 @@ Left out: recording them (rl/record/run.py) and timing (rl/ranks/timers.py).
 import math
 from collections import Counter
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,9 +14,16 @@ from torch import Tensor
 
 from losses import bounded
 from rl.algorithm.args import Bounds, RolloutCorrectionArgs
-from rl.learning.batch import PIECE, Batch, pieces
+from rl.algorithm.whole_batch import PIECE, by_response, mean_of_responses, pieces, sum_over_ranks
+from rl.learning.batch import Batch
+from rl.ranks.dist import all_gather_values
 
 OLDEST_SHOWN = 8  # the histogram of ages ends here
+
+
+def of_each_rank(batch: Batch, value: Any) -> list:
+    """Return a value for JSON from each learner that shares the batch, in their order. A collective."""
+    return all_gather_values(value, batch.ranks.data_group) if batch.ranks else [value]
 
 
 def summarize(prefix: str, values: torch.Tensor) -> dict[str, float]:
@@ -29,15 +37,17 @@ def summarize(prefix: str, values: torch.Tensor) -> dict[str, float]:
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
-    """Return verl's metrics of a batch: scores, advantages, rewards and lengths."""
+    """Return verl's metrics of a batch: scores, advantages, rewards and lengths. A collective."""
     out = summarize("critic/score", batch.score) | _advantage_metrics(batch)
-    out |= summarize("critic/rewards", batch.sum_over_ranks(batch.by_response(batch.targets.reward)))
+    out |= summarize("critic/rewards", sum_over_ranks(batch, by_response(batch, batch.targets.reward)))
     out |= summarize("response_length", batch.lengths)
     out["response_length/clip_ratio"] = float(batch.truncated.double().mean())
     if batch.is_masked:
         out |= summarize("response_length/trained", batch.sampled_lengths)
     out |= summarize("prompt_length", torch.tensor([len(p) for p in batch.prompts]))
     out["reward/unscored"] = batch.unscored
+    if batch.targets.kl is not None:
+        out["actor/reward_kl_penalty"] = mean_of_responses(batch.targets.kl, batch)
     return out | {f"reward/extra/{name}/mean": mean for name, mean in _means(batch.extra).items()}
 
 
@@ -56,7 +66,7 @@ def _advantage_metrics(batch: Batch) -> dict[str, float]:
             low, high = torch.aminmax(trained)
             more = len(trained), float(trained.sum(dtype=torch.float64))
             own = [own[0] + more[0], own[1] + more[1], max(own[2], float(high)), min(own[3], float(low))]
-    counts, totals, highest, lowest = zip(*batch.of_each_rank(own), strict=True)
+    counts, totals, highest, lowest = zip(*of_each_rank(batch, own), strict=True)
     count = sum(counts)
     total = sum(totals)
     most = max(highest)
@@ -80,7 +90,7 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
         starts = (lengths.cumsum(0) - lengths)[here].numpy()
         for age, least_or_most in zip(ages, (np.minimum, np.maximum), strict=True):
             age[here] = torch.from_numpy(version - least_or_most.reduceat(versions.numpy(), starts)).long()
-    oldest, newest = batch.sum_over_ranks(ages)[:, has_tokens]
+    oldest, newest = sum_over_ranks(batch, ages)[:, has_tokens]
     span = oldest - newest
     stale = oldest > 0
     total, counts = torch.zeros((), dtype=torch.long), torch.zeros(OLDEST_SHOWN + 1, dtype=torch.long)
@@ -88,7 +98,7 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
         age = version - part
         total += age.sum()
         counts += torch.bincount(age.clamp_(0, OLDEST_SHOWN), minlength=len(counts))
-    total, *counts = batch.sum_over_ranks(torch.stack([total, *counts])).tolist()
+    total, *counts = sum_over_ranks(batch, torch.stack([total, *counts])).tolist()
     out = {
         "fully_async/count/stale_samples_processed": len(batch.group[has_tokens][stale].unique()),
         "fully_async/count/stale_trajectory_processed": int(stale.sum()),
@@ -168,7 +178,7 @@ def rollout_metrics(args: RolloutCorrectionArgs, batch: Batch) -> dict[str, floa
         if len(xs[0]):
             _add(sums, most, level, args.weight_bounds, *xs)
     totals, extremes = Counter(), Counter()
-    for of_rank, most_of_rank in batch.of_each_rank([sums, most]):
+    for of_rank, most_of_rank in of_each_rank(batch, [sums, most]):
         totals.update(of_rank)
         _raise(extremes, **most_of_rank)
     return _metrics(totals, extremes, targets.rejected is not None)

@@ -16,8 +16,9 @@ from transformers import PretrainedConfig
 
 from rl.algorithm.args import SELF
 from rl.errors import UserError
-from rl.learning.batch import Batch, MicroBatch, TopTokens, part_of
+from rl.learning.batch import Batch, TopTokens
 from rl.learning.learner import Learner
+from rl.learning.micro_batches import MicroBatch, part_of
 from rl.model.attention import check_supported
 from rl.model.pretrained import check_model, check_vocabulary, load_config, resolve, takes_images
 from rl.model.sequence_parallel import gather_log_probs
@@ -78,7 +79,7 @@ class Teacher:
         return Teacher(model, args.teacher.teacher_top_k, rows)
 
     @torch.no_grad()
-    def read(
+    def targets_of(
         self, learner: Learner, batch: Batch, micros: Sequence[Sequence[MicroBatch]]
     ) -> tuple[torch.Tensor, TopTokens | None]:
         """Return the teacher's log-probs [N] of the tokens that this rank trains, on the CPU, and with --teacher-top-k its most

@@ -12,7 +12,7 @@ def perf_metrics(learner, batch: Batch, seconds: dict[str, float], num_ranks: in
     """Return verl's perf/*: throughput in tokens (prompt + response) per second and rank of the job, over a step's `seconds` by
     phase; MFU of the update, which computes each prompt once, if the device's peak is known; peak memory. learner: a Learner;
     forward_only: the part of the tokens without a backward pass."""
-    tokens, step_seconds = sum(batch.total_lengths()), sum(seconds.values())
+    tokens, step_seconds = sum(batch.total_lengths), sum(seconds.values())
     out = {"perf/total_num_tokens": tokens, "perf/time_per_step": step_seconds} | memory_gb()
     out["perf/throughput"] = tokens / step_seconds / num_ranks
     if (peak := peak_flops()) and seconds.get("update_actor"):
@@ -33,7 +33,7 @@ def update_flops(config: PretrainedConfig, batch: Batch, frozen: bool = False) -
     `train_flops_per_token`."""
     text = config.get_text_config()
     prompts = [len(prompt) for prompt in batch.distinct_prompts()]
-    behind = list(zip(batch.prompt_lengths(), batch.lengths.tolist(), strict=True))
+    behind = list(zip(batch.prompt_lengths, batch.lengths.tolist(), strict=True))
     pairs = sum(n * (n + 1) // 2 for n in prompts) + sum(p * n + n * (n + 1) // 2 for p, n in behind)
     tokens = sum(prompts) + sum(n for _, n in behind)
     head = (4 if frozen else 6) * text.hidden_size * text.vocab_size

@@ -13,11 +13,12 @@ from typing import Literal
 import torch
 from torch import nn
 
+from rl.errors import UserError
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch, Forward, MicroBatch
+from rl.learning.batch import Batch
+from rl.learning.micro_batches import MicroBatch
 from rl.learning.optimizer import lr_factor, make_optimizer, moments
 from rl.learning.placement import load_policy
-from rl.learning.updates import check_no_gradient
 from rl.model.attention import IN_FP32, dtype_of, linear_layers
 from rl.model.policy import Policy
 from rl.model.pretrained import load_config
@@ -34,6 +35,15 @@ class Outgoing:
     shapes: dict[str, list[int]]  # by name, in the order of the tensors: those that training changes come first
     frozen: frozenset[str]  # names of the others
     tensors: Callable[..., Iterator[tuple[str, torch.Tensor]]]  # Learner.weights
+
+
+@dataclass
+class Forward:
+    """The policy's forward pass over a micro-batch, float32, on its device."""
+
+    log_prob: torch.Tensor  # [n], of the tokens, with gradient
+    entropy: torch.Tensor  # [n]
+    top_log_prob: torch.Tensor | None = None  # [n, K], of the teacher's most likely tokens, with gradient
 
 
 class Learner:
@@ -139,7 +149,7 @@ class Learner:
         with torch.no_grad() if ends_here else contextlib.nullcontext():
             log_prob, entropies = self.log_probs(self.policy, micro, entropy, True, micro.real_tokens, also)
         if ends_here:
-            check_no_gradient(log_prob, *([entropies] if entropy == "loss" else []))
+            _check_no_gradient(log_prob, *([entropies] if entropy == "loss" else []))
         return Forward(log_prob, entropies) if also is None else Forward(log_prob[:, 0], entropies, log_prob[:, 1:])
 
     def log_probs(
@@ -290,3 +300,17 @@ class Learner:
         self.steps, self.skipped, self.updated = state["steps"], state["skipped"], state["updated"]
         if rank_state:
             torch.set_rng_state(torch.tensor(rank_state["rng"], dtype=torch.uint8))
+
+
+def _check_no_gradient(*xs: torch.Tensor) -> None:
+    """Let log-probs and entropy [n] raise a UserError in the backward pass if the loss's gradient there is not 0."""
+    for x in xs:
+        x.requires_grad_().register_hook(_refuse)
+
+
+def _refuse(grad: torch.Tensor) -> None:
+    if grad.nan_to_num(nan=0.0).any():  # NaN comes from log-probs that are NaN, which are reported elsewhere
+        raise UserError(
+            "the loss trains responses whose advantages are all 0, but they have no backward pass. Take the line "
+            "`micros = whole_batch.forward_only(batch, micros)` out of `learn`."
+        )

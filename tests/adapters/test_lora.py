@@ -20,8 +20,9 @@ from rl.adapters.lora import AdaptedLinear
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch, micro_batches
+from rl.learning.batch import Batch
 from rl.learning.learner import Learner
+from rl.learning.micro_batches import micro_batches
 from rl.model.pretrained import empty_model, load_config
 from rl.model.shards import local
 from rl.ranges import check

@@ -138,7 +138,7 @@ def test_kl_in_the_reward(trainer):
     ((metrics, batch),) = trainer.steps(1, **flags)
     kl = losses.kl_penalty(batch.targets.old_log_prob, batch.targets.ref_log_prob, batch.mask, "k3")
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(whole_batch.mean_of_responses(kl, batch)) and kl.mean() > 0
-    assert torch.allclose(batch.targets.reward, batch.token_reward() - 0.5 * kl)
+    assert torch.allclose(batch.targets.reward, whole_batch.token_reward(batch) - 0.5 * kl)
     assert metrics["critic/rewards/mean"] < metrics["critic/score/mean"]
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
 

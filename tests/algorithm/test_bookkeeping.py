@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 import losses
 import train_sync
 from rl import parts
-from rl.algorithm import metrics
+from rl.algorithm import metrics, whole_batch
 from rl.algorithm.args import parse_criteria
 from rl.algorithm.metrics import rollout_metrics
-from rl.algorithm.whole_batch import correct_rollout
+from rl.algorithm.whole_batch import correct_rollout, pieces
 from rl.learning import batch as batches
-from rl.learning.batch import Batch, pieces
+from rl.learning.batch import Batch
+from rl.learning.micro_batches import tokens_of
 
 SIZES = (1, 7, 40, 1 << 17)  # of a piece
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=12)
@@ -37,7 +38,7 @@ def make_batch(seed: int = 0, **flags) -> tuple[Batch, train_sync.Args]:
     rng = np.random.default_rng(seed)
     batch = Batch.of([make_group(t, rng.integers(1, 30, 4), rng=rng, masked=True) for t in range(5)])
     batch.targets.actor_log_prob = batch.rollout_log_prob + 0.3 * torch.from_numpy(rng.standard_normal(len(batch.seq))).float()
-    batch.targets.reward = batch.token_reward()
+    batch.targets.reward = whole_batch.token_reward(batch)
     batch.targets.advantage = losses.grpo(batch.targets.reward, batch.mask, batch.seq, batch.group)
     return batch, parts.make(train_sync.Args, **flags)
 
@@ -119,5 +120,5 @@ def test_a_mini_batchs_span_is_where_its_tokens_are():
     batch, _ = make_batch()
     for prompts in (1, 2, 5):
         for mini in batch.mini_batches(prompts):
-            assert torch.equal(torch.arange(len(batch.seq))[batch.span(mini)], batch.tokens_of(mini))
-    assert batch.span(torch.zeros(0, dtype=torch.long)) == slice(0, 0)
+            assert torch.equal(torch.arange(len(batch.seq))[whole_batch.span(batch, mini)], tokens_of(batch, mini))
+    assert whole_batch.span(batch, torch.zeros(0, dtype=torch.long)) == slice(0, 0)

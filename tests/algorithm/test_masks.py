@@ -16,7 +16,8 @@ from rl import parts
 from rl.algorithm import whole_batch
 from rl.algorithm.health import EQUAL, MASKED, UNSCORED, Fates, SourceCounts, causes
 from rl.algorithm.metrics import batch_metrics, staleness_metrics
-from rl.learning.batch import Batch, Forward
+from rl.learning.batch import Batch
+from rl.learning.learner import Forward
 from rl.ranks.timers import Timers
 from rl.samples.group import UNPENALISED, Group, Response
 
@@ -171,7 +172,7 @@ def test_a_response_without_a_token_of_the_policy_has_no_part_in_its_group(score
     penalised = [dataclasses.replace(r, score=r.score + i, extra={UNPENALISED: r.score}) for i, r in enumerate(group.responses)]
     assert dataclasses.replace(group, responses=penalised).differs == has_signal
     batch = Batch.of([group])
-    reward = batch.token_reward()
+    reward = whole_batch.token_reward(batch)
     advantage = losses.grpo(reward, batch.mask, batch.seq, batch.group)
     trained = {float(a) for a in advantage[batch.mask]}
     assert not is_flat or trained == {0.0}, "what passes forward alone has no advantage"

@@ -11,8 +11,9 @@ import train_sync
 from rl import parts
 from rl.algorithm.teacher import Teacher, TeacherRows
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch, micro_batches
+from rl.learning.batch import Batch
 from rl.learning.learner import Learner
+from rl.learning.micro_batches import Tokens, micro_batches
 
 K, TEMPERATURE = 5, 0.7
 SIZES = [(3, 8, 5), (2, 7), (6, 1, 4)]
@@ -80,7 +81,7 @@ def test_kl_and_gradient_are_those_of_transformers(models, batch, ranks, kind, b
     batch.targets.teacher_log_prob, batch.targets.teacher_top = read(learner, batch, micros)
     total = 0.0
     for micro in micros:
-        t = batch.at(micro)
+        t = Tokens.of(batch, micro)
         out = learner.forward(micro, also=t.teacher_top_token)
         loss = losses.top_k_reverse_kl(out.top_log_prob, t.teacher_top_log_prob, t.mask).sum()
         loss.backward()

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from tiny_vlm import save_vlm
 
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch, micro_batches
+from rl.learning.batch import Batch
 from rl.learning.learner import Learner
+from rl.learning.micro_batches import micro_batches
 from rl.learning.optimizer import OptimizerArgs, lr_factor
 from rl.ranges import flag
 

@@ -24,8 +24,8 @@ from rl.data import image_prompts, images
 from rl.data.args import DataArgs
 from rl.data.prompts import PromptOrder
 from rl.errors import ImageError, UserError
-from rl.learning.batch import MicroBatch
 from rl.learning.batch_images import _THREAD, BatchImages
+from rl.learning.micro_batches import MicroBatch
 from rl.model.loading import load_weights
 from rl.model.policy import Policy
 

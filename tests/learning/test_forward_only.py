@@ -116,7 +116,7 @@ def test_a_script_that_trains_them_nevertheless_is_stopped(models, ranks, pays, 
         return terms, stats
 
     monkeypatch.setattr(train_sync, "actor_loss", with_a_term_of_its_own)
-    with pytest.raises(UserError, match="Take the line `micros = forward_only"):
+    with pytest.raises(UserError, match=r"Take the line `micros = whole_batch.forward_only"):
         taught(models["qwen3"], ranks, [make_groups()])
     assert taught(models["qwen3"], ranks, [make_groups()], **BOTH_WAYS)[3] == [0.0]
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from rl.learning import flops
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch, MicroBatch, micro_batches
+from rl.learning.batch import Batch
 from rl.learning.learner import Learner
+from rl.learning.micro_batches import MicroBatch, micro_batches
 from rl.samples.group import Group, Response
 
 MASKS = st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_size=1, max_size=6)

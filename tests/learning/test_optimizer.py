@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 from rl.errors import UserError
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch, micro_batches
+from rl.learning.batch import Batch
 from rl.learning.compact_adamw import CompactAdamW
 from rl.learning.learner import Learner
+from rl.learning.micro_batches import micro_batches
 from rl.learning.optimizer import lr_factor
 from rl.model.shards import local
 from rl.ranges import check

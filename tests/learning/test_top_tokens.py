@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 import losses
 from rl.algorithm.teacher import Teacher
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch, micro_batches
+from rl.learning.batch import Batch
 from rl.learning.learner import Learner
+from rl.learning.micro_batches import Tokens, micro_batches
 from rl.model import policy
 
 K, TEMPERATURE = 5, 0.7
@@ -72,7 +73,7 @@ def test_kl_and_gradient_are_those_of_transformers(models, batch, ranks, monkeyp
     batch.targets.teacher_log_prob, batch.targets.teacher_top = learner.teacher.read(learner, batch, [micros])
     total = 0.0
     for micro in micros:
-        t = batch.at(micro)
+        t = Tokens.of(batch, micro)
         out = learner.forward(micro, "none", t.teacher_top_token)
         assert out.log_prob.shape == t.mask.shape and int(t.teacher_top_token.max()) < SMALL["vocab_size"]
         loss = losses.top_k_reverse_kl(out.top_log_prob, t.teacher_top_log_prob, t.mask).sum()

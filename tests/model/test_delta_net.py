@@ -17,7 +17,8 @@ from examples.demo.sums import build_tokenizer
 from rl import parts
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
-from rl.learning.batch import Batch, MicroBatch
+from rl.learning.batch import Batch
+from rl.learning.micro_batches import MicroBatch, tokens_of
 from rl.model import router
 from rl.model.attention import ATTENTION
 from rl.model.hybrid import chain, delta_net, rule
@@ -90,7 +91,7 @@ def differences(kind: str, batch: Batch, order: list[int], micro: MicroBatch) ->
     ours = gradients(policy.model, found @ weight)
     reference, rows = model_of(kind, "eager", torch.float64), []
     for i in order:
-        ids = torch.tensor([*batch.prompts[i], *batch.token[batch.tokens_of(torch.tensor([i]))].tolist()])
+        ids = torch.tensor([*batch.prompts[i], *batch.token[tokens_of(batch, torch.tensor([i]))].tolist()])
         logits = reference(input_ids=ids[None], use_cache=False).logits[0, len(batch.prompts[i]) - 1 : -1]
         rows.append(logits.log_softmax(-1).gather(1, ids[len(batch.prompts[i]) :, None]).squeeze(1))
     expected = torch.cat(rows)

@@ -11,8 +11,9 @@ from helpers import make_group, whole
 
 from rl.learning import placement
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch, MicroBatch
+from rl.learning.batch import Batch
 from rl.learning.learner import Learner
+from rl.learning.micro_batches import MicroBatch
 from rl.model import liger
 
 CPU = torch.device("cpu")

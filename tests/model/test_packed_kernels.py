@@ -16,8 +16,9 @@ from transformers import Qwen2Config
 
 from rl.errors import UserError
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch, MicroBatch
+from rl.learning.batch import Batch
 from rl.learning.learner import Learner
+from rl.learning.micro_batches import MicroBatch
 from rl.model import attention_kernels
 from rl.model.attention import Packed
 from rl.model.attention_kernels import check_kernel

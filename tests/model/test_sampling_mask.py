@@ -18,8 +18,9 @@ from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Output, Request, SamplingParams
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch, micro_batches
+from rl.learning.batch import Batch
 from rl.learning.learner import Learner
+from rl.learning.micro_batches import micro_batches
 from rl.model import policy, sampling_mask
 from rl.ranges import check
 from rl.samples.group import Group

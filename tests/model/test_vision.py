@@ -12,8 +12,9 @@ from transformers import AutoModelForImageTextToText
 from rl.data.args import DataArgs
 from rl.data.image_prompts import ImagePrep, positions
 from rl.data.prompts import PromptDataset, PromptOrder
-from rl.learning.batch import Batch, MicroBatch
+from rl.learning.batch import Batch
 from rl.learning.batch_images import BatchImages
+from rl.learning.micro_batches import MicroBatch
 from rl.model.loading import load_weights
 from rl.model.policy import Policy, check_policy
 from rl.model.pretrained import load_config, load_tokenizer

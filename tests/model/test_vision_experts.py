@@ -13,9 +13,10 @@ from transformers import AutoModelForImageTextToText
 from rl.data.prompts import PromptOrder
 from rl.generation.embedded.engine import TransformersEngine
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch, MicroBatch
+from rl.learning.batch import Batch
 from rl.learning.batch_images import BatchImages
 from rl.learning.learner import Learner
+from rl.learning.micro_batches import MicroBatch
 from rl.samples.group import Group, Response
 
 

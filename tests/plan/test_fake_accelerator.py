@@ -26,9 +26,9 @@ SLOW += ["images, a frozen tower", "images, experts", "engine, images", "engine,
 NOTICED_BY = {  # a file whose places are taken out -> the cases that must notice
     "rl/learning/learner.py": ["one rank", "one update", "what could be sampled"],
     "rl/learning/placement.py": ["one rank", "one update"],
-    "rl/learning/updates.py": ["one rank", "one update"],
+    "rl/algorithm/whole_batch.py": ["one rank", "one update"],
     "rl/model/loading.py": ["one rank"],
-    "rl/learning/batch.py": ["one rank", "a rank without work", "what could be sampled"],
+    "rl/learning/micro_batches.py": ["one rank", "a rank without work", "what could be sampled"],
     "rl/learning/batch_images.py": ["images, a frozen tower"],
     "rl/model/attention.py": ["offload", "engine", "one rank"],
     "rl/model/attention_kernels.py": ["one rank", "many ranks"],
@@ -67,7 +67,7 @@ ALLOWED = {  # what a real device takes from the host as well, by name of the fu
     # routes of a pass that are replayed may wait on the device, where they take its memory
     "Router.chosen": "torch.stack",
     # what a teacher has found waits on the host, and might wait on the device
-    "Teacher.read": "",
+    "Teacher.targets_of": "",
     # moved before or after, or made on the host on purpose
     "Learner.weights": "local",
     # numbers by themselves, at which fake tensors do not look

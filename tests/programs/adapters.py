@@ -12,8 +12,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from helpers import make_group, whole
 
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch, micro_batches
+from rl.learning.batch import Batch
 from rl.learning.learner import Learner
+from rl.learning.micro_batches import micro_batches
 from rl.model.shards import Block, local
 from rl.ranks import process
 

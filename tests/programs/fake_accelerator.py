@@ -28,6 +28,7 @@ import train_async
 import train_one_step_off
 import train_sync
 from rl import parts
+from rl.algorithm import whole_batch
 from rl.algorithm.critic import Critic
 from rl.algorithm.imitation import Imitation
 from rl.algorithm.teacher import Teacher
@@ -160,14 +161,14 @@ def learn(
         model.state_tensors()  # as a resume begins
         divided = Division.of(args, model)
         batch = with_images(path, groups, divided, model.ranks) if images else Batch.of(groups, divided)
-        find, apart = script.forward_only, []
+        find, apart = whole_batch.forward_only, []
 
         def forward_only(*of) -> list:
             found = find(*of)
             apart.extend(micro for of_mini in found for micro in of_mini if micro.forward_only)
             return found
 
-        script.forward_only = forward_only
+        whole_batch.forward_only = forward_only
         with Waits() as seen:
             metrics = script.learn(args, model, batch, Timers())
         assert waits in (None, seen.count), seen.count

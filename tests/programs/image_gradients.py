@@ -15,8 +15,8 @@ from helpers import whole
 from test_vision import dataset, make_batch
 
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import MicroBatch
 from rl.learning.learner import Learner
+from rl.learning.micro_batches import MicroBatch
 from rl.ranks import process
 from rl.ranks.dist import all_reduce_sum
 

@@ -17,9 +17,10 @@ from layouts import relative
 
 import train_sync
 from rl import parts
-from rl.learning.batch import Batch, MicroBatch
+from rl.learning.batch import Batch
 from rl.learning.division import Division
 from rl.learning.learner import Learner
+from rl.learning.micro_batches import MicroBatch
 from rl.ranks import dist, process
 from rl.ranks.timers import Timers
 from rl.samples.group import Group

@@ -12,11 +12,13 @@ import torch
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Request, SamplingParams
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch, micro_batches
+from rl.learning.batch import Batch
 from rl.learning.division import Division
 from rl.learning.learner import Learner
+from rl.learning.micro_batches import micro_batches
 from rl.model.shards import local
 from rl.ranks import process
+from rl.ranks.dist import all_gather_values
 from rl.samples.channel import ControlBlock, Inbox, Outbox
 from rl.samples.group import Group, Response
 from rl.split import Split, init_split
@@ -45,7 +47,9 @@ def learn(split: Split) -> None:
         batch = Batch.of([inbox.groups.popleft()], Division(1, 512, split.ranks))
         micros = micro_batches(batch, torch.arange(len(batch.lengths)), 512, split.ranks)
         log_prob = learner.log_probs_of("policy", batch, [micros])
-        differences = batch.of_each_rank(float((log_prob - batch.rollout_log_prob).abs().max()) if len(log_prob) else 0.0)
+        differences = all_gather_values(
+            float((log_prob - batch.rollout_log_prob).abs().max()) if len(log_prob) else 0.0, split.ranks.data_group
+        )
         assert set(batch.version.tolist()) <= {version}
         if split.ranks.is_main:
             print(f"version {version} differs by {max(differences):.2e}", flush=True)

@@ -21,8 +21,9 @@ from rl import parts
 from rl.algorithm import whole_batch
 from rl.algorithm.metrics import batch_metrics, rollout_metrics, staleness_metrics
 from rl.algorithm.whole_batch import correct_rollout
-from rl.learning.batch import Batch, micro_batches
+from rl.learning.batch import Batch
 from rl.learning.division import Division
+from rl.learning.micro_batches import micro_batches, tokens_of
 from rl.ranks import process
 
 PROMPTS, MAX_TOKENS = 3, 64
@@ -42,7 +43,7 @@ def fill(batch: Batch, whole: Batch, places: torch.Tensor) -> None:
     random = lambda: torch.rand(len(whole.token), generator=generator)[places]  # noqa: E731
     batch.targets.actor_log_prob = batch.rollout_log_prob + 0.5 * random() - 0.25
     batch.targets.old_log_prob = batch.targets.actor_log_prob
-    batch.targets.reward = batch.token_reward() - 0.1 * random()
+    batch.targets.reward = whole_batch.token_reward(batch) - 0.1 * random()
     batch.targets.energy = random()
 
 
@@ -80,8 +81,10 @@ def main(ranks) -> None:
     ranks = dataclasses.replace(ranks, sequence_parallel=int(sys.argv[1]))
     whole, part = Batch.of(make_groups()), Batch.of(make_groups(), Division(PROMPTS, MAX_TOKENS, ranks))
     own = torch.nonzero(part.local_lengths).squeeze(1)
-    places = whole.tokens_of(own)
-    assert torch.equal(part.sum_over_ranks(part.local_lengths.clone()), whole.lengths), "each response is on one learner"
+    places = tokens_of(whole, own)
+    assert torch.equal(whole_batch.sum_over_ranks(part, part.local_lengths.clone()), whole.lengths), (
+        "each response is on one learner"
+    )
     assert 0 < len(part.token) < len(whole.token)
     for name in ("token", "seq", "mask", "rollout_log_prob", "version"):
         assert torch.equal(getattr(part, name), getattr(whole, name)[places]), name

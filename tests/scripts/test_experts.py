@@ -19,8 +19,9 @@ from rl.errors import UserError
 from rl.generation.generator import make_generator
 from rl.hub.names import on_hub
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch, MicroBatch
+from rl.learning.batch import Batch
 from rl.learning.learner import Learner
+from rl.learning.micro_batches import MicroBatch
 from rl.model.loading import load_weights
 from rl.model.pretrained import empty_model, load_config
 from rl.ranges import check

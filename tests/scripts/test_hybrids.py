@@ -25,8 +25,9 @@ from rl.generation.embedded import states
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Request, SamplingParams
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch, MicroBatch
+from rl.learning.batch import Batch
 from rl.learning.learner import Learner
+from rl.learning.micro_batches import MicroBatch
 from rl.samples.group import Group, Response
 from rl.weights.local import LocalWeights
 

@@ -94,7 +94,7 @@ def compare(lp, roll, mask, seq, level="token", bounds=(None, 2.0), rejected=Non
     from rl.algorithm.metrics import rollout_metrics
 
     targets = SimpleNamespace(actor_log_prob=lp, rejected=rejected)
-    batch = SimpleNamespace(mask=mask, seq=seq, rollout_log_prob=roll, targets=targets, of_each_rank=lambda values: [values])
+    batch = SimpleNamespace(mask=mask, seq=seq, rollout_log_prob=roll, targets=targets, ranks=None)
     found = rollout_metrics(SimpleNamespace(rollout_is=level, weight_bounds=bounds), batch)
     return {name: value for name, value in found.items() if "probs_diff" not in name}
 

@@ -22,9 +22,10 @@ import train_sync
 from rl import flags
 from rl.generation.engine import Engine, Request, SamplingParams
 from rl.generation.generator import make_engine
-from rl.learning.batch import Batch, micro_batches
+from rl.learning.batch import Batch
 from rl.learning.flops import train_flops_per_token
 from rl.learning.learner import Learner
+from rl.learning.micro_batches import micro_batches
 from rl.model.attention import linear_layers
 from rl.model.pretrained import resolve
 from rl.model.vision_forward import row_inputs

@@ -22,13 +22,15 @@ from torch.distributed import HashStore
 from transformers import PretrainedConfig
 
 from rl import parts
+from rl.algorithm import whole_batch
 from rl.algorithm.teacher import teacher_path
 from rl.data.image_prompts import KEPT_BYTES, Images
 from rl.errors import UserError
 from rl.learning import placement
-from rl.learning.batch import Batch, MicroBatch
+from rl.learning.batch import Batch
 from rl.learning.division import Division, pack
 from rl.learning.learner import Learner
+from rl.learning.micro_batches import MicroBatch
 from rl.model.loading import Weights
 from rl.model.pretrained import check_lengths, empty_model, load_config, resolve, takes_images
 from rl.model.sampling_mask import most_tokens
@@ -174,7 +176,7 @@ def _learn(script, args: CommonArgs, learner: Learner, batch: Batch) -> int:
     """Learn from the two fullest micro-batches of the rank, twice: the second update begins with the optimizer's state.
     Return the tokens of the fullest."""
     sizes = []
-    script.forward_only = lambda batch, micros: micros  # the most that it holds
+    whole_batch.forward_only = lambda batch, micros: micros  # the most that it holds
     script.micro_batches = _two_fullest(script.micro_batches, sizes)
     for _ in range(2):
         script.learn(args, learner, batch, Timers())

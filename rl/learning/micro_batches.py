@@ -1,0 +1,176 @@
+"""The micro-batches of a batch: what one forward pass takes in, and the batch at its tokens.
+
+`MicroBatch` is the input of one forward pass: whole sequences, packed without padding, each prompt once. `Tokens` are a batch
+and its targets at the tokens of a micro-batch: what `actor_loss` computes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rl.learning.batch import Batch
+from rl.learning.division import Division
+from rl.model.attention import Packed
+from rl.ranks.device import moved
+from rl.ranks.dist import Ranks
+
+
+@dataclass
+class MicroBatch:
+    """Whole responses, packed, each prompt once: T tokens, of which n, the response tokens in the mask, need log-probs."""
+
+    inputs: dict[str, torch.Tensor]  # of the model's forward, on the device: input_ids and position_ids [1, T]
+    layout: Packed
+    predict: torch.Tensor  # [n] on the device: position in the row of the hidden state that predicts each token
+    labels: torch.Tensor  # [n] on the device
+    index: torch.Tensor  # [n] on the CPU: the same tokens' indices in the batch's [N] tensors
+    routes: torch.Tensor | None = None  # [T, L, K] int16 on the CPU: the experts to be replayed (rl/model/router.py)
+    own: torch.Tensor | None = None  # if the row is shared: which of the n tokens predict and labels belong to, on the device
+    forward_only: bool = False  # nothing in it trains (whole_batch.forward_only)
+    has_responses: bool = True  # False for a rank without work
+    support: torch.Tensor | None = None  # [n, K] on the device: tokens that could be sampled in place of labels
+
+    @property
+    def real_tokens(self) -> int:
+        """Tokens of the row on this rank, without padding; 0 for a rank without work."""
+        return self.layout.tokens if self.has_responses else 0
+
+    @staticmethod
+    def of(batch: Batch, responses: list[int], device: torch.device) -> MicroBatch:
+        """Pack the given responses with their prompts. An empty list gives one sequence of one token with nothing to predict: a
+        rank without work still takes part in the collectives of its forward and backward pass."""
+        index = tokens_of(batch, torch.tensor(responses, dtype=torch.long))
+        if not responses:
+            layout = Packed([1], device)
+            nothing = torch.zeros(0, dtype=torch.long)
+            inputs = layout.inputs(torch.zeros(1, dtype=torch.long))
+            if batch.images:
+                inputs |= batch.images.inputs([1], [-1], [-1], device)
+            return MicroBatch(inputs, layout, nothing.to(device), nothing.to(device), nothing, has_responses=False)
+        # The row's segments: (tokens, the preceding segment or -1, a prompt's group or -1). prompt_of: by group.
+        segments = []
+        begins = []
+        prompt_of = {}
+        for i, tokens in zip(responses, batch.token[index].split(batch.lengths[responses].tolist()), strict=True):
+            group = int(batch.group[i])
+            if group not in prompt_of:
+                prompt_of[group] = len(segments)
+                segments.append((torch.from_numpy(batch.prompts[i].astype(np.int32)), -1, group))
+            tokens, *apart = tokens.split(batch.histories[i] or len(tokens))  # apart: with their own prompts
+            segments += [(tokens, prompt_of[group], -1), *((history, -1, -1) for history in apart)]
+            begins += [len(batch.prompts[i]) - 1, *[-1] * len(apart)]
+        parts, after, groups = map(list, zip(*segments, strict=True))
+        sizes = [len(part) for part in parts]
+        layout = Packed(sizes, device, after)
+        sequences = layout.gather_index.split(layout.lengths)  # each response follows its prompt
+        # a prompt's last token predicts its response's first; a separate history has its own prompt
+        before = [s[begin:-1] if begin >= 0 else s.roll(1) for begin, s in zip(begins, sequences, strict=True)]
+        inputs = layout.inputs(torch.cat(parts).long())
+        if batch.images:
+            inputs |= batch.images.inputs(sizes, after, groups, device)
+        predict = torch.cat(before)
+        mask = batch.mask[index]
+        if not mask.all():
+            predict = predict[mask]
+            index = index[mask]
+        labels = moved(batch.token[index].long(), device=device)
+        micro = MicroBatch(inputs, layout, moved(predict, device=device), labels, index)
+        if batch.support is not None:
+            micro.support = moved(batch.support[index].long(), device=device)
+        if any(rows is not None for rows in [*batch.prompt_routes, *batch.routes]):
+            from rl.model.router import row_of_routes  # late: only a mixture with --router-replay needs it
+
+            micro.routes = row_of_routes(batch, responses)
+        return micro
+
+
+def micro_batches(batch: Batch, members: torch.Tensor, max_tokens: int, ranks: Ranks) -> list[MicroBatch]:
+    """Pack this rank's part of the responses `members` [b]. Every rank gets the same number of micro-batches, first those with
+    flat groups only. max_tokens: of a micro-batch on one rank."""
+    division = Division(len(batch.tickets), max_tokens, ranks)
+    if batch.division and (batch.division.max_tokens, batch.ranks) == (max_tokens, ranks):
+        division = batch.division  # it has planned this already
+    plan = division.micros(batch.total_lengths, batch.prompt_lengths, batch.group, batch.flat, members)
+    micros = (MicroBatch.of(batch, members[part].tolist(), ranks.device) for part in plan[ranks.data_rank])
+    return [part_of(micro, ranks) if ranks.sequence_parallel > 1 else micro for micro in micros]
+
+
+def part_of(micro: MicroBatch, ranks: Ranks) -> MicroBatch:
+    """Return the micro-batch with this rank's piece of its row. Its index is still that of all n tokens."""
+    from rl.model.sequence_parallel import Piece  # late: only --sequence-parallel needs it
+
+    piece = Piece(micro.layout, ranks)
+    own = torch.nonzero(micro.predict // piece.size == piece.begin // piece.size).squeeze(1)
+    return dataclasses.replace(
+        micro,
+        inputs={name: _input_part(x, piece) for name, x in micro.inputs.items()},
+        layout=piece,
+        predict=micro.predict[own] - piece.begin,
+        labels=micro.labels[own],
+        routes=None if micro.routes is None else piece.of(micro.routes, -1),  # rl.model.router.UNKNOWN
+        own=own,
+        support=None if micro.support is None else micro.support[own],
+    )
+
+
+def _input_part(x, piece):
+    """Cut one input of a model's forward: [1, T] -> [1, t], [3, 1, T] -> [3, 1, t], or the row's images."""
+    if not isinstance(x, torch.Tensor):
+        return x.within(piece.begin, piece.begin + piece.size)
+    return piece.of(x.movedim(-1, 0)).movedim(0, -1)
+
+
+def tokens_of(batch: Batch, responses: torch.Tensor) -> torch.Tensor:
+    """Return the indices in the [N] tensors of all tokens of the given responses [b], in that order. All must be here."""
+    lengths = batch.lengths[responses]
+    starts = batch.starts[responses]
+    if not torch.equal(lengths, batch.local_lengths[responses]):
+        raise ValueError("the batch was divided differently: tokens of a response are not on this learner")
+    ends = lengths.cumsum(0)
+    offset = torch.arange(int(ends[-1]) if len(ends) else 0)
+    return offset + (starts - (ends - lengths)).repeat_interleave(lengths)
+
+
+@dataclass
+class Tokens:
+    """A batch and its targets at the n tokens of a micro-batch, on its device: [n] each, None if `learn` computes none."""
+
+    index: torch.Tensor  # on the CPU: their places in the batch's [N] tensors
+    mask: torch.Tensor  # bool, the tokens that are trained (Batch.trained)
+    seq: torch.Tensor
+    token: torch.Tensor
+    version: torch.Tensor
+    rollout_log_prob: torch.Tensor
+    old_log_prob: torch.Tensor | None
+    ref_log_prob: torch.Tensor | None
+    teacher_log_prob: torch.Tensor | None
+    teacher_top_token: torch.Tensor | None  # [n, K] int32
+    teacher_top_log_prob: torch.Tensor | None  # [n, K]
+    value: torch.Tensor | None
+    is_weight: torch.Tensor | None
+    advantage: torch.Tensor | None
+    chosen: torch.Tensor | None
+    returns: torch.Tensor | None
+    forward_only: bool  # of the micro-batch
+
+    @staticmethod
+    def of(batch: Batch, micro: MicroBatch) -> Tokens:
+        def here(whole: torch.Tensor | None) -> torch.Tensor | None:
+            return None if whole is None else moved(whole[micro.index], device=micro.labels.device)
+
+        targets = batch.targets
+        of_batch = ("seq", "token", "version", "rollout_log_prob")
+        computed = ("old_log_prob", "ref_log_prob", "teacher_log_prob", "value", "is_weight", "advantage", "chosen", "returns")
+        return Tokens(
+            index=micro.index,
+            mask=here(batch.trained),
+            teacher_top_token=here(targets.teacher_top and targets.teacher_top.token),
+            teacher_top_log_prob=here(targets.teacher_top and targets.teacher_top.log_prob),
+            forward_only=micro.forward_only,
+            **{name: here(getattr(batch, name)) for name in of_batch},
+            **{name: here(getattr(targets, name)) for name in computed},
+        )
