@@ -8,7 +8,7 @@ import losses_reference as slow
 import pytest
 import torch
 from helpers import bits, make_group, train
-from trainer import ESTIMATORS, Trainer
+from trainer import ESTIMATORS, Trainer, learn_and_report
 from transformers import AutoModelForCausalLM
 
 import losses
@@ -173,7 +173,7 @@ def test_rollout_correction(trainer):
         groups, _, metrics = train_sync.make_batch(args, trainer.generator(args), 0)
         batch = Batch.of(groups)
         trainer.learner.args = args.learner
-        metrics |= train_sync.learn(args, trainer.learner, batch, Timers())
+        metrics |= learn_and_report(args, trainer.learner, batch)
         inputs = (batch.targets.actor_log_prob, batch.rollout_log_prob, torch.ones_like(batch.mask), batch.seq)
         assert metrics["rollout_corr/rollout_is_std"] > 0.01
         if args.correction.rollout_is:
@@ -198,7 +198,7 @@ def test_log_probs_that_an_update_gives_need_no_pass(trainer, demo_model, monkey
         learner = Learner(demo_model, args.learner, trainer.ranks, 10**6)
         trainer.engine.update(learner.weights(), version=0)
         batch = Batch.of(train_sync.make_batch(args, trainer.generator(args), 0)[0])
-        metrics = train_sync.learn(args, learner, batch, Timers())
+        metrics = learn_and_report(args, learner, batch)
         results.append((metrics, batch, dict(learner.weights())))
     (metrics, batch, weights), (metrics_with, batch_with, weights_with) = results
     known = (batch.group < 4 // updates)[batch.seq]

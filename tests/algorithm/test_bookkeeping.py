@@ -18,7 +18,6 @@ from rl.algorithm import metrics, whole_batch
 from rl.algorithm.args import parse_criteria
 from rl.algorithm.metrics import rollout_metrics
 from rl.algorithm.whole_batch import correct_rollout, pieces
-from rl.learning import batch as batches
 from rl.learning.batch import Batch
 from rl.learning.micro_batches import tokens_of
 
@@ -28,7 +27,7 @@ LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=12)
 
 @pytest.fixture(params=SIZES)
 def piece(request, monkeypatch) -> int:
-    monkeypatch.setattr(batches, "PIECE", request.param)
+    monkeypatch.setattr(whole_batch, "PIECE", request.param)
     monkeypatch.setattr(metrics, "PIECE", request.param)
     return request.param
 
@@ -48,7 +47,7 @@ def make_batch(seed: int = 0, **flags) -> tuple[Batch, train_sync.Args]:
 def test_pieces_are_whole_responses(lengths, size):
     seq = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batches, "PIECE", size)
+        patch.setattr(whole_batch, "PIECE", size)
         cut = list(pieces(seq))
     assert [i for p in cut for i in range(p.start, p.stop)] == list(range(len(seq)))
     of_piece = [set(seq[p].tolist()) for p in cut]

@@ -6,6 +6,7 @@ import losses
 import train_sync
 from rl import parts
 from rl.algorithm.critic import Critic
+from rl.algorithm.metrics import batch_metrics, rollout_metrics
 from rl.generation.engine import EngineRanks
 from rl.generation.generator import Generator, make_generator
 from rl.learning.batch import Batch
@@ -20,6 +21,12 @@ from rl.setup import set_up
 FORKED = ("gdpo", "optimal_token_baseline")  # in losses.py; examples/forks has what they need
 
 ESTIMATORS = [name for name, f in losses.ADVANTAGES.items() if name == f.function.__name__ and name not in FORKED]
+
+
+def learn_and_report(args: train_sync.Args, learner: Learner, batch: Batch) -> dict[str, float]:
+    """The metrics of `learn`, and those that a run reports of the batch."""
+    metrics = train_sync.learn(args, learner, batch, Timers())
+    return metrics | rollout_metrics(args.correction, batch) | batch_metrics(batch)
 
 
 class Trainer:
@@ -52,7 +59,7 @@ class Trainer:
             self.engine.update(self.learner.weights(), version=0)
             groups, self.ticket, metrics = train_sync.make_batch(args, generator, self.ticket)
             batch = Batch.of(groups)
-            metrics |= train_sync.learn(args, self.learner, batch, Timers())
+            metrics |= learn_and_report(args, self.learner, batch)
             out.append((metrics, batch))
         return out
 
