@@ -155,7 +155,7 @@ def design() -> str:
 OTHER_FLAGS = {  # functions of losses.py that have a paper, and that no word of a flag chooses -> their flags, or forks
     "denominator": "--loss-agg-mode seq-mean-token-sum-norm",
     "k3": "--kl-loss-type k3",
-    "score_centering": "",
+    "score_centering": "score_centering.diff",
     "kl_penalty": "--kl-loss-type k3r",
     "adaptive_kl_coef": "adaptive_kl.diff",
     "adaptive_entropy_coef": "entropy_target.diff",
@@ -201,10 +201,10 @@ def papers() -> str:
     for name, flags in formulas().items():
         for clause in re.split(r"(?<=[.;:(])(?<!eq\.)(?<!eqs\.) ", " ".join(getattr(losses, name).__doc__.split())):
             if found := re.search(rf"^\(?(.*), arXiv (\d{{4}}\.\d{{5}})(?:, ({PLACE}))?", clause):
-                rows.append(_paper(found[1], found[2], found[3] or "-", f"`{flags}`" if flags else f"`losses.{name}`"))
+                rows.append(_paper(found[1], found[2], found[3] or "-", f"`{flags}`"))
     rows = [row for _, row in sorted(rows, key=lambda row: row[0], reverse=True)]
     note = "<!-- made by `python docs/make.py` out of losses.py -->"
-    back = "Back to [algorithms.md](../algorithms.md). Where no flag stands, it is a function for a script of your own."
+    back = "Back to [algorithms.md](../algorithms.md). A name that ends in `.diff` is a fork's (examples/forks)."
     return "\n".join(
         ["# Papers, and their flags", "", note, "", back, "", "| what | arXiv | there | here |", "|---|---|---|---|", *rows, ""]
     )

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -94,6 +95,10 @@ LAST = {  # flags -> what the last step's metrics have to be
         ["--adv-estimator", "optimal_token_baseline"],
         lambda m: any(row["critic/advantages/max"] > 0 for row in m),
     ),
+    "score_centering": (  # the policy is the sampler: minus the entropy over at most five tokens
+        ["--score-centering", "--loss-mode", "reinforce", "--keep-sampling-mask", "--top-k", "5", "--top-p", "0.9"],
+        lambda m: all(-math.log(5) < row["actor/expected_log_prob"] < 0 for row in m),
+    ),
     "top_entropy": (["--top-entropy-quantile", "0.2"], lambda m: all(row["timing_s/entropy"] > 0 for row in m)),
 }
 REWARD = """
@@ -142,3 +147,13 @@ def test_a_fork_trains_and_resumes(name, demo_model, tmp_path):
     steps = {row["step"]: row for row in rows if row["step"]}
     assert holds([steps[step] for step in (1, 2, 3, 4)]), steps[4]
     assert weights[0] == weights[1], "resumed after step 2 it is the same run"
+
+
+@pytest.mark.runs
+def test_a_centered_step_has_the_gradient_of_its_definition(tmp_path):
+    """Of tokens that other weights sampled, with what the engine recorded about them."""
+    apply("score_centering", tmp_path / "tree")
+    env = {"PYTHONPATH": str(tmp_path / "tree")}
+    done = run_script(ROOT / "tests" / "programs" / "score_centering.py", tmp_path, fresh=True, env=env)
+    error, without_the_baseline = json.loads(done.stdout.splitlines()[-1])
+    assert error < 1e-5 and without_the_baseline > 0.1
