@@ -106,7 +106,7 @@ def plans(args: Args, directory: Path) -> Iterator[tuple[list[str], MemoryPlan |
         words += ["--model", str(directory)]
         plain = flags.read(SCRIPTS[script].Args, args=words)
         learners = learners_of(plain, machine)
-        fewer = ["--sequence-parallel", str(learners)] if learners < plain.sequence_parallel else []
+        fewer = ["--sequence-parallel", str(learners)] if learners < plain.learner.sequence_parallel else []
         for more in CHANGES:
             own = flags.read(SCRIPTS[script].Args, args=[*words, *fewer, *more])
             if own in seen:
