@@ -127,30 +127,126 @@ def _here(row: Row) -> str:
     return flags + (": " if flags and row.note else "") + row.note
 
 
-def lines_by_folder() -> dict[str, int]:
-    """Lines of Python in each folder of rl/ and tools/, as "rl/data/"; those of the files in rl/ itself under "rl/"."""
-    lines = {}
-    for house in HOUSES:
-        for file in (ROOT / house).rglob("*.py"):
-            folder, *rest = file.relative_to(ROOT / house).parts
-            room = f"{house}/{folder}/" if rest else f"{house}/"
-            if file.parent.name != "tools":
-                lines[room] = lines.get(room, 0) + len(file.read_text().splitlines())
-    return lines
+READING = (  # what somebody wants to read about -> the files, as a shell writes them; a file is in the first row that names it
+    (
+        "one step of `train_sync.py`",
+        {
+            "the algorithm, and every formula": "train_sync.py losses.py",
+            "samples -> mini-batches -> gradients": "rl/learning/{batch,division,learner,updates,optimizer,flops}.py "
+            "rl/algorithm/{whole_batch,metrics,health,args}.py",
+            "the forward pass over packed rows": "rl/model/{policy,attention,packing,log_probs,shards}.py",
+            "prompts -> responses": "rl/generation/{generator,responses,engine}.py "
+            "rl/generation/embedded/{engine,decoding,kv_cache}.py rl/data/{prompts,columns,tables}.py "
+            "rl/samples/{group,schedule}.py",
+            "responses -> scores": "rl/rewards/{pool,verifiers,args}.py",
+            "new weights, logs, the clock": "rl/weights/local.py rl/training_run.py rl/setup.py rl/record/{run,console}.py "
+            "rl/ranks/{timers,dist,device,stops,watchdog}.py",
+        },
+    ),
+    (
+        "what the other scripts add",
+        {
+            "splitting the ranks: tickets, ring, publishes": "train_one_step_off.py train_async.py "
+            "rl/split.py rl/generator_loop.py rl/samples/* rl/weights/* rl/transport/*",
+            "answers, a teacher, a critic": "train_sft.py rl/supervised.py rl/algorithm/* "
+            "rl/data/{demonstrations,teacher_prompts}.py",
+        },
+    ),
+    (
+        "what a flag or a model adds",
+        {
+            "vLLM": "rl/generation/vllm/*",
+            "tools, environments, agents": "rl/generation/{episodes,agent_episodes}.py rl/data/tools.py rl/environments/*",
+            "images": "rl/data/{images,image_prompts}.py rl/learning/batch_images.py rl/model/vision_forward.py",
+            "mixtures of experts": "rl/model/{router,grouped_experts,expert_parallel}.py",
+            "gated delta nets": "rl/model/hybrid/* rl/generation/embedded/states.py",
+            "LoRA": "rl/adapters/*",
+            "memory, kernels, long sequences": "rl/learning/compact_adamw.py "
+            "rl/model/{sequence_parallel,attention_kernels,liger,compiled,sampling_mask}.py",
+            "reward functions of your own": "rl/rewards/*",
+            "record and replay": "replay.py rl/replay/*",
+        },
+    ),
+    (
+        "before, after and around the steps",
+        {
+            "the command line": "rl/{flags,flag_words,parts,ranges,class_check,errors,printable}.py",
+            "data": "rl/data/*",
+            "loading a model": "rl/model/* rl/learning/* rl/generation/* rl/generation/embedded/* rl/hub/*",
+            "checkpoints": "rl/checkpoint/*",
+            "what a run writes down": "rl/record/* rl/masking.py",
+            "how processes start, fail and end": "rl/ranks/* rl/*",
+        },
+    ),
+    (
+        "programs of their own",
+        {
+            "right or wrong; programs in a sandbox": "math_grader/* program_grader/*",
+            "memory and time before a run": "plan.py tools/plan/*",
+            "runs compared": "report.py tools/report/*",
+            "does it work on this machine?": "doctor.py tools/doctor/*",
+            "verl's commands": "tools/from_verl/* tools/*",
+        },
+    ),
+)
+
+
+def spelled_out(patterns: str) -> set[Path]:
+    """Return the files of patterns such as "rl/data/{images,tools}.py rl/hub/*". Raise ValueError for one without a file."""
+    found = set()
+    for pattern in patterns.split():
+        before, brace, rest = pattern.partition("{")
+        inside, _, after = rest.partition("}")
+        for one in [before + name + after for name in inside.split(",")] if brace else [pattern]:
+            files = {file for file in ROOT.glob(one) if file.suffix == ".py"}
+            if not files:
+                raise ValueError(f"READING in docs/make.py names {one}, which is no file")
+            found |= files
+    return found
+
+
+def reading() -> dict[str, dict[str, set[Path]]]:
+    """Return the files of each row of READING. Raise ValueError for a file that none names."""
+    houses = {path for house in (*HOUSES, "math_grader", "program_grader") for path in (ROOT / house).rglob("*.py")}
+    left = {*houses, *ROOT.glob("*.py")}
+    rows = {}
+    for title, parts in READING:
+        rows[title] = {}
+        for what, patterns in parts.items():
+            rows[title][what] = spelled_out(patterns) & left
+            left -= rows[title][what]
+    if left:
+        raise ValueError(f"READING in docs/make.py has no row for {', '.join(str(file.relative_to(ROOT)) for file in left)}")
+    return rows
+
+
+def lines_of(files: Iterable[Path]) -> int:
+    return sum(len(file.read_text().splitlines()) for file in files)
 
 
 def design() -> str:
-    """The page with the lines of each folder in its table: rounded, and only changed where they are a tenth off."""
-    lines = lines_by_folder()
+    """The page with its table of what to read. A number of lines is only changed where it is a tenth off."""
+    before, begin, rest = (ROOT / "docs" / "design.md").read_text().partition(BEGIN)
+    old, end, after = rest.partition(END)
+    said = {what: int(lines.replace(",", "")) for what, lines in re.findall(r"^\| ([^|]+) \|.*?([\d,]+)\*{0,2} \|$", old, re.M)}
 
-    def row(found: re.Match) -> str:
-        now, said = lines.get(found["folder"], 0), int(found["lines"].replace(",", ""))
-        shown = found["lines"] if abs(now - said) < 0.1 * now else f"{round(now, -1):,}"
-        return f"{found['begin']}{shown} |"
+    def shown(what: str, files: Iterable[Path]) -> str:
+        now = lines_of(files)
+        return f"{said[what] if abs(now - said.get(what, 0)) < 0.1 * now else round(now, -1):,}"
 
-    text = (ROOT / "docs" / "design.md").read_text()
-    return re.sub(r"^(?P<begin>\| `(?P<folder>(?:rl|tools)/(?:\w+/)?)` \| )(?P<lines>[\d,]+) \|", row, text, flags=re.M)
+    lines = ["", "", "| to read about | open | files | lines |", "|---|---|---|---|"]
+    patterns = {what: text for _, parts in READING for what, text in parts.items()}
+    for title, rows in reading().items():
+        files = set().union(*rows.values())
+        lines.append(f"| **{title}** | | **{len(files)}** | **{shown(f'**{title}**', files)}** |")
+        for what, its in rows.items():
+            opened = " ".join(f"`{pattern}`" for pattern in patterns[what].split())
+            lines.append(f"| {what} | {opened} | {len(its)} | {shown(what, its)} |")
+    return before + begin + "\n".join([*lines, "", ""]) + end + after
 
+
+BEGIN = "<!-- made by `python docs/make.py` out of READING in it -->"
+END = "<!-- end of what docs/make.py makes -->"
 
 OTHER_FLAGS = {  # functions of losses.py that have a paper, and that no word of a flag chooses -> their flags, or forks
     "denominator": "--loss-agg-mode seq-mean-token-sum-norm",
