@@ -132,7 +132,7 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
         "one step of `train_sync.py`",
         {
             "the algorithm, and every formula": "train_sync.py losses.py",
-            "samples -> mini-batches -> gradients": "rl/learning/{batch,division,learner,updates,optimizer,flops}.py "
+            "samples -> mini-batches -> gradients": "rl/learning/{batch,micro_batches,division,learner,optimizer,flops}.py "
             "rl/algorithm/{whole_batch,metrics,health,args}.py",
             "the forward pass over packed rows": "rl/model/{policy,attention,packing,log_probs,shards}.py",
             "prompts -> responses": "rl/generation/{generator,responses,engine}.py "
