@@ -39,6 +39,14 @@ def test_every_page_is_in_the_index():
     }
 
 
+def test_the_loop_in_the_readme_is_the_scripts():
+    loop = re.search(r"^The loop of .*\n\n((?:    .*\n)+)", (ROOT / "README.md").read_text(), re.M)[1]
+    script = (ROOT / "train_sync.py").read_text()
+    assert loop.count("\n") > 5
+    for line in loop.splitlines():
+        assert line.partition("  #")[0].strip() in script
+
+
 def test_a_file_that_no_row_of_the_design_names_is_found(monkeypatch):
     title, rows = make.READING[0]
     monkeypatch.setattr(make, "READING", ((title, {**rows, "more": "rl/*/*.py rl/*.py"}), *make.READING[2:]))
