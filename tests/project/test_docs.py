@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-import walk
 from helpers import ROOT
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
@@ -37,35 +36,6 @@ def test_every_page_is_in_the_index():
     assert {page.name for page in (ROOT / "docs").glob("*.md")} == set(re.findall(r"\]\(([\w.-]+\.md)\)", index)) | {
         "README.md"
     }
-
-
-def test_the_loop_in_the_readme_is_the_scripts():
-    loop = re.search(r"^The loop of .*\n\n((?:    .*\n)+)", (ROOT / "README.md").read_text(), re.M)[1]
-    script = (ROOT / "train_sync.py").read_text()
-    assert loop.count("\n") > 5
-    for line in loop.splitlines():
-        assert line.partition("  #")[0].strip() in script
-
-
-def test_a_file_that_no_row_of_the_design_names_is_found(monkeypatch):
-    title, rows = make.READING[0]
-    monkeypatch.setattr(make, "READING", ((title, {**rows, "more": "rl/*/*.py rl/*.py"}), *make.READING[2:]))
-    with pytest.raises(ValueError, match="no row for "):
-        make.reading()
-
-
-@pytest.mark.runs
-def test_what_the_design_says_of_a_step_is_what_one_runs():
-    """To a tenth; and a step runs the files of the table's first part, and no others."""
-    called, loaded, functions = walk.walk()
-    page = (ROOT / "docs" / "design.md").read_text()
-    said = re.search(
-        r"runs ([\d,]+) functions, ([\d,]+) lines in (\d+) files.*?load (\d+) files with ([\d,]+) lines", page, re.S
-    )
-    found = (functions, sum(called.values()), len(called), len(loaded), sum(loaded.values()))
-    assert [int(number.replace(",", "")) for number in said.groups()] == pytest.approx(found, rel=0.1)
-    first = next(iter(make.reading().values()))
-    assert called.keys() == {str(file.relative_to(ROOT)) for files in first.values() for file in files}
 
 
 def test_the_tests_that_are_promised_exist():
