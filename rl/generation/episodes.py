@@ -4,8 +4,8 @@ To the engine an episode is one response that is continued: the environment's an
 is added again with them as its `so_far`. The mask separates the policy's tokens from the environment's, so runs of equal mask
 values are the turns. A resumed run replays its episodes from these: the environment has to repeat the recorded answers.
 
-If several ranks share an engine (--rollout-tp), only the first has processes. All ranks ask the same questions, so each poll
-needs only one message: the answers that the first rank read.
+If several ranks share an engine (--rollout-tp), only the first has processes. All ranks poll in the same order, so each poll
+needs one message: the answers that the first rank has read.
 """
 
 import dataclasses

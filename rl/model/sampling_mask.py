@@ -10,7 +10,7 @@ the whole vocabulary it would not be: each token would also be trained to draw p
 the ratio. DeepSeek-V3.2 keeps the mask in the same way (arXiv 2512.02556, "Keep Sampling Mask"). Entropies are still computed
 over the whole vocabulary.
 
-A record of a place is the K tokens of S.
+The engine records S as K token numbers for each sampled token.
 """
 
 import numpy as np

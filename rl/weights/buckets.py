@@ -35,7 +35,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PublishPlan:
     """The parameters to send and their order, the same on both sides."""
 
     names: list[str]
@@ -77,7 +77,7 @@ class Plan:
         parts = ((i, run[ends[i] - base : ends[i + 1] - base]) for i in members)
         return [part.view(dtype_of(self.names[i], self.dtype)).view(self.shapes[i]) for i, part in parts]
 
-    def later(self) -> "Plan":
+    def later(self) -> "PublishPlan":
         """Return the plan of all publishes after the first: its stream is the beginning of this one's."""
         trained = len(self.names) - self.frozen
         return replace(self, names=self.names[:trained], shapes=self.shapes[:trained], frozen=0) if self.frozen else self
@@ -86,9 +86,9 @@ class Plan:
         return json.dumps([self.names, self.shapes, str(self.dtype).removeprefix("torch."), self.frozen])
 
     @staticmethod
-    def from_json(text: str | bytes) -> "Plan":
+    def from_json(text: str | bytes) -> "PublishPlan":
         names, shapes, dtype, frozen = json.loads(text)
-        return Plan(names, shapes, getattr(torch, dtype), frozen)
+        return PublishPlan(names, shapes, getattr(torch, dtype), frozen)
 
 
 def digest(tensor: torch.Tensor, device: torch.device) -> int | torch.Tensor:

@@ -21,7 +21,7 @@ from rl.learning.learner import Learner
 from rl.ranks import watchdog
 from rl.ranks.device import is_accelerator, side_stream
 from rl.split import Split
-from rl.weights.buckets import Plan, digest, read
+from rl.weights.buckets import PublishPlan, digest, read
 
 
 class Publisher:
@@ -36,7 +36,7 @@ class Publisher:
         self.device = split.ranks.device
         outgoing = learner.outgoing()
         names, shapes = zip(*outgoing.shapes.items(), strict=True)
-        self.plan = Plan(list(names), list(shapes), dtype, len(outgoing.frozen))
+        self.plan = PublishPlan(list(names), list(shapes), dtype, len(outgoing.frozen))
         self._tensors = outgoing.tensors
         self._is_first = True
         self._sending: Future | None = None

@@ -17,7 +17,7 @@ from rl.model.attention import dtype_of
 from rl.ranks import watchdog
 from rl.ranks.device import is_accelerator
 from rl.split import Split
-from rl.weights.buckets import Bucket, Plan, digest, read
+from rl.weights.buckets import Bucket, PublishPlan, digest, read
 
 
 class Subscriber:
@@ -27,7 +27,7 @@ class Subscriber:
         self.engine = engine
         self.bridge = split.bridge
         self.device = split.ranks.device
-        self.plan = Plan.from_json(split.store.get("weights/plan"))
+        self.plan = PublishPlan.from_json(split.store.get("weights/plan"))
         self._store = split.store
         self.step = 0  # after which the newest weights were published
         self.received = 0  # bytes of the newest publish

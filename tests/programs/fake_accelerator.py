@@ -50,7 +50,7 @@ from rl.ranks.launch import Node
 from rl.ranks.timers import Timers
 from rl.samples.group import Group
 from rl.split import Split
-from rl.weights.buckets import Plan
+from rl.weights.buckets import PublishPlan
 from rl.weights.local import LocalWeights
 from rl.weights.publisher import Publisher
 from rl.weights.subscriber import Subscriber
@@ -215,7 +215,9 @@ def generate(path: str, dtype=torch.float32, truncates=True, attention="npu", im
     with FakeDevice():
         store, bridge = HashStore(), Bridge(torch.device("cpu") if over_host else place.device)
         engine = TransformersEngine(path, 96 if images else 32, 4, 16, dtype, place.device, end_tokens={1})
-        plan = Plan([n for n, _ in engine.model.named_parameters()], [list(p.shape) for p in engine.model.parameters()], dtype)
+        plan = PublishPlan(
+            [n for n, _ in engine.model.named_parameters()], [list(p.shape) for p in engine.model.parameters()], dtype
+        )
         store.set("weights/plan", plan.to_json())
         place = dataclasses.replace(place, local_rank=1)  # behind the learner
         subscriber = Subscriber(Split("generator", place, 1, 1, [Node("", 0, 2, 1)], 0, store, bridge), engine)
