@@ -20,6 +20,11 @@ def test_the_loop_in_the_readme_is_the_scripts():
         assert line.partition("  #")[0].strip() in script
 
 
+def test_the_readme_has_the_number_of_the_design():
+    (lines,) = re.findall(r"functions, ([\d,]+) lines in", (ROOT / "docs" / "design.md").read_text())
+    assert f"one step is {lines} lines" in (ROOT / "README.md").read_text()
+
+
 def test_a_file_that_no_row_of_the_design_names_is_found(monkeypatch):
     title, rows = make.READING[0]
     monkeypatch.setattr(make, "READING", ((title, {**rows, "more": "rl/*/*.py rl/*.py"}), *make.READING[2:]))
