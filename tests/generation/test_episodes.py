@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections import Counter, deque
+from collections import deque
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from scripted import ScriptedEngine
+from scripted import ScriptedEngine, ScriptedPool, engine_ranks, scripted_job
 
 import train_async
 import train_sync
@@ -23,7 +23,6 @@ from rl.generation.episodes import Episodes
 from rl.generation.generator import Generator
 from rl.generation.responses import Key
 from rl.learning.batch import Batch
-from rl.rewards.pool import Score
 from rl.samples.group import Group
 
 END, ANSWER = 1, [90, 91, 92]
@@ -94,26 +93,14 @@ def make(answer, length=30, n=2, row=None, Args=train_async.Args, script=script,
     """A generator over `answer` and an engine, by default a scripted one."""
     played = answer if isinstance(answer, Played) else Played(answer)
     args = parts.make(Args, rollout_n=n, max_response_length=length, env="file.py:Class", **flags)
-    pool = SimpleNamespace(events=Counter(), pending=[], texts={})
-    pool.hand_back = lambda key, score: pool.pending.append((key, score))
-
-    def submit(key, source, text, *_):
-        pool.texts[plain(key)] = text
-        pool.pending.append((key, Score(7.0)))
-
-    pool.submit, pool.poll = submit, lambda: [pool.pending.pop(0) for _ in list(pool.pending)]
-    pool.wait = lambda _: pool.poll()
-    ranks = ranks or SimpleNamespace(is_leader=True, size=1, index=0, engines=1, agree=lambda said: said)
-    prompt = Prompt([2, 3], "", "demo", "1", {}, "", row=row or {})
-    job = SimpleNamespace(order=lambda ticket: (0, 0), prompts=[prompt], val_prompts=[prompt])
-    job.environments = played
-    job.tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
+    ranks = ranks or engine_ranks()
+    job = scripted_job(Prompt([2, 3], "", "demo", "1", {}, "", row=row or {}), environments=played)
     ends = {1, 2, 3, 4, 5, 6} if engine else {END}
     if not engine:
         engine = ScriptedEngine(script, END)
         engine.version = 3
     episodes = Episodes(job, engine, ranks, args, ends)
-    return Generator(engine, job, pool, args, ranks, responses=episodes), played
+    return Generator(engine, job, ScriptedPool(7.0), args, ranks, responses=episodes), played
 
 
 def finish(generator) -> Group:
