@@ -27,8 +27,9 @@ def model(tmp_path_factory) -> str:
     return str(path)
 
 
-def environments(model: str, spec: str = f"{RUDE}:Rude", **flags) -> Environments:
-    return Environments(EnvironmentArgs(env=spec, **{"env_timeout": 20.0} | flags), model, end_tokens("qwen2_5"))
+def environments(model: str, spec: str = f"{RUDE}:Rude", reward: str = "", **flags) -> Environments:
+    args = EnvironmentArgs(env=spec, **{"env_timeout": 20.0} | flags)
+    return Environments(args, model, end_tokens("qwen2_5"), reward=reward)
 
 
 @pytest.fixture(scope="module")

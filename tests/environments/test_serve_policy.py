@@ -223,7 +223,7 @@ def test_an_end_without_a_call_is_not_scored(pool, end, said):
 @pytest.mark.slow
 def test_an_episode_waits_for_a_worker_and_no_longer_for_one_that_is_silent(model, monkeypatch, capfd):  # noqa: F811
     pool = serving(model, monkeypatch, number=3, env_timeout=1.0)
-    assert pool.url == f"http://127.0.0.1:{int(pool.args.environment.serve_policy) + 3}/v1"
+    assert pool.url == f"http://127.0.0.1:{int(pool.args.serve_policy) + 3}/v1"
     begin(pool, "a")
     until = time.monotonic() + 3
     while time.monotonic() < until:
@@ -257,7 +257,7 @@ def test_the_end_is_said_to_whoever_asks(model, monkeypatch):  # noqa: F811
         status, said = post(pool, path, its, HELLO)
         assert status == 410 and "the run has ended" in said["error"]["message"]
     ends.join(10)
-    with socket.create_server(("127.0.0.1", int(pool.args.environment.serve_policy))):
+    with socket.create_server(("127.0.0.1", int(pool.args.serve_policy))):
         pass
 
 

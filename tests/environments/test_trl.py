@@ -94,17 +94,16 @@ def test_trl_s_own_trainer_plays_the_same_episodes(family, tmp_path, monkeypatch
     path = str(tmp_path / "model")
     tokenizer.save_pretrained(path)
     file = Path(__file__).with_name("trl_words.py")
-    pool = environments(path, f"{file}:Words", reward=f"{file}:measured", scores_environments=True)
-    left = {(0, number): list(response) for number, response in enumerate(turns)}
+    pool = environments(path, f"{file}:Words", reward=f"{file}:measured")
+    left = {number: list(response) for number, response in enumerate(turns)}
 
     def script(request):
         before = request.so_far.token_ids if request.so_far else []
-        new = left[request.id].pop(0)
+        new = left[request.id[1]].pop(0)
         return [*before, *new], [0.0] * (len(before) + len(new))
 
     args = parts.make(train_async.Args, rollout_n=len(turns), max_response_length=LENGTH, max_prompt_length=2000, max_turns=20)
-    schemas = pool.ready["tools"]["schemas"]
-    ids = Turns(tokenizer, schemas, {end}).prompt(prompt, [])
+    ids = Turns(tokenizer, pool.tools.schemas, {end}).prompt(prompt, [])
     row = {"prompt": prompt, "words": WORDS}
     job = scripted_job(Prompt(ids, "", "words", "", {}, "", row=row), tokenizer=tokenizer, environments=pool)
     engine, ranks = ScriptedEngine(script, end), engine_ranks()
