@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, bits, command, environment, free_port, train
+from helpers import ROOT, command, environment, free_port
 from torch.distributed import HashStore
 
 from rl.ranks import launch
@@ -86,38 +86,6 @@ def test_a_node_prints_where_the_runs_messages_appear(monkeypatch, capsys, learn
     launch.exchange_nodes(store, generators=1 - own)
     printed = capsys.readouterr().out
     assert printed.startswith("node 1 of 2, ") and printed.endswith(f"; {where}\n") == elsewhere == ("appear" in printed)
-
-
-LAYOUTS = [  # ranks and generators of each node: roles apart; one node that does both
-    [(1, 0), (2, 2)],
-    pytest.param([(1, 1), (2, 1)], marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.runs
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_async_with_staleness_0_is_sync_bit_for_bit_whatever_the_nodes_do(demo_model, tmp_path, layout):
-    flags = ["--total-training-steps", 6, "--test-freq", 6, "--val-max-samples", 40]
-    _, theirs, _ = train("train_sync.py", *flags, out=tmp_path / "sync", ranks=1)
-    flags += ["--staleness-threshold", 0, "--output-dir", tmp_path / "async"]
-    consoles = run_nodes([(n, ["train_async.py", *flags, "--generators", g]) for n, g in layout])
-    assert [code for code, _ in consoles] == [0, 0], consoles
-    (run,) = (tmp_path / "async").iterdir()
-    assert bits(run) == bits(theirs)
-    placed = [node["ranks"].values() for node in json.loads((run / "config.json").read_text())["hardware"]["layout"]]
-    assert [(len(names), sum(name.startswith("generator") for name in names)) for names in placed] == layout
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("more", [[], ["--lora-rank", 8, "--lr", 1e-3]], ids=["plain", "adapters"])
-def test_one_step_off_over_nodes_that_only_learn_or_generate(demo_model, tmp_path, more):
-    """With adapters both generators of the second node prove that they apply them."""
-    flags = ["train_one_step_off.py", "--total-training-steps", 4, "--output-dir", tmp_path, "--test-freq", 0, *more]
-    generators = 2 if more else 1
-    consoles = run_nodes([(2, [*flags, "--generators", 0]), (generators, [*flags, "--generators", generators])])
-    assert [code for code, _ in consoles] == [0, 0], consoles
 
 
 @pytest.mark.runs

@@ -63,6 +63,7 @@ CASES = [  # script, (ranks, generators) of each node, rendezvous
     ("train_async.py", [(2, 1), (2, 1)], "c10d"),
     ("train_async.py", [(1, 1), (1, 0), (3, 2)], "static"),
     ("train_async.py", [(1, 1), (2, 0)], "c10d"),
+    ("train_async.py", [(1, 0), (2, 2)], "static"),
 ]
 
 
@@ -78,16 +79,18 @@ def test_nodes_train_bit_for_bit_what_one_node_trains(on_one_node, tmp_path, net
     assert bits(directory) == on_one_node(script if one_step_off else "train_sync.py", learners, int(one_step_off))
 
 
-KINDS = [["--model", "demo-moe", "--router-replay", "R3", "--expert-parallel", 2], ["--model", "demo-vl"]]
+KINDS = {
+    "routes": ["--model", "demo-moe", "--router-replay", "R3", "--expert-parallel", 2],
+    "images": ["--model", "demo-vl"],
+    "adapters": ["--lora-rank", 8, "--lr", 1e-3],
+}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("flags", KINDS)
-def test_routes_and_images_on_two_nodes_that_learn_and_one_that_generates(
-    demo_moe_model, demo_vl_model, tmp_path, network, flags
-):
-    flags = [*flags, "--total-training-steps", 2, "--test-freq", 0, "--staleness-threshold", 0]
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_kinds_on_two_nodes_that_learn_and_one_that_generates(kind, tmp_path, network):
+    flags = [*KINDS[kind], "--total-training-steps", 2, "--test-freq", 0, "--staleness-threshold", 0]
     directory, _ = run(network(3), [(1, 0), (1, 0), (1, 1)], "train_async.py", *flags, out=tmp_path / "nodes")
     _, on_one, _ = train("train_async.py", *flags, "--generators", 1, out=tmp_path / "one", ranks=3)
     assert bits(directory) == bits(on_one)
