@@ -252,6 +252,7 @@ def test_nothing_is_left_when_the_rank_is_killed(model):
     assert not left_over(mark)
 
 
+@pytest.mark.slow
 def test_a_fork_that_fails_costs_its_own_episode(model, tmp_path):
     """No memory or no process is left: those under way live on, and the next may be forked again."""
     lines = ["import errno, os", f"import sys; sys.path.insert(0, {str(RUDE.parent)!r})", "from rude import Rude"]

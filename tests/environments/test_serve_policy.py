@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -93,73 +91,6 @@ class Calling(threading.Thread):
     def answer(self) -> tuple[int, dict]:
         self.join(30)
         return self.found
-
-
-WITH_OPENAI = """
-import json, sys, time, urllib.error, urllib.request
-import openai
-
-def post(url, key, body):
-    headers = {"Authorization": f"Bearer {key}"}
-    return json.loads(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read() or "{}")
-
-url, secret = sys.argv[1:]
-while True:
-    try:
-        episode = post(f"{url}/episodes/next", secret, {})
-    except urllib.error.HTTPError as error:
-        sys.exit(0 if error.code == 410 else 1)
-    if not episode:
-        time.sleep(0.5)
-        continue
-    client = openai.OpenAI(base_url=url, api_key=episode["api_key"], max_retries=0)
-    assert [model.id for model in client.models.list()] == [episode["model"]]
-    ask = lambda messages: client.chat.completions.create(model="policy", messages=messages).choices[0].message
-    messages, name = episode["row"]["prompt"], episode["row"]["name"]
-    said = ask(messages)
-    if name == "forks":
-        ask([{"role": "user", "content": "Other."}])
-        streamed = client.chat.completions.create(model="policy", messages=[*messages, said, messages[0]], stream=True)
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == "Hi."
-    if name == "stays":
-        time.sleep(1000)
-    end = {"no reward": {}, "failed": {"error": "the machine is gone"}}.get(name, {"reward": len(name)})
-    assert post(f"{url}/episodes/end", episode["api_key"], end) == {"ended": True}
-    client.close()
-"""
-
-
-@pytest.mark.slow
-def test_workers_with_the_openai_client_come_and_go(model, monkeypatch):  # noqa: F811
-    """Two of them; a third is killed in the middle of an episode, and costs that alone. All hear of the end."""
-    pytest.importorskip("openai")
-    pool = serving(model, monkeypatch, env_timeout=20.0)
-    command = [sys.executable, "-c", WITH_OPENAI, pool.url, SECRET]
-    begin(pool, "stays")
-    killed = subprocess.Popen(command)
-    assert "prompt" in answers(pool, ["stays"])["stays"]
-    workers = [subprocess.Popen(command) for _ in range(2)]
-    names = ["scored", "no reward", "failed", "forks"]
-    for name in names:
-        begin(pool, name)
-    found, histories, until = {}, [], time.monotonic() + 60
-    while len(found) < len(names) and time.monotonic() < until:
-        for name, answer in pool.poll(0.2):
-            if "event" in answer or answer.get("done"):
-                found[name] = answer
-                pool.end(name)
-                continue
-            histories += [answer["history"]] if "history" in answer else []
-            says(pool, name, "Hi.")
-    assert histories == [1, 0]
-    assert [found[name]["reward"] for name in ("scored", "no reward", "forks")] == [6.0, None, 5.0]
-    assert found["failed"]["event"] == "error" and "ended by its worker: the machine is gone" in found["failed"]["message"]
-    killed.kill()
-    killed.wait()
-    says(pool, "stays", "Hi.")
-    assert answers(pool, ["stays"])["stays"]["event"] == "timeout"
-    pool.close()
-    assert [worker.wait(20) for worker in workers] == [0, 0]
 
 
 @pytest.mark.slow
