@@ -83,7 +83,7 @@ def measure(name: str, folder: str, args: Args, ranks: Ranks) -> dict:
     flags = ["--model", path, "--max-response-length", str(budget)]
     flags += ["--gradient-checkpointing"] if args.learner.gradient_checkpointing else []
     sync = read(train_sync.Args, args=flags)
-    learner = Learner(path, sync, ranks, total_steps=1000)
+    learner = Learner(path, sync.learner, ranks, total_steps=1000)
     bare = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=ATTENTION).train()
     if args.learner.gradient_checkpointing:
         bare.gradient_checkpointing_enable({"use_reentrant": False})
