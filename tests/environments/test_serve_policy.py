@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 from families import end_tokens, tokenizer_of
-from helpers import free_port
+from helpers import eventually, free_port
 from test_pool import answers, ids_of, model  # noqa: F401 model: a fixture
 
 import train_sync
@@ -137,10 +137,7 @@ def test_an_episode_ends_once(pool):
     status, said = post(pool, "episodes/end", key, {"reward": 2})
     assert status == 410 and "has ended" in said["error"]["message"] and post(pool, "chat/completions", key, HELLO)[0] == 410
     pool.end("a")
-    until = time.monotonic() + 20
-    while (found := post(pool, "chat/completions", key, HELLO)[0]) == 410 and time.monotonic() < until:
-        time.sleep(0.05)
-    assert found == 401
+    assert eventually(lambda: post(pool, "chat/completions", key, HELLO)[0] == 401, 20)
 
 
 @pytest.mark.parametrize(("end", "said"), [({}, "ended before its first call"), ({"error": "no disk"}, "no disk before its")])
@@ -166,9 +163,7 @@ def test_an_episode_waits_for_a_worker_and_no_longer_for_one_that_is_silent(mode
     begin(pool, "gives up")
     pool.poll(0.5)
     pool.end("gives up")
-    until = time.monotonic() + 20
-    while pool.poll(0.1) or post(pool, "episodes/next", SECRET)[0] != 204:
-        assert time.monotonic() < until
+    assert eventually(lambda: not pool.poll(0.1) and post(pool, "episodes/next", SECRET)[0] == 204, 20)
     pool.close()
     assert f"{pool.url}/episodes/next" in capfd.readouterr().out
 
