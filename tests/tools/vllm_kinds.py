@@ -21,19 +21,22 @@ from vllm_checks import (
     sends,
 )
 
-from rl.generation.engine import EngineArgs, Output, Request
-from rl.generation.vllm.engine import VLLMEngine
+from rl.generation.engine import Output, Request
 from rl.model.router import check_record
 from rl.ranks import dist
 
 # --------------------------------------------------------------------------------------------------------------- images
 
 PARTS = ("tower", "text", "both", "tower")
+ROUTES = {"records_routes": True}
 
 
 class Pictures(Texts):
+    slots, length = 6, 300
+
     def __init__(self, path: str):
         self.path, self.tokenizer = path, AutoTokenizer.from_pretrained(path)
+        self.end_tokens = {self.tokenizer.eos_token_id}
         self.model = AutoModelForImageTextToText.from_pretrained(path)
         one, other, third = picture(96, 64, 1), picture(96, 64, 2), picture(64, 128, 3)
         texts = [("what?", [one]), ("what?", [other]), ("both?", [one, third]), ("none", [])]
@@ -50,10 +53,6 @@ class Pictures(Texts):
             if part == "both" or (".visual." in name) == (part == "tower"):
                 parameter.data += 0.05 * torch.randn_like(parameter)
         return model
-
-    def engine(self, dtype: torch.dtype = torch.float32, **flags) -> VLLMEngine:
-        args = EngineArgs(**{"max_num_seqs": 6, "max_num_batched_tokens": 2048, **flags})  # fewer slots than requests
-        return VLLMEngine(self.path, args, 300, dtype, end_tokens={self.tokenizer.eos_token_id})
 
     def requests(self, n: int = 2, max_tokens: int = 16, **more) -> list[Request]:
         return super().requests(n, max_tokens, **more)
@@ -151,7 +150,7 @@ def images_on_two_ranks(path: str) -> None:
 def images_and_experts(path: str) -> None:
     """A mixture of experts, whose weights come with the first publish, and whose experts are reported (R3)."""
     case = Pictures(path)
-    engine, model = case.engine(router_replay="R3"), case.model
+    engine, model = case.engine(how=ROUTES), case.model
     for version, part in enumerate(("both", "tower", "text")):
         model = case.changed(part, version, model)
         engine.update(model.named_parameters(), version)
@@ -229,7 +228,7 @@ def check_routes(case, outputs, model, gates=None) -> None:
 def routes(path: str, dtype: str = "uint8") -> None:
     """A token keeps the experts it was sampled with: over an update, with swaps in flight, and where a response continues."""
     case = Texts(path)
-    engine, old, new = case.engine(router_replay="R3"), case.model, case.changed()
+    engine, old, new = case.engine(how=ROUTES), case.model, case.changed()
     check_routes(case, drain(engine, case.requests()), old)
     check_both_ways(case, engine, sends(engine, old), sends(engine, new))
     outputs = drain(engine, case.requests())
@@ -265,7 +264,7 @@ def swapped_routes(case, engine, old, new) -> None:
 def routes_in_bfloat16(path: str) -> None:
     """Print samples of a bf16 engine for a learner in fp32: (prompt, tokens, log-probs, routes) of each response."""
     case = Texts(path)
-    engine = case.engine(torch.bfloat16, router_replay="R3")
+    engine = case.engine(torch.bfloat16, ROUTES)
     engine.update(case.model.named_parameters(), version=1)
     outputs = drain(engine, case.requests(n=8))
     print(json.dumps([[PROMPTS[i], o.token_ids, o.log_probs, o.routes.tolist()] for (i, _), o in outputs.items()]))
@@ -274,7 +273,7 @@ def routes_in_bfloat16(path: str) -> None:
 def routes_on_two_ranks(path: str) -> None:
     dist.init()
     case = Texts(path)
-    engine, old, new = case.engine(rollout_tp=2, router_replay="R3"), case.model, case.changed()
+    engine, old, new = case.engine(how=ROUTES, rollout_tp=2), case.model, case.changed()
     check_both_ways(case, engine, sends(engine, old), sends(engine, new))
     outputs = drain(engine, case.requests())
     case.check(outputs, new)
