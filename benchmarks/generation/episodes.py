@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import tyro
 from common import over, random_model, ratios, setting, table, tree, words, write
-from transformers import AutoTokenizer
 
 from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
@@ -48,14 +47,8 @@ class Args:
     """Threads that decode: the tools have the other cores, as they would next to an accelerator."""
 
 
-@dataclass
-class PoolArgs(EnvironmentArgs):
-    max_num_seqs: int = 64
-
-
 def environments(name: str, model: str) -> Environments:
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    return Environments(PoolArgs(env=f"{ENVIRONMENTS}:{name}"), model, {1}, len(tokenizer))
+    return Environments(EnvironmentArgs(env=f"{ENVIRONMENTS}:{name}"), model, {1})
 
 
 def wait_for(pool: Environments, count: int) -> list:
@@ -102,19 +95,19 @@ def rate(decoding: Decoding, seconds: float, pool: Environments | None) -> tuple
 
 def measure_steps(args: Args, model: str) -> dict:
     decoding, pool = Decoding(model, args.responses), environments("Slow", model)
-    for key in range(args.environment.tools):
+    for key in range(args.tools):
         pool.begin(key, {"prompt": []}, seed=key, own_seed=key)
-    wait_for(pool, args.environment.tools)
+    wait_for(pool, args.tools)
     rate(decoding, args.seconds / 2, None)  # not counted
     found = {"without": [], "with": [], "answers": []}
     for _ in range(args.rounds):
         found["without"].append(rate(decoding, args.seconds, None)[0])
-        for key in range(args.environment.tools):
+        for key in range(args.tools):
             pool.ask(key, "step", ids=[5, 1])
         steps, answers = rate(decoding, args.seconds, pool)
         found["with"].append(steps)
         found["answers"].append(answers)
-        wait_for(pool, args.environment.tools)  # none is at work any more
+        wait_for(pool, args.tools)  # none is at work any more
     pool.close()
     return found
 
@@ -169,7 +162,7 @@ def main(args: Args) -> None:
     head = ["", "median (min - max)"]
     rows = [
         ["decoding steps a second, no tool at work", over(steps["without"])],
-        [f"decoding steps a second, {args.environment.tools:,} tools at work", over(steps["with"])],
+        [f"decoding steps a second, {args.tools:,} tools at work", over(steps["with"])],
         ["ratio, round by round", over(ratio)],
         ["tools' answers a second", over(steps["answers"], ".0f")],
     ]

@@ -147,16 +147,17 @@ def measure(size: str, rounds: int, ranks: Ranks) -> dict:
         batch.targets.actor_log_prob = batch.rollout_log_prob * 1.001
         batch.targets.old_log_prob = batch.targets.actor_log_prob
         targets = batch.targets
-        targets.is_weight, targets.rejected = timed("rollout correction", functools.partial(correct_rollout, args, batch))
+        correct = functools.partial(correct_rollout, args.correction, batch)
+        targets.is_weight, targets.rejected = timed("rollout correction", correct)
         timed("rewards, advantages", lambda batch=batch: rewards_and_advantages(batch))
         mark = functools.partial(forward_only, batch, planned(batch))
         timed("forward alone", mark)
         timed("denominator", lambda batch=batch: denominator(batch))
-        timed("rollout_metrics", lambda batch=batch: rollout_metrics(args, batch))
+        timed("rollout_metrics", lambda batch=batch: rollout_metrics(args.correction, batch))
         timed("batch_metrics", lambda batch=batch: batch_metrics(batch))
         timed("staleness", lambda batch=batch: staleness_metrics(batch, 3))
         tokens, own = int(batch.lengths.sum()), len(batch.token)
-        del batch, targets, mark
+        del batch, targets, correct, mark
     peak = memory("VmHWM") - before
     return {
         "tokens": tokens,

@@ -116,7 +116,7 @@ def measure(args: Args, folder: str, ranks: Ranks) -> dict:
     flags = ["--model", paths["hybrid"], "--max-response-length", str(budget), "--train-batch-size", str(GROUPS)]
     flags += ["--max-prompt-length", str(max(64, budget))]
     sync = read(train_sync.Args, args=flags)
-    learner = Learner(paths["hybrid"], sync, ranks, total_steps=1000)
+    learner = Learner(paths["hybrid"], sync.learner, ranks, total_steps=1000)
     batch = Batch.of(make_groups(64, budget)[:GROUPS])
     micros = micro_batches(batch, torch.arange(len(batch.lengths)), learner.args.max_tokens_per_micro_batch, ranks)
     own, dense, theirs = Step(paths["hybrid"], ATTENTION), Step(paths["dense"], ATTENTION), Step(paths["hybrid"], "sdpa")

@@ -81,11 +81,11 @@ def measure(name: str, folder: str, args: Args, ranks: Ranks) -> dict:
     path = f"{folder}/{name}"
     parameters = random_model(path, hidden, layers, vocabulary)
     flags = ["--model", path, "--max-response-length", str(budget)]
-    flags += ["--gradient-checkpointing"] if args.learner.gradient_checkpointing else []
+    flags += ["--gradient-checkpointing"] if args.gradient_checkpointing else []
     sync = read(train_sync.Args, args=flags)
-    learner = Learner(path, sync, ranks, total_steps=1000)
+    learner = Learner(path, sync.learner, ranks, total_steps=1000)
     bare = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=ATTENTION).train()
-    if args.learner.gradient_checkpointing:
+    if args.gradient_checkpointing:
         bare.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-4, fused=True)
     batch = Batch.of(make_groups(vocabulary, budget))
@@ -118,7 +118,7 @@ def measure(name: str, folder: str, args: Args, ranks: Ranks) -> dict:
 
 
 def main(args: Args, ranks: Ranks) -> None:
-    here = setting("transformers", threads=torch.get_num_threads(), gradient_checkpointing=args.learner.gradient_checkpointing)
+    here = setting("transformers", threads=torch.get_num_threads(), gradient_checkpointing=args.gradient_checkpointing)
     results, rows = {}, []
     with tempfile.TemporaryDirectory() as folder:
         for name in args.sizes:

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import tyro
 from common import RESULTS, Rounds, over, ratios, setting, table, words, write
+from transformers import Qwen2Config
 
 SIDES = ("held", "chunked", "chunked, none kept")
 
@@ -46,7 +47,7 @@ class Args:
 class Given(torch.nn.Module):
     """Stands where the transformers model would, with the hidden states [tokens, hidden] given."""
 
-    config = None  # of a model of text
+    config = Qwen2Config()  # of a dense model of text
 
     def __init__(self, states: torch.Tensor, head: torch.nn.Module):
         super().__init__()

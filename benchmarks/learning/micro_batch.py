@@ -71,7 +71,7 @@ def measure(name: str, folder: str, args: Args, ranks: Ranks) -> dict:
 
     def train(micros: list) -> None:
         for micro in micros:
-            log_prob, _ = learner.log_probs(micro, entropy="metric")
+            log_prob = learner.forward(micro, "metric").log_prob
             (-log_prob.sum() / len(batch.token)).backward()
 
     rates, held = {n: [] for n in cut}, {}

@@ -74,7 +74,7 @@ def product_rate(tokens: int, hidden: int, width: int) -> float:
 
 
 def main(args: Args, ranks: Ranks) -> None:
-    here = setting("transformers", threads=torch.get_num_threads(), gradient_checkpointing=args.learner.gradient_checkpointing)
+    here = setting("transformers", threads=torch.get_num_threads(), gradient_checkpointing=args.gradient_checkpointing)
     config, steps, rates = SHAPES[args.shape], [], []
     with tempfile.TemporaryDirectory() as path:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -82,10 +82,10 @@ def main(args: Args, ranks: Ranks) -> None:
         model.save_pretrained(path)
         del model
         flags = ["--model", path, "--max-response-length", str(args.tokens), "--lr", "1e-6"]
-        sync = read(train_sync.Args, args=flags + ["--gradient-checkpointing"] * args.learner.gradient_checkpointing)
-        learner = Learner(path, sync, ranks, total_steps=1000)
+        sync = read(train_sync.Args, args=flags + ["--gradient-checkpointing"] * args.gradient_checkpointing)
+        learner = Learner(path, sync.learner, ranks, total_steps=1000)
     flops = update_flops(learner.config, make_batch(config.vocab_size, args.tokens))
-    flops *= 4 / 3 if args.learner.gradient_checkpointing else 1
+    flops *= 4 / 3 if args.gradient_checkpointing else 1
     distinct = (PROMPTS + PROMPTS * RESPONSES) * args.tokens
     for number in Rounds(args.rounds, args.minutes):
         batch = make_batch(config.vocab_size, args.tokens)

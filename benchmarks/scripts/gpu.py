@@ -119,7 +119,7 @@ def learner(args: Args, ranks: Ranks) -> dict:
     sequences, prompt, response = (32, 256, 768) if not args.toy else (8, 8, 24)
     flags = ["--model", args.path, "--dtype", "bfloat16", "--max-response-length", str(response)]
     flags += ["--max-tokens-per-micro-batch", str(8 * (prompt + response)), "--lr", "1e-6"]
-    flags += ["--gradient-checkpointing"] if args.learner.gradient_checkpointing else []
+    flags += ["--gradient-checkpointing"] if args.gradient_checkpointing else []
     sync = read(train_sync.Args, args=flags)
     model = Learner(args.path, sync.learner, ranks, total_steps=1000)
     rng, vocabulary = np.random.default_rng(0), SHAPES[args.shape].vocab_size

@@ -175,11 +175,11 @@ def learner(size: Size, model: str, file: str, args: Args) -> dict[str, list[flo
 
     ranks = dist.init()
     sync = read(train_sync.Args, args=["--model", model, "--max-response-length", str(size.tokens)])
-    learns = Learner(model, sync, ranks, total_steps=1000)
+    learns = Learner(model, sync.learner, ranks, total_steps=1000)
     bare = load_weights(model, torch.float32, say=False).train()
     optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-4, fused=True)
     first = batch_of(size, model, file)
-    micros = micro_batches(first, torch.arange(len(first.lengths)), learns.args.learner.max_tokens_per_micro_batch, ranks)
+    micros = micro_batches(first, torch.arange(len(first.lengths)), sync.learner.max_tokens_per_micro_batch, ranks)
     pixels = [micro.inputs["images"].pixels() for micro in micros]
 
     def bare_step(_) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from families import end_tokens, tokenizer_of
-from helpers import ROOT, environment, left_over
+from helpers import ROOT, environment, eventually, left_over
 
 from rl.environments.args import EnvironmentArgs
 from rl.environments.descendants import descendants
@@ -27,8 +27,9 @@ def model(tmp_path_factory) -> str:
     return str(path)
 
 
-def environments(model: str, spec: str = f"{RUDE}:Rude", **flags) -> Environments:
-    return Environments(EnvironmentArgs(env=spec, **{"env_timeout": 20.0} | flags), model, end_tokens("qwen2_5"))
+def environments(model: str, spec: str = f"{RUDE}:Rude", reward: str = "", **flags) -> Environments:
+    args = EnvironmentArgs(env=spec, **{"env_timeout": 20.0} | flags)
+    return Environments(args, model, end_tokens("qwen2_5"), reward=reward)
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +78,7 @@ def played(pool: Environments, *whats: str) -> dict[str, dict]:
 
 def wait_for(pool: Environments, processes: int) -> None:
     """Until this many are left of the episodes' process and what it has started."""
-    until = time.monotonic() + 20
-    while len(descendants(pool._process.pid)) != processes and time.monotonic() < until:
-        pool.poll(0.1)
-    assert len(descendants(pool._process.pid)) == processes
+    assert eventually(lambda: (pool.poll(), len(descendants(pool._process.pid)))[1] == processes, 20)
 
 
 EVENTS = {
@@ -245,12 +243,10 @@ def test_nothing_is_left_when_the_rank_is_killed(model):
     assert rank.stdout.readline() == "begun\n" and len(left_over(mark)) == 5  # rank, guard, its process, the helper, episode
     rank.send_signal(signal.SIGKILL)
     rank.wait()
-    until = time.monotonic() + 30
-    while left_over(mark) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not left_over(mark)
+    assert eventually(lambda: not left_over(mark), 30)
 
 
+@pytest.mark.slow
 def test_a_fork_that_fails_costs_its_own_episode(model, tmp_path):
     """No memory or no process is left: those under way live on, and the next may be forked again."""
     lines = ["import errno, os", f"import sys; sys.path.insert(0, {str(RUDE.parent)!r})", "from rude import Rude"]

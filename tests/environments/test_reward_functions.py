@@ -221,7 +221,7 @@ def test_a_group_s_resets_draw_the_same_and_its_tools_do_not(started):
 @pytest.mark.slow
 def test_a_reward_function_scores_in_the_process_of_its_episode(file, model):  # noqa: F811
     spec = f"{file}:Dice"
-    pool = environments(model, spec, reward=f"{file}:total,bonus", scores_environments=True)
+    pool = environments(model, spec, reward=f"{file}:total,bonus")
     assert pool.scores_at_end and "prompt" in begin(pool, "a", "", level=3)
     pool.ask("a", "step", ids=ids_of("done<|im_end|>"))
     assert answers(pool, ["a"])["a"]["reward"] == 0.5
@@ -260,49 +260,16 @@ def test_the_flags_are_checked_before_anything_starts(function, flags, said, fil
         ranges.check(args)
 
 
-RUN = '''
-class Calculator:
-    """Counts what is computed; the row has neither a prompt nor a ground truth."""
-
-    def reset(self, a: int, b: int, **kwargs) -> str:
-        self.truth, self.found, self.calls = str(a * b), None, 0
-        return f"{a}*{b}="
-
-    def calculate(self, expression: str) -> str:
-        """Computes a product.
-
-        Args:
-            expression: Two numbers with * between them.
-        """
-        self.calls += 1
-        a, b = expression.split("*")
-        self.found = str(int(a) * int(b))
-        return self.found
-
-
-def asked(environments, **kwargs):
-    return [2.0 * env.calls for env in environments]
-
-
-def right(environments, completions, **kwargs):
-    return [float(c[-1]["content"] == env.truth) for env, c in zip(environments, completions)]
-'''
-
-
 @pytest.mark.runs
 @pytest.mark.slow
-def test_a_run_trains_a_class_of_trl_s_with_reward_functions(tmp_path):
-    """The demo's model and engine; the rows have only columns for reset. The score is the sum over both functions."""
-    (tmp_path / "script.py").write_text(RUN)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"a": a, "b": b}) + "\n" for a in range(11, 31) for b in range(12, 22)))
-    flags = ["--model", "demo-calculator", "--env", f"{tmp_path / 'script.py'}:Calculator", "--max-response-length", "24"]
-    flags += ["--reward", f"{tmp_path / 'script.py'}:asked,right", "--train-files", rows, "--val-files", rows]
-    flags += ["--train-batch-size", "4", "--total-training-steps", "3", "--test-freq", "3", "--val-max-samples", "8"]
-    found, _, done = train("train_sync.py", *flags, out=tmp_path / "out")
-    for step in (1, 2, 3):
-        calls = found[step]["reward/extra/tool_calls/mean"]
-        assert 2 * calls <= found[step]["critic/score/mean"] + 1e-6 <= 2 * calls + 1 + 2e-6
-        assert found[step]["reward/unscored"] == 0
-    assert sum(found[step]["critic/score/mean"] for step in (1, 2, 3)) > 0
-    assert "val-core/environment/acc/mean@1" in found[3], done.stderr
+def test_a_run_is_scored_by_a_reward_function(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def turns(completions, environments, **kwargs):\n"
+        "    return [float(sum(message['role'] == 'assistant' for message in said)) for said in completions]\n"
+    )
+    flags = ["--model", "demo-calculator", "--env", "demo-calculator", "--reward", f"{tmp_path / 'mine.py'}:turns"]
+    flags += ["--max-response-length", "24", "--train-batch-size", "4", "--total-training-steps", "2", "--test-freq", "0"]
+    found, _, _ = train("train_sync.py", *flags, out=tmp_path / "out")
+    for step in (1, 2):
+        assert found[step]["critic/score/mean"] == pytest.approx(found[step]["reward/extra/turns/mean"])
+        assert found[step]["critic/score/mean"] >= 1 and found[step]["reward/unscored"] == 0

@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -14,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 from families import end_tokens, tokenizer_of
-from helpers import free_port
+from helpers import eventually, free_port
 from test_pool import answers, ids_of, model  # noqa: F401 model: a fixture
 
 import train_sync
@@ -95,73 +93,6 @@ class Calling(threading.Thread):
         return self.found
 
 
-WITH_OPENAI = """
-import json, sys, time, urllib.error, urllib.request
-import openai
-
-def post(url, key, body):
-    headers = {"Authorization": f"Bearer {key}"}
-    return json.loads(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read() or "{}")
-
-url, secret = sys.argv[1:]
-while True:
-    try:
-        episode = post(f"{url}/episodes/next", secret, {})
-    except urllib.error.HTTPError as error:
-        sys.exit(0 if error.code == 410 else 1)
-    if not episode:
-        time.sleep(0.5)
-        continue
-    client = openai.OpenAI(base_url=url, api_key=episode["api_key"], max_retries=0)
-    assert [model.id for model in client.models.list()] == [episode["model"]]
-    ask = lambda messages: client.chat.completions.create(model="policy", messages=messages).choices[0].message
-    messages, name = episode["row"]["prompt"], episode["row"]["name"]
-    said = ask(messages)
-    if name == "forks":
-        ask([{"role": "user", "content": "Other."}])
-        streamed = client.chat.completions.create(model="policy", messages=[*messages, said, messages[0]], stream=True)
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == "Hi."
-    if name == "stays":
-        time.sleep(1000)
-    end = {"no reward": {}, "failed": {"error": "the machine is gone"}}.get(name, {"reward": len(name)})
-    assert post(f"{url}/episodes/end", episode["api_key"], end) == {"ended": True}
-    client.close()
-"""
-
-
-@pytest.mark.slow
-def test_workers_with_the_openai_client_come_and_go(model, monkeypatch):  # noqa: F811
-    """Two of them; a third is killed in the middle of an episode, and costs that alone. All hear of the end."""
-    pytest.importorskip("openai")
-    pool = serving(model, monkeypatch, env_timeout=20.0)
-    command = [sys.executable, "-c", WITH_OPENAI, pool.url, SECRET]
-    begin(pool, "stays")
-    killed = subprocess.Popen(command)
-    assert "prompt" in answers(pool, ["stays"])["stays"]
-    workers = [subprocess.Popen(command) for _ in range(2)]
-    names = ["scored", "no reward", "failed", "forks"]
-    for name in names:
-        begin(pool, name)
-    found, histories, until = {}, [], time.monotonic() + 60
-    while len(found) < len(names) and time.monotonic() < until:
-        for name, answer in pool.poll(0.2):
-            if "event" in answer or answer.get("done"):
-                found[name] = answer
-                pool.end(name)
-                continue
-            histories += [answer["history"]] if "history" in answer else []
-            says(pool, name, "Hi.")
-    assert histories == [1, 0]
-    assert [found[name]["reward"] for name in ("scored", "no reward", "forks")] == [6.0, None, 5.0]
-    assert found["failed"]["event"] == "error" and "ended by its worker: the machine is gone" in found["failed"]["message"]
-    killed.kill()
-    killed.wait()
-    says(pool, "stays", "Hi.")
-    assert answers(pool, ["stays"])["stays"]["event"] == "timeout"
-    pool.close()
-    assert [worker.wait(20) for worker in workers] == [0, 0]
-
-
 @pytest.mark.slow
 def test_an_episode_is_what_a_command_s_is(pool):
     """The row, the seed and the split; and what its first call says is the prompt."""
@@ -206,10 +137,7 @@ def test_an_episode_ends_once(pool):
     status, said = post(pool, "episodes/end", key, {"reward": 2})
     assert status == 410 and "has ended" in said["error"]["message"] and post(pool, "chat/completions", key, HELLO)[0] == 410
     pool.end("a")
-    until = time.monotonic() + 20
-    while (found := post(pool, "chat/completions", key, HELLO)[0]) == 410 and time.monotonic() < until:
-        time.sleep(0.05)
-    assert found == 401
+    assert eventually(lambda: post(pool, "chat/completions", key, HELLO)[0] == 401, 20)
 
 
 @pytest.mark.parametrize(("end", "said"), [({}, "ended before its first call"), ({"error": "no disk"}, "no disk before its")])
@@ -223,7 +151,7 @@ def test_an_end_without_a_call_is_not_scored(pool, end, said):
 @pytest.mark.slow
 def test_an_episode_waits_for_a_worker_and_no_longer_for_one_that_is_silent(model, monkeypatch, capfd):  # noqa: F811
     pool = serving(model, monkeypatch, number=3, env_timeout=1.0)
-    assert pool.url == f"http://127.0.0.1:{int(pool.args.environment.serve_policy) + 3}/v1"
+    assert pool.url == f"http://127.0.0.1:{int(pool.args.serve_policy) + 3}/v1"
     begin(pool, "a")
     until = time.monotonic() + 3
     while time.monotonic() < until:
@@ -235,9 +163,7 @@ def test_an_episode_waits_for_a_worker_and_no_longer_for_one_that_is_silent(mode
     begin(pool, "gives up")
     pool.poll(0.5)
     pool.end("gives up")
-    until = time.monotonic() + 20
-    while pool.poll(0.1) or post(pool, "episodes/next", SECRET)[0] != 204:
-        assert time.monotonic() < until
+    assert eventually(lambda: not pool.poll(0.1) and post(pool, "episodes/next", SECRET)[0] == 204, 20)
     pool.close()
     assert f"{pool.url}/episodes/next" in capfd.readouterr().out
 
@@ -257,7 +183,7 @@ def test_the_end_is_said_to_whoever_asks(model, monkeypatch):  # noqa: F811
         status, said = post(pool, path, its, HELLO)
         assert status == 410 and "the run has ended" in said["error"]["message"]
     ends.join(10)
-    with socket.create_server(("127.0.0.1", int(pool.args.environment.serve_policy))):
+    with socket.create_server(("127.0.0.1", int(pool.args.serve_policy))):
         pass
 
 

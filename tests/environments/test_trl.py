@@ -6,11 +6,10 @@ What the model says is given, to both. TRL is not among the requirements of the 
 import json
 import random
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from families import end_tokens, tokenizer_of
-from scripted import ScriptedEngine
+from scripted import ScriptedEngine, ScriptedPool, engine_ranks, scripted_job
 from test_episodes import finish
 from test_pool import environments
 
@@ -95,28 +94,20 @@ def test_trl_s_own_trainer_plays_the_same_episodes(family, tmp_path, monkeypatch
     path = str(tmp_path / "model")
     tokenizer.save_pretrained(path)
     file = Path(__file__).with_name("trl_words.py")
-    pool = environments(path, f"{file}:Words", reward=f"{file}:measured", scores_environments=True)
-    left = {(0, number): list(response) for number, response in enumerate(turns)}
+    pool = environments(path, f"{file}:Words", reward=f"{file}:measured")
+    left = {number: list(response) for number, response in enumerate(turns)}
 
     def script(request):
         before = request.so_far.token_ids if request.so_far else []
-        new = left[request.id].pop(0)
+        new = left[request.id[1]].pop(0)
         return [*before, *new], [0.0] * (len(before) + len(new))
 
     args = parts.make(train_async.Args, rollout_n=len(turns), max_response_length=LENGTH, max_prompt_length=2000, max_turns=20)
-    schemas = pool.ready["tools"]["schemas"]
-    ids = Turns(tokenizer, schemas, {end}).prompt(prompt, [])
+    ids = Turns(tokenizer, pool.tools.schemas, {end}).prompt(prompt, [])
     row = {"prompt": prompt, "words": WORDS}
-    job = SimpleNamespace(
-        order=lambda ticket: (0, 0), prompts=[Prompt(ids, "", "words", "", {}, "", row=row)], tokenizer=tokenizer
-    )
-    job.environments, engine = pool, ScriptedEngine(script, end)
-    scoring = SimpleNamespace(events={}, done=[])
-    scoring.hand_back = lambda key, score: scoring.done.append((key, score))
-    scoring.pending, scoring.wait = [], lambda _: scoring.poll()
-    scoring.poll = lambda: [scoring.done.pop(0) for _ in list(scoring.done)]
-    ranks = SimpleNamespace(is_leader=True, size=1, index=0, engines=1, agree=lambda said: said)
-    generator = Generator(engine, job, scoring, args, ranks, responses=Episodes(job, engine, ranks, args, {end}))
+    job = scripted_job(Prompt(ids, "", "words", "", {}, "", row=row), tokenizer=tokenizer, environments=pool)
+    engine, ranks = ScriptedEngine(script, end), engine_ranks()
+    generator = Generator(engine, job, ScriptedPool(), args, ranks, responses=Episodes(job, engine, ranks, args, {end}))
     generator.start(0)
     group = finish(generator)
     pool.close()

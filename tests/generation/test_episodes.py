@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections import Counter, deque
+from collections import deque
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from scripted import ScriptedEngine
+from scripted import ScriptedEngine, ScriptedPool, engine_ranks, scripted_job
 
 import train_async
 import train_sync
@@ -18,12 +18,11 @@ from rl import parts
 from rl.algorithm import whole_batch
 from rl.data.prompts import Prompt
 from rl.errors import ImageError
-from rl.generation.engine import Output, Request, SamplingParams, request_seed
+from rl.generation.engine import Request
 from rl.generation.episodes import Episodes
 from rl.generation.generator import Generator
 from rl.generation.responses import Key
 from rl.learning.batch import Batch
-from rl.rewards.pool import Score
 from rl.samples.group import Group
 
 END, ANSWER = 1, [90, 91, 92]
@@ -94,26 +93,14 @@ def make(answer, length=30, n=2, row=None, Args=train_async.Args, script=script,
     """A generator over `answer` and an engine, by default a scripted one."""
     played = answer if isinstance(answer, Played) else Played(answer)
     args = parts.make(Args, rollout_n=n, max_response_length=length, env="file.py:Class", **flags)
-    pool = SimpleNamespace(events=Counter(), pending=[], texts={})
-    pool.hand_back = lambda key, score: pool.pending.append((key, score))
-
-    def submit(key, source, text, *_):
-        pool.texts[plain(key)] = text
-        pool.pending.append((key, Score(7.0)))
-
-    pool.submit, pool.poll = submit, lambda: [pool.pending.pop(0) for _ in list(pool.pending)]
-    pool.wait = lambda _: pool.poll()
-    ranks = ranks or SimpleNamespace(is_leader=True, size=1, index=0, engines=1, agree=lambda said: said)
-    prompt = Prompt([2, 3], "", "demo", "1", {}, "", row=row or {})
-    job = SimpleNamespace(order=lambda ticket: (0, 0), prompts=[prompt], val_prompts=[prompt])
-    job.environments = played
-    job.tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
+    ranks = ranks or engine_ranks()
+    job = scripted_job(Prompt([2, 3], "", "demo", "1", {}, "", row=row or {}), environments=played)
     ends = {1, 2, 3, 4, 5, 6} if engine else {END}
     if not engine:
         engine = ScriptedEngine(script, END)
         engine.version = 3
     episodes = Episodes(job, engine, ranks, args, ends)
-    return Generator(engine, job, pool, args, ranks, responses=episodes), played
+    return Generator(engine, job, ScriptedPool(7.0), args, ranks, responses=episodes), played
 
 
 def finish(generator) -> Group:
@@ -463,54 +450,3 @@ def test_images_that_cannot_be_prepared_cost_their_prompt_and_no_response_that_e
     assert [group.ticket for group in done] == [1, 0] and [r.score for r in done[1].responses] == [0.5] * 2
     assert all(r.score is None and "broken" in r.error and not r.extra for r in done[0].responses)
     assert {key[0] for key, _, _ in played.asked} == {0}
-
-
-def test_log_probs_of_an_episode_agree_with_a_forward_pass(models):
-    """Every trained token, over the whole episode, on the embedded engine, with its own sampling."""
-    from transformers import AutoModelForCausalLM
-
-    from rl.generation.embedded.engine import TransformersEngine
-
-    engine = TransformersEngine(models["qwen3"], max_length=64, max_num_seqs=4, end_tokens={1, 2, 3, 4, 5, 6})
-    model = AutoModelForCausalLM.from_pretrained(models["qwen3"])
-    answer = lambda key, turn, ids: {"done": turn == 4, "ids": [20 + turn, 8, 9] if turn < 4 else [], "reward": 1.0}  # noqa: E731
-    generator, _ = make(answer, n=6, length=40, engine=engine)
-    generator.sampling = SamplingParams(max_tokens=40)
-    generator.start(0)
-    responses = finish(generator).responses
-    assert sum(r.extra["turns"] for r in responses) > 8
-    for r in responses:
-        ids = torch.tensor([[2, 3, *r.token_ids.tolist()]])
-        with torch.no_grad():
-            logits = model(ids).logits[0].log_softmax(-1)
-        expected = logits[1:-1].gather(1, torch.tensor(r.token_ids.tolist())[:, None])[:, 0]
-        mask = torch.ones(len(r.token_ids), dtype=torch.bool) if r.mask is None else torch.tensor(r.mask)
-        torch.testing.assert_close(torch.tensor(r.log_probs)[mask], expected[mask], atol=1e-4, rtol=0)
-        assert not torch.tensor(r.log_probs)[~mask].any()
-    assert len({tuple(r.token_ids.tolist()) for r in responses}) > 1 and request_seed(0, 0, 0) != request_seed(0, 0, 1)
-
-
-def test_the_routes_of_added_tokens_are_known(models):
-    """--router-replay R3: every token but the last has its experts, those that one pass over the whole episode chooses."""
-    from rl.generation.embedded.engine import TransformersEngine
-
-    def engine_of():
-        return TransformersEngine(
-            models["moe"], max_length=64, max_num_seqs=4, end_tokens={1, 2, 3, 4, 5, 6}, records_routes=True
-        )
-
-    def answer(key, turn, ids):
-        return {"done": turn == 3, "ids": [20 + turn, 8, 9] if turn < 3 else [], "reward": 1.0}
-
-    generator, _ = make(answer, n=4, length=40, engine=engine_of())
-    generator.sampling = SamplingParams(max_tokens=40)
-    generator.start(0)
-    group = finish(generator)
-    assert max(r.extra["turns"] for r in group.responses) > 1
-    for r in group.responses:
-        n, whole = len(r.token_ids), engine_of()
-        before = Output(0, r.token_ids.tolist(), r.log_probs.tolist(), r.versions.tolist(), "unfinished")
-        whole.add(Request(0, [2, 3], SamplingParams(max_tokens=n + 1), 0, so_far=before))
-        (output,) = whole.step()
-        assert len(r.routes) == n - 1
-        assert np.array_equal(np.concatenate([group.prompt_routes, r.routes]), output.routes[: 2 + n - 1])

@@ -1,18 +1,14 @@
 """A response that holds tokens of others keeps its mask, however often it is stopped and continued."""
 
-from collections import Counter
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
-from scripted import ScriptedEngine
+from scripted import ScriptedEngine, ScriptedPool, engine_ranks, scripted_job
 
 import train_async
 from rl import parts
 from rl.data.prompts import Prompt
 from rl.generation.engine import Output
 from rl.generation.generator import Generator
-from rl.rewards.pool import Score
 from rl.samples.group import UNPENALISED, Group, Response
 
 TOKENS = [5, 6, 7, 8, 9, 1]  # of every response, the last the end token
@@ -20,15 +16,13 @@ TOKENS = [5, 6, 7, 8, 9, 1]  # of every response, the last the end token
 
 def make_generator(leads: bool = True) -> Generator:
     args = parts.make(train_async.Args, rollout_n=3, max_response_length=6, overlong_buffer_len=4)
-    pool = SimpleNamespace(events=Counter(), pending=[])
-    pool.submit = lambda key, *_: pool.pending.append((key, Score(1.0)))
-    pool.poll = lambda: [pool.pending.pop() for _ in list(pool.pending)]
-    pool.wait = lambda _: pool.poll()
-    ranks = SimpleNamespace(is_leader=leads, size=1, index=0, engines=1)
-    job = SimpleNamespace(order=lambda ticket: (0, 0), prompts=[Prompt([2, 3], "", "demo", "1", {}, "")])
-    job.tokenizer = SimpleNamespace(decode=lambda ids, **_: "")
     engine = ScriptedEngine(lambda request: (TOKENS, [-1.0] * len(TOKENS)), eos_token_id=1)
-    return Generator(engine, job, pool, args, ranks)
+    job = scripted_job(Prompt([2, 3], "", "demo", "1", {}, ""))
+    return Generator(engine, job, ScriptedPool(), args, engine_ranks(leads))
+
+
+def group_of(ticket: int, *responses: Response) -> Group:
+    return Group(ticket, np.array([2, 3], np.int32), "demo", [*responses])
 
 
 def begun(mask: list[int] | None, n: int, reason: str) -> Response:
@@ -37,12 +31,15 @@ def begun(mask: list[int] | None, n: int, reason: str) -> Response:
     return Response(np.array(TOKENS[:n], np.int32), log_probs, np.zeros(n, np.int32), reason, mask=sampled)
 
 
+OVER = [begun(None, 6, "stop")] * 3
+
+
 @pytest.mark.parametrize("stops", [0, 1, 3])
 def test_an_unfinished_response_keeps_its_mask(stops):
     """Of a prompt: one that is under way, one that has ended, and a plain one. Between two tokens the generator is stopped, and
     another one resumes."""
-    parts = [begun([0, 1, 0], 3, "unfinished"), begun([0, 1, 0, 0, 0, 1], 6, "stop"), begun(None, 1, "unfinished")]
-    group, generator = Group(4, np.array([2, 3], np.int32), "demo", parts), make_generator()
+    group = group_of(4, begun([0, 1, 0], 3, "unfinished"), begun([0, 1, 0, 0, 0, 1], 6, "stop"), begun(None, 1, "unfinished"))
+    generator = make_generator()
     generator.start(4, group)
     for number in range(stops):
         assert generator.score(generator.decode()) == []  # scores the response that had ended
@@ -68,7 +65,7 @@ def test_an_unfinished_response_keeps_its_mask(stops):
 @pytest.mark.parametrize("leads", [True, False])
 def test_a_resumed_prompt_whose_responses_had_ended_leaves_every_rank_of_an_engine(leads):
     generator = make_generator(leads)
-    generator.start(4, Group(4, np.array([2, 3], np.int32), "demo", [begun(None, 6, "stop")] * 3))
+    generator.start(4, group_of(4, *OVER))
     generator.start(5)
     done = []
     for _ in range(2 + len(TOKENS)):
@@ -80,7 +77,7 @@ def test_a_resumed_prompt_whose_responses_had_ended_leaves_every_rank_of_an_engi
 @pytest.mark.parametrize("leads", [True, False])
 def test_such_a_prompt_is_among_a_step_s_first_on_every_rank_of_an_engine(leads):
     generator = make_generator(leads)
-    generator.start(4, Group(4, np.array([2, 3], np.int32), "demo", [begun(None, 6, "stop")] * 3))
+    generator.start(4, group_of(4, *OVER))
     assert [group.ticket for group in generator.generate([5])] == ([4] if leads else [])
     assert generator.tickets == ([5] if leads else []) and len(generator.working) == 1
 
@@ -88,11 +85,10 @@ def test_such_a_prompt_is_among_a_step_s_first_on_every_rank_of_an_engine(leads)
 def test_a_validation_takes_no_prompt_that_ended_in_a_step():
     """The step had enough prompts before it began; one that ends as it starts is for the next step."""
     generator = make_generator()
-    over = [begun(None, 6, "stop")] * 3
     for ticket in (4, 6):
-        generator.start(ticket, Group(ticket, np.array([2, 3], np.int32), "demo", over))
+        generator.start(ticket, group_of(ticket, *OVER))
     assert [group.ticket for group in generator.generate([7])] == [4]
-    generator.start(8, Group(8, np.array([2, 3], np.int32), "demo", over))
+    generator.start(8, group_of(8, *OVER))
     assert [group.ticket for group in generator.generate([9])] == [6]
     assert generator.score(generator.decode(), wait=0) == [] and 8 in generator.tickets  # as `validate` does
     assert [group.ticket for group in generator.generate([10])] == [8]
@@ -101,9 +97,8 @@ def test_a_validation_takes_no_prompt_that_ended_in_a_step():
 def test_what_is_paused_keeps_its_mask():
     """train_sync.py with --over-sample: a step ends while another prompt is under way, which continues in the next."""
     generator = make_generator()
-    parts = [begun([1, 0], 2, "unfinished")] * 3
-    generator.start(1, Group(1, np.array([2, 3], np.int32), "demo", [begun(None, 5, "unfinished")] * 3))
-    generator.start(2, Group(2, np.array([2, 3], np.int32), "demo", parts))
+    generator.start(1, group_of(1, *[begun(None, 5, "unfinished")] * 3))
+    generator.start(2, group_of(2, *[begun([1, 0], 2, "unfinished")] * 3))
     (first,) = generator.generate([9])
     assert first.ticket == 1 and generator.tickets == [2, 9]
     masks = {group.ticket: [r.mask for r in group.responses] for group in generator.unfinished()}

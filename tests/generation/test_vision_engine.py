@@ -1,13 +1,11 @@
 """The embedded engine with images, compared with transformers, across publishes that change the tower, the text, or both."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
 from test_engine import drain
 from test_vision import KINDS, ROWS, dataset, inputs_of, reference, rows, vlms  # noqa: F401  (fixtures)
-from tiny_vlm import odd_files, prompt_with_images
 from transformers import AutoModelForImageTextToText
 
 from rl.generation.embedded.engine import TransformersEngine
@@ -95,20 +93,3 @@ def test_prompts_of_the_same_ids_with_other_images_are_not_mistaken(vlms, rows):
         alone = drain(TransformersEngine(vlms["qwen3-vl"], max_length=120), [request])[request.id]
         assert alone.token_ids == both[request.id].token_ids
         torch.testing.assert_close(alone.log_probs, both[request.id].log_probs, atol=1e-5, rtol=0)
-
-
-def test_files_of_every_kind_are_seen_as_they_are(vlms):  # noqa: F811
-    """Each file alone and two in one prompt, compared with transformers' forward pass on the decoded images."""
-    odd, path = odd_files(), vlms["qwen3-vl"]
-    given = [[kind] for kind in odd] + [["animated", "turned by EXIF"]]
-    prompts, seen = ([prompt(path, [odd[kind][which] for kind in of]) for of in given] for which in (0, 1))
-    outputs = drain(TransformersEngine(path, max_length=120), requests_of(prompts, 1, max_tokens=6))
-    model = AutoModelForImageTextToText.from_pretrained(path)
-    for (i, _), output in outputs.items():
-        expected = reference(model, seen[i], output.token_ids).detach()
-        torch.testing.assert_close(torch.tensor(output.log_probs), expected, atol=1e-4, rtol=0, msg=str(given[i]))
-
-
-def prompt(path: str, pictures: list) -> SimpleNamespace:
-    ids, images = prompt_with_images(path, "what?", pictures)
-    return SimpleNamespace(ids=ids, images=images)

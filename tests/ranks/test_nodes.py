@@ -1,52 +1,15 @@
-"""Jobs of two nodes, with one torchrun each: both nodes refuse an impossible layout, and each console says what happened."""
+"""Jobs of two nodes, with one torchrun each: both nodes refuse an impossible layout, and each console says what happened. The
+nodes are those of tests/tools/nodes.py."""
 
 import json
 import re
-import socket
 import subprocess
-import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from helpers import ROOT, bits, command, environment, free_port, train
+from helpers import ROOT, command, environment, free_port
 from torch.distributed import HashStore
 
 from rl.ranks import launch
-
-
-def wait_for_server(port: int) -> None:
-    """Return when a server listens there."""
-    for _ in range(600):
-        with socket.socket() as probe:
-            if not probe.connect_ex(("127.0.0.1", port)):
-                return
-        time.sleep(0.1)
-    raise TimeoutError(f"nobody listens at port {port}")
-
-
-def run_nodes(nodes: list[tuple[int, list]], directories: list[Path] | None = None, restarts: int = 0) -> list[tuple[int, str]]:
-    """Runs a job of these nodes, (ranks, script and its flags) each; returns their exit codes and consoles."""
-    port = free_port()
-    meet = ["--nnodes", len(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test"]
-    meet += ["--max-restarts", restarts]
-
-    def run(number: int) -> tuple[int, str]:
-        ranks, (script, *flags) = nodes[number]
-        if number:  # torchrun counts the nodes of a host by their processes' numbers: the first is the one that has begun
-            wait_for_server(port)
-        how = {
-            "cwd": directories[number] if directories else ROOT,
-            "env": environment(PYTHONUNBUFFERED="1", SPARE_RANKS=str(ranks * restarts)),
-            "timeout": 120,
-        }
-        started = command(*meet, ROOT / script, *flags, ranks=ranks)
-        started[2] = str(ROOT / started[2])
-        done = subprocess.run(started, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **how)
-        return done.returncode, done.stdout
-
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(run, range(len(nodes))))
 
 
 def refused(consoles: list[tuple[int, str]], message: str) -> bool:
@@ -55,23 +18,18 @@ def refused(consoles: list[tuple[int, str]], message: str) -> bool:
         assert code == 1 and console.count("error: ") == 1, console
         assert re.search(rf"^error: {message}", console, re.M), console
         assert 'rl/ranks/process.py", line' not in console, console
-        assert re.search(rf"^  traceback : rank \d on {HOST} failed: {message}", console, re.M), "torchrun's summary says so"
+        assert re.search(rf"^  traceback : rank \d on node\d failed: {message}", console, re.M), "torchrun's summary says so"
     return True
-
-
-HOST = re.escape(socket.gethostname())
 
 
 @pytest.mark.runs
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(("generators", "lacking"), [((0, 0), "generator"), ((2, 1), "learner")])
-def test_a_job_without_a_role_is_refused_on_all_nodes(demo_model, tmp_path, generators, lacking):
-    nodes = [
-        (ranks, ["train_async.py", "--output-dir", tmp_path, "--generators", g])
-        for ranks, g in zip((2, 1), generators, strict=True)
-    ]
-    counts = "; ".join(f"{HOST} has {n} ranks, {g} of them generators" for n, g in zip((2, 1), generators, strict=True))
-    assert refused(run_nodes(nodes), f"--generators leaves no {lacking}: {counts}")
+def test_a_job_without_a_role_is_refused_on_all_nodes(demo_model, tmp_path, network, generators, lacking):
+    flags = ["train_async.py", "--output-dir", tmp_path, "--generators"]
+    job = network(2).start([(ranks, [*flags, g]) for ranks, g in zip((2, 1), generators, strict=True)])
+    counts = "; ".join(f"node{n} has {3 - n} ranks, {g} of them generators" for n, g in enumerate(generators, 1))
+    assert refused(job.wait(120), f"--generators leaves no {lacking}: {counts}")
     assert not list(tmp_path.iterdir())
 
 
@@ -88,73 +46,46 @@ def test_a_node_prints_where_the_runs_messages_appear(monkeypatch, capsys, learn
     assert printed.startswith("node 1 of 2, ") and printed.endswith(f"; {where}\n") == elsewhere == ("appear" in printed)
 
 
-LAYOUTS = [  # ranks and generators of each node: roles apart; one node that does both
-    [(1, 0), (2, 2)],
-    pytest.param([(1, 1), (2, 1)], marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.runs
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_async_with_staleness_0_is_sync_bit_for_bit_whatever_the_nodes_do(demo_model, tmp_path, layout):
-    flags = ["--total-training-steps", 6, "--test-freq", 6, "--val-max-samples", 40]
-    _, theirs, _ = train("train_sync.py", *flags, out=tmp_path / "sync", ranks=1)
-    flags += ["--staleness-threshold", 0, "--output-dir", tmp_path / "async"]
-    consoles = run_nodes([(n, ["train_async.py", *flags, "--generators", g]) for n, g in layout])
-    assert [code for code, _ in consoles] == [0, 0], consoles
-    (run,) = (tmp_path / "async").iterdir()
-    assert bits(run) == bits(theirs)
-    placed = [node["ranks"].values() for node in json.loads((run / "config.json").read_text())["hardware"]["layout"]]
-    assert [(len(names), sum(name.startswith("generator") for name in names)) for names in placed] == layout
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("more", [[], ["--lora-rank", 8, "--lr", 1e-3]], ids=["plain", "adapters"])
-def test_one_step_off_over_nodes_that_only_learn_or_generate(demo_model, tmp_path, more):
-    """With adapters both generators of the second node prove that they apply them."""
-    flags = ["train_one_step_off.py", "--total-training-steps", 4, "--output-dir", tmp_path, "--test-freq", 0, *more]
-    generators = 2 if more else 1
-    consoles = run_nodes([(2, [*flags, "--generators", 0]), (generators, [*flags, "--generators", generators])])
-    assert [code for code, _ in consoles] == [0, 0], consoles
+def failing(network, how: str) -> list[tuple[int, str]]:
+    """The exit codes and consoles of two nodes with two ranks each, of which the second fails in this way."""
+    return network(2).start([(2, ["tests/programs/node_failures.py", how])] * 2).wait(120)
 
 
 @pytest.mark.runs
 @pytest.mark.timeout(150)
-def test_every_node_says_which_ranks_run_there_and_why_it_ends():
-    (first_code, first), (second_code, second) = run_nodes([(2, ["tests/programs/node_failures.py", "refused"])] * 2)
-    assert f"node 1 of 2, {socket.gethostname()}: ranks 0 to 1 of 4\n" in first
-    assert f"node 2 of 2, {socket.gethostname()}: ranks 2 to 3 of 4; the run's messages appear on node 1" in second
+def test_every_node_says_which_ranks_run_there_and_why_it_ends(network):
+    (first_code, first), (second_code, second) = failing(network, "refused")
+    assert "node 1 of 2, node1: ranks 0 to 1 of 4\n" in first
+    assert "node 2 of 2, node2: ranks 2 to 3 of 4; the run's messages appear on node 1" in second
     assert first_code == second_code == 1
     assert second.count("error: ") == 1 == second.count("error: nothing is right here.\nNothing at all.\n"), second
-    assert re.search(rf"^rank [01] stops: rank [23] on {HOST} failed: nothing is right here\.$", first, re.M), first
+    assert re.search(r"^rank [01] stops: rank [23] on node2 failed: nothing is right here\.$", first, re.M), first
     assert first.count(" stops: ") == 1 and "error: " not in first
 
 
 @pytest.mark.runs
 @pytest.mark.timeout(150)
-def test_a_failure_prints_a_traceback_on_its_own_node_and_a_line_on_the_other():
-    (_, first), (_, second) = run_nodes([(2, ["tests/programs/node_failures.py", "raised"])] * 2)
+def test_a_failure_prints_a_traceback_on_its_own_node_and_a_line_on_the_other(network):
+    (_, first), (_, second) = failing(network, "raised")
     assert second.count("rank 3 failed:\n") == 1 and "LookupError: the second node has had enough" in second
-    line = rf"^rank [01] stops: rank 3 on {HOST} failed: LookupError: the second node has had enough$"
+    line = r"^rank [01] stops: rank 3 on node2 failed: LookupError: the second node has had enough$"
     assert len(re.findall(line, first, re.M)) == 1 and "failed:\n" not in first, first
 
 
 @pytest.mark.runs
 @pytest.mark.timeout(150)
-def test_a_node_that_is_lost_ends_the_others_within_seconds():
-    (code, first), _ = run_nodes([(2, ["tests/programs/node_failures.py", "killed"])] * 2)
-    lost = r"^rank [01] failed: it lost its connection to another rank, which has left no message here \(.*127.0.0.1"
+def test_a_node_that_is_lost_ends_the_others_within_seconds(network):
+    (code, first), _ = failing(network, "killed")
+    lost = r"^rank [01] failed: it lost its connection to another rank, which has left no message here \(.*10\.77\.0\."
     assert code == 1 and len(re.findall(lost, first, re.M)) == 1 and "failed:\n" not in first, first
 
 
 @pytest.mark.runs
 @pytest.mark.timeout(200)
-def test_all_ranks_meet_again_when_torchrun_restarts_them(tmp_path):
+def test_all_ranks_meet_again_when_torchrun_restarts_them(tmp_path, network):
     """torchrun counts the restart only on the node that failed, and the store still holds the keys of the first start."""
     flags = ["tests/programs/node_failures.py", "restarted", tmp_path]
-    consoles = run_nodes([(2, flags)] * 2, restarts=3)
+    consoles = network(2).start([(2, flags)] * 2, restarts=3).wait(150)
     assert [code for code, _ in consoles] == [0, 0], consoles
     starts = sorted(line for _, console in consoles for line in console.splitlines() if line.startswith("start "))
     assert starts == sorted(f"start {start} of rank {rank}" for start in range(3) for rank in range(4)), consoles
@@ -162,16 +93,13 @@ def test_all_ranks_meet_again_when_torchrun_restarts_them(tmp_path):
 
 @pytest.mark.runs
 @pytest.mark.timeout(150)
-def test_nodes_that_share_no_directory_are_refused(demo_model, tmp_path):
-    """The relative path is a different directory on each node."""
-    places = [tmp_path / "a", tmp_path / "b"]
-    for place in places:
-        place.mkdir()
+def test_nodes_that_share_no_directory_are_refused(demo_model, tmp_path, network):
+    own = tmp_path / "own"  # a different directory on each node
     flags = ["tests/programs/node_failures.py", "impatient", ROOT / "train_sync.py", "--experiment-name", "run"]
-    flags += ["--output-dir", "runs", "--total-training-steps", 1, "--no-val-before-train"]
-    consoles = run_nodes([(1, flags)] * 2, places)
+    flags += ["--output-dir", own, "--total-training-steps", 1, "--no-val-before-train"]
+    consoles = network(2, own=own).start([(1, flags)] * 2).wait(120)
     assert [code for code, _ in consoles] == [1, 1], consoles
-    assert f"error: --output-dir: not all nodes see {places[0]}/runs/run. Give a directory" in consoles[0][1], consoles
+    assert f"error: --output-dir: not all nodes see {own}/run. Give a directory" in consoles[0][1], consoles
     assert not list(tmp_path.rglob(".seen*"))
 
 

@@ -3,23 +3,13 @@
 import json
 import os
 import signal
-import time
 from functools import cache
 from pathlib import Path
 
 import pytest
-from helpers import bits, train
+from helpers import bits, eventually, train
 
 FLAGS = ["--total-training-steps", 3, "--test-freq", 0, "--max-response-length", 24]
-
-
-def clean(network) -> bool:
-    """Return whether nothing is left on any node. The last processes may take a moment to exit."""
-    deadline = time.monotonic() + 60
-    while (left := network.left_over()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not left, left
-    return True
 
 
 def run(network, of_nodes: list[tuple[int, int]], script: str, *flags, out: Path, **how) -> tuple[Path, list[str]]:
@@ -28,7 +18,7 @@ def run(network, of_nodes: list[tuple[int, int]], script: str, *flags, out: Path
     lines = [(ranks, [script, *flags, "--output-dir", out, *role]) for (ranks, _), role in zip(of_nodes, roles, strict=True)]
     consoles = network.start(lines, **how).wait(600)
     assert [code for code, _ in consoles] == [0] * len(of_nodes), "\n----\n".join(text for _, text in consoles)
-    assert clean(network)
+    assert eventually(lambda: not network.left_over()), network.left_over()
     (directory,) = out.iterdir()
     return directory, [text for _, text in consoles]
 
@@ -63,6 +53,7 @@ CASES = [  # script, (ranks, generators) of each node, rendezvous
     ("train_async.py", [(2, 1), (2, 1)], "c10d"),
     ("train_async.py", [(1, 1), (1, 0), (3, 2)], "static"),
     ("train_async.py", [(1, 1), (2, 0)], "c10d"),
+    ("train_async.py", [(1, 0), (2, 2)], "static"),
 ]
 
 
@@ -78,16 +69,18 @@ def test_nodes_train_bit_for_bit_what_one_node_trains(on_one_node, tmp_path, net
     assert bits(directory) == on_one_node(script if one_step_off else "train_sync.py", learners, int(one_step_off))
 
 
-KINDS = [["--model", "demo-moe", "--router-replay", "R3", "--expert-parallel", 2], ["--model", "demo-vl"]]
+KINDS = {
+    "routes": ["--model", "demo-moe", "--router-replay", "R3", "--expert-parallel", 2],
+    "images": ["--model", "demo-vl"],
+    "adapters": ["--lora-rank", 8, "--lr", 1e-3],
+}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("flags", KINDS)
-def test_routes_and_images_on_two_nodes_that_learn_and_one_that_generates(
-    demo_moe_model, demo_vl_model, tmp_path, network, flags
-):
-    flags = [*flags, "--total-training-steps", 2, "--test-freq", 0, "--staleness-threshold", 0]
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_kinds_on_two_nodes_that_learn_and_one_that_generates(kind, tmp_path, network):
+    flags = [*KINDS[kind], "--total-training-steps", 2, "--test-freq", 0, "--staleness-threshold", 0]
     directory, _ = run(network(3), [(1, 0), (1, 0), (1, 1)], "train_async.py", *flags, out=tmp_path / "nodes")
     _, on_one, _ = train("train_async.py", *flags, "--generators", 1, out=tmp_path / "one", ranks=3)
     assert bits(directory) == bits(on_one)
@@ -102,12 +95,11 @@ def test_ranks_that_are_killed_on_any_node_start_again_with_all_others(on_one_no
     flags = [*FLAGS, "--total-training-steps", 9, "--output-dir", tmp_path, "--experiment-name", "run", "--save-freq", 1]
     flags += ["--staleness-threshold", 0, "--max-ckpt-to-keep", 1]
     job = machines.start([(n, ["train_async.py", *flags, "--generators", g]) for n, g in of_nodes], restarts=2)
-    while not any((tmp_path / "run").glob("step_*[0-9]")):
-        assert job.processes[0].poll() is None, job.wait(10)
-        time.sleep(0.01)
+    saved = lambda: [*(tmp_path / "run").glob("step_*[0-9]")] or job.processes[0].poll() is not None  # noqa: E731
+    assert eventually(saved, 300), job.wait(10)
     os.kill(machines.nodes[1 if victim == "learner" else 2].ranks()[0], signal.SIGKILL)
     consoles = job.wait(600)
     assert [code for code, _ in consoles] == [0, 0, 0], consoles
-    assert clean(machines)
+    assert eventually(lambda: not machines.left_over()), machines.left_over()
     assert sum("resumes after step" in console for _, console in consoles) == 1, consoles
     assert bits(tmp_path / "run") == on_one_node("train_sync.py", 2, steps=9)

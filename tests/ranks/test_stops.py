@@ -5,13 +5,12 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoints import damage
-from helpers import left_over, marked, run_script, start
+from checkpoints import bits_of, damage
+from helpers import eventually, left_over, marked, run_script, start
 
 pytestmark = pytest.mark.runs
 FLAGS = ["--total-training-steps", 20, "--test-freq", 0, "--experiment-name", "run"]
@@ -31,17 +30,12 @@ def strike(number: signal.Signals, rank: int | None, words: list, when: Callable
     lines = []
     reader = threading.Thread(target=lambda: [lines.append(line) for line in process.stdout], daemon=True)
     reader.start()
-    deadline = time.monotonic() + 200
-    while not when("".join(lines)):
-        assert process.poll() is None and time.monotonic() < deadline, lines
-        time.sleep(0.02)
+    assert eventually(lambda: process.poll() is not None or when("".join(lines)), 200) and process.poll() is None, lines
     for pid in [pid for pid, name, *_ in marked(mark) if rank is None or name == f"{mark}-{rank}"]:
         os.kill(pid, number)
     process.wait(timeout=150)
     reader.join(timeout=60)
-    while left := left_over(mark):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    assert eventually(lambda: not left_over(mark), 100), left_over(mark)
     return process.returncode, "".join(lines)
 
 
@@ -69,9 +63,8 @@ def test_sigterm_to_one_rank_stops_the_job_and_it_resumes(script, rank, name, de
     if script == "train_async.py":  # which samples a step gets depends on the clock
         return
     run_script(script, *FLAGS, "--output-dir", tmp_path / "whole", ranks=2)
-    ours, theirs = (out / "run" / "step_000020" / "training" for out in (tmp_path, tmp_path / "whole"))
-    assert [*ours.glob("shard-*")]
-    assert all(file.read_bytes() == (theirs / file.name).read_bytes() for file in ours.glob("shard-*"))
+    ours, theirs = (bits_of(out / "run" / "step_000020" / "training") for out in (tmp_path, tmp_path / "whole"))
+    assert ours == theirs != {}
 
 
 @pytest.mark.timeout(300)
@@ -99,8 +92,7 @@ def test_a_learner_that_leaves_first_does_not_end_the_other(generators, tmp_path
     """After SIGTERM a rank that exited has failed, unless it had come to its end. Generators exit meanwhile."""
     ready = tmp_path / "ready"
     process, mark = start("tests/programs/leaves.py", ready, generators, ranks=2 + generators)
-    while not ready.exists() and process.poll() is None:
-        time.sleep(0.05)
+    assert eventually(lambda: ready.exists() or process.poll() is not None, 200)
     process.send_signal(signal.SIGTERM)
     console = process.communicate(timeout=120)[0]
     assert "all is done\n" in console and "error: " not in console
@@ -128,18 +120,14 @@ def test_a_node_of_generators_alone_that_is_to_leave_stops_all_nodes(to, demo_mo
     machines = network(2)
     flags = [*FLAGS, "--total-training-steps", 1000, "--output-dir", tmp_path]
     job = machines.start([(1, ["train_async.py", *flags, "--generators", g]) for g in (0, 1)])
-    deadline = time.monotonic() + 200
-    while len(steps(tmp_path)) < 2:
-        assert job.processes[0].poll() is None and time.monotonic() < deadline, job.wait(10)
-        time.sleep(0.02)
+    assert eventually(lambda: len(steps(tmp_path)) >= 2 or job.processes[0].poll() is not None, 200), job.wait(10)
     if to == "rank":
         os.kill(machines.nodes[1].ranks()[0], signal.SIGTERM)
         assert [code for code, _ in job.wait(200)] == [0, 0]
     else:  # node 1's torchrun waits five minutes for node 2's, which has left with a traceback
         job.processes[1].send_signal(signal.SIGTERM)
-        while machines.nodes[0].ranks() or job.processes[1].poll() is None:
-            assert time.monotonic() < deadline, [job.console(number) for number in (0, 1)]
-            time.sleep(0.05)
+        ended = lambda: not machines.nodes[0].ranks() and job.processes[1].poll() is not None  # noqa: E731
+        assert eventually(ended, 200), [job.console(number) for number in (0, 1)]
     first, second = (job.console(number) for number in (0, 1))
     last = steps(tmp_path)[-1]
     saved = tmp_path / "run" / f"step_{last:06d}"

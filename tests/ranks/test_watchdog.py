@@ -5,11 +5,10 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
-from helpers import ROOT, left_over, start
+from helpers import ROOT, eventually, left_over, start
 
 from rl import split
 from rl.ranks import dist, process, stops
@@ -22,10 +21,7 @@ def end(process: subprocess.Popen, mark: str) -> tuple[int, str]:
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while (left := left_over(mark)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not left
+    assert eventually(lambda: not left_over(mark), 20)
     return process.returncode, text
 
 

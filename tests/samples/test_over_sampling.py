@@ -82,18 +82,6 @@ def test_a_resumed_run_starts_a_larger_surplus(whole, unsure, tmp_path, ranks):
     assert last["ticket"] == 24 + 6 and {*last["under_way"], *tickets} == {*range(30)}
 
 
-@pytest.mark.slow
-def test_a_resumed_run_that_had_no_surplus_starts_one(unsure, tmp_path):
-    name = ["--experiment-name", "x", "--output-dir", tmp_path]
-    run_script("train_sync.py", *unsure, *name, "--over-sample", "0", "--total-training-steps", "2")
-    run_script("train_sync.py", *unsure, *name, "--over-sample", "1", "--resume-mode", tmp_path / "x" / "step_000002")
-    rows = [json.loads(line) for line in (tmp_path / "x" / "metrics.jsonl").read_text().splitlines()]
-    age = {row["step"]: row["staleness/max"] for row in rows if "staleness/max" in row}
-    assert set(age) == {3, 4, 5, 6} and age[3] == 0 < max(age.values())
-    tickets = [ticket for step in trained(tmp_path / "x") for ticket in step]
-    assert len({*tickets}) == len(tickets) == 24 and {*tickets} <= {*range(24 + 4)}
-
-
 def test_a_resumed_run_cannot_have_a_smaller_surplus_than_it_has_under_way(whole, unsure, tmp_path):
     _, done = resumed(whole, unsure, tmp_path, "--over-sample", "0.25", check=False)
     assert done.returncode == 1 and "--over-sample 0.25: the resumed run has 3 prompts under way" in done.stderr

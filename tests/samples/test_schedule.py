@@ -87,7 +87,7 @@ def test_no_generator_takes_what_is_the_others_share():
     assert len(a.take(99, 2, 1, State(version=1, dropped=0))) == 2, "two were sent, and the next version lets eight more start"
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     engines=st.integers(1, 5),
     prompts=st.integers(1, 7),
@@ -178,7 +178,7 @@ def test_settings_that_cannot_work(flag, value):
         check(parts.make(AsyncSchedule, **{flag: value}))
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**32 - 1),
     required=st.integers(1, 4),

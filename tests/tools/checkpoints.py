@@ -1,8 +1,9 @@
-"""Whether a checkpoint is whole, by reading all of it with the libraries that others use."""
+"""What is in a checkpoint, read with the libraries that others use."""
 
 import json
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
@@ -22,3 +23,12 @@ def damage(path: Path) -> str | None:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def bits_of(directory: Path) -> dict[str, bytes]:
+    """Return the tensors of the directory's safetensors by file and name. Equal tensors may have headers in another order."""
+    found = {}
+    for file in directory.glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            found[f"{file.name}/{name}"] = tensor.flatten().view(torch.uint8).numpy().tobytes()
+    return found

@@ -12,8 +12,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -229,6 +230,14 @@ def marked(mark: str) -> Iterator[tuple[int, str, str, str]]:
 def left_over(mark: str) -> list[str]:
     """Return the command lines of living processes with the mark."""
     return [line for _, _, line, _ in marked(mark)]
+
+
+def eventually(condition: Callable, seconds: float = 60) -> bool:
+    """Return whether the condition comes true within this time."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(found)
 
 
 def train(script: str, *flags, out: Path, **how) -> tuple[dict[int, dict], Path, subprocess.CompletedProcess]:

@@ -6,7 +6,7 @@
 # It exits with 77 where pip cannot install.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-tests=(delta_net forward_check grouped_experts lean_layers router sharded_weights)
+tests=(delta_net forward_check grouped_experts router sharded_weights)
 tests+=(vision vision_engine vision_experts vision_sequence images engine experts demo_vl)
 if [[ ${1:-} == --this-torch ]]; then
   shift

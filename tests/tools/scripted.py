@@ -1,6 +1,10 @@
-"""An engine without a model, for tests and benchmarks of what stands around an engine."""
+"""An engine without a model, and what is around one without processes, for tests and benchmarks of generators."""
+
+from collections import Counter
+from types import SimpleNamespace
 
 from rl.generation.engine import Output, Request
+from rl.rewards.pool import Score
 
 
 class ScriptedEngine:
@@ -39,3 +43,39 @@ class ScriptedEngine:
     @property
     def num_unfinished(self) -> int:
         return len(self._running)
+
+
+class ScriptedPool:
+    """In place of rl/rewards/pool.py: a response that comes without a score is worth `worth`. texts: by ticket and number."""
+
+    def __init__(self, worth: float = 1.0):
+        self.worth, self.pending, self.texts, self.events = worth, [], {}, Counter()
+
+    def submit(self, key, source, text, *_) -> None:
+        self.texts[key[0].number, key[1]] = text
+        self.hand_back(key, Score(self.worth))
+
+    def hand_back(self, key, score: Score) -> None:
+        self.pending.append((key, score))
+
+    def poll(self) -> list:
+        done, self.pending = self.pending, []
+        return done
+
+    def wait(self, _) -> list:
+        return self.poll()
+
+    def close(self) -> None:
+        pass
+
+
+def scripted_job(prompt, **more) -> SimpleNamespace:
+    """A job whose every ticket is this prompt. Text is the token ids."""
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
+    job = {"order": lambda ticket: (0, 0), "prompts": [prompt], "val_prompts": [prompt], "tokenizer": tokenizer}
+    return SimpleNamespace(**job | more)
+
+
+def engine_ranks(is_leader: bool = True, **more) -> SimpleNamespace:
+    """The ranks of the job's only engine, by default one."""
+    return SimpleNamespace(**{"is_leader": is_leader, "size": 1, "index": 0, "engines": 1, "agree": lambda said: said} | more)

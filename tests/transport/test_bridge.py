@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import ROOT
-from torch.distributed import HashStore, Store, TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from rl.errors import RankLost
 from rl.ranks.launch import Node
@@ -150,42 +150,6 @@ def test_each_generator_has_one_sender_on_its_own_node_if_learners_are_there(of_
         assert of_sender == 0 and (sender == number or not nodes[number].learners)
         served[sender] += local == nodes[number].learners and not nodes[number].learners
     assert max(served.values()) - min(served.values()) <= 1
-
-
-class Counting(Store):
-    """One rank's connection to a store; counts the calls, gloo's own too."""
-
-    def __init__(self, store: Store, calls: Counter):
-        super().__init__()
-        self.store, self.calls = store, calls
-
-    def _call(self, name: str, *arguments):
-        self.calls[name] += 1
-        return getattr(self.store, name)(*arguments)
-
-    def has_extended_api(self) -> bool:  # as TCPStore
-        return True
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.store.set_timeout(timeout)
-
-
-for name in ("set", "get", "add", "check", "wait", "multi_get", "multi_set", "append", "compare_set"):
-    setattr(Counting, name, lambda self, *arguments, _name=name: self._call(_name, *arguments))
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("of_each_node", [1, 4])
-@pytest.mark.parametrize("size", [4, 16])
-def test_each_member_calls_the_store_a_fixed_number_of_times(size, of_each_node):
-    store, calls, bridges = HashStore(), Counter(), []
-    node_of = [rank // of_each_node for rank in range(size)]
-
-    def join(rank: int) -> None:
-        bridges.append(Bridge.join(Counting(store, calls), rank, node_of, CPU, timedelta(seconds=300)))
-
-    together([partial(join, rank) for rank in range(size)])
-    assert calls.total() <= 6 * size, calls
 
 
 def bytes_a_publish(network, model: str, of_nodes: list[tuple[int, int]]) -> list[float]:

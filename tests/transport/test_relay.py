@@ -163,12 +163,7 @@ def pour(stranger: socket.socket, head: bytes, again: bytes = bytes(1 << 20), mo
 
 SPOKEN = {
     "zeros": (b"", bytes(1 << 20)),
-    "a greeting of ZeroMQ": (
-        b"\xff" + bytes(8) + b"\x7f" + bytes([3, 0]) + b"NULL".ljust(20, b"\0") + bytes(32),
-        bytes(1 << 20),
-    ),
     "HTTP": (b"POST / HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n", b"X-Header: 1\r\n" * 9999),
-    "TLS": (bytes([22, 3, 1, 255, 255]), bytes(1 << 20)),
     "a wrong secret and a huge record": (b"0" * relay.SECRET + relay.HEAD.pack(1 << 40, 0), bytes(1 << 20)),
     "one byte": (b"x", struct.pack("<Q", 1 << 40)),
 }
