@@ -3,7 +3,8 @@
 
     python .ci/prose.py          # exit code 1 and a line for each fault; words in comments are only mentioned
 
-It needs no package. Left out: links, tables and diffs of pages, which tests/project checks.
+It needs no package. What pages name, link to and quote is in pages.py. Left out: tables and diffs of pages, which tests/project
+checks.
 """
 
 import ast
@@ -13,6 +14,8 @@ import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+
+import pages
 
 ROOT = Path(__file__).resolve().parents[1]
 DIALECT = (  # words that a native speaker would not write here, each with the plain word for it
@@ -29,6 +32,7 @@ DIALECT = (  # words that a native speaker would not write here, each with the p
 )
 WORDS = re.compile(rf"\b(?:{'|'.join(DIALECT)})\b", re.I)
 CODE = ("*.py", "rl/**/*.py", "tools/**/*.py", "tests/**/*.py", "benchmarks/**/*.py", "docs/*.py")
+CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time"}
 MOST_WORDS = 20_000  # of README.md and docs/*.md without the pages below, which have a limit each
 MOST_WORDS_OF = {
     "agents.md": 1_500,
@@ -136,10 +140,25 @@ def packed_statements() -> Iterator[str]:
             yield f"{file.relative_to(ROOT)}:{node.lineno}: a line for each: {ast.unparse(node)}"
 
 
+def timed_tests() -> Iterator[str]:
+    """Yield a line for each assertion about how long something took. A busy machine has other times: benchmarks/ measures them.
+    To wait until a deadline, and to fail because an event did not happen by then, is another matter."""
+    for file in ROOT.glob("tests/**/*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Assert):
+                differences = [
+                    part for part in ast.walk(node.test) if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Sub)
+                ]
+                calls = [call.func for part in differences for call in ast.walk(part) if isinstance(call, ast.Call)]
+                if any(ast.unparse(call) in {f"time.{clock}" for clock in CLOCKS} for call in calls):
+                    yield f"{file.relative_to(ROOT)}:{node.lineno}: a test is about how long something takes"
+
+
 def main() -> int:
     for line in words_of_code():
         print(f"note: {line}")
-    faults = [*words_of_pages(), *lengths_of_pages(), *far_answers(), *packed_statements()]
+    checks = (words_of_pages, lengths_of_pages, far_answers, packed_statements, timed_tests, pages.faults)
+    faults = [fault for check in checks for fault in check()]
     print(*faults, sep="\n", end="\n" if faults else "")
     return 1 if faults else 0
 

@@ -17,7 +17,6 @@ from rl.learning.batch import Batch
 from rl.learning.learner import Learner
 from rl.learning.micro_batches import micro_batches
 from rl.learning.optimizer import OptimizerArgs, lr_factor
-from rl.ranges import flag
 
 STEPS, WARM_UP, LR = 8, 2, 1e-3
 FLAGS = ["--total-training-steps", STEPS, "--lr-warmup-steps", WARM_UP, "--lr", LR, "--test-freq", 0, "--save-freq", 1]
@@ -109,7 +108,7 @@ def test_another_part_of_a_model_that_trains_is_named_by_its_flag(tmp_path, was)
     where, flags = tmp_path / "step_000001", json.dumps({"freeze_vision_tower": not was})
     done = run_script(*program, flags, where, tmp_path, check=False, timeout=120)
     (message,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert f"{where} does not fit: model.model.visual." in message and "--freeze-vision-tower" in message
+    assert f"{where} does not fit: " in message and "model.visual." in message and "--freeze-vision-tower" in message
 
 
 # ------------------------------------------------------------------------------------------------- of the learner by itself
@@ -168,20 +167,18 @@ def test_the_optimizer_follows_the_flags(models, ranks, name, offload):
     learner.optimizer.step = with_gradients
     learner.begin_step(RESTORED_AFTER + 1)
     found = update(learner, 100)
-    warm_up = args.learner.lr_warmup_steps
+    warm_up = args.lr_warmup_steps
     done = (RESTORED_AFTER - warm_up) / (12 - warm_up)
-    cosine = args.learner.min_lr_ratio + (1 - args.learner.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done))
-    lr = args.learner.lr * ((RESTORED_AFTER + 1) / warm_up if warm_up > RESTORED_AFTER else cosine)
+    cosine = args.min_lr_ratio + (1 - args.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done))
+    lr = args.lr * ((RESTORED_AFTER + 1) / warm_up if warm_up > RESTORED_AFTER else cosine)
     assert found["actor/lr"] == pytest.approx(lr, rel=1e-6)
-    assert math.sqrt(sum(float(g.square().sum()) for g in gradients.values())) == pytest.approx(
-        args.learner.grad_clip, rel=1e-3
-    )
-    first, second, count = args.learner.adam_beta1, args.learner.adam_beta2, RESTORED_AFTER + 1
+    assert math.sqrt(sum(float(g.square().sum()) for g in gradients.values())) == pytest.approx(args.grad_clip, rel=1e-3)
+    first, second, count = args.adam_beta1, args.adam_beta2, RESTORED_AFTER + 1
     for key, gradient in gradients.items():
         m = first * old[f"exp_avg.{key}"] + (1 - first) * gradient
         v = second * old[f"exp_avg_sq.{key}"] + (1 - second) * gradient.square()
         move = m / (1 - first**count) / ((v / (1 - second**count)).sqrt() + 1e-8)
-        expected = old[f"model.{key}"] * (1 - lr * args.learner.weight_decay) - lr * move
+        expected = old[f"model.{key}"] * (1 - lr * args.weight_decay) - lr * move
         torch.testing.assert_close(learner.parameters[key].double(), expected, rtol=1e-5, atol=1e-7)
 
 
@@ -203,10 +200,3 @@ def test_the_warm_up_is_one_step_ahead_of_verls(warm_up, total, least, schedule)
         later = step + 1 if step < warm_up else step
         assert lr_factor(step, total, args) == pytest.approx(of_verl(later), abs=1e-6)
     assert not warm_up or (of_verl(0) == 0 and lr_factor(0, total, args) == 1 / warm_up)
-
-
-@pytest.mark.runs
-def test_the_help_says_where_the_warm_up_begins():
-    done = run_script("train_sync.py", "--help-all")
-    words = " ".join(done.stdout.replace("│", " ").split())
-    assert flag("lr_warmup_steps") in words and "of W steps the first trains with --lr / W" in words

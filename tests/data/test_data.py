@@ -31,11 +31,6 @@ def write(path, *rows):
     return path
 
 
-def table(path, rows):
-    Dataset.from_dict({"prompt": rows, "ground_truth": rows, "data_source": rows}).to_parquet(path)
-    return path
-
-
 def parquet(path, *given, rows=None):
     pq.write_table(pa.Table.from_pylist(given).slice(0, rows), path)
     return path
@@ -177,6 +172,7 @@ def test_many_rows_are_the_rows_one_by_one(tmp_path, capsys):
     assert rows[1300].ids == TOKENIZER.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
 
 
+@pytest.mark.slow
 def test_real_gsm8k(gsm8k):
     text = byte_tokenizer()
     rows = dataset(gsm8k / "train.parquet", tokenizer=text, truncation="left")
@@ -225,102 +221,68 @@ def test_rows_made_on_the_spot_are_what_datasets_makes_of_them():
     assert made.select(some).data.column("prompt").equals(expected.select(some).data.column("prompt"))
 
 
-def test_demo_splits_share_no_problem():
-    texts = {split: {p["prompt"][0]["content"] for p in problems(split)} for split in ("train", "val")}
-    assert len(texts["train"]) == 2000 and len(texts["val"]) == 500 and not texts["train"] & texts["val"]
-    assert problems("val") == problems("val")
-
-
-BAD = {
-    "missing column": (
-        lambda p: write(p / "x.jsonl", {"text": "1", "data_source": "d"}),
-        "x.jsonl.*'prompt'.*data_source, text",
-    ),
-    "no truth": (lambda p: write(p / "x.jsonl", {"prompt": "1", "data_source": "d"}), "x.jsonl: no ground truth"),
-    "null truth": (lambda p: write(p / "x.jsonl", verl_row("1"), verl_row("1", None)), "x.jsonl row 1: no ground truth"),
-    "no source": (lambda p: write(p / "x.jsonl", {"prompt": "1", "ground_truth": "1"}), "x.jsonl.*'data_source'.*--reward"),
-    "blank truth": (lambda p: write(p / "x.jsonl", verl_row("1"), verl_row("1", " ")), "x.jsonl row 1: no ground truth"),
-    "nothing behind the mark": (
-        lambda p: write(p / "x.jsonl", {"question": "1", "answer": "#### 1"}, {"question": "1", "answer": "so #### "}),
-        "x.jsonl row 1: no ground truth",
-    ),
-    "null reward_model": (
-        lambda p: write(p / "x.jsonl", verl_row("1"), {"data_source": "d", "prompt": "1", "reward_model": None}),
-        "x.jsonl row 1: no ground truth",
-    ),
+DATA_SOURCE = {"data_source": "d"}
+GOOD = verl_row("1")
+QUESTION = {"question": "1", "answer": "#### 1"}
+BAD_ROWS = {  # rows of x.jsonl -> what is said
+    "missing column": ([{"text": "1"} | DATA_SOURCE], "x.jsonl.*'prompt'.*data_source, text"),
+    "no truth": ([{"prompt": "1"} | DATA_SOURCE], "x.jsonl: no ground truth"),
+    "null truth": ([GOOD, verl_row("1", None)], "x.jsonl row 1: no ground truth"),
+    "no source": ([{"prompt": "1", "ground_truth": "1"}], "x.jsonl.*'data_source'.*--reward"),
+    "blank truth": ([GOOD, verl_row("1", " ")], "x.jsonl row 1: no ground truth"),
+    "nothing behind the mark": ([QUESTION, QUESTION | {"answer": "so #### "}], "x.jsonl row 1: no ground truth"),
+    "null reward_model": ([GOOD, {"prompt": "1", "reward_model": None} | DATA_SOURCE], "x.jsonl row 1: no ground truth"),
     "truth in another column": (
-        lambda p: (
-            write(p / "x.jsonl", verl_row("1", None) | {"ground_truth": "1"}, verl_row("1") | {"ground_truth": None})
-            and write(p / "y.jsonl", verl_row("1", None) | {"ground_truth": "1"}, verl_row("1", None) | {"ground_truth": None})
-        ),
-        "y.jsonl row 1: no ground truth",
+        [verl_row("1", None) | {"ground_truth": "1"}, verl_row("1", None) | {"ground_truth": None}],
+        "x.jsonl row 1: no ground truth",
     ),
+    "an empty list": ([verl_row("1", ["1"]), verl_row("1", [])], "x.jsonl row 1: no ground truth"),
+    "a reward_model of text": (
+        [GOOD | {"reward_model": '{"ground_truth": "1"}'}],
+        "x.jsonl row 0: no ground truth: reward_model is .*of a reward_model, only its ground_truth is read",
+    ),
+    "an answer that is no number": ([QUESTION | {"answer": math.nan, "data_source": "demo"}], "x.jsonl row 0: no ground truth"),
+    "rows that are no objects": ([GOOD, 7], "x.jsonl row 1: 7 is not an object"),
+    "empty": ([], "x.jsonl: the file has no rows.*--train-files"),
+    "not a chat": ([verl_row([{"text": "1"}])], "x.jsonl row 0.*neither a string nor a list"),
+    "no chat template accepts it": (
+        [verl_row(CHAT), verl_row([{"role": "nobody", "content": "1"}])],
+        "x.jsonl row 1: the model's chat template refuses the messages .TemplateError: no such role",
+    ),
+    "content not text": ([verl_row([{"role": "user", "content": None}])], "row 0.*--prompt-key"),
+    "messages not dicts": ([verl_row([1, 2])], "x.jsonl row 0.*--prompt-key"),
+    "prompt a number": ([verl_row(1)], "x.jsonl row 0.*neither a string nor a list"),
+    "null prompt": ([GOOD, verl_row(None)], "x.jsonl row 1.*neither a string nor a list"),
+    "blank chat": ([verl_row(CHAT), verl_row([{"role": "user", "content": " "}])], "x.jsonl row 1: the prompt.*is empty"),
+    "blank question": ([QUESTION, QUESTION | {"question": ""}], "x.jsonl row 1: the prompt .column 'question'.*is empty"),
+    "no token": ([GOOD, verl_row("\u2603")], "x.jsonl row 1: the prompt makes no token"),
+    "empty prompt": ([GOOD, verl_row("")], "x.jsonl row 1: the prompt.*is empty"),
+    "not gsm8k": ([QUESTION, QUESTION | {"answer": "1"}], "x.jsonl row 1: the answer has no '####'.*'data_source'.*--reward"),
+}
+BAD = {
     "no number": (
         lambda p: parquet(p / "x.parquet", verl_row("1", 1.5), verl_row("1", math.nan)),
         "x.parquet row 1: no ground truth",
     ),
-    "an empty list": (
-        lambda p: write(p / "x.jsonl", verl_row("1", ["1"]), verl_row("1", [])),
-        "x.jsonl row 1: no ground truth",
-    ),
-    "a reward_model of text": (
-        lambda p: write(p / "x.jsonl", verl_row("1") | {"reward_model": '{"ground_truth": "1"}'}),
-        "x.jsonl row 0: no ground truth: reward_model is .*of a reward_model, only its ground_truth is read",
-    ),
-    "an answer that is no number": (
-        lambda p: write(p / "x.jsonl", {"question": "1", "answer": math.nan, "data_source": "demo"}),
-        "x.jsonl row 0: no ground truth",
-    ),
-    "rows that are no objects": (lambda p: write(p / "x.jsonl", verl_row("1"), 7), "x.jsonl row 1: 7 is not an object"),
-    "a parquet file of columns alone": (
-        lambda p: parquet(p / "x.parquet", verl_row("1"), rows=0),
-        "x.parquet: the file has no rows.*--train-files",
-    ),
-    "empty": (lambda p: write(p / "x.jsonl"), "x.jsonl: the file has no rows.*--train-files"),
+    "columns alone": (lambda p: parquet(p / "x.parquet", GOOD, rows=0), "x.parquet: the file has no rows.*--train-files"),
     "absent": (lambda p: p / "x.parquet", "x.parquet: no such file"),
     "damaged parquet": (lambda p: (p / "x.parquet").write_bytes(b"PAR1 no") and p / "x.parquet", "x.parquet: cannot be read"),
     "damaged json": (lambda p: (p / "x.jsonl").write_text('{"prompt": ') and p / "x.jsonl", "x.jsonl: cannot be read .*JSON"),
-    "not a chat": (lambda p: write(p / "x.jsonl", verl_row([{"text": "1"}])), "x.jsonl row 0.*neither a string nor a list"),
-    "empty parquet": (lambda p: table(p / "x.parquet", []), "x.parquet: the file has no rows.*--train-files"),
-    "no chat template accepts it": (
-        lambda p: write(p / "x.jsonl", verl_row(CHAT), verl_row([{"role": "nobody", "content": "1"}])),
-        "x.jsonl row 1: the model's chat template refuses the messages .TemplateError: no such role",
-    ),
-    "content not text": (lambda p: write(p / "x.jsonl", verl_row([{"role": "user", "content": None}])), "row 0.*--prompt-key"),
-    "messages not dicts": (lambda p: write(p / "x.jsonl", verl_row([1, 2])), "x.jsonl row 0.*--prompt-key"),
-    "prompt a number": (lambda p: write(p / "x.jsonl", verl_row(1)), "x.jsonl row 0.*neither a string nor a list"),
-    "null prompt": (
-        lambda p: write(p / "x.jsonl", verl_row("1"), verl_row(None)),
-        "x.jsonl row 1.*neither a string nor a list",
-    ),
-    "blank chat": (
-        lambda p: write(p / "x.jsonl", verl_row(CHAT), verl_row([{"role": "user", "content": " "}])),
-        "x.jsonl row 1: the prompt.*is empty",
-    ),
-    "blank question": (
-        lambda p: write(p / "x.jsonl", {"question": "1", "answer": "#### 1"}, {"question": "", "answer": "#### 1"}),
-        "x.jsonl row 1: the prompt .column 'question'.*is empty",
-    ),
-    "no token": (lambda p: write(p / "x.jsonl", verl_row("1"), verl_row("\u2603")), "x.jsonl row 1: the prompt makes no token"),
-    "empty prompt": (lambda p: write(p / "x.jsonl", verl_row("1"), verl_row("")), "x.jsonl row 1: the prompt.*is empty"),
-    "not gsm8k": (
-        lambda p: write(p / "x.jsonl", {"question": "1", "answer": "#### 1"}, {"question": "1", "answer": "1"}),
-        "x.jsonl row 1: the answer has no '####'.*'data_source'.*--reward",
-    ),
     "hub": (lambda p: "nobody/nothing-here", "--train-files nobody/nothing-here: neither"),
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("case", [*BAD_ROWS, *BAD])
 def test_bad_input_is_named(case, tmp_path, monkeypatch):
     # the environment variable was read when these were imported
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     tokenizer = build_tokenizer()
     tokenizer.chat_template = "{% if messages[0].role == 'nobody' %}{{ raise_exception('no such role') }}{% endif %}1"
-    make, message = BAD[case]
+    of, message = (BAD_ROWS | BAD)[case]
+    file = of(tmp_path) if callable(of) else write(tmp_path / "x.jsonl", *of)
     with pytest.raises(UserError, match=message) as raised:
-        dataset(make(tmp_path), tokenizer=tokenizer, truncation="left")
+        dataset(file, tokenizer=tokenizer, truncation="left")
     assert "\n" not in str(raised.value)
 
 

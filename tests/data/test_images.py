@@ -286,19 +286,6 @@ def test_pixels_are_prepared_once_by_whoever_comes_first(vlms, tmp_path, monkeyp
     assert sum(of.result().nbytes for of in prompts.prep._kept.values()) <= 3 * first[0].nbytes
 
 
-def test_an_image_is_held_once_for_all_responses_that_see_it(vlms, tmp_path):  # noqa: F811
-    """8 responses to each of two prompts with the same picture: one image's pixels for the tower, its tokens in both."""
-    from test_vision import make_batch
-
-    table = [row(f"<image>{question}", [picture(90, 60)]) for question in ("How many?", "Which?")]
-    Dataset.from_list(table).to_parquet(file := tmp_path / "a.parquet")
-    prompts = dataset(vlms["qwen3-vl"], str(file))
-    batch = make_batch(prompts, [9, 9], n=8)
-    held = MicroBatch.of(batch, list(range(16)), torch.device("cpu")).inputs["images"]
-    assert len(held.pixels()) == int(prompts[0].images.grid.prod()) and len(held.grid) == 1
-    assert len(held.places) == 2 * len(prompts[0].images.places)
-
-
 def test_a_row_that_has_changed_is_not_trained(vlms, tmp_path):  # noqa: F811
     """The learner reads the rows again. Another image of the same size has the same ids."""
     from test_vision import make_batch

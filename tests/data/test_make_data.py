@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import ROOT, run_script, train
+from helpers import ROOT, train
 
+from examples import make_data
 from examples.demo.sums import build_tokenizer
 from rl.data.args import DataArgs
 from rl.data.prompts import PromptDataset
@@ -28,18 +29,24 @@ GSM8K = [
 ASKS = 'Let\'s think step by step and output the final answer after "####".'
 
 
-def made(*words, code: int = 0, fresh: bool = False) -> str:
-    """Return the output of make_data.py, or its errors if it exits with a code. `fresh`: start it as a user does, in an
-    environment without this project."""
-    script = ROOT / "examples" / "make_data.py"
-    if fresh:
-        env = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PATH": "/usr/bin:/bin", "HOME": "/tmp"}
-        command = [sys.executable, str(script), *map(str, words)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
-    else:
-        done = run_script(script, *words, check=False, env={"HF_DATASETS_OFFLINE": "1"})
-    assert done.returncode == code, done.stderr
-    return done.stderr if code else done.stdout
+@pytest.fixture
+def made(capsys, monkeypatch):
+    """Return a function that returns the output of make_data.py, or its errors if it exits with a code."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the environment was read when these were imported
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+
+    def make(*words, code: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["make_data.py", *map(str, words)])
+        ended = 0
+        try:
+            make_data.main()
+        except SystemExit as end:
+            ended = end.code
+        said = capsys.readouterr()
+        assert ended == code, said.err
+        return said.err if code else said.out
+
+    return make
 
 
 def jsonl(path, rows):
@@ -48,16 +55,13 @@ def jsonl(path, rows):
     return path
 
 
-@pytest.mark.runs
-def test_what_a_terminal_would_obey_is_written_out(tmp_path):
+def test_what_a_terminal_would_obey_is_written_out(made, tmp_path):
     """Other people choose the names of files and columns."""
-    rows = [{"\x1b]0;mine\x07question": "1 + 1?", "answer": "#### 2"}]
-    train, val = (jsonl(tmp_path / f"\x1b[2J{name}.jsonl", rows) for name in ("train", "val"))
-    said = made("gsm8k", "--train-files", train, "--val-files", val, "--out", tmp_path / "out", code=1)
+    wrong = jsonl(tmp_path / "\x1b[2Jtrain.jsonl", [{"\x1b]0;mine\x07question": "1 + 1?", "answer": "#### 2"}])
+    said = made("gsm8k", "--train-files", wrong, "--out", tmp_path / "out", code=1)
     assert said.startswith("error: ") and "\x1b" not in said and "\\x1b[2Jtrain.jsonl" in said
-    rows = [{"question": "1 + 1?", "answer": "#### 2"}]
-    train, val = (jsonl(tmp_path / f"{name}.jsonl", rows) for name in ("train", "val"))
-    said = made("gsm8k", "--train-files", train, "--val-files", val, "--out", tmp_path / "\x1b[2Jout")
+    right = jsonl(tmp_path / "train.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
+    said = made("gsm8k", "--train-files", right, "--out", tmp_path / "\x1b[2Jout")
     assert "\x1b" not in said and "\\x1b[2Jout" in said
 
 
@@ -70,7 +74,9 @@ def test_gsm8k_from_a_copy_of_the_hubs_repository(tmp_path):
         pq.write_table(pa.Table.from_pylist(rows), file)
         wrong = [{"question": "another?", "answer": "#### 0"}]
         jsonl(tmp_path / "gsm8k" / "socratic" / f"{split}-00000-of-00001.jsonl", wrong)
-    made("gsm8k", "--source", tmp_path / "gsm8k", "--out", tmp_path / "out", fresh=True)
+    script, words = ROOT / "examples" / "make_data.py", ["gsm8k", "--source", tmp_path / "gsm8k", "--out", tmp_path / "out"]
+    env = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PATH": "/usr/bin:/bin", "HOME": "/tmp"}  # without this project
+    subprocess.run([sys.executable, script, *words], check=True, timeout=300, env=env)
     first, second = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
     assert first == {
         "data_source": "openai/gsm8k",
@@ -84,7 +90,8 @@ def test_gsm8k_from_a_copy_of_the_hubs_repository(tmp_path):
     assert test["extra_info"]["split"] == "test"
 
 
-def test_it_makes_gsm8k_as_verl_has_it(gsm8k, tmp_path):
+@pytest.mark.slow
+def test_it_makes_gsm8k_as_verl_has_it(made, gsm8k, tmp_path):
     """The raw rows, taken out of verl's files, give these files again."""
     for split in ("train", "test"):
         rows = pq.read_table(gsm8k / f"{split}.parquet").to_pylist()
@@ -96,7 +103,8 @@ def test_it_makes_gsm8k_as_verl_has_it(gsm8k, tmp_path):
         assert made_table.to_pylist() == verls.to_pylist()
 
 
-def test_it_makes_geo3k_as_verl_has_it(gsm8k, tmp_path):
+@pytest.mark.slow
+def test_it_makes_geo3k_as_verl_has_it(made, gsm8k, tmp_path):
     file = gsm8k.parent / "geo3k" / "train.parquet"
     if not file.exists():
         pytest.skip(f"no {file}")
@@ -110,8 +118,7 @@ def test_it_makes_geo3k_as_verl_has_it(gsm8k, tmp_path):
     assert rows == verls
 
 
-@pytest.mark.runs
-def test_images_of_paths_are_read(tmp_path):
+def test_images_of_paths_are_read(made, tmp_path):
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "a.png").write_bytes(PNG)
     file = jsonl(tmp_path / "x.jsonl", [{"images": ["images/a.png"], "problem": "<image>Find x.", "answer": "3"}])
@@ -123,8 +130,7 @@ def test_images_of_paths_are_read(tmp_path):
     )
 
 
-@pytest.mark.runs
-def test_dapos_rows_stay_as_they_are_once_each(tmp_path):
+def test_dapos_rows_stay_as_they_are_once_each(made, tmp_path):
     row = {
         "data_source": "math_dapo", "prompt": [{"role": "user", "content": "Solve it. Answer: $Answer"}], "ability": "MATH",
         "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"}, "extra_info": {"index": "9a9b"},
@@ -137,8 +143,7 @@ def test_dapos_rows_stay_as_they_are_once_each(tmp_path):
     assert pq.read_table(tmp_path / "aime-2024.parquet").to_pylist() == [row, other, row], "a validation may ask 32 times"
 
 
-@pytest.mark.runs
-def test_plain_problems_become_dapos(tmp_path):
+def test_plain_problems_become_dapos(made, tmp_path):
     rows = [{"prompt": "What is 1+1?", "solution": "2", "reward_model": {"ground_truth": "2", "style": "rule"}}]
     made("dapo-math", "--train-files", jsonl(tmp_path / "x.jsonl", rows), "--out", tmp_path)
     (row,) = pq.read_table(tmp_path / "dapo-math-17k.parquet").to_pylist()
@@ -147,7 +152,6 @@ def test_plain_problems_become_dapos(tmp_path):
     assert (row["reward_model"]["ground_truth"], row["data_source"]) == ("2", "math_dapo")
 
 
-@pytest.mark.runs
 @pytest.mark.parametrize(
     ("name", "rows", "words"),
     [
@@ -159,14 +163,13 @@ def test_plain_problems_become_dapos(tmp_path):
         ("dapo-math", [{"prompt": [{"role": "user", "content": "x"}], "reward_model": {"ground_truth": ""}}], "truth is empty"),
     ],
 )  # fmt: skip
-def test_rows_that_cannot_be_used_are_named(name, rows, words, tmp_path):
+def test_rows_that_cannot_be_used_are_named(made, name, rows, words, tmp_path):
     said = made(name, "--train-files", jsonl(tmp_path / "x.jsonl", rows), "--out", tmp_path, code=1)
     assert said.startswith("error: ") and words in said and said.count("\n") == 1
     assert not list(tmp_path.glob("*.parquet"))
 
 
-@pytest.mark.runs
-def test_without_a_network_it_says_what_to_give(tmp_path):
+def test_without_a_network_it_says_what_to_give(made, tmp_path):
     said = made("gsm8k", "--out", tmp_path, code=1)
     assert said.splitlines()[-1].startswith("error: openai/gsm8k: it cannot be loaded from the hub here") and "--source" in said
     said = made("gsm8k", "--source", tmp_path, code=1)

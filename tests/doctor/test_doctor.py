@@ -194,6 +194,7 @@ def test_checks_keep_the_users_python_path(users, monkeypatch):
     assert outcome.output.strip() == (f"{ROOT}:{users}" if users else str(ROOT))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_doctor_that_is_stopped_leaves_no_process(number, tmp_path):
     mark = f"doctor-{number.name}"
@@ -229,6 +230,7 @@ def test_a_script_that_fails_is_wrong_with_its_own_message():
 # ------------------------------------------------------------------------------------------------------- the whole
 
 
+@pytest.mark.slow
 def test_without_packages_it_says_what_to_install(tmp_path):
     """In an environment with nothing but Python."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True, timeout=120)

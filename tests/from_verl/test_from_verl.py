@@ -1,6 +1,7 @@
 """tools.from_verl translates verl's commands and reports on every key."""
 
 import io
+import json
 import os
 import random
 import subprocess
@@ -133,22 +134,6 @@ def test_the_module_starts_and_its_errors_are_one_line():
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def test_a_script_is_read_but_not_run(tmp_path):
-    victim = tmp_path / "victim"
-    victim.write_text("here")
-    script = f"""
-        set -euo pipefail
-        export PATH=/usr/bin:$PATH
-        rm -rf {victim}; /bin/rm -rf {victim}; command rm {victim}; > {victim}; echo gone >> {victim}
-        exec > {victim}
-        cd /; source /etc/profile; kill -9 $$
-        pip install nothing; python3 prepare.py --out {victim}; mkdir -p {tmp_path}/made
-        exec nohup python3 -m verl.trainer.main_ppo data.max_prompt_length=$((1024 * 2)) 2>&1 | tee {victim}
-    """
-    assert read_script(script).values == {"data.max_prompt_length": 2048}
-    assert victim.read_text() == "here" and not (tmp_path / "made").exists()
-
-
 def test_bash_decides_what_variables_conditions_and_arrays_mean(monkeypatch):
     monkeypatch.setenv("FROM_OUTSIDE", "7")
     script = """
@@ -207,7 +192,9 @@ def test_no_word_is_lost_whatever_it_is():
 
 def test_every_flag_of_the_table_exists_and_every_default_is_a_keys():
     existing = {flag for script in SCRIPTS for flag in translate.own_defaults(script)}
-    shown = {flag for row in ROWS for flag in row.flags.split(", ") if flag}
+    existing |= translate.own_defaults("train_sft.py").keys()
+    shown = {flag for row in (*ROWS, *supervised.OWN) for flag in row.flags.split(", ") if flag}
+    assert all(keys.find(name, supervised.ROWS_OF_SFT) for name in supervised.NAMES.values())
     of_forks = {"--gdpo-reward-keys", "--gdpo-reward-weights"}  # of examples/forks/gdpo.diff, as their rows say
     assert shown - existing == of_forks
     names = {names[0] for row in ROWS for names in row.names}
@@ -276,94 +263,15 @@ def test_verls_own_default_estimator_has_a_critic_with_verls_numbers():
     assert not any("critic" in flag or flag == "--lam" for flag in plain.flags)
 
 
-@pytest.mark.parametrize(
-    ("words", "flags_"),
-    [
-        ("data.train_batch_size=64 A.actor.ppo_mini_batch_size=16 A.actor.optim.lr_warmup_steps=10", {"lr-warmup-steps": 10}),
-        ("trainer.total_training_steps=200 A.actor.optim.lr_warmup_steps_ratio=0.1 A.actor.ppo_mini_batch_size=1024",
-         {"lr-warmup-steps": 20, "total-training-steps": 200}),
-        ("A.actor.use_dynamic_bsz=False A.actor.ppo_micro_batch_size_per_gpu=4", {"max-tokens-per-micro-batch": 4096}),
-        ("A.actor.use_dynamic_bsz=True A.actor.ppo_max_token_len_per_gpu=600", {"max-tokens-per-micro-batch": 1024}),
-        ("A.actor.use_dynamic_bsz=True A.actor.ppo_max_token_len_per_gpu=600 A.actor.ulysses_sequence_parallel_size=2",
-         {"sequence-parallel": 2, "max-tokens-per-micro-batch": 600}),
-        ("A.actor.ppo_micro_batch_size_per_gpu=3 A.actor.fsdp_config.ulysses_sequence_parallel_size=4",
-         {"sequence-parallel": 4, "max-tokens-per-micro-batch": 768}),
-        ("A.actor.clip_ratio=0.3", {"clip-ratio-low": 0.3, "clip-ratio-high": 0.3}),
-        ("A.actor.clip_ratio=0.3 A.actor.clip_ratio_high=0.4", {"clip-ratio-low": 0.3, "clip-ratio-high": 0.4}),
-        ("algorithm.norm_adv_by_std_in_grpo=False", {"adv-estimator": "dr_grpo"}),
-        ("A.actor.policy_loss.loss_mode=gspo A.actor.loss_agg_mode=token-mean", {"loss-agg-mode": "seq-mean-token-mean"}),
-        ("A.actor.policy_loss.loss_mode=gspo", {"loss-agg-mode": "seq-mean-token-mean"}),
-        ("A.actor.policy_loss.loss_mode=gspo A.actor.loss_agg_mode=seq-mean-token-mean",
-         {"loss-agg-mode": "seq-mean-token-mean"}),
-        ("A.actor.policy_loss.loss_mode=sapo", {"loss-agg-mode": "seq-mean-token-mean"}),
-        ("A.actor.policy_loss.loss_mode=dppo_tv", {"clip-ratio-c": 3.0}),
-        ("A.actor.policy_loss.loss_mode=dppo_kl A.actor.clip_ratio_low=0.05", {"clip-ratio-c": 3.0, "clip-ratio-low": 0.05}),
-        ("A.actor.policy_loss.loss_mode=dro A.actor.policy_loss.dro_beta=0.2", {"loss-args": ["beta=0.2"]}),
-        ("A.actor.policy_loss.loss_mode=dro", {"loss-args": None}),
-        ("trainer.val_only=True", {"val-only": True}),
-        ("A.actor.policy_loss.loss_mode=dppo_tv A.actor.clip_ratio_c=10000", {"clip-ratio-c": 10000}),
-        ("A.actor.use_dynamic_bsz=False", {"max-tokens-per-micro-batch": None}),
-        ("trainer.nnodes=1", {"logger": ["console", "wandb"]}),
-        ("trainer.logger=console", {"logger": ["console"]}),
-        ("A.actor.policy_loss.loss_mode=kl_cov", {"loss-args": ["ratio=0.0002", "coef=0.1"]}),
-        ("A.actor.policy_loss.loss_mode=sapo A.actor.tau_neg=1.2", {"loss-args": ["tau_pos=1.0", "tau_neg=1.2"]}),
-        ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.01 algorithm.kl_penalty=low_var_kl",
-         {"use-kl-in-reward": True, "kl-reward-coef": 0.01, "kl-reward-type": "low_var_kl"}),
-        ("trainer.save_freq=-1 trainer.test_freq=-1", {"save-freq": 0, "test-freq": 0}),
-        ("trainer.save_freq=5", {"save-freq": 5, "max-ckpt-to-keep": 0}),
-        ("A.rollout.val_kwargs.do_sample=False A.rollout.val_kwargs.temperature=1.0", {"val-temperature": 0}),
-        ("A.rollout.top_k=0", {"top-k": -1}),
-        ("custom_reward_function.path=rl/rewards/verifiers.py custom_reward_function.name=gsm8k",
-         {"reward": "rl/rewards/verifiers.py:gsm8k"}),
-        ("reward_model.reward_manager=dapo reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=128",
-         {"overlong-buffer-len": 128}),
-        ("A.actor.router_replay.mode=R3 A.rollout.enable_rollout_routing_replay=True", {"router-replay": "R3"}),
-        ("A.actor.router_replay.mode=R2", {"router-replay": "R2"}),
-        ("A.actor.optim.betas=[0.9,0.95]", {"adam-beta1": 0.9, "adam-beta2": 0.95}),
-        ("A.model.lora_rank=32", {"lora-rank": 32, "lora-alpha": 16}),
-        ("A.model.lora_rank=8 A.model.lora_alpha=32 A.model.target_modules=[q_proj,v_proj] A.model.lora_adapter_path=a/b",
-         {"lora-rank": 8, "lora-target": ["q_proj", "v_proj"], "lora-model": "a/b"}),
-        ("A.actor.fsdp_config.dtype=fp32", {"rollout-dtype": "bfloat16"}),
-        ("algorithm.rollout_correction.bypass_mode=True", {"use-rollout-log-probs": True}),
-        ("A.actor.fsdp_config.optimizer_offload=True", {"optimizer-offload": True, "param-offload": None}),
-        ("A.actor.fsdp_config.optimizer_offload=True A.actor.fsdp_config.param_offload=True",
-         {"optimizer-offload": None, "param-offload": True}),
-        ("+A.actor.optim.override_optimizer_config.optimizer_cpu_offload=True "
-         "+A.actor.optim.override_optimizer_config.optimizer_offload_fraction=1.0", {"optimizer-offload": True}),
-        ("+A.actor.optim.override_optimizer_config.optimizer_cpu_offload=True "
-         "+A.actor.optim.override_optimizer_config.optimizer_offload_fraction=0", {"optimizer-offload": None}),
-        ("A.actor.optim.optimizer=AdamW8bit A.actor.optim.optimizer_impl=torchao.optim", {"optim": "adamw_8bit"}),
-        ("trainer.nnodes=2 trainer.total_epochs=3", {"total-epochs": 3}),
-        ("algorithm.rollout_correction=sequence_tis_geometric_rs", {"rollout-is": "sequence", "rollout-rs": "seq_mean_k1"}),
-        ("async.rollout_correction=token_tis", {"rollout-is": "token", "rollout-rs": None}),
-        ("async_training.rollout_correction=decoupled_geo_rs_seq_tis()",
-         {"rollout-is": "sequence", "rollout-rs": "seq_mean_k1"}),
-        ("algorithm.rollout_correction=token_tis algorithm.rollout_correction.rollout_is_threshold=3.0",
-         {"rollout-is": "token", "rollout-is-threshold": 3.0}),
-        ("algorithm.rollout_correction=decoupled_token_icepop", {"rollout-is": "token", "rollout-is-threshold": "0.5_5.0"}),
-        ("algorithm.rollout_correction=geometric_rs", {"rollout-is": None, "rollout-rs-threshold": "0.999_1.001"}),
-        ("A.actor.policy_loss.loss_mode=sapo A.actor.policy_loss.tau_pos=2.0", {"loss-args": ["tau_pos=2.0", "tau_neg=1.05"]}),
-        ("A.actor.optim.decay_type=cosine A.actor.optim.min_lr_factor=0.1",
-         {"lr-scheduler-type": "cosine", "min-lr-ratio": 0.1}),
-        ("A.actor.veomni.param_offload=True A.actor.veomni.ulysses_parallel_size=2",
-         {"param-offload": True, "sequence-parallel": 2}),
-        ("A.actor.torchtitan.optimizer_offload=True A.actor.torchtitan.expert_parallel_size=2",
-         {"optimizer-offload": True, "expert-parallel": 2}),
-        ("trainer.v1.trainer_mode=colocate_async trainer.v1.colocate_async.num_warmup_batches=0.5", {"over-sample": 0.5}),
-        ("distillation.enabled=True distillation.teacher_models.teacher_model.model_path=a/b "
-         "distillation.distillation_loss.loss_mode=k1 distillation.distillation_loss.distillation_loss_coef=0.5",
-         {"teacher": "a/b", "teacher-coef": 0.5, "teacher-alone": None, "teacher-top-k": None}),
-        ("distillation.enabled=True distillation.teacher_models.teacher_model.model_path=a/b "
-         "distillation.distillation_loss.loss_mode=forward_kl_topk distillation.distillation_loss.use_task_rewards=False",
-         {"teacher": "a/b", "teacher-coef": None, "teacher-alone": True, "teacher-top-k": 32}),
-        ("distillation.enabled=False distillation.distillation_loss.topk=64", {"teacher": None, "teacher-top-k": None}),
-    ],
-)  # fmt: skip
+MEANINGS = [line.split("\t") for line in (ROOT / "tests/fixtures/verl/meanings.tsv").read_text().splitlines()[1:]]
+
+
+@pytest.mark.parametrize(("words", "flags_"), MEANINGS)
 def test_values_keep_their_meaning(words, flags_):
     found = ours("algorithm.adv_estimator=grpo", "A.rollout.n=4".replace("A.", "actor_rollout_ref."),
                  *words.replace("A.", "actor_rollout_ref.").split())  # fmt: skip
-    assert {name: shown(found).get(name) for name in flags_} == flags_
-    assert not found.refusal
+    wanted = json.loads(flags_)
+    assert {name: shown(found).get(name) for name in wanted} == wanted and not found.refusal
 
 
 SPLIT = (
@@ -509,11 +417,6 @@ def test_a_note_names_the_users_own_configuration():
     assert any("mine" in note for note in translate.translate(command).notes)
 
 
-def test_a_script_may_use_other_tools_of_verl_too():
-    script = "python3 -m verl.model_merger merge --backend fsdp\npython3 -m verl.trainer.main_ppo data.max_prompt_length=7"
-    assert read_script(script).values == {"data.max_prompt_length": 7}
-
-
 def test_ratios_of_a_run_whose_length_the_data_decide_are_not_guessed():
     key = "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio"
     found = ours(f"{key}=0.05", "trainer.total_epochs=3")
@@ -533,32 +436,29 @@ def test_all_of_verls_runs_are_here():
     assert set(RUNS.values()) == set(VERL)
 
 
+SUPERVISED = [*supervised.NAMES, *(name for row in supervised.OWN for names in row.names for name in names), "engine.dtype"]
+SUPERVISED += [
+    f"{head}{key}" for head in supervised.HEADS for key in ("lr", "path", "lora_rank", "lora.rank", "betas", "no_such")
+]
+NAMES = [name.replace("*", "actor") for row in ROWS for names in row.names for name in names]
 ODD = ["1", "0", "-1", "None", "True", "abc", "[a]", "[]", "", "1e-6", "1.5", "8", "[1,2]", "{a: 1}", "'x y'", "${a.b}"]
 
 
 @pytest.mark.slow
-def test_odd_values_never_cause_a_traceback(monkeypatch):
+@pytest.mark.parametrize(
+    ("names", "scripts"),
+    [
+        (NAMES, ("main_ppo", "fully_async_main", "one_step_off_policy.main_ppo")),
+        (SUPERVISED, ("sft_trainer", "fsdp_sft_trainer")),
+    ],
+    ids=["RL", "supervised"],
+)
+def test_odd_values_never_cause_a_traceback(names, scripts, monkeypatch):
     """Every key of the table with every value, in random groups: the result has a command and a verdict on each key."""
     monkeypatch.setattr(translate, "refusal", lambda translation: "")  # tyro takes long, and has its own tests
-    names = [name.replace("*", "actor") for row in ROWS for names in row.names for name in names]
     words = [f"{name}={value}" for name in names for value in ODD]
     random.Random(0).shuffle(words)
     for group in (words[i : i + 8] for i in range(0, len(words), 8)):
-        given = {word.partition("=")[0] for word in group}
-        for script in ("main_ppo", "fully_async_main", "one_step_off_policy.main_ppo"):
-            found = ours(*group, script=script)
-            assert found.verdicts.keys() == given and found.command()
-
-
-def test_odd_values_of_a_supervised_run_never_cause_a_traceback(monkeypatch):
-    monkeypatch.setattr(translate, "refusal", lambda translation: "")
-    names = [*supervised.NAMES, *(name for row in supervised.OWN for names in row.names for name in names)]
-    heads = {
-        f"{head}{key}" for head in supervised.HEADS for key in ("lr", "path", "lora_rank", "lora.rank", "betas", "no_such")
-    }
-    words = [f"{name}={value}" for name in [*names, *heads, "engine.dtype"] for value in ODD]
-    random.Random(0).shuffle(words)
-    for group in (words[i : i + 8] for i in range(0, len(words), 8)):
-        for script in ("sft_trainer", "fsdp_sft_trainer"):
+        for script in scripts:
             found = ours(*group, script=script)
             assert found.verdicts.keys() == {word.partition("=")[0] for word in group} and found.command()

@@ -1,5 +1,6 @@
 """tools.from_verl translates the first set of verl commands (fixtures/verl/first): their scripts, devices and variables."""
 
+import json
 import subprocess
 import sys
 
@@ -36,6 +37,7 @@ def layout(found) -> tuple:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_becomes_the_right_script_on_the_right_devices(name):
+    assert {path.stem for path in FIRST.glob("*.sh")} == {*COMMANDS}, "every command is tested"
     *expected, note = COMMANDS[name]
     found = translate.translate(read_script((FIRST / f"{name}.sh").read_text()))
     assert layout(found) == tuple(expected) and not found.refusal
@@ -43,49 +45,16 @@ def test_each_becomes_the_right_script_on_the_right_devices(name):
     assert not [key for key, (verdict, _) in found.verdicts.items() if verdict == "unknown"]
 
 
-def test_every_command_is_tested():
-    assert {path.stem for path in FIRST.glob("*.sh")} == set(COMMANDS)
-
-
-# fmt: off
-@pytest.mark.parametrize(
-    ("changed", "expected", "note"),
-    [
-        ({"recipe.async.async_main_ppo": "recipe.one_step_off_policy.main_ppo"}, (ONE, 1, 8, 4), "4 of the 8"),
-        ({"recipe.async.async_main_ppo": "verl.trainer.main_ppo"}, (ONE, 1, 8, 4), "because of hybrid_engine=False"),
-        ({"recipe.async.async_main_ppo": "verl.trainer.main_ppo", "actor_rollout_ref.hybrid_engine=False": ""}, (ONE, 1, 8, 4),
-         "because of actor_rollout_ref.rollout.n_gpus"),
-        ({"actor_rollout_ref.hybrid_engine=False": "", "actor_rollout_ref.rollout.n_gpus=4": ""}, (ONE, 2, 8, 4),
-         "of its name"),
-        ({"recipe.async.async_main_ppo": "my.own_trainer.main_ppo_async"}, (ONE, 1, 8, 4), "hybrid_engine=False"),
-        ({"python3 -m recipe.async.async_main_ppo": "python3 recipe/async/async_main_ppo.py"}, (ONE, 1, 8, 4), "4 of the 8"),
-        ({"rollout.n_gpus=4": "rollout.n_gpus=2"}, (ONE, 1, 8, 2), "2 of the 8 devices"),
-        ({"trainer.nnodes=1": "trainer.nnodes=2", "rollout.n_gpus=4": "rollout.n_gpus=12"}, (ONE, 2, 8, 6), "12 of the 16"),
-        # a pool of its own, and the trainer has what is left
-        ({"rollout.n_gpus=4": "rollout.n_gpus=4 rollout.nnodes=1", "n_gpus_per_node=8": "n_gpus_per_node=4"}, (ONE, 1, 8, 4),
-         ""),
-        ({"actor_rollout_ref.rollout.n_gpus=4": "rollout.n_gpus_per_node=2 rollout.nnodes=1",
-          "trainer.n_gpus_per_node=8": "trainer.n_gpus_per_node=6"}, (ONE, 1, 8, 2), ""),
-        # all of the trainer's devices cannot generate: these are further ones
-        ({"trainer.n_gpus_per_node=8": "trainer.n_gpus_per_node=4"}, (ONE, 1, 8, 4), ""),
-        ({"trainer.n_gpus_per_node=8": "trainer.n_gpus_per_node=8 async_training.staleness_threshold=0.5"}, (ASYNC, 1, 8, 4),
-         "because of async_training.staleness_threshold"),
-        ({"recipe.async.async_main_ppo": "verl.trainer.main_ppo", "actor_rollout_ref.hybrid_engine=False": "",
-          "actor_rollout_ref.rollout.n_gpus=4": ""}, (SYNC, 1, 8, None), ""),
-        # main_ppo's own configuration has this key: without nodes it means nothing
-        ({"recipe.async.async_main_ppo": "verl.trainer.main_ppo", "actor_rollout_ref.hybrid_engine=False": "",
-          "actor_rollout_ref.rollout.n_gpus=4": "actor_rollout_ref.rollout.n_gpus_per_node=4"}, (SYNC, 1, 8, None), ""),
-    ],
-)  # fmt: skip
-def test_variations_of_the_one_step_off_command(changed, expected, note):
-    text = ONE_STEP_OFF
-    for old, new in changed.items():
+@pytest.mark.parametrize("row", (FIRST.parent / "variations.jsonl").read_text().splitlines())
+def test_variations_of_the_one_step_off_command(row):
+    """A pool of its own leaves the trainer what is left; without nodes a key of main_ppo's configuration means nothing."""
+    text, row = ONE_STEP_OFF, json.loads(row)
+    for old, new in row["changed"].items():
         assert old in text
         text = text.replace(old, new)
     found = translate.translate(read_script(text))
-    assert layout(found) == expected
-    assert any(note in line for line in found.notes) or not note, found.notes
-# fmt: on
+    assert layout(found) == tuple(row["expected"])
+    assert any(row["note"] in line for line in found.notes) or not row["note"], found.notes
 
 
 def test_its_keys_alone_are_enough():
@@ -100,13 +69,6 @@ def test_a_path_is_read_as_a_file_and_takes_the_scripts_own_words(before, tmp_pa
     command = read([*before, str(path), "data.seed=5", "trainer.total_epochs=2"], None)
     assert command.values["data.seed"] == 5 and command.values["trainer.total_epochs"] == 2
     assert len(command.values) == len(read([], path).values) + 1
-
-
-def test_a_path_that_is_not_there_is_said():
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.from_verl", "no/such/run.sh"], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 1 and done.stderr.startswith("error: --file no/such/run.sh") and done.stderr.count("\n") == 1
 
 
 def test_without_torch_it_ends_in_one_line(tmp_path):
@@ -136,27 +98,11 @@ def section(text: str) -> dict[str, str]:
 VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.seed=1"
 
 
-VARIABLES = {
-    "VLLM_USE_V1=1": "not needed",
-    "VLLM_ATTENTION_BACKEND=XFORMERS": "not needed",
-    "VLLM_ASCEND_ENABLE_NZ=0": "not needed",
-    "CUDA_DEVICE_MAX_CONNECTIONS=1": "harmful, unset it",
-    "ASCEND_LAUNCH_BLOCKING=1": "harmful, unset it",
-    "PYTHONPATH=/opt/Megatron-LM": "not needed",
-    "HCCL_CONNECT_TIMEOUT=1500": "needed here too",
-    "HCCL_HOST_SOCKET_PORT_RANGE=auto": "needed here too",
-    "NCCL_SOCKET_IFNAME=eth0": "needed here too",
-    "TOKENIZERS_PARALLELISM=true": "not needed",
-    "HYDRA_FULL_ERROR=1": "not needed",
-    "RAY_DEDUP_LOGS=0": "not needed",
-    "HF_ENDPOINT=https://mirror": "needed here too",
-    "WANDB_MODE=offline": "needed here too",
-    "MY_OWN_THING=1": "not known here",
-}
-OTHER_VALUES = {
-    "VLLM_ASCEND_ENABLE_NZ=1": "harmful, unset it",
-    "ASCEND_LAUNCH_BLOCKING=0": "not needed",
-}
+VARIABLES, OTHER_VALUES = {}, {}
+for line in (FIRST.parent / "variables.tsv").read_text().splitlines()[1:]:
+    name, its = line.split("=", 1)
+    value, verdict = its.split("\t")
+    (OTHER_VALUES if name in {one.partition("=")[0] for one in VARIABLES} else VARIABLES)[f"{name}={value}"] = verdict
 WAYS = {  # a script that gives its command these variables
     "export": lambda given: "".join(f"export {one}\n" for one in given) + VERL,
     "before the command": lambda given: f"{' '.join(given)} {VERL}",

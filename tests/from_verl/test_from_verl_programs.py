@@ -1,53 +1,22 @@
 """tools.from_verl tells verl's programs apart: supervised trainers become train_sft.py, other programs are refused by name,
 and a command that would not train what was meant says so in its first line."""
 
-import subprocess
-import sys
-
 import pytest
 from helpers import ROOT
 
 from rl import parts
 from rl.errors import UserError
-from tools.from_verl import keys, supervised, translate
+from tools.from_verl import keys, translate
 from tools.from_verl.__main__ import read_text, report
 from tools.from_verl.command import read_script, read_words
 
-# The words are those of verl's examples; the scripts are our own.
-OLD = """set -x
-if [ "$#" -lt 2 ]; then echo "Usage: run.sh <nproc_per_node> <save_path> [others]"; exit 1; fi
-nproc_per_node=$1
-save_path=$2
-shift 2
-torchrun --standalone --nnodes=1 --nproc_per_node=$nproc_per_node \\
-     -m verl.trainer.fsdp_sft_trainer \\
-    data.train_files=$HOME/data/train.parquet data.val_files=$HOME/data/test.parquet \\
-    data.prompt_key=question data.response_key=answer data.micro_batch_size_per_gpu=4 data.max_length=2048 \\
-    optim.lr=1e-4 model.partial_pretrain=Qwen/Qwen2.5-0.5B-Instruct model.fsdp_config.cpu_offload=True \\
-    trainer.default_local_dir=$save_path trainer.experiment_name=mine trainer.total_epochs=3 trainer.logger='["console"]' \\
-    model.lora_rank=32 model.lora_alpha=16 model.target_modules=all-linear \\
-    ulysses_sequence_parallel_size=2 use_remove_padding=true $@
-"""
-NEW = """#!/usr/bin/env bash
-ENTRYPOINT=${ENTRYPOINT:-"-m verl.trainer.sft_trainer"}
-ENGINE="engine=BACKEND optim=BACKEND optim.lr=1e-5 optim.lr_warmup_steps_ratio=0.2 optim.weight_decay=0.1 \\
-    optim.betas=[0.9,0.95] optim.clip_grad=0.5 optim.min_lr_ratio=0.1 optim.lr_scheduler_type=cosine"
-torchrun --standalone --nnodes=${NUM_NODES:-1} --nproc-per-node ${NUM_TRAINERS:-8} ${ENTRYPOINT} \\
-    data.train_files=train.parquet data.val_files=null data.train_batch_size=96 data.max_length=4096 data.pad_mode=no_padding \\
-    data.truncation=right data.use_dynamic_bsz=True data.max_token_len_per_gpu=8000 data.messages_key=chat \\
-    model.path=Qwen/Qwen3-8B model.use_remove_padding=True ${ENGINE} SIZES \\
-    trainer.test_freq=after_each_epoch trainer.save_freq=50 trainer.max_ckpt_to_keep=2 trainer.seed=7 \\
-    trainer.project_name=sft trainer.total_training_steps=100 checkpoint.save_contents=[model,optimizer,extra]
-"""
+FIXTURES = ROOT / "tests" / "fixtures" / "verl"  # the words are those of verl's examples; the scripts are our own
+OLD, NEW, MULTITURN = ((FIXTURES / "supervised" / f"{name}.sh").read_text() for name in ("old", "new", "multiturn"))
 BACKENDS = {
     "fsdp": "engine.ulysses_sequence_parallel_size=2 engine.strategy=fsdp2 engine.fsdp_size=-1 engine.optimizer_offload=True",
     "veomni": "engine.ulysses_parallel_size=2 engine.optimizer_offload=True engine.fsdp_size=-1",
     "megatron": "engine.tensor_model_parallel_size=2 engine.optimizer_offload=True engine.use_mbridge=True",
 }
-MULTITURN = """torchrun --nnodes=1 --nproc_per_node=4 -m verl.trainer.fsdp_sft_trainer data.multiturn.enable=true \\
-    data.multiturn.messages_key=messages data.train_files=a.parquet data.val_files=b.parquet data.micro_batch_size_per_gpu=8 \\
-    model.partial_pretrain=Qwen/Qwen2.5-0.5B-Instruct trainer.total_training_steps=200 optim.warmup_steps_ratio=0.1
-"""
 
 
 def sft(text: str, *words: str):
@@ -129,36 +98,13 @@ def test_text_within_a_column_is_a_gap():
     assert printed.startswith("# INCOMPLETE\n#   the text is within the columns") and "train_sft.py" in printed
 
 
-def test_every_flag_of_a_supervised_run_exists():
-    shown = {flag for row in supervised.OWN for flag in row.flags.split(", ") if flag}
-    assert shown <= translate.own_defaults("train_sft.py").keys()
-    assert all(keys.find(name, supervised.ROWS_OF_SFT) for name in supervised.NAMES.values())
+OTHERS = [line.split("\t") for line in (FIXTURES / "other_programs.tsv").read_text().splitlines()[1:]]
+OTHERS.append(["verl\0 a=1", "NUL byte"])
 
 
-OTHERS = {
-    "python3 -m verl.trainer.main_eval data.path=out.parquet": "verl.trainer.main_eval grades.*--val-only",
-    "python3 -m verl.trainer.main_generation trainer.nnodes=1 model.path=x": "main_generation samples.*--val-only",
-    "python3 -m verl.trainer.main_generation_server model.path=x": "main_generation_server samples.*--val-only",
-    "python3 -m recipe.r1.main_eval data.path=x": "recipe.r1.main_eval grades",
-    "python -m verl.model_merger merge --backend fsdp --local_dir ckpt/main_ppo --target_dir x": "merges verl's checkpoints",
-    "python scripts/legacy_model_merger.py merge --backend megatron": "legacy_model_merger.py merges",
-    "python scripts/converter_hf_to_mcore.py --hf_model_path x": "converts checkpoints",
-    "python3 examples/data_preprocess/gsm8k.py --local_save_dir x": "writes data.*make_data.py",
-    "python3 -m examples.data_preprocess.geo3k --local_dir x": "writes data.*make_data.py",
-    "python3 scripts/diagnose.py": "doctor.py",
-    "python -m verl.experimental.vla.main_ppo data.train_files=x": "trains robots",
-    "python3 -m recipe.prime.main_prime data.train_files=x actor_rollout_ref.model.path=y": "main_prime is no trainer",
-    "python3 -m verl.trainer.something_new data.train_files=x": "something_new is no trainer",
-    "torchrun --nproc_per_node 8 recipe/mine/train.py a.b=1": "recipe/mine/train.py is no trainer",
-    "docker run img bash -c 'python3 -m verl.trainer.main_eval data.path=x'": "main_eval grades",
-    "mkdir -p ckpt/main_ppo; python train.py a.b=1": "does not start verl",
-    "verl\0 a=1": "NUL byte",
-}
-
-
-@pytest.mark.parametrize("text", OTHERS)
-def test_a_program_that_is_no_trainer_is_refused_by_its_name(text):
-    with pytest.raises(UserError, match=OTHERS[text]):
+@pytest.mark.parametrize(("text", "message"), OTHERS)
+def test_a_program_that_is_no_trainer_is_refused_by_its_name(text, message):
+    with pytest.raises(UserError, match=message):
         report(read_text(text))
 
 
@@ -166,13 +112,6 @@ def test_a_program_that_is_no_trainer_is_refused_by_its_name(text):
 def test_words_of_another_program_do_not_become_a_run_of_the_demo(words):
     with pytest.raises(UserError, match="is no trainer"):
         translate.translate(read_words(words.split()))
-
-
-@pytest.mark.slow
-def test_a_refused_program_is_one_line_on_the_command_line():
-    start = [sys.executable, "-m", "tools.from_verl", "python3", "-m", "verl.trainer.main_eval", "data.path=x"]
-    done = subprocess.run(start, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1 and "--val-only" in done.stderr
 
 
 PPO = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4"
@@ -276,31 +215,3 @@ def test_fewer_prompts_than_ranks_are_taken_as_they_are(prompts, ranks, shared, 
     assert len(notes) == bool(waits)
     if waits:
         assert f"{prompts} of the {prompts + waits} engines" in notes[0]
-
-
-# ------------------------------------------------------------------------------------------------ the environment, by kind
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("PYTORCH_NPU_ALLOC_CONF", {"expandable_segments:True": "harmful", "max_split_size_mb:250,expandable_segments:True":
-         "harmful", "max_split_size_mb:250": "needed", "expandable_segments:False": "needed"}),
-        ("PYTORCH_CUDA_ALLOC_CONF", {"expandable_segments:True": "needed"}),
-        ("HCCL_EXEC_TIMEOUT", {"7200": "needed"}), ("HCCL_OP_EXPANSION_MODE", {"AIV": "needed"}),
-        ("HCCL_CONNECT_TIMEOUT", {"1500": "needed"}), ("HCCL_BUFFSIZE", {"300": "needed"}),
-        ("RANK_TABLE_FILE", {"x": "needed"}),
-        ("NCCL_CUMEM_ENABLE", {"0": "needed"}), ("NCCL_DEBUG", {"WARN": "needed"}), ("GLOO_SOCKET_IFNAME", {"eth0": "needed"}),
-        ("VLLM_USE_V1", {"1": "not needed"}), ("VLLM_ASCEND_ENABLE_NZ", {"0": "not needed", "1": "harmful"}),
-        ("VLLM_ENGINE_ITERATION_TIMEOUT_S", {"1e9": "not needed"}), ("VLLM_LOGGING_LEVEL", {"WARN": "needed"}),
-        ("VLLM_ALLREDUCE_USE_SYMM_MEM", {"0": "needed"}), ("VLLM_USE_MODELSCOPE", {"True": "not needed"}),
-        ("RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES", {"1": "not needed"}), ("RAY_DEDUP_LOGS", {"0": "not needed"}),
-        ("WANDB_MODE", {"offline": "needed"}), ("WANDB_PROJECT", {"x": "not needed"}), ("HF_HUB_OFFLINE", {"1": "needed"}),
-        ("TASK_QUEUE_ENABLE", {"2": "needed"}), ("MULTI_STREAM_MEMORY_REUSE", {"2": "needed"}),
-        ("ASCEND_GLOBAL_LOG_LEVEL", {"3": "needed"}), ("CUDA_DEVICE_MAX_CONNECTIONS", {"1": "harmful", "8": "not needed"}),
-    ],
-)  # fmt: skip
-def test_what_becomes_of_a_variable(name, values):
-    for value, verdict in values.items():
-        printed = report(read_script(f"export {name}={value}\n{GIVEN}"))
-        assert f"#   {name}={value}: {verdict}" in printed

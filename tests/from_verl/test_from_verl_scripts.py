@@ -1,5 +1,6 @@
 """tools.from_verl finds verl's command in real shell scripts: behind guards, on clusters, in containers, output redirected."""
 
+import json
 import socket
 import subprocess
 import sys
@@ -15,29 +16,14 @@ from tools.from_verl.command import read_script
 
 KEYS = "data.train_batch_size=8 actor_rollout_ref.rollout.n=4"
 VERL = f"python3 -m verl.trainer.main_ppo {KEYS}"
-WAYS = {
-    "into a file": f"{VERL} > train.log 2>&1",
-    "appended, in the background": f"nohup {VERL} >> logs/$(date +%F).log 2>&1 &",
-    "in the background, after a while": f"(for ((i = 0; i < 20000; i++)); do :; done; {VERL}) >> a.log 2>&1 &",
-    "before others in the background": f"(for ((i = 0; i < 20000; i++)); do :; done; {VERL}) &\n{VERL} data.seed=7 & wait",
-    "while a loop watches the device": f"while true; do nvidia-smi >> gpu.log; sleep 60; done &\n{VERL}\nkill $!",
-    "and watched to its end": f"{VERL} & pid=$!; while kill -0 $pid; do sleep 5; done; tail train.log",
-    "both into a file, without a number": f"{VERL} >& log.txt",
-    "close to its last key": f"{VERL}>train.log",
-    "into a file whose name is a command": f'{VERL} 2>> "$(dirname "$0")/`date +%F`.log" > ${{LOG:-a b}}/\\ c',
-    "after a here-document": f"cat > env.yaml <<'EOF'\nit's: a > b\nEOF\n{VERL} > train.log",
-    "both into a file": f"{VERL} &> 'my log.txt' # don't\n",
-    "each into a file": f"{VERL} 2>err.log >out_`date`.log",
-    "through tee": f"{VERL} 2>&1 | tee train.log",
-    "into tee": f"{VERL} > >(tee a.log) 2> >(tee b.log >&2)",
-    "from another directory": f"cd /opt/verl || exit 1\npushd x && {VERL} && popd",
-    "behind a check of the machine": f"command -v nvidia-smi || exit 1\n[ -d /data ] || {{ echo no data; exit 2; }}\n{VERL}",
-    "with the line ends of Windows": VERL.replace(" data", " \\\r\n  data") + "\r\n",
-    "in a container": f"docker exec -it verl bash -c '{VERL}'",
-    "in a container, all of it": f'docker run img bash -lc "cd /w && {VERL} > a.log 2>&1"',
-    "on a cluster": f"nodes=($(scontrol show hostnames))\nsrun --overlap -w ${{nodes[0]}} {VERL}",
-    "by Ray": f"ray job submit --no-wait --working-dir . -- {VERL}",
-}
+
+
+def rows(name: str) -> list[list]:
+    return list(map(json.loads, (ROOT / "tests" / "fixtures" / "verl" / f"{name}.jsonl").read_text().splitlines()))
+
+
+WAYS = {way: text.replace("<VERL>", VERL) for way, text in rows("ways")}
+WAYS["with the line ends of Windows"] = VERL.replace(" data", " \\\r\n  data") + "\r\n"
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -125,27 +111,7 @@ def test_a_value_may_look_like_a_file_or_a_command():
     assert command.module == "verl.trainer.main_ppo" and command.values["trainer.experiment_name"] == name
 
 
-@pytest.mark.parametrize(
-    ("before", "value"),
-    [
-        ("X=15 # > '", 15),
-        ("N=1; if (( N > 1 )); then X=8; else X=4; fi", 4),
-        ("if [[ b > a ]]; then X=8; fi; X=$(( X > 7 ))", 1),
-        ("n=5; while (( n > 3 )); do n=$((n - 1)); done; X=$n", 3),
-        ("X=x\\>y", "x>y"),
-        ("X=${NONE:->y}", ">y"),
-        ("X=$'x\\'>y'", "x'>y"),
-        ("{ X=8; } > log", 8),
-        ("f() { X=8; }; f >& /dev/null", 8),
-        ("echo 8 > log && X=8", 8),
-        ("X=$(echo 7 > log)8", 8),
-        ("X=`echo 8 2>/dev/null`", 8),
-        ('X="$(cd "$(echo /x)" >/dev/null 2>&1 && echo "8")"', 8),
-        ("read X < <(echo 8 2> log)", 8),
-        ("X=$(( $(echo 8 2>/dev/null) * 2 ))", 16),
-        ("cat <<EOF\n> $((1 > 2)) it's\nEOF\nX=8", 8),
-    ],
-)
+@pytest.mark.parametrize(("before", "value"), rows("redirections"))
 def test_a_redirection_changes_no_value(before, value, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for after in (">train.log", " 2>&1 | tee a.log", "&>log", ""):

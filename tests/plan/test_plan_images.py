@@ -4,7 +4,7 @@ import types
 
 import numpy as np
 import pytest
-from test_plan_memory import FLAGS, check_close, check_equal, counted
+from test_plan_memory import FLAGS, check_equal
 from tiny_vlm import config, picture, pixels_of, png, row, save_image_processor, save_tokenizer, save_vlm
 
 import train_sync
@@ -12,10 +12,8 @@ from rl import parts
 from rl.data.image_prompts import ImagePrep
 from rl.errors import UserError
 from rl.model.pretrained import load_config
-from tools.plan.dry_run import dry_run
 from tools.plan.fake_device import FakeDevice
 from tools.plan.images import prompts_with_images
-from tools.plan.workload import lengths_like
 
 KINDS = ["qwen3-vl", "qwen2.5-vl"]
 
@@ -89,28 +87,3 @@ def test_sizes_that_cannot_be(configs, size, said):
 def test_the_count_with_images_is_that_of_real_tensors(tmp_path, kind):
     flags = {"images": True, "freeze_vision_tower": kind == "qwen2.5-vl", "gradient_checkpointing": kind == "qwen3-vl"}
     assert check_equal(save_vlm(kind, tmp_path), FLAGS | flags)["causes"]["images"] > 0
-
-
-@pytest.mark.slow
-def test_the_count_of_images_and_experts_over_two_learners(tmp_path):
-    flags = FLAGS | {"images": True, "use_kl_loss": False, "sequence_parallel": 2, "expert_parallel": 2}
-    real, fake = (counted(save_vlm("qwen3-vl-moe", tmp_path), how, flags, 2) for how in ("real", "fake"))
-    check_close(real, fake)
-    assert real["causes"]["images"] > 0
-
-
-@pytest.mark.slow
-def test_a_plan_with_images_holds_their_pixels(configs):
-    """The device holds more than the pixels, and more if images are larger. The tower's weights count."""
-    found = []
-    for size in ("100x80", "400x250"):
-        args = parts.make(
-            train_sync.Args, model=configs["qwen3-vl"], max_prompt_length=200, max_response_length=50, rollout_n=2
-        )
-        memory = dry_run("train_sync", args, 2, "npu", lengths_like("budget", 2, 50, 200), size)
-        _, images = planned(configs["qwen3-vl"], size)(0)
-        assert memory.device["images"] > 4 * args.schedule.prompts_per_step // 2 * pixels_of(images).numel()
-        found.append(memory)
-    small, large = found
-    assert small.device["images"] < large.device["images"] and small.host["images"] < large.host["images"]
-    assert small.kept["weights"] == pytest.approx(4 * small.parameters / 2, rel=0.05)

@@ -116,26 +116,3 @@ def test_async_at_staleness_0_takes_the_time_of_sync(seed, slots, prompts, learn
     t = times(learn=learn, context=0.01, prefill=0.25, receive=2.0)
     sync, stream = (run(t, roles, 0, work, prompts, slots) for roles in (IN_TURN, SPLIT))
     assert sync.seconds == pytest.approx(stream.seconds) and sync.tokens == stream.tokens
-
-
-@settings(max_examples=80)
-@given(
-    prompts=st.integers(1, 4),
-    period=st.integers(1, 3),
-    threshold=st.sampled_from([0, 0.25, 0.5, 1, 2]),
-    whole=st.booleans(),
-    engines=st.integers(1, 4),
-    learn=st.sampled_from([0.0, 3.0, 30.0]),
-)
-def test_no_step_is_faster_than_either_side(prompts, period, threshold, whole, engines, learn):
-    work, t = Drawn(2, 8, 0.9, 60), times(step=0.0, row=1.0, learn=learn, receive=0.5, publish=0.25)
-    found = run(t, Roles(engines, 2), threshold, work, prompts, 5, period=period, whole_batches=whole)
-    assert found.seconds >= learn + 0.25 / period - 1e-9
-    assert 0 <= found.learners_wait <= 1 and 0 <= found.generators_wait <= 1
-    assert found.learners_wait == pytest.approx(1 - (learn + 0.25 / period) / found.seconds, abs=0.05)
-
-
-def test_a_higher_threshold_takes_less_time_of_long_tails():
-    t, work = times(step=0.01, row=1e-4, learn=1.5), Drawn(8, 100, 1.0, 2000)
-    seconds = [run(t, SPLIT, threshold, work, prompts=8, slots=256).seconds for threshold in (0, 0.5, 1, 2)]
-    assert seconds == sorted(seconds, reverse=True) and seconds[0] > 1.5 * seconds[-1] >= 1.5 * 1.49

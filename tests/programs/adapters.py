@@ -4,11 +4,8 @@ torchrun ... adapters.py MODEL OUT
 """
 
 import sys
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from helpers import make_group, whole
 
 from rl.learning.args import LearnerArgs
@@ -58,7 +55,7 @@ def main(ranks):
                 result[case]["gradient"] = joined({name: parameter.grad for name, parameter in own.items()})
             learner.step()
         result[case]["learned"] = joined(published(learner))
-        assert {parameter.dtype for parameter in learner.frozen.values()} == {getattr(torch, args.learner.dtype)}
+        assert {parameter.dtype for parameter in learner.frozen.values()} == {getattr(torch, args.dtype)}
     if ranks.is_main:
         torch.save(result, out)
 

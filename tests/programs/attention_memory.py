@@ -9,11 +9,8 @@ backward pass besides the queries, keys and values that it was given, the most t
 
 import json
 import sys
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
 from rl.model.attention import Packed
 from rl.ranks.device import is_accelerator

@@ -6,12 +6,9 @@ torchrun ... gradients.py MODEL OUT JSON       {"budgets": [...], "groups": n, "
 
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from helpers import make_group, whole
 
 from rl.learning.args import LearnerArgs

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "model"))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from helpers import whole
 from test_vision import dataset, make_batch
 

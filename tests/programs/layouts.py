@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "model"))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 import packed_kernels as kernels
 from helpers import make_group, whole
 from test_vision import dataset

@@ -6,11 +6,8 @@ torchrun ... load_memory.py MODEL FLAGS(JSON)
 
 import json
 import sys
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from memory import Peak
 
 from rl.learning.args import LearnerArgs

@@ -6,12 +6,9 @@ torchrun ... masked_logits.py MODEL...     a dense model, and a mixture of exper
 
 import dataclasses
 import sys
-from pathlib import Path
 
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from helpers import make_group, whole
 from layouts import relative
 

@@ -4,11 +4,8 @@ torchrun ... non_finite.py MODEL
 """
 
 import sys
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from helpers import make_group
 
 from rl.learning.args import LearnerArgs

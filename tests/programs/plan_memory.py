@@ -11,20 +11,17 @@ import dataclasses
 import json
 import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+from helpers import make_group
+from memory import Peak
+from tiny_vlm import prompts_by_number
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed import Work
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 from torch.utils._pytree import tree_leaves, tree_map_only
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-from helpers import make_group
-from memory import Peak
-from tiny_vlm import prompts_by_number
 
 import train_sync
 from rl import parts

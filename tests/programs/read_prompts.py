@@ -42,7 +42,7 @@ def main(_) -> None:
     try:
         config = load_config(model)
         prep = ImagePrep(model, config, args) if takes_images(config) else None
-        rows = PromptDataset(args.data.train_files, "train", tokenizer, args, prep)
+        rows = PromptDataset(args.train_files, "train", tokenizer, args, prep)
         measured = dict(counts)
         tokenizer.__class__ = Counted.__base__
         ids = [prompt.ids for prompt in (rows[i] for i in range(len(rows)))]

@@ -9,10 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from safetensors.torch import save_file
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from helpers import whole
+from safetensors.torch import save_file
 
 import train_sync
 from rl.checkpoint import resume, saver

@@ -7,12 +7,9 @@ torchrun ... shares.py SEQUENCE_PARALLEL
 import dataclasses
 import math
 import sys
-from pathlib import Path
 
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from helpers import make_group
 
 import losses

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT, run_script
+from helpers import ROOT, environment, run_script
 
 # One process for all: importing torch and transformers is most of what each would cost. Those that start whole runs
 # (demo, load, overlap, publish, startup, and trl's sides) are only imported: the scripts they start have tests of their own.
@@ -38,22 +38,6 @@ gpu.save("toy", str(out / "toy"))
 for part in (gpu.learner, gpu.engine):
     r = part(gpu.Args(toy=True, shape="toy", path=str(out / "toy"), repeats=1), ranks)
     assert r["tokens_per_s"] > 0 and len(gpu.row("x", "toy", r)) == len(gpu.HEAD)
-
-runs = {side: [{"steps": [s, s], "tokens": [64.0], "peak_gb": 1.0}] * 2 for side, s in ((trl.TRL, 2.0), ("sync", 1.0))}
-assert "| sync | 1.00 (1.00 - 1.00) | 0.50 (0.50 - 0.50) |" in trl.case_table(trl.CASES["toy"], runs)
-in_bf16 = {f"{trl.TRL}, bf16": runs["sync"], "sync, bf16": runs["sync"]}
-assert "| sync, bf16 | 1.00 (1.00 - 1.00) | 1.00 (1.00 - 1.00) |" in trl.case_table(trl.CASES["toy"], runs | in_bf16)
-found = {"setting": {"processor": "x", "load average": 1}, "runs": runs}
-add = trl.Args(add=True)
-assert trl.begin(add, found, {"processor": "x", "load average": 9}, list(runs)) is found
-assert trl.begin(trl.Args(), found, {}, ["sync"])["runs"] == {"sync": []} == trl.begin(add, None, {}, ["sync"])["runs"]
-for here, sides in (({"processor": "y"}, list(runs)), ({"processor": "x"}, ["sync"])):
-    try:
-        trl.begin(add, found, here, sides)
-        raise AssertionError("rounds that cannot be compared")
-    except SystemExit as error:
-        assert "--add" in str(error)
-assert set(trl.sides_of(trl.Args())) == {side for side in trl.OURS if "vLLM" not in side}
 """
 
 
@@ -69,33 +53,6 @@ def printed(program: str) -> str:
     """Return the output of a program that can import the benchmarks' modules."""
     command = [sys.executable, "-c", "import sys; sys.path.insert(0, 'benchmarks')\n" + program]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-
-
-# A training script as the benchmarks see it: two validations arrive during step 5, whose row repeats the newer one.
-SCRIPT = """
-import json, pathlib, sys
-out = pathlib.Path(sys.argv[sys.argv.index("--output-dir") + 1]) / "run"
-out.mkdir()
-key = "val-core/demo/acc/mean@1"
-validations = [{"step": step, "training/validated_step": step, key: step / 10} for step in (0, 2, 4)]
-rows = [{"step": step, "time": 9.0 + step, "timing_s/step": 1.0, "critic/score/mean": 0.5} for step in range(6)]
-rows[0] |= {"training/validated_step": 0, key: 0.0}
-rows[5] |= {"training/validated_step": 4, key: 0.4}
-for name, lines in (("validations", validations), ("metrics", rows)):
-    (out / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
-"""
-
-
-def test_a_benchmark_reads_every_validation_of_a_run(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    program = "import json; from scripts import demo, moe, staleness\n"
-    program += f"for module in (demo, moe, staleness): module.MODES = {{'sync': [{str(script)!r}]}}\n"
-    program += "moe.SIDES, moe.SHOWN, staleness.SIDES = {'one': []}, {'critic/score/mean': ''}, {'one': ('sync', [])}\n"
-    program += "found = [staleness.one_run('one', 0, 5), moe.one_run('one', 0, 5)['accuracy']]\n"
-    program += "found.append(demo.one_run('sync', 0, demo.Args(steps=5))['accuracy'])\n"
-    program += "print(json.dumps(found))\n"
-    assert json.loads(printed(program)) == 3 * [{"0": 0.0, "2": 0.2, "4": 0.4}]
 
 
 def test_the_pages_hold_the_tables_that_the_results_make():
@@ -140,3 +97,14 @@ def test_a_side_of_overlap_leaves_out_just_the_other_half(side, tmp_path):
     assert len(rows) == 3 and all(("actor/loss" in row) == (side == "training") for row in rows)
     if side == "training":  # what its engine says of each token
         assert all(row["rollout_corr/rollout_log_ppl"] == pytest.approx(2.3) for row in rows)
+
+
+@pytest.mark.slow
+def test_every_part_of_the_benchmark_on_a_gpu_runs_at_toy_size():
+    command = [sys.executable, "benchmarks/scripts/gpu.py", "--toy", "--repeats", "2"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=290)
+    assert done.returncode == 0, done.stderr[-3000:]
+    table = done.stdout[done.stdout.rindex("| what") :]
+    for part in ("learner", "learner, gradient checkpointing", "embedded engine", "vLLM", "async, one device"):
+        assert f"| {part} |" in table
+    assert "Error" not in table and "WRONG" not in table

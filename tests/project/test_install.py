@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, run_script
 from packaging.requirements import Requirement
+from test_requirements import requirements
 
 import rl
 
@@ -22,7 +23,7 @@ def wheel(tmp_path_factory) -> Path:
     where, source = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "requirements.txt", "losses.py", "report.py"):
         shutil.copy(ROOT / name, source / name)
-    for name in ("rl", "tools", "math_grader"):
+    for name in ("rl", "tools", "math_grader", "program_grader", "examples/demo"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     flags = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
     subprocess.run([sys.executable, "-m", "pip", "wheel", *flags, "--wheel-dir", where, source], check=True, timeout=120)
@@ -50,7 +51,7 @@ def test_everything_imports_from_any_directory_and_the_report_without_torch(site
     program = "import sys, report, tools.report.logs; print('torch' in sys.modules, report.__file__)"
     assert run(site, tmp_path, program) == f"False {site / 'report.py'}"
     assert run(site, tmp_path, "import losses; print(losses.__file__)") == str(site / "losses.py")
-    for name in ("rl", "tools", "math_grader"):
+    for name in ("rl", "tools", "math_grader", "program_grader", "examples/demo"):
         modules = {path.relative_to(ROOT) for path in (ROOT / name).rglob("*.py")}
         assert modules == {path.relative_to(site) for path in (site / name).rglob("*.py")}, "every file of the package is there"
 
@@ -60,27 +61,24 @@ def metadata(site: Path) -> email.message.Message:
     return email.message_from_string(file.read_text())
 
 
+@pytest.mark.slow
 def test_the_version_is_the_same_everywhere(site):
     assert metadata(site)["Version"] == rl.__version__
     assert f"version: {rl.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## {rl.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def requirements(name: str) -> dict[str, Requirement]:
-    """Return the lines of a requirements file, and of the files it includes with -r, by package."""
-    found = {}
-    for line in (ROOT / name).read_text().splitlines():
-        if line.startswith("-r "):
-            found |= requirements(line.removeprefix("-r ").strip())
-        elif line := line.split("#")[0].strip():
-            found[Requirement(line).name] = Requirement(line)
-    return found
-
-
+@pytest.mark.slow
 def test_the_dependencies_are_those_of_requirements_txt_whatever_torch_and_transformers_there_are(site):
     wanted = {name: str(of.specifier) for name, of in requirements("requirements.txt").items()}
     declared = {Requirement(line).name: str(Requirement(line).specifier) for line in metadata(site).get_all("Requires-Dist")}
     assert declared == wanted | {"torch": "", "transformers": ""}
+
+
+def together(name: str) -> dict[str, Requirement]:
+    """Return the requirements of a file and of the one that it includes, by package."""
+    base = requirements("requirements.txt") if "-r requirements.txt" in (ROOT / name).read_text() else {}
+    return base | requirements(name)
 
 
 SETS = ["requirements.txt", "requirements-cuda.txt", "requirements-npu.txt", "requirements-dev.txt"]
@@ -104,7 +102,7 @@ def install_into(environment: Path, versions: dict[str, str]) -> None:
 def test_installing_the_project_changes_no_other_package(file, moved, wheel, tmp_path):
     """pip reports that it would install only the project into an environment of that set."""
     venv.create(tmp_path / "venv", with_pip=False)
-    lowest = {name: min(of.specifier, key=lambda part: part.operator == "<").version for name, of in requirements(file).items()}
+    lowest = {name: min(of.specifier, key=lambda part: part.operator == "<").version for name, of in together(file).items()}
     install_into(tmp_path / "venv", lowest | moved)
     target = ["--python", tmp_path / "venv" / "bin" / "python"]
     flags = ["--dry-run", "--no-index", "--quiet", "--report", tmp_path / "report.json", "--disable-pip-version-check"]

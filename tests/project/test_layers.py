@@ -99,12 +99,9 @@ def test_tests_lie_in_the_folders_of_what_they_test():
     assert folders <= {*LEVELS, "losses", "scripts", "project"}
 
 
-def test_the_grader_of_mathematics_imports_nothing_of_ours():
-    assert not [name for file in (ROOT / "math_grader").glob("*.py") for name in imported(file)]
-
-
-def test_losses_import_nothing_of_ours():
-    assert not [*imported(ROOT / "losses.py")]
+def test_losses_and_the_graders_import_nothing_of_ours():
+    files = [ROOT / "losses.py", *(ROOT / "math_grader").glob("*.py"), *(ROOT / "program_grader").glob("*.py")]
+    assert not [name for file in files for name in imported(file)]
 
 
 @pytest.mark.parametrize("folder", sorted({file.parent for _, file in files()}), ids=lambda path: str(path.relative_to(ROOT)))
@@ -122,25 +119,13 @@ def test_a_folder_has_a_sign_and_few_files(folder):
 @pytest.mark.slow
 def test_a_start_of_plain_training_imports_no_room_of_a_feature():
     """Imported where a flag or the model asks for it."""
-    rooms = ["rl.adapters", "rl.algorithm.critic", "rl.algorithm.imitation", "rl.algorithm.teacher", "rl.checkpoint.push"]
-    rooms += ["rl.data.demonstrations", "rl.data.image_prompts", "rl.data.teacher_prompts", "rl.data.tools", "rl.replay"]
-    rooms += [
-        "rl.environments.pool",
-        "rl.generation.episodes",
-        "rl.generation.vllm",
-        "rl.learning.batch_images",
-        "rl.learning.compact_adamw",
-    ]
-    rooms += [
-        "rl.model.attention_kernels",
-        "rl.model.compiled",
-        "rl.model.expert_parallel",
-        "rl.model.hybrid",
-        "rl.model.liger",
-    ]
-    rooms += ["rl.model.router", "rl.model.sampling_mask", "rl.model.sequence_parallel", "rl.model.vision_forward", "rl.split"]
-    rooms += ["rl.record.wandb_log", "rl.rewards.host", "rl.supervised", "rl.transport", "math_grader", "program_grader"]
-    rooms += ["datasets", "liger_kernel", "openai", "pebble", "peft", "vllm", "wandb"]
-    code = f"import sys, train_sync; print([name for name in {rooms} if name in sys.modules])"
+    rooms = """adapters algorithm.critic algorithm.imitation algorithm.teacher checkpoint.push data.demonstrations
+        data.image_prompts data.teacher_prompts data.tools environments.pool generation.episodes generation.vllm
+        learning.batch_images learning.compact_adamw model.attention_kernels model.compiled model.expert_parallel model.hybrid
+        model.liger model.router model.sampling_mask model.sequence_parallel model.vision_forward record.wandb_log replay
+        rewards.host split supervised transport"""
+    names = [f"rl.{room}" for room in rooms.split()] + ["math_grader", "program_grader"]
+    names += ["datasets", "liger_kernel", "openai", "pebble", "peft", "vllm", "wandb"]
+    code = f"import sys, train_sync; print([name for name in {names} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout == "[]\n", done.stderr

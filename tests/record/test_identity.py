@@ -73,23 +73,6 @@ def test_every_flag_belongs_to_the_run_or_is_named_as_one_that_may_change(script
             assert not rest or field == "train_batch_size", "a mini-batch that was not given is the batch"
 
 
-EARLIER = {"train_batch_size": 4, "ppo_mini_batch_size": 2, "publish_every": 2, "staleness_threshold": 0.5, "generators": 1}
-EARLIER |= {"partial_rollout": "keep", "max_staleness": None}
-
-
-def test_a_run_of_when_the_schedule_was_no_part_resumes(prompts, demo_model):
-    """Its flags are recorded under the same names, next to all others."""
-    args = parts.make(train_async.Args, **EARLIER)
-    own = Identity(args, "train_async", demo_model, prompts)
-    assert all(own.record["flags"][name] == value for name, value in EARLIER.items())
-    assert not any(isinstance(value, dict) for value in own.record["flags"].values()) and "schedule" not in own.record["flags"]
-    was = saved(own)
-    was["flags"] = {name: value for name, value in was["flags"].items() if name not in EARLIER} | EARLIER
-    assert own.check(was, Path("step_1")) == []
-    with pytest.raises(UserError, match="was written with --publish-every 2, now it is 3"):
-        Identity(parts.replace(args, publish_every=3), "train_async", demo_model, prompts).check(was, Path("step_1"))
-
-
 def test_a_supervised_run_resumes(prompts, demo_model):
     """Its script has fewer flags than the others."""
     own = Identity(train_sft.Args(), "train_sft", demo_model, prompts)

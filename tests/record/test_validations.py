@@ -30,6 +30,8 @@ from rl.samples.channel import Inbox, Outbox
 from rl.split import Split
 from rl.training_run import TrainingRun
 from tools.report import logs
+from tools.report.conclusions import conclude
+from tools.report.logs import RunGroup
 
 ACCURACY = "val-core/demo/acc/mean@1"
 
@@ -143,6 +145,8 @@ def test_the_last_validation_of_a_step_counts_and_a_report_takes_those_of_rows_t
     loaded = logs.load(tmp_path)
     assert loaded.points(ACCURACY).tolist() == [[0, 0.1], [4, 0.3], [6, 0.6]]
     assert any("validations.jsonl line 4" in note for note in loaded.notes)
+    said = str(conclude([RunGroup("a", [loaded])]))
+    assert "3 validations, 1 run: 0.100 before, 0.600 after" in said, said
 
 
 def test_weights_and_biases_gets_every_row_at_its_own_step(tmp_path, monkeypatch):
@@ -388,44 +392,6 @@ def test_validations_that_arrive_together_are_all_recorded_and_best_is_the_best(
 
 def named(script: str, out: Path, *flags, **how):
     return run_script(script, "--output-dir", out, "--experiment-name", "run", *SMALL, *flags, **how)
-
-
-@pytest.mark.runs
-@pytest.mark.timeout(300)
-def test_a_branch_has_a_best_of_its_own(demo_model, tmp_path):
-    flags = ("--test-freq", "2", "--save-freq", "2", "--max-ckpt-to-keep", "0", "--total-training-steps", "4")
-    named("train_sync.py", tmp_path, *flags, "--lr", "1e-4")
-    run = tmp_path / "run"
-    (run / "best").unlink()  # as if step 4 had been better by far
-    (run / "best").symlink_to("step_000004")
-    (run / "best" / "best.json").write_text('{"step": 4, "score": 0.99}')
-    old = accuracies(run)
-    named("train_sync.py", tmp_path, *flags, "--lr", "0.02", "--resume-mode", run / "step_000002")
-    new = accuracies(run)
-    assert {**new, 4: old[4]} == old and new[4] < new[2], "the branch spoils the model"
-    assert json.loads((run / "best" / "best.json").read_text()) == {"step": 2, "score": new[2]}
-    assert [line["step"] for line in strict(run / "validations_superseded.jsonl")] == [4]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_weights_that_are_published_within_a_period_are_validated_under_their_own_step(demo_model, tmp_path):
-    """A run resumes after step 3 of periods of two steps: what goes out as version 1 then are the weights of step 3."""
-    flags = ("--publish-every", "2", "--save-freq", "1", "--max-ckpt-to-keep", "0", "--total-training-steps", "4")
-    flags += ("--lr", "3e-3")
-    named("train_async.py", tmp_path, *flags, "--test-freq", "0", ranks=2)
-    run = tmp_path / "run"
-    shutil.rmtree(run / "step_000004")
-    named("train_async.py", tmp_path, *flags, "--test-freq", "2", ranks=2)  # what was not validated yet is due
-    assert [(line["step"], line["version"]) for line in strict(run / "validations.jsonl")] == [(3, 1), (4, 2)]
-    found, best = accuracies(run), json.loads((run / "best" / "best.json").read_text())
-    assert best["score"] == found[best["step"]] == max(found.values())
-    alone = {}
-    for step in (2, 3):
-        out = tmp_path / f"alone{step}"
-        named("train_sync.py", out, "--model", run / f"step_{step:06d}", "--total-training-steps", "1", "--test-freq", "1")
-        alone[step] = accuracies(out / "run")[0]
-    assert found[3] == alone[3]
 
 
 @pytest.mark.runs

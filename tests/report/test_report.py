@@ -4,18 +4,16 @@ import json
 import math
 import os
 import re
-import shutil
-import struct
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tyro
 from helpers import ROOT
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.transforms import Bbox
 
 import report
 from report import Args, main
@@ -90,26 +88,26 @@ def test_a_pause_between_attempts_is_no_time_of_training(tmp_path):
     assert "| train_sync | 2 | 20 | 40 |" in page and whole.notes == []
 
 
-def test_steps_lost_in_a_crash_count_once_and_the_pause_not(tmp_path):
-    """Steps 1 to 6, a crash, and after 100 s again from step 5 on, whose first step takes 7 s for its start-up."""
-    again = rows(8)[4:]
-    for row in again:
-        row["time"] += 100
-    again[0]["timing_s/step"] = 7.0
-    log = load(write(tmp_path / "a", rows(6) + again))
-    assert log.seconds == 4 * 2 + 7 + 3 * 2 and log.starts == {1, 5}
-    assert "2 attempts: the 95 seconds between them are not counted" in log.notes
+def changed(data: list[dict], step: int, seconds: float) -> list[dict]:
+    """Rows whose clock jumps before this step."""
+    return [row | {"time": row["time"] + seconds * (row["step"] >= step)} for row in data]
 
 
-def test_a_step_whose_line_is_missing_still_took_its_time(tmp_path):
-    assert load(write(tmp_path / "a", rows(4) + rows(8)[5:])).seconds == 16
+CLOCKS = {  # rows of steps of 2 s -> seconds of training, starts, a note
+    "a crash after step 6, resumed from 5, whose start-up takes 5 s": (
+        rows(6) + [row | {"timing_s/step": 7.0 if row["step"] == 5 else 2.0} for row in changed(rows(8)[4:], 5, 100)],
+        (4 * 2 + 7 + 3 * 2, {1, 5}, "2 attempts: the 95 seconds between them are not counted"),
+    ),
+    "a line is missing": (rows(4) + rows(8)[5:], (16, {1}, None)),
+    "the clock was set back": (changed(rows(8), 5, -3600), (16, {1}, None)),
+}
 
 
-def test_a_clock_that_was_set_back(tmp_path):
-    data = rows(8)
-    for row in data[4:]:
-        row["time"] -= 3600
-    assert load(write(tmp_path / "a", data)).seconds == 16
+@pytest.mark.parametrize("case", CLOCKS)
+def test_time_between_attempts_does_not_count_and_lost_lines_do(case, tmp_path):
+    data, (seconds, starts, note) = CLOCKS[case]
+    log = load(write(tmp_path / "a", data))
+    assert (log.seconds, log.starts) == (seconds, starts) and (note is None or note in log.notes)
 
 
 def test_groups_differ_in_more_than_the_seed(tmp_path):
@@ -348,13 +346,6 @@ def test_nan_is_left_out_and_counted(tmp_path):
     assert "actor/grad_norm is NaN" in said(tmp_path / "out", tmp_path / "a")
 
 
-def test_runs_of_different_lengths(tmp_path):
-    runs = [write(tmp_path / f"{n}", rows(n, **{ACCURACY: n / 100}), seed=n) for n in (25, 30, 60)]
-    page = said(tmp_path / "out", *runs)
-    assert "| train_sync | 3 | 38 (25 - 60)" in page
-    assert (tmp_path / "out" / "reward.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_step_recorded_twice_counts_once(tmp_path):
     log = load(write(tmp_path / "a", rows(10) + [r | {"critic/score/mean": 9.0} for r in rows(10)[5:]]))
     assert log.steps == 10 and len(log.rows) == 10 and log.points("critic/score/mean")[-1, 1] == 9
@@ -416,6 +407,11 @@ def test_the_command_line(tmp_path):
 # ------------------------------------------------------------------------------------------------------ the page
 
 
+def test_the_commands_of_its_page_are_taken():
+    commands = re.findall(r"^    python report\.py ([^#\n]+)", (ROOT / "docs" / "report.md").read_text(), re.M)
+    assert commands and all(tyro.cli(Args, args=shlex.split(command)).runs for command in commands)
+
+
 def full_run(path: Path, script: str, seed: int) -> Path:
     """A run with every kind of metric that the report draws."""
     more = {name: 0.1 for _, panels in report.LINES.values() for name in panels}
@@ -450,54 +446,8 @@ def test_the_load_of_a_mixture_s_experts_is_drawn_of_the_first_and_the_last_step
     assert (tmp_path / "out" / "experts_1.png").exists() and not (tmp_path / "out" / "experts_2.png").exists()
 
 
-@pytest.mark.slow
-def test_no_label_is_cut_off(tmp_path, monkeypatch):
-    """Not even the labels of a group with a long name."""
-    drawn = []
-
-    def keep(figure, target, **how):
-        save(figure, target, **how)
-        width, height = struct.unpack(">II", Path(target).read_bytes()[16:24])  # of the PNG
-        texts = [label for axes in figure.axes for label in (axes.xaxis.label, axes.yaxis.label)]
-        texts += [text for axes in figure.axes if axes.get_legend() for text in axes.get_legend().get_texts()]
-        texts += [text for axes in figure.axes if axes.patches for text in axes.get_yticklabels()]  # names of bars
-        whole = Bbox.union([text.get_window_extent() for text in texts if text.get_text()])
-        drawn.append((Path(target).name, whole.width <= width, whole.height <= height))
-
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", keep)
-    runs = [full_run(tmp_path / f"a{i}", "a_script_with_quite_a_long_name_of_its_own", i) for i in range(2)]
-    other = json.loads((runs[1] / "config.json").read_text())
-    other["flags"]["train_files"] = "somewhere/deep/in/a/file/system/with/a/long/name.parquet"
-    (runs[1] / "config.json").write_text(json.dumps(other))
-    said(tmp_path / "out", *runs)
-    assert len(drawn) == 10 and all(fits for _, *of in drawn for fits in of), drawn
-
-
 def test_throughput_is_smoothed(tmp_path):
     assert report.smoothing(THROUGHPUT, "tokens/s", 10) == ("tokens/s, mean of up to 10 steps", 10)
     data = [row | {"perf/total_num_tokens": 100.0 * (1 + row["step"] % 2), "perf/time_per_step": 1.0} for row in rows(40)]
     log = load(write(tmp_path / "a", data))
     assert set(report.curve(THROUGHPUT, "step", 10, 1)(log)[:, 1]) == {150.0}, "it jumped between 100 and 200"
-
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-PROBE = """<script>onload = () => { document.title = 'ready'; document.body.append(JSON.stringify({
-  images: [...document.images].map(i => i.naturalWidth), tables: document.querySelectorAll('table tr').length,
-  requests: performance.getEntriesByType('resource').map(e => e.name) })) }</script></body>"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here (apt-get install chromium)")
-def test_it_opens_in_a_browser(tmp_path):
-    said(tmp_path / "out", full_run(tmp_path / "a", "train_sync", 0))
-    html = (tmp_path / "out" / "report.html").read_text()
-    (tmp_path / "out" / "probe.html").write_text(html.replace("</body>", PROBE))
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000"]
-    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-    url = (tmp_path / "out" / "probe.html").as_uri()
-    done = subprocess.run([CHROMIUM, *flags, url], capture_output=True, text=True, timeout=120, env=os.environ)
-    found = json.loads(re.search(r'\{"images".*?\}', done.stdout)[0])
-    assert len(found["images"]) == 10 and min(found["images"]) > 300, found
-    assert found["tables"] > 3
-    assert all(name.startswith(("file:", "data:")) for name in found["requests"]), found

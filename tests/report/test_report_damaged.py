@@ -75,19 +75,12 @@ def test_short_runs(steps, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_killed_within_a_line(tmp_path):
-    text = "".join(json.dumps(row) + "\n" for row in rows(3))
-    for number, cut in enumerate(range(0, len(text), 97)):
-        report_of(tmp_path / f"{number}", text[:cut])
-
-
-@pytest.mark.slow
 def test_every_metric_may_be_missing_or_of_any_kind(tmp_path):
     """In all rows, in the first or in the others. A sample of the values, with a fixed seed."""
     dice, number = random.Random(0), 0
     for name in sorted({name for row in rows(3) for name in row}):
         for where in (range(3), range(1), range(1, 3)):
-            for value in dice.sample([None, "x", -1, 0, 10**400, float("inf"), True, [1], {"a": 1}, ...], 3):
+            for value in dice.sample([None, "x", -1, 0, 10**400, float("inf"), True, [1], {"a": 1}, ...], 2):
                 changed = rows(3)
                 for row in where:
                     changed[row].pop(name, None)
@@ -133,13 +126,6 @@ def test_rewards_are_means_of_as_many_steps(tmp_path):
     assert "reward of the last steps: 0.355 / 0.055, 1 and 1 run, 10 steps of each" in page
     report_of(tmp_path / "c", rows(4), **{"config.json": json.dumps(CONFIG | {"script": "c"})})
     assert "reward, last 4 steps" in said(tmp_path / "a", tmp_path / "c"), "in the table, too"
-
-
-@pytest.mark.slow
-def test_an_impossible_mfu_is_named(tmp_path):
-    above = [row | {"perf/mfu/actor": 1.018} for row in rows(3)]
-    assert "an MFU above 100% is impossible" in report_of(tmp_path / "a", above)
-    assert "impossible" not in report_of(tmp_path / "b", rows(3))
 
 
 @pytest.mark.parametrize("name", ["a.log", "metrics.jsonl"])

@@ -70,6 +70,7 @@ def test_the_first_tests_and_the_time_of_all():
 
 
 ADD = "def add(a, b):\n    return a + b"
+FORKS = "import os\ndef add(a, b):\n    pid = os.fork()\n    if pid: os.waitpid(pid, 0)\n    return a + b"
 SOLUTION = "class Solution:\n    def add(self, a: List[int], b):\n        return a + b"
 
 
@@ -93,6 +94,7 @@ SOLUTION = "class Solution:\n    def add(self, a: List[int], b):\n        return
         ({"assert_case": ["assert add(1, 2) == 3", ""], "inputs": ["", ""], "outputs": ["", ""]}, ADD, 1),
         ({"test": "def check(f):\n    assert f(1, 2) == 3", "entry_point": "add"}, ADD, 1),  # HumanEval
         (["assert add(1, 2) == 3"], "import os\nos._exit(0)", 0),
+        ({"fn_name": "add", "inputs": ["1\n2"], "outputs": ["3"]}, FORKS, 1),  # and only the parent reports
     ],
 )
 def test_layouts_of_tests(truth, program, score):
@@ -205,11 +207,6 @@ def test_a_verdict_cannot_be_forged(name):
     of_function = {"fn_name": "double", "inputs": ["4321"], "outputs": ["8642"]}
     assert graded(FORGERIES[name] + "\ndef double(n): return [n, n]", of_function)["score"] == 0
     assert graded("print(2 * int(input()))", truth)["score"] == 1
-
-
-def test_a_fork_of_the_program_reports_nothing():
-    program = "import os\ndef double(n):\n    pid = os.fork()\n    if pid: os.waitpid(pid, 0)\n    return 2 * n"
-    assert graded(program, {"fn_name": "double", "inputs": ["4"], "outputs": ["8"]})["score"] == 1
 
 
 def test_the_sandbox_stays_warm_and_is_replaced_when_it_was_used():

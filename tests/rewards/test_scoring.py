@@ -350,19 +350,6 @@ def test_the_end_of_the_parent_process_is_an_error(mine):
             drain(pool)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"reward_workers": 0}, "--reward-workers must be from 1"),
-        ({"reward_timeout": 0.0}, "--reward-timeout must be above 0"),
-        ({"overlong_buffer_len": -1}, "--overlong-buffer-len must be at least 0"),
-    ],
-)
-def test_impossible_settings(flags, message):
-    with pytest.raises(UserError, match=message):
-        check(RewardArgs(**flags))
-
-
 def test_an_unknown_source_is_named():
     with pytest.raises(UserError, match=r"a\.parquet row 7.*'my/data'.*--reward.*openai/gsm8k"):
         check_sources({"demo": "a.parquet row 0", "my/data": "a.parquet row 7"}, RewardArgs())

@@ -58,43 +58,17 @@ def test_a_ground_truth_may_be_a_number_or_a_whole_answer_of_gsm8k(truth):
     """Otherwise every response scores 0 and no metric says why."""
     assert gsm8k("", "#### 72", truth)["score"] == gsm8k_flexible("", "It is 72", truth) == 1
     assert gsm8k("", "#### 70", truth)["score"] == gsm8k_flexible("", "It is 2", truth) == 0
+    assert accuracy("lighteval/MATH", r"\boxed{18}", 18) == accuracy("math_dapo", "Answer: 18", 18) == 1
 
 
-GEOMETRY = [  # response, whether its answer is 5 and whether it has the format, by hand from verl's geo3k.py
-    ("<think>a</think>\\boxed{5}", 1, 1),
-    ("<think></think>\\boxed{5}", 1, 1),
-    ("<think>two\nlines</think>\n\nSo\n$$\\boxed{5}$$\nwhich was asked.\n", 1, 1),
-    ("<think>first \\boxed{4}</think> then \\boxed{5}", 1, 1),
-    ("<think>a</think> b <think>c</think> \\boxed{5}", 1, 1),
-    ("<think>a</think> \\boxed{6}", 0, 1),
-    ("<think>a</think> \\boxed{5} or rather \\boxed{6}", 0, 1),
-    ("<think>a</think> \\boxed{}", 0, 1),
-    ("\\boxed{5}", 1, 0),
-    (" <think>a</think> \\boxed{5}", 1, 0),  # the pattern begins at the first character
-    ("\n<think>a</think> \\boxed{5}", 1, 0),
-    ("Well. <think>a</think> \\boxed{5}", 1, 0),
-    ("a</think> \\boxed{5}", 1, 0),  # of a chat template that opens <think> itself
-    ("<think>a \\boxed{5}", 1, 0),
-    ("<think>\\boxed{5}</think> so it is five", 1, 0),  # the box stands within
-    ("</think>\\boxed{5}<think>", 1, 0),
-    ("<Think>a</Think> \\boxed{5}", 1, 0),
-    ("<think>a</think> \\boxed {5}", 1, 0),
-    ("<think>a</think> \\fbox{5}", 1, 0),
-    ("<think>a</think> 5", 0, 0),
-    ("<think>a</think> \\boxed{5", 0, 0),
-    ("", 0, 0),
-]
+GEOMETRY = [line.split("\t") for line in (ROOT / "tests" / "fixtures" / "geometry.tsv").read_text().splitlines()[1:]]
 
 
 @pytest.mark.parametrize(("text", "right", "formed"), GEOMETRY)
 def test_geometry_is_scored_as_in_verl(text, right, formed):
+    text, right, formed = map(json.loads, (text, right, formed))
     value = BUILT_IN[verifier_name("hiyouga/geometry3k")]("hiyouga/geometry3k", text, "5")
     assert value == {"score": pytest.approx(0.9 * right + 0.1 * formed), "acc": right, "format": formed, "undecided": 0}
-
-
-def test_ground_truths_may_be_numbers():
-    assert gsm8k("", "#### 18", 18)["score"] == gsm8k_flexible("", "18", 18) == 1
-    assert accuracy("lighteval/MATH", r"\boxed{18}", 18) == accuracy("math_dapo", "Answer: 18", 18) == 1
 
 
 PIECES = [*"0123456789.,-+$%#{}()[]\\ \n=eExa/^_*:", r"\boxed{", r"\frac", r"\text{", "Answer:", "####", *"½²√\u2212"]

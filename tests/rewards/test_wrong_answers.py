@@ -46,7 +46,7 @@ def paid_texts(count: int, seed: int) -> list[tuple[str, str, str, str]]:
 
 def test_none_of_thousands_of_wrong_answers_is_paid():
     with cpu_limit(60):
-        assert paid_texts(8000, seed=11) == []
+        assert paid_texts(2000, seed=11) == []
 
 
 @pytest.mark.slow
@@ -60,6 +60,7 @@ def test_the_generator_makes_every_kind_often():
     assert len({text for _, text, _ in wrong_answers(1, 4000)}) > 3000
 
 
+@pytest.mark.slow
 def test_different_answers_never_pay_for_each_other():
     """All ordered pairs of the fixture's ground truths: 37,056 pairs of right answers found four holes once."""
     truths = sorted({str(row["truth"]) for row in ROWS})
@@ -110,7 +111,7 @@ def test_right_spellings_are_paid(grader, shape):
     assert refused == []
 
 
-@pytest.mark.parametrize("part", ["train", "test"])
+@pytest.mark.parametrize("part", ["test", pytest.param("train", marks=pytest.mark.slow)])
 def test_every_published_solution_of_gsm8k_is_paid(part):
     path = GSM8K / f"{part}.parquet"
     if not path.exists():
@@ -139,28 +140,13 @@ def test_every_ground_truth_of_geometry_is_paid_for_itself():
 # ------------------------------------------------------------------------------------------------------ undecided
 
 
-@pytest.mark.parametrize(
-    ("text", "truth", "undecided"),
-    [
-        ("7", "7", 0),
-        ("8", "7", 0),
-        ("7+1", "7", 0),
-        ("7 zorg", "7", 1),
-        ("about 7", "7", 1),
-        ("x=7, y=8", "8", 1),
-        ("7 = 8", "8", 1),
-        ("Briana", r"\text{Evelyn}", 0),
-        (r"\int_0^7 dx", "7", 1),
-        ("7)", "7", 1),
-        ("(7,8)", "(8,7)", 0),
-        ("7 km", r"7\text{ m}", 0),
-        ("7" * 500, "7", 1),
-        ("7", r"\foo", 1),
-    ],
-)
+UNDECIDED = [line.split("\t") for line in (ROOT / "tests" / "fixtures" / "undecided.tsv").read_text().splitlines()[1:]]
+
+
+@pytest.mark.parametrize(("text", "truth", "undecided"), [*UNDECIDED, ("7" * 500, "7", 1)])
 def test_an_answer_that_cannot_be_decided_is_counted(text, truth, undecided):
-    assert math_verify("", f"\\boxed{{{text}}}", truth)["undecided"] == undecided
-    assert math_dapo("", f"Answer: {text}", truth)["undecided"] == undecided
+    assert math_verify("", f"\\boxed{{{text}}}", truth)["undecided"] == int(undecided)
+    assert math_dapo("", f"Answer: {text}", truth)["undecided"] == int(undecided)
 
 
 AROUND = [line.split("\t") for line in (ROOT / "tests" / "fixtures" / "around_a_box.tsv").read_text().splitlines()]

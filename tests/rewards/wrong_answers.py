@@ -68,7 +68,7 @@ def _places(rng: random.Random, kind: str) -> dict[str, str]:
     unit, thing = rng.sample(WORDS["unit"][0], 2)
     letters = rng.choice(WORDS["letters"][0])
     numbers = {"n": n, "k": k, "a": a, "b": b, "c": c, "less": n - 2, "more": n + 3, "times": n * k, "squared": n * n}
-    numbers |= {"next": k + 1, "hundredfold": n * 100}
+    numbers |= {"next": k + 1, "hundredfold": n * 100, "bk": b * k, "ck": c * k, "c_b": c - b}
     if kind == "digits":
         signs = {"subscript": 0x2080 + b, "circled": 0x245F + a, "devanagari": 0x0966 + b, "arabic": 0x0660 + b}
         numbers |= {name: chr(code) for name, code in signs.items()} | {"superscript": "\u2070\u00b9\u00b2\u00b3"[b % 4]}

@@ -135,7 +135,7 @@ may_start = True  # whether the test that runs now may start runs (conftest.py)
 
 
 def environment(**more: str) -> dict[str, str]:
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(str(ROOT)), "HF_HUB_OFFLINE": "1"}
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(f"{ROOT}:{ROOT / 'tests' / 'tools'}"), "HF_HUB_OFFLINE": "1"}
     # torch's store asks DNS for the name of whoever connects, and all ranks wait meanwhile: up to ten seconds by default.
     return os.environ | own | {"RES_OPTIONS": "timeout:1 attempts:1"} | more
 

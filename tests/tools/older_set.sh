@@ -2,7 +2,7 @@
 # What runs on a CPU, tested with the older versions of requirements-npu.txt, less what wants an NPU:
 #   tests/tools/older_set.sh [DIRECTORY] [pytest's own arguments]     # of the virtual environment; made, and filled, if it is not there
 #   tests/tools/older_set.sh --this-torch [DIRECTORY] [...]           # with the torch and all else that python has; transformers is older
-# The second takes a minute to fill, and runs the tests of models, images, engines and experts (tests/project/test_older_set.py does it).
+# The second takes a minute to fill, and runs the tests of models, images, engines and experts (tests/project/test_requirements.py does it).
 # It exits with 77 where pip cannot install.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
