@@ -39,7 +39,9 @@ def learn(trainer: Trainer, groups: list[Group], **flags) -> tuple[dict, torch.T
     trainer.learner.optimizer.state.clear()
     args = parts.replace(trainer.args, **flags)
     trainer.learner.args = args.learner
-    return learn_and_report(args, trainer.learner, Batch.of(groups)), trainer.weights()
+    metrics = learn_and_report(args, trainer.learner, Batch.of(groups))
+    del metrics["actor/updated_steps"]  # of all steps that this learner has taken
+    return metrics, trainer.weights()
 
 
 @pytest.fixture(scope="module")
