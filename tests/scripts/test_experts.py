@@ -135,6 +135,7 @@ def test_a_run_on_shared_ranks_resumes_bit_for_bit(model, tmp_path, script, flag
         assert load.max() == pytest.approx(of["moe/load/max"], abs=1e-3) and (load == 0).sum() == of["moe/never_used"]
 
 
+@pytest.mark.slow
 def test_r2_replays_the_pass_of_the_old_log_probs(model, ranks):
     """Two epochs at a high rate: without replay the router would choose other experts in the second."""
     trainer = Trainer(model, ranks)

@@ -160,13 +160,13 @@ def help_of(args: type, word: str, capsys) -> str:
 def test_help_shows_the_common_flags_and_help_all_every_flag(script, capsys):
     """And in front of them those that a copy of a script adds."""
     args = SCRIPTS[script].Args
-    common = FLAGS.findall(help_of(args, "-h", capsys))
+    short, whole = (help_of(args, word, capsys) for word in ("-h", "--help-all"))
+    common = FLAGS.findall(short)
     assert 22 <= len(common) <= 30
     assert {"--model", "--train-files", "--reward", "--train-batch-size", "--lr", "--output-dir"} <= {*common}
-    assert {*FLAGS.findall(help_of(args, "--help-all", capsys))} == fields(script)
-    assert "All flags: --help-all." in help_of(args, "--help", capsys)
-    for word in ("--help", "--help-all"):
-        titles = re.findall(r"^([a-z-]+):$", help_of(args, word, capsys), re.MULTILINE)
+    assert {*FLAGS.findall(whole)} == fields(script) and "All flags: --help-all." in short
+    for text in (short, whole):
+        titles = re.findall(r"^([a-z-]+):$", text, re.MULTILINE)
         assert titles[:4] == ["run", "data", "reward", "algorithm"] and len(titles) == len(set(titles))
     own = dataclasses.make_dataclass("Args", [("bonus", float, 0.0), ("seed", int, 5)], bases=(args,))
     own.__module__ = "my_fork"

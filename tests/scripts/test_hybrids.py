@@ -132,6 +132,7 @@ def test_decay_and_gated_norm_are_fp32_on_both_sides(layout, tmp_path, ranks):
         assert torch.equal(engine.read_back(name), master) and not torch.equal(master, before[name])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_images_comes_back(tmp_path, ranks):
     """Files as the hub has them: bfloat16, but for decay and gated norm, and with weights that predict further tokens. What is
     saved is read by transformers, and again by a learner, with every bit of them."""
