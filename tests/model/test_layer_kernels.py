@@ -218,6 +218,7 @@ def test_nothing_is_said_or_changed_where_there_is_no_package_or_no_accelerator(
 
 
 @compiler
+@pytest.mark.slow
 def test_no_kernel_beside_compiled_layers(models, ranks, installed):
     installed()
     learner = Learner(models["qwen3"], LearnerArgs(compile=True), ranks, 10)
