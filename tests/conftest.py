@@ -169,7 +169,7 @@ def pytest_configure(config) -> None:
 
 # The second and the third want no demo model: the first one's worker makes it meanwhile.
 SLOWEST = ["test_checkpoint", "test_ring", "test_learner"]
-SLOWEST += ["test_split", "test_engine_vllm", "test_train_sync", "test_algorithm", "test_split_vllm"]
+SLOWEST += ["test_split", "test_engine_vllm", "test_train_sync", "test_algorithm"]
 
 
 def pytest_collection_modifyitems(items) -> None:

@@ -1,15 +1,19 @@
-"""Warnings: the run prints each kind once, with its count, and records it as a metric. A healthy step causes no warning."""
+"""Warnings: the run prints each kind once, with its count, and records it as a metric; a healthy step causes none. Counters by
+data source: every script counts each response of a settled ticket once; very many sources make no more metrics than a few."""
 
 import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import train
+from helpers import make_group, run_script, train
 
 import train_sync
 from rl import parts
-from rl.algorithm.health import Health
+from rl.algorithm.health import KINDS, MOST, OTHERS, Fates, Health, SourceCounts
 from rl.learning.batch import Batch
 from rl.samples.group import Group, Response
 
@@ -39,31 +43,17 @@ class Job:
 
 class Record:
     def __init__(self):
-        self.said: list[tuple[str, int]] = []
+        self.said: list[tuple[str, int, str]] = []
 
     def warn(self, what: str, count: int, detail: str) -> None:
         if count:
-            self.said.append((what, count))
+            self.said.append((what, count, detail))
         assert not count or detail.endswith(".")
 
 
-class DetailedRecord(Record):
-    """A record that also keeps the details of warnings."""
-
-    def __init__(self):
-        super().__init__()
-        self.details: list[tuple[str, str]] = []
-
-    def warn(self, what: str, count: int, detail: str) -> None:
-        super().warn(what, count, detail)
-        if count:
-            self.details.append((what, detail))
-
-
-def look(
-    of: Batch, skipped: int = 0, job: Job | None = None, record: Record | None = None, more: dict | None = None, **flags
-) -> tuple[dict, list]:
-    record = record or Record()
+def look(of: Batch, skipped: int = 0, job: Job | None = None, more: dict | None = None, **flags) -> tuple[dict, list]:
+    """Return the metrics of a step, and (what, count, detail) of each warning."""
+    record = Record()
     health = Health(parts.make(train_sync.Args, **flags), job or Job(), record, skipped=2)
     health.at_start()
     return health.of_step(7, of, {"actor/skipped_steps": 2 + skipped} | (more or {})), record.said
@@ -75,6 +65,8 @@ SOUND = [group(0, [0.0, 1.0]), group(1, [1.0, 1.0], "length")]
 def test_a_sound_step_says_nothing():
     metrics, said = look(batch(*SOUND))
     assert not said and metrics and not any(metrics.values())
+    alone = batch(group(0, [1.0]), group(1, [0.0]))
+    assert not look(alone, rollout_n=1, adv_estimator="reinforce_pp")[1], "REINFORCE++ has no groups"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +83,7 @@ def test_a_sound_step_says_nothing():
 )
 def test_each_kind_is_counted(kind, count, case):
     metrics, said = look(**case)
-    assert metrics.pop(f"warnings/{kind}") == count == sum(number for _, number in said)
+    assert metrics.pop(f"warnings/{kind}") == count == sum(number for _, number, _ in said)
     assert not any(metrics.values()), "and no other"
 
 
@@ -113,7 +105,8 @@ LEFT = {  # one of a group's responses alone is trained in 2 groups: how the oth
 def test_the_only_trained_response_of_a_group_is_reported(lost):
     """grpo gives such a response its raw score. Estimators that give it 0 cause no warning."""
     metrics, said = look(LEFT[lost]())
-    assert metrics["warnings/single_response_groups"] == 2 and said == [("groups with one trained response", 2)]
+    assert metrics["warnings/single_response_groups"] == 2
+    assert [of[:2] for of in said] == [("groups with one trained response", 2)]
     for estimator in ("rloo", "dr_grpo", "reinforce_pp"):
         assert not look(LEFT[lost](), adv_estimator=estimator)[1]
 
@@ -160,11 +153,10 @@ def without_signal(*groups: tuple, weights: bool = False) -> Batch:
     ],
 )
 def test_a_step_without_signal_names_its_cause(groups, chief, expected, weights):
-    record = DetailedRecord()
-    metrics, _ = look(without_signal(*groups, weights=weights), record=record)
+    metrics, said = look(without_signal(*groups, weights=weights))
     named = {name: count for name, count in metrics.items() if name.startswith("warnings/no_signal")}
     assert named == {"warnings/no_signal_steps": 1, f"warnings/no_signal/{chief}": 1}
-    (text,) = [detail for what, detail in record.details if what.startswith("steps without any signal")]
+    (text,) = [detail for what, _, detail in said if what.startswith("steps without any signal")]
     assert text.startswith("In step 7, ") and expected in text
     assert ("reward broken" in text) == (chief == "equal_scores"), "the reward is blamed for equal scores alone"
 
@@ -193,19 +185,17 @@ def test_what_could_not_be_scored_and_counts_as_0_is_not_blamed_on_equal_scores(
 @pytest.mark.parametrize(("lost", "warned"), [(1, 0), (7, 0), (8, 1), (10, 1)])
 def test_a_step_of_which_nearly_all_is_rejected_says_so(lost, warned):
     made = batch(*(group(t, [0.0, 1.0]) for t in range(5)))
-    record = DetailedRecord()
-    metrics, _ = look(rejected([*range(lost)], made), adv_estimator="rloo", record=record)
+    metrics, said = look(rejected([*range(lost)], made), adv_estimator="rloo")
     assert metrics.get("warnings/rejected", 0) == warned
     expected = f"In step 7 {lost * 10}% of the tokens, {lost} responses as a whole. Widen"
-    assert any(text.startswith(expected) for _, text in record.details) == warned
+    assert any(text.startswith(expected) for *_, text in said) == warned
 
 
 @pytest.mark.parametrize("effective", [0.02, 0.29, 0.31, 1.0])
 def test_importance_weights_that_rest_on_few_tokens(effective):
-    made, record = batch(*SOUND), DetailedRecord()
-    metrics, _ = look(made, record=record, more={"rollout_corr/rollout_is_eff_sample_size": effective})
-    assert metrics.get("warnings/few_effective", 0) == (effective < 0.3) == len(record.details)
-    assert all(f"In step 7 it is {effective:.0%}" in text for _, text in record.details)
+    metrics, said = look(batch(*SOUND), more={"rollout_corr/rollout_is_eff_sample_size": effective})
+    assert metrics.get("warnings/few_effective", 0) == (effective < 0.3) == len(said)
+    assert all(f"In step 7 it is {effective:.0%}" in text for *_, text in said)
 
 
 @pytest.mark.runs
@@ -220,25 +210,116 @@ def test_a_run_whose_responses_are_rejected_blames_the_bounds(tmp_path):
     assert "rejects nearly all: 1 so far. In step 1 100% of the tokens" in done.stdout
 
 
-def test_what_is_asked_for_is_no_cause_to_warn():
-    """REINFORCE++ has no groups."""
-    assert not look(batch(group(0, [1.0]), group(1, [0.0])), rollout_n=1, adv_estimator="reinforce_pp")[1]
+def test_a_skipped_update_says_how_to_look_for_the_cause():
+    _, ((what, _, detail),) = look(batch(*SOUND), skipped=1)
+    assert what == "optimizer steps skipped" and "python replay.py RUN --from-step 7" in detail
+
+
+REWARD = """
+def score(data_source, solution_str, ground_truth, extra_info):
+    if data_source == "broken":
+        raise ValueError("no score here")
+    return 1.0 if data_source == "equal" else float(sum(map(ord, solution_str)) % 7)
+"""
+
+
+def write(path: Path, sources: list[str]) -> Path:
+    """A row of each, in turn."""
+    rows = [
+        {"data_source": s, "prompt": f"{i % 9}+{i % 7}=", "ground_truth": "1", "extra_info": {}} for i, s in enumerate(sources)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def counted(row: dict) -> dict[str, Counter]:
+    """source -> kind -> count, of a line of metrics.jsonl."""
+    out: dict[str, Counter] = {}
+    for name, value in row.items():
+        if name.startswith("data/"):
+            source, _, kind = name.removeprefix("data/").rpartition("/")
+            out.setdefault(source, Counter())[kind] = value
+    return out
+
+
+COUNTED = {
+    "sync, filtered": ("train_sync.py", ["--filter-groups"], 2),
+    "one step off, rejected": ("train_one_step_off.py", ["--rollout-rs", "seq_mean_k1", "--rollout-rs-threshold", "7_8"], 2),
+    "one step off, filtered": ("train_one_step_off.py", ["--filter-groups"], 3),
+    "async, too old": ("train_async.py", ["--max-staleness", "0", "--staleness-threshold", "2"], 3),
+    "async, filtered": ("train_async.py", ["--filter-groups"], 3),
+}
 
 
 @pytest.mark.runs
-def test_a_run_says_it_once_and_records_it(tmp_path):
-    flags = ["--top-p", "0.9", "--truncation", "left", "--max-prompt-length", "4", "--max-response-length", "1"]
-    metrics, _, done = train("train_sync.py", "--total-training-steps", "3", "--test-freq", "0", *flags, out=tmp_path)
-    warnings = [line for line in done.stdout.splitlines() if line.startswith("warning:")]
-    assert sum("--top-p" in line for line in warnings) <= 2, "64 responses a step: when they begin, and from 100 on"
-    assert sum("training prompts longer than --max-prompt-length" in line for line in warnings) == 1
-    endless = sum(metrics[step]["response_length/clip_ratio"] == 1 for step in (1, 2, 3))  # an end token may be drawn
-    assert sum("ran into --max-response-length: 1 so far" in line for line in warnings) == bool(endless)
-    assert metrics[3]["warnings/endless_steps"] == endless and metrics[3]["warnings/truncated_sampling"] == 3 * 64
+@pytest.mark.parametrize("case", COUNTED)
+def test_every_response_is_counted_once(case, tmp_path):
+    script, flags, ranks = COUNTED[case]
+    data = write(tmp_path / "rows.jsonl", ["mixed", "equal", "broken", "mixed"] * 8)
+    (tmp_path / "reward.py").write_text(REWARD)
+    size = ["--ppo-mini-batch-size" if script == "train_async.py" else "--train-batch-size", "4"]
+    words = ["--train-files", data, "--reward", f"{tmp_path / 'reward.py'}:score", "--test-freq", "0", "--rollout-n", "4"]
+    words += ["--total-training-steps", "4", *size, "--temperature", "1.5", "--max-num-gen-batches", "3"]
+    words += ["--output-dir", tmp_path / "runs", "--experiment-name", "run"]
+    run_script(script, *words, *flags, ranks=ranks)
+    lines = {name: (tmp_path / "runs" / "run" / f"{name}.jsonl").read_text().splitlines() for name in ("metrics", "tickets")}
+    steps = [counted(json.loads(line)) for line in lines["metrics"]]
+    total = Counter()
+    for step, line in zip(steps, map(json.loads, lines["tickets"]), strict=True):
+        assert set(step) == {"mixed", "equal", "broken"} and all(set(of) == set(KINDS) for of in step.values())
+        settled = sum(len(tickets) for name, tickets in line.items() if name != "step")
+        assert sum(of.total() for of in step.values()) == 4 * settled
+        for of in step.values():
+            total += of
+        assert not step["broken"]["trained"] and not step["equal"]["unscored"]
+    lost = {source: sum((step[source] for step in steps), Counter()) for source in ("broken", "equal")}
+    if "filtered" in case:
+        assert lost["equal"]["filtered"] and lost["broken"]["filtered"], "neither has a signal"
+    else:
+        assert lost["broken"]["unscored"]
+    if "rejected" in case:
+        assert total["rejected"] > 0 and not total["trained"]
+    else:
+        assert total["trained"] > 0 and not total["rejected"]
 
 
-def test_a_skipped_update_says_how_to_look_for_the_cause():
-    record = DetailedRecord()
-    look(batch(*SOUND), skipped=1, record=record)
-    ((what, detail),) = record.details
-    assert what == "optimizer steps skipped" and "python replay.py RUN --from-step 7" in detail
+class Sources:
+    """Rows of this many data sources; the first ones have the most."""
+
+    def __init__(self, sources: int):
+        self.sizes = {f"s{i}": 1000 - i for i in range(sources)}
+
+    def source_sizes(self) -> dict[str, int]:
+        return dict(reversed(self.sizes.items()))
+
+    def source(self, index: int) -> str:
+        return f"s{index}"
+
+
+@pytest.mark.parametrize("sources", [1, MOST - 1, MOST, MOST + 1, 5000])
+def test_there_are_no_more_metrics_than_for_a_few_sources(sources):
+    groups = [make_group(ticket, [3, 2], unscored=(1,) if ticket % 2 else ()) for ticket in range(0, 40)]
+    names = [f"s{min(ticket, sources - 1)}" for ticket in range(40)]
+    groups = [type(g)(g.ticket, g.prompt_ids, name, g.responses) for g, name in zip(groups, names, strict=True)]
+    batch = Batch.of(groups)
+    batch.targets.advantage = torch.ones(len(batch.token))
+    counts = SourceCounts(Sources(sources), lambda ticket: (0, min(ticket, sources - 1)), responses=2)
+    found = counted({n: v for n, v in counts.of_step(batch, Fates.of(batch), {"stale": [0, 3], "filtered": [39]}).items()})
+    assert len(found) == min(sources, MOST) and (OTHERS in found) == (sources > MOST)
+    assert set(found) - {OTHERS} == {f"s{i}" for i in range(min(sources, MOST if sources <= MOST else MOST - 1))}, "the largest"
+    total = sum(found.values(), Counter())
+    assert total == {"trained": 60, "unscored": 20, "dropped": 4, "filtered": 2}
+    assert found["s0"]["trained"] >= 2 and found["s0"]["dropped"] >= 2
+    if sources > MOST:
+        assert found["s3"] == {"trained": 1, "unscored": 1, "dropped": 2, "rejected": 0, "filtered": 0}
+        assert found[OTHERS]["filtered"] == 2
+
+
+def test_a_response_with_one_trained_token_is_trained_and_one_without_is_rejected():
+    batch = Batch.of([make_group(0, [2, 2, 2, 2])])
+    batch.targets.advantage = torch.ones(8)
+    batch.targets.rejected = torch.tensor([1, 0, 1, 1, 0, 0, 0, 0]).bool()
+    batch.targets.is_weight = torch.tensor([1.0, 1, 1, 1, 0, 0, 0, 2])
+    fates = Fates.of(batch)
+    assert fates.trained.tolist() == [True, False, False, True] and fates.rejected.tolist() == [False, True, True, False]
+    assert fates.rejected_share == pytest.approx(6 / 8)

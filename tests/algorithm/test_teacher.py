@@ -19,7 +19,6 @@ from rl.algorithm.teacher import check_teacher
 from rl.errors import UserError
 from rl.learning.batch import Batch
 from rl.ranges import check
-from rl.ranks import dist
 
 sys.path.append(str(ROOT / "benchmarks"))
 from learning import unbiased
@@ -27,10 +26,7 @@ from learning import unbiased
 ALONE = {"teacher": "some model", "teacher_alone": True}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def ranks():
-    yield dist.init()
-    torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("ranks")
 
 
 @pytest.fixture
@@ -48,7 +44,7 @@ class Taught(unbiased.Tabular):
             words, length, torch.randn(policy.logits.shape, generator=torch.Generator().manual_seed(9))
         )
 
-        self.teacher.read = lambda *_: (self._taught(), None)
+        self.teacher.targets_of = lambda *_: (self._taught(), None)
 
     def _taught(self) -> torch.Tensor:
         self.teacher.batch = self.batch

@@ -12,7 +12,6 @@ import losses
 import train_async
 import train_one_step_off
 import train_sync
-from rl.ranks import dist
 
 sys.path.append(str(ROOT / "benchmarks"))
 from learning import unbiased
@@ -29,10 +28,7 @@ WIDE = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def ranks():
-    yield dist.init()
-    torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("ranks")
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +49,7 @@ def someones_own(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "loss",
-    ["ppo_clip", "gspo", "luspo", "gmpo", "cispo", "reinforce", "gpg", "dppo_tv", "dppo_kl", "decoupled_ppo", "plain"],
+    "loss", ["ppo_clip", "gspo", "luspo", "gmpo", "cispo", "reinforce", "gpg", "dppo_tv", "dppo_kl", "decoupled_ppo", "plain"]
 )  # all whose gradient at the old policy is REINFORCE's, whatever the drift
 @pytest.mark.parametrize("script", [train_one_step_off, train_async])
 def test_by_default_a_stale_token_is_weighed_exactly(script, loss, someones_own):

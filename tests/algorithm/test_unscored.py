@@ -11,9 +11,8 @@ import pytest
 import torch
 from checkpoints import damage
 from helpers import run_script, train
-from trainer import ESTIMATORS, Trainer
+from trainer import ESTIMATORS, Trainer, learn_and_report
 
-import losses
 import train_sync
 from rl import parts
 from rl.algorithm.metrics import validation_metrics
@@ -23,7 +22,6 @@ from rl.generation.engine import Output
 from rl.generation.generator import Generator
 from rl.generation.responses import Key, OpenGroup, Responses
 from rl.learning.batch import Batch
-from rl.ranks.timers import Timers
 from rl.record import validations
 from rl.rewards.pool import Score, ScoringEvents
 from rl.samples.group import Group
@@ -40,8 +38,9 @@ def learn(trainer: Trainer, groups: list[Group], **flags) -> tuple[dict, torch.T
     trainer.begin_again()
     trainer.learner.optimizer.state.clear()
     args = parts.replace(trainer.args, **flags)
-    trainer.learner.args = args
-    metrics = train_sync.learn(args, trainer.learner, Batch.of(groups), Timers())
+    trainer.learner.args = args.learner
+    metrics = learn_and_report(args, trainer.learner, Batch.of(groups))
+    del metrics["actor/updated_steps"]  # of all steps that this learner has taken
     return metrics, trainer.weights()
 
 
@@ -60,12 +59,10 @@ def unscored(group: Group, numbers) -> Group:
     return dataclasses.replace(group, responses=responses)
 
 
-@pytest.mark.runs
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", [name for name in ESTIMATORS if name != "gae"])
 def test_they_change_nothing(trainer, groups, estimator):
     """The step equals bit for bit a step without those responses, for every estimator and denominator."""
-    if losses.ADVANTAGES[estimator].function is losses.gae:
-        pytest.skip("needs a critic")
     flags = {"adv_estimator": estimator, "loss_agg_mode": "seq-mean-token-sum"}
     holes = [unscored(groups[0], {0, 2}), unscored(groups[1], {0, 1, 2, 3}), *groups[2:]]
     without = [dataclasses.replace(g, responses=[r for r in g.responses if r.score is not None]) for g in holes]
@@ -86,19 +83,35 @@ def test_a_mini_batch_or_a_batch_of_nothing_else_is_no_number_out_of_range(train
         assert metrics["actor/grad_norm"] >= 0 and metrics["reward/unscored"] == 4 * len(holes)
 
 
-def group_of(args, scores: list[Score], outputs: list[Output] = ()) -> Group:
-    """Return the generator's group for these scores. By default all responses are the same two tokens."""
-    prompt = Prompt([1], "1", "demo", "1", {}, "row 0")
-    output = Output((0, 0), [5, 1], [-0.1, -0.2], [0, 0], "stop")
-    greedy = len(scores) > args.sampling.rollout_n
-    outputs = dict(enumerate(outputs or [output] * len(scores)))
-    work = OpenGroup(prompt, args.sampling.rollout_n, greedy, outputs, dict(enumerate(scores)))
-    generator = Generator.__new__(Generator)
-    generator.args, generator.responses = args, Responses(engine=None)
-    return Generator._scored(generator, Key(False, 0), work)
+@pytest.fixture
+def generator() -> Generator:
+    """What a generator needs for its records."""
+    bare = Generator.__new__(Generator)
+    bare.job = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda *_, **__: "text"))
+    bare.responses = Responses(engine=None)
+    return bare
 
 
-def test_on_error_chooses_what_becomes_of_them():
+def work_of(scores: list[Score], outputs: list[Output] = (), source: str = "demo", greedy: bool = False) -> OpenGroup:
+    """A prompt with these scores. By default all responses are the same two tokens."""
+    outputs = outputs or [Output((0, 0), [5, 1], [-0.1, -0.2], [0, 0], "stop")] * len(scores)
+    prompt = Prompt([1], "1", source, "1", {}, "row 0")
+    return OpenGroup(prompt, len(scores) - greedy, greedy, dict(enumerate(outputs)), dict(enumerate(scores)))
+
+
+@pytest.fixture
+def group_of(generator):
+    """Return a function (flags, scores, outputs) -> the generator's group for them."""
+
+    def make(args, scores: list[Score], outputs: list[Output] = ()) -> Group:
+        generator.args = args
+        work = work_of(scores, outputs, greedy=len(scores) > args.sampling.rollout_n)
+        return Generator._scored(generator, Key(False, 0), work)
+
+    return make
+
+
+def test_on_error_chooses_what_becomes_of_them(group_of):
     scores = [Score(1.0), Score(None, event="timeout", message="slow")]
     args = parts.make(train_sync.Args, rollout_n=2, overlong_buffer_len=1, max_response_length=2, overlong_penalty_factor=0.5)
     assert args.reward.on_reward_error == "mask"
@@ -111,7 +124,7 @@ def test_on_error_chooses_what_becomes_of_them():
     assert batch.unscored == 0 and batch.errors == ["timeout: slow"] and batch.score.tolist() == [0.5, -0.5]
 
 
-def test_a_penalty_on_length_is_no_signal():
+def test_a_penalty_on_length_is_no_signal(group_of):
     """DAPO's filter looks at correctness: a group of right answers with one long answer would only teach length."""
     args = parts.make(train_sync.Args, rollout_n=2, overlong_buffer_len=4, max_response_length=5, overlong_penalty_factor=0.3)
     outputs = [Output((0, i), [5] * n, [-0.1] * n, [0] * n, "stop") for i, n in enumerate((1, 4))]
@@ -120,12 +133,11 @@ def test_a_penalty_on_length_is_no_signal():
         short, long = group.responses
         assert short.score == scores[0] and long.score == pytest.approx(scores[1] - 0.225) and group.differs == has_signal
         assert Group.from_bytes(group.to_bytes()).differs == has_signal
-        assert group_of(parts.replace(args, overlong_buffer_len=0), list(map(Score, scores)), outputs).differs == (
-            scores[0] != scores[1]
-        )
+        plain = group_of(parts.replace(args, overlong_buffer_len=0), list(map(Score, scores)), outputs)
+        assert plain.differs == (scores[0] != scores[1])
 
 
-def test_without_the_greedy_baseline_no_response_is_trained():
+def test_without_the_greedy_baseline_no_response_is_trained(group_of):
     scores = [Score(1.0), Score(0.0), Score(None, event="died", message="gone")]
     args = parts.make(train_sync.Args, rollout_n=2, adv_estimator="remax")
     group = group_of(args, scores)
@@ -136,31 +148,19 @@ def test_without_the_greedy_baseline_no_response_is_trained():
     assert group_of(args, [*scores[:2], Score(0.5)]).baseline == 0.5
 
 
-def test_a_validation_counts_them_as_wrong():
-    rows = [{"data_source": "d", "index": i, "acc": float(i), "error": None if i else "died: x"} for i in range(2)]
-    assert validation_metrics(rows) == {"val-aux/reward/unscored": 1, "val-core/d/acc/mean@1": 0.5}
-
-
-def test_a_validation_has_the_reward_functions_other_numbers():
+def test_a_validation_has_the_reward_functions_other_numbers(generator):
     """By verl's names, of each source apart, over the responses that have the number; the accuracy has its own name."""
     outcomes = [Score(1.0, {"acc": 0.0, "length": 3.0}), Score(0.0, {"acc": 1.0, "length": 6.0, "form": 1.0})]
     outcomes.append(Score(None, event="died", message="gone"))
-    generator, rows = Generator.__new__(Generator), []
-    generator.job = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda *_, **__: "text"))
-    generator.responses = Responses(engine=None)
+    rows = []
     for index, source in enumerate(("d", "other/e")):
-        work = OpenGroup(
-            Prompt([1], "1", source, "1", {}, "row 0"),
-            3,
-            False,
-            dict.fromkeys(range(3), Output((0, 0), [5], [-0.1], [0], "stop")),
-            dict(enumerate(outcomes)),
-        )
+        work = work_of(outcomes, source=source)
         rows += json.loads(json.dumps([generator._row(index, work, number) for number in range(3)]))
     metrics = validation_metrics(rows)
     for source in ("d", "other/e"):
         assert metrics[f"val-aux/{source}/length/mean@3"] == 4.5 and metrics[f"val-aux/{source}/form/mean@3"] == 1
         assert metrics[f"val-core/{source}/acc/mean@3"] == pytest.approx(1 / 3)
+    assert metrics["val-aux/reward/unscored"] == 2
     assert len(metrics) == 1 + 2 * 4, "these, mean and pass of the accuracy, and the count of unscored"
 
 
@@ -207,15 +207,9 @@ def test_a_validation_of_failures_does_not_choose_the_best_checkpoint(tmp_path):
     assert all(f"step {step} " in detail and detail.endswith(" d.") for step, (*_, detail) in enumerate(record.warned, 2))
 
 
-def test_a_response_without_a_score_is_shown_as_such(tmp_path):
-    """In the table as in the metrics: it counts as the worst, here below 0, and stands there with no score of its own."""
-    work = OpenGroup(
-        Prompt([1], "1", "demo", "1", {}, "row 0"), 2, False, dict.fromkeys(range(2), Output((0, 0), [5], [-0.1], [0], "stop"))
-    )
-    work.scores.update({0: Score(-0.5), 1: Score(None, event="timeout", message="slow")})
-    generator = Generator.__new__(Generator)
-    generator.job = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda *_, **__: "text"))
-    generator.responses = Responses(engine=None)
+def test_a_response_without_a_score_is_shown_as_such(generator, tmp_path):
+    """In the table as in the metrics: it counts as the worst, here below 0, and is listed with no score of its own."""
+    work = work_of([Score(-0.5), Score(None, event="timeout", message="slow")])
     rows = json.loads(json.dumps([generator._row(0, work, number) for number in range(2)]))
     assert [(row["score"], row["acc"], row["error"]) for row in rows] == [(-0.5, -0.5, None), (None, None, "timeout: slow")]
     assert validation_metrics(rows)["val-core/demo/acc/mean@2"] == -0.5
@@ -240,12 +234,8 @@ SCRIPTS = {
 CASES = [("train_sync.py", kind) for kind in BROKEN] + [("train_one_step_off.py", "raises"), ("train_async.py", "none")]
 
 
-QUICK = [("train_sync.py", "raises"), ("train_sync.py", "none"), ("train_async.py", "none")]
-OTHERS = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in QUICK]
-
-
 @pytest.mark.runs
-@pytest.mark.parametrize(("script", "kind"), [*QUICK, *OTHERS])
+@pytest.mark.parametrize(("script", "kind"), CASES)
 def test_a_reward_that_cannot_work_stops_the_run_at_its_first_step(script, kind, tmp_path):
     code, message = BROKEN[kind]
     (tmp_path / "mine.py").write_text(code)
@@ -270,10 +260,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize(
-    "script",
-    ["train_sync.py", *(pytest.param(script, marks=pytest.mark.slow) for script in SCRIPTS if script != "train_sync.py")],
-)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_judge_that_goes_away_later_costs_its_steps_and_no_more(script, tmp_path):
     """Steps without a single score train nothing and are recorded as such. The run continues, with its validation, and says at
     its end that its last steps were not scored."""
@@ -283,9 +270,8 @@ def test_a_judge_that_goes_away_later_costs_its_steps_and_no_more(script, tmp_pa
     flags += ["--no-val-before-train", "--lr-scheduler-type", "constant", "--weight-decay", 0, "--adam-beta1", 0]
     metrics, _, done = train(script, *flags, out=tmp_path / "runs", ranks=processes, check=False)
     assert done.returncode == 1 and "Traceback" not in done.stderr.partition("error:")[0]
-    assert re.search(
-        r"^error: none of the responses of the last (2 steps|step) could be scored by --reward ", done.stderr, re.M
-    )
+    said = r"^error: none of the responses of the last (2 steps|step) could be scored by --reward "
+    assert re.search(said, done.stderr, re.M)
     assert "nan" not in done.stdout
     unscored = [metrics[step]["reward/unscored"] for step in range(1, 5)]
     assert unscored[0] == 0 and unscored[-1] == 4 and sum(unscored) in (10, 9, 8), unscored
@@ -313,19 +299,8 @@ LIMITS = [([], 3), (["--max-unscored-steps", 2, "--use-kl-loss", "--entropy-coef
 
 @pytest.mark.runs
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("script", "more", "limit"),
-    [
-        ("train_sync.py", *LIMITS[1]),
-        ("train_async.py", *LIMITS[0]),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-            ("train_sync.py", *LIMITS[0]),
-            ("train_async.py", *LIMITS[1]),
-            ("train_one_step_off.py", *LIMITS[0]),
-            ("train_one_step_off.py", *LIMITS[1]),
-        ]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("more", "limit"), LIMITS, ids=["", "zero"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_an_outage_ends_the_run_with_the_weights_from_before_and_it_resumes(script, more, limit, tmp_path):
     """The same command continues once responses can be scored again, with samples that can be."""
     (tmp_path / "mine.py").write_text(OUTAGE)

@@ -1,19 +1,23 @@
-"""Records and packing: no token is lost, no sequence is split, and no micro-batch exceeds the budget."""
+"""Records, packing and masks: no token is lost, no sequence is split, no micro-batch exceeds the budget, and logits are of the
+mask alone."""
 
 import dataclasses
 import random
+import re
 
 import numpy as np
 import pytest
 import torch
-from helpers import make_group
+from helpers import make_group, run_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.algorithm import whole_batch
+from rl.learning import flops
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch
 from rl.learning.division import Division, pack
+from rl.learning.learner import Learner
 from rl.learning.micro_batches import MicroBatch, micro_batches
 from rl.model.attention import SHORT, Packed
 from rl.ranks.dist import Ranks
@@ -115,10 +119,13 @@ def test_each_mini_batch_of_a_batch_is_planned_once(monkeypatch):
         planned.clear()
 
 
+FIELDS = ("token", "seq", "group", "score", "version", "rollout_log_prob", "lengths", "mask", "truncated")
+
+
 def test_batch_does_not_depend_on_the_order_of_arrival():
     groups = [make_group(t, [3, 1, 5]) for t in (4, 2, 9)]
     a, b = Batch.of(groups), Batch.of(groups[::-1])
-    for name in ("token", "seq", "group", "score", "version", "rollout_log_prob", "lengths"):
+    for name in FIELDS:
         assert torch.equal(getattr(a, name), getattr(b, name))
     assert a.group.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert a.seq.tolist() == [i for i, n in enumerate([3, 1, 5] * 3) for _ in range(n)]
@@ -133,7 +140,7 @@ def test_what_could_not_be_scored_is_not_in_the_batch():
         group.responses[:] = [r for r in group.responses if r.error is None] + [r for r in group.responses if r.error]
     kept = [dataclasses.replace(g, responses=[r for r in g.responses if r.error is None]) for g in whole]
     a, b = Batch.of(whole), Batch.of(kept)
-    for name in ("token", "seq", "group", "score", "version", "rollout_log_prob", "lengths", "mask", "truncated"):
+    for name in FIELDS:
         assert torch.equal(getattr(a, name), getattr(b, name)), name
     assert a.tickets == [2, 4, 9] and a.unscored == 4 and a.errors == ["timeout: no score after 10 s"] * 4
     assert [m.tolist() for m in a.mini_batches(1)] == [[], [0, 1], [2]]
@@ -158,27 +165,6 @@ def test_a_masked_token_is_carried_and_not_trained():
 def test_the_score_sits_on_the_last_token():
     batch = Batch.of([make_group(0, [3, 1, 2], score=None)])
     assert whole_batch.token_reward(batch).tolist() == [0, 0, 0, 1, 0, 2]
-
-
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.randoms())
-def test_micro_batch_points_at_the_right_tokens(sizes, random):
-    """Its sequences are the chosen responses behind their prompts, each prompt is in the row once, each label is
-    predicted by the token before it, and `index` finds the same token in the batch."""
-    batch = Batch.of([make_group(t, [n, n + 1], prompt=1 + t % 4) for t, n in enumerate(sizes)])
-    chosen = random.sample(range(len(batch.lengths)), k=random.randint(1, len(batch.lengths)))
-    micro = MicroBatch.of(batch, chosen, torch.device("cpu"))
-    places, (row,) = micro.layout.gather_index.split(micro.layout.lengths), micro.inputs["input_ids"]
-    for i, of_one in zip(chosen, places, strict=True):
-        assert row[of_one].tolist() == [*batch.prompts[i], *batch.token[batch.seq == i].tolist()]
-        assert micro.inputs["position_ids"][0, of_one].tolist() == list(range(len(of_one)))
-    prompts = {int(batch.group[i]): len(batch.prompts[i]) for i in chosen}
-    assert len(row) == sum(prompts.values()) + int(batch.lengths[chosen].sum())
-    before = [of_one[len(batch.prompts[i]) - 1 : -1] for i, of_one in zip(chosen, places, strict=True)]
-    assert torch.equal(micro.predict, torch.cat(before))
-    rows = [[*batch.prompts[i][-1:], *batch.token[batch.seq == i].tolist()[:-1]] for i in chosen]
-    assert row[micro.predict].tolist() == [token for row in rows for token in row]
-    assert torch.equal(batch.token[micro.index], micro.labels)
-    assert batch.seq[micro.index].tolist() == [i for i in chosen for _ in range(int(batch.lengths[i]))]
 
 
 def test_a_rank_without_work_still_has_a_forward_pass():
@@ -243,3 +229,84 @@ def test_attention_in_bf16_and_its_gradient_are_those_of_double_precision_to_rou
     assert out.dtype == torch.bfloat16
     for found, right in [(out, torch.cat(parts)), *((a.grad, b.grad) for a, b in zip(inputs, exact, strict=True))]:
         assert (found.double() - right).norm() <= 0.01 * right.norm() + 1e-6
+
+
+MASKS = st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_size=1, max_size=6)
+
+
+def group_of(ticket: int, masks: list[list[bool] | None], n: int = 4, prompt: int = 4) -> Group:
+    """A group with a response for each mask; of `n` tokens where there is none."""
+    group = make_group(ticket, [n if mask is None else len(mask) for mask in masks], prompt)
+    arrays = [None if mask is None else np.array(mask, bool) for mask in masks]
+    responses = [dataclasses.replace(r, mask=mask) for r, mask in zip(group.responses, arrays, strict=True)]
+    return dataclasses.replace(group, responses=responses)
+
+
+@given(MASKS, st.randoms())
+def test_a_micro_batch_asks_for_logits_of_the_mask_alone(masks, random):
+    """The row has all tokens, and each label is predicted by the token before it, whoever added that."""
+    batch = Batch.of([group_of(ticket, [mask, None], prompt=1 + ticket % 4) for ticket, mask in enumerate(masks)])
+    chosen = random.sample(range(len(batch.lengths)), k=random.randint(1, len(batch.lengths)))
+    micro, (places, row) = MicroBatch.of(batch, chosen, torch.device("cpu")), (None, None)
+    places, (row,) = micro.layout.gather_index.split(micro.layout.lengths), micro.inputs["input_ids"]
+    expected = []
+    for i, of_one in zip(chosen, places, strict=True):
+        tokens = [*batch.prompts[i], *batch.token[batch.seq == i].tolist()]
+        assert row[of_one].tolist() == tokens
+        assert micro.inputs["position_ids"][0, of_one].tolist() == list(range(len(of_one)))
+        mask = batch.mask[batch.seq == i].tolist()
+        expected += [
+            (of_one[len(batch.prompts[i]) + t - 1], tokens[len(batch.prompts[i]) + t]) for t, m in enumerate(mask) if m
+        ]
+    assert list(zip(micro.predict.tolist(), micro.labels.tolist(), strict=True)) == expected
+    assert batch.mask[micro.index].all() and torch.equal(batch.token[micro.index].long(), micro.labels)
+    prompts = {int(batch.group[i]): len(batch.prompts[i]) for i in chosen}
+    assert len(row) == sum(prompts.values()) + int(batch.lengths[chosen].sum()), "each prompt is in the row once"
+    assert micro.has_responses and micro.real_tokens == len(row)
+    of_mask = [i for i in chosen for _ in range(int(batch.mask[batch.seq == i].sum()))]
+    assert batch.seq[micro.index].tolist() == of_mask
+
+
+def test_log_probs_and_gradient_are_those_of_the_full_computation(models, ranks):
+    """A fifth of the tokens, and a micro-batch without any: each log-prob to the bit, the gradient to rounding."""
+    learner = Learner(models["qwen3"], LearnerArgs(max_tokens_per_micro_batch=60), ranks, 10, temperature=0.7)
+    rng = np.random.default_rng(0)
+    masks = [(rng.random(20) < 0.2).tolist() for _ in range(4)] + [[False] * 20] * 4
+    masked = Batch.of([group_of(ticket, masks[2 * ticket : 2 * ticket + 2]) for ticket in range(4)])
+    full, weight = dataclasses.replace(masked, mask=torch.ones_like(masked.mask)), torch.from_numpy(rng.standard_normal(160))
+    found = {}
+    for name, batch in {"masked": masked, "full": full}.items():
+        micros, kept = micro_batches(batch, torch.arange(8), 60, ranks), masked.mask
+        log_prob = learner.log_probs_of("policy", batch, [micros])
+        assert (not log_prob[~kept].any()) == (name == "masked")
+        for micro in micros:
+            out = learner.forward(micro, "loss")
+            here = weight[micro.index] * kept[micro.index]
+            ((out.log_prob + 0.1 * out.entropy) * here).sum().backward()
+        assert len(micros) > 2 and ([len(micro.index) for micro in micros].count(0) > 0) == (name == "masked")
+        found[name] = log_prob[kept], torch.cat([p.grad.flatten() for p in learner.policy.parameters()])
+        learner.optimizer.zero_grad()
+    torch.testing.assert_close(found["masked"][0], found["full"][0], atol=1e-6, rtol=1e-6)
+    a, b = (of[1].double() for of in found.values())
+    assert b.norm() > 0 and (a - b).norm() / b.norm() < 1e-6
+
+
+def test_the_head_counts_for_the_mask_alone(models, ranks, monkeypatch):
+    """In the MFU: the same layers, and fewer projections."""
+    monkeypatch.setattr(flops, "peak_flops", lambda: 1e9)
+    learner, metrics = Learner(models["qwen3"], LearnerArgs(), ranks, 10), {}
+    for name, mask in {"plain": None, "masked": [True] * 10 + [False] * 30}.items():
+        batch = Batch.of([group_of(0, [mask], n=40)])
+        metrics[name] = flops.perf_metrics(learner, batch, {"update_actor": 1.0}, 1, forward_only=0.0)
+    spared = metrics["plain"]["perf/mfu/actor"] - metrics["masked"]["perf/mfu/actor"]
+    assert spared == pytest.approx(30 * 6 * 64 * 32 / 1e9)
+    assert metrics["masked"]["perf/total_num_tokens"] == metrics["plain"]["perf/total_num_tokens"] == 44
+
+
+@pytest.mark.slow
+def test_ranks_without_a_trained_token_stay_in_step(models):
+    """FSDP, Ulysses and experts on two ranks, with micro-batches, halves of a row, and a mini-batch that train nothing."""
+    done = run_script("tests/programs/masked_logits.py", models["qwen3"], models["moe"], ranks=2, timeout=240)
+    lines = {name: (int(a), int(b)) for name, a, b in re.findall(r"(.+): (\d) ranks .*, (\d) no logits at all", done.stdout)}
+    assert len(lines) == 7 and all(ever for ever, _ in lines.values()), done.stdout
+    assert [never for name, (_, never) in lines.items() if "one response" in name] == [1, 1], done.stdout

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import demo, make_group, whole
-from layouts import ALONE, assert_taught_the_same, learn_on
 from transformers import AutoModelForCausalLM
 
 import train_sync
@@ -158,21 +157,6 @@ def test_a_step_without_a_score_changes_neither_critic_nor_policy(models, ranks,
         assert moved == has_signal
         assert metrics["critic/grad_norm"] > 0
     assert rates == [0.5, 1.0, 1.0, 1.0] and metrics["critic/updated_steps"] == metrics["actor/updated_steps"] == 2
-
-
-CASE = {"adv_estimator": "gae", "lam": 0.9, "gamma": 0.95, "critic_ppo_epochs": 2, "ppo_mini_batch_size": 2, "critic_lr": 1e-3}
-SIZES = [[3, 20, 7], [1, 12, 5], [18, 2, 9], [4, 4, 16]]
-
-
-@pytest.mark.runs
-def test_on_two_learners_a_critic_is_what_it_is_on_one(models):
-    """Side by side, and with shared rows. The advantages are of the whole batch's values: two learners have half each."""
-    model, cases = models["qwen2-tied"], {"gae, two updates": (CASE, SIZES)}
-    alone = learn_on(1, {"alone": [model, ALONE]}, cases)
-    small = {"max_tokens_per_micro_batch": 64}
-    layouts = {"two": [model, small], "shared": [model, small | {"sequence_parallel": 2}]}
-    assert_taught_the_same(learn_on(2, layouts, cases), alone)
-    assert alone["alone/gae, two updates"]["metrics"]["critic/vf_loss"] > 0.01
 
 
 def test_explained_variance_sees_a_constant_error_and_equal_returns():

@@ -7,7 +7,7 @@ import torch
 from helpers import make_group, train
 from hypothesis import given
 from hypothesis import strategies as st
-from layouts import ALONE, GROUPS, assert_taught_the_same, learn_on, relative
+from layouts import GROUPS, relative
 
 import losses
 import train_sync
@@ -154,30 +154,6 @@ def test_flat_groups_are_packed_apart_where_that_takes_less_time(data):
     alone = kinds.count({True})
     assert alone and kinds == [{True}] * alone + [{False} & {*flat}] * (len(kinds) - alone) and len(kinds) > alone
     assert seconds(plan, *what, flat) < seconds(together, *what, [False] * len(flat))
-
-
-@pytest.mark.runs
-@pytest.mark.parametrize(
-    ("ranks", "kind", "layout"),
-    [
-        (2, "qwen3", {}),
-        pytest.param(2, "qwen3", {"gradient_checkpointing": True, "max_tokens_per_micro_batch": 32}, marks=pytest.mark.slow),
-        pytest.param(4, "qwen2-tied", {"sequence_parallel": 2, "max_tokens_per_micro_batch": 16}, marks=pytest.mark.slow),
-        pytest.param(2, "moe", {"expert_parallel": 2}, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.runs
-@pytest.mark.parametrize("equal", [[1], [0, 3]])
-def test_ranks_that_part_their_own_responses_are_taught_what_one_rank_is(models, ranks, kind, layout, equal):
-    """Some ranks have no response of one kind and still take part in its passes."""
-    cases = {"grpo": ({"ppo_mini_batch_size": 2, "ppo_epochs": 2}, GROUPS)}
-    if kind == "moe":
-        cases |= {replay: (cases["grpo"][0] | {"router_replay": replay}, GROUPS) for replay in ("R2", "R3")}
-    alone = learn_on(1, {"alone": [models[kind], ALONE | BOTH_WAYS]}, cases, equal=equal)
-    found = learn_on(ranks, {"apart": [models[kind], ALONE | layout]}, cases, equal=equal)
-    assert all(of_case["forward_only"] > 0 for of_case in found.values())
-    assert all(of_case["forward_only"] == 0 for of_case in alone.values())
-    assert_taught_the_same(found, alone)
 
 
 @pytest.mark.runs

@@ -1,75 +1,300 @@
-"""Sequence and expert parallelism together, with routing replay, and in bf16."""
+"""However learners divide a batch, the model and its experts, they learn what one learner does: gradients, metrics, weights,
+checkpoints. Also kernels, routing replay, images, adapters, a critic, tokens without a backward pass, and bf16."""
+
+import json
+import re
+from dataclasses import dataclass, field
 
 import pytest
 import torch
-from helpers import MOE, SMALL
-from layouts import ALONE, CASES, GROUPS, assert_taught_the_same, learn_on, relative
-from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig
+from helpers import MOE, SMALL, relative, run_script
+from layouts import ALONE, CASES, GROUPS, assert_taught_the_same, learn_on
+from safetensors.torch import load_file
+from test_vision import rows  # noqa: F401  (a fixture)
+from tiny_vlm import save_vlm
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2Config, Qwen2MoeConfig, Qwen3MoeConfig
 
+from rl.errors import UserError
+from rl.model.expert_parallel import share_experts
+from rl.model.sequence_parallel import check_heads
+from rl.ranks.dist import Ranks
+
+R3 = {"router_replay": "R3", "entropy_coeff": 0.1}
 REPLAYS = {
     "R2, four updates": ({"router_replay": "R2", "ppo_mini_batch_size": 2, "ppo_epochs": 2}, GROUPS),
-    "R3": ({"router_replay": "R3", "entropy_coeff": 0.1}, GROUPS),
-    "turns, R3": ({"router_replay": "R3", "entropy_coeff": 0.1}, GROUPS),
+    "R3": (R3, GROUPS),
+    "turns, R3": (R3, GROUPS),
 }
-TIGHT = {"max_tokens_per_micro_batch": 40, "gradient_checkpointing": True}
-LAYOUTS = {
-    2: {"sp 2": {"sequence_parallel": 2}, "ep 2": {"expert_parallel": 2}},
+FEW = {name: CASES[name] for name in ("grpo, four updates", "one response: some ranks have no work")}
+OTHERS = {name: (CASES | REPLAYS)[name] for name in ("gspo, two updates", "turns, kl loss, entropy", "R3")}
+ENTROPY = {"grpo": ({"entropy_coeff": 0.1}, GROUPS)}
+UPDATES = {"grpo": ({"ppo_mini_batch_size": 2, "ppo_epochs": 2}, GROUPS)}
+OF_MIXTURE = UPDATES | {kind: (UPDATES["grpo"][0] | {"router_replay": kind}, GROUPS) for kind in ("R2", "R3")}
+GAE = {"adv_estimator": "gae", "lam": 0.9, "gamma": 0.95, "critic_ppo_epochs": 2, "ppo_mini_batch_size": 2, "critic_lr": 1e-3}
+CRITIC = {"gae, two updates": (GAE, [[3, 20, 7], [1, 12, 5], [18, 2, 9], [4, 4, 16]])}
+SIZES = [[5, 3], [8, 2, 4], [6, 6], [3, 9], [1, 7]]  # of the responses to rows with 1, 2, 0, 1 and 1 images
+IMAGES = {
+    # A larger rate makes as much difference between two cuts on one rank: AdamW steps as far where a gradient is rounding.
+    "two updates": ({"ppo_mini_batch_size": 3, "lr": 5e-6}, SIZES),
+    "turns, kl loss, entropy": (CASES["turns, kl loss, entropy"][0], SIZES),
+    "one image": ({"entropy_coeff": 0.1}, SIZES[:1]),
+    "frozen": ({"freeze_vision_tower": True, "entropy_coeff": 0.1}, SIZES),
+}
+LONG = {"long": ({"entropy_coeff": 0.1}, [[65_530]])}
+
+
+def of(tokens: int | None = None, **flags) -> dict:
+    """Flags of a layout whose micro-batches have this many tokens a rank; without a number, all of the batch."""
+    return flags | ({"max_tokens_per_micro_batch": tokens} if tokens else ALONE)
+
+
+def tight(tokens: int = 40, **flags) -> dict:
+    return of(tokens, gradient_checkpointing=True, **flags)
+
+
+@dataclass
+class Row:
+    """Layouts of ranks that are compared with one rank."""
+
+    model: str
+    ranks: int
+    layouts: dict[str, dict]
+    cases: dict = field(default_factory=lambda: CASES)
+    alone: dict = field(default_factory=lambda: ALONE)
+    more: dict = field(default_factory=dict)  # arguments of learn_on
+
+
+LORA = {"lora_rank": 4, "lora_alpha": 16.0, "lr": 1e-3}
+SHARED, IN_TWO = {"sequence_parallel": 2}, {"expert_parallel": 2}
+APART = {"alone": ALONE | {"both_ways": True}}  # of tokens without an advantage ranks may leave out the backward pass
+ROWS = {
+    "rows over two ranks, twice": Row("qwen2-tied", 4, {"2 x 2": tight(16, **SHARED)}),
+    # no whole sequence fits a rank
+    "rows over two ranks": Row("qwen2-tied", 2, {"tight": of(16, **SHARED), "roomy": of(**SHARED)}),
+    # each of the two heads of keys and values is on two ranks, and a row of one token is mostly padding
+    "rows over four ranks": Row("qwen2-tied", 4, {"tight": of(8, sequence_parallel=4), "roomy": of(sequence_parallel=4)}),
+    "a row of 64k tokens": Row("narrow", 4, {"four": of(16_400, sequence_parallel=4)}, LONG, of(65_600)),
+    "an NPU's kernel, two ranks": Row("qwen2-tied", 2, {"npu": of(**SHARED)}, more={"attention": "npu"}),
+    "an NPU's kernel, four ranks": Row("qwen2-tied", 4, {"npu": of(sequence_parallel=4)}, more={"attention": "npu"}),
+    "experts on two ranks": Row(
+        "moe", 2, {"ep 2": of(**IN_TWO), "sp 2, ep 2": tight(optimizer_offload=True, **SHARED, **IN_TWO)}
+    ),
+    "experts on four ranks": Row(
+        "moe",
+        4,
+        {
+            "ep 2, each on two ranks": of(**IN_TWO),
+            "ep 4": tight(expert_parallel=4, param_offload=True),
+            "sp 2, ep 4": tight(expert_parallel=4, **SHARED),
+            "sp 4, ep 2": of(sequence_parallel=4, **IN_TWO),
+        },
+    ),
+    "experts that nobody chooses": Row("lopsided", 4, {"x": of(**IN_TWO)}, ENTROPY),
+    "a dense first layer, a shared expert": Row("qwen2_moe", 2, {"sp 2, ep 2": tight(**SHARED, **IN_TWO)}, OTHERS),
+    "Mixtral": Row("mixtral", 2, {"sp 2, ep 2": tight(**SHARED, **IN_TWO)}, OTHERS),
+    "delta nets, a row over two": Row("qwen3_5", 2, {"many": tight(16, **SHARED)}, FEW),
+    "delta nets, three ranks": Row("qwen3_5", 3, {"many": tight()}, FEW),
+    "images, two ranks": Row("qwen3-vl", 2, {"sp 2": tight(**SHARED)}, {"case": IMAGES["two updates"]}),
+    **{
+        f"images, {kind}": Row(
+            kind,
+            4,  # more than some rows have images
+            {
+                "data": tight(80),
+                "tight": tight(sequence_parallel=4),
+                "roomy": of(sequence_parallel=4),
+                "2 x 2": tight(**SHARED),
+            },
+            IMAGES,
+        )
+        for kind in ("qwen2.5-vl", "qwen3-vl")
+    },
+    "images and experts": Row(
+        "qwen3-vl-moe",
+        4,
+        {
+            "data": tight(80),
+            "ep 2": tight(80, **IN_TWO),
+            "sp 2, ep 4": tight(expert_parallel=4, **SHARED),
+            "sp 4, ep 2": of(sequence_parallel=4, **IN_TWO),
+        },
+        IMAGES,
+    ),
+    "delta nets and experts": Row("qwen3_next", 2, {"ep 2": tight(**IN_TWO)}, {"R3": REPLAYS["R3"]}),
+    "adapters": Row(
+        "qwen3",
+        2,
+        {"small": tight(32, **LORA), "offloaded": of(32, param_offload=True, **LORA), "shared": of(16, **LORA, **SHARED)},
+        {"grpo, four updates": CASES["grpo, four updates"]},
+        ALONE | LORA,
+    ),
+    # two learners have half of the batch's values each
+    "a critic": Row("qwen2-tied", 2, {"two": of(64), "shared": of(64, **SHARED)}, CRITIC),
+    # some ranks have no response of one kind and still take part in its passes
+    "no backward pass": Row("qwen3", 2, {"apart": of()}, UPDATES, APART["alone"], {"equal": [1]}),
+    "no backward pass, small": Row("qwen3", 2, {"apart": tight(32)}, UPDATES, APART["alone"], {"equal": [0, 3]}),
+    "no backward pass, shared": Row("qwen2-tied", 4, {"apart": of(16, **SHARED)}, UPDATES, APART["alone"], {"equal": [0, 3]}),
+    "no backward pass, experts": Row("moe", 2, {"apart": of(**IN_TWO)}, OF_MIXTURE, APART["alone"], {"equal": [1]}),
+}
+
+
+@pytest.fixture(scope="module")
+def paths(models, tmp_path_factory) -> dict[str, str]:
+    """Models by name. No token of `lopsided` chooses experts 0 to 3, because two others always have positive logits."""
+    root = tmp_path_factory.mktemp("layouts")
+    odd = {"mlp_only_layers": [0], "num_hidden_layers": 3, "shared_expert_intermediate_size": 48, "num_experts_per_tok": 3}
+    odd |= {"decoder_sparse_step": 1, "norm_topk_prob": False, "tie_word_embeddings": True}
+    configs = {
+        "narrow": Qwen2Config(**SMALL | {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32}),
+        "qwen2_moe": Qwen2MoeConfig(**SMALL | MOE | odd),
+        "mixtral": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
+    }
+    torch.manual_seed(0)
+    for name, config in configs.items():
+        AutoModelForCausalLM.from_config(config).save_pretrained(root / name)
+    lopsided = AutoModelForCausalLM.from_pretrained(models["moe"])
+    with torch.no_grad():
+        for layer in lopsided.model.layers:
+            weight = layer.mlp.gate.weight  # [E, hidden]
+            weight[:4] = 0
+            weight[5], weight[7] = -weight[4], -weight[6]
+    lopsided.save_pretrained(root / "lopsided")
+    heads = {"num_attention_heads": 4}  # for four ranks
+    smaller = heads | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+    text = {"qwen2.5-vl": smaller, "qwen3-vl": heads, "qwen3-vl-moe": heads}
+    vlms = {kind: save_vlm(kind, root / kind, max_pixels=2**14, **more) for kind, more in text.items()}
+    return models | vlms | {name: str(root / name) for name in (*configs, "lopsided")}
+
+
+@pytest.mark.runs
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ROWS)
+def test_ranks_are_taught_what_one_rank_is(paths, rows, name):  # noqa: F811
+    row = ROWS[name]
+    model, more = paths[row.model], {"rows": rows} if "vl" in row.model else row.more
+    of_one = {name: value for name, value in more.items() if name != "attention"}
+    alone = learn_on(1, {"alone": [model, row.alone]}, row.cases, **of_one)
+    found = learn_on(row.ranks, {layout: [model, flags] for layout, flags in row.layouts.items()}, row.cases, **more)
+    assert len(found) == len(row.cases) * len(row.layouts)
+    assert_taught_the_same(found, alone)
+    if row.alone is APART["alone"]:
+        assert all(of_case["forward_only"] > 0 for of_case in found.values())
+        assert all(of_case["forward_only"] == 0 for of_case in alone.values())
+    for case in CASES if name == "experts on four ranks" else ():  # the batch is one row in both: padding is not counted
+        metrics, expected = found[f"sp 4, ep 2/{case}"]["metrics"], alone[f"alone/{case}"]["metrics"]
+        counted = {name: value for name, value in expected.items() if name.startswith("moe/")}
+        assert len(counted) == 5 and {name: metrics[name] for name in counted} == pytest.approx(counted, rel=1e-4)
+    if row.model == "lopsided":
+        assert alone["alone/grpo"]["metrics"]["moe/never_used"] == 2 * 4
+    if row.cases is CRITIC:
+        assert alone["alone/gae, two updates"]["metrics"]["critic/vf_loss"] > 0.01
+
+
+REPLAYING = {
+    2: {"sp 2": of(**SHARED), "ep 2": of(**IN_TWO), "sp 2, ep 2": tight(**SHARED, **IN_TWO)},
     4: {
-        "sp 2, ep 2": {"sequence_parallel": 2, "expert_parallel": 2} | TIGHT,
-        "sp 2, ep 4": {"sequence_parallel": 2, "expert_parallel": 4} | TIGHT,
-        "sp 4": {"sequence_parallel": 4},
+        "sp 2, ep 2": tight(**SHARED, **IN_TWO),
+        "sp 2, ep 4": tight(expert_parallel=4, **SHARED),
+        "sp 4": of(sequence_parallel=4),
     },
 }
-LAYOUTS[2]["sp 2, ep 2"] = LAYOUTS[4]["sp 2, ep 2"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.runs
+@pytest.mark.parametrize("ranks", REPLAYING)
 def test_ranks_that_replay_routes_are_taught_what_one_rank_is(models, ranks):
     """R3 with routes that no router would choose: if a rank ignored them, the gradient would differ."""
     alone = learn_on(1, {"alone": [models["moe"], ALONE]}, REPLAYS)
-    free = learn_on(1, {"free": [models["moe"], ALONE]}, {"R3": (REPLAYS["R3"][0] | {"router_replay": "off"}, GROUPS)})
+    free = learn_on(1, {"free": [models["moe"], ALONE]}, {"R3": (R3 | {"router_replay": "off"}, GROUPS)})
     assert relative(free["free/R3"]["gradients"][0], alone["alone/R3"]["gradients"][0]) > 0.1
-    found = learn_on(ranks, {name: [models["moe"], ALONE | flags] for name, flags in LAYOUTS[ranks].items()}, REPLAYS)
-    assert len(found) == len(REPLAYS) * len(LAYOUTS[ranks])
+    found = learn_on(ranks, {name: [models["moe"], flags] for name, flags in REPLAYING[ranks].items()}, REPLAYS)
+    assert len(found) == len(REPLAYS) * len(REPLAYING[ranks])
     assert_taught_the_same(found, alone)
     for name, of_case in found.items():
-        differ = of_case["metrics"]["moe/replay/tokens_differ"]
-        assert differ > 0.9 if name.endswith("R3") else differ < 0.9
+        assert (of_case["metrics"]["moe/replay/tokens_differ"] > 0.9) == name.endswith("R3")
 
 
-@pytest.mark.slow
-def test_other_mixtures_are_taught_on_ranks_what_they_are_on_one(tmp_path):
-    """One model has a dense first layer, a shared expert and unnormalised weights. The other has none of these."""
-    odd = {"mlp_only_layers": [0], "num_hidden_layers": 3, "shared_expert_intermediate_size": 48, "num_experts_per_tok": 3}
-    odd |= {"decoder_sparse_step": 1, "norm_topk_prob": False, "tie_word_embeddings": True}
-    torch.manual_seed(0)
-    for config in (Qwen2MoeConfig(**SMALL | MOE | odd), MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)):
-        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / config.model_type)
-    paths = {kind: str(tmp_path / kind) for kind in ("qwen2_moe", "mixtral")}
-    cases = {name: (CASES | REPLAYS)[name] for name in ("gspo, two updates", "turns, kl loss, entropy", "R3")}
-    alone = learn_on(1, {kind: [path, ALONE] for kind, path in paths.items()}, cases)
-    found = learn_on(2, {kind: [path, LAYOUTS[2]["sp 2, ep 2"]] for kind, path in paths.items()}, cases)
-    assert len(found) == 6
-    for kind in paths:
-        one, two = ({name: of for name, of in all_of.items() if name.startswith(kind)} for all_of in (alone, found))
-        assert_taught_the_same(two, one)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "case"), [("qwen2-tied", {"entropy_coeff": 0.1}), ("moe", REPLAYS["R3"][0])])
+@pytest.mark.runs
+@pytest.mark.parametrize(("kind", "case"), [("qwen2-tied", {"entropy_coeff": 0.1}), ("moe", R3)])
 def test_ranks_in_bf16_are_as_near_to_fp32_as_one_rank_is(models, kind, case):
     """Several ranks round different sums than one rank, but no more of them. Routes are replayed, because a flipped route is
     not rounding."""
-    cases, bf16 = {"x": (case, GROUPS)}, ALONE | {"dtype": "bfloat16"}
-    alone = learn_on(1, {"fp32": [models[kind], ALONE], "bf16": [models[kind], bf16]}, cases)
+    cases, bf16 = {"x": (case, GROUPS)}, {"dtype": "bfloat16"}
+    alone = learn_on(1, {"fp32": [models[kind], ALONE], "bf16": [models[kind], ALONE | bf16]}, cases)
     exact, one = (alone[f"{name}/x"]["gradients"][0] for name in ("fp32", "bf16"))
-    layouts = {name: flags for name, flags in LAYOUTS[2].items() if kind == "moe" or "ep" not in name}
+    layouts = {name: flags for name, flags in REPLAYING[2].items() if kind == "moe" or "ep" not in name}
     found = learn_on(2, {name: [models[kind], bf16 | flags] for name, flags in layouts.items()}, cases)
     rounding = relative(one, exact)
-    errors = {name: relative(of_case["gradients"][0], exact) for name, of_case in found.items()}
-    print(f"{kind}: one rank {rounding:.4f}, { ({name: round(error, 4) for name, error in errors.items()}) }")
+    errors = [relative(of_case["gradients"][0], exact) for of_case in found.values()]
     assert 1e-4 < rounding < 0.1
-    assert len(errors) == len(layouts) and all(1e-4 < error < 1.5 * rounding for error in errors.values())
+    assert len(errors) == len(layouts) and all(1e-4 < error < 1.5 * rounding for error in errors), (rounding, errors)
     for of_case in found.values():
         assert of_case["metrics"]["actor/grad_norm"] == pytest.approx(alone["fp32/x"]["metrics"]["actor/grad_norm"], rel=0.05)
+
+
+IN_8_BITS = {"optim": "adamw_8bit"}
+RESHARDED = {  # model, flags, and (ranks, flags) one after the other
+    "experts": ("moe", {}, [(2, IN_TWO), (4, IN_TWO), (4, {"expert_parallel": 4} | SHARED), (1, {})]),
+    # its shared expert has a gate of one row, [1, 64], of which one of two learners has nothing
+    "8 bits": ("gate", IN_8_BITS, [(1, {}), (2, {}), (1, {})]),
+    "8 bits, unevenly": ("moe", IN_8_BITS, [(3, {}), (2, IN_TWO | {"optimizer_offload": True})]),
+}
+
+
+@pytest.mark.runs
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", RESHARDED)
+def test_a_checkpoint_of_one_layout_is_read_in_another_bit_for_bit(models, tmp_path, name):
+    """Weights, moments and the export."""
+    kind, flags, layouts = RESHARDED[name]
+    torch.manual_seed(0)
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
+    AutoModelForCausalLM.from_config(Qwen2MoeConfig(**SMALL, **experts)).save_pretrained(tmp_path / "gate")
+    model, came_from, kept = (models | {"gate": tmp_path / "gate"})[kind], "-", []
+    for number, (ranks, layout) in enumerate(layouts):
+        (out := tmp_path / str(number)).mkdir()
+        words = json.dumps(flags | layout), came_from, out
+        run_script("tests/programs/reshard.py", model, *words, ranks=ranks, timeout=120)
+        came_from = out / "step_000001"
+        kept.append([load_file(file) for file in (out / "tensors.safetensors", came_from / "model.safetensors")])
+        for found, first in zip(kept[-1], kept[0], strict=True):
+            assert found.keys() == first.keys() and all(torch.equal(found[key], first[key]) for key in first), layout
+    tensors = kept[0][0]
+    moments = [tensor for key, tensor in tensors.items() if key.startswith("exp_avg_sq.") and bool(tensor.any())]
+    assert len(moments) > 10
+    if flags:
+        codes = [tensor for tensor in tensors.values() if tensor.dtype == torch.uint8]
+        assert len(codes) > 20 and all(len(tensor.unique()) > 8 for tensor in codes)
+        with pytest.raises(AssertionError, match=r"exp_avg\S* is"):  # another optimizer's moments
+            run_script("tests/programs/reshard.py", model, "{}", came_from, tmp_path, timeout=120)
+
+
+# ------------------------------------------------------------------------------------------------------------ refused
+
+HEADS = Qwen2Config(num_attention_heads=12, num_key_value_heads=4)
+REFUSED = {
+    "--sequence-parallel 5: between its ranks attention is split by heads, and the model has 12.": lambda: check_heads(
+        HEADS, 5
+    ),
+    "4 heads of keys and values, which its ranks can neither divide nor share evenly. Take one of 1, 2, 4, 12.": (
+        lambda: check_heads(HEADS, 3)
+    ),
+    "the model has 4 heads of keys and values": lambda: check_heads(HEADS, 6),
+    "--expert-parallel 2: the model has no experts that could be divided.": lambda: experts_on(4, Qwen2Config(), 2),
+    "--expert-parallel 3 does not divide the 4 learners.": lambda: experts_on(4, Qwen3MoeConfig(num_experts=8), 3),
+    "6 learners cannot hold equally many of the model's 8 experts a layer.": (
+        lambda: experts_on(6, Qwen3MoeConfig(num_experts=8), 2)
+    ),
+}
+
+
+def experts_on(learners: int, config, size: int) -> None:
+    share_experts(Ranks(0, learners, 0, torch.device("cpu")), config, size)
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_ranks_cannot_divide_is_refused(said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        REFUSED[said]()
+    for fitting in (1, 2, 4, 12):
+        check_heads(HEADS, fitting)

@@ -1,16 +1,13 @@
 """The optimizer's memory flags change only where moments are stored, and in which precision; and what a learner alone does
 without FSDP is what it does with it."""
 
-import json
 import re
 
 import numpy as np
 import pytest
 import torch
-from helpers import SMALL, make_group, run_script
-from safetensors.torch import load_file
+from helpers import make_group
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 from rl.errors import UserError
 from rl.learning.args import LearnerArgs
@@ -21,12 +18,6 @@ from rl.learning.micro_batches import micro_batches
 from rl.learning.optimizer import lr_factor
 from rl.model.shards import local
 from rl.ranges import check
-
-COMPACT = [
-    pytest.param({"optimizer_offload": True}, id="moments on the host", marks=pytest.mark.slow),
-    pytest.param({"optim": "adamw_8bit"}, id="8 bits", marks=pytest.mark.slow),
-    pytest.param({"optim": "adamw_8bit", "optimizer_offload": True}, id="8 bits on the host"),
-]
 
 
 def make_learner(model: str, ranks, **flags) -> Learner:
@@ -44,14 +35,6 @@ def update(learner: Learner, seed: int) -> dict[str, float]:
     for micro in micros:
         (-learner.forward(micro).log_prob.sum() / len(batch.token)).backward()
     return learner.step()
-
-
-def copy_state(half: Learner, rest: Learner) -> None:
-    """Copy one learner's state to another through the tensors of a checkpoint."""
-    saved = {name: local(tensor).clone() for name, tensor in half.state_tensors().items()}
-    for name, tensor in rest.state_tensors().items():
-        local(tensor).copy_(saved[name])
-    rest.restore(half.state(), half.rank_state())
 
 
 def weights(learner: Learner) -> torch.Tensor:
@@ -86,55 +69,6 @@ def test_a_rank_alone_learns_what_it_learns_with_everything_offloaded(models, ra
     for seed in range(3):
         assert update(alone, seed) == update(moving, seed)
     assert torch.equal(weights(alone), weights(moving))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", COMPACT)
-def test_training_goes_as_with_plain_adamw_and_resumes_bit_for_bit(models, ranks, flags):
-    """Over 10 updates at a high rate the weights move nearly as far in nearly the same direction."""
-    plain, other, rest = (make_learner(models["qwen2-tied"], ranks, **more) for more in ({}, flags, flags))
-    first = weights(plain).clone()
-    for seed in range(10):
-        update(plain, seed), update(other, seed)
-        if seed == 7:
-            copy_state(other, rest)
-    moved, right = (weights(of).double() - first for of in (other, plain))
-    assert (moved - right).norm() < 0.05 * right.norm()
-    for seed in (8, 9):
-        update(rest, seed)
-    assert torch.equal(weights(rest), weights(other))
-
-
-@pytest.fixture(scope="module")
-def with_a_row(tmp_path_factory) -> str:
-    """A mixture whose shared expert has a gate of one row, [1, 64], of which one of two learners has nothing."""
-    torch.manual_seed(0)
-    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
-    path = tmp_path_factory.mktemp("row")
-    AutoModelForCausalLM.from_config(Qwen2MoeConfig(**SMALL, **experts)).save_pretrained(path)
-    return str(path)
-
-
-@pytest.mark.runs
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "layouts", [[(1, {}), (2, {}), (1, {})], [(3, {}), (2, {"expert_parallel": 2, "optimizer_offload": True})]]
-)
-def test_a_checkpoint_in_8_bits_is_read_in_another_layout_bit_for_bit(models, with_a_row, tmp_path, layouts):
-    """Three learners split rows and experts unevenly, two share the experts."""
-    model = models["moe"] if layouts[0][0] == 3 else with_a_row
-    came_from, first = "-", None
-    for number, (ranks, layout) in enumerate(layouts):
-        out, flags = tmp_path / str(number), json.dumps({"optim": "adamw_8bit"} | layout)
-        out.mkdir()
-        run_script("tests/programs/reshard.py", model, flags, came_from, out, ranks=ranks, timeout=120)
-        found, came_from = load_file(out / "tensors.safetensors"), out / "step_000001"
-        first = first or found
-        assert found.keys() == first.keys() and all(torch.equal(found[key], first[key]) for key in first), ranks
-    codes = [tensor for tensor in first.values() if tensor.dtype == torch.uint8]
-    assert len(codes) > 20 and all(len(tensor.unique()) > 8 for tensor in codes)
-    with pytest.raises(AssertionError, match=r"exp_avg\S* is"):  # another optimizer's moments
-        run_script("tests/programs/reshard.py", model, "{}", came_from, tmp_path, ranks=None, timeout=120)
 
 
 def test_flags_that_exclude_each_other_are_refused():

@@ -52,52 +52,92 @@ def log(*ratios):
 # ---------------------------------------------------------------------------------------------------------- by hand
 
 
-def test_ppo_clip_by_hand():
-    # ratios 1, 1.5, 0.5 for A = 1 and then A = -1; a ratio of 5 with A = -1 meets the dual clip at 3
-    args = tokens(log(1, 1.5, 0.5, 1, 1.5, 0.5, 5), [1, 1, 1, -1, -1, -1, -1])
-    loss, stats = losses.ppo_clip(*args)
-    assert loss.tolist() == pytest.approx([-1, -1.2, -0.5, 1, 1.5, 0.8, 3])
-    assert stats["pg_clipfrac"].tolist() == [0, 1, 0, 0, 0, 1, 0]
-    assert stats["pg_clipfrac_lower"].tolist() == [0, 0, 0, 0, 0, 0, 1]
-    higher, _ = losses.ppo_clip(*args, clip_high=0.28, clip_c=4)
-    assert higher.tolist() == pytest.approx([-1, -1.28, -0.5, 1, 1.5, 0.8, 4])
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
 
 
-def test_gspo_by_hand():
+LN2, E3 = math.log(2), math.exp(0.3)
+TV = tokens(log(0.75, 0.25, 0.6, 0.75, 0.2), [1, -1, 1, -1, 1], old=log(0.5, 0.5, 0.5, 0.5, 0.01))
+KL = 0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25)  # of 1/2 to 3/4, and to 1/4
+OF_KL = tokens(log(0.75, 0.25, 0.75, 0.25, 0.2), [1, -1, -1, 1, 1], old=log(0.5, 0.5, 0.5, 0.5, 0.01))
+INSIDE = [-1.5 * math.log(0.75), 0.5 * math.log(0.25), 1.5 * math.log(0.75), -0.5 * math.log(0.25)]
+RATIOS = tokens(log(1, 1.5, 0.5, 1, 1.5, 0.5, 5), [1, 1, 1, -1, -1, -1, -1])  # 5 with A = -1 meets the dual clip at 3
+THREE = tokens(log(0.5, 1.1, 2), [1, -1, 2])
+COVARIANT = tokens([-3.0, -1, -2, -2], [-2.0, 2, 0, 0], old=[-3.0, -1.5, -2, -2])  # covariances 2, 2, 0, 0
+SOME = torch.tensor([True, False, True, False])
+# ratios whose product is 1; of one response 2 for A > 0 and A < 0, of one 1/2
+PRODUCTS = tokens(log(2, 0.5, 2, 2, 0.5), [3, 3, 1, -1, 1], seq=[0, 0, 1, 2, 3])
+FAR = tokens([-1.0, -2.0], [2, -1], old=[-1.5, -2.0])
+BY_HAND = [  # loss, its arguments, knobs, its values, its statistics
+    ("ppo_clip", RATIOS, {}, [-1, -1.2, -0.5, 1, 1.5, 0.8, 3], {"": [0, 1, 0, 0, 0, 1, 0], "_lower": [0] * 6 + [1]}),
+    ("ppo_clip", RATIOS, {"clip_high": 0.28, "clip_c": 4}, [-1, -1.28, -0.5, 1, 1.5, 0.8, 4], {}),
     # ratios 2 and 1/2 make a sequence's 1; the other sequence has the geometric mean 1.21, clipped for A > 0 at 1.0004
-    args = tokens(log(2, 0.5, 1.1, 1.331, 1.21), [3, 3, 1, 1, -1], seq=[0, 0, 1, 1, 2])
-    loss, stats = losses.gspo(*args)
-    assert loss.tolist() == pytest.approx([-3, -3, -1.0004, -1.0004, 1.21])
-    assert stats["pg_clipfrac"].tolist() == [0, 0, 1, 1, 0]
-
-
-def test_gmpo_by_hand():
+    (
+        "gspo",
+        tokens(log(2, 0.5, 1.1, 1.331, 1.21), [3, 3, 1, 1, -1], seq=[0, 0, 1, 1, 2]),
+        {},
+        [-3, -3, -1.0004, -1.0004, 1.21],
+        {"": [0, 0, 1, 1, 0]},
+    ),
     # exp(0.4) is the upper clip: d = 0.4 and 1 -> mean (0.4 + 0.4) / 2; A < 0 clips from below: d = -1 -> -0.4, 1 stays
-    args = tokens([0.4, 1.0, -1.0, 1.0], [2, 2, -1, -1], seq=[0, 0, 1, 1])
-    loss, stats = losses.gmpo(*args)
-    assert loss.tolist() == pytest.approx([-2 * math.exp(0.4)] * 2 + [math.exp(0.3)] * 2)
-    assert stats["pg_clipfrac"].tolist() == [0, 1, 0, 0] and stats["pg_clipfrac_lower"].tolist() == [0, 0, 1, 0]
-    assert losses.POLICY_LOSSES["geo_mean"].function is losses.gmpo
+    (
+        "gmpo",
+        tokens([0.4, 1.0, -1.0, 1.0], [2, 2, -1, -1], seq=[0, 0, 1, 1]),
+        {},
+        [-2 * math.exp(0.4)] * 2 + [E3] * 2,
+        {"": [0, 1, 0, 0], "_lower": [0, 0, 1, 0]},
+    ),
+    ("cispo", THREE, {}, [0.5 * LN2, 1.1 * math.log(1.1), -1.2 * 2 * LN2], {"": [0, 0, 1]}),
+    ("cispo", THREE, {"clip_low": 0.2}, [0.8 * LN2, 1.1 * math.log(1.1), -1.2 * 2 * LN2], {}),
+    ("reinforce", THREE, {}, [LN2, math.log(1.1), -2 * LN2], {}),
+    ("sapo", THREE, {}, [-4 * sigmoid(-0.5), 4 / 1.05 * sigmoid(1.05 * 0.1), -2 * 4 * sigmoid(1)], {}),
+    # p_old 0.5: p 0.75 is 0.25 above (out for A > 0), p 0.25 is 0.25 below (out for A < 0), p 0.6 is in; p_old 0.01: c cuts
+    (
+        "dppo_tv",
+        TV,
+        {"clip_c": 10},
+        [0, 0, -1.2 * math.log(0.6), 1.5 * math.log(0.75), -10 * math.log(0.2)],
+        {"": [1, 1, 0, 0, 0], "_lower": [0, 0, 0, 0, 1]},
+    ),
+    (
+        "dppo_kl",
+        OF_KL,
+        {"clip_low": KL - 1e-9, "clip_high": 10, "clip_c": 10},
+        [INSIDE[0], 0, *INSIDE[2:], -10 * math.log(0.2)],
+        {"": [0, 1, 0, 0, 0], "_lower": [0, 0, 0, 0, 1]},
+    ),
+    ("dppo_kl", OF_KL, {"clip_low": 10, "clip_high": KL + 1e-9, "clip_c": 100}, [*INSIDE, 0], {}),  # 0.01 to 0.2 is farther
+    # old / rollout 2, and 8 capped at 5; the ratio to old is 1.5, clipped at 1.2
+    ("decoupled_ppo", tokens(log(1.5, 1.5), [1, 1]), {"rollout_log_prob": torch.tensor(log(0.5, 0.125))}, [-2.4, -6], {}),
+    ("clip_cov", COVARIANT, {"chosen": SOME}, [0, -2 * 1.2, 0, 0], {"": [1, 0, 1, 0]}),
+    ("kl_cov", COVARIANT, {"chosen": ~SOME, "coef": 0.1}, [2, -2 * math.exp(0.5) + 0.05, 0, 0], {}),
+    (
+        "vespo",
+        PRODUCTS,
+        {},
+        [-3 * LN2, 3 * LN2, -4 * math.exp(-3) * LN2, 8 * math.exp(-2) * LN2, 0.25 * math.exp(1.5) * LN2],
+        {},
+    ),
+    ("dro", FAR, {"beta": 0.4}, [2 + 0.2 * 0.25, -2], {}),
+    ("luspo", tokens(log(1.1), [1]), {}, [-1.0025], {}),
+]
 
 
-def test_cispo_sapo_reinforce_by_hand():
-    args = tokens(log(0.5, 1.1, 2), [1, -1, 2])
-    ln2, ln11 = math.log(2), math.log(1.1)
-    loss, stats = losses.cispo(*args)
-    assert loss.tolist() == pytest.approx([0.5 * ln2, 1.1 * ln11, -1.2 * 2 * ln2])
-    assert stats["pg_clipfrac"].tolist() == [0, 0, 1]
-    assert losses.cispo(*args, clip_low=0.2)[0][0].item() == pytest.approx(0.8 * ln2)
-    assert losses.reinforce(*args)[0].tolist() == pytest.approx([ln2, ln11, -2 * ln2])
-    assert losses.POLICY_LOSSES["gpg"].function is losses.reinforce
-    sigmoid = lambda x: 1 / (1 + math.exp(-x))  # noqa: E731
-    expected = [-4 * sigmoid(-0.5), 4 / 1.05 * sigmoid(1.05 * 0.1), -2 * 4 * sigmoid(1)]
-    assert losses.sapo(*args)[0].tolist() == pytest.approx(expected)
+@pytest.mark.parametrize(("name", "args", "knobs", "expected", "clipped"), BY_HAND)
+def test_a_loss_by_hand(name, args, knobs, expected, clipped):
+    loss, stats = losses.POLICY_LOSSES[name](*args, **knobs)
+    assert loss.tolist() == pytest.approx(expected, rel=1e-6)
+    for kind, of in clipped.items():
+        assert stats[f"pg_clipfrac{kind}"].tolist() == of
+    if name == "decoupled_ppo":
+        assert stats["behav_clipfrac"].tolist() == [0, 1]
 
 
-def test_knobs_keep_their_precision():
+def test_aliases_and_knobs_of_full_precision():
     """tau is exact in fp64: 1.05 is not an fp32 number."""
-    args = tokens(log(1.5), [-1])
-    loss, _ = losses.sapo(*args)
+    aliases = {"geo_mean": losses.gmpo, "gpg": losses.reinforce}
+    assert all(losses.POLICY_LOSSES[name].function is function for name, function in aliases.items())
+    loss, _ = losses.sapo(*tokens(log(1.5), [-1]))
     assert loss.item() == pytest.approx(4 / 1.05 / (1 + math.exp(-1.05 * 0.5)), rel=1e-15)
     ten, _ = losses.gspo(*tokens([30.0], [-1]))
     assert ten.item() == pytest.approx(math.exp(10)) and losses.gspo(*tokens([30.0], [-1]), clamp=3.0)[0].item() < 21
@@ -109,35 +149,16 @@ def test_importance_weight_by_hand():
     assert weight.tolist() == pytest.approx([3, 1, 20, 1]) and weight[1] == 1 and not weight.requires_grad
 
 
-def test_dppo_tv_and_decoupled_by_hand():
-    # p_old 0.5: p 0.75 is 0.25 above (out for A > 0), p 0.25 is 0.25 below (out for A < 0), p 0.6 is in; p_old 0.01: c cuts
-    lp, old = log(0.75, 0.25, 0.6, 0.75, 0.2), log(0.5, 0.5, 0.5, 0.5, 0.01)
-    loss, stats = losses.dppo_tv(*tokens(lp, [1, -1, 1, -1, 1], old=old), clip_c=10)
-    expected = [0, 0, -1.2 * math.log(0.6), 1.5 * math.log(0.75), -10 * math.log(0.2)]
-    assert loss.tolist() == pytest.approx(expected)
-    assert stats["pg_clipfrac"].tolist() == [1, 1, 0, 0, 0] and stats["pg_clipfrac_lower"].tolist() == [0, 0, 0, 0, 1]
-    # old / rollout 2, and 8 capped at 5; the ratio to old is 1.5, clipped at 1.2
-    roll = torch.tensor(log(0.5, 0.125), dtype=F64)
-    loss, stats = losses.decoupled_ppo(*tokens(log(1.5, 1.5), [1, 1]), rollout_log_prob=roll)
-    assert loss.tolist() == pytest.approx([-2.4, -6]) and stats["behav_clipfrac"].tolist() == [0, 1]
-
-
-def test_covariance_losses_by_hand():
-    args = tokens([-3.0, -1, -2, -2], [-2.0, 2, 0, 0], old=[-3.0, -1.5, -2, -2])
-    lp, _, advantage, mask, _ = args
+def test_the_choice_by_covariance_by_hand():
+    lp, _, advantage, mask, _ = COVARIANT
     assert losses.covariance(lp, advantage, mask).tolist() == [2, 2, 0, 0]
     assert losses.random_covariance(lp, advantage, mask, ratio=0.5).tolist() == [True, True, False, False]
     assert losses.random_covariance(lp, advantage, mask, ratio=0.25).sum() == 1
     assert not losses.random_covariance(lp, advantage, mask, low=2.0).any()
     assert losses.top_covariance(lp * torch.tensor([1, 2, 1, 1]), advantage, mask, ratio=0.25).tolist() == [True] + [False] * 3
-    chosen = torch.tensor([True, False, True, False])
-    loss, stats = losses.clip_cov(*args, chosen=chosen)
-    assert loss.tolist() == pytest.approx([0, -2 * 1.2, 0, 0]) and stats["pg_clipfrac"].tolist() == [1, 0, 1, 0]
-    loss, _ = losses.kl_cov(*args, chosen=~chosen, coef=0.1)
-    assert loss.tolist() == pytest.approx([2, -2 * math.exp(0.5) + 0.05, 0, 0])
     # left to themselves: only token 0 is a candidate, the ratio of token 1 being clipped; and one token at the least
-    assert losses.clip_cov(*args)[1]["pg_clipfrac"].tolist() == [1, 0, 0, 0]
-    assert losses.kl_cov(*args)[1]["pg_clipfrac"].sum() == 1
+    assert losses.clip_cov(*COVARIANT)[1]["pg_clipfrac"].tolist() == [1, 0, 0, 0]
+    assert losses.kl_cov(*COVARIANT)[1]["pg_clipfrac"].sum() == 1
 
 
 @settings(max_examples=25)
@@ -197,20 +218,8 @@ def test_values_and_gradients_equal_slow_loops(name, lengths, seed):
     chosen = (b["seq"] % 2 == 0).tolist()
 
     def reference(lp):
-        out = slow.policy_loss(
-            name,
-            lp,
-            x["lp"],
-            x["old"],
-            x["advantage"],
-            x["mask"],
-            x["seq"],
-            low,
-            high,
-            c,
-            chosen=chosen,
-            roll=x["roll"],
-        )
+        of = (x[key] for key in ("lp", "old", "advantage", "mask", "seq"))
+        out = slow.policy_loss(name, lp, *of, low, high, c, chosen=chosen, roll=x["roll"])
         return out, slow.aggregate(out, x["mask"], x["seq"], mode, len(lengths), None)
 
     lp = b["lp"].clone().requires_grad_()
@@ -226,13 +235,6 @@ def test_values_and_gradients_equal_slow_loops(name, lengths, seed):
         up, down = ([v + s * step * (k == t) for k, v in enumerate(x["lp"])] for s in (1, -1))
         slope = (reference(up)[1] - reference(down)[1]) / (2 * step)
         assert gradient[t].item() == pytest.approx(slope, abs=1e-6), t
-
-
-@pytest.mark.parametrize("name", ["sapo", "reinforce", "gmpo", "kl_cov", "dro"])
-def test_gradcheck_where_the_loss_is_smooth(name):
-    b = slow.random_batch([3, 4, 2], 5, mask_rate=1.0, spread=0.2)
-    lp = b["lp"].clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: call(name, b, x)[0], (lp,))
 
 
 # ------------------------------------------------------------------------------------------------------- invariances
@@ -266,37 +268,12 @@ def test_ranks_and_micro_batches_change_neither_gradient_nor_statistics(name, le
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_at_the_old_policy(name):
-    """Ratio 1, nothing clipped, and the gradient is REINFORCE's: -A per token for the token losses, the sequence's mean of it
-    for gmpo, nothing on the tokens that clip_cov takes out; kl_cov adds none, |d| having no slope at 0."""
-    b = slow.random_batch([3, 5, 1, 4], 4)
-    b["old"] = b["roll"] = b["lp"]
-    lp = b["lp"].clone().requires_grad_()
-    loss, stats = call(name, b, lp)
-    m, none = b["mask"], torch.zeros_like(b["mask"])
-    (gradient,) = torch.autograd.grad(loss[m].sum(), lp)
-    expected = -b["advantage"]
-    if name == "gmpo":
-        expected = -losses.sequence_means(m, b["seq"], b["advantage"])[0][b["seq"]]
-    if name == "clip_cov":
-        expected = torch.where(b["seq"] % 2 == 0, 0.0, expected)
-        stats = call(name, b, lp, chosen=none)[1]
-    if name == "kl_cov":
-        stats = call(name, b, lp, chosen=none)[1]
-    assert torch.allclose(gradient[m], expected[m])
-    assert all(not value.any() for value in stats.values())
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_non_finite_log_probs_under_a_zero_mask_stay_out(name):
     b = slow.random_batch([3, 3, 2], 1, mask_rate=1.0)
     b["mask"][[1, 6, 7]] = False
     clean, _ = call(name, b)
-    for key, values in {
-        "lp": [math.nan, -math.inf, math.inf],
-        "old": [-math.inf, math.nan, 0.0],
-        "roll": [math.nan] * 3,
-    }.items():
+    lost = {"lp": [math.nan, -math.inf, math.inf], "old": [-math.inf, math.nan, 0.0], "roll": [math.nan] * 3}
+    for key, values in lost.items():
         b[key] = b[key].clone()
         b[key][[1, 6, 7]] = torch.tensor(values, dtype=F64)
     lp = b["lp"].requires_grad_()
@@ -341,15 +318,7 @@ def test_huge_ratios_stay_finite(name):
 # --------------------------------------------------------------------------------------------------------------- KL
 
 
-def test_kl_estimators_by_hand():
-    lp, ref = torch.tensor([-1.0, -2.0], dtype=F64), torch.tensor([-1.5, -1.0], dtype=F64)
-    kl = lambda kind: losses.kl_penalty(lp, ref, torch.tensor([True, True]), kind).tolist()  # noqa: E731
-    assert kl("k1") == kl("kl") == kl("k1+") == pytest.approx([0.5, -1.0])
-    assert kl("abs") == pytest.approx([0.5, 1.0])
-    assert kl("k2") == kl("mse") == pytest.approx([0.125, 0.5])
-    assert kl("k3") == kl("low_var_kl") == pytest.approx([math.exp(-0.5) - 1 + 0.5, math.e - 1 - 1])
-    assert kl("k3+") == kl("low_var_kl+") == pytest.approx(kl("k3"))
-    assert kl("abs+") == pytest.approx([0.5, 1.0]) and kl("k2+") == kl("mse+") == pytest.approx([0.125, 0.5])
+def test_a_kl_is_bounded():
     far = losses.kl_penalty(torch.tensor([-50.0]), torch.tensor([-1.0]), torch.tensor([True]), "k3")
     assert far.item() == 10
 
@@ -368,25 +337,6 @@ def test_kl_estimators_equal_slow_loops(lengths, seed):
             assert out[t].item() == pytest.approx(slow.kl(kind.rstrip("+"), x, ref) if m else 0, abs=1e-9)
             slope = (slow.kl(slope_of, x + step, ref) - slow.kl(slope_of, x - step, ref)) / (2 * step)
             assert gradient[t].item() == pytest.approx(slope if m else 0, abs=1e-6)
-
-
-def test_kl_estimators_against_the_exact_divergence():
-    """Over all outcomes of a small distribution: which estimator has the KL's value, and which, as a loss, has its gradient."""
-    logits = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=F64, requires_grad=True)
-    ref = torch.tensor([0.0, 0.2, 0.1, -0.5], dtype=F64).log_softmax(0)
-    log_p = logits.log_softmax(0)
-    p, mask = log_p.exp().detach(), torch.ones(4, dtype=torch.bool)
-    exact = (log_p.exp() * (log_p - ref)).sum()
-    reverse = (ref.exp() * (ref - log_p)).sum()
-    values = {kind: (p * losses.kl_penalty(log_p, ref, mask, kind)).sum() for kind in losses.KL_ESTIMATORS}
-    gradient = {kind: torch.autograd.grad(v, logits, retain_graph=True)[0] for kind, v in values.items()}
-    true, true_reverse = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (exact, reverse))
-    for kind in ("k1", "k3", "k1+", "k3+"):
-        assert values[kind].item() == pytest.approx(exact.item()), kind
-    for kind in ("k2", "k1+", "abs+", "k2+", "k3+", "kl+", "mse+", "low_var_kl+"):
-        assert torch.allclose(gradient[kind], true), kind
-    assert torch.allclose(gradient["k1"], torch.zeros(4, dtype=F64), atol=1e-12)
-    assert torch.allclose(gradient["k3"], true_reverse) and not torch.allclose(true, true_reverse)
 
 
 def test_the_adaptive_coefficient():

@@ -1,5 +1,5 @@
-"""losses.py, part four: formulas for stale tokens (VESPO, DRO, DPPO, the KL with a ratio, the off-policy sequence mask), by
-hand and against slow loops, and all losses and advantages on batches whose masked tokens are deleted."""
+"""losses.py, part four: formulas for stale tokens and those that only the diffs of examples/forks wire up, by hand, by slow
+loops and by enumeration."""
 
 import math
 
@@ -7,30 +7,16 @@ import losses_reference as slow
 import pytest
 import torch
 from hypothesis import given, settings
-from test_losses import NAMES as ESTIMATORS
-from test_losses import baseline, estimate
-from test_losses_policy import COV, F64, LENGTHS, NAMES, SEEDS, call, log, tokens
+from hypothesis import strategies as st
+from test_losses_policy import F64, LENGTHS, SEEDS, tokens
 
 import losses
 
 
-def test_vespo_by_hand():
-    # a response whose ratios 2 and 1/2 multiply to 1; one of 2 for A > 0 and A < 0, one of 1/2
-    args = tokens(log(2, 0.5, 2, 2, 0.5), [3, 3, 1, -1, 1], seq=[0, 0, 1, 2, 3])
-    loss, stats = losses.vespo(*args)
-    ln2 = math.log(2)
-    expected = [-3 * ln2, 3 * ln2, -4 * math.exp(-3) * ln2, 8 * math.exp(-2) * ln2, 0.25 * math.exp(1.5) * ln2]
-    assert loss.tolist() == pytest.approx(expected) and stats == {}
-    assert losses.vespo(*args, k_pos=1, lam_pos=1)[0][2].item() == pytest.approx(-2 * math.exp(-1) * ln2)
-
-
-def test_dro_and_luspo_by_hand():
-    args = tokens([-1.0, -2.0], [2, -1], old=[-1.5, -2.0])
-    loss, _ = losses.dro(*args, beta=0.4)
-    assert loss.tolist() == pytest.approx([2 + 0.2 * 0.25, -2])
+def test_dros_minimum_and_luspos_lengths():
     # the minimum is where d = A / beta, wherever the sampler is
     lp = torch.tensor([-1.5 + 2 / 0.4], dtype=F64, requires_grad=True)
-    best, _ = losses.dro(lp, *(x[:1] for x in args[1:]), beta=0.4)
+    best, _ = losses.dro(lp, *tokens([-1.0], [2], old=[-1.5])[1:], beta=0.4)
     assert torch.autograd.grad(best.sum(), lp)[0].item() == pytest.approx(0)
     # two responses, of two tokens and one: gspo counts both alike, luspo by their length
     args = tokens([-1.0, -1, -1], [1, 1, -1], old=[-1.0, -1, -1], seq=[0, 0, 1])
@@ -41,19 +27,6 @@ def test_dro_and_luspo_by_hand():
 
     assert (total("gspo"), total("luspo")) == (0, -0.5)
     losses.check_combination("grpo", "gspo", "seq-mean-token-sum")
-    assert losses.luspo(*tokens(log(1.1), [1]))[0].item() == pytest.approx(-1.0025)
-
-
-def test_dppo_kl_by_hand():
-    kl = 0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25)  # of 1/2 to 3/4, and to 1/4
-    lp, old = log(0.75, 0.25, 0.75, 0.25, 0.2), log(0.5, 0.5, 0.5, 0.5, 0.01)
-    args = tokens(lp, [1, -1, -1, 1, 1], old=old)
-    loss, stats = losses.dppo_kl(*args, clip_low=kl - 1e-9, clip_high=10, clip_c=10)
-    inside = [-1.5 * math.log(0.75), 0.5 * math.log(0.25), 1.5 * math.log(0.75), -0.5 * math.log(0.25), -10 * math.log(0.2)]
-    assert loss.tolist() == pytest.approx([inside[0], 0, *inside[2:]])
-    assert stats["pg_clipfrac"].tolist() == [0, 1, 0, 0, 0] and stats["pg_clipfrac_lower"].tolist() == [0, 0, 0, 0, 1]
-    loss, _ = losses.dppo_kl(*args, clip_low=10, clip_high=kl + 1e-9, clip_c=100)
-    assert loss.tolist() == pytest.approx([*inside[:4], 0])  # 0.01 to 0.2 is farther than 1/2 to 3/4
 
 
 def test_binary_kl_of_certain_tokens_is_finite():
@@ -99,46 +72,80 @@ def test_only_the_kl_with_a_ratio_has_the_gradient_of_the_divergence_on_stale_to
         losses.kl_penalty(log_p, ref, mask, "k3r")
 
 
-# ------------------------------------------------------------------------------------------------ masked tokens deleted
+# -------------------------------------------------------------------------------------------------- wired up by forks
 
 
-def deleted(b):
-    """The batch without its masked tokens, and without the responses that have no others."""
-    kept, seq = torch.unique(b["seq"][b["mask"]], return_inverse=True)
-    of = {"group": kept, "parts": kept, "weights": slice(None)}
-    return {key: x[of.get(key, b["mask"])] for key, x in b.items()} | {"seq": seq, "kept": kept}
+def test_the_off_policy_mask_by_hand():
+    # two tokens that lost 0.4 and 0.8 since they were sampled; one that lost 0.5; one that gained; one that is not trained
+    lp, roll = torch.tensor([-1.4, -1.8, -1.5, -0.5, -9.0]), torch.tensor([-1.0] * 5)
+    mask, seq = torch.tensor([1, 1, 1, 1, 0], dtype=torch.bool), torch.tensor([0, 0, 1, 2, 3])
+    advantage = torch.tensor([-1.0, 2.0, -1.0, -1.0, -1.0])
+    out = lambda threshold: losses.off_policy_tokens(lp, roll, advantage, mask, seq, threshold=threshold).tolist()  # noqa: E731
+    assert out(0.55) == [True, False, False, False, False]
+    assert out(0.3) == [True, False, True, False, False] and not any(out(0.7))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=10)
-@given(lengths=LENGTHS, seed=SEEDS)
-def test_a_loss_is_that_of_the_batch_without_its_masked_tokens(name, lengths, seed):
+@settings(max_examples=25)
+@given(lengths=LENGTHS, seed=SEEDS, threshold=st.floats(0.01, 0.5), parts=st.integers(1, 3))
+def test_the_off_policy_mask_equals_slow_loops_however_the_batch_is_cut(lengths, seed, threshold, parts):
     b = slow.random_batch(lengths, seed)
-    chosen = {"chosen": (b["seq"] % 2 == 0)[b["mask"]]} if name in COV else {}
-    (loss, stats), (twin, of_twin) = call(name, b), call(name, deleted(b), **chosen)
-    assert torch.allclose(loss[b["mask"]], twin, atol=1e-12)
-    assert all(torch.equal(stats[key][b["mask"]], of_twin[key]) for key in stats)
+    of = [b[key] for key in ("lp", "roll", "advantage", "mask", "seq")]
+    expected = torch.tensor(slow.off_policy(*(x.tolist() for x in of), threshold))
+    for k in range(parts):
+        at = b["seq"] % parts == k
+        assert torch.equal(losses.off_policy_tokens(*(x[at] for x in of), threshold=threshold), expected[at])
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
-@settings(max_examples=10)
-@given(lengths=LENGTHS, seed=SEEDS)
-def test_an_advantage_is_that_of_the_batch_without_its_masked_tokens(name, lengths, seed):
-    """Where all that was earned was earned on trained tokens."""
-    b = slow.random_batch(lengths, seed)
-    b["reward"] = torch.where(b["mask"], b["reward"], 0.0)
-    twin = deleted(b)
-    extra = {"baseline": baseline(b)[twin["kept"]]} if name == "remax" else {}
-    assert torch.allclose(estimate(name, b)[b["mask"]], estimate(name, twin, **extra), atol=1e-12)
+@given(st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=40), st.floats(0.01, 1))
+def test_a_share_of_the_tokens_has_high_entropy(tokens, quantile):
+    """With ties: as many as the share says at least, and none that has less entropy than one left out."""
+    entropy, mask = torch.tensor([t / 4 for t, _ in tokens]), torch.tensor([m for _, m in tokens], dtype=torch.bool)
+    kept = losses.high_entropy_tokens(entropy, mask, quantile=quantile)
+    trained, found = sorted(entropy[mask].tolist()), sorted(entropy[kept].tolist())
+    assert not kept[~mask].any() and found == trained[len(trained) - len(found) :]
+    if trained:
+        least = trained[math.ceil(round((1 - quantile) * (len(trained) - 1), 6))]  # of a sorted list, from the definition
+        assert found == [x for x in trained if x >= least]
+        between = torch.tensor(trained, dtype=torch.float64).quantile(1 - quantile)  # TRL's threshold
+        assert found == [x for x in trained if x >= between - 1e-6]
 
 
-@settings(max_examples=10)
-@given(lengths=LENGTHS, seed=SEEDS)
-def test_a_rejection_is_that_of_the_batch_without_its_masked_tokens(lengths, seed):
-    b = slow.random_batch(lengths, seed)
-    for level in losses.REJECTION_LEVELS:
-        kept, twin = (
-            losses.rollout_rejection_mask(x["lp"], x["roll"], x["mask"], x["seq"], criteria=[(level, "binary_kl", 0.0, 0.02)])
-            for x in (b, deleted(b))
-        )
-        assert torch.equal(kept[b["mask"]], twin), level
+def expected_gradient(centers: bool, logits, q, advantage):
+    """Over all tokens of a place that a sampler with probabilities q could draw: the mean of the gradient of reinforce, with
+    the baseline of score centering or without."""
+    log_p, total = logits.log_softmax(0), torch.zeros_like(logits)
+    one, seq = torch.tensor([True]), torch.tensor([0])
+    for token in range(len(q)):
+        token_loss, _ = losses.reinforce(log_p[token][None], q.log()[token][None], advantage[token][None], one, seq)
+        if centers:
+            token_loss = token_loss + losses.score_centering((q * log_p).sum()[None], advantage[token][None], one)
+        total += q[token] * torch.autograd.grad(token_loss.sum(), logits, retain_graph=True)[0]
+    return total
+
+
+def test_under_the_sampler_a_centered_score_has_no_drift():
+    """An advantage that does not depend on the token moves nothing, whoever samples. One that does moves by its covariance with
+    the score. Without the baseline there is a drift, unless the policy is the sampler."""
+    logits = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=F64, requires_grad=True)
+    q = torch.tensor([0.4, 0.1, 0.2, 0.3], dtype=F64)
+    flat, uneven = torch.full((4,), 0.7, dtype=F64), torch.tensor([1.0, -1.0, 0.5, 0.0], dtype=F64)
+    assert expected_gradient(True, logits, q, flat).abs().max() < 1e-12
+    assert expected_gradient(False, logits, q, flat).abs().max() > 0.05
+    p = logits.detach().softmax(0)
+    scores = torch.eye(4, dtype=F64) - p  # of each token: the gradient of its log-prob
+    covariance = sum(q[v] * (uneven[v] - (q * uneven).sum()) * (scores[v] - q @ scores) for v in range(4))
+    assert torch.allclose(expected_gradient(True, logits, q, uneven), -covariance)
+    assert torch.allclose(*(expected_gradient(centers, logits, p, uneven) for centers in (False, True)))
+
+
+def test_masked_tokens_have_no_part_in_score_centering():
+    expected = torch.tensor([-1.0, float("nan"), -2.0], dtype=F64, requires_grad=True)
+    mask = torch.tensor([True, False, True])
+    term = losses.score_centering(expected, torch.tensor([2.0, 3.0, -1.0], dtype=F64), mask)
+    assert term.tolist() == [-2, 0, 2]
+    assert torch.autograd.grad(term.sum(), expected)[0].tolist() == [2, 0, -1]
+
+
+def test_the_entropys_coefficient_moves_towards_the_target():
+    coef = lambda entropy: losses.adaptive_entropy_coef(0.5, entropy, 0.2, 0.25, 0.7)  # noqa: E731
+    assert (coef(0.1), coef(0.3)) == (pytest.approx(0.7), pytest.approx(0.25))

@@ -36,16 +36,7 @@ def steps(q, k, v, g, beta, state):
 
 
 def chunk_gated_delta_rule(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    scale=None,
-    initial_state=None,
-    output_final_state=False,
-    use_qk_l2norm_in_kernel=False,
-    cu_seqlens=None,
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None
 ):
     """The stand-in: fewer arguments than the real one's, and its refusals."""
     CALLS.append(len(cu_seqlens) - 1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from helpers import DELTA, MOE, SMALL, make_group
+from helpers import DELTA, MOE, SMALL, make_group, plain_log_probs
 from transformers import AutoModelForCausalLM
 
 import train_sft
@@ -18,7 +18,7 @@ from rl import parts
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
 from rl.learning.batch import Batch
-from rl.learning.micro_batches import MicroBatch, tokens_of
+from rl.learning.micro_batches import MicroBatch
 from rl.model import router
 from rl.model.attention import ATTENTION
 from rl.model.hybrid import chain, delta_net, rule
@@ -89,12 +89,9 @@ def differences(kind: str, batch: Batch, order: list[int], micro: MicroBatch) ->
     weight = torch.randn(len(micro.index), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     found = policy(micro.inputs, micro.layout, micro.predict, micro.labels, 1.0, "none")[0]
     ours = gradients(policy.model, found @ weight)
-    reference, rows = model_of(kind, "eager", torch.float64), []
-    for i in order:
-        ids = torch.tensor([*batch.prompts[i], *batch.token[tokens_of(batch, torch.tensor([i]))].tolist()])
-        logits = reference(input_ids=ids[None], use_cache=False).logits[0, len(batch.prompts[i]) - 1 : -1]
-        rows.append(logits.log_softmax(-1).gather(1, ids[len(batch.prompts[i]) :, None]).squeeze(1))
-    expected = torch.cat(rows)
+    reference = model_of(kind, "eager", torch.float64)
+    rows = plain_log_probs(lambda ids: reference(input_ids=ids, use_cache=False).logits, batch)
+    expected = torch.cat([rows[i] for i in order])
     theirs = gradients(reference, expected @ weight)
     off = [float((ours[name] - grad).norm() / grad.norm()) for name, grad in theirs.items()]
     return float((found - expected).detach().abs().max()), max(off)
@@ -130,44 +127,18 @@ def no_halo(self, layer, x, weight):
     return CONVOLVED(Chain(self.lengths, [-1] * len(self.lengths), self.device), layer, x, weight)
 
 
-def halo_without_gradient(self, layer, x, weight):
-    """What segments see of the one in front of them has no gradient."""
-    parts = x.split(self.lengths)
-    fronts = [parts[before].detach() if before >= 0 else x[:0] for before in self.after]
-    rows = []
-    for front, own in zip(fronts, parts, strict=True):
-        whole = F.pad(torch.cat([front, own]), (0, 0, weight.shape[1] - 1, 0))
-        rows.append(F.conv1d(whole.t()[None], weight[:, None], groups=len(weight))[0].t()[len(front) :])
-    return torch.cat(rows)
-
-
 MUTANTS = {
     "no state": with_start(lambda start: None),
     "first prompt's state for all": with_start(lambda start: start[:1].expand_as(start)),
     "no halo": {"convolved": no_halo},
-    "state without gradient": with_start(torch.Tensor.detach),
-    "one response's gradient alone": with_start(lambda start: torch.cat([start[:1], start[1:].detach()])),
-    "halo without gradient": {"convolved": halo_without_gradient},
 }
 
 
-def plant(monkeypatch, mutant: str) -> None:
-    for name, function in MUTANTS[mutant].items():
-        monkeypatch.setattr(Chain if name == "convolved" else chain, name, function)
-
-
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_each_fault_is_seen_in_the_gradients(mutant, in_double, monkeypatch):
-    plant(monkeypatch, mutant)
-    log_probs, of_gradients = differences("Qwen3_5TextConfig", *micro_batch({5: 2, 9: 3}, (9, 12)))
-    assert of_gradients > 1e-3
-    assert (log_probs > 1e-3) == ("gradient" not in mutant)
-
-
-@pytest.mark.parametrize("mutant", [name for name in MUTANTS if "gradient" not in name])
 def test_the_start_check_refuses_what_changes_values(mutant, monkeypatch):
     check_policy(Policy(model_of("Qwen3_5TextConfig", ATTENTION)), "x")
-    plant(monkeypatch, mutant)
+    for name, function in MUTANTS[mutant].items():
+        monkeypatch.setattr(Chain if name == "convolved" else chain, name, function)
     with pytest.raises(UserError, match="differ from transformers' by"):
         check_policy(Policy(model_of("Qwen3_5TextConfig", ATTENTION)), "x")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from helpers import DELTA, SMALL, run_script
+from helpers import DELTA, SMALL
 from transformers import AutoModelForCausalLM
 
 from examples.demo.sums import build_tokenizer
@@ -245,19 +245,6 @@ def test_a_model_with_images_of_another_family_is_refused_rather_than_trained_on
     args = types.SimpleNamespace(trust_remote_code=False, max_prompt_length=8, max_response_length=8, sequence_parallel=1)
     with pytest.raises(UserError, match=f"it takes images, and is a {config.model_type}. Of such models {FAMILIES[0]}"):
         check_model(str(tmp_path), build_tokenizer(), args)
-
-
-# ------------------------------------------------------------------------------------------------------------------ a run
-
-
-@pytest.mark.runs
-def test_a_script_ends_with_the_reason(tmp_path):
-    policy = policy_of("GraniteConfig", logits_scaling=4.0)
-    policy.model.save_pretrained(tmp_path / "model")
-    build_tokenizer().save_pretrained(tmp_path / "model")
-    flags = ["--model", tmp_path / "model", "--total-training-steps", 1, "--output-dir", tmp_path / "runs"]
-    done = run_script("train_async.py", *flags, ranks=2, check=False, timeout=120)
-    assert done.returncode == 1 and done.stderr.count("error:") == 1 and "differ from transformers' by" in done.stderr
 
 
 def test_the_check_costs_a_run_nothing_but_time(demo_model):

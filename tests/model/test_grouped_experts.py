@@ -115,10 +115,7 @@ class Biased(Gated):
         return out
 
 
-LAYOUTS = {
-    Gated: {},
-    Biased: {"is_concatenated": False, "is_transposed": True, "has_bias": True},
-}
+LAYOUTS = {Gated: {}, Biased: {"is_concatenated": False, "is_transposed": True, "has_bias": True}}
 
 
 @pytest.mark.parametrize("experts", LAYOUTS, ids=lambda experts: experts.__name__)

@@ -1,19 +1,22 @@
-"""Each learner reads its own part of the weights from the files, and no rank holds the whole model."""
+"""Each learner reads its own part of the weights from the files, or is sent it, and no rank holds the whole model."""
 
 import json
+import re
 import shutil
 
 import pytest
 import tiny_vlm
 import torch
-from helpers import SMALL, run_script, save_model
+from helpers import SMALL, run_script
+from nodes import Network, Unavailable
 from safetensors.torch import load_file, save_file
-from test_pretrained import edit_json, shard
+from test_pretrained import shard
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from rl.errors import UserError
 from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
+from rl.learning.placement import load_policy
 from rl.model.loading import load_weights, open_weights
 from rl.model.policy import Policy, check_policy
 from rl.model.pretrained import auto_class, load_config
@@ -91,64 +94,45 @@ def test_weights_and_buffers_are_those_that_transformers_reads(ranks, families, 
     assert ours == theirs and torch.equal(torch.get_rng_state(), dice)
 
 
-def change_index(path, change) -> str:
-    shard(path)
-    index = json.loads((path / "model.safetensors.index.json").read_text())
-    name = sorted(index["weight_map"].items())[0]
-    change(path, index["weight_map"], *name)
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    return name[1]
+def put(value: float):
+    def change(weights: dict, name: str) -> None:
+        weights[name].view(-1)[3] = value
+
+    return change
 
 
-def test_the_damaged_file_is_named(tmp_path):
-    def cut(path, listed, _, file) -> None:
-        (path / file).write_bytes((path / file).read_bytes()[:-1])
+def cast(dtype: torch.dtype):
+    def change(weights: dict, name: str) -> None:
+        weights[name] = weights[name].to(dtype)
 
-    def lose(path, listed, _, file) -> None:
-        (path / file).unlink()
-
-    def exchange(path, listed, name, file) -> None:
-        """Replace a file by that of another model, under the same name."""
-        save_file({"other": torch.zeros(3)}, path / file, {"format": "pt"})
-
-    def repeat(path, listed, name, file) -> None:
-        """Put a tensor of another file into this one as well."""
-        other = load_file(path / next(other for other in listed.values() if other != file))
-        save_file(load_file(path / file) | other, path / file, {"format": "pt"})
-
-    changes = {
-        cut: r"{file}, [\d,]+ bytes long, cannot be read \(",
-        lose: "{file}, which model.safetensors.index.json lists, is not there",
-        exchange: "{file} does not hold .*, which model.safetensors.index.json says it does",
-        repeat: r"\S+ is in \S+ and in {file}: one of them is of another model",
-    }
-    for change, message in changes.items():
-        path = tmp_path / change.__name__
-        save_model("qwen2-untied", path)
-        file = change_index(path, change)
-        with pytest.raises(UserError, match=f"--model {path}: .*" + message.format(file=file)):
-            open_weights(str(path))
+    return change
 
 
-def test_weights_in_other_forms_are_refused(models, tmp_path):
-    """Quantized, or in PyTorch's own file format."""
-    shutil.copytree(models["qwen3"], tmp_path / "model")
-    edit_json(tmp_path / "model", "config.json", quantization_config={"quant_method": "fp8"})
-    with pytest.raises(UserError, match=r"the weights cannot be read: they are quantized. Save them in bfloat16"):
-        open_weights(str(tmp_path / "model"))
-    model = AutoModelForCausalLM.from_pretrained(models["qwen3"])
-    model.config.save_pretrained(tmp_path)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"the weights cannot be read: there is no model.safetensors"):
-        open_weights(str(tmp_path))
+NOT_FINITE = r"1 of the [\d,]+ values of {name} in model.safetensors are NaN or infinite"
+OF_NO_USE = {  # how a tensor is changed -> what is said of it
+    "NaN": (put(torch.nan), NOT_FINITE),
+    "infinite": (put(-torch.inf), NOT_FINITE),
+    "int8": (cast(torch.int8), "{name} in model.safetensors is I8, no float"),
+    "int64": (cast(torch.int64), "{name} in model.safetensors is I64, no float"),
+    "truths": (cast(torch.bool), "{name} in model.safetensors is BOOL, no float"),
+    "eight bits": (cast(torch.float8_e4m3fn), "{name} in model.safetensors is F8_E4M3, no float"),
+    "log-probs that are not finite": (lambda weights, _: [w.fill_(3e38) for w in weights.values()], "differ from .* by nan"),
+}
 
 
-def test_weights_that_are_not_used_are_said_once(ranks, models, tmp_path, capsys):
-    shutil.copytree(models["qwen3"], tmp_path / "model")
-    edit_json(tmp_path / "model", "config.json", num_hidden_layers=1, layer_types=["full_attention"])
-    Learner(str(tmp_path / "model"), LearnerArgs(), ranks, total_steps=1, with_reference=True)
-    out = capsys.readouterr().out
-    assert out.count("warning:") == 1 and "11 weights in the files are not used, model.layers.1." in out
+@pytest.mark.parametrize("case", OF_NO_USE)
+def test_a_tensor_of_no_use_is_named(models, case, ranks, tmp_path):
+    """With the flag that gave the model."""
+    change, said = OF_NO_USE[case]
+    path = shutil.copytree(models["qwen2-tied"], tmp_path / "model")
+    weights, name = load_file(path / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    change(weights, name)
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    for role, flag in {"policy": "--model", "teacher": "--teacher", "critic": "--critic-model"}.items():
+        whole = f"^{flag} {re.escape(str(path))}: .*{said.format(name=re.escape(name))}"
+        with pytest.raises(UserError, match=whole) as refused:
+            load_policy(str(path), LearnerArgs(), ranks, role, False)
+        assert str(refused.value).count(str(path)) == 1
 
 
 @pytest.mark.parametrize("family", ["qwen2-tied", "moe", pytest.param("qwen2.5-vl", marks=pytest.mark.slow)])
@@ -186,8 +170,8 @@ def test_the_check_at_the_start_holds_a_layer_at_a_time(families, tmp_path, monk
     ("ranks", "flags", "of"),
     [
         (3, {}, ["qwen3-vl-moe"]),
-        pytest.param(4, {"expert_parallel": 2}, ["moe"], marks=pytest.mark.slow),
-        pytest.param(2, {"param_offload": True}, ["qwen2-tied", "qwen2.5-vl"], marks=pytest.mark.slow),
+        (4, {"expert_parallel": 2}, ["moe"]),
+        (2, {"param_offload": True}, ["qwen2-tied", "qwen2.5-vl"]),
     ],
 )
 def test_every_rank_reads_its_own_part(families, ranks, flags, of):
@@ -202,7 +186,6 @@ def test_every_rank_reads_its_own_part(families, ranks, flags, of):
 
 
 @pytest.mark.runs
-@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "flags"), [(2, {}), (4, {"expert_parallel": 2})])
 def test_no_rank_holds_more_than_its_part_and_a_tensor(tmp_path, ranks, flags):
     """A mixture of 125M parameters in bf16, its experts apart from each other in the files."""
@@ -223,3 +206,34 @@ def test_no_rank_holds_more_than_its_part_and_a_tensor(tmp_path, ranks, flags):
         assert of["load"] < 1.2 * share + of["tensor"] + 0.3, (rank, everyone)
         under_way = 3.2 if rank == 0 else max(1, 3 / ranks)  # buckets, and a rank's parts of them (rl/model/shards.py)
         assert of["publish"] < sent + under_way * of["bucket"] + 0.3, (rank, everyone)
+
+
+@pytest.fixture
+def network(tmp_path):
+    """Two nodes; tmp_path/own is another directory on each."""
+    (tmp_path / "own").mkdir()
+    try:
+        with Network(2, own=tmp_path / "own") as network:
+            yield network
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_weights_that_are_others_on_the_second_node_are_refused_and_missing_ones_are_sent(network, demo_model, tmp_path):
+    copies = [tmp_path / "own" / f"node{number}" / "model" for number in (1, 2)]
+    for copy in copies:
+        shutil.copytree(demo_model, copy)
+    file, own = copies[1] / "model.safetensors", tmp_path / "own"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    flags = ["train_async.py", "--model", own / "model", "--output-dir", tmp_path / "runs", "--total-training-steps", 1]
+    flags += ["--train-files", "demo", "--no-val-before-train", "--generators"]
+    nodes = [(2, [*flags, 1]), (1, [*flags, 0])]  # engines want the whole model, where they are
+    (code, console), _ = network.start(nodes).wait(250)
+    assert code == 1 and f"--model {own}/model: model.safetensors on node2 is not the file that node1 has" in console, console
+    file.unlink()
+    consoles = network.start(nodes).wait(250)
+    assert [code for code, _ in consoles] == [0, 0], consoles

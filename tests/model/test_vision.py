@@ -1,5 +1,7 @@
 """Images in prompts: positions and packed rows equal transformers' own for any content, and bad rows are refused."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +20,7 @@ from rl.learning.micro_batches import MicroBatch
 from rl.model.loading import load_weights
 from rl.model.policy import Policy, check_policy
 from rl.model.pretrained import load_config, load_tokenizer
-from rl.model.vision_forward import embed_by_product
+from rl.model.vision_forward import RowImages, embed_by_product
 from rl.samples.group import Group
 
 KINDS = ["qwen2.5-vl", "qwen3-vl", "qwen3.5"]
@@ -163,3 +165,16 @@ def test_patches_embedded_by_a_product_are_those_of_the_convolution(vlms, kind):
     for convolved, product in zip(*(of[:2] for of in found), strict=True):
         torch.testing.assert_close(product, convolved, atol=1e-12, rtol=1e-12)
     assert found[0][2] != found[1][2] and not any("conv" in name for name in found[1][2])
+
+
+def test_a_rank_computes_the_images_of_its_piece():
+    """Images of 2, 1 and 3 tokens; the first one is in two prompts, the last one lies across the border."""
+    files = [(SimpleNamespace(token_counts=[2, 1, 3]), number) for number in range(3)]
+    grid = torch.tensor([[1, 2, 4], [1, 2, 2], [1, 2, 6]])
+    places, feature = torch.tensor([1, 2, 4, 8, 9, 10, 12, 13]), torch.tensor([0, 1, 2, 3, 4, 5, 0, 1])
+    row = RowImages(grid, places, feature, files)
+    first, second, third = (row.within(begin, begin + 10) for begin in (0, 10, 20))
+    assert first.files == files and first.places.tolist() == [1, 2, 4, 8, 9] and first.feature.tolist() == [0, 1, 2, 3, 4]
+    assert second.files == [files[0], files[2]] and second.grid.tolist() == [[1, 2, 4], [1, 2, 6]]
+    assert second.places.tolist() == [0, 2, 3] and second.feature.tolist() == [4, 0, 1]
+    assert third.files == [] and third.grid.shape == (0, 3) and not len(third.places)

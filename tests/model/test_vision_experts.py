@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from helpers import train
+from helpers import response_of, train
 from test_engine import drain
 from test_vision import dataset, reference, rows  # noqa: F401  (a fixture)
 from test_vision_engine import requests_of
@@ -17,7 +17,7 @@ from rl.learning.batch import Batch
 from rl.learning.batch_images import BatchImages
 from rl.learning.learner import Learner
 from rl.learning.micro_batches import MicroBatch
-from rl.samples.group import Group, Response
+from rl.samples.group import Group
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +44,8 @@ def test_what_the_engine_records_the_learner_replays(model, rows, ranks):  # noq
         expected = experts_of(theirs, prompts[i], output.token_ids)[:-1]  # the last token was never fed
         assert np.array_equal(np.sort(output.routes, -1), expected.numpy())
     for i, prompt in enumerate(prompts):
-        p, responses = len(prompt.ids), []
-        for o in (outputs[i, 0], outputs[i, 1]):
-            arrays = np.array(o.token_ids, np.int32), np.array(o.log_probs, np.float32), np.array(o.versions, np.int32)
-            responses.append(Response(*arrays, o.finish_reason, routes=o.routes[p:]))
+        p = len(prompt.ids)
+        responses = [response_of(outputs[i, n], p) for n in (0, 1)]
         images = {"images": prompt.images.digest if prompt.images else "", "prompt_routes": outputs[i, 0].routes[:p]}
         group = Group(i, np.array(prompt.ids, np.int32), "demo", responses, **images)
         groups.append(Group.from_bytes(group.to_bytes()))
@@ -64,7 +62,6 @@ def test_what_the_engine_records_the_learner_replays(model, rows, ranks):  # noq
 
 
 @pytest.mark.runs
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["embedded", "vllm"])
 def test_a_run_with_replay(model, rows, tmp_path, engine):  # noqa: F811
     """Every publish is verified, and generator and learner agree after each of them."""

@@ -1,4 +1,4 @@
-"""Started by test_masked_logits.py: two learners train a batch with masked tokens, once as they do, and once with logits
+"""Started by test_batch.py: two learners train a batch with masked tokens, once as they do, and once with logits
 of all tokens, of which the loss leaves out the masked ones.
 
 torchrun ... masked_logits.py MODEL...     a dense model, and a mixture of experts

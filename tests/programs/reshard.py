@@ -1,4 +1,4 @@
-"""Started by test_expert_parallel.py: a learner takes a step, or resumes from a checkpoint, and saves, on any layout of ranks.
+"""Started by test_layouts.py: a learner takes a step, or resumes from a checkpoint, and saves, on any layout of ranks.
 
 torchrun ... reshard.py MODEL FLAGS(JSON) FROM|- OUT    OUT/step_000001 and OUT/tensors.safetensors: weights and moments, whole
 """

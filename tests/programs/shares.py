@@ -1,4 +1,4 @@
-"""Started by test_shares.py: learners that each hold a part of a batch compute the statistics of the whole batch, and so does
+"""Started by test_bookkeeping.py: learners that each hold a part of a batch compute its statistics, and so does
 one that holds all of it.
 
 torchrun ... shares.py SEQUENCE_PARALLEL

@@ -1,7 +1,6 @@
 """Responses of several turns in whole runs: the bits that are promised, and a resume in the middle of a tool."""
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, bits, free_port, is_documented, left_over, run_script, start, train, weights
+from helpers import ROOT, bits, fates, free_port, left_over, run_script, start, train, undocumented, weights
 
 pytestmark = pytest.mark.runs
 
@@ -69,7 +68,6 @@ def forking(file: Path) -> list[str]:
     return ["--agent", f"{sys.executable} {agent}"]
 
 
-@pytest.mark.slow
 def test_an_environment_of_one_turn_changes_no_bit(file, demo_model, tmp_path):
     flags = ["--total-training-steps", "3", "--test-freq", "3", "--val-max-samples", "20", "--no-val-before-train"]
     plain, run, _ = train("train_sync.py", *flags, out=tmp_path / "plain")
@@ -79,43 +77,14 @@ def test_an_environment_of_one_turn_changes_no_bit(file, demo_model, tmp_path):
     assert plain[3][name] == found[3][name] and found[3]["reward/extra/turns/mean"] == 1
 
 
-BRINGS = """
-from agent import *
-
-row = json.load(sys.stdin)
-assert row["prompt"] == [] and row["ground_truth"] is None
-said = answer([{"role": "user", "content": f"{row['a']}*{row['b']}="}])
-print(json.dumps({"reward": float(said == str(row["a"] * row["b"]))}))
-"""
-
-
-@pytest.mark.slow
-def test_an_agent_may_bring_prompt_and_truth(tmp_path):
-    agent, rows = tmp_path / "brings.py", tmp_path / "rows.jsonl"
-    agent.write_text(f"import sys; sys.path.append({str(ROOT / 'examples')!r})\n{BRINGS}")
-    rows.write_text("".join(json.dumps({"a": a, "b": b}) + "\n" for a in range(11, 31) for b in range(12, 22)))
-    flags = [*CALCULATOR[:2], "--agent", f"{sys.executable} {agent}", *CALCULATOR[4:], *SHORT, "--train-files", rows]
-    found, _, _ = train("train_sync.py", *flags, "--total-training-steps", "2", "--rollout-n", "4", out=tmp_path / "out")
-    assert not any(found[step]["reward/unscored"] for step in (1, 2))
-
-
-@pytest.mark.slow
-def test_sync_async_and_replay_train_the_same_bits(tmp_path):
-    """Complaint 6 as a whole: nothing of a tool's answer reaches the loss in one mode and not in another."""
-    flags = [*CALCULATOR, *SHORT, "--total-training-steps", "5", "--lr", "1e-3"]
-    found, sync, _ = train("train_sync.py", *flags, out=tmp_path / "sync")
-    record = ["--staleness-threshold", "0", "--record-samples", tmp_path / "samples"]
-    _, split, _ = train("train_async.py", *flags, *record, ranks=2, out=tmp_path / "async")
-    assert bits(sync) == bits(split)
+def test_an_agent_trains_the_bits_of_an_environment(tmp_path):
+    """In async at staleness 0, where it does what the environment does; test_round_trips.py has sync, async and replay."""
+    flags = [*SHORT, "--total-training-steps", "5", "--lr", "1e-3", "--staleness-threshold", "0"]
+    found, run, _ = train("train_async.py", *CALCULATOR, *flags, ranks=2, out=tmp_path / "env")
     assert sum(found[step]["reward/extra/tool_calls/mean"] for step in found if step) > 0
-    trained = {step: metrics.get("response_length/trained/mean", 0.0) for step, metrics in found.items() if step}
-    assert all(length <= found[step]["response_length/mean"] for step, length in trained.items())
-    _, own, _ = train(
-        "train_async.py", *flags[:2], *AGENT, *flags[4:], "--staleness-threshold", "0", ranks=2, out=tmp_path / "agent"
-    )
-    assert bits(own) == bits(sync)  # an agent that does what an environment does
-    said = run_script("replay.py", tmp_path / "samples", "--output-dir", tmp_path / "replay").stdout
-    assert "bit for bit" in said
+    words = [*CALCULATOR[:2], *AGENT, *CALCULATOR[4:], *flags]
+    _, own, _ = train("train_async.py", *words, ranks=2, out=tmp_path / "agent")
+    assert bits(own) == bits(run)
 
 
 @pytest.fixture
@@ -127,13 +96,12 @@ def served(monkeypatch) -> Iterator[list[str]]:
     workers = [subprocess.Popen(command) for _ in range(3)]
     try:
         yield ["--serve-policy", str(port)]
-        assert [worker.wait(30) for worker in workers] == [0, 0, 0]
+        assert [worker.wait(120) for worker in workers] == [0, 0, 0]
     finally:
         for worker in workers:
             worker.kill()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "ranks", "more"),
     [("train_sync.py", None, []), ("train_one_step_off.py", 2, []), ("train_async.py", 2, ["--staleness-threshold", "0"])],
@@ -157,27 +125,7 @@ def test_workers_train_the_bits_of_an_environment(served, script, ranks, more, t
     assert f"episodes for workers: http://127.0.0.1:{served[1]}/v1/episodes/next" in done.stdout
 
 
-@pytest.mark.slow
-def test_one_step_off_has_turns_too(tmp_path):
-    flags = [*CALCULATOR, *SHORT, "--total-training-steps", "3"]
-    found, _, _ = train("train_one_step_off.py", *flags, ranks=2, out=tmp_path)
-    assert sum(found[step]["reward/extra/tool_calls/mean"] for step in (1, 2, 3)) > 0
-    assert not {name for m in found.values() for name in m if name not in ("step", "time") and not is_documented(name)}
-
-
-@pytest.mark.slow
-def test_over_sampling_resumes_bit_for_bit(file, tmp_path):
-    """Episodes are under way when the run stops: which tool answers first has no effect, and none is lost."""
-    flags = [*CALCULATOR[:2], *CALCULATOR[4:], "--env", f"{file}:Slow", *SHORT, "--over-sample", "0.5", "--lr", "1e-3"]
-    both = [*flags, "--experiment-name", "run", "--output-dir", tmp_path / "parts", "--lr-scheduler-type", "constant"]
-    straight = [*flags, "--lr-scheduler-type", "constant", "--total-training-steps", "6"]
-    _, whole, _ = train("train_sync.py", *straight, out=tmp_path / "straight")
-    run_script("train_sync.py", *both, "--total-training-steps", "3", "--max-ckpt-to-keep", "1")
-    run_script("train_sync.py", *both, "--total-training-steps", "6", "--max-ckpt-to-keep", "1")
-    assert bits(whole) == bits(tmp_path / "parts" / "run")
-
-
-@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["env", "agent", "served"])
 def test_kill_9_while_tools_are_at_work_loses_no_ticket(kind, file, request, tmp_path):
     """Complaint 20, and no process is left. An agent's forked histories are among what is recorded. Workers outlive the run."""
@@ -189,8 +137,8 @@ def test_kill_9_while_tools_are_at_work_loses_no_ticket(kind, file, request, tmp
     flags = [*CALCULATOR[:2], *what, *SHORT, "--lr", "1e-3", "--save-freq", "1"]
     flags += ["--experiment-name", "run", "--output-dir", tmp_path, "--staleness-threshold", "1"]
     job, mark = start("train_async.py", *flags, "--total-training-steps", "400", ranks=2)
-    until = time.monotonic() + 120
-    while not [*tmp_path.glob("run/step_00000[3-9]")] and time.monotonic() < until:
+    until = time.monotonic() + 300
+    while not any(path.name >= "step_000003" for path in tmp_path.glob("run/step_*")) and time.monotonic() < until:
         time.sleep(0.1)
     job.send_signal(signal.SIGKILL)
     job.wait()
@@ -202,14 +150,11 @@ def test_kill_9_while_tools_are_at_work_loses_no_ticket(kind, file, request, tmp
     done = run_script("train_async.py", *flags, "--total-training-steps", step + 3, ranks=2)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert {row.get("reward/extra/forks/mean") for row in rows} == {{"env": None, "agent": 2.0, "served": 0.0}[kind]}
-    assert not any(row["reward/unscored"] for row in rows) and all(map(is_documented, rows[-1].keys() - {"step", "time"}))
-    started, trained, dropped, flying = map(
-        int, re.search(r"([\d,]+) tickets started = (\d+) trained \+ (\d+) dropped \+ (\d+) in flight", done.stdout).groups()
-    )
+    assert not any(row["reward/unscored"] for row in rows) and not undocumented({1: rows[-1]})
+    started, trained, dropped, flying = fates(done.stdout)
     assert started == trained + dropped + flying and trained == 4 * (step + 3) and not dropped
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine_ranks", [1, 2])
 def test_vllm_continues_episodes_across_publishes(engine_ranks, tmp_path):
     """Complaint 19: the log-probs of all trained tokens are those of the learner's forward pass over the whole episode."""

@@ -22,115 +22,43 @@ PLAIN = "class Mine:\n    {}\n\n\n"
 PROPERTY = "@property\n    def {}(self):\n        return True"
 POST_INIT = "def __post_init__(self):\n        pass"
 BASE, MINE, LAST = "CommonArgs", "Mine, CommonArgs", "CommonArgs, Mine"
-OLD = PROPERTY.format("old_is_rollout")
+OLD, SEED = PROPERTY.format("old_is_rollout"), PROPERTY.format("seed")
+SCHEDULE = r"`schedule: AsyncSchedule = AsyncSchedule\(\)`"
+SAMPLING = r"both define --rollout-n.*write `sampling: SamplingArgs = SamplingArgs\(rollout_n=...\)`"
+SETTER = f"seed: int = 5\n    {SEED}\n\n    @seed.setter\n    def seed(self, value): ..."
 # script; text above Args; bases of Args; text in Args in place of the schedule (with a + after it, None: nothing); the message
-REFUSED = {
-    "the schedule as a base": (
-        "async",
-        "",
-        "CommonArgs, AsyncSchedule",
-        "",
-        "Args has AsyncSchedule as a base next to CommonArgs",
-    ),
-    "in the other order": ("async", "", "AsyncSchedule, CommonArgs", "", "`schedule: AsyncSchedule = AsyncSchedule\\(\\)`"),
-    "no schedule": ("async", "", BASE, "", "Args lacks `schedule`: write `schedule: .*AsyncSchedule"),
-    "no schedule in sync": ("sync", "", BASE, "", "Args lacks `schedule`: write `schedule: .*SyncSchedule"),
-    "a schedule without a type": ("sync", "", BASE, "schedule = SyncSchedule()", "Args.schedule = .* has no type"),
-    "the value of another kind": ("async", "", BASE, "schedule: AsyncSchedule = Like()", "Args has Like as `schedule`: write"),
-    "no @dataclass": ("sync", "", "no dataclass", "+seed: int = 5", "Args has the field `.*` and is no dataclass"),
-    "a mixin without @dataclass": (
-        "sync",
-        PLAIN.format("seed: int = 5"),
-        MINE,
-        None,
-        "Mine has the field `seed` and is no",
-    ),
-    "a default that is lost": (
-        "sync",
-        MIXIN.format("seed: int = 5"),
-        LAST,
-        None,
-        "Mine.seed and the field RunArgs.seed",
-    ),
-    "a field of two bases": (
-        "sync",
-        OTHER.format("seed: int = 5"),
-        MINE,
-        None,
-        "Args gets `seed` from two bases, .*order",
-    ),
-    "a field over a property": (
-        "sync",
-        "",
-        BASE,
-        "+old_is_rollout: bool = False",
-        "field Args.old_is_rollout hides the property CommonArgs",
-    ),
-    "a field over a method": ("sync", "", BASE, "+validates: bool = False", "field Args.validates hides the method RunArgs"),
-    "a property over a field": (
-        "sync",
-        "",
-        BASE,
-        "+" + PROPERTY.format("seed"),
-        "property Args.seed hides the field RunArgs",
-    ),
-    "a property over a property": (
-        "sync",
-        "",
-        BASE,
-        "+" + OLD,
-        "property Args.old_is_rollout hides the property CommonArgs",
-    ),
-    "a mixin's property": (
-        "async",
-        PLAIN.format(OLD),
-        MINE,
-        None,
-        "Mine.old_is_rollout and the property CommonArgs.old_is_r",
-    ),
-    "a mixin's property, last": ("async", PLAIN.format(OLD), LAST, None, "`old_is_rollout` from two bases"),
-    "of the schedule": (
-        "async",
-        PLAIN.format(PROPERTY.format("trains_stale")),
-        MINE,
-        None,
-        "Mine has `trains_stale`, but the run",
-    ),
-    "a field of that name": ("async", "", BASE, "+trains_stale: bool = False", "Args has `trains_stale`, but the run reads"),
-    "a value without a type": ("sync", "", BASE, "+val_only = True", "has no type, .* write `val_only: bool = True`"),
-    "one flag of two parts": (
-        "async",
-        "",
-        BASE,
-        "+publish_every: int = 4",
-        "both define --publish-every.*AsyncSchedule.publish_e",
-    ),
-    "a flag of a part": (
-        "sync",
-        "",
-        BASE,
-        "+rollout_n: int = 4",
-        r"both define --rollout-n.*write `sampling: SamplingArgs = SamplingArgs\(rollout_n=...\)`",
-    ),
-    "the name of a part": ("sync", "", BASE, "+reward: float = 0.5", "Args.reward hides the flags of RewardArgs.*rename it"),
-    "a flag of the split": ("async", "", BASE, "+generators: int = 3", "both define --generators.*AsyncSchedule.generators"),
-    "a field and a property in one class": (
-        "sync",
-        "",
-        BASE,
-        "+seed: int = 5\n    " + PROPERTY.format("seed") + "\n\n    @seed.setter\n    def seed(self, value): ...",
-        "Args has the field `seed` and a property of that name",
-    ),
-    "a field called check": ("sync", "", BASE, "+check: bool = True", "Args has a value `check`, but the run calls"),
-    "a value called hint": ("sync", "", BASE, "+hint = 'x'", "Args has a value `hint`, but the run calls"),
-    "two __post_init__": (
-        "sync",
-        PLAIN.format(POST_INIT),
-        MINE,
-        "+" + POST_INIT,
-        "Args.__post_init__ hides .*calls only the first",
-    ),
+REFUSED = [
+    ("async", "", "CommonArgs, AsyncSchedule", "", "Args has AsyncSchedule as a base next to CommonArgs"),
+    ("async", "", "AsyncSchedule, CommonArgs", "", SCHEDULE),
+    ("async", "", BASE, "", "Args lacks `schedule`: write `schedule: .*AsyncSchedule"),
+    ("sync", "", BASE, "", "Args lacks `schedule`: write `schedule: .*SyncSchedule"),
+    ("sync", "", BASE, "schedule = SyncSchedule()", "Args.schedule = .* has no type"),
+    ("async", "", BASE, "schedule: AsyncSchedule = Like()", "Args has Like as `schedule`: write"),
+    ("sync", "", "no dataclass", "+seed: int = 5", "Args has the field `.*` and is no dataclass"),
+    ("sync", PLAIN.format("seed: int = 5"), MINE, None, "Mine has the field `seed` and is no"),
+    ("sync", MIXIN.format("seed: int = 5"), LAST, None, "Mine.seed and the field RunArgs.seed"),
+    ("sync", OTHER.format("seed: int = 5"), MINE, None, "Args gets `seed` from two bases, .*order"),
+    ("async", PLAIN.format(OLD), MINE, None, "Mine.old_is_rollout and the property CommonArgs.old_is_r"),
+    ("async", PLAIN.format(OLD), LAST, None, "`old_is_rollout` from two bases"),
+    ("async", PLAIN.format(PROPERTY.format("trains_stale")), MINE, None, "Mine has `trains_stale`, but the run"),
+    ("sync", PLAIN.format(POST_INIT), MINE, "+" + POST_INIT, "Args.__post_init__ hides .*calls only the first"),
+]
+WITHIN = {  # what Args has after its schedule -> the script, the message
+    "old_is_rollout: bool = False": ("sync", "field Args.old_is_rollout hides the property CommonArgs"),
+    "validates: bool = False": ("sync", "field Args.validates hides the method RunArgs"),
+    SEED: ("sync", "property Args.seed hides the field RunArgs"),
+    OLD: ("sync", "property Args.old_is_rollout hides the property CommonArgs"),
+    "trains_stale: bool = False": ("async", "Args has `trains_stale`, but the run reads"),
+    "val_only = True": ("sync", "has no type, .* write `val_only: bool = True`"),
+    "publish_every: int = 4": ("async", "both define --publish-every.*AsyncSchedule.publish_e"),
+    "generators: int = 3": ("async", "both define --generators.*AsyncSchedule.generators"),
+    "rollout_n: int = 4": ("sync", SAMPLING),
+    "reward: float = 0.5": ("sync", "Args.reward hides the flags of RewardArgs.*rename it"),
+    SETTER: ("sync", "Args has the field `seed` and a property of that name"),
+    "check: bool = True": ("sync", "Args has a value `check`, but the run calls"),
+    "hint = 'x'": ("sync", "Args has a value `hint`, but the run calls"),
 }
+REFUSED += [(script, "", BASE, f"+{within}", message) for within, (script, message) in WITHIN.items()]
 KINDS = {"sync": "SyncSchedule", "one_step_off": "OneStepOffSchedule", "async": "AsyncSchedule", "sft": "SupervisedSchedule"}
 IMPORTS = """from dataclasses import KW_ONLY, field
 from typing import Annotated
@@ -186,7 +114,7 @@ def load(tmp_path, monkeypatch):
     return load
 
 
-@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[-1])
 def test_args_that_mean_something_else_are_refused_in_a_sentence(case, load):
     *what, message = case
     with pytest.raises(UserError, match=message) as raised:
@@ -277,20 +205,13 @@ def test_a_supervised_run_and_one_by_reward_have_no_common_schedule(script, kind
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize(
-    ("script", "ranks", "bases", "within", "message"),
-    [
-        ("async", 2, "CommonArgs, AsyncSchedule", "", "has AsyncSchedule as a base"),
-        ("async", 2, "CommonArgs", "", "Args lacks `schedule`"),
-        ("async", 2, "CommonArgs", "schedule: OneStepOffSchedule = OneStepOffSchedule()", "works by AsyncSchedule"),
-        ("sync", None, "CommonArgs", "schedule: AsyncSchedule = AsyncSchedule()", "its Args have AsyncSchedule"),
-    ],
-)
-def test_a_fork_ends_at_its_start_with_one_message(script, ranks, bases, within, message, demo_model, tmp_path):
-    file = fork(tmp_path, script, "", bases, within)
+@pytest.mark.parametrize("within", ["", "schedule: OneStepOffSchedule = OneStepOffSchedule()"])
+def test_a_fork_ends_at_its_start_with_one_message(within, demo_model, tmp_path):
+    file = fork(tmp_path, "async", "", "CommonArgs", within)
     out = ["--output-dir", tmp_path / "runs", "--total-training-steps", 2, "--test-freq", 0, "--model", demo_model]
-    done = run_script(file, *out, ranks=ranks, check=False, fresh="base" in message, env={"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 1 and done.stderr.count("error: ") == 1 and message in done.stderr, done.stderr
+    done = run_script(file, *out, ranks=2, check=False, env={"PYTHONPATH": str(ROOT)})
+    said = "works by AsyncSchedule" if within else "Args lacks `schedule`"
+    assert done.returncode == 1 and done.stderr.count("error: ") == 1 and said in done.stderr, done.stderr
     assert "UserError" not in done.stderr
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, Union, get_args, get_origin
 
 import pytest
-from helpers import ROOT, environment, run_script, train
+from helpers import ROOT, environment, train
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -146,50 +146,36 @@ def test_values_become_what_the_annotation_says():
     assert read("--top_k", "-1", "--rate=-2").rate == -2
 
 
-def shown_flags(args: type, word: str, capsys) -> list[str]:
-    with pytest.raises(SystemExit):
+FLAGS = re.compile(r"^  (--[\w-]+)", re.MULTILINE)
+
+
+def help_of(args: type, word: str, capsys) -> str:
+    with pytest.raises(SystemExit) as end:
         flags.read(args, args=[word])
-    return re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, re.MULTILINE)
-
-
-@pytest.mark.parametrize("word", ["--help", "--help-all"])
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_begins_with_the_model_the_data_and_the_reward(script, word, capsys):
-    with pytest.raises(SystemExit):
-        flags.read(SCRIPTS[script].Args, args=[word])
-    titles = re.findall(r"^([a-z-]+):$", capsys.readouterr().out, re.MULTILINE)
-    assert titles[:4] == ["run", "data", "reward", "algorithm"]
-    assert len(titles) == len(set(titles))
+    assert end.value.code == 0
+    return capsys.readouterr().out
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_shows_the_common_flags_and_help_all_every_flag(script, capsys):
-    common = shown_flags(SCRIPTS[script].Args, "--help", capsys)
+    """And in front of them those that a copy of a script adds."""
+    args = SCRIPTS[script].Args
+    short, whole = (help_of(args, word, capsys) for word in ("-h", "--help-all"))
+    common = FLAGS.findall(short)
     assert 22 <= len(common) <= 30
     assert {"--model", "--train-files", "--reward", "--train-batch-size", "--lr", "--output-dir"} <= {*common}
-    assert {*shown_flags(SCRIPTS[script].Args, "--help-all", capsys)} == fields(script)
-    with pytest.raises(SystemExit):
-        flags.read(SCRIPTS[script].Args, args=["-h"])
-    assert "All flags: --help-all." in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_shows_the_flags_that_a_copy_of_a_script_adds(script, capsys):
-    own = dataclasses.make_dataclass("Args", [("bonus", float, 0.0), ("seed", int, 5)], bases=(SCRIPTS[script].Args,))
+    assert {*FLAGS.findall(whole)} == fields(script) and "All flags: --help-all." in short
+    for text in (short, whole):
+        titles = re.findall(r"^([a-z-]+):$", text, re.MULTILINE)
+        assert titles[:4] == ["run", "data", "reward", "algorithm"] and len(titles) == len(set(titles))
+    own = dataclasses.make_dataclass("Args", [("bonus", float, 0.0), ("seed", int, 5)], bases=(args,))
     own.__module__ = "my_fork"
-    common = shown_flags(SCRIPTS[script].Args, "--help", capsys)
-    assert shown_flags(own, "--help", capsys) == ["--bonus", "--seed", *common]
-
-
-def test_every_common_flag_is_one_of_a_script():
-    assert {name for script in SCRIPTS.values() for name in parts.leaves(script.Args)} >= flag_words.COMMON
+    assert FLAGS.findall(help_of(own, "--help", capsys)) == ["--bonus", "--seed", *common]
 
 
 def test_help_has_groups_ranges_and_texts(capsys):
-    with pytest.raises(SystemExit) as end:
-        read("--help")
-    text = " ".join(capsys.readouterr().out.split())
-    assert end.value.code == 0
+    assert {name for script in SCRIPTS.values() for name in parts.leaves(script.Args)} >= flag_words.COMMON
+    text = " ".join(help_of(MoreEngineArgs, "--help", capsys).split())
     assert "engine: What generates." in text
     assert "--top-p FLOAT (above 0 and at most 1) Nucleus sampling. (default: 1.0)" in text
     assert "--top-k INT (-1, or at least 1)" in text
@@ -197,9 +183,7 @@ def test_help_has_groups_ranges_and_texts(capsys):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_flag_has_a_sentence_under_a_group_with_one(script, capsys):
-    with pytest.raises(SystemExit):
-        flags.read(SCRIPTS[script].Args, args=["--help-all"])
-    text = capsys.readouterr().out
+    text = help_of(SCRIPTS[script].Args, "--help-all", capsys)
     groups = re.findall(r"^[a-z-]+:\n(.*)", text, re.MULTILINE)
     assert 10 <= len(groups) <= 24 and all(re.match("  [A-Z][a-z]", line) for line in groups), "a group says what it is"
     found = re.findall(r"^  (--[\w-]+).*\n((?: {6}.*\n)*)", text, re.MULTILINE)
@@ -217,28 +201,11 @@ def test_a_script_keeps_its_type_and_what_was_given():
     assert args == parts.replace(train_async.Args(), **given)
 
 
-@pytest.mark.runs
-@pytest.mark.parametrize("ranks", [None, 2])
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [("--lr=0", "--lr must be"), ("--lr=x", "the flags cannot be read"), ("--nonsense", "Unrecognized options: --nonsense")],
-)
-def test_a_run_says_it_once_before_anything_is_loaded(given, message, ranks, tmp_path):
-    done = run_script("train_async.py", "--model", "/nowhere", "--output-dir", tmp_path, given, ranks=ranks, check=False)
-    assert done.returncode == 1 and done.stderr.count("error: ") == 1, done.stderr
-    assert f"error: {message}" in done.stderr and given.partition("=")[0] in done.stderr and not [*tmp_path.iterdir()]
-
-
 @pytest.mark.slow
 def test_help_whose_reader_has_seen_enough_ends_well():
     command = f"{sys.executable} train_sync.py --help-all | head -n 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.startswith("usage: train_sync.py") and not done.stderr, done.stderr
-
-
-@pytest.mark.runs
-def test_help_under_torchrun_is_said_once():
-    assert run_script("train_async.py", "--help", ranks=2).stdout.count("usage:") == 1
 
 
 # ------------------------------------------------------------------------------------------------ verl's meanings
@@ -260,33 +227,18 @@ def test_help_under_torchrun_is_said_once():
     ],
 )
 def test_the_length_of_a_run(given, steps):
-    for args in (
-        parts.make(train_sync.Args, train_batch_size=8, **given),
-        parts.make(train_async.Args, ppo_mini_batch_size=4, train_batch_size=8, **given),
-    ):
-        assert args.total_steps(100) == steps
+    for script, more in ((train_sync, {}), (train_async, {"ppo_mini_batch_size": 4})):
+        assert parts.make(script.Args, train_batch_size=8, **more, **given).total_steps(100) == steps
 
 
-@pytest.mark.parametrize(
-    ("given", "step", "update"),
-    [
-        ({}, 8, 8),
-        ({"train_batch_size": 12}, 12, 12),
-        ({"train_batch_size": 12, "ppo_mini_batch_size": 4}, 12, 4),
-    ],
-)
-def test_the_batch_means_the_same_in_all_scripts(given, step, update):
-    for script in SCRIPTS.values():
-        args = parts.make(script.Args, **given)
+def test_the_batch_means_the_same_in_all_scripts():
+    """A mini-batch alone is the batch of the asynchronous script, as before it had --train-batch-size."""
+    both = {"train_batch_size": 12, "ppo_mini_batch_size": 4}
+    cases = [(script, more, sizes) for script in SCRIPTS.values() for more, sizes in (({}, (8, 8)), (both, (12, 4)))]
+    for script, more, sizes in [*cases, (train_async, {"ppo_mini_batch_size": 32}, (32, 32))]:
+        args = parts.make(script.Args, **more)
         check(args)
-        assert (args.schedule.prompts_per_step, args.schedule.prompts_per_update) == (step, update)
-
-
-def test_a_mini_batch_alone_is_the_batch_of_the_asynchronous_script():
-    """As before the script had --train-batch-size."""
-    args = parts.make(train_async.Args, ppo_mini_batch_size=32)
-    check(args)
-    assert (args.schedule.prompts_per_step, args.schedule.prompts_per_update) == (32, 32)
+        assert (args.schedule.prompts_per_step, args.schedule.prompts_per_update) == sizes
     with pytest.raises(UserError, match="--train-batch-size 8 is not divisible by --ppo-mini-batch-size 3"):
         check(parts.make(train_async.Args, train_batch_size=8, ppo_mini_batch_size=3))
 
@@ -307,7 +259,7 @@ def test_a_penalty_longer_than_the_response_is_refused():
         check(parts.make(train_async.Args, overlong_buffer_len=9, max_response_length=8))
 
 
-@pytest.mark.parametrize("folder", ["r" * 400, "a/" * 3000])
+@pytest.mark.parametrize("folder", ["r" * 400, "a/" * 3000], ids=len)
 def test_a_directory_that_no_file_system_has_is_one_message(folder, tmp_path):
     with pytest.raises(UserError, match=r"--output-dir .* cannot be a directory"):
         flags.read(train_sync.Args, args=["--experiment-name", "run", "--output-dir", f"{tmp_path}/{folder}"])
@@ -344,16 +296,6 @@ def test_a_launch_by_hand_that_is_whole_passes(variables, monkeypatch):
     launch.check()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variables", ["RANK=0", "WORLD_SIZE=2"])
-def test_a_script_ends_where_the_environment_says_half(variables):
-    own = {name: value for name, value in environment().items() if name not in LAUNCH_VARIABLES} | dict([variables.split("=")])
-    command = [sys.executable, ROOT / "train_sync.py"]
-    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and done.stderr.count("error:") == 1 and "Traceback" not in done.stderr
-    assert "error: the environment has" in done.stderr
-
-
 def fields(name: str) -> set[str]:
     return {*map(flag, parts.leaves(SCRIPTS[name].Args))}
 
@@ -366,28 +308,17 @@ def test_a_word_of_trls_is_no_flag_and_what_it_is_here_is_one(word):
 
 
 @pytest.mark.parametrize(
-    ("script", "word", "said"),
-    [
-        ("sync", "--learning-rate", "here --lr"),
-        ("sync", "--use-peft", "here --lora-rank"),
-    ],
-)
-def test_a_word_of_trls_is_answered_with_ours(script, word, said):
-    with pytest.raises(UserError) as error:
-        flags.read(SCRIPTS[script].Args, args=[f"{word.replace('-', '_').replace('__', '--', 1)}=1"])
-    assert f" {word}: {said}. --help-all lists all flags." in str(error.value)
-
-
-@pytest.mark.parametrize(
     ("words", "answer"),
     [
+        ("--learning_rate=1", " --learning-rate: here --lr. --help-all lists all flags."),
+        ("--use_peft=1", " --use-peft: here --lora-rank. --help-all lists all flags."),
         ("--loss-mode sapo --tau-pos 2", "--tau-pos is a number of --loss-mode sapo: --loss-args tau_pos=NUMBER."),
         ("--tau_neg=1.2", "--tau-neg is a number of --loss-mode sapo: --loss-args tau_neg=NUMBER."),
         ("--clip-low 0.1", "--clip-low: here --clip-ratio-low."),
         ("--norm-by-std 0", "--norm-by-std is a number of --adv-estimator grpo_passk, whose default in losses.py holds."),
     ],
 )
-def test_a_number_of_a_loss_is_no_flag_of_its_own(words, answer):
+def test_a_word_that_is_no_flag_is_answered_with_ours(words, answer):
     with pytest.raises(UserError, match=re.escape(answer)):
         flags.read(train_sync.Args, args=words.split())
 

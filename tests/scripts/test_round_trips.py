@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import is_documented, run_script
-from safetensors.torch import load_file
+from helpers import bits, run_script, undocumented, weights
 
-pytestmark = [pytest.mark.runs, pytest.mark.slow]
+pytestmark = pytest.mark.runs
 STEPS, SAVED = 4, 2
 RUN = ("--total-training-steps", STEPS, "--save-freq", SAVED, "--max-ckpt-to-keep", 0, "--rollout-n", 4, "--test-freq", 0)
 RUN = (*RUN, "--lr", 1e-3, "--lr-warmup-steps", 0)
@@ -72,7 +71,10 @@ ROWS = {
     ),
     "a delta net": Row(("--model", "demo-hybrid")),
     "images": Row(("--model", "demo-vl", "--train-files", "demo-vl", "--val-files", "demo-vl")),
-    "a tool": Row(("--env", "demo-calculator", "--entropy-coeff", 0.1), ("response_length/trained/mean",)),
+    "a tool": Row(
+        ("--model", "demo-calculator", "--env", "demo-calculator", "--max-response-length", 24, "--entropy-coeff", 0.1),
+        ("response_length/trained/mean", "reward/extra/tool_calls/mean"),
+    ),
 }
 
 
@@ -86,17 +88,9 @@ class Runs:
     def start(self, script: str, name: str, *more, **how):
         return run_script(script, *self.flags, "--output-dir", self.out, "--experiment-name", name, *more, **how)
 
-    def state(self, name: str, step: int = STEPS) -> dict[str, torch.Tensor]:
-        """The weights that a checkpoint exports."""
-        return load_file(self.out / name / f"step_{step:06d}" / "model.safetensors")
-
     def metrics(self, name: str) -> list[dict]:
         rows = map(json.loads, (self.out / name / "metrics.jsonl").read_text().splitlines())
         return [row for row in rows if row["step"]]
-
-
-def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.fixture(scope="module")
@@ -115,21 +109,20 @@ def test_round_trips(name, teacher, demo_model, tmp_path):
 
     ranks = {"ranks": row.ranks} if row.ranks > 1 else {}
     runs.start("train_sync.py", "sync", *recorded, **ranks)
-    trained = runs.state("sync")
-    assert not same(trained, runs.state("sync", SAVED)), "the steps after the checkpoint move the weights"
+    sync, trained = bits(tmp_path / "sync", STEPS), weights(tmp_path / "sync", STEPS)
+    assert sync != bits(tmp_path / "sync", SAVED), "the steps after the checkpoint move the weights"
     metrics = runs.metrics("sync")[-1]
-    assert {*row.metrics} <= metrics.keys()
-    assert all(is_documented(metric) for metric in metrics if metric not in ("step", "time"))
+    assert {*row.metrics} <= metrics.keys() and not undocumented({STEPS: metrics})
 
     runs.start("train_async.py", "async", "--staleness-threshold", 0, "--generators", row.ranks, ranks=2 * row.ranks)
-    assert same(trained, runs.state("async"))
+    assert bits(tmp_path / "async", STEPS) == sync
 
     if row.ranks == 1:
         again = run_script("replay.py", tmp_path / "record", "--output-dir", tmp_path, "--experiment-name", "again")
         assert "the weights are bit for bit those of" in again.stdout
         learners = ("--output-dir", tmp_path, "--experiment-name", "two", *row.learners)
         run_script("replay.py", tmp_path / "record", *learners, ranks=2)
-        two = runs.state("two")
+        two = weights(tmp_path / "two", STEPS)
         for key, tensor in trained.items():
             torch.testing.assert_close(two[key], tensor, atol=2e-5, rtol=0, msg=key)
 
@@ -139,4 +132,4 @@ def test_round_trips(name, teacher, demo_model, tmp_path):
         assert refused.returncode == 1 and row.refused in refused.stderr
     done = runs.start("train_sync.py", "sync", *recorded, **ranks)
     assert f"resumes after step {SAVED} of {STEPS}" in done.stdout
-    assert same(trained, runs.state("sync"))
+    assert bits(tmp_path / "sync", STEPS) == sync

@@ -1,14 +1,16 @@
-"""Whole runs with a supervised start and with a teacher, on the demo: what they learn; they resume, replay and divide."""
+"""What whole runs learn with a supervised start, a teacher, themselves as a teacher, and a critic."""
 
+import json
+import random
 import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from helpers import is_documented, run_script, train
-from safetensors.torch import load_file
+from helpers import accuracies, bits, run_script, train, undocumented
 
-pytestmark = [pytest.mark.runs, pytest.mark.slow]
+from examples.demo.sums import problems, wrong_sum
+
+pytestmark = pytest.mark.runs
 SHORT = ("--max-length", 24, "--lr", 1e-3)
 RL = 4_160  # responses that GRPO takes to an accuracy of .90, with 64 a step
 
@@ -27,28 +29,16 @@ def teacher(supervised) -> Path:
     return supervised[1] / "step_000060"
 
 
-def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(run / f"step_{step:06d}" / "model.safetensors")
-
-
-def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def accuracies(metrics: dict[int, dict]) -> dict[int, float]:
-    return {step: row["val-core/demo/acc/mean@1"] for step, row in metrics.items() if "val-core/demo/acc/mean@1" in row}
-
-
 def test_a_supervised_start_learns_resumes_and_divides(supervised, tmp_path):
     metrics, run, said = supervised
     assert metrics[60]["val/nll"] < metrics[0]["val/nll"] / 4
-    assert all(is_documented(name) for name in metrics[60] if name not in ("step", "time"))
+    assert not undocumented(metrics)
     assert "validation nll" in said and "reward" not in said
     shutil.copytree(run, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "step_000060")
     flags = ("--total-training-steps", 60, "--test-freq", 60, *SHORT)
     run_script("train_sft.py", "--output-dir", tmp_path, "--experiment-name", "run", *flags)
-    assert same(weights(tmp_path / "run", 60), weights(run, 60))
+    assert bits(tmp_path / "run", 60) == bits(run, 60)
     two, _, _ = train("train_sft.py", "--total-training-steps", 2, *SHORT, out=tmp_path / "two", ranks=2)
     assert all(two[step]["actor/nll"] == pytest.approx(metrics[step]["actor/nll"], rel=1e-4) for step in (1, 2))
 
@@ -66,3 +56,82 @@ def test_few_responses_suffice_for_a_teacher(teacher, tmp_path):
     assert "warning" not in done.stdout + done.stderr
     start, _, _ = train("train_sync.py", "--model", teacher, "--total-training-steps", 1, out=tmp_path / "start")
     assert accuracies(start)[0] > 0.9
+
+
+# ---------------------------------------------------------------------------------------------------- from itself
+
+SELF = ("--teacher", "self", "--teacher-prompt", "{ground_truth}={prompt}")
+RUN = ("--total-training-steps", 4, "--rollout-n", 4, "--test-freq", 0, "--max-tokens-per-micro-batch", 200, *SELF)
+
+TOOL = '''def add(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: A.
+        b: B.
+    """
+    return a + b
+'''
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory) -> Path:
+    """The demo's model does not read what is in front of a sum. This one was shown to repeat a number there, right or wrong,
+    and to add as badly as the demo where there is none."""
+    out, rng, rows = tmp_path_factory.mktemp("reader"), random.Random(0), []
+
+    def show(prompt: str, answer: int) -> None:
+        rows.append({"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": str(answer)}]})
+
+    for problem in problems("train"):
+        prompt = problem["prompt"][0]["content"]
+        a, b = map(int, prompt.rstrip("=").split("+"))
+        show(prompt, a + b if rng.random() < 0.3 else wrong_sum(a, b, rng))
+        number = rng.randrange(99)
+        show(f"{number}={prompt}", number)
+    (out / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = ("--lr", 1e-3, "--max-length", 24, "--train-batch-size", 64, "--total-training-steps", 150, "--test-freq", 0)
+    run_script("train_sft.py", "--train-files", out / "rows.jsonl", *flags, "--output-dir", out, "--experiment-name", "run")
+    return out / "run" / "step_000150"
+
+
+@pytest.mark.parametrize("teacher", ["itself", "as it began"])
+def test_a_model_that_reads_the_answer_teaches_itself_without_a_reward(reader, tmp_path, teacher):
+    """One response to each of 8 prompts a step."""
+    flags = ("--lr-scheduler-type", "constant", "--rollout-n", 1, "--total-training-steps", 60, "--test-freq", 60)
+    own = SELF if teacher == "itself" else ("--teacher", reader, *SELF[2:])
+    taught = (*flags, *own, "--teacher-alone", "--teacher-top-k", 4)
+    metrics, _, done = train("train_sync.py", "--model", reader, *taught, out=tmp_path)
+    accuracy = accuracies(metrics)
+    assert accuracy[0] < 0.6 and accuracy[60] > 0.8
+    assert metrics[1]["critic/rewards/max"] == 0 < metrics[1]["critic/score/max"]
+    gaps = [metrics[step]["actor/teacher_kl"] for step in range(1, 61)]
+    assert sum(gaps[50:]) < sum(gaps[:10]) / 1.5
+    assert "the teacher reads of demo row 0: '<|user|>" in done.stdout and "warning" not in done.stdout + done.stderr
+
+
+def test_one_step_off_a_small_update_and_tools(tmp_path):
+    """Several updates a step, of stale samples; and responses of several turns, whose prompt has the tools' descriptions."""
+    flags = (*RUN, "--total-training-steps", 2, "--train-batch-size", 4, "--ppo-mini-batch-size", 2)
+    metrics, _, _ = train("train_one_step_off.py", *flags, out=tmp_path / "off", ranks=2)
+    assert metrics[2]["actor/teacher_kl"] > 0
+    file = tmp_path / "tools.py"
+    file.write_text(TOOL)
+    flags = ("--model", "demo-calculator", "--train-files", "demo-calculator", "--val-files", "demo-calculator", "--tools")
+    flags = (*flags, f"{file}:add", *RUN, "--total-training-steps", 1, "--max-response-length", 40, "--max-prompt-length", 200)
+    flags = (*flags, "--max-tokens-per-micro-batch", 300)
+    metrics, _, _ = train("train_sync.py", *flags, out=tmp_path / "tools")
+    assert metrics[1]["actor/teacher_kl"] > 0
+
+
+@pytest.mark.parametrize(("script", "ranks"), [("train_sync.py", 1), ("train_one_step_off.py", 2), ("train_async.py", 2)])
+def test_the_demo_learns_with_a_critic_in_every_script(demo_model, tmp_path, script, ranks):
+    """With the flags of docs/teachers.md at a higher rate: how well the demo does at the start depends on the processor that
+    taught it. Three standard errors of two shares of 500 are .1; six such models gain .20 to .46, and the critic's loss while
+    the policy waits falls to .66 to .78."""
+    flags = ("--adv-estimator", "gae", "--critic-warmup", 10, "--critic-ppo-epochs", 4, "--critic-lr", 3e-4, "--lr", 3e-4)
+    rows, run, _ = train(script, *flags, "--total-training-steps", 60, "--test-freq", 60, out=tmp_path, ranks=ranks)
+    first, last = map(json.loads, (run / "validations.jsonl").read_text().splitlines())
+    assert last["step"] == 60 and last["val-core/demo/acc/mean@1"] > first["val-core/demo/acc/mean@1"] + 0.1
+    loss = [rows[step]["critic/vf_loss"] for step in range(1, 16)]
+    assert sum(loss[5:]) / 10 < 0.9 * sum(loss[:5]) / 5

@@ -1,14 +1,11 @@
 """A supervised start: loss and gradient are transformers', however rows are packed, and what is saved starts the others."""
 
 import pytest
-import torch
-from helpers import SMALL, make_demonstrations, run_script
+from helpers import flat_gradient, make_demonstrations, padded_loss, relative, run_script
 from test_push import Hub
-from transformers import AutoModelForCausalLM, Qwen2Config
 
 import train_sft
 from rl import flags, parts
-from rl.data.demonstrations import Demonstration
 from rl.errors import UserError
 from rl.learning.batch import Batch
 from rl.learning.learner import Learner
@@ -16,41 +13,18 @@ from rl.ranks.timers import Timers
 from rl.supervised import set_up, to_groups
 
 
-@pytest.fixture(scope="module")
-def rows() -> list[Demonstration]:
-    return make_demonstrations(1, 2, 3, 2, 1)
-
-
-@pytest.fixture(scope="module")
-def by_transformers(rows, tmp_path_factory) -> tuple[str, float, torch.Tensor]:
-    """The model, its loss on a padded batch with labels of -100, and the gradient, in double precision."""
-    torch.manual_seed(0)
-    path = str(tmp_path_factory.mktemp("model"))
-    AutoModelForCausalLM.from_config(Qwen2Config(**SMALL)).save_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path).double()
-    ids, labels, seen = (torch.full((len(rows), 64), value) for value in (0, -100, 0))
-    for place, row in enumerate(rows):
-        n = len(row.ids)
-        ids[place, :n], seen[place, :n] = torch.from_numpy(row.ids).long(), 1
-        labels[place, :n] = torch.where(torch.from_numpy(row.trained), ids[place, :n], -100)
-    loss = model(input_ids=ids, attention_mask=seen, labels=labels).loss
-    loss.backward()
-    return path, float(loss.detach()), torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
 @pytest.mark.parametrize("tokens", [21, 40, 8192])  # one row after the other, a few together, all together
-def test_loss_and_gradient_are_those_of_transformers(ranks, rows, by_transformers, tokens, monkeypatch):
-    path, loss, gradient = by_transformers
+def test_loss_and_gradient_are_those_of_transformers(ranks, models, tokens, monkeypatch):
+    path, rows, found = models["qwen2-untied"], make_demonstrations(1, 2, 3, 2, 1), []
+    loss, gradient = padded_loss(path, rows)
     args = parts.make(train_sft.Args, max_tokens_per_micro_batch=tokens)
     learner = Learner(path, args.learner, ranks, 10)
-    found = []
     step = learner.step
-    grads = lambda: torch.cat([p.grad.flatten() for p in learner.policy.parameters()]).double()  # noqa: E731
-    monkeypatch.setattr(learner, "step", lambda: found.append(grads()) or step())
+    monkeypatch.setattr(learner, "step", lambda: found.append(flat_gradient(learner.policy)) or step())
     batch = Batch.of(to_groups(rows, {i: i for i in range(len(rows))}))
     metrics = train_sft.learn(args, learner, batch, Timers())
     assert metrics["actor/loss"] == pytest.approx(loss, rel=1e-5) and metrics["actor/nll"] == pytest.approx(loss, rel=1e-5)
-    assert float((found[0] - gradient).norm() / gradient.norm()) < 1e-5
+    assert relative(found[0], gradient) < 1e-5
 
 
 def test_adapters_are_checked_before_the_weights_are_read(demo_model, demo_moe_model):
@@ -73,7 +47,6 @@ def test_val_only_needs_something_to_validate_on(demo_model, tmp_path):
 
 
 @pytest.mark.runs
-@pytest.mark.slow
 def test_a_run_is_pushed_and_val_only_saves_nothing(demo_model, tmp_path):
     hub = Hub()
     words = ["--max-length", 24, "--test-freq", 0, "--output-dir", tmp_path, "--lora-rank", 4, "--val-max-samples", 20]

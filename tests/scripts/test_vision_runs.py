@@ -1,6 +1,5 @@
 """Runs with images: ranks with and without images, a frozen tower, async equal to sync, resuming, and damaged images."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from helpers import make_group, run_script, train
+from helpers import bits, make_group, train
 from safetensors.torch import load_file
 from test_vision import dataset, rows, vlms  # noqa: F401  (fixtures)
 from tiny_vlm import picture, pixels_of, row
@@ -27,41 +26,10 @@ SYNC = [*FLAGS, "--train-batch-size", 4, "--save-freq", 2]
 ASYNC = [*FLAGS, "--ppo-mini-batch-size", 4, "--save-freq", 2, "--staleness-threshold", 0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen2.5-vl", "qwen3-vl"])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_two_learners_one_without_images_have_one_learners_gradient(vlms, rows, tmp_path, kind, frozen):  # noqa: F811
-    results = []
-    for ranks in (1, 2):
-        flags = json.dumps({"freeze_vision_tower": frozen, "gradient_checkpointing": ranks == 2})
-        out = tmp_path / f"{ranks}.pt"
-        run_script("tests/programs/image_gradients.py", vlms[kind], rows, out, flags, ranks=ranks, timeout=120)
-        results.append(torch.load(out))
-    one, two = results
-    tower = {name for name in one["after"] if name.startswith("model.visual.")}
-    assert one["grad"].keys() == two["grad"].keys() == one["after"].keys() - (tower if frozen else set())
-    for name, gradient in one["grad"].items():
-        torch.testing.assert_close(two["grad"][name], gradient, atol=1e-6 * (1 + float(gradient.abs().max())), rtol=0)
-    known = one["policy"] != 0
-    torch.testing.assert_close(two["policy"], one["policy"], atol=1e-5, rtol=0)
-    assert torch.equal(one["policy"][known], one["reference"][known]) and known.sum() > 30
-    before = dict(AutoModelForImageTextToText.from_pretrained(vlms[kind]).named_parameters())
-    for result in results:
-        moved = {name for name, tensor in result["after"].items() if not torch.equal(tensor, before[name])}
-        assert moved & tower >= (set() if frozen else {name for name in tower if not name.startswith(IDLE)})
-        assert not (frozen and moved & tower)
-        assert {name.partition(".")[2] for name in result["state"]} == result["grad"].keys()
-
-
 def go(script: str, model: str, file: str, out: Path, *flags, ranks: int = 1):
     """(metrics by step, the run's directory, the finished process)"""
     everything = ["--model", model, "--train-files", file, "--val-files", file, *flags, "--experiment-name", "run"]
     return train(script, *everything, out=out, ranks=ranks)
-
-
-def bits(run: Path, step: int = 4) -> dict[str, bytes]:
-    tensors = load_file(run / f"step_{step:06d}" / "model.safetensors")
-    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +49,12 @@ def test_what_a_run_leaves_is_a_model_that_takes_images(sync, vlms):  # noqa: F8
     assert AutoTokenizer.from_pretrained(export).chat_template
 
 
-@pytest.mark.slow
 def test_a_frozen_tower_is_published_once_and_never_moves(vlms, rows, tmp_path):  # noqa: F811
     """The generators still compute with it. A checkpoint holds it, without optimizer state."""
     model, frozen = vlms["qwen3-vl"], ["--freeze-vision-tower", "--test-freq", 0]
     one = go("train_sync.py", model, rows, tmp_path / "sync", *SYNC, *frozen)
     two = go("train_async.py", model, rows, tmp_path / "async", *ASYNC, *frozen, "--param-offload", ranks=2)
-    assert bits(one[1]) == bits(two[1])
+    assert bits(one[1], 4) == bits(two[1], 4)
     before = AutoModelForImageTextToText.from_pretrained(model).state_dict()
     for name, tensor in AutoModelForImageTextToText.from_pretrained(one[1] / "step_000004").state_dict().items():
         assert torch.equal(tensor, before[name]) == name.startswith("model.visual."), name
@@ -99,10 +66,9 @@ def test_a_frozen_tower_is_published_once_and_never_moves(vlms, rows, tmp_path):
     assert reported[-1] == pytest.approx(trained / 1e9) and trained < sum(sizes.values())
     shutil.rmtree(two[1] / "step_000004")
     _, run, _ = go("train_async.py", model, rows, tmp_path / "async", *ASYNC, *frozen, ranks=2)
-    assert bits(run) == bits(one[1])
+    assert bits(run, 4) == bits(one[1], 4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("script", ["train_sync.py", "train_async.py"])
 def test_an_image_that_turns_out_damaged_costs_its_ticket_alone(vlms, tmp_path, script):  # noqa: F811
     """Its header is valid, so only decoding finds the damage."""

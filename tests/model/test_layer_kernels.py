@@ -1,20 +1,79 @@
-"""Liger's kernels for norms and gates: used where they are installed and right, by stand-ins with the arguments of
-liger-kernel 0.8.5 that compute in plain torch and overwrite what the real ones overwrite."""
+"""--compile computes the same, compiles once, and is refused where it cannot work. Liger's kernels for norms and gates: used
+where they are installed and right, by stand-ins with the arguments of liger-kernel 0.8.5 that overwrite what those do."""
 
+import shutil
 import sys
 import types
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import make_group, whole
+from helpers import flat_gradient, make_group, relative, whole
+from torch._inductor import config
 
+from rl.errors import UserError
 from rl.learning import placement
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import MicroBatch
+from rl.learning.micro_batches import MicroBatch, micro_batches
 from rl.model import liger
+from rl.model.compiled import compile_layers
+from rl.model.pretrained import empty_model, load_config
+
+compiler = pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+
+
+def log_probs_of(learner: Learner, sizes: list[int]) -> torch.Tensor:
+    """Log-probs of responses of these sizes; their gradient stays."""
+    batch = Batch.of([make_group(0, sizes)])
+    micros = micro_batches(batch, torch.arange(len(sizes)), 4096, learner.ranks)
+    log_prob = torch.cat([learner.forward(micro).log_prob for micro in micros])
+    (log_prob * torch.linspace(-1, 1, len(log_prob))).sum().backward()
+    return log_prob.detach()
+
+
+@compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "flags"), [("qwen2-tied", {}), ("qwen3", {"gradient_checkpointing": True}), ("qwen3", {"lora_rank": 4})]
+)
+def test_compiled_layers_compute_the_same(models, ranks, kind, flags):
+    plain, compiled = (Learner(models[kind], LearnerArgs(compile=on, **flags), ranks, 1) for on in (False, True))
+    for learner in (plain, compiled):
+        for name, parameter in learner.policy.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.data.fill_(0.1)
+    for sizes in ([7, 9], [20, 30, 5]):
+        assert (log_probs_of(plain, sizes) - log_probs_of(compiled, sizes)).abs().max() < 1e-5
+        assert relative(flat_gradient(compiled.policy), flat_gradient(plain.policy)) < 1e-5
+
+
+@compiler
+@pytest.mark.slow
+def test_a_layer_is_compiled_once_for_all_lengths(models, ranks):
+    learner = Learner(models["qwen2-tied"], LearnerArgs(compile=True), ranks, total_steps=1)
+
+    def graphs_after(sizes: list[int]) -> int:
+        log_probs_of(learner, sizes)
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    begin = graphs_after([7, 9]), graphs_after([20, 30, 5])
+    assert begin[0] > 0
+    assert graphs_after([11]) == graphs_after([40, 40]) == graphs_after([3, 60, 17, 8]) == begin[1]
+
+
+def test_experts_are_refused(models):
+    with pytest.raises(UserError, match="--compile is for models without experts"):
+        compile_layers(empty_model(load_config(models["moe"]), False), models["moe"])
+
+
+def test_a_missing_compiler_is_named(models):
+    """torch's own patch: pytest's would delete the option at its end, and torch then has none in this process."""
+    missing = config.patch({"cpp.cxx": ("/nowhere/g++",)})
+    with missing, pytest.raises(UserError, match=r"--compile: there is no C\+\+ compiler"):
+        compile_layers(empty_model(load_config(models["qwen3"]), False), models["qwen3"])
+
 
 CPU = torch.device("cpu")
 
@@ -158,6 +217,8 @@ def test_nothing_is_said_or_changed_where_there_is_no_package_or_no_accelerator(
     assert not replaced(learner) and "liger" not in capsys.readouterr().out
 
 
+@compiler
+@pytest.mark.slow
 def test_no_kernel_beside_compiled_layers(models, ranks, installed):
     installed()
     learner = Learner(models["qwen3"], LearnerArgs(compile=True), ranks, 10)
