@@ -12,7 +12,6 @@ from vllm_checks import (
     BOUND,
     PROMPTS,
     Texts,
-    after_update,
     check_agree,
     check_both_ways,
     check_loaded,
@@ -142,9 +141,12 @@ def images_in_flight(path: str) -> None:
 def images_on_two_ranks(path: str) -> None:
     dist.init()
     case = Pictures(path)
-    engine = case.engine(rollout_tp=2)
-    after_update(path, case, engine)
-    check_agree(drain(engine, case.requests()))
+    engine, new = case.engine(rollout_tp=2), case.changed()
+    case.check(drain(engine, case.requests()), case.model)
+    engine.update(new.named_parameters(), version=4)
+    outputs = drain(engine, case.requests())
+    case.check(outputs, new)
+    check_agree(outputs)
 
 
 def images_and_experts(path: str) -> None:
