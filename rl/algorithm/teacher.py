@@ -47,7 +47,8 @@ def check_teacher(path: str, args, policy: str) -> None:
 
 def _check_length(config: PretrainedConfig, path: str, args) -> None:
     """Raise UserError unless the model can read the teacher's longest prompt with a response."""
-    prompt, response = args.longest_of_teacher, args.sampling.max_response_length
+    prompt = args.longest_of_teacher
+    response = args.sampling.max_response_length
     context = getattr(config, "max_position_embeddings", None)
     if context and prompt + response > context:
         raise UserError(
