@@ -42,6 +42,7 @@ class Weights:
     model: PreTrainedModel  # its parameters on the meta device, its buffers on the CPU
     whole: Callable[[str], torch.Tensor]  # name -> parameter or buffer, on the CPU, in the files' precision
     spans: dict[str, list[FileSpan]]  # by parameter: its elements, end to end, if they lie so in files
+    reader: Reader | None = None  # of these files
 
     @contextlib.contextmanager
     def by_layer(self) -> Iterator[None]:
@@ -122,7 +123,8 @@ def open_weights(path: str, trust_remote_code: bool = False, say: bool = True, n
             "quantization_config that says how to read it. Take the model's own weights in bfloat16."
         )
     files = {file: find(path, file) for file in {stored[part].span.file for part in used}}
-    whole = functools.partial(_whole, where, model, found, stored, Reader(files))
+    reader = Reader(files)
+    whole = functools.partial(_whole, where, model, found, stored, reader)
     for tied in found.keys() - parameters.keys() - buffers.keys():
         first = next(n for n, p in parameters.items() if p is model.get_parameter(tied))
         if not torch.equal(whole(tied).float(), whole(first).float()):
@@ -139,7 +141,7 @@ def open_weights(path: str, trust_remote_code: bool = False, say: bool = True, n
         path, config_file_name="config.json", _from_model_config=True
     )
     spans = {name: [stored[part].span for part in found[name].names] for name in parameters if not found[name].convert}
-    return Weights(model, whole, spans)
+    return Weights(model, whole, spans, reader)
 
 
 def _check_files(directory: Path, where: str) -> None:
@@ -199,7 +201,8 @@ def fill(
     known = dist.from_main(weights.spans if weights else None)
     spans = {name: [FileSpan(*span) for span in of] for name, of in known.items()}
     files = _seen_by_all({span.file for of in spans.values() for span in of}, path, name)
-    with contextlib.closing(Reader(files or {})) as reader:
+    # A second reader would map the files again, whose pages count as often as they are mapped.
+    with contextlib.closing((weights and weights.reader) or Reader(files or {})) as reader:
         for name, parameter in model.named_parameters():
             if name.endswith((".lora_A", ".lora_B", "value_head")):
                 continue  # an adapter's, or a critic's
