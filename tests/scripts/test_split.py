@@ -135,7 +135,7 @@ def test_what_people_watch(rough):
     metrics, _, _ = rough["drop"]
     names = set().union(*metrics.values())
     assert not undocumented(metrics)
-    for name in ("fully_async/trainer/idle_ratio", "fully_async/rollouter/idle_ratio", "publish/gb_per_s", "ring/occupancy"):
+    for name in ("fully_async/trainer/idle_ratio", "fully_async/rollouter/idle_ratio", "publish/gb_per_s"):
         assert name in names
     versions = [metrics[step]["fully_async/count/current_param_version"] for step in range(1, 17)]
     assert versions == [(step - 1) // 2 for step in range(1, 17)]
