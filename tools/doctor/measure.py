@@ -160,7 +160,7 @@ class Checks:
     def _log_probs(self, check: str, temperature: float) -> None:
         """Compare the engine's log-probs of its samples with the learner's forward pass over the same tokens."""
         batch = self._batch(temperature)
-        tokens = self.learner.args.learner.max_tokens_per_micro_batch
+        tokens = self.learner.args.max_tokens_per_micro_batch
         micros = micro_batches(batch, torch.arange(self.sizes.requests), tokens, self.ranks)
         self.learner.temperature = temperature
         own = self.learner.log_probs_of("policy", batch, [micros])
