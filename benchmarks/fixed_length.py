@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.argv = sys.argv[1:]
 
 if __name__ == "__main__":
-    from rl.generation.engine import EngineArgs
+    from rl.generation.engine import SamplingArgs
 
-    sampling = EngineArgs.sampling.fget
-    EngineArgs.sampling = property(lambda args: dataclasses.replace(sampling(args), ignore_eos=True))
+    training = SamplingArgs.training.fget
+    SamplingArgs.training = property(lambda args: dataclasses.replace(training(args), ignore_eos=True))
     runpy.run_path(sys.argv[0], run_name="__main__")

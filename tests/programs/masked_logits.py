@@ -9,8 +9,7 @@ import sys
 
 import numpy as np
 import torch
-from helpers import make_group, whole
-from layouts import relative
+from helpers import make_group, relative, whole
 
 import train_sync
 from rl import parts
@@ -58,7 +57,7 @@ def learn(model: str, flags: dict, ranks, one_response: bool) -> tuple[list[torc
     """(gradients of all updates, metrics, of each forward pass whether it has responses and its logits here) of a step."""
     args = parts.make(train_sync.Args, model=model, train_batch_size=4, lr_warmup_steps=0, ppo_mini_batch_size=2, **flags)
     learner = Learner(model, args.learner, ranks, 10, with_reference=args.loss.needs_reference)
-    gradients, passes, step, log_probs = [], [], learner.step, learner._log_probs
+    gradients, passes, step, log_probs = [], [], learner.step, learner.log_probs
 
     def recorded() -> dict:
         gradients.append(torch.cat([whole(p.grad).flatten().double() for p in learner.policy.parameters()]))
@@ -68,9 +67,10 @@ def learn(model: str, flags: dict, ranks, one_response: bool) -> tuple[list[torc
         passes.append((micro.has_responses, len(micro.predict)))
         return log_probs(model, micro, *rest, **more)
 
-    learner.step, learner._log_probs = recorded, noted
+    learner.step, learner.log_probs = recorded, noted
     batch = Batch.of(make_groups(one_response), Division.of(args, learner))
     metrics = train_sync.learn(args, learner, batch, Timers())
+    metrics.pop("perf/forward_only")  # of the tokens with logits
     return gradients, metrics | learner.router_metrics(), passes
 
 
