@@ -50,7 +50,7 @@ def assert_taught_the_same(found: dict, alone: dict) -> None:
     for name, of_case in found.items():
         (expected,) = [of for case, of in alone.items() if case.partition("/")[2] == name.partition("/")[2]]
         first, *later = map(relative, of_case["gradients"], expected["gradients"])
-        assert first < 1e-5 and max(later, default=0) < 2e-5, name
+        assert first < 1e-5 and max(later, default=0) < 2e-5, (name, first, later)
         assert relative(of_case["weights"], expected["weights"]) < 1e-5, name
         assert without_routers(of_case) == pytest.approx(without_routers(expected), rel=2e-5, abs=2e-6, nan_ok=True), name
         norm = expected["metrics"]["actor/grad_norm"]
