@@ -62,14 +62,6 @@ def test_the_pages_hold_the_tables_that_the_results_make():
     assert len(tables["docs/benchmarks.md"].splitlines()) == 2 + headlines, "a headline has no row, or two"
 
 
-@pytest.mark.slow
-def test_what_a_layer_keeps_is_what_the_page_says():
-    program = "from learning import kept; print(*(' | '.join(row) for row in kept.rows(SHAPE, kept.measure(SHAPE))), sep='\\n')"
-    rows = printed(program.replace("SHAPE", "'Qwen2.5-0.5B'")).splitlines()
-    page = (ROOT / "docs" / "memory.md").read_text()
-    assert len(rows) == 2 and all(f"| {row} |" in page for row in rows), rows
-
-
 def test_the_readmes_numbers_are_those_of_the_results():
     """Each ratio is the median over rounds of its row, not the ratio of two medians."""
     readme = (ROOT / "README.md").read_text()
