@@ -124,7 +124,8 @@ def test_round_trips(name, teacher, demo_model, tmp_path):
         run_script("replay.py", tmp_path / "record", *learners, ranks=2)
         two = weights(tmp_path / "two", STEPS)
         for key, tensor in trained.items():
-            torch.testing.assert_close(two[key], tensor, atol=2e-5, rtol=0, msg=key)
+            # a tenth of a step of AdamW, which makes much of a gradient that is rounding alone
+            torch.testing.assert_close(two[key], tensor, atol=1e-4, rtol=0, msg=key)
 
     shutil.rmtree(tmp_path / "sync" / f"step_{STEPS:06d}")
     if other:
