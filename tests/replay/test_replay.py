@@ -124,7 +124,7 @@ def test_other_flags_are_said_to_be_off_policy(sync, tmp_path):
     done = run_script("report.py", sync, again, "--output", tmp_path / "report")
     page = (tmp_path / "report" / "report.md").read_text()
     assert "2 runs in 2 groups" in done.stdout and "a replay, off-policy" in page
-    assert re.search(r"replay of train_sync --lr 0.0003 --loss-mode gspo.*, off-policy", page), page[:600]
+    assert re.search(r"replay of train_sync --loss-mode gspo --lr 0.0003.*, off-policy", page), page[:600]
 
 
 @pytest.mark.runs
