@@ -68,21 +68,19 @@ def leaves(flags: type) -> dict[str, Leaf]:
 
 def _walk(flags: type, path: tuple[str, ...] = (), instance: Any = None) -> Iterator[tuple[str, Leaf]]:
     plain = hints(flags)
+    usual = None if instance is None else flags()
     for field in dataclasses.fields(flags):
         name = field.name
         if not field.init:  # it is computed, not given
             continue
-        default = default_of(field) if instance is None or _is_usual(instance, name) else getattr(instance, name)
+        default = default_of(field)  # a part may have worked it out: "auto"
+        if instance is not None and getattr(instance, name) != getattr(usual, name):
+            default = getattr(instance, name)
         if dataclasses.is_dataclass(plain[name]):
             _check_part(flags, name, plain[name], default)
             yield from _walk(type(default), (*path, name), default)
         else:
             yield name, Leaf(path, flags, default, plain[name], _marks(flags, name, plain[name]))
-
-
-def _is_usual(part: Any, name: str) -> bool:
-    """Return whether the part has the field's default, which it may have worked out: "auto"."""
-    return getattr(part, name) == getattr(type(part)(), name)
 
 
 def _marks(flags: type, name: str, kind: Any) -> tuple:

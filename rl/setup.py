@@ -248,8 +248,7 @@ def read_demonstrations(args: CommonArgs, path: str, tokenizer: PreTrainedTokeni
 
     if prep:
         raise UserError(f"--sft-files takes only text, and --model {path} takes images. Leave the flag out.")
-    longest = args.data.max_prompt_length + args.sampling.max_response_length
-    limits = DemonstrationArgs(max_length=longest, filter_overlong_prompts=args.data.filter_overlong_prompts)
+    limits = DemonstrationArgs(max_length=sum(args.longest), filter_overlong_prompts=args.data.filter_overlong_prompts)
     ends = end_token_ids(path, tokenizer, args.trust_remote_code)
     return Demonstrations(args.imitation.sft_files, "sft", tokenizer, limits, ends)
 

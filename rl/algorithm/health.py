@@ -186,11 +186,10 @@ class Health:
             count = prompts.truncated if prompts else 0
             self._warn("cut_prompts", f"{which} prompts longer than --max-prompt-length", count, detail)
 
-    def of_step(self, step: int, batch: Batch, metrics: dict[str, float], fates: Fates | None = None) -> dict[str, int]:
-        """Warn of the step's problems; return warnings/*. fates: the batch's, if they are known already. A collective."""
+    def of_step(self, step: int, batch: Batch, metrics: dict[str, float], fates: Fates) -> dict[str, int]:
+        """Warn of the step's problems; return warnings/*. fates: the batch's. A collective."""
         args = self.args
         responses = len(batch.lengths)
-        fates = fates or Fates.of(batch)
         if args.sampling.training.truncates and not args.sampling.keep_sampling_mask:
             detail = "Their log-probs are of the truncated distribution, the learner's of the full one: ratios and KL are off."
             detail += " Leave these flags out if that matters, or add --keep-sampling-mask, with --top-k."

@@ -44,7 +44,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     out["response_length/clip_ratio"] = float(batch.truncated.double().mean())
     if batch.is_masked:
         out |= summarize("response_length/trained", batch.sampled_lengths)
-    out |= summarize("prompt_length", torch.tensor([len(p) for p in batch.prompts]))
+    out |= summarize("prompt_length", torch.tensor(batch.prompt_lengths))
     out["reward/unscored"] = batch.unscored
     if batch.targets.kl is not None:
         out["actor/reward_kl_penalty"] = mean_of_responses(batch.targets.kl, batch)
@@ -197,15 +197,15 @@ def _add(
     """Add a piece of whole responses, [n] each: the learner's and the generator's log-probs, the response of each token, and
     whether it is rejected."""
     counts = torch.unique_consecutive(seq, return_counts=True)[1]  # [b] tokens of each response
-    by_response = lambda x: torch.segment_reduce(x, "sum", lengths=counts)  # noqa: E731
+    of_each = lambda x: torch.segment_reduce(x, "sum", lengths=counts)  # noqa: E731
     log_ratio = (lp - roll).clamp_(-20, 20)
     ratio = log_ratio.exp()
-    of_response = by_response(log_ratio)
+    of_response = of_each(log_ratio)
     of_sequence = of_response.clamp(-20, 20)
     sums.update(tokens=len(lp), responses=len(counts))
     sums.update(_sums(kl=-of_response, chi2_seq=(2 * of_sequence).exp()))
     sums.update(_sums(k3_kl=ratio - log_ratio - 1, chi2_token=ratio * ratio))
-    sums.update(_perplexities(-by_response(lp) / counts, -by_response(roll) / counts))
+    sums.update(_perplexities(-of_each(lp) / counts, -of_each(roll) / counts))
     # a unit has one weight; times: its tokens
     units = ratio
     times = None
@@ -218,7 +218,7 @@ def _add(
     sums.update(_sums(p=p, q=q, pp=p.dot(p), pq=p.dot(q), qq=q.dot(q)))
     difference = p.sub_(q).abs_()
     if rejected is not None:
-        sums.update(_sums(rejected=rejected, touched=by_response(rejected.to(lp.dtype)) > 0))
+        sums.update(_sums(rejected=rejected, touched=of_each(rejected.to(lp.dtype)) > 0))
         difference = difference[~rejected]
     sums.update(_sums(difference=difference, squares=difference.dot(difference)), compared=len(difference))
     if len(difference):

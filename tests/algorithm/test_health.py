@@ -56,7 +56,7 @@ def look(of: Batch, skipped: int = 0, job: Job | None = None, more: dict | None 
     record = Record()
     health = Health(parts.make(train_sync.Args, **flags), job or Job(), record, skipped=2)
     health.at_start()
-    return health.of_step(7, of, {"actor/skipped_steps": 2 + skipped} | (more or {})), record.said
+    return health.of_step(7, of, {"actor/skipped_steps": 2 + skipped} | (more or {}), Fates.of(of)), record.said
 
 
 SOUND = [group(0, [0.0, 1.0]), group(1, [1.0, 1.0], "length")]

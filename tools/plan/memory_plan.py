@@ -77,8 +77,7 @@ class MemoryPlan:
         needs = {"learner": self.learner.peak - usable}
         if not args.schedule.split:
             needs["learner while the engine generates"] = self.learner.kept.total() + share - usable
-        longest = args.data.max_prompt_length + args.sampling.max_response_length
-        needs["engine"] = self.engine.kv * longest + self.engine.state - self.engine.room
+        needs["engine"] = self.engine.kv * sum(args.longest) + self.engine.state - self.engine.room
         return {name: bytes for name, bytes in needs.items() if bytes > 0}
 
 
@@ -166,7 +165,7 @@ def candidates(args: CommonArgs, machine: Machine) -> Iterator[dict]:
 
 def longest_on_a_rank(args: CommonArgs) -> int:
     """Return the tokens that each rank holds of a prompt and response of full length."""
-    return -(-(args.data.max_prompt_length + args.sampling.max_response_length) // args.learner.sequence_parallel)
+    return -(-sum(args.longest) // args.learner.sequence_parallel)
 
 
 def show(plan: MemoryPlan) -> None:
@@ -174,7 +173,7 @@ def show(plan: MemoryPlan) -> None:
     learners = learners_of(args, machine)
     groups = samples_held(args, machine.nodes)
     engine = plan.engine
-    together = min(args.engine.max_num_seqs, engine.responses(args.data.max_prompt_length + args.sampling.max_response_length))
+    together = min(args.engine.max_num_seqs, engine.responses(sum(args.longest)))
     table = Table("GB", "at the peak", "between steps", title=f"a learner of {learners} on {plan.device.name}, as counted")
     for cause in sorted(memory.device | memory.kept, key=lambda cause: -memory.device[cause]):
         table.add_row(cause, *(f"{side[cause] / GB:.2f}" for side in (memory.device, memory.kept)))
