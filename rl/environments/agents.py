@@ -27,12 +27,13 @@ from typing import Any
 
 from aiohttp import web
 
-from rl.environments import chat, descendants, prints
+from rl.environments import chat, descendants
 from rl.environments.calls import END_OF_THINKING
 from rl.environments.chat import Refused
-from rl.environments.children import Children
+from rl.environments.descendants import Children
 from rl.environments.programs import BadValue, as_reward
 from rl.environments.turns import Turns
+from rl.rewards.worker import how_it_ended
 
 LARGEST = 1 << 26  # bytes of a request, and of a line that an agent prints
 START = 120.0  # seconds that a command may take in addition before its first call, to import its libraries
@@ -337,14 +338,12 @@ class Command:
             environment[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
         root = str(Path(__file__).resolve().parents[2])  # was added for this process
         environment["PYTHONPATH"] = os.environ.get("PYTHONPATH", "").removeprefix(root).removeprefix(os.pathsep)
-        self._printed = prints.episode_pipe()
-        os.set_blocking(self._printed, False)
-        pipes = {"stdout": subprocess.PIPE, "stderr": self._printed}
         with tempfile.TemporaryFile() as row:
             row.write(json.dumps(offer["row"]).encode())
             row.seek(0)
             own = {"start_new_session": True, "preexec_fn": descendants.adopt_orphans}
-            self._process = subprocess.Popen(shlex.split(of.settings["agent"]), stdin=row, env=environment, **pipes, **own)
+            pipes = {"stdin": row, "stdout": subprocess.PIPE}
+            self._process = subprocess.Popen(shlex.split(of.settings["agent"]), env=environment, **pipes, **own)
         self._last = b""
         self._ended = of.children.watch(self._process.pid)
         self._ended.add_done_callback(lambda ended: setattr(self._process, "returncode", ended.result()))  # keeps it till then
@@ -361,10 +360,9 @@ class Command:
             has_reward = isinstance(last, dict) and "reward" in last
             if not has_reward:
                 self._print()
-            on_end(End(last["reward"] if has_reward else None, descendants.how_it_ended(code) if code else None))
+            on_end(End(last["reward"] if has_reward else None, how_it_ended(code) if code else None))
         finally:
             reading.cancel()
-            os.close(self._printed)
 
     async def _read(self) -> None:
         lines = asyncio.StreamReader(limit=LARGEST)
@@ -376,8 +374,7 @@ class Command:
                 self._last = line
 
     def _print(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._printed, self._last)
+        os.write(2, self._last)
 
     def close(self) -> None:
         """End the command."""

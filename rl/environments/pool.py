@@ -8,17 +8,22 @@ import contextlib
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 
 from rl import printable
 from rl.data.tools import Tools
-from rl.environments import descendants
 from rl.environments.args import EnvironmentArgs
+from rl.environments.descendants import python_path
+from rl.environments.environment import reward_environment
 from rl.errors import UserError
 from rl.rewards.pool import plain
 
@@ -26,6 +31,7 @@ START_LIMIT = 120  # seconds to import the tokenizer and the user's file
 LINGER = 5.0  # seconds after the run in which workers learn of its end
 SECRET = "SERVE_POLICY_KEY"  # the environment variable with the secret of workers
 SHORTEST_SECRET = 16  # characters
+PATIENCE = 10  # seconds that the process may take to end all that it has started
 
 
 class Environments:
@@ -59,10 +65,16 @@ class Environments:
     def _start(self) -> None:
         """Start the process. Set `tools`, whether an environment `scores_at_end`, and `note`, for the user."""
         self._socket, theirs = socket.socketpair()
-        passed = os.environ.get("RL_PASS_ENV", "").split()
-        self._process = descendants.start("rl.environments.worker", passed=passed, stdin=theirs, stdout=subprocess.DEVNULL)
+        env = reward_environment(os.environ, os.environ.get("RL_PASS_ENV", "").split())
+        env["PYTHONPATH"] = python_path(str(Path(__file__).resolve().parents[2]))
+        command = [sys.executable, "-m", "rl.environments.worker"]
+        pipes = {"stdin": theirs, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        self._process = subprocess.Popen(command, env=env, start_new_session=True, **pipes)
         theirs.close()
-        self._finalizer = weakref.finalize(self, descendants.end, self._process)
+        shown = (self._process.stderr.fileno(), "the environment")
+        printer = threading.Thread(target=printable.pass_on, args=shown, daemon=True)
+        printer.start()
+        self._finalizer = weakref.finalize(self, _end, self._process, self._socket, printer)
         self._unread, self._unwritten = b"", b""
         ready = self._ordered(self._settings)
         self.tools = Tools(**ready["tools"])
@@ -112,7 +124,6 @@ class Environments:
             self._write()
             time.sleep(LINGER)
         self._finalizer()
-        self._socket.close()
 
     # -- episodes
 
@@ -174,8 +185,19 @@ class Environments:
     def _lost(self) -> list[tuple[Hashable, dict]]:
         """Start another process, because the last one has ended, and all episodes with it. Return their events."""
         self._finalizer()
-        self._socket.close()
         lost = [*self._numbers]
         self._numbers, self._keys = {}, {}
         self._start()
         return [(key, {"event": "died", "message": "the environment: the process in which it ran was ended"}) for key in lost]
+
+
+def _end(process: subprocess.Popen, connection: socket.socket, printer: threading.Thread) -> None:
+    """End the process, which ends all that it has started, and show what was printed."""
+    connection.close()
+    try:
+        process.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # not reaped, so no other group can have its number
+        process.wait()
+    printer.join(PATIENCE)
+    process.stderr.close()

@@ -1,4 +1,4 @@
-"""The process in which a rank's episodes are played: `python -m rl.environments.worker PARENT_PID`, started by pool.py.
+"""The process in which a rank's episodes are played: `python -m rl.environments.worker`, started by pool.py.
 
 The rank and this process send each other lines of JSON over one socket. First the rank sends settings, and this process answers
 {"tools", "scores_at_end", "note"}, or {"failed": why}. Then there is one question at a time for each episode:
@@ -7,8 +7,8 @@ The rank and this process send each other lines of JSON over one socket. First t
     process:  {"episode": 7, "asked": "step", "seconds": 0.1, ...}; with "event" and "message" it is the episode's last one
 
 The user's file and the tokenizer are imported once, and a process is forked for each episode (Fork), which gets the same
-questions. Episodes of agents are tasks of this process instead (agents.py). A guard (descendants.py) ends all of them with the
-rank.
+questions. Episodes of agents are tasks of this process instead (agents.py). When the rank closes its end, or ends, this process
+kills all that it has started, and exits.
 """
 
 import asyncio
@@ -26,25 +26,22 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
-from rl.environments import descendants, prints
-from rl.environments.children import Children
+from rl.environments import descendants
+from rl.environments.descendants import Children
 from rl.environments.programs import EpisodeProgram, Programs
 from rl.errors import UserError
-from rl.rewards.worker import describe, import_file
-
-if TYPE_CHECKING:
-    pass  # imports transformers, which is done without torch
+from rl.rewards.worker import describe, how_it_ended, import_file
 
 LARGEST = 1 << 28  # bytes of a line
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def main(parent: int) -> None:
-    if not descendants.guard(parent):
-        return
-    rank = socket.socket(fileno=descendants.take_pipes()[0])
+def main() -> None:
+    rank = socket.socket(fileno=os.dup(0))  # which no child inherits
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr  # which is unbuffered
     os.environ.update(ONE_THREAD)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two files for each episode
@@ -223,7 +220,7 @@ class Fork:
             if line.endswith(b"\n"):
                 return json.loads(line)
             code = await asyncio.shield(self._ended)
-        raise Died(f"its process {descendants.how_it_ended(code)}")
+        raise Died(f"its process {how_it_ended(code)}")
 
     def close(self) -> None:
         """End the process."""
@@ -238,7 +235,6 @@ def _answer_all(warm: Warm, rank: socket.socket) -> None:
         descendants.end_with_parent()
         descendants.adopt_orphans()
         os.setsid()
-        prints.begin_episode()
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, the system ends this, not the rank
         program = EpisodeProgram(warm.programs, warm.turns, warm.rewards)
@@ -261,4 +257,7 @@ def _answer_all(warm: Warm, rank: socket.socket) -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(ConnectionError):  # the rank has ended
-        main(int(sys.argv[1]))
+        try:
+            main()
+        finally:
+            descendants.kill_children()

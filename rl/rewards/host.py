@@ -104,7 +104,7 @@ class Lane:
         except TimeoutError:
             raise Lost("timeout", f"no answer after {seconds:g} s") from None
         except ProcessExpired as error:
-            raise Lost("died", f"the scoring process {_how_it_ended(error.exitcode)}") from None
+            raise Lost("died", f"the scoring process {worker.how_it_ended(error.exitcode)}") from None
 
     def _take(self) -> dict[int, str]:
         """Return further responses for the process, at least one unless some are under way; a suspect is alone."""
@@ -166,14 +166,6 @@ class Lane:
             for number in self._under_way:
                 self._shared.reply(number, json.dumps({"failed": message, "event": lost.event}))
         self._under_way = {}
-
-
-def _how_it_ended(code: int) -> str:
-    """Return an exit code in words."""
-    if code >= 0:
-        return f"exited with code {code}"
-    names = {number.value: number.name for number in signal.Signals}  # without most of the real-time signals
-    return f"was killed by {names.get(-code, f'signal {-code}')}"
 
 
 def main(settings: dict) -> None:

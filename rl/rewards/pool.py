@@ -1,8 +1,7 @@
 """Scores for responses: the pool that runs the built-in verifiers (rl/rewards/verifiers.py) or the user's own function.
 
 They run in separate processes, so that a response that cannot be scored (the function hangs, raises, returns no finite number,
-uses too much memory or ends its process) is counted as an event and never stops the run: the response is left out of training
-(--on-reward-error).
+uses too much memory or ends its process) is counted as an event and never stops the run: the response is left out of training.
 """
 
 import contextlib
@@ -21,13 +20,12 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from rl.errors import UserError
-from rl.printable import one_line
+from rl.printable import one_line, pass_on
 from rl.ranges import LARGEST_FLOAT
 from rl.rewards.args import RewardArgs
 from rl.rewards.verifiers import BUILT_IN, HARMLESS, code, verifier_name
 
 MEMORY = 32 << 30  # bytes that a scoring process may allocate
-PRINTED = 1 << 24  # bytes that the scoring processes of a run may print
 LAST_WORDS = 5  # seconds to pass on what was printed
 JOB = ("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 EVENTS = ("timeout", "error", "bad_value", "died", "image")  # image: an image of the prompt is damaged
@@ -220,7 +218,8 @@ class ScoringPool(contextlib.AbstractContextManager):
         self._is_closed = False
         for work in (self._write, self._read):
             threading.Thread(target=work, daemon=True).start()
-        self._printer = threading.Thread(target=self._show, daemon=True)
+        shown = (self._host.stderr.fileno(), "the reward function")
+        self._printer = threading.Thread(target=pass_on, args=shown, daemon=True)
         self._printer.start()
 
     def _end_host(self) -> int:
@@ -267,17 +266,6 @@ class ScoringPool(contextlib.AbstractContextManager):
                 return as_score(verifier(**item | {"solution_str": ""}))
         message = reply["failed"] or f"no score after {self.args.reward_timeout:g} s (--reward-timeout)"
         return Score(None, event=event, message=str(message)[:500])
-
-    def _show(self) -> None:
-        """Print what the scoring processes print, up to this rank's share of PRINTED bytes."""
-        left = max(1 << 20, PRINTED // int(os.environ.get("WORLD_SIZE", 1)))
-        while data := os.read(self._host.stderr.fileno(), 1 << 16):
-            shown = data[: max(0, left)]
-            with contextlib.suppress(OSError):  # a full disk, or a console that was closed
-                os.write(2, shown)
-                if left >= 0 and len(data) > left:
-                    os.write(2, b"\nwarning: what the reward function prints is left out from here on.\n")
-            left -= len(data)
 
     def _fail(self, message: str) -> None:
         """End the run with this message."""

@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -142,3 +143,11 @@ def describe(error: BaseException) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     place = "" if frame.filename == __file__ else f" ({frame.filename}:{frame.lineno})"
     return printable.one_line(f"{type(error).__name__}: {error}{place}")
+
+
+def how_it_ended(code: int) -> str:
+    """Return an exit code in words."""
+    if code >= 0:
+        return f"exited with code {code}"
+    names = {number.value: number.name for number in signal.Signals}  # without most of the real-time signals
+    return f"was killed by {names.get(-code, f'signal {-code}')}"

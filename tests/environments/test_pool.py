@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 from families import end_tokens, tokenizer_of
-from helpers import ROOT, environment, eventually, left_over
+from helpers import ROOT, descendants, environment, eventually, left_over
 
 from rl.environments.args import EnvironmentArgs
-from rl.environments.descendants import descendants
 from rl.environments.pool import Environments
 from rl.errors import UserError
 
@@ -78,7 +77,7 @@ def played(pool: Environments, *whats: str) -> dict[str, dict]:
 
 def wait_for(pool: Environments, processes: int) -> None:
     """Until this many are left of the episodes' process and what it has started."""
-    assert eventually(lambda: (pool.poll(), len(descendants(pool._process.pid)))[1] == processes, 20)
+    assert eventually(lambda: (pool.poll(), 1 + len(descendants(pool._process.pid)))[1] == processes, 20)
 
 
 EVENTS = {
@@ -240,7 +239,7 @@ def test_nothing_is_left_when_the_rank_is_killed(model):
     paths = f"{Path(__file__).parent}:{ROOT / 'tests' / 'tools'}"
     command = [sys.executable, "-c", "\n".join(lines), paths, model]
     rank = subprocess.Popen(command, env=environment(MARK=mark), stdout=subprocess.PIPE, text=True)
-    assert rank.stdout.readline() == "begun\n" and len(left_over(mark)) == 5  # rank, guard, its process, the helper, episode
+    assert rank.stdout.readline() == "begun\n" and len(left_over(mark)) == 4  # rank, its process, the helper, episode
     rank.send_signal(signal.SIGKILL)
     rank.wait()
     assert eventually(lambda: not left_over(mark), 30)

@@ -12,13 +12,12 @@ from collections.abc import Iterator
 
 import pytest
 from families import end_tokens, tokenizer_of
-from helpers import eventually, free_port
+from helpers import descendants, eventually, free_port
 from test_pool import answers, ids_of, model  # noqa: F401 model: a fixture
 
 import train_sync
 from rl.environments import pool as pools
 from rl.environments.args import EnvironmentArgs
-from rl.environments.descendants import descendants
 from rl.environments.pool import Environments
 from rl.errors import UserError
 
@@ -205,7 +204,6 @@ def test_addresses(model, host, addresses, monkeypatch):  # noqa: F811
 def test_what_cannot_be_served_is_a_message(model, monkeypatch):  # noqa: F811
     for flags, said in (
         ({"agent": "python x.py"}, "--agent and --serve-policy: a response has one environment"),
-        ({"turn_rewards": True}, "--turn-rewards with --serve-policy"),
         ({"serve_policy": "0"}, "give a port, or an address and a port"),
         ({"serve_policy": "here"}, "give a port, or an address and a port"),
     ):
@@ -231,7 +229,7 @@ def test_what_cannot_be_served_is_a_message(model, monkeypatch):  # noqa: F811
 def test_a_server_that_was_killed_costs_its_episodes_and_serves_again(pool):
     begin(pool, "a")
     key = take(pool)["api_key"]
-    for pid in descendants(pool._process.pid):
+    for pid in (pool._process.pid, *descendants(pool._process.pid)):
         os.kill(pid, signal.SIGKILL)
     assert answers(pool, ["a"])["a"]["event"] == "died"
     assert post(pool, "chat/completions", key, HELLO)[0] == 401

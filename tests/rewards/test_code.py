@@ -242,7 +242,7 @@ def test_the_pool_scores_programs_in_its_processes():
 
 
 def test_the_python_tool_answers_the_model(monkeypatch):
-    from rl.environments import python_tool
+    from examples import python_tool
 
     monkeypatch.setattr(sys, "path", [*sys.path])  # importing a file by its path adds its folder
     tool = import_file(python_tool.__file__, "python_tool_of_the_test").python
@@ -256,7 +256,7 @@ def test_the_python_tool_answers_the_model(monkeypatch):
 
 
 def test_a_tool_without_its_sandbox_is_nobody_s_answer(monkeypatch):
-    from rl.environments import python_tool
+    from examples import python_tool
 
     def refuse():
         raise NoSandbox("the sandbox does not start")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import ROOT, cpu_limit
 
+from rl import printable
 from rl.errors import UserError
 from rl.ranges import check
 from rl.rewards import host
@@ -417,7 +418,7 @@ def score(solution_str, **_): return {"score": 1.0, **{name: float(name in os.en
 
 def test_prints_are_limited_and_the_last_one_is_not_lost(tmp_path, capfd, monkeypatch):
     """Two scoring processes, of which some are lost, share the limit."""
-    monkeypatch.setattr(module, "PRINTED", 1 << 20)
+    monkeypatch.setattr(printable, "PRINTED", 1 << 20)
     (tmp_path / "mine.py").write_text("""
 import os
 def score(solution_str, **_):

@@ -41,7 +41,7 @@ class Outcome:
 def run(command: Sequence[str], timeout: float) -> Outcome:
     """Run the command in the repository's root. Return how it ended, once all of its processes have exited."""
     started = time.monotonic()
-    others = children().get(os.getpid(), [])
+    others = children()
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             command,
@@ -63,7 +63,7 @@ def run(command: Sequence[str], timeout: float) -> Outcome:
         return Outcome(code, output.read().decode(errors="replace"), time.monotonic() - started)
 
 
-def _end(process: subprocess.Popen, others: list[int]) -> None:
+def _end(process: subprocess.Popen, others: set[int]) -> None:
     """End the command and everything that it started. others: earlier children of this process, which stay."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
@@ -72,7 +72,7 @@ def _end(process: subprocess.Popen, others: list[int]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    while orphans := set(children().get(os.getpid(), [])).difference(others):
+    while orphans := children() - others:
         for pid in orphans:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)

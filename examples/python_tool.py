@@ -1,4 +1,4 @@
-"""A tool that runs the model's Python in a sandbox: --tools rl/environments/python_tool.py:python"""
+"""A tool that runs the model's Python in a sandbox: --tools examples/python_tool.py:python"""
 
 from program_grader import NoSandbox, check, run
 from rl.errors import UserError
