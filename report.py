@@ -26,11 +26,10 @@ from matplotlib.figure import Figure
 from rl.errors import UserError
 from rl.printable import printable
 from tools.report.conclusions import conclude, overview, speedup
-from tools.report.experts import expert_map
 from tools.report.logs import Log, RunGroup, find_runs, group_runs, is_accuracy, load, smoothed
 from tools.report.numbers import HELD, IDLE, REWARD, STEP_SECONDS, THROUGHPUT, count
-from tools.report.responses import Picture, responses
 from tools.report.responses import markdown as response_cell
+from tools.report.responses import responses
 
 LINES = {  # file: title, and for each panel its metric and label
     "throughput": ("Speed", {THROUGHPUT: "tokens/s of all ranks, prompts included", STEP_SECONDS: "seconds a step"}),
@@ -211,10 +210,6 @@ def plots(groups: list[RunGroup], directory: Path, smooth: int) -> list[tuple]:
         "Staleness",
         plot_bars(ages, directory / "staleness.png", "share of trained tokens, by age in versions"),
     )
-    for i, group in enumerate(groups, 1):
-        if expert_map(group, directory / f"experts_{i}.png"):
-            title = f"Load of the experts of {group.label}"
-            made += [("heading", title), ("image", f"experts_{i}.png", title)]
     return made + ([("text", f"Not recorded by any of these runs: {', '.join(absent)}.")] if absent else [])
 
 
@@ -235,7 +230,7 @@ def staleness(group: RunGroup) -> dict[str, float]:
 
 def compose(groups: list[RunGroup], args: Args, directory: Path) -> list[tuple]:
     """Return the page in blocks: ("heading" | "text", words), ("table", rows, the header first), ("image", file, words),
-    ("responses", rows of texts and lists of images). The other groups are compared with the first one."""
+    ("responses", rows of texts). The other groups are compared with the first one."""
     logs = [log for group in groups for log in group.logs]
     blocks = [("title", args.title), ("table", overview(groups, args.smooth))]
     words = "Several runs: mean (lowest - highest). Seconds of training are counted from the first step's beginning; the "
@@ -252,7 +247,7 @@ def compose(groups: list[RunGroup], args: Args, directory: Path) -> list[tuple]:
         words = f"The reward is the mean of {args.smooth} steps; levels are those that every run reaches and none starts above."
         blocks += [("heading", "Wall clock to the same reward"), ("table", table), ("text", words)]
     blocks += plots(groups, directory, args.smooth)
-    for heading, table in filter(None, (responses(group, directory) for group in groups)):
+    for heading, table in filter(None, map(responses, groups)):
         blocks += [("heading", heading), ("responses", table)]
     noted = [[str(log.path), note] for log in logs for note in log.notes]
     return blocks + ([("heading", "Of the records"), ("table", [["run", "note"], *noted])] if noted else [])
@@ -291,7 +286,7 @@ def page(blocks: list[tuple]) -> str:
     out = []
     for kind, content, *more in blocks:
         if kind in ("table", "responses"):
-            row = lambda cells, tag: "<tr>" + "".join(f"<{tag}>{_html(c)}</{tag}>" for c in cells) + "</tr>"  # noqa: E731
+            row = lambda cells, tag: "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"  # noqa: E731
             out.append("<table>" + row(content[0], "th") + "".join(row(cells, "td") for cells in content[1:]) + "</table>")
         elif kind == "image":
             out.append(f'<p><img src="{html.escape(content)}" alt="{html.escape(more[0])}"></p>')
@@ -301,12 +296,6 @@ def page(blocks: list[tuple]) -> str:
     title = html.escape(next(b[1] for b in blocks if b[0] == "title"))
     head = f'<meta charset="utf-8"><link rel="icon" href="data:,"><title>{title}</title><style>{STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(out) + "\n</body></html>\n"
-
-
-def _html(cell: str | list[Picture]) -> str:
-    if isinstance(cell, str):
-        return html.escape(cell)
-    return " ".join(f'<img src="{html.escape(picture.file)}" alt="">' for picture in cell)
 
 
 def main(args: Args) -> None:

@@ -87,8 +87,6 @@ class LearnerRun:
         metrics |= {"training/global_step": step, "training/epoch": self.job.order(max(batch.tickets))[0]}
         metrics |= gather_ledgers(self.role, self.timer)
         self.record.log(step, metrics)
-        if "moe/load/max" in metrics:
-            self.record.log_experts(step, self.learner.policy.router.load)
 
     def save_if_due(self, step: int) -> None:
         """Save a checkpoint after the last step and every --save-freq steps. A collective."""
@@ -241,7 +239,7 @@ class TrainingRun(LearnerRun):
     def record_validation(self, step: int, rows: list[dict], version: int | None = None) -> dict[str, float]:
         """Record the rows of a validation after that step; return its metrics. version: the weights' version, by default the
         step."""
-        self.record.log_generations(step, self._with_images(rows[: self.args.log.log_val_generations]))
+        self.record.log_generations(step, rows[: self.args.log.log_val_generations])
         errors = [row["error"] for row in rows if row["error"]]
         self._events.add(errors)
         self.record.warn_unscored(errors)
@@ -332,13 +330,6 @@ class TrainingRun(LearnerRun):
         if self._unscored:
             raise self._outage(self.job.total_steps, checkpoint)
         self._push(checkpoint)
-
-    def _with_images(self, rows: list[dict]) -> list[dict]:
-        """Return the rows with their prompts' image files, on the rank that records them."""
-        if not self.record.enabled:
-            return []
-        images = [self.job.val_prompts[row["index"]].images for row in rows]
-        return [row | {"images": of.sources if of else ()} for row, of in zip(rows, images, strict=True)]
 
     def _save_last(self, step: int) -> Path | None:
         if self.samples:

@@ -44,7 +44,6 @@ class Router:
         self._chosen: list[torch.Tensor | None] = []  # of the last forward pass, [T, K] a layer
         self._routes: torch.Tensor | None = None  # [T, L, K] to be replayed
         self._load: torch.Tensor | None = None  # [L, E] tokens that went to each expert since the last report
-        self.load: list[list[float]] | None = None  # [L, E] these of the last report, over an even share
         self._sums = [0.0] * 4  # since the last report: see `metrics`
         self._differs: torch.Tensor | None = None  # [T] tokens for which a replay has changed an expert in some layer so far
 
@@ -125,7 +124,6 @@ class Router:
         if not choices:
             return {}
         relative = load / load.mean(1, keepdim=True)  # 1 is an even share
-        self.load = relative.tolist()
         out = {
             "moe/load/max": float(relative.max()),
             "moe/load/min": float(relative.min()),

@@ -22,8 +22,8 @@ from rl.ranks.timers import Timers
 from rl.record import provenance, validations
 from rl.record.console import ConsoleLog
 
-METRICS, TICKETS, EXPERTS = "metrics.jsonl", "tickets.jsonl", "experts.jsonl"
-RECORDS = (METRICS, TICKETS, EXPERTS, validations.FILE)
+METRICS, TICKETS = "metrics.jsonl", "tickets.jsonl"
+RECORDS = (METRICS, TICKETS, validations.FILE)
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LogArgs(Part):
     """Additional destinations of the metrics. metrics.jsonl and the console always get them. $WANDB_MODE=offline lets Weights
     & Biases work without a network and an account."""
     log_val_generations: MayChange[Annotated[int, Range(at_least=0)]] = 0
-    """Responses of each validation to write into val_generations/, next to the images of their prompts."""
+    """Responses of each validation to write into val_generations/."""
     record_samples: MayChange[str | None] = None
     """Directory in which to record every trained sample for replay.py: tokens, log-probs, versions, scores. Each run needs its
     own."""
@@ -148,11 +148,6 @@ class Run:
         """Record in tickets.jsonl which tickets the step trained, and the others by their fate."""
         if self.enabled:
             self._append(TICKETS, {"step": step, "trained": trained, **others})
-
-    def log_experts(self, step: int, load: list[list[float]]) -> None:
-        """Record in experts.jsonl the load of the experts, [layers, experts], at the first step and each tenth of the run."""
-        if self.enabled and (step == 1 or step * 10 // self.total_steps > (step - 1) * 10 // self.total_steps):
-            self._append(EXPERTS, {"step": step, "load": [[round(x, 3) for x in layer] for layer in load]})
 
     def log_generations(self, step: int, rows: list[dict]) -> None:
         """Write val_generations/step_<step>.jsonl: a line per response."""

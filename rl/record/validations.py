@@ -9,24 +9,19 @@ step: the validated weights are those after this step; version: of these weights
 when the result arrived, and when that was; chooses_best: false if too few responses could be scored. The rest are the metrics.
 The row of `at_step` in metrics.jsonl repeats the newest validation that arrived during that step.
 
-val_generations/step_<step>.jsonl has a line for each response of --log-val-generations, with the names of its prompt's images.
+val_generations/step_<step>.jsonl has a line for each response of --log-val-generations.
 """
 
-import io
 import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
 FILE = "validations.jsonl"
 STEP = "training/validated_step"
 RESPONSES = "val_generations"  # directory
 COLUMNS = ("prompt", "response", "ground_truth", "score")
-SIDE = 160  # most pixels of a thumbnail's side: at most 77 KB of PNG
-MOST = 8  # pictures kept per prompt
 
 
 def is_of_validation(name: str) -> bool:
@@ -65,32 +60,11 @@ def row_of(line: bytes) -> dict | None:
 
 
 def write_responses(run_dir: Path, step: int, rows: list[dict]) -> None:
-    """Write the responses of a validation. rows: with COLUMNS and optionally "images", the bytes of image files."""
+    """Write the responses of a validation. rows: with COLUMNS."""
     directory = run_dir / RESPONSES
     directory.mkdir(exist_ok=True)
-    lines = []
-    for row in rows:
-        pictures = [_thumbnail(directory, source) for source in row.get("images", ())[:MOST]]
-        lines.append(json.dumps({"step": step, "images": pictures} | {name: row[name] for name in COLUMNS}))
+    lines = [json.dumps({"step": step} | {name: row[name] for name in COLUMNS}) for row in rows]
     (directory / f"step_{step:06d}.jsonl").write_text("\n".join(lines) + "\n")
-
-
-def _thumbnail(directory: Path, source: bytes) -> str:
-    """Write the image's thumbnail and return its name. Return the error of an image that cannot be read."""
-    from PIL import Image
-
-    from rl.data import images
-
-    try:
-        image = Image.fromarray(images.to_rgb(source))
-    except images.ImageError as error:
-        return str(error)
-    png = io.BytesIO()
-    image.thumbnail((SIDE, SIDE))
-    image.save(png, "PNG")
-    name = f"{xxhash.xxh3_64_hexdigest(png.getvalue())}.png"
-    (directory / name).write_bytes(png.getvalue())
-    return name
 
 
 # ------------------------------------------------------------------------------------- arriving from several generators

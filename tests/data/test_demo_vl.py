@@ -82,9 +82,7 @@ def test_it_learns_to_say_what_it_reads(demo_vl_model, tmp_path):
     assert np.mean(right) == pytest.approx(last, abs=0.01)
     shown = map(json.loads, (run / "val_generations" / "step_000024.jsonl").read_text().splitlines())
     for number, line in enumerate(shown):
-        (file,) = line["images"]
-        assert np.array_equal(np.asarray(Image.open(run / "val_generations" / file)), np.asarray(picture_of(rows[number])))
-        assert (line["response"], line["score"]) == (said[number], right[number]), "the picture and its answer are one row's"
+        assert (line["response"], line["score"]) == (said[number], right[number]), "the answer is its own row's"
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ def test_lines_of_a_record_that_nobody_wrote_are_set_aside(tmp_path):
     assert records(record) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "tickets.jsonl", "experts.jsonl", "validations.jsonl"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "tickets.jsonl", "validations.jsonl"])
 def test_a_resumed_run_meets_its_files_damaged(name, tmp_path):
     here = start(tmp_path)
     here._lock.close()

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import tyro
 from helpers import ROOT
-from matplotlib.axes import Axes
 
 import report
 from report import Args, main
@@ -25,7 +24,6 @@ from tools.report.numbers import THROUGHPUT
 
 MEDIAN = "tokens/s of all ranks, median step"
 ACCURACY = "val-core/demo/acc/mean@1"
-imshow = Axes.imshow
 
 
 def write(path: Path, rows: list[dict], script="train_sync", **flags) -> Path:
@@ -431,19 +429,6 @@ def test_every_plot_is_there_and_nothing_is_fetched(tmp_path):
     assert "Not recorded by any" not in page
     assert not re.search(r"(https?:)?//", html), "no external request"
     assert "<b>" not in html and "&lt;b&gt;odd" in html
-
-
-def test_the_load_of_a_mixture_s_experts_is_drawn_of_the_first_and_the_last_step_recorded(tmp_path, monkeypatch):
-    """The report draws it for a group's run that recorded it, even if its file is cut. A group without it gets no map."""
-    even, drifted = [[1, 1, 1], [1, 1, 1]], [[3, 0, 0], [1, 1, 1]]
-    lines = [{"step": 1, "load": even}, {"step": 20, "load": [[2, 0.5, 0.5], [1, 1, 1]]}, {"step": 40, "load": drifted}]
-    runs = [write(tmp_path / name, rows(4), script=name[:-1]) for name in ("train_sync0", "train_sync1", "train_async0")]
-    (runs[1] / "experts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 40, "lo')
-    drawn = []
-    monkeypatch.setattr(Axes, "imshow", lambda *given, **how: drawn.append(given[1].tolist()) or imshow(*given, **how))
-    page = said(tmp_path / "out", *runs)
-    assert drawn == [even, drifted] and page.count("Load of the experts of train_sync") == 2  # a heading and a picture
-    assert (tmp_path / "out" / "experts_1.png").exists() and not (tmp_path / "out" / "experts_2.png").exists()
 
 
 def test_throughput_is_smoothed(tmp_path):

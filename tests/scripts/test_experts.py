@@ -1,7 +1,5 @@
 """MoE models in whole runs: their export, and training with and without routing replay."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -125,14 +123,7 @@ def test_a_run_on_shared_ranks_resumes_bit_for_bit(model, tmp_path, script, flag
     assert "resumes after step 2 of 4" in done.stdout
     whole = tmp_path / "whole" / "run"
     assert bits(run, 4) == bits(whole, 4)
-    assert all((run / name).read_text() == (whole / name).read_text() for name in ("tickets.jsonl", "experts.jsonl"))
-    loads = [json.loads(line) for line in (run / "experts.jsonl").read_text().splitlines()]
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in loads] == [1, 2, 3, 4]
-    for row, of in zip(loads, metrics, strict=True):
-        load = np.array(row["load"])
-        assert load.shape == (2, MOE["num_experts"]) and load.mean(1) == pytest.approx(1, abs=1e-3)
-        assert load.max() == pytest.approx(of["moe/load/max"], abs=1e-3) and (load == 0).sum() == of["moe/never_used"]
+    assert (run / "tickets.jsonl").read_text() == (whole / "tickets.jsonl").read_text()
 
 
 @pytest.mark.slow

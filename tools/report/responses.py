@@ -1,10 +1,8 @@
-"""Responses of the last validation that recorded some (--log-val-generations), with the images of their prompts."""
+"""Responses of the last validation that recorded some (--log-val-generations), in a table."""
 
 import json
 import re
-import shutil
 from pathlib import Path
-from typing import NamedTuple
 
 from rl.printable import escaped
 from rl.record.validations import COLUMNS, RESPONSES, row_of
@@ -14,33 +12,22 @@ ROWS = 10  # of a run's responses
 CHARACTERS = 600  # of a text; longer texts lose their middle
 
 
-class Picture(NamedTuple):
-    file: str  # its name, in the directory of the report
-
-
-def responses(group: RunGroup, directory: Path) -> tuple[str, list[list]] | None:
-    """Return (heading, table with its header first) of the group's first run that has any; None if no run has. Cells are texts,
-    or lists of pictures, whose files are copied into `directory`."""
+def responses(group: RunGroup) -> tuple[str, list[list[str]]] | None:
+    """Return (heading, table with its header first) of the group's first run that has any; None if no run has."""
     for log in group.logs:
         for file in reversed(sorted(_files(log))):
             table = read(file)[: ROWS + 1]
             if len(table) > 1:
                 step = int(file.stem.removeprefix("step_"))
                 heading = f"Validation responses of {group.label}, {log.path.name}, after step {step}"
-                return heading, [[_shown(cell, file.parent, directory) for cell in row] for row in table]
+                return heading, [list(map(_shown, row)) for row in table]
     return None
 
 
-def read(file: Path) -> list[list]:
-    """Return the rows of a file of responses, a header first: texts, and lists of pictures if there are any. Damaged lines are
-    left out."""
-    rows = [row for line in file.read_bytes().split(b"\n") if (row := row_of(line)) and {*COLUMNS, "images"} <= row.keys()]
-    with_pictures = any(row["images"] for row in rows)
-    table = [[*["picture"] * with_pictures, *COLUMNS]]
-    for row in rows:
-        texts = ["unscored" if row[name] is None else _text(row[name]) for name in COLUMNS]
-        table.append([*[[Picture(name) for name in row["images"]]] * with_pictures, *texts])
-    return table
+def read(file: Path) -> list[list[str]]:
+    """Return the rows of a file of responses, a header first. Damaged lines are left out."""
+    rows = [row for line in file.read_bytes().split(b"\n") if (row := row_of(line)) and {*COLUMNS} <= row.keys()]
+    return [[*COLUMNS], *(["unscored" if row[name] is None else _text(row[name]) for name in COLUMNS] for row in rows)]
 
 
 def _text(value) -> str:
@@ -54,21 +41,14 @@ def _files(log: Log) -> list[Path]:
     return [file for file in run.glob(f"{RESPONSES}/step_*.jsonl") if file.stem[5:].isdecimal() and file.is_file()]
 
 
-def _shown(cell: str | list[Picture], source: Path, directory: Path) -> str | list[Picture]:
-    if isinstance(cell, str):
-        half = CHARACTERS // 2
-        text = cell if len(cell) <= CHARACTERS else f"{cell[:half]} ... {cell[-half:]}"
-        return text.encode(errors="backslashreplace").decode()  # a response may hold half a character
-    kept = [picture for picture in cell if Path(picture.file).name == picture.file and (source / picture.file).is_file()]
-    for picture in kept:
-        shutil.copyfile(source / picture.file, directory / picture.file)
-    return kept
+def _shown(cell: str) -> str:
+    half = CHARACTERS // 2
+    text = cell if len(cell) <= CHARACTERS else f"{cell[:half]} ... {cell[-half:]}"
+    return text.encode(errors="backslashreplace").decode()  # a response may hold half a character
 
 
-def markdown(cell: str | list[Picture]) -> str:
+def markdown(cell: str) -> str:
     """Return a cell of a table in Markdown: text on one line, escaped so that neither Markdown nor a terminal changes it."""
-    if not isinstance(cell, str):
-        return " ".join(f"![]({picture.file})" for picture in cell)
     text = re.sub(r"([\\`*_\[\]|~$<>&])", r"\\\1", cell)
     text = re.sub(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]", "<br>", text)
     return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: "\\" + escaped(match[0]), text)
