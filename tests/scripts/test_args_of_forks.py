@@ -20,12 +20,10 @@ MIXIN = "@dataclass\nclass Mine(RunArgs):\n    {}\n\n\n"
 OTHER = "@dataclass\nclass Mine:\n    {}\n\n\n"
 PLAIN = "class Mine:\n    {}\n\n\n"
 PROPERTY = "@property\n    def {}(self):\n        return True"
-POST_INIT = "def __post_init__(self):\n        pass"
 BASE, MINE, LAST = "CommonArgs", "Mine, CommonArgs", "CommonArgs, Mine"
-OLD, SEED = PROPERTY.format("old_is_rollout"), PROPERTY.format("seed")
+OLD = PROPERTY.format("old_is_rollout")
 SCHEDULE = r"`schedule: AsyncSchedule = AsyncSchedule\(\)`"
 SAMPLING = r"both define --rollout-n.*write `sampling: SamplingArgs = SamplingArgs\(rollout_n=...\)`"
-SETTER = f"seed: int = 5\n    {SEED}\n\n    @seed.setter\n    def seed(self, value): ..."
 # script; text above Args; bases of Args; text in Args in place of the schedule (with a + after it, None: nothing); the message
 REFUSED = [
     ("async", "", "CommonArgs, AsyncSchedule", "", "Args has AsyncSchedule as a base next to CommonArgs"),
@@ -36,27 +34,16 @@ REFUSED = [
     ("async", "", BASE, "schedule: AsyncSchedule = Like()", "Args has Like as `schedule`: write"),
     ("sync", "", "no dataclass", "+seed: int = 5", "Args has the field `.*` and is no dataclass"),
     ("sync", PLAIN.format("seed: int = 5"), MINE, None, "Mine has the field `seed` and is no"),
-    ("sync", MIXIN.format("seed: int = 5"), LAST, None, "Mine.seed and the field RunArgs.seed"),
+    ("sync", MIXIN.format("seed: int = 5"), LAST, None, "two bases, and the default of Mine would be lost"),
     ("sync", OTHER.format("seed: int = 5"), MINE, None, "Args gets `seed` from two bases, .*order"),
-    ("async", PLAIN.format(OLD), MINE, None, "Mine.old_is_rollout and the property CommonArgs.old_is_r"),
+    ("async", PLAIN.format(OLD), MINE, None, "`old_is_rollout` from two bases, Mine and CommonArgs"),
     ("async", PLAIN.format(OLD), LAST, None, "`old_is_rollout` from two bases"),
-    ("async", PLAIN.format(PROPERTY.format("trains_stale")), MINE, None, "Mine has `trains_stale`, but the run"),
-    ("sync", PLAIN.format(POST_INIT), MINE, "+" + POST_INIT, "Args.__post_init__ hides .*calls only the first"),
 ]
 WITHIN = {  # what Args has after its schedule -> the script, the message
-    "old_is_rollout: bool = False": ("sync", "field Args.old_is_rollout hides the property CommonArgs"),
-    "validates: bool = False": ("sync", "field Args.validates hides the method RunArgs"),
-    SEED: ("sync", "property Args.seed hides the field RunArgs"),
-    OLD: ("sync", "property Args.old_is_rollout hides the property CommonArgs"),
-    "trains_stale: bool = False": ("async", "Args has `trains_stale`, but the run reads"),
     "val_only = True": ("sync", "has no type, .* write `val_only: bool = True`"),
     "publish_every: int = 4": ("async", "both define --publish-every.*AsyncSchedule.publish_e"),
     "generators: int = 3": ("async", "both define --generators.*AsyncSchedule.generators"),
     "rollout_n: int = 4": ("sync", SAMPLING),
-    "reward: float = 0.5": ("sync", "Args.reward hides the flags of RewardArgs.*rename it"),
-    SETTER: ("sync", "Args has the field `seed` and a property of that name"),
-    "check: bool = True": ("sync", "Args has a value `check`, but the run calls"),
-    "hint = 'x'": ("sync", "Args has a value `hint`, but the run calls"),
 }
 REFUSED += [(script, "", BASE, f"+{within}", message) for within, (script, message) in WITHIN.items()]
 KINDS = {"sync": "SyncSchedule", "one_step_off": "OneStepOffSchedule", "async": "AsyncSchedule", "sft": "SupervisedSchedule"}
