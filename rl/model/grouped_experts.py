@@ -16,15 +16,12 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 from rl.ranks import device
 from rl.ranks.device import is_accelerator
 
-LOOPED_EXPERTS_KINDS = {"npu"}  # of devices without torch's grouped products
 NAME = "grouped_mm"  # transformers takes known names only
 CLOSE = 0.02  # relative error, as the two round differently in bf16
 
 
-def experts_implementation() -> str | None:
-    """The way in which transformers computes a layer's experts; None leaves it its default, grouped products."""
-    if device.kind() not in LOOPED_EXPERTS_KINDS:
-        return None
+def experts_implementation() -> str:
+    """The way in which transformers computes a layer's experts on a device of LOOPED_EXPERTS."""
     return NAME if use(device.kind()) else "eager"
 
 

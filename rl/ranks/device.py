@@ -12,7 +12,6 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 
@@ -266,14 +265,6 @@ def memory_left() -> tuple[int, int] | None:
     except RuntimeError:
         return None
     return free + _module().memory_reserved() - _module().memory_allocated(), total
-
-
-def peak_memory(act: Callable[[], object]) -> int:
-    """Return the peak of the bytes that tensors take on the accelerator during the call, beyond those taken before it."""
-    _module().reset_peak_memory_stats()
-    before = _module().memory_allocated()
-    act()
-    return _module().max_memory_allocated() - before
 
 
 # ---------------------------------------------------------------------------------------------------------- host memory

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from rl.learning.learner import Learner
-from rl.model import expert_parallel, grouped_experts
+from rl.model import expert_parallel
 from rl.ranks import device
 from rl.ranks import dist as ranks_dist
 from rl.ranks.device import is_accelerator
@@ -118,7 +118,7 @@ def start(world_size: int = 1, attention: str = KIND, strict: bool = True) -> Ra
     (define_npu_kernels if attention == KIND else define_cuda_kernels)()
     device.PACKED_ATTENTION[KIND] = device.PACKED_ATTENTION[attention]
     device.DELTA_RULE.pop(KIND, None)  # Triton's kernels know no fake tensors
-    grouped_experts.LOOPED_EXPERTS_KINDS.discard(KIND)
+    device.LOOPED_EXPERTS.discard(KIND)
     expert_parallel.rows_to_trade = _even_rows
     clip = Learner.clip
     Learner.clip = lambda learner: clip(learner) or 1.0  # the norm reads 0, for which the optimizer takes no step
