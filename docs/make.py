@@ -14,11 +14,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import losses
-from rl import flag_words
 from tools.from_verl import programs, supervised
 from tools.from_verl.environment import VARIABLES
 from tools.from_verl.keys import NOT_HERE, NOT_NEEDED, Row
 from tools.from_verl.table import TABLE
+from tools.from_verl.trl_words import HERE
 from tools.from_verl.verl_run import SYNC
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,10 +62,10 @@ def code_map() -> str:
 
 def trl_words() -> str:
     """What each of TRL's words is here."""
-    lines = ["# TRL's words, and what they are here", "", "<!-- made by `python docs/make.py` out of rl/flag_words.py -->", ""]
+    lines = ["# TRL's words, and what they are here", "", "<!-- made by `python docs/make.py` -->", ""]
     lines += ["Back to [from-verl.md](../from-verl.md), which has what is more than another name.", ""]
     lines += ["| TRL | here |", "|---|---|"]
-    for word, here in flag_words.HERE.items():
+    for word, here in HERE.items():
         flags = re.sub(r"--[a-z0-9-]+", lambda flag: f"`{flag[0]}`", here)
         lines.append(f"| `{word[2:].replace('-', '_')}` | {flags} |")
     return "\n".join(lines) + "\n"

@@ -2,9 +2,8 @@
 
 A flag is a field of a dataclass. Each component has its own dataclass, and a script's Args inherits them, or has them as parts
 (rl/parts.py). A number's range is part of its type, and a method `check` of the dataclass refuses flags that contradict each
-other (rl/ranges.py). A method `hint` may explain an unknown flag. All flags are checked before anything is loaded. A flag
-that does nothing without another one causes a warning. Other programs' names are in rl/flag_words.py. A
-boolean flag can be written --shuffle, --no-shuffle, --shuffle True or --shuffle=false.
+other (rl/ranges.py). A method `hint` may explain an unknown flag. All flags are checked before anything is loaded. A boolean
+flag can be written --shuffle, --no-shuffle, --shuffle True or --shuffle=false.
 """
 
 import ast
@@ -28,7 +27,7 @@ import tyro
 from rl import flag_words, parts
 from rl.class_check import check_class
 from rl.errors import UserError
-from rl.ranges import Needs, Range, check, flag, marks
+from rl.ranges import Range, check, flag, marks
 from rl.ranks import launch, process
 
 Flags = TypeVar("Flags")
@@ -63,7 +62,6 @@ def read(
     given = names_in(flags, words)
     parsed = parts.make(flags, **(defaults or {}) | {name: parts.get(found, name) for name in given})
     check(parsed)
-    warn(without_effect(parsed, given))
     return parsed
 
 
@@ -72,14 +70,6 @@ def names_in(flags: type, words: Sequence[str]) -> set[str]:
     fields = {*parts.leaves(flags)}
     names = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
     return fields & (names | {name.removeprefix("no_") for name in names})
-
-
-def without_effect(args, given: Iterable[str]) -> list[str]:
-    """Return a sentence for each given flag that does nothing without another one (rl/ranges.py). One with its default changes
-    nothing anyway."""
-    needs = marks(type(args), Needs)
-    changed = [name for name in needs if name in given and parts.get(args, name) != parts.leaves(type(args))[name].default]
-    return [f"{flag(name)} does nothing without {needs[name]}" for name in changed if not needs[name].is_met(args)]
 
 
 def warn(lines: Iterable[str]) -> None:
@@ -127,7 +117,7 @@ def _read(flags: type[Flags], words: Sequence[str]) -> Flags:
     names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
     similar = dict.fromkeys(near for name in names for near in difflib.get_close_matches(name, known))
     own = "".join(part.hint(unknown) for part in parts.tree(found) if hasattr(part, "hint"))
-    hint = flag_words.hint(names) or own or (f" Similar: {', '.join(similar)}." if similar else "")
+    hint = own or (f" Similar: {', '.join(similar)}." if similar else "")
     raise UserError(f"Unrecognized options: {', '.join(unknown)}.{hint} --help-all lists all flags.")
 
 

@@ -1,12 +1,10 @@
 """Marks in the type of a flag's field, and the check of all flags.
 
-A mark says which numbers the flag accepts, what kind of thing it names, that a run may resume with another value, or without
-which other flag it does nothing:
+A mark says which numbers the flag accepts, what kind of thing it names, or that a run may resume with another value:
 
     lr: Annotated[float, Range(above=0)] = 1e-4
     teacher: Annotated[str | None, Content("model")] = None
     save_freq: MayChange[int] = 20
-    teacher_coef: Annotated[float, Needs("teacher")] = 1.0
 """
 
 import math
@@ -60,23 +58,6 @@ class Content:
     """A flag naming something whose content is part of the run: a model, or code (path/to/file.py:names or a command)."""
 
     kind: Literal["model", "code"]
-
-
-@dataclass(frozen=True)
-class Needs:
-    """A flag that does nothing unless one of others is on, or has one of these values."""
-
-    names: str  # separated by spaces
-    values: tuple[str, ...] = ()
-
-    def is_met(self, args) -> bool:
-        given = [
-            parts.get(args, name) for name in self.names.split() if hasattr(args, name) or name in parts.leaves(type(args))
-        ]
-        return not given or any(value in self.values if self.values else value for value in given)
-
-    def __str__(self) -> str:
-        return " or ".join(" ".join([flag(name), *self.values[-1:]]) for name in self.names.split())
 
 
 @dataclass(frozen=True)

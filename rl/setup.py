@@ -148,12 +148,6 @@ class CommonArgs(RunArgs):
             own.append(" ".join(self.environment.environment_flag))
         return " and ".join(own) or "the built-in verifiers"
 
-    @property
-    def longest_of_teacher(self) -> int:
-        """Largest number of tokens in a prompt that the teacher reads."""
-        own = self.teacher.teacher_prompt is not None and self.teacher.teacher_max_prompt_length
-        return own or self.data.max_prompt_length
-
     def check(self) -> None:
         """Raise UserError for flags of different groups that contradict each other."""
         check_kind(self, BatchSchedule, "training by reward")
@@ -199,7 +193,7 @@ def set_up(args: CommonArgs, file: str) -> Job:
     if takes_images(config):
         from rl.data.image_prompts import ImagePrep  # late: few models take any
 
-        prep = ImagePrep(path, config, args.data)
+        prep = ImagePrep(path, config)
     if args.learner.freeze_vision_tower and not prep:
         raise UserError(f"--freeze-vision-tower: --model {path} takes no images. Leave the flag out.")
     train_files, val_files = (demo_files(model, files) for files in (args.data.train_files, args.data.val_files))
@@ -260,7 +254,7 @@ def read_teacher_prompts(args: CommonArgs, prompts: PromptDataset) -> Any:
         return None
     from rl.data.teacher_prompts import TeacherPrompts  # late: other runs do not need it
 
-    return TeacherPrompts(prompts, args.teacher.teacher_prompt, args.longest_of_teacher)
+    return TeacherPrompts(prompts, args.teacher.teacher_prompt)
 
 
 def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokenizerBase) -> Any:

@@ -33,6 +33,8 @@ from rl.setup import CommonArgs, RunArgs
 if TYPE_CHECKING:
     from rl.samples.stream import Batches, Stream
 
+MOST_UNSCORED = 3  # steps in a row without one score, after which the run ends, to be resumed
+
 
 class LearnerRun:
     """A learner's run, from its first step, or the last saved one, to its end."""
@@ -45,12 +47,6 @@ class LearnerRun:
         state the learner already has, in a run that does not restore it here. Raise UserError if the run cannot resume. A
         collective of the learners."""
         self.args, self.job, self.learner, self.num_ranks = args, job, learner, num_ranks
-        self._hub = None  # for --push-to
-        if args.checkpoint.push_to and learner.ranks.is_main and not args.val_only:
-            from rl.checkpoint import push  # late: other runs do not need it
-
-            self._hub = push
-            self._hub.open_repository(args.checkpoint.push_to)
         self._identity = Identity(args, job.script, job.path, job.prompts, job.demonstrations)
         resumed = resume(args, self._identity, learner, job.total_steps)
         self.done = resumed.step or after  # the last step trained before
@@ -104,18 +100,14 @@ class LearnerRun:
         raise Stopped(f"SIGTERM to {stops.asked()}: stopped after step {step}; {kept}" if is_main else "")
 
     def finish(self) -> None:
-        """Wait for the last checkpoint, close the record, and push the result. A collective."""
-        self._push(self._end())
+        """Wait for the last checkpoint, and close the record. A collective."""
+        self._end()
 
     def _end(self) -> Path | None:
         """Wait for the last checkpoint, and close the record. Return the checkpoint."""
         checkpoint = None if self.args.val_only else self.saver.finish(self.job.total_steps)
         self.record.finish(checkpoint, self.plotted)
         return checkpoint
-
-    def _push(self, checkpoint: Path | None) -> None:
-        if checkpoint and self._hub:
-            print(f"hub         {self._hub.push(self.args, self.job.script, self.record.dir, checkpoint)}", flush=True)
 
     def _save_last(self, step: int) -> Path | None:
         """Save the step, the last one of this start, unless it is saved already. Return the checkpoint; None if nothing was
@@ -231,9 +223,9 @@ class TrainingRun(LearnerRun):
         name = "" if args.log.experiment_name else f" with --experiment-name {self.saver.run_dir.name}"
         more = "" if step < self.job.total_steps else ", for more steps (--total-training-steps)"
         return UserError(
-            f"none of the responses of {last} could be scored by {args.graders}: {self._last_error}. The run ends "
-            f"(--max-unscored-steps {args.reward.max_unscored_steps}) and has saved {checkpoint}{weights}. Once responses can "
-            f"be scored again, resume with the same command{name}{more}."
+            f"none of the responses of {last} could be scored by {args.graders}: {self._last_error}. The run ends, "
+            f"and has saved {checkpoint}{weights}. Once responses can be scored again, resume with the same command{name}"
+            f"{more}."
         )
 
     def record_validation(self, step: int, rows: list[dict], version: int | None = None) -> dict[str, float]:
@@ -315,8 +307,8 @@ class TrainingRun(LearnerRun):
         super().log(step, batch, metrics)
 
     def save_if_due(self, step: int) -> None:
-        """Also save, and raise UserError, after --max-unscored-steps steps without one score."""
-        if step < self.job.total_steps and self._unscored and self._unscored >= self.args.reward.max_unscored_steps:
+        """Also save, and raise UserError, after MOST_UNSCORED steps without one score."""
+        if step < self.job.total_steps and self._unscored >= MOST_UNSCORED:
             raise self._outage(step, self._save_last(step))
         super().save_if_due(step)
 
@@ -329,7 +321,6 @@ class TrainingRun(LearnerRun):
         checkpoint = self._end()
         if self._unscored:
             raise self._outage(self.job.total_steps, checkpoint)
-        self._push(checkpoint)
 
     def _save_last(self, step: int) -> Path | None:
         if self.samples:

@@ -129,7 +129,7 @@ def prompts_of(model: str, file: str):
     from rl.model.pretrained import load_config, load_tokenizer
 
     args = DataArgs(max_prompt_length=1024)
-    return PromptDataset((file,), "train", load_tokenizer(model), args, ImagePrep(model, load_config(model), args))
+    return PromptDataset((file,), "train", load_tokenizer(model), args, ImagePrep(model, load_config(model)))
 
 
 def batch_of(size: Size, model: str, file: str):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from rl.adapters.files import AdapterFiles, Setting
+from rl.adapters.files import Setting
 from rl.errors import UserError
 from rl.model.pretrained import decoder_layers
 from rl.model.shards import Block, Shards, local
@@ -39,11 +39,10 @@ class AdaptedLinear(nn.Linear):
 class Adapters:
     """The adapters of one model."""
 
-    def __init__(self, setting: Setting, names: Sequence[str], files: AdapterFiles | None):
-        """names: the layers that have an adapter. files: the adapter that training starts from."""
+    def __init__(self, setting: Setting, names: Sequence[str]):
+        """names: the layers that have an adapter."""
         self.setting = setting
         self.names = list(names)
-        self.files = files
         self.scale = setting.alpha / setting.rank
         self.weights = {f"{name}.weight" for name in names}  # the parameters that the adapters change
         self.on = True
@@ -63,15 +62,12 @@ class Adapters:
 
     @torch.no_grad()
     def begin(self, model: nn.Module, seed: int) -> None:
-        """Initialize this rank's part of the adapters: with the files' values, or peft's initial ones, drawn whole so that they
-        are the same on any number of ranks. Raise UserError if the files do not fit the model."""
-        values = self.files.tensors(model, self.tensors) if self.files else {}
+        """Initialize this rank's part of the adapters with peft's initial values, drawn whole so that they are the same on any
+        number of ranks."""
         generator = torch.Generator().manual_seed(seed)
         for name in self.tensors:
             parameter = model.get_parameter(name)
-            if self.files:
-                whole = values[name]
-            elif name.endswith("lora_A"):
+            if name.endswith("lora_A"):
                 bound = 1 / math.sqrt(parameter.shape[1])
                 whole = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
             else:
@@ -134,16 +130,15 @@ class WithoutAdapters:
 def adapt(model: PreTrainedModel, args, where: str) -> Adapters:
     """Freeze the model and add adapters, without values, to layers of its decoder. Raise UserError if that is impossible. args:
     AdapterArgs of rl/learning/args.py."""
-    files = AdapterFiles(args.lora_model) if args.lora_model is not None else None
-    setting = files.setting if files else Setting(args.lora_rank, args.lora_alpha, args.lora_target)
-    names = _chosen(model, setting, files, where)
+    setting = Setting(args.lora_rank, args.lora_alpha, args.lora_target)
+    names = _chosen(model, setting, where)
     widest = max((min(model.get_submodule(name).weight.shape) for name in names), default=setting.rank)
     if setting.rank > widest:
         raise UserError(
             f"--lora-rank {setting.rank}: the layers of {where} that get an adapter have a rank of at most {widest}, which an "
             "adapter of that rank can already change at will. Lower it."
         )
-    adapters = Adapters(setting, names, files)
+    adapters = Adapters(setting, names)
     model.requires_grad_(False)
     for name in names:
         layer = model.get_submodule(name)
@@ -155,9 +150,7 @@ def adapt(model: PreTrainedModel, args, where: str) -> Adapters:
 
 
 def check_model(model: PreTrainedModel, args, where: str) -> None:
-    """Raise UserError if the model cannot have these adapters, or flags contradict --lora-model. model: without weights."""
-    if args.lora_model is not None:
-        AdapterFiles(args.lora_model).check(args)
+    """Raise UserError if the model cannot have these adapters. model: without weights."""
     if hasattr(model.model, "visual") and not args.freeze_vision_tower:
         raise UserError(
             f"--lora-rank: only the decoder has adapters, and {where} also has a vision tower, which stays as it is. Add "
@@ -166,14 +159,10 @@ def check_model(model: PreTrainedModel, args, where: str) -> None:
     adapt(model, args, where)
 
 
-def _chosen(model: PreTrainedModel, setting: Setting, files: AdapterFiles | None, where: str) -> list[str]:
+def _chosen(model: PreTrainedModel, setting: Setting, where: str) -> list[str]:
     """Return the names of the layers that get an adapter."""
     of_decoder = {module for layer in decoder_layers(model) for module in layer.modules()}
     linear = [name for name, module in model.named_modules() if module in of_decoder and type(module) is nn.Linear]
-    if files:
-        if strange := sorted(files.layers - {*linear}):
-            raise UserError(f"--lora-model {files.directory}: {strange[0]} is no linear layer of the decoder of {where}.")
-        return [name for name in linear if name in files.layers]
     ends = sorted({name.rpartition(".")[2] for name in linear})
     if setting.target != ALL_LINEAR:
         if strange := [end for end in setting.target if not any(f".{name}".endswith(f".{end}") for name in linear)]:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import losses
 from rl.errors import UserError
 from rl.parts import Part
-from rl.ranges import Content, MayChange, Needs, Range
+from rl.ranges import Content, MayChange, Range
 
 Bounds = tuple[float | None, float]  # (None, cap) or a band
 Criterion = tuple[str, str, float, float]  # level, divergence, low, high: see losses.rollout_rejection_mask
@@ -24,14 +24,14 @@ class RolloutCorrectionArgs(Part):
 
     rollout_is: Literal[losses.IS_LEVELS] | None = None
     """Importance sampling: weight tokens by the ratio of the learner's probability to the generator's, at this level."""
-    rollout_is_threshold: Annotated[str | None, Needs("rollout_is")] = None
+    rollout_is_threshold: str | None = None
     """Cap of the weight ("2.0", the default), or a band outside which the weight is 0 ("0.5_5.0")."""
-    rollout_is_batch_normalize: Annotated[bool, Needs("rollout_is")] = False
+    rollout_is_batch_normalize: bool = False
     """Scale the weights to a mean of 1 over the batch."""
     rollout_rs: str | None = None
     """Rejection sampling: leave out tokens or responses whose log-probs disagree. Write level_divergence; separate several by
     commas. Levels: token, seq_sum, seq_mean, seq_max, batch; divergences: k1, k2, k3, binary_kl (losses.py)."""
-    rollout_rs_threshold: Annotated[str | None, Needs("rollout_rs")] = None
+    rollout_rs_threshold: str | None = None
     """A bound for each word of --rollout-rs, separated by commas: a band "0.999_1.001" for k1, a number for the others."""
 
     @property
@@ -70,15 +70,13 @@ class TeacherArgs(Part):
     teacher: Annotated[str | None, Content("model")] = None
     """Model to learn from, with the policy's vocabulary: a Hugging Face directory or hub name, or "self" for the policy at the
     beginning of a step."""
-    teacher_prompt: Annotated[str | None, Needs("teacher")] = None
+    teacher_prompt: str | None = None
     """What the teacher reads instead of the prompt's last message, such as "{prompt} Here is a solution: {answer}". {prompt} is
-    that message, {ground_truth} the row's ground truth, any other name a column or a key of extra_info. By default the teacher
-    reads the policy's prompt."""
-    teacher_max_prompt_length: Annotated[int | None, Range(at_least=1), Needs("teacher_prompt")] = None
-    """Longest prompt of the teacher with --teacher-prompt, in tokens. Default: --max-prompt-length."""
-    teacher_coef: Annotated[float, Range(above=0), Needs("teacher")] = 1.0
+    that message, {ground_truth} the row's ground truth, any other name a column or a key of extra_info.
+    --max-prompt-length also holds for it. By default the teacher reads the policy's prompt."""
+    teacher_coef: Annotated[float, Range(above=0)] = 1.0
     """Weight of the KL to the teacher, relative to the rewards."""
-    teacher_top_k: Annotated[int, Range(at_least=0), Needs("teacher")] = 0
+    teacher_top_k: Annotated[int, Range(at_least=0)] = 0
     """Compare the two distributions at this many of the teacher's most likely tokens, and at all others together. 0: only at
     the sampled token, as an advantage."""
     teacher_alone: bool = False
@@ -136,18 +134,18 @@ class CriticArgs(Part):
 
     _field = "critic"
 
-    critic_model: Annotated[str | None, Content("model"), Needs("adv_estimator", ("gae",))] = None
+    critic_model: Annotated[str | None, Content("model")] = None
     """Model that the critic starts from, with the policy's vocabulary: a Hugging Face directory or hub name. By default
     --model."""
-    critic_lr: Annotated[float, Range(above=0, at_most=1), Needs("adv_estimator", ("gae",))] = 1e-4
+    critic_lr: Annotated[float, Range(above=0, at_most=1)] = 1e-4
     """Peak learning rate of the critic. The other flags of the optimizer are the policy's."""
-    critic_ppo_epochs: Annotated[int, Range(at_least=1), Needs("adv_estimator", ("gae",))] = 1
+    critic_ppo_epochs: Annotated[int, Range(at_least=1)] = 1
     """The critic's passes over each batch."""
-    critic_warmup: Annotated[int, Range(at_least=0), Needs("adv_estimator", ("gae",))] = 0
+    critic_warmup: Annotated[int, Range(at_least=0)] = 0
     """Training steps at the start in which only the critic learns. The policy's learning rate schedule begins afterwards."""
-    lam: Annotated[float, Range(at_least=0, at_most=1), Needs("adv_estimator", ("gae",))] = 1.0
+    lam: Annotated[float, Range(at_least=0, at_most=1)] = 1.0
     """GAE's lambda: 1 compares whole returns with the critic's values, 0 looks one token ahead."""
-    cliprange_value: Annotated[float, Range(above=0), Needs("adv_estimator", ("gae",))] = 0.5
+    cliprange_value: Annotated[float, Range(above=0)] = 0.5
     """How far an update may move the critic's values from the previous ones."""
 
     def check(self, args) -> None:
@@ -170,9 +168,9 @@ class ImitationArgs(Part):
     sft_files: MayChange[tuple[str, ...]] = ()
     """Conversations to imitate while training by reward, in the forms of train_sft.py's --train-files. None may have more
     tokens than a prompt with its response."""
-    sft_coef: Annotated[float, Range(above=0), Needs("sft_files")] = 0.1
+    sft_coef: Annotated[float, Range(above=0)] = 0.1
     """Weight of the demonstrations' loss, the mean of -log p over the tokens of their answers, next to the policy loss."""
-    sft_batch_size: Annotated[int, Range(at_least=1), Needs("sft_files")] = 8
+    sft_batch_size: Annotated[int, Range(at_least=1)] = 8
     """Demonstrations of each optimizer step, over all ranks."""
 
     def check(self, args) -> None:
@@ -209,15 +207,15 @@ class LossArgs(Part):
     """Weight of the bonus for the policy's entropy."""
     use_kl_loss: bool = False
     """Add --kl-loss-coef times the KL to the reference policy (the starting model) to the loss."""
-    kl_loss_coef: Annotated[float, Range(at_least=0), Needs("use_kl_loss")] = 1e-3
+    kl_loss_coef: Annotated[float, Range(at_least=0)] = 1e-3
     """Weight of the KL loss."""
-    kl_loss_type: Annotated[Literal[losses.KL_LOSSES], Needs("use_kl_loss")] = "k3"
+    kl_loss_type: Literal[losses.KL_LOSSES] = "k3"
     """Estimator of the KL (losses.py). With "+" its gradient is also unbiased; k3r also weights stale tokens by their ratio."""
     use_kl_in_reward: bool = False
     """Subtract --kl-reward-coef times the KL to the reference policy from each token's reward."""
-    kl_reward_type: Annotated[Literal[tuple(losses.KL_ESTIMATORS)], Needs("use_kl_in_reward")] = "k1"
+    kl_reward_type: Literal[tuple(losses.KL_ESTIMATORS)] = "k1"
     """Estimator of the KL in the reward (--use-kl-in-reward)."""
-    kl_reward_coef: Annotated[float, Range(at_least=0), Needs("use_kl_in_reward")] = 1e-3
+    kl_reward_coef: Annotated[float, Range(at_least=0)] = 1e-3
     """Weight of the KL in the reward."""
     use_rollout_log_probs: bool | None = None
     """Take the generator's log-probs as the old ones instead of recomputing them, so that the ratio corrects for staleness. By
@@ -225,7 +223,7 @@ class LossArgs(Part):
     filter_groups: bool = False
     """DAPO's dynamic sampling: replace groups whose scores are all equal, which give no signal, with fresh prompts. The
     penalty of --overlong-buffer-len does not count."""
-    max_num_gen_batches: Annotated[int, Range(at_least=1), Needs("filter_groups")] = 10
+    max_num_gen_batches: Annotated[int, Range(at_least=1)] = 10
     """Rounds of --filter-groups in a step. After them, groups without signal fill the rest of the batch."""
 
     @property

@@ -84,19 +84,18 @@ def causes(args, batch: Batch, fates: Fates) -> Counter[str]:
         sizes = {0: sum(sizes.values())}
     scores = batch.score.tolist()
     baselines = batch.baseline.tolist()
-    failed, truncated, rejected, masked = (x.tolist() for x in (batch.failed, batch.truncated, fates.rejected, fates.masked))
+    truncated, rejected, masked = (x.tolist() for x in (batch.truncated, fates.rejected, fates.masked))
     found: Counter[str] = Counter()
     for place, responses in members.items():
-        scored = [i for i in responses if not failed[i]]
-        compared = [i for i in scored if not masked[i]]
+        compared = [i for i in responses if not masked[i]]
         differ = len({scores[i] for i in compared}) > 1
         if "baseline" in estimator.inputs:
             differ = any(scores[i] != baselines[i] for i in compared)
         if differ:
             found[REJECTED if any(rejected[i] for i in compared) else OTHER] += 1
-        elif sizes[place] - len(scored) > len(scored) or (len(scored) < 2 <= sizes[place]):
+        elif sizes[place] - len(responses) > len(responses) or (len(responses) < 2 <= sizes[place]):
             found[UNSCORED] += 1
-        elif len(compared) < min(2, len(scored)):
+        elif len(compared) < min(2, len(responses)):
             found[MASKED] += 1
         else:
             found[TRUNCATED if all(truncated[i] for i in responses) else EQUAL] += 1
@@ -151,7 +150,7 @@ CAUSES = {
     UNSCORED: (
         ": not scored",
         "too few responses could be scored",
-        "Correct the reward function, or what it needs: the warning of --on-reward-error has its last error",
+        "Correct the reward function, or what it needs: the warning of responses that could not be scored has its last error",
     ),
     MASKED: (
         ": nothing sampled",

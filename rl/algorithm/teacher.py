@@ -47,12 +47,11 @@ def check_teacher(path: str, args, policy: str) -> None:
 
 def _check_length(config: PretrainedConfig, path: str, args) -> None:
     """Raise UserError unless the model can read the teacher's longest prompt with a response."""
-    prompt = args.longest_of_teacher
-    response = args.sampling.max_response_length
+    prompt, response = args.longest
     context = getattr(config, "max_position_embeddings", None)
     if context and prompt + response > context:
         raise UserError(
-            f"--teacher-max-prompt-length {prompt} + --max-response-length {response} = {prompt + response} tokens, but the "
+            f"--max-prompt-length {prompt} + --max-response-length {response} = {prompt + response} tokens, but the "
             f"context of --teacher {path} is {context}. Lower one of them."
         )
     check_supported(config, f"--teacher {path}", prompt + response)

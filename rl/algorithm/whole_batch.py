@@ -36,16 +36,10 @@ def by_response(batch: Batch, x: Tensor) -> Tensor:
 
 
 def token_reward(batch: Batch) -> Tensor:
-    """Return [N]: each response's score on its last token, 0 elsewhere. With --turn-rewards, each turn's reward is on the
-    turn's last token, and only the rest of the score on the last one."""
+    """Return [N]: each response's score on its last token, 0 elsewhere."""
     reward = torch.zeros(len(batch.token))
     ends = batch.local_lengths.cumsum(0)[batch.local_lengths > 0] - 1
     reward[ends] = batch.score[batch.local_lengths > 0]
-    starts = batch.starts.tolist()
-    for i in [i for i, rewards in enumerate(batch.turn_rewards) if rewards and batch.local_lengths[i]]:
-        for token, value in batch.turn_rewards[i]:
-            reward[starts[i] + int(batch.lengths[i]) - 1] -= value
-            reward[starts[i] + token] += value
     return reward
 
 

@@ -25,7 +25,7 @@ from rl.checkpoint.best import STATE, STEPS, TRAINING, checkpoints
 from rl.errors import UserError
 from rl.learning.learner import Learner
 from rl.parts import Part
-from rl.ranges import MayChange, Range, check_name
+from rl.ranges import MayChange, Range
 from rl.ranks import dist, launch
 from rl.record.identity import Identity
 from rl.record.run import Origin
@@ -48,14 +48,6 @@ class CheckpointArgs(Part):
     resume_mode: MayChange[str] = "auto"
     """auto: resume --experiment-name from its newest checkpoint, with the same settings; disable: start over; or the path of a
     checkpoint, also with other settings, which are printed. After a restart by torchrun the job always resumes its own run."""
-    push_to: MayChange[str | None] = None
-    """Push the last checkpoint to this repository of the Hugging Face hub, such as my-org/my-model. A new one is private. Needs
-    `hf auth login` or $HF_TOKEN."""
-
-    def check(self, args) -> None:
-        """Raise UserError for a repository whose name no file could have."""
-        if self.push_to is not None:
-            check_name("--push-to", self.push_to, nested=True)
 
 
 @dataclass

@@ -24,11 +24,6 @@ class DataArgs(Part):
     image_key: str = "images"
     """Column that holds the prompt's images, if any: bytes, paths, or images as `datasets` stores them. Each needs an "<image>"
     in the prompt."""
-    min_pixels: Annotated[int | None, Range(at_least=1)] = None
-    """Enlarge images to at least this many pixels (width x height). Default: as in the model's preprocessor_config.json."""
-    max_pixels: Annotated[int | None, Range(at_least=1)] = None
-    """Reduce images to at most this many pixels, which bounds their tokens. Default: as in the model's
-    preprocessor_config.json."""
     max_prompt_length: Annotated[int, Range(at_least=1)] = 64
     """Longest prompt, in tokens, with the chat template and all tokens of its images."""
     filter_overlong_prompts: bool = False

@@ -12,6 +12,7 @@ Left out: videos; decoding (rl/data/images.py); the forward pass (rl/model/visio
 import functools
 import json
 import math
+import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -26,7 +27,6 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from rl.data import images
-from rl.data.args import DataArgs
 from rl.data.images import PLACE
 from rl.errors import ImageError, UserError
 from rl.hub.tensor_reader import find
@@ -76,16 +76,14 @@ class Images:
 class ImagePrep:
     """The preparation of images for one model. PIL does it on every machine: torchvision's resizing gives other pixels."""
 
-    def __init__(self, path: str, config: PretrainedConfig, args: DataArgs):
+    def __init__(self, path: str, config: PretrainedConfig):
         """Raise UserError if the preparation of the model at `path` cannot be read."""
-        flags = {"min_pixels": args.min_pixels, "max_pixels": args.max_pixels}
         # From its module, since transformers 5.5 exports it only with torchvision. Imported late: it takes a second.
         from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
         self.path = path
-        self.limits = {name: value for name, value in flags.items() if value is not None}
         try:
-            self.processor = AutoImageProcessor.from_pretrained(path, backend="pil", **self.limits)
+            self.processor = AutoImageProcessor.from_pretrained(path, backend="pil")
         except Exception as error:  # OSError, ValueError, ImportError: nearly anything, as with tokenizers
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(
@@ -116,15 +114,10 @@ class ImagePrep:
         return math.prod(self.grid(width, height)) // self.merge**2
 
     def save(self, directory: Path) -> None:
-        """Writes the model's files about images to the directory, with --min-pixels and --max-pixels if they were given."""
+        """Copies the model's files about images to the directory."""
         for name in FILES:
-            if not (found := find(self.path, name, download=True)):
-                continue
-            content = json.loads(found.read_text())
-            limited = [part for part in (content, *content.values()) if isinstance(part, dict) and "patch_size" in part]
-            for part in limited if self.limits and name in FILES[:2] else ():
-                part |= self.limits | {"size": dict(self.processor.size)}
-            (directory / name).write_text(json.dumps(content, indent=2))
+            if found := find(self.path, name, download=True):
+                shutil.copyfile(found, directory / name)
 
     def expand(self, ids: Sequence[int], sources: Sequence[bytes]) -> tuple[list[int], Images]:
         """Token ids with one image token for each image -> ids with all, and the images. Raises ImageError."""
@@ -238,9 +231,4 @@ def _check_sizes(processor, config: PretrainedConfig, path: str) -> None:
         raise UserError(
             f"--model {path}: preprocessor_config.json cuts images into patches of {theirs} (size, frames, merged), "
             f"config.json wants {ours}. Take both from the same model."
-        )
-    if not 0 < processor.size["shortest_edge"] <= processor.size["longest_edge"]:
-        raise UserError(
-            f"images of {processor.size['shortest_edge']:,} to {processor.size['longest_edge']:,} pixels: --min-pixels must "
-            "not be above --max-pixels; one that is not given is the model's own (preprocessor_config.json)."
         )

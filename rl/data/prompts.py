@@ -180,7 +180,7 @@ class PromptDataset(FileRows):
         if length > limit and self.args.filter_overlong_prompts:
             return
         if length > limit and (self.args.truncation == "error" or of_row):
-            cut = "lower --max-pixels" if of_row else "cut them with --truncation left or right"
+            cut = "lower max_pixels in preprocessor_config.json" if of_row else "cut them with --truncation left or right"
             raise UserError(
                 f"{where}: the prompt has {length} tokens, more than --max-prompt-length {limit}. Raise it, or leave "
                 f"such rows out with --filter-overlong-prompts, or {cut}."

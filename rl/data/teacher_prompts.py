@@ -8,7 +8,6 @@ A template takes the place of the text of a prompt's last message, or of a promp
 extra_info. What is put in is not read again, and braces around anything but a name stay. Left out: images.
 """
 
-import dataclasses
 import functools
 import json
 import re
@@ -27,15 +26,14 @@ NAME = re.compile(r"\{(\w+)\}")
 class TeacherPrompts(PromptDataset):
     """A PromptDataset's rows with the teacher's prompts. Raises UserError for a row that does not fit the template."""
 
-    def __init__(self, prompts: PromptDataset, template: str, limit: int):
-        """limit: tokens of a prompt. With --filter-overlong-prompts, rows whose prompts are longer leave `prompts`, too."""
+    def __init__(self, prompts: PromptDataset, template: str):
+        """With --filter-overlong-prompts, rows whose prompts for the teacher are too long leave `prompts`, too."""
         vars(self).update(vars(prompts))
         self.policys, self.template = prompts, template
-        self.args = dataclasses.replace(prompts.args, max_prompt_length=limit)
         kept = {*measure(self.ends[-1], functools.partial(self._measure_part, "measuring the teacher's prompts")).kept}
         self.rows = prompts.rows = array("q", (row for row in prompts.rows if row in kept))
         if not self.rows:
-            raise UserError(f"no prompt of the teacher is left at --teacher-max-prompt-length {limit}. Raise it.")
+            raise UserError(f"no prompt of the teacher is left at --max-prompt-length {self.args.max_prompt_length}. Raise it.")
 
     def ids_of(self, order: PromptOrder, ticket: int, prompt_ids: list[int]) -> list[int]:
         """The ticket's prompt for the teacher. prompt_ids: what its generator sampled from, or UserError is raised."""
@@ -89,7 +87,7 @@ class TeacherPrompts(PromptDataset):
         elif not self.args.filter_overlong_prompts:
             raise UserError(
                 f"{self._where(row)}: the teacher's prompt has {len(ids)} tokens, more than {limit}. Raise "
-                "--teacher-max-prompt-length, or leave such rows out with --filter-overlong-prompts."
+                "--max-prompt-length, or leave such rows out with --filter-overlong-prompts."
             )
 
 

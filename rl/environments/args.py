@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from rl.errors import UserError
 from rl.parts import Part
-from rl.ranges import Content, MayChange, Needs, Range, check_code
+from rl.ranges import Content, MayChange, Range, check_code
 
 DEMO = "demo-calculator"
 
@@ -32,14 +32,12 @@ class EnvironmentArgs(Part):
     """Port at which agents that run elsewhere get episodes: a worker asks for one, gets its row and a key, calls the model with
     the key, and ends the episode. Engine i serves at port + i. The secret is in SERVE_POLICY_KEY. A port alone is for programs
     on this machine, and 0.0.0.0:PORT for all of its networks."""
-    max_turns: Annotated[int, Range(at_least=1), Needs("env tools agent serve_policy")] = 8
+    max_turns: Annotated[int, Range(at_least=1)] = 8
     """Turns of the model in a response."""
-    tool_format: Annotated[Literal["auto", "hermes", "llama", "xml"], Needs("env tools agent serve_policy")] = "auto"
+    tool_format: Literal["auto", "hermes", "llama", "xml"] = "auto"
     """How the model writes a call: JSON within <tool_call>, only JSON, or <function=...> tags. auto: as its chat template
     does. hermes also serves templates that lack something: what they do not show is written into the messages."""
-    turn_rewards: Annotated[bool, Needs("env tools agent serve_policy")] = False
-    """Give each turn's reward to the turn's last token, instead of the sum of rewards to the response's last token."""
-    env_timeout: MayChange[Annotated[float, Range(above=0, at_most=86_400), Needs("env tools agent serve_policy")]] = 30.0
+    env_timeout: MayChange[Annotated[float, Range(above=0, at_most=86_400)]] = 30.0
     """Seconds that an environment may take for a turn. If it takes longer, its response is not trained."""
 
     @property
@@ -96,9 +94,9 @@ class EnvironmentArgs(Part):
             )
         if self.agent:
             self._check_command()
-        if self.has_agent:
-            self._check_agent(name)
-        else:
+        if self.serve_policy:
+            _ = self.serve_address
+        if not self.has_agent:
             check_code(name, self.environment_spec, "Class" if self.env else "function,function")
         if sys.platform != "linux":
             raise UserError(f"{name}: environments only run on Linux.")
@@ -114,8 +112,3 @@ class EnvironmentArgs(Part):
             raise UserError(f"--agent {self.agent}: it cannot be read as a command: {error}.") from None
         if not words or not shutil.which(words[0]):
             raise UserError(f"--agent {self.agent}: there is no program {words[0] if words else ''!r}. Give a command.")
-
-    def _check_agent(self, name: str) -> None:
-        if self.turn_rewards:
-            raise UserError(f"--turn-rewards with {name}: an agent has one reward, at its end. Leave --turn-rewards out.")
-        _ = self.serve_address

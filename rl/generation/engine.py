@@ -16,7 +16,7 @@ import torch.distributed
 
 from rl.errors import UserError
 from rl.parts import Part
-from rl.ranges import MayChange, Needs, Range
+from rl.ranges import MayChange, Range
 from rl.ranks.device import HOST_BACKEND
 from rl.ranks.dist import Ranks, all_gather_values
 from rl.ranks.launch import nodes
@@ -94,10 +94,10 @@ class EngineArgs(Part):
     """Precision of the engine's copy of the weights; auto uses the learner's --dtype."""
     rollout_tp: MayChange[Annotated[int, Range(at_least=1)]] = 1
     """vllm: ranks that share one engine by tensor parallelism. They must be on one node."""
-    gpu_memory_utilization: MayChange[Annotated[float, Range(above=0, at_most=1), Needs("engine", ("auto", "vllm"))]] = 0.5
+    gpu_memory_utilization: MayChange[Annotated[float, Range(above=0, at_most=1)]] = 0.5
     """vllm: fraction of the device's memory for the engine's weights and KV cache. In train_sync.py the engine gives it back
     while the learner works."""
-    enforce_eager: MayChange[Annotated[bool, Needs("engine", ("auto", "vllm"))]] = False
+    enforce_eager: MayChange[bool] = False
     """vllm: do not capture graphs or compile. Slower, but starts quickly and takes less memory. A CPU is always eager."""
 
     def weights_dtype(self, learner_dtype: str) -> torch.dtype:

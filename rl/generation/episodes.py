@@ -40,7 +40,7 @@ class Episode:
     at: int = 0  # number of tokens of the ended turns and of the answers to them
     last: list[int] = field(default_factory=list)  # tokens of the last turn
     turns: int = 0
-    rewards: list[list] = field(default_factory=list)  # [last token of the turn, reward] for each turn with a reward
+    rewards: list[float] = field(default_factory=list)  # of the turns that have one
     calls: int = 0
     malformed: int = 0
     seconds: float = 0.0  # time that its environment took
@@ -63,7 +63,7 @@ class Episode:
         self.calls += answer.get("calls", 0)
         self.malformed += answer.get("malformed", 0)
         if answer["reward"] is not None:
-            self.rewards.append([self.at - 1, answer["reward"]])
+            self.rewards.append(answer["reward"])
 
 
 class Episodes(Responses):
@@ -164,7 +164,7 @@ class Episodes(Responses):
         """Return an ended episode's score by its environment, 0 if it was cut before; None if a verifier has to score it."""
         episode = self._of[id]
         if episode.event or episode.rewards:
-            return episode.event or Score(sum(reward for _, reward in episode.rewards))
+            return episode.event or Score(sum(episode.rewards))
         if can_score(self.working[id[0]].prompt.data_source, self.args.reward):
             return None
         if episode.cut:
@@ -189,11 +189,6 @@ class Episodes(Responses):
             "cached_tokens": episode.cached,
             "restarts": episode.restarts,
         }
-
-    def rewards(self, id: Id) -> list[list] | None:
-        """Return [token, reward] for each turn with a reward, with --turn-rewards and if the episode could be scored."""
-        episode = self._of.get(id)
-        return episode.rewards if episode and self.args.environment.turn_rewards and not episode.event else None
 
     def drop(self, key: Key) -> None:
         for request in self.working[key].requests:

@@ -202,12 +202,12 @@ class Generator:
             mask = group.mask(i, len(output.token_ids))
             length = len(output.token_ids) if mask is None else int(mask.sum())
             penalty = overlong_penalty(length, limit, reward.overlong_buffer_len, reward.overlong_penalty_factor)
-            value = 0.0 if score.event and reward.on_reward_error == "zero" and output.token_ids else score.score
+            value = score.score
             total = None if value is None else value + penalty
             extra = score.extra | self.responses.extra((key, i))
             if reward.overlong_buffer_len and value is not None:
                 extra |= {UNPENALISED: value, PENALTY: penalty}
-            responses.append(to_response(output, group, total, extra, score.error, self.responses.rewards((key, i))))
+            responses.append(to_response(output, group, total, extra, score.error))
         if group.greedy:
             greedy = responses.pop()
             baseline = greedy.score or 0.0

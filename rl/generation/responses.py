@@ -127,9 +127,6 @@ class Responses:
         """Return further numbers of an ended response."""
         return {}
 
-    def rewards(self, id: tuple[Key, int]) -> list[list] | None:
-        """Return [token, reward] for each turn that has a separate reward; None if there are none."""
-
     def drop(self, key: Key) -> None:
         """Forget a prompt whose responses were handed over."""
         del self.working[key]
@@ -144,7 +141,6 @@ def to_response(
     score: float | None = 0.0,
     extra: dict[str, float] | None = None,
     error: str | None = None,
-    rewards: list | None = None,
 ) -> Response:
     """Return the record of an engine's output. group: its own."""
     return Response(
@@ -157,7 +153,6 @@ def to_response(
         error=error,
         mask=group.mask(output.id[1], len(output.token_ids)),
         routes=None if output.routes is None else output.routes[len(group.prompt.ids) :],
-        rewards=rewards or None,
         support=output.support,
         histories=group.histories.get(output.id[1]),
     )

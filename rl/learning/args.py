@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from rl.errors import UserError
 from rl.parts import Part
-from rl.ranges import Content, MayChange, Needs, Range
+from rl.ranges import MayChange, Range
 from rl.ranks.device import default_dtype
 
 
@@ -20,14 +20,12 @@ class OptimizerArgs(Part):
     All optimizer steps of a training step have the same rate."""
     lr_scheduler_type: Literal["constant", "cosine"] = "cosine"
     """Learning rate after the warm-up: constant, or falling along a cosine to --min-lr-ratio times --lr."""
-    min_lr_ratio: Annotated[float, Range(at_least=0, at_most=1), Needs("lr_scheduler_type", ("cosine",))] = 0.0
+    min_lr_ratio: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
     """Last learning rate of the cosine, as a fraction of --lr."""
     weight_decay: Annotated[float, Range(at_least=0)] = 0.01
     """AdamW's decoupled weight decay."""
-    adam_beta1: Annotated[float, Range(at_least=0, below=1)] = 0.9
-    """AdamW's decay of the first moment."""
     adam_beta2: Annotated[float, Range(at_least=0, below=1)] = 0.999
-    """AdamW's decay of the second moment."""
+    """AdamW's decay of the second moment; that of the first one is 0.9."""
     grad_clip: Annotated[float, Range(above=0)] = 1.0
     """Largest global norm of the gradient; a larger one is scaled down to it."""
     optim: Literal["adamw", "adamw_8bit"] = "adamw"
@@ -43,18 +41,16 @@ class AdapterArgs(Part):
     lora_rank: Annotated[int, Range(at_least=0)] = 0
     """Rank of the adapters; 0 trains all weights. Adapters need about ten times the --lr of all weights: 1e-3 for the demo, and
     at least 1e-5 for billions of parameters."""
-    lora_alpha: Annotated[float, Range(above=0), Needs("lora_rank lora_model")] = 32.0
+    lora_alpha: Annotated[float, Range(above=0)] = 32.0
     """The adapters' product is multiplied by alpha / rank."""
-    lora_target: Annotated[tuple[str, ...], Needs("lora_rank lora_model")] = ("all-linear",)
+    lora_target: tuple[str, ...] = ("all-linear",)
     """Layers that get an adapter: all-linear for all linear layers of the decoder, or suffixes of their names (q_proj
     v_proj)."""
-    lora_model: MayChange[Annotated[str | None, Content("model")]] = None
-    """Directory of an adapter in peft's format to start from. It sets --lora-rank, --lora-alpha and --lora-target."""
 
     @property
     def adapted(self) -> bool:
         """Whether adapters are trained."""
-        return self.lora_rank > 0 or self.lora_model is not None
+        return self.lora_rank > 0
 
     def check(self, args) -> None:
         """Raise UserError if no layer is named."""

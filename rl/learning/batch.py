@@ -59,7 +59,7 @@ class Batch:
 
     tickets: list[int]  # of its groups, including one whose responses all failed to be scored
     unscored: int  # responses left out
-    errors: list[str]  # why responses could not be scored, including those kept by --on-reward-error zero
+    errors: list[str]  # why responses could not be scored
     prompts: list[np.ndarray]  # B prompts, as token ids
     lengths: torch.Tensor  # [B] long, tokens of each response
     sampled_lengths: torch.Tensor  # [B] long, tokens of each response in the mask
@@ -78,10 +78,8 @@ class Batch:
     flat: list[bool]  # B, whether the group is flat; all False if flat groups are not packed apart
     routes: list[np.ndarray | None]  # B responses' routes, as in their records
     prompt_routes: list[np.ndarray | None]  # B prompts' routes
-    failed: torch.Tensor  # [B] bool, not scored, counts as 0 (--on-reward-error zero)
     sources: list[str]  # of its groups: their data sources
     sizes: list[int]  # of its groups: their responses, scored or not
-    turn_rewards: list[list | None]  # B responses' rewards of turns, as in their records
     histories: list[list[int] | None]  # B, as in their records
     support: torch.Tensor | None  # [N, K] int32, tokens that could be sampled (rl/model/sampling_mask.py)
     images: BatchImages | None = None  # of its prompts, if the model takes images
@@ -130,10 +128,8 @@ class Batch:
             flat=flat,
             routes=[r.routes for _, _, r in pairs],
             prompt_routes=[g.prompt_routes for _, g, _ in pairs],
-            failed=torch.tensor([r.error is not None for _, _, r in pairs], dtype=torch.bool),
             sources=[g.data_source for g in groups],
             sizes=[len(g.responses) for g in groups],
-            turn_rewards=[r.rewards for _, _, r in pairs],
             histories=[r.histories for _, _, r in pairs],
             support=_supports(responses) if any(r.support is not None for r in responses) else None,
         )
@@ -141,7 +137,7 @@ class Batch:
     @property
     def is_unscored(self) -> bool:
         """Whether no response could be scored."""
-        return bool(self.errors) and len(self.errors) == self.unscored + len(self.score)
+        return bool(self.errors) and not len(self.score)
 
     @property
     def ranks(self) -> Ranks | None:

@@ -9,7 +9,7 @@ from rl.learning.args import OptimizerArgs
 
 def make_optimizer(parameters: Iterable[torch.nn.Parameter], args: OptimizerArgs) -> torch.optim.Optimizer:
     """Return AdamW: torch's own, or one whose moments take less of the device."""
-    knobs = {"lr": args.lr, "betas": (args.adam_beta1, args.adam_beta2), "weight_decay": args.weight_decay}
+    knobs = {"lr": args.lr, "betas": (0.9, args.adam_beta2), "weight_decay": args.weight_decay}
     if args.optim == "adamw" and not args.optimizer_offload:
         return torch.optim.AdamW(parameters, **knobs, fused=True)
     from rl.learning.compact_adamw import CompactAdamW

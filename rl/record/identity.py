@@ -95,7 +95,7 @@ def check_number(contents: dict, prompts: PromptDataset, where: Path) -> None:
         raise UserError(
             f"{where} is of a run with {number:,} training prompts, and now there are {len(prompts):,}, so its samples would "
             "belong to other rows. Give the same data and limits. --filter-overlong-prompts also leaves out rows whose "
-            "--teacher-prompt is too long: raise --teacher-max-prompt-length."
+            "--teacher-prompt is too long: raise --max-prompt-length."
         )
 
 

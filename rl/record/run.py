@@ -171,7 +171,7 @@ class Run:
     def warn_unscored(self, errors: list[str]) -> None:
         """Warn of responses that could not be scored, with the last one's error."""
         last = f"The last: {errors[-1]}" if errors else ""
-        self.warn("responses that could not be scored (--on-reward-error)", len(errors), last)
+        self.warn("responses that could not be scored", len(errors), last)
 
     def finish(self, checkpoint: Path | None, plot: str = "reward") -> None:
         """Draw the plot of that name, close everything, and print the files' paths. checkpoint: None if nothing was trained."""

@@ -4,11 +4,11 @@ import ast
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from rl.errors import UserError
 from rl.parts import Part
-from rl.ranges import Content, MayChange, Needs, Range, check_code
+from rl.ranges import Content, MayChange, Range, check_code
 from rl.rewards.verifiers import CODE
 
 
@@ -25,19 +25,12 @@ class RewardArgs(Part):
     Functions that name `environments` or `completions` are TRL's: they get those of --env, and several may be named.
     Or "code": responses are programs, which are tested in a sandbox."""
     reward_timeout: MayChange[Annotated[float, Range(above=0, at_most=86_400)]] = 10.0
-    """Seconds that scoring a response may take; --on-reward-error says what happens after that."""
+    """Seconds that scoring a response may take. One that takes longer is not trained, as one whose scoring fails."""
     reward_workers: MayChange[Annotated[int, Range(at_least=1, at_most=1024)]] = 1
     """Scoring processes on each rank. One works on one response at a time, or on 64 if the reward function is async."""
-    on_reward_error: Literal["mask", "zero"] = "mask"
-    """What to do with a response that could not be scored. mask: leave it out of the loss, the baseline and mean scores; zero:
-    give it a score of 0. It is counted either way. In validation it counts as wrong: it gets 0, or the worst score of its
-    source if that is below 0."""
-    max_unscored_steps: MayChange[Annotated[int, Range(at_least=1)]] = 3
-    """Steps in a row without a single score after which the run saves a checkpoint and ends, to be resumed once responses can
-    be scored again. Such steps train nothing. In the first step after a start there must be a score."""
     overlong_buffer_len: Annotated[int, Range(at_least=0)] = 0
     """DAPO: penalise, linearly, a response that ends within this many tokens of --max-response-length; 0 turns it off."""
-    overlong_penalty_factor: Annotated[float, Range(at_least=0), Needs("overlong_buffer_len")] = 1.0
+    overlong_penalty_factor: Annotated[float, Range(at_least=0)] = 1.0
     """DAPO: the penalty of a response with --max-response-length tokens."""
 
     @property

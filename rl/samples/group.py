@@ -30,7 +30,6 @@ class Response:
     error: str | None = None  # why it could not be scored
     mask: np.ndarray | None = None  # [n] bool, the tokens that the policy sampled; None: all of them. Others are not trained
     routes: np.ndarray | None = None  # [n - 1, L, K] uint8 or uint16, experts of all but the last token (rl/model/router.py)
-    rewards: list | None = None  # [token, reward] of each turn, which sum to the score; None: the last token gets the score
     histories: list[int] | None = None  # lengths: the first follows the group's prompt, the others attend only to themselves
     support: np.ndarray | None = None  # [n, K] int32, tokens that could be sampled in each place (rl/model/sampling_mask.py)
 
@@ -59,7 +58,7 @@ class Group:
 
     @property
     def is_unscored(self) -> bool:
-        """Whether no response could be scored, whatever --on-reward-error makes of that."""
+        """Whether no response could be scored."""
         return all(r.error is not None for r in self.responses)
 
     @property

@@ -174,14 +174,6 @@ def test_an_estimator_without_groups_looks_at_the_whole_batch():
     assert look(made, adv_estimator="remax")[0]["warnings/no_signal/rejected"] == 1
 
 
-def test_what_could_not_be_scored_and_counts_as_0_is_not_blamed_on_equal_scores():
-    """--on-reward-error zero."""
-    tokens = np.array([5, 1], np.int32)
-    of_one = (tokens, np.zeros(2, np.float32), np.zeros(2, np.int32), "stop", 0.0, {}, "timeout: no score after 10 s")
-    made = batch(Group(0, tokens, "demo", [Response(*of_one) for _ in range(4)]), signal=False)
-    assert look(made)[0]["warnings/no_signal/unscored"] == 1
-
-
 @pytest.mark.parametrize(("lost", "warned"), [(1, 0), (7, 0), (8, 1), (10, 1)])
 def test_a_step_of_which_nearly_all_is_rejected_says_so(lost, warned):
     made = batch(*(group(t, [0.0, 1.0]) for t in range(5)))

@@ -183,10 +183,10 @@ def test_others_are_not(flags):
 
 def test_a_teacher_reads_its_longest_prompt_with_a_response(demo_model):
     """The demo's context is 512 tokens."""
-    args = parts.make(train_sync.Args, teacher="self", teacher_prompt="{prompt}", teacher_max_prompt_length=504)
+    args = parts.make(train_sync.Args, teacher="self", teacher_prompt="{prompt}", max_prompt_length=504)
     check_teacher(demo_model, args, demo_model)
-    with pytest.raises(UserError, match=r"--teacher-max-prompt-length 505 \+ --max-response-length 8 = 513 tokens, but the"):
-        check_teacher(demo_model, parts.replace(args, teacher_max_prompt_length=505), demo_model)
+    with pytest.raises(UserError, match=r"--max-prompt-length 505 \+ --max-response-length 8 = 513 tokens, but the"):
+        check_teacher(demo_model, parts.replace(args, max_prompt_length=505), demo_model)
 
 
 def test_a_teacher_needs_the_policys_vocabulary(demo_model, tmp_path):

@@ -21,7 +21,6 @@ from transformers import AutoConfig
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from rl.data import image_prompts, images
-from rl.data.args import DataArgs
 from rl.data.prompts import PromptOrder
 from rl.errors import ImageError, UserError
 from rl.learning.batch_images import _THREAD, BatchImages
@@ -173,7 +172,7 @@ def test_a_huge_image_is_refused_by_its_header():
 @pytest.mark.parametrize("kind", KINDS)
 def test_pixels_and_tokens_are_those_of_transformers(vlms, kind):  # noqa: F811
     """For plain images, which both libraries decode alike. Tokens are counted from the header alone."""
-    prep = image_prompts.ImagePrep(vlms[kind], AutoConfig.from_pretrained(vlms[kind]), DataArgs())
+    prep = image_prompts.ImagePrep(vlms[kind], AutoConfig.from_pretrained(vlms[kind]))
     theirs = AutoImageProcessor.from_pretrained(vlms[kind], backend="pil")
     for width, height in [(90, 60), (3, 40), (400, 30), (700, 500), (1, 1)]:
         image = picture(width, height, seed=width)
@@ -182,17 +181,6 @@ def test_pixels_and_tokens_are_those_of_transformers(vlms, kind):  # noqa: F811
         assert torch.equal(pixels, expected["pixel_values"]) and torch.equal(grid, expected["image_grid_thw"])
         assert prep.grid(width, height) == tuple(grid[0].tolist())
         assert prep.count(width, height) == int(grid[0].prod()) // 4
-
-
-def test_limits_of_pixels(vlms):  # noqa: F811
-    config = AutoConfig.from_pretrained(vlms["qwen3-vl"])
-    of = lambda **flags: image_prompts.ImagePrep(vlms["qwen3-vl"], config, DataArgs(**flags))  # noqa: E731
-    assert of(max_pixels=4 * 32**2).count(900, 900) == 4 and of(min_pixels=9 * 32**2).count(8, 8) == 9
-    data = encoded(picture(300, 300))
-    digests = {of(**flags).expand([config.image_token_id], [data])[1].digest for flags in ({}, {"max_pixels": 4 * 32**2})}
-    assert len(digests) == 2, "the same file prepared otherwise is another image"
-    with pytest.raises(UserError, match="--min-pixels must not be above --max-pixels"):
-        of(min_pixels=32**4, max_pixels=32**2)
 
 
 def broken(**image) -> dict:
@@ -210,7 +198,7 @@ BAD = {  # rows -> what is said
     "a URL": ([broken(bytes=None, path="https://a.b/c.png")], "row 0: image 0 is a URL"),
     "an empty one": ([broken(bytes=None, path=None)], "row 0: image 0 is empty"),
     "too narrow": ([row("<image>", [picture(1000, 2)])], "row 0: an image has 1000 x 2 pixels, which the model cannot take"),
-    "too long": ([row("<image>" * 9, [picture(700, 700)] * 9)], "--max-prompt-length 100.*or lower --max-pixels"),
+    "too long": ([row("<image>" * 9, [picture(700, 700)] * 9)], "--max-prompt-length 100.*or lower max_pixels in"),
 }
 
 

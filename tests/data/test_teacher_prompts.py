@@ -23,12 +23,12 @@ def row(prompt: object, **more) -> dict:
     return {"data_source": "sums", "prompt": prompt, "reward_model": {"ground_truth": "3"}} | more
 
 
-def read(tmp_path: Path, tokenizer, rows: list[dict], template: str, limit: int = 40, **flags):
+def read(tmp_path: Path, tokenizer, rows: list[dict], template: str, **flags):
     """The policy's prompts and the teacher's."""
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
     prompts = PromptDataset([str(file)], "train", tokenizer, DataArgs(**{"max_prompt_length": 40} | flags))
-    return prompts, TeacherPrompts(prompts, template, limit)
+    return prompts, TeacherPrompts(prompts, template)
 
 
 def texts(rows: TeacherPrompts) -> list[str]:
@@ -86,16 +86,8 @@ def test_what_a_row_lacks_is_named(tmp_path, tokenizer):
 
 def test_long_prompts_are_refused_or_leave_both_sides(tmp_path, tokenizer):
     rows = [row([{"role": "user", "content": "1+2="}], hint="1" * n) for n in (3, 20, 4, 5, 40)]
-    with pytest.raises(UserError, match=r"row 1: the teacher's prompt has 26 tokens, more than 12\. Raise --teacher-max"):
-        read(tmp_path, tokenizer, rows, "{hint}{prompt}", limit=12)
-    prompts, its = read(tmp_path, tokenizer, rows, "{hint}{prompt}", limit=11, filter_overlong_prompts=True)
+    with pytest.raises(UserError, match=r"row 1: the teacher's prompt has 26 tokens, more than 12\. Raise --max"):
+        read(tmp_path, tokenizer, rows, "{hint}{prompt}", max_prompt_length=12)
+    prompts, its = read(tmp_path, tokenizer, rows, "{hint}{prompt}", max_prompt_length=11, filter_overlong_prompts=True)
     assert texts(its) == [CHAT.format("1" * n + "1+2=") for n in (3, 4, 5)]
     assert [prompt.where for prompt in prompts] == [prompt.where for prompt in its] and len(prompts) == 3
-    with pytest.raises(UserError, match="no prompt of the teacher is left"):
-        read(tmp_path, tokenizer, rows, "{hint}{prompt}", limit=2, filter_overlong_prompts=True)
-
-
-def test_the_policys_prompts_may_be_cut_and_the_teachers_are_not(tmp_path, tokenizer):
-    rows = [row([{"role": "user", "content": "1+2+3+4="}])]
-    prompts, its = read(tmp_path, tokenizer, rows, "9={prompt}", max_prompt_length=4, truncation="left")
-    assert len(prompts[0].ids) == 4 and texts(its) == [CHAT.format("9=1+2+3+4=")]

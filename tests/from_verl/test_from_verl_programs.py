@@ -30,7 +30,7 @@ def test_the_older_supervised_trainer():
     found, args = sft(OLD, "4", "/save")
     assert found.launcher == ["torchrun", "--standalone", "--nproc-per-node", "4"] and not found.gaps
     wanted = {"model": "Qwen/Qwen2.5-0.5B-Instruct", "prompt_key": "question", "response_key": "answer", "max_length": 2048}
-    wanted |= {"lr": 1e-4, "adam_beta1": 0.9, "adam_beta2": 0.95, "lr_scheduler_type": "cosine", "train_batch_size": 256}
+    wanted |= {"lr": 1e-4, "adam_beta2": 0.95, "lr_scheduler_type": "cosine", "train_batch_size": 256}
     wanted |= {"lora_rank": 32, "lora_alpha": 16, "lora_target": ("all-linear",), "sequence_parallel": 2, "total_epochs": 3}
     wanted |= {"max_tokens_per_micro_batch": 4 * 2048 // 2, "gradient_checkpointing": True, "dtype": "bfloat16"}
     wanted |= {"output_dir": "/save", "experiment_name": "mine", "param_offload": True, "seed": 1, "val_before_train": False}

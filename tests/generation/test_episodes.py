@@ -9,20 +9,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from scripted import ScriptedEngine, ScriptedPool, engine_ranks, scripted_job
 
 import train_async
 import train_sync
 from rl import parts
-from rl.algorithm import whole_batch
 from rl.data.prompts import Prompt
 from rl.errors import ImageError
 from rl.generation.engine import Request
 from rl.generation.episodes import Episodes
 from rl.generation.generator import Generator
 from rl.generation.responses import Key
-from rl.learning.batch import Batch
 from rl.samples.group import Group
 
 END, ANSWER = 1, [90, 91, 92]
@@ -198,19 +195,6 @@ def test_max_turns_ends_an_episode_after_the_last_answer():
     assert sum(what == "step" for _, what, _ in played.asked) == 4
 
 
-def test_rewards_of_turns_stand_on_their_last_tokens():
-    def rewards(key, turn, ids):
-        return {"done": turn == 3, "ids": ANSWER if turn < 3 else [], "reward": [0.5, None, 2.0][turn - 1]}
-
-    for by_turn, expected in ((True, {2: 0.5, 14: 2.0}), (False, {14: 2.5})):
-        group, _, _ = played_by(rewards, turn_rewards=by_turn)
-        group = Group.from_bytes(group.to_bytes())
-        batch = Batch.of([group])
-        reward = whole_batch.token_reward(batch).view(2, 15)
-        assert {i: r for i, r in enumerate(reward[0].tolist()) if r} == pytest.approx(expected)
-        assert torch.equal(reward[0], reward[1]) and batch.score.tolist() == [2.5, 2.5]
-
-
 @pytest.mark.parametrize("turn", [1, 2])
 def test_an_environment_that_fails_costs_its_own_response(turn):
     """Complaint 16: unscored, never 0; the others of its group are not touched."""
@@ -260,22 +244,6 @@ def test_the_first_reset_that_succeeds_is_the_group_s_and_nobody_waits_for_the_o
     generator, _ = make(Resets(failed, failed), n=2)  # nobody's: the group keeps its prompt
     generator.start(0)
     assert [r.score for r in finish(generator).responses] == [None] * 2 and generator.responses.num_unfinished == 0
-
-
-def test_a_failed_episode_has_no_rewards_of_turns():
-    """With --on-reward-error zero it is worth 0 on every token, whatever its first turn was worth."""
-
-    def answer(key, turn, ids):
-        return until(3, 1.0)(key, turn, ids) | ({"event": "died", "message": "gone"} if turn == 2 and key[1] == 0 else {})
-
-    generator, _ = make(answer, turn_rewards=True, on_reward_error="zero")
-    generator.start(0)
-    batch = Batch.of([finish(generator)])
-    assert batch.score.tolist() == [0.0, 3.0]
-    assert (
-        not whole_batch.token_reward(batch)[batch.seq == 0].any()
-        and whole_batch.token_reward(batch)[batch.seq == 1].sum() == 3.0
-    )
 
 
 def test_what_reset_adds_is_the_group_s_prompt():

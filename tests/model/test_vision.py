@@ -48,7 +48,7 @@ def rows(tmp_path_factory) -> str:
 
 def dataset(model: str, *files: str, **flags) -> PromptDataset:
     args = DataArgs(**{"max_prompt_length": 400} | flags)
-    return PromptDataset(files, "train", load_tokenizer(model), args, ImagePrep(model, load_config(model), args))
+    return PromptDataset(files, "train", load_tokenizer(model), args, ImagePrep(model, load_config(model)))
 
 
 def inputs_of(model, prompt, response=()) -> dict:

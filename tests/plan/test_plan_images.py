@@ -1,7 +1,5 @@
 """Images in the plan: tokens and pixels for a given size or from the data's headers, and the memory of the vision tower."""
 
-import types
-
 import numpy as np
 import pytest
 from test_plan_memory import FLAGS, check_equal
@@ -38,7 +36,7 @@ def planned(path: str, size: str | None, tokens: int = 200, **flags):
 def test_a_stated_size_takes_the_tokens_and_pixels_of_such_images(configs, kind):
     """They equal those of a prepared picture of this size. Each prompt has another image."""
     path = configs[kind]
-    whole = ImagePrep(path, load_config(path), types.SimpleNamespace(min_pixels=None, max_pixels=None))
+    whole = ImagePrep(path, load_config(path))
     for width, height, number in ((100, 80, 1), (300, 90, 2), (1000, 700, 1)):
         prompt = planned(path, f"{width}x{height}x{number}")
         pixels, grid = whole.prepare([png(picture(width, height))] * number)

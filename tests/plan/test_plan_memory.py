@@ -121,7 +121,7 @@ def test_a_policy_that_teaches_itself_holds_no_second_model(model):
     """Its longer prompts count, which a pass without gradient reads behind each other."""
     own = {"teacher": "self", "teacher_prompt": "{prompt} {answer}", "max_tokens_per_micro_batch": 240}
     near, far = (
-        dry_run("train_async", flags(model, **own, teacher_max_prompt_length=n), 4, "cuda", lengths_like("budget", 4, 100, 20))
+        dry_run("train_async", flags(model, **own, max_prompt_length=n), 4, "cuda", lengths_like("budget", 4, 100, 20))
         for n in (20, 4000)
     )
     assert "teacher" not in near.host_kept | near.device

@@ -41,7 +41,7 @@ def main(_) -> None:
     said = {}
     try:
         config = load_config(model)
-        prep = ImagePrep(model, config, args) if takes_images(config) else None
+        prep = ImagePrep(model, config) if takes_images(config) else None
         rows = PromptDataset(args.train_files, "train", tokenizer, args, prep)
         measured = dict(counts)
         tokenizer.__class__ = Counted.__base__

@@ -107,14 +107,15 @@ def test_a_teacher_s_prompt_that_leaves_rows_out_is_refused_in_any_case(demo_mod
     was = saved(Identity(args, "train_sync", demo_model, PromptDataset(["demo"], "train", tokenizer, args.data)))
     args = parts.replace(args, teacher=demo_model, teacher_prompt="{ground_truth}={prompt}", filter_overlong_prompts=True)
     for limit, fits in ((args.data.max_prompt_length, True), (8, False)):
+        args = parts.replace(args, max_prompt_length=limit)
         prompts = PromptDataset(["demo"], "train", tokenizer, args.data)
-        TeacherPrompts(prompts, args.teacher.teacher_prompt, limit)
+        TeacherPrompts(prompts, args.teacher.teacher_prompt)
         now = Identity(args, "train_sync", demo_model, prompts)
         if fits:
             assert now.check(was, Path("x"))[0].startswith("--filter-overlong-prompts: was False")
             continue
         number = len(PromptDataset(["demo"], "train", tokenizer, args.data))
-        said = f"x is of a run with {number:,} training prompts, and now there are {len(prompts):,}, .*raise --teacher-max"
+        said = f"x is of a run with {number:,} training prompts, and now there are {len(prompts):,}, .*raise --max"
         with pytest.raises(UserError, match=said):
             now.check(was, Path("x"))
 

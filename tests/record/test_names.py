@@ -29,7 +29,7 @@ BAD += ["a\u202eb", "a\x85b", "a\u2028b", "\t", " a", "a ", "a/ b", LONG, f"a/{L
 
 
 @pytest.mark.parametrize("name", BAD)
-@pytest.mark.parametrize("flag", ["--experiment-name", "--project-name", "--push-to"])
+@pytest.mark.parametrize("flag", ["--experiment-name", "--project-name"])
 def test_a_name_that_is_not_plain_is_refused_in_a_sentence(flag, name):
     with pytest.raises(UserError) as refused:
         flags.read(train_sync.Args, args=[f"{flag}={name}"])

@@ -203,7 +203,7 @@ def test_a_teacher_s_prompt_that_leaves_rows_out_is_refused(demo_model, tmp_path
     """The samples would belong to other rows."""
     run = record("train_sync.py", tmp_path, *SMALL, "--filter-overlong-prompts")
     flags = ["--teacher", "self", "--teacher-prompt", "{ground_truth}={prompt}", "--output-dir", tmp_path]
-    done = run_script("replay.py", run, *flags, "--teacher-max-prompt-length", 8, check=False)
+    done = run_script("replay.py", run, *flags, "--max-prompt-length", 8, check=False)
     said = r"record is of a run with [\d,]+ training prompts, and now there are [\d,]+, so its samples"
     assert done.returncode and re.search(said, done.stderr), done.stderr
 

@@ -19,8 +19,9 @@ import train_sft
 import train_sync
 from rl import flag_words, flags, parts
 from rl.errors import UserError
-from rl.ranges import Needs, Range, check, flag, marks
+from rl.ranges import Range, check, flag, marks
 from rl.ranks import launch
+from tools.from_verl.trl_words import HERE
 
 SCRIPTS = {"sync": train_sync, "one_step_off": train_one_step_off, "async": train_async}
 
@@ -300,9 +301,9 @@ def fields(name: str) -> set[str]:
     return {*map(flag, parts.leaves(SCRIPTS[name].Args))}
 
 
-@pytest.mark.parametrize("word", flag_words.HERE)
+@pytest.mark.parametrize("word", HERE)
 def test_a_word_of_trls_is_no_flag_and_what_it_is_here_is_one(word):
-    named = re.findall(r"--[\w-]+", flag_words.HERE[word])
+    named = re.findall(r"--[\w-]+", HERE[word])
     assert {*named} <= {*fields("sync"), *fields("async")}
     assert all(word not in fields(script) for script in SCRIPTS)
 
@@ -310,8 +311,6 @@ def test_a_word_of_trls_is_no_flag_and_what_it_is_here_is_one(word):
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        ("--learning_rate=1", " --learning-rate: here --lr. --help-all lists all flags."),
-        ("--use_peft=1", " --use-peft: here --lora-rank. --help-all lists all flags."),
         ("--loss-mode sapo --tau-pos 2", "--tau-pos is a number of --loss-mode sapo: --loss-args tau_pos=NUMBER."),
         ("--tau_neg=1.2", "--tau-neg is a number of --loss-mode sapo: --loss-args tau_neg=NUMBER."),
         ("--clip-low 0.1", "--clip-low: here --clip-ratio-low."),
@@ -333,22 +332,3 @@ def test_a_flag_with_an_empty_text_is_named(script):
         for value in ("", " ") if "tuple" not in hint else (("",), ("demo", " ")):
             with pytest.raises(UserError, match=f"^{flag(name)}: its value is empty. Give one, or leave the flag out"):
                 check(parts.make(script.Args, **{name: value}))
-
-
-@pytest.mark.parametrize("script", [train_sync, train_one_step_off, train_async], ids=lambda script: script.__name__)
-def test_a_flag_that_needs_another_one_says_so(script, capfd):
-    """Every mark names flags that exist. The flag is named where none of them is on; its default is no mistake."""
-    needs = marks(script.Args, Needs)
-    assert len(needs) > 20 and all({*need.names.split()} <= {*parts.leaves(script.Args)} for need in needs.values())
-    off = {"engine": "embedded", "lr_scheduler_type": "constant"}
-    for name, need in needs.items():
-        args = parts.make(script.Args, **{other: off[other] for other in need.names.split() if other in off})
-        default = parts.get(args, name)
-        changed = parts.replace(args, **{name: "{x}" if default is None or isinstance(default, str) else not default})
-        (sentence,) = flags.without_effect(changed, {name})
-        assert sentence.startswith(f"{flag(name)} does nothing without --{need.names.split()[0].replace('_', '-')}")
-        assert not flags.without_effect(args, {name})
-        first = need.names.split()[0]
-        assert not flags.without_effect(parts.replace(changed, **{first: need.values[-1] if need.values else "on"}), {name})
-    flags.read(script.Args, args=["--kl_loss_coef=0.1", "--lam", "0.5"])
-    assert capfd.readouterr().err.count("\n") == 1

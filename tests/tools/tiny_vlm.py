@@ -152,7 +152,6 @@ def odd_files() -> dict[str, tuple[bytes, object]]:
 
 def prompt_with_images(path: str, text: str, pictures: list):
     """(token ids, Images or None) of a user's message: the pictures, PIL images or files, then the text."""
-    from types import SimpleNamespace
 
     from transformers import AutoConfig, AutoTokenizer
 
@@ -161,7 +160,7 @@ def prompt_with_images(path: str, text: str, pictures: list):
     content = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
     messages = [{"role": "user", "content": content}]
     ids = AutoTokenizer.from_pretrained(path).apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    prep = ImagePrep(path, AutoConfig.from_pretrained(path), SimpleNamespace(min_pixels=None, max_pixels=None))
+    prep = ImagePrep(path, AutoConfig.from_pretrained(path))
     files = [of if isinstance(of, bytes) else png(of) for of in pictures]
     return prep.expand(ids, files) if pictures else (ids, None)
 

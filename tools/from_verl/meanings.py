@@ -93,7 +93,9 @@ def betas(run: Run) -> dict[str, object]:
     if len(pair) != 2:
         run.lacks("A.actor.optim.betas", "expected two numbers, such as [0.9,0.999]")
         return {}
-    return dict(zip(("--adam-beta1", "--adam-beta2"), pair, strict=True))
+    if pair[0] != 0.9:
+        run.lacks("A.actor.optim.betas", "the first is always 0.9")
+    return {"--adam-beta2": pair[1]}
 
 
 def token_budget(run: Run) -> dict[str, object]:

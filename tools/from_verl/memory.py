@@ -54,7 +54,9 @@ def adapters(run: Run) -> dict[str, object]:
     alpha, target, path = own[:3]
     layers = _layers_of_megatron(run, target) if own is megatron else _layers(run, target)
     flags = {"--lora-rank": rank, "--lora-alpha": run[alpha], "--lora-target": layers}
-    return flags | {"--lora-model": run[path]}
+    if run[path] is not None:
+        run.lacks(path, "merge the adapter into the model with peft, and train that")
+    return flags
 
 
 def _layers(run: Run, key: str) -> list | None:

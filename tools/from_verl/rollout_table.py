@@ -86,8 +86,7 @@ ROLLOUT: dict[str, list[Row]] = {
                 "async.use_dynamic_resource_scheduling=False", "learners never generate; plan.py finds the best split"),
         missing("V1.sampler.custom_sampler.* V1.sampler.sampler_kwargs", "the order of prompts is one seeded permutation"),
         unneeded("trainer.use_v1 V1.sync V1.*", "only in verl's newer trainer"),
-        unneeded("V1.sampler.sync_refill_failed_groups", "a response that could not be scored is left out, and counted: "
-                 "`--on-reward-error`"),
+        unneeded("V1.sampler.sync_refill_failed_groups", "a response that could not be scored is left out, and counted"),
         to("trainer.nnodes=1 trainer.n_gpus_per_node=8 rollout.nnodes|A.rollout.nnodes=1 "
            "rollout.n_gpus_per_node|A.rollout.n_gpus_per_node=8 A.rollout.n_gpus|rollout.n_gpus=null", "--generators",
            "torchrun's `--nnodes` and `--nproc-per-node` are the sum; every node both generates and learns, with "

@@ -28,8 +28,8 @@ TABLE: dict[str, list[Row]] = {
            "--train-batch-size, --ppo-mini-batch-size", "both count prompts over all ranks, as in verl. The batch of "
            "`train_async.py` is verl's `require_batches` times `ppo_mini_batch_size`", m.batch),
         to("data.image_key=images", "--image-key"),
-        to("data.mm_processor_kwargs.min_pixels=null", "--min-pixels"),
-        to("data.mm_processor_kwargs.max_pixels=null", "--max-pixels"),
+        missing("data.mm_processor_kwargs.min_pixels=null data.mm_processor_kwargs.max_pixels=null",
+                "write them into the model's preprocessor_config.json"),
         missing("data.video_key=videos data.audio_key", "only images"),
         missing("data.apply_chat_template_kwargs.* data.apply_chat_template_kwargs", "the chat template takes no arguments"),
         missing("data.custom_cls.* data.sampler.* data.datagen.*", "files are read as verl's parquet files, with one order"),
@@ -73,7 +73,7 @@ TABLE: dict[str, list[Row]] = {
            "--lr-scheduler-type", "`constant` in verl, `cosine` here by default", m.scheduler),
         to("A.actor.optim.min_lr_ratio|A.actor.optim.min_lr_factor=0.0", "--min-lr-ratio"),
         to("A.actor.optim.weight_decay=0.01", "--weight-decay"),
-        to("A.actor.optim.betas=[0.9,0.999]", "--adam-beta1, --adam-beta2", "", m.betas),
+        to("A.actor.optim.betas=[0.9,0.999]", "--adam-beta2", "the first is 0.9", m.betas),
         to("A.actor.grad_clip|A.actor.optim.clip_grad=1.0", "--grad-clip"),
         to("A.actor.ppo_epochs=1", "--ppo-epochs"),
         to("A.actor.use_dynamic_bsz=False A.actor.ppo_max_token_len_per_gpu=16384 A.actor.ppo_micro_batch_size_per_gpu=null "
@@ -98,7 +98,7 @@ TABLE: dict[str, list[Row]] = {
         to("A.model.lora_rank=0 A.model.lora_alpha=16 A.model.target_modules=all-linear A.model.lora_adapter_path=null "
            "A.model.lora.rank=0 A.model.lora.alpha=32 A.model.lora.adapter_path=null A.model.lora.type=lora "
            "A.model.lora.target_modules=[linear_qkv,linear_proj,linear_fc1,linear_fc2]",
-           "--lora-rank, --lora-alpha, --lora-target, --lora-model", "alpha is 16 in verl, 32 for Megatron and here; "
+           "--lora-rank, --lora-alpha, --lora-target", "alpha is 16 in verl, 32 for Megatron and here; "
            "`all-linear` is the decoder's. Megatron's one adapter of `linear_qkv` is three here",
            memory.adapters),
         missing("A.model.exclude_modules=null A.model.lora.exclude_modules=[]", "name the layers that have adapters: "

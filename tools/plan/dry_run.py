@@ -168,7 +168,7 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn,
 
 def _job(args: CommonArgs, path: str) -> SimpleNamespace:
     """What a learner is made of. All of the teacher's prompts are of full length."""
-    of_teacher = SimpleNamespace(ids_of=lambda *_: [0] * args.longest_of_teacher)
+    of_teacher = SimpleNamespace(ids_of=lambda *_: [0] * args.longest[0])
     return SimpleNamespace(path=path, total_steps=args.total_training_steps or 10**6, order=None, teacher_prompts=of_teacher)
 
 

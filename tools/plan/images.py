@@ -33,7 +33,7 @@ def prompts_with_images(
 ) -> Callable[[int], Prompt]:
     """Return ticket -> prompt, for a model that takes images. size: as in --image-size; tokens: of a prompt, unless the data's
     are used; fake: the device, where pixels are fake as well. Raise UserError for a wrong size."""
-    prep = ImagePrep(path, config, args.data)
+    prep = ImagePrep(path, config)
     prep.prepare = lambda sources: _pixels(prep, config, sources, fake)
     if size == DATA:
         files = demo_files(args.model, args.data.train_files)
@@ -70,7 +70,7 @@ def _of_size(prep: ImagePrep, width: int, height: int, number: int, tokens: int)
     if needed > tokens:
         raise UserError(
             f"{given} takes {prep.count(width, height):,} tokens, and {number} of them do not fit into --max-prompt-length "
-            f"{tokens}. Raise it, or give --max-pixels."
+            f"{tokens}. Raise it, or lower the pixels in preprocessor_config.json."
         )
 
     def prompt(ticket: int) -> Prompt:
