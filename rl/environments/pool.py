@@ -31,6 +31,7 @@ START_LIMIT = 120  # seconds to import the tokenizer and the user's file
 LINGER = 5.0  # seconds after the run in which workers learn of its end
 SECRET = "SERVE_POLICY_KEY"  # the environment variable with the secret of workers
 SHORTEST_SECRET = 16  # characters
+LAST_WORDS = 1.0  # seconds to pass on what was printed: if the process was killed, one that is left may hold the pipe open
 PATIENCE = 10  # seconds that the process may take to end all that it has started
 
 
@@ -71,7 +72,7 @@ class Environments:
         pipes = {"stdin": theirs, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
         self._process = subprocess.Popen(command, env=env, start_new_session=True, **pipes)
         theirs.close()
-        shown = (self._process.stderr.fileno(), "the environment")
+        shown = (self._process.stderr, "the environment")
         printer = threading.Thread(target=printable.pass_on, args=shown, daemon=True)
         printer.start()
         self._finalizer = weakref.finalize(self, _end, self._process, self._socket, printer)
@@ -199,5 +200,4 @@ def _end(process: subprocess.Popen, connection: socket.socket, printer: threadin
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # not reaped, so no other group can have its number
         process.wait()
-    printer.join(PATIENCE)
-    process.stderr.close()
+    printer.join(LAST_WORDS)

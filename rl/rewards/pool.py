@@ -218,7 +218,7 @@ class ScoringPool(contextlib.AbstractContextManager):
         self._is_closed = False
         for work in (self._write, self._read):
             threading.Thread(target=work, daemon=True).start()
-        shown = (self._host.stderr.fileno(), "the reward function")
+        shown = (self._host.stderr, "the reward function")
         self._printer = threading.Thread(target=pass_on, args=shown, daemon=True)
         self._printer.start()
 

@@ -31,12 +31,11 @@ SLACK = 1 << 10  # the lines that say so
 def test_the_first_bytes_are_passed_on(written, left_out, capfd, monkeypatch):
     monkeypatch.setattr(printable, "PRINTED", 1 << 20)
     reading, writing = os.pipe()
-    passing = threading.Thread(target=printable.pass_on, args=(reading, "it"))
+    passing = threading.Thread(target=printable.pass_on, args=(os.fdopen(reading, "rb"), "it"))
     passing.start()
     with open(writing, "wb") as pipe:
         pipe.write(b"x" * written)
     passing.join(60)
-    os.close(reading)
     said = capfd.readouterr().err
     assert said.count("x") == min(written, 1 << 20) and said.count("warning: what it prints is left out") == left_out
 
