@@ -133,8 +133,8 @@ def learn(
     place, script, compact_adamw.adamw = start(ranks, attention), SCRIPTS[script], adamw
     policy.LOGITS_AT_ONCE = logits_at_once or policy.LOGITS_AT_ONCE
     flags = {"dtype": "float32"} | flags
-    args = parts.make(script.Args, model=path, rollout_n=8, ppo_mini_batch_size=1, max_tokens_per_micro_batch=64, **flags)
-    groups = [make_group(t, [3, 9, 5, 7] * 2, score=0.3 if t in equal else None) for t in range(prompts)]
+    args = parts.make(script.Args, model=path, rollout_n=4, ppo_mini_batch_size=1, max_tokens_per_micro_batch=64, **flags)
+    groups = [make_group(t, [3, 9, 5, 7], score=0.3 if t in equal else None) for t in range(prompts)]
     division.A_PASS = 0  # tokens
     device.LEAST = 512  # bytes: also of small tensors several are cut out of one block
     if args.learner.router_replay == "R3":
@@ -301,7 +301,7 @@ CASES = {  # a new kind of model is a line more
     "without advantage": lambda m: learn(m["qwen3"], 2, 0, equal=(1,), gradient_checkpointing=True),
     "experts": lambda m: learn(m["moe"], 4, 0, gradient_checkpointing=True),
     "compact": lambda m: learn(m["qwen3"], 2, 1, "one step off", dtype="bfloat16", **COMPACT),
-    "images": lambda m: learn(m["qwen3-vl"], 2, 0, "async", images=True, prompts=4, use_kl_loss=True),
+    "images": lambda m: learn(m["qwen3-vl"], 2, 0, "async", images=True, prompts=3, use_kl_loss=True),
     "delta nets": lambda m: learn(m["qwen3_5"], 4, 0, gradient_checkpointing=True),
     "engine, delta nets": lambda m: generate(m["qwen3_5"]),
     "engine": lambda m: generate(m["qwen2-tied"]),
@@ -324,14 +324,14 @@ CASES = {  # a new kind of model is a line more
         m["moe"], 4, 3, "one step off", expert_parallel=4, sequence_parallel=2, router_replay="R3", dtype="bfloat16"
     ),
     "images, windows": lambda m: learn(
-        m["qwen2.5-vl"], 2, 1, images=True, prompts=4, dtype="bfloat16", gradient_checkpointing=True, param_offload=True
+        m["qwen2.5-vl"], 2, 1, images=True, prompts=3, dtype="bfloat16", gradient_checkpointing=True, param_offload=True
     ),
     "images, a frozen tower": lambda m: learn(m["qwen3-vl"], 1, images=True, freeze_vision_tower=True),
     "images, experts": lambda m: learn(m["qwen3-vl-moe"], 2, 0, "one step off", images=True, prompts=3),
     "engine, images": lambda m: generate(m["qwen3-vl"], images=True),
     "engine, images, windows": lambda m: generate(m["qwen2.5-vl"], torch.bfloat16, images=True),
     "images, shared sequences": lambda m: learn(
-        m["qwen3-vl"], 4, 1, "async", images=True, prompts=4, sequence_parallel=2, gradient_checkpointing=True
+        m["qwen3-vl"], 4, 1, "async", images=True, prompts=3, sequence_parallel=2, gradient_checkpointing=True
     ),
     "adapters": lambda m: learn(m["qwen3"], 2, 0, lora_rank=2, use_kl_loss=True, param_offload=True),
     "a teacher's tokens": lambda m: learn(m["qwen3"], 2, 0, teacher=m["qwen3"], teacher_top_k=2),

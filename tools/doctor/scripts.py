@@ -12,7 +12,7 @@ from tools.doctor.processes import Outcome, run
 SCRIPTS = ("train_sync.py", "train_one_step_off.py", "train_async.py")
 # Largest mean difference between the engine's and the learner's probability of a sampled token, by the learner's precision
 CLOSE = {"float32": 1e-3, "bfloat16": 0.03}
-STEPS = 3  # with this many the last row reports a publish in all modes
+STEPS = 3  # with this many a row reports a publish in all modes
 SLOW_PUBLISH = 1.0  # GB/s between separate devices
 
 
@@ -35,13 +35,14 @@ def check_script(script: str, model: str, ranks: int, dtype: str, timeout: float
         findings = [Finding(name, WRONG, f"{text}; {CLOSE[dtype]:g} is allowed", remedy, facts)]
     else:
         findings = [Finding(name, OK, text, facts=facts)]
-    return findings + _bridge(name, rows[-1])
+    return findings + _bridge(name, rows)
 
 
-def _bridge(name: str, row: dict) -> list[Finding]:
-    """Return a finding about the publish from learners to generators. Its digest was right: a wrong one would have ended the
-    run."""
-    if row.get("publish/seconds") is None:
+def _bridge(name: str, rows: list[dict]) -> list[Finding]:
+    """Return a finding about the last publish from learners to generators, which is reported by the step during which it ended.
+    Its digest was right: a wrong one would have ended the run."""
+    row = next((row for row in reversed(rows) if row.get("publish/seconds") is not None), None)
+    if row is None:
         return []
     seconds, size, rate = (row[f"publish/{key}"] for key in ("seconds", "gb", "gb_per_s"))
     text = f"{size:.3g} GB reached the generator, digest equal, {rate:.2g} GB/s; it stood still for {seconds:.3f} s"
