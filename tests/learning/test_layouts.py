@@ -40,7 +40,7 @@ IMAGES = {
     "one image": ({"entropy_coeff": 0.1}, SIZES[:1]),
     "frozen": ({"freeze_vision_tower": True, "entropy_coeff": 0.1}, SIZES),
 }
-LONG = {"long": ({"entropy_coeff": 0.1}, [[65_530]])}
+LONG = {"long": ({"entropy_coeff": 0.1}, [[16_378]])}
 
 
 def of(tokens: int | None = None, **flags) -> dict:
@@ -73,7 +73,7 @@ ROWS = {
     "rows over two ranks": Row("qwen2-tied", 2, {"tight": of(16, **SHARED), "roomy": of(**SHARED)}),
     # each of the two heads of keys and values is on two ranks, and a row of one token is mostly padding
     "rows over four ranks": Row("qwen2-tied", 4, {"tight": of(8, sequence_parallel=4), "roomy": of(sequence_parallel=4)}),
-    "a row of 64k tokens": Row("narrow", 4, {"four": of(16_400, sequence_parallel=4)}, LONG, of(65_600)),
+    "a row of 16k tokens": Row("narrow", 4, {"four": of(4_100, sequence_parallel=4)}, LONG, of(16_400)),
     "an NPU's kernel, two ranks": Row("qwen2-tied", 2, {"npu": of(**SHARED)}, more={"attention": "npu"}),
     "an NPU's kernel, four ranks": Row("qwen2-tied", 4, {"npu": of(sequence_parallel=4)}, more={"attention": "npu"}),
     "experts on two ranks": Row(
@@ -94,31 +94,18 @@ ROWS = {
     "Mixtral": Row("mixtral", 2, {"sp 2, ep 2": tight(**SHARED, **IN_TWO)}, OTHERS),
     "delta nets, a row over two": Row("qwen3_5", 2, {"many": tight(16, **SHARED)}, FEW),
     "delta nets, three ranks": Row("qwen3_5", 3, {"many": tight()}, FEW),
-    "images, two ranks": Row("qwen3-vl", 2, {"sp 2": tight(**SHARED)}, {"case": IMAGES["two updates"]}),
-    **{
-        f"images, {kind}": Row(
-            kind,
-            4,  # more than some rows have images
-            {
-                "data": tight(80),
-                "tight": tight(sequence_parallel=4),
-                "roomy": of(sequence_parallel=4),
-                "2 x 2": tight(**SHARED),
-            },
-            IMAGES,
-        )
-        for kind in ("qwen2.5-vl", "qwen3-vl")
-    },
+    # on more ranks than some rows have images
+    "images in windows, four ranks": Row("qwen2.5-vl", 4, {"data": tight(80), "tight": tight(sequence_parallel=4)}, IMAGES),
+    "images, four ranks": Row("qwen3-vl", 4, {"roomy": of(sequence_parallel=4), "2 x 2": tight(**SHARED)}, IMAGES),
     "images and experts": Row(
         "qwen3-vl-moe",
         4,
         {
-            "data": tight(80),
             "ep 2": tight(80, **IN_TWO),
             "sp 2, ep 4": tight(expert_parallel=4, **SHARED),
             "sp 4, ep 2": of(sequence_parallel=4, **IN_TWO),
         },
-        IMAGES,
+        {name: IMAGES[name] for name in ("two updates", "one image")},
     ),
     "delta nets and experts": Row("qwen3_next", 2, {"ep 2": tight(**IN_TWO)}, {"R3": REPLAYS["R3"]}),
     "adapters": Row(

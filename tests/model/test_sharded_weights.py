@@ -186,8 +186,7 @@ def test_every_rank_reads_its_own_part(families, ranks, flags, of):
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize(("ranks", "flags"), [(2, {}), (4, {"expert_parallel": 2})])
-def test_no_rank_holds_more_than_its_part_and_a_tensor(tmp_path, ranks, flags):
+def test_no_rank_holds_more_than_its_part_and_a_tensor(tmp_path):
     """A mixture of 125M parameters in bf16, its experts apart from each other in the files."""
     sizes = {"hidden_size": 512, "num_hidden_layers": 8, "moe_intermediate_size": 256, "num_experts": 32, "head_dim": 32}
     with torch.device("meta"):
@@ -197,7 +196,7 @@ def test_no_rank_holds_more_than_its_part_and_a_tensor(tmp_path, ranks, flags):
         torch.nn.init.normal_(parameter, std=0.02)
     model.save_pretrained(tmp_path)
     # glibc keeps freed tensors below 32 MB for itself: those of a model worth sharding are larger
-    env, flags = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}, json.dumps(flags)
+    ranks, flags, env = 4, json.dumps({"expert_parallel": 2}), {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     done = run_script("tests/programs/load_memory.py", tmp_path, flags, ranks=ranks, fresh=True, timeout=300, env=env)
     everyone = json.loads(done.stdout.splitlines()[-1])
     for rank, of in enumerate(everyone):  # bytes a parameter

@@ -92,7 +92,8 @@ def parameters() -> int:
 
 
 def flags(model: str, **more) -> train_async.Args:
-    return parts.make(train_async.Args, model=model, max_prompt_length=20, max_response_length=100, rollout_n=4, **more)
+    sizes = {"max_prompt_length": 20, "max_response_length": 100, "rollout_n": 4}
+    return parts.make(train_async.Args, model=model, **sizes | more)
 
 
 @pytest.mark.slow
@@ -167,15 +168,15 @@ def wide(tmp_path_factory) -> str:
 OFFLOADS = [{}, {"optimizer_offload": True}, {"param_offload": True}]
 KINDS = [("dense", {}), ("dense", {"lora_rank": 4}), ("moe", {}), ("moe", {"expert_parallel": 2})]
 KINDS += [("moe", {"lora_rank": 4, "lora_target": ("q_proj", "v_proj")})]
-COMBINED = [
-    (kind, flags | offload | {"optim": optim})
-    for offload, optim, (kind, flags) in itertools.product(OFFLOADS, ("adamw", "adamw_8bit"), KINDS)
+COMBINED = [  # every kind with every optimizer and with at least two offloads
+    (kind, flags | OFFLOADS[number % 3] | {"optim": optim})
+    for number, (optim, (kind, flags)) in enumerate(itertools.product(("adamw", "adamw_8bit"), KINDS))
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "more"), COMBINED)
-def test_every_combination_of_a_large_model_is_counted(wide, kind, more):
+def test_a_large_model_is_counted(wide, kind, more):
     """Matrices and blocks of pinned memory larger than the integers whose values are followed."""
     args = flags(f"{wide}/{kind}", dtype="bfloat16", max_tokens_per_micro_batch=480, **more)
     memory = dry_run("train_async", args, 2, "cuda", lengths_like("budget", 4, 100, 20))

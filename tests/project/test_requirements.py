@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -123,16 +122,15 @@ def test_the_commands_name_the_versions_of_the_set():
     assert f"VLLM_VERSION_OVERRIDE={pins['vllm-ascend']} " in head[4]
 
 
-def pip(*arguments: str, timeout: float = 500) -> None:
+def pip(*arguments: str) -> None:
     """Run pip. Skip the test without a network."""
-    done = subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, timeout=240)
     if done.returncode and re.search(r"NewConnectionError|Temporary failure|Network is unreachable|timed out", done.stderr):
         pytest.skip("the package index cannot be reached")
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_set_resolves_for_an_ascend_machine(tmp_path):
     """For Linux on aarch64, glibc 2.34, from wheels alone; what ELSEWHERE names aside."""
     target = ["--platform", "manylinux_2_34_aarch64", "--python-version", "3.11", "--only-binary=:all:"]
@@ -145,12 +143,10 @@ def test_the_set_resolves_for_an_ascend_machine(tmp_path):
     wanted = [line for line in [*own, *needs] if line and not line.startswith(("vllm-ascend", *ELSEWHERE))]
     assert len(wanted) < len([line for line in own if line]) + len(needs), "something is left out"
     (tmp_path / "wanted.txt").write_text("\n".join(wanted))
-    tags = [word for minor in range(34, 11, -1) for word in ("--platform", f"manylinux_2_{minor}_aarch64")]
-    how = ["--dry-run", "--ignore-installed", "--only-binary=:all:", "--python-version", "3.11"]
-    how += ["--target", str(tmp_path / "to"), "--report", str(tmp_path / "report.json")]
-    pip("install", *how, *tags, "--platform", "manylinux2014_aarch64", "-r", str(tmp_path / "wanted.txt"), timeout=800)
-    report = json.loads((tmp_path / "report.json").read_text())
-    found = {(package["metadata"]["name"], package["metadata"]["version"]) for package in report["install"]}
+    how = ["--python-platform", "aarch64-manylinux_2_34", "--python-version", "3.11", "--only-binary", ":all:", "--no-cache"]
+    done = subprocess.run(["uv", "pip", "compile", *how, tmp_path / "wanted.txt"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = set(re.findall(r"^([\w.-]+)==(\S+)", done.stdout, re.M))
     assert {("torch", "2.10.0"), ("transformers", "5.5.4")} <= found
 
 
