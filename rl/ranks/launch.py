@@ -161,16 +161,18 @@ def is_alive(pid: int) -> bool:
 
 _start: int | None = None  # the number of earlier starts of all ranks
 _of_one: dist.Store = dist.HashStore()  # of plain python
+_served: dist.Store | None = None  # keeps the store where rank 0 itself serves it, without torchrun's agent
 
 
 def join(timeout: timedelta) -> dist.Store:
     """Wait for the job's store, and return a connection to it without the keys of earlier starts. If torchrun restarts several
     nodes, it counts the restart on the failed one only, so the ranks count themselves."""
-    global _start, _of_one
+    global _start, _of_one, _served
     me = here()
     _of_one = dist.HashStore()
     alone = me.local_world_size == me.world_size
-    _start = me.restarts if alone else (_base_store(timeout).add("arrived", 1) - 1) // me.world_size
+    _served = None if alone else _base_store(timeout)
+    _start = me.restarts if alone else (_served.add("arrived", 1) - 1) // me.world_size
     return open_store(timeout)
 
 

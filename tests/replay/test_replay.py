@@ -158,9 +158,10 @@ def test_a_step_that_was_skipped_is_skipped_again(demo_model, tmp_path):
     fork = tmp_path / "my_experiment.py"
     text = (ROOT / "train_sync.py").read_text()
     line = '    stats["ppo_kl"] = old - log_prob.detach()\n'
-    bad = "    tickets = t.batch.tickets\n"
-    bad += "    first = (t.batch.group == tickets.index(18)).nonzero()[0] if 18 in tickets else -1\n"
+    call, bad = "terms, stats = actor_loss(", "    tickets = t.tickets\n"
+    bad += "    first = (t.group == tickets.index(18)).nonzero()[0] if 18 in tickets else -1\n"
     bad += "    bad = (t.seq == first).float()\n"
+    text = text.replace(call, f"t.tickets, t.group = batch.tickets, batch.group; {call}")
     fork.write_text(text.replace(line, f"{line}{bad}    token_loss = token_loss / (1 - bad)\n"))
     flags = [*SMALL, "--max-prompt-length", 16, "--max-tokens-per-micro-batch", 60]
     run = record(fork, tmp_path, *flags, env={"PYTHONPATH": str(ROOT)})
@@ -171,7 +172,7 @@ def test_a_step_that_was_skipped_is_skipped_again(demo_model, tmp_path):
 REFUSED = {
     "": "the first argument is the directory of a run",
     "nowhere": "nowhere is neither a run that was recorded",
-    "RUN --rollout-n 3 --seed 4": "--rollout-n, --seed: a replay cannot change how the samples were made",
+    "RUN --rollout-n 3 --seed 4": "--seed, --rollout-n: a replay cannot change how the samples were made",
     "RUN --over-sample 1": "--over-sample: a replay cannot change how the samples were made",
     "RUN --train-batch-size 2": "--train-batch-size: a replay cannot change how the samples were made",
     "RUN --from-step 99": "step 99 is not in .*, which holds steps 1 to 6",
@@ -201,9 +202,9 @@ def test_a_record_that_begins_late_needs_its_checkpoint(tmp_path):
 @pytest.mark.slow
 def test_a_teacher_s_prompt_that_leaves_rows_out_is_refused(demo_model, tmp_path):
     """The samples would belong to other rows."""
-    run = record("train_sync.py", tmp_path, *SMALL, "--filter-overlong-prompts")
+    run = record("train_sync.py", tmp_path, *SMALL, "--filter-overlong-prompts", "--max-prompt-length", 8)
     flags = ["--teacher", "self", "--teacher-prompt", "{ground_truth}={prompt}", "--output-dir", tmp_path]
-    done = run_script("replay.py", run, *flags, "--max-prompt-length", 8, check=False)
+    done = run_script("replay.py", run, *flags, check=False)
     said = r"record is of a run with [\d,]+ training prompts, and now there are [\d,]+, so its samples"
     assert done.returncode and re.search(said, done.stderr), done.stderr
 

@@ -104,7 +104,7 @@ def test_each_item_is_a_number_and_a_rude_answer_costs_its_own_response(make_poo
         its, right = found[text], float("42" in text or text == "loud")
         assert (its.score, its.extra["right"], its.extra["clear"]) == (3 * right, right, right), text
         assert its.extra["judge_tokens"] == 2 * (PROMPT_TOKENS + COMPLETION_TOKENS) and its.extra["judge_seconds"] > 0
-    assert endpoint.seen["42"] == 2 and endpoint.seen["500 always"] == 8, "after three further tries it is given up"
+    assert endpoint.seen["42"] == 2 and 4 <= endpoint.seen["500 always"] <= 8, "three further tries of an item"
     body = next(body for body in endpoint.asked if "42" in body["messages"][-1]["content"])
     assert (body["model"], body["temperature"], body["structured_outputs"]) == ("judge", 0.0, {"choice": ["yes", "no"]})
     assert part(body["messages"][-1]["content"], "prompt") == "user: 6 * 7 = ?"

