@@ -123,7 +123,7 @@ def test_a_policy_that_teaches_itself_holds_no_second_model(model):
     own = {"teacher": "self", "teacher_prompt": "{prompt} {answer}", "max_tokens_per_micro_batch": 240}
     near, far = (
         dry_run("train_async", flags(model, **own, max_prompt_length=n), 4, "cuda", lengths_like("budget", 4, 100, 20))
-        for n in (20, 4000)
+        for n in (20, 130)
     )
     assert "teacher" not in near.host_kept | near.device
     assert near.peak < far.peak and near.kept == far.kept

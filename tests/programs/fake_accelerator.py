@@ -132,8 +132,8 @@ def learn(
     device in the updates."""
     place, script, compact_adamw.adamw = start(ranks, attention), SCRIPTS[script], adamw
     policy.LOGITS_AT_ONCE = logits_at_once or policy.LOGITS_AT_ONCE
-    flags = {"dtype": "float32"} | flags
-    args = parts.make(script.Args, model=path, rollout_n=4, ppo_mini_batch_size=1, max_tokens_per_micro_batch=64, **flags)
+    flags = {"dtype": "float32", "max_tokens_per_micro_batch": 160 if images else 64} | flags
+    args = parts.make(script.Args, model=path, rollout_n=4, ppo_mini_batch_size=1, **flags)
     groups = [make_group(t, [3, 9, 5, 7], score=0.3 if t in equal else None) for t in range(prompts)]
     division.A_PASS = 0  # tokens
     device.LEAST = 512  # bytes: also of small tensors several are cut out of one block

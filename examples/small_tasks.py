@@ -1,0 +1,136 @@
+"""Tasks that a small pretrained model learns in half an hour on a laptop: data in verl's layout, and the reward function.
+
+    python examples/small_tasks.py times                          # data/times/{train,test}.parquet: What is 62 times 3?
+    python examples/small_tasks.py words                          # What is forty-one plus twelve?
+    python examples/small_tasks.py form                           # sums whose answer has to end in "#### 53"
+    python examples/small_tasks.py choice                         # Which of these is a fruit? A, B, C or D
+    python examples/small_tasks.py reasoning-gym:letter_counting  # any task of that package (pip install reasoning-gym)
+    torchrun --standalone train_sync.py --train-files data/times/train.parquet --reward examples/small_tasks.py:score ...
+
+`form` is graded by the grader of GSM8K, a task of reasoning-gym by its own, the others by `score` below: 1 or 0.
+"""
+
+import argparse
+import json
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+UNITS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen "
+    "nineteen"
+)
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+KINDS = {
+    "an animal": "dog cat horse lion tiger rabbit sheep goat wolf bear eagle shark snake duck mouse frog",
+    "a fruit": "apple banana orange grape peach cherry lemon mango plum melon pear kiwi lime papaya",
+    "a color": "red blue green yellow purple brown black white pink gray violet scarlet",
+    "a country": "France Japan Brazil Egypt Canada India Norway Mexico Kenya Spain Chile Greece Peru Turkey",
+    "a tool": "hammer saw drill wrench pliers screwdriver chisel shovel axe rake ladder",
+    "a part of the body": "arm leg nose knee elbow finger shoulder ankle wrist stomach ear neck",
+}
+GYM = "reasoning-gym:"
+
+
+def in_words(number: int) -> str:
+    """Return a number from 0 to 99 in words."""
+    if number < 20:
+        return UNITS.split()[number]
+    ten = TENS.split()[number // 10 - 2]
+    return ten if number % 10 == 0 else f"{ten}-{UNITS.split()[number % 10]}"
+
+
+def times(rng: random.Random) -> tuple[str, str]:
+    first, second = rng.randint(11, 199), rng.randint(2, 9)
+    return f"What is {first} times {second}?", str(first * second)
+
+
+def words(rng: random.Random) -> tuple[str, str]:
+    first, second = rng.randint(10, 99), rng.randint(10, 99)
+    if rng.random() < 0.5:
+        return f"What is {in_words(first)} plus {in_words(second)}? Answer with a number.", str(first + second)
+    first, second = max(first, second), min(first, second)
+    return f"What is {in_words(first)} minus {in_words(second)}? Answer with a number.", str(first - second)
+
+
+def form(rng: random.Random) -> tuple[str, str]:
+    first, second = rng.randint(10, 99), rng.randint(10, 99)
+    return f'What is {first} plus {second}? Output the final answer after "####".', str(first + second)
+
+
+def choice(rng: random.Random) -> tuple[str, str]:
+    kinds = rng.sample(sorted(KINDS), 4)
+    right = rng.randrange(4)
+    listed = "\n".join(f"{letter}) {rng.choice(KINDS[kind].split())}" for letter, kind in zip("ABCD", kinds, strict=True))
+    return f"Which of these is {kinds[right]}?\n{listed}\nAnswer with one letter.", "ABCD"[right]
+
+
+TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
+    "times": times,
+    "words": words,
+    "form": form,
+    "choice": choice,
+}
+
+
+def score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+    """Return 1.0 if the response's answer is right, and else 0.0: for `times` and `words` the answer is the last number,
+    for `choice` the last letter that stands alone. A task of reasoning-gym has its own grader, whose scores may lie between."""
+    if data_source.startswith(GYM):
+        import reasoning_gym
+
+        grade = reasoning_gym.get_score_answer_fn(data_source.removeprefix(GYM))
+        return float(grade(solution_str.strip(), json.loads(extra_info["entry"])))
+    answers = re.findall(r"\b[ABCD]\b" if data_source == "small/choice" else r"\d+", solution_str.replace(",", ""))
+    return float(bool(answers) and answers[-1] == ground_truth)
+
+
+def rows(task: str, count: int, seed: int) -> Iterator[dict]:
+    """Yield `count` different rows."""
+    if task.startswith(GYM):
+        import reasoning_gym
+
+        for entry in reasoning_gym.create_dataset(task.removeprefix(GYM), size=count, seed=seed):
+            yield row(task, entry["question"], entry["answer"] or "", entry=json.dumps(entry, default=str))
+        return
+    rng = random.Random(seed)
+    different = dict(TASKS[task](rng) for _ in range(4 * count))
+    if len(different) < count:
+        sys.exit(f"error: {task} has not {count:,} different questions. Give smaller --train and --test.")
+    for question, answer in list(different.items())[:count]:
+        yield row("openai/gsm8k" if task == "form" else f"small/{task}", question, answer)
+
+
+def row(data_source: str, question: str, answer: str, **more) -> dict:
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": question}],
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"question": question} | more,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", help=f"one of {', '.join(TASKS)}, or {GYM}NAME")
+    parser.add_argument("--out", type=Path, help="directory to write to; by default data/<task>")
+    parser.add_argument("--train", type=int, default=600, help="training rows")
+    parser.add_argument("--test", type=int, default=200, help="validation rows: none of them is a training row")
+    args = parser.parse_args()
+    if args.task not in TASKS and not args.task.startswith(GYM):
+        sys.exit(f"error: {args.task} is no task. Choose one of {', '.join(TASKS)}, or {GYM}NAME.")
+    out = args.out or Path("data", args.task.replace(":", "-"))
+    out.mkdir(parents=True, exist_ok=True)
+    made = list(rows(args.task, args.train + args.test, seed=0))
+    for name, part in {"train": made[: args.train], "test": made[args.train :]}.items():
+        pq.write_table(pa.Table.from_pylist(part), out / f"{name}.parquet")
+        print(f"{out / name}.parquet: {len(part):,} rows")
+
+
+if __name__ == "__main__":
+    main()
