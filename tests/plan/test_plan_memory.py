@@ -119,14 +119,9 @@ def test_shards_by_arithmetic(model):
 
 @pytest.mark.slow
 def test_a_policy_that_teaches_itself_holds_no_second_model(model):
-    """Its longer prompts count, which a pass without gradient reads behind each other."""
     own = {"teacher": "self", "teacher_prompt": "{prompt} {answer}", "max_tokens_per_micro_batch": 240}
-    near, far = (
-        dry_run("train_async", flags(model, **own, max_prompt_length=n), 4, "cuda", lengths_like("budget", 4, 100, 20))
-        for n in (20, 130)
-    )
-    assert "teacher" not in near.host_kept | near.device
-    assert near.peak < far.peak and near.kept == far.kept
+    memory = dry_run("train_async", flags(model, **own), 4, "cuda", lengths_like("budget", 4, 100, 20))
+    assert "optimizer" in memory.kept and "teacher" not in memory.host_kept | memory.device
 
 
 @pytest.mark.slow
