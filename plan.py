@@ -21,7 +21,7 @@ from typing import Annotated
 if __name__ == "__main__" and len(sys.argv) > 1 and Path(sys.argv[1]).is_file():
     sys.path.insert(0, str(Path(sys.argv[1]).resolve().parent))  # what is next to the script counts, its losses.py above all
 
-from rl import flags, parts
+from rl import flags
 from rl.environments.descendants import python_path
 from rl.errors import UserError
 from rl.ranges import Range
@@ -33,9 +33,6 @@ from tools.plan.memory_plan import MemoryPlan, plan_memory
 from tools.plan.time_plan import plan_time
 
 SCRIPTS = ("train_sync", "train_one_step_off", "train_async")
-FROM_RUN = "give --from-run with the directory of a finished run, or --device for the data sheet's times"
-NO_LONGER = dict.fromkeys(("calibrate", "calibrate_seconds", "service_times"), FROM_RUN)
-NO_LONGER |= dict.fromkeys(("prompt_tokens", "flat_groups", "plot"), "leave it out")
 
 
 @dataclass
@@ -65,11 +62,6 @@ def main(words: list[str]) -> None:
         return
     name, script = load(words[0] if words else "")
     both = make_dataclass("Args", [], bases=(PlanArgs, script.Args))
-    known = parts.leaves(both)
-    for word in words:
-        name_of_field = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if word.startswith("--") and name_of_field in NO_LONGER and name_of_field not in known:
-            raise UserError(f"{word.partition('=')[0]} is no longer a flag of plan.py: {NO_LONGER[name_of_field]}.")
     planned = any(word.partition("=")[0] == "--device" for word in words)  # on which --dtype auto is another than here
     args = flags.read(both, __doc__, words[1:], {"dtype": "bfloat16"} if planned else None)
     machine = Machine(args.nnodes, args.nproc_per_node)

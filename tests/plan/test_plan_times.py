@@ -257,13 +257,6 @@ def test_the_page_names_the_best_and_its_hours(tmp_path, capsys):
     assert f"Seconds of each part: 5 steps of {tmp_path}." in "".join(said.splitlines())
     with pytest.raises(UserError, match="Give --device, or --from-run"):
         plan.main(words)
-    for flag, advice in {
-        "--calibrate": "give --from-run",
-        "--service-times=x": "give --from-run",
-        "--plot": "leave it out",
-    }.items():
-        with pytest.raises(UserError, match=f"{flag.partition('=')[0]} is no longer a flag of plan.py: {advice}"):
-            plan.main([*words, flag])
 
 
 @pytest.mark.slow
