@@ -8,12 +8,13 @@ from typing import Annotated, Literal
 import losses
 from rl.errors import UserError
 from rl.parts import Part
-from rl.ranges import Content, MayChange, Range
+from rl.ranges import Content, MayChange, Range, flag
 
 Bounds = tuple[float | None, float]  # (None, cap) or a band
 Criterion = tuple[str, str, float, float]  # level, divergence, low, high: see losses.rollout_rejection_mask
 SELF = "self"  # --teacher, instead of a model
-CLIPS = {"clip_low": "--clip-ratio-low", "clip_high": "--clip-ratio-high", "clip_c": "--clip-ratio-c"}  # by a loss's keyword
+# The numbers of a loss that have a flag of their own: keyword -> field of LossArgs. All others are given by --loss-args
+OWN_FLAGS = {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high", "clip_c": "clip_ratio_c"}
 
 
 @dataclass(frozen=True)
@@ -249,7 +250,7 @@ class LossArgs(Part):
         return self._given_of(self.policy_loss.choice_knobs)
 
     def _given_of(self, knobs: dict[str, float]) -> dict[str, float]:
-        given = {"clip_low": self.clip_ratio_low, "clip_high": self.clip_ratio_high, "clip_c": self.clip_ratio_c}
+        given = {name: getattr(self, field) for name, field in OWN_FLAGS.items()}
         for word in self.loss_args:
             name, _, value = word.partition("=")
             given[name] = float(value)
@@ -278,17 +279,17 @@ class LossArgs(Part):
         """Return a sentence for each unknown flag that is a numeric parameter of a loss or an estimator."""
         return "".join(self._hint_of(word.partition("=")[0]) for word in unknown if word.startswith("--"))
 
-    def _hint_of(self, flag: str) -> str:
-        name = flag.removeprefix("--").replace("-", "_")
+    def _hint_of(self, word: str) -> str:
+        name = word.removeprefix("--").replace("-", "_")
         modes = [mode for mode, loss in losses.POLICY_LOSSES.items() if name in loss.knobs | loss.choice_knobs]
         estimators = [own for own, estimator in losses.ADVANTAGES.items() if name in estimator.knobs]
-        if name in CLIPS:
-            return f" {flag}: here {CLIPS[name]}."
+        if name in OWN_FLAGS:
+            return f" {word}: here {flag(OWN_FLAGS[name])}."
         if modes:
             mode = self.loss_mode if self.loss_mode in modes else ", ".join(modes)
-            return f" {flag} is a number of --loss-mode {mode}: --loss-args {name}=NUMBER."
+            return f" {word} is a number of --loss-mode {mode}: --loss-args {name}=NUMBER."
         if estimators:
-            return f" {flag} is a number of --adv-estimator {', '.join(estimators)}, whose default in losses.py holds."
+            return f" {word} is a number of --adv-estimator {', '.join(estimators)}, whose default in losses.py holds."
         return ""
 
     def check(self, args) -> None:
@@ -338,11 +339,11 @@ class LossArgs(Part):
     def _check_loss_args(self) -> None:
         """Raise UserError unless each word of --loss-args names a numeric parameter of the loss."""
         loss = self.policy_loss
-        known = {name: value for name, value in (loss.knobs | loss.choice_knobs).items() if name not in CLIPS}
+        known = {name: value for name, value in (loss.knobs | loss.choice_knobs).items() if name not in OWN_FLAGS}
         for word in self.loss_args:
             name, _, value = word.partition("=")
-            if name in CLIPS:
-                raise UserError(f"--loss-args {word}: this number has a flag of its own, {CLIPS[name]}.")
+            if name in OWN_FLAGS:
+                raise UserError(f"--loss-args {word}: this number has a flag of its own, {flag(OWN_FLAGS[name])}.")
             if name not in known:
                 takes = ", ".join(f"{k}={v:g}" for k, v in known.items()) or "none"
                 raise UserError(
