@@ -134,8 +134,6 @@ def learn(args: Args, learner: Learner, batch: Batch, timer: Timers) -> dict[str
                 terms, stats = actor_loss(args, t, out, denominator)
                 terms["loss"].backward()
                 means.add(t, out.log_prob, terms, stats)
-            if args.imitation.sft_files:
-                metrics |= learner.imitation.imitate(learner)
             means.end_update(learner.step())
         if not recompute:  # generator and learner are compared anyway
             targets.actor_log_prob = means.first_log_prob

@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rl import flags
-from rl.algorithm.args import CriticArgs, ImitationArgs, LossArgs, RolloutCorrectionArgs, TeacherArgs
+from rl.algorithm.args import CriticArgs, LossArgs, RolloutCorrectionArgs, TeacherArgs
 from rl.checkpoint.resume import CheckpointArgs
 from rl.data.args import DataArgs, demo_files
 from rl.data.job import Job
@@ -30,7 +30,7 @@ from rl.rewards.pool import RewardArgs, check_sources
 from rl.samples.schedule import BatchSchedule, Schedule, check_kind
 
 if TYPE_CHECKING:
-    from rl.data.image_prompts import ImagePrep
+    pass
 
 DEFAULT_STEPS = 200  # to train without a flag
 
@@ -103,7 +103,6 @@ class CommonArgs(RunArgs):
     correction: RolloutCorrectionArgs = RolloutCorrectionArgs()
     critic: CriticArgs = CriticArgs()
     teacher: TeacherArgs = TeacherArgs()
-    imitation: ImitationArgs = ImitationArgs()
     learner: LearnerArgs = field(default_factory=LearnerArgs)
     log: LogArgs = LogArgs()
     checkpoint: CheckpointArgs = CheckpointArgs()
@@ -207,8 +206,6 @@ def set_up(args: CommonArgs, file: str) -> Job:
     sources = prompts.sources() | (val_prompts.sources() if val_prompts else {})
     if not (args.environment.env or args.environment.has_agent):  # these may score themselves
         check_sources(sources, args.reward)
-    imitates = args.imitation.sft_files and not args.val_only
-    demonstrations = read_demonstrations(args, path, tokenizer, prep) if imitates else None
     return Job(
         script=Path(file).stem,
         path=path,
@@ -217,7 +214,6 @@ def set_up(args: CommonArgs, file: str) -> Job:
         val_prompts=val_prompts,
         order=PromptOrder(len(prompts), args.seed, args.data.shuffle),
         total_steps=args.total_steps(len(prompts)),
-        demonstrations=demonstrations,
         environments=environments,
         teacher_prompts=teacher_prompts,
     )
@@ -234,17 +230,6 @@ def read_model(model: str, args) -> tuple[str, PretrainedConfig, PreTrainedToken
 
         check_adapters(empty_model(config, args.trust_remote_code), args.learner, f"--model {path}")
     return path, config, tokenizer
-
-
-def read_demonstrations(args: CommonArgs, path: str, tokenizer: PreTrainedTokenizerBase, prep: "ImagePrep | None") -> Any:
-    """Return the conversations of --sft-files. Raise UserError if they cannot be used."""
-    from rl.data.demonstrations import DemonstrationArgs, Demonstrations  # late: other runs do not need it
-
-    if prep:
-        raise UserError(f"--sft-files takes only text, and --model {path} takes images. Leave the flag out.")
-    limits = DemonstrationArgs(max_length=sum(args.longest), filter_overlong_prompts=args.data.filter_overlong_prompts)
-    ends = end_token_ids(path, tokenizer, args.trust_remote_code)
-    return Demonstrations(args.imitation.sft_files, "sft", tokenizer, limits, ends)
 
 
 def read_teacher_prompts(args: CommonArgs, prompts: PromptDataset) -> Any:
@@ -291,10 +276,6 @@ def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
         from rl.algorithm.critic import Critic
 
         learner.critic = Critic(critic_path(args, job.path), args, learner.ranks, job.total_steps)
-    if args.imitation.sft_files and trains:
-        from rl.algorithm.imitation import Imitation
-
-        learner.imitation = Imitation(args, job.demonstrations)
     return learner
 
 

@@ -1,12 +1,13 @@
 """The surroundings of the algorithm in train_sft.py: its flags, the start, and a run without samples and rewards."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
 
+import numpy as np
 import torch
 
-from rl.algorithm.imitation import to_groups
 from rl.checkpoint.resume import CheckpointArgs, Resumed
 from rl.data.demonstrations import DemonstrationArgs, Demonstrations
 from rl.data.job import Job
@@ -18,6 +19,7 @@ from rl.learning.division import Division
 from rl.model.pretrained import end_token_ids, takes_images
 from rl.ranges import Range
 from rl.record.run import LogArgs
+from rl.samples.group import Group, Response
 from rl.samples.schedule import Schedule, check_kind
 from rl.setup import RunArgs, read_model
 from rl.training_run import LearnerRun
@@ -125,3 +127,17 @@ class SupervisedRun(LearnerRun):
         self.record.warn("optimizer steps skipped", new, "Their gradient was not finite: training diverges. Try a lower --lr.")
         self.record.log_tickets(step, batch.tickets)
         super().log(step, batch, metrics)
+
+
+def to_groups(rows: Sequence, indices: Mapping[int, int]) -> list[Group]:
+    """Convert rows of rl.data.demonstrations.Demonstrations to groups, which a learner takes: all tokens before the first
+    trained one are the prompt. indices: ticket -> row."""
+    return [_to_group(ticket, rows, index) for ticket, index in indices.items()]
+
+
+def _to_group(ticket: int, rows: Sequence, index: int) -> Group:
+    ids, trained = rows[index]
+    first = int(trained.argmax())
+    unknown = np.zeros(len(ids) - first, np.int32)
+    response = Response(ids[first:], unknown.astype(np.float32), unknown, "stop", mask=trained[first:])
+    return Group(ticket, ids[:first], "sft", [response])

@@ -47,7 +47,7 @@ class LearnerRun:
         state the learner already has, in a run that does not restore it here. Raise UserError if the run cannot resume. A
         collective of the learners."""
         self.args, self.job, self.learner, self.num_ranks = args, job, learner, num_ranks
-        self._identity = Identity(args, job.script, job.path, job.prompts, job.demonstrations)
+        self._identity = Identity(args, job.script, job.path, job.prompts)
         resumed = resume(args, self._identity, learner, job.total_steps)
         self.done = resumed.step or after  # the last step trained before
         self._restore(resumed)
@@ -218,7 +218,7 @@ class TrainingRun(LearnerRun):
         """Return the error that ends a run after steps without one score, the last of which is `step`."""
         args = self.args
         last = f"the last {self._unscored} steps" if self._unscored > 1 else "the last step"
-        learns_anyway = args.teacher.teacher or args.imitation.sft_files
+        learns_anyway = args.teacher.teacher
         weights = "" if learns_anyway else f", with the weights of step {step - self._unscored}"
         name = "" if args.log.experiment_name else f" with --experiment-name {self.saver.run_dir.name}"
         more = "" if step < self.job.total_steps else ", for more steps (--total-training-steps)"

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import losses
 from rl.errors import UserError
 from rl.parts import Part
-from rl.ranges import Content, MayChange, Range, flag
+from rl.ranges import Content, Range, flag
 
 Bounds = tuple[float | None, float]  # (None, cap) or a band
 Criterion = tuple[str, str, float, float]  # level, divergence, low, high: see losses.rollout_rejection_mask
@@ -158,26 +158,6 @@ class CriticArgs(Part):
             raise UserError(f"{estimator} trains a whole critic, which --lora-rank is there to avoid. Leave one of them out.")
         if args.learner.expert_parallel > 1:
             raise UserError(f"--expert-parallel divides the policy's experts, not a critic's. Leave it out with {estimator}.")
-
-
-@dataclass(frozen=True)
-class ImitationArgs(Part):
-    """Demonstrations in addition to the policy's samples."""
-
-    _field = "imitation"
-
-    sft_files: MayChange[tuple[str, ...]] = ()
-    """Conversations to imitate while training by reward, in the forms of train_sft.py's --train-files. None may have more
-    tokens than a prompt with its response."""
-    sft_coef: Annotated[float, Range(above=0)] = 0.1
-    """Weight of the demonstrations' loss, the mean of -log p over the tokens of their answers, next to the policy loss."""
-    sft_batch_size: Annotated[int, Range(at_least=1)] = 8
-    """Demonstrations of each optimizer step, over all ranks."""
-
-    def check(self, args) -> None:
-        """Raise UserError for flags that cannot be combined with demonstrations."""
-        if self.sft_files and args.learner.router_replay == "R3":
-            raise UserError("--router-replay R3 replays a generator's routes, and --sft-files have none. Take R2, or off.")
 
 
 @dataclass(frozen=True)

@@ -62,19 +62,17 @@ class Demonstrations(FileRows):
     """The rows of all files, end to end. Raises UserError for a row that cannot be used, with its file, number and remedy."""
 
     prep = None  # for images, which conversations do not have
+    limit = "--max-length"  # of a conversation, in messages
 
     def __init__(
         self,
         files: Sequence[str],
-        split: Literal["train", "val", "sft"],
+        split: Literal["train", "val"],
         tokenizer: PreTrainedTokenizerBase,
         args: DemonstrationArgs,
         end_tokens: set[int],
     ):
-        """end_tokens: those that end a response of the model. split: "sft" for --sft-files."""
-        is_sft = split == "sft"
-        self._limit = "--max-prompt-length with --max-response-length, which make" if is_sft else "--max-length"
-        self._remedy = "Name them so." if is_sft else "See --messages-key, --prompt-key and --response-key."
+        """end_tokens: those that end a response of the model."""
         self.tokenizer, self.args, self.end_tokens = tokenizer, args, end_tokens
         super().__init__(files, split)
         most = args.val_max_samples if split == "val" else args.train_max_samples
@@ -86,7 +84,7 @@ class Demonstrations(FileRows):
         self.rows = measure(used, functools.partial(self._measure_part, split)).kept
         if not len(self.rows):
             raise UserError(
-                f"{', '.join(self.files)}: no conversation has at most {self._limit} {args.max_length} tokens. Raise it."
+                f"{', '.join(self.files)}: no conversation has at most {self.limit} {args.max_length} tokens. Raise it."
             )
 
     def __getitem__(self, index: int) -> Demonstration:
@@ -99,7 +97,7 @@ class Demonstrations(FileRows):
             return
         raise UserError(
             f"{file}: there is no column {args.messages_key!r}, nor {args.prompt_key!r} with {args.response_key!r}; the "
-            f"columns are {', '.join(sorted(columns))}. {self._remedy}"
+            f"columns are {', '.join(sorted(columns))}. See --messages-key, --prompt-key and --response-key."
         )
 
     def _measure_part(self, split: str, part: range, found: Measured) -> None:
@@ -111,7 +109,7 @@ class Demonstrations(FileRows):
                     found.kept.append(row)
                 elif not self.args.filter_overlong_prompts:
                     raise UserError(
-                        f"{self._where(row)}: the conversation has {length} tokens, more than {self._limit} "
+                        f"{self._where(row)}: the conversation has {length} tokens, more than {self.limit} "
                         f"{self.args.max_length}. Raise it, or leave such rows out with --filter-overlong-prompts."
                     )
                 watchdog.progress()

@@ -18,6 +18,5 @@ class Job:
     order: PromptOrder
     total_steps: int
     notes: dict = field(default_factory=dict)  # further entries of the run's config.json
-    demonstrations: Any = None  # with --sft-files: rl.data.demonstrations.Demonstrations
     environments: Any = None  # with --env or --tools: the rank's rl.environments.pool.Environments
     teacher_prompts: Any = None  # with --teacher-prompt: rl.data.teacher_prompts.TeacherPrompts

@@ -50,7 +50,6 @@ class Learner:
     """The policy under training, its optimizer and schedule, and the frozen reference policy, if any."""
 
     critic = None  # of rl/algorithm/critic.py, if the advantages need one
-    imitation = None  # of rl/algorithm/imitation.py, with --sft-files
     teacher = None  # of rl/algorithm/teacher.py, with --teacher
 
     def __init__(
@@ -125,16 +124,14 @@ class Learner:
 
     def begin_step(self, has_signal: bool = True) -> None:
         """Begin a training step: set its learning rate. has_signal: False if no response was scored, so that there is nothing
-        to learn from without a teacher or demonstrations. As in verl, all optimizer steps of a training step have one rate, so
+        to learn from without a teacher. As in verl, all optimizer steps of a training step have one rate, so
         a run can resume with a different number of them. The schedule counts the steps that had a gradient."""
-        has_signal = has_signal or bool(self.teacher or self.imitation)
+        has_signal = has_signal or bool(self.teacher)
         self.steps += 1
         warmup = 0
         if self.critic:
             self.critic.begin_step(has_signal)
             warmup = self.critic.warmup
-        if self.imitation:
-            self.imitation.begin_step(self.steps)
         self._is_frozen = self.steps <= warmup or not has_signal
         self._updated_before = self.updated
         self.optimizer.param_groups[0]["lr"] = self.args.lr * lr_factor(self.updated, self.total_steps - warmup, self.args)

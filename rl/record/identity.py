@@ -31,10 +31,9 @@ MUST_STAY_IN_A_STREAM = {"ppo_mini_batch_size", "train_batch_size", "publish_eve
 class Identity:
     """A run's identity now, to be compared with the one in a checkpoint."""
 
-    def __init__(self, args, script: str, path: str, prompts: PromptDataset, demonstrations=None):
-        """args: the script's. path: the model's directory or hub name. prompts: to train. demonstrations: of --sft-files."""
+    def __init__(self, args, script: str, path: str, prompts: PromptDataset):
+        """args: the script's. path: the model's directory or hub name. prompts: to train."""
         self.args, self.script, self.path, self.prompts = args, script, path, prompts
-        self.demonstrations = demonstrations
 
     @cached_property
     def record(self) -> dict:
@@ -44,8 +43,6 @@ class Identity:
         for name, content in marks(type(self.args), Content).items():
             if value := parts.get(self.args, name):
                 contents[name] = _digest_model(resolve(value)) if content.kind == "model" else _digest_code(value)
-        if self.demonstrations is not None:
-            contents["sft_files"] = _digest_prompts(self.demonstrations)
         return masked(json.loads(json.dumps({"script": self.script, "flags": parts.flat(self.args), "contents": contents})))
 
     def check(self, was: dict, where: Path) -> list[str]:

@@ -25,7 +25,6 @@ import train_sync
 from rl import parts
 from rl.algorithm import whole_batch
 from rl.algorithm.critic import Critic
-from rl.algorithm.imitation import Imitation
 from rl.algorithm.teacher import Teacher
 from rl.data.prompts import Prompt
 from rl.generation import generator as engines
@@ -147,9 +146,6 @@ def learn(
         if args.teacher.teacher:
             prompts = SimpleNamespace(ids_of=lambda order, ticket, ids: [3] * 40 + ids)
             model.teacher = Teacher.of(args, SimpleNamespace(order=None, teacher_prompts=prompts), model)
-        if args.imitation.sft_files:
-            of_two = np.array([3, 4, 5, 6]), np.array([False, True, True, True])
-            model.imitation = Imitation(args, [of_two] * 5)
         if args.loss.needs_critic:
             model.critic = Critic(path, args, model.ranks, 10)
         model.ranks = dataclasses.replace(model.ranks, rank=rank)  # whose micro-batches it takes
@@ -337,7 +333,6 @@ CASES = {  # a new kind of model is a line more
     "a teacher's tokens": lambda m: learn(m["qwen3"], 2, 0, teacher=m["qwen3"], teacher_top_k=2),
     "a teacher's prompts": lambda m: learn(m["qwen3"], 4, 2, sequence_parallel=2, teacher="self", teacher_prompt="{prompt}"),
     "a critic": lambda m: learn(m["qwen3"], 2, 0, adv_estimator="gae", gamma=0.9),
-    "demonstrations": lambda m: learn(m["qwen3"], 2, 1, sft_files=("some",), sft_batch_size=4),
     "in turns": lambda m: turns(m["qwen3"], dtype="bfloat16"),
     "in turns, images": lambda m: turns(m["qwen3-vl"], freeze_vision_tower=True),
     "engine, experts": lambda m: generate(m["moe"]),

@@ -119,7 +119,7 @@ def test_a_folder_has_a_sign_and_few_files(folder):
 @pytest.mark.slow
 def test_a_start_of_plain_training_imports_no_room_of_a_feature():
     """Imported where a flag or the model asks for it."""
-    rooms = """adapters algorithm.critic algorithm.imitation algorithm.teacher checkpoint.push data.demonstrations
+    rooms = """adapters algorithm.critic algorithm.teacher checkpoint.push data.demonstrations
         data.image_prompts data.teacher_prompts data.tools environments.pool generation.episodes generation.vllm
         learning.batch_images learning.compact_adamw model.attention_kernels model.compiled model.expert_parallel model.hybrid
         model.liger model.router model.sampling_mask model.sequence_parallel model.vision_forward record.wandb_log replay

@@ -63,7 +63,6 @@ ROWS = {
         refused="--teacher-prompt: was {ground_truth}={prompt}, is {prompt}",
         learners=("--sequence-parallel", 2),
     ),
-    "demonstrations": Row(("--sft-files", "demo", "--sft-batch-size", 5, "--sft-coef", 1), ("actor/sft_nll",)),
     "experts": Row(
         ("--model", "demo-moe", "--router-replay", "R3", "--rollout-dtype", "bfloat16", "--max-tokens-per-micro-batch", 80),
         ("moe/replay/tokens_differ", "moe/load/max"),

@@ -119,8 +119,8 @@ def _check_models(args: CommonArgs, path: str, config: PretrainedConfig) -> None
 
 def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn, image_size: str | None) -> Memory:
     script = importlib.import_module(name)
-    # Compiled code computes the same. Demonstrations are in micro-batches of their own, none of which is larger.
-    args = parts.make(script.Args, **flags | {"compile": False, "sft_files": ()})
+    # compiled code computes the same
+    args = parts.make(script.Args, **flags | {"compile": False})
     path = resolve(args.model)
     config = load_config(path, args.trust_remote_code)
     exported = config.dtype or torch.float32  # `empty_model` changes it
