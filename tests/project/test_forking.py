@@ -73,7 +73,7 @@ def test_what_it_makes_trains(title, key, demo_model, tmp_path):
 # ------------------------------------------------------------------------------------------------------------ examples/forks
 
 FORKS = {path.stem: path for path in sorted((ROOT / "examples" / "forks").glob("*.diff"))}
-STATE = {"adaptive_kl", "entropy_target", "greso"}  # those that keep something between two steps
+STATE = {"adaptive_kl", "entropy_target", "greso", "imitation"}  # those that keep something between two steps
 LAST = {  # flags -> what the last step's metrics have to be
     "adaptive_kl": (
         ["--use-kl-in-reward", "--target-kl", "1e-12", "--kl-horizon", "64", "--kl-reward-coef", "0.5"],
@@ -88,6 +88,10 @@ LAST = {  # flags -> what the last step's metrics have to be
         lambda m: all(row["critic/advantages/max"] > 0 for row in m),
     ),
     "greso": ([], lambda m: m[-1]["prompts/hard"] + m[-1]["prompts/easy"] > 0),
+    "imitation": (
+        ["--sft-files", "demo", "--sft-batch-size", "5", "--sft-coef", "1"],
+        lambda m: m[-1]["actor/sft_nll"] < m[0]["actor/sft_nll"],
+    ),
     "off_policy_mask": (
         ["--off-policy-mask-threshold", "1e-9", "--ppo-epochs", "2"],
         lambda m: m[-1]["actor/off_policy_masked"] > 0,
@@ -158,3 +162,13 @@ def test_a_centered_step_has_the_gradient_of_its_definition(tmp_path):
     done = run_script(ROOT / "tests" / "programs" / "score_centering.py", tmp_path, fresh=True, env=env)
     error, without_the_baseline = json.loads(done.stdout.splitlines()[-1])
     assert error < 1e-5 and without_the_baseline > 0.1
+
+
+@pytest.mark.runs
+def test_demonstrations_add_transformers_gradient_with_their_own_denominator(tmp_path):
+    """In all scripts, packed or one by one."""
+    apply("imitation", tmp_path / "tree")
+    env = {"PYTHONPATH": str(tmp_path / "tree")}
+    done = run_script(ROOT / "tests" / "programs" / "imitation.py", tmp_path, fresh=True, env=env)
+    errors = json.loads(done.stdout.splitlines()[-1])
+    assert len(errors) == 3 * 2 * 3 and max(errors) < 3e-5
