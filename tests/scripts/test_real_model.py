@@ -1,4 +1,4 @@
-"""A model that somebody pretrained: SmolLM2 from its package on PyPI, by the commands of docs/real-model.md."""
+"""A model that somebody pretrained: SmolLM2 from its package on PyPI, and the tasks for it."""
 
 import os
 import subprocess
