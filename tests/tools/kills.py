@@ -22,9 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it is also a program
+
 from helpers import ROOT, command, environment, marked
 
-sys.path.insert(0, str(ROOT))
 TEST_FREQ = 2
 
 
