@@ -18,7 +18,8 @@ from rl import parts
 from rl.algorithm import whole_batch
 from rl.errors import UserError
 from rl.learning.batch import Batch
-from rl.learning.learner import Learner
+from rl.learning.learner import Forward, Learner
+from rl.learning.micro_batches import MicroBatch, Tokens
 from rl.model.pretrained import load_tokenizer
 from rl.ranges import check
 from rl.ranks.timers import Timers
@@ -41,6 +42,17 @@ def shallow(demo_model, ranks, tmp_path_factory):
     AutoModelForCausalLM.from_pretrained(demo_model, **one).save_pretrained(path)
     load_tokenizer(demo_model).save_pretrained(path)
     return Trainer(path, ranks)
+
+
+@pytest.mark.parametrize("script", [train_sync, train_one_step_off, train_async], ids=lambda script: script.__name__)
+def test_the_kl_that_is_reported_is_positive_where_tokens_became_less_likely(script):
+    """Old log-prob minus new, as in verl and TRL."""
+    batch = Batch.of([make_group(0, [3, 4])])
+    batch.targets.old_log_prob, batch.targets.advantage = batch.rollout_log_prob, torch.ones(7)
+    t = Tokens.of(batch, MicroBatch.of(batch, [0, 1], torch.device("cpu")))
+    out = Forward(t.old_log_prob - 0.25, torch.zeros(7))
+    _, stats = script.actor_loss(parts.make(script.Args), t, out, 7.0)
+    torch.testing.assert_close(stats["ppo_kl"], torch.full((7,), 0.25))
 
 
 def makes_sense(estimator: str, loss: str, aggregation: str) -> bool:

@@ -152,6 +152,7 @@ def test_a_validation_has_the_reward_functions_other_numbers(generator):
     for source in ("d", "other/e"):
         assert metrics[f"val-aux/{source}/length/mean@3"] == 4.5 and metrics[f"val-aux/{source}/form/mean@3"] == 1
         assert metrics[f"val-core/{source}/acc/mean@3"] == pytest.approx(1 / 3)
+        assert metrics[f"val-core/{source}/acc/pass@3"] == 1
     assert metrics["val-aux/reward/unscored"] == 2
     assert len(metrics) == 1 + 2 * 4, "these, mean and pass of the accuracy, and the count of unscored"
 

@@ -263,3 +263,18 @@ def test_shards_are_gathered_in_buckets_to_the_bit(models, bucket, most):
     done = run_script("tests/programs/gathers.py", models["qwen2-untied"], str(bucket), ranks=3)
     counts = [int(n) for n in re.findall(r": (\d+) collectives", done.stdout)]
     assert len(counts) == 3 * 8 and 1 <= min(counts) <= max(counts) <= most
+
+
+def test_the_learning_rates_schedule_counts_training_steps_with_a_gradient(models, ranks):
+    """However many optimizer steps each has."""
+    learner = Learner(models["qwen2-tied"], LearnerArgs(), ranks, 10)
+    batch = Batch.of([make_group(0, [3, 4])])
+    counted = []
+    for updates in (2, 0, 1):
+        learner.begin_step(has_signal=updates > 0)
+        for _ in range(updates):
+            (micro,) = micro_batches(batch, torch.arange(2), 4096, learner.ranks)
+            learner.forward(micro).log_prob.sum().backward()
+            learner.step()
+        counted.append((learner.steps, learner.updated))
+    assert counted == [(1, 1), (2, 1), (3, 2)]

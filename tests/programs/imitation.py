@@ -1,5 +1,5 @@
-"""Started by test_forking.py with the fork imitation: prints how far, relatively, what its term adds to each update's gradient is
-from the coefficient times transformers' gradient of the same conversations, and the same of the metric.
+"""Started by test_forking.py with the fork imitation: prints how far, relatively, what its term adds to each update's gradient
+is from the coefficient times transformers' gradient of the same conversations, and the same of the metric.
 
 python imitation.py OUT
 """
@@ -10,12 +10,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from helpers import flat_gradient, make_demonstrations, make_group, padded_loss, relative, save_model
+from rl.algorithm.imitation import Imitation
 
 import train_async
 import train_one_step_off
 import train_sync
 from rl import parts
-from rl.algorithm.imitation import Imitation
 from rl.learning.batch import Batch
 from rl.learning.division import Division
 from rl.learning.learner import Learner

@@ -55,6 +55,13 @@ def take_one(tickets: Tickets, version: int, dropped: int = 0) -> int | None:
     return next(iter(tickets.take(1, 0, version, State(version=version, dropped=dropped))), None)
 
 
+def test_the_last_step_publishes_too():
+    schedule = AsyncSchedule(publish_every=4)
+    published = [step for step in range(1, 11) if schedule.publishes_after(step, 10)]
+    assert published == [4, 8, 10] == [schedule.step_of(version, 10) for version in (1, 2, 3)]
+    assert [schedule.version_at(step) for step in (1, 4, 5, 9, 10)] == [0, 0, 1, 2, 2]
+
+
 def test_a_ticket_that_may_not_start_is_kept_and_dropped_ones_make_room():
     store, args = HashStore(), AsyncSchedule(ppo_mini_batch_size=2, staleness_threshold=0)
     open_tickets(store)
