@@ -46,7 +46,7 @@ def in_words(number: int) -> str:
 
 
 def times(rng: random.Random) -> tuple[str, str]:
-    first, second = rng.randint(11, 199), rng.randint(2, 9)
+    first, second = rng.randint(10, 99), rng.randint(2, 9)
     return f"What is {first} times {second}?", str(first * second)
 
 
@@ -119,7 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", help=f"one of {', '.join(TASKS)}, or {GYM}NAME")
     parser.add_argument("--out", type=Path, help="directory to write to; by default data/<task>")
-    parser.add_argument("--train", type=int, default=600, help="training rows")
+    parser.add_argument("--train", type=int, default=400, help="training rows")
     parser.add_argument("--test", type=int, default=200, help="validation rows: none of them is a training row")
     args = parser.parse_args()
     if args.task not in TASKS and not args.task.startswith(GYM):
