@@ -7,7 +7,7 @@
     python examples/small_tasks.py reasoning-gym:letter_counting  # any task of that package (pip install reasoning-gym)
     torchrun --standalone train_sync.py --train-files data/times/train.parquet --reward examples/small_tasks.py:score ...
 
-`form` is graded by the grader of GSM8K, a task of reasoning-gym by its own, the others by `score` below: 1 or 0.
+`score` takes the grader of GSM8K for `form`, and that of reasoning-gym for its tasks; the others get 1 or 0.
 """
 
 import argparse
@@ -18,8 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 UNITS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen "
@@ -34,7 +33,7 @@ KINDS = {
     "a tool": "hammer saw drill wrench pliers screwdriver chisel shovel axe rake ladder",
     "a part of the body": "arm leg nose knee elbow finger shoulder ankle wrist stomach ear neck",
 }
-GYM = "reasoning-gym:"
+GYM, GSM8K = "reasoning-gym:", "openai/gsm8k"
 
 
 def in_words(number: int) -> str:
@@ -78,7 +77,7 @@ TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
 }
 
 
-def score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+def score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float | dict:
     """Return 1.0 if the response's answer is right, and else 0.0: for `times` and `words` the answer is the last number,
     for `choice` the last letter that stands alone. A task of reasoning-gym has its own grader, whose scores may lie between."""
     if data_source.startswith(GYM):
@@ -86,6 +85,10 @@ def score(data_source: str, solution_str: str, ground_truth: str, extra_info: di
 
         grade = reasoning_gym.get_score_answer_fn(data_source.removeprefix(GYM))
         return float(grade(solution_str.strip(), json.loads(extra_info["entry"])))
+    if data_source == GSM8K:
+        from rl.rewards.verifiers import gsm8k
+
+        return gsm8k(data_source, solution_str, ground_truth)
     answers = re.findall(r"\b[ABCD]\b" if data_source == "small/choice" else r"\d+", solution_str.replace(",", ""))
     return float(bool(answers) and answers[-1] == ground_truth)
 
@@ -103,7 +106,7 @@ def rows(task: str, count: int, seed: int) -> Iterator[dict]:
     if len(different) < count:
         sys.exit(f"error: {task} has not {count:,} different questions. Give smaller --train and --test.")
     for question, answer in list(different.items())[:count]:
-        yield row("openai/gsm8k" if task == "form" else f"small/{task}", question, answer)
+        yield row(GSM8K if task == "form" else f"small/{task}", question, answer)
 
 
 def row(data_source: str, question: str, answer: str, **more) -> dict:
@@ -116,6 +119,9 @@ def row(data_source: str, question: str, answer: str, **more) -> dict:
 
 
 def main() -> None:
+    from examples.make_data import write  # late: a scoring process needs none of these
+    from rl.errors import UserError
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", help=f"one of {', '.join(TASKS)}, or {GYM}NAME")
     parser.add_argument("--out", type=Path, help="directory to write to; by default data/<task>")
@@ -125,10 +131,12 @@ def main() -> None:
     if args.task not in TASKS and not args.task.startswith(GYM):
         sys.exit(f"error: {args.task} is no task. Choose one of {', '.join(TASKS)}, or {GYM}NAME.")
     out = args.out or Path("data", args.task.replace(":", "-"))
-    out.mkdir(parents=True, exist_ok=True)
     made = list(rows(args.task, args.train + args.test, seed=0))
     for name, part in {"train": made[: args.train], "test": made[args.train :]}.items():
-        pq.write_table(pa.Table.from_pylist(part), out / f"{name}.parquet")
+        try:
+            write(out / f"{name}.parquet", part)
+        except UserError as error:
+            sys.exit(f"error: {error}")
         print(f"{out / name}.parquet: {len(part):,} rows")
 
 
