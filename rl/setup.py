@@ -5,7 +5,7 @@ Left out: joining the process groups (rl/ranks/dist.py), and the flags of a comp
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -28,9 +28,6 @@ from rl.ranks.dist import Ranks, engines_first
 from rl.record.run import LogArgs
 from rl.rewards.pool import RewardArgs, check_sources
 from rl.samples.schedule import BatchSchedule, Schedule, check_kind
-
-if TYPE_CHECKING:
-    pass
 
 DEFAULT_STEPS = 200  # to train without a flag
 

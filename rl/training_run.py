@@ -99,12 +99,8 @@ class LearnerRun:
         is_main = self.learner.ranks.is_main
         raise Stopped(f"SIGTERM to {stops.asked()}: stopped after step {step}; {kept}" if is_main else "")
 
-    def finish(self) -> None:
-        """Wait for the last checkpoint, and close the record. A collective."""
-        self._end()
-
-    def _end(self) -> Path | None:
-        """Wait for the last checkpoint, and close the record. Return the checkpoint."""
+    def finish(self) -> Path | None:
+        """Wait for the last checkpoint, and close the record. Return the checkpoint. A collective."""
         checkpoint = None if self.args.val_only else self.saver.finish(self.job.total_steps)
         self.record.finish(checkpoint, self.plotted)
         return checkpoint
@@ -218,8 +214,7 @@ class TrainingRun(LearnerRun):
         """Return the error that ends a run after steps without one score, the last of which is `step`."""
         args = self.args
         last = f"the last {self._unscored} steps" if self._unscored > 1 else "the last step"
-        learns_anyway = args.teacher.teacher
-        weights = "" if learns_anyway else f", with the weights of step {step - self._unscored}"
+        weights = "" if args.teacher.teacher else f", with the weights of step {step - self._unscored}"
         name = "" if args.log.experiment_name else f" with --experiment-name {self.saver.run_dir.name}"
         more = "" if step < self.job.total_steps else ", for more steps (--total-training-steps)"
         return UserError(
@@ -312,15 +307,16 @@ class TrainingRun(LearnerRun):
             raise self._outage(step, self._save_last(step))
         super().save_if_due(step)
 
-    def finish(self) -> None:
+    def finish(self) -> Path | None:
         """Also end the stream of samples. Raise UserError if the last step had no score."""
         if self.args.val_only and self.samples:  # in train_sync.py `validate_first` has recorded it
             self.record.log(0, self._take_validations(until=0))
         for line in self.samples.close() if self.samples else ():
             self.record.say(line)
-        checkpoint = self._end()
+        checkpoint = super().finish()
         if self._unscored:
             raise self._outage(self.job.total_steps, checkpoint)
+        return checkpoint
 
     def _save_last(self, step: int) -> Path | None:
         if self.samples:

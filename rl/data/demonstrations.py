@@ -9,7 +9,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from rich.progress import track
@@ -63,16 +63,17 @@ class Demonstrations(FileRows):
 
     prep = None  # for images, which conversations do not have
     limit = "--max-length"  # of a conversation, in messages
+    remedy = "See --messages-key, --prompt-key and --response-key."  # where columns are missing
 
     def __init__(
         self,
         files: Sequence[str],
-        split: Literal["train", "val"],
+        split: str,
         tokenizer: PreTrainedTokenizerBase,
         args: DemonstrationArgs,
         end_tokens: set[int],
     ):
-        """end_tokens: those that end a response of the model."""
+        """split: as in read_table. end_tokens: those that end a response of the model."""
         self.tokenizer, self.args, self.end_tokens = tokenizer, args, end_tokens
         super().__init__(files, split)
         most = args.val_max_samples if split == "val" else args.train_max_samples
@@ -97,7 +98,7 @@ class Demonstrations(FileRows):
             return
         raise UserError(
             f"{file}: there is no column {args.messages_key!r}, nor {args.prompt_key!r} with {args.response_key!r}; the "
-            f"columns are {', '.join(sorted(columns))}. See --messages-key, --prompt-key and --response-key."
+            f"columns are {', '.join(sorted(columns))}. {self.remedy}"
         )
 
     def _measure_part(self, split: str, part: range, found: Measured) -> None:

@@ -202,11 +202,10 @@ class Generator:
             mask = group.mask(i, len(output.token_ids))
             length = len(output.token_ids) if mask is None else int(mask.sum())
             penalty = overlong_penalty(length, limit, reward.overlong_buffer_len, reward.overlong_penalty_factor)
-            value = score.score
-            total = None if value is None else value + penalty
+            total = None if score.score is None else score.score + penalty
             extra = score.extra | self.responses.extra((key, i))
-            if reward.overlong_buffer_len and value is not None:
-                extra |= {UNPENALISED: value, PENALTY: penalty}
+            if reward.overlong_buffer_len and score.score is not None:
+                extra |= {UNPENALISED: score.score, PENALTY: penalty}
             responses.append(to_response(output, group, total, extra, score.error))
         if group.greedy:
             greedy = responses.pop()

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from families import end_tokens, tokenizer_of
-from helpers import ROOT, descendants, environment, eventually, left_over
+from helpers import ROOT, environment, eventually, left_over
+from processes import descendants
 
 from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 from families import end_tokens, tokenizer_of
-from helpers import descendants, eventually, free_port
+from helpers import eventually, free_port
+from processes import descendants
 from test_pool import answers, ids_of, model  # noqa: F401 model: a fixture
 
 import train_sync

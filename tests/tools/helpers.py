@@ -305,19 +305,6 @@ def marked(mark: str) -> Iterator[tuple[int, str, str, str]]:
             yield int(process.name), name, line.replace("\0", " "), environ
 
 
-def descendants(ancestor: int) -> list[int]:
-    """Return the children of a process, their children, and so on."""
-    of: dict[int, list[int]] = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, IndexError):  # it has just ended
-            parent = int(file.read_text(errors="replace").rpartition(")")[2].split()[1])
-            of.setdefault(parent, []).append(int(file.parent.name))
-    found = list(of.get(ancestor, ()))
-    for pid in found:
-        found += of.get(pid, ())
-    return found
-
-
 def left_over(mark: str) -> list[str]:
     """Return the command lines of living processes with the mark."""
     return [line for _, _, line, _ in marked(mark)]
