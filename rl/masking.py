@@ -24,7 +24,11 @@ SHAPES = re.compile(
     r"|(?:npm|pypi|xai|csk|tvly|pplx|lsv2|fw|dop|wandb|hvs|dapi|ya29|SG)[-_.]?(?=[\w.-]*\d)[\w.-]{20,})"
 )
 IN_ADDRESS = re.compile(r"(?<=://)[^\s/?#\"']+(?=@)")
-SCHEME = re.compile(r"\b(Bearer|Basic|Token|Authorization: *[\w-]+) +(?!\*\*\*)([^\s\"',;]+)", re.IGNORECASE)
+# "Token abc123", but not "its end token is"
+SCHEME = re.compile(
+    r"\b(Bearer|Authorization: *[\w-]+|(?:Basic|Token)(?= +(?:[^\s\"',;]*\d|[^\s\"',;]{16}))) +(?!\*\*\*)([^\s\"',;]+)",
+    re.IGNORECASE,
+)
 VALUE = r"""((?:"(?:[^"\\]|\\.)*"|'[^']*'|\\.|[^\s"'\\END])+)"""
 VALUE_IN_ADDRESS = re.compile(VALUE.replace("END", "&"))
 # --name value, and "name": value, ?name=value, name: value

@@ -64,7 +64,7 @@ def kind() -> str:
     wanted = os.environ.get("RL_DEVICE") or found
     if wanted not in ("cpu", found):
         has = "only a CPU" if found == "cpu" else f"{found} devices and the CPU"
-        raise UserError(f"RL_DEVICE={wanted}, but torch finds {has} here: unset RL_DEVICE.")
+        raise UserError(f"the environment has RL_DEVICE={wanted}, but torch finds {has} here: unset RL_DEVICE.")
     if found == "cpu" and not os.environ.get("RL_DEVICE") and launch.here().local_rank == 0:
         _warn_of_unused()
     return wanted
