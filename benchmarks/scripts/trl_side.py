@@ -85,7 +85,8 @@ def exact(completions, ground_truth, **_) -> list[float]:
 
 def small(completions, source, ground_truth, **_) -> list[float]:
     answers = zip(source, texts(completions), ground_truth, strict=True)
-    return [score(task, text, truth, {}) for task, text, truth in answers]
+    scores = [score(task, text, truth, {}) for task, text, truth in answers]
+    return [found["score"] if isinstance(found, dict) else found for found in scores]
 
 
 REWARDS = {"exact": exact, "share_of_digits": share_of_digits, "small": small}
