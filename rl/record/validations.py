@@ -13,15 +13,13 @@ val_generations/step_<step>.jsonl has a line for each response: prompt, response
 --record-samples off.
 """
 
-import html
 import json
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl.printable import printable
+from rl.printable import in_markdown
 
 FILE = "validations.jsonl"
 STEP = "training/validated_step"
@@ -73,14 +71,9 @@ def write_responses(run_dir: Path, step: int, rows: list[dict]) -> None:
 
 
 def markdown(rows: list[dict]) -> str:
-    """Return a table of a validation's responses in which Markdown and HTML of the texts are inert."""
-
-    def cell(value) -> str:
-        text = html.escape(printable(str(value)))
-        return re.sub(r"([\\`*_{}\[\]()#+.!|~-])", r"\\\1", text).replace("\n", "<br>")
-
-    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(cell(row[name]) for name in COLUMNS)} |" for row in rows)])
+    """Return a table of a validation's responses."""
+    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(in_markdown(str(row[name])) for name in COLUMNS)} |" for row in rows)])
 
 
 # ------------------------------------------------------------------------------------- arriving from several generators
