@@ -205,8 +205,8 @@ def counted(name: str, act: Callable, out: dict) -> str:
     out[f"{name}, copies"] = {key: count for key, count in counts.items() if key.startswith(("Memcpy", "cudaMemcpyAsync"))}
     out[f"{name}, launches"] = sum(count for key, count in counts.items() if "LaunchKernel" in key)
     out[f"{name}, attention"] = sorted({key[:90] for key in counts if any(word in key.lower() for word in ATTENTION)})[:8]
-    # Kernels alone: an operator's row would count its kernels once more.
-    kernels = [event for event in events if "CUDA" in str(getattr(event, "device_type", ""))]
+    # Kernels alone: the rows of operators and of named ranges would count their kernels once more.
+    kernels = [event for event in events if "CUDA" in str(event.device_type) and not event.is_user_annotation]
     kernels.sort(key=lambda event: -event.self_device_time_total)
     busy = sum(event.self_device_time_total for event in kernels) / 1e3
     out[f"{name}, device seconds"] = busy / 1e3
