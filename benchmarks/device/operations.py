@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 from common import ROOT
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 from torch.profiler import ProfilerActivity
 
 from rl.model import attention
@@ -72,7 +71,6 @@ def off(found: list[Tensor], right: list[Tensor]) -> list[float]:
 
 def facts(args: argparse.Namespace, ranks: Ranks) -> dict:
     out = {"python": sys.version.split()[0], "device": device.name(), "cpus": os.cpu_count()}
-    out["varlen_attn of"] = varlen_attn.__module__  # sitecustomize: shim/ replaces it
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             out[name] = importlib.metadata.version(name)

@@ -15,7 +15,7 @@ if [[ ! -e $site/.done ]]; then
     && touch "$site/.done" || { echo "the wheels could not be installed"; exit 1; }
 fi
 # In front, because the machine has an older transformers
-export PYTHONPATH=$PWD/benchmarks/device/shim:$site${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 WANDB_MODE=disabled
 export RL_CACHE=$KIT_WORK/cache
 [[ -d $RL_CACHE ]] || cp -r .kit/cache "$RL_CACHE"
