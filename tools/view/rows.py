@@ -133,6 +133,8 @@ class Samples:
             pieces.append(text[len(before) :])
             window = [token]
             before = self.text(window)
+        if pieces and not pieces[-1] and window:  # the end is within a character
+            pieces[-1] = self.text(window)[len(before) :]
         return pieces
 
 

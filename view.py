@@ -1,0 +1,86 @@
+"""Shows what a run wrote: its responses, token by token, beside scores and curves.
+
+    python view.py runs/demo                              # a page in the browser; from afar: ssh -L 7799:localhost:7799
+    python view.py runs/a runs/b                          # two runs
+    python view.py runs/demo --html page.html --steps 100-120    # the page as one file, for a colleague or an issue
+    python view.py runs/demo --jsonl rows.jsonl           # a line a response (tools/view/rows.py says what is in it)
+
+In a notebook: `from view import read`. A run records its newest 20 steps and every tenth, and the prompts and scores of all
+(--record-samples, docs/view.md). Left out: what the learner computed of a token; replay.py computes a step again.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from rl.errors import UserError
+from rl.printable import printable
+from tools.view.rows import as_json, read
+
+__all__ = ["read"]
+
+
+@dataclass
+class Args:
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Directories of runs."""
+    port: int = 7799
+    """Port of the page, on 127.0.0.1."""
+    steps: str | None = None
+    """First and last step, such as 100-120, of a file; by default all."""
+    html: Path | None = None
+    """File to write the page to."""
+    jsonl: Path | None = None
+    """File to write the responses to."""
+
+
+def main(args: Args) -> None:
+    if not args.runs:
+        raise UserError("give the directory of a run: python view.py runs/demo")
+    steps = range_of(args.steps)
+    if args.jsonl:
+        count = 0
+        with args.jsonl.open("w") as file:
+            for run in args.runs:
+                for row in read(run, None if args.steps is None else recorded(run, steps)):
+                    file.write(as_json({"run": run.name} | row) + "\n")
+                    count += 1
+        print(f"{args.jsonl}: {count:,} responses")
+        return
+    from tools.view import server  # late: an export needs no server
+    from tools.view.answers import Answers
+
+    answers = Answers(args.runs)
+    if args.html:
+        server.as_file(answers, steps, args.html)
+        print(f"{args.html}: {args.html.stat().st_size / 2**20:.1f} MB")
+    else:
+        server.serve(answers, args.port)
+
+
+def range_of(words: str | None) -> range:
+    """Return the steps that --steps names."""
+    if words is None:
+        return range(sys.maxsize)
+    first, _, last = words.partition("-")
+    if not (first.isdecimal() and (last or first).isdecimal()):
+        raise UserError(f"--steps {words}: give a step, or the first and the last with a hyphen: 100-120.")
+    return range(int(first), int(last or first) + 1)
+
+
+def recorded(run: Path, steps: range) -> list[int]:
+    from rl.record.samples import Record
+
+    return [step for step in Record(run).steps if step in steps]
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Args, description=__doc__))
+    except UserError as error:
+        print(printable(f"error: {error}"), file=sys.stderr)
+        sys.exit(1)
+    except BrokenPipeError:
+        sys.exit(1)
