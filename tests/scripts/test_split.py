@@ -259,18 +259,6 @@ def test_a_stream_from_two_vllm_generators_learns(demo_model, tmp_path):
 
 
 @pytest.mark.timeout(300)
-def test_a_stream_from_a_tensor_parallel_generator(demo_model, tmp_path):
-    """Staleness 0: every batch is of the weights that the learner holds, so log-probs must agree throughout."""
-    pytest.importorskip("vllm")
-    flags = (*BY_VLLM, "--generators", 2, "--rollout-tp", 2, "--staleness-threshold", 0)
-    flags += ("--total-training-steps", 4, "--test-freq", 4)
-    metrics, _, done = train("train_async.py", *flags, out=tmp_path, ranks=3, timeout=280, imported="vllm")
-    assert done.stderr == "", "vLLM's own warnings are kept back (RL_ENGINE_LOG)"
-    assert max(metrics[step]["training/rollout_probs_diff_max"] for step in range(1, 5)) < 1e-4
-    assert sorted(accuracies(metrics)) == [0, 4]
-
-
-@pytest.mark.timeout(300)
 def test_one_step_off_learns_with_vllm(demo_model, tmp_path):
     pytest.importorskip("vllm")
     flags = (*BY_VLLM, "--total-training-steps", 40, "--test-freq", 40)
