@@ -91,7 +91,8 @@ IMPORTED = {  # by the processes that fork runs (tests/tools/forks.py)
     "plain": ["train_sync", "train_one_step_off", "train_async"],
     "vllm": ["train_sync", "train_one_step_off", "train_async", "rl.generation.vllm.engine"],
 }
-IMPORTED["plain"] += ["examples.demo.sums", "datasets", "matplotlib.figure", "torch.distributed.run", "torch._dynamo"]
+IMPORTED["packages"] = ["transformers", "datasets", "matplotlib.figure", "torch.distributed.run", "torch._dynamo", "tyro"]
+IMPORTED["plain"] += ["examples.demo.sums", *IMPORTED["packages"]]
 
 
 class Forks:
