@@ -12,6 +12,7 @@ Where only packages are imported, a fork reads all of the project's code out of 
 import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -145,9 +146,11 @@ def serve(connection: socket.socket) -> None:
 
 
 def warm_up(scripts: list[str]) -> None:
-    """Does once what every run does first, and what Python, transformers and torch keep of it: the flags, a model's forward
-    pass, the names in its files. On one thread and without a backward pass, which would start threads: forks have none."""
+    """Does once what every run does first, and what Python, transformers, torch and matplotlib keep of it: the flags, a model's
+    forward pass, the names in its files, a figure. On one thread and without a backward pass, which would start threads: forks
+    have none."""
     import torch
+    from matplotlib.figure import Figure
     from transformers import AutoModelForCausalLM, Qwen2Config
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -163,6 +166,12 @@ def warm_up(scripts: list[str]) -> None:
         model = AutoModelForCausalLM.from_config(Qwen2Config(vocab_size=32, **sizes))
         model(input_ids=torch.ones(2, 8, dtype=torch.long))
         get_model_conversion_mapping(model)
+    figure = Figure()
+    figure.subplots().plot([0, 1], [0, 1], label="1.5")
+    figure.axes[0].set(xlabel="step", title="a")
+    figure.axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(io.BytesIO(), dpi=150)
 
 
 def compile_vllms_kernel() -> None:
