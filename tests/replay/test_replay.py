@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -125,11 +124,10 @@ def test_other_flags_are_said_to_be_off_policy(sync, tmp_path):
 
 
 @pytest.mark.runs
-def test_a_replay_imports_no_losses_before_the_script():
+def test_a_replay_imports_no_losses_before_the_script(tmp_path):
     """The script's directory decides which losses.py is imported."""
-    command = [sys.executable, "-c", "import sys, replay; print('losses' in sys.modules)"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split() == ["False"]
+    (tmp_path / "imports.py").write_text("import sys, replay; print('losses' in sys.modules)")
+    assert run_script(tmp_path / "imports.py", imported="packages").stdout.split() == ["False"]
 
 
 @pytest.mark.slow
