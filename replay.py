@@ -1,11 +1,11 @@
-"""Trains again on the recorded samples of a run (--record-samples DIR), without generators.
+"""Trains again on the recorded samples of a run (--record-samples all, or the newest steps), without generators.
 
     python replay.py runs/demo                                # the same flags: the same weights, bit for bit
     python replay.py runs/demo --loss-mode gspo --lr 3e-5     # other flags on the same samples
     python replay.py runs/demo --from-step 120                # from the checkpoint before that step
     torchrun --standalone --nproc-per-node 2 replay.py ...    # a run of two learners
 
-The first argument is the directory of the run or of its record. `learn` is taken from the script as it was then, or from
+The first argument is the directory of the run. `learn` is taken from the script as it was then, or from
 --script FILE. All other flags are the script's and default to the values of the recorded run. With other values the samples
 are off-policy: they were sampled by other weights than those that now train on them. Left out: validation.
 """
@@ -13,7 +13,6 @@ are off-policy: they were sampled by other weights than those that now train on 
 import argparse
 import filecmp
 import importlib.util
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ from rl.generation.engine import EngineArgs, SamplingArgs
 from rl.ranges import flag, may_change
 from rl.ranks import dist, process
 from rl.record.provenance import code_digest, digest_of, package_files
-from rl.replay.recorder import Record, read_starts
+from rl.record.samples import Record
 from rl.rewards.pool import RewardArgs
 from rl.samples.schedule import AsyncSchedule
 
@@ -79,15 +78,16 @@ def read(words: Sequence[str]) -> Replay:
     """Parse the command line and find what it names. Raise UserError if it cannot be replayed."""
     if not words or words[0].startswith("-"):
         if not {"-h", "--help", "--help-all"} & {*words}:
-            raise UserError("the first argument is the directory of a run, or of its record: python replay.py runs/demo.")
+            raise UserError("the first argument is the directory of a run: python replay.py runs/demo.")
         print(__doc__.strip())
         sys.exit()
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--from-step", type=int)
     parser.add_argument("--script", type=Path)
     own, rest = parser.parse_known_args(words[1:])
-    record, run_dir = find(Path(words[0]))
-    path, first = begin(record, run_dir, own.from_step or min(record.steps, default=1))
+    run_dir = Path(words[0])
+    record = Record(run_dir)
+    path, first = begin(record, run_dir, own.from_step)
     start = record.start_of(first)
     try:
         script = load_script(own.script or record.directory / start["file"])
@@ -118,35 +118,26 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}.")
 
 
-def find(where: Path) -> tuple[Record, Path]:
-    """Return the record and the run's directory, found from either of the two directories."""
-    if read_starts(where):
-        record = Record(where)
-        return record, Path(record.starts[-1]["run"])
-    for config in sorted(where.glob("config*.json"), reverse=True):
-        if directory := json.loads(config.read_text())["flags"].get("record_samples"):
-            return Record(Path(directory)), where
-    raise UserError(f"{where} is neither a run that was recorded (--record-samples DIR) nor a record.")
-
-
-def begin(record: Record, run_dir: Path, wanted: int) -> tuple[Path | None, int]:
-    """Return the newest checkpoint before the step `wanted`, and the first step after that checkpoint."""
+def begin(record: Record, run_dir: Path, wanted: int | None) -> tuple[Path | None, int]:
+    """Return the newest checkpoint before the step `wanted`, and the first step after that checkpoint. Without `wanted`, take
+    the earliest step that can be replayed."""
     steps = set(record.steps)
+    saved = {0: None} | {step_of(path): path for path in checkpoints(run_dir)}
+    if wanted is None:
+        wanted = min((step + 1 for step in saved if step + 1 in steps), default=min(steps, default=1))
     if wanted not in steps:
         held = f"holds steps {min(steps)} to {max(steps)}" if steps else "holds no step"
         raise UserError(f"step {wanted} is not in {record.directory}, which {held}.")
     first = wanted
     while first - 1 in steps:
         first -= 1
-    saved = {step_of(path): path for path in checkpoints(run_dir)}
-    if newest := max((step for step in saved if first - 1 <= step < wanted), default=0):
-        return saved[newest], newest + 1
-    if first > 1:
+    newest = max((step for step in saved if first - 1 <= step < wanted), default=None)
+    if newest is None:
         raise UserError(
-            f"{record.directory} begins with step {first}, and {run_dir} has no checkpoint of step {first - 1} or "
-            "later to begin from."
+            f"{record.directory} has the steps from {first} on, and {run_dir} has no checkpoint of step {first - 1} or "
+            "later to begin from. Record with --record-samples all, or save more often (--save-freq)."
         )
-    return None, 1
+    return saved[newest], newest + 1
 
 
 def same_settings(start: dict, other: dict, changing: set[str]) -> bool:
@@ -181,7 +172,7 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
     torch.set_num_threads(start["hardware"]["threads_per_rank"])  # sums are split by threads
     name = replay.args.log.experiment_name
     name = name if "experiment_name" in replay.changed else f"replay-{replay.run_dir.name}"
-    args = parts.replace(replay.args, record_samples=None, resume_mode="disable", experiment_name=name, val_only=False)
+    args = parts.replace(replay.args, record_samples="off", resume_mode="disable", experiment_name=name, val_only=False)
     job = set_up(parts.replace(args, test_freq=0), script.__file__)
     check_number(start["contents"], job.prompts, replay.record.directory)
     total_steps = job.total_steps if LENGTH & {*replay.changed} else start["total_steps"]

@@ -7,8 +7,8 @@
 Runs of the same code whose flags differ only in seed and names form one group. A group's curve is the mean, with a band from
 the lowest to the highest run. Unfinished and damaged logs are read as far as possible. Each conclusion stands next to the
 numbers it rests on, or says that they are too few: a difference in speed needs two runs of 20 steps, a difference in learning
-three runs of each group. Responses that a run has kept (--log-val-generations) are shown with their prompts' images. Left out:
-anything else that is not in the metrics (docs/metrics.md). Needs no torch.
+three runs of each group. Responses of the last validation are shown, if a run recorded any. Left out: anything else
+that is not in the metrics (docs/metrics.md). Needs no torch.
 """
 
 import html
@@ -24,11 +24,10 @@ import tyro
 from matplotlib.figure import Figure
 
 from rl.errors import UserError
-from rl.printable import printable
+from rl.printable import in_markdown, printable
 from tools.report.conclusions import conclude, overview, speedup
 from tools.report.logs import Log, RunGroup, find_runs, group_runs, is_accuracy, load, smoothed
 from tools.report.numbers import HELD, IDLE, REWARD, STEP_SECONDS, THROUGHPUT, count
-from tools.report.responses import markdown as response_cell
 from tools.report.responses import responses
 
 LINES = {  # file: title, and for each panel its metric and label
@@ -267,7 +266,7 @@ def markdown(blocks: list[tuple]) -> str:
     out = []
     for kind, content, *more in blocks:
         if kind in ("table", "responses"):
-            cell = {"table": escape, "responses": response_cell}[kind]
+            cell = {"table": escape, "responses": in_markdown}[kind]
             lines = ["| " + " | ".join(map(cell, row)) + " |" for row in content]
             out.append("\n".join([lines[0], "|" + "---|" * len(content[0]), *lines[1:]]))
         else:

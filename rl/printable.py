@@ -21,6 +21,14 @@ def one_line(text: str) -> str:
     return printable(re.sub(r"\r\n|[\n\r\t\v\f\x1c-\x1e\x85\u2028\u2029]", " ", text), keep="")
 
 
+def in_markdown(text: str) -> str:
+    """Return the text for a cell of a table in Markdown: on one line, escaped so that neither Markdown nor a terminal changes
+    it."""
+    text = re.sub(r"([\\`*_\[\]|~$<>&])", r"\\\1", text)
+    text = re.sub(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]", "<br>", text)
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: "\\" + escaped(match[0]), text)
+
+
 def escaped(character: str) -> str:
     code = ord(character)
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"

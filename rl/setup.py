@@ -3,6 +3,8 @@
 Left out: joining the process groups (rl/ranks/dist.py), and the flags of a component, which are defined with it.
 """
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +24,7 @@ from rl.generation.engine import EngineArgs, SamplingArgs
 from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
 from rl.model.pretrained import check_model, empty_model, end_token_ids, load_config, load_tokenizer, resolve, takes_images
-from rl.ranges import MayChange, Range
+from rl.ranges import MayChange, Range, flag
 from rl.ranks import launch
 from rl.ranks.dist import Ranks, engines_first
 from rl.record.run import LogArgs
@@ -192,6 +194,7 @@ def set_up(args: CommonArgs, file: str) -> Job:
         prep = ImagePrep(path, config)
     if args.learner.freeze_vision_tower and not prep:
         raise UserError(f"--freeze-vision-tower: --model {path} takes no images. Leave the flag out.")
+    flags.warn(values_of_the_demo(args, sys.argv[1:]))
     train_files, val_files = (demo_files(model, files) for files in (args.data.train_files, args.data.val_files))
     environments = start_environments(args, path, tokenizer) if args.environment.has_environment else None
     tools = environments and environments.tools
@@ -214,6 +217,21 @@ def set_up(args: CommonArgs, file: str) -> Job:
         environments=environments,
         teacher_prompts=teacher_prompts,
     )
+
+
+def values_of_the_demo(args: CommonArgs, words: Sequence[str]) -> list[str]:
+    """Return a sentence if other data than the demo's would be trained on with values that suit the demo alone, because the
+    command line has no others."""
+    if args.data.train_files == DataArgs.train_files or args.val_only:
+        return []
+    fit = {"max_response_length": str(args.sampling.max_response_length)}
+    if not args.learner.adapted:
+        fit["lr"] = f"{args.learner.lr:g}"
+    if args.test_freq > 0:
+        fit["val_files"] = " ".join(args.data.val_files)
+    left = [f"{flag(name)} {value}" for name, value in fit.items() if name not in flags.names_in(type(args), words)]
+    also = "Pretrained models take --lr 1e-6 to 2e-5, and responses of hundreds of tokens (README.md, Your model and data)"
+    return [f"{', '.join(left)}: what suits the demo, for you give none. {also}"] if left else []
 
 
 def read_model(model: str, args) -> tuple[str, PretrainedConfig, PreTrainedTokenizerBase]:

@@ -61,7 +61,7 @@ class SupervisedLogArgs(LogArgs):
     _title = "log"
 
     log_val_generations: ClassVar[int] = 0
-    record_samples: ClassVar[None] = None
+    record_samples: ClassVar[str] = "off"
 
 
 @dataclass

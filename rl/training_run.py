@@ -25,6 +25,7 @@ from rl.ranks.timers import gather_ledgers
 from rl.record import validations
 from rl.record.identity import Identity
 from rl.record.run import Run
+from rl.record.samples import Recorder
 from rl.rewards.pool import ScoringEvents
 from rl.rewards.verifiers import unasked
 from rl.samples.group import Group, all_gather_groups
@@ -154,9 +155,11 @@ class TrainingRun(LearnerRun):
         self.sources = SourceCounts(job.prompts, job.order, args.sampling.rollout_n)
         for text in () if args.reward.own_reward else unasked(job.prompts):  # the user's function may look for anything
             self.record.say(f"warning: {text}")
-        if self.recorder:
+        self.recorder = None  # on the first learner
+        if args.log.record_samples != "off" and learner.ranks.is_main:
+            self.recorder = Recorder(self.record.dir, self.done, args.log.record_samples == "all")
             start = {"after": self.done, "total_steps": job.total_steps, "hardware": dist.describe_hardware()}
-            self.recorder.begin(self.record.dir, self._identity.record | start)
+            self.recorder.begin(self._identity.record | start)
 
     def _restore(self, resumed: Resumed) -> None:
         if resumed.step:
@@ -167,11 +170,6 @@ class TrainingRun(LearnerRun):
             if self.generator:
                 for group in self.generator.share(resumed.unfinished):
                     self.generator.start(group.ticket, group)
-        self.recorder = None  # for --record-samples, on the first learner; opened before the run's directory is made
-        if self.args.log.record_samples and self.learner.ranks.is_main:
-            from rl.replay.recorder import Recorder
-
-            self.recorder = Recorder(self.args.log.record_samples, resumed.origin and resumed.origin.run_dir, self.done)
 
     def _skip_recorded_validations(self) -> None:
         """Skip validations that have already been recorded. A collective."""
@@ -179,7 +177,7 @@ class TrainingRun(LearnerRun):
         self.samples.inbox.validations.skip_recorded(dist.from_main(recorded))
 
     def begin(self, groups: list[Group]) -> Batch:
-        """Begin a step: make its batch, and record the groups if --record-samples is given. Raise UserError if no response of
+        """Begin a step: make its batch, and record the groups. Raise UserError if no response of
         the first step could be scored. A collective of the learners."""
         batch = Batch.of(groups, Division.of(self.args, self.learner))
         if self.job.prompts.prep:
@@ -193,8 +191,16 @@ class TrainingRun(LearnerRun):
         if self.recorder:
             with self.timer("record"):
                 self.recorder.write(self._begun, groups)
+                self.record.log_groups(self._begun, [self._about(group) for group in groups])
         self.record.warn_unscored(batch.errors)
         return batch
+
+    def _about(self, group: Group) -> dict:
+        """Return a group without its tokens, for groups.jsonl."""
+        epoch, index = self.job.order(group.ticket)
+        scores, lengths = zip(*((r.score, len(r.token_ids)) for r in group.responses), strict=True)
+        about = {"ticket": group.ticket, "epoch": epoch, "index": index, "source": group.data_source}
+        return about | self.job.prompts.about(index) | {"scores": scores, "lengths": lengths}
 
     def _look_at_scores(self, batch: Batch) -> None:
         """Count the steps without one score. Raise UserError in the first step of this start: nothing has been trained yet."""
@@ -226,7 +232,8 @@ class TrainingRun(LearnerRun):
     def record_validation(self, step: int, rows: list[dict], version: int | None = None) -> dict[str, float]:
         """Record the rows of a validation after that step; return its metrics. version: the weights' version, by default the
         step."""
-        self.record.log_generations(step, rows[: self.args.log.log_val_generations])
+        if self.args.log.record_samples != "off":
+            self.record.log_generations(step, rows, self.args.log.log_val_generations)
         errors = [row["error"] for row in rows if row["error"]]
         self._events.add(errors)
         self.record.warn_unscored(errors)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import tyro
 from common import RESULTS, Rounds, over, setting, table, words, write
-from scripts.gpu import SHAPES
+from device.measure import SHAPES, config_of
 from transformers import AutoModelForCausalLM
 
 import train_sync
@@ -75,7 +75,7 @@ def product_rate(tokens: int, hidden: int, width: int) -> float:
 
 def main(args: Args, ranks: Ranks) -> None:
     here = setting("transformers", threads=torch.get_num_threads(), gradient_checkpointing=args.gradient_checkpointing)
-    config, steps, rates = SHAPES[args.shape], [], []
+    config, steps, rates = config_of(args.shape), [], []
     with tempfile.TemporaryDirectory() as path:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         parameters = sum(p.numel() for p in model.parameters())

@@ -17,7 +17,7 @@ import numpy as np
 import tyro
 from common import MODES, RESULTS, Rounds, over, run_script, setting, table, words, write
 
-from rl.replay.recorder import Recorder, steps_of
+from rl.record.samples import DIRECTORY, Recorder, steps_of
 from rl.samples.group import Group, Response
 
 SIZES = {"512 x 16 x 200": (512, 16, 200), "512 x 16 x 2,000": (512, 16, 2000)}  # prompts, responses, tokens
@@ -40,9 +40,10 @@ class Args:
 def one_run(mode: str, steps: int) -> dict[str, float]:
     """Medians over the steps of a run that records: share of the step, ms, and bytes a token, prompts once a group."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = ["--total-training-steps", str(steps), "--test-freq", "0", "--record-samples", f"{folder}/record"]
+        flags = ["--total-training-steps", str(steps), "--test-freq", "0", "--record-samples", "all", "--output-dir", folder]
         _, rows = run_script(sys.executable, MODES[mode], *flags)
-        size = sum(file.stat().st_size for file in steps_of(Path(folder, "record")))
+        (run,) = Path(folder).iterdir()
+        size = sum(file.stat().st_size for file in steps_of(run / DIRECTORY))
     late = [row for row in rows if row["step"] > steps // 5]
     tokens = sum(row["response_length/mean"] * 64 + row["prompt_length/mean"] * 8 for row in rows)  # 8 groups of 8
     return {
@@ -56,7 +57,7 @@ def packing(prompts: int, n: int, length: int) -> dict[str, float]:
     """Seconds and bytes a token of one step's samples: ids like a tokenizer's (the rarer the higher), random log-probs."""
     rng, seconds, tokens = np.random.default_rng(0), 0.0, 0
     with tempfile.TemporaryDirectory() as folder:
-        recorder = Recorder(f"{folder}/record", None, 0)
+        recorder = Recorder(Path(folder), 0, True)
         for ticket in range(prompts):  # a step at a time would need memory for all
             ids = np.minimum(rng.zipf(1.2, (n, length)), 150_000).astype(np.int32)
             log_probs, versions = -rng.exponential(0.5, (n, length)).astype(np.float32), np.full(length, 7, np.int32)
@@ -68,7 +69,7 @@ def packing(prompts: int, n: int, length: int) -> dict[str, float]:
             seconds += time.perf_counter() - started
         return {
             "ns": 1e9 * seconds / tokens,
-            "bytes": sum(file.stat().st_size for file in steps_of(Path(folder, "record"))) / tokens,
+            "bytes": sum(file.stat().st_size for file in steps_of(Path(folder, DIRECTORY))) / tokens,
         }
 
 

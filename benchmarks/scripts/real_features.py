@@ -5,9 +5,10 @@
     python benchmarks/scripts/real_features.py --only gspo lora-8 --again
 
 Writes benchmarks/results/real_features.{json,md,png} after each row. A run has 16 steps of 64 responses (8 prompts x 8) of up
-to 32 tokens of `examples/small_tasks.py times`, --lr 2e-5 without a schedule, and validates 100 prompts before and after; a row's
-own flags come on top. An accuracy of 100 prompts is good to .05 or so: the table shows that a feature works on real weights, not
-which is best. Idle threads sleep (OMP_WAIT_POLICY=passive), so that other work on the machine does not stop a run.
+to 32 tokens of `examples/small_tasks.py times`, --lr 2e-5 without a schedule, and validates 100 prompts before and after; a
+row's own flags come on top. An accuracy of 100 prompts is good to .05 or so: the table shows that a feature works on real
+weights, not which is best. Idle threads sleep (OMP_WAIT_POLICY=passive), so that other work on the machine does not stop a
+run.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""TRL's side of benchmarks/scripts/trl.py, which starts it in TRL's own environment: one run, step times as JSON.
+"""TRL's side of trl.py and real_model.py, which start it in TRL's own environment: one run, step times as JSON.
 
     python -P benchmarks/scripts/trl_side.py settings.json result.json    # -P: else `import trl` would find trl.py here
 
@@ -10,7 +10,6 @@ token from being sampled.
 
 import importlib.metadata
 import importlib.util
-import itertools
 import json
 import re
 import sys
@@ -18,6 +17,8 @@ import time
 from pathlib import Path
 
 import torch
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
 
 def name_torchvisions_operators() -> None:
@@ -45,18 +46,29 @@ from transformers import (
     TrainerCallback,
 )
 
+from examples.small_tasks import score
+
 
 class Clock(TrainerCallback):
-    """When training began, and when each step ended."""
+    """The seconds of each step, and the accuracies that `validate` returns before the first step and after every `every`-th;
+    the clock stands still meanwhile."""
 
-    def __init__(self):
-        self.times: list[float] = []
+    def __init__(self, validate=None, every: int = 0):
+        self.steps: list[float] = []
+        self.accuracies: dict[int, float] = {}
+        self._validate, self._every = validate, every
 
     def on_train_begin(self, *_, **__):
-        self.times.append(time.perf_counter())
+        self._began = self._after(0)
 
-    def on_step_end(self, *_, **__):
-        self.times.append(time.perf_counter())
+    def on_step_end(self, _, state, *__, **___):
+        self.steps.append(time.perf_counter() - self._began)
+        self._began = self._after(state.global_step)
+
+    def _after(self, step: int) -> float:
+        if self._every and step % self._every == 0:
+            self.accuracies[step] = self._validate()
+        return time.perf_counter()
 
 
 def texts(completions) -> list[str]:
@@ -71,13 +83,26 @@ def exact(completions, ground_truth, **_) -> list[float]:
     return [float(text.strip() == truth) for text, truth in zip(texts(completions), ground_truth, strict=True)]
 
 
+def small(completions, source, ground_truth, **_) -> list[float]:
+    answers = zip(source, texts(completions), ground_truth, strict=True)
+    scores = [score(task, text, truth, {}) for task, text, truth in answers]
+    return [found["score"] if isinstance(found, dict) else found for found in scores]
+
+
+REWARDS = {"exact": exact, "share_of_digits": share_of_digits, "small": small}
+
+
 @torch.no_grad()
-def greedy_accuracy(model, tokenizer, rows: list[dict], tokens: int) -> float:
+def greedy_accuracy(model, tokenizer, s: dict) -> float:
+    """The mean reward of greedy answers to the validation's rows, all in one batch."""
+    was_training, rows = model.training, s["val"]
     prompts = [tokenizer.apply_chat_template(r["prompt"], add_generation_prompt=True, tokenize=False) for r in rows]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
-    out = model.eval().generate(**inputs, max_new_tokens=tokens, do_sample=False)[:, inputs["input_ids"].shape[1] :]
-    found = tokenizer.batch_decode(out, skip_special_tokens=True)
-    return sum(text.strip() == row["ground_truth"] for text, row in zip(found, rows, strict=True)) / len(rows)
+    out = model.eval().generate(**inputs, max_new_tokens=s["tokens"], do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    model.train(was_training)
+    found = [[{"content": text}] for text in tokenizer.batch_decode(out, skip_special_tokens=True)]
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
+    return sum(REWARDS[s["reward"]](found, **columns)) / len(rows)
 
 
 def load(s: dict) -> tuple:
@@ -113,10 +138,10 @@ def main(settings: dict) -> dict:
         logging_steps=1,
         disable_tqdm=True,
     )
-    clock = Clock()
+    clock = Clock(lambda: greedy_accuracy(trainer.model, tokenizer, s), s.get("val_every", 0))
     trainer = trl.GRPOTrainer(
         model=model,
-        reward_funcs={"exact": exact, "share_of_digits": share_of_digits}[s["reward"]],
+        reward_funcs=REWARDS[s["reward"]],
         args=config,
         train_dataset=rows,
         processing_class=tokenizer,
@@ -125,7 +150,8 @@ def main(settings: dict) -> dict:
     trainer.train()
     logs = [row for row in trainer.state.log_history if "completions/mean_length" in row]
     out = {
-        "steps": [b - a for a, b in itertools.pairwise(clock.times)],
+        "steps": clock.steps,
+        "accuracies": clock.accuracies,
         "tokens": [row["completions/mean_length"] * s["prompts_per_step"] * s["responses"] for row in logs],
         "reward": [row["reward"] for row in logs],
         "settings": {name: getattr(config, name) for name in ("optim", "beta", "loss_type", "steps_per_generation")},
@@ -133,7 +159,7 @@ def main(settings: dict) -> dict:
         "threads": torch.get_num_threads(),
     }
     if s["val"]:
-        out["accuracy"] = greedy_accuracy(trainer.model, tokenizer, s["val"], s["tokens"])
+        out["accuracy"] = greedy_accuracy(trainer.model, tokenizer, s)
     return out
 
 

@@ -213,7 +213,7 @@ class Health:
         new = metrics["actor/skipped_steps"] - self._skipped
         self._skipped = metrics["actor/skipped_steps"]
         detail = "Their gradient was not finite: training diverges. Try a lower --lr, or --dtype float32. To look for "
-        detail += f"the cause, add --record-samples DIR, and compute the step again: python replay.py RUN --from-step {step}."
+        detail += f"the cause, compute the step again: python replay.py RUN --from-step {step}, from a checkpoint before it."
         self._warn("skipped_updates", "optimizer steps skipped", new, detail)
         return {f"warnings/{kind}": count for kind, count in self.counts.items()}
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rl.data.tools import Tools
 
 BATCH = 512  # prompts to tokenise at once, at most
+RECORDED = 2000  # characters of a ground truth, at most: that of a program may have megabytes
 BATCH_SECONDS = 0.5  # batches become smaller if a tokenizer is slow, because the watchdog sees progress after each batch
 
 
@@ -147,6 +148,14 @@ class PromptDataset(FileRows):
         which, number = self._locate(self.rows[index])
         row = self.tables[which][number]
         return row.get("data_source") or default_source(row)
+
+    def about(self, index: int) -> dict:
+        """Return the place of a prompt in its file, and its ground truth, cut where it is long."""
+        which, number = self._locate(self.rows[index])
+        return {
+            "where": f"{self.files[which]} row {number}",
+            "ground_truth": str(ground_truth(self.tables[which][number]))[:RECORDED],
+        }
 
     def source_sizes(self) -> Counter[str]:
         """Every data_source -> the number of its rows, including those whose prompts were left out."""

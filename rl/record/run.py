@@ -22,8 +22,8 @@ from rl.ranks.timers import Timers
 from rl.record import provenance, validations
 from rl.record.console import ConsoleLog
 
-METRICS, TICKETS = "metrics.jsonl", "tickets.jsonl"
-RECORDS = (METRICS, TICKETS, validations.FILE)
+METRICS, TICKETS, GROUPS = "metrics.jsonl", "tickets.jsonl", "groups.jsonl"
+RECORDS = (METRICS, TICKETS, GROUPS, validations.FILE)
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,19 @@ class LogArgs(Part):
     logger: MayChange[tuple[Literal["console", "tensorboard", "wandb"], ...]] = ("console",)
     """Additional destinations of the metrics. metrics.jsonl and the console always get them. $WANDB_MODE=offline lets Weights
     & Biases work without a network and an account."""
-    log_val_generations: MayChange[Annotated[int, Range(at_least=0)]] = 0
-    """Responses of each validation to write into val_generations/."""
-    record_samples: MayChange[str | None] = None
-    """Directory in which to record every trained sample for replay.py: tokens, log-probs, versions, scores. Each run needs its
-    own."""
+    log_val_generations: MayChange[Annotated[int, Range(at_least=0)]] = 8
+    """Responses of each validation to show in a table of Weights & Biases and TensorBoard. All of them are in
+    val_generations/."""
+    record_samples: MayChange[Literal["recent", "all", "off"]] = "recent"
+    """Trained samples to record in the run's directory, for view.py and replay.py: the newest 20 steps and every tenth, within
+    4 GB; all steps; or none, and no responses of validations either."""
 
     def check(self, args) -> None:
         """Raise UserError for a name that is not plain, or directory."""
         check_name("--project-name", self.project_name)
         if self.experiment_name is not None:
             check_name("--experiment-name", self.experiment_name, nested=True)
-        for name, path in (("--output-dir", self.output_dir), ("--record-samples", self.record_samples)):
-            check_path(name, path or "")
+        check_path("--output-dir", self.output_dir)
 
 
 @dataclass(frozen=True)
@@ -149,10 +149,20 @@ class Run:
         if self.enabled:
             self._append(TICKETS, {"step": step, "trained": trained, **others})
 
-    def log_generations(self, step: int, rows: list[dict]) -> None:
-        """Write val_generations/step_<step>.jsonl: a line per response."""
-        if self.enabled and rows:
-            validations.write_responses(self.dir, step, rows)
+    def log_groups(self, step: int, groups: list[dict]) -> None:
+        """Record in groups.jsonl what a step trains on, without tokens: prompts, scores, lengths."""
+        if self.enabled:
+            self._append(GROUPS, {"step": step, "groups": _strict(groups)})
+
+    def log_generations(self, step: int, rows: list[dict], shown: int) -> None:
+        """Write val_generations/step_<step>.jsonl, a line per response, and show the first ones in a table of the loggers."""
+        if not (self.enabled and rows):
+            return
+        validations.write_responses(self.dir, step, rows)
+        if self._tensorboard and shown:
+            self._tensorboard.add_text("val/generations", validations.markdown(rows[:shown]), step)
+        if self._wandb and shown:
+            self._wandb.log_generations(step, rows[:shown])
 
     def say(self, text: str) -> None:
         """Print a line for the user, above the progress bar if there is one."""

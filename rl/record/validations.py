@@ -9,7 +9,8 @@ step: the validated weights are those after this step; version: of these weights
 when the result arrived, and when that was; chooses_best: false if too few responses could be scored. The rest are the metrics.
 The row of `at_step` in metrics.jsonl repeats the newest validation that arrived during that step.
 
-val_generations/step_<step>.jsonl has a line for each response of --log-val-generations.
+val_generations/step_<step>.jsonl has a line for each response: prompt, response, ground_truth, score. Left out with
+--record-samples off.
 """
 
 import json
@@ -17,6 +18,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from rl.printable import in_markdown
 
 FILE = "validations.jsonl"
 STEP = "training/validated_step"
@@ -65,6 +68,12 @@ def write_responses(run_dir: Path, step: int, rows: list[dict]) -> None:
     directory.mkdir(exist_ok=True)
     lines = [json.dumps({"step": step} | {name: row[name] for name in COLUMNS}) for row in rows]
     (directory / f"step_{step:06d}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def markdown(rows: list[dict]) -> str:
+    """Return a table of a validation's responses."""
+    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(in_markdown(str(row[name])) for name in COLUMNS)} |" for row in rows)])
 
 
 # ------------------------------------------------------------------------------------- arriving from several generators

@@ -38,6 +38,7 @@ class WandB:
         id_file.write_text(self._run.id)
         # the next row's number, above all that the run has logged
         self._rows = 1 + _lines(directory, records)
+        self._generations: list[list] = []  # rows of the table, since this start
         self._axes = {GLOBAL_STEP, validations.STEP}  # that have been defined
         for axis in (GLOBAL_STEP, validations.STEP):
             self._run.define_metric(axis)
@@ -48,6 +49,14 @@ class WandB:
     def log_validation(self, metrics: dict[str, float]) -> None:
         """metrics: with training/validated_step."""
         self._log(metrics, validations.STEP)
+
+    def log_generations(self, step: int, rows: list[dict]) -> None:
+        """Show responses of a validation in one table with those of earlier ones: W&B shows the newest table of a name."""
+        import wandb
+
+        self._generations += [[step, *(str(row[name]) for name in validations.COLUMNS)] for row in rows]
+        shown = wandb.Table(columns=["step", *validations.COLUMNS], data=self._generations)
+        self._log({validations.STEP: step, "val/generations": shown}, validations.STEP)
 
     def finish(self) -> None:
         self._run.finish()

@@ -98,7 +98,8 @@ def test_other_ranks_write_nothing(tmp_path):
         pass
     assert run.timer.seconds["gen"] >= 0
     run.log(1, {"a": 1.0})
-    run.log_generations(1, [{"prompt": "p"}])
+    run.log_generations(1, [{"prompt": "p"}], 1)
+    run.log_groups(1, [{"ticket": 1}])
     run.finish(tmp_path)
     assert not (tmp_path / "runs").exists() and not run.timer.seconds
 

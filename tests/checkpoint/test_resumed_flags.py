@@ -53,7 +53,7 @@ def bits(run: Path) -> dict[str, bytes]:
 def recorded(demo_model, tmp_path_factory) -> Path:
     """Four updates a step."""
     out = tmp_path_factory.mktemp("recorded")
-    how = ["--output-dir", out, "--experiment-name", "run", "--record-samples", out / "record"]
+    how = ["--output-dir", out, "--experiment-name", "run", "--record-samples", "all"]
     run_script("train_sync.py", *how, *FLAGS, *FOUR_UPDATES, *KL)
     assert logged(out / "run", "actor/lr", 1) == pytest.approx(rates(1))
     return out / "run"

@@ -212,7 +212,7 @@ def test_a_node_holds_what_came_in_there_and_what_it_trains(model):
     """Made are up to two steps of 16 prompts: a quarter comes in here, and a quarter of the step's from the others."""
     held = [
         memory_plan.samples_held(flags(model, train_batch_size=16, record_samples=r), nodes)
-        for r in (None, "x")
+        for r in ("off", "recent")
         for nodes in (1, 4)
     ]
     assert held == [32, 8 + 4, 32, 8 + 16]

@@ -1,12 +1,16 @@
 """The benchmarks run at toy size, and the tables in the docs match their results."""
 
+import importlib
 import json
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 from helpers import ROOT, environment, run_script
+
+from rl import flags
 
 # One process for all: importing torch and transformers is most of what each would cost. Those that start whole runs
 # (demo, load, overlap, publish, startup, and trl's sides) are only imported: the scripts they start have tests of their own.
@@ -15,13 +19,16 @@ DRIVER = """
 import sys
 sys.path.insert(0, "benchmarks")
 from pathlib import Path
+from types import SimpleNamespace
 from learning import hybrid, learner, load, logprobs, real_size
-from scripts import checkpoint, demo, gpu, images, moe, overlap, staleness, startup, trl
+from device import measure
+from scripts import checkpoint, demo, images, moe, overlap, staleness, startup, trl
 from samples import ring
 from weights import publish
 from rl.ranks import dist
 
 out = Path(sys.argv[1])
+found = {}
 images.main(images.Args(parts=("learner",), sizes=("toy",), rounds=1, out=out))
 
 ranks = dist.init()
@@ -34,10 +41,12 @@ assert abs(sides["held"]["gradient"] - sides["chunked"]["gradient"]) < 1e-4 * si
 
 ring.main(ring.Args(repeats=1, total_mb=1, small=50, ray_messages=8, sizes=("4 KB",), out=out))
 
-gpu.save("toy", str(out / "toy"))
-for part in (gpu.learner, gpu.engine):
-    r = part(gpu.Args(toy=True, shape="toy", path=str(out / "toy"), repeats=1), ranks)
-    assert r["tokens_per_s"] > 0 and len(gpu.row("x", "toy", r)) == len(gpu.HEAD)
+for flags in ([], ["--lora-rank", "4"]):
+    args = SimpleNamespace(shape="toy", path=str(out / "toy"), text=str(out / "profile.txt"), toy=True, flags=flags)
+    for name in ("learner", "publish") if flags else [name for name in measure.MEASUREMENTS if name != "vllm"]:
+        found[name] = measure.MEASUREMENTS[name](args, ranks)
+        assert found[name].get("tokens_per_s", 1) > 0 and found[name].get("equal to the bit", True), (name, found[name])
+assert max(found["experts"]["off"]) < 0.02 and not any(found["packing"]["off"]), found
 """
 
 
@@ -91,12 +100,69 @@ def test_a_side_of_overlap_leaves_out_just_the_other_half(side, tmp_path):
         assert all(row["rollout_corr/rollout_log_ppl"] == pytest.approx(2.3) for row in rows)
 
 
+STEPS = {  # word -> step; what the others measure is tested above, in one process
+    "nvidia": "nvidia-smi",
+    "save": "save, toy",
+    "one device": "async, one device",
+    "critic": "3 steps, critic, sync",
+    "packing": "packing",
+    "vllm": "vllm, toy",
+}
+
+
 @pytest.mark.slow
-def test_every_part_of_the_benchmark_on_a_gpu_runs_at_toy_size():
-    command = [sys.executable, "benchmarks/scripts/gpu.py", "--toy", "--repeats", "1"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=290)
-    assert done.returncode == 0, done.stderr[-3000:]
-    table = done.stdout[done.stdout.rindex("| what") :]
-    for part in ("learner", "learner, gradient checkpointing", "embedded engine", "vLLM", "async, one device"):
-        assert f"| {part} |" in table
-    assert "Error" not in table and "WRONG" not in table
+def test_the_measurements_for_a_device_run_at_toy_size(tmp_path):
+    command = [sys.executable, "benchmarks/device/drive.py", "1", "2", "3", "--toy", "--only", ",".join(STEPS)]
+    own = environment(OUT=str(tmp_path / "out"), KIT_WORK=str(tmp_path / "work"))
+    done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=290)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    records = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert {record["step"]: record["code"] for record in records} == dict.fromkeys(STEPS.values(), 0)
+    found = {record["step"]: record["found"] for record in records}
+    assert found["vllm, toy"]["tokens_per_s"] > 0 and found["async, one device"]["steps"] == 3
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert table in done.stdout and all(f"| {name} | ok |" in table for name in STEPS.values())
+
+
+@pytest.mark.parametrize("name", ["pack", "quarter_hour"])
+def test_the_shell_reads_the_scripts_for_a_borrowed_device(name):
+    subprocess.run(["bash", "-n", f"benchmarks/device/{name}.sh"], cwd=ROOT, check=True)
+
+
+@pytest.fixture
+def of_device(monkeypatch):
+    """The modules of benchmarks/device that run its steps, and that list them."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from device import drive, steps
+
+    return drive, steps
+
+
+def test_a_step_for_a_device_that_fails_or_hangs_ends_no_other(of_device, tmp_path):
+    drive, steps = of_device
+    shell = lambda name, text, limit=60, **more: steps.Step(name, ["sh", "-c", text], limit, **more)  # noqa: E731
+    first = [shell("fails", "echo Error: no luck; exit 3"), shell("hangs", "sleep 60 & wait", 0.2)]
+    first += [shell("finds", """echo "{\\"rate\\": $RATE}"; echo a warning""", env={"RATE": "2500"})]
+    first += [shell("lacks", "", missing="no vLLM")]
+    driver = drive.Driver(tmp_path / "out", tmp_path / "work")
+    driver.go([(2, first), (1, [shell("later", "exit 0")])])
+    codes = {"fails": 3, "hangs": 124, "finds": 0, "lacks": None, "later": 0}
+    assert {record["step"]: record["code"] for record in driver.records} == codes
+    driver.deadline = time.time() + 1
+    driver.go([(1, [shell("late", "exit 0")])])
+    assert (tmp_path / "out" / "results.jsonl").read_text().count("\n") == 6
+    table = (tmp_path / "out" / "table.md").read_text()
+    rows = {"fails": "FAILED: Error: no luck", "hangs": "FAILED: stopped at its time limit", "finds": "ok"}
+    rows |= {"lacks": "not run: no vLLM", "late": "not run: no time was left"}
+    assert all(f"| {name} | {result} |" in table for name, result in rows.items()) and "rate: 2,500" in table
+
+
+def test_the_scripts_know_the_flags_of_each_run_for_a_device(of_device, tmp_path, capsys):
+    _, steps = of_device
+    plan = steps.Plan(tmp_path, tmp_path, toy=False)
+    runs = [step for part in (1, 2, 3) for _, its in plan.part(part) for step in its if step.run]
+    assert len({step.name for step in runs}) == len({step.run for step in runs}) == len(runs) > 20
+    for step in runs:
+        (at,) = (at for at, word in enumerate(step.command) if re.fullmatch(r"train_\w+\.py", word))
+        flags.read(importlib.import_module(step.command[at].removesuffix(".py")).Args, args=step.command[at + 1 :])
+        assert "warning" not in capsys.readouterr().err, step.command

@@ -37,11 +37,10 @@ def test_a_name_that_is_not_plain_is_refused_in_a_sentence(flag, name):
     assert flag in text and text.isprintable() and len(text) < 400
 
 
-@pytest.mark.parametrize("flag", ["--output-dir", "--record-samples"])
 @pytest.mark.parametrize("path", ["a\nb", "a\x1bb", "a\0b", "a\udcffb"])
-def test_a_directory_is_on_one_line(flag, path):
-    with pytest.raises(UserError, match=flag) as refused:
-        flags.read(train_sync.Args, args=[f"{flag}={path}"])
+def test_a_directory_is_on_one_line(path):
+    with pytest.raises(UserError, match="--output-dir") as refused:
+        flags.read(train_sync.Args, args=[f"--output-dir={path}"])
     assert str(refused.value).isprintable()
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import replay
 from rl.errors import UserError
-from rl.replay.recorder import Record
+from rl.record.samples import Record
 
 STEPS = 6
 FLAGS = ["--total-training-steps", STEPS, "--test-freq", 0, "--save-freq", 1, "--max-ckpt-to-keep", 0]
@@ -28,7 +28,7 @@ MEASURED = ("timing_s/", "perf/", "ledger/", "time", "publish/", "ring/", "fully
 
 def record(script, out: Path, *flags, **how) -> Path:
     """Trains and records; returns the run's directory."""
-    where = ["--output-dir", out, "--experiment-name", "run", "--record-samples", out / "record"]
+    where = ["--output-dir", out, "--experiment-name", "run", "--record-samples", "all"]
     run_script(script, *where, *FLAGS, *flags, **how)
     return out / "run"
 
@@ -101,7 +101,7 @@ def test_a_replay_of_a_run_that_was_killed_and_resumed(demo_model, tmp_path):
     for step in (4, 5, 6):
         shutil.rmtree(run / f"step_{step:06d}")
     record("train_async.py", tmp_path, *STREAM, ranks=2)
-    assert Record(tmp_path / "record").start_of(4)["after"] == 3
+    assert Record(run).start_of(4)["after"] == 3
     for first in (1, 5):
         again, said = replayed(run, tmp_path / str(first), "--from-step", first)
         same(run, again, first)
@@ -111,7 +111,7 @@ def test_a_replay_of_a_run_that_was_killed_and_resumed(demo_model, tmp_path):
 @pytest.mark.runs
 def test_other_flags_are_said_to_be_off_policy(sync, tmp_path):
     """The replay starts at a checkpoint. The report shows it next to the run and says how they differ."""
-    again, said = replayed(sync.parent / "record", tmp_path, "--from-step", 4, "--loss-mode", "gspo", "--lr", "3e-4")
+    again, said = replayed(sync, tmp_path, "--from-step", 4, "--loss-mode", "gspo", "--lr", "3e-4")
     ours, theirs = rows(sync), rows(again)
     assert sorted(theirs) == [4, 5, 6] and theirs[4]["critic/score/mean"] == ours[4]["critic/score/mean"]
     assert theirs[4]["actor/loss"] != ours[4]["actor/loss"] and theirs[4]["actor/lr"] == pytest.approx(3 * ours[4]["actor/lr"])
@@ -166,7 +166,7 @@ def test_a_step_that_was_skipped_is_skipped_again(demo_model, tmp_path):
 
 REFUSED = {
     "": "the first argument is the directory of a run",
-    "nowhere": "nowhere is neither a run that was recorded",
+    "nowhere": "nowhere is no run that recorded its samples",
     "RUN --rollout-n 3 --seed 4": "--seed, --rollout-n: a replay cannot change how the samples were made",
     "RUN --over-sample 1": "--over-sample: a replay cannot change how the samples were made",
     "RUN --train-batch-size 2": "--train-batch-size: a replay cannot change how the samples were made",
@@ -190,8 +190,20 @@ def test_a_record_that_begins_late_needs_its_checkpoint(tmp_path):
     class Late:
         directory, steps = Path("record"), [5, 6, 7]
 
-    with pytest.raises(UserError, match=r"record begins with step 5, and .* has no checkpoint of step 4 or later"):
+    with pytest.raises(UserError, match=r"record has the steps from 5 on, and .* has no checkpoint of step 4 or later"):
         replay.begin(Late, tmp_path, 6)
+
+
+@pytest.mark.parametrize(("saved", "first"), [((4,), 5), ((3, 6), 7), ((2, 4, 9), 5)])
+def test_what_is_replayed_first_is_the_earliest_step_after_a_checkpoint(tmp_path, saved, first):
+    class Recent:
+        directory, steps = tmp_path / "samples", [2, 5, 6, 7, 10, 11]
+
+    for step in saved:
+        (tmp_path / f"step_{step:06d}" / "training").mkdir(parents=True)
+        (tmp_path / f"step_{step:06d}" / "training" / "state.json").write_text("{}")
+    checkpoint, found = replay.begin(Recent, tmp_path, None)
+    assert (checkpoint.name, found) == (f"step_{first - 1:06d}", first)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from rl import flag_words, flags, parts
 from rl.errors import UserError
 from rl.ranges import Range, check, flag, marks
 from rl.ranks import launch
+from rl.setup import values_of_the_demo
 from tools.from_verl.trl_words import HERE
 
 SCRIPTS = {"sync": train_sync, "one_step_off": train_one_step_off, "async": train_async}
@@ -230,6 +231,25 @@ def test_help_whose_reader_has_seen_enough_ends_well():
 def test_the_length_of_a_run(given, steps):
     for script, more in ((train_sync, {}), (train_async, {"ppo_mini_batch_size": 4})):
         assert parts.make(script.Args, train_batch_size=8, **more, **given).total_steps(100) == steps
+
+
+OWN = "--train-files a.parquet"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("", []),  # the demo
+        (OWN, ["--max-response-length 8", "--lr 0.0001", "--val-files demo"]),
+        (f"{OWN} --lr 1e-4 --max_response_length=8 --val-files b.parquet", []),
+        (f"{OWN} --lora-rank 8 --test-freq 0", ["--max-response-length 8"]),
+        (f"{OWN} --max-response-length 64 --val-files b.parquet", ["--lr 0.0001"]),
+        (f"{OWN} --val-only", []),
+    ],
+)
+def test_data_of_ones_own_with_the_values_of_the_demo_is_said(words, named):
+    said = values_of_the_demo(flags.read(train_sync.Args, args=words.split()), words.split())
+    assert [sentence.partition(":")[0].split(", ") for sentence in said] == ([named] if named else [])
 
 
 def test_the_batch_means_the_same_in_all_scripts():

@@ -120,10 +120,8 @@ def drawn(args: type) -> st.SearchStrategy[dict[str, str]]:
 
 
 def line(script: str, given: dict, directory) -> list[str]:
-    """Return the script's command line. The run writes only below the directory, including a record of its samples."""
+    """Return the script's command line. The run writes only below the directory."""
     values = BASE | given | {"output_dir": directory}
-    if values.get("record_samples", "None") != "None":
-        values["record_samples"] = f"{directory}/{values['record_samples']}"
     return [f"{flag(name)}={value}" for name, value in values.items() if name in parts.leaves(SCRIPTS[script].Args)]
 
 

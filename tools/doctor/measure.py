@@ -197,7 +197,7 @@ class Checks:
             text += f", MFU {facts['mfu']:.0%}"
             if facts["mfu"] < LOW_MFU:
                 status = SLOW
-                remedy = "small models and short rows reach little; benchmarks/scripts/gpu.py measures longer ones"
+                remedy = "small models and short rows reach little; benchmarks/device/drive.py measures longer ones"
         if not np.isfinite(norm) or norm == 0:
             status = WRONG
             text = f"the gradient's norm is {norm}"

@@ -46,8 +46,8 @@ ROLLOUT: dict[str, list[Row]] = {
         missing("A.rollout.over_sample_rate=0", "verl drops what it does not wait for; `--over-sample` continues it in the "
                 "next step"),
         missing("A.rollout.disaggregation.enabled=False", "prefill and decoding on the same devices"),
-        missing("A.rollout.skip.* A.rollout.skip_rollout=False A.rollout.skip_dump_dir", "`--record-samples` writes them, and "
-                "replay.py trains on them"),
+        missing("A.rollout.skip.* A.rollout.skip_rollout=False A.rollout.skip_dump_dir", "`--record-samples all` writes "
+                "them, and replay.py trains on them"),
         unneeded("A.rollout.layer_name_map.*", "of verl's conversion from Megatron"),
         missing("A.rollout.trace.* A.rollout.prometheus.*", "metrics go where `--logger` says"),
         unneeded("A.rollout.engine_kwargs.vllm.mm_processor_cache_gb "

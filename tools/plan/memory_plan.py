@@ -204,12 +204,12 @@ def node_memory(plan: MemoryPlan) -> int:
 
 def samples_held(args: CommonArgs, nodes: int) -> int:
     """Return the most groups that the learners of the first of `nodes` nodes hold: those received there, for this step and
-    ahead of it, and of this step's those trained there, or with --record-samples all."""
+    ahead of it, and of this step's all, which are recorded, or with --record-samples off those trained there."""
     schedule = args.schedule
     made = schedule.prompts_per_step * (2 if schedule.split else 1)
     if isinstance(schedule, AsyncSchedule):
         made = schedule.quota(0)
-    arrives = schedule.prompts_per_step if args.log.record_samples else -(-schedule.prompts_per_step // nodes)
+    arrives = schedule.prompts_per_step if args.log.record_samples != "off" else -(-schedule.prompts_per_step // nodes)
     return min(made, -(-made // nodes) + arrives)
 
 

@@ -1,10 +1,8 @@
-"""Responses of the last validation that recorded some (--log-val-generations), in a table."""
+"""Responses of the last validation, in a table."""
 
 import json
-import re
 from pathlib import Path
 
-from rl.printable import escaped
 from rl.record.validations import COLUMNS, RESPONSES, row_of
 from tools.report.logs import Log, RunGroup
 
@@ -45,10 +43,3 @@ def _shown(cell: str) -> str:
     half = CHARACTERS // 2
     text = cell if len(cell) <= CHARACTERS else f"{cell[:half]} ... {cell[-half:]}"
     return text.encode(errors="backslashreplace").decode()  # a response may hold half a character
-
-
-def markdown(cell: str) -> str:
-    """Return a cell of a table in Markdown: text on one line, escaped so that neither Markdown nor a terminal changes it."""
-    text = re.sub(r"([\\`*_\[\]|~$<>&])", r"\\\1", cell)
-    text = re.sub(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]", "<br>", text)
-    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: "\\" + escaped(match[0]), text)

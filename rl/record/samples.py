@@ -1,11 +1,12 @@
-"""The record of a run's samples: every group that the learners consumed, so that replay.py can learn from them again.
+"""The record of a run's samples: every group that the learners consumed, so that view.py shows them and replay.py learns from
+them again.
 
-    DIR/start_000000.json    a start of the run, after this step: the run's directory, flags, contents, code
+    DIR/start_000000.json    a start of the run, after this step: its flags, contents, code
     DIR/step_000001.rec      a step's groups in the form in which they are sent (Group.to_bytes), compressed
     DIR/code/<digest>/       the script, losses.py and the script's neighbours as they were, which a replay imports
 
-A file has its name once it is complete. Left out: the weights, which are in the run's checkpoints, and the learner's state,
-which follows from the samples.
+DIR is <run>/samples. A file has its name once it is complete. Left out: the weights, which are in the run's checkpoints, and
+the learner's state, which follows from the samples.
 """
 
 import json
@@ -21,34 +22,31 @@ from rl.errors import UserError
 from rl.record.provenance import digest_of, package_files, script_files
 from rl.samples.group import Group, join_records, split_records
 
-CODE = "code"
+DIRECTORY, CODE = "samples", "code"
 CODEC = "zstd"
+# What --record-samples recent keeps
+NEWEST, EVERY = 20, 10
+MOST_BYTES = 4 << 30
 
 
 class Recorder:
     """Writes a record. A full disk does not stop training: the step is left out, and a warning says so."""
 
-    def __init__(self, directory: str, run_dir: Path | None, after: int):
-        """run_dir: of a run that resumes; after: the step after which it resumes. The record of later steps is removed,
-        because they are trained again. Raise UserError if the directory has another run's record, or if none can be written."""
-        self.directory = Path(directory)
+    def __init__(self, run_dir: Path, after: int, keeps_all: bool):
+        """after: the step after which a run resumes, else 0. The record of later steps is removed, because they are trained
+        again. keeps_all: else only the newest steps and some older ones. Raise UserError if none can be written."""
+        self.directory, self.keeps_all = run_dir / DIRECTORY, keeps_all
         self._missing = False  # whether the last step could not be written
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            starts = read_starts(self.directory)
-            if starts and (run_dir is None or starts[0]["run"] != str(run_dir.resolve())):
-                raise UserError(
-                    f"--record-samples {directory} holds the samples of {starts[0]['run']}. Give another directory."
-                )
+            self.directory.mkdir(exist_ok=True)
             for file in [*steps_of(self.directory, "start"), *steps_of(self.directory)]:
                 if step_of(file) > after:
                     file.unlink()
         except OSError as error:
-            raise UserError(
-                f"--record-samples {directory}: {error.filename or directory} cannot be written ({error.strerror})."
-            ) from error
+            why = f"{error.filename or self.directory} cannot be written ({error.strerror})"
+            raise UserError(f"{why}. Leave samples out with --record-samples off, or make room.") from error
 
-    def begin(self, run_dir: Path, start: dict) -> None:
+    def begin(self, start: dict) -> None:
         """Record a start of the run, and copy its code. start: a JSON object, with "after", the step after which the run
         resumes."""
         script = Path(sys.argv[0])
@@ -58,7 +56,7 @@ class Recorder:
         of_code = {"file": str(Path(CODE, code.name, script.name)), "rl": digest_of(package_files())}
         for file in files:
             shutil.copyfile(file, code / file.name)
-        text = json.dumps(start | of_code | {"run": str(run_dir.resolve())})
+        text = json.dumps(start | of_code)
         self._write(self.directory / f"start_{start['after']:06d}.json", lambda file: file.write_text(text))
 
     def write(self, step: int, groups: Sequence[Group]) -> None:
@@ -70,6 +68,8 @@ class Recorder:
 
         try:
             self._write(self.directory / f"step_{step:06d}.rec", write)
+            if not self.keeps_all:
+                self._remove_older(step)
         except OSError as error:
             if not self._missing:
                 print(
@@ -81,6 +81,16 @@ class Recorder:
         else:
             self._missing = False
 
+    def _remove_older(self, step: int) -> None:
+        """Remove what --record-samples recent does not keep: the oldest steps go first."""
+        files = steps_of(self.directory)
+        kept = [file for file in files if step_of(file) > step - NEWEST or step_of(file) % EVERY == 0]
+        size = {file: file.stat().st_size for file in kept}
+        while len(kept) > 1 and sum(size[file] for file in kept) > MOST_BYTES:
+            kept.pop(0)
+        for file in {*files} - {*kept}:
+            file.unlink()
+
     def _write(self, file: Path, write: Callable[[Path], object]) -> None:
         partial = file.with_suffix(".partial")
         write(partial)
@@ -88,14 +98,14 @@ class Recorder:
 
 
 class Record:
-    """A record, for reading."""
+    """The record of a run, for reading."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, run_dir: Path):
         """Raise UserError if there is no record."""
-        self.directory = directory
-        self.starts = read_starts(directory)
+        self.directory = run_dir / DIRECTORY
+        self.starts = read_starts(self.directory)
         if not self.starts:
-            raise UserError(f"{directory}: no samples were recorded here (--record-samples).")
+            raise UserError(f"{run_dir} is no run that recorded its samples: {self.directory} has none.")
 
     @property
     def steps(self) -> list[int]:

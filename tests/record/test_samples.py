@@ -8,8 +8,8 @@ import pytest
 from helpers import make_group
 
 from rl.errors import UserError
-from rl.replay import recorder
-from rl.replay.recorder import Record, Recorder
+from rl.record import samples
+from rl.record.samples import Record, Recorder
 
 
 def groups(step: int, n: int = 3, tokens: int = 40) -> list:
@@ -23,11 +23,10 @@ def as_bytes(of_step) -> list[bytes]:
     return [group.to_bytes() for group in of_step]
 
 
-def record(tmp_path, steps: int, after: int = 0, first: bool = True) -> Recorder:
-    """Record the steps after `after`, as a run in tmp_path/run does."""
-    run = tmp_path / "run"
-    writer = Recorder(str(tmp_path / "record"), None if first else run, after)
-    writer.begin(run, {"after": after, "flags": {"lr": after}})
+def record(run, steps: int, after: int = 0, keeps_all: bool = True) -> Recorder:
+    """Record the steps after `after`, as a run in this directory does."""
+    writer = Recorder(run, after, keeps_all)
+    writer.begin({"after": after, "flags": {"lr": after}})
     for step in range(after + 1, after + steps + 1):
         writer.write(step, groups(step))
     return writer
@@ -41,21 +40,21 @@ def script(tmp_path, monkeypatch):
 
 def test_what_is_recorded_is_read(tmp_path):
     record(tmp_path, 5)
-    back = Record(tmp_path / "record")
+    back = Record(tmp_path)
     assert back.steps == [1, 2, 3, 4, 5]
     for step in back.steps:
         assert as_bytes(back.groups(step)) == as_bytes(groups(step))
         masks = lambda of: [None if r.mask is None else r.mask.tolist() for g in of for r in g.responses]  # noqa: E731
         assert masks(back.groups(step)) == masks(groups(step)) and any(masks(groups(step)))
     start = back.start_of(3)
-    assert start["flags"] == {"lr": 0} and (tmp_path / "record" / start["file"]).read_text() == "x = 1\n"
+    assert start["flags"] == {"lr": 0} and (tmp_path / "samples" / start["file"]).read_text() == "x = 1\n"
 
 
 def test_a_damaged_step_is_named(tmp_path):
     record(tmp_path, 3)
-    file = tmp_path / "record" / "step_000002.rec"
+    file = tmp_path / "samples" / "step_000002.rec"
     file.write_bytes(file.read_bytes()[:-9])
-    back = Record(tmp_path / "record")
+    back = Record(tmp_path)
     assert as_bytes(back.groups(3)) == as_bytes(groups(3))
     with pytest.raises(UserError, match=r"step_000002\.rec cannot be read \("):
         back.groups(2)
@@ -63,27 +62,42 @@ def test_a_damaged_step_is_named(tmp_path):
 
 def test_a_resumed_run_takes_its_record_back_to_the_checkpoint(tmp_path):
     record(tmp_path, 6)
-    (tmp_path / "record" / "step_000007.partial").write_bytes(b"killed")
-    record(tmp_path, 4, after=3, first=False)
-    back = Record(tmp_path / "record")
+    (tmp_path / "samples" / "step_000007.partial").write_bytes(b"killed")
+    record(tmp_path, 4, after=3)
+    back = Record(tmp_path)
     assert back.steps == [1, 2, 3, 4, 5, 6, 7]
     assert [back.start_of(step)["flags"]["lr"] for step in (3, 4)] == [0, 3]
-    record(tmp_path, 1, after=0, first=False)  # nothing was saved: from the beginning
-    back = Record(tmp_path / "record")
+    record(tmp_path, 1, after=0)  # nothing was saved: from the beginning
+    back = Record(tmp_path)
     assert back.steps == [1] and len(back.starts) == 1
 
 
-def test_the_record_of_another_run_is_left_alone(tmp_path):
-    record(tmp_path, 2)
-    before = sorted((tmp_path / "record").rglob("*"))
-    for run_dir in (None, tmp_path / "other"):
-        with pytest.raises(UserError, match=r"--record-samples .*record holds the samples of .*run\. Give another directory"):
-            Recorder(str(tmp_path / "record"), run_dir, 1)
-    assert sorted((tmp_path / "record").rglob("*")) == before
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"--record-samples .*file cannot be written"):
-        Recorder(str(tmp_path / "file"), None, 0)
-    with pytest.raises(UserError, match="no samples were recorded here"):
+def test_recent_keeps_the_newest_steps_and_every_tenth(tmp_path):
+    writer = record(tmp_path, 47, keeps_all=False)
+    assert Record(tmp_path).steps == [10, 20, *range(28, 48)]
+    writer.write(48, groups(48))
+    assert Record(tmp_path).steps == [10, 20, *range(29, 49)]
+
+
+def test_recent_stays_within_its_bytes(tmp_path, monkeypatch):
+    writer = record(tmp_path, 30, keeps_all=False)
+    size = lambda: sum(file.stat().st_size for file in (tmp_path / "samples").glob("*.rec"))  # noqa: E731
+    monkeypatch.setattr(samples, "MOST_BYTES", size() // 2)
+    writer.write(31, groups(31))
+    kept = Record(tmp_path).steps
+    assert size() <= samples.MOST_BYTES and kept == list(range(kept[0], 32)) and kept[0] > 12
+    monkeypatch.setattr(samples, "MOST_BYTES", 1)
+    writer.write(32, groups(32))
+    assert Record(tmp_path).steps == [32]  # the newest stays, however large
+
+
+def test_where_nothing_can_be_or_is_recorded(tmp_path):
+    (tmp_path / "samples").write_text("")
+    with pytest.raises(
+        UserError, match=r"samples cannot be written \(File exists\)\. Leave samples out with --record-samples off"
+    ):
+        Recorder(tmp_path, 0, True)
+    with pytest.raises(UserError, match="nowhere is no run that recorded its samples"):
         Record(tmp_path / "nowhere")
 
 
@@ -94,11 +108,11 @@ def test_a_full_disk_leaves_a_step_out_and_no_more(tmp_path, capfd, monkeypatch)
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(recorder.pa, "output_stream", full)
+        patch.setattr(samples.pa, "output_stream", full)
         writer.write(3, groups(3))
         writer.write(4, groups(4))
     writer.write(5, groups(5))
-    back = Record(tmp_path / "record")
+    back = Record(tmp_path)
     assert back.steps == [1, 2, 5] and as_bytes(back.groups(5)) == as_bytes(groups(5))
     assert capfd.readouterr().err.count("step 3 is not recorded (No space left on device)") == 1
 
@@ -115,6 +129,6 @@ def test_a_token_takes_at_most_12_bytes(tmp_path, vocabulary, length):
         group.prompt_ids[:] = rng.integers(0, vocabulary, 100)
         tokens += 8 * length + 100
         of_step.append(group)
-    writer = Recorder(str(tmp_path / "record"), None, 0)
+    writer = Recorder(tmp_path, 0, True)
     writer.write(1, of_step)
-    assert os.path.getsize(tmp_path / "record" / "step_000001.rec") / tokens < 8
+    assert os.path.getsize(tmp_path / "samples" / "step_000001.rec") / tokens < 8

@@ -1,0 +1,153 @@
+"""A run's recorded samples as text.
+
+`read` yields a row for each response, for notebooks and `view.py --jsonl`:
+
+    step, ticket, epoch    the training step; the place in the prompt order; the pass over the data
+    where, source, ground_truth    the row of the data
+    prompt, response       texts as the model saw them, special tokens included
+    parts                  [[who, text], ...] of the response: "policy" sampled it, "environment" added it
+    number, score, extra, error    of this response in its group; the score is null if it could not be scored, for `error`
+    finish                 "stop" or "length"
+    prompt_tokens, tokens, versions    counts; the oldest and the newest weights that sampled a token
+    mean_log_prob          of the sampled tokens, under the weights that sampled them
+"""
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl.errors import UserError
+from rl.record import validations
+from rl.record.run import GROUPS, METRICS
+from rl.record.samples import Record
+from rl.samples.group import Group, Response
+
+
+def read(run: str | Path, steps: Iterable[int] | None = None) -> Iterator[dict]:
+    """Yield a row for each recorded response of a run's directory. steps: by default all that were recorded. Raise UserError if
+    the run recorded none."""
+    samples = Samples(Path(run))
+    for step in samples.record.steps if steps is None else steps:
+        about = samples.about(step)
+        for group in samples.groups(step):
+            of_prompt = {name: about.get(group.ticket, {}).get(name) for name in ("epoch", "where", "ground_truth")}
+            prompt = samples.text(group.prompt_ids)
+            for number, response in enumerate(group.responses):
+                row = {"step": step, "ticket": group.ticket, "source": group.data_source} | of_prompt
+                yield row | {"prompt": prompt, "number": number} | samples.row(group, response)
+
+
+class Samples:
+    """The samples and the figures of a run."""
+
+    def __init__(self, run_dir: Path):
+        """Raise UserError if the run recorded none."""
+        self.run_dir = run_dir
+        self.record = Record(run_dir)
+        self.groups = lru_cache(maxsize=4)(self.record.groups)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer of a checkpoint, or else of the model that training began with."""
+        from transformers import AutoTokenizer
+
+        from rl.model.pretrained import resolve
+
+        flags = self.record.starts[-1]["flags"]
+        saved = sorted(self.run_dir.glob("step_*/tokenizer.json"))
+        where = saved[-1].parent if saved else resolve(flags["model"])
+        try:
+            return AutoTokenizer.from_pretrained(where, trust_remote_code=flags["trust_remote_code"])
+        except (OSError, ValueError) as error:
+            raise UserError(f"{where}: the tokenizer of {self.run_dir} cannot be read ({error}).") from error
+
+    @cached_property
+    def figures(self) -> dict[int, dict]:
+        """Step -> its metrics, and those of its validation."""
+        rows = {row["step"]: row for row in _lines(self.run_dir / METRICS)}
+        for validation in validations.read(self.run_dir):
+            found = {name: value for name, value in validation.items() if validations.is_of_validation(name)}
+            rows[validation["step"]] = rows.get(validation["step"], {"step": validation["step"]}) | found
+        return dict(sorted(rows.items()))
+
+    @cached_property
+    def visits(self) -> dict[int, list[dict]]:
+        """Step -> its groups without tokens, of all steps, recorded or not (groups.jsonl)."""
+        return {row["step"]: row["groups"] for row in _lines(self.run_dir / GROUPS)}
+
+    @cached_property
+    def by_prompt(self) -> dict[int, list[tuple[int, dict]]]:
+        """Index of a prompt in the data -> its visits (step, group), in order."""
+        found: dict[int, list[tuple[int, dict]]] = {}
+        for step, groups in sorted(self.visits.items()):
+            for group in groups:
+                found.setdefault(group["index"], []).append((step, group))
+        return found
+
+    def about(self, step: int) -> dict[int, dict]:
+        """Ticket -> what groups.jsonl says of a step's group."""
+        return {group["ticket"]: group for group in self.visits.get(step, [])}
+
+    def row(self, group: Group, response: Response) -> dict:
+        """Return what `read` says of a response alone."""
+        sampled = response.log_probs if response.mask is None else response.log_probs[response.mask]
+        return {
+            "response": self.text(response.token_ids),
+            "parts": self.parts(response),
+            "score": response.score,
+            "extra": response.extra,
+            "error": response.error,
+            "finish": response.finish_reason,
+            "prompt_tokens": len(group.prompt_ids),
+            "tokens": len(response.token_ids),
+            "versions": [int(response.versions.min()), int(response.versions.max())] if len(response.versions) else None,
+            "mean_log_prob": float(sampled.mean()) if len(sampled) else None,
+        }
+
+    def parts(self, response: Response) -> list[list[str]]:
+        """Return [[who, text], ...]: runs of tokens that the policy sampled, or that its environment added."""
+        mask = np.ones(len(response.token_ids), bool) if response.mask is None else response.mask
+        runs = itertools.groupby(zip(mask.tolist(), response.token_ids.tolist(), strict=True), key=lambda of: of[0])
+        return [["policy" if by_policy else "environment", self.text([token for _, token in run])] for by_policy, run in runs]
+
+    def text(self, ids: Iterable[int]) -> str:
+        return self.tokenizer.decode([*map(int, ids)], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        """Return the text of each token; joined, they are the whole text. Where tokens share a character, the last one has
+        it."""
+        pieces: list[str] = []
+        window: list[int] = []  # the token before, and those that end within a character
+        before = ""
+        for token in map(int, ids):
+            window.append(token)
+            text = self.text(window)
+            if text.endswith("\ufffd") and len(window) < 8:
+                pieces.append("")
+                continue
+            pieces.append(text[len(before) :])
+            window = [token]
+            before = self.text(window)
+        return pieces
+
+
+def mean(scores: Iterable[float | None]) -> float | None:
+    """Return the mean of the scores that there are."""
+    known = [score for score in scores if score is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _lines(file: Path) -> list[dict]:
+    """Return the rows of a file of a row for each step; a line that was cut off is left out."""
+    lines = file.read_bytes().split(b"\n") if file.is_file() else ()
+    return [row for line in lines if (row := validations.row_of(line))]
+
+
+def as_json(row: dict) -> str:
+    """Return a row on a line. Half a surrogate, which no UTF-8 file can hold, is written as an escape."""
+    return json.dumps(row, ensure_ascii=True)
