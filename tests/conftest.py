@@ -91,7 +91,10 @@ IMPORTED = {  # by the processes that fork runs (tests/tools/forks.py)
     "plain": ["train_sync", "train_one_step_off", "train_async"],
     "vllm": ["train_sync", "train_one_step_off", "train_async", "rl.generation.vllm.engine"],
 }
-IMPORTED["plain"] += ["examples.demo.sums", "datasets", "matplotlib.figure", "torch.distributed.run", "torch._dynamo"]
+IMPORTED["vllm"] += ["vllm.v1.worker.cpu_worker", "vllm.v1.core.sched.scheduler", "vllm.v1.attention.backends.cpu_attn"]
+IMPORTED["vllm"] += ["vllm.model_executor.layers.quantization.online.base"]  # what an engine's start imports
+IMPORTED["packages"] = ["transformers", "datasets", "matplotlib.figure", "torch.distributed.run", "torch._dynamo", "tyro"]
+IMPORTED["plain"] += ["examples.demo.sums", *IMPORTED["packages"]]
 
 
 class Forks:

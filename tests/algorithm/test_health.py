@@ -237,7 +237,6 @@ def counted(row: dict) -> dict[str, Counter]:
 COUNTED = {
     "sync, filtered": ("train_sync.py", ["--filter-groups"], 2),
     "one step off, rejected": ("train_one_step_off.py", ["--rollout-rs", "seq_mean_k1", "--rollout-rs-threshold", "7_8"], 2),
-    "one step off, filtered": ("train_one_step_off.py", ["--filter-groups"], 3),
     "async, too old": ("train_async.py", ["--max-staleness", "0", "--staleness-threshold", "2"], 3),
     "async, filtered": ("train_async.py", ["--filter-groups"], 3),
 }

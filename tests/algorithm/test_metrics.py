@@ -9,10 +9,11 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import CONFIGS, ROOT, documented_metrics
+from helpers import CONFIGS, ROOT, command, documented_metrics, environment, run_script
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, MixtralConfig, Qwen2_5_VLConfig
 
@@ -164,11 +165,10 @@ run.finish("here")
 
 @pytest.mark.slow
 def test_plain_lines_where_there_is_no_terminal(tmp_path):
-    env = os.environ | {"FORCE_COLOR": "1"}  # as many CI systems set it
-    command = [sys.executable, "-c", DISPLAY, tmp_path]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    (tmp_path / "display.py").write_text(DISPLAY)
+    done = run_script(tmp_path / "display.py", tmp_path / "runs", env={"FORCE_COLOR": "1"})  # as many CI systems set it
     began, *lines = done.stdout.splitlines()
-    (run,) = tmp_path.iterdir()
+    (run,) = (tmp_path / "runs").iterdir()
     assert began == f"run {run} (resume with --experiment-name {run.name})"
     assert "\x1b" not in done.stdout and lines[0] == "step 0/3  validation accuracy 0.340"
     assert lines[-4] == "step 3/3  reward 0.200  1,234 tokens/s"  # the mean since step 0
@@ -206,11 +206,11 @@ def test_the_rate_is_that_of_all_ranks(ranks, shown, tmp_path, capsys):
     assert f"step 3/3  reward 0.500  {shown}\n" in capsys.readouterr().out
 
 
-def on_a_terminal(code: str, out, columns: int) -> tuple[int, str]:
-    """Run the code on a pseudo-terminal of this width. Return (exit code, everything shown)."""
+def on_a_terminal(script: Path, out: Path, columns: int) -> tuple[int, str]:
+    """Run the script on a pseudo-terminal of this width. Return (exit code, everything shown)."""
     master, slave = pty.openpty()
-    env = os.environ | {"TERM": "xterm", "COLUMNS": str(columns)}
-    process = subprocess.Popen([sys.executable, "-c", code, out], cwd=ROOT, env=env, stdout=slave, stderr=slave)
+    env = environment(TERM="xterm", COLUMNS=str(columns))
+    process = subprocess.Popen(command(script, out), cwd=ROOT, env=env, stdout=slave, stderr=slave)
     os.close(slave)
     shown = b""
     while True:
@@ -223,9 +223,9 @@ def on_a_terminal(code: str, out, columns: int) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [80, 140])
-def test_a_live_bar_on_a_terminal(tmp_path, columns):
-    code, text = on_a_terminal(DISPLAY, tmp_path, columns)
+def test_a_live_bar_on_a_terminal(tmp_path):
+    (tmp_path / "display.py").write_text(DISPLAY)
+    code, text = on_a_terminal(tmp_path / "display.py", tmp_path / "runs", columns=80)
     assert code == 0 and "\x1b" in text and "\u2026" not in text, "nothing may be cut off"
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
     assert "3/3" in text and "reward 0.200" in text and "1,234 tokens/s" in text and "left" in text

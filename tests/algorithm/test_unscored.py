@@ -290,13 +290,14 @@ LIMIT = 3  # steps without a score
 
 @pytest.mark.runs
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("more", [[], ["--use-kl-loss", "--entropy-coeff", 0.01]], ids=["", "other terms"])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_an_outage_ends_the_run_with_the_weights_from_before_and_it_resumes(script, more, tmp_path):
-    """The same command continues once responses can be scored again, with samples that can be."""
+def test_an_outage_ends_the_run_with_the_weights_from_before_and_it_resumes(script, tmp_path):
+    """Whatever other terms a loss has. The same command continues once responses can be scored again, with samples that can
+    be."""
     (tmp_path / "mine.py").write_text(OUTAGE)
     processes, *flags = SCRIPTS[script]
-    flags += ["--total-training-steps", 14, "--reward", tmp_path / "mine.py:score", "--test-freq", 0, *more]
+    flags += ["--total-training-steps", 14, "--reward", tmp_path / "mine.py:score", "--test-freq", 0]
+    flags += ["--use-kl-loss", "--entropy-coeff", 0.01]
     flags += ["--save-freq", 1, "--max-ckpt-to-keep", 0, "--experiment-name", "run", "--lr", 1e-3]
     metrics, run, done = train(script, *flags, out=tmp_path / "runs", ranks=processes, check=False)
     last = max(metrics)

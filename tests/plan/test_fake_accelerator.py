@@ -16,7 +16,7 @@ def every_model(models, tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("part", ["quick", *(pytest.param(part, marks=pytest.mark.slow) for part in range(4))])
+@pytest.mark.parametrize("part", ["quick", *(pytest.param(part, marks=pytest.mark.slow) for part in range(3))])
 def test_our_code_runs_on_an_accelerator(every_model, part):
     """The fake device is found as a real one is."""
     words = ["tests/programs/fake_accelerator.py", part, json.dumps(every_model)]

@@ -26,7 +26,7 @@ def fork(script: str, path: Path, learn: str = "") -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["train_sync.py", "train_one_step_off.py", "train_async.py"])
+@pytest.mark.parametrize("script", ["train_one_step_off.py", "train_async.py"])
 def test_a_copy_is_planned_as_its_script(script, tmp_path, capsys, monkeypatch):
     """The plan runs in this process, because a new process would have to import everything."""
     monkeypatch.setattr(sys, "path", [*sys.path])

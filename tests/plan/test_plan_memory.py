@@ -2,7 +2,6 @@
 change helps."""
 
 import dataclasses
-import itertools
 import json
 import re
 
@@ -29,9 +28,8 @@ from tools.plan.workload import lengths_like
 PROGRAM = "tests/programs/plan_memory.py"
 FLAGS = {"lengths": [40, 60, 33], "prompt": 12, "max_tokens_per_micro_batch": 100, "use_kl_loss": True}
 OTHERS = [
-    {"max_tokens_per_micro_batch": 300, "gradient_checkpointing": True, "dtype": "bfloat16", "use_kl_loss": False},
+    {"max_tokens_per_micro_batch": 300, "gradient_checkpointing": True, "dtype": "bfloat16", "lora_rank": 4},
     {"param_offload": True, "use_kl_loss": False, "entropy_coeff": 0.1},
-    {"dtype": "bfloat16", "lora_rank": 4},
     {"adv_estimator": "gae", "use_kl_loss": False, "critic_ppo_epochs": 2},
 ]
 
@@ -67,7 +65,7 @@ def test_the_count_is_that_of_real_tensors_with_other_flags(models, flags):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [{}, {"sequence_parallel": 2}, {"sequence_parallel": 2, "dtype": "bfloat16"}])
+@pytest.mark.parametrize("flags", [{}, {"sequence_parallel": 2, "dtype": "bfloat16"}])
 def test_the_count_is_that_of_two_learners(models, flags):
     """Including the tensors that they exchange around attention."""
     real, fake = (counted(models["qwen3"], how, FLAGS | flags, 2) for how in ("real", "fake"))
@@ -126,8 +124,8 @@ def test_a_policy_that_teaches_itself_holds_no_second_model(model):
 
 @pytest.mark.slow
 def test_a_learner_holds_its_own_tokens_of_a_large_batch(model):
-    """33 million tokens, 32 learners, two updates: by arithmetic, over the tensors of a batch that was really divided."""
-    prompts, n, prompt, response = 8192, 20, 20, 200
+    """8 million tokens, 32 learners, two updates: by arithmetic, over the tensors of a batch that was really divided."""
+    prompts, n, prompt, response = 2048, 20, 20, 200
     sizes = {"ppo_mini_batch_size": prompts // 2, "rollout_n": n, "max_prompt_length": prompt, "max_response_length": response}
     args = parts.make(train_async.Args, model=model, train_batch_size=prompts, **sizes)
     memory = dry_run("train_async", args, 32, "cuda", lengths_like("budget", n, response, prompt))
@@ -160,22 +158,22 @@ def wide(tmp_path_factory) -> str:
     return str(directory)
 
 
-OFFLOADS = [{}, {"optimizer_offload": True}, {"param_offload": True}]
-KINDS = [("dense", {}), ("dense", {"lora_rank": 4}), ("moe", {}), ("moe", {"expert_parallel": 2})]
-KINDS += [("moe", {"lora_rank": 4, "lora_target": ("q_proj", "v_proj")})]
-COMBINED = [  # every kind with every optimizer and with at least two offloads
-    (kind, flags | OFFLOADS[number % 3] | {"optim": optim})
-    for number, (optim, (kind, flags)) in enumerate(itertools.product(("adamw", "adamw_8bit"), KINDS))
+LARGE = [  # every kind once, with both optimizers and every offload
+    ("dense", {"optim": "adamw_8bit", "optimizer_offload": True}),
+    ("dense", {"lora_rank": 4, "param_offload": True}),
+    ("moe", {}),
+    ("moe", {"expert_parallel": 2, "optim": "adamw_8bit", "param_offload": True}),
+    ("moe", {"lora_rank": 4, "lora_target": ("q_proj", "v_proj"), "optimizer_offload": True}),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "more"), COMBINED)
+@pytest.mark.parametrize(("kind", "more"), LARGE)
 def test_a_large_model_is_counted(wide, kind, more):
     """Matrices and blocks of pinned memory larger than the integers whose values are followed."""
     args = flags(f"{wide}/{kind}", dtype="bfloat16", max_tokens_per_micro_batch=480, **more)
     memory = dry_run("train_async", args, 2, "cuda", lengths_like("budget", 4, 100, 20))
-    moments = 0 if "lora_rank" in more else {"adamw": 8, "adamw_8bit": 2}[more["optim"]] * memory.parameters / 2
+    moments = 0 if "lora_rank" in more else {"adamw": 8, "adamw_8bit": 2}[args.learner.optim] * memory.parameters / 2
     on_host = bool(more.get("param_offload") or more.get("optimizer_offload"))
     held, elsewhere = memory.kept["optimizer"], memory.host_kept["optimizer"]
     if on_host:

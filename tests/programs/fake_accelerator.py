@@ -1,6 +1,6 @@
 """Started by test_fake_accelerator.py: our own code on fake devices, each case in a fork of this process.
 
-python fake_accelerator.py PART '{"qwen3": PATH, ...}'               PART: quick, or 0 to 3 for a quarter of the others
+python fake_accelerator.py PART '{"qwen3": PATH, ...}'               PART: quick, or 0 to 2 for a third of the others
 
 Prints a line of JSON: case -> "" or its error.
 """
@@ -284,38 +284,47 @@ COMPACT = {"optim": "adamw_8bit", "optimizer_offload": True, "gradient_checkpoin
 TRUNCATED = {"top_k": 3, "keep_sampling_mask": True, "loss_mode": "reinforce"}
 QUICK = ["many ranks", "offload", "compact", "without advantage", "engine", "what an NPU lacks", "what CUDA lacks"]
 CASES = {  # a new kind of model is a line more
-    "what could be sampled": lambda m: learn(m["qwen3"], 2, 1, dtype="bfloat16", sequence_parallel=2, **TRUNCATED),
-    "one rank": lambda m: learn(m["qwen2-tied"]),
-    "one rank, over the host": lambda m: learn(m["qwen2-tied"], over_host=True),
+    "shared sequences, what could be sampled": lambda m: learn(
+        m["qwen3"], 4, 1, "async", dtype="bfloat16", sequence_parallel=2, use_kl_loss=True, **TRUNCATED
+    ),
+    "shared sequences, CUDA's attention": lambda m: learn(
+        m["qwen3"], 4, 2, "sync", None, "cuda", sequence_parallel=4, dtype="bfloat16", gradient_checkpointing=True
+    ),
+    "one rank, over the host": lambda m: learn(m["qwen2-tied"], over_host=True, dtype="bfloat16", use_kl_loss=True),
+    # whose own log-probs are those of the step's first policy
+    "one update, in chunks": lambda m: learn(m["qwen2-tied"], 1, 0, "sync", 160, loss_mode="gspo", prompts=1),
     "many ranks": lambda m: learn(
         m["qwen3"], 4, 0, "one step off", 160, "cuda", dtype="bfloat16", use_kl_loss=True, entropy_coeff=0.1, waits=6
     ),
     "offload": lambda m: learn(  # in fp32, for which CUDA has no attention over packed rows
         m["qwen2-untied"], 2, 1, "async", None, "cuda", param_offload=True, use_kl_in_reward=True, gradient_checkpointing=True
     ),
-    "one update": lambda m: learn(m["qwen3"], prompts=1),  # whose own log-probs are those of the step's first policy
     "without advantage": lambda m: learn(m["qwen3"], 2, 0, equal=(1,), gradient_checkpointing=True),
-    "experts": lambda m: learn(m["moe"], 4, 0, gradient_checkpointing=True),
+    "a rank without work": lambda m: learn(m["qwen3"], 64, 63, "async", loss_mode="clip_cov", dtype="bfloat16"),
     "compact": lambda m: learn(m["qwen3"], 2, 1, "one step off", dtype="bfloat16", **COMPACT),
-    "images": lambda m: learn(m["qwen3-vl"], 2, 0, "async", images=True, prompts=3, use_kl_loss=True),
     "delta nets": lambda m: learn(m["qwen3_5"], 4, 0, gradient_checkpointing=True),
     "engine, delta nets": lambda m: generate(m["qwen3_5"]),
     "engine": lambda m: generate(m["qwen2-tied"]),
-    "engine, over the host": lambda m: generate(m["qwen2-tied"], over_host=True),
-    "one rank, bf16": lambda m: learn(m["qwen2-tied"], dtype="bfloat16", use_kl_loss=True),
+    "engine, CUDA's attention, over the host": lambda m: generate(
+        m["qwen3"], torch.bfloat16, truncates=False, attention="cuda", over_host=True
+    ),
     "what an NPU lacks": lambda m: lacks("npu"),
     "what CUDA lacks": lambda m: lacks("cuda"),
-    "a rank without work": lambda m: learn(m["qwen3"], 64, 63, "async", loss_mode="clip_cov", dtype="bfloat16"),
-    "chunks": lambda m: learn(m["qwen2-tied"], 1, 0, "sync", 160, loss_mode="gspo"),
-    "moments on the host": lambda m: learn(m["moe"], 2, 0, "async", optimizer_offload=True),
-    "experts, bf16": lambda m: learn(m["moe"], 1, 0, "async", None, "cuda", dtype="bfloat16", param_offload=True),
-    "engine, CUDA's attention": lambda m: generate(m["qwen3"], torch.bfloat16, truncates=False, attention="cuda"),
-    "experts, replayed": lambda m: learn(m["moe"], 1, 0, "async", router_replay="R3", gradient_checkpointing=True),
-    "shared sequences": lambda m: learn(m["qwen3"], 4, 1, "async", sequence_parallel=2, use_kl_loss=True, dtype="bfloat16"),
-    "shared sequences, CUDA's attention": lambda m: learn(
-        m["qwen3"], 4, 2, "sync", None, "cuda", sequence_parallel=4, dtype="bfloat16", gradient_checkpointing=True
+    "experts, replayed": lambda m: learn(
+        m["moe"],
+        1,
+        0,
+        "async",
+        None,
+        "cuda",
+        dtype="bfloat16",
+        router_replay="R3",
+        param_offload=True,
+        gradient_checkpointing=True,
     ),
-    "shared experts": lambda m: learn(m["moe"], 4, 0, "sync", expert_parallel=2, gradient_checkpointing=True),
+    "shared experts": lambda m: learn(
+        m["moe"], 4, 0, "sync", expert_parallel=2, gradient_checkpointing=True, optimizer_offload=True
+    ),
     "shared experts and sequences": lambda m: learn(
         m["moe"], 4, 3, "one step off", expert_parallel=4, sequence_parallel=2, router_replay="R3", dtype="bfloat16"
     ),
@@ -327,14 +336,14 @@ CASES = {  # a new kind of model is a line more
     "engine, images": lambda m: generate(m["qwen3-vl"], images=True),
     "engine, images, windows": lambda m: generate(m["qwen2.5-vl"], torch.bfloat16, images=True),
     "images, shared sequences": lambda m: learn(
-        m["qwen3-vl"], 4, 1, "async", images=True, prompts=3, sequence_parallel=2, gradient_checkpointing=True
+        m["qwen3-vl"], 4, 1, "async", images=True, prompts=3, sequence_parallel=2, use_kl_loss=True, gradient_checkpointing=True
     ),
-    "adapters": lambda m: learn(m["qwen3"], 2, 0, lora_rank=2, use_kl_loss=True, param_offload=True),
-    "a teacher's tokens": lambda m: learn(m["qwen3"], 2, 0, teacher=m["qwen3"], teacher_top_k=2),
+    "adapters, a teacher's tokens": lambda m: learn(
+        m["qwen3"], 2, 0, lora_rank=2, use_kl_loss=True, param_offload=True, teacher=m["qwen3"], teacher_top_k=2
+    ),
     "a teacher's prompts": lambda m: learn(m["qwen3"], 4, 2, sequence_parallel=2, teacher="self", teacher_prompt="{prompt}"),
     "a critic": lambda m: learn(m["qwen3"], 2, 0, adv_estimator="gae", gamma=0.9),
-    "in turns": lambda m: turns(m["qwen3"], dtype="bfloat16"),
-    "in turns, images": lambda m: turns(m["qwen3-vl"], freeze_vision_tower=True),
+    "in turns, images": lambda m: turns(m["qwen3-vl"], freeze_vision_tower=True, dtype="bfloat16"),
     "engine, experts": lambda m: generate(m["moe"]),
 }
 
@@ -361,5 +370,5 @@ def in_fork(act) -> str:
 
 if __name__ == "__main__":
     part, models = sys.argv[1], json.loads(sys.argv[2])
-    names = [name for name in CASES if name not in QUICK][int(part) :: 4] if part != "quick" else QUICK
+    names = [name for name in CASES if name not in QUICK][int(part) :: 3] if part != "quick" else QUICK
     print(json.dumps({name: in_fork(lambda name=name: CASES[name](models)) for name in names}))

@@ -3,7 +3,8 @@ loss.
 
 torchrun ... layouts.py OUT JSON
 {"layouts": {name: [model, flags]}, "cases": {name: [flags, sizes of the responses of each group]}, "attention": kind,
- "rows": null or a file, "equal": numbers of groups whose scores are equal}
+ "rows": null or a file, "equal": numbers of groups whose scores are equal, "every_other": whether neighbours among the layouts
+ divide the cases between them}
 
 Prompts are random, or those of the file, which may have images: the first row's belong to the first group. What trains nothing
 passes forward alone, however few tokens that are. In cases that begin with "turns" some tokens are an environment's.
@@ -103,8 +104,10 @@ def main(ranks) -> None:
     found, division.A_PASS = {}, 0
     if what["attention"] != "cpu":
         kernels.give_to_cpu(what["attention"])
-    for layout, (model, flags) in what["layouts"].items():
-        for case, (more, sizes) in what["cases"].items():
+    for number, (layout, (model, flags)) in enumerate(what["layouts"].items()):
+        for place, (case, (more, sizes)) in enumerate(what["cases"].items()):
+            if what["every_other"] and (number + place) % 2:
+                continue
             what["masked"] = case.startswith("turns")
             found[f"{layout}/{case}"] = learn(model, sizes, flags | more, ranks, what)
     if ranks.is_main:

@@ -63,7 +63,7 @@ def test_what_it_makes_trains(title, key, demo_model, tmp_path):
     _, script, *flags = prepare(title, tree)
     flags = [tree / flag if flag.startswith("my_reward.py") else flag for flag in flags]
     more = ["--total-training-steps", 3, "--test-freq", 0, "--output-dir", tmp_path / "runs"]
-    run_script(tree / script, *flags, *more, fresh=True, env={"PYTHONPATH": str(tree)})
+    run_script(tree / script, *flags, *more, imported="packages", env={"PYTHONPATH": str(tree)})
     (directory,) = (tmp_path / "runs").iterdir()
     assert directory.name.startswith(f"{Path(script).stem}-")
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
@@ -145,7 +145,8 @@ def test_a_fork_trains_and_resumes(name, demo_model, tmp_path):
     more += ["--max-ckpt-to-keep", 0, "--output-dir", tmp_path / "runs", "--experiment-name", "run"]
     run, weights = tmp_path / "runs" / "run", []
     for _ in range(2 if name in STATE else 1):
-        run_script(tmp_path / "tree" / "train_sync.py", *flags, *more, fresh=True, env={"PYTHONPATH": str(tmp_path / "tree")})
+        own = {"PYTHONPATH": str(tmp_path / "tree")}
+        run_script(tmp_path / "tree" / "train_sync.py", *flags, *more, imported="packages", env=own)
         weights.append((run / "step_000004" / "model.safetensors").read_bytes())
         shutil.rmtree(run / "step_000004")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -159,7 +160,7 @@ def test_a_centered_step_has_the_gradient_of_its_definition(tmp_path):
     """Of tokens that other weights sampled, with what the engine recorded about them."""
     apply("score_centering", tmp_path / "tree")
     env = {"PYTHONPATH": str(tmp_path / "tree")}
-    done = run_script(ROOT / "tests" / "programs" / "score_centering.py", tmp_path, fresh=True, env=env)
+    done = run_script(ROOT / "tests" / "programs" / "score_centering.py", tmp_path, imported="packages", env=env)
     error, without_the_baseline = json.loads(done.stdout.splitlines()[-1])
     assert error < 1e-5 and without_the_baseline > 0.1
 
@@ -169,6 +170,6 @@ def test_demonstrations_add_transformers_gradient_with_their_own_denominator(tmp
     """In all scripts, packed or one by one."""
     apply("imitation", tmp_path / "tree")
     env = {"PYTHONPATH": str(tmp_path / "tree")}
-    done = run_script(ROOT / "tests" / "programs" / "imitation.py", tmp_path, fresh=True, env=env)
+    done = run_script(ROOT / "tests" / "programs" / "imitation.py", tmp_path, imported="packages", env=env)
     errors = json.loads(done.stdout.splitlines()[-1])
     assert len(errors) == 3 * 2 * 3 and max(errors) < 3e-5

@@ -120,7 +120,7 @@ def test_a_copy_of_a_script_runs_elsewhere(site, demo_model, tmp_path):
     copy.write_text(text)
     out = tmp_path / "runs"
     flags = ["--total-training-steps", "2", "--test-freq", "0", "--output-dir", out]
-    run_script(copy, *flags, fresh=True, env={"PYTHONPATH": str(site)})
+    run_script(copy, *flags, imported="packages", env={"PYTHONPATH": str(site)})
     (directory,) = out.iterdir()
     steps = [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert steps[-2:] == [1, 2]

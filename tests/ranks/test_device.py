@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed
-from helpers import ROOT, command, environment
+from helpers import ROOT, command, environment, run_script
 
 import train_sync
 from rl import parts
@@ -137,22 +137,29 @@ def test_learners_that_share_devices_with_engines_load_after_these(machine, monk
     dist.engines_first("learner")
 
 
+DRIVERS = [
+    ("nvidia0", "nvidia-smi", ""),
+    ("davinci3", "npu-smi", ""),
+    ("nvidiactl", "", ""),
+    ("", "", ""),
+    ("nvidia0", "", "cpu"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("file", "tool"), [("nvidia0", "nvidia-smi"), ("davinci3", "npu-smi"), ("nvidiactl", ""), ("", "")])
-def test_a_driver_that_torch_cannot_use_is_reported(tmp_path, file, tool):
+@pytest.mark.parametrize(("file", "tool", "chosen"), DRIVERS)
+def test_a_driver_that_torch_cannot_use_is_reported(tmp_path, file, tool, chosen):
     if file:
         (tmp_path / file).touch()
-    say = (
+    (tmp_path / "say.py").write_text(
         "from pathlib import Path; from rl.ranks import device; from rl.ranks import host;"
         f"host.DEVICE_FILES = Path({str(tmp_path)!r}); print(device.kind())"
     )
-    for chosen in ("", "cpu"):
-        env = environment(RL_DEVICE=chosen)
-        done = subprocess.run([sys.executable, "-c", say], capture_output=True, text=True, env=env, cwd=ROOT, timeout=120)
-        if "cpu" not in done.stdout:
-            pytest.skip("this machine has an accelerator")
-        warned = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
-        assert len(warned) == bool(tool and not chosen) and all(tool in line for line in warned)
+    done = run_script(tmp_path / "say.py", env={"RL_DEVICE": chosen})
+    if "cpu" not in done.stdout:
+        pytest.skip("this machine has an accelerator")
+    warned = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+    assert len(warned) == bool(tool) and all(tool in line for line in warned)
 
 
 def test_the_precision_follows_the_device_unless_it_is_given(machine):

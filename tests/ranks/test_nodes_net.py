@@ -47,13 +47,9 @@ def test_a_node_that_learns_and_one_that_generates(demo_model, tmp_path, network
 
 CASES = [  # script, (ranks, generators) of each node, rendezvous
     ("train_sync.py", [(2, 0), (1, 0)], "static"),
-    ("train_sync.py", [(1, 0), (1, 0), (1, 0)], "c10d"),
-    ("train_one_step_off.py", [(2, 0), (1, 1)], "c10d"),
-    ("train_one_step_off.py", [(1, 1), (1, 0), (1, 0)], "static"),
-    ("train_async.py", [(2, 1), (2, 1)], "c10d"),
+    ("train_one_step_off.py", [(1, 1), (1, 0), (1, 0)], "c10d"),
     ("train_async.py", [(1, 1), (1, 0), (3, 2)], "static"),
-    ("train_async.py", [(1, 1), (2, 0)], "c10d"),
-    ("train_async.py", [(1, 0), (2, 2)], "static"),
+    ("train_async.py", [(1, 0), (2, 2)], "c10d"),
 ]
 
 
@@ -71,8 +67,7 @@ def test_nodes_train_bit_for_bit_what_one_node_trains(on_one_node, tmp_path, net
 
 KINDS = {
     "routes": ["--model", "demo-moe", "--router-replay", "R3", "--expert-parallel", 2],
-    "images": ["--model", "demo-vl"],
-    "adapters": ["--lora-rank", 8, "--lr", 1e-3],
+    "images and adapters": ["--model", "demo-vl", "--freeze-vision-tower", "--lora-rank", 8, "--lr", 1e-3],
 }
 
 
@@ -88,18 +83,19 @@ def test_other_kinds_on_two_nodes_that_learn_and_one_that_generates(kind, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("victim", ["learner", "generator"])
-def test_ranks_that_are_killed_on_any_node_start_again_with_all_others(on_one_node, tmp_path, network, victim):
-    """torchrun counts the restart only on the node that failed. The final weights equal those of an uninterrupted run."""
+def test_ranks_that_are_killed_on_any_node_start_again_with_all_others(on_one_node, tmp_path, network):
+    """torchrun counts the restart only on the node that failed. A learner, and later a generator. The final weights equal those
+    of an uninterrupted run."""
     machines, of_nodes = network(3), [(1, 0), (1, 0), (1, 1)]
     flags = [*FLAGS, "--total-training-steps", 9, "--output-dir", tmp_path, "--experiment-name", "run", "--save-freq", 1]
     flags += ["--staleness-threshold", 0, "--max-ckpt-to-keep", 1]
     job = machines.start([(n, ["train_async.py", *flags, "--generators", g]) for n, g in of_nodes], restarts=2)
-    saved = lambda: [*(tmp_path / "run").glob("step_*[0-9]")] or job.processes[0].poll() is not None  # noqa: E731
-    assert eventually(saved, 300), job.wait(10)
-    os.kill(machines.nodes[1 if victim == "learner" else 2].ranks()[0], signal.SIGKILL)
+    saved = lambda: max((int(path.name[5:]) for path in tmp_path.glob("run/step_*[0-9]")), default=0)  # noqa: E731
+    for node, step in ((1, 1), (2, 3)):
+        assert eventually(lambda step=step: saved() >= step or job.processes[0].poll() is not None, 300), job.wait(10)
+        os.kill(machines.nodes[node].ranks()[0], signal.SIGKILL)
     consoles = job.wait(600)
     assert [code for code, _ in consoles] == [0, 0, 0], consoles
     assert eventually(lambda: not machines.left_over()), machines.left_over()
-    assert sum("resumes after step" in console for _, console in consoles) == 1, consoles
+    assert sum(console.count("resumes after step") for _, console in consoles) == 2, consoles
     assert bits(tmp_path / "run") == on_one_node("train_sync.py", 2, steps=9)

@@ -68,7 +68,7 @@ print(json.dumps({"reward": 1.0}))
 def test_a_run_with_an_agent_s_key_writes_it_nowhere_and_resumes_only_with_it(tmp_path):
     (tmp_path / "agent.py").write_text(AGENT)
     flags = ["--output-dir", tmp_path / "runs", "--experiment-name", "run", "--total-training-steps", 1, "--test-freq", 0]
-    flags += ["--save-freq", 1, "--env-timeout", 120]
+    flags += ["--save-freq", 1, "--env-timeout", 120, "--train-batch-size", 2, "--rollout-n", 2]
 
     def run(key: str, check: bool = True):
         agent = f"env MY_KEY={key} {sys.executable} {tmp_path}/agent.py"

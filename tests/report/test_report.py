@@ -1,8 +1,8 @@
 """The report: numbers checked by hand; logs that are cut, empty, uneven or contain NaN; and no claim without enough data."""
 
+import importlib
 import json
 import math
-import os
 import re
 import shlex
 import subprocess
@@ -17,6 +17,7 @@ from helpers import ROOT
 import report
 from report import Args, main
 from rl.errors import UserError
+from rl.record.provenance import code_digest
 from rl.rewards.pool import EVENTS
 from tools.report.conclusions import conclude, first_at, overview, speedup
 from tools.report.logs import Log, RunGroup, find_runs, group_runs, load, smoothed
@@ -132,29 +133,21 @@ def test_runs_of_other_code_are_another_group():
     assert labels(clean, dirty, clean) == ["s code: 01234567: 2", "s code: 01234567+dirty: 1"]
 
 
-@pytest.mark.slow
-def test_a_digest_tells_a_fork_from_its_parent(tmp_path):
+def test_a_digest_tells_a_fork_from_its_parent(tmp_path, monkeypatch):
     """The script, a module next to it that it imports, and its reward function count; a file that nothing imports does not."""
-    script, reward = tmp_path / "train_mine.py", tmp_path / "reward.py"
+    script, reward, module = (tmp_path / name for name in ("train_mine.py", "reward.py", "helper_of_mine.py"))
     script.write_text("import helper_of_mine")
-    (tmp_path / "helper_of_mine.py").write_text("A = 1")
+    module.write_text("A = 1")
     reward.write_text("def f(): return 1")
-    program = "import sys; from pathlib import Path; import helper_of_mine; from rl.record.provenance import code_digest; "
-    program += "print(code_digest(*map(Path, sys.argv[1:])))"
-
-    def digest(*files: Path) -> str:
-        env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-        command = [sys.executable, "-c", program, *map(str, files)]
-        return subprocess.run(command, env=env, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
-
-    parent = digest(script, reward)
-    assert parent == digest(script, reward)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("helper_of_mine")
+    parent = code_digest(script, reward)
     (tmp_path / "unused.py").write_text("B = 1")
-    assert parent == digest(script, reward), "nothing that runs has changed"
-    seen = {parent, digest(script)}
-    for file in (script, reward, tmp_path / "helper_of_mine.py"):
+    assert parent == code_digest(script, reward), "nothing that runs has changed"
+    seen = {parent, code_digest(script)}
+    for file in (script, reward, module):
         file.write_text(file.read_text() + "\n# changed")
-        seen.add(digest(script, reward))
+        seen.add(code_digest(script, reward))
     assert len(seen) == 5
 
 

@@ -151,7 +151,7 @@ QUIET = dict(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_s
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @given(given=drawn(train_sync.Args))
-@settings(max_examples=40, **QUIET)
+@settings(max_examples=30, **QUIET)
 def test_a_step_or_a_message(given, ranks, demo_model, tmp_path_factory):
     run(given, ranks, tmp_path_factory.mktemp("runs"))
 
@@ -185,7 +185,7 @@ def test_the_schedules_ends(case, demo_model, tmp_path):
 @pytest.mark.parametrize("script", ["one_step_off", "async"])
 def test_a_step_or_a_message_of_two_ranks(script, demo_model, tmp_path_factory):
     @given(given=drawn(SCRIPTS[script].Args))
-    @settings(max_examples=10, **QUIET)
+    @settings(max_examples=8, **QUIET)
     def runs(given):
         run_split(script, given, tmp_path_factory.mktemp("runs"))
 

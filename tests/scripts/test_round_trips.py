@@ -31,16 +31,22 @@ class Row:
 
 
 ROWS = {
-    "plain": Row(other=("--rollout-n", 2), refused="--rollout-n: was 4, is 2"),
-    "two of each": Row(ranks=2),
-    "a row for two": Row(learners=("--sequence-parallel", 2)),
-    "adapters": Row(("--lora-rank", 4), other=("--lora-rank", 8), refused="was written with --lora-rank 4"),
-    "KL": Row(("--use-kl-loss", "--use-kl-in-reward", "--entropy-coeff", 0.01), ("actor/kl_loss", "actor/reward_kl_penalty")),
-    "correction": Row(
-        ("--rollout-is", "token", "--rollout-rs", "seq_mean_k1", "--rollout-rs-threshold", "0.9_1.1"),
-        ("rollout_corr/rollout_rs_masked_fraction",),
+    "plain, a row for two": Row(
+        other=("--rollout-n", 2), refused="--rollout-n: was 4, is 2", learners=("--sequence-parallel", 2)
     ),
-    "a sampling mask": Row(("--top-k", 5, "--keep-sampling-mask")),
+    "two of each": Row(ranks=2),
+    "adapters, a sampling mask": Row(
+        ("--lora-rank", 4, "--top-k", 5, "--keep-sampling-mask"),
+        other=("--lora-rank", 8),
+        refused="was written with --lora-rank 4",
+    ),
+    "KL, correction": Row(
+        (
+            *("--use-kl-loss", "--use-kl-in-reward", "--entropy-coeff", 0.01),
+            *("--rollout-is", "token", "--rollout-rs", "seq_mean_k1", "--rollout-rs-threshold", "0.9_1.1"),
+        ),
+        ("actor/kl_loss", "actor/reward_kl_penalty", "rollout_corr/rollout_rs_masked_fraction"),
+    ),
     "a critic": Row(
         ("--adv-estimator", "gae", "--critic-warmup", 3, "--critic-lr", 1e-3, "--lam", 0.95),
         ("critic/vf_loss", "critic/vf_explained_var", "timing_s/values", "timing_s/update_critic"),
@@ -48,13 +54,10 @@ ROWS = {
         refused="--adv-estimator: was gae",
     ),
     "a teacher": Row(
-        ("--teacher", "TEACHER", "--teacher-coef", 0.5),
-        ("actor/teacher_kl", "timing_s/teacher"),
+        ("--teacher", "TEACHER", "--teacher-coef", 0.5, "--teacher-top-k", 3),
+        ("actor/teacher_kl", "actor/teacher_top_kl", "timing_s/teacher"),
         other=("--teacher", "DEMO"),
         refused="--teacher: was",
-    ),
-    "a teacher's top tokens": Row(
-        ("--teacher", "TEACHER", "--teacher-top-k", 3), ("actor/teacher_top_kl",), learners=("--sequence-parallel", 2)
     ),
     "its own teacher": Row(
         (*SELF, "--max-tokens-per-micro-batch", 100, "--teacher-top-k", 3),

@@ -6,10 +6,13 @@ the six seconds of its imports. A fork runs the script from its first line, unde
 forked.py asks: three file descriptors and a line of JSON, the arguments of `job`, on a connection of its own; the
 answers are the process's number and its exit code. Hanging up ends the run; the end of stdin ends this process. Forks share the
 seed of hash() and have all modules from the start: where that could matter, tests start processes as a user does (fresh=True).
+Where only packages are imported, a fork reads all of the project's code out of its script's directory, or PYTHONPATH.
 """
 
 import contextlib
+import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -23,6 +26,7 @@ import traceback
 import nodes
 
 set_by_imports: dict[str, str] = {}  # environment variables
+installed = [path for path in sys.path[1:] if path not in os.environ.get("PYTHONPATH", "").split(":")]
 
 
 class Rank:
@@ -80,7 +84,8 @@ def bear_mark(further: str = "") -> None:
 
 
 def run_script(arguments: list[str]) -> None:
-    sys.argv, sys.path[0] = arguments, os.path.dirname(arguments[0])
+    theirs = os.environ.get("PYTHONPATH", "").split(":")
+    sys.argv, sys.path[:] = arguments, [os.path.dirname(arguments[0]), *theirs, *installed]
     runpy.run_path(arguments[0], run_name="__main__")
 
 
@@ -141,23 +146,50 @@ def serve(connection: socket.socket) -> None:
 
 
 def warm_up(scripts: list[str]) -> None:
-    """Does once what every run does first, and what Python, transformers and torch keep of it: the flags, a model's forward
-    pass, the names in its files. On one thread and without a backward pass, which would start threads: forks have none."""
+    """Does once what every run does first, and what Python, transformers, torch and matplotlib keep of it: the flags, a model's
+    forward pass, the names in its files, a figure. On one thread and without a backward pass, which would start threads: forks
+    have none."""
     import torch
+    from matplotlib.figure import Figure
     from transformers import AutoModelForCausalLM, Qwen2Config
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    from rl import flags
-    from rl.ranks import device
+    if scripts:
+        from rl import flags
+        from rl.ranks import device
 
-    for script in scripts:
-        flags.read(sys.modules[script].Args, args=[])
-    device.kind.cache_clear()  # which a run may choose for itself
+        for script in scripts:
+            flags.read(sys.modules[script].Args, args=[])
+        device.kind.cache_clear()  # which a run may choose for itself
     sizes = dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = AutoModelForCausalLM.from_config(Qwen2Config(vocab_size=32, **sizes))
         model(input_ids=torch.ones(2, 8, dtype=torch.long))
         get_model_conversion_mapping(model)
+    figure = Figure()
+    figure.subplots().plot([0, 1], [0, 1], label="1.5")
+    figure.axes[0].set(xlabel="step", title="a")
+    figure.axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(io.BytesIO(), dpi=150)
+
+
+def compile_vllms_kernel() -> None:
+    """vLLM compiles how it ranks a sampled token in the first step of every process: for one vocabulary, and then for any."""
+    import torch
+    import tqdm
+    from torch._inductor import config
+    from vllm.v1.sample.sampler import Sampler
+
+    tqdm.tqdm.monitor_interval = 0  # without threads, as above
+    with config.patch(compile_threads=1), torch.inference_mode():
+        for vocabulary in (32, 48):
+            Sampler.gather_logprobs(torch.zeros(2, vocabulary), 0, torch.zeros(2, dtype=torch.long))
+
+
+def is_ours(module) -> bool:
+    """Return whether a module is one of the project's, of those that this file needs itself."""
+    return module.__name__ != "__main__" and (getattr(module, "__file__", None) or "").startswith(f"{nodes.ROOT}/")
 
 
 def import_all(modules: list[str]) -> None:
@@ -165,7 +197,14 @@ def import_all(modules: list[str]) -> None:
     for name in modules:
         importlib.import_module(name)
     warm_up([name for name in modules if name.startswith("train_")])
+    if "rl.generation.vllm.engine" in modules:
+        compile_vllms_kernel()
+    if "train_sync" not in modules:
+        for name in [name for name, module in sys.modules.items() if is_ours(module)]:
+            del sys.modules[name]
     set_by_imports.update({name: value for name, value in os.environ.items() if before.get(name) != value})
+    gc.collect()
+    gc.freeze()  # or each fork looks through a million objects again and again, and copies their memory
 
 
 def main(listener: socket.socket, modules: list[str]) -> None:

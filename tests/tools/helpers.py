@@ -260,8 +260,9 @@ def demo_trained_by(arguments: Sequence[str]) -> str | None:
 
 def command(*arguments, ranks: int | None = None, fresh: bool = False, imported: str = "plain") -> list[str]:
     """What runs a script of the repository, under torchrun if `ranks` is given. `fresh` starts Python, and torchrun, as a user
-    does; otherwise they are forks of a process that has `imported` what they need, which saves six seconds a rank. Makes the
-    demo model that the script trains: the script's own time limit is not for that."""
+    does; otherwise they are forks of a process that has `imported` what they need, which saves six seconds a rank: "plain",
+    "vllm", or "packages", without the project's own code, for scripts that bring another. Makes the demo model that the
+    script trains: the script's own time limit is not for that."""
     assert may_start, "this test starts a run: mark it with pytest.mark.runs"
     arguments = list(map(str, arguments))
     if name := demo_trained_by(arguments):

@@ -32,13 +32,15 @@ def learn_on(
     attention: str = "cpu",
     rows: str | None = None,
     equal: Sequence[int] = (),
+    every_other: bool = False,
 ) -> dict:
     """What programs/layouts.py saves: gradients, metrics, weights and the part of the tokens that passed forward alone, by
     "layout/case". layouts: name -> [model, flags]; attention: the kind of device whose kernels the CPU gets; rows: a file of
-    prompts; equal: the groups whose scores are equal."""
+    prompts; equal: the groups whose scores are equal; every_other: a layout takes every other case, and the next layout the
+    cases between."""
     with tempfile.TemporaryDirectory() as directory:
         out, what = Path(directory) / "found.pt", {"layouts": layouts, "cases": cases, "attention": attention, "rows": rows}
-        what["equal"] = list(equal)
+        what |= {"equal": list(equal), "every_other": every_other}
         run_script("tests/programs/layouts.py", out, json.dumps(what), ranks=ranks, timeout=timeout)
         return torch.load(out)
 

@@ -1,7 +1,7 @@
 """Checks of the vLLM engine, for tests/generation/test_engine_vllm.py: in processes of their own, because vLLM patches its
 process. Each function starts one engine, and raises AssertionError if a check fails. Other kinds of models: vllm_kinds.py.
 
-    python tests/tools/vllm_checks.py after_update models/tied
+    python tests/tools/vllm_checks.py everything models/tied
 """
 
 import json
@@ -175,7 +175,9 @@ def after_update(path: str, case=None, engine=None) -> None:
 def everything(path: str) -> None:
     """The tied model."""
     case = Texts(path)
-    engine, old, new = case.engine(), case.model, case.changed()
+    engine, old, new = case.engine(how={"by_priority": True}), case.model, case.changed()
+    after_update(path, case, engine)
+    engine.update(old.named_parameters(), version=2)
     sampling(case, engine)
     check_both_ways(case, engine, sends(engine, old), sends(engine, new))
     engine.update(new.named_parameters(), version=3)
@@ -188,13 +190,6 @@ def everything(path: str) -> None:
         assert outputs[key].log_probs[: len(begun.token_ids)] == begun.log_probs
     prefix_cache(case, engine, sends(engine, old), sends(engine, new))
     refusals(case, engine)
-
-
-def updates(path: str) -> None:
-    """The tied model: as after_update, and then 200 updates more."""
-    case = Texts(path)
-    engine = case.engine(how={"by_priority": True})
-    after_update(path, case, engine)
     turns(case, engine)
     memory(case, engine)
     sleeping(case, engine)

@@ -31,7 +31,7 @@ ROUTES = {"records_routes": True}
 
 
 class Pictures(Texts):
-    slots, length = 6, 300
+    slots, length = 3, 300
 
     def __init__(self, path: str):
         self.path, self.tokenizer = path, AutoTokenizer.from_pretrained(path)
@@ -128,38 +128,28 @@ def images(path: str) -> None:
     for r in case.requests(n=1, prompts=case.long) * 2:
         case.check(drain(engine, [r]), model, case.long)
     assert (case.log_probs(model, case.long[0], [5]) - case.log_probs(model, case.long[1], [5])).abs() > 1e-3
+    images_in_flight(case, engine)
 
 
-def images_in_flight(path: str) -> None:
+def images_in_flight(case, engine) -> None:
     """With the KV kept, the image keeps the old tower's keys and values. With the KV recomputed, the new tower sees it."""
-    case = Pictures(path)
-    engine = case.engine(max_num_seqs=3)
     for part in ("tower", "both"):
         check_both_ways(case, engine, sends(engine, case.model), sends(engine, case.changed(part)), tokens=12, slots=3)
 
 
-def images_on_two_ranks(path: str) -> None:
+def images_and_experts_on_two_ranks(path: str) -> None:
+    """A mixture of experts, whose weights come with the first publish, and whose experts are reported (R3)."""
     dist.init()
     case = Pictures(path)
-    engine, new = case.engine(rollout_tp=2), case.changed()
-    case.check(drain(engine, case.requests()), case.model)
-    engine.update(new.named_parameters(), version=4)
-    outputs = drain(engine, case.requests())
-    case.check(outputs, new)
-    check_agree(outputs)
-
-
-def images_and_experts(path: str) -> None:
-    """A mixture of experts, whose weights come with the first publish, and whose experts are reported (R3)."""
-    case = Pictures(path)
-    engine, model = case.engine(how=ROUTES), case.model
+    engine, model = case.engine(how=ROUTES, rollout_tp=2), case.model
     for version, part in enumerate(("both", "tower", "text")):
         model = case.changed(part, version, model)
         engine.update(model.named_parameters(), version)
         outputs = drain(engine, case.requests())
         case.check(outputs, model)
-        check_loaded(engine, model)
         check_routes(case, outputs, model, [layer.mlp.gate for layer in model.model.language_model.layers])
+        check_agree(outputs)
+    check_both_ways(case, engine, sends(engine, case.model), sends(engine, model), tokens=12, slots=3)
 
 
 # ----------------------------------------------------------------------------------------------------------- delta nets
@@ -227,7 +217,7 @@ def check_routes(case, outputs, model, gates=None) -> None:
         assert np.array_equal(found, experts_of(case, model, case.prompts[i], output.token_ids, gates))
 
 
-def routes(path: str, dtype: str = "uint8") -> None:
+def routes(path: str) -> None:
     """A token keeps the experts it was sampled with: over an update, with swaps in flight, and where a response continues."""
     case = Texts(path)
     engine, old, new = case.engine(how=ROUTES), case.model, case.changed()
@@ -236,15 +226,13 @@ def routes(path: str, dtype: str = "uint8") -> None:
     outputs = drain(engine, case.requests())
     check_routes(case, outputs, new)
     case.check(outputs, new)
-    assert outputs[0, 0].routes.dtype == dtype
+    check_loaded(engine, new)
+    assert outputs[0, 0].routes.dtype == ("uint8" if case.model.config.num_experts <= 256 else "uint16")
     swapped_routes(case, engine, old, new)
     so_far, again = interrupted(engine, case.requests(n=1, max_tokens=20, ignore_eos=True))
     assert all(len(s.routes) == len(PROMPTS[i]) + 5 for (i, _), s in so_far.items())
     check_routes(case, again, new)
-
-
-def routes_of_many(path: str) -> None:
-    routes(path, "uint16")
+    wakes_with_turned_experts(case, engine)
 
 
 def swapped_routes(case, engine, old, new) -> None:
@@ -272,22 +260,9 @@ def routes_in_bfloat16(path: str) -> None:
     print(json.dumps([[PROMPTS[i], o.token_ids, o.log_probs, o.routes.tolist()] for (i, _), o in outputs.items()]))
 
 
-def routes_on_two_ranks(path: str) -> None:
-    dist.init()
-    case = Texts(path)
-    engine, old, new = case.engine(how=ROUTES, rollout_tp=2), case.model, case.changed()
-    check_both_ways(case, engine, sends(engine, old), sends(engine, new))
-    outputs = drain(engine, case.requests())
-    case.check(outputs, new)
-    check_routes(case, outputs, new)
-    check_agree(outputs)
-
-
-def wakes_with_turned_experts(path: str) -> None:
-    """A model with experts, whose worker wakes up as vllm-ascend 0.23's does: experts are parameters turned to [E, out, in]."""
-    case = Texts(path)
-    engine, turned = case.engine(), []
-    inner, model = engine.engine, engine.weights.model
+def wakes_with_turned_experts(case, engine) -> None:
+    """The worker wakes up as vllm-ascend 0.23's does: experts are parameters turned to [E, out, in]."""
+    inner, model, turned = engine.engine, engine.weights.model, []
 
     def wake_up(tags: list[str]) -> None:
         for name, parameter in list(model.named_parameters()) if "weights" in tags else ():
