@@ -34,8 +34,8 @@ from rl.generation.engine import EngineArgs, SamplingArgs
 from rl.ranges import flag, may_change
 from rl.ranks import dist, process
 from rl.record.provenance import code_digest, digest_of, package_files
-from rl.record.samples import Record
 from rl.rewards.pool import RewardArgs
+from rl.samples.recorder import Record
 from rl.samples.schedule import AsyncSchedule
 
 # Flags of the parts that a replay leaves out

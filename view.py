@@ -71,7 +71,7 @@ def range_of(words: str | None) -> range:
 
 
 def recorded(run: Path, steps: range) -> list[int]:
-    from rl.record.samples import Record
+    from rl.samples.recorder import Record
 
     return [step for step in Record(run).steps if step in steps]
 

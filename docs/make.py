@@ -164,7 +164,7 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
             "memory, kernels, long sequences": "rl/learning/compact_adamw.py "
             "rl/model/{sequence_parallel,attention_kernels,liger,compiled,sampling_mask}.py",
             "reward functions of your own": "rl/rewards/*",
-            "record and replay": "replay.py rl/record/samples.py",
+            "record and replay": "replay.py rl/samples/recorder.py",
         },
     ),
     (

@@ -25,10 +25,10 @@ from rl.ranks.timers import gather_ledgers
 from rl.record import validations
 from rl.record.identity import Identity
 from rl.record.run import Run
-from rl.record.samples import Recorder
 from rl.rewards.pool import ScoringEvents
 from rl.rewards.verifiers import unasked
 from rl.samples.group import Group, all_gather_groups
+from rl.samples.recorder import Recorder
 from rl.setup import CommonArgs, RunArgs
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import numpy as np
 import tyro
 from common import MODES, RESULTS, Rounds, over, run_script, setting, table, words, write
 
-from rl.record.samples import DIRECTORY, Recorder, steps_of
 from rl.samples.group import Group, Response
+from rl.samples.recorder import DIRECTORY, Recorder, steps_of
 
 SIZES = {"512 x 16 x 200": (512, 16, 200), "512 x 16 x 2,000": (512, 16, 2000)}  # prompts, responses, tokens
 

@@ -27,11 +27,11 @@ LAYERS = [
     ["samples"],
     ["generation", "learning"],
     ["algorithm", "weights"],
-    ["checkpoint", "replay"],
+    ["checkpoint"],
     ["setup"],
     ["training_run", "generator_loop"],
     ["supervised"],
-    ["report"],
+    ["report", "view"],
     ["plan"],
     ["from_verl", "doctor"],
 ]
@@ -122,7 +122,7 @@ def test_a_start_of_plain_training_imports_no_room_of_a_feature():
     rooms = """adapters algorithm.critic algorithm.teacher checkpoint.push data.demonstrations
         data.image_prompts data.teacher_prompts data.tools environments.pool generation.episodes generation.vllm
         learning.batch_images learning.compact_adamw model.attention_kernels model.compiled model.expert_parallel model.hybrid
-        model.liger model.router model.sampling_mask model.sequence_parallel model.vision_forward record.wandb_log replay
+        model.liger model.router model.sampling_mask model.sequence_parallel model.vision_forward record.wandb_log
         rewards.host split supervised transport"""
     names = [f"rl.{room}" for room in rooms.split()] + ["math_grader", "program_grader"]
     names += ["datasets", "liger_kernel", "openai", "pebble", "peft", "vllm", "wandb"]

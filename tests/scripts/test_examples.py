@@ -14,6 +14,7 @@ import train_async
 import train_one_step_off
 import train_sft
 import train_sync
+import view
 from rl import flags, parts
 from rl.model.attention import check_supported
 from rl.model.pretrained import FAMILIES, takes_images
@@ -208,7 +209,7 @@ def known_flags() -> set[str]:
 
 def flags_of_tools() -> set[str]:
     """Return the flags of the other scripts: plan.py, train_sft.py, doctor.py and so on, and the translator."""
-    names = {field for args in (plan.PlanArgs, report.Args, train_sft.Args) for field in parts.leaves(args)}
+    names = {field for args in (plan.PlanArgs, report.Args, train_sft.Args, view.Args) for field in parts.leaves(args)}
     files = ["replay.py", "doctor.py", "tools/from_verl/__main__.py", "examples/make_data.py"]
     parsed = re.findall(r'add_argument\(\s*"(--[\w-]+)"', "".join((ROOT / file).read_text() for file in files))
     return {f"--{name.replace('_', '-')}" for name in names} | {*parsed}

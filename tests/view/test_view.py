@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 import view
 from rl.errors import UserError
-from rl.record.samples import Recorder
+from rl.samples.recorder import Recorder
 from tools.view import server
 from tools.view.answers import Answers
 from tools.view.rows import Samples, as_json, read

@@ -24,8 +24,8 @@ import numpy as np
 from rl.errors import UserError
 from rl.record import validations
 from rl.record.run import GROUPS, METRICS
-from rl.record.samples import Record
 from rl.samples.group import Group, Response
+from rl.samples.recorder import Record
 
 
 def read(run: str | Path, steps: Iterable[int] | None = None) -> Iterator[dict]:

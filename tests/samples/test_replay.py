@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import replay
 from rl.errors import UserError
-from rl.record.samples import Record
+from rl.samples.recorder import Record
 
 STEPS = 6
 FLAGS = ["--total-training-steps", STEPS, "--test-freq", 0, "--save-freq", 1, "--max-ckpt-to-keep", 0]

@@ -8,8 +8,8 @@ import pytest
 from helpers import make_group
 
 from rl.errors import UserError
-from rl.record import samples
-from rl.record.samples import Record, Recorder
+from rl.samples import recorder
+from rl.samples.recorder import Record, Recorder
 
 
 def groups(step: int, n: int = 3, tokens: int = 40) -> list:
@@ -82,11 +82,11 @@ def test_recent_keeps_the_newest_steps_and_every_tenth(tmp_path):
 def test_recent_stays_within_its_bytes(tmp_path, monkeypatch):
     writer = record(tmp_path, 30, keeps_all=False)
     size = lambda: sum(file.stat().st_size for file in (tmp_path / "samples").glob("*.rec"))  # noqa: E731
-    monkeypatch.setattr(samples, "MOST_BYTES", size() // 2)
+    monkeypatch.setattr(recorder, "MOST_BYTES", size() // 2)
     writer.write(31, groups(31))
     kept = Record(tmp_path).steps
-    assert size() <= samples.MOST_BYTES and kept == list(range(kept[0], 32)) and kept[0] > 12
-    monkeypatch.setattr(samples, "MOST_BYTES", 1)
+    assert size() <= recorder.MOST_BYTES and kept == list(range(kept[0], 32)) and kept[0] > 12
+    monkeypatch.setattr(recorder, "MOST_BYTES", 1)
     writer.write(32, groups(32))
     assert Record(tmp_path).steps == [32]  # the newest stays, however large
 
@@ -108,7 +108,7 @@ def test_a_full_disk_leaves_a_step_out_and_no_more(tmp_path, capfd, monkeypatch)
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(samples.pa, "output_stream", full)
+        patch.setattr(recorder.pa, "output_stream", full)
         writer.write(3, groups(3))
         writer.write(4, groups(4))
     writer.write(5, groups(5))
