@@ -140,7 +140,7 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
             "rl/samples/{group,schedule}.py",
             "responses -> scores": "rl/rewards/{pool,verifiers,args}.py",
             "new weights, logs, the clock": "rl/weights/local.py rl/training_run.py rl/setup.py rl/record/{run,console}.py "
-            "rl/ranks/{timers,dist,device,stops,watchdog}.py",
+            "rl/samples/recorder.py rl/ranks/{timers,dist,device,stops,watchdog}.py",
         },
     ),
     (
@@ -164,7 +164,7 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
             "memory, kernels, long sequences": "rl/learning/compact_adamw.py "
             "rl/model/{sequence_parallel,attention_kernels,liger,compiled,sampling_mask}.py",
             "reward functions of your own": "rl/rewards/*",
-            "record and replay": "replay.py rl/samples/recorder.py",
+            "replay": "replay.py",
         },
     ),
     (

@@ -212,7 +212,7 @@ def test_a_teacher_s_prompt_that_leaves_rows_out_is_refused(demo_model, tmp_path
     run = record("train_sync.py", tmp_path, *SMALL, "--filter-overlong-prompts", "--max-prompt-length", 8)
     flags = ["--teacher", "self", "--teacher-prompt", "{ground_truth}={prompt}", "--output-dir", tmp_path]
     done = run_script("replay.py", run, *flags, check=False)
-    said = r"record is of a run with [\d,]+ training prompts, and now there are [\d,]+, so its samples"
+    said = r"samples is of a run with [\d,]+ training prompts, and now there are [\d,]+, so its samples"
     assert done.returncode and re.search(said, done.stderr), done.stderr
 
 
