@@ -247,7 +247,7 @@ def compose(groups: list[RunGroup], args: Args, directory: Path) -> list[tuple]:
         blocks += [("heading", "Wall clock to the same reward"), ("table", table), ("text", words)]
     blocks += plots(groups, directory, args.smooth)
     for heading, table in filter(None, map(responses, groups)):
-        blocks += [("heading", heading), ("responses", table)]
+        blocks += [("heading", heading), ("responses", table), ("text", "All responses of a run: python view.py RUN")]
     noted = [[str(log.path), note] for log in logs for note in log.notes]
     return blocks + ([("heading", "Of the records"), ("table", [["run", "note"], *noted])] if noted else [])
 

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 import view
 from rl.errors import UserError
+from rl.record import validations
 from rl.samples.recorder import Recorder
 from tools.view import server
 from tools.view.answers import Answers
@@ -31,6 +32,9 @@ ATTACKS = [
 
 class Letters:
     """A tokenizer with a token for each character, and for each attack."""
+
+    def encode(self, text: str, **_) -> list[int]:
+        return [ord(character) for character in text]
 
     def decode(self, ids, **_) -> str:
         return "".join(ATTACKS[i - 1000] if i >= 1000 else chr(i) for i in ids)
@@ -73,6 +77,9 @@ def run(tmp_path, monkeypatch):
         metrics.write(json.dumps({"step": step, "critic/score/mean": 0.25 * step, "actor/grad_norm": None}) + "\n")
     groups_file.close()
     metrics.close()
+    for step, scores in ((0, (0.0, 1.0)), (3, (1.0, None))):
+        rows = [{"prompt": f"p{i}", "response": ATTACKS[i], "ground_truth": "t", "score": x} for i, x in enumerate(scores)]
+        validations.write_responses(run, step, rows)
     monkeypatch.setattr(Samples, "tokenizer", Letters())
     return run
 
@@ -107,6 +114,9 @@ def test_a_row_is_what_was_recorded(run):
 @pytest.mark.parametrize("text", ["What is 62 \u00d7 3? 😀 naïve 中文\n  x", "<|user|> a</s>", "", "e\u0301 👩‍👩‍👧 \ufffd"])
 def test_the_texts_of_tokens_join_to_the_whole(run, text):
     class Bytes:  # every byte is a token
+        def encode(self, text: str, **_) -> list[int]:
+            return list(text.encode())
+
         def decode(self, ids, **_) -> str:
             return bytes(ids).decode(errors="replace")
 
@@ -137,6 +147,8 @@ def test_the_answers_are_what_the_groups_say(run):
         assert groups[3][i]["change"] == pytest.approx(groups[3][i]["score"] - groups[2][i]["score"])
         assert [row["steps"] for row in answers("prompts?run=0")] == [[1, 2, 3]] * 2
         assert [visit["ticket"] for visit in answers(f"prompt?run=0&index={i}")] == [10 + i, 20 + i, 30 + i]
+    rows = answers("validation?run=0&step=3")
+    assert of_run["validated"] == [0, 3] and [(row["score"], row["before"]) for row in rows] == [(1.0, 0.0), (None, 1.0)]
     group = answers("group?run=0&step=2&ticket=21")
     recorded = Samples(run).groups(2)[1]
     for row, response in zip(group["responses"], recorded.responses, strict=True):
@@ -177,6 +189,7 @@ def test_the_page_shows_a_response_and_runs_no_text_of_it(run, tmp_path):
 
     assert "critic/score/mean: 0.250 → 0.750" in shown("/0") and "<svg" in shown("/0")
     assert "change since last visit" in shown("/0/step/3") and "&lt;img src=x" in shown("/0/prompt/0")
+    assert "&lt;img src=x" in shown("/0/validation") and "<img" not in shown("/0/validation/0")
     group = shown("/0/step/3/31")
     assert group.count('class="response') == 3 and "&lt;/script&gt;&lt;script&gt;" in group and "<img" not in group
     assert "this file does not have it" in shown("/0/step/3/99")

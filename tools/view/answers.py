@@ -35,6 +35,7 @@ class Answers:
             "group": self.group,
             "prompts": self.prompts,
             "prompt": self.prompt,
+            "validation": self.validation,
         }
 
     def __call__(self, path: str) -> object:
@@ -57,7 +58,7 @@ class Answers:
         curves = {name: [[s, row[name]] for s, row in figures.items() if row.get(name) is not None] for name in names}
         recorded = {*samples.record.steps}
         steps = [{"step": step, "recorded": step in recorded, **_sums(groups)} for step, groups in samples.visits.items()]
-        return {"name": samples.run_dir.name, "flags": samples.record.starts[-1]["flags"], "curves": curves, "steps": steps}
+        return {"name": samples.run_dir.name, "curves": curves, "steps": steps, "validated": samples.validated}
 
     def step(self, run: int, step: int) -> dict:
         """Return a step's groups, with the change of each one's mean score since the last visit to its prompt."""
@@ -113,6 +114,13 @@ class Answers:
         visits = self.runs[run].by_prompt[index]
         return [{"step": step, "recorded": step in recorded, "score": mean(of["scores"])} | of for step, of in visits]
 
+    def validation(self, run: int, step: int) -> list[dict]:
+        """Return the responses of a validation, each with the score of its prompt in the validation before."""
+        samples = self.runs[run]
+        earlier = [at for at in samples.validated if at < step]
+        before = {row["prompt"]: row["score"] for row in samples.validation(earlier[-1])} if earlier else {}
+        return [row | {"before": before.get(row["prompt"])} for row in samples.validation(step)]
+
     def paths(self, steps: range) -> Iterator[str]:
         """Yield every path that the page may ask of these steps."""
         yield "runs"
@@ -123,6 +131,7 @@ class Answers:
                 yield f"step?run={run}&step={step}"
                 if step in samples.record.steps:
                     yield from (f"group?run={run}&step={step}&ticket={group.ticket}" for group in samples.groups(step))
+            yield from (f"validation?run={run}&step={step}" for step in samples.validated if step in steps)
             indices = {group["index"] for step in asked for group in samples.visits[step]}
             yield from (f"prompt?run={run}&index={index}" for index in sorted(indices))
 

@@ -28,6 +28,9 @@ from rl.samples.group import Group, Response
 from rl.samples.recorder import Record
 
 
+HALF, MOST_OF_A_CHARACTER = "\ufffd", 8  # what stands for bytes of no character; tokens that may share one
+
+
 def read(run: str | Path, steps: Iterable[int] | None = None) -> Iterator[dict]:
     """Yield a row for each recorded response of a run's directory. steps: by default all that were recorded. Raise UserError if
     the run recorded none."""
@@ -89,6 +92,15 @@ class Samples:
                 found.setdefault(group["index"], []).append((step, group))
         return found
 
+    @property
+    def validated(self) -> list[int]:
+        """The steps whose validation's responses there are, ascending."""
+        return sorted(int(file.stem[5:]) for file in (self.run_dir / validations.RESPONSES).glob("step_*.jsonl"))
+
+    def validation(self, step: int) -> list[dict]:
+        """Return the responses of a validation: prompt, response, ground_truth, score."""
+        return _lines(self.run_dir / validations.RESPONSES / f"step_{step:06d}.jsonl")
+
     def about(self, step: int) -> dict[int, dict]:
         """Ticket -> what groups.jsonl says of a step's group."""
         return {group["ticket"]: group for group in self.visits.get(step, [])}
@@ -122,20 +134,40 @@ class Samples:
         """Return the text of each token; joined, they are the whole text. Where tokens share a character, the last one has
         it."""
         pieces: list[str] = []
-        window: list[int] = []  # the token before, and those that end within a character
-        before = ""
+        part: list[int] = []  # tokens that end within a character
         for token in map(int, ids):
-            window.append(token)
-            text = self.text(window)
-            if text.endswith("\ufffd") and len(window) < 8:
+            part.append(token)
+            text = self._after[token] if len(part) == 1 and pieces else self._text_after(part, bool(pieces))
+            if text.endswith(HALF) and len(part) < MOST_OF_A_CHARACTER:
                 pieces.append("")
                 continue
-            pieces.append(text[len(before) :])
-            window = [token]
-            before = self.text(window)
-        if pieces and not pieces[-1] and window:  # the end is within a character
-            pieces[-1] = self.text(window)[len(before) :]
+            pieces.append(text)
+            part = []
+        if part:  # the end is within a character
+            pieces[-1] = self._text_after(part, len(pieces) > len(part))
         return pieces
+
+    @cached_property
+    def _after(self) -> "_Texts":
+        return _Texts(self)
+
+    def _text_after(self, ids: list[int], others: bool) -> str:
+        """Return the text of tokens that follow others, or none: some tokenizers drop the space before a first word."""
+        if not others:
+            return self.text(ids)
+        anchor = self.tokenizer.encode("a", add_special_tokens=False)[-1:]
+        return self.text(anchor + ids)[len(self.text(anchor)) :]
+
+
+class _Texts(dict):
+    """Token -> its text after another token. A response of 10,000 tokens has few different ones."""
+
+    def __init__(self, samples: Samples):
+        self._samples = samples
+
+    def __missing__(self, token: int) -> str:
+        self[token] = self._samples._text_after([token], True)
+        return self[token]
 
 
 def mean(scores: Iterable[float | None]) -> float | None:
