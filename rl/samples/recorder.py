@@ -35,7 +35,8 @@ class Recorder:
     def __init__(self, run_dir: Path, after: int, keeps_all: bool):
         """after: the step after which a run resumes, else 0. The record of later steps is removed, because they are trained
         again. keeps_all: else only the newest steps and some older ones. Raise UserError if none can be written."""
-        self.directory, self.keeps_all = run_dir / DIRECTORY, keeps_all
+        self.directory = run_dir / DIRECTORY
+        self.keeps_all = keeps_all
         self._missing = False  # whether the last step could not be written
         try:
             self.directory.mkdir(exist_ok=True)

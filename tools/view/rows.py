@@ -27,7 +27,6 @@ from rl.record.run import GROUPS, METRICS
 from rl.samples.group import Group, Response
 from rl.samples.recorder import Record
 
-
 HALF, MOST_OF_A_CHARACTER = "\ufffd", 8  # what stands for bytes of no character; tokens that may share one
 
 
