@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import torch._dynamo  # which an optimizer imports at its first step: no memory of a learner
 import torch.distributed
 from transformers import AutoTokenizer
 
