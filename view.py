@@ -9,6 +9,7 @@ In a notebook: `from view import read`. A run records its newest 20 steps and ev
 (--record-samples, docs/view.md). Left out: what the learner computed of a token; replay.py computes a step again.
 """
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ import tyro
 
 from rl.errors import UserError
 from rl.printable import printable
-from tools.view.rows import as_json, read
+from rl.samples.recorder import Record
+from tools.view.rows import read
 
 __all__ = ["read"]
 
@@ -44,8 +46,8 @@ def main(args: Args) -> None:
         count = 0
         with args.jsonl.open("w") as file:
             for run in args.runs:
-                for row in read(run, None if args.steps is None else recorded(run, steps)):
-                    file.write(as_json({"run": run.name} | row) + "\n")
+                for row in read(run, recorded(run, steps)):
+                    file.write(json.dumps({"run": run.name} | row) + "\n")
                     count += 1
         print(f"{args.jsonl}: {count:,} responses")
         return
@@ -71,8 +73,7 @@ def range_of(words: str | None) -> range:
 
 
 def recorded(run: Path, steps: range) -> list[int]:
-    from rl.samples.recorder import Record
-
+    """Return the recorded steps of a run among these."""
     return [step for step in Record(run).steps if step in steps]
 
 

@@ -181,10 +181,16 @@ def run_script(python: str, command: list[str], *flags: str, **env: str) -> tupl
 
 
 def accuracies(validations: list[dict]) -> dict[int, float]:
-    """The demo's greedy validation accuracy, by the step whose weights were validated. validations: of
-    rl/record/validations.py; the rows of metrics.jsonl have the newest one only where several arrived during a step."""
-    key = "val-core/demo/acc/mean@1"
-    return {validation["step"]: validation[key] for validation in validations if key in validation}
+    """The greedy validation accuracy, by the step whose weights were validated. validations: of rl/record/validations.py; the
+    rows of metrics.jsonl have the newest one only where several arrived during a step."""
+    from rl.record.validations import score
+
+    return {row["step"]: value for row in validations if (value := score(row)) is not None}
+
+
+def step_seconds(row: dict) -> float:
+    """The seconds of a step, from its row in metrics.jsonl, without validation and checkpoints."""
+    return row["timing_s/step"] - sum(row.get(name, 0.0) for name in ("timing_s/testing", "timing_s/save_checkpoint"))
 
 
 class PeakMemory(threading.Thread):

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from rl import flags
+from rl import flags, parts
 from rl.algorithm.args import CriticArgs, LossArgs, RolloutCorrectionArgs, TeacherArgs
 from rl.checkpoint.resume import CheckpointArgs
 from rl.data.args import DataArgs, demo_files
@@ -224,12 +224,15 @@ def values_of_the_demo(args: CommonArgs, words: Sequence[str]) -> list[str]:
     command line has no others."""
     if args.data.train_files == DataArgs.train_files or args.val_only:
         return []
-    fit = {"max_response_length": str(args.sampling.max_response_length)}
+    fit = {"max_response_length": args.sampling.max_response_length}
     if not args.learner.adapted:
-        fit["lr"] = f"{args.learner.lr:g}"
+        fit["lr"] = args.learner.lr
     if args.test_freq > 0:
-        fit["val_files"] = " ".join(args.data.val_files)
-    left = [f"{flag(name)} {value}" for name, value in fit.items() if name not in flags.names_in(type(args), words)]
+        fit["val_files"] = args.data.val_files
+    given = flags.names_in(type(args), words)
+    leaves = parts.leaves(type(args))
+    names = [name for name, value in fit.items() if name not in given and value == leaves[name].default]  # a replay has others
+    left = [f"{flag(name)} {' '.join(x) if isinstance(x := fit[name], tuple) else format(x, 'g')}" for name in names]
     also = "Pretrained models take --lr 1e-6 to 2e-5, and responses of hundreds of tokens (README.md, Your model and data)"
     return [f"{', '.join(left)}: what suits the demo, for you give none. {also}"] if left else []
 

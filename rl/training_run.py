@@ -177,8 +177,8 @@ class TrainingRun(LearnerRun):
         self.samples.inbox.validations.skip_recorded(dist.from_main(recorded))
 
     def begin(self, groups: list[Group]) -> Batch:
-        """Begin a step: make its batch, and record the groups. Raise UserError if no response of
-        the first step could be scored. A collective of the learners."""
+        """Begin a step: make its batch, and record the groups. Raise UserError if no response of the first step could be
+        scored. A collective of the learners."""
         batch = Batch.of(groups, Division.of(self.args, self.learner))
         if self.job.prompts.prep:
             from rl.learning.batch_images import BatchImages  # late: only models that take images need it

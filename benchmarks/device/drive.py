@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import ROOT, logged
+from common import ROOT, accuracies, logged
 from device.steps import Phase, Plan, Step
 from device.table import markdown
 
@@ -132,9 +132,7 @@ def of_run(run: Path) -> dict:
         values = [row[key] for row in middle if isinstance(row.get(key), float | int)]
         return round(statistics.median(values), 4) if values else None
 
-    accuracy = {}
-    for row in logged(files[-1].with_name("validations.jsonl")):
-        accuracy |= {str(row["step"]): row[key] for key in row if key.startswith("val-core/") and "/acc/" in key}
+    accuracy = {str(step): value for step, value in accuracies(logged(files[-1].with_name("validations.jsonl"))).items()}
     seconds = sum(row.get(f"{TIMES}step", 0) for row in middle)
     rate = sum(row.get("perf/total_num_tokens", 0) for row in middle) / seconds if seconds else None
     out = {"steps": len(rows), "accuracy": accuracy, "tokens_per_s": rate} | {key: median(key) for key in OF_RUN}

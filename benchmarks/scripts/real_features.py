@@ -30,7 +30,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import tyro
-from common import MODES, RESULTS, ROOT, Finished, logged, run, setting, table, threads_of, words, write
+from common import MODES, RESULTS, ROOT, Finished, accuracies, logged, run, setting, table, threads_of, words, write
 
 HINT = "{prompt} (The answer is {ground_truth}.)"
 TAUGHT = ["--teacher", "self", "--teacher-alone", "--teacher-top-k", "20", "--rollout-n", "1", "--train-batch-size", "64"]
@@ -130,32 +130,15 @@ def flags_of(args: Args, name: str, row: Row) -> list[str]:
     """What the run of a row is started with. A flag that comes again replaces the one before."""
     data, steps = data_of(args, row.task), str(args.steps)
     model = str(last_checkpoint(args.runs / row.start)) if row.start else args.model
-    flags = [
-        "--model",
-        model,
-        "--lr",
-        "2e-5",
-        "--lr-scheduler-type",
-        "constant",
-        "--seed",
-        "1",
-        "--total-training-steps",
-        steps,
-    ]
+    flags = ["--model", model, *f"--lr 2e-5 --lr-scheduler-type constant --seed 1 --total-training-steps {steps}".split()]
     flags += ["--output-dir", str(args.runs), "--experiment-name", name]
     if row.mode == "sft":
         own = ["--train-files", str(data / "sft.parquet"), "--max-length", "96", "--test-freq", "0"]
         return replaced([*flags, *own, *row.flags])
-    flags += [
-        "--train-files",
-        str(data / "train.parquet"),
-        "--val-files",
-        str(data / "test.parquet"),
-        "--val-max-samples",
-        "100",
-    ]
-    flags += ["--reward", "examples/small_tasks.py:score", "--max-prompt-length", "96", "--max-response-length", "32"]
-    return replaced([*flags, "--train-batch-size", "8", "--rollout-n", "8", "--test-freq", steps, *row.flags])
+    flags += ["--train-files", str(data / "train.parquet"), "--val-files", str(data / "test.parquet")]
+    flags += ["--reward", "examples/small_tasks.py:score"]
+    sizes = f"--val-max-samples 100 --max-prompt-length 96 --max-response-length 32 --train-batch-size 8 --test-freq {steps}"
+    return replaced([*flags, *sizes.split(), "--rollout-n", "8", *row.flags])
 
 
 def replaced(flags: list[str]) -> list[str]:
@@ -234,15 +217,13 @@ def served(args: Args) -> Iterator[str]:
 
 def figures(folder: Path, row: Row, flags: list[str], done: Finished) -> dict:
     rows = [r for r in logged(folder / "metrics.jsonl") if r.get("step")]
-    checks = logged(folder / "validations.jsonl")
-    accuracy = {r["step"]: value for r in checks for key, value in r.items() if key.startswith("val-core/") and "/acc/" in key}
     out = {
         "shows": row.shows,
         "command": " ".join([*command_of(row), *map(quoted, flags)]),
         "seconds": done.seconds,
         "steps": len(rows),
     }
-    out |= {"accuracy": accuracy, "peak_gb": done.peak_gb}
+    out |= {"accuracy": accuracies(logged(folder / "validations.jsonl")), "peak_gb": done.peak_gb}
     for key in (
         "critic/score/mean",
         "response_length/mean",

@@ -4,7 +4,7 @@
     python -m venv venv-bench && venv-bench/bin/pip install -r requirements-bench.txt
     python benchmarks/scripts/real_model.py --trl-python venv-bench/bin/python     # an hour and a half on 2 cores
 
-Writes benchmarks/results/real_model.{json,md,png} after each run, and goes on from what is there. Same model, prompts,
+Writes benchmarks/results/real_model.{json,md,png} after each run, and continues from what is there. Same model, prompts,
 reward, batch (8 prompts x 8 responses of up to 32 tokens), fp32, learning rate 2e-5 without a schedule, AdamW and clipping;
 the order of prompts and the draws differ. TRL runs in one process of two threads, without gradient checkpointing (its
 default, with which it is slower); so does sync; the split modes run in two ranks of one thread. The sides take turns within a
@@ -21,7 +21,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import tyro
-from common import MODES, RESULTS, over, ratios, run, run_script, setting, table, words, write
+from common import MODES, RESULTS, accuracies, over, ratios, run, run_script, setting, step_seconds, table, words, write
+from scripts.trl import run_side
 
 TRL = "TRL"
 SIDES = (TRL, *MODES)
@@ -55,16 +56,11 @@ def run_trl(args: Args, data: Path, seed: int) -> dict:
         named = [{"source": row["data_source"], "ground_truth": row["reward_model"]["ground_truth"]} for row in found]
         return [{"prompt": row["prompt"]} | of for row, of in zip(found, named, strict=True)]
 
-    with tempfile.TemporaryDirectory() as folder:
-        settings = {"model": args.model, "folder": folder, "seed": seed, "checkpointing": False, "bf16": False}
-        settings |= {"tokens": TOKENS, "fixed": False, "steps": args.steps, "reward": "small", "val_every": EVERY}
-        settings |= {"prompts_per_step": PROMPTS, "responses": RESPONSES, "lr": LR, "schedule": "constant", "warmup": 0}
-        settings |= {"train": rows("train"), "val": rows("test")[:VALIDATED]}
-        given, result = Path(folder) / "settings.json", Path(folder) / "result.json"
-        given.write_text(json.dumps(settings))
-        side = str(Path(__file__).with_name("trl_side.py"))
-        done = run([str(args.trl_python), "-P", side, str(given), str(result)], threads=2)
-        got = json.loads(result.read_text())
+    settings = {"model": args.model, "seed": seed, "checkpointing": False, "bf16": False}
+    settings |= {"tokens": TOKENS, "fixed": False, "steps": args.steps, "reward": "small", "val_every": EVERY}
+    settings |= {"prompts_per_step": PROMPTS, "responses": RESPONSES, "lr": LR, "schedule": "constant", "warmup": 0}
+    settings |= {"train": rows("train"), "val": rows("test")[:VALIDATED]}
+    got, done = run_side(args.trl_python, settings)
     out = {"seconds": got["steps"], "accuracy": got["accuracies"], "reward": got["reward"], "peak_gb": done.peak_gb}
     return out | {"trl": got["versions"]["trl"], "settings": got["settings"]}
 
@@ -77,13 +73,9 @@ def run_ours(args: Args, mode: str, data: Path, seed: int) -> dict:
     flags += ["--lr-warmup-steps", "0", "--test-freq", str(EVERY), "--val-max-samples", str(VALIDATED)]
     done, rows = run_script(sys.executable, MODES[mode], *flags)
     rows = [row for row in rows if row["step"]]
-    outside = ("timing_s/testing", "timing_s/save_checkpoint")
-    accuracy = {
-        check["step"]: value for check in done.validations for key, value in check.items() if key.endswith("/acc/mean@1")
-    }
     return {
-        "seconds": [row["timing_s/step"] - sum(row.get(name, 0.0) for name in outside) for row in rows],
-        "accuracy": accuracy,
+        "seconds": [*map(step_seconds, rows)],
+        "accuracy": accuracies(done.validations),
         "reward": [row["critic/score/mean"] for row in rows],
         "peak_gb": done.peak_gb,
     }

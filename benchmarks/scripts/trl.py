@@ -29,6 +29,7 @@ from common import (
     MODES,
     RESULTS,
     ROOT,
+    Finished,
     Rounds,
     accuracies,
     of_fixed_length,
@@ -38,6 +39,7 @@ from common import (
     run,
     run_script,
     setting,
+    step_seconds,
     table,
     torchrun,
     words,
@@ -160,23 +162,26 @@ def trl_rows(case: Case, model: str, split: str) -> list[dict]:
     return [{"prompt": p["prompt"], "ground_truth": p["reward_model"]["ground_truth"]} for p in problems(split)]
 
 
+def run_side(python: Path, settings: dict) -> tuple[dict, Finished]:
+    """What a run of trl_side.py with these settings has found, and its process."""
+    with tempfile.TemporaryDirectory() as folder:
+        given, result = Path(folder) / "settings.json", Path(folder) / "result.json"
+        given.write_text(json.dumps(settings | {"folder": folder}))
+        side = str(Path(__file__).with_name("trl_side.py"))
+        done = run([str(python), "-P", side, str(given), str(result)], threads=2)
+        return json.loads(result.read_text()), done
+
+
 def run_trl(args: Args, case: Case, model: str, side: str, seed: int) -> dict:
     demo = case.is_demo
-    with tempfile.TemporaryDirectory() as folder:
-        settings = {"model": model, "folder": folder, "seed": seed}
-        settings["checkpointing"], settings["bf16"] = TRLS[side]
-        settings |= {"tokens": case.tokens, "fixed": case.fixed, "steps": case.warm + case.steps}
-        settings |= {"prompts_per_step": PROMPTS, "responses": RESPONSES}
-        settings |= {"train": trl_rows(case, model, "train"), "val": trl_rows(case, model, "val") if demo else None}
-        settings |= {"reward": "exact" if demo else "share_of_digits"}
-        settings |= (
-            {"lr": 1e-4, "schedule": "cosine", "warmup": 10} if demo else {"lr": 1e-6, "schedule": "constant", "warmup": 0}
-        )
-        given, result = Path(folder) / "settings.json", Path(folder) / "result.json"
-        given.write_text(json.dumps(settings))
-        side = str(Path(__file__).with_name("trl_side.py"))
-        done = run([str(args.trl_python), "-P", side, str(given), str(result)], threads=2)
-        got = json.loads(result.read_text())
+    settings = {"model": model, "seed": seed}
+    settings["checkpointing"], settings["bf16"] = TRLS[side]
+    settings |= {"tokens": case.tokens, "fixed": case.fixed, "steps": case.warm + case.steps}
+    settings |= {"prompts_per_step": PROMPTS, "responses": RESPONSES}
+    settings |= {"train": trl_rows(case, model, "train"), "val": trl_rows(case, model, "val") if demo else None}
+    settings |= {"reward": "exact" if demo else "share_of_digits"}
+    settings |= {"lr": 1e-4, "schedule": "cosine", "warmup": 10} if demo else {"lr": 1e-6, "schedule": "constant", "warmup": 0}
+    got, done = run_side(args.trl_python, settings)
     out = {"steps": got["steps"][case.warm :], "tokens": got["tokens"][case.warm :], "versions": got["versions"]}
     out |= {"settings": got["settings"], "threads": got["threads"]}
     if demo:
@@ -205,9 +210,8 @@ def run_ours(args: Args, case: Case, model: str, side: str, seed: int) -> dict:
     room = {"VLLM_CPU_KVCACHE_SPACE": "2"} if vllm else {}  # GiB; its default of 1 is too little for two batches of (b)
     done, rows = run_script(str(args.vllm_python) if vllm else sys.executable, command, *flags, **room)
     rows = [row for row in rows if row["step"]][case.warm : case.warm + case.steps]
-    outside = ("timing_s/testing", "timing_s/save_checkpoint")
     out = {
-        "steps": [row["timing_s/step"] - sum(row.get(name, 0.0) for name in outside) for row in rows],
+        "steps": [*map(step_seconds, rows)],
         "tokens": [row["response_length/mean"] * PROMPTS * RESPONSES for row in rows],
     }
     if case.is_demo:

@@ -151,11 +151,9 @@ class PromptDataset(FileRows):
 
     def about(self, index: int) -> dict:
         """Return the place of a prompt in its file, and its ground truth, cut where it is long."""
-        which, number = self._locate(self.rows[index])
-        return {
-            "where": f"{self.files[which]} row {number}",
-            "ground_truth": str(ground_truth(self.tables[which][number]))[:RECORDED],
-        }
+        row = self.rows[index]
+        which, number = self._locate(row)
+        return {"where": self._where(row), "ground_truth": str(ground_truth(self.tables[which][number]))[:RECORDED]}
 
     def source_sizes(self) -> Counter[str]:
         """Every data_source -> the number of its rows, including those whose prompts were left out."""

@@ -277,7 +277,7 @@ def plot_reward(metrics: Path, target: Path) -> Path:
     """Draw training reward and validation accuracy, or the negative log-likelihood, against steps, as a PNG."""
     from matplotlib.figure import Figure  # not pyplot: that would choose a backend for a notebook that calls this
 
-    rows = [row for line in metrics.read_bytes().split(b"\n") if (row := validations.row_of(line))]
+    rows = validations.rows_of(metrics)
     validated = validations.read(metrics.parent)
     figure = Figure(figsize=(7, 4), dpi=110)
     axes = figure.subplots()

@@ -41,9 +41,7 @@ def score(metrics: dict[str, float | None]) -> float | None:
 
 def read(run_dir: Path) -> list[dict]:
     """Return the validations of a run, in order of step. If a step was validated again, the last one counts."""
-    file = run_dir / FILE
-    lines = file.read_bytes().split(b"\n") if file.is_file() else ()
-    found = {row["step"]: row for line in lines if (row := row_of(line))}
+    found = {row["step"]: row for row in rows_of(run_dir / FILE)}
     return [found[step] for step in sorted(found)]
 
 
@@ -51,6 +49,12 @@ def scores(validations: Iterable[dict]) -> dict[int, float]:
     """Return step -> score of the validations that may choose the best checkpoint."""
     known = {row["step"]: score(row) for row in validations if row.get("chooses_best", True)}
     return {step: value for step, value in known.items() if value is not None}
+
+
+def rows_of(file: Path) -> list[dict]:
+    """Return the rows of a JSONL file, without damaged ones; none if there is no file."""
+    lines = file.read_bytes().split(b"\n") if file.is_file() else ()
+    return [row for line in lines if (row := row_of(line))]
 
 
 def row_of(line: bytes) -> dict | None:

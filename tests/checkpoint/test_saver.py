@@ -76,20 +76,20 @@ def test_a_learner_that_is_killed_in_a_save_is_not_a_checkpoint_that_could_not_b
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_first_learner_holds_what_the_docs_count(tmp_path):
+def test_the_first_learner_holds_what_the_docs_count(models, tmp_path):
     """At 116M parameters: bytes of host memory a parameter, on a CPU, one learner; docs/checkpoints.md has the table."""
     model, out = tmp_path / "model", tmp_path / "out"
     make = f"import sys; sys.path[:0] = ['benchmarks']; import common; common.random_model({str(model)!r}, 768, 12, 2048)"
     (tmp_path / "make.py").write_text(make)
     run_script(tmp_path / "make.py")
-    done = run_script("tests/programs/memory.py", model, out, fresh=True, timeout=500)
+    done = run_script("tests/programs/memory.py", models["qwen2-tied"], model, out, fresh=True, timeout=500)
     record = json.loads(done.stdout.splitlines()[-1])
     assert record["parameters"] > 100e6
     peak = {name: added for name, (added, _) in record["bytes"].items()}
     kept = {name: kept for name, (_, kept) in record["bytes"].items()}
-    little = 0.5  # pieces, buffers, Python's own
+    little = 1  # pieces, buffers, Python's own, in all 116 MB; a copy of anything takes 2 or more
     pages = 4  # of the weights' files, which are mapped and belong to the system's cache
-    assert kept["start"] < BYTES["weights"] + little and peak["start"] < BYTES["weights"] + pages + 2 * little
+    assert kept["start"] < BYTES["weights"] + little and peak["start"] < BYTES["weights"] + pages + little
     assert peak["step"] < BYTES["gradients"] + BYTES["moments"] + little
     assert peak["publish"] < 4 + little  # one copy in the generators' precision, here fp32
     whole = 4 + pages  # one file of the model, here of all of it

@@ -1,7 +1,7 @@
 """Measures one learner's host memory, in bytes per parameter, at its start, in a step, a publish and saves. Prints a line of
 JSON.
 
-python tests/programs/memory.py MODEL OUT
+python tests/programs/memory.py SMALL MODEL OUT, where a learner of SMALL imports what any learner imports
 """
 
 import json
@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import torch._dynamo  # which an optimizer imports at its first step: no memory of a learner
 import torch.distributed
 from transformers import AutoTokenizer
 
@@ -41,18 +40,23 @@ class Peak:
         self.added, self.kept = resident("VmHWM") - self.before, resident("VmRSS") - self.before
 
 
+def step(learner: Learner) -> None:
+    for parameter in learner.policy.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    learner.optimizer.step()
+    learner.optimizer.zero_grad()
+
+
 def main(ranks: dist.Ranks) -> None:
-    model, out = sys.argv[1], Path(sys.argv[2])
+    small, model, out = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    step(Learner(small, LearnerArgs(), ranks, total_steps=10))
     tokenizer = AutoTokenizer.from_pretrained(model)
     said, peaks = [], {}
     with Peak() as peaks["start"]:
         learner = Learner(model, LearnerArgs(), ranks, total_steps=10)
     parameters = sum(p.numel() for p in learner.policy.parameters())
     with Peak() as peaks["step"]:
-        for parameter in learner.policy.parameters():
-            parameter.grad = torch.full_like(parameter, 1e-3)
-        learner.optimizer.step()
-        learner.optimizer.zero_grad()
+        step(learner)
     nodes = [launch.Node("here", 0, 2, 1)]
     split = Split("learner", ranks, 1, 1, nodes, 0, torch.distributed.HashStore(), bridge=object())
     with Peak() as peaks["publish"]:
@@ -62,11 +66,11 @@ def main(ranks: dist.Ranks) -> None:
     run = SimpleNamespace(dir=out, total_steps=9, say=said.append)
     writer = saver.Saver(train_sync.Args(), run, identity, learner, tokenizer, None)
     available, host.available_memory = host.available_memory, lambda: 0
-    for step, name in enumerate(["short", "short again", "first", "second", "last"], start=5):
+    for number, name in enumerate(["short", "short again", "first", "second", "last"], start=5):
         if name == "first":
             host.available_memory = available
         with Peak() as peaks[name]:
-            writer.save(step, {})
+            writer.save(number, {})
             writer.wait()
         assert not writer.error, writer.error
     shares = {name: [peak.added / parameters, peak.kept / parameters] for name, peak in peaks.items()}

@@ -252,6 +252,11 @@ def test_data_of_ones_own_with_the_values_of_the_demo_is_said(words, named):
     assert [sentence.partition(":")[0].split(", ") for sentence in said] == ([named] if named else [])
 
 
+def test_a_replay_has_the_values_of_its_run():
+    recorded = {"train_files": ("a.parquet",), "lr": 1e-6, "max_response_length": 512, "val_files": ("b.parquet",)}
+    assert not values_of_the_demo(flags.read(train_sync.Args, args=[], defaults=recorded), [])
+
+
 def test_the_batch_means_the_same_in_all_scripts():
     """A mini-batch alone is the batch of the asynchronous script, as before it had --train-batch-size."""
     both = {"train_batch_size": 12, "ppo_mini_batch_size": 4}

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from rl.record.validations import COLUMNS, RESPONSES, row_of
+from rl.record.validations import COLUMNS, RESPONSES, rows_of
 from tools.report.logs import Log, RunGroup
 
 ROWS = 10  # of a run's responses
@@ -24,7 +24,7 @@ def responses(group: RunGroup) -> tuple[str, list[list[str]]] | None:
 
 def read(file: Path) -> list[list[str]]:
     """Return the rows of a file of responses, a header first. Damaged lines are left out."""
-    rows = [row for line in file.read_bytes().split(b"\n") if (row := row_of(line)) and {*COLUMNS} <= row.keys()]
+    rows = [row for row in rows_of(file) if {*COLUMNS} <= row.keys()]
     return [[*COLUMNS], *(["unscored" if row[name] is None else _text(row[name]) for name in COLUMNS] for row in rows)]
 
 

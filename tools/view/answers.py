@@ -72,7 +72,7 @@ class Answers:
             group = recorded.get(about["ticket"])
             begins = samples.text(group.prompt_ids)[:BEGINNING] if group else ""
             rows.append(about | {"score": score, "change": change, "visits": len(earlier) + 1, "prompt": begins})
-        return {"step": step, "recorded": bool(recorded), "figures": samples.figures.get(step, {}), "groups": rows}
+        return {"step": step, "recorded": bool(recorded), "groups": rows}
 
     def group(self, run: int, step: int, ticket: int) -> dict:
         """Return a recorded group: its prompt, and each response with its tokens."""
@@ -80,7 +80,7 @@ class Answers:
         (group,) = (group for group in samples.groups(step) if group.ticket == ticket)
         about = samples.about(step).get(ticket, {})
         responses = [samples.row(group, response) | self._tokens(samples, response) for response in group.responses]
-        prompt = {"text": samples.text(group.prompt_ids), "pieces": samples.pieces(group.prompt_ids)}
+        prompt = samples.text(group.prompt_ids)
         return about | {"step": step, "prompt": prompt, "responses": responses, "advantages": _advantages(group)}
 
     def _tokens(self, samples: Samples, response: Response) -> dict:
@@ -98,9 +98,9 @@ class Answers:
         return [
             {
                 "index": index,
-                "where": visits[-1][1].get("where"),
+                "where": visits[-1][1]["where"],
                 "source": visits[-1][1]["source"],
-                "ground_truth": visits[-1][1].get("ground_truth"),
+                "ground_truth": visits[-1][1]["ground_truth"],
                 "scores": [mean(group["scores"]) for _, group in visits],
                 "steps": [step for step, _ in visits],
                 "flat": sum(len({*group["scores"]}) == 1 for _, group in visits) / len(visits),

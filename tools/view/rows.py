@@ -13,7 +13,6 @@
 """
 
 import itertools
-import json
 from collections.abc import Iterable, Iterator
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -25,7 +24,7 @@ from rl.errors import UserError
 from rl.record import validations
 from rl.record.run import GROUPS, METRICS
 from rl.samples.group import Group, Response
-from rl.samples.recorder import Record
+from rl.samples.recorder import Record, step_of, steps_of
 
 HALF, MOST_OF_A_CHARACTER = "\ufffd", 8  # what stands for bytes of no character; tokens that may share one
 
@@ -71,7 +70,7 @@ class Samples:
     @cached_property
     def figures(self) -> dict[int, dict]:
         """Step -> its metrics, and those of its validation."""
-        rows = {row["step"]: row for row in _lines(self.run_dir / METRICS)}
+        rows = {row["step"]: row for row in validations.rows_of(self.run_dir / METRICS)}
         for validation in validations.read(self.run_dir):
             found = {name: value for name, value in validation.items() if validations.is_of_validation(name)}
             rows[validation["step"]] = rows.get(validation["step"], {"step": validation["step"]}) | found
@@ -80,7 +79,7 @@ class Samples:
     @cached_property
     def visits(self) -> dict[int, list[dict]]:
         """Step -> its groups without tokens, of all steps, recorded or not (groups.jsonl)."""
-        return {row["step"]: row["groups"] for row in _lines(self.run_dir / GROUPS)}
+        return {row["step"]: row["groups"] for row in validations.rows_of(self.run_dir / GROUPS)}
 
     @cached_property
     def by_prompt(self) -> dict[int, list[tuple[int, dict]]]:
@@ -94,11 +93,11 @@ class Samples:
     @property
     def validated(self) -> list[int]:
         """The steps whose validation's responses there are, ascending."""
-        return sorted(int(file.stem[5:]) for file in (self.run_dir / validations.RESPONSES).glob("step_*.jsonl"))
+        return [step_of(file) for file in steps_of(self.run_dir / validations.RESPONSES)]
 
     def validation(self, step: int) -> list[dict]:
         """Return the responses of a validation: prompt, response, ground_truth, score."""
-        return _lines(self.run_dir / validations.RESPONSES / f"step_{step:06d}.jsonl")
+        return validations.rows_of(self.run_dir / validations.RESPONSES / f"step_{step:06d}.jsonl")
 
     def about(self, step: int) -> dict[int, dict]:
         """Ticket -> what groups.jsonl says of a step's group."""
@@ -173,14 +172,3 @@ def mean(scores: Iterable[float | None]) -> float | None:
     """Return the mean of the scores that there are."""
     known = [score for score in scores if score is not None]
     return sum(known) / len(known) if known else None
-
-
-def _lines(file: Path) -> list[dict]:
-    """Return the rows of a file of a row for each step; a line that was cut off is left out."""
-    lines = file.read_bytes().split(b"\n") if file.is_file() else ()
-    return [row for line in lines if (row := validations.row_of(line))]
-
-
-def as_json(row: dict) -> str:
-    """Return a row on a line. Half a surrogate, which no UTF-8 file can hold, is written as an escape."""
-    return json.dumps(row, ensure_ascii=True)

@@ -1,7 +1,6 @@
 """The page in the browser: on 127.0.0.1 alone, at an address with a secret; or as one file."""
 
 import asyncio
-import functools
 import json
 import secrets
 from pathlib import Path
@@ -45,7 +44,7 @@ def application(answers: Answers, secret: str) -> web.Application:
             found = await asyncio.get_running_loop().run_in_executor(None, answers, path)
         except UserError as error:
             return web.json_response({"error": str(error)}, status=404, headers=HEADERS)
-        return web.json_response(found, headers=HEADERS, dumps=functools.partial(json.dumps, ensure_ascii=True))
+        return web.json_response(found, headers=HEADERS)
 
     app = web.Application()
     app.router.add_get(f"/{secret}/", show)
