@@ -57,6 +57,7 @@ def make_batch(args: Args, generator: Generator, ticket: int) -> tuple[list[Grou
             else:
                 kept.append(group)
     missing = args.schedule.prompts_per_step - len(kept)  # replaced by dropped groups, so that the batch is full
+    generator.left_out = dropped[missing:]  # for the record
     metrics = {"train/num_gen_batches": rounds, "train/filtered_groups": len(dropped), "train/filled_groups": missing}
     return kept + dropped[:missing], ticket, metrics
 

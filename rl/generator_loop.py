@@ -145,7 +145,7 @@ class BatchLoop:
         """Send a batch to the learners, with its generation metrics."""
         self.ticket = next_ticket
         if self.split.ranks.is_main:
-            self._outbox.send_batch(groups, metrics, next_ticket)
+            self._outbox.send_batch(groups, self.generator.left_out, metrics, next_ticket)
 
     def finish(self) -> None:
         """Send the final record to the learners, and end."""

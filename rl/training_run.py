@@ -186,17 +186,21 @@ class TrainingRun(LearnerRun):
             batch.images = BatchImages(self.job.prompts, self.job.order, groups, self.learner.ranks)
         self._look_at_scores(batch)
         self._begun += 1
+        left_out: Mapping[str, list[Group]] = self.samples.take_left_out() if self.samples else {}
         if self.generator:
             self._unfinished = self.generator.unfinished()
+            left_out = {"filtered": self.generator.left_out}
         if self.recorder:
             with self.timer("record"):
-                self.recorder.write(self._begun, groups)
-                self.record.log_groups(self._begun, [self._about(group) for group in groups])
+                self.recorder.write(self._begun, groups, [group for its in left_out.values() for group in its])
+                rows = [self._about(group) for group in groups]
+                rows += [self._about(group) | {"left_out": reason} for reason, its in left_out.items() for group in its]
+                self.record.log_groups(self._begun, rows)
         self.record.warn_unscored(batch.errors)
         return batch
 
     def _about(self, group: Group) -> dict:
-        """Return a group without its tokens, for groups.jsonl."""
+        """Return what groups.jsonl says of a group: all but its tokens."""
         epoch, index = self.job.order(group.ticket)
         scores, lengths = zip(*((r.score, len(r.token_ids)) for r in group.responses), strict=True)
         about = {"ticket": group.ticket, "epoch": epoch, "index": index, "source": group.data_source}

@@ -50,6 +50,7 @@ class Generator:
         self.give_up = give_up if engine_ranks.size == 1 else lambda: False  # ranks that share an engine must stay together
         self.responses = responses or Responses(engine)
         self.working = self.responses.working
+        self.left_out: list[Group] = []  # groups that the newest batch has not taken (--filter-groups)
         self._rows: list[dict] = []  # of the current validation
         self._ended: list[Output] = []  # responses that had ended when their prompt was started
         self.timer = Timers()  # gen, score and wait

@@ -14,6 +14,7 @@ import time
 from rl.ranks import launch, stops
 
 _progress_at = time.monotonic()
+limit = float("inf")  # seconds without progress after which this job ends
 
 
 def progress() -> None:
@@ -24,7 +25,9 @@ def progress() -> None:
 
 def start(seconds: float) -> None:
     """Begin to watch this process. The thread also runs while the main thread is in a collective."""
+    global limit
     if seconds:
+        limit = seconds
         progress()
         threading.Thread(target=_watch, args=(seconds,), name="watchdog", daemon=True).start()
 

@@ -23,6 +23,7 @@ from rl.errors import UserError
 from rl.printable import one_line, pass_on
 from rl.ranges import LARGEST_FLOAT
 from rl.rewards.args import RewardArgs
+from rl.rewards.outages import Outages
 from rl.rewards.verifiers import BUILT_IN, HARMLESS, code, verifier_name
 
 MEMORY = 32 << 30  # bytes that a scoring process may allocate
@@ -136,7 +137,9 @@ class ScoringPool(contextlib.AbstractContextManager):
         self.last_message: dict[str, str] = {}  # by kind of event
         self.pending = 0  # responses whose score has not been returned
         self._count = 0  # responses given to the host so far
-        self._items: dict[int, tuple[Any, dict]] = {}  # number of a response in the host -> its key and arguments
+        self._keys: dict[int, Any] = {}  # number of a response in the host -> its key
+        self._items: dict[Any, dict] = {}  # key of a response that has no final score -> its arguments
+        self._outages = Outages(args.outage_timeout, args.own_reward or "the grader", self._send)
         self._done: SimpleQueue[tuple[Any, Score] | None] = SimpleQueue()  # None: look at _failure
         self._unwritten: SimpleQueue[bytes] = SimpleQueue()  # lines for the host
         self._is_ready = threading.Event()
@@ -164,9 +167,8 @@ class ScoringPool(contextlib.AbstractContextManager):
             item |= {"seconds_in_all": self.args.reward_timeout} if verifier is code else {}
         if not self._host:
             self._start()
-        self._count += 1
-        self._items[self._count] = key, item
-        self._unwritten.put(f"{self._count} {json.dumps(item, default=plain)}\n".encode())
+        self._items[key] = item
+        self._send(key)
         self.pending += 1
 
     def hand_back(self, key: Any, score: Score) -> None:
@@ -182,12 +184,21 @@ class ScoringPool(contextlib.AbstractContextManager):
         """Return what `poll` returns, but wait up to `timeout` seconds for a first score."""
         self._raise_failure()
         done: list[tuple[Any, Score]] = []
+        limit = timeout
         with contextlib.suppress(Empty):
-            while len(done) < self.pending:
-                found = self._done.get(timeout=0.0 if done else timeout)
+            while len(done) + (0 if self._outages.is_one else self._outages.waiting) < self.pending:
+                found = self._done.get(timeout=limit)
                 self._raise_failure()
-                done.append(found)
-        for _, score in done:
+                limit = 0.0
+                key, score = found
+                if key in self._items:  # otherwise it was handed back, and is final
+                    done += self._outages.take(self._items[key]["data_source"], key, score)
+                else:
+                    done.append(found)
+        nothing_comes = timeout > 0 and len(done) + self._outages.waiting == self.pending
+        done += self._outages.look(nothing_comes)
+        for key, score in done:
+            self._items.pop(key, None)
             if score.event:
                 self.events[score.event] += 1
                 self.last_message[score.event] = score.message
@@ -205,6 +216,11 @@ class ScoringPool(contextlib.AbstractContextManager):
         self.close()
 
     # -- the host
+
+    def _send(self, key: Any) -> None:
+        self._count += 1
+        self._keys[self._count] = key
+        self._unwritten.put(f"{self._count} {json.dumps(self._items[key], default=plain)}\n".encode())
 
     def _start(self) -> None:
         spec = self.args.reward if self.args.own_reward else ""
@@ -241,8 +257,8 @@ class ScoringPool(contextlib.AbstractContextManager):
                 number, _, reply = line.partition(b" ")
                 reply = json.loads(reply)
                 if int(number):
-                    key, item = self._items.pop(int(number))
-                    self._done.put((key, self._score(item, reply)))
+                    key = self._keys.pop(int(number))
+                    self._done.put((key, self._score(self._items[key], reply)))
                 elif "failed" in reply:
                     self._fail(reply["failed"])
                 else:

@@ -15,6 +15,7 @@ class SampleBuffer:
         self.trained = 0
         self.dropped: Counter[str] = Counter()  # tickets by reason: "stale", "filtered"
         self.gone: dict[str, list[int]] = {}  # tickets dropped since the last step, by reason
+        self.left_out: dict[str, list[Group]] = {}  # their groups, for the record
         # settled tickets: all below _low, and those in _high
         self._low = 0
         self._high = set()
@@ -26,7 +27,7 @@ class SampleBuffer:
             raise RuntimeError(f"ticket {group.ticket} arrived twice")
         if self._flat_left and not group.differs:
             self._flat_left -= 1
-            self._drop(group.ticket, "filtered")
+            self._drop(group, "filtered")
         else:
             self.waiting[group.ticket] = group
 
@@ -35,9 +36,9 @@ class SampleBuffer:
         schedule = self.schedule
         if schedule.max_staleness is not None:
             oldest = schedule.version_at(step) - schedule.max_staleness
-            for ticket in [ticket for ticket, group in self.waiting.items() if group.oldest < oldest]:
-                del self.waiting[ticket]
-                self._drop(ticket, "stale")
+            for group in [group for group in self.waiting.values() if group.oldest < oldest]:
+                del self.waiting[group.ticket]
+                self._drop(group, "stale")
         tickets = sorted(self.waiting)[: schedule.prompts_per_step]
         if len(tickets) < schedule.prompts_per_step:
             return None
@@ -53,6 +54,12 @@ class SampleBuffer:
         gone = self.gone
         self.gone = {}
         return gone
+
+    def take_left_out(self) -> dict[str, list[Group]]:
+        """Return the groups that were dropped since the last call, by reason."""
+        left_out = self.left_out
+        self.left_out = {}
+        return left_out
 
     @property
     def replaced(self) -> int:
@@ -95,10 +102,11 @@ class SampleBuffer:
         self.waiting = {group.ticket: group for group in groups}
         return [t for t in range(self._low, drawn) if t not in self._high and t not in self.waiting]
 
-    def _drop(self, ticket: int, reason: str) -> None:
+    def _drop(self, group: Group, reason: str) -> None:
         self.dropped[reason] += 1
-        self.gone.setdefault(reason, []).append(ticket)
-        self._settle(ticket)
+        self.gone.setdefault(reason, []).append(group.ticket)
+        self.left_out.setdefault(reason, []).append(group)
+        self._settle(group.ticket)
 
     def _settle(self, ticket: int) -> None:
         self._high.add(ticket)

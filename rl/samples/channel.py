@@ -61,11 +61,12 @@ class Outbox:
     def send_group(self, group: Group) -> None:
         self._send(GROUP, group.to_bytes())
 
-    def send_batch(self, groups: list[Group], metrics: dict[str, float], next_ticket: int) -> None:
-        """Send a whole batch, with its generation metrics, and the first ticket of the next batch."""
-        for group in groups:
+    def send_batch(self, groups: list[Group], left_out: list[Group], metrics: dict[str, float], next_ticket: int) -> None:
+        """Send a whole batch, the groups left out of it, its generation metrics, and the first ticket of the next batch."""
+        for group in (*groups, *left_out):
             self.send_group(group)
-        self._send_json(BATCH, {"groups": len(groups), "metrics": metrics, "next_ticket": next_ticket})
+        counts = {"groups": len(groups), "left_out": len(left_out)}
+        self._send_json(BATCH, counts | {"metrics": metrics, "next_ticket": next_ticket})
 
     def send_rows(self, step: int, version: int, rows: list[dict], parts: int = 1) -> None:
         """Send a validation of this version of the weights, published after that step. It is one of `parts`, each from a

@@ -1,8 +1,9 @@
-"""The record of a run's samples: every group that the learners consumed, so that view.py shows them and replay.py learns from
-them again.
+"""The record of a run's samples: the groups that the learners trained, so that view.py shows them and replay.py learns from
+them again, and those that were left out, for view.py.
 
     DIR/start_000000.json    a start of the run, after this step: its flags, contents, code
     DIR/step_000001.rec      a step's groups in the form in which they are sent (Group.to_bytes), compressed
+    DIR/left_out_000001.rec  groups that arrived by then and are not trained, in the same form; missing if there are none
     DIR/code/<digest>/       the script, losses.py and the script's neighbours as they were, which a replay imports
 
 DIR is <run>/samples. A file has its name once it is complete. Left out: the weights, which are in the run's checkpoints, and
@@ -14,6 +15,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -27,6 +29,7 @@ CODEC = "zstd"
 # What --record-samples recent keeps
 NEWEST, EVERY = 20, 10
 MOST_BYTES = 4 << 30
+KINDS = ("step", "left_out")  # of a step's files
 
 
 class Recorder:
@@ -40,9 +43,10 @@ class Recorder:
         self._missing = False  # whether the last step could not be written
         try:
             self.directory.mkdir(exist_ok=True)
-            for file in [*steps_of(self.directory, "start"), *steps_of(self.directory)]:
-                if step_of(file) > after:
-                    file.unlink()
+            for kind in ("start", *KINDS):
+                for file in steps_of(self.directory, kind):
+                    if step_of(file) > after:
+                        file.unlink()
         except OSError as error:
             why = f"{error.filename or self.directory} cannot be written ({error.strerror})"
             raise UserError(f"{why}. Leave samples out with --record-samples off, or make room.") from error
@@ -60,15 +64,12 @@ class Recorder:
         text = json.dumps(start | of_code)
         self._write(self.directory / f"start_{start['after']:06d}.json", lambda file: file.write_text(text))
 
-    def write(self, step: int, groups: Sequence[Group]) -> None:
-        """Record the groups of a step."""
-
-        def write(file: Path) -> None:
-            with pa.output_stream(file, compression=CODEC) as out:
-                out.write(join_records([group.to_bytes() for group in groups]))
-
+    def write(self, step: int, groups: Sequence[Group], left_out: Sequence[Group] = ()) -> None:
+        """Record the groups of a step, and those left out since the step before."""
         try:
-            self._write(self.directory / f"step_{step:06d}.rec", write)
+            for kind, its in zip(KINDS, (groups, left_out), strict=True):
+                if its:
+                    self._write(self.directory / f"{kind}_{step:06d}.rec", partial(_write_groups, its))
             if not self.keeps_all:
                 self._remove_older(step)
         except OSError as error:
@@ -84,18 +85,27 @@ class Recorder:
 
     def _remove_older(self, step: int) -> None:
         """Remove what --record-samples recent does not keep: the oldest steps go first."""
-        files = steps_of(self.directory)
-        kept = [file for file in files if step_of(file) > step - NEWEST or step_of(file) % EVERY == 0]
-        size = {file: file.stat().st_size for file in kept}
-        while len(kept) > 1 and sum(size[file] for file in kept) > MOST_BYTES:
+        files: dict[int, list[Path]] = {}
+        for kind in KINDS:
+            for file in steps_of(self.directory, kind):
+                files.setdefault(step_of(file), []).append(file)
+        kept = [its for its in sorted(files) if its > step - NEWEST or its % EVERY == 0]
+        size = {its: sum(file.stat().st_size for file in files[its]) for its in kept}
+        while len(kept) > 1 and sum(size[its] for its in kept) > MOST_BYTES:
             kept.pop(0)
-        for file in {*files} - {*kept}:
-            file.unlink()
+        for its in {*files} - {*kept}:
+            for file in files[its]:
+                file.unlink()
 
     def _write(self, file: Path, write: Callable[[Path], object]) -> None:
-        partial = file.with_suffix(".partial")
-        write(partial)
-        os.replace(partial, file)
+        unfinished = file.with_suffix(".partial")
+        write(unfinished)
+        os.replace(unfinished, file)
+
+
+def _write_groups(groups: Sequence[Group], file: Path) -> None:
+    with pa.output_stream(file, compression=CODEC) as out:
+        out.write(join_records([group.to_bytes() for group in groups]))
 
 
 class Record:
@@ -118,8 +128,15 @@ class Record:
         return [start for start in self.starts if start["after"] < step][-1]
 
     def groups(self, step: int) -> list[Group]:
-        """Return the groups of a step. Raise UserError if its file is damaged."""
-        file = self.directory / f"step_{step:06d}.rec"
+        """Return the groups that a step trained. Raise UserError if its file is damaged."""
+        return self._groups(self.directory / f"step_{step:06d}.rec")
+
+    def left_out(self, step: int) -> list[Group]:
+        """Return the groups that were left out since the step before. Raise UserError if their file is damaged."""
+        file = self.directory / f"left_out_{step:06d}.rec"
+        return self._groups(file) if file.exists() else []
+
+    def _groups(self, file: Path) -> list[Group]:
         try:
             with pa.input_stream(file, compression=CODEC) as data:
                 return [Group.from_bytes(record) for record in split_records(data.read())]

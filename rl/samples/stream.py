@@ -69,6 +69,7 @@ class Batches(_Samples):
         super().__init__(args, split)
         self._next = NextTicket()
         self._gone: dict[str, list[int]] = {"filtered": []}
+        self._left_out: list[Group] = []
         self._start = {"batch": 0, "ticket": 0, "version": 0}  # where the generators start
 
     def open(self) -> None:
@@ -89,6 +90,7 @@ class Batches(_Samples):
         """Return the next batch, which must have arrived: its groups, and its generation metrics."""
         batch = self.inbox.batches.popleft()
         groups = [self.inbox.groups.popleft() for _ in range(batch["groups"])]
+        self._left_out = [self.inbox.groups.popleft() for _ in range(batch["left_out"])]
         self._gone = {"filtered": self._next.advance(batch["next_ticket"], groups)}
         return groups, batch["metrics"]
 
@@ -98,10 +100,14 @@ class Batches(_Samples):
         self._gone = {"filtered": []}
         return gone
 
+    def take_left_out(self) -> dict[str, list[Group]]:
+        """Return the groups that the newest batch has left out, by reason."""
+        return {"filtered": self._left_out}
+
     def snapshot(self, step: int) -> tuple[dict, list[Group], list[Group]]:
         """Return (state, groups, unfinished groups) for the checkpoint of that step. The groups are the next batch, which
         cannot be made again without its weights. A batch without a score is left out, to be sampled again."""
-        batches = list(self.inbox.batches)[:1]
+        batches = [batch | {"left_out": 0} for batch in list(self.inbox.batches)[:1]]
         groups = list(self.inbox.groups)[: batches[0]["groups"]] if batches else []
         if all(group.is_unscored for group in groups):
             batches = groups = []
@@ -145,6 +151,10 @@ class Stream(_Samples):
     def take_gone(self) -> dict[str, list[int]]:
         """Return the tickets that were not trained since the last call, by reason."""
         return self.buffer.take_gone()
+
+    def take_left_out(self) -> dict[str, list[Group]]:
+        """Return the groups that were dropped since the last call, by reason."""
+        return self.buffer.take_left_out()
 
     def _take(self, step: int) -> list[Group] | None:
         self._take_in()

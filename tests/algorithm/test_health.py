@@ -15,6 +15,7 @@ import train_sync
 from rl import parts
 from rl.algorithm.health import KINDS, MOST, OTHERS, Fates, Health, SourceCounts
 from rl.learning.batch import Batch
+from rl.samples import recorder
 from rl.samples.group import Group, Response
 
 
@@ -236,6 +237,7 @@ def counted(row: dict) -> dict[str, Counter]:
 
 COUNTED = {
     "sync, filtered": ("train_sync.py", ["--filter-groups"], 2),
+    "one step off, filtered": ("train_one_step_off.py", ["--filter-groups"], 2),
     "one step off, rejected": ("train_one_step_off.py", ["--rollout-rs", "seq_mean_k1", "--rollout-rs-threshold", "7_8"], 2),
     "async, too old": ("train_async.py", ["--max-staleness", "0", "--staleness-threshold", "2"], 3),
     "async, filtered": ("train_async.py", ["--filter-groups"], 3),
@@ -245,6 +247,7 @@ COUNTED = {
 @pytest.mark.runs
 @pytest.mark.parametrize("case", COUNTED)
 def test_every_response_is_counted_once(case, tmp_path):
+    """And recorded once, among those that are trained or with the reason why not."""
     script, flags, ranks = COUNTED[case]
     data = write(tmp_path / "rows.jsonl", ["mixed", "equal", "broken", "mixed"] * 8)
     (tmp_path / "reward.py").write_text(REWARD)
@@ -253,7 +256,17 @@ def test_every_response_is_counted_once(case, tmp_path):
     words += ["--total-training-steps", "4", *size, "--temperature", "1.5", "--max-num-gen-batches", "3"]
     words += ["--output-dir", tmp_path / "runs", "--experiment-name", "run"]
     run_script(script, *words, *flags, ranks=ranks)
-    lines = {name: (tmp_path / "runs" / "run" / f"{name}.jsonl").read_text().splitlines() for name in ("metrics", "tickets")}
+    run = tmp_path / "runs" / "run"
+    lines = {name: (run / f"{name}.jsonl").read_text().splitlines() for name in ("metrics", "tickets", "groups")}
+    record = recorder.Record(run)
+    for tickets, of_step in zip(map(json.loads, lines["tickets"]), map(json.loads, lines["groups"]), strict=True):
+        step = tickets.pop("step")
+        told = {}
+        for group in of_step["groups"]:
+            told.setdefault(group.get("left_out", "trained"), []).append(group["ticket"])
+        assert {reason: sorted(its) for reason, its in told.items()} == {reason: its for reason, its in tickets.items() if its}
+        left_out = [group.ticket for group in record.left_out(step)]
+        assert [group.ticket for group in record.groups(step)] + left_out == [group["ticket"] for group in of_step["groups"]]
     steps = [counted(json.loads(line)) for line in lines["metrics"]]
     total = Counter()
     for step, line in zip(steps, map(json.loads, lines["tickets"]), strict=True):

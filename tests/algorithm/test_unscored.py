@@ -258,7 +258,7 @@ def test_a_judge_that_goes_away_later_costs_its_steps_and_no_more(script, tmp_pa
     (tmp_path / "mine.py").write_text(FICKLE.format(good=6))  # of the 4 responses of each step
     processes, *flags = SCRIPTS[script]
     flags += ["--total-training-steps", 4, "--reward", tmp_path / "mine.py:score", "--val-max-samples", 4, "--test-freq", 4]
-    flags += ["--no-val-before-train", "--lr-scheduler-type", "constant", "--weight-decay", 0]
+    flags += ["--no-val-before-train", "--lr-scheduler-type", "constant", "--weight-decay", 0, "--outage-timeout", 0]
     metrics, _, done = train(script, *flags, out=tmp_path / "runs", ranks=processes, check=False)
     assert done.returncode == 1 and "Traceback" not in done.stderr.partition("error:")[0]
     said = r"^error: none of the responses of the last (2 steps|step) could be scored by --reward "
@@ -297,7 +297,7 @@ def test_an_outage_ends_the_run_with_the_weights_from_before_and_it_resumes(scri
     (tmp_path / "mine.py").write_text(OUTAGE)
     processes, *flags = SCRIPTS[script]
     flags += ["--total-training-steps", 14, "--reward", tmp_path / "mine.py:score", "--test-freq", 0]
-    flags += ["--use-kl-loss", "--entropy-coeff", 0.01]
+    flags += ["--use-kl-loss", "--entropy-coeff", 0.01, "--outage-timeout", 2]
     flags += ["--save-freq", 1, "--max-ckpt-to-keep", 0, "--experiment-name", "run", "--lr", 1e-3]
     metrics, run, done = train(script, *flags, out=tmp_path / "runs", ranks=processes, check=False)
     last = max(metrics)

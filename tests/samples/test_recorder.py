@@ -72,6 +72,21 @@ def test_a_resumed_run_takes_its_record_back_to_the_checkpoint(tmp_path):
     assert back.steps == [1] and len(back.starts) == 1
 
 
+def test_groups_that_are_left_out_are_read_apart(tmp_path):
+    """A replay learns from the others alone. They go with their step."""
+    writer = record(tmp_path, 11, keeps_all=False)
+    writer.write(12, groups(12), left_out=groups(99))
+    back = Record(tmp_path)
+    assert as_bytes(back.groups(12)) == as_bytes(groups(12)) and as_bytes(back.left_out(12)) == as_bytes(groups(99))
+    assert back.left_out(11) == [] and back.steps == [*range(1, 13)]
+    for step in range(13, 34):
+        writer.write(step, groups(step))
+    assert not Record(tmp_path).left_out(12)
+    writer.write(34, groups(34), left_out=groups(99))
+    record(tmp_path, 1, after=33)
+    assert not Record(tmp_path).left_out(34), "a resumed run trains the step again"
+
+
 def test_recent_keeps_the_newest_steps_and_every_tenth(tmp_path):
     writer = record(tmp_path, 47, keeps_all=False)
     assert Record(tmp_path).steps == [10, 20, *range(28, 48)]

@@ -137,11 +137,13 @@ class Answers:
 
 
 def _sums(groups: list[dict]) -> dict:
-    scores = [score for group in groups for score in group["scores"]]
-    lengths = [length for group in groups for length in group["lengths"]]
-    flat = sum(len({*group["scores"]}) == 1 for group in groups)
+    trained = [group for group in groups if "left_out" not in group]
+    scores = [score for group in trained for score in group["scores"]]
+    lengths = [length for group in trained for length in group["lengths"]]
+    flat = sum(len({*group["scores"]}) == 1 for group in trained)
     return {
-        "groups": len(groups),
+        "groups": len(trained),
+        "left_out": len(groups) - len(trained),
         "flat": flat,
         "score": mean(scores),
         "tokens": mean(lengths),

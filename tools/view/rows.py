@@ -3,6 +3,7 @@
 `read` yields a row for each response, for notebooks and `view.py --jsonl`:
 
     step, ticket, epoch    the training step; the place in the prompt order; the pass over the data
+    left_out               why the group is not trained ("filtered", "stale"); null if it is
     where, source, ground_truth    the row of the data
     prompt, response       texts as the model saw them, special tokens included
     parts                  [[who, text], ...] of the response: "policy" sampled it, "environment" added it
@@ -36,7 +37,7 @@ def read(run: str | Path, steps: Iterable[int] | None = None) -> Iterator[dict]:
     for step in samples.record.steps if steps is None else steps:
         about = samples.about(step)
         for group in samples.groups(step):
-            of_prompt = {name: about.get(group.ticket, {}).get(name) for name in ("epoch", "where", "ground_truth")}
+            of_prompt = {name: about.get(group.ticket, {}).get(name) for name in ("epoch", "left_out", "where", "ground_truth")}
             prompt = samples.text(group.prompt_ids)
             for number, response in enumerate(group.responses):
                 row = {"step": step, "ticket": group.ticket, "source": group.data_source} | of_prompt
@@ -50,7 +51,11 @@ class Samples:
         """Raise UserError if the run recorded none."""
         self.run_dir = run_dir
         self.record = Record(run_dir)
-        self.groups = lru_cache(maxsize=4)(self.record.groups)
+        self.groups = lru_cache(maxsize=4)(self._groups)
+
+    def _groups(self, step: int) -> list[Group]:
+        """Return a step's groups, trained and left out."""
+        return self.record.groups(step) + self.record.left_out(step)
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -1,0 +1,159 @@
+"""A grader that does not answer for a while costs time, not responses."""
+
+from contextlib import closing
+
+import pytest
+from helpers import bits, train
+
+from rl.rewards.args import RewardArgs
+from rl.rewards.outages import FAILURES, LONGEST_PAUSE, Outages
+from rl.rewards.pool import Score, ScoringPool
+
+GOOD, BAD = Score(1.0), Score(None, event="error", message="the judge is gone")
+
+
+class Grader:
+    """Outages with a clock of their own. Responses that are to be scored again are in `asked`."""
+
+    def __init__(self, seconds: float = 600.0):
+        self.now, self.asked = 0.0, []
+        self.outages = Outages(seconds, "mine.py:score", self.asked.append, clock=lambda: self.now)
+
+    def take(self, score: Score, *keys, source: str = "d") -> list:
+        return [found for key in keys for found in self.outages.take(source, key, score)]
+
+    def look(self, nothing_comes: bool = False) -> list:
+        return self.outages.look(nothing_comes)
+
+    def go_out(self) -> None:
+        """Fail on the responses 0 to FAILURES - 1."""
+        assert self.take(GOOD, "first") == [("first", GOOD)]
+        assert self.take(BAD, *range(FAILURES)) == []
+        assert self.outages.is_one and self.outages.waiting == FAILURES
+
+
+def test_responses_of_an_outage_are_scored_once_it_ends(capsys):
+    grader = Grader()
+    grader.go_out()
+    pauses = []
+    for _ in range(9):
+        began = grader.now
+        while not grader.asked:
+            grader.now += 0.5
+            assert grader.look(True) == []
+        pauses.append(grader.now - began)
+        assert grader.take(BAD, grader.asked.pop()) == []
+    assert pauses == [1, 2, 4, 8, 16, 32, LONGEST_PAUSE, LONGEST_PAUSE, LONGEST_PAUSE]
+    grader.now += LONGEST_PAUSE
+    grader.look()
+    (first,) = grader.asked
+    assert grader.take(GOOD, first) == [(first, GOOD)] and not grader.outages.is_one and not grader.outages.waiting
+    assert sorted(grader.asked) == [*range(FAILURES)], "the one that showed it, and then the others"
+    assert grader.take(GOOD, *grader.asked[1:]) == [(key, GOOD) for key in grader.asked[1:]]
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and "mine.py:score: 16 responses of d in a row" in said[0] and "the judge is gone" in said[0]
+    assert said[1].startswith("note: ") and "are scored again, after " in said[1]
+
+
+def test_single_failures_are_final_at_the_next_score():
+    grader = Grader()
+    grader.take(GOOD, "first")
+    assert grader.take(BAD, 1, 2) == [] and grader.look() == []
+    assert grader.take(GOOD, 3) == [(1, BAD), (2, BAD), (3, GOOD)]
+    assert grader.take(BAD, 4) == [] and grader.look(nothing_comes=True) == [(4, BAD)]
+    for key in range(10 * FAILURES):  # every second one
+        grader.take(BAD if key % 2 else GOOD, key)
+    assert not grader.outages.is_one and not grader.asked
+
+
+def test_failures_count_over_steps():
+    """Where a step is smaller than what shows an outage."""
+    grader = Grader()
+    grader.take(GOOD, "first")
+    for key in range(FAILURES - 1):
+        assert grader.take(BAD, key) + grader.look(nothing_comes=True) == [(key, BAD)]
+    assert grader.take(BAD, "last") + grader.look(nothing_comes=True) == [] and grader.outages.is_one
+
+
+def test_a_function_that_never_worked_is_not_out():
+    grader = Grader()
+    assert grader.take(BAD, *range(99)) == [(key, BAD) for key in range(99)] and not grader.outages.is_one
+
+
+def test_no_time_turns_waiting_off():
+    grader = Grader(seconds=0)
+    grader.take(GOOD, "first")
+    assert len(grader.take(BAD, *range(99))) == 99
+
+
+def test_a_long_outage_leaves_responses_without_a_score(capsys):
+    """Also those that are being scored at its end, and later ones until the grader works; then it may go out again."""
+    grader = Grader(seconds=100)
+    grader.go_out()
+    grader.now = 1.0
+    grader.look()
+    grader.now = 101.0
+    left = grader.look()
+    assert len(left) == FAILURES - 1 and all(score == BAD for _, score in left)
+    assert grader.take(BAD, *grader.asked) == [(grader.asked[0], BAD)]
+    assert grader.take(BAD, *range(99)) == [(key, BAD) for key in range(99)] and not grader.outages.is_one
+    assert "could not be scored for 100 s" in capsys.readouterr().err
+    grader.asked.clear()
+    grader.go_out()
+
+
+def test_an_outage_is_of_one_source():
+    """The judge of one is gone, and the rule of another works."""
+    grader = Grader()
+    grader.take(GOOD, "e", source="e")
+    grader.go_out()
+    assert grader.take(GOOD, "e2", source="e") == [("e2", GOOD)] and grader.outages.is_one
+    assert grader.take(BAD, "e3", source="e") + grader.look(nothing_comes=True) == [("e3", BAD)]
+    assert grader.outages.waiting == FAILURES
+
+
+FICKLE = """
+import itertools, pathlib
+calls = itertools.count()
+failed = pathlib.Path(__file__).with_name("failed")
+failed.touch()
+def score(data_source, solution_str, ground_truth, extra_info):
+    if next(calls) >= {good} and len(failed.read_text()) < {bad}:
+        failed.open("a").write("x")
+        raise ConnectionError("the judge is gone")
+    return float(len(solution_str) % 2)
+"""
+
+
+def fickle(folder, good: int, bad: int):
+    """Write a reward function that fails on `bad` calls after `good` ones, and then works again. Return its name."""
+    folder.mkdir()
+    (folder / "mine.py").write_text(FICKLE.format(good=good, bad=bad))
+    return folder / "mine.py:score"
+
+
+def test_a_pool_scores_all_responses_of_an_outage(tmp_path, capfd):
+    with closing(ScoringPool(RewardArgs(reward=str(fickle(tmp_path / "x", good=5, bad=37))))) as pool:
+        for number in range(40):
+            pool.submit(number, "d", "1" * number, "", None)
+        found = []
+        while pool.pending:
+            found += pool.wait(0.2)
+    assert sorted(found, key=lambda pair: pair[0]) == [(number, Score(float(number % 2))) for number in range(40)]
+    assert not pool.events and "ConnectionError: the judge is gone" in capfd.readouterr().err
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize(("script", "ranks"), [("train_sync.py", None), ("train_one_step_off.py", 2), ("train_async.py", 2)])
+def test_a_run_that_waited_trains_the_bits_of_one_that_had_no_outage(script, ranks, tmp_path):
+    flags = ["--total-training-steps", 4, "--test-freq", 0, "--lr", 1e-3]
+    flags += ["--staleness-threshold", 0] if script == "train_async.py" else []
+    found = {}
+    for name, bad in (("with", 40), ("without", 0)):
+        reward = fickle(tmp_path / f"reward-{name}", good=70, bad=bad)  # of 32 a step
+        found[name] = train(script, *flags, "--reward", reward, out=tmp_path / name, ranks=ranks)
+    metrics, run, done = found["with"]
+    assert len((tmp_path / "reward-with" / "failed").read_text()) == 40
+    assert "in a row could not be scored" in done.stderr and "are scored again, after" in done.stderr
+    assert all(metrics[step]["reward/unscored"] == 0 for step in range(1, 5))
+    assert bits(run) == bits(found["without"][1])
