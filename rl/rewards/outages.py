@@ -64,7 +64,8 @@ class Outages:
                 source.next = self._clock() + source.pause
                 source.asked = None
         elif source.failures >= FAILURES:
-            source.since, source.pause = self._clock(), FIRST_PAUSE
+            source.since = self._clock()
+            source.pause = FIRST_PAUSE
             source.next = source.since + source.pause
             self._say(
                 f"{source.failures} responses of {name} in a row could not be scored ({score.error}). They wait for up to "
@@ -94,7 +95,8 @@ class Outages:
 
     def _worked(self, name: str, source: _Source) -> list[tuple]:
         """A response has a score. Return those that failed before it; after an outage they are scored again instead."""
-        source.has_worked, source.failures = True, 0
+        source.has_worked = True
+        source.failures = 0
         if source.since is None:
             return self._give_up(source)
         self._say(f"responses of {name} are scored again, after {self._clock() - source.since:.0f} s.", "note")
