@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.algorithm.health import Fates, Health, SourceCounts
 from rl.algorithm.metrics import batch_metrics, hardly_scored, rollout_metrics, validation_metrics
+from rl.algorithm.texts import text_metrics
 from rl.checkpoint.resume import Resumed, resume
 from rl.checkpoint.saver import Saver
 from rl.data.job import Job
@@ -144,6 +145,7 @@ class TrainingRun(LearnerRun):
             self.role = "learner"
         if samples or generator:
             self.parts["events"] = self._events
+        self._texts: dict[str, float] = {}  # metrics of the newest batch
         self._unscored = 0  # steps in a row without one score, including the newest
         super().__init__(args, job, learner, num_ranks, after)
         self._begun = self.done  # the last step begun
@@ -196,6 +198,7 @@ class TrainingRun(LearnerRun):
                 rows = [self._about(group) for group in groups]
                 rows += [self._about(group) | {"left_out": reason} for reason, its in left_out.items() for group in its]
                 self.record.log_groups(self._begun, rows)
+        self._texts = text_metrics(groups, self.learner.ranks)
         self.record.warn_unscored(batch.errors)
         return batch
 
@@ -241,6 +244,7 @@ class TrainingRun(LearnerRun):
         errors = [row["error"] for row in rows if row["error"]]
         self._events.add(errors)
         self.record.warn_unscored(errors)
+        self.health.of_validation(step, rows)
         metrics = validation_metrics(rows) | {validations.STEP: step}
         sources = hardly_scored(rows)
         self.record.log_validation(metrics, step if version is None else version, self._begun, not sources)
@@ -301,7 +305,7 @@ class TrainingRun(LearnerRun):
         print warnings. metrics: of `learn`; gone: untrained tickets by reason; None in a replay, which does not know them. A
         collective."""
         self.record.log_tickets(step, batch.tickets, **(gone or {}))
-        out = rollout_metrics(self.args.correction, batch) | batch_metrics(batch)
+        out = rollout_metrics(self.args.correction, batch) | batch_metrics(batch) | self._texts
         fates = Fates.of(batch)
         out |= self.health.of_step(step, batch, metrics | out, fates) | self.sources.of_step(batch, fates, gone)
         return out | (self._events.metrics() if "events" in self.parts else {})

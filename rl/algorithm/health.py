@@ -11,19 +11,22 @@ seems to, or something else, without stopping it. A warning is printed when it f
 Each response of a prompt that was started and settled is in exactly one of these counts of one step.
 """
 
+import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from rl.algorithm import whole_batch
+from rl.algorithm.texts import SHARES, mean
 from rl.data.job import Job
 from rl.data.prompts import PromptDataset, PromptOrder
 from rl.learning.batch import Batch
 from rl.record.run import Run
 
 REJECTED, UNSCORED, MASKED, TRUNCATED, EQUAL, OTHER = "rejected", "unscored", "masked", "truncated", "equal_scores", "other"
+SCORE = "critic/score/mean"
 KINDS = ("trained", "rejected", "unscored", "filtered", "dropped")
 MOST = 16  # sources with separate metrics; if there are more, the smallest ones share theirs
 OTHERS = "(others)"
@@ -139,6 +142,8 @@ class SourceCounts:
 
 
 MUCH_REJECTED = 0.8  # share of a step's tokens from which on there is a warning
+MUCH_MORE = 0.1  # rise of a share of text/* from which on there is a warning
+WINDOW = 20  # steps: the newest are compared with the first
 FEW_EFFECTIVE = 0.3  # effective sample size of the importance weights below which there is a warning
 # Why a step has no signal, in a word and in a sentence, and the remedy.
 CAUSES = {
@@ -167,6 +172,19 @@ CAUSES = {
 }
 
 
+def _mean_by(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return name -> mean of its numbers."""
+    numbers: dict[str, list[float]] = {}
+    for name, value in pairs:
+        numbers.setdefault(name, []).append(value)
+    return {name: mean(its) for name, its in numbers.items()}
+
+
+def _means(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return metric -> mean over the steps."""
+    return _mean_by(pair for step in steps for pair in step.items())
+
+
 class Health:
     """The warnings of a run, from each of its steps."""
 
@@ -175,6 +193,10 @@ class Health:
         self.args, self.job, self.record = args, job, record
         self.counts: Counter[str] = Counter()
         self._skipped = skipped
+        # of this process's steps
+        self._texts: list[dict[str, float]] = []
+        self._scores: list[tuple[int, dict[str, float]]] = []  # (step, data source -> mean score)
+        self._validated: dict[str, list[tuple[int, float]]] = {}  # data source -> (step, accuracy)
 
     def at_start(self) -> None:
         """Warn of problems that are known before the first step."""
@@ -215,7 +237,51 @@ class Health:
         detail = "Their gradient was not finite: training diverges. Try a lower --lr, or --dtype float32. To look for "
         detail += f"the cause, compute the step again: python replay.py RUN --from-step {step}, from a checkpoint before it."
         self._warn("skipped_updates", "optimizer steps skipped", new, detail)
+        sources = [batch.sources[place] for place in batch.group.tolist()]
+        self._scores.append((step, _mean_by(zip(sources, batch.score.tolist(), strict=True))))
+        self._warn_of_texts(step, metrics)
         return {f"warnings/{kind}": count for kind, count in self.counts.items()}
+
+    def of_validation(self, step: int, rows: list[dict]) -> None:
+        """Warn of a data source whose accuracy has fallen twice in a row, by more than chance, while its training score rose:
+        the policy may be exploiting the grader. rows: of the validation after that step."""
+        known = [(row["data_source"], row["acc"]) for row in rows if row["acc"] is not None]
+        for source, accuracy in _mean_by(known).items():
+            found = self._validated.setdefault(source, [])
+            found.append((step, accuracy))
+            if len(found) < 3:
+                continue
+            (first, best), (middle, less), _ = found[-3:]
+            values = [acc for name, acc in known if name == source]
+            chance = 2 * statistics.pstdev(values) / len(values) ** 0.5
+            before = self._mean_score(source, first, middle)
+            since = self._mean_score(source, middle, step)
+            if best > less > accuracy and best - accuracy > chance and since > before:
+                detail = f"{source}: {best:.3f}, {less:.3f}, {accuracy:.3f} after steps {first}, {middle} and {step}; the mean "
+                detail += f"training score rose from {before:.3f} to {since:.3f}. Read what they have in common: view.py."
+                what = "validations whose accuracy falls while the training score rises"
+                self._warn("validation_falls", what, 1, detail)
+
+    def _mean_score(self, source: str, after: int, until: int) -> float:
+        return mean(means[source] for step, means in self._scores if after < step <= until and source in means)
+
+    def _warn_of_texts(self, step: int, metrics: dict[str, float]) -> None:
+        """Warn if responses repeat themselves or copy their prompt more than at first, and score more for it."""
+        self._texts.append({name: value for name, value in metrics.items() if name.startswith("text/") or name == SCORE})
+        if len(self._texts) < 2 * WINDOW:
+            return
+        first = _means(self._texts[:WINDOW])
+        last = _means(self._texts[-WINDOW:])
+        for share, kind in zip(SHARES, ("more_repeated", "more_copied"), strict=True):
+            name, better, worse = (f"text/{share}/{which}" for which in ("mean", "better", "worse"))
+            pays = last[better] > last[worse] and last[SCORE] > first[SCORE]
+            if pays and last[name] - first[name] > MUCH_MORE:
+                detail = (
+                    f"{name} was {first[name]:.2f} in the first {WINDOW} steps, and {last[name]:.2f} in those up to {step}: "
+                )
+                detail += f"{last[better]:.2f} in responses above their group's mean score, {last[worse]:.2f} in those below. "
+                detail += "Read some of them: view.py."
+                self._warn(kind, f"steps in which {share} text has become frequent and scores well", 1, detail)
 
     def _warn_of_no_signal(self, step: int, batch: Batch, fates: Fates) -> None:
         """Warn with the cause. If a group's scores differ, the cause of its missing signal is the step's cause, because equal

@@ -183,6 +183,7 @@ def test_a_validation_of_failures_does_not_choose_the_best_checkpoint(tmp_path):
     saver = SimpleNamespace(best=Best(tmp_path, is_main=True))
     run = SimpleNamespace(record=record, saver=saver, args=train_sync.Args(), _begun=0)
     run._events = ScoringEvents()
+    run.health = SimpleNamespace(of_validation=lambda *_: None)
     lost = {2: {0, 1, 2, 3}, 3: {1, 2, 3}, 4: {0, 1, 2}, 5: {0, 1}}  # of the four responses of one of two sources
     for step in range(1, 7):
         (training := tmp_path / f"step_{step:06d}" / "training").mkdir(parents=True)
