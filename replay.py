@@ -3,6 +3,7 @@
     python replay.py runs/demo                                # the same flags: the same weights, bit for bit
     python replay.py runs/demo --loss-mode gspo --lr 3e-5     # other flags on the same samples
     python replay.py runs/demo --from-step 120                # from the checkpoint before that step
+    python replay.py runs/demo --from-step 120 --to-step 120 --tokens     # what it computed of each token, for view.py
     torchrun --standalone --nproc-per-node 2 replay.py ...    # a run of two learners
 
 The first argument is the directory of the run. `learn` is taken from the script as it was then, or from
@@ -62,6 +63,8 @@ class Replay:
     script: ModuleType
     args: object  # of the script
     changed: dict[str, tuple]  # flags that differ from the recorded run: (was, is)
+    is_whole: bool  # False if --to-step ends it
+    tokens_from: int | None  # step from which on to write what is computed of each token
 
     @property
     def start(self) -> dict:
@@ -83,6 +86,8 @@ def read(words: Sequence[str]) -> Replay:
         sys.exit()
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--from-step", type=int)
+    parser.add_argument("--to-step", type=int)
+    parser.add_argument("--tokens", action="store_true")
     parser.add_argument("--script", type=Path)
     own, rest = parser.parse_known_args(words[1:])
     run_dir = Path(words[0])
@@ -110,7 +115,13 @@ def read(words: Sequence[str]) -> Replay:
     last = first
     while last + 1 in record.steps and same_settings(record.start_of(last + 1), start, may_change(type(args))):
         last += 1
-    return Replay(record, run_dir, path, first, last, script, args, changed)
+    is_whole = own.to_step is None
+    if not is_whole:
+        if not first <= own.to_step <= last:
+            raise UserError(f"--to-step {own.to_step}: the replay goes from step {first} to {last} at most.")
+        last = own.to_step
+    tokens_from = (own.from_step or first) if own.tokens else None
+    return Replay(record, run_dir, path, first, last, script, args, changed, is_whole, tokens_from)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -167,6 +178,7 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
     from rl.record.identity import check_number
     from rl.setup import make_learner, set_up
     from rl.training_run import TrainingRun
+    from tools.view.learner import Watch
 
     start, script = replay.start, replay.script
     torch.set_num_threads(start["hardware"]["threads_per_rank"])  # sums are split by threads
@@ -184,10 +196,17 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
     for line in describe(replay, run.record.dir, ranks):
         run.record.say(line)
 
+    watch = None
+    if replay.tokens_from:
+        watch = Watch(script.actor_loss, replay.record.directory, ranks.rank, replay.tokens_from)
+        script.actor_loss = watch.actor_loss
     for step in run.steps():
         run.stop_if_asked(step - 1)
-        batch = run.begin(replay.record.groups(step))
+        groups = replay.record.groups(step)
+        batch = run.begin(groups)
         metrics = script.learn(args, learner, batch, run.timer)
+        if watch:
+            watch.end_step(step, groups, batch)
         metrics |= staleness_metrics(batch, args.schedule.version_at(step))
         metrics |= run.report(step, batch, metrics)
         run.log(step, batch, metrics)
@@ -210,7 +229,7 @@ def describe(replay: Replay, run_dir: Path, ranks: dist.Ranks) -> list[str]:
     record, start = replay.record, replay.start
     source = replay.checkpoint or "the model that training began with"
     lines = [f"replays steps {replay.first} to {replay.last} of {replay.run_dir}, from {source}, into {run_dir}"]
-    if later := [step for step in record.steps if step > replay.last]:
+    if replay.is_whole and (later := [step for step in record.steps if step > replay.last]):
         why = "with other flags" if replay.last + 1 in later else f"and step {replay.last + 1} is not recorded"
         lines.append(f"the run continued {why}: the rest is replayed by --from-step {later[0]}")
     words = ", ".join(f"{flag(name)} {replay.changed[name][1]} (was {replay.changed[name][0]})" for name in replay.off_policy)

@@ -3,14 +3,17 @@
     python view.py runs/demo                              # a page in the browser; from afar: ssh -L 7799:localhost:7799
     python view.py runs/a runs/b                          # two runs
     python view.py runs/demo --html page.html --steps 100-120    # the page as one file, for a colleague or an issue
+    python view.py runs/demo --exact 12                   # also what the learner computed in step 12, by a replay
     python view.py runs/demo --jsonl rows.jsonl           # a line a response (tools/view/rows.py says what is in it)
 
 In a notebook: `from view import read`. A run records its newest 20 steps and every tenth, and the prompts and scores of all
-(--record-samples, docs/view.md). Left out: what the learner computed of a token; replay.py computes a step again.
+(--record-samples, docs/view.md).
 """
 
 import json
+import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +35,8 @@ class Args:
     """Port of the page, on 127.0.0.1."""
     steps: str | None = None
     """First and last step, such as 100-120, of a file; by default all."""
+    exact: int | None = None
+    """A recorded step to replay: its tokens get columns of the learner (log-prob, ratio, advantage, clipping, entropy)."""
     html: Path | None = None
     """File to write the page to."""
     jsonl: Path | None = None
@@ -42,6 +47,9 @@ def main(args: Args) -> None:
     if not args.runs:
         raise UserError("give the directory of a run: python view.py runs/demo")
     steps = range_of(args.steps)
+    if args.exact is not None:
+        for run in args.runs:
+            replay(run, args.exact)
     if args.jsonl:
         count = 0
         with args.jsonl.open("w") as file:
@@ -60,6 +68,21 @@ def main(args: Args) -> None:
         print(f"{args.html}: {args.html.stat().st_size / 2**20:.1f} MB")
     else:
         server.serve(answers, args.port)
+
+
+def replay(run: Path, step: int) -> None:
+    """Let replay.py write what the learners compute of the step's tokens. This process ends if it fails."""
+    record = Record(run)
+    if step not in record.steps:
+        raise UserError(f"--exact {step}: the steps that {run} has recorded are {', '.join(map(str, record.steps))}.")
+    learners = record.start_of(step)["hardware"]["world_size"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(learners)] if learners > 1 else []
+    with tempfile.TemporaryDirectory() as folder:
+        what = [run, "--from-step", step, "--to-step", step, "--tokens", "--output-dir", folder]
+        command = [sys.executable, *launcher, Path(__file__).with_name("replay.py"), *what]
+        code = subprocess.run([*map(str, command)]).returncode
+    if code:
+        sys.exit(code)
 
 
 def range_of(words: str | None) -> range:

@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers import ROOT, is_documented, run_script
 from safetensors.torch import load_file
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 import replay
 from rl.errors import UserError
 from rl.samples.recorder import Record
+from tools.view import learner
 
 STEPS = 6
 FLAGS = ["--total-training-steps", STEPS, "--test-freq", 0, "--save-freq", 1, "--max-ckpt-to-keep", 0]
@@ -72,6 +74,36 @@ def test_the_same_flags_give_the_same_bits(sync, tmp_path):
     assert f"the weights are bit for bit those of {sync}/step_000006" in said
     assert all(text.startswith("steps without any signal") for text in re.findall("warning: (.*)", said))
     assert all(is_documented(name) for name in rows(again)[6] if name != "step")
+
+
+@pytest.mark.runs
+def test_what_the_learner_computes_of_each_token(sync, tmp_path):
+    """Of the wanted steps, by one learner and by two; its sums are the step's metrics. The first ratio is 1."""
+    found = {}
+    for learners in (1, 2):
+        again, _ = replayed(sync, tmp_path / str(learners), *["--from-step", 4, "--to-step", 5, "--tokens"], ranks=learners)
+        found[learners] = {step: learner.read(sync / "samples", step) for step in (4, 5)}
+        assert sorted(rows(again)) == [4, 5] and not learner.read(sync / "samples", 6)
+    for step, row in rows(sync).items():
+        if step not in (4, 5):
+            continue
+        responses = {(g.ticket, i): r for g in Record(sync).groups(step) for i, r in enumerate(g.responses)}
+        one, two = found[1][step], found[2][step]
+        assert one.keys() == two.keys() == responses.keys()
+        for place, response in responses.items():
+            assert {len(column) for column in one[place].values()} == {len(response.token_ids)}
+            assert one[place]["gap"] == pytest.approx(one[place]["log_prob"] - response.log_probs, abs=1e-6)
+            for name in ("log_prob", "advantage", "entropy", "ratio"):
+                assert two[place][name] == pytest.approx(one[place][name], abs=2e-3)
+        whole = {name: np.concatenate([columns[name] for columns in one.values()]) for name in one[next(iter(one))]}
+        assert whole["advantage"].mean() == pytest.approx(row["critic/advantages/mean"], abs=1e-5)
+        assert whole["advantage"].max() == pytest.approx(row["critic/advantages/max"])
+        rewards = [columns["reward"].sum() for columns in one.values()]
+        assert np.mean(rewards) == pytest.approx(row["critic/rewards/mean"], abs=1e-5)
+        assert (whole["ratio"] != 1).any() and {0.0, 1.0} >= {*whole["clipped"]}
+    replayed(sync, tmp_path / "3", "--from-step", 4, "--to-step", 4, "--tokens", "--ppo-epochs", 1)
+    columns = learner.read(sync / "samples", 4).values()
+    assert sum(bool((its["ratio"] == 1).all()) for its in columns) == len(columns) // 2, "the first of two mini-batches"
 
 
 @pytest.mark.slow

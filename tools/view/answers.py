@@ -9,6 +9,7 @@ import numpy as np
 
 from rl.errors import UserError
 from rl.samples.group import Group, Response
+from tools.view.learner import read as learner_columns
 from tools.view.rows import Samples, mean
 
 CURVES = (
@@ -79,7 +80,12 @@ class Answers:
         samples = self.runs[run]
         (group,) = (group for group in samples.groups(step) if group.ticket == ticket)
         about = samples.about(step).get(ticket, {})
-        responses = [samples.row(group, response) | self._tokens(samples, response) for response in group.responses]
+        learner = learner_columns(samples.record.directory, step)
+        responses = []
+        for number, response in enumerate(group.responses):
+            columns = learner.get((ticket, number), {})
+            row = samples.row(group, response) | self._tokens(samples, response)
+            responses.append(row | {"learner": {name: _rounded(its) for name, its in columns.items()}})
         prompt = samples.text(group.prompt_ids)
         return about | {"step": step, "prompt": prompt, "responses": responses, "advantages": _advantages(group)}
 
@@ -149,6 +155,10 @@ def _sums(groups: list[dict]) -> dict:
         "tokens": mean(lengths),
         "unscored": scores.count(None),
     }
+
+
+def _rounded(numbers: np.ndarray) -> list[float | None]:
+    return [None if np.isnan(x) else round(x, 4) for x in numbers.tolist()]
 
 
 def _advantages(group: Group) -> list[float | None]:
