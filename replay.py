@@ -198,7 +198,7 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
 
     watch = None
     if replay.tokens_from:
-        watch = Watch(script.actor_loss, replay.record.directory, ranks.rank, replay.tokens_from)
+        watch = Watch(script.actor_loss, replay.record.directory, ranks, replay.tokens_from)
         script.actor_loss = watch.actor_loss
     for step in run.steps():
         run.stop_if_asked(step - 1)

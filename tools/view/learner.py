@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from rl.learning.batch import Batch
+from rl.ranks.dist import Ranks
 from rl.samples.group import Group
 
 TARGETS = {
@@ -36,9 +37,9 @@ NAMES = {"pg_clipfrac": "clipped", "pg_clipfrac_lower": "clipped_lower"}  # of s
 class Watch:
     """Keeps what a script's `actor_loss` computes of a step's tokens."""
 
-    def __init__(self, actor_loss: Callable, directory: Path, rank: int, first: int):
+    def __init__(self, actor_loss: Callable, directory: Path, ranks: Ranks, first: int):
         """directory: of the record; first: the first step to write."""
-        self._actor_loss, self._directory, self._rank, self._first = actor_loss, directory, rank, first
+        self._actor_loss, self._directory, self._ranks, self._first = actor_loss, directory, ranks, first
         self._seen: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = []
 
     def actor_loss(self, args, t, out, denominator):
@@ -66,7 +67,16 @@ class Watch:
         own = np.array(places, np.int64).reshape(-1, 2)[here.numpy()]
         arrays = {name: np.where(batch.mask, x.float(), np.nan).astype(np.float32) for name, x in columns.items()}
         of_responses = {"ticket": own[:, 0], "number": own[:, 1], "length": batch.local_lengths[here].numpy()}
-        np.savez_compressed(self._directory / f"learner_{step:06d}_{self._rank}.npz", **of_responses, **arrays)
+        np.savez_compressed(_file(self._directory, step, self._ranks.rank), **of_responses, **arrays)
+        if self._ranks.is_main:
+            rank = self._ranks.world_size
+            while (older := _file(self._directory, step, rank)).exists():  # of a replay with more learners
+                older.unlink()
+                rank += 1
+
+
+def _file(directory: Path, step: int, rank: int) -> Path:
+    return directory / f"learner_{step:06d}_{rank}.npz"
 
 
 def read(directory: Path, step: int) -> dict[tuple[int, int], dict[str, np.ndarray]]:
