@@ -10,7 +10,6 @@ In a notebook: `from view import read`. A run records its newest 20 steps and ev
 (--record-samples, docs/view.md).
 """
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ import tyro
 from rl.errors import UserError
 from rl.printable import printable
 from rl.samples.recorder import Record
+from tools.view import exports
 from tools.view.rows import read
 
 __all__ = ["read"]
@@ -41,6 +41,10 @@ class Args:
     """File to write the page to."""
     jsonl: Path | None = None
     """File to write the responses to."""
+    atif: Path | None = None
+    """File to write trajectories to, one a line, in the Agent Trajectory Interchange Format."""
+    inspect: Path | None = None
+    """File (.json) to write a log to that Inspect's viewer reads: inspect view --log-dir FOLDER."""
 
 
 def main(args: Args) -> None:
@@ -50,15 +54,10 @@ def main(args: Args) -> None:
     if args.exact is not None:
         for run in args.runs:
             replay(run, args.exact)
-    if args.jsonl:
-        count = 0
-        with args.jsonl.open("w") as file:
-            for run in args.runs:
-                for row in read(run, recorded(run, steps)):
-                    file.write(json.dumps({"run": run.name} | row) + "\n")
-                    count += 1
-        print(f"{args.jsonl}: {count:,} responses")
-        return
+    for kind in exports.FORMATS:
+        if file := getattr(args, kind):
+            print(f"{file}: {exports.write(file, kind, args.runs, steps):,} responses")
+            return
     from tools.view import server  # late: an export needs no server
     from tools.view.answers import Answers
 
@@ -93,11 +92,6 @@ def range_of(words: str | None) -> range:
     if not (first.isdecimal() and (last or first).isdecimal()):
         raise UserError(f"--steps {words}: give a step, or the first and the last with a hyphen: 100-120.")
     return range(int(first), int(last or first) + 1)
-
-
-def recorded(run: Path, steps: range) -> list[int]:
-    """Return the recorded steps of a run among these."""
-    return [step for step in Record(run).steps if step in steps]
 
 
 if __name__ == "__main__":

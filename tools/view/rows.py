@@ -34,14 +34,20 @@ def read(run: str | Path, steps: Iterable[int] | None = None) -> Iterator[dict]:
     """Yield a row for each recorded response of a run's directory. steps: by default all that were recorded. Raise UserError if
     the run recorded none."""
     samples = Samples(Path(run))
-    for step in samples.record.steps if steps is None else steps:
+    for row, _ in responses(samples, samples.record.steps if steps is None else steps):
+        yield row
+
+
+def responses(samples: "Samples", steps: Iterable[int]) -> Iterator[tuple[dict, Response]]:
+    """Yield each recorded response of the steps, as (row, response)."""
+    for step in steps:
         about = samples.about(step)
         for group in samples.groups(step):
             of_prompt = {name: about.get(group.ticket, {}).get(name) for name in ("epoch", "left_out", "where", "ground_truth")}
             prompt = samples.text(group.prompt_ids)
             for number, response in enumerate(group.responses):
                 row = {"step": step, "ticket": group.ticket, "source": group.data_source} | of_prompt
-                yield row | {"prompt": prompt, "number": number} | samples.row(group, response)
+                yield row | {"prompt": prompt, "number": number} | samples.row(group, response), response
 
 
 class Samples:
