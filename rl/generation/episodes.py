@@ -424,9 +424,13 @@ class Episodes(Responses):
         self._ended.append(episode.output)
 
     def _fail(self, id: Id, answer: dict) -> None:
-        """End an episode whose environment has failed. Only this response is lost."""
+        """End an episode whose environment has failed. Only this response is lost. One that has not begun may try once more."""
         episode = self._of[id]
         self._end_process(id)
+        if id in self._resetting and not episode.restarts and answer["event"] != "bad_value":
+            episode.restarts += 1
+            self._start_process(id)
+            return
         episode.event = Score(None, event=answer["event"], message=answer["message"])
         if episode.in_engine:  # the turn under way is the last
             return

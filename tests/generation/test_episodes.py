@@ -246,6 +246,32 @@ def test_the_first_reset_that_succeeds_is_the_group_s_and_nobody_waits_for_the_o
     assert [r.score for r in finish(generator).responses] == [None] * 2 and generator.responses.num_unfinished == 0
 
 
+class OnceDown(Played):
+    """Response 0's reset fails `times` times."""
+
+    def __init__(self, times: int):
+        super().__init__(until(2, 1.0))
+        self.times, self.begun = times, []
+
+    def begin(self, key, row, seed, own_seed, split):
+        super().begin(key, row, seed, own_seed, split)
+        self.begun.append((key[1], seed, own_seed))
+        if key[1] == 0 and [number for number, *_ in self.begun].count(0) <= self.times:
+            self._pending[-1][1].update(event="error", message="ConnectionError")
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_reset_that_fails_is_tried_once_more(times):
+    """With the same seeds. Nothing has been sampled, and no tool was called."""
+    generator, played = make(OnceDown(times), n=2)
+    generator.start(0)
+    first, other = finish(generator).responses
+    assert other.score == 2.0 and other.extra["restarts"] == 0 and first.extra["restarts"] == 1
+    assert (first.score, first.error) == ((2.0, None) if times == 1 else (None, "error: ConnectionError"))
+    tries = [seeds for number, *seeds in played.begun if number == 0]
+    assert len(tries) == 2 and tries[0] == tries[1] and not played.alive
+
+
 def test_what_reset_adds_is_the_group_s_prompt():
     """Complaint 21: training and validation see the same first prompt."""
     prompts = []
