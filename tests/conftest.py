@@ -173,6 +173,8 @@ def pytest_configure(config) -> None:
 # The second and the third want no demo model: the first one's worker makes it meanwhile.
 SLOWEST = ["test_checkpoint", "test_ring", "test_learner"]
 SLOWEST += ["test_split", "test_engine_vllm", "test_train_sync", "test_algorithm"]
+SLOWEST += ["test_doctor", "test_benchmarks", "test_requirements", "test_rewarded_runs", "test_sharded_weights"]
+SLOWEST += ["test_fake_accelerator", "test_real_model", "test_hybrids", "test_engine_vllm_kinds"]
 
 
 def pytest_collection_modifyitems(items) -> None:
