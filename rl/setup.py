@@ -45,6 +45,11 @@ class RunArgs:
     experts), "demo-hybrid" (with a gated delta net), "demo-vl" (with images) or "demo-calculator" (with a tool)."""
     trust_remote_code: MayChange[bool] = False
     """Run the Python code in the model's directory or hub page."""
+    chat_template_args: tuple[str, ...] = ()
+    """Arguments of the chat template, as name=value, wherever a conversation becomes tokens: enable_thinking=false. Values are
+    read as JSON if they are JSON. Checkpoints have them as defaults of their template."""
+    system_prompt: str | None = None
+    """System message of conversations that begin without one. A prompt that is a string has none."""
     seed: Annotated[int, Range(at_least=0)] = 0
     """Seed of the prompt order, the sampling and everything else that is random."""
     total_training_steps: MayChange[Annotated[int | None, Range(at_least=1)]] = None
@@ -242,6 +247,10 @@ def read_model(model: str, args) -> tuple[str, PretrainedConfig, PreTrainedToken
     path = resolve(model)
     config = load_config(path, args.trust_remote_code)  # first: without a model, a missing tokenizer is not the problem
     tokenizer = load_tokenizer(path, args.trust_remote_code)
+    if args.chat_template_args or args.system_prompt:
+        from rl.data.chat_template import set_defaults
+
+        set_defaults(tokenizer, args.chat_template_args, args.system_prompt)
     check_model(path, tokenizer, args)
     if args.learner.adapted:
         from rl.adapters.lora import check_model as check_adapters
@@ -266,7 +275,7 @@ def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokeniz
 
     ends = end_token_ids(path, tokenizer, args.trust_remote_code)
     reward = args.reward.reward if args.reward.scores_environments else ""
-    environments = Environments(args.environment, path, ends, args.trust_remote_code, reward)
+    environments = Environments(args.environment, path, ends, args.trust_remote_code, reward, tokenizer.chat_template)
     if environments.note:
         flags.warn([f"{args.environment.environment_flag[0]}: {environments.note.rstrip('.')}"])
     return environments

@@ -39,10 +39,16 @@ class Environments:
     """The episodes of a rank, by keys that the caller chooses."""
 
     def __init__(
-        self, args: EnvironmentArgs, model: str, end_tokens: set[int], trust_remote_code: bool = False, reward: str = ""
+        self,
+        args: EnvironmentArgs,
+        model: str,
+        end_tokens: set[int],
+        trust_remote_code: bool = False,
+        reward: str = "",
+        chat_template: str | None = None,
     ):
-        """model: the path of its tokenizer. reward: the functions over environments, if --reward names some. Raise UserError if
-        the user's file cannot be used."""
+        """model: the path of its tokenizer. reward: the functions over environments, if --reward names some. chat_template: by
+        default the tokenizer's own. Raise UserError if the user's file cannot be used."""
         self.args = args
         self._settings = {
             "spec": args.environment_spec,
@@ -51,6 +57,7 @@ class Environments:
             "agent": args.agent,
             "timeout": args.env_timeout,
             "model": model,
+            "chat_template": chat_template,
             "trust_remote_code": trust_remote_code,
             "end_tokens": sorted(end_tokens),
             "form": args.tool_format,

@@ -82,6 +82,7 @@ class Warm:
             from rl.environments.turns import PROBE, Turns
 
             tokenizer = AutoTokenizer.from_pretrained(settings["model"], trust_remote_code=settings["trust_remote_code"])
+            tokenizer.chat_template = settings["chat_template"] or tokenizer.chat_template
             self.turns_of = functools.partial(Turns, tokenizer, end_tokens=set(settings["end_tokens"]), form=settings["form"])
             self.turns: Turns = self.turns_of(self.programs.schemas() if self.programs else [])
         tools = self.turns.tools

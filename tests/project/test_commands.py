@@ -21,7 +21,7 @@ PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*.py")]
 PAGES.remove(ROOT / "docs" / "forking.md")  # its commands train what its diffs make (test_forking.py)
 SCRIPTS = {f"{module.__name__}.py": module for module in (train_sync, train_one_step_off, train_async, train_sft)}
 SCRIPT = re.compile(r"(?:train_\w+|plan|replay|report)\.py")
-OF_REPLAY = ("--from-step", "--script")  # not its script's
+OF_REPLAY = {"--from-step": 1, "--to-step": 1, "--script": 1, "--tokens": 0}  # its own, and their values
 
 
 def commands(text: str) -> Iterator[list[str]]:
@@ -41,7 +41,7 @@ def parse(script: str, *words: str) -> None:
     if script == "report.py":
         tyro.cli(report.Args, args=words)
     elif script == "replay.py":
-        own = {at + more for at, word in enumerate(words) if word in OF_REPLAY for more in (0, 1)}
+        own = {at + more for at, word in enumerate(words) if word in OF_REPLAY for more in range(1 + OF_REPLAY[word])}
         flags.read(train_async.Args, args=[word for at, word in enumerate(words) if at and at not in own])
     elif script == "plan.py" and words[0] in SCRIPTS:
         both = make_dataclass("Args", [], bases=(plan.PlanArgs, SCRIPTS[words[0]].Args))

@@ -3,6 +3,8 @@
 Each function takes the Run and returns flags with their values, None to leave one out; it tells the Run what has no equivalent.
 """
 
+import json
+
 from tools.from_verl.memory import DTYPE, PRECISIONS
 from tools.from_verl.verl_run import ASYNC, SYNC, Run, listed
 
@@ -15,6 +17,14 @@ LOGGERS = ("console", "tensorboard", "wandb")
 def files(run: Run) -> dict[str, object]:
     keys = {"--train-files": "data.train_files", "--val-files": "data.val_files"}
     return {flag: listed(run[key]) or None for flag, key in keys.items()}
+
+
+def chat_template(run: Run) -> dict[str, object]:
+    head = "data.apply_chat_template_kwargs"
+    given = dict(run[head] or {})
+    given |= {key.removeprefix(f"{head}."): value for key, value in run.given.items() if key.startswith(f"{head}.")}
+    words = [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in given.items()]
+    return {"--chat-template-args": words or None}
 
 
 def batch(run: Run) -> dict[str, object]:

@@ -115,7 +115,8 @@ OWN = [
     to("trainer.test_freq=-1", "--test-freq", "in steps. verl also validates after its last step", test_freq),
     to("data.truncation=error", "--filter-overlong-prompts", "conversations are not cut", truncation),
     missing("data.tools_key|data.multiturn.tools_key=tools data.enable_thinking_default=none "
-            "data.enable_thinking_key|data.multiturn.enable_thinking_key=enable_thinking", "the template takes no arguments"),
+            "data.enable_thinking_key|data.multiturn.enable_thinking_key=enable_thinking",
+            "rows have no arguments of their own: `--chat-template-args` are for all"),
     missing("data.chat_template=null", "the chat template is the tokenizer's"),
     missing("data.image_key data.video_key", "a supervised start is of text alone"),
     missing("trainer.profile_interval=[-1,-1]", "profile a script as any other Python program"),

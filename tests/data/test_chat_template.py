@@ -1,0 +1,135 @@
+"""--chat-template-args and --system-prompt: each template renders what it renders with the argument, or with the message."""
+
+import re
+
+import pytest
+from families import FAMILIES, OTHERS, tokenizer_of
+from helpers import run_script
+
+from rl.data.chat_template import set_defaults
+from rl.environments.turns import Turns
+from rl.errors import UserError
+
+USER = {"role": "user", "content": "How much is 12 plus 34?"}
+SAID = [USER, {"role": "assistant", "content": "46"}, {"role": "user", "content": "{{ And }} {% 5 %}\n more?\n"}]
+CONVERSATIONS = {"one turn": [USER], "three turns": SAID, "its own system": [{"role": "system", "content": "Be brief."}, *SAID]}
+SYSTEMS = ["You add numbers.", 'It\'s "quoted", {{ braces }}, {% blocks %}, 中文 😀\nand a \\n line.\n']
+
+
+def rendered(tokenizer, messages, **more) -> str:
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more)
+
+
+@pytest.mark.parametrize("family", FAMILIES | OTHERS)
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_system_prompt_is_as_if_each_conversation_began_with_it(family, system):
+    plain, changed = tokenizer_of(family), tokenizer_of(family)
+    set_defaults(changed, [], system)
+    for messages in CONVERSATIONS.values():
+        own = messages[0]["role"] == "system"
+        expected = messages if own else [{"role": "system", "content": system}, *messages]
+        try:
+            text = rendered(plain, expected)
+        except Exception as error:
+            with pytest.raises(type(error), match=re.escape(str(error))):
+                rendered(changed, messages)
+        else:
+            assert rendered(changed, messages) == text
+    assert messages == CONVERSATIONS["its own system"], "no message is changed"
+
+
+THINKING = [family for family in FAMILIES | OTHERS if "enable_thinking" in tokenizer_of(family).chat_template]
+
+
+@pytest.mark.parametrize("family", THINKING)
+@pytest.mark.parametrize("value", [True, False])
+def test_an_argument_is_a_default(family, value):
+    plain, changed = tokenizer_of(family), tokenizer_of(family)
+    set_defaults(changed, [f"enable_thinking={str(value).lower()}"], "")
+    for messages in CONVERSATIONS.values():
+        assert rendered(changed, messages) == rendered(plain, messages, enable_thinking=value)
+        other = rendered(plain, messages, enable_thinking=not value)
+        assert rendered(changed, messages, enable_thinking=not value) == other, "what a caller gives goes first"
+        tools = [
+            {
+                "type": "function",
+                "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}},
+            }
+        ]
+        assert rendered(changed, messages, tools=tools) == rendered(plain, messages, tools=tools, enable_thinking=value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("low", "low"),
+        ('"3"', "3"),
+        ("null", None),
+        ("[1, true]", [1, True]),
+        ('{"a": "%}"}', {"a": "%}"}),
+        ("a=b '\"", "a=b '\""),
+    ],
+)
+def test_values_are_json_or_text(text, value):
+    tokenizer = tokenizer_of("qwen3")
+    tokenizer.chat_template = "\n{{ effort }} {{ effort is none }} {{ messages[0].content }}"
+    expected = rendered(tokenizer, [USER], effort=value)
+    set_defaults(tokenizer, [f"effort={text}"], "")
+    assert rendered(tokenizer, [USER]) == expected
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "glm4moe", "llama3_1"])
+def test_the_tokens_between_two_turns_remain(family):
+    function = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
+    found = []
+    for system in ("", "Be brief."):
+        tokenizer = tokenizer_of(family)
+        set_defaults(tokenizer, [], system)
+        ends = set(tokenizer.convert_tokens_to_ids(FAMILIES[family][1]))
+        turns = Turns(tokenizer, [{"type": "function", "function": function}], ends)
+        found.append([turns.between([{"role": role, "content": "46"}]) for role in ("tool", "user")])
+    assert found[0] == found[1] and all(found[0])
+
+
+def test_a_saved_tokenizer_has_them(tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = tokenizer_of("qwen3")
+    set_defaults(tokenizer, ["enable_thinking=false"], "Be brief.")
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert rendered(again, [USER]) == rendered(tokenizer, [USER]) != rendered(tokenizer_of("qwen3"), [USER])
+
+
+@pytest.mark.parametrize(
+    ("template", "words", "message"),
+    [
+        ("{{ x }}", ["enable_thinking"], "give name=value"),
+        ("{{ x }}", ["a b=1"], "give name=value"),
+        ("{{ enable_thinking }}", ["enable_thinkin=false"], "does not mention enable_thinkin"),
+        (None, ["x=1"], "no chat template"),
+        ({"default": "{{ x }}", "tool_use": "{{ x }}"}, ["x=1"], "several chat templates"),
+    ],
+)
+def test_what_cannot_be_set_is_named(template, words, message):
+    tokenizer = tokenizer_of("qwen3")
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match=message):
+        set_defaults(tokenizer, words, "")
+
+
+@pytest.mark.runs
+def test_a_run_uses_and_exports_them(demo_model, tmp_path):
+    """In training, in validation and in the checkpoint. Another system prompt is another run."""
+    flags = ["--system-prompt", "12+34=", "--total-training-steps", 1, "--output-dir", tmp_path, "--experiment-name", "run"]
+    run_script("train_sync.py", *flags, "--max-prompt-length", 80)
+    rows = tmp_path / "rows.jsonl"
+    run_script("view.py", tmp_path / "run", "--jsonl", rows)
+    assert "12+34=" in rows.read_text().splitlines()[0]
+    (validated, *_) = sorted((tmp_path / "run" / "val_generations").iterdir())
+    assert "12+34=" in validated.read_text().splitlines()[0]
+    assert "12+34=" in (tmp_path / "run" / "step_000001" / "chat_template.jinja").read_text()
+    flags[1] = "12+35="
+    done = run_script("train_sync.py", *flags, "--max-prompt-length", 80, "--total-training-steps", 2, check=False)
+    assert done.returncode == 1 and "--system-prompt" in done.stderr
