@@ -118,7 +118,14 @@ def test_the_openai_client_is_answered_and_refused(model, tokenizer, tmp_path, m
 def test_a_template_that_cannot_do_tools_is_named_at_the_start(form, said, tmp_path):
     """Agents name their tools with each call, and may have none: the run starts, and its user knows."""
     tokenizer_of("phi3").save_pretrained(tmp_path)
-    settings = {"spec": "", "are_tools": True, "reward": "", "model": str(tmp_path), "trust_remote_code": False}
+    settings = {
+        "spec": "",
+        "are_tools": True,
+        "reward": "",
+        "model": str(tmp_path),
+        "trust_remote_code": False,
+        "chat_template": None,
+    }
     assert said in Warm(settings | {"end_tokens": sorted(end_tokens("phi3")), "form": form}).ready["note"]
 
 
