@@ -31,7 +31,7 @@ LAYERS = [
     ["setup"],
     ["training_run", "generator_loop"],
     ["supervised"],
-    ["report", "view"],
+    ["report", "view", "rehearse"],
     ["plan"],
     ["from_verl", "doctor"],
 ]

@@ -1,0 +1,1 @@
+"""rehearse.py: what a reward function pays, tried before a policy does."""
