@@ -1,11 +1,16 @@
 """What a run wrote, shown as text: rows equal what was recorded, the page shows them in a browser, and no text is ever HTML."""
 
 import asyncio
+import base64
+import html
 import json
 import re
 import shutil
 import subprocess
 import sys
+import urllib.parse
+from dataclasses import replace
+from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -29,6 +34,53 @@ ATTACKS = [
     "javascript:document.title='hacked'",
 ]
 
+SCRIPT = "document.title='hacked'"
+FORMS = [
+    *(
+        f"<{tag} {event}={SCRIPT}>"
+        for tag in ("img src=x", "body", "svg", "div autofocus tabindex=0")
+        for event in ("onerror", "onload")
+    ),
+    *(f'<{tag} src=x onerror="{SCRIPT}" autoplay></{tag}>' for tag in ("video", "audio", "iframe", "embed", "object", "input")),
+    *(
+        f"{end}<script>{SCRIPT}</script>"
+        for end in ("", "-->", "]]>", "</title>", "</style>", "</textarea>", "</noscript>", "</template>")
+    ),
+    *(
+        f"{end}<img src=x onerror={SCRIPT}>"
+        for end in ('"', "'", "`", '">', "'>", "/>", "</td>", "\u2028", "\u2029", "\u202e", "\u200f", "\ufeff")
+    ),
+    *(
+        f'<a href="{scheme}{SCRIPT}">x</a>'
+        for scheme in ("javascript:", "JaVaScRiPt:", "java\tscript:", "\x01javascript:", "vbscript:")
+    ),
+    *(f"{quote};{SCRIPT}//" for quote in ('"', "'", "`", "\\", "})", "*/")),
+    *(f"<svg><{tag} onbegin={SCRIPT} attributeName=x dur=1s>" for tag in ("animate", "set", "animateTransform")),
+    f"<svg><script>{SCRIPT}</script></svg>",
+    f"<math><mtext></mtext><script>{SCRIPT}</script></math>",
+    f"<style>@import 'javascript:{SCRIPT}'; * {{ background: url(\"javascript:{SCRIPT}\"); }}</style>",
+    f"<style>body {{ display: none }}</style><link rel=stylesheet href=data:text/css,x onload={SCRIPT}>",
+    f'<meta http-equiv=refresh content="0;url=javascript:{SCRIPT}">',
+    f'<base href="javascript:{SCRIPT}//"><iframe srcdoc="<script>parent.{SCRIPT}</script>">',
+    f'<a href="data:text/html;base64,{base64.b64encode(f"<script>{SCRIPT}</script>".encode()).decode()}">x</a>',
+    f"${{{SCRIPT}}}{{{{constructor.constructor('{SCRIPT}')()}}}}<%={SCRIPT}%>",
+    f"<!--<script>--><!--><script>{SCRIPT}</script>",
+]
+ENCODINGS = [
+    str,
+    html.escape,
+    lambda text: html.escape(html.escape(text)),
+    urllib.parse.quote,
+    lambda text: urllib.parse.quote(urllib.parse.quote(text)),
+    lambda text: json.dumps(text).replace("<", "\\u003c"),
+    lambda text: "".join(f"&#x{ord(character):x};" for character in text),
+]
+EVERY_ATTACK = [*ATTACKS, *(encode(form) for encode in ENCODINGS for form in FORMS)]
+TAGS = re.compile(
+    r"a|b|button|details|div|fig(caption|ure)|h2|input|mark|p|polyline|select|option|span|summary|svg|table|tbody|t[dhr]"
+)
+ATTRIBUTES = re.compile(r"class|data-place|height|href|open|placeholder|points|stroke|style|title|type|width")
+
 
 class Letters:
     """A tokenizer with a token for each character, and for each attack."""
@@ -37,7 +89,7 @@ class Letters:
         return [ord(character) for character in text]
 
     def decode(self, ids, **_) -> str:
-        return "".join(ATTACKS[i - 1000] if i >= 1000 else chr(i) for i in ids)
+        return "".join(EVERY_ATTACK[i - 1000] if i >= 1000 else chr(i) for i in ids)
 
 
 @pytest.fixture
@@ -170,22 +222,33 @@ def test_the_answers_are_what_the_groups_say(run):
             answers(path)
 
 
-@pytest.mark.slow
-def test_the_page_shows_a_response_and_runs_no_text_of_it(run, tmp_path):
-    """In a browser, as a file."""
+@pytest.fixture
+def show(tmp_path):
+    """A function that returns what Chromium makes of a page at a place: all of its HTML, scripts run."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if not browser:
         pytest.skip("no Chromium is installed")
-    page = tmp_path / "page.html"
-    server.as_file(Answers([run]), range(1, 4), page)
 
-    def shown(place: str) -> str:
+    def html_of(page, place: str) -> str:
         command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--dump-dom"]
         command += [f"--user-data-dir={tmp_path / 'browser'}", f"{page.as_uri()}#{place}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert not done.returncode, done.stderr[-2000:]
-        assert re.search(r"<title>run</title>", done.stdout), "the title is the run's, so no attack has changed it"
-        return done.stdout.partition("<main>")[2].partition("</main>")[0]
+        return done.stdout
+
+    return html_of
+
+
+@pytest.mark.slow
+def test_the_page_shows_a_response_and_runs_no_text_of_it(run, show, tmp_path):
+    """In a browser, as a file."""
+    page = tmp_path / "page.html"
+    server.as_file(Answers([run]), range(1, 4), page)
+
+    def shown(place: str) -> str:
+        found = show(page, place)
+        assert re.search(r"<title>run</title>", found), "the title is the run's, so no attack has changed it"
+        return found.partition("<main>")[2].partition("</main>")[0]
 
     assert "critic/score/mean: 0.250 → 0.750" in shown("/0") and "<svg" in shown("/0")
     assert "change since last visit" in shown("/0/step/3") and "&lt;img src=x" in shown("/0/prompt/0")
@@ -193,6 +256,64 @@ def test_the_page_shows_a_response_and_runs_no_text_of_it(run, tmp_path):
     group = shown("/0/step/3/31")
     assert group.count('class="response') == 3 and "&lt;/script&gt;&lt;script&gt;" in group and "<img" not in group
     assert "this file does not have it" in shown("/0/step/3/99")
+    found = shown("/0/search/" + urllib.parse.quote("onerror"))
+    assert found.count("<mark>onerror</mark>") == 6, "response 1 of each of 6 groups has it"
+    assert "mean score with it" in shown("/0/words")
+
+
+class Elements(HTMLParser):
+    """The elements of a page, and their attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+
+
+@pytest.mark.slow
+def test_no_attack_becomes_an_element_or_a_script(run, show, tmp_path):
+    """Attacks as responses, prompts, truths, sources, errors, names of numbers and metrics, and in the page's address."""
+    assert len({*EVERY_ATTACK}) >= 300
+    (control := tmp_path / "control.html").write_text(f"<title>x</title>{FORMS[0]}")
+    assert "<title>hacked</title>" in show(control, ""), "a page that is not safe would be noticed"
+    n = len(EVERY_ATTACK)
+    group = make_group(11, [2] * n, rng=np.random.default_rng(0))
+    group.prompt_ids[:] = 1000 + np.arange(4)
+    responses = []
+    for i, response in enumerate(group.responses):
+        response.token_ids[:] = 65, 1000 + i
+        attack = EVERY_ATTACK[i]
+        responses.append(replace(response, extra={attack: 1.0}, **({"score": None, "error": attack} if i % 3 == 0 else {})))
+    group = replace(group, responses=responses, data_source=EVERY_ATTACK[0])
+    Recorder(run, 3, True).write(4, [group], [replace(group, ticket=12)])
+    about = {"ticket": 11, "epoch": 0, "index": 7, "source": EVERY_ATTACK[8], "where": " ".join(EVERY_ATTACK)}
+    about |= {"ground_truth": EVERY_ATTACK[9], "scores": [r.score for r in responses], "lengths": [2] * n}
+    rows = [about, about | {"ticket": 12, "left_out": EVERY_ATTACK[10]}]
+    with (run / "groups.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "groups": rows}) + "\n")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4} | {f"val-core/{attack}/acc/mean@1": 0.5 for attack in EVERY_ATTACK}) + "\n")
+    names = ("prompt", "response", "ground_truth")
+    validations.write_responses(run, 4, [dict.fromkeys(names, attack) | {"score": 1.0} for attack in EVERY_ATTACK])
+    page = tmp_path / "page.html"
+    server.as_file(Answers([run, run]), range(1, 5), page)
+    searched = [f"search/{urllib.parse.quote(attack, safe='')}" for attack in (EVERY_ATTACK[0], FORMS[-1])]
+    places = ("", "step/4", "step/4/11", "step/4/12/3", "prompts", "prompt/7", "validation/4", "words", *searched)
+    for place in (*places, *EVERY_ATTACK[:2]):
+        text = show(page, f"/0/{place}")
+        assert re.search(r"<title>run, run</title>", text), place
+        body = text.partition("<body>")[2]
+        shown, _, rest = body.partition('<script id="answers"')
+        assert rest.count("<script") == 1 + rest.count('\\"<script'), "the answers and the page's own script"
+        elements = Elements()
+        elements.feed(shown)
+        assert len(elements.found) > 10 or place in EVERY_ATTACK
+        for tag, attributes in elements.found:
+            assert TAGS.fullmatch(tag) or tag in ("header", "main", "dialog"), (place, tag)
+            assert all(map(ATTRIBUTES.fullmatch, attributes)), (place, attributes)
+            assert attributes.get("href", "#/").startswith("#/"), (place, attributes)
 
 
 def test_the_server_answers_at_its_secret_address_alone(run):

@@ -19,7 +19,7 @@ def urls(where: str, flags: dict) -> list[str]:
     from rl.data import images
 
     file, _, number = where.rpartition(" row ")
-    if file not in DEMOS and not (file in flags.get("train_files", ()) and Path(file).is_file()):  # a record cannot name other files
+    if file not in DEMOS and (file not in flags["train_files"] or not Path(file).is_file()):  # a record can name no other file
         raise UserError(f"{file} is not here, so its images cannot be shown. Start view.py where training was started.")
     found = []
     try:
