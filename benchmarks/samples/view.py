@@ -1,4 +1,4 @@
-"""How long view.py takes to open large records: the first page and a step of 100,000 responses, and a response of 10,000 tokens.
+"""How long view.py takes to open large records: the first page and a step of 100,000 responses, one response of 10,000 tokens.
 
 python benchmarks/samples/view.py    # with the demo's tokenizer: under two minutes on 2 cores
 """

@@ -29,7 +29,7 @@ CURVES = (
 )
 BEGINNING = 160  # characters of a prompt in a list
 AROUND = 80  # characters around what was searched for
-READ = 3000  # responses of the first and of the last steps, at most, whose phrases are counted
+READ = 2000  # responses of the first and of the last steps, at most, whose phrases are counted
 
 
 class Answers:
