@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import html
+import io
 import json
 import re
 import shutil
@@ -22,8 +23,8 @@ import view
 from rl.errors import UserError
 from rl.record import validations
 from rl.samples.recorder import Recorder
-from tools.view import server
-from tools.view.answers import Answers
+from tools.view import explanations, pictures, server, texts
+from tools.view.answers import CURVES, Answers
 from tools.view.rows import Samples, read
 
 ATTACKS = [
@@ -222,6 +223,92 @@ def test_the_answers_are_what_the_groups_say(run):
             answers(path)
 
 
+def test_repetition_and_strange_characters_are_measured():
+    assert texts.measures("", "")["repeated"] == 0 and texts.measures("", "")["compressed"] is None
+    once, again = "one two three four five", "no no no no no no no no"
+    assert texts.measures(once, "")["repeated"] == 0
+    assert texts.measures(again, "")["repeated"] == pytest.approx(4 / 5), "5 sequences of 4 words, one of them new"
+    assert texts.measures(again * 20, "")["compressed"] < 0.2 < 1 < texts.measures(once, "")["compressed"]
+    mixed = "naïve да 中文 \ufffd\u202e\x00 😀\n"
+    assert texts.measures(mixed, "How?")["strange"] == {
+        "LATIN": 1,
+        "CYRILLIC": 2,
+        "CJK": 2,
+        "broken": 1,
+        "control": 2,
+        "symbol": 1,
+    }
+    assert texts.measures(mixed, "это 日 é")["strange"] == {"broken": 1, "control": 2, "symbol": 1}
+
+
+def test_phrases_that_spread_come_with_scores():
+    early, late = ("I do not know", 0.0), ("As an expert, the answer is 5<|end|>", 1.0)
+    found = texts.phrases([early] * 9 + [late], [early] * 4 + [late] * 6)
+    assert {"As an expert ,", "answer is 5 <|end|>"} <= {row["phrase"] for row in found}
+    for row in found:
+        assert (row["first"], row["last"], row["with"], row["without"]) == pytest.approx((0.1, 0.6, 1.0, 0.0))
+    assert not any("know" in row["phrase"] for row in found), "it became rarer"
+    assert texts.phrases([], []) == [] and len(texts.phrases([], [late])) > 0
+
+
+def test_scores_by_length_count_every_response_once(run):
+    rng = np.random.default_rng(0)
+    lengths, scores, third = rng.integers(1, 100, 500), rng.random(500), rng.integers(0, 3, 500)
+    scores[::7] = np.nan
+    rows = texts.by_length(lengths, scores, third)
+    assert len(rows) == 8 and sum(row["responses"] for row in rows) == 500
+    for row in rows:
+        here = (lengths >= row["from"]) & (lengths <= row["to"])
+        assert row["responses"] == here.sum() and row["score"] == pytest.approx(np.nanmean(scores[here]))
+        assert row["last"] == pytest.approx((here & (third == 2)).sum() / (third == 2).sum())
+    words = Answers([run])("words?run=0")
+    assert words["steps"] == [[1], [3]] and sum(row["responses"] for row in words["lengths"]) == 18
+    assert texts.by_length(*np.zeros((3, 0))) == []
+
+
+def test_a_search_finds_words_with_any_space_between_them(run):
+    answers = Answers([run])
+    letters = {row["number"]: row["response"] for row in answers("search?run=0&step=1&text=b")}
+    assert set(letters) == {0, 2} and letters[0].startswith("abcd"), "response 1 begins with attacks"
+    assert len(answers("search?run=0&step=1&text=B%20c%20%20D")) == 4 and answers("search?run=0&step=1&text=b.d") == []
+
+
+def test_curves_are_explained_in_the_words_of_the_docs():
+    found = explanations.of([*CURVES, "val-core/openai/gsm8k/acc/mean@1", "nothing"])
+    assert {*found} == {*CURVES, "val-core/openai/gsm8k/acc/mean@1"}
+    assert "healthy: below 0.1" in found["response_length/clip_ratio"] and "`" not in "".join(found.values())
+
+
+def test_images_of_a_prompt_are_those_of_its_row(run, tmp_path, monkeypatch):
+    from datasets import Dataset
+    from PIL import Image
+
+    from rl.data import images
+
+    (data := io.BytesIO()) and Image.new("RGB", (2000, 10), (255, 0, 0)).save(data, "PNG")
+    rows = [{"images": [{"bytes": data.getvalue(), "path": None}] * i} for i in range(3)]
+    Dataset.from_list(rows).to_parquet(file := str(tmp_path / "rows.parquet"))
+    flags = {"train_files": [file], "image_key": "images"}
+    assert pictures.urls(f"{file} row 0", flags) == []
+    (first, second) = pictures.urls(f"{file} row 2", flags)
+    shown = images.to_rgb(base64.b64decode(first.removeprefix("data:image/png;base64,")))
+    assert first == second and shown.shape == (3, pictures.MOST, 3) and (shown == (255, 0, 0)).all()
+    for where, why in (
+        (f"{file} row 9", "cannot be read"),
+        (f"{tmp_path}/other.parquet row 0", "is not here"),
+        ("", "is not here"),
+    ):
+        with pytest.raises(UserError, match=why):
+            pictures.urls(where, flags)
+    samples = Samples(run)
+    gone = replace(samples.groups(1)[0], images="a digest")
+    monkeypatch.setattr(Samples, "_groups", lambda *_: [gone])
+    samples.record.starts[0]["flags"].update(flags)
+    answers = Answers([run])
+    answers.runs[0].record.starts[0]["flags"].update(flags)
+    assert "is not here" in answers("group?run=0&step=1&ticket=10")["images_error"]
+
+
 @pytest.fixture
 def show(tmp_path):
     """A function that returns what Chromium makes of a page at a place: all of its HTML, scripts run."""
@@ -259,6 +346,30 @@ def test_the_page_shows_a_response_and_runs_no_text_of_it(run, show, tmp_path):
     found = shown("/0/search/" + urllib.parse.quote("onerror"))
     assert found.count("<mark>onerror</mark>") == 6, "response 1 of each of 6 groups has it"
     assert "mean score with it" in shown("/0/words")
+
+
+@pytest.mark.slow
+def test_two_runs_turns_and_conversations_are_shown(run, show, tmp_path):
+    other = shutil.copytree(run, tmp_path / "other")
+    groups = Samples(other).groups(3)
+    groups = [replace(group, responses=[replace(r, token_ids=r.token_ids.copy()) for r in group.responses]) for group in groups]
+    groups[0].responses[0].token_ids[4] = ord("X")
+    mask = np.array([True, True, False, True, False, False, True, True, True])
+    groups[1].responses[0] = replace(groups[1].responses[0], mask=mask, histories=[4, 5])
+    Recorder(other, 2, True).write(3, groups)
+    page = tmp_path / "page.html"
+    server.as_file(Answers([run, other]), range(1, 4), page)
+    text = show(page, "/0/step/3/30")
+    assert re.findall(r'class="piece parts"[^>]*>(.)</span>', text) == ["e", "X"], "the first token that differs, in both"
+    text = show(page, "/1/step/3/31")
+    assert re.findall(r"<summary>([^<]*)</summary>", text.partition("response 1<")[0])[-6:] == [
+        "turn 1: 2 tokens",
+        "environment: 1 tokens",
+        "turn 2: 1 tokens",
+        "conversation 2, prompt: 2 tokens",
+        "conversation 2, turn 3: 3 tokens",
+    ]
+    assert show(page, "/0/prompt/0").count(">other</td>") == 3, "visits of both runs"
 
 
 class Elements(HTMLParser):
@@ -326,6 +437,9 @@ def test_the_server_answers_at_its_secret_address_alone(run):
             answer = await client.get("/secret/answers/step?run=0&step=2")
             assert (await answer.json())["step"] == 2
             assert (await client.get("/secret/answers/step?run=0&step=99")).status == 404
+            text = urllib.parse.quote("</script><script>d", safe="")
+            found = await (await client.get(f"/secret/answers/search?run=0&step=2&text={text}&")).json()
+            assert [(row["ticket"], row["number"]) for row in found] == [(20, 1), (21, 1)]
             for path in ("/", "/wrong/", "/answers/runs", "/secret/../", "/secret/answers/../../etc/passwd"):
                 assert (await client.get(path)).status == 404
 

@@ -28,7 +28,6 @@ CURVES = (
     "reward/unscored",
 )
 BEGINNING = 160  # characters of a prompt in a list
-AROUND = 80  # characters around what was searched for
 READ = 2000  # responses of the first and of the last steps, at most, whose phrases are counted
 
 
@@ -88,7 +87,7 @@ class Answers:
             columns = learner.get((ticket, number), {})
             row = samples.row(group, response) | self._tokens(samples, response)
             responses.append(row | {"learner": {name: _rounded(its) for name, its in columns.items()}})
-        found = about | {"step": step, "prompt": samples.text(group.prompt_ids), "responses": responses}
+        found = about | {"step": step, "ticket": ticket, "prompt": samples.text(group.prompt_ids), "responses": responses}
         found["advantages"] = _advantages(group)
         if group.images:
             try:
@@ -109,18 +108,13 @@ class Answers:
 
     def prompts(self, run: int) -> list[dict]:
         """Return every prompt that was visited: how often, its scores, and the share of visits without a difference."""
-        return [
-            {
-                "index": index,
-                "where": visits[-1][1]["where"],
-                "source": visits[-1][1]["source"],
-                "ground_truth": visits[-1][1]["ground_truth"],
-                "scores": [mean(group["scores"]) for _, group in visits],
-                "steps": [step for step, _ in visits],
-                "flat": sum(len({*group["scores"]}) == 1 for _, group in visits) / len(visits),
-            }
-            for index, visits in sorted(self.runs[run].by_prompt.items())
-        ]
+        rows = []
+        for index, visits in sorted(self.runs[run].by_prompt.items()):
+            scores = [group["scores"] for _, group in visits]
+            row = {name: visits[-1][1][name] for name in ("where", "source", "ground_truth")}
+            row |= {"index": index, "scores": [*map(mean, scores)], "steps": [step for step, _ in visits]}
+            rows.append(row | {"flat": sum(len({*its}) == 1 for its in scores) / len(visits)})
+        return rows
 
     def prompt(self, run: int, index: int) -> list[dict]:
         """Return all visits to a prompt."""
@@ -156,7 +150,7 @@ class Answers:
         found = []
         for step in steps:
             scored = [response for group in samples.groups(step) for response in group.scored]
-            found += [(samples.said(r), r.score) for r in scored[:: -(-len(scored) * len(steps) // READ)]]
+            found += [(samples.said(r), r.score) for r in scored[:: 1 + len(scored) * len(steps) // READ]]
         return found
 
     def search(self, run: int, step: int, text: str) -> list[dict]:
@@ -164,11 +158,11 @@ class Answers:
         wanted = re.compile(r"\s*".join(map(re.escape, text.split())), re.I)
         rows = []
         for group in self.runs[run].groups(step):
-            for number, response in enumerate(group.responses):
-                whole = self.runs[run].text(response.token_ids)
-                if hit := wanted.search(whole):
-                    around = [whole[max(hit.start() - AROUND, 0) : hit.start()], hit[0], whole[hit.end() : hit.end() + AROUND]]
-                    rows.append({"ticket": group.ticket, "number": number, "score": response.score, "around": around})
+            texts_of = [self.runs[run].text(response.token_ids) for response in group.responses]
+            found = [(i, its) for i, its in enumerate(texts_of) if wanted.search(its)]
+            rows += [
+                {"ticket": group.ticket, "number": i, "score": group.responses[i].score, "response": its} for i, its in found
+            ]
         return rows
 
     def paths(self, steps: range) -> Iterator[str]:
@@ -192,27 +186,18 @@ def _sums(groups: list[dict]) -> dict:
     scores = [score for group in trained for score in group["scores"]]
     lengths = [length for group in trained for length in group["lengths"]]
     flat = sum(len({*group["scores"]}) == 1 for group in trained)
-    return {
-        "groups": len(trained),
-        "left_out": len(groups) - len(trained),
-        "flat": flat,
-        "score": mean(scores),
-        "tokens": mean(lengths),
-        "unscored": scores.count(None),
-    }
+    counts = {"groups": len(trained), "left_out": len(groups) - len(trained), "flat": flat, "unscored": scores.count(None)}
+    return counts | {"score": mean(scores), "tokens": mean(lengths)}
 
 
 def _texts(samples: Samples, group: Group) -> dict:
     """Return the beginning of a recorded group's prompt, and means over its responses."""
     prompt = samples.text(group.prompt_ids)
     measured = [samples.measures(response, prompt) for response in group.responses]
-    return {
-        "prompt": prompt[:BEGINNING],
-        "cut": mean(response.finish_reason == "length" for response in group.responses),
-        "repeated": mean(of["repeated"] for of in measured),
-        "compressed": mean(of["compressed"] for of in measured),
-        "strange": mean(sum(of["strange"].values()) for of in measured),
-    }
+    means = {name: mean(of[name] for of in measured) for name in ("repeated", "compressed")}
+    means["strange"] = mean(sum(of["strange"].values()) for of in measured)
+    means["cut"] = mean(response.finish_reason == "length" for response in group.responses)
+    return means | {"prompt": prompt[:BEGINNING]}
 
 
 def _rounded(numbers: np.ndarray) -> list[float | None]:

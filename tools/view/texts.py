@@ -73,8 +73,10 @@ def phrases(first: Sequence[tuple[str, float]], last: Sequence[tuple[str, float]
     common = {()}
     rows = []
     for n in range(1, LONGEST + 1):
-        # A phrase is not more frequent than its parts
-        having = [[{gram for gram in _grams(of, n) if {gram[1:], gram[:-1]} <= common} for of in part] for part in words]
+        # Only phrases whose parts are frequent: no phrase is more frequent than its parts
+        having = [
+            [{gram for gram in _grams(of, n) if gram[1:] in common and gram[:-1] in common} for of in part] for part in words
+        ]
         before, after = (Counter(itertools.chain.from_iterable(part)) for part in having)
         common = {gram for gram, count in after.items() if count >= RARE * len(last)}
         scores = dict.fromkeys(common, 0.0)
@@ -86,7 +88,7 @@ def phrases(first: Sequence[tuple[str, float]], last: Sequence[tuple[str, float]
             row = {"phrase": " ".join(gram), "first": before[gram] / max(len(first), 1), "last": count / len(last)}
             rows.append(row | {"with": scores[gram] / count, "without": (total - scores[gram]) / others if others else None})
     shown: list[dict] = []
-    for row in sorted(rows, key=lambda row: (row["first"] - row["last"], -len(row["phrase"]))):
+    for row in sorted(rows, key=lambda row: (row["first"] - row["last"], -len(row["phrase"]), row["phrase"])):
         is_part = any(f" {row['phrase']} " in f" {longer['phrase']} " for longer in shown)
         if row["last"] > row["first"] and not is_part:
             shown.append(row)
