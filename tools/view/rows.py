@@ -124,7 +124,7 @@ class Samples:
         """Return what `read` says of a response alone."""
         mask = slice(None) if response.mask is None else response.mask
         sampled = response.log_probs[mask]
-        parts = self.parts(response)
+        parts = [[who, text] for who, text, _ in self.parts(response)]
         return {
             "response": self.text(response.token_ids),
             "parts": parts,
@@ -149,11 +149,12 @@ class Samples:
         """Return what tools/view/texts.py measures of a response."""
         return measures(self.said(response), prompt)
 
-    def parts(self, response: Response) -> list[list[str]]:
-        """Return [[who, text], ...]: runs of tokens that the policy sampled, or that its environment added."""
+    def parts(self, response: Response) -> Iterator[tuple[str, str, slice]]:
+        """Yield (who, text, its tokens) of each run of tokens that the policy sampled, or that its environment added."""
         mask = np.ones(len(response.token_ids), bool) if response.mask is None else response.mask
-        runs = itertools.groupby(zip(mask.tolist(), response.token_ids.tolist(), strict=True), key=lambda of: of[0])
-        return [["policy" if by_policy else "environment", self.text([token for _, token in run])] for by_policy, run in runs]
+        ends = [*(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), *([len(mask)] if len(mask) else [])]
+        for start, end in itertools.pairwise([0, *ends]):
+            yield "policy" if mask[start] else "environment", self.text(response.token_ids[start:end]), slice(start, end)
 
     def text(self, ids: Iterable[int]) -> str:
         return self.tokenizer.decode([*map(int, ids)], skip_special_tokens=False, clean_up_tokenization_spaces=False)
