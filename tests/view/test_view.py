@@ -357,10 +357,15 @@ def test_two_runs_turns_and_conversations_are_shown(run, show, tmp_path):
     mask = np.array([True, True, False, True, False, False, True, True, True])
     groups[1].responses[0] = replace(groups[1].responses[0], mask=mask, histories=[4, 5])
     Recorder(other, 2, True).write(3, groups)
+    columns = {"gap": np.float32([0.25] * 8 + [np.nan]), "odd": np.full(9, np.nan, np.float32)}
+    np.savez(other / "samples" / "learner_000003_0.npz", ticket=[30], number=[0], length=[9], **columns)
     page = tmp_path / "page.html"
     server.as_file(Answers([run, other]), range(1, 4), page)
     text = show(page, "/0/step/3/30")
     assert re.findall(r'class="piece parts"[^>]*>(.)</span>', text) == ["e", "X"], "the first token that differs, in both"
+    options = re.findall(r"<option>([^<]*)</option>", text.partition("<script")[0])
+    assert options == ["nothing", "log-prob", "version", "gap"], "a column without numbers is left out"
+    assert text.count("  gap 0.2500  ") == 8
     text = show(page, "/1/step/3/31")
     assert re.findall(r"<summary>([^<]*)</summary>", text.partition("response 1<")[0])[-6:] == [
         "turn 1: 2 tokens",
