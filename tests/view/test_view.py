@@ -285,7 +285,8 @@ def test_images_of_a_prompt_are_those_of_its_row(run, tmp_path, monkeypatch):
 
     from rl.data import images
 
-    (data := io.BytesIO()) and Image.new("RGB", (2000, 10), (255, 0, 0)).save(data, "PNG")
+    data = io.BytesIO()
+    Image.new("RGB", (2000, 10), (255, 0, 0)).save(data, "PNG")
     rows = [{"images": [{"bytes": data.getvalue(), "path": None}] * i} for i in range(3)]
     Dataset.from_list(rows).to_parquet(file := str(tmp_path / "rows.parquet"))
     flags = {"train_files": [file], "image_key": "images"}
