@@ -1,7 +1,7 @@
 """Shows what a run wrote: its responses, token by token, with scores and curves.
 
     python view.py runs/demo                              # a page in the browser; from afar: ssh -L 7799:localhost:7799
-    python view.py runs/a runs/b                          # two runs
+    python view.py runs/a runs/b                          # two runs next to each other
     python view.py runs/demo --html page.html --steps 100-120    # the page as one file, for a colleague or an issue
     python view.py runs/demo --exact 12                   # also what the learner computed in step 12, by a replay
     python view.py runs/demo --jsonl rows.jsonl           # a line a response (tools/view/rows.py says what is in it)

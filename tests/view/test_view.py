@@ -1,11 +1,17 @@
 """What a run wrote, shown as text: rows equal what was recorded, the page shows them in a browser, and no text is ever HTML."""
 
 import asyncio
+import base64
+import html
+import io
 import json
 import re
 import shutil
 import subprocess
 import sys
+import urllib.parse
+from dataclasses import replace
+from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -17,8 +23,8 @@ import view
 from rl.errors import UserError
 from rl.record import validations
 from rl.samples.recorder import Recorder
-from tools.view import server
-from tools.view.answers import Answers
+from tools.view import explanations, pictures, server, texts
+from tools.view.answers import CURVES, Answers
 from tools.view.rows import Samples, read
 
 ATTACKS = [
@@ -29,6 +35,53 @@ ATTACKS = [
     "javascript:document.title='hacked'",
 ]
 
+SCRIPT = "document.title='hacked'"
+FORMS = [
+    *(
+        f"<{tag} {event}={SCRIPT}>"
+        for tag in ("img src=x", "body", "svg", "div autofocus tabindex=0")
+        for event in ("onerror", "onload")
+    ),
+    *(f'<{tag} src=x onerror="{SCRIPT}" autoplay></{tag}>' for tag in ("video", "audio", "iframe", "embed", "object", "input")),
+    *(
+        f"{end}<script>{SCRIPT}</script>"
+        for end in ("", "-->", "]]>", "</title>", "</style>", "</textarea>", "</noscript>", "</template>")
+    ),
+    *(
+        f"{end}<img src=x onerror={SCRIPT}>"
+        for end in ('"', "'", "`", '">', "'>", "/>", "</td>", "\u2028", "\u2029", "\u202e", "\u200f", "\ufeff")
+    ),
+    *(
+        f'<a href="{scheme}{SCRIPT}">x</a>'
+        for scheme in ("javascript:", "JaVaScRiPt:", "java\tscript:", "\x01javascript:", "vbscript:")
+    ),
+    *(f"{quote};{SCRIPT}//" for quote in ('"', "'", "`", "\\", "})", "*/")),
+    *(f"<svg><{tag} onbegin={SCRIPT} attributeName=x dur=1s>" for tag in ("animate", "set", "animateTransform")),
+    f"<svg><script>{SCRIPT}</script></svg>",
+    f"<math><mtext></mtext><script>{SCRIPT}</script></math>",
+    f"<style>@import 'javascript:{SCRIPT}'; * {{ background: url(\"javascript:{SCRIPT}\"); }}</style>",
+    f"<style>body {{ display: none }}</style><link rel=stylesheet href=data:text/css,x onload={SCRIPT}>",
+    f'<meta http-equiv=refresh content="0;url=javascript:{SCRIPT}">',
+    f'<base href="javascript:{SCRIPT}//"><iframe srcdoc="<script>parent.{SCRIPT}</script>">',
+    f'<a href="data:text/html;base64,{base64.b64encode(f"<script>{SCRIPT}</script>".encode()).decode()}">x</a>',
+    f"${{{SCRIPT}}}{{{{constructor.constructor('{SCRIPT}')()}}}}<%={SCRIPT}%>",
+    f"<!--<script>--><!--><script>{SCRIPT}</script>",
+]
+ENCODINGS = [
+    str,
+    html.escape,
+    lambda text: html.escape(html.escape(text)),
+    urllib.parse.quote,
+    lambda text: urllib.parse.quote(urllib.parse.quote(text)),
+    lambda text: json.dumps(text).replace("<", "\\u003c"),
+    lambda text: "".join(f"&#x{ord(character):x};" for character in text),
+]
+EVERY_ATTACK = [*ATTACKS, *(encode(form) for encode in ENCODINGS for form in FORMS)]
+TAGS = re.compile(
+    r"a|b|button|details|div|fig(caption|ure)|h2|input|mark|p|polyline|select|option|span|summary|svg|table|tbody|t[dhr]"
+)
+ATTRIBUTES = re.compile(r"class|data-place|height|href|open|placeholder|points|stroke|style|title|type|width")
+
 
 class Letters:
     """A tokenizer with a token for each character, and for each attack."""
@@ -37,7 +90,7 @@ class Letters:
         return [ord(character) for character in text]
 
     def decode(self, ids, **_) -> str:
-        return "".join(ATTACKS[i - 1000] if i >= 1000 else chr(i) for i in ids)
+        return "".join(EVERY_ATTACK[i - 1000] if i >= 1000 else chr(i) for i in ids)
 
 
 @pytest.fixture
@@ -170,22 +223,120 @@ def test_the_answers_are_what_the_groups_say(run):
             answers(path)
 
 
-@pytest.mark.slow
-def test_the_page_shows_a_response_and_runs_no_text_of_it(run, tmp_path):
-    """In a browser, as a file."""
+def test_repetition_and_strange_characters_are_measured():
+    assert texts.measures("", "")["repeated"] == 0 and texts.measures("", "")["compressed"] is None
+    once, again = "one two three four five", "no no no no no no no no"
+    assert texts.measures(once, "")["repeated"] == 0
+    assert texts.measures(again, "")["repeated"] == pytest.approx(4 / 5), "5 sequences of 4 words, one of them new"
+    assert texts.measures(again * 20, "")["compressed"] < 0.2 < 1 < texts.measures(once, "")["compressed"]
+    mixed = "naïve да 中文 \ufffd\u202e\x00 😀\n"
+    assert texts.measures(mixed, "How?")["strange"] == {
+        "LATIN": 1,
+        "CYRILLIC": 2,
+        "CJK": 2,
+        "broken": 1,
+        "control": 2,
+        "symbol": 1,
+    }
+    assert texts.measures(mixed, "это 日 é")["strange"] == {"broken": 1, "control": 2, "symbol": 1}
+
+
+def test_phrases_that_spread_come_with_scores():
+    early, late = ("I do not know", 0.0), ("As an expert, the answer is 5<|end|>", 1.0)
+    found = texts.phrases([early] * 9 + [late], [early] * 4 + [late] * 6)
+    assert {"As an expert ,", "answer is 5 <|end|>"} <= {row["phrase"] for row in found}
+    for row in found:
+        assert (row["first"], row["last"], row["with"], row["without"]) == pytest.approx((0.1, 0.6, 1.0, 0.0))
+    assert not any("know" in row["phrase"] for row in found), "it became rarer"
+    assert texts.phrases([], []) == [] and len(texts.phrases([], [late])) > 0
+
+
+def test_scores_by_length_count_every_response_once(run):
+    rng = np.random.default_rng(0)
+    lengths, scores, third = rng.integers(1, 100, 500), rng.random(500), rng.integers(0, 3, 500)
+    scores[::7] = np.nan
+    rows = texts.by_length(lengths, scores, third)
+    assert len(rows) == 8 and sum(row["responses"] for row in rows) == 500
+    for row in rows:
+        here = (lengths >= row["from"]) & (lengths <= row["to"])
+        assert row["responses"] == here.sum() and row["score"] == pytest.approx(np.nanmean(scores[here]))
+        assert row["last"] == pytest.approx((here & (third == 2)).sum() / (third == 2).sum())
+    words = Answers([run])("words?run=0")
+    assert words["steps"] == [[1], [3]] and sum(row["responses"] for row in words["lengths"]) == 18
+    assert texts.by_length(*np.zeros((3, 0))) == []
+
+
+def test_a_search_finds_words_with_any_space_between_them(run):
+    answers = Answers([run])
+    letters = {row["number"]: row["response"] for row in answers("search?run=0&step=1&text=b")}
+    assert set(letters) == {0, 2} and letters[0].startswith("abcd"), "response 1 begins with attacks"
+    assert len(answers("search?run=0&step=1&text=B%20c%20%20D")) == 4 and answers("search?run=0&step=1&text=b.d") == []
+
+
+def test_curves_are_explained_in_the_words_of_the_docs():
+    found = explanations.of([*CURVES, "val-core/openai/gsm8k/acc/mean@1", "nothing"])
+    assert {*found} == {*CURVES, "val-core/openai/gsm8k/acc/mean@1"}
+    assert "healthy: below 0.1" in found["response_length/clip_ratio"] and "`" not in "".join(found.values())
+
+
+def test_images_of_a_prompt_are_those_of_its_row(run, tmp_path, monkeypatch):
+    from datasets import Dataset
+    from PIL import Image
+
+    from rl.data import images
+
+    data = io.BytesIO()
+    Image.new("RGB", (2000, 10), (255, 0, 0)).save(data, "PNG")
+    rows = [{"images": [{"bytes": data.getvalue(), "path": None}] * i} for i in range(3)]
+    Dataset.from_list(rows).to_parquet(file := str(tmp_path / "rows.parquet"))
+    flags = {"train_files": [file], "image_key": "images"}
+    assert pictures.urls(f"{file} row 0", flags) == []
+    (first, second) = pictures.urls(f"{file} row 2", flags)
+    shown = images.to_rgb(base64.b64decode(first.removeprefix("data:image/png;base64,")))
+    assert first == second and shown.shape == (3, pictures.MOST, 3) and (shown == (255, 0, 0)).all()
+    for where, why in (
+        (f"{file} row 9", "cannot be read"),
+        (f"{tmp_path}/other.parquet row 0", "is not here"),
+        ("", "is not here"),
+    ):
+        with pytest.raises(UserError, match=why):
+            pictures.urls(where, flags)
+    samples = Samples(run)
+    gone = replace(samples.groups(1)[0], images="a digest")
+    monkeypatch.setattr(Samples, "_groups", lambda *_: [gone])
+    samples.record.starts[0]["flags"].update(flags)
+    answers = Answers([run])
+    answers.runs[0].record.starts[0]["flags"].update(flags)
+    assert "is not here" in answers("group?run=0&step=1&ticket=10")["images_error"]
+
+
+@pytest.fixture
+def show(tmp_path):
+    """A function that returns what Chromium makes of a page at a place: all of its HTML, scripts run."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if not browser:
         pytest.skip("no Chromium is installed")
-    page = tmp_path / "page.html"
-    server.as_file(Answers([run]), range(1, 4), page)
 
-    def shown(place: str) -> str:
+    def html_of(page, place: str) -> str:
         command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--dump-dom"]
         command += [f"--user-data-dir={tmp_path / 'browser'}", f"{page.as_uri()}#{place}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert not done.returncode, done.stderr[-2000:]
-        assert re.search(r"<title>run</title>", done.stdout), "the title is the run's, so no attack has changed it"
-        return done.stdout.partition("<main>")[2].partition("</main>")[0]
+        return done.stdout
+
+    return html_of
+
+
+@pytest.mark.slow
+def test_the_page_shows_a_response_and_runs_no_text_of_it(run, show, tmp_path):
+    """In a browser, as a file."""
+    page = tmp_path / "page.html"
+    server.as_file(Answers([run]), range(1, 4), page)
+
+    def shown(place: str) -> str:
+        found = show(page, place)
+        assert re.search(r"<title>run</title>", found), "the title is the run's, so no attack has changed it"
+        return found.partition("<main>")[2].partition("</main>")[0]
 
     assert "critic/score/mean: 0.250 → 0.750" in shown("/0") and "<svg" in shown("/0")
     assert "change since last visit" in shown("/0/step/3") and "&lt;img src=x" in shown("/0/prompt/0")
@@ -193,6 +344,93 @@ def test_the_page_shows_a_response_and_runs_no_text_of_it(run, tmp_path):
     group = shown("/0/step/3/31")
     assert group.count('class="response') == 3 and "&lt;/script&gt;&lt;script&gt;" in group and "<img" not in group
     assert "this file does not have it" in shown("/0/step/3/99")
+    found = shown("/0/search/" + urllib.parse.quote("onerror"))
+    assert found.count("<mark>onerror</mark>") == 6, "response 1 of each of 6 groups has it"
+    assert "mean score with it" in shown("/0/words")
+
+
+@pytest.mark.slow
+def test_two_runs_turns_and_conversations_are_shown(run, show, tmp_path):
+    other = shutil.copytree(run, tmp_path / "other")
+    groups = Samples(other).groups(3)
+    groups = [replace(group, responses=[replace(r, token_ids=r.token_ids.copy()) for r in group.responses]) for group in groups]
+    groups[0].responses[0].token_ids[4] = ord("X")
+    mask = np.array([True, True, False, True, False, False, True, True, True])
+    groups[1].responses[0] = replace(groups[1].responses[0], mask=mask, histories=[4, 5])
+    Recorder(other, 2, True).write(3, groups)
+    columns = {"gap": np.float32([0.25] * 8 + [np.nan]), "odd": np.full(9, np.nan, np.float32)}
+    np.savez(other / "samples" / "learner_000003_0.npz", ticket=[30], number=[0], length=[9], **columns)
+    page = tmp_path / "page.html"
+    server.as_file(Answers([run, other]), range(1, 4), page)
+    text = show(page, "/0/step/3/30")
+    assert re.findall(r'class="piece parts"[^>]*>(.)</span>', text) == ["e", "X"], "the first token that differs, in both"
+    options = re.findall(r"<option>([^<]*)</option>", text.partition("<script")[0])
+    assert options == ["nothing", "log-prob", "version", "gap"], "a column without numbers is left out"
+    assert text.count("  gap 0.2500  ") == 8
+    text = show(page, "/1/step/3/31")
+    assert re.findall(r"<summary>([^<]*)</summary>", text.partition("response 1<")[0])[-6:] == [
+        "turn 1: 2 tokens",
+        "environment: 1 tokens",
+        "turn 2: 1 tokens",
+        "conversation 2, prompt: 2 tokens",
+        "conversation 2, turn 3: 3 tokens",
+    ]
+    assert show(page, "/0/prompt/0").count(">other</td>") == 3, "visits of both runs"
+
+
+class Elements(HTMLParser):
+    """The elements of a page, and their attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+
+
+@pytest.mark.slow
+def test_no_attack_becomes_an_element_or_a_script(run, show, tmp_path):
+    """Attacks as responses, prompts, truths, sources, errors, names of numbers and metrics, and in the page's address."""
+    assert len({*EVERY_ATTACK}) >= 300
+    (control := tmp_path / "control.html").write_text(f"<title>x</title>{FORMS[0]}")
+    assert "<title>hacked</title>" in show(control, ""), "a page that is not safe would be noticed"
+    n = len(EVERY_ATTACK)
+    group = make_group(11, [2] * n, rng=np.random.default_rng(0))
+    group.prompt_ids[:] = 1000 + np.arange(4)
+    responses = []
+    for i, response in enumerate(group.responses):
+        response.token_ids[:] = 65, 1000 + i
+        attack = EVERY_ATTACK[i]
+        responses.append(replace(response, extra={attack: 1.0}, **({"score": None, "error": attack} if i % 3 == 0 else {})))
+    group = replace(group, responses=responses, data_source=EVERY_ATTACK[0])
+    Recorder(run, 3, True).write(4, [group], [replace(group, ticket=12)])
+    about = {"ticket": 11, "epoch": 0, "index": 7, "source": EVERY_ATTACK[8], "where": " ".join(EVERY_ATTACK)}
+    about |= {"ground_truth": EVERY_ATTACK[9], "scores": [r.score for r in responses], "lengths": [2] * n}
+    rows = [about, about | {"ticket": 12, "left_out": EVERY_ATTACK[10]}]
+    with (run / "groups.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "groups": rows}) + "\n")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4} | {f"val-core/{attack}/acc/mean@1": 0.5 for attack in EVERY_ATTACK}) + "\n")
+    names = ("prompt", "response", "ground_truth")
+    validations.write_responses(run, 4, [dict.fromkeys(names, attack) | {"score": 1.0} for attack in EVERY_ATTACK])
+    page = tmp_path / "page.html"
+    server.as_file(Answers([run, run]), range(1, 5), page)
+    searched = [f"search/{urllib.parse.quote(attack, safe='')}" for attack in (EVERY_ATTACK[0], FORMS[-1])]
+    places = ("", "step/4", "step/4/11", "step/4/12/3", "prompts", "prompt/7", "validation/4", "words", *searched)
+    for place in (*places, *EVERY_ATTACK[:2]):
+        text = show(page, f"/0/{place}")
+        assert re.search(r"<title>run, run</title>", text), place
+        body = text.partition("<body>")[2]
+        shown, _, rest = body.partition('<script id="answers"')
+        assert rest.count("<script") == 1 + rest.count('\\"<script'), "the answers and the page's own script"
+        elements = Elements()
+        elements.feed(shown)
+        assert len(elements.found) > 10 or place in EVERY_ATTACK
+        for tag, attributes in elements.found:
+            assert TAGS.fullmatch(tag) or tag in ("header", "main", "dialog"), (place, tag)
+            assert all(map(ATTRIBUTES.fullmatch, attributes)), (place, attributes)
+            assert attributes.get("href", "#/").startswith("#/"), (place, attributes)
 
 
 def test_the_server_answers_at_its_secret_address_alone(run):
@@ -205,6 +443,9 @@ def test_the_server_answers_at_its_secret_address_alone(run):
             answer = await client.get("/secret/answers/step?run=0&step=2")
             assert (await answer.json())["step"] == 2
             assert (await client.get("/secret/answers/step?run=0&step=99")).status == 404
+            text = urllib.parse.quote("</script><script>d", safe="")
+            found = await (await client.get(f"/secret/answers/search?run=0&step=2&text={text}&")).json()
+            assert [(row["ticket"], row["number"]) for row in found] == [(20, 1), (21, 1)]
             for path in ("/", "/wrong/", "/answers/runs", "/secret/../", "/secret/answers/../../etc/passwd"):
                 assert (await client.get(path)).status == 404
 

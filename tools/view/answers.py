@@ -1,14 +1,16 @@
 """What the page asks, and its answers: each question is a path, each answer a value for JSON. The server and the file for a
 colleague (--html) give the same answers."""
 
+import re
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from rl.errors import UserError
 from rl.samples.group import Group, Response
+from tools.view import explanations, pictures, texts
 from tools.view.learner import read as learner_columns
 from tools.view.rows import Samples, mean
 
@@ -19,10 +21,14 @@ CURVES = (
     "actor/entropy",
     "actor/grad_norm",
     "training/rollout_probs_diff_mean",
+    "text/repeated/mean",
+    "text/copied/mean",
+    "text/distinct",
     "staleness/mean",
     "reward/unscored",
 )
 BEGINNING = 160  # characters of a prompt in a list
+READ = 2000  # responses of the first and of the last steps, at most, whose phrases are counted
 
 
 class Answers:
@@ -30,21 +36,15 @@ class Answers:
 
     def __init__(self, runs: Iterable[Path]):
         self.runs = [Samples(run) for run in runs]
-        self._asked: dict[str, Callable[..., object]] = {
-            "runs": self.about_runs,
-            "step": self.step,
-            "group": self.group,
-            "prompts": self.prompts,
-            "prompt": self.prompt,
-            "validation": self.validation,
-        }
+        asked = (self.step, self.group, self.prompts, self.prompt, self.validation, self.words, self.search)
+        self._asked = {"runs": self.about_runs} | {its.__name__: its for its in asked}
 
     def __call__(self, path: str) -> object:
         """Return the answer of a path, such as step?run=0&step=12. Raise UserError if there is none."""
         name, _, query = path.partition("?")
         try:
-            numbers = {key: int(value) for key, value in urllib.parse.parse_qsl(query)}
-            return self._asked[name](**numbers)
+            given = {key: value if key == "text" else int(value) for key, value in urllib.parse.parse_qsl(query)}
+            return self._asked[name](**given)
         except (KeyError, ValueError, TypeError, IndexError) as error:
             raise UserError(f"no answer to {path}: {error!r}") from error
 
@@ -59,7 +59,8 @@ class Answers:
         curves = {name: [[s, row[name]] for s, row in figures.items() if row.get(name) is not None] for name in names}
         recorded = {*samples.record.steps}
         steps = [{"step": step, "recorded": step in recorded, **_sums(groups)} for step, groups in samples.visits.items()]
-        return {"name": samples.run_dir.name, "curves": curves, "steps": steps, "validated": samples.validated}
+        of_run = {"name": samples.run_dir.name, "curves": curves, "why": explanations.of(names)}
+        return of_run | {"steps": steps, "validated": samples.validated}
 
     def step(self, run: int, step: int) -> dict:
         """Return a step's groups, with the change of each one's mean score since the last visit to its prompt."""
@@ -71,8 +72,8 @@ class Answers:
             score, before = mean(about["scores"]), mean(earlier[-1]["scores"]) if earlier else None
             change = score - before if score is not None and before is not None else None
             group = recorded.get(about["ticket"])
-            begins = samples.text(group.prompt_ids)[:BEGINNING] if group else ""
-            rows.append(about | {"score": score, "change": change, "visits": len(earlier) + 1, "prompt": begins})
+            row = about | {"score": score, "change": change, "visits": len(earlier) + 1}
+            rows.append(row | (_texts(samples, group) if group else {}))
         return {"step": step, "recorded": bool(recorded), "groups": rows}
 
     def group(self, run: int, step: int, ticket: int) -> dict:
@@ -86,8 +87,14 @@ class Answers:
             columns = learner.get((ticket, number), {})
             row = samples.row(group, response) | self._tokens(samples, response)
             responses.append(row | {"learner": {name: _rounded(its) for name, its in columns.items()}})
-        prompt = samples.text(group.prompt_ids)
-        return about | {"step": step, "prompt": prompt, "responses": responses, "advantages": _advantages(group)}
+        found = about | {"step": step, "ticket": ticket, "prompt": samples.text(group.prompt_ids), "responses": responses}
+        found["advantages"] = _advantages(group)
+        if group.images:
+            try:
+                found["images"] = pictures.urls(about.get("where", ""), samples.record.start_of(step)["flags"])
+            except UserError as error:
+                found["images_error"] = str(error)
+        return found
 
     def _tokens(self, samples: Samples, response: Response) -> dict:
         n = len(response.token_ids)
@@ -101,18 +108,13 @@ class Answers:
 
     def prompts(self, run: int) -> list[dict]:
         """Return every prompt that was visited: how often, its scores, and the share of visits without a difference."""
-        return [
-            {
-                "index": index,
-                "where": visits[-1][1]["where"],
-                "source": visits[-1][1]["source"],
-                "ground_truth": visits[-1][1]["ground_truth"],
-                "scores": [mean(group["scores"]) for _, group in visits],
-                "steps": [step for step, _ in visits],
-                "flat": sum(len({*group["scores"]}) == 1 for _, group in visits) / len(visits),
-            }
-            for index, visits in sorted(self.runs[run].by_prompt.items())
-        ]
+        rows = []
+        for index, visits in sorted(self.runs[run].by_prompt.items()):
+            scores = [group["scores"] for _, group in visits]
+            row = {name: visits[-1][1][name] for name in ("where", "source", "ground_truth")}
+            row |= {"index": index, "scores": [*map(mean, scores)], "steps": [step for step, _ in visits]}
+            rows.append(row | {"flat": sum(len({*its}) == 1 for its in scores) / len(visits)})
+        return rows
 
     def prompt(self, run: int, index: int) -> list[dict]:
         """Return all visits to a prompt."""
@@ -127,11 +129,48 @@ class Answers:
         before = {row["prompt"]: row["score"] for row in samples.validation(earlier[-1])} if earlier else {}
         return [row | {"before": before.get(row["prompt"])} for row in samples.validation(step)]
 
+    def words(self, run: int) -> dict:
+        """Return scores by length in all steps, and the phrases that became more frequent in the recorded ones."""
+        samples = self.runs[run]
+        steps = sorted(samples.visits)
+        pairs = [
+            (length, np.nan if score is None else score, min(3 * i // max(len(steps) - 1, 1), 2))
+            for i, step in enumerate(steps)
+            for group in samples.visits[step]
+            for length, score in zip(group["lengths"], group["scores"], strict=True)
+        ]
+        recorded = samples.record.steps
+        third = -(-len(recorded) // 3) if len(recorded) > 1 else 0
+        parts = [recorded[:third], recorded[len(recorded) - third :]]
+        rows = texts.phrases(*(self._scored(samples, part) for part in parts))
+        return {"lengths": texts.by_length(*np.array(pairs, float).reshape(-1, 3).T), "steps": parts, "phrases": rows}
+
+    def _scored(self, samples: Samples, steps: list[int]) -> list[tuple[str, float]]:
+        """Return (text, score) of at most about READ scored responses, evenly from these steps."""
+        found = []
+        for step in steps:
+            scored = [response for group in samples.groups(step) for response in group.scored]
+            found += [(samples.said(r), r.score) for r in scored[:: 1 + len(scored) * len(steps) // READ]]
+        return found
+
+    def search(self, run: int, step: int, text: str) -> list[dict]:
+        """Return the responses of a recorded step that have the text, in any case and with any space between its words."""
+        wanted = re.compile(r"\s*".join(map(re.escape, text.split())), re.I)
+        rows = []
+        for group in self.runs[run].groups(step):
+            texts_of = [self.runs[run].text(response.token_ids) for response in group.responses]
+            found = [(i, its) for i, its in enumerate(texts_of) if wanted.search(its)]
+            rows += [
+                {"ticket": group.ticket, "number": i, "score": group.responses[i].score, "response": its} for i, its in found
+            ]
+        return rows
+
     def paths(self, steps: range) -> Iterator[str]:
         """Yield every path that the page may ask of these steps."""
         yield "runs"
         for run, samples in enumerate(self.runs):
             yield f"prompts?run={run}"
+            yield f"words?run={run}"
             asked = [step for step in samples.visits if step in steps]
             for step in asked:
                 yield f"step?run={run}&step={step}"
@@ -147,14 +186,18 @@ def _sums(groups: list[dict]) -> dict:
     scores = [score for group in trained for score in group["scores"]]
     lengths = [length for group in trained for length in group["lengths"]]
     flat = sum(len({*group["scores"]}) == 1 for group in trained)
-    return {
-        "groups": len(trained),
-        "left_out": len(groups) - len(trained),
-        "flat": flat,
-        "score": mean(scores),
-        "tokens": mean(lengths),
-        "unscored": scores.count(None),
-    }
+    counts = {"groups": len(trained), "left_out": len(groups) - len(trained), "flat": flat, "unscored": scores.count(None)}
+    return counts | {"score": mean(scores), "tokens": mean(lengths)}
+
+
+def _texts(samples: Samples, group: Group) -> dict:
+    """Return the beginning of a recorded group's prompt, and means over its responses."""
+    prompt = samples.text(group.prompt_ids)
+    measured = [samples.measures(response, prompt) for response in group.responses]
+    means = {name: mean(of[name] for of in measured) for name in ("repeated", "compressed")}
+    means["strange"] = mean(sum(of["strange"].values()) for of in measured)
+    means["cut"] = mean(response.finish_reason == "length" for response in group.responses)
+    return means | {"prompt": prompt[:BEGINNING]}
 
 
 def _rounded(numbers: np.ndarray) -> list[float | None]:

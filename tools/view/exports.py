@@ -8,9 +8,6 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
-
-from rl.samples.group import Response
 from rl.samples.recorder import Record
 from tools.view.rows import Samples, read, responses
 
@@ -21,10 +18,11 @@ INSPECT = 2  # version of the log
 def atif(run: Path, steps: Iterable[int]) -> Iterator[dict]:
     """Yield a trajectory for each response: the prompt, then a step for each turn of the policy, with its tokens and log-probs.
     What an environment added is the observation of the turn before."""
-    for row, response in responses(Samples(run), steps):
+    samples = Samples(run)
+    for row, response in responses(samples, steps):
         number = 1
         turns = [{"step_id": number, "source": "user", "message": row["prompt"]}]
-        for who, text, tokens in _turns(row, response):
+        for who, text, tokens in samples.parts(response):
             if who == "environment" and turns[-1]["source"] == "agent":
                 turns[-1]["observation"] = {"results": [{"content": text}]}
                 continue
@@ -51,7 +49,7 @@ def inspect(run: Path, steps: Iterable[int]) -> Iterator[dict]:
     samples = Samples(run)
     for row, response in responses(samples, steps):
         messages = [{"role": "user", "content": row["prompt"]}]
-        for who, text, _ in _turns(row, response):
+        for who, text, _ in samples.parts(response):
             messages.append({"role": "assistant" if who == "policy" else "user", "content": text})
         last = next((message["content"] for message in reversed(messages) if message["role"] == "assistant"), "")
         choice = {"message": {"role": "assistant", "content": last}}
@@ -75,16 +73,6 @@ def _log(samples: list[dict]) -> dict:
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     spec = {"created": created, "task": "training", "model": model, "config": {}, "dataset": {"samples": len(samples)}}
     return {"version": INSPECT, "status": "success", "eval": spec, "samples": samples}
-
-
-def _turns(row: dict, response: Response) -> Iterator[tuple[str, str, slice]]:
-    """Yield (who, text, its tokens) of each part of a response."""
-    mask = np.ones(len(response.token_ids), bool) if response.mask is None else response.mask
-    starts = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(mask)]
-    for (who, text), (start, end) in zip(
-        row["parts"], itertools.pairwise(starts), strict=False
-    ):  # an empty response has no part
-        yield who, text, slice(start, end)
 
 
 def _rows(run: Path, steps: Iterable[int]) -> Iterator[dict]:

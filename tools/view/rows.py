@@ -9,8 +9,12 @@
     parts                  [[who, text], ...] of the response: "policy" sampled it, "environment" added it
     number, score, extra, error    of this response in its group; the score is null if it could not be scored, for `error`
     finish                 "stop" or "length"
+    turns, environment_tokens, histories    the policy's turns; tokens it did not sample; lengths of an agent's conversations
     prompt_tokens, tokens, versions    counts; the oldest and the newest weights that sampled a token
     mean_log_prob          of the sampled tokens, under the weights that sampled them
+    repeated               share of the policy's sequences of 4 words that it has written before
+    compressed             its text's size over that without compression
+    strange                script -> characters of scripts that the prompt does not use ("CJK", "control", "broken", "symbol")
 """
 
 import itertools
@@ -26,6 +30,7 @@ from rl.record import validations
 from rl.record.run import GROUPS, METRICS
 from rl.samples.group import Group, Response
 from rl.samples.recorder import Record, step_of, steps_of
+from tools.view.texts import measures
 
 HALF, MOST_OF_A_CHARACTER = "\ufffd", 8  # what stands for bytes of no character; tokens that may share one
 
@@ -58,6 +63,7 @@ class Samples:
         self.run_dir = run_dir
         self.record = Record(run_dir)
         self.groups = lru_cache(maxsize=4)(self._groups)
+        self._later = lru_cache(maxsize=None)(lambda token: self._text_after([token], True))  # many tokens, few different ones
 
     def _groups(self, step: int) -> list[Group]:
         """Return a step's groups, trained and left out."""
@@ -116,25 +122,39 @@ class Samples:
 
     def row(self, group: Group, response: Response) -> dict:
         """Return what `read` says of a response alone."""
-        sampled = response.log_probs if response.mask is None else response.log_probs[response.mask]
+        mask = slice(None) if response.mask is None else response.mask
+        sampled = response.log_probs[mask]
+        parts = [[who, text] for who, text, _ in self.parts(response)]
         return {
             "response": self.text(response.token_ids),
-            "parts": self.parts(response),
+            "parts": parts,
             "score": response.score,
             "extra": response.extra,
             "error": response.error,
             "finish": response.finish_reason,
+            "turns": sum(who == "policy" for who, _ in parts),
+            "environment_tokens": len(response.token_ids) - response.sampled,
+            "histories": response.histories,
             "prompt_tokens": len(group.prompt_ids),
             "tokens": len(response.token_ids),
             "versions": [int(response.versions.min()), int(response.versions.max())] if len(response.versions) else None,
             "mean_log_prob": float(sampled.mean()) if len(sampled) else None,
-        }
+        } | self.measures(response, self.text(group.prompt_ids))
 
-    def parts(self, response: Response) -> list[list[str]]:
-        """Return [[who, text], ...]: runs of tokens that the policy sampled, or that its environment added."""
+    def said(self, response: Response) -> str:
+        """Return the text that the policy sampled."""
+        return self.text(response.token_ids if response.mask is None else response.token_ids[response.mask])
+
+    def measures(self, response: Response, prompt: str) -> dict:
+        """Return what tools/view/texts.py measures of a response."""
+        return measures(self.said(response), prompt)
+
+    def parts(self, response: Response) -> Iterator[tuple[str, str, slice]]:
+        """Yield (who, text, its tokens) of each run of tokens that the policy sampled, or that its environment added."""
         mask = np.ones(len(response.token_ids), bool) if response.mask is None else response.mask
-        runs = itertools.groupby(zip(mask.tolist(), response.token_ids.tolist(), strict=True), key=lambda of: of[0])
-        return [["policy" if by_policy else "environment", self.text([token for _, token in run])] for by_policy, run in runs]
+        ends = [*(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), *([len(mask)] if len(mask) else [])]
+        for start, end in itertools.pairwise([0, *ends]):
+            yield "policy" if mask[start] else "environment", self.text(response.token_ids[start:end]), slice(start, end)
 
     def text(self, ids: Iterable[int]) -> str:
         return self.tokenizer.decode([*map(int, ids)], skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -146,7 +166,7 @@ class Samples:
         part: list[int] = []  # tokens that end within a character
         for token in map(int, ids):
             part.append(token)
-            text = self._after[token] if len(part) == 1 and pieces else self._text_after(part, bool(pieces))
+            text = self._later(token) if len(part) == 1 and pieces else self._text_after(part, bool(pieces))
             if text.endswith(HALF) and len(part) < MOST_OF_A_CHARACTER:
                 pieces.append("")
                 continue
@@ -157,26 +177,16 @@ class Samples:
         return pieces
 
     @cached_property
-    def _after(self) -> "_Texts":
-        return _Texts(self)
+    def _anchor(self) -> tuple[list[int], str]:
+        ids = self.tokenizer.encode("a", add_special_tokens=False)[-1:]
+        return ids, self.text(ids)
 
     def _text_after(self, ids: list[int], others: bool) -> str:
         """Return the text of tokens that follow others, or none: some tokenizers drop the space before a first word."""
         if not others:
             return self.text(ids)
-        anchor = self.tokenizer.encode("a", add_special_tokens=False)[-1:]
-        return self.text(anchor + ids)[len(self.text(anchor)) :]
-
-
-class _Texts(dict):
-    """Token -> its text after another token. A response of 10,000 tokens has few different ones."""
-
-    def __init__(self, samples: Samples):
-        self._samples = samples
-
-    def __missing__(self, token: int) -> str:
-        self[token] = self._samples._text_after([token], True)
-        return self[token]
+        anchor, its_text = self._anchor
+        return self.text(anchor + ids)[len(its_text) :]
 
 
 def mean(scores: Iterable[float | None]) -> float | None:

@@ -39,7 +39,7 @@ def application(answers: Answers, secret: str) -> web.Application:
         return web.Response(text=text, content_type="text/html", headers=HEADERS | {"Content-Security-Policy": policy})
 
     async def answer(request: web.Request) -> web.Response:
-        path = request.path_qs.rpartition("/")[2]
+        path = f"{request.match_info['name']}?{request.rel_url.raw_query_string}"
         try:
             found = await asyncio.get_running_loop().run_in_executor(None, answers, path)
         except UserError as error:
