@@ -172,13 +172,11 @@ def load_script(file: Path) -> ModuleType:
     return module
 
 
-def main(replay: Replay, ranks: dist.Ranks) -> None:
-    """Train on each recorded step, as the script's `train` does."""
-    from rl.algorithm.metrics import staleness_metrics
+def begin_again(replay: Replay, ranks: dist.Ranks) -> tuple:
+    """Return the script's args, the learner as the first step found it, and a run that trains from there. Collective."""
     from rl.record.identity import check_number
     from rl.setup import make_learner, set_up
     from rl.training_run import TrainingRun
-    from tools.view.learner import Watch
 
     start, script = replay.start, replay.script
     torch.set_num_threads(start["hardware"]["threads_per_rank"])  # sums are split by threads
@@ -192,10 +190,18 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
     if replay.checkpoint:
         resume.load(replay.checkpoint, learner)
     job = replace(job, script=f"replay of {start['script']}", total_steps=replay.last, notes=notes(replay))
-    run = TrainingRun(args, job, learner, ranks.world_size, after=replay.first - 1)
+    return args, learner, TrainingRun(args, job, learner, ranks.world_size, after=replay.first - 1)
+
+
+def main(replay: Replay, ranks: dist.Ranks) -> None:
+    """Train on each recorded step, as the script's `train` does."""
+    from rl.algorithm.metrics import staleness_metrics
+    from tools.view.learner import Watch
+
+    script = replay.script
+    args, learner, run = begin_again(replay, ranks)
     for line in describe(replay, run.record.dir, ranks):
         run.record.say(line)
-
     watch = None
     if replay.tokens_from:
         watch = Watch(script.actor_loss, replay.record.directory, ranks, replay.tokens_from)

@@ -184,6 +184,7 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
             "right or wrong; programs in a sandbox": "math_grader/* program_grader/*",
             "memory and time before a run": "plan.py tools/plan/*",
             "what a run wrote": "view.py tools/view/*",
+            "what made a step": "why.py",
             "what a reward function pays": "rehearse.py tools/rehearse/*",
             "runs compared": "report.py tools/report/*",
             "does it work on this machine?": "doctor.py tools/doctor/*",
