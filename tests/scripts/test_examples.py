@@ -9,6 +9,7 @@ from helpers import ROOT
 from transformers import CONFIG_MAPPING, Qwen3MoeConfig
 
 import plan
+import rehearse
 import report
 import train_async
 import train_one_step_off
@@ -209,10 +210,11 @@ def known_flags() -> set[str]:
 
 def flags_of_tools() -> set[str]:
     """Return the flags of the other scripts: plan.py, train_sft.py, doctor.py and so on, and the translator."""
-    names = {field for args in (plan.PlanArgs, report.Args, train_sft.Args, view.Args) for field in parts.leaves(args)}
+    args = (plan.PlanArgs, report.Args, train_sft.Args, view.Args, rehearse.Args)
+    names = {field for of_one in args for field in parts.leaves(of_one)}
     files = ["replay.py", "doctor.py", "tools/from_verl/__main__.py", "examples/make_data.py"]
     parsed = re.findall(r'add_argument\(\s*"(--[\w-]+)"', "".join((ROOT / file).read_text() for file in files))
-    return {f"--{name.replace('_', '-')}" for name in names} | {*parsed}
+    return {f"--{name.replace('_', '-')}" for name in names} | {*parsed, "--step"}  # the last is why.py's
 
 
 OF_OTHER_PROGRAMS = {
