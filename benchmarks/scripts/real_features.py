@@ -279,13 +279,13 @@ def plot(results: dict[str, dict], target: Path) -> None:
     across = 6
     down = -(-len(shown) // across)
     figure = Figure(figsize=(2.1 * across, 1.7 * down), dpi=90)
-    panels = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flat
+    panels = [*figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flat]
     for axes, result in zip(panels, shown, strict=False):
         axes.plot(range(1, len(result["critic/score/mean"]) + 1), result["critic/score/mean"], lw=1.2)
         axes.set_title(result["shows"][:34], fontsize=7)
         axes.tick_params(labelsize=6)
         axes.grid(alpha=0.3)
-    for axes in list(panels)[len(shown) :]:
+    for axes in panels[len(shown) :]:
         axes.axis("off")
     figure.tight_layout()
     figure.savefig(target)
