@@ -13,12 +13,14 @@ import difflib
 import inspect
 import io
 import itertools
+import json
 import os
 import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
@@ -33,6 +35,9 @@ from rl.ranks import launch, process
 Flags = TypeVar("Flags")
 
 COMMON = "These are the common flags. All flags: --help-all."
+FROM_RUN = "--from-run"
+AGAIN = f"{FROM_RUN} runs/a takes the flags of an earlier run, of this script or another; those on the command line go first."
+OF_ONE_RUN = {"experiment_name", "resume_mode"}  # which another run does not take over
 BOOLEANS = "--shuffle is short for --shuffle True, --no-shuffle for --shuffle False, likewise for every boolean flag."
 # The groups that --help shows first, and their order there
 FIRST = ("script", "run", "data", "demonstration", "reward", "algorithm", "batch", "supervised", "schedule", "split", "engine")
@@ -44,7 +49,8 @@ def parse(flags: type[Flags], description: str | None = None) -> Flags:
     """Parse the command line into an instance of the dataclass. If it is invalid, end the process with one message."""
     try:
         launch.check()
-        return read(flags, description)
+        words, defaults = _from_run(flags, sys.argv[1:])
+        return read(flags, description, words, defaults)
     except UserError as error:
         process.fail(error)
 
@@ -63,6 +69,24 @@ def read(
     parsed = parts.make(flags, **(defaults or {}) | {name: parts.get(found, name) for name in given})
     check(parsed)
     return parsed
+
+
+def _from_run(flags: type, words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Return the command line without --from-run, and the flags of the run that it names. Raise UserError if there are none."""
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith(f"{FROM_RUN}=") else [word])]
+    if FROM_RUN not in words:
+        return words, {}
+    at = words.index(FROM_RUN)
+    file = Path(*words[at + 1 : at + 2], "config.json")
+    try:
+        recorded = json.loads(file.read_text())["flags"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{FROM_RUN}: {file} cannot be read ({error}). Give the directory of a run: runs/a.") from error
+    known = {*parts.leaves(flags)} - OF_ONE_RUN
+    foreign = [flag(name) for name in recorded if name not in {*parts.leaves(flags)}]
+    warn([f"{', '.join(foreign)} of {file.parent}: this script has no such flags"] if foreign else [])
+    defaults = {name: tuple(value) if isinstance(value, list) else value for name, value in recorded.items() if name in known}
+    return [*words[:at], *words[at + 2 :]], defaults
 
 
 def names_in(flags: type, words: Sequence[str]) -> set[str]:
@@ -145,7 +169,7 @@ def _print_help(flags: type, description: str, defaults: dict, show_all: bool) -
 
 def _help(flags: type, description: str, defaults: dict, show_all: bool) -> Iterator[str]:
     yield f"usage: {os.path.basename(sys.argv[0])} [--FLAG VALUE ...]\n\n{description.strip()}\n"
-    yield BOOLEANS if show_all else f"{COMMON}\n{BOOLEANS}"
+    yield f"{AGAIN}\n{BOOLEANS}" if show_all else f"{COMMON}\n{AGAIN}\n{BOOLEANS}"
     leaves = parts.leaves(flags)
     limits = marks(flags, Range)
     width = max(40, shutil.get_terminal_size().columns - 8)

@@ -1,6 +1,7 @@
 """The command line: each number has a range, booleans can be written in every way, and impossible values give one message."""
 
 import dataclasses
+import json
 import re
 import subprocess
 import sys
@@ -357,3 +358,43 @@ def test_a_flag_with_an_empty_text_is_named(script):
         for value in ("", " ") if "tuple" not in hint else (("",), ("demo", " ")):
             with pytest.raises(UserError, match=f"^{flag(name)}: its value is empty. Give one, or leave the flag out"):
                 check(parts.make(script.Args, **{name: value}))
+
+
+@pytest.fixture
+def earlier(tmp_path):
+    """A run of train_async.py."""
+    args = parts.make(train_async.Args, lr=3e-5, train_files=("a.jsonl", "b.jsonl"), shuffle=False, publish_every=4)
+    args = parts.replace(args, experiment_name="old", total_training_steps=7)
+    recorded = json.loads(json.dumps({"flags": parts.flat(args)}, default=str))
+    (tmp_path / "config.json").write_text(json.dumps(recorded))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "words", [["--from-run", "RUN"], ["--from-run=RUN"], ["--seed", "5", "--from-run", "RUN", "--no-shuffle"]]
+)
+def test_the_flags_of_an_earlier_run_are_taken_over(earlier, monkeypatch, words):
+    monkeypatch.setattr(sys, "argv", ["train_async.py", *(word.replace("RUN", str(earlier)) for word in words)])
+    args = flags.parse(train_async.Args)
+    assert (args.learner.lr, args.data.train_files, args.data.shuffle) == (3e-5, ("a.jsonl", "b.jsonl"), False)
+    assert (args.schedule.publish_every, args.total_training_steps) == (4, 7)
+    assert args.log.experiment_name is None, "it is a run of its own"
+    assert args.seed == (5 if "--seed" in words else 0)
+
+
+def test_those_on_the_command_line_go_first(earlier, monkeypatch, capsys):
+    """Also in another script, which says what it does not have."""
+    words = ["--from-run", str(earlier), "--lr", "1e-6", "--shuffle", "--experiment-name", "new"]
+    monkeypatch.setattr(sys, "argv", ["train_sync.py", *words])
+    args = flags.parse(train_sync.Args)
+    assert (args.learner.lr, args.data.shuffle, args.log.experiment_name, args.total_training_steps) == (1e-6, True, "new", 7)
+    said = capsys.readouterr().err
+    assert "--publish-every" in said and "this script has no such flags" in said and "--over-sample" not in said
+
+
+@pytest.mark.parametrize("text", [None, "{", "{}"])
+def test_a_run_without_flags_is_one_message(tmp_path, text):
+    if text:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=f"--from-run: {tmp_path}/config.json cannot be read"):
+        flags._from_run(train_sync.Args, ["--lr", "1", "--from-run", str(tmp_path)])
