@@ -349,6 +349,46 @@ def test_the_page_shows_a_response_and_runs_no_text_of_it(run, show, tmp_path):
     assert "mean score with it" in shown("/0/words")
 
 
+CLICKS = """
+<script nonce="{nonce}">
+const went = [];
+const act = async (what) => {{
+  what();
+  await new Promise((done) => setTimeout(done, 400));
+  went.push(location.hash);
+}};
+const press = (key) => document.body.dispatchEvent(new KeyboardEvent("keydown", {{ key, bubbles: true }}));
+const click = (selector) => document.querySelector(selector).dispatchEvent(new MouseEvent("click", {{ bubbles: true }}));
+setTimeout(async () => {{
+  await act(() => {{
+    const curve = document.querySelector("svg");
+    const at = curve.getBoundingClientRect();
+    curve.dispatchEvent(new MouseEvent("click", {{ bubbles: true, clientX: at.right - 4, clientY: at.top + 20 }}));
+  }});
+  await act(() => click("tr.row"));
+  for (const key of ["j", "j", "k", "Escape"]) await act(() => press(key));
+  await act(() => press("/"));
+  went.push(document.activeElement.type);
+  document.body.dataset.went = went.join(" ");
+}}, 800);
+</script>
+"""
+
+
+@pytest.mark.slow
+def test_two_clicks_lead_from_a_curve_to_a_response_and_keys_go_on(run, show, tmp_path):
+    page = tmp_path / "page.html"
+    server.as_file(Answers([run]), range(1, 4), page)
+    nonce = re.search(r'<script nonce="(\w+)"', page.read_text())[1]
+    page.write_text(page.read_text().replace("</body>", CLICKS.format(nonce=nonce) + "</body>"))
+    went = re.search(r'data-went="([^"]*)"', show(page, "/0"))[1].split()
+    assert went[0] == "#/0/step/3", "the curve's last step"
+    ticket = went[1].removeprefix("#/0/step/3/")
+    assert ticket in ("30", "31")
+    of_group = [f"#/0/step/3/{ticket}/{number}" for number in (1, 2, 1)]
+    assert went[2:6] == [*of_group, "#/0/step/3"] and went[-1] == "search"
+
+
 @pytest.mark.slow
 def test_two_runs_turns_and_conversations_are_shown(run, show, tmp_path):
     other = shutil.copytree(run, tmp_path / "other")
