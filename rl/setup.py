@@ -248,9 +248,9 @@ def read_model(model: str, args) -> tuple[str, PretrainedConfig, PreTrainedToken
     config = load_config(path, args.trust_remote_code)  # first: without a model, a missing tokenizer is not the problem
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     if args.chat_template_args or args.system_prompt:
-        from rl.data.chat_template import set_defaults
+        from rl.data.chat_template import with_defaults
 
-        set_defaults(tokenizer, args.chat_template_args, args.system_prompt)
+        tokenizer = with_defaults(tokenizer, args.chat_template_args, args.system_prompt)
     check_model(path, tokenizer, args)
     if args.learner.adapted:
         from rl.adapters.lora import check_model as check_adapters
@@ -275,7 +275,8 @@ def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokeniz
 
     ends = end_token_ids(path, tokenizer, args.trust_remote_code)
     reward = args.reward.reward if args.reward.scores_environments else ""
-    environments = Environments(args.environment, path, ends, args.trust_remote_code, reward, tokenizer.chat_template)
+    chat = {"chat_template": tokenizer.chat_template, "system_prompt": args.system_prompt}
+    environments = Environments(args.environment, path, ends, args.trust_remote_code, reward, **chat)
     if environments.note:
         flags.warn([f"{args.environment.environment_flag[0]}: {environments.note.rstrip('.')}"])
     return environments

@@ -31,6 +31,7 @@ class Tools:
     is_native: bool = True  # whether the chat template shows the tools and their answers, and writes calls in this form
     are_known: bool = False  # whether the model needs to be shown none (KNOWN)
     role: str = "system"  # of the first message, which a description is added to: "user" if the template refuses the other
+    system: str | None = None  # --system-prompt, which comes before a description
 
     @property
     def for_template(self) -> list[dict] | None:
@@ -50,7 +51,8 @@ class Tools:
         schemas = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in self.schemas)
         text = HERMES.format(schemas=schemas)
         if not messages or messages[0]["role"] != self.role:
-            return [{"role": self.role, "content": text}, *messages]
+            before = f"{self.system}\n\n" if self.system and self.role == "system" else ""
+            return [{"role": self.role, "content": before + text}, *messages]
         first, *rest = messages
         both = (first["content"], text) if self.role == "system" else (text, first["content"])
         return [first | {"content": "\n\n".join(both)}, *rest]

@@ -46,9 +46,10 @@ class Environments:
         trust_remote_code: bool = False,
         reward: str = "",
         chat_template: str | None = None,
+        system_prompt: str | None = None,
     ):
         """model: the path of its tokenizer. reward: the functions over environments, if --reward names some. chat_template: by
-        default the tokenizer's own. Raise UserError if the user's file cannot be used."""
+        default the tokenizer's own; system_prompt: that it begins with. Raise UserError if the user's file cannot be used."""
         self.args = args
         self._settings = {
             "spec": args.environment_spec,
@@ -58,6 +59,7 @@ class Environments:
             "timeout": args.env_timeout,
             "model": model,
             "chat_template": chat_template,
+            "system_prompt": system_prompt,
             "trust_remote_code": trust_remote_code,
             "end_tokens": sorted(end_tokens),
             "form": args.tool_format,

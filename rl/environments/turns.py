@@ -43,9 +43,18 @@ HERMES = (
 class Turns:
     """The turns of one model with its tools."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, schemas: list[dict], end_tokens: set[int], form: str = "auto"):
-        """schemas: of the tools, in the form for chat templates. Raise UserError for an unsuitable chat template."""
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        schemas: list[dict],
+        end_tokens: set[int],
+        form: str = "auto",
+        system: str | None = None,
+    ):
+        """schemas: of the tools, in the form for chat templates; system: what the template says where there is no system
+        message. Raise UserError for an unsuitable chat template."""
         self.tokenizer = tokenizer
+        self._system = system
         self.end_tokens = end_tokens
         if not tokenizer.chat_template:
             raise UserError("the model's tokenizer has no chat template, so the tokens between two turns are unknown.")
@@ -190,7 +199,7 @@ class Turns:
         takes_system = False
         with contextlib.suppress(UserError):
             takes_system = MARK in self._render([{"role": "system", "content": MARK}, ASKED])
-        return Tools(schemas, form, is_native=False, role="system" if takes_system else "user")
+        return Tools(schemas, form, is_native=False, role="system" if takes_system else "user", system=self._system)
 
     def _shows_tools(self, schemas: list[dict]) -> bool:
         """Return whether the template shows tools, or says that the model knows them."""

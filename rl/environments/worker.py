@@ -83,7 +83,8 @@ class Warm:
 
             tokenizer = AutoTokenizer.from_pretrained(settings["model"], trust_remote_code=settings["trust_remote_code"])
             tokenizer.chat_template = settings["chat_template"] or tokenizer.chat_template
-            self.turns_of = functools.partial(Turns, tokenizer, end_tokens=set(settings["end_tokens"]), form=settings["form"])
+            more = {"form": settings["form"], "system": settings["system_prompt"]}
+            self.turns_of = functools.partial(Turns, tokenizer, end_tokens=set(settings["end_tokens"]), **more)
             self.turns: Turns = self.turns_of(self.programs.schemas() if self.programs else [])
         tools = self.turns.tools
         note = ""

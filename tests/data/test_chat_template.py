@@ -6,13 +6,14 @@ import pytest
 from families import FAMILIES, OTHERS, tokenizer_of
 from helpers import run_script
 
-from rl.data.chat_template import set_defaults
+from rl.data.chat_template import with_defaults
 from rl.environments.turns import Turns
 from rl.errors import UserError
 
 USER = {"role": "user", "content": "How much is 12 plus 34?"}
 SAID = [USER, {"role": "assistant", "content": "46"}, {"role": "user", "content": "{{ And }} {% 5 %}\n more?\n"}]
 CONVERSATIONS = {"one turn": [USER], "three turns": SAID, "its own system": [{"role": "system", "content": "Be brief."}, *SAID]}
+REFUSES = {"gemma"}
 SYSTEMS = ["You add numbers.", 'It\'s "quoted", {{ braces }}, {% blocks %}, 中文 😀\nand a \\n line.\n']
 
 
@@ -23,8 +24,13 @@ def rendered(tokenizer, messages, **more) -> str:
 @pytest.mark.parametrize("family", FAMILIES | OTHERS)
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_system_prompt_is_as_if_each_conversation_began_with_it(family, system):
-    plain, changed = tokenizer_of(family), tokenizer_of(family)
-    set_defaults(changed, [], system)
+    plain = tokenizer_of(family)
+    try:
+        changed = with_defaults(plain, [], system)
+    except UserError as error:
+        assert family in REFUSES, error
+        return
+    assert family not in REFUSES
     for messages in CONVERSATIONS.values():
         own = messages[0]["role"] == "system"
         expected = messages if own else [{"role": "system", "content": system}, *messages]
@@ -44,8 +50,9 @@ THINKING = [family for family in FAMILIES | OTHERS if "enable_thinking" in token
 @pytest.mark.parametrize("family", THINKING)
 @pytest.mark.parametrize("value", [True, False])
 def test_an_argument_is_a_default(family, value):
-    plain, changed = tokenizer_of(family), tokenizer_of(family)
-    set_defaults(changed, [f"enable_thinking={str(value).lower()}"], "")
+    plain = tokenizer_of(family)
+    spelled = str(value) if family == "qwen3" else str(value).lower()  # Python's spelling, and JSON's
+    changed = with_defaults(plain, [f"enable_thinking={spelled}"], None)
     for messages in CONVERSATIONS.values():
         assert rendered(changed, messages) == rendered(plain, messages, enable_thinking=value)
         other = rendered(plain, messages, enable_thinking=not value)
@@ -66,6 +73,9 @@ def test_an_argument_is_a_default(family, value):
         ("low", "low"),
         ('"3"', "3"),
         ("null", None),
+        ("NaN", "NaN"),
+        ("1e999", "1e999"),
+        ("None", None),
         ("[1, true]", [1, True]),
         ('{"a": "%}"}', {"a": "%}"}),
         ("a=b '\"", "a=b '\""),
@@ -75,8 +85,34 @@ def test_values_are_json_or_text(text, value):
     tokenizer = tokenizer_of("qwen3")
     tokenizer.chat_template = "\n{{ effort }} {{ effort is none }} {{ messages[0].content }}"
     expected = rendered(tokenizer, [USER], effort=value)
-    set_defaults(tokenizer, [f"effort={text}"], "")
+    tokenizer = with_defaults(tokenizer, [f"effort={text}"], None)
     assert rendered(tokenizer, [USER]) == expected
+
+
+def test_tools_that_are_described_follow_the_system_prompt():
+    """In one system message, where the template does not show them."""
+    function = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
+    tokenizer = with_defaults(tokenizer_of("smollm2"), [], "Be brief.")
+    ends = set(tokenizer.convert_tokens_to_ids(OTHERS["smollm2"][1]))
+    turns = Turns(tokenizer, [{"type": "function", "function": function}], ends, "hermes", "Be brief.")
+    (first, _) = turns.tools.described([USER])
+    assert first["role"] == "system" and first["content"].startswith("Be brief.\n\n# Tools")
+    own = {"role": "system", "content": "Be long."}
+    assert turns.tools.described([own, USER])[0]["content"].startswith("Be long.\n\n# Tools")
+
+
+def test_a_template_that_shows_no_system_message_is_named():
+    tokenizer = tokenizer_of("qwen3")
+    for template, message in (
+        ("{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}", "drops system messages"),
+        (
+            "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}",
+            "refuses system messages .*no system",
+        ),
+    ):
+        tokenizer.chat_template = template
+        with pytest.raises(UserError, match=message):
+            with_defaults(tokenizer, [], "Be brief.")
 
 
 @pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "glm4moe", "llama3_1"])
@@ -84,8 +120,7 @@ def test_the_tokens_between_two_turns_remain(family):
     function = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
     found = []
     for system in ("", "Be brief."):
-        tokenizer = tokenizer_of(family)
-        set_defaults(tokenizer, [], system)
+        tokenizer = with_defaults(tokenizer_of(family), [], system)
         ends = set(tokenizer.convert_tokens_to_ids(FAMILIES[family][1]))
         turns = Turns(tokenizer, [{"type": "function", "function": function}], ends)
         found.append([turns.between([{"role": role, "content": "46"}]) for role in ("tool", "user")])
@@ -95,10 +130,11 @@ def test_the_tokens_between_two_turns_remain(family):
 def test_a_saved_tokenizer_has_them(tmp_path):
     from transformers import AutoTokenizer
 
-    tokenizer = tokenizer_of("qwen3")
-    set_defaults(tokenizer, ["enable_thinking=false"], "Be brief.")
+    flags = ["enable_thinking=false"], "Be brief."
+    tokenizer = with_defaults(tokenizer_of("qwen3"), *flags)
     tokenizer.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
+    assert with_defaults(again, *flags).chat_template == again.chat_template, "it is not written twice"
     assert rendered(again, [USER]) == rendered(tokenizer, [USER]) != rendered(tokenizer_of("qwen3"), [USER])
 
 
@@ -107,6 +143,7 @@ def test_a_saved_tokenizer_has_them(tmp_path):
     [
         ("{{ x }}", ["enable_thinking"], "give name=value"),
         ("{{ x }}", ["a b=1"], "give name=value"),
+        ("{{ tools }}", ["tools=[]"], "its own arguments"),
         ("{{ enable_thinking }}", ["enable_thinkin=false"], "does not mention enable_thinkin"),
         (None, ["x=1"], "no chat template"),
         ({"default": "{{ x }}", "tool_use": "{{ x }}"}, ["x=1"], "several chat templates"),
@@ -116,7 +153,7 @@ def test_what_cannot_be_set_is_named(template, words, message):
     tokenizer = tokenizer_of("qwen3")
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=message):
-        set_defaults(tokenizer, words, "")
+        with_defaults(tokenizer, words, None)
 
 
 @pytest.mark.runs

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 
 from rl.data import images
 from rl.data.args import demo_files
+from rl.data.chat_template import with_defaults
 from rl.data.image_prompts import ImagePrep, Images
 from rl.data.prompts import PromptDataset, PromptOrder
 from rl.errors import ImageError, UserError
@@ -37,10 +38,12 @@ def prompts_with_images(
     prep.prepare = lambda sources: _pixels(prep, config, sources, fake)
     if size == DATA:
         files = demo_files(args.model, args.data.train_files)
-        rows = PromptDataset(files, "train", load_tokenizer(path, args.trust_remote_code), args.data, prep)
+        own = load_tokenizer(path, args.trust_remote_code)
+        tokenizer = with_defaults(own, args.chat_template_args, args.system_prompt)
+        rows = PromptDataset(files, "train", tokenizer, args.data, prep)
         order = PromptOrder(len(rows), args.seed, args.data.shuffle)
-        own = lambda ticket: rows[order(ticket)[1]]  # noqa: E731
-        return lambda ticket: (np.array(own(ticket).ids, np.int32), own(ticket).images)
+        prompt_of = lambda ticket: rows[order(ticket)[1]]  # noqa: E731
+        return lambda ticket: (np.array(prompt_of(ticket).ids, np.int32), prompt_of(ticket).images)
     return _of_size(prep, *_parsed(size), tokens)
 
 
