@@ -264,7 +264,9 @@ def test_every_response_is_counted_once(case, tmp_path):
         told = {}
         for group in of_step["groups"]:
             told.setdefault(group.get("left_out", "trained"), []).append(group["ticket"])
-        assert {reason: sorted(its) for reason, its in told.items()} == {reason: its for reason, its in tickets.items() if its}
+        assert {reason: sorted(its) for reason, its in told.items()} == {
+            reason: sorted(its) for reason, its in tickets.items() if its
+        }
         left_out = [group.ticket for group in record.left_out(step)]
         assert [group.ticket for group in record.groups(step)] + left_out == [group["ticket"] for group in of_step["groups"]]
     steps = [counted(json.loads(line)) for line in lines["metrics"]]

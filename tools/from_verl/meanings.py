@@ -21,7 +21,11 @@ def files(run: Run) -> dict[str, object]:
 
 def chat_template(run: Run) -> dict[str, object]:
     head = "data.apply_chat_template_kwargs"
-    given = dict(run[head] or {})
+    given = run[head] or {}
+    if not isinstance(given, dict):
+        run.lacks(head, "it is no mapping of arguments")
+        given = {}
+    given = dict(given)
     given |= {key.removeprefix(f"{head}."): value for key, value in run.given.items() if key.startswith(f"{head}.")}
     words = [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in given.items()]
     return {"--chat-template-args": words or None}
