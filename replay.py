@@ -84,7 +84,7 @@ def read(words: Sequence[str]) -> Replay:
             raise UserError("the first argument is the directory of a run: python replay.py runs/demo.")
         print(__doc__.strip())
         sys.exit()
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--from-step", type=int)
     parser.add_argument("--to-step", type=int)
     parser.add_argument("--tokens", action="store_true")
@@ -124,7 +124,7 @@ def read(words: Sequence[str]) -> Replay:
     return Replay(record, run_dir, path, first, last, script, args, changed, is_whole, tokens_from)
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise UserError(f"{message}.")
 
@@ -172,9 +172,12 @@ def load_script(file: Path) -> ModuleType:
     return module
 
 
-def begin_again(replay: Replay, ranks: dist.Ranks) -> tuple:
-    """Return the script's args, the learner as the first step found it, and a run that trains from there. Collective."""
+def begin_again(replay: Replay, ranks: dist.Ranks, validates: bool = False) -> tuple:
+    """Return the script's args, the learner as the first step found it, and a run that trains from there. validates: whether
+    the run has a generator, which can validate. Collective."""
+    from rl.generation.generator import make_generator
     from rl.record.identity import check_number
+    from rl.rewards.pool import ScoringPool
     from rl.setup import make_learner, set_up
     from rl.training_run import TrainingRun
 
@@ -183,14 +186,15 @@ def begin_again(replay: Replay, ranks: dist.Ranks) -> tuple:
     name = replay.args.log.experiment_name
     name = name if "experiment_name" in replay.changed else f"replay-{replay.run_dir.name}"
     args = parts.replace(replay.args, record_samples="off", resume_mode="disable", experiment_name=name, val_only=False)
-    job = set_up(parts.replace(args, test_freq=0), script.__file__)
+    job = set_up(args if validates else parts.replace(args, test_freq=0), script.__file__)
     check_number(start["contents"], job.prompts, replay.record.directory)
     total_steps = job.total_steps if LENGTH & {*replay.changed} else start["total_steps"]
     learner = make_learner(args, replace(job, total_steps=total_steps), ranks)
     if replay.checkpoint:
         resume.load(replay.checkpoint, learner)
     job = replace(job, script=f"replay of {start['script']}", total_steps=replay.last, notes=notes(replay))
-    return args, learner, TrainingRun(args, job, learner, ranks.world_size, after=replay.first - 1)
+    generator = make_generator(args, job, ranks, ScoringPool(args.reward)) if validates else None
+    return args, learner, TrainingRun(args, job, learner, ranks.world_size, generator=generator, after=replay.first - 1)
 
 
 def main(replay: Replay, ranks: dist.Ranks) -> None:

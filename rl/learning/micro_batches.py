@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rl.learning.batch import Batch
-from rl.learning.division import Division
+from rl.learning.division import Division, Plan
 from rl.model.attention import Packed
 from rl.ranks.device import moved
 from rl.ranks.dist import Ranks
@@ -91,12 +91,22 @@ class MicroBatch:
 def micro_batches(batch: Batch, members: torch.Tensor, max_tokens: int, ranks: Ranks) -> list[MicroBatch]:
     """Pack this rank's part of the responses `members` [b]. Every rank gets the same number of micro-batches, first those with
     flat groups only. max_tokens: of a micro-batch on one rank."""
+    own = plan_of(batch, members, max_tokens, ranks)[ranks.data_rank]
+    return [micro_batch(batch, members[part].tolist(), ranks) for part in own]
+
+
+def plan_of(batch: Batch, members: torch.Tensor, max_tokens: int, ranks: Ranks) -> Plan:
+    """Return all ranks' micro-batches of the responses `members` [b], as indices into `members`."""
     division = Division(len(batch.tickets), max_tokens, ranks)
     if batch.division and (batch.division.max_tokens, batch.ranks) == (max_tokens, ranks):
         division = batch.division  # it has planned this already
-    plan = division.micros(batch.total_lengths, batch.prompt_lengths, batch.group, batch.flat, members)
-    micros = (MicroBatch.of(batch, members[part].tolist(), ranks.device) for part in plan[ranks.data_rank])
-    return [part_of(micro, ranks) if ranks.sequence_parallel > 1 else micro for micro in micros]
+    return division.micros(batch.total_lengths, batch.prompt_lengths, batch.group, batch.flat, members)
+
+
+def micro_batch(batch: Batch, responses: list[int], ranks: Ranks) -> MicroBatch:
+    """Pack the given responses: this rank's part of the row."""
+    micro = MicroBatch.of(batch, responses, ranks.device)
+    return part_of(micro, ranks) if ranks.sequence_parallel > 1 else micro
 
 
 def part_of(micro: MicroBatch, ranks: Ranks) -> MicroBatch:

@@ -1,6 +1,7 @@
 """why.py names the group that made a step what it was."""
 
 import dataclasses
+import math
 import random
 
 import numpy as np
@@ -15,6 +16,7 @@ from rl import parts
 from rl.errors import UserError
 from rl.learning.batch import Batch
 from rl.ranks.timers import Timers
+from rl.record import validations
 
 
 @pytest.fixture(scope="module")
@@ -44,72 +46,117 @@ def poisoned(group, seed: int):
     return dataclasses.replace(group, responses=[first, *others])
 
 
-def gradients_of(trainer, groups, **flags) -> why.Gradients:
+def step_of(trainer, groups, **flags) -> why.Step:
     args = parts.replace(trainer.args, train_batch_size=len(groups), **flags)
     trainer.begin_again()
     trainer.learner.args = args.learner
-    return why.Gradients(args, train_sync, trainer.learner, Batch.of(groups), Timers())
+    return why.Step(args, train_sync, trainer.learner, Batch.of(groups), Timers())
 
 
-@pytest.mark.slow
-def test_one_poisoned_group_of_64_is_found_in_seven_replays(trainer, groups):
-    for seed in range(20):
-        place = random.Random(seed).randrange(64)
-        batch = [poisoned(group, seed) if i == place else group for i, group in enumerate(groups)]
-        before = trainer.weights()
-        gradients = gradients_of(trainer, batch)
-        first, second, *_ = why.search(gradients, [group.ticket for group in batch])
-        assert (first.ticket, gradients.replays) == (groups[place].ticket, 7), seed
-        assert first.norm > second.norm and torch.equal(trainer.weights(), before), "the weights remain"
+def alone(trainer, groups, monkeypatch, **flags) -> list[list[torch.Tensor]]:
+    """Each group's gradient in each update: that of the step's loss over this group's tokens, all others being masked."""
+    found = []
+    actor_loss = train_sync.actor_loss
+    for place in range(len(groups)):
+        step = step_of(trainer, groups, **flags)
+        of = step.batch.group
+
+        def masked(args, t, out, denominator, place=place, of=of):
+            mask = t.mask & (of[t.seq] == place)
+            return actor_loss(args, dataclasses.replace(t, mask=mask), out, denominator)
+
+        monkeypatch.setattr(train_sync, "actor_loss", masked)
+        updates: list[why.Gradient] = []
+        step.replay(lambda updates=updates, step=step: updates.append(step.take_gradient()))
+        found.append([torch.cat([x.flatten().double() for x in update]) for update in updates])
+    monkeypatch.undo()
+    return found
 
 
 @pytest.mark.parametrize(
-    "flags", [{}, {"loss_agg_mode": "seq-mean-token-mean", "entropy_coeff": 0.01}, {"ppo_mini_batch_size": 4}]
+    "flags",
+    [
+        {},
+        {"loss_agg_mode": "seq-mean-token-mean", "entropy_coeff": 0.01},
+        {"ppo_mini_batch_size": 4},
+        {"ppo_mini_batch_size": 4, "ppo_epochs": 2},
+        {"max_tokens_per_micro_batch": 40},  # a group has several micro-batches
+        {"adv_estimator": "reinforce_plus_plus", "use_kl_loss": True},
+    ],
 )
-def test_the_gradients_of_parts_add_up_to_that_of_the_step(trainer, groups, flags):
-    """Which is the gradient that the step would take."""
+def test_every_group_has_the_gradient_of_its_own_tokens(trainer, groups, monkeypatch, flags):
+    """As by masking all others; the parts add up to the gradient that the step takes, and the largest comes first."""
     batch = groups[:8]
-    tickets = [group.ticket for group in batch]
-    gradients = gradients_of(trainer, batch, **flags)
-    whole = gradients.of(tickets)
-    parts_of = [gradients.of([ticket]) for ticket in tickets]
-    assert len(whole) == 8 // flags.get("ppo_mini_batch_size", 8)
-    for update, total in enumerate(whole):
-        together = sum(part[update] for part in parts_of)
-        assert torch.allclose(together, total, atol=1e-5 + 1e-4 * float(total.abs().max()))
-    if len(whole) == 1:
-        norm = train_sync.learn(gradients.args, trainer.learner, gradients.batch, Timers())["actor/grad_norm"]
-        assert norm == pytest.approx(float(whole[0].double().norm()), rel=1e-4)
-
-
-def test_the_largest_groups_are_named_with_their_parts(trainer, groups):
-    """As computed for every group; their shares add up to 1."""
-    batch = groups[:6]
-    gradients = gradients_of(trainer, batch)
-    found = why.search(gradients, [group.ticket for group in batch])
-    (whole,) = gradients.of([group.ticket for group in batch])
+    step = step_of(trainer, batch, **flags)
+    before = trainer.weights()
+    found = why.measure(step)
+    assert torch.equal(trainer.weights(), before), "the weights remain"
+    own = alone(trainer, batch, monkeypatch, **flags)
+    whole = [sum(of_update) for of_update in zip(*own, strict=True)]
+    square = sum(float(update @ update) for update in whole)
     for part in found:
-        (own,) = gradients.of([part.ticket])
-        assert part.norm == pytest.approx(float(own.norm() / whole.norm()), rel=1e-3)
-    assert [part.norm for part in found] == sorted((part.norm for part in found), reverse=True) and len(found) == 6
+        its = own[step.batch.tickets.index(part.ticket)]
+        assert part.norm == pytest.approx(math.sqrt(sum(float(update @ update) for update in its) / square), abs=1e-4)
+        assert part.share == pytest.approx(sum(float(x @ y) for x, y in zip(its, whole, strict=True)) / square, abs=1e-4)
+    assert [part.norm for part in found] == sorted((part.norm for part in found), reverse=True) and len(found) == 8
     assert sum(part.share for part in found) == pytest.approx(1, abs=1e-3)
-    flat = [dataclasses.replace(g, responses=[dataclasses.replace(r, score=1.0) for r in g.responses]) for g in batch]
-    assert why.search(gradients_of(trainer, flat), [group.ticket for group in flat]) == []
+    if len(whole) == 1:
+        norm = train_sync.learn(step.args, trainer.learner, step.batch, Timers())["actor/grad_norm"]
+        assert norm == pytest.approx(math.sqrt(square), rel=1e-4)
 
 
-@pytest.mark.parametrize("words", [[], ["runs/a"], ["runs/a", "--step"], ["runs/a", "--step", "x"], ["--step", "1", "runs/a"]])
-def test_what_cannot_be_asked_is_one_message(words):
-    with pytest.raises(UserError, match="give a run and a step"):
+@pytest.mark.slow
+def test_a_poisoned_group_of_64_is_found(trainer, groups):
+    for seed in range(6):
+        place = random.Random(seed).randrange(64)
+        batch = [poisoned(group, seed) if i == place else group for i, group in enumerate(groups)]
+        step = step_of(trainer, batch)
+        found = why.measure(step)
+        assert (found[0].ticket, len(found)) == (groups[place].ticket, 64), seed
+
+
+def test_a_step_without_a_gradient_and_one_that_is_not_finite(trainer, groups):
+    flat = [dataclasses.replace(g, responses=[dataclasses.replace(r, score=1.0) for r in g.responses]) for g in groups[:6]]
+    step = step_of(trainer, flat)
+    assert why.measure(step) == []
+    broken = [*groups[:6]]
+    first, *others = broken[3].responses
+    broken[3] = dataclasses.replace(broken[3], responses=[dataclasses.replace(first, score=math.inf), *others])
+    step = step_of(trainer, broken)
+    assert [part.ticket for part in why.measure(step)] == [broken[3].ticket]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "required: run, --step"),
+        (["runs/a"], "required: --step"),
+        (["runs/a", "--step", "x"], "--step: invalid int value: 'x'"),
+        (["runs/a", "--step", "1", "--without"], "--without: expected one argument"),
+        (["--step", "1", "runs/a"], "runs/a is no run that recorded its samples"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_message(words, message):
+    with pytest.raises(UserError, match=message):
         why.read(words)
 
 
 @pytest.mark.runs
 def test_a_step_of_a_run_by_one_learner_and_by_two(demo_model, tmp_path):
-    flags = ["--total-training-steps", 3, "--test-freq", 0, "--output-dir", tmp_path, "--experiment-name", "a"]
+    flags = ["--total-training-steps", 3, "--test-freq", 3, "--output-dir", tmp_path, "--experiment-name", "a"]
     run_script("train_sync.py", *flags, "--lr", 1e-3)
     said = {n: run_script("why.py", tmp_path / "a", "--step", 3, ranks=n).stdout for n in (None, 2)}
-    lines = [[line for line in text.splitlines() if "demo row " in line] for text in said.values()]
-    assert lines[0] == lines[1] and len(lines[0]) == why.LOOKED_AT
-    assert "step 3: 8 groups, 7 replays of the step" in said[2] and f"python view.py {tmp_path}/a --exact 3" in said[2]
+    lines = [[line for line in text.splitlines() if "demo row " in line or "others" in line] for text in said.values()]
+    assert lines[0] == lines[1] and len(lines[0]) == why.SHOWN + 1
+    assert "step 3: 8 groups" in said[2] and f"python view.py {tmp_path}/a --exact 3" in said[2]
     done = run_script("why.py", tmp_path / "a", "--step", 9, check=False)
     assert done.returncode == 1 and "step 9 is not in" in done.stderr
+
+    # What validation would be without a group: with all groups it is that of the run.
+    ticket = lines[0][0].split()[0]
+    compared = run_script("why.py", tmp_path / "a", "--step", 3, "--without", ticket).stdout
+    (row,) = (row for row in validations.read(tmp_path / "a") if row["step"] == 3)
+    (line,) = (line.split() for line in compared.splitlines() if line.endswith("val-core/demo/acc/mean@1"))
+    assert float(line[0]) == pytest.approx(row["val-core/demo/acc/mean@1"], abs=1e-4)
+    done = run_script("why.py", tmp_path / "a", "--step", 3, "--without", 999, check=False)
+    assert done.returncode == 1 and "--without 999: the step's tickets are 16, 17," in done.stderr
