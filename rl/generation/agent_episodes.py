@@ -42,6 +42,8 @@ class Histories:
 class AgentEpisodes(Episodes):
     """The episodes of a generator whose environments are agents."""
 
+    waits_in_outages = False
+
     def __init__(self, *given):
         super().__init__(*given)
         self._histories: dict[Id, Histories] = {}

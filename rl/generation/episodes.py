@@ -2,7 +2,8 @@
 
 To the engine an episode is one response that is continued: the environment's answer is appended to its tokens, and the request
 is added again with them as its `so_far`. The mask separates the policy's tokens from the environment's, so runs of equal mask
-values are the turns. A resumed run replays its episodes from these: the environment has to repeat the recorded answers.
+values are the turns. A resumed run replays its episodes from these: the environment has to repeat the recorded answers. So does
+an episode whose environment failed in an outage (rl/rewards/outages.py), once it is over.
 
 If several ranks share an engine (--rollout-tp), only the first has processes. All ranks poll in the same order, so each poll
 needs one message: the answers that the first rank has read.
@@ -10,6 +11,7 @@ needs one message: the answers that the first rank has read.
 
 import dataclasses
 import itertools
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +23,7 @@ from rl.generation.engine import Engine, EngineRanks, Output, request_seed
 from rl.generation.responses import Key, OpenGroup, Responses
 from rl.model import sampling_mask
 from rl.ranks.timers import Timers
+from rl.rewards.outages import Outages
 from rl.rewards.pool import Score, can_score
 
 OF_GROUP = 2**32 - 1  # replaces a response's number in the seed that its group's environments share
@@ -48,6 +51,7 @@ class Episode:
     cut: str = ""  # why it ended early: "turns" or "length"
     event: Score | None = None  # why it cannot be scored
     restarts: int = 0
+    asked: float = 0.0  # when its environment was last asked
     most: int | None = None  # limit of the next turn's tokens, if an agent sets one
 
     def say(self, end: int) -> list[int]:
@@ -70,6 +74,7 @@ class Episodes(Responses):
     """The episodes of a generator."""
 
     have_turns = True
+    waits_in_outages = True  # can replay an episode of this start
 
     def __init__(self, job: Job, engine: Engine, engine_ranks: EngineRanks, args, end_tokens: set[int]):
         super().__init__(engine)
@@ -86,12 +91,16 @@ class Episodes(Responses):
         self._in_lock_step = not args.schedule.split and not args.environment.serve_policy  # no result depends on time
         self._has_recorded = False  # whether `resume` has to replay recorded episodes
         self._requests: list[tuple] | None = None  # for the engine, collected by `_replay`
+        self._now = 0.0  # of the engine's first rank, so that all its ranks decide alike
+        patience = args.reward.outage_timeout if self.waits_in_outages else 0.0
+        says = engine_ranks.is_leader
+        self._outages = Outages(patience, "the environment", self._play_again, lambda: self._now, says)
 
     # -- the generator's questions
 
     @property
     def num_unfinished(self) -> int:
-        return self.engine.num_unfinished + len(self._resetting)
+        return self.engine.num_unfinished + len(self._resetting) + self._outages.waiting
 
     def start(self, key: Key, work: OpenGroup, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
         """Start a prompt's episodes, or replay the recorded ones."""
@@ -111,10 +120,11 @@ class Episodes(Responses):
             self._admit()
             at_work = any(self._processes.values())
             idle = at_work and (not self.engine.num_unfinished or self._blocked)
-            if any(key >= self.paused_below for key, _ in self._processes):
+            if self._outages.waiting or any(key >= self.paused_below for key, _ in self._processes):
                 self._poll(WAIT if idle else 0.0)
             if not self._blocked:
                 self._take()
+                self._look_at_outages()
         outputs = None if self._blocked else super().decode(timer)
         for output in outputs or ():
             self._turn_ended(output)
@@ -226,6 +236,7 @@ class Episodes(Responses):
     def _ask(self, id: Id, what: str, **item: Any) -> None:
         if id in self._processes:  # otherwise it has failed, and its event is in `_answers`
             self._processes[id] = True
+            self._of[id].asked = self._now
             if self.engine_ranks.is_leader:
                 self.environments.ask(id, what, **item)
 
@@ -236,10 +247,11 @@ class Episodes(Responses):
 
     def _poll(self, wait: float) -> None:
         """Read answers; wait up to `wait` seconds for one. Collective over the engine's ranks, if there is any process."""
-        if not self._processes:
+        if not self._processes and not self._outages.waiting:
             return
-        answers = self.environments.poll(wait) if self.engine_ranks.is_leader else []
-        for (key, number), answer in self.engine_ranks.agree(answers):
+        found = self.environments.poll(wait) if self.engine_ranks.is_leader else []
+        answers, self._now = self.engine_ranks.agree((found, time.monotonic()))
+        for (key, number), answer in answers:
             id = Key(*key), number
             self._answers.append((id, answer))
             if "event" in answer:
@@ -384,6 +396,7 @@ class Episodes(Responses):
         episode.add(answer)
         if answer["done"]:
             self._finish(id, "stop")
+            self._has_worked(id)
         elif episode.turns >= self.args.environment.max_turns or episode.at + len(ids) >= self._room(id):
             self._end(id, "turns" if episode.turns >= self.args.environment.max_turns else "length")
         else:
@@ -415,6 +428,7 @@ class Episodes(Responses):
     def _was_scored(self, id: Id, answer: dict) -> None:
         self._of[id].add(answer)
         self._finish(id, "length")
+        self._has_worked(id)
 
     def _finish(self, id: Id, reason: str) -> None:
         episode = self._of[id]
@@ -431,12 +445,38 @@ class Episodes(Responses):
             episode.restarts += 1
             self._start_process(id)
             return
-        episode.event = Score(None, event=answer["event"], message=answer["message"])
+        failed = Score(None, event=answer["event"], message=answer["message"])
         if episode.in_engine:  # the turn under way is the last
+            episode.event = failed
             return
-        episode.output = episode.output or Output(id, [], [], [], "length")
         self._resetting.discard(id)
-        self._finish(id, "stop")
+        self._lose(self._outages.take(self.working[id[0]].prompt.data_source, id, failed))
+
+    def _lose(self, failed: list[tuple[Id, Score]]) -> None:
+        """End episodes that cannot be scored."""
+        for id, score in failed:
+            episode = self._of[id]
+            episode.event = score
+            episode.output = episode.output or Output(id, [], [], [], "length")
+            self._finish(id, "stop")
+
+    # -- outages of environments
+
+    def _has_worked(self, id: Id) -> None:
+        """Count an episode that its environment has played to its end: those that failed before are lost, or played again."""
+        *failed, _ = self._outages.take(self.working[id[0]].prompt.data_source, id, Score(0.0), self._of[id].asked)
+        self._lose(failed)
+
+    def _look_at_outages(self) -> None:
+        if self._outages.waiting:
+            self._lose(self._outages.look(not (self.engine.num_unfinished or self._processes or self._queue)))
+
+    def _play_again(self, id: Id) -> None:
+        """Reset the environment of an episode that failed, and replay its turns."""
+        failed = self._of[id]
+        self._of[id] = Episode(failed.output, self.working[id[0]].prompt.ids, restarts=failed.restarts + 1)
+        self._resetting.add(id)
+        self._start_process(id)
 
 
 def _with(output: Output | None, ids: list[int]) -> Output | None:

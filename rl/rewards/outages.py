@@ -1,4 +1,4 @@
-"""Outages of a grader: responses wait until it works again, instead of losing their scores.
+"""Outages of a grader or an environment: responses wait until it works again, instead of losing their scores.
 
 If a function has scored responses of a data_source, and then fails on FAILURES of them in a row, it is out: a judge does not
 answer, a disk is full. Its responses wait. One of them is scored again after 1, 2, 4, ... up to 60 seconds; once a response
@@ -6,6 +6,7 @@ has a score, all the others are scored again as well. After --outage-timeout the
 worked is not out but wrong.
 """
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ class _Source:
 
     has_worked: bool = False  # since the last outage that did not end
     failures: int = 0  # in a row
-    failed: dict = field(default_factory=dict)  # key of a response that waits -> its score, which says what happened
+    failed: dict = field(default_factory=dict)  # key of a response that waits -> (its score, which says what happened; when)
     since: float | None = None  # when the outage began; None: there is none
     pause: float = 0.0
     next: float = 0.0  # when to score a response again
@@ -34,10 +35,18 @@ class _Source:
 class Outages:
     """The responses that could not be scored and still may be."""
 
-    def __init__(self, seconds: float, grader: str, again: Callable[[Any], None], clock: Callable[[], float] = time.monotonic):
-        """seconds: --outage-timeout; grader: its name; again: scores the response with this key again."""
+    def __init__(
+        self,
+        seconds: float,
+        grader: str,
+        again: Callable[[Any], None],
+        clock: Callable[[], float] = time.monotonic,
+        says: bool = True,
+    ):
+        """seconds: --outage-timeout; grader: its name; again: scores the response with this key again; says: whether to tell
+        the user."""
         self._seconds = min(seconds, watchdog.limit * 2 / 3)  # other ranks wait for this one, without progress
-        self._grader, self._again, self._clock = grader, again, clock
+        self._grader, self._again, self._clock, self._says = grader, again, clock, says
         self._sources: dict[str, _Source] = {}
 
     @property
@@ -49,15 +58,16 @@ class Outages:
         """The number of responses that wait for a score."""
         return sum(len(source.failed) for source in self._sources.values())
 
-    def take(self, name: str, key, score) -> list[tuple]:
-        """Take the score of a response of this data_source. Return those that are final, as (key, score)."""
+    def take(self, name: str, key, score, asked: float | None = None) -> list[tuple]:
+        """Take the score of a response of this data_source. Return those that are final, as (key, score). asked: when the score
+        was asked for; one that was asked for before others failed does not show that those fail alone. None: now."""
         source = self._sources.setdefault(name, _Source())
         if not score.event:
-            return [*self._worked(name, source), (key, score)]
+            return [*self._worked(name, source, self._clock() if asked is None else asked), (key, score)]
         source.failures += 1
         if not source.has_worked or not self._seconds:
             return [(key, score)]
-        source.failed[key] = score
+        source.failed[key] = (score, self._clock())
         if source.since is not None:
             if key == source.asked:
                 source.pause = min(2 * source.pause, LONGEST_PAUSE)
@@ -93,22 +103,29 @@ class Outages:
                 self._again(source.asked)
         return final
 
-    def _worked(self, name: str, source: _Source) -> list[tuple]:
+    def _worked(self, name: str, source: _Source, asked: float) -> list[tuple]:
         """A response has a score. Return those that failed before it; after an outage they are scored again instead."""
         source.has_worked = True
-        source.failures = 0
         if source.since is None:
-            return self._give_up(source)
+            final = self._give_up(source, asked)
+            source.failures = len(source.failed)
+            return final
+        if asked < source.since:
+            return []
+        source.failures = 0
         self._say(f"responses of {name} are scored again, after {self._clock() - source.since:.0f} s.", "note")
         for key, _ in self._give_up(source):
             self._again(key)
         return []
 
-    def _give_up(self, source: _Source) -> list[tuple]:
-        final = [*source.failed.items()]
-        source.failed.clear()
+    def _give_up(self, source: _Source, before: float = math.inf) -> list[tuple]:
+        """Return the responses that failed by then."""
+        final = [(key, score) for key, (score, when) in source.failed.items() if when <= before]
+        for key, _ in final:
+            del source.failed[key]
         source.since = source.asked = None  # one that is under way comes back
         return final
 
     def _say(self, text: str, kind: str = "warning") -> None:
-        print(f"{kind}: {self._grader}: {text}", file=sys.stderr, flush=True)
+        if self._says:
+            print(f"{kind}: {self._grader}: {text}", file=sys.stderr, flush=True)
