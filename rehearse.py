@@ -100,7 +100,7 @@ def score(reward: str | None, jobs: list[tuple[str, Text, dict]], prompt_key: st
     with ScoringPool(RewardArgs(reward=reward, reward_timeout=SECONDS, reward_workers=2, outage_timeout=0)) as pool:
         for number, (_, text, row) in enumerate(jobs):
             source = row.get("data_source") or default_source(row)
-            pool.submit(number, source, text.text, ground_truth(row), row.get("extra_info"), row.get(prompt_key))
+            pool.submit(number, source, text.text, ground_truth(row), row.get("extra_info"), prompt=row.get(prompt_key))
         while pool.pending:
             for number, its in pool.wait(1.0):
                 found[number] = its

@@ -263,7 +263,12 @@ class Generator:
             self.pool.hand_back(output.id, score)
             return
         text = self.job.tokenizer.decode(self.responses.last_turn(output), skip_special_tokens=True)
-        self.pool.submit(output.id, p.data_source, text, p.ground_truth, p.extra_info, p.row.get("prompt", p.text))
+        further = {
+            "prompt": p.row.get("prompt", p.text),
+            "step": self.args.schedule.step_of(max(output.versions, default=0), self.job.total_steps),
+            "split": "val" if key.validates else "train",
+        }
+        self.pool.submit(output.id, p.data_source, text, p.ground_truth, p.extra_info, **further)
 
 
 def _image_fault(prompt: Prompt) -> Exception | None:

@@ -21,9 +21,12 @@ class RewardArgs(Part):
     reward: Annotated[str | None, Content("code")] = None
     """Your own reward function, as path/to/file.py:function. It is called with (data_source, solution_str, ground_truth,
     extra_info) and returns a number, or a dict with "score" and further numbers, which become metrics. It may be async. If it
-    names `prompt`, it also gets the prompt.
-    Functions that name `environments` or `completions` are TRL's: they get those of --env, and several may be named.
+    names `prompt`, `step` (of the weights that sampled) or `split` ("train" or "val"), it also gets these. Several functions of
+    the file, as file.py:f,g, are added up.
+    Functions that name `environments` or `completions` are TRL's: they get those of --env.
     Or "code": responses are programs, which are tested in a sandbox."""
+    reward_weights: tuple[Annotated[float, Range()], ...] = ()
+    """The weight of each function of --reward in the sum; by default 1."""
     reward_timeout: MayChange[Annotated[float, Range(above=0, at_most=86_400)]] = 10.0
     """Seconds that scoring a response may take. One that takes longer is not trained, as one whose scoring fails."""
     reward_workers: MayChange[Annotated[int, Range(at_least=1, at_most=1024)]] = 1
@@ -52,6 +55,11 @@ class RewardArgs(Part):
         """Raise UserError for a --reward that names no file, or functions that cannot score together."""
         if self.reward and self.reward != CODE:
             check_code("--reward", self.reward, "function")
+        functions = self.reward.rpartition(":")[2].split(",") if self.own_reward else []
+        if self.reward_weights and len(self.reward_weights) != len(functions):
+            raise UserError(
+                f"--reward-weights has {len(self.reward_weights)} weights, and --reward names {len(functions)} functions."
+            )
         if self.scores_environments:
             self._check_functions(args.environment)
 

@@ -42,7 +42,8 @@ class Lost(Exception):
 class Shared:
     """What the threads of this process share."""
 
-    spec: str  # path/to/file.py:function; empty for the built-in graders
+    spec: str  # path/to/file.py:f,g; empty for the built-in graders
+    weights: list[float]  # of the functions
     timeout: float  # seconds that a response may take
     memory: int  # bytes that a process may allocate
     workers: int
@@ -79,7 +80,7 @@ class Lane:
         except BaseException as error:
             self._shared.reply(0, json.dumps({"failed": worker.describe(error)}))
 
-    def _start(self) -> dict[str, bool]:
+    def _start(self) -> dict[str, Any]:
         """Start a process in place of a lost one. Return what worker.load does. Raise Lost if it cannot load the function."""
         if self._pool:
             self._pool.stop()
@@ -88,7 +89,7 @@ class Lane:
         self._has_answered = False
         self._began = 0.0  # when the process got its first response
         try:
-            loaded = self._ask(worker.load, self._shared.spec, self._shared.memory, seconds=START_LIMIT)
+            loaded = self._ask(worker.load, self._shared.spec, self._shared.weights, self._shared.memory, seconds=START_LIMIT)
         except Lost as lost:
             raise Lost(lost.event, f"importing it does not work: {lost}") from None
         if "failed" in loaded:

@@ -151,13 +151,13 @@ class ScoringPool(contextlib.AbstractContextManager):
             self._raise_failure()
 
     def submit(
-        self, key: Any, data_source: str, text: str, ground_truth: Any, extra_info: dict | None = None, prompt: Any = None
+        self, key: Any, data_source: str, text: str, ground_truth: Any, extra_info: dict | None = None, **further: Any
     ) -> None:
-        """Queue a response for scoring. prompt: messages or text, for functions that name `prompt`."""
+        """Queue a response for scoring. further: `prompt` (messages or text), `step`, `split`, for functions that name them."""
         self._raise_failure()
         item = {"data_source": data_source, "solution_str": text, "ground_truth": ground_truth, "extra_info": extra_info}
         if self.args.own_reward:
-            item |= {"prompt": prompt} if self._takes_prompt else {}
+            item |= {name: further.get(name) for name in self._takes}
         else:
             check_sources({data_source: f"response {key}"}, self.args)
             item["data_source"] = verifier_name(data_source, self.args.reward)
@@ -225,7 +225,8 @@ class ScoringPool(contextlib.AbstractContextManager):
     def _start(self) -> None:
         spec = self.args.reward if self.args.own_reward else ""
         limits = {"timeout": self.args.reward_timeout, "memory": MEMORY, "workers": self.args.reward_workers}
-        command = [sys.executable, "-m", "rl.rewards.host", json.dumps({"spec": spec} | limits)]
+        settings = {"spec": spec, "weights": self.args.reward_weights} | limits
+        command = [sys.executable, "-m", "rl.rewards.host", json.dumps(settings)]
         env = {name: value for name, value in os.environ.items() if not name.startswith(JOB)}
         root = str(Path(__file__).resolve().parents[2])
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
@@ -262,7 +263,7 @@ class ScoringPool(contextlib.AbstractContextManager):
                 elif "failed" in reply:
                     self._fail(reply["failed"])
                 else:
-                    self._takes_prompt = reply["takes_prompt"]
+                    self._takes = reply["takes"]
                     self._is_ready.set()
             if not self._is_closed:
                 self._end_host()

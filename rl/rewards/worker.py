@@ -1,10 +1,9 @@
-"""What runs in a scoring process: the user's function, or the built-in graders. rl/rewards/host.py calls these functions there.
+"""What runs in a scoring process: the user's functions, or the built-in graders. rl/rewards/host.py calls it there.
 
 It imports neither torch nor transformers, so a process starts quickly.
 """
 
 import asyncio
-import contextlib
 import importlib.util
 import inspect
 import json
@@ -14,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -22,10 +21,11 @@ from rl import printable
 from rl.errors import UserError
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # that a verifier is called with, by name
+OPTIONAL = ("prompt", "step", "split")  # that a user's function may name as well
 LOOK = 0.02  # seconds between looks for new responses while an async function works on others
 
 _is_loaded = False
-_function: Callable | None = None  # the user's; None: the built-in graders
+_functions: "Functions | None" = None  # the user's; None: the built-in graders
 _loop: asyncio.AbstractEventLoop | None = None  # of an async function
 _tasks: dict[int, tuple[asyncio.Task, float]] = {}  # number of a response -> its call, and when its time is up
 
@@ -40,40 +40,96 @@ def import_file(path: str, name: str) -> ModuleType:
     return module
 
 
-def _find(spec: str) -> tuple[Callable, bool]:
-    """Return the function of path/to/file.py:function, and whether it names `prompt`. Raise an error if it cannot be called as
-    a verifier."""
-    path, _, name = spec.rpartition(":")
-    module = import_file(path, "user_reward")
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise AttributeError(f"{path} has no function {name!r}")
-    takes_prompt = False
-    with contextlib.suppress(ValueError):  # some callables have no signature
+class BadValue(Exception):
+    """A function returned a wrong value."""
+
+    event = "bad_value"
+
+
+class Functions:
+    """The functions of path/to/file.py:f,g, called as one: the score is the sum of theirs."""
+
+    def __init__(self, spec: str, weights: Sequence[float]):
+        """weights: of the functions in the sum; none: 1 each. Raise an error if one cannot be called as a verifier."""
+        path, _, names = spec.rpartition(":")
+        module = import_file(path, "user_reward")
+        self.names = names.split(",")
+        self.weights = weights or [1.0] * len(self.names)
+        self._calls = []  # (function, arguments that it is called with)
+        for name in self.names:
+            function = getattr(module, name, None)
+            if not callable(function):
+                raise AttributeError(f"{path} has no function {name!r}")
+            self._calls.append((function, ARGUMENTS + _further(name, function)))
+        self.takes = sorted({name for _, names in self._calls for name in names if name in OPTIONAL})
+        self.is_async = any(_is_async(function) for function, _ in self._calls)
+
+    def __call__(self, **item: Any) -> Any:
+        """Return the value; an awaitable if one of the functions is async."""
+        if self.is_async:
+            return self._awaited(item)
+        return self._sum([function(**_of(item, names)) for function, names in self._calls])
+
+    async def _awaited(self, item: dict[str, Any]) -> Any:
+        values = []
+        for function, names in self._calls:
+            value = function(**_of(item, names))
+            values.append(await value if inspect.isawaitable(value) else value)
+        return self._sum(values)
+
+    def _sum(self, values: list) -> Any:
+        """Return the weighted sum of the functions' scores, each under its name, and all their further numbers."""
+        if len(values) == 1 and self.weights[0] == 1:
+            return values[0]
+        total = 0.0
+        extra = {}
+        for name, weight, value in zip(self.names, self.weights, values, strict=True):
+            try:
+                extra |= {name: float(value["score"])} | value if isinstance(value, dict) else {name: float(value)}
+            except (KeyError, TypeError, ValueError):
+                raise BadValue(f"{name} returned {value!r:.100}, not a number") from None
+            total += weight * extra[name]
+        return extra | {"score": total}
+
+
+def _of(item: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: item[name] for name in names}
+
+
+def _is_async(function: Callable) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _further(name: str, function: Callable) -> tuple[str, ...]:
+    """Return which of OPTIONAL the function names. Raise TypeError if it cannot be called as a verifier."""
+    try:
         signature = inspect.signature(function)
-        takes_prompt = "prompt" in signature.parameters
-        try:
-            signature.bind(**dict.fromkeys(ARGUMENTS + ("prompt",) * takes_prompt))
-        except TypeError as error:
-            hint = ". TRL's functions must be defined in this file, with def" if "environments" in signature.parameters else ""
-            raise TypeError(f"{name}{signature} cannot be called with {', '.join(ARGUMENTS)}: {error}{hint}") from None
-    return function, takes_prompt
+    except ValueError:  # some callables have none
+        return ()
+    further = tuple(name for name in OPTIONAL if name in signature.parameters)
+    try:
+        signature.bind(**dict.fromkeys(ARGUMENTS + further))
+    except TypeError as error:
+        hint = ". TRL's functions must be defined in this file, with def" if "environments" in signature.parameters else ""
+        raise TypeError(f"{name}{signature} cannot be called with {', '.join(ARGUMENTS)}: {error}{hint}") from None
+    return further
 
 
-def load(spec: str, memory: int) -> dict[str, Any]:
-    """Prepare this process. Return whether the function "is_async" and "takes_prompt", or why it "failed". spec:
-    path/to/file.py:function, empty for the built-in graders; memory: bytes that this process may allocate."""
-    global _is_loaded, _function, _loop
+def load(spec: str, weights: Sequence[float], memory: int) -> dict[str, Any]:
+    """Prepare this process. Return whether a function "is_async" and what of OPTIONAL they "take", or why it "failed". spec:
+    path/to/file.py:f,g, empty for the built-in graders; weights: of the functions; memory: bytes that this process may
+    allocate."""
+    global _is_loaded, _functions, _loop
     sys.stdout = sys.stderr  # which is unbuffered
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     try:
-        _function, takes_prompt = _find(spec) if spec else (None, False)
+        _functions = Functions(spec, weights) if spec else None
     except (Exception, SystemExit) as error:
         return {"failed": describe(error)}
-    if inspect.iscoroutinefunction(_function) or inspect.iscoroutinefunction(type(_function).__call__):
+    if _functions and _functions.is_async:
         _loop = asyncio.new_event_loop()
     _is_loaded = True
-    return {"is_async": _loop is not None, "takes_prompt": takes_prompt}
+    return {"is_async": _loop is not None, "takes": _functions.takes if _functions else []}
 
 
 def _check_loaded() -> None:
@@ -90,7 +146,7 @@ def score(items: dict[int, str]) -> dict[int, str]:
     replies = {}
     for number, item in items.items():
         try:
-            replies[number] = _as_json((_function or grade)(**json.loads(item)))
+            replies[number] = _as_json((_functions or grade)(**json.loads(item)))
         except BaseException as error:
             replies[number] = _failure(error)
     return replies
@@ -119,7 +175,7 @@ def advance(items: dict[int, str], seconds: float) -> dict[int, str]:
 
 async def _reply(item: str) -> str:
     try:
-        return _as_json(await _function(**json.loads(item)))
+        return _as_json(await _functions(**json.loads(item)))
     except BaseException as error:
         return _failure(error)
 

@@ -46,7 +46,7 @@ def make_pool(tmp_path, monkeypatch):
 
 def scores(pool, texts, truth="42") -> dict:
     for text in texts:
-        pool.submit(text, "any", text, truth, {"n": 1}, [{"role": "user", "content": "6 * 7 = ?"}])
+        pool.submit(text, "any", text, truth, {"n": 1}, prompt=[{"role": "user", "content": "6 * 7 = ?"}])
     return drain(pool)
 
 

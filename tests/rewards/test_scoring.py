@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, cpu_limit
+from helpers import ROOT, cpu_limit, train
 
 from rl import printable
 from rl.errors import UserError
 from rl.ranges import check
 from rl.rewards import host
 from rl.rewards import pool as module
-from rl.rewards.pool import RewardArgs, ScoringPool, as_score, check_sources, overlong_penalty
+from rl.rewards.pool import RewardArgs, Score, ScoringPool, as_score, check_sources, overlong_penalty
 from rl.rewards.verifiers import BUILT_IN, code
 
 pytestmark = pytest.mark.timeout(200)
@@ -297,8 +297,56 @@ def test_a_function_may_start_processes_and_name_the_prompt(mine, tmp_path):
         assert drain(pool)[0].score == 6
     (tmp_path / "prompt.py").write_text("def score(solution_str, prompt, **_): return len(prompt)\n")
     with make_pool(f"{tmp_path / 'prompt.py'}:score") as pool:
-        pool.submit(0, "any", "x", "1", None, [{"role": "user", "content": "?"}])
+        pool.submit(0, "any", "x", "1", None, prompt=[{"role": "user", "content": "?"}])
         assert drain(pool)[0].score == 1
+
+
+SEVERAL = """
+import asyncio
+
+def right(data_source, solution_str, ground_truth, extra_info):
+    return {"score": float(solution_str == ground_truth), "acc": float(solution_str == ground_truth)}
+
+async def short(solution_str, step, split, **_):
+    await asyncio.sleep(0.01)
+    return -len(solution_str) * step * (split == "train")
+
+def nothing(**_):
+    return None
+"""
+
+
+def test_several_functions_are_added_up_and_each_is_a_metric(tmp_path):
+    (tmp_path / "several.py").write_text(SEVERAL)
+    spec = f"{tmp_path / 'several.py'}:right,short"
+    for weights, score in (((), 1 - 4), ((2.0, 0.5), 2 - 2)):
+        with ScoringPool(RewardArgs(reward=spec, reward_weights=weights)) as pool:
+            pool.submit(0, "any", "12", "12", None, prompt="?", step=2, split="train")
+            assert drain(pool)[0] == Score(float(score), {"right": 1.0, "acc": 1.0, "short": -4.0})
+            pool.submit(1, "any", "12", "12", None, prompt="?", step=2, split="val")
+            assert drain(pool)[1].extra["short"] == 0
+    with make_pool(f"{tmp_path / 'several.py'}:right,nothing") as pool:
+        submit(pool, "x")
+        assert drain(pool)[0].error == "bad_value: nothing returned None, not a number"
+    with ScoringPool(RewardArgs(reward=f"{tmp_path / 'several.py'}:right", reward_weights=(3.0,))) as pool:
+        pool.submit(0, "any", "12", "12", None)
+        assert drain(pool)[0].score == 3
+    with pytest.raises(UserError, match="--reward-weights has 1 weights, and --reward names 2 functions"):
+        RewardArgs(reward=spec, reward_weights=(1.0,)).check(None)
+
+
+@pytest.mark.runs
+def test_a_reward_function_gets_the_step_and_the_split(tmp_path):
+    """The step of the weights that sampled."""
+    (tmp_path / "mine.py").write_text(
+        "def at(step, split, **_): return 100 * (split == 'val') + step\n\ndef one(**_): return 1\n"
+    )
+    flags = ["--total-training-steps", 2, "--test-freq", 1, "--reward", f"{tmp_path}/mine.py:at,one"]
+    metrics, _, _ = train("train_sync.py", *flags, "--reward-weights", 1, 10, out=tmp_path / "runs")
+    assert [metrics[step]["critic/score/mean"] for step in (1, 2)] == [10, 11]
+    assert [metrics[step]["reward/extra/at/mean"] for step in (1, 2)] == [0, 1]
+    assert [metrics[step]["val-core/demo/acc/mean@1"] for step in (0, 1, 2)] == [110, 111, 112]
+    assert metrics[2]["val-aux/demo/one/mean@1"] == 1
 
 
 # -------------------------------------------------------------------------------------------------- the start and the end
