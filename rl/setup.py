@@ -3,6 +3,7 @@
 Left out: joining the process groups (rl/ranks/dist.py), and the flags of a component, which are defined with it.
 """
 
+import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -202,12 +203,16 @@ def set_up(args: CommonArgs, file: str) -> Job:
     flags.warn(values_of_the_demo(args, sys.argv[1:]))
     train_files, val_files = (demo_files(model, files) for files in (args.data.train_files, args.data.val_files))
     environments = start_environments(args, path, tokenizer) if args.environment.has_environment else None
-    tools = environments and environments.tools
-    brought = args.environment.brought(args.reward.own_reward)
-    prompts = PromptDataset(train_files, "train", tokenizer, args.data, prep, tools, brought)
+    brought = functools.partial(args.environment.brought, args.reward.own_reward)
+    if args.environment.is_by_row:
+        by_row = {name: (tools, brought(name)) for name, tools in environments.tools.items()}
+        given = {"brought": frozenset().union(*(of for _, of in by_row.values())), "by_row": by_row}
+    else:
+        given = {"tools": environments and environments.tools[""], "brought": brought()}
+    prompts = PromptDataset(train_files, "train", tokenizer, args.data, prep, **given)
     teacher_prompts = read_teacher_prompts(args, prompts) if args.teacher.teacher_prompt is not None else None
     validates = args.test_freq > 0 or args.val_only
-    val_prompts = PromptDataset(val_files, "val", tokenizer, args.data, prep, tools, brought) if validates else None
+    val_prompts = PromptDataset(val_files, "val", tokenizer, args.data, prep, **given) if validates else None
     sources = prompts.sources() | (val_prompts.sources() if val_prompts else {})
     if not (args.environment.env or args.environment.has_agent):  # these may score themselves
         check_sources(sources, args.reward)

@@ -117,34 +117,48 @@ def validation_metrics(rows: list[dict]) -> dict[str, float]:
     """Return verl's val-core/<data_source>/acc/mean@n and pass@n (the best of the n), averaged over the prompts of each source,
     and the number of responses that could not be scored. These count as wrong: 0, or the worst score of their source here if
     that is below 0. Also return verl's val-aux/<data_source>/<name>/mean@n of each further number of the reward function: its
-    mean over the responses that have it. rows: one per response, as `Generator.take_rows` describes them. Every name begins
-    with "val-": by that the record distinguishes a validation's metrics from a step's."""
+    mean over the responses that have it; and val-aux/env/<name>/acc/mean@n of each environment that has a name. rows: one per
+    response, as `Generator.take_rows` describes them. Every name begins with "val-": by that the record distinguishes a
+    validation's metrics from a step's."""
     metrics = {"val-aux/reward/unscored": sum(row["error"] is not None for row in rows)}
-    for source, its in _by_source(rows).items():
-        worst = min([0.0, *(row["acc"] for row in its if row["error"] is None)])
-        by_prompt: dict[int, list[float]] = {}
-        for row in its:
-            by_prompt.setdefault(row["index"], []).append(row["acc"] if row["error"] is None else worst)
-        prompts = list(by_prompt.values())
+    for source, its in _by("data_source", rows).items():
+        prompts = _accuracies(its)
         n = len(prompts[0])
-        metrics[f"val-core/{source}/acc/mean@{n}"] = sum(sum(acc) / n for acc in prompts) / len(prompts)
+        metrics[f"val-core/{source}/acc/mean@{n}"] = _mean_of(prompts)
         if n > 1:
             metrics[f"val-core/{source}/acc/pass@{n}"] = sum(max(acc) for acc in prompts) / len(prompts)
         extras = [row.get("extra", {}) for row in its]  # none in a checkpoint of an older version
         metrics |= {f"val-aux/{source}/{name}/mean@{n}": mean for name, mean in _means(extras).items()}
+    for name, its in _by("environment", rows).items():
+        prompts = _accuracies(its)
+        metrics |= {f"val-aux/env/{name}/acc/mean@{len(prompts[0])}": _mean_of(prompts)} if name else {}
     return metrics
+
+
+def _accuracies(rows: list[dict]) -> list[list[float]]:
+    """Return the accuracies of each prompt's responses."""
+    worst = min([0.0, *(row["acc"] for row in rows if row["error"] is None)])
+    by_prompt: dict[int, list[float]] = {}
+    for row in rows:
+        by_prompt.setdefault(row["index"], []).append(row["acc"] if row["error"] is None else worst)
+    return list(by_prompt.values())
+
+
+def _mean_of(prompts: list[list[float]]) -> float:
+    return sum(sum(acc) / len(acc) for acc in prompts) / len(prompts)
 
 
 def hardly_scored(rows: list[dict]) -> list[str]:
     """Return the data sources of a validation in which less than half of the responses could be scored. Their mean mostly
     reflects the score of failures, which may be better than any true score: it must not choose the best checkpoint."""
-    return [source for source, its in _by_source(rows).items() if 2 * sum(row["error"] is not None for row in its) > len(its)]
+    by_source = _by("data_source", rows)
+    return [source for source, its in by_source.items() if 2 * sum(row["error"] is not None for row in its) > len(its)]
 
 
-def _by_source(rows: list[dict]) -> dict[str, list[dict]]:
+def _by(column: str, rows: list[dict]) -> dict[str, list[dict]]:
     out: dict[str, list[dict]] = {}
     for row in rows:
-        out.setdefault(row["data_source"], []).append(row)
+        out.setdefault(row.get(column, ""), []).append(row)  # a checkpoint of an older version has no environments
     return out
 
 

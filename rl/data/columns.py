@@ -62,13 +62,17 @@ def check_truth(where: str, row: dict, brought: frozenset[str] = frozenset()) ->
             "stand in a column ground_truth."
         )
     if (
-        "data_source" not in row and "ground_truth" not in brought and "####" not in str(row["answer"])
+        "data_source" not in row and "ground_truth" not in brought and "####" not in str(row.get("answer"))
     ):  # not GSM8K: it would always be scored 0
         raise UserError(f"{where}: the answer has no '####' as GSM8K's have, and {NO_SOURCE}.")
 
 
-def sources(table) -> pa.ChunkedArray:
-    """The data_source of each row, as text."""
+def sources(table, by_row: bool = False) -> pa.ChunkedArray:
+    """The data_source of each row, as text. by_row: whether single rows may lack one, because their environment brings it."""
+    if by_row:
+        lacking = [None] * len(table)
+        known = [table.data.column(n).to_pylist() if n in table.column_names else lacking for n in ("data_source", "answer")]
+        return pa.chunked_array([[name or default_source({"answer": answer}) for name, answer in zip(*known, strict=True)]])
     if "data_source" not in table.column_names:
         first = table.select_columns(["answer"])[0] if "answer" in table.column_names else {}
         return pa.chunked_array([pa.repeat(default_source(first), len(table))])

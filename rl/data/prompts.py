@@ -13,7 +13,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -80,14 +80,17 @@ class PromptDataset(FileRows):
         prep: "ImagePrep | None" = None,
         tools: "Tools | None" = None,
         brought: frozenset[str] = frozenset(),
+        by_row: "Mapping[str, tuple[Tools, frozenset[str]]] | None" = None,
     ):
         """prep: of a model that takes images. tools: that the model may call. brought: what rows may lack, because the
-        environment brings it: "prompt", "ground_truth"."""
+        environment brings it: "prompt", "ground_truth". by_row: tools and what is brought by each of several environments,
+        whose names are in a column; `brought` is then what any of them brings."""
         self.tokenizer = tokenizer
         self.args = args
         self.prep = prep
         self.brought = brought
         self.tools = tools
+        self.by_row = by_row
         super().__init__(files, split)
         limit = args.train_max_samples if split == "train" else args.val_max_samples
         # Files keep their own columns: casting them to a common schema would change what they say.
@@ -134,7 +137,7 @@ class PromptDataset(FileRows):
         """Every data_source -> its first row."""
         found: dict[str, str] = {}
         for file, table in zip(self.files, self.tables, strict=True):
-            of_rows = sources(table)
+            of_rows = sources(table, bool(self.by_row))
             for source in of_rows.unique().to_pylist():
                 is_first = pc.is_null(of_rows) if source is None else pc.equal(of_rows, source)
                 where = f"{file} row {pc.index(is_first, True)}"
@@ -159,7 +162,7 @@ class PromptDataset(FileRows):
         """Every data_source -> the number of its rows, including those whose prompts were left out."""
         sizes: Counter[str] = Counter()
         for table in self.tables:
-            counted = sources(table).value_counts()
+            counted = sources(table, bool(self.by_row)).value_counts()
             sizes.update({of["values"]: of["counts"] for of in counted.to_pylist()})
         return sizes
 
@@ -179,7 +182,7 @@ class PromptDataset(FileRows):
         limit = self.args.max_prompt_length
         if not ids and not self._is_brought(columns):
             raise UserError(f"{where}: the prompt makes no token. Remove the row, or check the model's tokenizer.")
-        check_truth(where, columns, self.brought)
+        check_truth(where, columns, self._of(columns)[1])
         expanded, of_row = self._expand(row, columns, ids)
         if row == 0:
             _check_tokenizer(self.tokenizer, text.text, ids, where)
@@ -215,7 +218,8 @@ class PromptDataset(FileRows):
     def _wanted(self, columns: Sequence[str]) -> list[str]:
         """The columns that a row is measured by. Others may be large, such as images that `datasets` would decode."""
         key = self.args.prompt_key if self.args.prompt_key in columns else "question"
-        wanted = [name for name in columns if name in {key, self.args.image_key, "data_source", *TRUTHS}]
+        used = {key, self.args.image_key, "data_source", *TRUTHS, *(["environment"] if self.by_row else [])}
+        wanted = [name for name in columns if name in used]
         return wanted or columns[:1]  # a table without columns has no rows
 
     def _expand(self, row: int, columns: dict, ids: list[int]) -> "tuple[list[int], Images | None]":
@@ -250,6 +254,13 @@ class PromptDataset(FileRows):
     def _render(self, where: str, row: dict) -> "Text":
         """The row's prompt as the model will read it."""
         key = self.args.prompt_key if self.args.prompt_key in row else "question"
+        if self.by_row and row.get("environment") not in [*self.by_row]:
+            found = repr(row["environment"])[:60] if "environment" in row else "missing"
+            raise UserError(
+                f"{where}: the column 'environment' is {found}. Put the name of the row's environment there, one of those of "
+                f"--env and --tools: {', '.join(self.by_row)}."
+            )
+        tools, brought = self._of(row)
         prompt = self._asked(row)
         if self._is_brought(row):
             return Text("", True)
@@ -260,11 +271,11 @@ class PromptDataset(FileRows):
                 f"{where}: column {key!r} is neither a string nor a list of chat messages ({{role, content}}, both strings), "
                 f"but {prompt!r:.60}. Correct the row, or name the right column with --prompt-key."
             )
-        if not any(message["content"].strip() for message in messages) and "prompt" not in self.brought:
+        if not any(message["content"].strip() for message in messages) and "prompt" not in brought:
             raise UserError(f"{where}: the prompt (column {key!r}, --prompt-key) is empty. Remove the row.")
-        if self.tools:
+        if tools:
             try:
-                messages = self.tools.described(messages) if is_chat else self.tools.check_text(prompt)
+                messages = tools.described(messages) if is_chat else tools.check_text(prompt)
             except UserError as error:
                 raise UserError(f"{where}: {error}") from None
         if not is_chat:
@@ -273,22 +284,27 @@ class PromptDataset(FileRows):
             from rl.data.images import with_places
 
             messages = with_places(messages)
-        more = {"tools": self.tools and self.tools.for_template, "add_generation_prompt": True}
+        more = {"tools": tools and tools.for_template, "add_generation_prompt": True}
         return Text(render_chat(self.tokenizer, where, messages, **more), True)
 
     def _asked(self, row: dict) -> Any:
         """The row's prompt: chat messages, or a string that is used as it is; no message if the environment brings it."""
+        _, brought = self._of(row)
         if self.args.prompt_key in row:
             prompt = row[self.args.prompt_key]
-            return [] if "prompt" in self.brought and prompt in (None, "", []) else prompt
+            return [] if "prompt" in brought and prompt in (None, "", []) else prompt
         question = row.get("question")
-        if "prompt" in self.brought and not question:
+        if "prompt" in brought and not question:
             return []
         return [{"role": "user", "content": question}] if isinstance(question, str) else question
 
     def _is_brought(self, row: dict) -> bool:
         """Whether the environment has to give the row's prompt."""
-        return "prompt" in self.brought and self._asked(row) == []
+        return "prompt" in self._of(row)[1] and self._asked(row) == []
+
+    def _of(self, row: dict) -> "tuple[Tools | None, frozenset[str]]":
+        """The tools that a row's prompt shows, and what its environment brings."""
+        return self.by_row[row["environment"]] if self.by_row else (self.tools, self.brought)
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, where: str, messages: list[dict], **more) -> str:

@@ -1,5 +1,6 @@
 """The flags of environments, tools and agents."""
 
+import re
 import shlex
 import shutil
 import sys
@@ -12,6 +13,8 @@ from rl.parts import Part
 from rl.ranges import Content, MayChange, Range, check_code
 
 DEMO = "demo-calculator"
+CALCULATOR = f"{Path(__file__).parent / 'calculator.py'}:Calculator"
+NAMED = re.compile(r"([\w-]+)=(.+)")  # an environment of some of the rows
 
 
 @dataclass(frozen=True)
@@ -20,11 +23,13 @@ class EnvironmentArgs(Part):
 
     _field = "environment"
 
-    env: Annotated[str | None, Content("code")] = None
+    env: Annotated[str | tuple[str, ...] | None, Content("code")] = None
     """Your own environment, as path/to/file.py:Class, or "demo-calculator". A response is then an episode: turns of the model
-    with the environment's answers between them, which are not trained."""
-    tools: Annotated[str | None, Content("code")] = None
-    """Tools that the model may call, as path/to/file.py:function,function: typed functions with docstrings."""
+    with the environment's answers between them, which are not trained. Or several, as name=path/to/file.py:Class each: the
+    column "environment" of the data has the name of each row's."""
+    tools: Annotated[str | tuple[str, ...] | None, Content("code")] = None
+    """Tools that the model may call, as path/to/file.py:function,function: typed functions with docstrings. Or several sets, as
+    name=path/to/file.py:function,function each, as with --env and next to it."""
     agent: Annotated[str | None, Content("code")] = None
     """Your own agent, as a command: it is started for each response, gets the row as JSON on stdin, and calls the model with
     OPENAI_BASE_URL and OPENAI_API_KEY."""
@@ -45,10 +50,11 @@ class EnvironmentArgs(Part):
         """Whether responses have several turns."""
         return bool(self.env or self.tools or self.has_agent)
 
-    def brought(self, own_reward: str | None) -> frozenset[str]:
+    def brought(self, own_reward: str | None, name: str = "") -> frozenset[str]:
         """What rows may lack: an environment or agent may give the "prompt", and score without a "ground_truth", as does
-        --reward with tools. own_reward: of RewardArgs."""
-        if self.env or self.has_agent:
+        --reward with tools. own_reward: of RewardArgs; name: of the rows' environment."""
+        _, are_tools = self.programs.get(name, ("", not self.has_agent))
+        if not are_tools:
             return frozenset({"prompt", "ground_truth"})
         return frozenset({"ground_truth"} if self.tools and own_reward else ())
 
@@ -69,35 +75,55 @@ class EnvironmentArgs(Part):
 
     @property
     def environment_flag(self) -> tuple[str, str]:
-        """The flag that names the environment, and its value."""
-        return self._given[0]
+        """The flag that names the environment, and its value, with the other flag after it if there are both."""
+        first, *others = self._given
+        return first[0], " ".join([first[1], *(f"{name} {value}" for name, value in others)])
 
     @property
     def _given(self) -> list[tuple[str, str]]:
         of_all = {"--env": self.env, "--tools": self.tools, "--agent": self.agent, "--serve-policy": self.serve_policy}
-        return [(name, str(value)) for name, value in of_all.items() if value]
+        return [(name, " ".join(_words(value))) for name, value in of_all.items() if value]
 
     @property
-    def environment_spec(self) -> str:
-        """The user's code to import, as file:names."""
-        return f"{Path(__file__).parent / 'calculator.py'}:Calculator" if self.env == DEMO else self.env or self.tools or ""
+    def _code(self) -> list[tuple[str, str, str]]:
+        """(name, the user's code as file:names, its flag) of each environment; the name is empty if it has none."""
+        words = [(word, flag) for flag, value in (("--env", self.env), ("--tools", self.tools)) for word in _words(value)]
+        named = [(NAMED.fullmatch(word), word, flag) for word, flag in words]
+        return [(*(found.groups() if found else ("", word)), flag) for found, word, flag in named]
+
+    @property
+    def programs(self) -> dict[str, tuple[str, bool]]:
+        """The user's code to import, as file:names, and whether it is tools, by the environment's name: "" serves all rows."""
+        return {name: (CALCULATOR if code == DEMO else code, flag == "--tools") for name, code, flag in self._code}
+
+    @property
+    def is_by_row(self) -> bool:
+        """Whether the column "environment" of the data chooses a row's environment."""
+        return any(self.programs)
+
+    def name_of(self, row: dict) -> str:
+        """The name of a row's environment."""
+        return row["environment"] if self.is_by_row else ""
 
     def check(self, args) -> None:
         """Raise UserError for a missing file or command, and for flags that do not work with several turns."""
         if not self.has_environment:
             return
         name, _ = self.environment_flag
-        if len(self._given) > 1:
+        names = [name for name, _, _ in self._code]
+        if max(len(self._given), len(names)) > 1 and (self.has_agent or not all(names)):
             raise UserError(
                 f"{' and '.join(name for name, _ in self._given)}: a response has one environment. Leave one out; tools can be "
-                "methods of an environment."
+                "methods of an environment. Or name each, as name=file.py:Class: a column `environment` chooses by row."
             )
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise UserError(f"{name}: {twice!r} is the name of two environments. Give each a name of its own.")
         if self.agent:
             self._check_command()
         if self.serve_policy:
             _ = self.serve_address
-        if not self.has_agent:
-            check_code(name, self.environment_spec, "Class" if self.env else "function,function")
+        for code, are_tools in self.programs.values():
+            check_code("--tools" if are_tools else "--env", code, "function,function" if are_tools else "Class")
         if sys.platform != "linux":
             raise UserError(f"{name}: environments only run on Linux.")
         if 0 < args.hang_timeout <= self.env_timeout:
@@ -112,3 +138,7 @@ class EnvironmentArgs(Part):
             raise UserError(f"--agent {self.agent}: it cannot be read as a command: {error}.") from None
         if not words or not shutil.which(words[0]):
             raise UserError(f"--agent {self.agent}: there is no program {words[0] if words else ''!r}. Give a command.")
+
+
+def _words(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return value if isinstance(value, tuple) else (str(value),) if value else ()

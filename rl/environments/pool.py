@@ -52,8 +52,7 @@ class Environments:
         default the tokenizer's own; system_prompt: that it begins with. Raise UserError if the user's file cannot be used."""
         self.args = args
         self._settings = {
-            "spec": args.environment_spec,
-            "are_tools": not args.env,
+            "programs": args.programs,
             "reward": reward,
             "agent": args.agent,
             "timeout": args.env_timeout,
@@ -73,7 +72,8 @@ class Environments:
     # -- the process
 
     def _start(self) -> None:
-        """Start the process. Set `tools`, whether an environment `scores_at_end`, and `note`, for the user."""
+        """Start the process. Set, by the name of the environment, `tools` and whether it `scores_at_end`; and `note`, for the
+        user."""
         self._socket, theirs = socket.socketpair()
         env = reward_environment(os.environ, os.environ.get("RL_PASS_ENV", "").split())
         env["PYTHONPATH"] = python_path(str(Path(__file__).resolve().parents[2]))
@@ -87,7 +87,7 @@ class Environments:
         self._finalizer = weakref.finalize(self, _end, self._process, self._socket, printer)
         self._unread, self._unwritten = b"", b""
         ready = self._ordered(self._settings)
-        self.tools = Tools(**ready["tools"])
+        self.tools = {name: Tools(**tools) for name, tools in ready["tools"].items()}
         self.scores_at_end = ready["scores_at_end"]
         self.note = ready["note"]
         if self._engine is not None:
@@ -143,7 +143,7 @@ class Environments:
         self._count += 1
         self._numbers[key] = self._count
         self._keys[self._count] = key
-        self.ask(key, "reset", row=row, seed=seed, own_seed=own_seed, split=split)
+        self.ask(key, "reset", row=row, seed=seed, own_seed=own_seed, split=split, environment=self.args.name_of(row))
 
     def ask(self, key: Hashable, what: str, **item: Any) -> None:
         """Ask an episode to "reset", to "replay" its recorded turns, to "step" after the model's turn, or for the reward at an

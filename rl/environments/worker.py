@@ -8,7 +8,7 @@ The rank and this process send each other lines of JSON over one socket. First t
 
 The user's file and the tokenizer are imported once, and a process is forked for each episode (Fork), which gets the same
 questions. Episodes of agents are tasks of this process instead (agents.py). When the rank closes its end, or ends, this process
-kills all that it has started, and exits.
+kills all that it has started, and exits. All environments of a run are imported here: a "reset" names its own.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ class Warm:
     def __init__(self, settings: dict):
         """settings: from rl/environments/pool.py."""
         self.settings = settings
-        self.programs = Programs(_named(settings["spec"]), settings["are_tools"]) if settings["spec"] else None
+        self.programs = {name: Programs(_named(code), tools) for name, (code, tools) in settings["programs"].items()}
         self.rewards = _named(settings["reward"]) if settings["reward"] else []
         with _without_torch():
             import numpy.random  # noqa: F401 (for all forks, which seed it)
@@ -85,18 +85,24 @@ class Warm:
             tokenizer.chat_template = settings["chat_template"] or tokenizer.chat_template
             more = {"form": settings["form"], "system": settings["system_prompt"]}
             self.turns_of = functools.partial(Turns, tokenizer, end_tokens=set(settings["end_tokens"]), **more)
-            self.turns: Turns = self.turns_of(self.programs.schemas() if self.programs else [])
-        tools = self.turns.tools
+            schemas = {name: program.schemas() for name, program in self.programs.items()} or {"": []}
+            self.turns: dict[str, Turns] = {name: self.turns_of(its) for name, its in schemas.items()}
+        tools = [turns.tools for turns in self.turns.values()]
         note = ""
         if not self.programs:  # an agent brings its tools
             try:
-                tools = self.turns_of([PROBE]).tools
+                tools = [self.turns_of([PROBE]).tools]
             except UserError as error:
                 note = f"calls that have tools cannot be answered: {error}"
-        if tools.form == "hermes" and not tools.is_native:
+        if any(its.form == "hermes" and not its.is_native for its in tools):
             note = "the chat template does not do all that tools need in this format, so prompts get a description of them"
-        scores_at_end = bool(self.rewards) or not self.programs or self.programs.scores_at_end
-        self.ready = {"tools": vars(self.turns.tools), "scores_at_end": scores_at_end, "note": note}
+        scores = {name: bool(self.rewards) or program.scores_at_end for name, program in self.programs.items()} or {"": True}
+        shown = {name: vars(turns.tools) for name, turns in self.turns.items()}
+        self.ready = {"tools": shown, "scores_at_end": scores, "note": note}
+
+    def episode(self, name: str) -> EpisodeProgram:
+        """Return what answers in an episode of the environment of this name."""
+        return EpisodeProgram(self.programs[name], self.turns[name], self.rewards)
 
 
 def _named(spec: str) -> list[Callable]:
@@ -111,7 +117,8 @@ def _named(spec: str) -> list[Callable]:
 
 @functools.cache
 def _module(path: str) -> ModuleType:
-    return import_file(path, "user_reward" if "user_environment" in sys.modules else "user_environment")
+    known = [name for name in sys.modules if name.startswith("user_environment")]
+    return import_file(path, f"user_environment_{len(known)}" if known else "user_environment")
 
 
 @contextlib.contextmanager
@@ -239,10 +246,11 @@ def _answer_all(warm: Warm, rank: socket.socket) -> None:
         os.setsid()
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, the system ends this, not the rank
-        program = EpisodeProgram(warm.programs, warm.turns, warm.rewards)
+        program = None
         me = os.getpid()
         for line in rank.makefile():
             item = json.loads(line)
+            program = program or warm.episode(item["environment"])  # the first question is a reset
             try:
                 answer = getattr(program, item["do"])(item)
             except (Exception, SystemExit) as error:

@@ -188,7 +188,12 @@ class Episodes(Responses):
         episode = self._of[id]
         mask = self.working[id[0]].mask(id[1], len(episode.output.token_ids))
         sampled = len(episode.output.token_ids) if mask is None else int(mask.sum())
-        return {
+        own = {}
+        if name := self.args.environment.name_of(self.working[id[0]].prompt.row):
+            score = self.working[id[0]].scores.get(id[1])
+            own = {f"env/{name}/turns": episode.turns}
+            own |= {} if score is None or score.score is None else {f"env/{name}/score": score.score}
+        return own | {
             "turns": episode.turns,
             "tokens_per_turn": sampled / max(1, episode.turns),
             "tool_calls": episode.calls,
@@ -420,7 +425,8 @@ class Episodes(Responses):
         """End an episode that its environment has not ended. The environment may still have a reward for it."""
         episode = self._of[id]
         episode.cut = cut
-        if self.environments.scores_at_end and not episode.rewards:
+        name = self.args.environment.name_of(self.working[id[0]].prompt.row)
+        if self.environments.scores_at_end[name] and not episode.rewards:
             self._ask(id, "end", ids=episode.output.token_ids)
         else:
             self._finish(id, "length")

@@ -177,8 +177,9 @@ class Generator:
             self._start(Key(True, index), OpenGroup(prompts[index], self.args.sampling.val_n), self.args.sampling.validation)
 
     def take_rows(self) -> list[dict]:
-        """Return the validation's rows since the last call, one per response: index, data_source, prompt, response,
-        ground_truth, score, acc, extra (the reward function's other numbers), error. With an error, score and acc are None."""
+        """Return the validation's rows since the last call, one per response: index, data_source, environment (its name, or
+        empty), prompt, response, ground_truth, score, acc, extra (the reward function's other numbers), error. With an error,
+        score and acc are None."""
         rows = self._rows
         self._rows = []
         return rows
@@ -221,6 +222,7 @@ class Generator:
         return {
             "index": index,
             "data_source": group.prompt.data_source,
+            "environment": self.args.environment.name_of(group.prompt.row),
             "prompt": group.prompt.text,
             "response": self.job.tokenizer.decode(tokens, skip_special_tokens=not self.responses.have_turns),
             "ground_truth": str(group.prompt.ground_truth),

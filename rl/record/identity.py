@@ -15,6 +15,7 @@ import xxhash
 
 from rl import flag_words, parts
 from rl.data.prompts import PromptDataset
+from rl.environments.args import NAMED
 from rl.errors import UserError
 from rl.hub.tensor_reader import sample
 from rl.masking import masked
@@ -102,8 +103,13 @@ def _digest_model(path: str) -> str:
     return sample(files) if files else path  # a hub name
 
 
-def _digest_code(spec: str) -> str:
-    """Return a digest of the file in path/to/file.py:names, or of the files that a command names; without files, `spec`."""
+def _digest_code(spec: str | tuple[str, ...]) -> str:
+    """Return a digest of the file in path/to/file.py:names, or of the files that a command names; without files, `spec`. Of
+    several, name=path/to/file.py:names each, return all digests."""
+    if not isinstance(spec, str):
+        return " ".join(map(_digest_code, spec))
+    named = NAMED.fullmatch(spec)
+    spec = named[2] if named else spec
     path = Path(spec.rpartition(":")[0])
     files = [path] if path.is_file() else [Path(word) for word in shlex.split(spec) if Path(word).is_file()]
     return " ".join(map(_digest_file, files)) or spec

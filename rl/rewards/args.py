@@ -73,7 +73,7 @@ class RewardArgs(Part):
                 f"--reward {self.reward}: a function of environments or completions, as TRL's, needs --env or --tools. Give "
                 "one, or a function of (data_source, solution_str, ground_truth, extra_info)."
             )
-        if not environment.env and any("environments" in names for names in functions):
+        if environment.tools and any("environments" in names for names in functions):
             raise UserError(f"--reward {self.reward}: a function of environments needs --env. Name their class with it.")
         if any("trainer_state" in names for names in functions):
             raise UserError(f"--reward {self.reward}: there is no trainer_state here. Leave the parameter out.")

@@ -87,6 +87,7 @@ def test_a_mini_batch_or_a_batch_of_nothing_else_is_no_number_out_of_range(train
 def generator() -> Generator:
     """What a generator needs for its records."""
     bare = Generator.__new__(Generator)
+    bare.args = train_sync.Args()
     bare.job = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda *_, **__: "text"))
     bare.responses = Responses(engine=None)
     return bare

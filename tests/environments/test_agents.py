@@ -97,7 +97,7 @@ def test_the_openai_client_is_answered_and_refused(model, tokenizer, tmp_path, m
     for name, value in {"PYTHONPATH": str(tmp_path), "NO_PROXY": "example.org", "MY_TOKEN": "x"}.items():
         monkeypatch.setenv(name, value)
     pool = agents(model, f"{written(tmp_path / 'agent.py', WITH_OPENAI)} '{json.dumps(SCHEMA)}' {tmp_path}")
-    assert pool.scores_at_end and not pool.note
+    assert pool.scores_at_end[""] and not pool.note
     pool.begin("a", ROW, seed=1, own_seed=1)
     first = answers(pool, ["a"])["a"]
     prompt = tokenizer.apply_chat_template(ROW["prompt"], tools=[SCHEMA], add_generation_prompt=True, tokenize=False)
@@ -119,8 +119,7 @@ def test_a_template_that_cannot_do_tools_is_named_at_the_start(form, said, tmp_p
     """Agents name their tools with each call, and may have none: the run starts, and its user knows."""
     tokenizer_of("phi3").save_pretrained(tmp_path)
     settings = {
-        "spec": "",
-        "are_tools": True,
+        "programs": {},
         "reward": "",
         "model": str(tmp_path),
         "trust_remote_code": False,

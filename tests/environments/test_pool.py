@@ -39,7 +39,7 @@ def rude(model) -> Iterator[Environments]:
         pool = environments(model)
     finally:
         del os.environ["MY_TOKEN"], os.environ["RANK"]
-    assert pool.tools.schemas == [] and not pool.scores_at_end
+    assert pool.tools[""].schemas == [] and not pool.scores_at_end[""]
     yield pool
     pool.close()
 

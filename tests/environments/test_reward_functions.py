@@ -222,7 +222,7 @@ def test_a_group_s_resets_draw_the_same_and_its_tools_do_not(started):
 def test_a_reward_function_scores_in_the_process_of_its_episode(file, model):  # noqa: F811
     spec = f"{file}:Dice"
     pool = environments(model, spec, reward=f"{file}:total,bonus")
-    assert pool.scores_at_end and "prompt" in begin(pool, "a", "", level=3)
+    assert pool.scores_at_end[""] and "prompt" in begin(pool, "a", "", level=3)
     pool.ask("a", "step", ids=ids_of("done<|im_end|>"))
     assert answers(pool, ["a"])["a"]["reward"] == 0.5
     pool.close()

@@ -103,7 +103,7 @@ def test_trl_s_own_trainer_plays_the_same_episodes(family, tmp_path, monkeypatch
         return [*before, *new], [0.0] * (len(before) + len(new))
 
     args = parts.make(train_async.Args, rollout_n=len(turns), max_response_length=LENGTH, max_prompt_length=2000, max_turns=20)
-    ids = Turns(tokenizer, pool.tools.schemas, {end}).prompt(prompt, [])
+    ids = Turns(tokenizer, pool.tools[""].schemas, {end}).prompt(prompt, [])
     row = {"prompt": prompt, "words": WORDS}
     job = scripted_job(Prompt(ids, "", "words", "", {}, "", row=row), tokenizer=tokenizer, environments=pool)
     engine, ranks = ScriptedEngine(script, end), engine_ranks()

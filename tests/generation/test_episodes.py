@@ -35,7 +35,7 @@ class Played:
     """In place of processes: `answer(key, turn, ids)` is what an environment says to the model's turn, counted from 1."""
 
     def __init__(self, answer, scores_at_end=False, shuffled=False):
-        self.answer, self.scores_at_end, self.shuffled = answer, scores_at_end, shuffled
+        self.answer, self.scores_at_end, self.shuffled = answer, {"": scores_at_end}, shuffled
         self.asked, self.turns, self._pending, self.alive = [], {}, [], set()
 
     def begin(self, key, row, seed, own_seed, split):

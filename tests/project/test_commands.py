@@ -56,7 +56,7 @@ def test_the_commands_of_a_page_parse(page, tmp_path, monkeypatch, capsys):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for command in commands(page.read_text()):
         for word in command[1:]:
-            if file := re.match(r"(\w+\.py):", word):
+            if file := re.match(r"(?:\w+=)?(\w+\.py):", word):
                 (tmp_path / file[1]).touch()
         parse(*command)
         assert "warning" not in capsys.readouterr().err, command
