@@ -279,9 +279,10 @@ def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokeniz
     from rl.environments.pool import Environments
 
     ends = end_token_ids(path, tokenizer, args.trust_remote_code)
-    reward = args.reward.reward if args.reward.scores_environments else ""
-    chat = {"chat_template": tokenizer.chat_template, "system_prompt": args.system_prompt}
-    environments = Environments(args.environment, path, ends, args.trust_remote_code, reward, **chat)
+    given = {"chat_template": tokenizer.chat_template, "system_prompt": args.system_prompt}
+    if args.reward.scores_environments:
+        given |= {"reward": args.reward.reward, "reward_weights": args.reward.reward_weights}
+    environments = Environments(args.environment, path, ends, args.trust_remote_code, **given)
     if environments.note:
         flags.warn([f"{args.environment.environment_flag[0]}: {environments.note.rstrip('.')}"])
     return environments

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +45,18 @@ class Environments:
         end_tokens: set[int],
         trust_remote_code: bool = False,
         reward: str = "",
+        reward_weights: Sequence[float] = (),
         chat_template: str | None = None,
         system_prompt: str | None = None,
     ):
-        """model: the path of its tokenizer. reward: the functions over environments, if --reward names some. chat_template: by
-        default the tokenizer's own; system_prompt: that it begins with. Raise UserError if the user's file cannot be used."""
+        """model: the path of its tokenizer. reward: the functions over environments, if --reward names some, with their
+        weights. chat_template: by default the tokenizer's own; system_prompt: that it begins with. Raise UserError if the file
+        cannot be used."""
         self.args = args
         self._settings = {
             "programs": args.programs,
             "reward": reward,
+            "reward_weights": [*reward_weights],
             "agent": args.agent,
             "timeout": args.env_timeout,
             "model": model,

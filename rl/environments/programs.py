@@ -284,8 +284,8 @@ def seed_random(seed: int) -> None:
 class EpisodeProgram:
     """The answers to the rank's questions in an episode's process."""
 
-    def __init__(self, programs: Programs, turns: "Turns", rewards: list[Callable]):
-        """rewards: the user's functions in TRL's form."""
+    def __init__(self, programs: Programs, turns: "Turns", rewards: list[tuple[Callable, float]]):
+        """rewards: the user's functions in TRL's form, and their weights."""
         self._programs, self._turns, self._rewards = programs, turns, rewards
         self._has_scored = False  # whether a turn had a reward
         self._prompt: list[dict] | str = []
@@ -351,8 +351,8 @@ class EpisodeProgram:
         return [isinstance(call, dict) for call in message["calls"]]
 
     def _final(self, own: float | None) -> float | None:
-        """Return the reward at the end: the sum of the environment's own one and the functions'. A reward of None does not
-        count. The functions do not score what an environment's step has scored. Raise BadValue if none of them counts."""
+        """Return the reward at the end: the weighted sum of the environment's own one and the functions'. A reward of None does
+        not count. The functions do not score what an environment's step has scored. Raise BadValue if none of them counts."""
         is_scored = self._programs.is_own and (self._has_scored or own is not None)
         if is_scored or not self._rewards:
             return own
@@ -361,8 +361,8 @@ class EpisodeProgram:
         ignored = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
         instance = self._program.instance
         batch = columns | said | ignored | ({} if instance is None else {"environments": [instance]})
-        rewards = [own, *(_reward(function, batch) for function in self._rewards)]
-        if not (counted := [reward for reward in rewards if reward is not None]):
+        rewards = [(own, 1.0), *((_reward(function, batch), weight) for function, weight in self._rewards)]
+        if not (counted := [weight * reward for reward, weight in rewards if reward is not None]):
             raise BadValue("no reward function has scored the response: each returned None")
         return sum(counted)
 

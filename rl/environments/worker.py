@@ -74,7 +74,8 @@ class Warm:
         """settings: from rl/environments/pool.py."""
         self.settings = settings
         self.programs = {name: Programs(_named(code), tools) for name, (code, tools) in settings["programs"].items()}
-        self.rewards = _named(settings["reward"]) if settings["reward"] else []
+        functions = _named(settings["reward"]) if settings["reward"] else []
+        self.rewards = [*zip(functions, settings["reward_weights"] or [1.0] * len(functions), strict=True)]
         with _without_torch():
             import numpy.random  # noqa: F401 (for all forks, which seed it)
             from transformers import AutoTokenizer

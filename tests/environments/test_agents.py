@@ -121,6 +121,7 @@ def test_a_template_that_cannot_do_tools_is_named_at_the_start(form, said, tmp_p
     settings = {
         "programs": {},
         "reward": "",
+        "reward_weights": [],
         "model": str(tmp_path),
         "trust_remote_code": False,
         "chat_template": None,

@@ -1,7 +1,7 @@
 """Scripts of TRL as they are: classes without get_reward, and reward functions over environments, called in the episodes."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -147,10 +147,11 @@ def started(file) -> Callable[[str, str], Callable[[], EpisodeProgram]]:
     """Makes the episodes of an environment, or of the tool, of the file with reward functions of it."""
     module = import_file(str(file), "user_environment")
 
-    def start(name: str, functions: str) -> Callable[[], EpisodeProgram]:
+    def start(name: str, functions: str, weights: Sequence[float] = (1, 1, 1)) -> Callable[[], EpisodeProgram]:
         programs = Programs([getattr(module, name)], are_tools=name == "tool")
         turns = Turns(tokenizer_of("qwen2_5"), programs.schemas(), end_tokens("qwen2_5"))
-        return partial(EpisodeProgram, programs, turns, [getattr(module, function) for function in functions.split(",")])
+        rewards = [(getattr(module, function), weight) for function, weight in zip(functions.split(","), weights, strict=False)]
+        return partial(EpisodeProgram, programs, turns, rewards)
 
     return start
 
@@ -175,6 +176,8 @@ def test_functions_see_the_live_environment_and_their_rewards_are_summed(started
     assert play(new, f"{CALL}{CALL}<|im_end|>", "done<|im_end|>")["reward"] == 8.5
     assert play(new, f"{CALL}<|im_end|>", cut="I wa")["reward"] == 4.5
     assert play(new, cut="I wa")["reward"] == 0.5
+    new = started("Dice", "total,bonus,other", (2.0, 10.0, 1.0))
+    assert play(new, f"{CALL}<|im_end|>", "done<|im_end|>")["reward"] == 2 * 4 + 10 * 0.5
 
 
 def test_functions_get_what_trl_gives_them(started, tmp_path):

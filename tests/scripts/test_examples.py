@@ -214,7 +214,7 @@ def flags_of_tools() -> set[str]:
     names = {field for of_one in args for field in parts.leaves(of_one)}
     files = ["replay.py", "doctor.py", "tools/from_verl/__main__.py", "examples/make_data.py"]
     parsed = re.findall(r'add_argument\(\s*"(--[\w-]+)"', "".join((ROOT / file).read_text() for file in files))
-    return {f"--{name.replace('_', '-')}" for name in names} | {*parsed, "--step"}  # the last is why.py's
+    return {f"--{name.replace('_', '-')}" for name in names} | {*parsed, "--step", "--without"}  # the last two are why.py's
 
 
 OF_OTHER_PROGRAMS = {

@@ -51,7 +51,7 @@ class ScriptedPool:
     def __init__(self, worth: float = 1.0):
         self.worth, self.pending, self.texts, self.events = worth, [], {}, Counter()
 
-    def submit(self, key, source, text, *_) -> None:
+    def submit(self, key, source, text, *_, **further) -> None:
         self.texts[key[0].number, key[1]] = text
         self.hand_back(key, Score(self.worth))
 
@@ -72,7 +72,13 @@ class ScriptedPool:
 def scripted_job(prompt, **more) -> SimpleNamespace:
     """A job whose every ticket is this prompt. Text is the token ids."""
     tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
-    job = {"order": lambda ticket: (0, 0), "prompts": [prompt], "val_prompts": [prompt], "tokenizer": tokenizer}
+    job = {
+        "order": lambda ticket: (0, 0),
+        "prompts": [prompt],
+        "val_prompts": [prompt],
+        "tokenizer": tokenizer,
+        "total_steps": 9,
+    }
     return SimpleNamespace(**job | more)
 
 

@@ -4,8 +4,7 @@ HERE = {  # TRL's flag -> what it is here
     # TRL's GRPOConfig and ScriptArguments (1.16, the version in requirements-bench.txt)
     "--model-name-or-path": "--model",
     "--dataset-name": "--train-files",
-    "--reward-funcs": "--reward FILE.py:FUNCTION",
-    "--reward-weights": "the function's score is the sum; examples/forks/gdpo.diff weighs named rewards",
+    "--reward-funcs": "--reward FILE.py:F,G",
     "--multi-objective-aggregation": "examples/forks/gdpo.diff for normalize_then_sum",
     "--learning-rate": "--lr",
     "--warmup-steps": "--lr-warmup-steps",
