@@ -19,7 +19,7 @@ from statistics import fmean, pstdev
 import tyro
 
 from rl.data.columns import default_source, ground_truth
-from rl.data.tables import read_table
+from rl.data.tables import read_table, weights_of
 from rl.errors import UserError
 from rl.printable import one_line, printable
 from rl.rewards.args import RewardArgs
@@ -76,6 +76,7 @@ def main(args: Args) -> int:
 
 def read_rows(files: tuple[str, ...], count: int, prompt_key: str) -> Iterator[tuple[str, dict]]:
     """Yield (place, row) of rows spread over the files."""
+    files, _ = weights_of(files)
     for file in files:
         table = read_table(file, "train")
         most = min(len(table), -(-count // len(files)))

@@ -17,8 +17,8 @@ from rl import flags, parts
 from rl.algorithm.args import CriticArgs, LossArgs, RolloutCorrectionArgs, TeacherArgs
 from rl.checkpoint.resume import CheckpointArgs
 from rl.data.args import DataArgs, demo_files
-from rl.data.job import Job
-from rl.data.prompts import PromptDataset, PromptOrder
+from rl.data.job import Job, order_of
+from rl.data.prompts import PromptDataset
 from rl.environments.args import DEMO, EnvironmentArgs
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs, SamplingArgs
@@ -222,7 +222,7 @@ def set_up(args: CommonArgs, file: str) -> Job:
         tokenizer=tokenizer,
         prompts=prompts,
         val_prompts=val_prompts,
-        order=PromptOrder(len(prompts), args.seed, args.data.shuffle),
+        order=order_of(prompts, args.seed, args.data.shuffle),
         total_steps=args.total_steps(len(prompts)),
         environments=environments,
         teacher_prompts=teacher_prompts,

@@ -10,8 +10,7 @@ import torch
 
 from rl.checkpoint.resume import CheckpointArgs, Resumed
 from rl.data.demonstrations import DemonstrationArgs, Demonstrations
-from rl.data.job import Job
-from rl.data.prompts import PromptOrder
+from rl.data.job import Job, order_of
 from rl.errors import UserError
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch
@@ -102,7 +101,7 @@ def set_up(args: SupervisedArgs, file: str) -> Job:
         raise UserError("--val-only: there is nothing to validate on. Add --val-files.")
     validates = bool(val_files) and (args.test_freq > 0 or args.val_only)
     val_rows = Demonstrations(val_files, "val", tokenizer, args.data, ends) if validates else None
-    order = PromptOrder(len(rows), args.seed, args.data.shuffle)
+    order = order_of(rows, args.seed, args.data.shuffle)
     return Job(Path(file).stem, path, tokenizer, rows, val_rows, order, args.total_steps(len(rows)))
 
 

@@ -1,5 +1,6 @@
 """The flags of training and validation data."""
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -15,7 +16,9 @@ class DataArgs(Part):
 
     train_files: MayChange[tuple[str, ...]] = ("demo",)
     """Training prompts: .parquet, .json or .jsonl files, hub datasets (name, or name:config), "demo" or "demo-vl"; several are
-    concatenated. "demo" with --model demo-vl means demo-vl."""
+    concatenated. "demo" with --model demo-vl means demo-vl. A number after a colon is a weight: a.parquet:2 b.jsonl:1 draws two
+    of three prompts from a.parquet, however many rows it has, and walks through each file again and again. A file without a
+    number has the weight 1 then, and an epoch is as many prompts as there are rows."""
     val_files: tuple[str, ...] = ("demo",)
     """Validation prompts, in the same forms."""
     prompt_key: str = "prompt"
@@ -41,4 +44,4 @@ class DataArgs(Part):
 
 def demo_files(model: str, files: tuple[str, ...]) -> tuple[str, ...]:
     """The files, in which "demo" becomes the rows of the demo that is trained."""
-    return tuple(model if model in ("demo-vl", "demo-calculator") and file == "demo" else file for file in files)
+    return tuple(re.sub("^demo(?=$|:)", model, file) if model in ("demo-vl", "demo-calculator") else file for file in files)

@@ -32,7 +32,7 @@ class DemonstrationArgs(Part):
 
     train_files: MayChange[tuple[str, ...]] = ("demo",)
     """Conversations: .parquet, .json or .jsonl files, hub datasets (name, or name:config), or "demo"; several are
-    concatenated."""
+    concatenated. A number after a colon is a weight, as in training by reward: a.parquet:2 b.jsonl:1."""
     val_files: tuple[str, ...] = ()
     """Conversations to validate on, in the same forms. Default: those of the demo, or none."""
     messages_key: str = "messages"

@@ -52,7 +52,7 @@ class Prompt:
 class PromptOrder:
     """A seeded endless permutation: ticket k is row k % n of epoch k // n, whose order depends on (seed, epoch) alone."""
 
-    def __init__(self, num_prompts: int, seed: int, shuffle: bool = True):
+    def __init__(self, num_prompts: int, seed: int | str, shuffle: bool = True):
         self.num_prompts, self.seed, self.shuffle = num_prompts, seed, shuffle
         self._permutation = functools.lru_cache(maxsize=4)(self._make_permutation)
 

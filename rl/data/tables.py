@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -18,6 +19,7 @@ import pyarrow as pa
 from rl.errors import UserError
 
 DEMOS = {"demo": "examples.demo.sums", "demo-calculator": "examples.demo.calculator", "demo-vl": "examples.demo.pictures"}
+WEIGHT = re.compile(r"(.+):([+-]?(?:\d+\.?\d*|\.\d+))")  # a file with its weight; other texts after a colon are a hub config
 BLANKS = re.compile(r"\s*")
 UNFIT = (pa.ArrowException, OverflowError, UnicodeEncodeError)  # pyarrow raises these if values do not make a column
 
@@ -130,6 +132,21 @@ def _read_hub(name: str, split: str):
         ) from None
 
 
+def weights_of(words: Sequence[str], split: str = "train") -> tuple[list[str], list[Fraction] | None]:
+    """The files, and their weights if one of them has any: those of the others are 1. Raises UserError for those of no use."""
+    found = [WEIGHT.fullmatch(word) for word in words]
+    if not any(found):
+        return list(words), None
+    for word in words:
+        weight = WEIGHT.fullmatch(word)
+        if weight and split != "train":
+            raise UserError(f"--{split}-files {word}: a file has no weight here, only in --train-files. Leave out the number.")
+        if weight and Fraction(weight[2]) <= 0:
+            raise UserError(f"--train-files {word}: a weight is above 0. Give such a number, or leave the file out.")
+    weights = [Fraction(weight[2] if weight else 1) for weight in found]
+    return [weight[1] if weight else word for weight, word in zip(found, words, strict=True)], weights
+
+
 class FileRows(Sequence):
     """The rows of several files, end to end, or those of them that are used."""
 
@@ -137,7 +154,7 @@ class FileRows(Sequence):
 
     def __init__(self, files: Sequence[str], split: str):
         """split: "train", "val" or "sft", the flag that names the files. Raises UserError if there are none."""
-        self.files = list(files)
+        self.files, self.weights = weights_of(files, split)
         if not self.files:
             raise UserError(f"--{split}-files names no file. Name one, or leave the flag out.")
         self.tables: list = []  # one for each file

@@ -116,7 +116,8 @@ def _digest_code(spec: str | tuple[str, ...]) -> str:
 
 
 def _digest_prompts(prompts: PromptDataset) -> str:
-    """Return the number of prompts, with a digest of the files' bytes; for a data set that is no file, of 1,000 rows."""
+    """Return the number of prompts, with a digest of the files' bytes; for a data set that is no file, of 1,000 rows. Also the
+    files' weights, if they have any: the order depends on them."""
     state = xxhash.xxh3_64()
     for file, table in zip(prompts.files, prompts.tables, strict=True):
         if Path(file).is_file():
@@ -124,7 +125,8 @@ def _digest_prompts(prompts: PromptDataset) -> str:
         else:
             spread = range(0, len(table), max(1, len(table) // 1000))
             state.update(json.dumps([len(table), *(table[i] for i in spread)], default=str).encode())
-    return f"{len(prompts)} prompts, {state.hexdigest()}"
+    weights = [f"weights {', '.join(map(str, prompts.weights))}"] if prompts.weights else []
+    return ", ".join([f"{len(prompts)} prompts", state.hexdigest(), *weights])
 
 
 def _digest_tokenizer(tokenizer) -> str:

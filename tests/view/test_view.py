@@ -291,6 +291,7 @@ def test_images_of_a_prompt_are_those_of_its_row(run, tmp_path, monkeypatch):
     Dataset.from_list(rows).to_parquet(file := str(tmp_path / "rows.parquet"))
     flags = {"train_files": [file], "image_key": "images"}
     assert pictures.urls(f"{file} row 0", flags) == []
+    assert pictures.urls(f"{file} row 0", flags | {"train_files": [f"{file}:2"]}) == []
     (first, second) = pictures.urls(f"{file} row 2", flags)
     shown = images.to_rgb(base64.b64decode(first.removeprefix("data:image/png;base64,")))
     assert first == second and shown.shape == (3, pictures.MOST, 3) and (shown == (255, 0, 0)).all()

@@ -18,7 +18,8 @@ from rl.data import images
 from rl.data.args import demo_files
 from rl.data.chat_template import with_defaults
 from rl.data.image_prompts import ImagePrep, Images
-from rl.data.prompts import PromptDataset, PromptOrder
+from rl.data.job import order_of
+from rl.data.prompts import PromptDataset
 from rl.errors import ImageError, UserError
 from rl.model.pretrained import load_tokenizer
 from rl.model.vision_forward import row_inputs
@@ -41,7 +42,7 @@ def prompts_with_images(
         own = load_tokenizer(path, args.trust_remote_code)
         tokenizer = with_defaults(own, args.chat_template_args, args.system_prompt)
         rows = PromptDataset(files, "train", tokenizer, args.data, prep)
-        order = PromptOrder(len(rows), args.seed, args.data.shuffle)
+        order = order_of(rows, args.seed, args.data.shuffle)
         prompt_of = lambda ticket: rows[order(ticket)[1]]  # noqa: E731
         return lambda ticket: (np.array(prompt_of(ticket).ids, np.int32), prompt_of(ticket).images)
     return _of_size(prep, *_parsed(size), tokens)

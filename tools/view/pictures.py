@@ -5,7 +5,7 @@ import io
 from functools import lru_cache
 from pathlib import Path
 
-from rl.data.tables import DEMOS, read_table
+from rl.data.tables import DEMOS, read_table, weights_of
 from rl.errors import ImageError, UserError
 
 MOST = 640  # pixels of a side
@@ -19,7 +19,8 @@ def urls(where: str, flags: dict) -> list[str]:
     from rl.data import images
 
     file, _, number = where.rpartition(" row ")
-    if file not in DEMOS and (file not in flags["train_files"] or not Path(file).is_file()):  # a record can name no other file
+    files, _ = weights_of(flags["train_files"])
+    if file not in DEMOS and (file not in files or not Path(file).is_file()):  # a record can name no other file
         raise UserError(f"{file} is not here, so its images cannot be shown. Start view.py where training was started.")
     found = []
     try:

@@ -1,0 +1,134 @@
+"""Files with weights: of any number of tickets each has its part, its rows are visited equally often, and the order is a
+function of the ticket alone."""
+
+import shutil
+from collections import Counter
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from helpers import bits, run_script
+from hypothesis import given
+from hypothesis import strategies as st
+from test_data import dataset, verl_row, write
+
+from examples.demo.sums import problems
+from rl.data.args import demo_files
+from rl.data.job import order_of
+from rl.data.prompts import PromptOrder
+from rl.data.tables import weights_of
+from rl.data.weights import WeightedOrder
+from rl.errors import UserError
+
+WEIGHTS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
+
+
+def files_drawn(order: WeightedOrder, sizes: list[int], tickets: int) -> list[int]:
+    """The file of each ticket."""
+    file_of = [file for file, size in enumerate(sizes) for _ in range(size)]
+    return [file_of[order(ticket)[1]] for ticket in range(tickets)]
+
+
+@given(WEIGHTS, st.integers(0, 2**31), st.data())
+def test_each_file_has_its_part(weights, seed, data):
+    """Of the first t tickets within one, so of any window within two; with two files, of any window within one."""
+    sizes = data.draw(st.lists(st.integers(1, 9), min_size=len(weights), max_size=len(weights)))
+    drawn = files_drawn(WeightedOrder(sizes, [*map(Fraction, weights)], seed), sizes, 2 * sum(weights) + 7)
+    parts = [Fraction(weight, sum(weights)) for weight in weights]
+    for file, part in enumerate(parts):
+        lead, leads = Fraction(0), [Fraction(0)]  # by how much the file is ahead of its part
+        for of_ticket in drawn:
+            lead += (of_ticket == file) - part
+            leads.append(lead)
+        assert max(map(abs, leads)) < 1
+        assert max(leads) - min(leads) <= (1 if len(weights) <= 2 else 2)
+
+
+@given(WEIGHTS, st.integers(0, 2**31), st.booleans(), st.data())
+def test_each_row_of_a_file_is_visited_equally_often(weights, seed, shuffle, data):
+    sizes = data.draw(st.lists(st.integers(1, 9), min_size=len(weights), max_size=len(weights)))
+    order, again = (WeightedOrder(sizes, [*map(Fraction, weights)], seed, shuffle) for _ in range(2))
+    tickets = range(3 * max(sizes) * sum(weights))
+    drawn = [order(ticket) for ticket in tickets]
+    assert [again(ticket) for ticket in reversed(tickets)] == drawn[::-1], "a ticket's place depends on nothing but itself"
+    assert [epoch for epoch, _ in drawn] == [ticket // sum(sizes) for ticket in tickets]
+    for first, end in pairwise([sum(sizes[:file]) for file in range(len(sizes) + 1)]):
+        rows = [row for _, row in drawn if first <= row < end]
+        for place in range(0, len(rows) - len(rows) % (end - first), end - first):
+            lap = rows[place : place + end - first]
+            assert sorted(lap) == [*range(first, end)] and (shuffle or lap == sorted(lap))
+        visits = Counter(rows)
+        assert max(visits.values()) - min(visits[row] for row in range(first, end)) <= 1
+
+
+def test_laps_files_and_seeds_differ():
+    laps = set()
+    for seed in (1, 2):
+        drawn = [WeightedOrder([50, 50], [Fraction(1)] * 2, seed)(ticket)[1] for ticket in range(200)]
+        for rows in ([row for row in drawn if row < 50], [row - 50 for row in drawn if row >= 50]):
+            laps |= {tuple(rows[:50]), tuple(rows[50:])}
+    assert len(laps) == 8
+
+
+def test_weights_are_numbers_and_all_other_texts_are_hub_configs():
+    assert weights_of(["a.parquet", "org/name:config", "org/name:v2", "a:b:c"]) == (
+        ["a.parquet", "org/name:config", "org/name:v2", "a:b:c"],
+        None,
+    )
+    files, weights = weights_of(["a.parquet:2", "org/name:config", "org/name:2024:.5", "demo:+1."])
+    assert files == ["a.parquet", "org/name:config", "org/name:2024", "demo"] and weights == [2, 1, Fraction(1, 2), 1]
+    assert demo_files("demo-vl", ("demo:2", "demo", "demos:2")) == ("demo-vl:2", "demo-vl", "demos:2")
+
+
+@pytest.mark.parametrize(
+    ("words", "split", "said"),
+    [
+        (["a.jsonl:0"], "train", "--train-files .*a.jsonl:0: a weight is above 0"),
+        (["a.jsonl:-1", "b.jsonl"], "train", "--train-files .*a.jsonl:-1: a weight is above 0"),
+        (["a.jsonl", "b.jsonl:2"], "val", "--val-files .*b.jsonl:2: a file has no weight here"),
+        (["no.jsonl:2"], "train", "no.jsonl: no such file"),
+    ],
+)
+def test_weights_of_no_use(words, split, said, tmp_path):
+    for name in ("a.jsonl", "b.jsonl"):
+        write(tmp_path / name, verl_row("1+1=", "2"))
+    with pytest.raises(UserError, match=said):
+        dataset(*(tmp_path / word for word in words), split=split)
+
+
+def test_the_order_of_files(tmp_path):
+    """Rows that are left out do not count; without weights it is the order that there always was."""
+    long = verl_row("1+1=" * 40)
+    a = write(tmp_path / "a.jsonl", long, *(verl_row(f"{i}+1=") for i in range(3)))
+    b = write(tmp_path / "b.jsonl", verl_row("5+5="), long)
+    plain = order_of(dataset(a, b, filter_overlong_prompts=True), 7, True)
+    assert type(plain) is PromptOrder and [plain(t) for t in range(99)] == [PromptOrder(4, 7)(t) for t in range(99)]
+    rows = dataset(f"{a}:0.5", b, filter_overlong_prompts=True)
+    drawn = [rows[order_of(rows, 7, True)(ticket)[1]].where for ticket in range(9)]
+    assert Counter(drawn) == {f"{b} row 0": 6} | {f"{a} row {number}": 1 for number in (1, 2, 3)}
+    with pytest.raises(UserError, match=r"b.jsonl has a weight, and no row that is used"):
+        order_of(dataset(a, f"{b}:2", filter_overlong_prompts=True, train_max_samples=3), 7, True)
+    with pytest.raises(UserError, match=r"the weights 0.333333, 1 have too many digits"):
+        order_of(dataset(f"{a}:0.33333333", b, filter_overlong_prompts=True), 7, True)
+
+
+@pytest.mark.runs
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("script", ["train_sync.py", "train_sft.py"])
+def test_a_run_with_weights_resumes_exactly(script, tmp_path):
+    """And refuses other weights; async without staleness trains the same bits."""
+    rows = [row | {"response": row["reward_model"]["ground_truth"]} for row in problems("train")[:12]]
+    a, b = write(tmp_path / "a.jsonl", *rows[:9]), write(tmp_path / "b.jsonl", *rows[9:])
+    flags = ["--train-batch-size", 4, "--test-freq", 0, "--lr", 1e-3, "--lr-warmup-steps", 0, "--total-training-steps", 4]
+    flags += ["--save-freq", 2, "--max-ckpt-to-keep", 0, "--output-dir", tmp_path, "--experiment-name"]
+    run_script(script, *flags, "run", "--train-files", f"{a}:1", f"{b}:2")
+    trained = bits(tmp_path / "run", 4)
+    shutil.rmtree(tmp_path / "run" / "step_000004")
+    refused = run_script(script, *flags, "run", "--train-files", f"{a}:1", f"{b}:3", check=False)
+    assert refused.returncode == 1 and "the content of --train-files" in refused.stderr and "weights 1, 3" in refused.stderr
+    done = run_script(script, *flags, "run", "--train-files", f"{a}:1", f"{b}:2")
+    assert "resumes after step 2 of 4" in done.stdout and bits(tmp_path / "run", 4) == trained
+    if script == "train_sync.py":
+        more = ("--staleness-threshold", 0, "--train-files", f"{a}:1", f"{b}:2")
+        run_script("train_async.py", *flags, "async", *more, ranks=2)
+        assert bits(tmp_path / "async", 4) == trained
