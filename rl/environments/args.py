@@ -12,6 +12,7 @@ from rl.parts import Part
 from rl.ranges import Content, MayChange, Range, check_code
 
 DEMO = "demo-calculator"
+ADAPTERS = Path(__file__).parents[2] / "examples" / "environments"
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class EnvironmentArgs(Part):
     @property
     def environment_spec(self) -> str:
         """The user's code to import, as file:names."""
-        return f"{Path(__file__).parent / 'calculator.py'}:Calculator" if self.env == DEMO else self.env or self.tools or ""
+        return _in_file(self.env or self.tools or "")
 
     def check(self, args) -> None:
         """Raise UserError for a missing file or command, and for flags that do not work with several turns."""
@@ -112,3 +113,12 @@ class EnvironmentArgs(Part):
             raise UserError(f"--agent {self.agent}: it cannot be read as a command: {error}.") from None
         if not words or not shutil.which(words[0]):
             raise UserError(f"--agent {self.agent}: there is no program {words[0] if words else ''!r}. Give a command.")
+
+
+def _in_file(code: str) -> str:
+    """Return file.py:names for the flag's value, which may be the demo's, or name an adapter: reasoning-gym:chain_sum."""
+    if code == DEMO:
+        return f"{Path(__file__).parent / 'calculator.py'}:Calculator"
+    package, _, names = code.partition(":")
+    file = ADAPTERS / f"from_{package.replace('-', '_')}.py"
+    return f"{file}:{names}" if file.is_file() else code
