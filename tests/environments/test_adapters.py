@@ -2,10 +2,15 @@
 of the package's own words, and the reward is the package's own. A test skips if its package is not installed."""
 
 import itertools
+import random
+import socket
+import subprocess
 import sys
+import time
 
 import pytest
 from families import end_tokens
+from helpers import free_port
 from test_pool import answers, environments, ids_of, model, tokenizer, wait_for  # noqa: F401 (fixtures)
 
 from rl.environments.args import EnvironmentArgs
@@ -198,3 +203,55 @@ def test_skyrl_gym_s_environments_and_a_user_s_own_answer(model, tokenizer, tmp_
     pool.close()
     with pytest.raises(UserError, match="SkyRL-gym has no environment 'gsm9k'"):
         environments(model, "skyrl-gym:gsm9k")
+
+
+OPENENV = """
+import random, sys
+import uvicorn
+from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+
+class Guess(Action):
+    guess: str
+
+class Seen(Observation):
+    hint: str
+
+class Game(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+    state = State()
+
+    def reset(self, seed=None, episode_id=None, most=9, **_):
+        self.secret = str(random.Random(seed).randint(1, most))
+        return Seen(hint=f"Guess 1 to {most}.")
+
+    def step(self, action, **_):
+        is_right = action.guess == self.secret
+        return Seen(hint=f"not {action.guess}", reward=float(is_right), done=is_right)
+
+uvicorn.run(create_fastapi_app(Game, Guess, Seen, max_concurrent_envs=8), port=int(sys.argv[1]), log_level="warning")
+"""
+
+
+@pytest.mark.slow
+def test_an_openenv_server_has_a_session_for_each_episode(model, tokenizer, tmp_path):  # noqa: F811
+    pytest.importorskip("openenv", reason="openenv is not installed")
+    (tmp_path / "server.py").write_text(OPENENV)
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with pytest.raises(UserError, match=f"no OpenEnv server answers at {url}"):
+        environments(model, f"openenv:{url}")
+    with subprocess.Popen([sys.executable, tmp_path / "server.py", str(port)]) as server:
+        try:
+            while socket.socket().connect_ex(("127.0.0.1", port)):
+                assert server.poll() is None
+                time.sleep(0.2)
+            pool = environments(model, f"openenv:{url}", env_timeout=60.0)
+            secrets = {most: str(random.Random(7).randint(1, most)) for most in (9, 99)}
+            for most, secret in secrets.items():
+                row = {"reset": {"most": most}}
+                text, found = played(pool, tokenizer, row, ["0", secret])  # the first session is still open
+                assert text == rendered(tokenizer, conversation([f"Guess 1 to {most}.", "not 0"], ["0", secret]))
+                assert [(answer["reward"], answer["done"]) for answer in found[1:]] == [(0.0, False), (1.0, True)]
+            pool.close()
+        finally:
+            server.kill()
