@@ -12,8 +12,8 @@
 | `prompt` | messages before the problem |
 
 The score is the package's own, of the text in <answer> tags if there are any, else of all that follows a thought. The same
-row has another problem each time, the same in each validation. Left out: a level that rises with the score. `--prompt-sampling
-greso` passes over levels that are too easy or too hard.
+row has another problem each time, the same in each validation. Left out: a level that rises with the score; the fork
+greso (docs/algorithms.md) passes over rows that are too easy or too hard.
 """
 
 import reasoning_gym

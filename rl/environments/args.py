@@ -22,10 +22,12 @@ class EnvironmentArgs(Part):
     _field = "environment"
 
     env: Annotated[str | None, Content("code")] = None
-    """Your own environment, as path/to/file.py:Class, or "demo-calculator". A response is then an episode: turns of the model
-    with the environment's answers between them, which are not trained."""
+    """Your own environment, as path/to/file.py:Class, one of a library, as reasoning-gym:chain_sum (examples/environments), or
+    "demo-calculator". A response is then an episode: turns of the model with the environment's answers between them, which are
+    not trained."""
     tools: Annotated[str | None, Content("code")] = None
-    """Tools that the model may call, as path/to/file.py:function,function: typed functions with docstrings."""
+    """Tools that the model may call, as path/to/file.py:function,function: typed functions with docstrings. Or those of an MCP
+    server, as mcp:"command"."""
     agent: Annotated[str | None, Content("code")] = None
     """Your own agent, as a command: it is started for each response, gets the row as JSON on stdin, and calls the model with
     OPENAI_BASE_URL and OPENAI_API_KEY."""
