@@ -37,6 +37,7 @@ MOST_WORDS = 20_000  # of README.md and docs/*.md without the pages below, which
 MOST_WORDS_OF = {
     "agents.md": 1_500,
     "trl-environments.md": 300,
+    "environments.md": 250,
     "chat-templates.md": 300,
     "adapters.md": 1_000,
     "teachers.md": 1_100,

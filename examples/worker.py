@@ -15,6 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 
 from agent import answer
 
@@ -39,8 +40,8 @@ def play(url: str, episode: dict) -> None:
         post(f"{url}/episodes/end", key, end)
 
 
-def work(url: str) -> None:
-    """Play one episode after another until the run has ended."""
+def work(url: str, play: Callable[[str, dict], None] = play) -> None:
+    """Play one episode after another until the run has ended. play: plays the episode, given the URL of the model."""
     heard = time.monotonic()
     while time.monotonic() < heard + PATIENCE:
         try:

@@ -13,7 +13,7 @@ from rl.parts import Part
 from rl.ranges import Content, MayChange, Range, check_code
 
 DEMO = "demo-calculator"
-CALCULATOR = f"{Path(__file__).parent / 'calculator.py'}:Calculator"
+ADAPTERS = Path(__file__).parents[2] / "examples" / "environments"
 NAMED = re.compile(r"([\w-]+)=(.+)")  # an environment of some of the rows
 
 
@@ -24,12 +24,13 @@ class EnvironmentArgs(Part):
     _field = "environment"
 
     env: Annotated[str | tuple[str, ...] | None, Content("code")] = None
-    """Your own environment, as path/to/file.py:Class, or "demo-calculator". A response is then an episode: turns of the model
-    with the environment's answers between them, which are not trained. Or several, as name=path/to/file.py:Class each: the
-    column "environment" of the data has the name of each row's."""
+    """Your own environment, as path/to/file.py:Class, one of a library, as reasoning-gym:chain_sum (examples/environments), or
+    "demo-calculator". A response is then an episode: turns of the model with the environment's answers between them, which are
+    not trained. Or several, as name=path/to/file.py:Class each: the column "environment" of the data has the name of each
+    row's."""
     tools: Annotated[str | tuple[str, ...] | None, Content("code")] = None
-    """Tools that the model may call, as path/to/file.py:function,function: typed functions with docstrings. Or several sets, as
-    name=path/to/file.py:function,function each, as with --env and next to it."""
+    """Tools that the model may call, as path/to/file.py:function,function: typed functions with docstrings. Or those of an MCP
+    server, as mcp:"command". Or several sets, as name=path/to/file.py:function,function each, as with --env and next to it."""
     agent: Annotated[str | None, Content("code")] = None
     """Your own agent, as a command: it is started for each response, gets the row as JSON on stdin, and calls the model with
     OPENAI_BASE_URL and OPENAI_API_KEY."""
@@ -94,7 +95,7 @@ class EnvironmentArgs(Part):
     @property
     def programs(self) -> dict[str, tuple[str, bool]]:
         """The user's code to import, as file:names, and whether it is tools, by the environment's name: "" serves all rows."""
-        return {name: (CALCULATOR if code == DEMO else code, flag == "--tools") for name, code, flag in self._code}
+        return {name: (_in_file(code), flag == "--tools") for name, code, flag in self._code}
 
     @property
     def is_by_row(self) -> bool:
@@ -142,3 +143,12 @@ class EnvironmentArgs(Part):
 
 def _words(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return value if isinstance(value, tuple) else (str(value),) if value else ()
+
+
+def _in_file(code: str) -> str:
+    """Return file.py:names for the flag's value, which may be the demo's, or name an adapter: reasoning-gym:chain_sum."""
+    if code == DEMO:
+        return f"{Path(__file__).parent / 'calculator.py'}:Calculator"
+    package, _, names = code.partition(":")
+    file = ADAPTERS / f"from_{package.replace('-', '_')}.py"
+    return f"{file}:{names}" if file.is_file() else code

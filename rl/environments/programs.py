@@ -251,7 +251,7 @@ class Programs:
         """Return the schemas of the tools, in the form for chat templates."""
         from transformers.utils import get_json_schema
 
-        schemas = [get_json_schema(function) for function in self.functions.values()]
+        schemas = [getattr(tool, "json_schema", None) or get_json_schema(tool) for tool in self.functions.values()]
         for schema in schemas:
             parameters = schema["function"].get("parameters", {})
             parameters.get("properties", {}).pop("self", None)

@@ -31,6 +31,7 @@ from rl.environments import descendants
 from rl.environments.descendants import Children
 from rl.environments.programs import EpisodeProgram, Programs
 from rl.errors import UserError
+from rl.ranges import split_code
 from rl.rewards.worker import describe, how_it_ended, import_file
 
 LARGEST = 1 << 28  # bytes of a line
@@ -107,9 +108,12 @@ class Warm:
 
 
 def _named(spec: str) -> list[Callable]:
-    """Return what path/to/file.py:names names, in the user's file. Raise UserError if it is not there."""
-    path, _, names = spec.rpartition(":")
+    """Return what path/to/file.py:names names, in the user's file, or what its function `from_name` makes of the names, as in
+    examples/environments. Raise UserError if it is not there."""
+    path, names = split_code(spec)
     module = _module(os.path.abspath(path))
+    if hasattr(module, "from_name"):
+        return module.from_name(names)
     for name in names.split(","):
         if not callable(getattr(module, name, None)):
             raise UserError(f"{path} has no {name!r} that could be called. Define it at the module's level, not in a function.")
