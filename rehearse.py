@@ -4,14 +4,12 @@
     python rehearse.py --reward my_reward.py:score --train-files gsm8k/train.parquet
     python rehearse.py --train-files gsm8k/train.parquet --against other.py:score     # the built-in grader, and another one
 
-The texts are made from rows of the data: nothing, the prompt, wrong answers in every form, all numbers, both of two answers, an
-answer that is denied, keywords, praise (tools/rehearse/attacks.py). They are scored as in training. A text cheats if it
-scores nearer to a right answer than to nothing. Left out: what takes more than a text, such as a tool. Exit code 1 if a text
-cheats.
+The texts are made from rows of the data (tools/rehearse/attacks.py) and scored as in training. A text cheats if it scores
+nearer to a right answer than to nothing. Left out: what takes more than a text, such as a tool. Exit code 1 if a text cheats.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -22,11 +20,14 @@ from rl.data.columns import default_source, ground_truth
 from rl.data.tables import read_table, weights_of
 from rl.errors import UserError
 from rl.printable import one_line, printable
+from rl.record.run import GROUPS
+from rl.record.validations import rows_of
 from rl.rewards.args import RewardArgs
 from rl.rewards.pool import Score, ScoringPool
 from rl.samples.recorder import Record
 from tools.rehearse.attacks import BREAKER, HONEST, Text, breakers, texts
 
+Job = tuple[str, Text, dict]  # (place of the row, text to score, row)
 SECONDS = 2.0  # that a text may take: shorter than in training, since some are made to hang
 
 
@@ -52,29 +53,36 @@ class Found:
 
     kind: str
     scores: list[float] = field(default_factory=list)
-    cheats: list[tuple[float, str, str]] = field(default_factory=list)  # (score, row, text)
+    cheats: list[tuple[float, str, str]] = field(default_factory=list)  # (score, place of the row, text)
     errors: list[str] = field(default_factory=list)
 
 
 def main(args: Args) -> int:
     files = args.train_files or ("demo",)
     if args.record and not args.train_files:
-        files = tuple(Record(args.record).starts[-1]["flags"]["train_files"])
-    rows = [*read_rows(files, args.rows, args.prompt_key)]
-    jobs = [(where, text, row) for where, row in rows for text in texts(asked(row, args.prompt_key), truth_of(row))]
-    jobs += [(*rows[0][:1], text, rows[0][1]) for text in breakers()]
+        files = Record(args.record).starts[-1]["flags"]["train_files"]
+    rows = [*read_rows(files, args.rows)]
+    jobs = [
+        (where, text, row) for where, row in rows for text in texts(asked(row, args.prompt_key), str(ground_truth(row)).strip())
+    ]
+    jobs += [(rows[0][0], text, rows[0][1]) for text in breakers()]
     print(f"{len(jobs):,} texts for {len(rows)} rows of {', '.join(files)}", flush=True)
     scores = score(args.reward, jobs, args.prompt_key)
     found = judge(jobs, scores)
     show(found)
-    if args.record:
-        compare_with_record(args.record, found)
+    best = max((cheat[0] for of in found.values() for cheat in of.cheats), default=None)
+    if args.record and best is not None:
+        compare_with_record(args.record, best)
     if args.against:
-        disagreements(jobs, scores, score(args.against, jobs, args.prompt_key))
-    return int(any(of.cheats for of in found.values()))
+        theirs = score(args.against, jobs, args.prompt_key)
+        differ = [(job, a, b) for job, a, b in zip(jobs, scores, theirs, strict=True) if a.score != b.score]
+        print(f"{len(differ):,} of {len(jobs):,} texts have another score by --against")
+        for (where, text, _), a, b in differ[:20]:
+            print(f"  {text.name}, {where}: {a.score} and {b.score}: {shown(text.text)}")
+    return int(best is not None)
 
 
-def read_rows(files: tuple[str, ...], count: int, prompt_key: str) -> Iterator[tuple[str, dict]]:
+def read_rows(files: Sequence[str], count: int) -> Iterator[tuple[str, dict]]:
     """Yield (place, row) of rows spread over the files."""
     files, _ = weights_of(files)
     for file in files:
@@ -90,46 +98,36 @@ def asked(row: dict, prompt_key: str) -> str:
     return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
 
-def truth_of(row: dict) -> str:
-    """Return the final answer: what follows #### in GSM8K's."""
-    return str(ground_truth(row)).rpartition("####")[2].strip()
-
-
-def score(reward: str | None, jobs: list[tuple[str, Text, dict]], prompt_key: str) -> list[Score]:
+def score(reward: str | None, jobs: Sequence[Job], prompt_key: str) -> list[Score]:
     """Score the texts as training does."""
-    found: list[Score] = [Score(None)] * len(jobs)
+    found: dict[int, Score] = {}
     with ScoringPool(RewardArgs(reward=reward, reward_timeout=SECONDS, reward_workers=2, outage_timeout=0)) as pool:
         for number, (_, text, row) in enumerate(jobs):
             source = row.get("data_source") or default_source(row)
             pool.submit(number, source, text.text, ground_truth(row), row.get("extra_info"), prompt=row.get(prompt_key))
         while pool.pending:
-            for number, its in pool.wait(1.0):
-                found[number] = its
-    return found
+            found |= pool.wait(1.0)
+    return [found[number] for number in range(len(jobs))]
 
 
-def judge(jobs: list[tuple[str, Text, dict]], scores: list[Score]) -> dict[str, Found]:
+def judge(jobs: Sequence[Job], scores: Sequence[Score]) -> dict[str, Found]:
     """Return name -> what its texts scored, and which of them cheat: those that score nearer to the best right answer of their
     row than to an empty one; if right answers are not worth more than that, those that score more than both."""
-    right: dict[str, float] = {}
-    nothing: dict[str, float] = {}
+    found = {text.name: Found(text.kind) for _, text, _ in jobs}
+    scored: dict[str, list[tuple[Text, float]]] = {}
     for (where, text, _), its in zip(jobs, scores, strict=True):
-        if its.score is not None and text.kind == HONEST:
-            right[where] = max(right.get(where, its.score), its.score)
-        if its.score is not None and text.name == "nothing":
-            nothing[where] = its.score
-    found: dict[str, Found] = {}
-    for (where, text, _), its in zip(jobs, scores, strict=True):
-        of = found.setdefault(text.name, Found(text.kind))
         if its.score is None:
-            of.errors.append(its.error or "")
-            continue
-        of.scores.append(its.score)
-        low = nothing.get(where, 0.0)
-        high = right.get(where, low)
+            found[text.name].errors.append(its.error or "")
+        else:
+            found[text.name].scores.append(its.score)
+            scored.setdefault(where, []).append((text, its.score))
+    for where, of_row in scored.items():
+        low = next((its for text, its in of_row if text.name == "nothing"), 0.0)
+        high = max((its for text, its in of_row if text.kind == HONEST), default=low)
         bound = (low + high) / 2 if high > low else high
-        if text.kind != HONEST and its.score > bound:
-            of.cheats.append((its.score, where, text.text))
+        for text, its in of_row:
+            if text.kind != HONEST and its > bound:
+                found[text.name].cheats.append((its, where, text.text))
     return found
 
 
@@ -137,12 +135,13 @@ def show(found: dict[str, Found]) -> None:
     """Print the texts that cheat, and those that could not be scored."""
     honest = [score for of in found.values() if of.kind == HONEST for score in of.scores]
     print(f"right answers score up to {max(honest):g}" if honest else "no right answer could be scored")
-    cheats = {name: of for name, of in found.items() if of.cheats}
-    for name, of in sorted(cheats.items(), key=lambda item: -len(item[1].cheats)):
-        highest, where, text = max(of.cheats)
-        print(f"CHEATS   {name}, in {len(of.cheats)} rows, up to {highest:g}: {shown(text)} ({where})")
+    for name, of in sorted(found.items(), key=lambda item: -len(item[1].cheats)):
+        if of.cheats:
+            highest, where, text = max(of.cheats)
+            print(f"CHEATS   {name}, in {len(of.cheats)} rows, up to {highest:g}: {shown(text)} ({where})")
+    cheats = [cheat for of in found.values() for cheat in of.cheats]
     if cheats:
-        its, where, text = min((cheat for of in cheats.values() for cheat in of.cheats), key=lambda cheat: len(cheat[2]))
+        its, where, text = min(cheats, key=lambda cheat: len(cheat[2]))
         print(f"The shortest text that is paid scores {its:g}: {shown(text)} ({where})")
     else:
         print("no text cheats")
@@ -156,25 +155,13 @@ def shown(text: str, most: int = 60) -> str:
     return line if len(line) <= most else f"{line[:most]}..."
 
 
-def compare_with_record(run: Path, found: dict[str, Found]) -> None:
-    """Print the advantage that the best cheating text would have among the recorded responses."""
-    from tools.view.rows import Samples
-
-    best = max((cheat[0] for of in found.values() for cheat in of.cheats), default=None)
-    if best is None:
-        return
-    groups = [[s for s in group["scores"] if s is not None] for of in Samples(run).visits.values() for group in of]
-    with_it = [[*scores, best] for scores in groups if scores]
+def compare_with_record(run: Path, best: float) -> None:
+    """Print the advantage that a text of this score would have among the recorded responses."""
+    groups = [group["scores"] for row in rows_of(run / GROUPS) for group in row["groups"]]
+    scored = [[score for score in scores if score is not None] for scores in groups]
+    with_it = [[*scores, best] for scores in scored if scores]
     mean = fmean((best - fmean(scores)) / (pstdev(scores) or 1.0) for scores in with_it)
     print(f"As one more response in each of {len(with_it):,} recorded groups, it would have an advantage of {mean:.2f} (GRPO).")
-
-
-def disagreements(jobs: list[tuple[str, Text, dict]], ours: list[Score], theirs: list[Score]) -> None:
-    """Print where the other grader says otherwise."""
-    differ = [(job, a, b) for job, a, b in zip(jobs, ours, theirs, strict=True) if a.score != b.score]
-    print(f"{len(differ):,} of {len(jobs):,} texts have another score by --against")
-    for (where, text, _), a, b in differ[:20]:
-        print(f"  {text.name}, {where}: {a.score} and {b.score}: {shown(text.text)}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ In a notebook: `from view import read`. A run records its newest 20 steps and ev
 (--record-samples, docs/view.md).
 """
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -51,17 +52,15 @@ def main(args: Args) -> None:
     if not args.runs:
         raise UserError("give the directory of a run: python view.py runs/demo")
     steps = range_of(args.steps)
-    if args.exact is not None:
-        for run in args.runs:
-            replay(run, args.exact)
+    for run in args.runs if args.exact is not None else ():
+        replay(run, args.exact)
     for kind in exports.FORMATS:
         if file := getattr(args, kind):
             print(f"{file}: {exports.write(file, kind, args.runs, steps):,} responses")
             return
     from tools.view import server  # late: an export needs no server
-    from tools.view.answers import Answers
 
-    answers = Answers(args.runs)
+    answers = server.Answers(args.runs)
     if args.html:
         server.as_file(answers, steps, args.html)
         print(f"{args.html}: {args.html.stat().st_size / 2**20:.1f} MB")
@@ -75,23 +74,23 @@ def replay(run: Path, step: int) -> None:
     if step not in record.steps:
         raise UserError(f"--exact {step}: the steps that {run} has recorded are {', '.join(map(str, record.steps))}.")
     learners = record.start_of(step)["hardware"]["world_size"]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(learners)] if learners > 1 else []
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={learners}"] if learners > 1 else []
     with tempfile.TemporaryDirectory() as folder:
-        what = [run, "--from-step", step, "--to-step", step, "--tokens", "--output-dir", folder]
-        command = [sys.executable, *launcher, Path(__file__).with_name("replay.py"), *what]
-        code = subprocess.run([*map(str, command)]).returncode
-    if code:
-        sys.exit(code)
+        flags = f"--from-step {step} --to-step {step} --tokens --output-dir".split()
+        script = Path(__file__).with_name("replay.py")
+        done = subprocess.run([sys.executable, *launcher, script, run, *flags, folder])
+    if done.returncode:
+        sys.exit(done.returncode)
 
 
 def range_of(words: str | None) -> range:
     """Return the steps that --steps names."""
     if words is None:
         return range(sys.maxsize)
-    first, _, last = words.partition("-")
-    if not (first.isdecimal() and (last or first).isdecimal()):
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", words)
+    if not found:
         raise UserError(f"--steps {words}: give a step, or the first and the last with a hyphen: 100-120.")
-    return range(int(first), int(last or first) + 1)
+    return range(int(found[1]), int(found[2] or found[1]) + 1)
 
 
 if __name__ == "__main__":

@@ -205,7 +205,8 @@ def test_the_answers_are_what_the_groups_say(run):
     group = answers("group?run=0&step=2&ticket=21")
     recorded = Samples(run).groups(2)[1]
     for row, response in zip(group["responses"], recorded.responses, strict=True):
-        assert row["ids"] == response.token_ids.tolist() and row["log_probs"] == pytest.approx(response.log_probs, abs=1e-4)
+        assert row["ids"] == response.token_ids.tolist()
+        assert row["columns"]["log-prob"] == pytest.approx(response.log_probs, abs=1e-4)
         assert "".join(row["pieces"]) == row["response"]
     known = [score for score in (row["score"] for row in group["responses"]) if score is not None]
     assert (

@@ -5,10 +5,9 @@ all tokens [N] have, end to end,
 
     log_prob      under the policy as the step began; `gap`: less the log-prob recorded while sampling
     ratio         of the new to the old policy, in the last update of the token
-    advantage, entropy
-    clipped, ...  whatever else the step has: statistics of the policy loss, reference and teacher log-probs, weights, values
+    advantage...  the batch's targets that the step has, entropy, statistics of the policy loss such as `clipped`
 
-NaN where the step computes none: tokens that it does not train.
+NaN for tokens that the step does not train.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,17 +19,8 @@ import torch
 from rl.learning.batch import Batch
 from rl.ranks.dist import Ranks
 from rl.samples.group import Group
+from rl.samples.recorder import step_of
 
-TARGETS = {
-    "log_prob": "actor_log_prob",
-    "ref_log_prob": "ref_log_prob",
-    "teacher_log_prob": "teacher_log_prob",
-    "value": "value",
-    "is_weight": "is_weight",
-    "rejected": "rejected",
-    "reward": "reward",
-    "advantage": "advantage",
-}
 NAMES = {"pg_clipfrac": "clipped", "pg_clipfrac_lower": "clipped_lower"}  # of statistics
 
 
@@ -52,42 +42,36 @@ class Watch:
 
     def end_step(self, step: int, groups: Sequence[Group], batch: Batch) -> None:
         """Write this learner's part of the step."""
-        seen = self._seen
-        self._seen = []
+        seen, self._seen = self._seen, []
         if step < self._first:
             return
-        columns = {name: x for name, of in TARGETS.items() if (x := getattr(batch.targets, of)) is not None}
+        columns = {name: x for name, x in vars(batch.targets).items() if isinstance(x, torch.Tensor)}
+        columns["log_prob"] = columns.pop("actor_log_prob")
+        columns["gap"] = columns["log_prob"] - batch.rollout_log_prob
         for index, values in seen:
             for name, value in values.items():
                 columns.setdefault(name, torch.full((len(batch.token),), torch.nan))[index] = value
-        columns["gap"] = columns["log_prob"] - batch.rollout_log_prob
+        arrays = {name: np.where(batch.mask, x.float(), np.nan).astype(np.float32) for name, x in columns.items()}
         in_order = sorted(groups, key=lambda group: group.ticket)
         places = [(group.ticket, i) for group in in_order for i, r in enumerate(group.responses) if r.score is not None]
         here = batch.local_lengths > 0
-        own = np.array(places, np.int64).reshape(-1, 2)[here.numpy()]
-        arrays = {name: np.where(batch.mask, x.float(), np.nan).astype(np.float32) for name, x in columns.items()}
-        of_responses = {"ticket": own[:, 0], "number": own[:, 1], "length": batch.local_lengths[here].numpy()}
-        np.savez_compressed(_file(self._directory, step, self._ranks.rank), **of_responses, **arrays)
-        if self._ranks.is_main:
-            rank = self._ranks.world_size
-            while (older := _file(self._directory, step, rank)).exists():  # of a replay with more learners
-                older.unlink()
-                rank += 1
-
-
-def _file(directory: Path, step: int, rank: int) -> Path:
-    return directory / f"learner_{step:06d}_{rank}.npz"
+        ticket, number = np.array(places, np.int64).reshape(-1, 2)[here.numpy()].T
+        file = self._directory / f"learner_{step:06d}_{self._ranks.rank}.npz"
+        np.savez_compressed(file, ticket=ticket, number=number, length=batch.local_lengths[here].numpy(), **arrays)
+        for file in self._directory.glob(f"learner_{step:06d}_*.npz"):
+            if step_of(file) >= self._ranks.world_size:  # of a replay with more learners
+                file.unlink(missing_ok=True)
 
 
 def read(directory: Path, step: int) -> dict[tuple[int, int], dict[str, np.ndarray]]:
     """Return (ticket, number of the response) -> column -> [n]; nothing if the step has not been replayed."""
     found = {}
-    for file in sorted(directory.glob(f"learner_{step:06d}_*.npz")):
+    for file in directory.glob(f"learner_{step:06d}_*.npz"):
         with np.load(file) as data:
-            arrays = dict(data)
-        places = zip(arrays.pop("ticket").tolist(), arrays.pop("number").tolist(), strict=True)
-        ends = arrays.pop("length").cumsum()
-        split = {name: np.split(array, ends[:-1]) for name, array in arrays.items()}
-        for i, place in enumerate(places):
-            found[place] = {name: pieces[i] for name, pieces in split.items()}
+            columns = dict(data)
+        *place, lengths = (columns.pop(name).tolist() for name in ("ticket", "number", "length"))
+        start = 0
+        for ticket, number, length in zip(*place, lengths, strict=True):
+            found[ticket, number] = {name: column[start : start + length] for name, column in columns.items()}
+            start += length
     return found

@@ -5,19 +5,19 @@ import io
 from functools import lru_cache
 from pathlib import Path
 
+from PIL import Image
+
+from rl.data import images
 from rl.data.tables import DEMOS, read_table, weights_of
 from rl.errors import ImageError, UserError
 
 MOST = 640  # pixels of a side
+_table = lru_cache(maxsize=2)(lambda file, column: images.undecoded(read_table(file, "train"), column))
 
 
 def urls(where: str, flags: dict) -> list[str]:
     """Return the images of a row ("train.parquet row 17") as data: URLs, decoded and drawn again as PNG, so that no file of the
     data reaches the browser. flags: of the run. Raise UserError if they cannot be read."""
-    from PIL import Image
-
-    from rl.data import images
-
     file, _, number = where.rpartition(" row ")
     files, _ = weights_of(flags["train_files"])
     if file not in DEMOS and (file not in files or not Path(file).is_file()):  # a record can name no other file
@@ -32,10 +32,3 @@ def urls(where: str, flags: dict) -> list[str]:
     except (ImageError, IndexError, ValueError) as error:
         raise UserError(f"{where}: its images cannot be read ({error}). Has the file changed?") from error
     return found
-
-
-@lru_cache(maxsize=2)
-def _table(file: str, column: str):
-    from rl.data import images
-
-    return images.undecoded(read_table(file, "train"), column)

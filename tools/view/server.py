@@ -17,18 +17,17 @@ HEADERS = {"Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"
 
 
 def page(answers: dict[str, object] | None = None) -> tuple[str, str]:
-    """Return the page, with the answers if there are any, and its Content-Security-Policy."""
+    """Return the page, with the answers if there are any, and its Content-Security-Policy, which it also has itself."""
     nonce = secrets.token_hex(16)
-    data = json.dumps(answers).replace("<", "\\u003c") if answers else "null"  # no text can end the element
-    text = PAGE.read_text().replace("NONCE", nonce)
-    return text.replace('"ANSWERS"', data), POLICY.format(nonce)
+    policy = POLICY.format(nonce)
+    data = json.dumps(answers).replace("<", "\\u003c")  # no text can end the element
+    return PAGE.read_text().replace("NONCE", nonce).replace("POLICY", policy).replace('"ANSWERS"', data), policy
 
 
 def as_file(answers: Answers, steps: range, file: Path) -> None:
     """Write the page with all answers about the steps as one file, which needs no server."""
-    text, policy = page({path: answers(path) for path in answers.paths(steps)})
-    meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-    file.write_text(text.replace("<head>", f"<head>{meta}", 1), errors="backslashreplace")
+    text, _ = page({path: answers(path) for path in answers.paths(steps)})
+    file.write_text(text, errors="backslashreplace")
 
 
 def application(answers: Answers, secret: str) -> web.Application:
@@ -41,14 +40,13 @@ def application(answers: Answers, secret: str) -> web.Application:
     async def answer(request: web.Request) -> web.Response:
         path = f"{request.match_info['name']}?{request.rel_url.raw_query_string}"
         try:
-            found = await asyncio.get_running_loop().run_in_executor(None, answers, path)
+            found, status = await asyncio.to_thread(answers, path), 200
         except UserError as error:
-            return web.json_response({"error": str(error)}, status=404, headers=HEADERS)
-        return web.json_response(found, headers=HEADERS)
+            found, status = {"error": str(error)}, 404
+        return web.json_response(found, status=status, headers=HEADERS)
 
     app = web.Application()
-    app.router.add_get(f"/{secret}/", show)
-    app.router.add_get(f"/{secret}/answers/{{name}}", answer)
+    app.add_routes([web.get(f"/{secret}/", show), web.get(f"/{secret}/answers/{{name}}", answer)])
     return app
 
 

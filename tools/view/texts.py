@@ -8,6 +8,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from statistics import fmean
 
 import numpy as np
 
@@ -19,18 +20,13 @@ RARE = 0.02  # of the responses: rarer phrases do not count
 
 def measures(text: str, prompt: str) -> dict:
     """Return `repeated`, `compressed` and `strange` of tools/view/rows.py."""
-    words = WORD.findall(text)
-    grams = [*_grams(words, LONGEST)]
+    grams = [*_grams(WORD.findall(text), LONGEST)]
     data = text.encode(errors="replace")
-    usual = {_script(character) for character in {*prompt}}
-    strange: Counter[str] = Counter()
-    for character, count in Counter(text).items():
-        if (script := _script(character)) and script not in usual:
-            strange[script] += count
+    scripts = Counter(map(_script, text))
     return {
         "repeated": 1 - len({*grams}) / len(grams) if grams else 0.0,
         "compressed": len(zlib.compress(data)) / len(data) if data else None,
-        "strange": dict(strange),
+        "strange": {script: scripts[script] for script in {*scripts} - {None, *map(_script, prompt)}},
     }
 
 
@@ -43,13 +39,9 @@ def _script(character: str) -> str | None:
     """Return the script of a letter, or the kind of another character; None if any text may have it."""
     if (character.isascii() and character.isprintable()) or character in "\t\n\r":
         return None
-    if character == "\ufffd":
-        return "broken"
     kind = unicodedata.category(character)
-    if kind == "So":
-        return "symbol"
-    named = {"C": "control", "L": unicodedata.name(character, "unnamed").split()[0]}
-    return named.get(kind[0])
+    named = {"\ufffd": "broken", "So": "symbol", "C": "control", "L": unicodedata.name(character, "unnamed").split()[0]}
+    return named.get(character) or named.get(kind) or named.get(kind[0])
 
 
 def by_length(lengths: np.ndarray, scores: np.ndarray, third: np.ndarray) -> list[dict]:
@@ -69,27 +61,23 @@ def by_length(lengths: np.ndarray, scores: np.ndarray, third: np.ndarray) -> lis
 def phrases(first: Sequence[tuple[str, float]], last: Sequence[tuple[str, float]]) -> list[dict]:
     """Return the phrases whose share of the responses rose most. first, last: (text, score) of responses early and late."""
     words = [[WORD.findall(text) for text, _ in part] for part in (first, last)]
-    total = sum(score for _, score in last)
     common = {()}
     rows = []
     for n in range(1, LONGEST + 1):
-        # Only phrases whose parts are frequent: no phrase is more frequent than its parts
-        having = [
-            [{gram for gram in _grams(of, n) if gram[1:] in common and gram[:-1] in common} for of in part] for part in words
-        ]
-        before, after = (Counter(itertools.chain.from_iterable(part)) for part in having)
+        # No phrase is more frequent than its parts
+        grams = ([{its for its in _grams(of, n) if its[1:] in common and its[:-1] in common} for of in part] for part in words)
+        before, after = (Counter(itertools.chain.from_iterable(part)) for part in grams)
         common = {gram for gram, count in after.items() if count >= RARE * len(last)}
-        scores = dict.fromkeys(common, 0.0)
-        for grams, (_, score) in zip(having[1], last, strict=True):
-            for gram in grams & common:
-                scores[gram] += score
-        for gram in common:
-            count, others = after[gram], len(last) - after[gram]
-            row = {"phrase": " ".join(gram), "first": before[gram] / max(len(first), 1), "last": count / len(last)}
-            rows.append(row | {"with": scores[gram] / count, "without": (total - scores[gram]) / others if others else None})
+        shares = [(gram, before[gram] / max(len(first), 1), after[gram] / len(last)) for gram in common]
+        rows += [{"phrase": " ".join(gram), "first": a, "last": b, "rise": b - a} for gram, a, b in shares if b > a]
     shown: list[dict] = []
-    for row in sorted(rows, key=lambda row: (row["first"] - row["last"], -len(row["phrase"]), row["phrase"])):
-        is_part = any(f" {row['phrase']} " in f" {longer['phrase']} " for longer in shown)
-        if row["last"] > row["first"] and not is_part:
+    for row in sorted(rows, key=lambda row: (-row["rise"], -len(row["phrase"]), row["phrase"])):
+        if len(shown) < SHOWN and not any(f" {row['phrase']} " in f" {longer['phrase']} " for longer in shown):
             shown.append(row)
-    return shown[:SHOWN]
+    said = [f" {' '.join(of)} " for of in words[1]]
+    for row in shown:
+        scores: dict[bool, list[float]] = {True: [], False: []}
+        for text, (_, score) in zip(said, last, strict=True):
+            scores[f" {row['phrase']} " in text].append(score)
+        row |= {"with": fmean(scores[True]), "without": fmean(scores[False]) if scores[False] else None}
+    return shown
