@@ -32,7 +32,7 @@ def data(tmp_path):
 
 def found(data, grader: str, **more) -> dict[str, rehearse.Found]:
     jobs = []
-    for where, row in rehearse.read_rows((str(data),), 4, "prompt"):
+    for where, row in rehearse.read_rows((str(data),), 4):
         jobs += [(where, text, row) for text in attacks.texts(row["prompt"], row["ground_truth"])]
     return rehearse.judge(jobs, rehearse.score(f"{CARELESS}:{grader}", jobs, "prompt"))
 
