@@ -17,7 +17,8 @@ from statistics import fmean, pstdev
 import tyro
 
 from rl.data.columns import default_source, ground_truth
-from rl.data.tables import read_table, weights_of
+from rl.data.mapped import mapped
+from rl.data.tables import place, read_table, weights_of
 from rl.errors import UserError
 from rl.printable import one_line, printable
 from rl.record.run import GROUPS
@@ -39,6 +40,8 @@ class Args:
     """Directory of a run: its data is used, and its recorded responses show what a text would be worth among them."""
     train_files: tuple[str, ...] = ()
     """Data, as the flag of the training scripts; by default that of --record, or the demo's."""
+    map: str | None = None
+    """Function of a row, as the flag of the training scripts; by default that of --record."""
     prompt_key: str = "prompt"
     """Column that holds the prompt."""
     against: str | None = None
@@ -60,8 +63,10 @@ class Found:
 def main(args: Args) -> int:
     files = args.train_files or ("demo",)
     if args.record and not args.train_files:
-        files = Record(args.record).starts[-1]["flags"]["train_files"]
-    rows = [*read_rows(files, args.rows)]
+        recorded = Record(args.record).starts[-1]["flags"]
+        files = recorded["train_files"]
+        args.map = args.map or recorded.get("map")
+    rows = [*read_rows(files, args.rows, args.map)]
     jobs = [
         (where, text, row) for where, row in rows for text in texts(asked(row, args.prompt_key), str(ground_truth(row)).strip())
     ]
@@ -82,14 +87,15 @@ def main(args: Args) -> int:
     return int(best is not None)
 
 
-def read_rows(files: Sequence[str], count: int) -> Iterator[tuple[str, dict]]:
-    """Yield (place, row) of rows spread over the files."""
+def read_rows(files: Sequence[str], count: int, spec: str | None = None) -> Iterator[tuple[str, dict]]:
+    """Yield (place, row) of rows spread over the files. spec: of --map."""
     files, _ = weights_of(files)
     for file in files:
         table = read_table(file, "train")
+        table = mapped(table, file, spec) if spec else table
         most = min(len(table), -(-count // len(files)))
         for number in (i * len(table) // most for i in range(most)):
-            yield f"{file} row {number}", table[number]
+            yield place(file, table, number), table[number]
 
 
 def asked(row: dict, prompt_key: str) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from rl.parts import Part
-from rl.ranges import MayChange, Range
+from rl.ranges import Content, MayChange, Range, check_code
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,9 @@ class DataArgs(Part):
     number has the weight 1 then, and an epoch is as many prompts as there are rows."""
     val_files: tuple[str, ...] = ("demo",)
     """Validation prompts, in the same forms."""
+    map: Annotated[str | None, Content("code")] = None
+    """Your own function of a row, as path/to/file.py:function. It gets each row of all files as a dict, and returns the row as
+    the other flags are to find it, or None to leave it out. The rows that it returns are in each rank's memory."""
     prompt_key: str = "prompt"
     """Column that holds the prompt: chat messages, or a string that is used as it is. A string without a BOS gets one if the
     tokenizer adds one."""
@@ -40,6 +43,11 @@ class DataArgs(Part):
     """Number of training prompts to use, from the first one on; -1 uses all."""
     val_max_samples: Annotated[int, Range(at_least=1, also=-1)] = -1
     """Number of validation prompts to use, from the first one on; -1 uses all."""
+
+    def check(self, args) -> None:
+        """Raise UserError for a --map that names no file."""
+        if self.map:
+            check_code("--map", self.map, "function")
 
 
 def demo_files(model: str, files: tuple[str, ...]) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from rl.data.prompts import begins_with_bos, is_message, render_chat
 from rl.data.tables import FileRows, read_table
 from rl.errors import UserError
 from rl.parts import Part
-from rl.ranges import MayChange, Range
+from rl.ranges import Content, MayChange, Range, check_code
 from rl.ranks import launch, watchdog
 
 
@@ -35,6 +35,8 @@ class DemonstrationArgs(Part):
     concatenated. A number after a colon is a weight, as in training by reward: a.parquet:2 b.jsonl:1."""
     val_files: tuple[str, ...] = ()
     """Conversations to validate on, in the same forms. Default: those of the demo, or none."""
+    map: Annotated[str | None, Content("code")] = None
+    """Your own function of a row, as path/to/file.py:function, as in training by reward."""
     messages_key: str = "messages"
     """Column that holds a conversation: chat messages, of which each of the assistant's is trained."""
     prompt_key: str = "prompt"
@@ -51,6 +53,11 @@ class DemonstrationArgs(Part):
     """Number of training conversations to use, from the first one on; -1 uses all."""
     val_max_samples: Annotated[int, Range(at_least=1, also=-1)] = -1
     """Number of validation conversations to use, from the first one on; -1 uses all."""
+
+    def check(self, args) -> None:
+        """Raise UserError for a --map that names no file."""
+        if self.map:
+            check_code("--map", self.map, "function")
 
 
 class Demonstration(NamedTuple):
@@ -79,6 +86,10 @@ class Demonstrations(FileRows):
         most = args.val_max_samples if split == "val" else args.train_max_samples
         for file in self.files:
             table = read_table(file, split)
+            if args.map:
+                from rl.data.mapped import mapped  # late: few runs have one
+
+                table = mapped(table, file, args.map)
             self._check_columns(file, table.column_names)
             self.tables.append(table)
         used = self.ends[-1] if most < 0 else min(most, self.ends[-1])

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from rl.data.args import DataArgs
 from rl.data.columns import TRUTHS, check_columns, check_truth, default_source, ground_truth, sources, wrong_source
 from rl.data.measured import Measured, measure
-from rl.data.tables import FileRows, read_table
+from rl.data.tables import FileRows, place, read_table
 from rl.errors import ImageError, UserError
 from rl.ranks import launch, watchdog
 
@@ -97,6 +97,10 @@ class PromptDataset(FileRows):
         room = math.inf if limit < 0 else limit
         for file in self.files:
             table = read_table(file, split)
+            if args.map:
+                from rl.data.mapped import mapped  # late: few runs have one
+
+                table = mapped(table, file, args.map, max(1, room))  # with one row there are columns
             check_columns(file, table, args, brought)
             table = table.select(range(min(len(table), room)))
             room -= len(table)
@@ -116,9 +120,9 @@ class PromptDataset(FileRows):
 
     def __getitem__(self, index: int) -> Prompt:
         which, number = self._locate(self.rows[index])
-        file = self.files[which]
         row = self.tables[which][number]
-        (ids,), limit = self._encode([self._render(f"{file} row {number}", row)]), self.args.max_prompt_length
+        where = self._where(self.rows[index])
+        (ids,), limit = self._encode([self._render(where, row)]), self.args.max_prompt_length
         short, (ids, of_row) = ids, self._expand(self.rows[index], row, ids)
         if len(ids) > limit:
             short = ids = ids[-limit:] if self.args.truncation == "left" else ids[:limit]
@@ -128,7 +132,7 @@ class PromptDataset(FileRows):
             data_source=row.get("data_source") or default_source(row),
             ground_truth=ground_truth(row),
             extra_info=row.get("extra_info") or {},
-            where=f"{file} row {number}",
+            where=where,
             images=of_row,
             row={name: value for name, value in row.items() if name != self.args.image_key} | {"prompt": self._asked(row)},
         )
@@ -140,7 +144,7 @@ class PromptDataset(FileRows):
             of_rows = sources(table, bool(self.by_row))
             for source in of_rows.unique().to_pylist():
                 is_first = pc.is_null(of_rows) if source is None else pc.equal(of_rows, source)
-                where = f"{file} row {pc.index(is_first, True)}"
+                where = place(file, table, pc.index(is_first, True).as_py())
                 if not isinstance(source, str) or not source.strip():
                     raise wrong_source(where, source)
                 found.setdefault(source, where)

@@ -92,19 +92,24 @@ def _read_json(file: str) -> "Rows":
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise UserError(f"{file} row {number}: {row!r:.60} is not an object with columns. Correct the row, or remove it.")
+    return table_of(file, rows, range(len(rows)))
+
+
+def table_of(file: str, rows: list[dict], numbers: Sequence[int]) -> "Rows":
+    """The rows as a table. numbers: those that they have in the file."""
     names = dict.fromkeys(name for row in rows for name in row)
-    return Rows(pa.table({name: _column(file, name, [row.get(name) for row in rows]) for name in names}))
+    return Rows(pa.table({name: _column(file, name, [row.get(name) for row in rows], numbers) for name in names}), numbers)
 
 
-def _column(file: str, name: str, values: list) -> pa.Array | pa.ChunkedArray:
-    """The column of a JSON file. Raises UserError for the first value that does not fit those before it."""
+def _column(file: str, name: str, values: list, numbers: Sequence[int]) -> pa.Array | pa.ChunkedArray:
+    """A column of rows with these numbers. Raises UserError for the first value that does not fit those before it."""
     try:
         return pa.array(values)
     except UNFIT as error:
         row = bisect.bisect_left(range(len(values)), True, key=lambda row: not _fits(values[: row + 1]))
         raise UserError(
-            f"{file} row {row}: column {name!r} is {values[row]!r:.60}, which cannot be read ({error}). Give the column "
-            "values of one kind in all rows, such as text."
+            f"{file} row {numbers[row]}: column {name!r} is {values[row]!r:.60}, which cannot be read ({error}). Give the "
+            "column values of one kind in all rows, such as text."
         ) from None
 
 
@@ -174,7 +179,13 @@ class FileRows(Sequence):
 
     def _where(self, row: int) -> str:
         file, number = self._locate(row)
-        return f"{self.files[file]} row {number}"
+        return place(self.files[file], self.tables[file], number)
+
+
+def place(file: str, table, number: int) -> str:
+    """The place in its file of a row of the table, from which --map may have left some out."""
+    numbers = getattr(table, "numbers", None)
+    return f"{file} row {numbers[number] if numbers else number}"
 
 
 class Rows:
@@ -182,8 +193,10 @@ class Rows:
 
     features: ClassVar[dict] = {}
 
-    def __init__(self, data: pa.Table):
+    def __init__(self, data: pa.Table, numbers: Sequence[int] | None = None):
+        """numbers: of the rows in their file, by default all from 0 on."""
         self.data = data
+        self.numbers = numbers
         self.column_names = data.column_names
 
     def __len__(self) -> int:
@@ -197,7 +210,7 @@ class Rows:
         return self.data.slice(row, 1).to_pylist()[0]
 
     def select(self, rows: range) -> "Rows":
-        return Rows(self.data.slice(rows.start, len(rows)))
+        return Rows(self.data.slice(rows.start, len(rows)), self.numbers and self.numbers[rows.start : rows.stop])
 
     def select_columns(self, names: list[str]) -> "Rows":
-        return Rows(self.data.select(names))
+        return Rows(self.data.select(names), self.numbers)

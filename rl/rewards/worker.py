@@ -4,21 +4,19 @@ It imports neither torch nor transformers, so a process starts quickly.
 """
 
 import asyncio
-import importlib.util
 import inspect
 import json
-import os
 import resource
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 from rl import printable
 from rl.errors import UserError
+from rl.user_file import import_file
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # that a verifier is called with, by name
 OPTIONAL = ("prompt", "step", "split")  # that a user's function may name as well
@@ -28,16 +26,6 @@ _is_loaded = False
 _functions: "Functions | None" = None  # the user's; None: the built-in graders
 _loop: asyncio.AbstractEventLoop | None = None  # of an async function
 _tasks: dict[int, tuple[asyncio.Task, float]] = {}  # number of a response -> its call, and when its time is up
-
-
-def import_file(path: str, name: str) -> ModuleType:
-    """Import the user's file as a module of that name. It may import other files from its folder."""
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
-    module_spec.loader.exec_module(module)
-    return module
 
 
 class BadValue(Exception):

@@ -10,7 +10,7 @@ import pytest
 from helpers import ROOT
 
 LAYERS = [
-    ["errors", "printable", "masking", "background"],
+    ["errors", "printable", "masking", "background", "user_file"],
     ["parts"],
     ["ranges", "class_check"],
     ["ranks"],

@@ -33,7 +33,8 @@ TABLE: dict[str, list[Row]] = {
         missing("data.video_key=videos data.audio_key", "only images"),
         to("data.apply_chat_template_kwargs.* data.apply_chat_template_kwargs", "--chat-template-args", "`name=value` each",
            m.chat_template),
-        missing("data.custom_cls.* data.sampler.* data.datagen.*", "files are read as verl's parquet files, with one order"),
+        missing("data.custom_cls.* data.sampler.* data.datagen.*", "files are read as verl's parquet files, with one order; "
+                "`--map file.py:function` changes rows"),
         missing("data.continuous_token.*", "turns are tokenised one by one, so that none is tokenised again"),
         missing("data.tokenizer=null", "the tokenizer is the model's"),
         missing("data.tool_config_path=null data.function_tool_path=null", "tools are functions: `--tools file.py:f,g`"),
