@@ -212,6 +212,12 @@ def set_up(args: CommonArgs, file: str) -> Job:
     prompts = PromptDataset(train_files, "train", tokenizer, args.data, prep, **given)
     teacher_prompts = read_teacher_prompts(args, prompts) if args.teacher.teacher_prompt is not None else None
     validates = args.test_freq > 0 or args.val_only
+    val_sets = None
+    if validates and any("=" in word for word in val_files):
+        from rl.data.val_sets import ValSets  # late: few runs have any
+
+        val_sets = ValSets(val_files, args.sampling)
+        val_files = val_sets.files
     val_prompts = PromptDataset(val_files, "val", tokenizer, args.data, prep, **given) if validates else None
     sources = prompts.sources() | (val_prompts.sources() if val_prompts else {})
     if not (args.environment.env or args.environment.has_agent):  # these may score themselves
@@ -225,6 +231,7 @@ def set_up(args: CommonArgs, file: str) -> Job:
         order=order_of(prompts, args.seed, args.data.shuffle),
         total_steps=args.total_steps(len(prompts)),
         environments=environments,
+        val_sets=val_sets,
         teacher_prompts=teacher_prompts,
     )
 

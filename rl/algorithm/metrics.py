@@ -5,6 +5,7 @@ Left out: recording them (rl/record/run.py) and timing (rl/ranks/timers.py).
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -114,25 +115,32 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
 
 
 def validation_metrics(rows: list[dict]) -> dict[str, float]:
-    """Return verl's val-core/<data_source>/acc/mean@n and pass@n (the best of the n), averaged over the prompts of each source,
-    and the number of responses that could not be scored. These count as wrong: 0, or the worst score of their source here if
-    that is below 0. Also return verl's val-aux/<data_source>/<name>/mean@n of each further number of the reward function: its
-    mean over the responses that have it; and val-aux/env/<name>/acc/mean@n of each environment that has a name. rows: one per
-    response, as `Generator.take_rows` describes them. Every name begins with "val-": by that the record distinguishes a
-    validation's metrics from a step's."""
+    """Return verl's val-core/<data_source>/acc/mean@n and pass@k (best of k: 2, 4, ... n), averaged over the prompts of each
+    source, and the number of responses that could not be scored. These count as wrong: 0, or the worst score of their
+    source here if that is below 0. Also return verl's val-aux/<data_source>/<name>/mean@n of each further number of the reward
+    function: its mean over the responses that have it; and val-aux/env/<name>/acc/mean@n of each environment that has a name.
+    rows: one per response, as `Generator.take_rows` describes them. Every name begins with "val-": by that the record
+    distinguishes a validation's metrics from a step's."""
     metrics = {"val-aux/reward/unscored": sum(row["error"] is not None for row in rows)}
-    for source, its in _by("data_source", rows).items():
+    for source, n, its in _by_source_and_n(rows):
         prompts = _accuracies(its)
-        n = len(prompts[0])
         metrics[f"val-core/{source}/acc/mean@{n}"] = _mean_of(prompts)
-        if n > 1:
-            metrics[f"val-core/{source}/acc/pass@{n}"] = sum(max(acc) for acc in prompts) / len(prompts)
+        for k in [2**power for power in range(1, 31) if 2**power < n] + [n] * (n > 1):
+            metrics[f"val-core/{source}/acc/pass@{k}"] = sum(best_of(acc, k) for acc in prompts) / len(prompts)
         extras = [row.get("extra", {}) for row in its]  # none in a checkpoint of an older version
         metrics |= {f"val-aux/{source}/{name}/mean@{n}": mean for name, mean in _means(extras).items()}
     for name, its in _by("environment", rows).items():
         prompts = _accuracies(its)
         metrics |= {f"val-aux/env/{name}/acc/mean@{len(prompts[0])}": _mean_of(prompts)} if name else {}
     return metrics
+
+
+def _by_source_and_n(rows: list[dict]) -> Iterator[tuple[str, int, list[dict]]]:
+    """Yield the rows of each source; of one whose files have different numbers of responses to a prompt, by this number n."""
+    for source, its in _by("data_source", rows).items():
+        count = Counter(row["index"] for row in its)
+        for n in sorted({*count.values()}):
+            yield source, n, [row for row in its if count[row["index"]] == n]
 
 
 def _accuracies(rows: list[dict]) -> list[list[float]]:
@@ -142,6 +150,13 @@ def _accuracies(rows: list[dict]) -> list[list[float]]:
     for row in rows:
         by_prompt.setdefault(row["index"], []).append(row["acc"] if row["error"] is None else worst)
     return list(by_prompt.values())
+
+
+def best_of(accuracies: list[float], k: int) -> float:
+    """Return the expected best of k of these n, drawn without replacement: pass@k (arXiv 2107.03374) if each is 0 or 1."""
+    n = len(accuracies)
+    ways = [math.comb(place, k - 1) for place in range(n)]  # in which the value in this place is the best of k
+    return sum(way * acc for way, acc in zip(ways, sorted(accuracies), strict=True)) / math.comb(n, k)
 
 
 def _mean_of(prompts: list[list[float]]) -> float:

@@ -177,6 +177,10 @@ class FileRows(Sequence):
         file = bisect.bisect_right(self.ends, row)
         return file, row - (self.ends[file - 1] if file else 0)
 
+    def file_of(self, index: int) -> int:
+        """Return the place in `files` of the file of a used row."""
+        return self._locate(self.rows[index])[0]
+
     def _where(self, row: int) -> str:
         file, number = self._locate(row)
         return place(self.files[file], self.tables[file], number)

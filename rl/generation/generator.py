@@ -6,6 +6,7 @@ Scoring overlaps with generation: a response goes to the scoring pool the moment
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,6 +30,9 @@ from rl.ranks.device import is_accelerator
 from rl.ranks.timers import Timers
 from rl.rewards.pool import GREEDY, Score, ScoringPool, overlong_penalty
 from rl.samples.group import PENALTY, UNPENALISED, Group
+
+if TYPE_CHECKING:
+    from rl.data.val_sets import ValSet
 
 
 class Generator:
@@ -174,7 +178,13 @@ class Generator:
         """Start this engine's share of the validation prompts, each val_n times."""
         prompts = self.job.val_prompts
         for index in self.share(range(len(prompts))):
-            self._start(Key(True, index), OpenGroup(prompts[index], self.args.sampling.val_n), self.args.sampling.validation)
+            _, sampling = self._val_set(index)
+            self._start(Key(True, index), OpenGroup(prompts[index], sampling.val_n), sampling.validation)
+
+    def _val_set(self, index: int) -> "ValSet":
+        """Return the name and the sampling of a validation prompt's file."""
+        sets = self.job.val_sets
+        return sets.of(self.job.val_prompts, index) if sets else ("", self.args.sampling)
 
     def take_rows(self) -> list[dict]:
         """Return the validation's rows since the last call, one per response: index, data_source, environment (its name, or
@@ -221,7 +231,7 @@ class Generator:
         tokens = group.outputs[number].token_ids
         return {
             "index": index,
-            "data_source": group.prompt.data_source,
+            "data_source": self._val_set(index)[0] or group.prompt.data_source,
             "environment": self.args.environment.name_of(group.prompt.row),
             "prompt": group.prompt.text,
             "response": self.job.tokenizer.decode(tokens, skip_special_tokens=not self.responses.have_turns),

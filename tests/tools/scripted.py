@@ -78,6 +78,7 @@ def scripted_job(prompt, **more) -> SimpleNamespace:
         "val_prompts": [prompt],
         "tokenizer": tokenizer,
         "total_steps": 9,
+        "val_sets": None,
     }
     return SimpleNamespace(**job | more)
 

@@ -1,0 +1,48 @@
+"""Validation files with a name or a sampling of their own: --val-files aime=aime.parquet:n=16:temperature=0.6 gsm8k.parquet."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rl.data.tables import FileRows
+from rl.errors import UserError
+from rl.generation.engine import SamplingArgs
+from rl.ranges import check
+
+FORM = re.compile(r"(?:([\w.-]+)=)?(.+?)((?::(?:n|temperature|top_p)=[^:]*)*)")
+
+
+class ValSet(NamedTuple):
+    """How a file's prompts are validated."""
+
+    name: str  # in place of the rows' data_source in metrics; empty: theirs
+    sampling: SamplingArgs  # whose val_* are the file's
+
+
+class ValSets:
+    """The sets of a run's validation files, by row."""
+
+    def __init__(self, words: Sequence[str], sampling: SamplingArgs):
+        """words: of --val-files; sampling: of the run. Raise UserError for what cannot be used."""
+        self.files: list[str] = []
+        self._sets: list[ValSet] = []
+        for word in words:
+            name, file, options = FORM.fullmatch(word).groups()
+            self.files.append(file)
+            self._sets.append(ValSet(name or "", _changed(sampling, options, word)))
+
+    def of(self, rows: FileRows, index: int) -> ValSet:
+        """Return the set of a row. rows: the validation data, which was read from `files`."""
+        return self._sets[rows.file_of(index)]
+
+
+def _changed(sampling: SamplingArgs, options: str, word: str) -> SamplingArgs:
+    try:
+        pairs = [option.split("=") for option in options.split(":")[1:]]
+        values = {f"val_{name}": int(value) if name == "n" else float(value) for name, value in pairs}
+        changed = dataclasses.replace(sampling, **values)
+        check(changed)
+    except (ValueError, UserError) as error:
+        raise UserError(f"--val-files {word}: {error}") from None
+    return changed

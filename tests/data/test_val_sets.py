@@ -1,0 +1,81 @@
+"""Validation files with a name or a sampling of their own."""
+
+import itertools
+import json
+import random
+
+import pytest
+from helpers import train
+
+from rl.algorithm.metrics import best_of, validation_metrics
+from rl.data.val_sets import ValSets
+from rl.errors import UserError
+from rl.generation.engine import SamplingArgs
+
+
+class Rows:
+    """Validation data of two rows a file."""
+
+    def file_of(self, index: int) -> int:
+        return index // 2
+
+
+def test_a_file_has_the_flags_values_or_its_own():
+    words = ["hard=data/aime.parquet:n=16:temperature=0.6", "a=b.jsonl", "org/name:main", "demo:top_p=0.5:n=2"]
+    sets = ValSets(words, SamplingArgs(val_n=3, val_temperature=0.1))
+    assert sets.files == ["data/aime.parquet", "b.jsonl", "org/name:main", "demo"]
+    found = [sets.of(Rows(), 2 * file + 1) for file in range(4)]
+    assert [name for name, _ in found] == ["hard", "a", "", ""]
+    values = [(of.val_n, of.val_temperature, of.val_top_p) for _, of in found]
+    assert values == [(16, 0.6, 1.0), (3, 0.1, 1.0), (3, 0.1, 1.0), (2, 0.1, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("a.parquet:n=0", "--val-n must be at least 1; it is 0"),
+        ("a.parquet:n=few", "invalid literal"),
+        ("a.parquet:temperature=", "could not convert"),
+        ("x=a.parquet:top_p=2", "--val-top-p must be"),
+    ],
+)
+def test_a_value_of_no_use_is_named(word, message):
+    with pytest.raises(UserError, match=f"--val-files {word}: .*{message}"):
+        ValSets([word], SamplingArgs())
+
+
+def test_the_best_of_k_is_the_mean_over_all_choices():
+    rng = random.Random(0)
+    for n in (1, 2, 5, 8):
+        accuracies = [rng.choice([0.0, 1.0, 0.3]) for _ in range(n)]
+        for k in range(1, n + 1):
+            chosen = [*map(max, itertools.combinations(accuracies, k))]
+            assert best_of(accuracies, k) == pytest.approx(sum(chosen) / len(chosen))
+
+
+def test_files_of_one_source_with_different_numbers_of_responses_are_told_apart():
+    rows = [
+        {"index": index, "data_source": "math", "error": None, "acc": float(i == 0)}
+        for index, n in ((0, 1), (1, 4), (2, 4))
+        for i in range(n)
+    ]
+    metrics = validation_metrics(rows)
+    assert metrics["val-core/math/acc/mean@1"] == 1
+    assert metrics["val-core/math/acc/mean@4"] == 0.25
+    assert metrics["val-core/math/acc/pass@2"] == 0.5 and metrics["val-core/math/acc/pass@4"] == 1
+    assert "val-core/math/acc/pass@1" not in metrics
+
+
+@pytest.mark.runs
+def test_a_run_validates_each_file_in_its_own_way(tmp_path):
+    rows = [{"prompt": f"{a}+{a}=", "data_source": "demo", "ground_truth": str(2 * a)} for a in range(1, 4)]
+    file = tmp_path / "sums.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    sets = [f"one={file}", f"many={file}:n=4:temperature=1", f"{file}:n=2"]
+    flags = ["--total-training-steps", 1, "--test-freq", 1, "--no-val-before-train", "--val-files", *sets]
+    metrics, run, _ = train("train_one_step_off.py", *flags, out=tmp_path / "runs", ranks=2)
+    names = {name for name in metrics[1] if name.startswith("val-core/")}
+    of_many = {"many/acc/mean@4", "many/acc/pass@2", "many/acc/pass@4"}
+    assert names == {f"val-core/{name}" for name in {"one/acc/mean@1", "demo/acc/mean@2", "demo/acc/pass@2"} | of_many}
+    responses = (run / "val_generations" / "step_000001.jsonl").read_text().splitlines()
+    assert len(responses) == 3 * (1 + 4 + 2)
