@@ -109,6 +109,8 @@ def job(pipes: list[int], arguments: list[str], environment: dict[str, str], ran
     os.environ.clear()
     os.environ.update(set_by_imports | environment)
     bear_mark()
+    if "FORKED_PYTHON" in environment:
+        sys.executable = str(nodes.ROOT / "tests" / "tools" / "python")
     for number, pipe in enumerate(pipes):
         os.dup2(pipe, number)
         os.close(pipe)
