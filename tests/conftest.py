@@ -170,11 +170,13 @@ def pytest_configure(config) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # of the tests themselves, which import torch later: workers must not fight for cores
 
 
-# The second and the third want no demo model: the first one's worker makes it meanwhile.
-SLOWEST = ["test_checkpoint", "test_ring", "test_learner"]
-SLOWEST += ["test_split", "test_engine_vllm", "test_train_sync", "test_algorithm"]
-SLOWEST += ["test_doctor", "test_benchmarks", "test_requirements", "test_rewarded_runs", "test_sharded_weights"]
-SLOWEST += ["test_fake_accelerator", "test_real_model", "test_hybrids", "test_engine_vllm_kinds"]
+# The second and the third want no demo model: the first one's worker makes it meanwhile. By CPU seconds of the long tests, but
+# for test_ring and test_learner, which are long in the plain ones.
+SLOWEST = ["test_round_trips", "test_ring", "test_learner", "test_fake_accelerator", "test_layouts", "test_requirements"]
+SLOWEST += ["test_real_model", "test_agent_runs", "test_teacher_runs", "test_split", "test_checkpoint", "test_engine_vllm"]
+SLOWEST += ["test_doctor", "test_engine_vllm_kinds", "test_sharded_weights", "test_benchmarks", "test_train_sync"]
+SLOWEST += ["test_hybrids", "test_nodes_net", "test_replay", "test_view", "test_vision_runs", "test_algorithm"]
+SLOWEST += ["test_rewarded_runs", "test_flags_fuzz"]
 
 
 def pytest_collection_modifyitems(items) -> None:

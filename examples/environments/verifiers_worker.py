@@ -10,7 +10,7 @@
 
 `my_tasks` is an installed taskset or environment. The harness `null` only gives the model the task's tools, and `subprocess`
 plays on this machine; --given is {} for older versions. The column `task` of a row is the number of its task, which gives the
-prompt. The score is the package's. An episode that has used up its budget gets 0, and one with another error is not scored.
+prompt. The score is the package's, also if the budget of tokens is used up; an episode with another error is not scored.
 Left out: several agents in an episode, and rewards that compare the responses of a group.
 """
 
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from worker import post, work
 
-NO_ROOM = "context_length_exceeded"  # the run refuses the call: the budget is used up
+NO_ROOM = "budget of tokens or turns is used up"  # what the run says when it refuses the call
 
 
 class Tasks:

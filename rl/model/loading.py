@@ -182,7 +182,8 @@ def _whole(where: str, model, found: dict[str, Source], stored: dict[str, Stored
             )
     if source.convert:
         return source.whole(model, name, tensors)
-    return out.view(model.state_dict()[name].shape)
+    parent, _, leaf = name.rpartition(".")
+    return out.view(getattr(model.get_submodule(parent), leaf).shape)
 
 
 # --------------------------------------------------------------------------------------------------------- every rank

@@ -26,6 +26,7 @@ TOKENS = 8  # of each prompt and each response of the check
 # Largest differences of log-probs in the check: the median of a response, and a token. Wrong models differ by 0.1 to 5.
 # Rounding causes 1e-6, but may send a token of a mixture to a different expert: a token counts if it differs for both prompts.
 OF_RESPONSE, OF_TOKEN = 1e-3, 1e-2
+MANY = 10**8  # parameters, from which on a check by all cores is faster than by one
 
 
 class Policy(nn.Module):
@@ -106,7 +107,8 @@ def check_policy(policy, path: str, name: str = "--model") -> None:
         inputs |= {"position_ids": layout.position_ids.expand(3, 1, -1), "images": None}
     predict = torch.stack([s[TOKENS - 1 : -1] for s in layout.gather_index.split(layout.lengths)])  # [4, TOKENS]
     threads = torch.get_num_threads()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))  # torchrun leaves each rank one thread, and the others wait
+    if sum(parameter.numel() for parameter in model.parameters()) >= MANY:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))  # torchrun leaves each rank one thread, and the others wait
     try:
         found = policy(inputs, layout, predict.flatten(), responses.flatten(), 1.0, "none")[0]
         expected = _by_transformers(model, torch.cat([prompts.expand(-1, 2, -1), responses], 2).flatten(0, 1))

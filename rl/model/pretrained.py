@@ -160,6 +160,7 @@ def unfilled_model(config: PretrainedConfig, trust_remote_code: bool = False) ->
     def on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:  # one on the meta device may be tied: it stays
             parameter = torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+            parameter._is_hf_initialized = True  # or transformers would initialize it, in Python
         register(module, name, parameter)
 
     torch.nn.Module.register_parameter = on_meta

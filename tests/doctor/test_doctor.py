@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from helpers import ROOT, environment, left_over, marked
+from helpers import CHILDREN_FORK, ROOT, environment, left_over, marked, run_script
 
 from rl.generation.embedded.engine import TransformersEngine
 from rl.ranks import host
@@ -251,10 +251,8 @@ def test_flags_that_cannot_work_are_one_message(flags, what):
 @pytest.mark.timeout(900)
 def test_the_doctor_finds_this_machine_well(tmp_path, demo_model):
     """With both engines and all scripts. No process is left behind."""
-    mark, file = "doctor-whole", tmp_path / "doctor.json"
-    command = [sys.executable, "doctor.py", "--out", str(file)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(MARK=mark), capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stdout + done.stderr
+    mark, file = "d-whole-", tmp_path / "doctor.json"
+    run_script("doctor.py", "--out", file, env={"MARK": mark} | CHILDREN_FORK, timeout=800)
     record = json.loads(file.read_text())
     status = {check["check"]: check["status"] for check in record["checks"]}
     assert WRONG not in status.values()

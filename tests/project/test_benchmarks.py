@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from helpers import ROOT, environment, run_script
+from helpers import CHILDREN_FORK, ROOT, run_script
 
 from rl import flags
 
@@ -112,10 +112,8 @@ STEPS = {  # word -> step; what the others measure is tested above, in one proce
 
 @pytest.mark.slow
 def test_the_measurements_for_a_device_run_at_toy_size(tmp_path):
-    command = [sys.executable, "benchmarks/device/drive.py", "1", "2", "3", "--toy", "--only", ",".join(STEPS)]
-    own = environment(OUT=str(tmp_path / "out"), KIT_WORK=str(tmp_path / "work"))
-    done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=290)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    own = {"OUT": str(tmp_path / "out"), "KIT_WORK": str(tmp_path / "work")} | CHILDREN_FORK
+    done = run_script("benchmarks/device/drive.py", 1, 2, 3, "--toy", "--only", ",".join(STEPS), env=own, timeout=290)
     records = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
     assert {record["step"]: record["code"] for record in records} == dict.fromkeys(STEPS.values(), 0)
     found = {record["step"]: record["found"] for record in records}

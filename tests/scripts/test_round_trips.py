@@ -40,16 +40,16 @@ ROWS = {
         other=("--lora-rank", 8),
         refused="was written with --lora-rank 4",
     ),
-    "KL, correction": Row(
+    "a critic, KL, correction": Row(
         (
+            *("--adv-estimator", "gae", "--critic-warmup", 3, "--critic-lr", 1e-3, "--lam", 0.95),
             *("--use-kl-loss", "--use-kl-in-reward", "--entropy-coeff", 0.01),
             *("--rollout-is", "token", "--rollout-rs", "seq_mean_k1", "--rollout-rs-threshold", "0.9_1.1"),
         ),
-        ("actor/kl_loss", "actor/reward_kl_penalty", "rollout_corr/rollout_rs_masked_fraction"),
-    ),
-    "a critic": Row(
-        ("--adv-estimator", "gae", "--critic-warmup", 3, "--critic-lr", 1e-3, "--lam", 0.95),
-        ("critic/vf_loss", "critic/vf_explained_var", "timing_s/values", "timing_s/update_critic"),
+        (
+            *("critic/vf_loss", "critic/vf_explained_var", "timing_s/values", "timing_s/update_critic"),
+            *("actor/kl_loss", "actor/reward_kl_penalty", "rollout_corr/rollout_rs_masked_fraction"),
+        ),
         other=("--adv-estimator", "grpo"),
         refused="--adv-estimator: was gae",
     ),

@@ -3,6 +3,7 @@ pipes and signals, and ends with its exit code. Its processes bear $MARK as thei
 
     python -S tests/tools/forked.py plain 0 train_sync.py --lr 1e-5
     python -S tests/tools/forked.py plain 2 --max-restarts 3 train_async.py             # as torchrun --nproc-per-node 2
+    python -S tests/tools/forked.py python -m torch.distributed.run --standalone --nproc-per-node 2 train_async.py    # the same
 """
 
 import json
@@ -11,7 +12,18 @@ import signal
 import socket
 import sys
 
-imported, ranks, *arguments = sys.argv[1:]
+
+def of_python(words: list[str]) -> list[str]:
+    """Translate the arguments of Python (tests/tools/python): a script or a module, under torchrun or not."""
+    ranks = "0"
+    if words[:3] == ["-m", "torch.distributed.run", "--standalone"]:
+        _, ranks, *words = words[3:]
+    elif words[0] == "-m":
+        words = [f"{words[1].replace('.', '/')}.py", *words[2:]]
+    return ["vllm" if "vllm" in words else "plain", ranks, *words]
+
+
+imported, ranks, *arguments = of_python(sys.argv[2:]) if sys.argv[1] == "python" else sys.argv[1:]
 connection = socket.socket(socket.AF_UNIX)
 connection.connect(f"{os.environ['RL_TESTS']}/{imported}")
 socket.send_fds(connection, [b" "], [0, 1, 2])

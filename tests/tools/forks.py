@@ -109,6 +109,8 @@ def job(pipes: list[int], arguments: list[str], environment: dict[str, str], ran
     os.environ.clear()
     os.environ.update(set_by_imports | environment)
     bear_mark()
+    if "FORKED_PYTHON" in environment:
+        sys.executable = str(nodes.ROOT / "tests" / "tools" / "python")
     for number, pipe in enumerate(pipes):
         os.dup2(pipe, number)
         os.close(pipe)
@@ -187,6 +189,21 @@ def compile_vllms_kernel() -> None:
             Sampler.gather_logprobs(torch.zeros(2, vocabulary), 0, torch.zeros(2, dtype=torch.long))
 
 
+def configure_vllm() -> None:
+    """Do what an engine of vLLM spends seconds on when it starts: it sets the level of hundreds of loggers, and looks through
+    all modules for kernels that a CPU computes otherwise. It examines a new kind of model in a process of its own, for which it
+    would import everything again; here that is done in the fork."""
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging
+    from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
+
+    configure_logging(LoggingConfig())
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
+    registry._run_in_subprocess = lambda examine: examine()
+
+
 def is_ours(module) -> bool:
     """Return whether a module is one of the project's, of those that this file needs itself."""
     return module.__name__ != "__main__" and (getattr(module, "__file__", None) or "").startswith(f"{nodes.ROOT}/")
@@ -199,6 +216,7 @@ def import_all(modules: list[str]) -> None:
     warm_up([name for name in modules if name.startswith("train_")])
     if "rl.generation.vllm.engine" in modules:
         compile_vllms_kernel()
+        configure_vllm()
     if "train_sync" not in modules:
         for name in [name for name, module in sys.modules.items() if is_ours(module)]:
             del sys.modules[name]

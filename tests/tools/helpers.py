@@ -274,6 +274,9 @@ def command(*arguments, ranks: int | None = None, fresh: bool = False, imported:
     return [sys.executable, *torchrun, *arguments]
 
 
+CHILDREN_FORK = {"FORKED_PYTHON": sys.executable}  # environment of a program whose own scripts are to be forks, too
+
+
 def run_script(*arguments, timeout: float = 240, check: bool = True, env: dict[str, str] | None = None, **how):
     """Runs a script to its end, as `command` says; returns the finished process with its output as text."""
     env = environment(**(env or {}))

@@ -14,7 +14,7 @@ if [[ ${1:-} == --this-torch ]]; then
   if [[ ! -e $venv/filled ]]; then
     python -m venv --without-pip "$venv"
     python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$(echo "$venv"/lib/python*/site-packages)/present.pth"
-    python -m pip --quiet --python "$venv/bin/python" install "$(grep '^transformers==' requirements-npu.txt)" || exit 77
+    python -m pip --quiet --python "$venv/bin/python" install --no-compile "$(grep '^transformers==' requirements-npu.txt)" || exit 77
     touch "$venv/filled"
   fi
 else
