@@ -88,7 +88,7 @@ def generator() -> Generator:
     """What a generator needs for its records."""
     bare = Generator.__new__(Generator)
     bare.args = train_sync.Args()
-    bare.job = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda *_, **__: "text"))
+    bare.job = SimpleNamespace(val_sets=None, tokenizer=SimpleNamespace(decode=lambda *_, **__: "text"))
     bare.responses = Responses(engine=None)
     return bare
 
@@ -153,9 +153,10 @@ def test_a_validation_has_the_reward_functions_other_numbers(generator):
     for source in ("d", "other/e"):
         assert metrics[f"val-aux/{source}/length/mean@3"] == 4.5 and metrics[f"val-aux/{source}/form/mean@3"] == 1
         assert metrics[f"val-core/{source}/acc/mean@3"] == pytest.approx(1 / 3)
+        assert metrics[f"val-core/{source}/acc/pass@2"] == pytest.approx(2 / 3)
         assert metrics[f"val-core/{source}/acc/pass@3"] == 1
     assert metrics["val-aux/reward/unscored"] == 2
-    assert len(metrics) == 1 + 2 * 4, "these, mean and pass of the accuracy, and the count of unscored"
+    assert len(metrics) == 1 + 2 * 5, "these, mean and pass of the accuracy, and the count of unscored"
 
 
 @pytest.mark.parametrize("scale", [(0.0, 1.0), (-1.0, 1.0), (-5.0, -1.0), (0.1, 0.9)])
