@@ -100,7 +100,7 @@ def test_the_tools_of_an_mcp_server_have_a_state_for_each_episode(model, tokeniz
     (tmp_path / "server.py").write_text(SERVER)
     args = EnvironmentArgs(tools=f"mcp:{sys.executable} {tmp_path / 'server.py'}", env_timeout=60.0)
     pool = Environments(args, model, end_tokens("qwen2_5"))
-    (schema,) = pool.tools.schemas
+    (schema,) = pool.tools[""].schemas
     function = schema["function"]
     assert (schema["type"], function["name"], function["description"]) == ("function", "keep-note", "Keeps a note.")
     parameters = function["parameters"]
