@@ -214,7 +214,7 @@ def set_up(args: CommonArgs, file: str) -> Job:
     validates = args.test_freq > 0 or args.val_only
     val_sets = None
     if validates and any("=" in word for word in val_files):
-        from rl.data.val_sets import ValSets  # late: few runs have any
+        from rl.generation.val_sets import ValSets  # late: few runs have any
 
         val_sets = ValSets(val_files, args.sampling)
         val_files = val_sets.files

@@ -23,7 +23,7 @@ class Job:
     total_steps: int
     notes: dict = field(default_factory=dict)  # further entries of the run's config.json
     environments: Any = None  # with --env or --tools: the rank's rl.environments.pool.Environments
-    val_sets: Any = None  # if a validation file has a name or sampling of its own: rl.data.val_sets.ValSets
+    val_sets: Any = None  # if a validation file has a name or sampling of its own: rl.generation.val_sets.ValSets
     teacher_prompts: Any = None  # with --teacher-prompt: rl.data.teacher_prompts.TeacherPrompts
 
 

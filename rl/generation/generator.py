@@ -32,7 +32,7 @@ from rl.rewards.pool import GREEDY, Score, ScoringPool, overlong_penalty
 from rl.samples.group import PENALTY, UNPENALISED, Group
 
 if TYPE_CHECKING:
-    from rl.data.val_sets import ValSet
+    from rl.generation.val_sets import ValSet
 
 
 class Generator:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -27,6 +28,7 @@ START_LIMIT = 60  # seconds that a scoring process may take to import the user's
 FIRST_CALL = 60  # extra seconds for the very first response: the function may import or load something
 AT_ONCE = 64  # responses that an async function works on at once in each process
 QUICK = 0.1  # seconds of work that a process gets at once, so that quick functions do not wait for messages
+GONE = 5  # seconds after its end in which pebble has said what became of a process, or never will
 BLOCKED = "the reward function blocked its event loop: await what takes time, or give it to asyncio.to_thread"
 
 
@@ -86,6 +88,7 @@ class Lane:
             self._pool.stop()
             self._pool.join()
         self._pool = ProcessPool(1, context=get_context("fork"))
+        self._pid: int | None = None
         self._has_answered = False
         self._began = 0.0  # when the process got its first response
         try:
@@ -94,14 +97,22 @@ class Lane:
             raise Lost(lost.event, f"importing it does not work: {lost}") from None
         if "failed" in loaded:
             raise Lost("error", loaded["failed"])
+        self._pid = loaded["pid"]
         self._is_async = loaded["is_async"]
         self._room = AT_ONCE if self._is_async else 1
         return loaded
 
     def _ask(self, function: Callable, *arguments: Any, seconds: float) -> Any:
-        """Return the function's value, computed in the scoring process. Raise Lost if the process is lost."""
+        """Return the function's value, computed in the scoring process. Raise Lost if the process is lost, and RuntimeError if
+        it had ended before, which pebble does not always notice: the process may have kept the lock of pebble's pipe."""
+        future = self._pool.schedule(function, arguments, timeout=seconds)
+        gone = 0
+        while wait([future], timeout=1.0).not_done:
+            gone += self._pid is not None and not _lives(self._pid)
+            if gone == GONE:
+                raise RuntimeError("the scoring process has ended")
         try:
-            return self._pool.schedule(function, arguments, timeout=seconds).result()
+            return future.result()
         except TimeoutError:
             raise Lost("timeout", f"no answer after {seconds:g} s") from None
         except ProcessExpired as error:
@@ -167,6 +178,14 @@ class Lane:
             for number in self._under_way:
                 self._shared.reply(number, json.dumps({"failed": message, "event": lost.event}))
         self._under_way = {}
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def main(settings: dict) -> None:

@@ -6,6 +6,7 @@ It imports neither torch nor transformers, so a process starts quickly.
 import asyncio
 import inspect
 import json
+import os
 import resource
 import signal
 import sys
@@ -104,9 +105,9 @@ def _further(name: str, function: Callable) -> tuple[str, ...]:
 
 
 def load(spec: str, weights: Sequence[float], memory: int) -> dict[str, Any]:
-    """Prepare this process. Return whether a function "is_async" and what of OPTIONAL they "take", or why it "failed". spec:
-    path/to/file.py:f,g, empty for the built-in graders; weights: of the functions; memory: bytes that this process may
-    allocate."""
+    """Prepare this process. Return its "pid", whether a function "is_async" and what of OPTIONAL they "take", or why it
+    "failed". spec: path/to/file.py:f,g, empty for the built-in graders; weights: of the functions; memory: bytes that this
+    process may allocate."""
     global _is_loaded, _functions, _loop
     sys.stdout = sys.stderr  # which is unbuffered
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
@@ -117,7 +118,7 @@ def load(spec: str, weights: Sequence[float], memory: int) -> dict[str, Any]:
     if _functions and _functions.is_async:
         _loop = asyncio.new_event_loop()
     _is_loaded = True
-    return {"is_async": _loop is not None, "takes": _functions.takes if _functions else []}
+    return {"pid": os.getpid(), "is_async": _loop is not None, "takes": _functions.takes if _functions else []}
 
 
 def _check_loaded() -> None:

@@ -8,9 +8,9 @@ import pytest
 from helpers import train
 
 from rl.algorithm.metrics import best_of, validation_metrics
-from rl.data.val_sets import ValSets
 from rl.errors import UserError
 from rl.generation.engine import SamplingArgs
+from rl.generation.val_sets import ValSets
 
 
 class Rows:
