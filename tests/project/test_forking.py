@@ -84,10 +84,14 @@ LAST = {  # flags -> what the last step's metrics have to be
         lambda m: [row["actor/entropy_coeff"] for row in m] == pytest.approx([0, 0.005, 0.01, 0.015]),
     ),
     "gdpo": (
-        ["--adv-estimator", "gdpo", "--reward", "REWARD", "--gdpo-reward-keys", "right", "short"],
+        ["--adv-estimator", "gdpo", "--reward", "SCORE", "--gdpo-reward-keys", "right", "short"],
         lambda m: all(row["critic/advantages/max"] > 0 for row in m),
     ),
     "greso": ([], lambda m: m[-1]["prompts/hard"] + m[-1]["prompts/easy"] > 0),
+    "group_reward": (  # 0, 1, 2 and 3, by score and length
+        ["--group-reward", "RANK", "--rollout-n", "4"],
+        lambda m: all(row["critic/score/mean"] == 1.5 and 0 <= row["reward/extra/own_score/mean"] <= 1 for row in m),
+    ),
     "imitation": (
         ["--sft-files", "demo", "--sft-batch-size", "5", "--sft-coef", "1"],
         lambda m: m[-1]["actor/sft_nll"] < m[0]["actor/sft_nll"],
@@ -110,6 +114,10 @@ REWARD = """
 def score(data_source, solution_str, ground_truth, extra_info):
     right = float(solution_str == ground_truth)
     return {"score": right, "right": right, "short": -len(solution_str) - int(solution_str[-1:] or 0) / 10}
+
+async def rank(data_source, solutions, ground_truth, extra_info, scores, prompt):
+    ranked = sorted(range(len(scores)), key=lambda i: (scores[i], -len(solutions[i])))
+    return [{"score": ranked.index(i), "alike": len({*solutions}) == 1} for i in range(len(scores))]
 """
 
 
@@ -140,13 +148,13 @@ def test_a_fork_trains_and_resumes(name, demo_model, tmp_path):
     apply(name, tmp_path / "tree")
     (tmp_path / "reward.py").write_text(REWARD)
     flags, holds = LAST[name]
-    flags = [f"{tmp_path / 'reward.py'}:score" if flag == "REWARD" else flag for flag in flags]
+    flags = [f"{tmp_path / 'reward.py'}:{flag.lower()}" if flag in ("SCORE", "RANK") else flag for flag in flags]
     more = ["--total-training-steps", 4, "--test-freq", 0, "--save-freq", 2, "--lr", 1e-3, "--lr-warmup-steps", 0]
     more += ["--max-ckpt-to-keep", 0, "--output-dir", tmp_path / "runs", "--experiment-name", "run"]
     run, weights = tmp_path / "runs" / "run", []
     for _ in range(2 if name in STATE else 1):
-        own = {"PYTHONPATH": str(tmp_path / "tree")}
-        run_script(tmp_path / "tree" / "train_sync.py", *flags, *more, imported="packages", env=own)
+        own = {"cwd": tmp_path / "tree", "env": {"PYTHONPATH": str(tmp_path / "tree")}}
+        run_script(tmp_path / "tree" / "train_sync.py", *flags, *more, imported="packages", **own)
         weights.append((run / "step_000004" / "model.safetensors").read_bytes())
         shutil.rmtree(run / "step_000004")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -173,3 +181,42 @@ def test_demonstrations_add_transformers_gradient_with_their_own_denominator(tmp
     done = run_script(ROOT / "tests" / "programs" / "imitation.py", tmp_path, imported="packages", env=env)
     errors = json.loads(done.stdout.splitlines()[-1])
     assert len(errors) == 3 * 2 * 3 and max(errors) < 3e-5
+
+
+OF_GROUPS = """
+def score(data_source, solution_str, ground_truth, extra_info):
+    return None if (ground_truth, solution_str) == ("unscored", "aaaa") else {"score": len(solution_str), "kept": 7}
+
+def f(data_source, solutions, ground_truth, extra_info, scores, prompt, step):
+    assert (data_source, extra_info, prompt, step, ground_truth != "validation") == ("x", None, "ask", 3, True)
+    assert solutions == ["aaa", "a", "aaaa", "aa"] and scores == [3, 1, None if ground_truth == "unscored" else 4, 2]
+    answers = {"short": [1, 2, 3], "a number": 1.0, "nan": [1, 2, 3, float("nan")], "unscored": [5, 6, 7, 8]}
+    return answers[ground_truth] if ground_truth != "ranks" else [{"score": -n, "half": n / 2} for n in scores]
+"""
+
+
+@pytest.mark.runs
+def test_a_function_of_a_group_replaces_its_scores(tmp_path):
+    """It ranks; it raises, and returns too few values, a number, no number; a response without a score has none afterwards;
+    validations keep theirs."""
+    apply("group_reward", tmp_path / "tree")
+    (tmp_path / "of_groups.py").write_text(OF_GROUPS)
+    functions = [f"{tmp_path / 'of_groups.py'}:{name}" for name in ("score", "f")]
+    cases = ["ranks", "raises", "short", "a number", "nan", "unscored"]  # raises: a KeyError
+    more = {"imported": "packages", "cwd": tmp_path / "tree", "env": {"PYTHONPATH": str(tmp_path / "tree")}}
+    done = run_script(ROOT / "tests" / "programs" / "group_reward.py", *functions, *cases, **more)
+    found = json.loads(done.stdout.splitlines()[-1])
+    scores = {case: [of["score"] for of in its] for case, its in found.items()}
+    none = [None] * 4
+    assert scores == {
+        "ranks": [-3, -1, -4, -2],
+        **dict.fromkeys(("raises", "short", "a number"), none),
+        "nan": [1, 2, 3, None],
+        "unscored": [5, 6, None, 8],
+        "validation": [3, 1, 4, 2],
+    }
+    assert [of["extra"] for of in found["ranks"]] == [{"kept": 7, "half": n / 2, "own_score": n} for n in (3, 1, 4, 2)]
+    events = {(case, of["event"]) for case, its in found.items() for of in its if of["event"]}
+    assert events == {("raises", "error"), *((case, "bad_value") for case in ("short", "a number", "nan", "unscored"))}
+    assert found["raises"][0]["message"].startswith("KeyError: 'raises' (")
+    assert "[1, 2, 3], not a list of 4 values" in found["short"][0]["message"]

@@ -268,7 +268,7 @@ def command(*arguments, ranks: int | None = None, fresh: bool = False, imported:
     if name := demo_trained_by(arguments):
         demo(name)
     if not fresh:
-        return [sys.executable, "-S", "tests/tools/forked.py", imported, str(ranks or 0), *arguments]
+        return [sys.executable, "-S", str(ROOT / "tests/tools/forked.py"), imported, str(ranks or 0), *arguments]
     alone = [] if "--nnodes" in arguments else ["--standalone"]
     torchrun = ["-m", "torch.distributed.run", *alone, "--nproc-per-node", str(ranks)] if ranks else []
     return [sys.executable, *torchrun, *arguments]
@@ -277,10 +277,10 @@ def command(*arguments, ranks: int | None = None, fresh: bool = False, imported:
 CHILDREN_FORK = {"FORKED_PYTHON": sys.executable}  # environment of a program whose own scripts are to be forks, too
 
 
-def run_script(*arguments, timeout: float = 240, check: bool = True, env: dict[str, str] | None = None, **how):
+def run_script(*arguments, timeout: float = 240, check: bool = True, env: dict[str, str] | None = None, cwd=ROOT, **how):
     """Runs a script to its end, as `command` says; returns the finished process with its output as text."""
     env = environment(**(env or {}))
-    done = subprocess.run(command(*arguments, **how), cwd=ROOT, env=env, timeout=timeout, text=True, capture_output=True)
+    done = subprocess.run(command(*arguments, **how), cwd=cwd, env=env, timeout=timeout, text=True, capture_output=True)
     if check and done.returncode:
         raise AssertionError(
             f"exit code {done.returncode}\n--- stdout\n{done.stdout[-4000:]}\n--- stderr\n{done.stderr[-6000:]}"

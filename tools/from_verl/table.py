@@ -268,7 +268,8 @@ TABLE: dict[str, list[Row]] = {
            "--overlong-penalty-factor", "a length of 0 is off; the response budget is `--max-response-length`. In verl it "
            "only acts with the manager `dapo`", m.overlong),
         to("reward.reward_manager.name|reward_model.reward_manager=naive", "", "the verifier is chosen by `data_source`; "
-           "`naive`, `dapo` and `prime` score alike here", m.reward_manager),
+           "`naive`, `dapo` and `prime` score alike here; a function of `batch` takes lists: write it for one response, or for "
+           "a group with the fork `group_reward`", m.reward_manager),
         missing("reward.reward_model.enable|reward_model.enable=False", "a model that scores is served apart: "
                 "`--reward examples/judge.py:judge`"),
         missing("reward_model.reward_kwargs.* reward.reward_kwargs.* custom_reward_function.reward_kwargs.* "
