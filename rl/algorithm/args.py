@@ -89,9 +89,10 @@ class TeacherArgs(Part):
 
     def check(self, args) -> None:
         """Raise UserError for flags that a teacher makes meaningless."""
-        if self.teacher_alone and not self.teacher:
-            raise UserError("--teacher-alone: without --teacher there is nothing to learn from. Add it, or leave the flag out.")
         if not self.teacher:
+            for name in ("teacher_alone", "teacher_top_k"):
+                if getattr(self, name):
+                    raise UserError(f"{flag(name)}: without --teacher there is no teacher. Add it, or leave the flag out.")
             return
         self._check_prompt(args.environment)
         loss = args.loss.policy_loss

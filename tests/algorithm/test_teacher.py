@@ -157,6 +157,7 @@ def test_the_top_tokens_have_a_shape():
         ({"teacher_alone": True, "adv_estimator": "remax"}, "--adv-estimator remax compares scores with baseline"),
         ({"adv_estimator": "rloo", "rollout_n": 1}, "nothing is learnt"),
         ({"teacher_alone": True, "teacher": None}, "--teacher-alone: without --teacher"),
+        ({"teacher_alone": False, "teacher_top_k": 1, "teacher": None}, "--teacher-top-k: without --teacher"),
         ({"teacher": "self"}, "from its own prompt the policy learns nothing. Add --teacher-prompt"),
         ({"teacher_prompt": "Think."}, "is the same for all rows"),
         ({"teacher_prompt": ""}, "--teacher-prompt: its value is empty"),
