@@ -124,7 +124,14 @@ class EnvironmentArgs(Part):
         if self.serve_policy:
             _ = self.serve_address
         for code, are_tools in self.programs.values():
-            check_code("--tools" if are_tools else "--env", code, "function,function" if are_tools else "Class")
+            flag = "--tools" if are_tools else "--env"
+            if ".py:" not in code:
+                adapters = sorted(file.stem.removeprefix("from_").replace("_", "-") for file in ADAPTERS.glob("from_*.py"))
+                raise UserError(
+                    f"{flag} {code}: write it as path/to/file.py:names, or as name:rest with the name of an adapter in "
+                    f"examples/environments: {', '.join(adapters)}."
+                )
+            check_code(flag, code, "function,function" if are_tools else "Class")
         if sys.platform != "linux":
             raise UserError(f"{name}: environments only run on Linux.")
         if 0 < args.hang_timeout <= self.env_timeout:

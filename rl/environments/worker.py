@@ -112,7 +112,10 @@ def _named(spec: str) -> list[Callable]:
     """Return what path/to/file.py:names names, in the user's file, or what its function `from_name` makes of the names, as in
     examples/environments. Raise UserError if it is not there."""
     path, names = split_code(spec)
-    module = _module(os.path.abspath(path))
+    try:
+        module = _module(os.path.abspath(path))
+    except ModuleNotFoundError as error:
+        raise UserError(f"{path} imports {error.name}, which is not installed. Install it into this environment.") from error
     if hasattr(module, "from_name"):
         return module.from_name(names)
     for name in names.split(","):

@@ -41,8 +41,11 @@ def _changed(sampling: SamplingArgs, options: str, word: str) -> SamplingArgs:
     try:
         pairs = [option.split("=") for option in options.split(":")[1:]]
         values = {f"val_{name}": int(value) if name == "n" else float(value) for name, value in pairs}
-        changed = dataclasses.replace(sampling, **values)
+    except ValueError:
+        raise UserError(f"--val-files {word}: n is a whole number, temperature and top_p are numbers. Correct it.") from None
+    changed = dataclasses.replace(sampling, **values)
+    try:
         check(changed)
-    except (ValueError, UserError) as error:
+    except UserError as error:
         raise UserError(f"--val-files {word}: {error}") from None
     return changed

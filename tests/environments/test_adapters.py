@@ -17,9 +17,12 @@ from families import end_tokens
 from helpers import free_port
 from test_pool import answers, environments, ids_of, model, tokenizer, wait_for  # noqa: F401 (fixtures)
 
+import train_sync
+from rl import parts
 from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
 from rl.errors import UserError
+from rl.ranges import check
 
 ASKED = [{"role": "user", "content": "Go."}]
 END = "<|im_end|>"
@@ -127,6 +130,11 @@ def test_the_tools_of_an_mcp_server_have_a_state_for_each_episode(model, tokeniz
 def test_a_command_that_is_no_mcp_server_is_refused_at_the_start(model):  # noqa: F811
     with pytest.raises(UserError, match="--tools mcp:echo no: no MCP server answers to 'echo no'"):
         Environments(EnvironmentArgs(tools="mcp:echo no"), model, end_tokens("qwen2_5"))
+
+
+def test_a_name_that_no_adapter_has_is_refused_with_those_there_are():
+    with pytest.raises(UserError, match=r"--env atari:pong: .*gem, mcp, openenv, reasoning-gym, skyrl-gym, textarena"):
+        check(parts.make(train_sync.Args, env="atari:pong"))
 
 
 @pytest.mark.slow

@@ -150,7 +150,7 @@ def test_a_prompt_shows_the_tools_of_its_row_and_lacks_what_its_environment_brin
         ({"env": "a=FILE:Ones", "agent": "python x.py"}, "--env and --agent: a response has one environment"),
         ({"env": "a=FILE:Ones", "tools": "a=FILE:f"}, "'a' is the name of two environments"),
         ({"env": ("a=FILE:Ones", "b=no.py:X")}, "--env no.py:X: there is no file no.py"),
-        ({"env": "a=FILE:Ones", "tools": "b=FILE"}, "--tools .*: write it as path/to/file.py:function"),
+        ({"env": "a=FILE:Ones", "tools": "b=FILE"}, "--tools .*: write it as path/to/file.py:names"),
         ({"env": "a=FILE:Ones", "tools": "b=FILE:f", "reward": "REWARD:g"}, "a function of environments needs --env"),
     ],
 )

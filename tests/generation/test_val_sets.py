@@ -34,8 +34,8 @@ def test_a_file_has_the_flags_values_or_its_own():
     ("word", "message"),
     [
         ("a.parquet:n=0", "--val-n must be at least 1; it is 0"),
-        ("a.parquet:n=few", "invalid literal"),
-        ("a.parquet:temperature=", "could not convert"),
+        ("a.parquet:n=few", "n is a whole number"),
+        ("a.parquet:temperature=", "temperature and top_p are numbers"),
         ("x=a.parquet:top_p=2", "--val-top-p must be"),
     ],
 )
