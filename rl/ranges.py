@@ -15,6 +15,7 @@ from typing import Annotated, Literal, TypeVar
 
 from rl import parts
 from rl.errors import UserError
+from rl.user_file import split_code
 
 Mark, Value = TypeVar("Mark"), TypeVar("Value")
 # torch's limits: 64 bits, float32
@@ -100,12 +101,6 @@ def check(args) -> None:
         for base in reversed(type(part).__mro__):
             if "check" in vars(base):
                 vars(base)["check"](*([part, args] if isinstance(part, parts.Part) else [part]))
-
-
-def split_code(given: str) -> tuple[str, str]:
-    """Return the path and the names of path/to/file.py:names. An adapter's name may have colons, as in a command."""
-    path, found, names = given.partition(".py:")
-    return path + found[:-1], names
 
 
 def check_code(name: str, given: str, named: str) -> None:

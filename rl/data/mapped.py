@@ -16,7 +16,7 @@ import numpy as np
 from rl.data.tables import Rows, table_of
 from rl.errors import UserError
 from rl.ranks import watchdog
-from rl.user_file import import_file
+from rl.user_file import import_file, split_code
 
 
 def mapped(table, file: str, spec: str, most: float = math.inf) -> Rows:
@@ -52,7 +52,7 @@ def mapped(table, file: str, spec: str, most: float = math.inf) -> Rows:
 
 @functools.cache
 def _function(spec: str) -> Callable:
-    path, _, name = spec.rpartition(":")
+    path, name = split_code(spec)
     try:
         module = import_file(path, "user_map")
     except (Exception, SystemExit) as error:

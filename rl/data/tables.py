@@ -142,8 +142,7 @@ def weights_of(words: Sequence[str], split: str = "train") -> tuple[list[str], l
     found = [WEIGHT.fullmatch(word) for word in words]
     if not any(found):
         return list(words), None
-    for word in words:
-        weight = WEIGHT.fullmatch(word)
+    for weight, word in zip(found, words, strict=True):
         if weight and split != "train":
             raise UserError(f"--{split}-files {word}: a file has no weight here, only in --train-files. Leave out the number.")
         if weight and Fraction(weight[2]) <= 0:

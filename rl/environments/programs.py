@@ -19,6 +19,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from rl.rewards.worker import BadValue
+
 if TYPE_CHECKING:
     from rl.environments.turns import Turns
 
@@ -27,12 +29,6 @@ OF_A_PATH = FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectory
 OWN = ("reset", "get_reward", "close")  # methods of a TRL environment that are not tools
 NOT_TEXT = {"image", "image_url", "input_image", "video", "video_url", "audio", "audio_url", "input_audio"}  # content parts
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # for a function in TRL's form
-
-
-class BadValue(Exception):
-    """The user's code returned a wrong value."""
-
-    event = "bad_value"
 
 
 class WrongCall(Exception):

@@ -31,9 +31,8 @@ from rl.environments import descendants
 from rl.environments.descendants import Children
 from rl.environments.programs import EpisodeProgram, Programs
 from rl.errors import UserError
-from rl.ranges import split_code
 from rl.rewards.worker import describe, how_it_ended
-from rl.user_file import import_file
+from rl.user_file import import_file, split_code
 
 LARGEST = 1 << 28  # bytes of a line
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

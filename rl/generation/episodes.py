@@ -448,8 +448,7 @@ class Episodes(Responses):
         episode = self._of[id]
         self._end_process(id)
         if id in self._resetting and not episode.restarts and answer["event"] != "bad_value":
-            episode.restarts += 1
-            self._start_process(id)
+            self._play_again(id)
             return
         failed = Score(None, event=answer["event"], message=answer["message"])
         if episode.in_engine:  # the turn under way is the last
@@ -480,7 +479,8 @@ class Episodes(Responses):
     def _play_again(self, id: Id) -> None:
         """Reset the environment of an episode that failed, and replay its turns."""
         failed = self._of[id]
-        self._of[id] = Episode(failed.output, self.working[id[0]].prompt.ids, restarts=failed.restarts + 1)
+        prompt = failed.prompt or self.working[id[0]].prompt.ids
+        self._of[id] = Episode(failed.output, prompt, restarts=failed.restarts + 1)
         self._resetting.add(id)
         self._start_process(id)
 

@@ -10,6 +10,7 @@ from rl.errors import UserError
 from rl.parts import Part
 from rl.ranges import Content, MayChange, Range, check_code
 from rl.rewards.verifiers import CODE
+from rl.user_file import split_code
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class RewardArgs(Part):
         """Raise UserError for a --reward that names no file, or functions that cannot score together."""
         if self.reward and self.reward != CODE:
             check_code("--reward", self.reward, "function")
-        functions = self.reward.rpartition(":")[2].split(",") if self.own_reward else []
+        functions = split_code(self.reward)[1].split(",") if self.own_reward else []
         if self.reward_weights and len(self.reward_weights) != len(functions):
             raise UserError(
                 f"--reward-weights has {len(self.reward_weights)} weights, and --reward names {len(functions)} functions."
@@ -87,7 +88,7 @@ def _is_of_trl(parameters: set[str]) -> bool:
 def parameters_of(spec: str) -> list[set[str]]:
     """Return the names of the parameters of each function that path/to/file.py:names names and the file defines. The file is
     not imported."""
-    path, _, names = spec.rpartition(":")
+    path, names = split_code(spec)
     try:
         nodes = ast.parse(Path(path).read_bytes()).body
     except (OSError, SyntaxError, ValueError):  # reported where the file is imported

@@ -17,7 +17,7 @@ from typing import Any
 
 from rl import printable
 from rl.errors import UserError
-from rl.user_file import import_file
+from rl.user_file import import_file, split_code
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # that a verifier is called with, by name
 OPTIONAL = ("prompt", "step", "split")  # that a user's function may name as well
@@ -30,7 +30,7 @@ _tasks: dict[int, tuple[asyncio.Task, float]] = {}  # number of a response -> it
 
 
 class BadValue(Exception):
-    """A function returned a wrong value."""
+    """The user's code returned a wrong value."""
 
     event = "bad_value"
 
@@ -40,7 +40,7 @@ class Functions:
 
     def __init__(self, spec: str, weights: Sequence[float]):
         """weights: of the functions in the sum; none: 1 each. Raise an error if one cannot be called as a verifier."""
-        path, _, names = spec.rpartition(":")
+        path, names = split_code(spec)
         module = import_file(path, "user_reward")
         self.names = names.split(",")
         self.weights = weights or [1.0] * len(self.names)
