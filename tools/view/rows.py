@@ -133,6 +133,11 @@ class Samples:
         """Return the text that the policy sampled."""
         return self.text(response.token_ids[sampled(response)])
 
+    def answer(self, response: Response) -> str:
+        """Return the text that a grader gets: the policy's last turn, without special tokens."""
+        turns = [tokens for who, tokens in parts_of(response) if who == "policy"]
+        return self.tokenizer.decode(response.token_ids[turns[-1]] if turns else [], skip_special_tokens=True)
+
     def text(self, ids: Iterable[int]) -> str:
         return self.tokenizer.decode([*map(int, ids)], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
