@@ -66,7 +66,8 @@ def main(args: Args) -> int:
     if args.record:
         samples = Samples(args.record)
         flags = samples.record.starts[-1]["flags"]
-        args.train_files, args.map = tuple(flags["train_files"]), flags.get("map")
+        args.train_files = tuple(flags["train_files"])
+        args.map = flags.get("map")
         recorded = [*samples.responses(samples.record.steps[-1:])]
     rows = dict(read_rows(args.train_files, args.rows, args.map, {row["where"] for row, _ in recorded}))
     used = [*rows.items()][: args.rows]
