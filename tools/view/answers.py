@@ -91,12 +91,11 @@ def step(samples: Samples, step: int) -> dict:
 
 def _measures(samples: Samples, group: Group) -> dict:
     """Return the beginning of a group's prompt, and means over its responses."""
-    prompt = samples.text(group.prompt_ids)
-    measured = [texts.measures(samples.said(response), prompt) for response in group.responses]
-    means = {name: mean(of[name] for of in measured) for name in ("repeated", "compressed")}
+    measured = [samples.measures(group, response) for response in group.responses]
+    means = {name: mean(of[name] for of in measured) for name in ("repeated", "copied", "compressed")}
     means["strange"] = mean(sum(of["strange"].values()) for of in measured)
     means["cut"] = mean(response.finish_reason == "length" for response in group.responses)
-    return means | {"prompt": prompt[:BEGINNING]}
+    return means | {"prompt": samples.text(group.prompt_ids)[:BEGINNING]}
 
 
 def group(samples: Samples, step: int, ticket: int) -> dict:
@@ -106,7 +105,7 @@ def group(samples: Samples, step: int, ticket: int) -> dict:
     computed = learner.read(samples.record.directory, step)
     for number, response in enumerate(recorded.responses):
         columns = {"log-prob": response.log_probs, "version": response.versions} | computed.get((ticket, number), {})
-        row = samples.row(response, found["prompt"]) | {"ticket": ticket, "number": number}
+        row = samples.row(recorded, response) | {"ticket": ticket, "number": number}
         row["columns"] = {
             name: [None if np.isnan(x) else round(x, 4) for x in column.tolist()]
             for name, column in columns.items()

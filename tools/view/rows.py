@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rl.algorithm.texts import SHARES, shares
 from rl.record import validations
 from rl.record.run import GROUPS, METRICS
 from rl.samples.group import Group, Response
@@ -107,9 +108,9 @@ class Samples:
                 "prompt_tokens": len(group.prompt_ids),
             }
             for number, response in enumerate(group.responses):
-                yield row | {"number": number} | self.row(response, row["prompt"]), response
+                yield row | {"number": number} | self.row(group, response), response
 
-    def row(self, response: Response, prompt: str) -> dict:
+    def row(self, group: Group, response: Response) -> dict:
         """Return what a row says of a response alone."""
         parts = [[who, self.text(response.token_ids[tokens])] for who, tokens in parts_of(response)]
         log_probs = response.log_probs[sampled(response)]
@@ -127,7 +128,12 @@ class Samples:
             "tokens": len(response.token_ids),
             "versions": [int(versions.min()), int(versions.max())] if len(versions) else None,  # oldest and newest weights
             "mean_log_prob": float(log_probs.mean()) if len(log_probs) else None,  # of sampled tokens, under their weights
-        } | texts.measures(self.said(response), prompt)
+        } | self.measures(group, response)
+
+    def measures(self, group: Group, response: Response) -> dict:
+        """Return `repeated` and `copied` (docs/six-numbers.md), and what tools/view/texts.py measures."""
+        (own,) = shares(group, [response])
+        return dict(zip(SHARES, own, strict=True)) | texts.measures(self.said(response), self.text(group.prompt_ids))
 
     def said(self, response: Response) -> str:
         """Return the text that the policy sampled."""
