@@ -107,11 +107,14 @@ class Samples:
                 "prompt": self.text(group.prompt_ids),
                 "prompt_tokens": len(group.prompt_ids),
             }
-            for number, response in enumerate(group.responses):
-                yield row | {"number": number} | self.row(group, response), response
+            for number, (response, own) in enumerate(zip(group.responses, self.rows(group), strict=True)):
+                yield row | {"number": number} | own, response
 
-    def row(self, group: Group, response: Response) -> dict:
-        """Return what a row says of a response alone."""
+    def rows(self, group: Group) -> list[dict]:
+        """Return what a row says of each response alone."""
+        return [self._row(response) | own for response, own in zip(group.responses, self.measures(group), strict=True)]
+
+    def _row(self, response: Response) -> dict:
         parts = [[who, self.text(response.token_ids[tokens])] for who, tokens in parts_of(response)]
         log_probs = response.log_probs[sampled(response)]
         versions = response.versions
@@ -128,12 +131,13 @@ class Samples:
             "tokens": len(response.token_ids),
             "versions": [int(versions.min()), int(versions.max())] if len(versions) else None,  # oldest and newest weights
             "mean_log_prob": float(log_probs.mean()) if len(log_probs) else None,  # of sampled tokens, under their weights
-        } | self.measures(group, response)
+        }
 
-    def measures(self, group: Group, response: Response) -> dict:
-        """Return `repeated` and `copied` (docs/six-numbers.md), and what tools/view/texts.py measures."""
-        (own,) = shares(group, [response])
-        return dict(zip(SHARES, own, strict=True)) | texts.measures(self.said(response), self.text(group.prompt_ids))
+    def measures(self, group: Group) -> list[dict]:
+        """Return of each response `repeated` and `copied` (docs/six-numbers.md), and what tools/view/texts.py measures."""
+        prompt = self.text(group.prompt_ids)
+        found = zip(group.responses, shares(group, group.responses), strict=True)
+        return [dict(zip(SHARES, own, strict=True)) | texts.measures(self.said(response), prompt) for response, own in found]
 
     def said(self, response: Response) -> str:
         """Return the text that the policy sampled."""
