@@ -33,7 +33,7 @@ LAYERS = [
     ["supervised"],
     ["report", "view", "rehearse"],
     ["plan"],
-    ["from_verl", "doctor"],
+    ["from_verl", "doctor", "command"],
 ]
 LEVELS = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 HOUSES = ("rl", "tools")  # what a training process imports, and what a person runs around it
