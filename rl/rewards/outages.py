@@ -84,7 +84,7 @@ class Outages:
             source.again.discard(key)
             final = self._worked(name, source, self._clock() if asked is None else asked)
             return [*final, (key, score)] if is_new else final
-        if not source.has_worked:
+        if not source.has_worked or not (self._repeats or self._seconds):  # agents play nothing again
             return [(key, score if source.has_worked is None else self._out(score))] if is_new else []
         if is_new:
             source.failures += 1

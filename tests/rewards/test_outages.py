@@ -107,6 +107,9 @@ def test_no_time_turns_waiting_off():
     grader = Grader(seconds=0)
     grader.go_out()
     assert grader.look() == [(key, OUT) for key in range(FAILURES)] and not grader.outages.is_one
+    agents = Grader(seconds=0, repeats=False)
+    agents.take(GOOD, "first")
+    assert agents.take(BAD, *range(99)) == [(key, BAD) for key in range(99)] and not agents.asked
 
 
 @pytest.mark.parametrize("repeats", [True, False])

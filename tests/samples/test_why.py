@@ -105,7 +105,7 @@ def test_every_group_has_the_gradient_of_its_own_tokens(trainer, groups, monkeyp
 
 @pytest.mark.slow
 def test_a_poisoned_group_of_64_is_found(trainer, groups):
-    for seed in range(6):
+    for seed in range(20):
         place = random.Random(seed).randrange(64)
         batch = [poisoned(group, seed) if i == place else group for i, group in enumerate(groups)]
         step = step_of(trainer, batch)
