@@ -58,6 +58,11 @@ class Generator:
         self._rows: list[dict] = []  # of the current validation
         self._ended: list[Output] = []  # responses that had ended when their prompt was started
         self.timer = Timers()  # gen, score and wait
+        self.stop = None
+        if args.sampling.stop:
+            from rl.generation.stop_strings import StopStrings
+
+            self.stop = StopStrings(args.sampling.stop, job.tokenizer)
 
     @property
     def free_slots(self) -> int:
@@ -246,6 +251,8 @@ class Generator:
         """Start the group's responses, or continue those of its record. If the prompt's images cannot be prepared, only this
         ticket is lost: its responses have no token and no score."""
         prompt = group.prompt
+        if self.stop:
+            sampling = dataclasses.replace(sampling, stop=self.stop)
         if fault := _image_fault(prompt):
             group.event = Score(None, event="image", message=f"{prompt.where}: {fault}")
             self.working[key] = group
