@@ -54,7 +54,7 @@ class SamplingArgs(Part):
     """Strings that end a response, or a turn of it, also in validation. The string stays in the response: its last token is the
     one that completes it."""
     val_n: Annotated[int, Range(at_least=1)] = 1
-    """Responses per validation prompt. Above 1, pass@n is also reported."""
+    """Responses per validation prompt. Above 1, pass@n is also reported, and maj@n if the grader returns answers."""
     val_temperature: Annotated[float, Range(at_least=0.01, at_most=100, also=0)] = 0.0
     """Sampling temperature in validation; 0 is greedy."""
     val_top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0

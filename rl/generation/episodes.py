@@ -379,7 +379,7 @@ class Episodes(Responses):
 
     def _room(self, id: Id) -> int:
         """Return the most tokens that the response may have."""
-        return self.args.sampling.max_response_length
+        return self.working[id[0]].room
 
     def _turn_ended(self, output: Output) -> None:
         """Give a turn that the engine has finished to its environment, unless it is the last."""

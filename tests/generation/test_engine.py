@@ -302,7 +302,7 @@ def test_an_engine_sleeps_only_where_it_takes_turns_with_a_learner(monkeypatch):
     asked = []
     monkeypatch.setattr(generator, "make_engine", lambda *_, sleeps, **__: asked.append(sleeps))
     monkeypatch.setattr(generator.dist, "engines_first", lambda _: None)
-    job = types.SimpleNamespace(path="", environments=None)
+    job = types.SimpleNamespace(path="", environments=None, val_sets=None)
     for script in (train_sync, train_one_step_off, train_async):
         generator.make_generator(script.Args(), job, types.SimpleNamespace(device=CPU, rank=0, world_size=1), None)
     assert asked == [True, False, False]
