@@ -42,7 +42,8 @@ ROLLOUT: dict[str, list[Row]] = {
                 "verl's classes of tools, interactions and agent loops: write functions (`--tools`), an environment (`--env`) "
                 "or an agent (`--agent`, `--serve-policy`), agents.md"),
         missing("A.rollout.quantization=null A.rollout.quantization_config_file=null", "no quantised engine"),
-        missing("A.rollout.do_sample=True A.rollout.repetition_penalty=1.0", "sampling by temperature, top-p, top-k and min-p"),
+        missing("A.rollout.repetition_penalty=1.0", "a fork: examples/forks/repetition_penalty.diff"),
+        missing("A.rollout.do_sample=True", "a rollout always samples"),
         missing("A.rollout.over_sample_rate=0", "verl drops what it does not wait for; `--over-sample` continues it in the "
                 "next step"),
         missing("A.rollout.disaggregation.enabled=False", "prefill and decoding on the same devices"),
