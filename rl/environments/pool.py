@@ -155,6 +155,11 @@ class Environments:
         self._unwritten += json.dumps(message, default=plain).encode() + b"\n"
         self._write()
 
+    def pass_on(self, parts: dict[str, list[int]]) -> None:
+        """Send tokens that were sampled, by the name of the stream that wants them."""
+        self._unwritten += json.dumps({"do": "parts", "parts": parts}).encode() + b"\n"
+        self._write()
+
     def end(self, key: Hashable) -> None:
         """End an episode, unless it has ended."""
         if key in self._numbers:

@@ -6,7 +6,7 @@ An `Engine` takes requests (`add`), returns the responses that finished (`step`)
 its own seed, not on the rank that serves it or on the rest of the batch.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
@@ -160,6 +160,9 @@ class Engine(Protocol):
 
     def unfinished(self) -> list[Output]:
         """Return the outputs so far of all unfinished requests. Further requests may continue them, as `so_far`."""
+
+    def tokens_of(self, ids: Collection) -> dict[object, list[int]]:
+        """Return the tokens so far of those of these requests that have begun."""
 
     def abort(self) -> None:
         """Forget all unfinished requests."""

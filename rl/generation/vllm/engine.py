@@ -14,7 +14,7 @@ the embedded engine, a response therefore repeats bit for bit only if the batche
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -139,6 +139,15 @@ class VLLMEngine:
             sampled = states[pending.inner_id].logprobs_processor.logprobs
             outputs.append(self._joined(pending, sampled, "unfinished", routes))
         return outputs
+
+    def tokens_of(self, ids: Collection) -> dict[object, list[int]]:
+        states = self.engine.output_processor.request_states
+        found = {}
+        for pending in self._pending.values():
+            if pending.request.id in ids:
+                before = pending.request.so_far.token_ids if pending.request.so_far else []
+                found[pending.request.id] = [*before, *states[pending.inner_id].detokenizer.output_token_ids]
+        return found
 
     def abort(self) -> None:
         self.engine.abort_request([pending.inner_id for pending in self._pending.values()], internal=True)

@@ -1,0 +1,120 @@
+"""The one form of a request and of an answer. Each protocol translates its own into it: it has `call`, of a request's body;
+`body`, of whole answers; `events`, of answers as they grow; and `failure`.
+"""
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+MODEL = "policy"
+
+
+class Refused(Exception):
+    """A request that cannot be answered, with its HTTP status."""
+
+    def __init__(self, status: int, message: str, code: str | None = None):
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request for the model's next turn."""
+
+    messages: list[dict]  # {role, content} with text; an assistant's "calls" [{name, arguments}]; a tool's name
+    tools: list[dict]  # in the form for chat templates
+    most: int | None = None  # limit of the tokens to sample
+    streams: bool = False
+    n: int = 1  # answers
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The model's turn, or its text so far."""
+
+    number: int  # of the answer in its episode
+    before: int  # tokens of the conversation before the turn
+    sampled: int  # tokens
+    content: str
+    reasoning: str = ""
+    calls: list[dict] = field(default_factory=list)  # {name, arguments}
+    is_cut: bool = False  # whether the call's limit cut it
+    is_whole: bool = True
+
+    @property
+    def written_calls(self) -> list[tuple[str, str, str]]:
+        """The id, name and arguments of each call."""
+        numbered = enumerate(self.calls)
+        return [(f"call_{self.number}_{i}", call["name"], json.dumps(call["arguments"])) for i, call in numbered]
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """Turn the errors of a request of another form into Refused."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, IndexError) as error:
+        raise Refused(400, f"the request cannot be read: {type(error).__name__}: {error}") from None
+
+
+def check(given: dict, **usual: Any) -> None:
+    """Raise Refused for another model, or if an option has another value than None and the usual one."""
+    if given.get("model") != MODEL:
+        raise Refused(404, f"there is no model {given.get('model')!r:.100} here: {MODEL!r} is the one", "model_not_found")
+    for name, value in usual.items():
+        if given.get(name) not in (None, value):
+            raise Refused(400, f"{name} {json.dumps(given[name]):.100}: the policy samples as it likes, without it")
+
+
+def count(given: dict, *names: str) -> int | None:
+    """Return a number; if several are given, the last one. Raise Refused if one is not a number of at least 1."""
+    found = None
+    for name in names:
+        if given.get(name) is not None:
+            found = given[name]
+            if type(found) is not int or found < 1:
+                raise Refused(400, f"{name} {found!r:.100}: must be a whole number of at least 1")
+    return found
+
+
+def text_of(content: str | list[dict] | None) -> str:
+    """Return the text of a message."""
+    if not isinstance(content, list):
+        return (content or "") + ""
+    if any(part["type"] not in ("text", "input_text", "output_text") for part in content):
+        raise Refused(400, "only text is possible here, no images or other parts")
+    return "".join(part["text"] for part in content)
+
+
+def said(text: str, *calls: tuple[str, str | dict | None]) -> dict:
+    """Return an assistant's message. calls: names and arguments, which stay text if they are not JSON."""
+    message = {"role": "assistant", "content": text.strip(), "calls": []}
+    for name, arguments in calls:
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = arguments if isinstance(arguments, dict) else json.loads(arguments or "{}")
+        message["calls"].append({"name": name + "", "arguments": arguments})
+    return message
+
+
+def tool(function: dict, parameters: dict | None) -> dict:
+    """Return a tool in the form for chat templates."""
+    if not isinstance(function["name"], str) or not isinstance(parameters or {}, dict):
+        raise Refused(400, "a tool must be a function, with a name and a JSON schema of its parameters")
+    return {"type": "function", "function": function | {"parameters": parameters or {}}}
+
+
+async def growth(answers: AsyncIterator[Answer], *kinds: str) -> AsyncIterator[tuple[str, str, int, Answer]]:
+    """Yield what the answers grow by: the kind, the text, the answer's index, and the answer; at its end the kind is "end". An
+    answer without text and calls grows by an empty text."""
+    index, sent = 0, {}
+    async for answer in answers:
+        for kind in kinds:
+            text = getattr(answer, kind).removeprefix(sent.get(kind, ""))
+            if text or (answer.is_whole and kind == "content" and not answer.content and not answer.calls):
+                yield kind, text, index, answer
+                sent[kind] = getattr(answer, kind)
+        if answer.is_whole:
+            yield "end", "", index, answer
+            index, sent = index + 1, {}
