@@ -10,6 +10,7 @@ Left out: encryption. Put a tunnel or a proxy in front of it if you do not contr
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import hmac
 import importlib
@@ -74,10 +75,10 @@ class Conversation:
 class OpenCall:
     """A call that is being answered."""
 
-    def __init__(self, call: Call):
-        self.call = call
-        self.number = self.before = 0  # of the answer; tokens before it
-        self.growing: Growing | None = None  # the text so far, if the call streams
+    def __init__(self, call: Call, index: int):
+        self.call, self.index = call, index
+        self.begun: Answer | None = None  # before anything is sampled
+        self.growing: Growing | None = None  # if the call streams
         self.outcome: Answer | Refused | None = None
         self._has_news = asyncio.Event()
 
@@ -90,16 +91,21 @@ class OpenCall:
         self.outcome = self.outcome or outcome
         self._has_news.set()
 
-    async def answers(self) -> AsyncIterator[Answer]:
-        """Yield the answer so far whenever it has grown, and then the whole one. Raise Refused."""
+    async def pieces(self) -> AsyncIterator[tuple[str, str, Answer]]:
+        """Yield (kind, text, answer): its "reasoning" and "content" as they grow, if the call streams, and its "end" when it is
+        whole. Raise Refused."""
         while not self.outcome:
             await self._has_news.wait()
             self._has_news.clear()
-            if not self.outcome:
-                yield Answer(self.number, self.before, len(self.growing.ids), **self.growing.show(), is_whole=False)
-        if isinstance(self.outcome, Refused):
-            raise self.outcome
-        yield self.outcome
+            for piece in [] if self.outcome else self.growing.more():
+                yield *piece, self.begun
+        answer = self.outcome
+        if isinstance(answer, Refused):
+            raise answer
+        rest = self.growing.rest(vars(answer)) if self.growing else []
+        for piece in rest if rest or answer.content or answer.calls else [("content", "")]:
+            yield *piece, answer
+        yield "end", "", answer
 
 
 class Agents:
@@ -176,12 +182,12 @@ class Agents:
         given = await _body(request)
         with form.reading():
             call = protocol.call(given, session.answered)
-        answers = session.answers(call)
+        pieces = session.pieces(call)
         if not call.streams:
-            return web.json_response(protocol.body([answer async for answer in answers]))
+            return web.json_response(protocol.body([answer async for kind, _, answer in pieces if kind == "end"]))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
-            async for event in protocol.events(given, answers):
+            async for event in protocol.events(call, pieces):
                 with contextlib.suppress(ConnectionError):  # the agent has left: the turn is sampled to its end
                     if not response.prepared:
                         await response.prepare(request)
@@ -249,17 +255,16 @@ class Session:
 
     # -- the agent's requests
 
-    async def answers(self, call: Call) -> AsyncIterator[Answer]:
-        """Yield the answers to a call; parts of them, too, if it streams. Calls that are made at once are answered one after
-        the other. Raise Refused."""
-        for _ in range(call.n):
+    async def pieces(self, call: Call) -> AsyncIterator[tuple[str, str, Answer]]:
+        """Yield the pieces of the answers to a call. Calls at once are answered one after the other. Raise Refused."""
+        for index in range(call.n):
             async with self._one_at_a_time:
                 if self._refusal:
                     raise self._refusal
-                self.open_call = OpenCall(call)
+                self.open_call = OpenCall(call, index)
                 self._news.put_nowait(self.open_call)
-                async for answer in self.open_call.answers():
-                    yield answer
+                async for piece in self.open_call.pieces():
+                    yield piece
 
     def finish(self, body: Any) -> None:
         """End the episode, as a worker asks: {"reward": 1.0}, {} for the grader, or {"error": "why it cannot be scored"}. Raise
@@ -317,7 +322,8 @@ class Session:
         parts, malformed = said(turns, item["ids"])
         parts = call.growing.whole(parts) if call.growing else parts
         conversation.is_cut = item["ids"][-1] not in turns.end_tokens
-        answer = Answer(call.number, call.before, len(item["ids"]), **parts, is_cut=conversation.is_cut)
+        known = {"sampled": len(item["ids"]), "is_cut": conversation.is_cut, "is_whole": True}
+        answer = dataclasses.replace(call.begun, **parts, **known)
         message = form.said(answer.content, *((its["name"], its["arguments"]) for its in answer.calls))
         conversation.messages = [*call.call.messages, message]
         conversation.tokens += len(item["ids"])
@@ -365,7 +371,7 @@ class Session:
             ids = turns.conversation(messages)
             self.conversations.append(Conversation([], call.call.tools, 0))
         self.conversations[self._at].tokens += len(ids)
-        call.number, call.before = len(self.answered), self.conversations[self._at].tokens
+        call.begun = Answer(len(self.answered), call.index, self.conversations[self._at].tokens)
         call.growing = Growing(turns) if call.call.streams else None
         stream = self.key if call.call.streams else None
         return {"history": self._at, "ids": ids, "most": call.call.most, "stream": stream}

@@ -20,7 +20,7 @@ def _parts(text: str, turns: Turns) -> dict[str, str]:
     if not closed and (turns.begins_thinking or "<think>" in text):
         thought = text
         content = ""
-    return {"content": content.strip(), "reasoning": thought.replace("<think>", "").strip()}
+    return {"reasoning": thought.replace("<think>", "").strip(), "content": content.strip()}
 
 
 class Growing:
@@ -28,13 +28,13 @@ class Growing:
 
     def __init__(self, turns: Turns):
         self.turns = turns
-        self.shown = {"content": "", "reasoning": ""}
         self.ids: list[int] = []
+        self.shown = {"reasoning": "", "content": ""}
         self._text = ""
-        self._from = self._read = 0  # tokens before the ones that are decoded together with new ones; tokens in `_text`
+        self._from = self._read = 0  # tokens before the last ones in `_text`, which new ones are decoded with; tokens in it
 
-    def show(self) -> dict[str, str]:
-        """Return the content and the reasoning so far."""
+    def more(self) -> list[tuple[str, str]]:
+        """Return what the parts have grown by."""
         known = self.turns.text(self.ids[self._from : self._read])
         text = self.turns.text(self.ids[self._from :])
         if not text.endswith("\ufffd"):
@@ -42,16 +42,18 @@ class Growing:
             self._from, self._read = self._read, len(self.ids)
         at = self._text.rfind("<", -LONGEST_TAG)
         parts = _parts(self._text if at < 0 or ">" in self._text[at:] else self._text[:at], self.turns)
-        content = "" if LLAMA.match(parts["content"]) or parts["content"][:1] == "{" else parts["content"]
-        parts["content"] = content.partition("<tool_call>")[0].strip()
-        if self._extends(parts):
-            self.shown = parts
-        return self.shown
+        is_call = LLAMA.match(parts["content"]) or parts["content"].startswith("{")
+        parts["content"] = "" if is_call else parts["content"].partition("<tool_call>")[0].strip()
+        return self.rest(self.whole(parts))
 
     def whole(self, parts: dict) -> dict:
-        """Return the turn that the agent has got. A second end of a thought cannot take back what it was shown."""
-        return parts if self._extends(parts) else parts | self.shown
+        """Return a turn's parts. A second end of a thought cannot take back what was shown."""
+        has_grown = all(parts[kind].startswith(text) for kind, text in self.shown.items())
+        is_other = self.shown["content"] and parts["reasoning"] != self.shown["reasoning"]
+        return parts if has_grown and not is_other else parts | self.shown
 
-    def _extends(self, parts: dict) -> bool:
-        grows = all(parts[kind].startswith(text) for kind, text in self.shown.items())
-        return grows and (not self.shown["content"] or parts["reasoning"] == self.shown["reasoning"])
+    def rest(self, parts: dict) -> list[tuple[str, str]]:
+        """Return what these parts have beyond what was shown, and count it as shown."""
+        new = [(kind, parts[kind].removeprefix(text)) for kind, text in self.shown.items()]
+        self.shown = {kind: parts[kind] for kind in self.shown}
+        return [(kind, text) for kind, text in new if text]

@@ -235,7 +235,7 @@ def model_said(text: str) -> dict:
 async def ask(session, **body) -> dict:
     """The answer to a call in the form of chat completions."""
     call = chat.call({"model": "policy"} | body, session.answered)
-    return chat.body([answer async for answer in session.answers(call)])
+    return chat.body([answer async for kind, _, answer in session.pieces(call) if kind == "end"])
 
 
 def played(calls: list[list[dict]], *said: list[int], family: str = "qwen2_5", tools: list[dict] | None = None):

@@ -8,7 +8,7 @@ import json
 from collections.abc import AsyncIterator
 
 from rl.environments.protocols import form
-from rl.environments.protocols.form import Answer, Call, Refused, growth
+from rl.environments.protocols.form import Answer, Call, Refused
 
 KINDS = {401: "authentication_error", 404: "not_found_error"}  # by status; others are invalid requests
 THOUGHTS = ("thinking", "redacted_thinking")
@@ -36,10 +36,8 @@ def call(given: dict, answered: list) -> Call:
             messages.append({"role": {"user": "user", "system": "system"}[message["role"]], "content": form.text_of(rest)})
     if not given["messages"]:
         raise ValueError("messages: must be a list with at least one message")
-    if any(tool.get("type") not in (None, "custom") for tool in given.get("tools") or ()):
-        raise Refused(400, "tools: only those with a name and an input_schema are possible here")
     tools = [
-        form.tool({"name": tool["name"], "description": tool.get("description") or ""}, tool["input_schema"])
+        form.tool(tool.get("type") in (None, "custom"), tool["name"], tool.get("input_schema"), tool.get("description"))
         for tool in given.get("tools") or ()
     ]
     return Call(messages, tools, form.count(given, "max_tokens"), bool(given.get("stream")))
@@ -53,7 +51,7 @@ def _blocks(answer: Answer) -> list[dict]:
 
 
 def body(answers: list[Answer]) -> dict:
-    """Return the answer to a call; an answer that still grows has no content yet."""
+    """Return the answer to a call."""
     (answer,) = answers
     reason = "max_tokens" if answer.is_cut else "tool_use" if answer.calls else "end_turn"
     usage = {"input_tokens": answer.before, "output_tokens": answer.sampled}
@@ -62,29 +60,28 @@ def body(answers: list[Answer]) -> dict:
     return found | {"content": _blocks(answer) if answer.is_whole else []}
 
 
-async def events(given: dict, answers: AsyncIterator[Answer]) -> AsyncIterator[dict]:
+async def events(call: Call, pieces: AsyncIterator[tuple[str, str, Answer]]) -> AsyncIterator[dict]:
     """Yield events: text as it is sampled, and calls when they are whole."""
     has_begun = has_text = False
-    async for kind, text, _, answer in growth(answers, "content"):
+    async for kind, text, answer in pieces:
         if not has_begun:
             yield {"type": "message_start", "message": body([dataclasses.replace(answer, is_whole=False)])}
         has_begun = True
-        if kind == "content":
-            if not has_text:
-                yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+        if kind == "content" and not has_text:
+            yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
             has_text = True
+        if kind == "content":
             yield {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": text}}
-            continue
-        for index, block in enumerate(_blocks(answer)):
+        for index, block in enumerate(_blocks(answer) if kind == "end" else ()):
             if block["type"] == "tool_use":
                 yield {"type": "content_block_start", "index": index, "content_block": block | {"input": {}}}
                 delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
                 yield {"type": "content_block_delta", "index": index, "delta": delta}
             yield {"type": "content_block_stop", "index": index}
-        whole = body([answer])
-        ended = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
-        yield {"type": "message_delta", "delta": ended, "usage": {"output_tokens": answer.sampled}}
-        yield {"type": "message_stop"}
+    whole = body([answer])
+    ended = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+    yield {"type": "message_delta", "delta": ended, "usage": {"output_tokens": answer.sampled}}
+    yield {"type": "message_stop"}
 
 
 def failure(refused: Refused) -> dict:

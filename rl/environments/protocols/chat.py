@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 
 from rl.environments.protocols import form
-from rl.environments.protocols.form import Answer, Call, Refused, growth
+from rl.environments.protocols.form import Answer, Call, Refused
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
@@ -17,8 +17,11 @@ def call(given: dict, answered: list) -> Call:
     form.check(given, logprobs=False, functions=[], response_format={"type": "text"})
     most = form.count(given, "max_tokens", "max_completion_tokens")
     messages = as_messages(given["messages"])
-    tools = [form.tool(tool["function"], tool["function"].get("parameters")) for tool in given.get("tools") or ()]
-    return Call(messages, tools, most, bool(given.get("stream")), form.count(given, "n") or 1)
+    tools = [
+        form.tool(tool["type"] == "function", **{"parameters": None} | tool["function"]) for tool in given.get("tools") or ()
+    ]
+    counts = bool((given.get("stream_options") or {}).get("include_usage"))
+    return Call(messages, tools, most, bool(given.get("stream")), form.count(given, "n") or 1, counts)
 
 
 def as_messages(given: list[dict]) -> list[dict]:
@@ -70,12 +73,12 @@ def body(answers: list[Answer]) -> dict:
     return _head(answers, "chat.completion") | {"choices": choices, "usage": _usage(answers)}
 
 
-async def events(given: dict, answers: AsyncIterator[Answer]) -> AsyncIterator[dict | str]:
+async def events(call: Call, pieces: AsyncIterator[tuple[str, str, Answer]]) -> AsyncIterator[dict | str]:
     """Yield chunks: text as it is sampled, calls when they are whole, the finish reason and, if requested, the token counts."""
     whole: list[Answer] = []
-    async for kind, text, index, answer in growth(answers, "reasoning", "content"):
+    async for kind, text, answer in pieces:
         head = _head([*whole, answer], "chat.completion.chunk")
-        deltas = [{"reasoning": {"reasoning_content": text}, "content": {"content": text}}.get(kind)]
+        deltas = [{"reasoning_content" if kind == "reasoning" else "content": text}]
         if kind == "end":
             whole.append(answer)
             calls = [{"index": i} | call for i, call in enumerate(_calls(answer))]
@@ -83,8 +86,8 @@ async def events(given: dict, answers: AsyncIterator[Answer]) -> AsyncIterator[d
         for delta in deltas:
             reason = None if delta else _reason(answer)
             delta = {"role": "assistant"} | delta if delta else {}
-            yield head | {"choices": [{"index": index, "delta": delta, "finish_reason": reason}]}
-    if (given.get("stream_options") or {}).get("include_usage"):
+            yield head | {"choices": [{"index": answer.index, "delta": delta, "finish_reason": reason}]}
+    if call.counts:
         yield head | {"choices": [], "usage": _usage(whole)}
     yield "[DONE]"
 

@@ -1,10 +1,10 @@
 """The one form of a request and of an answer. Each protocol translates its own into it: it has `call`, of a request's body;
-`body`, of whole answers; `events`, of answers as they grow; and `failure`.
+`body`, of whole answers; `events`, of pieces of answers; and `failure`.
 """
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,20 +28,22 @@ class Call:
     most: int | None = None  # limit of the tokens to sample
     streams: bool = False
     n: int = 1  # answers
+    counts: bool = False  # whether a stream of chat completions ends with the numbers of tokens
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The model's turn, or its text so far."""
+    """The model's turn."""
 
     number: int  # of the answer in its episode
+    index: int  # among the answers to its call
     before: int  # tokens of the conversation before the turn
-    sampled: int  # tokens
-    content: str
+    sampled: int = 0  # tokens
     reasoning: str = ""
+    content: str = ""
     calls: list[dict] = field(default_factory=list)  # {name, arguments}
     is_cut: bool = False  # whether the call's limit cut it
-    is_whole: bool = True
+    is_whole: bool = False  # otherwise only the numbers above are known
 
     @property
     def written_calls(self) -> list[tuple[str, str, str]]:
@@ -98,23 +100,9 @@ def said(text: str, *calls: tuple[str, str | dict | None]) -> dict:
     return message
 
 
-def tool(function: dict, parameters: dict | None) -> dict:
+def tool(is_function: bool, name: str, parameters: dict | None, description: str | None = None, **more: Any) -> dict:
     """Return a tool in the form for chat templates."""
-    if not isinstance(function["name"], str) or not isinstance(parameters or {}, dict):
-        raise Refused(400, "a tool must be a function, with a name and a JSON schema of its parameters")
-    return {"type": "function", "function": function | {"parameters": parameters or {}}}
-
-
-async def growth(answers: AsyncIterator[Answer], *kinds: str) -> AsyncIterator[tuple[str, str, int, Answer]]:
-    """Yield what the answers grow by: the kind, the text, the answer's index, and the answer; at its end the kind is "end". An
-    answer without text and calls grows by an empty text."""
-    index, sent = 0, {}
-    async for answer in answers:
-        for kind in kinds:
-            text = getattr(answer, kind).removeprefix(sent.get(kind, ""))
-            if text or (answer.is_whole and kind == "content" and not answer.content and not answer.calls):
-                yield kind, text, index, answer
-                sent[kind] = getattr(answer, kind)
-        if answer.is_whole:
-            yield "end", "", index, answer
-            index, sent = index + 1, {}
+    if not (is_function and isinstance(name, str) and isinstance(parameters or {}, dict)):
+        raise Refused(400, "tools must be functions, with a name and a JSON schema of their parameters")
+    told = {} if description is None else {"description": description}
+    return {"type": "function", "function": {"name": name} | told | more | {"parameters": parameters or {}}}

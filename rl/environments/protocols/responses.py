@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 from rl.environments.protocols import form
 from rl.environments.protocols.chat import ROLES, failure  # noqa: F401 (failure: errors are those of chat completions)
-from rl.environments.protocols.form import Answer, Call, Refused, growth
+from rl.environments.protocols.form import Answer, Call, Refused
 
 
 def call(given: dict, answered: list[tuple[list[dict], Answer]]) -> Call:
@@ -30,10 +30,8 @@ def call(given: dict, answered: list[tuple[list[dict], Answer]]) -> Call:
         _add(item, messages, names)
     if not messages:
         raise ValueError("input: must be a text, or a list with at least one item")
-    if any(tool["type"] != "function" for tool in given.get("tools") or ()):
-        raise Refused(400, "tools: only functions are possible here")
     tools = [
-        form.tool({"name": tool["name"], "description": tool.get("description") or ""}, tool.get("parameters"))
+        form.tool(tool["type"] == "function", tool.get("name"), tool.get("parameters"), tool.get("description"))
         for tool in given.get("tools") or ()
     ]
     return Call(messages, tools, form.count(given, "max_output_tokens"), bool(given.get("stream")))
@@ -69,63 +67,52 @@ def _items(answer: Answer) -> list[dict]:
 
 
 def body(answers: list[Answer]) -> dict:
-    """Return the answer to a call; an answer that still grows has no items yet."""
+    """Return the answer to a call."""
     (answer,) = answers
     status = "in_progress" if not answer.is_whole else "incomplete" if answer.is_cut else "completed"
     usage = {"input_tokens": answer.before, "output_tokens": answer.sampled, "total_tokens": answer.before + answer.sampled}
     usage |= {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
     found = {"id": f"resp_{answer.number}", "object": "response", "created_at": int(time.time()), "model": form.MODEL}
-    found |= {
-        "error": None,
-        "instructions": None,
-        "metadata": {},
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "tools": [],
-    }
-    found |= {"incomplete_details": {"reason": "max_output_tokens"} if answer.is_cut else None, "status": status}
-    return found | {"output": _items(answer) if answer.is_whole else [], "usage": usage}
+    found |= {"output": _items(answer) if answer.is_whole else [], "status": status, "usage": usage, "error": None}
+    found |= {"incomplete_details": {"reason": "max_output_tokens"} if answer.is_cut else None, "instructions": None}
+    return found | {"metadata": {}, "tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
 
 
-async def events(given: dict, answers: AsyncIterator[Answer]) -> AsyncIterator[dict]:
+async def events(call: Call, pieces: AsyncIterator[tuple[str, str, Answer]]) -> AsyncIterator[dict]:
     """Yield numbered events: text as it is sampled, and calls when they are whole."""
     number = 0
-    async for event in _events(answers):
+    async for event in _events(pieces):
         yield event | {"sequence_number": number}
         number += 1
 
 
-async def _events(answers: AsyncIterator[Answer]) -> AsyncIterator[dict]:
+async def _events(pieces: AsyncIterator[tuple[str, str, Answer]]) -> AsyncIterator[dict]:
     has_begun = has_text = False
-    async for kind, text, _, answer in growth(answers, "content"):
+    async for kind, text, answer in pieces:
         if not has_begun:
             for name in ("response.created", "response.in_progress"):
                 yield {"type": name, "response": body([dataclasses.replace(answer, is_whole=False)])}
         has_begun = True
         at = {"output_index": 0, "item_id": f"msg_{answer.number}", "content_index": 0}
-        if kind == "content":
-            if not has_text:
-                item = {"id": at["item_id"], "type": "message", "role": "assistant", "status": "in_progress", "content": []}
-                yield {"type": "response.output_item.added", "output_index": 0, "item": item}
-                part = {"type": "output_text", "text": "", "annotations": []}
-                yield {"type": "response.content_part.added", **at, "part": part}
+        part = {"type": "output_text", "text": "", "annotations": []}
+        if kind == "content" and not has_text:
+            item = {"id": at["item_id"], "type": "message", "role": "assistant", "status": "in_progress", "content": []}
+            yield {"type": "response.output_item.added", "output_index": 0, "item": item}
+            yield {"type": "response.content_part.added", **at, "part": part}
             has_text = True
+        if kind == "content":
             yield {"type": "response.output_text.delta", **at, "delta": text, "logprobs": []}
-            continue
-        for index, item in enumerate(_items(answer)):
+        for index, item in enumerate(_items(answer) if kind == "end" else ()):
             if item["type"] == "message":
                 yield {"type": "response.output_text.done", **at, "text": answer.content, "logprobs": []}
                 yield {"type": "response.content_part.done", **at, "part": item["content"][0]}
             else:
-                yield {
-                    "type": "response.output_item.added",
-                    "output_index": index,
-                    "item": item | {"status": "in_progress", "arguments": ""},
-                }
+                begun = item | {"status": "in_progress", "arguments": ""}
+                yield {"type": "response.output_item.added", "output_index": index, "item": begun}
                 its = {"output_index": index, "item_id": item["id"]}
                 yield {"type": "response.function_call_arguments.delta", **its, "delta": item["arguments"]}
-                done = {"name": item["name"], "arguments": item["arguments"]}
-                yield {"type": "response.function_call_arguments.done", **its, **done}
+                its |= {"name": item["name"], "arguments": item["arguments"]}
+                yield {"type": "response.function_call_arguments.done", **its}
             yield {"type": "response.output_item.done", "output_index": index, "item": item}
-        final = body([answer])
-        yield {"type": f"response.{final['status']}", "response": final}
+    final = body([answer])
+    yield {"type": f"response.{final['status']}", "response": final}
