@@ -276,6 +276,8 @@ def test_items_of_responses_are_messages_of_chat_completions():
     [
         (chat, {"messages": [], "response_format": {"type": "json_object"}}, "response_format"),
         (chat, {"messages": [{"role": "user", "content": "?"}], "n": 0}, "n 0: must be a whole number"),
+        (chat, {"messages": [], "stop": ["Observation:"]}, "stop .*: leave it out, the policy samples freely"),
+        (anthropic, {"messages": [], "stop_sequences": ["Observation:"]}, "stop_sequences"),
         (responses, {"input": "?", "text": {"format": {"type": "json_schema"}}}, "format"),
         (responses, {"input": "?", "conversation": "conv_1"}, "conversation"),
         (responses, {"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),

@@ -16,7 +16,7 @@ THOUGHTS = ("thinking", "redacted_thinking")
 
 def call(given: dict, answered: list) -> Call:
     """Return the call of a request's body. Raise Refused, or one of Python's errors, if it cannot be answered."""
-    form.check(given, mcp_servers=[], output_format={})
+    form.check(given, mcp_servers=[], stop_sequences=[], output_format={})
     form.check({"model": form.MODEL} | (given.get("output_config") or {}), format={})
     messages = [{"role": "system", "content": form.text_of(given["system"])}] if given.get("system") else []
     names: dict[str, str] = {}  # of tools, by call id

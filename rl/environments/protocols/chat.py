@@ -14,7 +14,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 
 def call(given: dict, answered: list) -> Call:
     """Return the call of a request's body. Raise Refused, or one of Python's errors, if it cannot be answered."""
-    form.check(given, logprobs=False, functions=[], response_format={"type": "text"})
+    form.check(given, logprobs=False, functions=[], stop=[], response_format={"type": "text"})
     most = form.count(given, "max_tokens", "max_completion_tokens")
     messages = as_messages(given["messages"])
     tools = [
@@ -31,7 +31,8 @@ def as_messages(given: list[dict]) -> list[dict]:
     messages = []
     names: dict[str, str] = {}  # of tools, by call id
     for message in given:
-        role, text = ROLES[message["role"]], form.text_of(message.get("content"))
+        role = ROLES[message["role"]]
+        text = form.text_of(message.get("content"))
         if role == "assistant":
             calls = [(call.get("id"), call["function"]) for call in message.get("tool_calls") or ()]
             names |= {str(id): function["name"] for id, function in calls}
@@ -58,7 +59,8 @@ def _reason(answer: Answer) -> str:
 
 
 def _usage(answers: list[Answer]) -> dict:
-    before, sampled = answers[0].before, sum(answer.sampled for answer in answers)
+    before = answers[0].before
+    sampled = sum(answer.sampled for answer in answers)
     return {"prompt_tokens": before, "completion_tokens": sampled, "total_tokens": before + sampled}
 
 

@@ -67,7 +67,7 @@ def check(given: dict, **usual: Any) -> None:
         raise Refused(404, f"there is no model {given.get('model')!r:.100} here: {MODEL!r} is the one", "model_not_found")
     for name, value in usual.items():
         if given.get(name) not in (None, value):
-            raise Refused(400, f"{name} {json.dumps(given[name]):.100}: the policy samples as it likes, without it")
+            raise Refused(400, f"{name} {json.dumps(given[name]):.100}: leave it out, the policy samples freely")
 
 
 def count(given: dict, *names: str) -> int | None:

@@ -41,7 +41,8 @@ def _add(item: dict, messages: list[dict], names: dict[str, str]) -> None:
     """Add an item. A function's call belongs to the model's message before it."""
     kind = item.get("type") or "message"
     if kind == "message":
-        role, text = ROLES[item["role"]], form.text_of(item["content"])
+        role = ROLES[item["role"]]
+        text = form.text_of(item["content"])
         messages.append(form.said(text) if role == "assistant" else {"role": role, "content": text})
     elif kind == "function_call":
         names[item["call_id"]] = item["name"]
