@@ -32,6 +32,26 @@ if "tool_calls" in said:
     said = ask([*messages, said, {"role": "tool", "content": row["ground_truth"]}])
 print(json.dumps({"reward": float(said["content"] == row["ground_truth"])}))
 """
+# Asks three others at once, each at a time of its own, and one of them twice; then continues.
+AT_ONCE = """
+import random, time
+from concurrent.futures import ThreadPoolExecutor
+from agent import *
+
+def ask_soon(words):
+    time.sleep(random.SystemRandom().random() / 10)
+    return ask(words)
+
+row = json.load(sys.stdin)
+messages = row["prompt"]
+first = ask(messages)
+others = [[{"role": "user", "content": words}] for words in ("12*34=", "56*78=", "12*34=")]
+with ThreadPoolExecutor() as pool:
+    list(pool.map(ask_soon, others))
+if "tool_calls" in first:
+    first = ask([*messages, first, {"role": "tool", "content": row["ground_truth"]}])
+print(json.dumps({"reward": float(first["content"] == row["ground_truth"])}))
+"""
 CALCULATOR = ["--model", "demo-calculator", "--env", "demo-calculator", "--max-response-length", "24"]
 AGENT = ["--agent", f"{sys.executable} {ROOT / 'examples' / 'agent.py'}"]
 SHORT = ["--train-batch-size", "4", "--test-freq", "0"]
@@ -44,10 +64,10 @@ def file(tmp_path_factory) -> Path:
     return path
 
 
-def forking(file: Path) -> list[str]:
+def forking(file: Path, code: str = FORKS) -> list[str]:
     """The flags of an agent that forks, next to the environments' file."""
     agent = file.with_name("forks.py")
-    agent.write_text(f"import sys; sys.path.append({str(ROOT / 'examples')!r})\n{FORKS}")
+    agent.write_text(f"import sys; sys.path.append({str(ROOT / 'examples')!r})\n{code}")
     return ["--agent", f"{sys.executable} {agent}"]
 
 
@@ -96,6 +116,13 @@ def test_workers_train_the_bits_of_an_environment_and_so_does_an_agent(served, s
         assert found[3][metric] == expected[3][metric]
         said = f"episodes for workers: http://127.0.0.1:{served[1]}/v1/episodes/next"
         assert (said in done.stdout) == (name == "served")
+
+
+def test_calls_at_once_train_the_same_bits_in_any_order(file, tmp_path):
+    flags = [*CALCULATOR[:2], *forking(file, AT_ONCE), "--max-response-length", "96", *SHORT, "--rollout-n", "4"]
+    flags += ["--total-training-steps", "2", "--lr", "1e-3"]
+    (found, one, _), (_, other, _) = (train("train_sync.py", *flags, out=tmp_path / name) for name in ("one", "other"))
+    assert bits(one) == bits(other) and {found[step]["reward/extra/forks/mean"] for step in (1, 2)} == {3.0}
 
 
 def of_sdk() -> list[str]:
