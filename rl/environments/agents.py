@@ -43,6 +43,10 @@ LARGEST = 1 << 26  # bytes of a request, and of a line that an agent prints
 START = 120.0  # seconds that a command may take in addition before its first call, to import its libraries
 LAST_WORDS = 1.0  # seconds to read the rest of its output after it ends: another process may hold the pipe open
 NO_ROOM = "the response's budget of tokens or turns is used up: --max-response-length, --max-turns"
+NO_SCHEMA = (
+    "a JSON schema of the answer needs a call without tools, and a run with --engine vllm, --top-k and --keep-sampling-mask, "
+    "so that training knows which tokens were possible, but without --over-sample. Or ask for JSON in the prompt"
+)
 ENDED = "this episode has ended"
 OVER = "the run has ended: there will be no more episodes"
 PROTOCOLS = {"/v1/chat/completions": "chat", "/v1/responses": "responses", "/v1/messages": "anthropic"}
@@ -182,6 +186,8 @@ class Agents:
         given = await _body(request)
         with form.reading():
             call = protocol.call(given, session.answered)
+        if call.schema and (call.tools or not self.settings["keeps_schemas"]):
+            raise Refused(400, NO_SCHEMA)
         pieces = session.pieces(call)
         if not call.streams:
             return web.json_response(protocol.body([answer async for kind, _, answer in pieces if kind == "end"]))
@@ -374,7 +380,7 @@ class Session:
         call.begun = Answer(len(self.answered), call.index, self.conversations[self._at].tokens)
         call.growing = Growing(turns) if call.call.streams else None
         stream = self.key if call.call.streams else None
-        return {"history": self._at, "ids": ids, "most": call.call.most, "stream": stream}
+        return {"history": self._at, "ids": ids, "most": call.call.most, "schema": call.call.schema, "stream": stream}
 
     def _turns(self, call: OpenCall) -> Turns:
         return self.agents.turns_of(json.dumps(call.call.tools))

@@ -48,10 +48,11 @@ class Environments:
         reward_weights: Sequence[float] = (),
         chat_template: str | None = None,
         system_prompt: str | None = None,
+        keeps_schemas: bool = False,
     ):
         """model: the path of its tokenizer. reward: the functions over environments, if --reward names some, with their
-        weights. chat_template: by default the tokenizer's own; system_prompt: that it begins with. Raise UserError if the file
-        cannot be used."""
+        weights. chat_template: by default the tokenizer's own; system_prompt: that it begins with; keeps_schemas: whether the
+        engine can keep to a JSON schema. Raise UserError if the file cannot be used."""
         self.args = args
         self._settings = {
             "programs": args.programs,
@@ -62,6 +63,7 @@ class Environments:
             "model": model,
             "chat_template": chat_template,
             "system_prompt": system_prompt,
+            "keeps_schemas": keeps_schemas,
             "trust_remote_code": trust_remote_code,
             "end_tokens": sorted(end_tokens),
             "form": args.tool_format,

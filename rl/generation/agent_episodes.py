@@ -98,9 +98,25 @@ class AgentEpisodes(Episodes):
         if answer.get("stream"):
             self._streams[id] = answer["stream"], 0
 
+    def _add(self, id: Id, so_far: Output | None) -> None:
+        try:
+            super()._add(id, so_far)
+        except ValueError as error:
+            if not self._of[id].schema:
+                raise
+            self._cannot_keep_to_schema(id, so_far, str(error))
+
     def _turn_ended(self, output: Output) -> None:
         self._streams.pop(output.id, None)
-        super()._turn_ended(output)
+        if len(output.token_ids) > self._of[output.id].at:
+            super()._turn_ended(output)
+        else:
+            self._cannot_keep_to_schema(output.id, output, "no token of the vocabulary fits")
+
+    def _cannot_keep_to_schema(self, id: Id, so_far: Output | None, why: str) -> None:
+        self._of[id].in_engine = False
+        self._of[id].output = so_far
+        self._refuse(id, f"the schema of a call {self._of[id].schema:.100}: {why}")
 
     def _begin(self, id: Id, prompt: list[int]) -> None:
         """Start a response with its agent's first call. If it is not that of the group, it begins a separate history."""
@@ -123,6 +139,7 @@ class AgentEpisodes(Episodes):
         if not answer["done"]:
             self._note_stream(id, answer)
             self._of[id].most = answer["most"]
+            self._of[id].schema = answer.get("schema", "")
             of = self._histories[id]
             number = of.first + answer["history"]
             begins = number == len(of.all)

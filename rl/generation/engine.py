@@ -116,6 +116,7 @@ class SamplingParams:
     max_tokens: int = 16
     ignore_eos: bool = False
     support: int = 0  # most tokens to record that could be sampled in each place (rl/model/sampling_mask.py); 0 records none
+    schema: str = ""  # vllm, with `support`: the JSON schema that the text keeps to
 
     @property
     def truncates(self) -> bool:
@@ -153,7 +154,8 @@ class Engine(Protocol):
     version: int  # of the weights in use; -1 before the first update
     shares_memory: bool  # whether it has `share_parameters`
 
-    def add(self, request: Request) -> None: ...
+    def add(self, request: Request) -> None:
+        """Take a request. Raise ValueError if its schema is none. If no token fits it, the request ends without another."""
 
     def step(self) -> list[Output]:
         """Sample one token for every running request; return those that finished."""

@@ -44,7 +44,7 @@ refused(openai.BadRequestError, make, "tools must be functions", tools=[{"type":
 refused(openai.BadRequestError, make, "only text", model="policy", input=[
     {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}])
 refused(openai.BadRequestError, make, "max_output_tokens", max_output_tokens=-1, **usual)
-refused(openai.BadRequestError, make, "format", text={"format": {"type": "json_object"}}, **usual)
+refused(openai.BadRequestError, make, "needs a call without", text={"format": {"type": "json_object"}}, **usual)
 refused(openai.BadRequestError, make, "cannot be read", previous_response_id="resp_7", **usual)
 first = make(tools=tools, **usual)
 (call,) = first.output
@@ -221,6 +221,7 @@ def test_items_of_responses_are_messages_of_chat_completions():
         ],
         "max_tokens": 7,
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "number", "schema": {"type": "integer"}}},
     }
     in_responses = {
         "instructions": "Be brief.",
@@ -236,7 +237,7 @@ def test_items_of_responses_are_messages_of_chat_completions():
         ],
         "max_output_tokens": 7,
         "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}],
-        "text": {"format": {"type": "text"}, "verbosity": "low"},
+        "text": {"format": {"type": "json_schema", "name": "number", "schema": {"type": "integer"}}, "verbosity": "low"},
     }
     used = [{"type": "tool_use", "id": id, "name": n, "input": json.loads(a)} for id, n, a in calls]
     in_anthropic = {
@@ -260,7 +261,7 @@ def test_items_of_responses_are_messages_of_chat_completions():
         "max_tokens": 7,
         "tools": [{"name": "f", "input_schema": {"type": "object"}}],
         "thinking": {"type": "enabled", "budget_tokens": 1024},
-        "output_config": {"effort": "high"},
+        "output_config": {"effort": "high", "format": {"type": "json_schema", "schema": {"type": "integer"}}},
     }
     found = [
         protocol.call({"model": "policy"} | given, [])
@@ -268,26 +269,22 @@ def test_items_of_responses_are_messages_of_chat_completions():
     ]
     assert found[0] == found[1] == found[2]
     assert found[0].messages[0] == {"role": "system", "content": "Be brief."} and found[0].most == 7
+    assert found[0].schema == '{"type": "integer"}'
     assert found[0].messages[3:5] == [{"role": "tool", "content": text, "name": "calculate"} for text in "69"]
 
 
 @pytest.mark.parametrize(
     ("protocol", "given", "wrong"),
     [
-        (chat, {"messages": [], "response_format": {"type": "json_object"}}, "response_format"),
+        (chat, {"messages": [{"role": "user", "content": "?"}], "response_format": {"type": "grammar"}}, "cannot be read"),
         (chat, {"messages": [{"role": "user", "content": "?"}], "n": 0}, "n 0: must be a whole number"),
         (chat, {"messages": [], "stop": ["Observation:"]}, "stop .*: leave it out, the policy samples freely"),
         (anthropic, {"messages": [], "stop_sequences": ["Observation:"]}, "stop_sequences"),
-        (responses, {"input": "?", "text": {"format": {"type": "json_schema"}}}, "format"),
+        (responses, {"input": "?", "text": {"format": {"type": "json_schema"}}}, "cannot be read"),
         (responses, {"input": "?", "conversation": "conv_1"}, "conversation"),
         (responses, {"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
         (responses, {"input": []}, "at least one item"),
         (responses, {"input": "?", "previous_response_id": "resp_3"}, "cannot be read"),
-        (
-            anthropic,
-            {"messages": [{"role": "user", "content": "?"}], "output_config": {"format": {"type": "json_schema"}}},
-            "format",
-        ),
         (anthropic, {"messages": [{"role": "robot", "content": "?"}]}, "cannot be read"),
         (anthropic, {"messages": []}, "at least one message"),
     ],

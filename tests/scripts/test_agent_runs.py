@@ -52,6 +52,23 @@ if "tool_calls" in first:
     first = ask([*messages, first, {"role": "tool", "content": row["ground_truth"]}])
 print(json.dumps({"reward": float(first["content"] == row["ground_truth"])}))
 """
+# Wants one of two numbers, which the model would hardly say; in some responses by a schema that is none, or fits no token.
+SCHEMAS = """
+import os
+from agent import *
+
+number = int(os.environ["EPISODE_SEED"]) % 4
+row, allowed = json.load(sys.stdin), [17, 4242]
+schema = [{"type": "strin"}, {"enum": ["zzz"]}, {"enum": allowed}, {"enum": allowed}][number]
+body = {"model": "policy", "messages": row["prompt"], "response_format": {
+    "type": "json_schema", "json_schema": {"name": "number", "schema": schema}}}
+headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as reply:
+    said = json.load(reply)["choices"][0]["message"]["content"]
+assert json.loads(said) in allowed and number > 1, said
+print(json.dumps({"reward": float(json.loads(said) == 17)}))
+"""
 CALCULATOR = ["--model", "demo-calculator", "--env", "demo-calculator", "--max-response-length", "24"]
 AGENT = ["--agent", f"{sys.executable} {ROOT / 'examples' / 'agent.py'}"]
 SHORT = ["--train-batch-size", "4", "--test-freq", "0"]
@@ -176,6 +193,31 @@ def test_kill_9_while_tools_are_at_work_loses_no_ticket(kind, file, request, tmp
     assert not any(row["reward/unscored"] for row in rows) and not undocumented({1: rows[-1]})
     started, trained, dropped, flying = fates(done.stdout)
     assert started == trained + dropped + flying and trained == 4 * (step + 3) and not dropped
+
+
+@pytest.mark.parametrize("script", ["train_sync.py", "train_async.py"])
+def test_an_answer_keeps_to_a_schema_and_training_knows_its_tokens(script, file, tmp_path):
+    """The mask of possible tokens is recorded: the learner's log-probs are those of what was sampled. A schema that cannot be
+    kept to costs its own response."""
+    pytest.importorskip("vllm")
+    flags = [
+        *CALCULATOR[:2],
+        *forking(file, SCHEMAS),
+        *CALCULATOR[4:],
+        *SHORT,
+        "--rollout-n",
+        "8",
+        "--total-training-steps",
+        "3",
+    ]
+    flags += ["--engine", "vllm", "--top-k", "12", "--keep-sampling-mask", "--lr", "1e-3"]
+    how = {"timeout": 280, "imported": "vllm"}
+    if script == "train_async.py":
+        flags, how = [*flags, "--staleness-threshold", "0"], how | {"ranks": 2}
+    found, _, _ = train(script, *flags, out=tmp_path, **how)
+    assert max(found[step]["training/rollout_probs_diff_max"] for step in (1, 2, 3)) < 1e-4
+    assert 0 < sum(found[step]["critic/score/mean"] for step in (1, 2, 3)) < 3
+    assert all(0 < found[step]["reward/events/bad_value"] == found[step]["reward/unscored"] < 32 for step in (1, 2, 3))
 
 
 def test_vllm_continues_episodes_across_publishes(tmp_path):

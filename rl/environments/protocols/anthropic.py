@@ -16,8 +16,7 @@ THOUGHTS = ("thinking", "redacted_thinking")
 
 def call(given: dict, answered: list) -> Call:
     """Return the call of a request's body. Raise Refused, or one of Python's errors, if it cannot be answered."""
-    form.check(given, mcp_servers=[], stop_sequences=[], output_format={})
-    form.check({"model": form.MODEL} | (given.get("output_config") or {}), format={})
+    form.check(given, mcp_servers=[], stop_sequences=[])
     messages = [{"role": "system", "content": form.text_of(given["system"])}] if given.get("system") else []
     names: dict[str, str] = {}  # of tools, by call id
     for message in given["messages"]:
@@ -40,7 +39,8 @@ def call(given: dict, answered: list) -> Call:
         form.tool(tool.get("type") in (None, "custom"), tool["name"], tool.get("input_schema"), tool.get("description"))
         for tool in given.get("tools") or ()
     ]
-    return Call(messages, tools, form.count(given, "max_tokens"), bool(given.get("stream")))
+    schema = form.schema_of(given.get("output_format") or (given.get("output_config") or {}).get("format"))
+    return Call(messages, tools, form.count(given, "max_tokens"), bool(given.get("stream")), schema=schema)
 
 
 def _blocks(answer: Answer) -> list[dict]:

@@ -28,6 +28,7 @@ class Call:
     most: int | None = None  # limit of the tokens to sample
     streams: bool = False
     n: int = 1  # answers
+    schema: str = ""  # JSON schema that the answer is to keep to
     counts: bool = False  # whether a stream of chat completions ends with the numbers of tokens
 
 
@@ -79,6 +80,14 @@ def count(given: dict, *names: str) -> int | None:
             if type(found) is not int or found < 1:
                 raise Refused(400, f"{name} {found!r:.100}: must be a whole number of at least 1")
     return found
+
+
+def schema_of(wanted: dict | None) -> str:
+    """Return the JSON schema of a text's format; empty if it may be any text."""
+    kind = (wanted or {"type": "text"})["type"]
+    if kind == "json_schema":
+        return json.dumps(wanted.get("json_schema", wanted)["schema"])
+    return {"text": "", "json_object": '{"type": "object"}'}[kind]
 
 
 def text_of(content: str | list[dict] | None) -> str:

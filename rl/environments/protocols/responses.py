@@ -16,7 +16,6 @@ def call(given: dict, answered: list[tuple[list[dict], Answer]]) -> Call:
     """Return the call of a request's body. answered: the conversation with each of the episode's answers, and the answer.
     Raise Refused, or one of Python's errors, if it cannot be answered."""
     form.check(given, background=False, conversation="", prompt={}, top_logprobs=0)
-    form.check({"model": form.MODEL} | (given.get("text") or {}), format={"type": "text"})
     messages: list[dict] = []
     names: dict[str, str] = {}  # of tools, by call id
     if previous := given.get("previous_response_id"):
@@ -34,7 +33,8 @@ def call(given: dict, answered: list[tuple[list[dict], Answer]]) -> Call:
         form.tool(tool["type"] == "function", tool.get("name"), tool.get("parameters"), tool.get("description"))
         for tool in given.get("tools") or ()
     ]
-    return Call(messages, tools, form.count(given, "max_output_tokens"), bool(given.get("stream")))
+    schema = form.schema_of((given.get("text") or {}).get("format"))
+    return Call(messages, tools, form.count(given, "max_output_tokens"), bool(given.get("stream")), schema=schema)
 
 
 def _add(item: dict, messages: list[dict], names: dict[str, str]) -> None:

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import vllm
-from vllm.sampling_params import RequestOutputKind
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.request import RequestStatus
 
 from rl.errors import UserError
@@ -116,7 +117,10 @@ class VLLMEngine:
         check_length(request, self.max_length)
         self._added += 1
         key = str(self._added)
-        self._pending[key] = Pending(request, self._hand_over(key, request))
+        try:
+            self._pending[key] = Pending(request, self._hand_over(key, request))
+        except VLLMValidationError as error:
+            raise ValueError(str(error)) from None
 
     @property
     def num_unfinished(self) -> int:
@@ -196,7 +200,8 @@ class VLLMEngine:
         """Return settings of vllm.EngineArgs."""
         return dict(
             dtype=str(dtype).removeprefix("torch."),
-            skip_tokenizer_init=True,  # token ids go in and come out
+            # token ids go in and come out, but agents may ask for text of a JSON schema
+            skip_tokenizer_init=not (by_priority and sampling.training.support),
             generation_config="vllm",  # no sampling settings except the request's
             max_model_len=self.max_length,
             max_num_seqs=args.max_num_seqs,
@@ -267,6 +272,7 @@ class VLLMEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
+            structured_outputs=StructuredOutputsParams(json=s.schema) if s.schema else None,
         )
         # KV blocks are shared between equal prompts, and across weights only if the request says so.
         ids = [*request.prompt_ids, *so_far]
@@ -290,6 +296,8 @@ class VLLMEngine:
     def _output(self, out: vllm.RequestOutput) -> Output:
         pending = self._pending.pop(out.request_id)
         completion = out.outputs[0]
+        if completion.finish_reason == "error" and pending.request.sampling.schema:  # no token of the vocabulary fits
+            return pending.request.so_far or Output(pending.request.id, [], [], [], "stop")
         if completion.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"request {pending.request.id} ended with vLLM's finish reason {completion.finish_reason!r}")
         routes = self.routes and self.routes.take(pending.inner_id, completion)
