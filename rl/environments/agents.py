@@ -194,14 +194,11 @@ class Agents:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
             async for event in protocol.events(call, pieces):
-                with contextlib.suppress(ConnectionError):  # the agent has left: the turn is sampled to its end
-                    if not response.prepared:
-                        await response.prepare(request)
-                    await response.write(_as_event(event))
+                await _send(request, response, event)
         except Refused as refused:
             if not response.prepared:
                 raise
-            await response.write(_as_event(protocol.failure(refused)))
+            await _send(request, response, protocol.failure(refused))
         return response
 
     async def _next(self, request: web.Request) -> web.Response:
@@ -228,11 +225,14 @@ def _protocol(request: web.Request) -> ModuleType:
     return importlib.import_module(f"rl.environments.protocols.{PROTOCOLS.get(request.path, 'chat')}")
 
 
-def _as_event(event: dict | str) -> bytes:
-    if isinstance(event, str):
-        return f"data: {event}\n\n".encode()
+async def _send(request: web.Request, response: web.StreamResponse, event: dict | str) -> None:
+    """Send an event. If the agent has left, nobody gets it, and the turn is sampled to its end."""
     name = f"event: {event['type']}\n" if "type" in event else ""
-    return f"{name}data: {json.dumps(event)}\n\n".encode()
+    data = event if isinstance(event, str) else json.dumps(event)
+    with contextlib.suppress(ConnectionError):
+        if not response.prepared:
+            await response.prepare(request)
+        await response.write(f"{name}data: {data}\n\n".encode())
 
 
 async def _body(request: web.Request) -> Any:

@@ -152,6 +152,38 @@ def test_a_conversation_of_each_client_is_one_history(script, package, model, tm
     pool.close()
 
 
+LEAVES = """
+import json, os, urllib.request
+
+def ask(**more):
+    url, key = os.environ["OPENAI_BASE_URL"] + "/chat/completions", os.environ["OPENAI_API_KEY"]
+    data = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "Go."}]} | more).encode()
+    return urllib.request.urlopen(urllib.request.Request(url, data, {"Authorization": f"Bearer {key}"}))
+
+with ask(stream=True) as reply:
+    assert b"Wel" in reply.readline()
+print(json.dumps({"reward": float(json.load(ask())["choices"][0]["message"]["content"])}))
+"""
+
+
+@pytest.mark.slow
+def test_an_agent_that_leaves_a_stream_may_ask_again(model, tmp_path, capfd):  # noqa: F811
+    """The turn is sampled to its end, and the next call is a fork."""
+    pool = agents(model, written(tmp_path / "agent.py", LEAVES))
+    pool.begin("a", ROW, seed=1, own_seed=1)
+    first = answers(pool, ["a"])["a"]
+    turn = ids_of("Well, yes.<|im_end|>")
+    pool.pass_on({first["stream"]: turn[:3]})
+    for token in turn[3:-1]:
+        assert not pool.poll(0.3)
+        pool.pass_on({first["stream"]: [token], "an episode that has ended": [token]})
+    pool.ask("a", "step", ids=turn)
+    assert answers(pool, ["a"])["a"]["history"] == 1
+    assert says(pool, "a", "2")["reward"] == 2.0
+    pool.close()
+    assert "Error" not in capfd.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------- a turn's text as it is sampled
 
 TURNS = [
