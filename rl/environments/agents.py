@@ -73,7 +73,7 @@ class Conversation:
     messages: list[dict]  # in the form of Call, including the model's last one
     tools: list[dict]
     tokens: int
-    is_cut: bool = False  # whether the call's max_tokens cut the last turn
+    is_cut: bool = False  # whether the last turn lacks its end token: max_tokens cut it, or a stop string ended it
 
 
 class OpenCall:
@@ -328,7 +328,8 @@ class Session:
         parts, malformed = said(turns, item["ids"])
         parts = call.growing.whole(parts) if call.growing else parts
         conversation.is_cut = item["ids"][-1] not in turns.end_tokens
-        known = {"sampled": len(item["ids"]), "is_cut": conversation.is_cut, "is_whole": True}
+        is_cut = conversation.is_cut and not item.get("ended")  # by a stop string
+        known = {"sampled": len(item["ids"]), "is_cut": is_cut, "is_whole": True}
         answer = dataclasses.replace(call.begun, **parts, **known)
         message = form.said(answer.content, *((its["name"], its["arguments"]) for its in answer.calls))
         conversation.messages = [*call.call.messages, message]
