@@ -48,10 +48,11 @@ class Environments:
         reward_weights: Sequence[float] = (),
         chat_template: str | None = None,
         system_prompt: str | None = None,
+        keeps_schemas: bool = False,
     ):
         """model: the path of its tokenizer. reward: the functions over environments, if --reward names some, with their
-        weights. chat_template: by default the tokenizer's own; system_prompt: that it begins with. Raise UserError if the file
-        cannot be used."""
+        weights. chat_template: by default the tokenizer's own; system_prompt: that it begins with; keeps_schemas: whether the
+        engine can keep to a JSON schema. Raise UserError if the file cannot be used."""
         self.args = args
         self._settings = {
             "programs": args.programs,
@@ -62,6 +63,7 @@ class Environments:
             "model": model,
             "chat_template": chat_template,
             "system_prompt": system_prompt,
+            "keeps_schemas": keeps_schemas,
             "trust_remote_code": trust_remote_code,
             "end_tokens": sorted(end_tokens),
             "form": args.tool_format,
@@ -153,6 +155,11 @@ class Environments:
         early "end"."""
         message = {"episode": self._numbers[key], "do": what} | item
         self._unwritten += json.dumps(message, default=plain).encode() + b"\n"
+        self._write()
+
+    def pass_on(self, parts: dict[str, list[int]]) -> None:
+        """Send tokens that were sampled, by the name of the stream that wants them."""
+        self._unwritten += json.dumps({"do": "parts", "parts": parts}).encode() + b"\n"
         self._write()
 
     def end(self, key: Hashable) -> None:

@@ -164,7 +164,8 @@ async def serve(rank: socket.socket, warm: Warm) -> None:
         item = json.loads(line)
         number = item.pop("episode", None)
         if number is None:
-            writer.write(as_line(await agents.order(**item)))
+            if answer := await agents.order(**item):
+                writer.write(as_line(answer))
         elif item["do"] == "close":
             questions.pop(number)
             tasks.pop(number).cancel()

@@ -6,7 +6,7 @@ An `Engine` takes requests (`add`), returns the responses that finished (`step`)
 its own seed, not on the rank that serves it or on the rest of the batch.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
@@ -126,6 +126,7 @@ class SamplingParams:
     support: int = 0  # most tokens to record that could be sampled in each place (rl/model/sampling_mask.py); 0 records none
     min_p: float = 0.0
     stop: "StopStrings | None" = None
+    schema: str = ""  # vllm, with `support`: the JSON schema that the text keeps to
 
     @property
     def truncates(self) -> bool:
@@ -164,13 +165,17 @@ class Engine(Protocol):
     version: int  # of the weights in use; -1 before the first update
     shares_memory: bool  # whether it has `share_parameters`
 
-    def add(self, request: Request) -> None: ...
+    def add(self, request: Request) -> None:
+        """Take a request. Raise ValueError if its schema is none. If no token fits it, the request ends without another."""
 
     def step(self) -> list[Output]:
         """Sample one token for every running request; return those that finished."""
 
     def unfinished(self) -> list[Output]:
         """Return the outputs so far of all unfinished requests. Further requests may continue them, as `so_far`."""
+
+    def tokens_of(self, ids: Collection) -> dict[object, list[int]]:
+        """Return the tokens so far of those of these requests that have begun."""
 
     def abort(self) -> None:
         """Forget all unfinished requests."""

@@ -53,6 +53,7 @@ class Episode:
     restarts: int = 0
     asked: float = 0.0  # when its environment was last asked
     most: int | None = None  # limit of the next turn's tokens, if an agent sets one
+    schema: str = ""  # that the next turn keeps to, if an agent has one
 
     def say(self, end: int) -> list[int]:
         """Count the model's turn, which ends before token `end`. Return its tokens."""
@@ -283,6 +284,7 @@ class Episodes(Responses):
         work = self.working[key]
         prompt = answer.get("prompt")
         self._of[id].most = answer.get("most")
+        self._of[id].schema = answer.get("schema", "")
         self._resetting.discard(id)
         if not prompt and not work.prompt.ids:
             self._refuse(id, "the row has no prompt, and reset adds no message to it")
@@ -370,7 +372,7 @@ class Episodes(Responses):
         if episode.most is not None:
             most = min(most, (len(so_far.token_ids) if so_far else 0) + episode.most)
         requests = self.working[key].requests
-        sampling = dataclasses.replace(requests[number].sampling, max_tokens=most)
+        sampling = dataclasses.replace(requests[number].sampling, max_tokens=most, schema=episode.schema)
         requests[number] = dataclasses.replace(requests[number], sampling=sampling, turn=episode.at)
         request = dataclasses.replace(requests[number], so_far=so_far, priority=key.place, kv_version=kept)
         if self._requests is None:

@@ -89,6 +89,17 @@ def test_greedy_equals_generate(models, kind):
         assert output.token_ids == expected[0, len(PROMPTS[i]) :].tolist()
 
 
+def test_tokens_are_read_while_responses_grow(models):
+    engine = TransformersEngine(models["qwen2-tied"], max_length=64, max_num_seqs=5)
+    for request in requests_for():
+        engine.add(request)
+    some = {(0, 1), (3, 2)}
+    while engine.num_unfinished:
+        engine.step()
+        grown = {output.id: output.token_ids for output in engine.unfinished() if output.token_ids}
+        assert engine.tokens_of(some) == {id: grown[id] for id in some & grown.keys()}
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads what is resident from /proc")
 def test_slots_that_are_never_used_take_no_memory(models):
     drain(TransformersEngine(models["qwen2-tied"], max_length=64), requests_for())  # loads what a first use loads

@@ -162,10 +162,19 @@ def interrupted(engine, requests: list[Request], steps: int = 6) -> tuple[dict, 
     for _ in range(steps):
         engine.step()
     so_far = {output.id: output for output in engine.unfinished()}
+    check_tokens(engine, so_far)
     engine.abort()
-    begun = [r for r in requests if r.id in so_far]  # the others have ended
-    again = [replace(r, so_far=so_far[r.id] if so_far[r.id].token_ids else None) for r in begun]
-    return so_far, drain(engine, again)
+    for r in requests:
+        if r.id in so_far:  # the others have ended
+            engine.add(replace(r, so_far=so_far[r.id] if so_far[r.id].token_ids else None))
+    check_tokens(engine, so_far)
+    return so_far, drain(engine, [])
+
+
+def check_tokens(engine, so_far: dict) -> None:
+    """What is passed on to agents is what has been sampled."""
+    assert engine.tokens_of(so_far) == {id: output.token_ids for id, output in so_far.items()}
+    assert not engine.tokens_of(["another"])
 
 
 def after_update(path: str, case=None, engine=None) -> None:

@@ -159,6 +159,9 @@ class TransformersEngine:
         rows = [*self.running, *(Running.of(request) for request in self.waiting)]
         return [row.output("unfinished") for row in rows]
 
+    def tokens_of(self, ids: Collection) -> dict[object, list[int]]:
+        return {row.request.id: row.token_ids for row in self.running if row.request.id in ids}
+
     def abort(self) -> None:
         self.waiting.clear()
         self.running.clear()

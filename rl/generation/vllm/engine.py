@@ -14,14 +14,15 @@ the embedded engine, a response therefore repeats bit for bit only if the batche
 
 import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import vllm
-from vllm.sampling_params import RequestOutputKind
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.request import RequestStatus
 
 from rl.errors import UserError
@@ -118,7 +119,10 @@ class VLLMEngine:
         self._added += 1
         key = str(self._added)
         self._has_stops |= request.sampling.stop is not None
-        self._pending[key] = Pending(request, self._hand_over(key, request))
+        try:
+            self._pending[key] = Pending(request, self._hand_over(key, request))
+        except VLLMValidationError as error:
+            raise ValueError(str(error)) from None
 
     @property
     def num_unfinished(self) -> int:
@@ -136,6 +140,15 @@ class VLLMEngine:
 
     def unfinished(self) -> list[Output]:
         return [self._so_far(pending, "unfinished") for pending in self._pending.values()]
+
+    def tokens_of(self, ids: Collection) -> dict[object, list[int]]:
+        states = self.engine.output_processor.request_states
+        found = {}
+        for pending in self._pending.values():
+            if pending.request.id in ids:
+                before = pending.request.so_far.token_ids if pending.request.so_far else []
+                found[pending.request.id] = [*before, *states[pending.inner_id].detokenizer.output_token_ids]
+        return found
 
     def abort(self) -> None:
         self.engine.abort_request([pending.inner_id for pending in self._pending.values()], internal=True)
@@ -184,7 +197,8 @@ class VLLMEngine:
         """Return settings of vllm.EngineArgs."""
         return dict(
             dtype=str(dtype).removeprefix("torch."),
-            skip_tokenizer_init=True,  # token ids go in and come out
+            # token ids go in and come out, but agents may ask for text of a JSON schema
+            skip_tokenizer_init=not (by_priority and sampling.training.support),
             generation_config="vllm",  # no sampling settings except the request's
             max_model_len=self.max_length,
             max_num_seqs=args.max_num_seqs,
@@ -256,6 +270,7 @@ class VLLMEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
+            structured_outputs=StructuredOutputsParams(json=s.schema) if s.schema else None,
         )
         # KV blocks are shared between equal prompts, and across weights only if the request says so.
         ids = [*request.prompt_ids, *so_far]
@@ -294,6 +309,8 @@ class VLLMEngine:
         pending = self._pending.pop(out.request_id)
         completion = out.outputs[0]
         reason = completion.finish_reason
+        if reason == "error" and pending.request.sampling.schema:  # no token of the vocabulary fits
+            return pending.request.so_far or Output(pending.request.id, [], [], [], "stop")
         if reason not in ("stop", "length"):
             raise RuntimeError(f"request {pending.request.id} ended with vLLM's finish reason {reason!r}")
         routes = self.routes and self.routes.take(pending.inner_id, completion)
