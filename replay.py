@@ -41,9 +41,9 @@ from rl.samples.schedule import AsyncSchedule
 
 # Flags of the parts that a replay leaves out
 NOT_REPLAYED = {"test_freq", "val_before_train", "log_val_generations", "record_samples", "resume_mode"}
-NOT_REPLAYED |= {"generators", "val_only", "record_env", "from_tape"}
+NOT_REPLAYED |= {"generators", "val_only", "record_env"}
 LENGTH = {"total_training_steps", "total_epochs", "total_rollout_steps"}  # the learning rate's schedule depends on these
-PLACES = {"train_files", "val_files", "generators", "trust_remote_code"}  # may differ on another machine
+PLACES = {"train_files", "val_files", "generators", "trust_remote_code", "from_tape"}  # may differ on another machine
 # Flags that made the samples, or that decide what is recorded of them; those of PARTS are added
 SAMPLED = {"seed", "train_batch_size", "filter_groups", "max_num_gen_batches", "over_sample"}
 PARTS = (DataArgs, EngineArgs, SamplingArgs, EnvironmentArgs, RewardArgs, AsyncSchedule)
@@ -185,9 +185,8 @@ def begin_again(replay: Replay, ranks: dist.Ranks, validates: bool = False) -> t
     torch.set_num_threads(start["hardware"]["threads_per_rank"])  # sums are split by threads
     name = replay.args.log.experiment_name
     name = name if "experiment_name" in replay.changed else f"replay-{replay.run_dir.name}"
-    tape = None if validates else replay.args.environment.record_env  # for the prompts: an environment may be gone
-    args = parts.replace(replay.args, record_samples="off", resume_mode="disable", experiment_name=name, val_only=False)
-    args = parts.replace(args, record_env=None, from_tape=tape)
+    off = {"record_samples": "off", "resume_mode": "disable", "val_only": False, "record_env": None}
+    args = parts.replace(replay.args, experiment_name=name, **off)
     job = set_up(args if validates else parts.replace(args, test_freq=0), script.__file__)
     check_number(start["contents"], job.prompts, replay.record.directory)
     total_steps = job.total_steps if LENGTH & {*replay.changed} else start["total_steps"]

@@ -117,8 +117,6 @@ class EnvironmentArgs(Part):
 
     def check(self, args) -> None:
         """Raise UserError for a missing file or command, and for flags that do not work with several turns."""
-        if self.from_tape and self.record_env:
-            raise UserError("--from-tape and --record-env: --record-env answers from its directory, too. Leave one out.")
         if self.from_tape and not Path(self.from_tape).is_dir():
             raise UserError(f"--from-tape {self.from_tape}: there is no such directory. Give the one of --record-env.")
         if not self.has_environment:

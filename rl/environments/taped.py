@@ -38,7 +38,9 @@ def opened(settings: dict, make_warm: Callable) -> Any:
         warm = SimpleNamespace(settings=settings, programs=settings["programs"], turns_of=None, ready=ready)
     else:
         raise UserError(f"{tape.directory} (--from-tape) was recorded with other environments, tools or files. Give those.")
-    warm.origin, warm.tape, warm.untaped = origin, tape, set()
+    warm.origin = origin
+    warm.tape = tape
+    warm.untaped = set()  # episodes that start over
     return warm
 
 
