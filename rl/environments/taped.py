@@ -51,9 +51,9 @@ class TapedEpisode:
     async def begin(cls, *given: Any) -> "TapedEpisode":
         return cls(*given)
 
-    def __init__(self, begin: Callable, answered: Callable, warm: Any):
-        """answered: turns exceptions of a call into answers."""
-        self._begin, self._answered, self._warm = begin, answered, warm
+    def __init__(self, begin: Callable, failed: Callable, warm: Any):
+        """failed: makes an answer of an exception."""
+        self._begin, self._failed, self._warm = begin, failed, warm
         self._episode: Any = None
         self._chain = warm.origin  # a digest of all questions and answers so far
         self._past: list[tuple[dict, dict]] = []  # the questions, with their answers
@@ -73,7 +73,10 @@ class TapedEpisode:
             turn = f"the answer to turn {len(self._past)} of the model" if self._past else "the start of the episode"
             return {"failed": warm.tape.missing(self._place, turn)}
         if answer is None:
-            answer = await self._answered(self._really, item)
+            try:
+                answer = await self._really(item)
+            except Exception as error:
+                answer = self._failed(error)
             if answer is AGAIN:
                 warm.untaped.add(self._place)
                 return answer

@@ -164,11 +164,11 @@ async def serve(rank: socket.socket, warm: Warm) -> None:
 
         agents = Agents(warm.settings, warm.turns_of, children)
         begin = agents.begin
-    seconds = warm.settings["timeout"]
+    failed = functools.partial(_failed, warm.settings["timeout"])
     if warm.settings["tape"]:
         from rl.environments.taped import TapedEpisode
 
-        begin = functools.partial(TapedEpisode.begin, begin, functools.partial(answered, seconds=seconds), warm)
+        begin = functools.partial(TapedEpisode.begin, begin, failed, warm)
     questions: dict[int, asyncio.Queue] = {}  # by episode
     tasks: dict[int, asyncio.Task] = {}
     while line := await reader.readline():
@@ -182,27 +182,24 @@ async def serve(rank: socket.socket, warm: Warm) -> None:
         else:
             if item["do"] == "reset":
                 questions[number] = asyncio.Queue()
-                play = _play(number, questions[number], begin, writer, seconds)
+                play = _play(number, questions[number], begin, writer, failed)
                 tasks[number] = asyncio.create_task(play)
             questions[number].put_nowait(item)
 
 
-async def _play(number: int, questions: asyncio.Queue, begin: Callable, writer: asyncio.StreamWriter, seconds: float) -> None:
-    """Play an episode, until it is closed or fails. begin: makes it, with methods `ask`, async, and `close`;
-    seconds: --env-timeout."""
+async def _play(number: int, questions: asyncio.Queue, begin: Callable, writer: asyncio.StreamWriter, failed: Callable) -> None:
+    """Play an episode, until it is closed or fails. begin: makes it, with methods `ask`, async, and `close`."""
     answer: dict = {}
     episode = None
-
-    async def ask(item: dict) -> dict:
-        nonlocal episode
-        episode = episode or await begin()
-        return await episode.ask(item)
-
     try:
         while "event" not in answer:
             item = await questions.get()
             started = time.monotonic()
-            answer = await answered(ask, item, seconds)
+            try:
+                episode = episode or await begin()
+                answer = await episode.ask(item)
+            except Exception as error:
+                answer = failed(error)
             known = {"episode": number, "asked": item["do"], "seconds": time.monotonic() - started}
             writer.write(as_line(known | answer))
     finally:
@@ -210,14 +207,11 @@ async def _play(number: int, questions: asyncio.Queue, begin: Callable, writer: 
             episode.close()
 
 
-async def answered(ask: Callable, item: dict, seconds: float) -> dict:
-    """Return the answer to a question, which may be an exception's. seconds: --env-timeout."""
-    try:
-        return await ask(item)
-    except TimeoutError:
+def _failed(seconds: float, error: Exception) -> dict:
+    """Return the answer for an episode that has failed. seconds: --env-timeout."""
+    if isinstance(error, TimeoutError):
         return {"event": "timeout", "message": f"no answer after {seconds:g} s (--env-timeout)"}
-    except Exception as error:
-        return failure(error)
+    return failure(error)
 
 
 class Died(Exception):
