@@ -20,6 +20,7 @@ from rl.rewards.tape import Tape
 
 CODE = '''
 import os
+import random
 from pathlib import Path
 
 CALLS = Path(__file__).with_name("calls")
@@ -48,6 +49,19 @@ class Stated(Random):
 
     def set_state(self, state):
         self.said = state
+
+
+class Seeded:
+    """Draws from `random`, which is seeded for each turn."""
+
+    def step(self, message):
+        return [{"role": "user", "content": str(random.random())}], None, False
+
+    def get_state(self):
+        return None
+
+    def set_state(self, state):
+        random.seed(state)
 
 
 class Fixed:
@@ -294,6 +308,16 @@ def test_a_tape_alone_calls_nothing_and_says_what_it_lacks(start, folder):
     (folder / "gone").unlink()
     pool = start("Ends")
     assert "event" not in play(pool, "hello", id=other)[1], "a failure is asked again"
+
+
+def test_a_turn_after_the_tape_draws_what_it_would_have_drawn(start, folder):
+    """`random` is seeded for each turn."""
+    file = folder / "tape" / "train" / "00000003.jsonl"
+    pool = start("Seeded")
+    first = play(pool, "hello", "hello", "hello")
+    assert len({str(said["ids"]) for said in first[1:]}) == 3
+    file.write_bytes(file.read_bytes().rpartition(b"\n")[0])
+    assert play(pool, "hello", "hello", "hello") == first and processes(pool) == 1
 
 
 def test_validations_of_other_weights_are_asked_again(start, folder):

@@ -13,8 +13,8 @@ from helpers import ROOT, bits, eventually, fates, left_over, run_script, start
 
 pytestmark = [pytest.mark.runs, pytest.mark.timeout(900)]
 
-# Each answer and each score is random and counted. The service is what they need. With a file `hangs_at`, turns from that
-# number on hang before they do anything.
+# Each answer and each score is counted, and random without a file `fixed`. The service is what they need. With a file
+# `hangs_at`, turns from that number on hang before they do anything.
 CODE = """
 import os
 import time
@@ -31,7 +31,7 @@ def served(name):
         time.sleep(1000)
     with open(calls, "a") as file:
         file.write("x")
-    return int.from_bytes(os.urandom(2))
+    return 7 if (HERE / "fixed").exists() else int.from_bytes(os.urandom(2))
 
 
 class Random:
@@ -65,7 +65,7 @@ row = json.load(sys.stdin)
 messages = row["prompt"]
 for _ in range(3):
     messages = [*messages, ask(messages), {{"role": "tool", "content": str(served("steps"))[-2:]}}]
-print(json.dumps({{"reward": served("scores") / 2**16}}))
+print(json.dumps({{"reward": served("scores") / 2**16 + len(messages[-2].get("content") or "")}}))
 """
 
 
@@ -119,6 +119,19 @@ def test_a_resumed_run_calls_nothing_and_has_the_bits_of_the_uninterrupted_one(e
     assert done.returncode and "is not on the tape" in done.stderr and "--record-env to call what is missing" in done.stderr
 
 
+def run_killed(script: str, folder: Path, words: list, how: dict, records_all: bool = True):
+    """Kill the run while turns are at work, after all answers are on the tape; resume it. Return the finished process."""
+    (folder / "hangs_at").write_text("150")
+    job, mark = start(script, *words, "--env-timeout", "300", **how)
+    assert eventually(lambda: (folder / "hangs").exists() and (not records_all or calls(folder) == on_tape(folder)), 300)
+    job.send_signal(signal.SIGKILL)
+    job.wait()
+    job.stdout.close()
+    assert eventually(lambda: not left_over(mark))
+    (folder / "hangs_at").unlink()
+    return run_script(script, *words, **how)
+
+
 @pytest.mark.parametrize("script", ["train_sync.py", "train_one_step_off.py", "train_async.py"])
 def test_kill_9_in_the_middle_of_episodes_repeats_no_call(script, folder):
     """What was called is exactly what was recorded: nothing twice. In sync a run that was never interrupted, with the same
@@ -126,15 +139,7 @@ def test_kill_9_in_the_middle_of_episodes_repeats_no_call(script, folder):
     rounding."""
     more = ["--staleness-threshold", "1"] if script == "train_async.py" else []
     how = {} if script == "train_sync.py" else {"ranks": 2}
-    (folder / "hangs_at").write_text("150")
-    job, mark = start(script, *flags(folder, "killed", steps=6), *more, "--env-timeout", "300", **how)
-    assert eventually(lambda: (folder / "hangs").exists() and calls(folder) == on_tape(folder), 300)
-    job.send_signal(signal.SIGKILL)
-    job.wait()
-    job.stdout.close()
-    assert eventually(lambda: not left_over(mark))
-    (folder / "hangs_at").unlink()
-    done = run_script(script, *flags(folder, "killed", steps=6), *more, **how)
+    done = run_killed(script, folder, [*flags(folder, "killed", steps=6), *more], how)
     killed = folder / "runs" / "killed"
     rows = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
     assert not any(row.get("reward/extra/restarts/mean", 0) or row.get("reward/unscored", 0) for row in rows)
@@ -146,6 +151,21 @@ def test_kill_9_in_the_middle_of_episodes_repeats_no_call(script, folder):
         (folder / "service").unlink()
         run_script(script, *flags(folder, "alone", steps=6, tape="--from-tape"))
         assert bits(killed, 6) == bits(folder / "runs" / "alone", 6)
+
+
+def test_an_agent_that_was_killed_plays_its_turns_again(folder):
+    """It repeats what it does, and the run has the bits of one without a tape."""
+    (folder / "fixed").touch()
+    plain = flags(folder, "plain", env="agent")
+    at = plain.index("--record-env")
+    run_script("train_sync.py", *plain[:at], *plain[at + 2 :])
+    for name in ("steps", "scores"):
+        (folder / name).write_text("")
+    run_killed("train_sync.py", folder, flags(folder, "killed", env="agent"), {}, records_all=False)
+    killed = folder / "runs" / "killed"
+    rows = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
+    assert not any(row.get("reward/extra/restarts/mean", 0) for row in rows)
+    assert bits(killed, 4) == bits(folder / "runs" / "plain", 4)
 
 
 def test_a_judge_that_is_gone_answers_from_the_tape(tmp_path):
