@@ -64,7 +64,7 @@ class Conversation:
     messages: list[dict]  # in the form of chat.Call, including the model's last one
     tools: list[dict]
     tokens: int
-    is_cut: bool = False  # whether the call's max_tokens cut the last turn
+    is_cut: bool = False  # whether the last turn lacks its end token: max_tokens cut it, or a stop string ended it
 
 
 class Agents:
@@ -246,7 +246,8 @@ class Session:
         conversation = self.conversations[self._at]
         message, malformed = _said(turns, item["ids"])
         conversation.is_cut = item["ids"][-1] not in turns.end_tokens
-        answer = chat.completion(self._count, message, len(item["ids"]), conversation.tokens, conversation.is_cut)
+        is_cut = conversation.is_cut and not item.get("ended")  # by a stop string
+        answer = chat.completion(self._count, message, len(item["ids"]), conversation.tokens, is_cut)
         conversation.messages = [*call.messages, *chat.as_messages([answer["choices"][0]["message"]])]
         conversation.tokens += len(item["ids"])
         self._count += 1

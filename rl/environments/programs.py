@@ -328,7 +328,8 @@ class EpisodeProgram:
         self._ids += item["ids"]
         messages, reward, done = self._program.step(message)
         self._completion += messages
-        ids = [] if done else self._turns.between(messages)
+        has_end = item["ids"][-1] in self._turns.end_tokens  # a stop string's last token is none
+        ids = [] if done else self._turns.between(messages, is_cut=not has_end)
         self._ids += ids
         if done:
             reward = self._final(reward)

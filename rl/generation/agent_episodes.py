@@ -132,7 +132,7 @@ class AgentEpisodes(Episodes):
         prompts of all but the first."""
         of = self._histories[id]
         others = sum(len(history.output.token_ids) for i, history in enumerate(of.all) if i != of.active)
-        return self.args.sampling.max_response_length - others - sum(len(history.request.prompt_ids) for history in of.all[1:])
+        return super()._room(id) - others - sum(len(history.request.prompt_ids) for history in of.all[1:])
 
     # -- the end
 

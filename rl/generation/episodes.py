@@ -341,7 +341,8 @@ class Episodes(Responses):
             episode.add(of_turn | {"seconds": answer["seconds"] / len(turns)})
             episode.at += len(ids)
         tokens = episode.output.token_ids
-        if is_last_open and tokens[-1] in self.end_tokens:
+        stop = self.working[id[0]].requests[id[1]].sampling.stop
+        if is_last_open and (tokens[-1] in self.end_tokens or (stop and stop.complete(tokens, episode.at))):
             self._ask(id, "step", ids=episode.say(len(tokens)))
         elif episode.output.finish_reason == "unfinished":
             self._add(id, episode.output)
@@ -368,9 +369,8 @@ class Episodes(Responses):
         if episode.most is not None:
             most = min(most, (len(so_far.token_ids) if so_far else 0) + episode.most)
         requests = self.working[key].requests
-        requests[number] = dataclasses.replace(
-            requests[number], sampling=dataclasses.replace(requests[number].sampling, max_tokens=most)
-        )
+        sampling = dataclasses.replace(requests[number].sampling, max_tokens=most)
+        requests[number] = dataclasses.replace(requests[number], sampling=sampling, turn=episode.at)
         request = dataclasses.replace(requests[number], so_far=so_far, priority=key.place, kv_version=kept)
         if self._requests is None:
             self.engine.add(request)
@@ -379,7 +379,7 @@ class Episodes(Responses):
 
     def _room(self, id: Id) -> int:
         """Return the most tokens that the response may have."""
-        return self.args.sampling.max_response_length
+        return self.working[id[0]].room
 
     def _turn_ended(self, output: Output) -> None:
         """Give a turn that the engine has finished to its environment, unless it is the last."""
@@ -392,7 +392,8 @@ class Episodes(Responses):
         elif output.finish_reason == "length" and len(output.token_ids) >= self._room(output.id):
             self._cut(output.id)
         else:
-            self._ask(output.id, "step", ids=episode.say(len(output.token_ids)))
+            ended = output.finish_reason == "stop"
+            self._ask(output.id, "step", ids=episode.say(len(output.token_ids)), ended=ended)
 
     def _answered(self, id: Id, answer: dict) -> None:
         """Append the environment's answer, which is masked, and continue, or end the episode."""

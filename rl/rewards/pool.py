@@ -38,6 +38,7 @@ class Score:
     extra: dict[str, float] = field(default_factory=dict)
     event: str | None = None  # one of EVENTS
     message: str = ""  # of the event
+    pred: str | None = None  # the answer that the grader found, for the majority vote of a validation
 
     @property
     def error(self) -> str | None:
@@ -77,7 +78,8 @@ def as_score(value: Any) -> Score:
         fault = 'which has no finite number under "score"' if is_dict else "not a finite number of fp32"
         return Score(None, event="bad_value", message=one_line(f"the reward function returned {value!r:.100}, {fault}"))
     extra = {name: float(its) for name, its in value.items() if name != "score" and _is_number(its)} if is_dict else {}
-    return Score(float(score), extra)
+    pred = value.get("pred") if is_dict else None
+    return Score(float(score), extra, pred=None if pred is None else " ".join(str(pred).split()))
 
 
 def _is_number(value: Any) -> bool:

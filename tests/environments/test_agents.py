@@ -231,7 +231,7 @@ def model_said(text: str) -> dict:
     return {"role": "assistant", "content": text}
 
 
-def played(calls: list[list[dict]], *said: list[int], family: str = "qwen2_5", tools: list[dict] | None = None):
+def played(calls: list[list[dict]], *said: list[int], family: str = "qwen2_5", tools=None, ended=False):
     """What the rank hears of an agent that makes these calls, and what the agent hears. said: the tokens of each turn."""
     heard, found = [], []
 
@@ -246,7 +246,7 @@ def played(calls: list[list[dict]], *said: list[int], family: str = "qwen2_5", t
         calling = asyncio.create_task(agent(session))
         found.append(await session.ask({"do": "reset", "row": ROW, "own_seed": 1, "split": "train"}))
         for ids in said:
-            found.append(await session.ask({"do": "step", "ids": ids}))
+            found.append(await session.ask({"do": "step", "ids": ids, "ended": ended}))
         calling.cancel()
 
     asyncio.run(play())
@@ -358,3 +358,13 @@ def test_a_conversation_with_calls_is_the_template_s_own(family):
     plain = tokenizer(text.replace(end, ""), add_special_tokens=False)["input_ids"]
     special = set(tokenizer.added_tokens_decoder)
     assert [i for i in ids if i in special] == [i for i in plain if i in special]
+
+
+@pytest.mark.parametrize(("ended", "reason"), [(True, "stop"), (False, "length")])
+def test_a_turn_without_its_end_token_was_cut_unless_a_stop_string_ended_it(ended, reason):
+    """The end token comes before the next message, either way."""
+    asked = [[user("2*3=")], [user("2*3="), model_said("<answer>6</answer>"), user("Again.")]]
+    found, heard = played(asked, ids_of("<answer>6</answer>"), ended=ended)
+    said = heard[0]["choices"][0]
+    assert said["message"]["content"] == "<answer>6</answer>" and said["finish_reason"] == reason
+    assert found[1]["ids"] == turns_of("qwen2_5").between([user("Again.")], is_cut=True)

@@ -14,7 +14,7 @@ the embedded engine, a response therefore repeats bit for bit only if the batche
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -109,6 +109,7 @@ class VLLMEngine:
         self._updates = 0  # in `cache_salt`, so that no prefix cache is shared across updates
         self._salts: dict[int, str] = {}  # version of the weights -> `cache_salt`
         self._stream: list[int] | None = None  # see `_random_numbers`
+        self._has_stops = False  # whether requests have stop strings
 
     # -- the contract
 
@@ -116,6 +117,7 @@ class VLLMEngine:
         check_length(request, self.max_length)
         self._added += 1
         key = str(self._added)
+        self._has_stops |= request.sampling.stop is not None
         self._pending[key] = Pending(request, self._hand_over(key, request))
 
     @property
@@ -129,16 +131,11 @@ class VLLMEngine:
             return []
         with self._random_numbers():
             outputs = self.engine.step()
-        return [self._output(out) for out in outputs if out.finished]
+        ended = [self._output(out) for out in outputs if out.finished]
+        return ended + self._take_completed() if self._has_stops else ended
 
     def unfinished(self) -> list[Output]:
-        states = self.engine.output_processor.request_states
-        outputs = []
-        for pending in self._pending.values():
-            routes = self.routes and self.routes.so_far(pending.inner_id)
-            sampled = states[pending.inner_id].logprobs_processor.logprobs
-            outputs.append(self._joined(pending, sampled, "unfinished", routes))
-        return outputs
+        return [self._so_far(pending, "unfinished") for pending in self._pending.values()]
 
     def abort(self) -> None:
         self.engine.abort_request([pending.inner_id for pending in self._pending.values()], internal=True)
@@ -249,6 +246,7 @@ class VLLMEngine:
             temperature=s.temperature,
             top_p=s.top_p,
             top_k=s.top_k,
+            min_p=s.min_p,
             max_tokens=s.max_tokens - len(so_far),
             ignore_eos=True,  # vLLM's notion of an end token needs a tokenizer; stop_token_ids is exact
             stop_token_ids=None if s.ignore_eos else self.eos,
@@ -278,13 +276,29 @@ class VLLMEngine:
         for key in waiting:
             self._pending[key].inner_id = self._hand_over(key, self._pending[key].request)
 
+    def _so_far(self, pending: Pending, reason: str) -> Output:
+        routes = self.routes and self.routes.so_far(pending.inner_id)
+        state = self.engine.output_processor.request_states[pending.inner_id]
+        output = self._joined(pending, state.logprobs_processor.logprobs, reason, routes)
+        return replace(output, cached=state.num_cached_tokens)
+
+    def _take_completed(self) -> list[Output]:
+        """End the requests whose newest token completes a stop string, which vLLM does not know: it has no tokenizer."""
+        sampled = self._scheduler.requests
+        completed = [k for k, p in self._pending.items() if _completes(p.request, sampled[p.inner_id].output_token_ids)]
+        outputs = [self._so_far(self._pending[key], "stop") for key in completed]
+        self.engine.abort_request([self._pending.pop(key).inner_id for key in completed], internal=True)
+        return outputs
+
     def _output(self, out: vllm.RequestOutput) -> Output:
         pending = self._pending.pop(out.request_id)
         completion = out.outputs[0]
-        if completion.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"request {pending.request.id} ended with vLLM's finish reason {completion.finish_reason!r}")
+        reason = completion.finish_reason
+        if reason not in ("stop", "length"):
+            raise RuntimeError(f"request {pending.request.id} ended with vLLM's finish reason {reason!r}")
         routes = self.routes and self.routes.take(pending.inner_id, completion)
-        output = self._joined(pending, completion.logprobs, completion.finish_reason, routes)
+        reason = "stop" if _completes(pending.request, completion.token_ids) else reason
+        output = self._joined(pending, completion.logprobs, reason, routes)
         return replace(output, cached=out.num_cached_tokens or 0)
 
     def _joined(self, pending: Pending, sampled, reason: str, routes: np.ndarray | None) -> Output:
@@ -306,6 +320,15 @@ class VLLMEngine:
         if routes is not None and len(routes) != (fed := len(pending.request.prompt_ids) + len(token_ids) - 1):
             raise RuntimeError(f"request {pending.request.id}: vLLM reports the experts of {len(routes)} tokens, but got {fed}")
         return Output(pending.request.id, token_ids, log_probs, versions, reason, routes, support)
+
+
+def _completes(request: Request, sampled: Sequence[int]) -> bool:
+    """Return whether the last token sampled here completes a stop string."""
+    stop = request.sampling.stop
+    if stop is None or not sampled or not stop.may_complete(sampled[-1]):
+        return False
+    so_far = request.so_far.token_ids if request.so_far else []
+    return stop.complete([*so_far, *sampled], request.turn)
 
 
 def _seed(request: Request) -> int:
