@@ -167,7 +167,7 @@ def play(pool: Environments, *turns: str, id=ID) -> list[dict]:
     pool.end(id)
     answers = [begin(pool, id)]
     for turn in turns:
-        pool.ask(id, "step", ids=ids_of(turn))
+        pool.ask(id, "step", ids=ids_of(turn), ended=True)
         answers.append(answer(pool, id))
     return answers
 
