@@ -94,7 +94,8 @@ class Episodes(Responses):
         self._now = 0.0  # of the engine's first rank, so that all its ranks decide alike
         patience = args.reward.outage_timeout if self.waits_in_outages and not args.environment.from_tape else 0.0
         says = engine_ranks.is_leader
-        self._outages = Outages(patience, "the environment", self._play_again, lambda: self._now, says)
+        again = self._play_again
+        self._outages = Outages(patience, "the environment", again, lambda: self._now, says, repeats=False)
 
     # -- the generator's questions
 

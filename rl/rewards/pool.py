@@ -23,13 +23,13 @@ from rl.errors import UserError
 from rl.printable import one_line, pass_on
 from rl.ranges import LARGEST_FLOAT
 from rl.rewards.args import RewardArgs
-from rl.rewards.outages import Outages
+from rl.rewards.outages import OUT, LastScored, Outages
 from rl.rewards.verifiers import BUILT_IN, HARMLESS, code, verifier_name
 
 MEMORY = 32 << 30  # bytes that a scoring process may allocate
 LAST_WORDS = 5  # seconds to pass on what was printed
 JOB = ("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-EVENTS = ("timeout", "error", "bad_value", "died", "image")  # image: an image of the prompt is damaged
+EVENTS = ("timeout", "error", "bad_value", "died", "image", OUT)  # image: an image of the prompt is damaged
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,11 @@ class Score:
 GREEDY = "the greedy response: "  # begins the error of responses whose baseline could not be scored
 
 
+def event_of(error: str) -> str:
+    """Return the event of a response's error (`Score.error`)."""
+    return error.removeprefix(GREEDY).partition(":")[0]
+
+
 class ScoringEvents:
     """The number of responses that could not be scored so far, by kind: those of the steps, and those of validations."""
 
@@ -57,7 +62,7 @@ class ScoringEvents:
 
     def add(self, errors: Iterable[str]) -> None:
         """Count the responses with these errors (`Score.error`)."""
-        self._counts.update(error.removeprefix(GREEDY).partition(":")[0] for error in errors)
+        self._counts.update(map(event_of, errors))
 
     def metrics(self) -> dict[str, int]:
         """Return reward/events/<kind>."""
@@ -141,7 +146,7 @@ class ScoringPool(contextlib.AbstractContextManager):
         self.pending = 0  # responses whose score has not been returned
         self._count = 0  # responses given to the host so far
         self._keys: dict[int, Any] = {}  # number of a response in the host -> its key
-        self._items: dict[Any, dict] = {}  # key of a response that has no final score -> its arguments
+        self._items: dict[Any, dict] = {}  # key of a response that has no final score, or LastScored -> its arguments
         self._outages = Outages(args.outage_timeout, args.own_reward or "the grader", self._send)
         self._done: SimpleQueue[tuple[Any, Score] | None] = SimpleQueue()  # None: look at _failure
         self._unwritten: SimpleQueue[bytes] = SimpleQueue()  # lines for the host
@@ -196,8 +201,11 @@ class ScoringPool(contextlib.AbstractContextManager):
                 self._raise_failure()
                 limit = 0.0
                 key, score = found
-                if key in self._items:  # otherwise it was handed back, and is final
-                    done += self._outages.take(self._items[key]["data_source"], key, score)
+                if item := self._items.get(key):  # otherwise it was handed back, and is final
+                    source = item["data_source"]
+                    if not score.event:
+                        self._items[LastScored(source)] = item
+                    done += self._outages.take(source, key, score)
                 else:
                     done.append(found)
         nothing_comes = timeout > 0 and len(done) + self._outages.waiting == self.pending
