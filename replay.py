@@ -45,9 +45,9 @@ from rl.samples.schedule import AsyncSchedule
 
 # Flags of the parts that a replay leaves out
 NOT_REPLAYED = {"test_freq", "val_before_train", "log_val_generations", "record_samples", "resume_mode"}
-NOT_REPLAYED |= {"generators", "val_only"}
+NOT_REPLAYED |= {"generators", "val_only", "record_env"}
 LENGTH = {"total_training_steps", "total_epochs", "total_rollout_steps"}  # the learning rate's schedule depends on these
-PLACES = {"train_files", "val_files", "generators", "trust_remote_code"}  # may differ on another machine
+PLACES = {"train_files", "val_files", "generators", "trust_remote_code", "from_tape"}  # may differ on another machine
 # Flags that made the samples, or that decide what is recorded of them; those of PARTS are added
 SAMPLED = {"seed", "train_batch_size", "filter_groups", "max_num_gen_batches", "over_sample"}
 PARTS = (DataArgs, EngineArgs, SamplingArgs, EnvironmentArgs, RewardArgs, AsyncSchedule)
@@ -200,7 +200,8 @@ def begin_again(replay: Replay, ranks: dist.Ranks) -> tuple:
     torch.set_num_threads(start["hardware"]["threads_per_rank"])  # sums are split by threads
     name = replay.args.log.experiment_name
     name = name if "experiment_name" in replay.changed else f"replay-{replay.run_dir.name}"
-    args = parts.replace(replay.args, record_samples="off", resume_mode="disable", experiment_name=name, val_only=False)
+    off = {"record_samples": "off", "resume_mode": "disable", "val_only": False, "record_env": None}
+    args = parts.replace(replay.args, experiment_name=name, **off)
     validates = replay.without is not None
     job = set_up(args if validates else parts.replace(args, test_freq=0), script.__file__)
     if validates and not job.val_prompts:

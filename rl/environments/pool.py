@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,9 @@ class Environments:
             "trust_remote_code": trust_remote_code,
             "end_tokens": sorted(end_tokens),
             "form": args.tool_format,
+            "tape": (args.record_env, args.from_tape) if args.has_tape else None,
         }
+        self.place: Callable | None = None  # of an episode on the tape, by its key
         self._engine: int | None = None  # the number of the engine that agents are served from
         self._count = 0  # episodes so far
         self._numbers: dict[Hashable, int] = {}  # of the episodes under way
@@ -148,7 +150,8 @@ class Environments:
         self._count += 1
         self._numbers[key] = self._count
         self._keys[self._count] = key
-        self.ask(key, "reset", row=row, seed=seed, own_seed=own_seed, split=split, environment=self.args.name_of(row))
+        more = {"tape": self.place(key)} if self.place else {}
+        self.ask(key, "reset", row=row, seed=seed, own_seed=own_seed, split=split, environment=self.args.name_of(row), **more)
 
     def ask(self, key: Hashable, what: str, **item: Any) -> None:
         """Ask an episode to "reset", to "replay" its recorded turns, to "step" after the model's turn, or for the reward at an
@@ -187,7 +190,9 @@ class Environments:
         return answers + self._lost()
 
     def _of(self, answer: dict) -> tuple[Hashable, dict] | None:
-        """Return the key and the answer; None for an episode that was ended meanwhile."""
+        """Return the key and the answer; None for an episode that was ended meanwhile. Raise UserError if a tape ends."""
+        if "failed" in answer:
+            raise UserError(answer["failed"])
         key = self._keys.get(answer.pop("episode"))
         if key is None:
             return None

@@ -93,7 +93,7 @@ class Episodes(Responses):
         self._has_recorded = False  # whether `resume` has to replay recorded episodes
         self._requests: list[tuple] | None = None  # for the engine, collected by `_replay`
         self._now = 0.0  # of the engine's first rank, so that all its ranks decide alike
-        patience = args.reward.outage_timeout if self.waits_in_outages else 0.0
+        patience = args.reward.outage_timeout if self.waits_in_outages and not args.environment.from_tape else 0.0
         says = engine_ranks.is_leader
         again = self._play_again
         self._outages = Outages(patience, "the environment", again, lambda: self._now, says, repeats=False)

@@ -324,6 +324,10 @@ def make_generator(
         sleeps=not args.schedule.split,
         by_priority=args.environment.has_environment,
     )
+    if args.environment.has_tape:
+        from rl.rewards.tape import Tape  # late: few runs have one
+
+        Tape(args.environment.record_env, args.environment.from_tape).serve(pool, job.environments, engine)
     dist.engines_first("generator")
     engine_ranks = EngineRanks(ranks, args.engine.rollout_tp)
     return Generator(engine, job, pool, args, engine_ranks, give_up, make_responses(args, job, engine, engine_ranks))

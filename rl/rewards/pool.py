@@ -142,6 +142,7 @@ class ScoringPool(contextlib.AbstractContextManager):
         self.args = args
         self.events: Counter[str] = Counter()
         self.last_message: dict[str, str] = {}  # by kind of event
+        self.tape: Any = None  # with --record-env or --from-tape: rl.rewards.tape.Tape
         self.pending = 0  # responses whose score has not been returned
         self._count = 0  # responses given to the host so far
         self._keys: dict[int, Any] = {}  # number of a response in the host -> its key
@@ -172,6 +173,8 @@ class ScoringPool(contextlib.AbstractContextManager):
             if verifier in HARMLESS:
                 return self.hand_back(key, as_score(verifier(data_source, text, ground_truth)))
             item |= {"seconds_in_all": self.args.reward_timeout} if verifier is code else {}
+        if self.tape and (reply := self.tape.score(key, item)):
+            return self.hand_back(key, self._score(item, reply))
         if not self._host:
             self._start()
         self._items[key] = item
@@ -269,6 +272,8 @@ class ScoringPool(contextlib.AbstractContextManager):
                 reply = json.loads(reply)
                 if int(number):
                     key = self._keys.pop(int(number))
+                    if self.tape:
+                        self.tape.write_score(key, self._items[key], reply)
                     self._done.put((key, self._score(self._items[key], reply)))
                 elif "failed" in reply:
                     self._fail(reply["failed"])
