@@ -50,7 +50,7 @@ def truth_of_gsm8k(ground_truth: str) -> str:
 def graded(score: float, right: bool | None, answer: str | None = None, **more: float) -> dict:
     """Return a score with acc, undecided, and pred: the answer, if one was found. undecided is 1 for an answer that the grader
     cannot decide, so that a person sees how many there are (reward/extra/undecided/mean)."""
-    pred = {} if answer is None else {"pred": answer}
+    pred = {} if answer is None else {"pred": answer.strip()}
     return {"score": score, "acc": float(right is True), "undecided": float(right is None), **more, **pred}
 
 
