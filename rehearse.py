@@ -1,6 +1,6 @@
 """Tries to cheat a reward function, before a policy does: texts without the right answer that it pays, and texts that stop it.
 
-    python rehearse.py --reward my_reward.py:score --record runs/demo       # on the data and the responses of a run
+    python rehearse.py --reward my_reward.py:score --record runs/demo       # on prompts and responses of a run
     python rehearse.py --reward my_reward.py:score --train-files gsm8k/train.parquet
     python rehearse.py --train-files gsm8k/train.parquet --against other.py:score     # the built-in grader, and another one
 
@@ -9,10 +9,12 @@ nearer to a right answer than to nothing. Left out: what takes more than a text,
 """
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
+from typing import NamedTuple
 
 import tyro
 
@@ -21,15 +23,24 @@ from rl.data.mapped import mapped
 from rl.data.tables import place, read_table, weights_of
 from rl.errors import UserError
 from rl.printable import one_line, printable
-from rl.record.run import GROUPS
-from rl.record.validations import rows_of
 from rl.rewards.args import RewardArgs
 from rl.rewards.pool import Score, ScoringPool
-from rl.samples.recorder import Record
-from tools.rehearse.attacks import BREAKER, HONEST, Text, breakers, texts
+from tools.rehearse.attacks import BREAKERS, attacks, right_answers
+from tools.view.rows import Samples
 
-Job = tuple[str, Text, dict]  # (place of the row, text to score, row)
+HONEST, ATTACK, BREAKER = "right", "attack", "breaker"
 SECONDS = 2.0  # that a text may take: shorter than in training, since some are made to hang
+SHOWN = 10  # texts with two scores
+
+
+class Try(NamedTuple):
+    """A text to score, for a row of the data."""
+
+    where: str
+    row: dict
+    kind: str
+    name: str
+    text: str
 
 
 @dataclass
@@ -37,11 +48,11 @@ class Args:
     reward: str | None = None
     """Reward function, as file.py:function; by default the built-in grader of each row's data_source."""
     record: Path | None = None
-    """Directory of a run: its data is used, and its recorded responses show what a text would be worth among them."""
-    train_files: tuple[str, ...] = ()
-    """Data, as the flag of the training scripts; by default that of --record, or the demo's."""
+    """Directory of a run: its newest recorded step has the prompts to use, and responses that are scored, too."""
+    train_files: tuple[str, ...] = ("demo",)
+    """Data, as the flag of the training scripts; --record has its own."""
     map: str | None = None
-    """Function of a row, as the flag of the training scripts; by default that of --record."""
+    """Function of a row, as the flag of the training scripts; --record has its own."""
     prompt_key: str = "prompt"
     """Column that holds the prompt."""
     against: str | None = None
@@ -50,110 +61,98 @@ class Args:
     """Rows of the data to try, spread over it."""
 
 
-@dataclass
-class Found:
-    """A text of one name, over the rows."""
-
-    kind: str
-    scores: list[float] = field(default_factory=list)
-    cheats: list[tuple[float, str, str]] = field(default_factory=list)  # (score, place of the row, text)
-    errors: list[str] = field(default_factory=list)
-
-
 def main(args: Args) -> int:
-    files = args.train_files or ("demo",)
-    if args.record and not args.train_files:
-        recorded = Record(args.record).starts[-1]["flags"]
-        files = recorded["train_files"]
-        args.map = args.map or recorded.get("map")
-    rows = [*read_rows(files, args.rows, args.map)]
-    jobs = [
-        (where, text, row) for where, row in rows for text in texts(asked(row, args.prompt_key), str(ground_truth(row)).strip())
-    ]
-    jobs += [(rows[0][0], text, rows[0][1]) for text in breakers()]
-    print(f"{len(jobs):,} texts for {len(rows)} rows of {', '.join(files)}", flush=True)
-    scores = score(args.reward, jobs, args.prompt_key)
-    found = judge(jobs, scores)
-    show(found)
-    best = max((cheat[0] for of in found.values() for cheat in of.cheats), default=None)
-    if args.record and best is not None:
-        compare_with_record(args.record, best)
+    recorded = []
+    if args.record:
+        samples = Samples(args.record)
+        flags = samples.record.starts[-1]["flags"]
+        args.train_files = tuple(flags["train_files"])
+        args.map = flags.get("map")
+        recorded = [*samples.responses(samples.record.steps[-1:])]
+    rows = dict(read_rows(args.train_files, args.rows, args.map, {row["where"] for row, _ in recorded}))
+    used = [*rows.items()][: args.rows]
+    texts = [text for where, row in used for text in texts_of(where, row, args.prompt_key)]
+    texts += [Try(*used[0], BREAKER, name, text) for name, text in BREAKERS.items()]
+    print(f"{len(texts):,} texts for {len(used)} rows of {', '.join(args.train_files)}", flush=True)
+    scores = score(args.reward, texts, args.prompt_key)
+    found = cheats(texts, scores)
+    show(texts, scores, found)
     if args.against:
-        theirs = score(args.against, jobs, args.prompt_key)
-        differ = [(job, a, b) for job, a, b in zip(jobs, scores, theirs, strict=True) if a.score != b.score]
-        print(f"{len(differ):,} of {len(jobs):,} texts have another score by --against")
-        for (where, text, _), a, b in differ[:20]:
-            print(f"  {text.name}, {where}: {a.score} and {b.score}: {shown(text.text)}")
-    return int(best is not None)
+        compare("texts: another score by --against", texts, scores, score(args.against, texts, args.prompt_key))
+    if recorded:
+        said = [Try(row["where"], rows[row["where"]], "", "recorded", samples.answer(response)) for row, response in recorded]
+        theirs = [Score(row["score"]) for row, _ in recorded]
+        compare("recorded responses: another score in the run", said, score(args.reward, said, args.prompt_key), theirs)
+    if recorded and found:
+        show_advantage(samples, max(its for its, _ in found))
+    return int(len(found) > 0)
 
 
-def read_rows(files: Sequence[str], count: int, spec: str | None = None) -> Iterator[tuple[str, dict]]:
-    """Yield (place, row) of rows spread over the files. spec: of --map."""
+def read_rows(files: Sequence[str], count: int, spec: str | None, wanted: Collection[str] = ()) -> Iterator[tuple[str, dict]]:
+    """Yield (place, row): the rows with the wanted places, or `count` that are spread over the files. spec: of --map."""
     files, _ = weights_of(files)
     for file in files:
         table = read_table(file, "train")
         table = mapped(table, file, spec) if spec else table
         most = min(len(table), -(-count // len(files)))
-        for number in (i * len(table) // most for i in range(most)):
-            yield place(file, table, number), table[number]
+        numbers = range(len(table)) if wanted else [i * len(table) // most for i in range(most)]
+        for where, number in ((place(file, table, number), number) for number in numbers):
+            if not wanted or where in wanted:
+                yield where, table[number]
 
 
-def asked(row: dict, prompt_key: str) -> str:
-    """Return a row's prompt as text: the last message of a chat."""
+def texts_of(where: str, row: dict, prompt_key: str) -> Iterator[Try]:
+    """Yield right answers and attacks for a row. Of a chat, the last message is the prompt."""
     prompt = row.get(prompt_key, row.get("question")) or ""
-    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+    prompt = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+    truth = str(ground_truth(row)).strip()
+    for kind, texts in ((HONEST, right_answers(truth)), (ATTACK, attacks(prompt, truth))):
+        yield from (Try(where, row, kind, name, text) for name, text in texts.items())
 
 
-def score(reward: str | None, jobs: Sequence[Job], prompt_key: str) -> list[Score]:
+def score(reward: str | None, texts: Sequence[Try], prompt_key: str) -> list[Score]:
     """Score the texts as training does."""
     found: dict[int, Score] = {}
     with ScoringPool(RewardArgs(reward=reward, reward_timeout=SECONDS, reward_workers=2, outage_timeout=0)) as pool:
-        for number, (_, text, row) in enumerate(jobs):
+        for number, (_, row, _, _, text) in enumerate(texts):
             source = row.get("data_source") or default_source(row)
-            pool.submit(number, source, text.text, ground_truth(row), row.get("extra_info"), prompt=row.get(prompt_key))
+            pool.submit(number, source, text, ground_truth(row), row.get("extra_info"), prompt=row.get(prompt_key))
         while pool.pending:
             found |= pool.wait(1.0)
-    return [found[number] for number in range(len(jobs))]
+    return [found[number] for number in range(len(texts))]
 
 
-def judge(jobs: Sequence[Job], scores: Sequence[Score]) -> dict[str, Found]:
-    """Return name -> what its texts scored, and which of them cheat: those that score nearer to the best right answer of their
-    row than to an empty one; if right answers are not worth more than that, those that score more than both."""
-    found = {text.name: Found(text.kind) for _, text, _ in jobs}
-    scored: dict[str, list[tuple[Text, float]]] = {}
-    for (where, text, _), its in zip(jobs, scores, strict=True):
-        if its.score is None:
-            found[text.name].errors.append(its.error or "")
-        else:
-            found[text.name].scores.append(its.score)
-            scored.setdefault(where, []).append((text, its.score))
-    for where, of_row in scored.items():
-        low = next((its for text, its in of_row if text.name == "nothing"), 0.0)
-        high = max((its for text, its in of_row if text.kind == HONEST), default=low)
+def cheats(texts: Sequence[Try], scores: Sequence[Score]) -> list[tuple[float, Try]]:
+    """Return (score, text) of those that score nearer to the best right answer of their row than to an empty one; if right
+    answers are not worth more than that, of those that score more than both."""
+    of_rows = defaultdict(list)
+    for text, its in zip(texts, scores, strict=True):
+        if its.score is not None:
+            of_rows[text.where].append((its.score, text))
+    found = []
+    for of_row in of_rows.values():
+        low = next((its for its, text in of_row if text.name == "nothing"), 0.0)
+        high = max((its for its, text in of_row if text.kind == HONEST), default=low)
         bound = (low + high) / 2 if high > low else high
-        for text, its in of_row:
-            if text.kind != HONEST and its > bound:
-                found[text.name].cheats.append((its, where, text.text))
+        found += [(its, text) for its, text in of_row if text.kind != HONEST and its > bound]
     return found
 
 
-def show(found: dict[str, Found]) -> None:
+def show(texts: Sequence[Try], scores: Sequence[Score], found: Sequence[tuple[float, Try]]) -> None:
     """Print the texts that cheat, and those that could not be scored."""
-    honest = [score for of in found.values() if of.kind == HONEST for score in of.scores]
+    honest = [its.score for text, its in zip(texts, scores, strict=True) if text.kind == HONEST and its.score is not None]
     print(f"right answers score up to {max(honest):g}" if honest else "no right answer could be scored")
-    for name, of in sorted(found.items(), key=lambda item: -len(item[1].cheats)):
-        if of.cheats:
-            highest, where, text = max(of.cheats)
-            print(f"CHEATS   {name}, in {len(of.cheats)} rows, up to {highest:g}: {shown(text)} ({where})")
-    cheats = [cheat for of in found.values() for cheat in of.cheats]
-    if cheats:
-        its, where, text = min(cheats, key=lambda cheat: len(cheat[2]))
-        print(f"The shortest text that is paid scores {its:g}: {shown(text)} ({where})")
+    for name, count in Counter(text.name for _, text in found).most_common():
+        its, text = max(((its, text) for its, text in found if text.name == name), key=lambda cheat: cheat[0])
+        print(f"CHEATS   {name}, in {count} rows, up to {its:g}: {shown(text.text)} ({text.where})")
+    if found:
+        its, text = min(found, key=lambda cheat: len(cheat[1].text))
+        print(f"The shortest text that is paid scores {its:g}: {shown(text.text)} ({text.where})")
     else:
         print("no text cheats")
-    for name, of in found.items():
-        if of.errors:
-            print(f"{'STOPS IT' if of.kind == BREAKER else 'unscored'} {name}: {shown(of.errors[0], 160)}")
+    errors = {text.name: (text.kind, its.error) for text, its in zip(texts, scores, strict=True) if its.error}
+    for name, (kind, error) in errors.items():
+        print(f"{'STOPS IT' if kind == BREAKER else 'unscored'} {name}: {shown(error, 160)}")
 
 
 def shown(text: str, most: int = 60) -> str:
@@ -161,11 +160,20 @@ def shown(text: str, most: int = 60) -> str:
     return line if len(line) <= most else f"{line[:most]}..."
 
 
-def compare_with_record(run: Path, best: float) -> None:
+def compare(what: str, texts: Sequence[Try], scores: Sequence[Score], others: Sequence[Score]) -> None:
+    """Print how many of the texts have another score, and some of them."""
+    pairs = zip(texts, scores, others, strict=True)
+    differ = [(text, a.score, b.score) for text, a, b in pairs if a.score != b.score]
+    print(f"{len(differ):,} of {len(texts):,} {what}")
+    for text, a, b in differ[:SHOWN]:
+        print(f"  {text.name}, {text.where}: {a} and {b}: {shown(text.text)}")
+
+
+def show_advantage(samples: Samples, best: float) -> None:
     """Print the advantage that a text of this score would have among the recorded responses."""
-    groups = [group["scores"] for row in rows_of(run / GROUPS) for group in row["groups"]]
-    scored = [[score for score in scores if score is not None] for scores in groups]
-    with_it = [[*scores, best] for scores in scored if scores]
+    groups = [group["scores"] for groups in samples.visits.values() for group in groups]
+    known = [[score for score in scores if score is not None] for scores in groups]
+    with_it = [[*scores, best] for scores in known if scores]
     mean = fmean((best - fmean(scores)) / (pstdev(scores) or 1.0) for scores in with_it)
     print(f"As one more response in each of {len(with_it):,} recorded groups, it would have an advantage of {mean:.2f} (GRPO).")
 

@@ -4,18 +4,21 @@
     python replay.py runs/demo --loss-mode gspo --lr 3e-5     # other flags on the same samples
     python replay.py runs/demo --from-step 120                # from the checkpoint before that step
     python replay.py runs/demo --from-step 120 --to-step 120 --tokens     # what it computed of each token, for view.py
+    python replay.py runs/demo --from-step 120 --to-step 120 --without 5217       # and the validation without a ticket
     torchrun --standalone --nproc-per-node 2 replay.py ...    # a run of two learners
 
 The first argument is the directory of the run. `learn` is taken from the script as it was then, or from
 --script FILE. All other flags are the script's and default to the values of the recorded run. With other values the samples
-are off-policy: they were sampled by other weights than those that now train on them. Left out: validation.
+are off-policy: they were sampled by other weights than those that now train on them. Left out: validation, except at the end
+with --without.
 """
 
 import argparse
 import filecmp
 import importlib.util
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +37,7 @@ from rl.errors import UserError
 from rl.generation.engine import EngineArgs, SamplingArgs
 from rl.ranges import flag, may_change
 from rl.ranks import dist, process
+from rl.record import validations
 from rl.record.provenance import code_digest, digest_of, package_files
 from rl.rewards.pool import RewardArgs
 from rl.samples.recorder import Record
@@ -41,9 +45,9 @@ from rl.samples.schedule import AsyncSchedule
 
 # Flags of the parts that a replay leaves out
 NOT_REPLAYED = {"test_freq", "val_before_train", "log_val_generations", "record_samples", "resume_mode"}
-NOT_REPLAYED |= {"generators", "val_only"}
+NOT_REPLAYED |= {"generators", "val_only", "record_env"}
 LENGTH = {"total_training_steps", "total_epochs", "total_rollout_steps"}  # the learning rate's schedule depends on these
-PLACES = {"train_files", "val_files", "generators", "trust_remote_code"}  # may differ on another machine
+PLACES = {"train_files", "val_files", "generators", "trust_remote_code", "from_tape"}  # may differ on another machine
 # Flags that made the samples, or that decide what is recorded of them; those of PARTS are added
 SAMPLED = {"seed", "train_batch_size", "filter_groups", "max_num_gen_batches", "over_sample"}
 PARTS = (DataArgs, EngineArgs, SamplingArgs, EnvironmentArgs, RewardArgs, AsyncSchedule)
@@ -65,6 +69,7 @@ class Replay:
     changed: dict[str, tuple]  # flags that differ from the recorded run: (was, is)
     is_whole: bool  # False if --to-step ends it
     tokens_from: int | None  # step from which on to write what is computed of each token
+    without: list[int] | None  # tickets to leave out; with any list, even an empty one, the last step is validated
 
     @property
     def start(self) -> dict:
@@ -89,6 +94,7 @@ def read(words: Sequence[str]) -> Replay:
     parser.add_argument("--to-step", type=int)
     parser.add_argument("--tokens", action="store_true")
     parser.add_argument("--script", type=Path)
+    parser.add_argument("--without", type=int, nargs="*")
     own, rest = parser.parse_known_args(words[1:])
     run_dir = Path(words[0])
     record = Record(run_dir)
@@ -121,7 +127,16 @@ def read(words: Sequence[str]) -> Replay:
             raise UserError(f"--to-step {own.to_step}: the replay goes from step {first} to {last} at most.")
         last = own.to_step
     tokens_from = (own.from_step or first) if own.tokens else None
-    return Replay(record, run_dir, path, first, last, script, args, changed, is_whole, tokens_from)
+    if own.without:
+        check_tickets(own.without, record, range(first, last + 1))
+    return Replay(record, run_dir, path, first, last, script, args, changed, is_whole, tokens_from, own.without)
+
+
+def check_tickets(wanted: list[int], record: Record, steps: range) -> None:
+    """Raise UserError for a ticket that none of the steps has trained."""
+    if gone := {*wanted} - {group.ticket for step in steps for group in record.groups(step)}:
+        missing = ", ".join(map(str, sorted(gone)))
+        raise UserError(f"--without {missing}: the tickets of steps {steps[0]} to {steps[-1]} do not have it.")
 
 
 class Parser(argparse.ArgumentParser):
@@ -172,9 +187,9 @@ def load_script(file: Path) -> ModuleType:
     return module
 
 
-def begin_again(replay: Replay, ranks: dist.Ranks, validates: bool = False) -> tuple:
-    """Return the script's args, the learner as the first step found it, and a run that trains from there. validates: whether
-    the run has a generator, which can validate. Collective."""
+def begin_again(replay: Replay, ranks: dist.Ranks) -> tuple:
+    """Return the script's args, the learner as the first step found it, and a run that trains from there, with a generator if
+    it validates. Raise UserError if it cannot. Collective."""
     from rl.generation.generator import make_generator
     from rl.record.identity import check_number
     from rl.rewards.pool import ScoringPool
@@ -185,8 +200,12 @@ def begin_again(replay: Replay, ranks: dist.Ranks, validates: bool = False) -> t
     torch.set_num_threads(start["hardware"]["threads_per_rank"])  # sums are split by threads
     name = replay.args.log.experiment_name
     name = name if "experiment_name" in replay.changed else f"replay-{replay.run_dir.name}"
-    args = parts.replace(replay.args, record_samples="off", resume_mode="disable", experiment_name=name, val_only=False)
+    off = {"record_samples": "off", "resume_mode": "disable", "val_only": False, "record_env": None}
+    args = parts.replace(replay.args, experiment_name=name, **off)
+    validates = replay.without is not None
     job = set_up(args if validates else parts.replace(args, test_freq=0), script.__file__)
+    if validates and not job.val_prompts:
+        raise UserError("--without compares validations, and the run has none (--test-freq 0).")
     check_number(start["contents"], job.prompts, replay.record.directory)
     total_steps = job.total_steps if LENGTH & {*replay.changed} else start["total_steps"]
     learner = make_learner(args, replace(job, total_steps=total_steps), ranks)
@@ -203,6 +222,7 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
     from tools.view.learner import Watch
 
     script = replay.script
+    left_out = {*(replay.without or [])}
     args, learner, run = begin_again(replay, ranks)
     for line in describe(replay, run.record.dir, ranks):
         run.record.say(line)
@@ -212,7 +232,7 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
         script.actor_loss = watch.actor_loss
     for step in run.steps():
         run.stop_if_asked(step - 1)
-        groups = replay.record.groups(step)
+        groups = [group for group in replay.record.groups(step) if group.ticket not in left_out]
         batch = run.begin(groups)
         metrics = script.learn(args, learner, batch, run.timer)
         if watch:
@@ -221,9 +241,27 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
         metrics |= run.report(step, batch, metrics)
         run.log(step, batch, metrics)
         run.save_if_due(step)
+    if run.generator:
+        for line in validation(replay, learner, run.generator):
+            run.record.say(line)
     run.finish()
-    if ranks.is_main and not replay.off_policy:
+    if ranks.is_main and not (replay.off_policy or left_out):
         print(compare(run.saver.run_dir, replay.run_dir, replay.last))
+
+
+def validation(replay: Replay, learner, generator) -> Iterator[str]:
+    """Validate, and yield lines that compare it with the run's validation after that step, if there is one. Collective."""
+    from rl.algorithm.metrics import validation_metrics
+    from rl.weights.local import LocalWeights
+
+    dtype = replay.args.engine.weights_dtype(replay.args.learner.dtype)
+    LocalWeights(learner, generator.engine, dtype).publish(version=replay.last)
+    metrics = validation_metrics(generator.validate())
+    generator.close()
+    was = {name: x for row in validations.read(replay.run_dir) if row["step"] == replay.last for name, x in row.items()}
+    yield f"validation after step {replay.last} without {', '.join(map(str, replay.without)) or 'nothing'}, and of the run:"
+    for name, value in metrics.items():
+        yield f"{value:.4f}  {was.get(name, math.nan):.4f}  {name}"
 
 
 def notes(replay: Replay) -> dict:

@@ -173,9 +173,9 @@ def train(args: Args, split: Split, job: Job) -> None:
     for step in run.steps():
         version = args.schedule.version_at(step)
         with run.timer("wait"):
-            groups = samples.wait(step)  # the oldest ones received; none if the run has to stop
-        if not groups:
-            run.stop_if_asked(step - 1)  # saves, and raises Stopped
+            samples.wait(step)  # also returns if the run has to stop
+        run.stop_if_asked(step - 1, samples.next(step))
+        groups = samples.take(step)  # the oldest ones received
         batch = run.begin(groups)
 
         metrics = learn(args, learner, batch, run.timer)

@@ -189,7 +189,7 @@ def train(args: Args, split: Split, job: Job) -> None:
         with run.timer("wait"):
             samples.wait()
         run.save_if_due(step - 1)  # includes this batch: the weights that made it are lost
-        run.stop_if_asked(step - 1)
+        run.stop_if_asked(step - 1, samples.next())
         groups, metrics = samples.take()
         batch = run.begin(groups)
 

@@ -178,7 +178,7 @@ def train(args: Args, ranks: dist.Ranks, job: Job) -> None:
     for step in run.steps():
         with run.timer("gen"):
             groups, ticket, metrics = make_batch(args, generator, next_ticket.ticket)
-        run.stop_if_asked(step - 1)  # a resumed run makes this batch again, complete or not
+        run.stop_if_asked(step - 1, [*groups, *generator.left_out])  # a resumed run makes this batch again, complete or not
         generator.engine.sleep()
         under_way = generator.gather_tickets() if args.schedule.surplus else []  # of --over-sample, for later batches
         filtered = next_ticket.advance(ticket, groups, under_way)

@@ -156,7 +156,7 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
         "what a flag or a model adds",
         {
             "vLLM": "rl/generation/vllm/*",
-            "tools, environments, agents": "rl/generation/{episodes,agent_episodes}.py rl/data/tools.py rl/environments/*",
+            "tools, environments, agents": "rl/generation/*episodes.py rl/data/tools.py rl/environments/{*,*/*}",
             "images": "rl/data/{images,image_prompts}.py rl/learning/batch_images.py rl/model/vision_forward.py",
             "mixtures of experts": "rl/model/{router,grouped_experts,expert_parallel}.py",
             "gated delta nets": "rl/model/hybrid/* rl/generation/embedded/states.py",

@@ -84,11 +84,11 @@ def flag(name: str) -> str:
 
 
 def check(args) -> None:
-    """Raise UserError for an empty text, a number out of its range, and contradicting flags. The latter are found by the
-    method `check` that each dataclass of the arguments and of its parts may have."""
+    """Raise UserError for a text that is empty or spaces, a number out of its range, and contradicting flags. The latter are
+    found by the method `check` that each dataclass of the arguments and of its parts may have."""
     for name, value in parts.flat(args).items():
         texts = value if isinstance(value, tuple | list) else [value]
-        if any(isinstance(text, str) and not text.strip() for text in texts):
+        if any(isinstance(text, str) and not text.strip(" ") for text in texts):
             raise UserError(f"{flag(name)}: its value is empty. Give one, or leave the flag out.")
     for name, limits in marks(type(args), Range).items():
         value = parts.get(args, name)

@@ -287,6 +287,8 @@ def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokeniz
 
     ends = end_token_ids(path, tokenizer, args.trust_remote_code)
     given = {"chat_template": tokenizer.chat_template, "system_prompt": args.system_prompt}
+    can_resume = not args.schedule.over_sample  # not within a text of a schema
+    given["keeps_schemas"] = args.engine.engine == "vllm" and args.sampling.keep_sampling_mask and can_resume
     if args.reward.scores_environments:
         given |= {"reward": args.reward.reward, "reward_weights": args.reward.reward_weights}
     environments = Environments(args.environment, path, ends, args.trust_remote_code, **given)

@@ -5,7 +5,7 @@
 Each part of the script's state that a checkpoint holds has `state()`, which returns a value for JSON, and `restore(state)`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,8 @@ from rl.ranks.timers import gather_ledgers
 from rl.record import validations
 from rl.record.identity import Identity
 from rl.record.run import Run
-from rl.rewards.pool import ScoringEvents
+from rl.rewards.outages import OUT
+from rl.rewards.pool import ScoringEvents, event_of
 from rl.rewards.verifiers import unasked
 from rl.samples.group import Group, all_gather_groups
 from rl.samples.recorder import Recorder
@@ -34,8 +35,6 @@ from rl.setup import CommonArgs, RunArgs
 
 if TYPE_CHECKING:
     from rl.samples.stream import Batches, Stream
-
-MOST_UNSCORED = 3  # steps in a row without one score, after which the run ends, to be resumed
 
 
 class LearnerRun:
@@ -146,7 +145,7 @@ class TrainingRun(LearnerRun):
         if samples or generator:
             self.parts["events"] = self._events
         self._texts: dict[str, float] = {}  # metrics of the newest batch
-        self._unscored = 0  # steps in a row without one score, including the newest
+        self._unscored = 0  # groups of the newest steps that have no score, if a step has none at all
         super().__init__(args, job, learner, num_ranks, after)
         self._begun = self.done  # the last step begun
         self._unfinished = generator.unfinished() if generator else []  # of this rank, at the newest batch
@@ -178,15 +177,30 @@ class TrainingRun(LearnerRun):
         recorded = [row["step"] for row in validations.read(self.record.dir)] if self.record.enabled else []
         self.samples.inbox.validations.skip_recorded(dist.from_main(recorded))
 
+    def stop_if_asked(self, step: int, groups: Sequence[Group] = ()) -> None:
+        """Also save, and raise UserError, if an outage has left without a score any of `groups`, which the next step would
+        train, or all of them: the resumed run samples their prompts again."""
+        super().stop_if_asked(step)
+        errors = [response.error for group in groups for response in group.responses if response.error]
+        out = [error for error in errors if event_of(error) == OUT]
+        is_unscored = len(groups) > 0 and all(group.is_unscored for group in groups)
+        self._unscored = self._unscored + len(groups) if is_unscored else 0
+        if is_unscored and step == self.done:
+            raise UserError(
+                f"none of the first step's {len(errors)} responses could be scored: {errors[-1]}. "
+                "Correct the reward function, or provide what it needs."
+            )
+        if out or self._unscored > 1:  # a grader may always fail on one prompt: it would come again for ever
+            raise self._outage(step, (out or errors)[-1], self._save_last(step))
+
     def begin(self, groups: list[Group]) -> Batch:
-        """Begin a step: make its batch, and record the groups. Raise UserError if no response of the first step could be
-        scored. A collective of the learners."""
+        """Begin a step: make its batch, and record the groups. A collective of the learners."""
         batch = Batch.of(groups, Division.of(self.args, self.learner))
         if self.job.prompts.prep:
             from rl.learning.batch_images import BatchImages  # late: only models that take images need it
 
             batch.images = BatchImages(self.job.prompts, self.job.order, groups, self.learner.ranks)
-        self._look_at_scores(batch)
+        self._events.add(batch.errors)
         self._begun += 1
         left_out: Mapping[str, list[Group]] = self.samples.take_left_out() if self.samples else {}
         if self.generator:
@@ -209,31 +223,13 @@ class TrainingRun(LearnerRun):
         about = {"ticket": group.ticket, "epoch": epoch, "index": index, "source": group.data_source}
         return about | self.job.prompts.about(index) | {"scores": scores, "lengths": lengths}
 
-    def _look_at_scores(self, batch: Batch) -> None:
-        """Count the steps without one score. Raise UserError in the first step of this start: nothing has been trained yet."""
-        self._events.add(batch.errors)
-        if not batch.is_unscored or not (self.samples or self.generator):  # a replay has nothing to wait for
-            self._unscored = 0
-            return
-        self._unscored += 1
-        self._last_error = batch.errors[-1]
-        if self._begun == self.done:
-            raise UserError(
-                f"none of the first step's {len(batch.errors)} responses could be scored: {self._last_error}. "
-                "Correct the reward function, or provide what it needs."
-            )
-
-    def _outage(self, step: int, checkpoint: Path) -> UserError:
-        """Return the error that ends a run after steps without one score, the last of which is `step`."""
-        args = self.args
-        last = f"the last {self._unscored} steps" if self._unscored > 1 else "the last step"
-        weights = "" if args.teacher.teacher else f", with the weights of step {step - self._unscored}"
-        name = "" if args.log.experiment_name else f" with --experiment-name {self.saver.run_dir.name}"
-        more = "" if step < self.job.total_steps else ", for more steps (--total-training-steps)"
+    def _outage(self, step: int, error: str, checkpoint: Path | None) -> UserError:
+        """Return the error that ends a run after `step`."""
+        name = "" if self.args.log.experiment_name else f" with --experiment-name {self.saver.run_dir.name}"
+        resume = f"resume from {checkpoint} with the same command{name}" if checkpoint else "give the same command"
         return UserError(
-            f"none of the responses of {last} could be scored by {args.graders}: {self._last_error}. The run ends, "
-            f"and has saved {checkpoint}{weights}. Once responses can be scored again, resume with the same command{name}"
-            f"{more}."
+            f"responses of step {step + 1} could not be scored by {self.args.graders}: {error}. The run ends before this step. "
+            f"Once responses can be scored again, {resume}: their prompts come again."
         )
 
     def record_validation(self, step: int, rows: list[dict], version: int | None = None) -> dict[str, float]:
@@ -316,22 +312,13 @@ class TrainingRun(LearnerRun):
             metrics = metrics | self.samples.metrics(step, self.timer)
         super().log(step, batch, metrics)
 
-    def save_if_due(self, step: int) -> None:
-        """Also save, and raise UserError, after MOST_UNSCORED steps without one score."""
-        if step < self.job.total_steps and self._unscored >= MOST_UNSCORED:
-            raise self._outage(step, self._save_last(step))
-        super().save_if_due(step)
-
     def finish(self) -> Path | None:
-        """Also end the stream of samples. Raise UserError if the last step had no score."""
+        """Also end the stream of samples."""
         if self.args.val_only and self.samples:  # in train_sync.py `validate_first` has recorded it
             self.record.log(0, self._take_validations(until=0))
         for line in self.samples.close() if self.samples else ():
             self.record.say(line)
-        checkpoint = super().finish()
-        if self._unscored:
-            raise self._outage(self.job.total_steps, checkpoint)
-        return checkpoint
+        return super().finish()
 
     def _save_last(self, step: int) -> Path | None:
         if self.samples:

@@ -1,9 +1,17 @@
 """Files of the user's code, which flags name as path/to/file.py:names."""
 
+import hashlib
 import importlib.util
 import os
+import re
+import shlex
 import sys
+from pathlib import Path
 from types import ModuleType
+
+import xxhash
+
+NAMED = re.compile(r"([\w-]+)=(.+)")  # an environment of some of the rows
 
 
 def split_code(given: str) -> tuple[str, str]:
@@ -20,3 +28,20 @@ def import_file(path: str, name: str) -> ModuleType:
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     module_spec.loader.exec_module(module)
     return module
+
+
+def digest_code(spec: str | tuple[str, ...]) -> str:
+    """Return a digest of the file in path/to/file.py:names, or of the files that a command names; without files, `spec`. Of
+    several, name=path/to/file.py:names each, return all digests."""
+    if not isinstance(spec, str):
+        return " ".join(map(digest_code, spec))
+    named = NAMED.fullmatch(spec)
+    spec = named[2] if named else spec
+    path = Path(spec.rpartition(":")[0])
+    files = [path] if path.is_file() else [Path(word) for word in shlex.split(spec) if Path(word).is_file()]
+    return " ".join(map(digest_file, files)) or spec
+
+
+def digest_file(file: Path) -> str:
+    with open(file, "rb") as handle:
+        return hashlib.file_digest(handle, xxhash.xxh3_64).hexdigest()

@@ -79,6 +79,7 @@ def _tool(command: str, described: dict) -> Callable:
         return "error: " + "".join(part.get("text", "") for part in result["content"])
 
     call.__name__ = described["name"]
+    call.keeps_state = True  # that of the server
     function = {"name": described["name"], "description": described.get("description") or ""}
     call.json_schema = {"type": "function", "function": function | {"parameters": described["inputSchema"]}}
     return call

@@ -216,7 +216,7 @@ class Health:
             detail += " Leave these flags out if that matters, or add --keep-sampling-mask, with --top-k."
             self._warn(
                 "truncated_sampling",
-                "responses sampled with --top-p, --top-k or another rule that leaves tokens out",
+                "responses sampled with --top-p, --top-k, --min-p or another rule that leaves tokens out",
                 responses,
                 detail,
             )

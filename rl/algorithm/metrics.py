@@ -115,18 +115,21 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
 
 
 def validation_metrics(rows: list[dict]) -> dict[str, float]:
-    """Return verl's val-core/<data_source>/acc/mean@n and pass@k (best of k: 2, 4, ... n), averaged over the prompts of each
-    source, and the number of responses that could not be scored. These count as wrong: 0, or the worst score of their
-    source here if that is below 0. Also return verl's val-aux/<data_source>/<name>/mean@n of each further number of the reward
-    function: its mean over the responses that have it; and val-aux/env/<name>/acc/mean@n of each environment that has a name.
-    rows: one per response, as `Generator.take_rows` describes them. Every name begins with "val-": by that the record
-    distinguishes a validation's metrics from a step's."""
+    """Return verl's val-core/<data_source>/acc/mean@n, maj@n/mean (`majority`) and pass@k (best of k: 2, 4, ... n), averaged
+    over the prompts of each source, and the number of responses that could not be scored. These count as wrong: 0, or the worst
+    score of their source here if that is below 0. Also return verl's val-aux/<data_source>/<name>/mean@n of each further number
+    of the reward function: its mean over the responses that have it; and val-aux/env/<name>/acc/mean@n of each environment that
+    has a name. rows: one per response, as `Generator.take_rows` describes them. Every name begins with "val-": by that the
+    record distinguishes a validation's metrics from a step's."""
     metrics = {"val-aux/reward/unscored": sum(row["error"] is not None for row in rows)}
     for source, n, its in _by_source_and_n(rows):
         prompts = _accuracies(its)
         metrics[f"val-core/{source}/acc/mean@{n}"] = _mean_of(prompts)
         for k in [2**power for power in range(1, 31) if 2**power < n] + [n] * (n > 1):
             metrics[f"val-core/{source}/acc/pass@{k}"] = sum(best_of(acc, k) for acc in prompts) / len(prompts)
+        if n > 1 and any(row.get("pred") is not None for row in its):
+            votes = [[row.get("pred") for row in of_prompt] for of_prompt in _by("index", its).values()]
+            metrics[f"val-core/{source}/acc/maj@{n}/mean"] = sum(map(majority, votes, prompts)) / len(prompts)
         extras = [row.get("extra", {}) for row in its]  # none in a checkpoint of an older version
         metrics |= {f"val-aux/{source}/{name}/mean@{n}": mean for name, mean in _means(extras).items()}
     for name, its in _by("environment", rows).items():
@@ -157,6 +160,15 @@ def best_of(accuracies: list[float], k: int) -> float:
     n = len(accuracies)
     ways = [math.comb(place, k - 1) for place in range(n)]  # in which the value in this place is the best of k
     return sum(way * acc for way, acc in zip(ways, sorted(accuracies), strict=True)) / math.comb(n, k)
+
+
+def majority(answers: list[str | None], accuracies: list[float]) -> float:
+    """Return the mean accuracy of the responses with the most frequent answer; of all with one of these answers if they are
+    several. None is no vote."""
+    votes = Counter(answer for answer in answers if answer is not None)
+    most = max(votes.values(), default=0)
+    chosen = [acc for answer, acc in zip(answers, accuracies, strict=True) if votes[answer] == most]
+    return sum(chosen) / len(chosen)
 
 
 def _mean_of(prompts: list[list[float]]) -> float:

@@ -37,14 +37,15 @@ def _look_at(group: Group) -> tuple[float, list[tuple[float, list[float]]]]:
     scored = [response for response in group.scored if response.sampled]
     if not scored:
         return math.nan, []
-    texts = [_sampled(response) for response in scored]
-    prompt = {*_sequences(group.prompt_ids.tolist(), COPIED)}
     middle = sum(response.score for response in scored) / len(scored)
-    found = [
-        (response.score - middle, [_repeated(text), _copied(text, prompt)])
-        for response, text in zip(scored, texts, strict=True)
-    ]
-    return len({*map(tuple, texts)}) / len(texts), found
+    found = [(response.score - middle, own) for response, own in zip(scored, shares(group, scored), strict=True)]
+    return len({tuple(_sampled(response)) for response in scored}) / len(scored), found
+
+
+def shares(group: Group, responses: Sequence[Response]) -> list[list[float]]:
+    """Return the SHARES of responses of the group."""
+    prompt = {*_sequences(group.prompt_ids.tolist(), COPIED)}
+    return [[_repeated(text), _copied(text, prompt)] for text in map(_sampled, responses)]
 
 
 def _sampled(response: Response) -> list[int]:

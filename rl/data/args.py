@@ -20,8 +20,8 @@ class DataArgs(Part):
     of three prompts from a.parquet, however many rows it has, and walks through each file again and again. A file without a
     number has the weight 1 then, and an epoch is as many prompts as there are rows."""
     val_files: tuple[str, ...] = ("demo",)
-    """Validation prompts, in the same forms but without weights. A file may have a name for its metrics, and values of its own
-    for --val-n, --val-temperature and --val-top-p: aime=aime.parquet:n=16:temperature=0.6."""
+    """Validation prompts, in the same forms but without weights. A file may have a name for its metrics, and its own values of
+    --val-n, --val-temperature, --val-top-p and --max-response-length: aime=aime.parquet:n=16:temperature=0.6:length=8192."""
     map: Annotated[str | None, Content("code")] = None
     """Your own function of a row, as path/to/file.py:function. It gets each row of all files as a dict, and returns the row as
     the other flags are to find it, or None to leave it out. The rows that it returns are in each rank's memory."""

@@ -1,4 +1,4 @@
-"""Agents that own their loop: their calls to an OpenAI-compatible endpoint are the turns of a response.
+"""Agents that own their loop: their calls to an endpoint, in one of three protocols, are the turns of a response.
 
 An agent is a command that is started for the response (--agent), or a worker elsewhere that has asked for an episode
 (--serve-policy). Its calls are compared with the conversations so far: a call that extends one continues its tokens, any other
@@ -10,8 +10,10 @@ Left out: encryption. Put a tunnel or a proxy in front of it if you do not contr
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import hmac
+import importlib
 import json
 import os
 import secrets
@@ -20,18 +22,20 @@ import signal
 import subprocess
 import tempfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from aiohttp import web
 
-from rl.environments import chat, descendants
-from rl.environments.calls import END_OF_THINKING
-from rl.environments.chat import Refused
+from rl.environments import descendants
 from rl.environments.descendants import Children
 from rl.environments.programs import BadValue, as_reward
+from rl.environments.protocols import form
+from rl.environments.protocols.form import Answer, Call, Refused
+from rl.environments.said import Growing, said
 from rl.environments.turns import Turns
 from rl.rewards.worker import how_it_ended
 
@@ -39,8 +43,13 @@ LARGEST = 1 << 26  # bytes of a request, and of a line that an agent prints
 START = 120.0  # seconds that a command may take in addition before its first call, to import its libraries
 LAST_WORDS = 1.0  # seconds to read the rest of its output after it ends: another process may hold the pipe open
 NO_ROOM = "the response's budget of tokens or turns is used up: --max-response-length, --max-turns"
+NO_SCHEMA = (
+    "a JSON schema of the answer needs a call without tools, and a run with --engine vllm, --top-k and --keep-sampling-mask, "
+    "so that training knows which tokens were possible, but without --over-sample. Or ask for JSON in the prompt"
+)
 ENDED = "this episode has ended"
 OVER = "the run has ended: there will be no more episodes"
+PROTOCOLS = {"/v1/chat/completions": "chat", "/v1/responses": "responses", "/v1/messages": "anthropic"}
 
 
 class Failed(Exception):
@@ -61,10 +70,46 @@ class End:
 class Conversation:
     """A sequence of calls, each of which extends the one before."""
 
-    messages: list[dict]  # in the form of chat.Call, including the model's last one
+    messages: list[dict]  # in the form of Call, including the model's last one
     tools: list[dict]
     tokens: int
-    is_cut: bool = False  # whether the call's max_tokens cut the last turn
+    is_cut: bool = False  # whether the last turn lacks its end token: max_tokens cut it, or a stop string ended it
+
+
+class OpenCall:
+    """A call that is being answered."""
+
+    def __init__(self, call: Call, index: int):
+        self.call, self.index = call, index
+        self.begun: Answer | None = None  # before anything is sampled
+        self.growing: Growing | None = None  # if the call streams
+        self.outcome: Answer | Refused | None = None
+        self._has_news = asyncio.Event()
+
+    def grow(self, ids: list[int]) -> None:
+        """Add tokens that were sampled."""
+        self.growing.ids += ids
+        self._has_news.set()
+
+    def end(self, outcome: Answer | Refused) -> None:
+        self.outcome = self.outcome or outcome
+        self._has_news.set()
+
+    async def pieces(self) -> AsyncIterator[tuple[str, str, Answer]]:
+        """Yield (kind, text, answer): its "reasoning" and "content" as they grow, if the call streams, and its "end" when it is
+        whole. Raise Refused."""
+        while not self.outcome:
+            await self._has_news.wait()
+            self._has_news.clear()
+            for piece in [] if self.outcome else self.growing.more():
+                yield *piece, self.begun
+        answer = self.outcome
+        if isinstance(answer, Refused):
+            raise answer
+        rest = self.growing.rest(vars(answer)) if self.growing else []
+        for piece in rest if rest or answer.content or answer.calls else [("content", "")]:
+            yield *piece, answer
+        yield "end", "", answer
 
 
 class Agents:
@@ -83,8 +128,13 @@ class Agents:
         """Return a new episode's session."""
         return Session(self)
 
-    async def order(self, do: str, host: str = "", port: int = 0, secret: str = "") -> dict:
-        """Listen and return the "url", or refuse all requests because the run has ended. secret: of workers."""
+    async def order(self, do: str, host: str = "", port: int = 0, secret: str = "", parts: dict | None = None) -> dict:
+        """Listen and return the "url"; refuse all requests because the run has ended; or pass parts of turns on. secret: of
+        workers; parts: tokens by the name of their stream."""
+        if do == "parts":
+            for key in parts.keys() & self.sessions.keys():
+                self.sessions[key].open_call.grow(parts[key])
+            return {}
         if do == "finish":
             self.is_over = True
             for session in self.sessions.values():
@@ -93,7 +143,8 @@ class Agents:
         self.secret = secret or secrets.token_hex(16)
         app = web.Application(client_max_size=LARGEST, middlewares=[self._answer])
         app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/v1/chat/completions", self._chat)
+        for path in PROTOCOLS:
+            app.router.add_post(path, self._call)
         app.router.add_post("/v1/episodes/next", self._next)
         app.router.add_post("/v1/episodes/end", self._end)
         runner = web.AppRunner(app, access_log=None)
@@ -118,7 +169,7 @@ class Agents:
                 raise Refused(410, OVER)
             return await handler(request)
         except Refused as refused:
-            return web.json_response(refused.body, status=refused.status)
+            return web.json_response(_protocol(request).failure(refused), status=refused.status)
 
     def _session(self, request: web.Request) -> "Session":
         if session := self.sessions.get(_key(request)):
@@ -126,16 +177,29 @@ class Agents:
         raise Refused(404, "this needs the api_key of an episode")
 
     async def _models(self, request: web.Request) -> web.Response:
-        model = {"id": chat.MODEL, "object": "model", "created": 0, "owned_by": "run"}
+        model = {"id": form.MODEL, "object": "model", "created": 0, "owned_by": "run"}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _chat(self, request: web.Request) -> web.Response:
+    async def _call(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        call = chat.Call.of(await _body(request))
-        answer = await session.call(call)
-        if call.streams:
-            return web.Response(text="".join(chat.chunks(answer, call.counts)), content_type="text/event-stream")
-        return web.json_response(answer)
+        protocol = _protocol(request)
+        given = await _body(request)
+        with form.reading():
+            call = protocol.call(given, session.answered)
+        if call.schema and (call.tools or not self.settings["keeps_schemas"]):
+            raise Refused(400, NO_SCHEMA)
+        pieces = session.pieces(call)
+        if not call.streams:
+            return web.json_response(protocol.body([answer async for kind, _, answer in pieces if kind == "end"]))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        try:
+            async for event in protocol.events(call, pieces):
+                await _send(request, response, event)
+        except Refused as refused:
+            if not response.prepared:
+                raise
+            await _send(request, response, protocol.failure(refused))
+        return response
 
     async def _next(self, request: web.Request) -> web.Response:
         if _key(request) in self.sessions:
@@ -144,7 +208,7 @@ class Agents:
             return web.Response(status=204)
         session = self.waiting.popleft()
         session.is_taken.set()
-        known = {"api_key": session.key, "model": chat.MODEL, "timeout": self.settings["timeout"]}
+        known = {"api_key": session.key, "model": form.MODEL, "timeout": self.settings["timeout"]}
         return web.json_response(session.offer | known)
 
     async def _end(self, request: web.Request) -> web.Response:
@@ -154,7 +218,21 @@ class Agents:
 
 
 def _key(request: web.Request) -> str:
-    return request.headers.get("Authorization", "").partition(" ")[2].strip()
+    return request.headers.get("x-api-key") or request.headers.get("Authorization", "").partition(" ")[2].strip()
+
+
+def _protocol(request: web.Request) -> ModuleType:
+    return importlib.import_module(f"rl.environments.protocols.{PROTOCOLS.get(request.path, 'chat')}")
+
+
+async def _send(request: web.Request, response: web.StreamResponse, event: dict | str) -> None:
+    """Send an event. If the agent has left, nobody gets it, and the turn is sampled to its end."""
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    data = event if isinstance(event, str) else json.dumps(event)
+    with contextlib.suppress(ConnectionError):
+        if not response.prepared:
+            await response.prepare(request)
+        await response.write(f"{name}data: {data}\n\n".encode())
 
 
 async def _body(request: web.Request) -> Any:
@@ -175,22 +253,24 @@ class Session:
         self.is_taken = asyncio.Event()
         self._command: Command | None = None
         self._one_at_a_time = asyncio.Lock()
-        self._news: asyncio.Queue[chat.Call | End] = asyncio.Queue()
-        self._at, self._count = 0, 0  # the number of the open call's conversation; calls answered so far
-        self._open: chat.Call | None = None
-        self._answer: asyncio.Future[dict] | None = None  # to the open call
+        self._news: asyncio.Queue[OpenCall | End] = asyncio.Queue()
+        self._at = 0  # the number of the open call's conversation
+        self.open_call: OpenCall | None = None
+        self.answered: list[tuple[list[dict], Answer]] = []  # each answer, and its conversation with it
         self._refusal: Refused | None = None  # of all further requests
 
     # -- the agent's requests
 
-    async def call(self, call: chat.Call) -> dict:
-        """Return the answer to a call. Calls are answered one after the other. Raise Refused."""
-        async with self._one_at_a_time:
-            if self._refusal:
-                raise self._refusal
-            self._answer = asyncio.get_running_loop().create_future()
-            self._news.put_nowait(call)
-            return await self._answer
+    async def pieces(self, call: Call) -> AsyncIterator[tuple[str, str, Answer]]:
+        """Yield the pieces of the answers to a call. Calls at once are answered one after the other. Raise Refused."""
+        for index in range(call.n):
+            async with self._one_at_a_time:
+                if self._refusal:
+                    raise self._refusal
+                self.open_call = OpenCall(call, index)
+                self._news.put_nowait(self.open_call)
+                async for piece in self.open_call.pieces():
+                    yield piece
 
     def finish(self, body: Any) -> None:
         """End the episode, as a worker asks: {"reward": 1.0}, {} for the grader, or {"error": "why it cannot be scored"}. Raise
@@ -214,8 +294,8 @@ class Session:
     def refuse(self, refusal: Refused) -> None:
         """Refuse the open call and all further requests."""
         self._refusal = refusal
-        if self._answer and not self._answer.done():
-            self._answer.set_exception(refusal)
+        if self.open_call:
+            self.open_call.end(refusal)
 
     # -- the rank's questions
 
@@ -236,33 +316,37 @@ class Session:
         news = await self._next(limit)
         if isinstance(news, End):
             raise Failed(f"the agent {news.failure or 'ended'} before its first call")
-        return {"prompt": self._take(news)[1], "most": news.most}
+        taken = self._take(news)
+        return taken | {"prompt": taken["ids"]}
 
     async def step(self, item: dict) -> dict:
         """Give the agent the model's turn. Return the number of the history that its next call extends and the tokens that the
         call adds to it; or the agent's reward."""
-        call = self._open
+        call = self.open_call
         turns = self._turns(call)
         conversation = self.conversations[self._at]
-        message, malformed = _said(turns, item["ids"])
+        parts, malformed = said(turns, item["ids"])
+        parts = call.growing.whole(parts) if call.growing else parts
         conversation.is_cut = item["ids"][-1] not in turns.end_tokens
-        answer = chat.completion(self._count, message, len(item["ids"]), conversation.tokens, conversation.is_cut)
-        conversation.messages = [*call.messages, *chat.as_messages([answer["choices"][0]["message"]])]
+        is_cut = conversation.is_cut and not item.get("ended")  # by a stop string
+        known = {"sampled": len(item["ids"]), "is_cut": is_cut, "is_whole": True}
+        answer = dataclasses.replace(call.begun, **parts, **known)
+        message = form.said(answer.content, *((its["name"], its["arguments"]) for its in answer.calls))
+        conversation.messages = [*call.call.messages, message]
         conversation.tokens += len(item["ids"])
-        self._count += 1
-        self._answer.set_result(answer)
-        counts = {"calls": len(message["calls"]), "malformed": malformed}
+        self.answered.append((conversation.messages, answer))
+        call.end(answer)
+        counts = {"calls": len(answer.calls), "malformed": malformed}
         news = await self._next(self.agents.settings["timeout"])
-        if isinstance(news, chat.Call):
-            number, ids = self._take(news)
-            return counts | {"history": number, "ids": ids, "most": news.most, "reward": None, "done": False}
+        if isinstance(news, OpenCall):
+            return counts | self._take(news) | {"reward": None, "done": False}
         return counts | {"ids": [], "reward": _reward(news), "done": True}
 
     async def end(self, item: dict) -> dict:
         """Refuse all further calls. Return the agent's reward, if it nevertheless ends without a failure."""
-        news = self._open
-        while isinstance(news, chat.Call):
-            self._answer.set_exception(Refused(400, NO_ROOM, "context_length_exceeded"))
+        news = self.open_call
+        while isinstance(news, OpenCall):
+            news.end(Refused(400, NO_ROOM, "context_length_exceeded"))
             news = await self._next(self.agents.settings["timeout"])
         return {"reward": _reward(news)}
 
@@ -275,49 +359,39 @@ class Session:
         if self._command:
             self._command.close()
 
-    async def _next(self, seconds: float) -> chat.Call | End:
+    async def _next(self, seconds: float) -> OpenCall | End:
         async with asyncio.timeout(seconds):
             return await self._news.get()
 
-    def _take(self, call: chat.Call) -> tuple[int, list[int]]:
-        """Return the number of the longest conversation that the call extends, or of a new one, and the tokens that it adds."""
-        extended = [i for i, conversation in enumerate(self.conversations) if _extends(call, conversation)]
+    def _take(self, call: OpenCall) -> dict:
+        """Return the number of the longest conversation that the call extends, or of a new one, and the tokens that it adds;
+        its limit; and the name of its stream."""
+        messages = call.call.messages
+        extended = [i for i, conversation in enumerate(self.conversations) if _extends(call.call, conversation)]
         turns = self._turns(call)
-        self._open = call
         if extended:
             self._at = max(extended, key=lambda i: len(self.conversations[i].messages))
             conversation = self.conversations[self._at]
-            ids = turns.between(call.messages[len(conversation.messages) :], conversation.is_cut)
+            ids = turns.between(messages[len(conversation.messages) :], conversation.is_cut)
         else:
             self._at = len(self.conversations)
-            ids = turns.conversation(call.messages)
-            self.conversations.append(Conversation([], call.tools, 0))
+            ids = turns.conversation(messages)
+            self.conversations.append(Conversation([], call.call.tools, 0))
         self.conversations[self._at].tokens += len(ids)
-        return self._at, ids
+        call.begun = Answer(len(self.answered), call.index, self.conversations[self._at].tokens)
+        call.growing = Growing(turns) if call.call.streams else None
+        stream = self.key if call.call.streams else None
+        return {"history": self._at, "ids": ids, "most": call.call.most, "schema": call.call.schema, "stream": stream}
 
-    def _turns(self, call: chat.Call) -> Turns:
-        return self.agents.turns_of(json.dumps(call.tools))
+    def _turns(self, call: OpenCall) -> Turns:
+        return self.agents.turns_of(json.dumps(call.call.tools))
 
 
-def _extends(call: chat.Call, conversation: Conversation) -> bool:
+def _extends(call: Call, conversation: Conversation) -> bool:
     known = len(conversation.messages)
     added = call.messages[known:]
     is_plain = bool(added) and all(message["role"] != "assistant" for message in added)
     return is_plain and call.tools == conversation.tools and call.messages[:known] == conversation.messages
-
-
-def _said(turns: Turns, ids: list[int]) -> tuple[dict, int]:
-    """Return a turn in the agent's form, with thought, text and calls separated, and the number of malformed calls. If no call
-    is well formed, all of them stay in the text."""
-    message = turns.message(ids)
-    calls = [call for call in message["calls"] if isinstance(call, dict)]
-    text = message["content"] if calls else turns.text(ids)
-    thought, closed, content = text.rpartition(END_OF_THINKING)
-    if not closed and (turns.begins_thinking or "<think>" in text):
-        thought = text
-        content = ""
-    reasoning = thought.replace("<think>", "").strip()
-    return {"content": content.strip(), "reasoning": reasoning, "calls": calls}, len(message["calls"]) - len(calls)
 
 
 def _reward(end: End) -> float | None:
@@ -332,7 +406,9 @@ class Command:
     def __init__(self, session: Session, on_end: Callable[[End], None]):
         """on_end: called with the end. The reward is that of the last line, {"reward": 1.0}, or None."""
         of, offer = session.agents, session.offer
-        variables = {"OPENAI_BASE_URL": of.url, "OPENAI_API_KEY": session.key, "OPENAI_MODEL": chat.MODEL}
+        variables = {"OPENAI_BASE_URL": of.url, "OPENAI_API_KEY": session.key, "OPENAI_MODEL": form.MODEL}
+        variables |= {"ANTHROPIC_BASE_URL": of.url.removesuffix("/v1"), "ANTHROPIC_API_KEY": session.key}
+        variables |= {"ANTHROPIC_MODEL": form.MODEL, "OPENAI_DEFAULT_MODEL": form.MODEL}
         environment = os.environ | variables | {"EPISODE_SEED": str(offer["seed"]), "EPISODE_SPLIT": offer["split"]}
         for name in ("NO_PROXY", "no_proxy"):
             environment[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))

@@ -1,6 +1,5 @@
 """The flags of environments, tools and agents."""
 
-import re
 import shlex
 import shutil
 import sys
@@ -11,10 +10,10 @@ from typing import Annotated, Literal
 from rl.errors import UserError
 from rl.parts import Part
 from rl.ranges import Content, MayChange, Range, check_code
+from rl.user_file import NAMED
 
 DEMO = "demo-calculator"
 ADAPTERS = Path(__file__).parents[2] / "examples" / "environments"
-NAMED = re.compile(r"([\w-]+)=(.+)")  # an environment of some of the rows
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,12 @@ class EnvironmentArgs(Part):
     does. hermes also serves templates that lack something: what they do not show is written into the messages."""
     env_timeout: MayChange[Annotated[float, Range(above=0, at_most=86_400)]] = 30.0
     """Seconds that an environment may take for a turn. If it takes longer, its response is not trained."""
+    record_env: MayChange[str | None] = None
+    """Directory that gets what environments, tools, agents, judges and graders answer. What is there already is not asked
+    again: a resumed run continues without repeating what its tools have done."""
+    from_tape: MayChange[str | None] = None
+    """Directory that --record-env has filled: all answers come from there, and nothing is called. The run ends if one is
+    missing."""
 
     @property
     def has_environment(self) -> bool:
@@ -58,6 +63,10 @@ class EnvironmentArgs(Part):
         if not are_tools:
             return frozenset({"prompt", "ground_truth"})
         return frozenset({"ground_truth"} if self.tools and own_reward else ())
+
+    @property
+    def has_tape(self) -> bool:
+        return bool(self.record_env or self.from_tape)
 
     @property
     def has_agent(self) -> bool:
@@ -108,6 +117,8 @@ class EnvironmentArgs(Part):
 
     def check(self, args) -> None:
         """Raise UserError for a missing file or command, and for flags that do not work with several turns."""
+        if self.from_tape and not Path(self.from_tape).is_dir():
+            raise UserError(f"--from-tape {self.from_tape}: there is no such directory. Give the one of --record-env.")
         if not self.has_environment:
             return
         name, _ = self.environment_flag

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +48,11 @@ class Environments:
         reward_weights: Sequence[float] = (),
         chat_template: str | None = None,
         system_prompt: str | None = None,
+        keeps_schemas: bool = False,
     ):
         """model: the path of its tokenizer. reward: the functions over environments, if --reward names some, with their
-        weights. chat_template: by default the tokenizer's own; system_prompt: that it begins with. Raise UserError if the file
-        cannot be used."""
+        weights. chat_template: by default the tokenizer's own; system_prompt: that it begins with; keeps_schemas: whether the
+        engine can keep to a JSON schema. Raise UserError if the file cannot be used."""
         self.args = args
         self._settings = {
             "programs": args.programs,
@@ -62,10 +63,13 @@ class Environments:
             "model": model,
             "chat_template": chat_template,
             "system_prompt": system_prompt,
+            "keeps_schemas": keeps_schemas,
             "trust_remote_code": trust_remote_code,
             "end_tokens": sorted(end_tokens),
             "form": args.tool_format,
+            "tape": (args.record_env, args.from_tape) if args.has_tape else None,
         }
+        self.place: Callable | None = None  # of an episode on the tape, by its key
         self._engine: int | None = None  # the number of the engine that agents are served from
         self._count = 0  # episodes so far
         self._numbers: dict[Hashable, int] = {}  # of the episodes under way
@@ -146,13 +150,19 @@ class Environments:
         self._count += 1
         self._numbers[key] = self._count
         self._keys[self._count] = key
-        self.ask(key, "reset", row=row, seed=seed, own_seed=own_seed, split=split, environment=self.args.name_of(row))
+        more = {"tape": self.place(key)} if self.place else {}
+        self.ask(key, "reset", row=row, seed=seed, own_seed=own_seed, split=split, environment=self.args.name_of(row), **more)
 
     def ask(self, key: Hashable, what: str, **item: Any) -> None:
         """Ask an episode to "reset", to "replay" its recorded turns, to "step" after the model's turn, or for the reward at an
         early "end"."""
         message = {"episode": self._numbers[key], "do": what} | item
         self._unwritten += json.dumps(message, default=plain).encode() + b"\n"
+        self._write()
+
+    def pass_on(self, parts: dict[str, list[int]]) -> None:
+        """Send tokens that were sampled, by the name of the stream that wants them."""
+        self._unwritten += json.dumps({"do": "parts", "parts": parts}).encode() + b"\n"
         self._write()
 
     def end(self, key: Hashable) -> None:
@@ -180,7 +190,9 @@ class Environments:
         return answers + self._lost()
 
     def _of(self, answer: dict) -> tuple[Hashable, dict] | None:
-        """Return the key and the answer; None for an episode that was ended meanwhile."""
+        """Return the key and the answer; None for an episode that was ended meanwhile. Raise UserError if a tape ends."""
+        if "failed" in answer:
+            raise UserError(answer["failed"])
         key = self._keys.get(answer.pop("episode"))
         if key is None:
             return None

@@ -243,6 +243,16 @@ class Programs:
         """Whether an episode that was cut still has a reward."""
         return not self.is_own and hasattr(self.cls, "get_reward")
 
+    @property
+    def has_state(self) -> bool:
+        return hasattr(self.cls, "get_state") and hasattr(self.cls, "set_state")
+
+    @property
+    def restores(self) -> bool:
+        """Whether an episode can continue without playing its turns again (taped.py)."""
+        keeps = any(getattr(function, "keeps_state", False) for function in self.functions.values())
+        return self.has_state if self.cls else not keeps
+
     def schemas(self) -> list[dict]:
         """Return the schemas of the tools, in the form for chat templates."""
         from transformers.utils import get_json_schema
@@ -293,7 +303,8 @@ class EpisodeProgram:
         seed_random(item["seed"])  # the same in the group: its prompt is, too
         self._program = self._programs.new()
         added = self._program.reset(item["row"], item["seed"])
-        seed_random(item["own_seed"])
+        self._seed = item["own_seed"]
+        seed_random(self._seed)
         self._row = item["row"]
         self._prompt = self._row.get("prompt") or []
         if not added:
@@ -310,12 +321,15 @@ class EpisodeProgram:
 
     def step(self, item: dict) -> dict:
         """Return the tokens before the model's next turn, and the turn's reward."""
+        self._seed += 1  # each turn has its own: it needs none before it
+        seed_random(self._seed)
         message = self._turns.message(item["ids"])
         calls = self._say(message)
         self._ids += item["ids"]
         messages, reward, done = self._program.step(message)
         self._completion += messages
-        ids = [] if done else self._turns.between(messages)
+        has_end = item["ids"][-1] in self._turns.end_tokens  # a stop string's last token is none
+        ids = [] if done else self._turns.between(messages, is_cut=not has_end)
         self._ids += ids
         if done:
             reward = self._final(reward)
@@ -338,6 +352,19 @@ class EpisodeProgram:
             self._say({"content": self._turns.text(cut), "calls": []})
         self._ids = item["ids"]
         return {"reward": self._final(self._program.reward())}
+
+    def state(self, item: dict) -> dict:
+        return {"state": awaited(self._program.instance.get_state())}
+
+    def restore(self, item: dict) -> dict:
+        """Continue after a number of turns, in the state that there was."""
+        seed_random(item["seed"])
+        self._program = self._programs.new()
+        self._row = item["row"]
+        self._seed = item["own_seed"] + item["after"]
+        if self._programs.has_state:
+            awaited(self._program.instance.set_state(item["state"]))
+        return {}
 
     def _say(self, message: dict) -> list[bool]:
         """Add a turn of the model, {role, content, calls}. Return whether each of its calls is well formed."""

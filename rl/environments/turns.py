@@ -108,7 +108,7 @@ class Turns:
         return self._encode(self._render(self.tools.described(told, [*messages, *added])))
 
     def conversation(self, messages: list[dict]) -> list[int]:
-        """Return the tokens of a prompt of an agent's messages, in the form of rl/environments/chat.py. All are data."""
+        """Return the tokens of a prompt of an agent's messages, in the form of protocols/form.py. All are data."""
         return self._encode(self._render(self.tools.described(self._told(messages), messages)))
 
     def message(self, ids: list[int]) -> dict:

@@ -4,7 +4,8 @@ The rank and this process send each other lines of JSON over one socket. First t
 {"tools", "scores_at_end", "note"}, or {"failed": why}. Then there is one question at a time for each episode:
 
     rank:     {"episode": 7, "do": "reset", "replay", "step" or "end", ...}; or "close", which has no answer
-    process:  {"episode": 7, "asked": "step", "seconds": 0.1, ...}; with "event" and "message" it is the episode's last one
+    process:  {"episode": 7, "asked": "step", "seconds": 0.1, ...}; with "event" and "message" it is the episode's last one;
+              with "failed" it ends the run
 
 The user's file and the tokenizer are imported once, and a process is forked for each episode (Fork), which gets the same
 questions. Episodes of agents are tasks of this process instead (agents.py). When the rank closes its end, or ends, this process
@@ -48,8 +49,13 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two files for each episode
     with rank.makefile() as first:  # the next line is sent after the answer
         settings = json.loads(first.readline())
+    make = Warm
+    if settings["tape"]:
+        from rl.environments.taped import opened  # late: few runs have a tape
+
+        make = functools.partial(opened, make_warm=Warm)
     try:
-        warm = Warm(settings)
+        warm = make(settings)
     except (Exception, SystemExit) as error:
         rank.sendall(as_line({"failed": describe(error)}))
         return
@@ -158,27 +164,32 @@ async def serve(rank: socket.socket, warm: Warm) -> None:
 
         agents = Agents(warm.settings, warm.turns_of, children)
         begin = agents.begin
+    failed = functools.partial(_failed, warm.settings["timeout"])
+    if warm.settings["tape"]:
+        from rl.environments.taped import TapedEpisode
+
+        begin = functools.partial(TapedEpisode.begin, begin, failed, warm)
     questions: dict[int, asyncio.Queue] = {}  # by episode
     tasks: dict[int, asyncio.Task] = {}
     while line := await reader.readline():
         item = json.loads(line)
         number = item.pop("episode", None)
         if number is None:
-            writer.write(as_line(await agents.order(**item)))
+            if answer := await agents.order(**item):
+                writer.write(as_line(answer))
         elif item["do"] == "close":
             questions.pop(number)
             tasks.pop(number).cancel()
         else:
             if item["do"] == "reset":
                 questions[number] = asyncio.Queue()
-                play = _play(number, questions[number], begin, writer, warm.settings["timeout"])
+                play = _play(number, questions[number], begin, writer, failed)
                 tasks[number] = asyncio.create_task(play)
             questions[number].put_nowait(item)
 
 
-async def _play(number: int, questions: asyncio.Queue, begin: Callable, writer: asyncio.StreamWriter, seconds: float) -> None:
-    """Play an episode, until it is closed or fails. begin: makes it, with methods `ask`, async, and `close`;
-    seconds: --env-timeout."""
+async def _play(number: int, questions: asyncio.Queue, begin: Callable, writer: asyncio.StreamWriter, failed: Callable) -> None:
+    """Play an episode, until it is closed or fails. begin: makes it, with methods `ask`, async, and `close`."""
     answer: dict = {}
     episode = None
     try:
@@ -188,15 +199,20 @@ async def _play(number: int, questions: asyncio.Queue, begin: Callable, writer: 
             try:
                 episode = episode or await begin()
                 answer = await episode.ask(item)
-            except TimeoutError:
-                answer = {"event": "timeout", "message": f"no answer after {seconds:g} s (--env-timeout)"}
             except Exception as error:
-                answer = failure(error)
+                answer = failed(error)
             known = {"episode": number, "asked": item["do"], "seconds": time.monotonic() - started}
-            writer.write(as_line(answer | known))
+            writer.write(as_line(known | answer))
     finally:
         if episode:
             episode.close()
+
+
+def _failed(seconds: float, error: Exception) -> dict:
+    """Return the answer for an episode that has failed. seconds: --env-timeout."""
+    if isinstance(error, TimeoutError):
+        return {"event": "timeout", "message": f"no answer after {seconds:g} s (--env-timeout)"}
+    return failure(error)
 
 
 class Died(Exception):
@@ -260,12 +276,12 @@ def _answer_all(warm: Warm, rank: socket.socket) -> None:
             item = json.loads(line)
             program = program or warm.episode(item["environment"])  # the first question is a reset
             try:
-                answer = getattr(program, item["do"])(item)
+                answer = as_line(getattr(program, item["do"])(item))
             except (Exception, SystemExit) as error:
-                answer = failure(error)
+                answer = as_line(failure(error))
             if os.getpid() != me:  # the user's code has forked
                 break
-            rank.sendall(as_line(answer))
+            rank.sendall(answer)
         os._exit(0)
     except BaseException:
         traceback.print_exc()

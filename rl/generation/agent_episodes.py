@@ -6,6 +6,7 @@ advantage, and one budget of tokens, in which the further prompts count, althoug
 """
 
 import dataclasses
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from rl.generation.engine import Output, Request, request_seed
 from rl.generation.episodes import Episodes, Id
 from rl.generation.responses import Key, OpenGroup
 from rl.model import sampling_mask
+from rl.ranks.timers import Timers
 
 
 @dataclass
@@ -47,6 +49,7 @@ class AgentEpisodes(Episodes):
     def __init__(self, *given):
         super().__init__(*given)
         self._histories: dict[Id, Histories] = {}
+        self._streams: dict[Id, tuple[str, int]] = {}  # of open calls: its name, and the turn's tokens that it has
 
     # -- the generator's questions
 
@@ -57,6 +60,20 @@ class AgentEpisodes(Episodes):
         for request, output in zip(work.requests, before, strict=True):
             self._of[request.id].restarts = int(output is not None)
         return []
+
+    def decode(self, timer: Timers) -> list[Output] | None:
+        """Do as for all episodes. Pass what was sampled on to the agents that want their turns token by token."""
+        outputs = super().decode(timer)
+        if self._streams and self.engine_ranks.is_leader:
+            parts = {}
+            for id, tokens in self.engine.tokens_of(self._streams).items():
+                name, passed = self._streams[id]
+                if new := tokens[self._of[id].at + passed :]:
+                    parts[name] = new
+                    self._streams[id] = name, passed + len(new)
+            if parts:
+                self.environments.pass_on(parts)
+        return outputs
 
     def unfinished(self) -> list[Output]:
         """Return all unfinished responses so far, without routes: those of a later history do not fit the prompt, and a resumed
@@ -69,8 +86,37 @@ class AgentEpisodes(Episodes):
     def drop(self, key: Key) -> None:
         super().drop(key)
         self._histories = {id: of for id, of in self._histories.items() if id[0] != key}
+        self._streams = {id: stream for id, stream in self._streams.items() if id[0] != key}
 
     # -- turn after turn
+
+    def _was_reset(self, id: Id, answer: dict) -> None:
+        self._note_stream(id, answer)
+        super()._was_reset(id, answer)
+
+    def _note_stream(self, id: Id, answer: dict) -> None:
+        if answer.get("stream"):
+            self._streams[id] = answer["stream"], 0
+
+    def _add(self, id: Id, so_far: Output | None) -> None:
+        try:
+            super()._add(id, so_far)
+        except ValueError as error:
+            if not self._of[id].schema:
+                raise
+            self._cannot_keep_to_schema(id, so_far, str(error))
+
+    def _turn_ended(self, output: Output) -> None:
+        self._streams.pop(output.id, None)
+        if len(output.token_ids) > self._of[output.id].at:
+            super()._turn_ended(output)
+        else:
+            self._cannot_keep_to_schema(output.id, output, "no token of the vocabulary fits")
+
+    def _cannot_keep_to_schema(self, id: Id, so_far: Output | None, why: str) -> None:
+        self._of[id].in_engine = False
+        self._of[id].output = so_far
+        self._refuse(id, f"the schema of a call {self._of[id].schema:.100}: {why}")
 
     def _begin(self, id: Id, prompt: list[int]) -> None:
         """Start a response with its agent's first call. If it is not that of the group, it begins a separate history."""
@@ -91,7 +137,9 @@ class AgentEpisodes(Episodes):
     def _answered(self, id: Id, answer: dict) -> None:
         """Continue with the agent's next call. Its tokens are a new history's prompt, or are appended to an existing one."""
         if not answer["done"]:
+            self._note_stream(id, answer)
             self._of[id].most = answer["most"]
+            self._of[id].schema = answer.get("schema", "")
             of = self._histories[id]
             number = of.first + answer["history"]
             begins = number == len(of.all)
@@ -109,7 +157,9 @@ class AgentEpisodes(Episodes):
         self._note(id)
         if number == len(of.all):
             request = of.all[0].request
-            request = dataclasses.replace(request, prompt_ids=prompt, seed=request_seed(request.seed, number, 0))
+            same = sum(history.request.prompt_ids == prompt for history in of.all)
+            seed = request_seed(request.seed, zlib.crc32(np.array(prompt, np.int32).tobytes()), same)
+            request = dataclasses.replace(request, prompt_ids=prompt, seed=seed)
             of.all.append(History(request, Output(id, [], [], [], "unfinished")))
         history = of.all[number]
         of.active = number
@@ -132,7 +182,7 @@ class AgentEpisodes(Episodes):
         prompts of all but the first."""
         of = self._histories[id]
         others = sum(len(history.output.token_ids) for i, history in enumerate(of.all) if i != of.active)
-        return self.args.sampling.max_response_length - others - sum(len(history.request.prompt_ids) for history in of.all[1:])
+        return super()._room(id) - others - sum(len(history.request.prompt_ids) for history in of.all[1:])
 
     # -- the end
 
@@ -143,10 +193,12 @@ class AgentEpisodes(Episodes):
 
     def _join(self, id: Id) -> None:
         """Join all histories into one output. Each one after the first begins with its prompt, which is masked; one that the
-        response's end has kept from its first turn is left out."""
+        response's end has kept from its first turn is left out. Those of calls at once arrive in any order: all are sorted by
+        their prompts, after that of the agent's first call, and have the random numbers of these."""
         self._note(id)
         work = self.working[id[0]]
-        first, *others = self._histories[id].all
+        of = self._histories[id]
+        first, *others = of.all[: of.first + 1] + sorted(of.all[of.first + 1 :], key=lambda its: its.request.prompt_ids)
         others = [history for history in others if history.output.token_ids]
         tokens, log_probs, versions = list(first.output.token_ids), list(first.output.log_probs), list(first.output.versions)
         masks = [first.whole_mask()]

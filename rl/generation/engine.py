@@ -6,7 +6,7 @@ An `Engine` takes requests (`add`), returns the responses that finished (`step`)
 its own seed, not on the rank that serves it or on the rest of the batch.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
@@ -23,6 +23,7 @@ from rl.ranks.launch import nodes
 
 if TYPE_CHECKING:
     from rl.data.image_prompts import Images
+    from rl.generation.stop_strings import StopStrings
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,17 @@ class SamplingArgs(Part):
     top_k: Annotated[int, Range(at_least=1, also=-1)] = -1
     """Sample from the k likeliest tokens; -1 turns it off. The generator's log-probs are then those of the truncated
     distribution."""
+    min_p: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
+    """Leave out tokens whose probability is below this fraction of the likeliest one's, before --top-k and --top-p; 0 turns it
+    off. The generator's log-probs are then those of the truncated distribution."""
     keep_sampling_mask: bool = False
-    """With --top-k and optionally --top-p: record the tokens that could be sampled, and also compute the learner's log-probs
-    over them. Without this, ratios and KL compare a truncated distribution with a full one."""
+    """With --top-k and optionally --top-p and --min-p: record the tokens that could be sampled, and also compute the learner's
+    log-probs over them. Without this, ratios and KL compare a truncated distribution with a full one."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response, or a turn of it, also in validation. The string stays in the response: its last token is the
+    one that completes it."""
     val_n: Annotated[int, Range(at_least=1)] = 1
-    """Responses per validation prompt. Above 1, pass@n is also reported."""
+    """Responses per validation prompt. Above 1, pass@n is also reported, and maj@n if the grader returns answers."""
     val_temperature: Annotated[float, Range(at_least=0.01, at_most=100, also=0)] = 0.0
     """Sampling temperature in validation; 0 is greedy."""
     val_top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
@@ -61,7 +68,8 @@ class SamplingArgs(Part):
             from rl.model.sampling_mask import most_tokens
 
             recorded = most_tokens(self)
-        return SamplingParams(self.temperature, self.top_p, self.top_k, self.max_response_length, support=recorded)
+        truncation = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        return SamplingParams(self.temperature, **truncation, max_tokens=self.max_response_length, support=recorded)
 
     @property
     def validation(self) -> "SamplingParams":
@@ -73,7 +81,7 @@ class SamplingArgs(Part):
         if self.keep_sampling_mask and self.top_k < 1:
             raise UserError(
                 "--keep-sampling-mask records the tokens that could be sampled in each place, and --top-k bounds their number. "
-                "Add it, such as --top-k 50; --top-p may lower it further."
+                "Add it, such as --top-k 50; --top-p and --min-p may lower it further."
             )
 
 
@@ -107,8 +115,8 @@ class EngineArgs(Part):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """temperature 0 is greedy (log-probs are then those at temperature 1); top_k -1 and top_p 1 are off. The embedded engine
-    reads the fields in its `_sample` and in `sample`, the vLLM engine in its `_hand_over`."""
+    """temperature 0 is greedy (log-probs are then those at temperature 1); top_k -1, top_p 1 and min_p 0 are off. The embedded
+    engine reads the fields in its `_sample` and in `sample`, the vLLM engine in its `_hand_over`."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -116,11 +124,14 @@ class SamplingParams:
     max_tokens: int = 16
     ignore_eos: bool = False
     support: int = 0  # most tokens to record that could be sampled in each place (rl/model/sampling_mask.py); 0 records none
+    min_p: float = 0.0
+    stop: "StopStrings | None" = None
+    schema: str = ""  # vllm, with `support`: the JSON schema that the text keeps to
 
     @property
     def truncates(self) -> bool:
         """Whether tokens are left out. Log-probs are then those of the truncated distribution, and the run warns about it."""
-        return self.top_k > 0 or self.top_p < 1
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(frozen=True)
@@ -130,6 +141,7 @@ class Request:
     sampling: SamplingParams
     seed: int  # 64 bits; two requests with the same prompt, settings, seed and weights give the same response
     so_far: "Output | None" = None  # an unfinished response that this request continues
+    turn: int = 0  # tokens of `so_far` before the current turn, in which stop strings are looked for
     images: "Images | None" = None  # of the prompt; prompt_ids includes their tokens
     priority: int = 0  # the lowest goes first, if the engine has a queue and responses have several turns
     kv_version: int | None = None  # version of the weights whose KV cache may be reused for `so_far`, if it still exists
@@ -153,13 +165,17 @@ class Engine(Protocol):
     version: int  # of the weights in use; -1 before the first update
     shares_memory: bool  # whether it has `share_parameters`
 
-    def add(self, request: Request) -> None: ...
+    def add(self, request: Request) -> None:
+        """Take a request. Raise ValueError if its schema is none. If no token fits it, the request ends without another."""
 
     def step(self) -> list[Output]:
         """Sample one token for every running request; return those that finished."""
 
     def unfinished(self) -> list[Output]:
         """Return the outputs so far of all unfinished requests. Further requests may continue them, as `so_far`."""
+
+    def tokens_of(self, ids: Collection) -> dict[object, list[int]]:
+        """Return the tokens so far of those of these requests that have begun."""
 
     def abort(self) -> None:
         """Forget all unfinished requests."""

@@ -53,6 +53,7 @@ class Episode:
     restarts: int = 0
     asked: float = 0.0  # when its environment was last asked
     most: int | None = None  # limit of the next turn's tokens, if an agent sets one
+    schema: str = ""  # that the next turn keeps to, if an agent has one
 
     def say(self, end: int) -> list[int]:
         """Count the model's turn, which ends before token `end`. Return its tokens."""
@@ -92,9 +93,10 @@ class Episodes(Responses):
         self._has_recorded = False  # whether `resume` has to replay recorded episodes
         self._requests: list[tuple] | None = None  # for the engine, collected by `_replay`
         self._now = 0.0  # of the engine's first rank, so that all its ranks decide alike
-        patience = args.reward.outage_timeout if self.waits_in_outages else 0.0
+        patience = args.reward.outage_timeout if self.waits_in_outages and not args.environment.from_tape else 0.0
         says = engine_ranks.is_leader
-        self._outages = Outages(patience, "the environment", self._play_again, lambda: self._now, says)
+        again = self._play_again
+        self._outages = Outages(patience, "the environment", again, lambda: self._now, says, repeats=False)
 
     # -- the generator's questions
 
@@ -282,6 +284,7 @@ class Episodes(Responses):
         work = self.working[key]
         prompt = answer.get("prompt")
         self._of[id].most = answer.get("most")
+        self._of[id].schema = answer.get("schema", "")
         self._resetting.discard(id)
         if not prompt and not work.prompt.ids:
             self._refuse(id, "the row has no prompt, and reset adds no message to it")
@@ -341,7 +344,8 @@ class Episodes(Responses):
             episode.add(of_turn | {"seconds": answer["seconds"] / len(turns)})
             episode.at += len(ids)
         tokens = episode.output.token_ids
-        if is_last_open and tokens[-1] in self.end_tokens:
+        stop = self.working[id[0]].requests[id[1]].sampling.stop
+        if is_last_open and (tokens[-1] in self.end_tokens or (stop and stop.complete(tokens, episode.at))):
             self._ask(id, "step", ids=episode.say(len(tokens)))
         elif episode.output.finish_reason == "unfinished":
             self._add(id, episode.output)
@@ -368,9 +372,8 @@ class Episodes(Responses):
         if episode.most is not None:
             most = min(most, (len(so_far.token_ids) if so_far else 0) + episode.most)
         requests = self.working[key].requests
-        requests[number] = dataclasses.replace(
-            requests[number], sampling=dataclasses.replace(requests[number].sampling, max_tokens=most)
-        )
+        sampling = dataclasses.replace(requests[number].sampling, max_tokens=most, schema=episode.schema)
+        requests[number] = dataclasses.replace(requests[number], sampling=sampling, turn=episode.at)
         request = dataclasses.replace(requests[number], so_far=so_far, priority=key.place, kv_version=kept)
         if self._requests is None:
             self.engine.add(request)
@@ -379,7 +382,7 @@ class Episodes(Responses):
 
     def _room(self, id: Id) -> int:
         """Return the most tokens that the response may have."""
-        return self.args.sampling.max_response_length
+        return self.working[id[0]].room
 
     def _turn_ended(self, output: Output) -> None:
         """Give a turn that the engine has finished to its environment, unless it is the last."""
@@ -392,7 +395,8 @@ class Episodes(Responses):
         elif output.finish_reason == "length" and len(output.token_ids) >= self._room(output.id):
             self._cut(output.id)
         else:
-            self._ask(output.id, "step", ids=episode.say(len(output.token_ids)))
+            ended = output.finish_reason == "stop"
+            self._ask(output.id, "step", ids=episode.say(len(output.token_ids)), ended=ended)
 
     def _answered(self, id: Id, answer: dict) -> None:
         """Append the environment's answer, which is masked, and continue, or end the episode."""

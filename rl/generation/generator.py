@@ -58,6 +58,11 @@ class Generator:
         self._rows: list[dict] = []  # of the current validation
         self._ended: list[Output] = []  # responses that had ended when their prompt was started
         self.timer = Timers()  # gen, score and wait
+        self.stop = None
+        if args.sampling.stop:
+            from rl.generation.stop_strings import StopStrings
+
+            self.stop = StopStrings(args.sampling.stop, job.tokenizer)
 
     @property
     def free_slots(self) -> int:
@@ -188,8 +193,8 @@ class Generator:
 
     def take_rows(self) -> list[dict]:
         """Return the validation's rows since the last call, one per response: index, data_source, environment (its name, or
-        empty), prompt, response, ground_truth, score, acc, extra (the reward function's other numbers), error. With an error,
-        score and acc are None."""
+        empty), prompt, response, ground_truth, score, acc, extra (the reward function's other numbers), pred (the answer that
+        it found), error. With an error, score and acc are None."""
         rows = self._rows
         self._rows = []
         return rows
@@ -239,6 +244,7 @@ class Generator:
             "score": score.score,
             "acc": None if score.event else float(score.extra.get("acc", score.score)),
             "extra": {name: value for name, value in score.extra.items() if name != "acc"},
+            "pred": score.pred,
             "error": score.error,
         }
 
@@ -246,6 +252,9 @@ class Generator:
         """Start the group's responses, or continue those of its record. If the prompt's images cannot be prepared, only this
         ticket is lost: its responses have no token and no score."""
         prompt = group.prompt
+        group.room = sampling.max_tokens
+        if self.stop:
+            sampling = dataclasses.replace(sampling, stop=self.stop)
         if fault := _image_fault(prompt):
             group.event = Score(None, event="image", message=f"{prompt.where}: {fault}")
             self.working[key] = group
@@ -306,7 +315,7 @@ def make_generator(
     engine = make_engine(
         job.path,
         args.engine,
-        sum(args.longest),
+        args.longest[0] + max(args.longest[1], job.val_sets.longest if job.val_sets else 0),
         dtype,
         ranks.device,
         args.trust_remote_code,
@@ -315,6 +324,10 @@ def make_generator(
         sleeps=not args.schedule.split,
         by_priority=args.environment.has_environment,
     )
+    if args.environment.has_tape:
+        from rl.rewards.tape import Tape  # late: few runs have one
+
+        Tape(args.environment.record_env, args.environment.from_tape).serve(pool, job.environments, engine)
     dist.engines_first("generator")
     engine_ranks = EngineRanks(ranks, args.engine.rollout_tp)
     return Generator(engine, job, pool, args, engine_ranks, give_up, make_responses(args, job, engine, engine_ranks))

@@ -46,6 +46,7 @@ class OpenGroup:
     masks: dict[int, np.ndarray] = field(default_factory=dict)  # bool, of a response's first tokens; the rest are sampled
     histories: dict[int, list[int]] = field(default_factory=dict)  # of a response with several: number of tokens of each
     requests: list[Request] = field(default_factory=list)  # one per response
+    room: int = 0  # most tokens of a response
     event: Score | None = None  # why none of its responses can be sampled or scored
 
     def mask(self, number: int, tokens: int) -> np.ndarray | None:

@@ -10,14 +10,15 @@ from rl.errors import UserError
 from rl.generation.engine import SamplingArgs
 from rl.ranges import check
 
-FORM = re.compile(r"(?:([\w.-]+)=)?(.+?)((?::(?:n|temperature|top_p)=[^:]*)*)")
+FORM = re.compile(r"(?:([\w.-]+)=)?(.+?)((?::(?:n|temperature|top_p|length)=[^:]*)*)")
+FLAGS = {"n": "val_n", "temperature": "val_temperature", "top_p": "val_top_p", "length": "max_response_length"}
 
 
 class ValSet(NamedTuple):
     """How a file's prompts are validated."""
 
     name: str  # in place of the rows' data_source in metrics; empty: theirs
-    sampling: SamplingArgs  # whose val_* are the file's
+    sampling: SamplingArgs  # whose val_* and max_response_length are the file's
 
 
 class ValSets:
@@ -32,6 +33,11 @@ class ValSets:
             self.files.append(file)
             self._sets.append(ValSet(name or "", _changed(sampling, options, word)))
 
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest response."""
+        return max(of.sampling.max_response_length for of in self._sets)
+
     def of(self, rows: FileRows, index: int) -> ValSet:
         """Return the set of a row. rows: the validation data, which was read from `files`."""
         return self._sets[rows.file_of(index)]
@@ -40,9 +46,10 @@ class ValSets:
 def _changed(sampling: SamplingArgs, options: str, word: str) -> SamplingArgs:
     try:
         pairs = [option.split("=") for option in options.split(":")[1:]]
-        values = {f"val_{name}": int(value) if name == "n" else float(value) for name, value in pairs}
+        values = {FLAGS[name]: int(value) if name in ("n", "length") else float(value) for name, value in pairs}
     except ValueError:
-        raise UserError(f"--val-files {word}: n is a whole number, temperature and top_p are numbers. Correct it.") from None
+        wrong = "n and length are whole numbers, temperature and top_p are numbers"
+        raise UserError(f"--val-files {word}: {wrong}. Correct it.") from None
     changed = dataclasses.replace(sampling, **values)
     try:
         check(changed)

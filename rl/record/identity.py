@@ -4,9 +4,7 @@ A flag belongs to the run unless its type says that it may change. A different v
 names the checkpoint. The flags of MUST_STAY are refused in any case: the saved state has no meaning under another value.
 """
 
-import hashlib
 import json
-import shlex
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -15,12 +13,12 @@ import xxhash
 
 from rl import flag_words, parts
 from rl.data.prompts import PromptDataset
-from rl.environments.args import NAMED
 from rl.errors import UserError
 from rl.hub.tensor_reader import sample
 from rl.masking import masked
 from rl.model.pretrained import resolve
 from rl.ranges import Content, flag, marks, may_change
+from rl.user_file import digest_code, digest_file
 
 # The order of the prompts, the tensors of the optimizer's state, the count of versions and the width of the sampling masks'
 # records depend on these.
@@ -43,7 +41,7 @@ class Identity:
         contents["tokenizer"] = _digest_tokenizer(self.prompts.tokenizer)
         for name, content in marks(type(self.args), Content).items():
             if value := parts.get(self.args, name):
-                contents[name] = _digest_model(resolve(value)) if content.kind == "model" else _digest_code(value)
+                contents[name] = _digest_model(resolve(value)) if content.kind == "model" else digest_code(value)
         return masked(json.loads(json.dumps({"script": self.script, "flags": parts.flat(self.args), "contents": contents})))
 
     def check(self, was: dict, where: Path) -> list[str]:
@@ -103,25 +101,13 @@ def _digest_model(path: str) -> str:
     return sample(files) if files else path  # a hub name
 
 
-def _digest_code(spec: str | tuple[str, ...]) -> str:
-    """Return a digest of the file in path/to/file.py:names, or of the files that a command names; without files, `spec`. Of
-    several, name=path/to/file.py:names each, return all digests."""
-    if not isinstance(spec, str):
-        return " ".join(map(_digest_code, spec))
-    named = NAMED.fullmatch(spec)
-    spec = named[2] if named else spec
-    path = Path(spec.rpartition(":")[0])
-    files = [path] if path.is_file() else [Path(word) for word in shlex.split(spec) if Path(word).is_file()]
-    return " ".join(map(_digest_file, files)) or spec
-
-
 def _digest_prompts(prompts: PromptDataset) -> str:
     """Return the number of prompts, with a digest of the files' bytes; for a data set that is no file, of 1,000 rows. Also the
     files' weights, if they have any: the order depends on them."""
     state = xxhash.xxh3_64()
     for file, table in zip(prompts.files, prompts.tables, strict=True):
         if Path(file).is_file():
-            state.update(_digest_file(Path(file)).encode())
+            state.update(digest_file(Path(file)).encode())
         else:
             spread = range(0, len(table), max(1, len(table) // 1000))
             state.update(json.dumps([len(table), *(table[i] for i in spread)], default=str).encode())
@@ -132,8 +118,3 @@ def _digest_prompts(prompts: PromptDataset) -> str:
 def _digest_tokenizer(tokenizer) -> str:
     vocabulary = sorted(tokenizer.get_vocab().items())
     return xxhash.xxh3_64_hexdigest(json.dumps([vocabulary, tokenizer.chat_template]).encode())
-
-
-def _digest_file(file: Path) -> str:
-    with open(file, "rb") as handle:
-        return hashlib.file_digest(handle, xxhash.xxh3_64).hexdigest()

@@ -1,4 +1,4 @@
-"""A run's record: metrics.jsonl and the console always, TensorBoard and Weights & Biases if asked for.
+"""A run's record: metrics.jsonl and the console always, other loggers (rl/record/loggers.py) if asked for.
 
 Metrics bear verl's names; docs/metrics.md explains each. A step's metrics are one strict JSON line, written at once, so that
 a crash loses nothing; NaN and infinities are null, which every JSON reader takes.
@@ -33,17 +33,16 @@ class LogArgs(Part):
     _field = "log"
 
     project_name: MayChange[str] = "rl"
-    """Project in Weights & Biases."""
+    """Project in Weights & Biases, MLflow, SwanLab and Trackio."""
     experiment_name: MayChange[str | None] = None
     """Name of the run and of its directory. The same name resumes the run. Default: the script and the time."""
     output_dir: MayChange[str] = "runs"
     """Directory in which each run makes its own directory."""
-    logger: MayChange[tuple[Literal["console", "tensorboard", "wandb"], ...]] = ("console",)
-    """Additional destinations of the metrics. metrics.jsonl and the console always get them. $WANDB_MODE=offline lets Weights
-    & Biases work without a network and an account."""
+    logger: MayChange[tuple[Literal["console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"], ...]] = ("console",)
+    """Additional destinations of the metrics. metrics.jsonl and the console always get them. $WANDB_MODE=offline and
+    $SWANLAB_MODE=offline let these work without a network and an account; $MLFLOW_TRACKING_URI says where MLflow writes."""
     log_val_generations: MayChange[Annotated[int, Range(at_least=0)]] = 8
-    """Responses of each validation to show in a table of Weights & Biases and TensorBoard. All of them are in
-    val_generations/."""
+    """Responses of each validation to show in a table of the loggers. All of them are in val_generations/."""
     record_samples: MayChange[Literal["recent", "all", "off"]] = "recent"
     """Trained samples to record in the run's directory, for view.py and replay.py: the newest 20 steps and every tenth, within
     4 GB; all steps; or none, and no responses of validations either."""
@@ -99,15 +98,11 @@ class Run:
         for file in RECORDS if origin else ():
             _forget_from(self.dir / file, first_step)
         (self.dir / name).write_text(json.dumps(record, indent=2, default=str, allow_nan=False))
-        self._tensorboard = self._wandb = None
-        if "tensorboard" in args.log.logger:
-            from torch.utils.tensorboard import SummaryWriter
+        self._loggers = []
+        if {*args.log.logger} - {"console"}:
+            from rl.record import loggers  # late: few runs have one
 
-            self._tensorboard = SummaryWriter(self.dir / "tensorboard", purge_step=first_step or None)
-        if "wandb" in args.log.logger:
-            from rl.record.wandb_log import WandB
-
-            self._wandb = WandB(args, self.dir, (METRICS, validations.FILE))
+            self._loggers = loggers.opened(args, self.dir, first_step)
         self._warned: Counter[str] = Counter()  # how often each warning's cause has come up
         self._console = ConsoleLog(total_steps)  # last: the others may print
         if origin:
@@ -128,9 +123,8 @@ class Run:
         own = metrics
         if validations.STEP in metrics:  # the loggers have the validation from `log_validation`
             own = {name: value for name, value in metrics.items() if not validations.is_of_validation(name)}
-        self._to_tensorboard(step, own)
-        if self._wandb:
-            self._wandb.log(step, own)
+        for logger in self._loggers:
+            logger.log(step, own)
 
     def log_validation(self, metrics: dict[str, float], version: int, at_step: int, chooses_best: bool) -> None:
         """Record a validation in validations.jsonl and, at the step that was validated, with the loggers. metrics: with
@@ -140,9 +134,8 @@ class Run:
         step = metrics[validations.STEP]
         about = {"step": step, "version": version, "at_step": at_step, "time": time.time(), "chooses_best": chooses_best}
         self._append(validations.FILE, about | _strict(metrics))
-        self._to_tensorboard(step, {name: value for name, value in metrics.items() if name != validations.STEP})
-        if self._wandb:
-            self._wandb.log_validation(metrics)
+        for logger in self._loggers:
+            logger.log_validation(step, {name: value for name, value in metrics.items() if name != validations.STEP})
 
     def log_tickets(self, step: int, trained: list[int], **others: list[int]) -> None:
         """Record in tickets.jsonl which tickets the step trained, and the others by their fate."""
@@ -159,10 +152,8 @@ class Run:
         if not (self.enabled and rows):
             return
         validations.write_responses(self.dir, step, rows)
-        if self._tensorboard and shown:
-            self._tensorboard.add_text("val/generations", validations.markdown(rows[:shown]), step)
-        if self._wandb and shown:
-            self._wandb.log_generations(step, rows[:shown])
+        for logger in self._loggers if shown else ():
+            logger.log_generations(step, rows[:shown])
 
     def say(self, text: str) -> None:
         """Print a line for the user, above the progress bar if there is one."""
@@ -188,10 +179,8 @@ class Run:
         if not self.enabled:
             return
         self._console.close()
-        if self._tensorboard:
-            self._tensorboard.close()
-        if self._wandb:
-            self._wandb.finish()
+        for logger in self._loggers:
+            logger.finish()
         self._lock.close()
         if checkpoint:
             print(f"checkpoint  {checkpoint}", flush=True)
@@ -206,12 +195,6 @@ class Run:
             raise UserError(
                 f"{self.dir / name} cannot be written ({error.strerror}). Make room, and run the same command again to resume."
             ) from error
-
-    def _to_tensorboard(self, step: int, metrics: dict[str, float]) -> None:
-        if self._tensorboard:
-            for name, value in metrics.items():
-                self._tensorboard.add_scalar(name, value, step)
-            self._tensorboard.flush()
 
 
 def _lock(directory: Path):

@@ -33,9 +33,8 @@ class RewardArgs(Part):
     reward_workers: MayChange[Annotated[int, Range(at_least=1, at_most=1024)]] = 1
     """Scoring processes on each rank. One works on one response at a time, or on 64 if the reward function is async."""
     outage_timeout: MayChange[Annotated[float, Range(at_least=0, at_most=1_000_000_000)]] = 1200.0
-    """Seconds for which responses wait if a grader that has worked fails on 16 in a row: they are scored again until it works
-    (at most two thirds of --hang-timeout). After that they have no score, and the run ends if steps have none at all; 0 does
-    not wait."""
+    """Seconds for which responses wait for a grader that can no longer score what it has scored: it is tried again until it
+    works (at most two thirds of --hang-timeout). After that the run ends, to be resumed; 0 does not wait."""
     overlong_buffer_len: Annotated[int, Range(at_least=0)] = 0
     """DAPO: penalise, linearly, a response that ends within this many tokens of --max-response-length; 0 turns it off."""
     overlong_penalty_factor: Annotated[float, Range(at_least=0)] = 1.0

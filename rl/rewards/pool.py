@@ -23,13 +23,13 @@ from rl.errors import UserError
 from rl.printable import one_line, pass_on
 from rl.ranges import LARGEST_FLOAT
 from rl.rewards.args import RewardArgs
-from rl.rewards.outages import Outages
+from rl.rewards.outages import OUT, LastScored, Outages
 from rl.rewards.verifiers import BUILT_IN, HARMLESS, code, verifier_name
 
 MEMORY = 32 << 30  # bytes that a scoring process may allocate
 LAST_WORDS = 5  # seconds to pass on what was printed
 JOB = ("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-EVENTS = ("timeout", "error", "bad_value", "died", "image")  # image: an image of the prompt is damaged
+EVENTS = ("timeout", "error", "bad_value", "died", "image", OUT)  # image: an image of the prompt is damaged
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Score:
     extra: dict[str, float] = field(default_factory=dict)
     event: str | None = None  # one of EVENTS
     message: str = ""  # of the event
+    pred: str | None = None  # the answer that the grader found, for the majority vote of a validation
 
     @property
     def error(self) -> str | None:
@@ -48,6 +49,11 @@ class Score:
 GREEDY = "the greedy response: "  # begins the error of responses whose baseline could not be scored
 
 
+def event_of(error: str) -> str:
+    """Return the event of a response's error (`Score.error`)."""
+    return error.removeprefix(GREEDY).partition(":")[0]
+
+
 class ScoringEvents:
     """The number of responses that could not be scored so far, by kind: those of the steps, and those of validations."""
 
@@ -56,7 +62,7 @@ class ScoringEvents:
 
     def add(self, errors: Iterable[str]) -> None:
         """Count the responses with these errors (`Score.error`)."""
-        self._counts.update(error.removeprefix(GREEDY).partition(":")[0] for error in errors)
+        self._counts.update(map(event_of, errors))
 
     def metrics(self) -> dict[str, int]:
         """Return reward/events/<kind>."""
@@ -77,7 +83,8 @@ def as_score(value: Any) -> Score:
         fault = 'which has no finite number under "score"' if is_dict else "not a finite number of fp32"
         return Score(None, event="bad_value", message=one_line(f"the reward function returned {value!r:.100}, {fault}"))
     extra = {name: float(its) for name, its in value.items() if name != "score" and _is_number(its)} if is_dict else {}
-    return Score(float(score), extra)
+    pred = value.get("pred") if is_dict else None
+    return Score(float(score), extra, pred=None if pred is None else " ".join(str(pred).split()))
 
 
 def _is_number(value: Any) -> bool:
@@ -135,10 +142,11 @@ class ScoringPool(contextlib.AbstractContextManager):
         self.args = args
         self.events: Counter[str] = Counter()
         self.last_message: dict[str, str] = {}  # by kind of event
+        self.tape: Any = None  # with --record-env or --from-tape: rl.rewards.tape.Tape
         self.pending = 0  # responses whose score has not been returned
         self._count = 0  # responses given to the host so far
         self._keys: dict[int, Any] = {}  # number of a response in the host -> its key
-        self._items: dict[Any, dict] = {}  # key of a response that has no final score -> its arguments
+        self._items: dict[Any, dict] = {}  # key of a response that has no final score, or LastScored -> its arguments
         self._outages = Outages(args.outage_timeout, args.own_reward or "the grader", self._send)
         self._done: SimpleQueue[tuple[Any, Score] | None] = SimpleQueue()  # None: look at _failure
         self._unwritten: SimpleQueue[bytes] = SimpleQueue()  # lines for the host
@@ -165,6 +173,8 @@ class ScoringPool(contextlib.AbstractContextManager):
             if verifier in HARMLESS:
                 return self.hand_back(key, as_score(verifier(data_source, text, ground_truth)))
             item |= {"seconds_in_all": self.args.reward_timeout} if verifier is code else {}
+        if self.tape and (reply := self.tape.score(key, item)):
+            return self.hand_back(key, self._score(item, reply))
         if not self._host:
             self._start()
         self._items[key] = item
@@ -191,8 +201,11 @@ class ScoringPool(contextlib.AbstractContextManager):
                 self._raise_failure()
                 limit = 0.0
                 key, score = found
-                if key in self._items:  # otherwise it was handed back, and is final
-                    done += self._outages.take(self._items[key]["data_source"], key, score)
+                if item := self._items.get(key):  # otherwise it was handed back, and is final
+                    source = item["data_source"]
+                    if not score.event:
+                        self._items[LastScored(source)] = item
+                    done += self._outages.take(source, key, score)
                 else:
                     done.append(found)
         nothing_comes = timeout > 0 and len(done) + self._outages.waiting == self.pending
@@ -259,6 +272,8 @@ class ScoringPool(contextlib.AbstractContextManager):
                 reply = json.loads(reply)
                 if int(number):
                     key = self._keys.pop(int(number))
+                    if self.tape:
+                        self.tape.write_score(key, self._items[key], reply)
                     self._done.put((key, self._score(self._items[key], reply)))
                 elif "failed" in reply:
                     self._fail(reply["failed"])

@@ -1,8 +1,8 @@
 """The built-in verifiers, the data sources that each of them serves, and the answer formats that prompts must ask for.
 
 A verifier is a function with verl's signature, (data_source, solution_str, ground_truth, extra_info) -> float, or a dict with
-"score" and further numbers. rl/rewards/pool.py runs them, or a user's own function. The packages math_grader and program_grader
-do the work; they are imported when a row needs them.
+"score", further numbers, and "pred", the answer that it has found. rl/rewards/pool.py runs them, or a user's own function. The
+packages math_grader and program_grader do the work; they are imported when a row needs them.
 """
 
 import re
@@ -30,7 +30,7 @@ def gsm8k(
         return graded(0.0, False)
     right = same(line, truth_of_gsm8k(ground_truth), prose=True)
     is_format = format_score and right is False and is_number(line)
-    return graded(1.0 if right else format_score if is_format else 0.0, right)
+    return graded(1.0 if right else format_score if is_format else 0.0, right, line)
 
 
 def gsm8k_flexible(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
@@ -47,10 +47,11 @@ def truth_of_gsm8k(ground_truth: str) -> str:
     return str(ground_truth).rpartition("####")[2]
 
 
-def graded(score: float, right: bool | None, **more: float) -> dict:
-    """Return a score with acc, and undecided: 1 for an answer that the grader cannot decide, so that a person sees how many
-    there are (reward/extra/undecided/mean)."""
-    return {"score": score, "acc": float(right is True), "undecided": float(right is None), **more}
+def graded(score: float, right: bool | None, answer: str | None = None, **more: float) -> dict:
+    """Return a score with acc, undecided, and pred: the answer, if one was found. undecided is 1 for an answer that the grader
+    cannot decide, so that a person sees how many there are (reward/extra/undecided/mean)."""
+    pred = {} if answer is None else {"pred": answer.strip()}
+    return {"score": score, "acc": float(right is True), "undecided": float(right is None), **more, **pred}
 
 
 def math_verify(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> dict:
@@ -62,19 +63,22 @@ def math_verify(data_source: str, solution_str: str, ground_truth: str, extra_in
     from math_grader import answer_line, boxed
     from math_grader.text import BOX
 
-    right = _right(solution_str, ground_truth, boxed if BOX.search(solution_str) else answer_line)
-    return graded(float(right is True), right)
+    right, answer = _right(solution_str, ground_truth, boxed if BOX.search(solution_str) else answer_line)
+    return graded(float(right is True), right, answer)
 
 
-def _right(solution_str: str, ground_truth: Any, find: Callable[[str], str | None], any_root: bool = False) -> bool | None:
-    """Return whether the answer that `find` finds is right: False without one, None if that cannot be decided."""
+def _right(
+    solution_str: str, ground_truth: Any, find: Callable[[str], str | None], any_root: bool = False
+) -> tuple[bool | None, str | None]:
+    """Return whether the answer that `find` finds is right, False without one, None if that cannot be decided; and the
+    answer."""
     from math_grader import NotUnderstood, same
 
     try:
         answer = find(solution_str)
     except NotUnderstood:
-        return None
-    return False if answer is None else same(answer, str(ground_truth), any_root)
+        return None, None
+    return (False, None) if answer is None else (same(answer, str(ground_truth), any_root), answer)
 
 
 def math_dapo(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> dict:
@@ -85,8 +89,8 @@ def math_dapo(data_source: str, solution_str: str, ground_truth: str, extra_info
     """
     from math_grader import answer_line, boxed
 
-    right = _right(solution_str, ground_truth, lambda text: answer_line(text) or boxed(text))
-    return graded(1.0 if right else -1.0, right)
+    right, answer = _right(solution_str, ground_truth, lambda text: answer_line(text) or boxed(text))
+    return graded(1.0 if right else -1.0, right, answer)
 
 
 def geo3k(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> dict:
@@ -94,9 +98,9 @@ def geo3k(data_source: str, solution_str: str, ground_truth: str, extra_info: di
     nothing may precede <think>, not even a space."""
     from math_grader import boxed
 
-    right = _right(solution_str, ground_truth, boxed, any_root=True)
+    right, answer = _right(solution_str, ground_truth, boxed, any_root=True)
     well_formed = float(GEO3K.match(solution_str) is not None)
-    return graded(0.9 * bool(right) + 0.1 * well_formed, right, format=well_formed)
+    return graded(0.9 * bool(right) + 0.1 * well_formed, right, answer, format=well_formed)
 
 
 def exact(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:

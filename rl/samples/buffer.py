@@ -25,25 +25,28 @@ class SampleBuffer:
         """Add a group. With --filter-groups, drop it if it has no signal, unless the step has already lost too many groups."""
         if group.ticket in self.waiting or group.ticket in self._high or group.ticket < self._low:
             raise RuntimeError(f"ticket {group.ticket} arrived twice")
-        if self._flat_left and not group.differs:
+        if self._flat_left and not (group.differs or group.lacks_scores):
             self._flat_left -= 1
             self._drop(group, "filtered")
         else:
             self.waiting[group.ticket] = group
 
-    def take(self, step: int) -> list[Group] | None:
-        """Return the groups of step `step` (from 1), or None while there are not enough."""
+    def next(self, step: int) -> list[Group]:
+        """Return the groups of step `step` (from 1), or none while there are not enough."""
         schedule = self.schedule
         if schedule.max_staleness is not None:
             oldest = schedule.version_at(step) - schedule.max_staleness
-            for group in [group for group in self.waiting.values() if group.oldest < oldest]:
+            for group in [group for group in self.waiting.values() if group.oldest < oldest and not group.lacks_scores]:
                 del self.waiting[group.ticket]
                 self._drop(group, "stale")
         tickets = sorted(self.waiting)[: schedule.prompts_per_step]
-        if len(tickets) < schedule.prompts_per_step:
-            return None
-        groups = [self.waiting.pop(ticket) for ticket in tickets]
+        return [self.waiting[ticket] for ticket in tickets] if len(tickets) == schedule.prompts_per_step else []
+
+    def take(self, step: int) -> list[Group]:
+        """Return what `next` returns, to be trained."""
+        groups = self.next(step)
         for group in groups:
+            del self.waiting[group.ticket]
             self._settle(group.ticket)
         self.trained += len(groups)
         self._flat_left = self._flat_limit

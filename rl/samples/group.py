@@ -4,13 +4,15 @@ import json
 import math
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from rl.errors import UserError
 from rl.ranks.dist import all_gather_bytes
+from rl.rewards.outages import OUT
+from rl.rewards.pool import event_of
 
 # Names among a response's further numbers, if there is a length penalty
 UNPENALISED = "unpenalised_score"
@@ -60,6 +62,11 @@ class Group:
     def is_unscored(self) -> bool:
         """Whether no response could be scored."""
         return all(r.error is not None for r in self.responses)
+
+    @property
+    def lacks_scores(self) -> bool:
+        """Whether an outage has left one of its responses without a score: its prompt has to come again."""
+        return any(r.error is not None and event_of(r.error) == OUT for r in self.responses)
 
     @property
     def compared(self) -> list[Response]:
@@ -113,6 +120,11 @@ class Group:
             raise UserError("These samples were recorded by an earlier version of the code. Read them with that version.")
         responses = [Response(**of_one) for of_one in fields["responses"]]
         return Group(**fields | {"responses": responses})
+
+
+def lack_scores(groups: Sequence[Group]) -> bool:
+    """Return whether an outage has kept a step's groups from being scored: one of them lacks scores, or all have none."""
+    return any(group.lacks_scores for group in groups) or (len(groups) > 0 and all(group.is_unscored for group in groups))
 
 
 def all_gather_records(mine: Iterable[bytes]) -> list[memoryview]:

@@ -10,7 +10,7 @@ from rl.ranks import dist
 from rl.ranks.timers import Timers
 from rl.samples.buffer import SampleBuffer
 from rl.samples.channel import ControlBlock, Inbox
-from rl.samples.group import Group
+from rl.samples.group import Group, lack_scores
 from rl.samples.schedule import AsyncSchedule, NextTicket, OneStepOffSchedule, Schedule, check_kind
 from rl.samples.tickets import drawn, open_tickets, started
 from rl.split import Split
@@ -86,6 +86,11 @@ class Batches(_Samples):
         while not self.inbox.batches:
             self.inbox.receive()
 
+    def next(self) -> list[Group]:
+        """Return the groups of the next batch, trained and left out; none if it has not arrived."""
+        counts = self.inbox.batches[0] if self.inbox.batches else {"groups": 0, "left_out": 0}
+        return list(self.inbox.groups)[: counts["groups"] + counts["left_out"]]
+
     def take(self) -> tuple[list[Group], dict[str, float]]:
         """Return the next batch, which must have arrived: its groups, and its generation metrics."""
         batch = self.inbox.batches.popleft()
@@ -106,10 +111,10 @@ class Batches(_Samples):
 
     def snapshot(self, step: int) -> tuple[dict, list[Group], list[Group]]:
         """Return (state, groups, unfinished groups) for the checkpoint of that step. The groups are the next batch, which
-        cannot be made again without its weights. A batch without a score is left out, to be sampled again."""
+        cannot be made again without its weights. A batch that lacks scores is left out, to be sampled again."""
         batches = [batch | {"left_out": 0} for batch in list(self.inbox.batches)[:1]]
         groups = list(self.inbox.groups)[: batches[0]["groups"]] if batches else []
-        if all(group.is_unscored for group in groups):
+        if lack_scores(self.next()):
             batches = groups = []
         start = {"batch": step + len(batches), "ticket": batches[0]["next_ticket"] if batches else self._next.ticket}
         start |= {"version": step}
@@ -140,13 +145,23 @@ class Stream(_Samples):
             open_tickets(self.split.store, **self._tickets)
             self.split.store.set("validated", str(self.inbox.validations.newest))
 
-    def wait(self, step: int) -> list[Group]:
-        """Wait for the step's groups, the oldest that have arrived. Return an empty list if the run must stop. A collective."""
+    def wait(self, step: int) -> None:
+        """Wait for the step's groups, or until the run must stop. A collective."""
         while not dist.stopping():
-            if groups := self._take(step):
-                return groups
+            self._take_in()
+            if self.next(step):
+                return
             self.inbox.receive()
-        return []
+
+    def next(self, step: int) -> list[Group]:
+        """Return the step's groups, the oldest that have arrived; none while there are not enough."""
+        groups = self.buffer.next(step)
+        self.control.update(dropped=self.buffer.replaced)
+        return groups
+
+    def take(self, step: int) -> list[Group]:
+        """Return the step's groups, which must have arrived. They are trained now."""
+        return self.buffer.take(step)
 
     def take_gone(self) -> dict[str, list[int]]:
         """Return the tickets that were not trained since the last call, by reason."""
@@ -155,12 +170,6 @@ class Stream(_Samples):
     def take_left_out(self) -> dict[str, list[Group]]:
         """Return the groups that were dropped since the last call, by reason."""
         return self.buffer.take_left_out()
-
-    def _take(self, step: int) -> list[Group] | None:
-        self._take_in()
-        groups = self.buffer.take(step)
-        self.control.update(dropped=self.buffer.replaced)
-        return groups
 
     def _take_in(self) -> None:
         while self.inbox.groups:
@@ -178,10 +187,10 @@ class Stream(_Samples):
 
     def snapshot(self, step: int) -> tuple[dict, list[Group], list[Group]]:
         """Return (state, groups that wait to be trained, groups that are under way) for the checkpoint of that step. Groups
-        without a score are left out, to be sampled again."""
+        that lack scores are left out, to be sampled again."""
         unfinished = self.inbox.unfinished_at(step)
         self._take_in()  # --filter-groups drops groups here
-        groups = [group for group in self.buffer.waiting.values() if not group.is_unscored]
+        groups = [group for group in self.buffer.waiting.values() if not (group.is_unscored or group.lacks_scores)]
         state = {"buffer": self.buffer.state(), "drawn": drawn(self.split.store)}
         return state | {"validations": self.inbox.validations.state()}, groups, unfinished
 

@@ -13,8 +13,9 @@ from test_turns import SCHEMA, turns_of
 import train_sync
 from rl.environments.agents import Agents
 from rl.environments.args import EnvironmentArgs
-from rl.environments.chat import Call, as_messages
 from rl.environments.pool import Environments
+from rl.environments.protocols import chat
+from rl.environments.protocols.chat import as_messages
 from rl.environments.worker import Warm
 from rl.errors import UserError
 
@@ -39,7 +40,7 @@ client, messages = openai.OpenAI(max_retries=0), json.load(sys.stdin)["prompt"]
 assert [model.id for model in client.models.list()] == ["policy"]
 assert "there is no model 'gpt'" in refused(openai.NotFoundError, model="gpt")
 assert "only text" in refused(openai.BadRequestError, messages=[{"role": "user", "content": [{"type": "image_url"}]}])
-assert "the policy samples one answer" in refused(openai.BadRequestError, n=2)
+assert "samples freely" in refused(openai.BadRequestError, logprobs=True)
 for it in ({"max_tokens": -1}, {"max_tokens": 0}, {"max_completion_tokens": 0}, {"max_tokens": 5, "max_completion_tokens": 0}):
     assert "must be a whole number of at least 1" in refused(openai.BadRequestError, **it)
 assert "has this key" in str(refused(openai.AuthenticationError, extra_headers={"Authorization": "Bearer sk-1"}))
@@ -231,13 +232,19 @@ def model_said(text: str) -> dict:
     return {"role": "assistant", "content": text}
 
 
-def played(calls: list[list[dict]], *said: list[int], family: str = "qwen2_5", tools: list[dict] | None = None):
+async def ask(session, **body) -> dict:
+    """The answer to a call in the form of chat completions."""
+    call = chat.call({"model": "policy"} | body, session.answered)
+    return chat.body([answer async for kind, _, answer in session.pieces(call) if kind == "end"])
+
+
+def played(calls: list[list[dict]], *said: list[int], family: str = "qwen2_5", tools=None, ended=False):
     """What the rank hears of an agent that makes these calls, and what the agent hears. said: the tokens of each turn."""
     heard, found = [], []
 
     async def agent(session) -> None:
         for messages in calls:
-            heard.append(await session.call(Call.of({"model": "policy", "messages": messages, "tools": tools})))
+            heard.append(await ask(session, messages=messages, tools=tools))
 
     async def play() -> None:
         of = Agents({"agent": None, "timeout": 20.0}, lambda schemas: turns_of(family, with_tools=bool(schemas)), None)
@@ -246,7 +253,7 @@ def played(calls: list[list[dict]], *said: list[int], family: str = "qwen2_5", t
         calling = asyncio.create_task(agent(session))
         found.append(await session.ask({"do": "reset", "row": ROW, "own_seed": 1, "split": "train"}))
         for ids in said:
-            found.append(await session.ask({"do": "step", "ids": ids}))
+            found.append(await session.ask({"do": "step", "ids": ids, "ended": ended}))
         calling.cancel()
 
     asyncio.run(play())
@@ -258,8 +265,7 @@ def test_calls_at_once_are_answered_one_after_the_other():
         of = Agents({"agent": None, "timeout": 20.0}, lambda schemas: turns_of("qwen2_5", with_tools=False), None)
         session = await of.begin()
         session.is_taken.set()
-        call = lambda n: session.call(Call.of({"model": "policy", "messages": [user(f"{n}")]}))  # noqa: E731
-        calls = [asyncio.create_task(call(n)) for n in range(5)]
+        calls = [asyncio.create_task(ask(session, messages=[user(f"{n}")])) for n in range(5)]
         await session.ask({"do": "reset", "row": ROW, "own_seed": 1, "split": "train"})
         for n in range(4):
             assert (await session.ask({"do": "step", "ids": ids_of(f"{n}.<|im_end|>")}))["history"] == n + 1
@@ -358,3 +364,13 @@ def test_a_conversation_with_calls_is_the_template_s_own(family):
     plain = tokenizer(text.replace(end, ""), add_special_tokens=False)["input_ids"]
     special = set(tokenizer.added_tokens_decoder)
     assert [i for i in ids if i in special] == [i for i in plain if i in special]
+
+
+@pytest.mark.parametrize(("ended", "reason"), [(True, "stop"), (False, "length")])
+def test_a_turn_without_its_end_token_was_cut_unless_a_stop_string_ended_it(ended, reason):
+    """The end token comes before the next message, either way."""
+    asked = [[user("2*3=")], [user("2*3="), model_said("<answer>6</answer>"), user("Again.")]]
+    found, heard = played(asked, ids_of("<answer>6</answer>"), ended=ended)
+    said = heard[0]["choices"][0]
+    assert said["message"]["content"] == "<answer>6</answer>" and said["finish_reason"] == reason
+    assert found[1]["ids"] == turns_of("qwen2_5").between([user("Again.")], is_cut=True)

@@ -18,7 +18,7 @@ from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
 from rl.errors import UserError
 from rl.ranges import check
-from rl.record.identity import _digest_code
+from rl.user_file import digest_code
 
 CALCULATOR = '''
 def calculate(expression: str) -> str:
@@ -174,10 +174,10 @@ def test_an_import_that_fails_names_the_flags(folder, model):  # noqa: F811
 
 
 def test_the_content_of_each_file_belongs_to_the_run(folder):
-    ones, calculator = (_digest_code(f"{folder}/{name}.py:X") for name in ("ones", "calculator"))
+    ones, calculator = (digest_code(f"{folder}/{name}.py:X") for name in ("ones", "calculator"))
     assert ones != calculator and len(ones) == 16
-    assert _digest_code(f"a={folder}/ones.py:Ones") == ones
-    assert _digest_code((f"a={folder}/ones.py:Ones", f"b={folder}/calculator.py:f")) == f"{ones} {calculator}"
+    assert digest_code(f"a={folder}/ones.py:Ones") == ones
+    assert digest_code((f"a={folder}/ones.py:Ones", f"b={folder}/calculator.py:f")) == f"{ones} {calculator}"
 
 
 def test_validations_by_environment():

@@ -5,6 +5,7 @@ from families import FAMILIES, WIDE, end_tokens, tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl.environments.programs import EpisodeProgram
 from rl.environments.turns import Turns
 from rl.errors import UserError
 
@@ -44,6 +45,24 @@ def turns_of(family: str, with_tools: bool = True) -> Turns:
         form = "auto" if FAMILIES[family][2] else "hermes"
         TURNS[family, with_tools] = Turns(tokenizer_of(family), [SCHEMA] * with_tools, end_tokens(family), form)
     return TURNS[family, with_tools]
+
+
+class Asks:
+    """An environment that always asks, and the programs that make it."""
+
+    new = lambda self: self  # noqa: E731
+    reset = lambda self, row, seed: []  # noqa: E731
+    step = lambda self, message: ([USER], None, False)  # noqa: E731
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_to_a_turn_that_a_stop_string_ended_begins_with_the_end_token(family):
+    turns = turns_of(family, with_tools=False)
+    program = EpisodeProgram(Asks(), turns, [])
+    program.reset({"row": {}, "seed": 0, "own_seed": 1})
+    said = turns.tokenizer("<answer>6</answer>", add_special_tokens=False)["input_ids"]
+    stopped, *ended = (program.step({"ids": ids})["ids"] for ids in (said, *([*said, end] for end in turns.end_tokens)))
+    assert stopped[0] in turns.end_tokens and all(ids == stopped[1:] for ids in ended)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,6 +11,7 @@ from test_episodes import ANSWER, TURN, Played, finish, make, script
 
 from rl.generation.agent_episodes import AgentEpisodes
 from rl.generation.engine import Output, Request, SamplingParams
+from rl.generation.responses import Key
 from rl.learning.batch import Batch
 from rl.learning.micro_batches import MicroBatch
 from rl.model import sampling_mask
@@ -230,6 +231,43 @@ def test_random_numbers_are_each_history_s_own():
     generator.start(0)
     finish(generator)
     assert len(set(seeds)) == 6 and len(seeds) == 8
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_turn_is_passed_on_as_it_is_sampled(resumes):
+    """Once, each token in the step that samples it, also if the response is paused meanwhile; only to agents that want it."""
+    passed = []
+    generator, played = agents([(1, SUB), (0, ANSWER)], n=1)
+    played.pass_on = lambda parts: passed.append(parts["name"])
+    say, number = played.answer, iter(range(9))
+    played.answer = lambda *given: say(*given) | ({"stream": "name"} if next(number) < 2 else {})
+    generator.start(0)
+    for _ in range(9):
+        generator.score(generator.decode())
+        if resumes:
+            generator.responses.pause(below=Key(True, 0))
+            generator.responses.resume()
+    assert passed == [TURN[:1], TURN[1:2]] * 2 and not generator.responses._streams
+
+
+def test_calls_at_once_are_recorded_alike_in_any_order():
+    """Random numbers are those of a history's prompt, and so is its place."""
+
+    def by_seed(request):
+        before = request.so_far.token_ids if request.so_far else []
+        return [*before, 60 + request.seed % 97, 1], [-1.0] * (len(before) + 2)
+
+    found = []
+    for calls in (
+        [(1, OTHER), (2, SUB), (3, SUB), (1, ANSWER), (2, [6]), (0, ANSWER)],
+        [(1, SUB), (2, SUB), (1, [6]), (3, OTHER), (3, ANSWER), (0, ANSWER)],
+    ):
+        generator, _ = agents(calls, n=2, length=60)
+        generator.responses.engine.script = by_seed
+        generator.start(0)
+        found.append([runs(response) for response in finish(generator).responses])
+    assert found[0] == found[1]
+    assert [tokens[: len(p)] for (tokens, _), p in zip(found[0][0][1:], (SUB, SUB, OTHER), strict=True)] == [SUB, SUB, OTHER]
 
 
 def test_log_probs_of_all_histories_agree_with_the_learner_s_pass(models):

@@ -9,6 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 import train_async
 import train_one_step_off
@@ -80,6 +87,17 @@ def test_greedy_equals_generate(models, kind):
         ids = torch.tensor([PROMPTS[i]])
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
         assert output.token_ids == expected[0, len(PROMPTS[i]) :].tolist()
+
+
+def test_tokens_are_read_while_responses_grow(models):
+    engine = TransformersEngine(models["qwen2-tied"], max_length=64, max_num_seqs=5)
+    for request in requests_for():
+        engine.add(request)
+    some = {(0, 1), (3, 2)}
+    while engine.num_unfinished:
+        engine.step()
+        grown = {output.id: output.token_ids for output in engine.unfinished() if output.token_ids}
+        assert engine.tokens_of(some) == {id: grown[id] for id in some & grown.keys()}
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads what is resident from /proc")
@@ -227,6 +245,24 @@ def test_sampling_never_leaves_its_support(vocab, temperature, top_k, top_p, see
             assert lp == pytest.approx(torch.log(torch.tensor(kept[t] / sum(kept.values()))).item(), abs=2e-3)
 
 
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(-1, 1, 0.1), (3, 1, 0.05), (-1, 0.7, 0.02), (9, 0.9, 0.2), (-1, 1, 1)])
+def test_truncation_is_that_of_transformers(top_k, top_p, min_p):
+    """In vLLM's order: min-p, then top-k, then the nucleus. A row without truncation is left alone."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(200, 50, generator=generator) * 3
+    warpers = [TemperatureLogitsWarper(0.7), MinPLogitsWarper(min_p)]
+    warpers += [TopKLogitsWarper(top_k if top_k > 0 else 50), TopPLogitsWarper(float(top_p))]
+    expected = LogitsProcessorList(warpers)(None, logits).log_softmax(-1)
+    expected[1::2] = (logits[1::2] / 0.7).log_softmax(-1)
+    cut, whole = SamplingParams(0.7, top_p, top_k, min_p=min_p), SamplingParams(0.7)
+    seen = 0
+    for uniform in torch.rand(20, generator=generator).tolist():
+        token, log_prob, _ = sample(logits, torch.full((200,), uniform), [cut, whole] * 100)
+        torch.testing.assert_close(log_prob, expected.gather(1, token[:, None]).squeeze(1), atol=1e-5, rtol=0)
+        seen += len({*token[::2].tolist()})
+    assert cut.truncates and seen > 400
+
+
 def test_sampling_has_the_right_distribution():
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]]).expand(40000, -1)
     uniform = torch.rand(40000, generator=torch.Generator().manual_seed(0))
@@ -277,7 +313,7 @@ def test_an_engine_sleeps_only_where_it_takes_turns_with_a_learner(monkeypatch):
     asked = []
     monkeypatch.setattr(generator, "make_engine", lambda *_, sleeps, **__: asked.append(sleeps))
     monkeypatch.setattr(generator.dist, "engines_first", lambda _: None)
-    job = types.SimpleNamespace(path="", environments=None)
+    job = types.SimpleNamespace(path="", environments=None, val_sets=None)
     for script in (train_sync, train_one_step_off, train_async):
         generator.make_generator(script.Args(), job, types.SimpleNamespace(device=CPU, rank=0, world_size=1), None)
     assert asked == [True, False, False]

@@ -3,14 +3,23 @@
 import itertools
 import json
 import random
+import statistics
 
 import pytest
 from helpers import train
 
-from rl.algorithm.metrics import best_of, validation_metrics
+from rl.algorithm.metrics import best_of, majority, validation_metrics
 from rl.errors import UserError
 from rl.generation.engine import SamplingArgs
 from rl.generation.val_sets import ValSets
+from rl.record import validations
+from rl.rewards import verifiers
+from rl.rewards.pool import as_score
+
+REWARD = """
+def score(data_source, solution_str, ground_truth, extra_info):
+    return {"score": float(solution_str == ground_truth), "pred": solution_str}
+"""
 
 
 class Rows:
@@ -21,20 +30,21 @@ class Rows:
 
 
 def test_a_file_has_the_flags_values_or_its_own():
-    words = ["hard=data/aime.parquet:n=16:temperature=0.6", "a=b.jsonl", "org/name:main", "demo:top_p=0.5:n=2"]
-    sets = ValSets(words, SamplingArgs(val_n=3, val_temperature=0.1))
+    words = ["hard=data/aime.parquet:n=16:length=99:temperature=0.6", "a=b.jsonl", "org/name:main", "demo:top_p=0.5:n=2"]
+    sets = ValSets(words, SamplingArgs(val_n=3, val_temperature=0.1, max_response_length=20))
     assert sets.files == ["data/aime.parquet", "b.jsonl", "org/name:main", "demo"]
     found = [sets.of(Rows(), 2 * file + 1) for file in range(4)]
     assert [name for name, _ in found] == ["hard", "a", "", ""]
-    values = [(of.val_n, of.val_temperature, of.val_top_p) for _, of in found]
-    assert values == [(16, 0.6, 1.0), (3, 0.1, 1.0), (3, 0.1, 1.0), (2, 0.1, 0.5)]
+    values = [(of.val_n, of.validation.temperature, of.validation.top_p, of.validation.max_tokens) for _, of in found]
+    assert values == [(16, 0.6, 1.0, 99), (3, 0.1, 1.0, 20), (3, 0.1, 1.0, 20), (2, 0.1, 0.5, 20)] and sets.longest == 99
 
 
 @pytest.mark.parametrize(
     ("word", "message"),
     [
         ("a.parquet:n=0", "--val-n must be at least 1; it is 0"),
-        ("a.parquet:n=few", "n is a whole number"),
+        ("a.parquet:n=few", "n and length are whole numbers"),
+        ("a.parquet:length=0", "--max-response-length must be at least 1"),
         ("a.parquet:temperature=", "temperature and top_p are numbers"),
         ("x=a.parquet:top_p=2", "--val-top-p must be"),
     ],
@@ -51,6 +61,45 @@ def test_the_best_of_k_is_the_mean_over_all_choices():
         for k in range(1, n + 1):
             chosen = [*map(max, itertools.combinations(accuracies, k))]
             assert best_of(accuracies, k) == pytest.approx(sum(chosen) / len(chosen))
+
+
+def test_a_vote_is_of_the_answers_that_most_have():
+    """Whatever the order of the responses: the mean over the answers that are most frequent, as a tie broken at random is on
+    average; a response without an answer has no vote, unless none has one."""
+    right = {"4": 1.0, "5": 0.0, "6": 0.5, None: 0.0}
+    for answers in itertools.product(right, repeat=5):
+        modes = statistics.multimode(answer for answer in answers if answer) or [None]
+        expected = statistics.mean(right[answer] for answer in modes)
+        assert majority([*answers], [right[answer] for answer in answers]) == pytest.approx(expected)
+
+
+def test_the_vote_is_a_metric_of_sources_whose_grader_returns_answers():
+    answers = ["4", "4", "5"], ["5", "5", "4"], ["5", None, None], [None, None, None]
+    rows = []
+    for index, pred in [(index, pred) for index, preds in enumerate(answers) for pred in preds]:
+        row = {"index": index, "data_source": "math", "error": None, "acc": float(pred == "4"), "pred": pred}
+        rows += [row, row | {"index": 10 + index, "data_source": "other", "pred": None}]
+    random.Random(0).shuffle(rows)
+    metrics = validation_metrics(rows)
+    assert [name for name in metrics if "maj@" in name] == ["val-core/math/acc/maj@3/mean"]
+    assert metrics["val-core/math/acc/maj@3/mean"] == 0.25 and metrics["val-core/math/acc/mean@3"] == 0.25
+    assert validations.score(metrics) == 0.25  # not twice
+
+
+@pytest.mark.parametrize(
+    ("grade", "text", "pred"),
+    [
+        (verifiers.gsm8k, "so\n#### 18 ", "18"),
+        (verifiers.gsm8k, "eighteen", None),
+        (verifiers.math_verify, "it is \\boxed{\\frac12}", "\\frac12"),
+        (verifiers.math_dapo, "Answer:  1/2\nbye", "1/2"),
+        (verifiers.geo3k, "\\boxed{ 7 }", "7"),
+        (lambda *_: {"score": 1, "pred": 7}, "", "7"),
+        (lambda *_: {"score": 1}, "", None),
+    ],
+)
+def test_graders_return_answers(grade, text, pred):
+    assert as_score(grade("", text, "1")).pred == pred
 
 
 def test_files_of_one_source_with_different_numbers_of_responses_are_told_apart():
@@ -71,11 +120,14 @@ def test_a_run_validates_each_file_in_its_own_way(tmp_path):
     rows = [{"prompt": f"{a}+{a}=", "data_source": "demo", "ground_truth": str(2 * a)} for a in range(1, 4)]
     file = tmp_path / "sums.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
-    sets = [f"one={file}", f"many={file}:n=4:temperature=1", f"{file}:n=2"]
+    sets = [f"one={file}", f"many={file}:n=4:temperature=1:length=70", f"{file}:n=2"]  # longer than in training: 64 + 8
+    (tmp_path / "reward.py").write_text(REWARD)
     flags = ["--total-training-steps", 1, "--test-freq", 1, "--no-val-before-train", "--val-files", *sets]
+    flags += ["--reward", f"{tmp_path / 'reward.py'}:score"]
     metrics, run, _ = train("train_one_step_off.py", *flags, out=tmp_path / "runs", ranks=2)
     names = {name for name in metrics[1] if name.startswith("val-core/")}
-    of_many = {"many/acc/mean@4", "many/acc/pass@2", "many/acc/pass@4"}
-    assert names == {f"val-core/{name}" for name in {"one/acc/mean@1", "demo/acc/mean@2", "demo/acc/pass@2"} | of_many}
+    of_many = {"many/acc/mean@4", "many/acc/pass@2", "many/acc/pass@4", "many/acc/maj@4/mean"}
+    of_demo = {"demo/acc/mean@2", "demo/acc/pass@2", "demo/acc/maj@2/mean"}
+    assert names == {f"val-core/{name}" for name in {"one/acc/mean@1"} | of_demo | of_many}
     responses = (run / "val_generations" / "step_000001.jsonl").read_text().splitlines()
     assert len(responses) == 3 * (1 + 4 + 2)

@@ -123,13 +123,13 @@ def test_the_gradient_is_that_of_the_policy_that_sampled():
         assert (gradient(biased) - expected).norm() > 0.1 * expected.norm()
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(4, 1.0), (5, 0.6), (100, 0.6)])
-def test_the_engine_records_what_could_be_sampled(models, top_k, top_p):
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(4, 1.0, 0), (5, 0.6, 0), (100, 0.6, 0), (20, 1.0, 0.3), (9, 0.8, 0.2)])
+def test_the_engine_records_what_could_be_sampled(models, top_k, top_p, min_p):
     """Of a model of 32 tokens. Continued elsewhere, a response keeps its record; a request that asks for none has none."""
     path, most = models["qwen3"], top_k + sampling_mask.TIES
     engine = TransformersEngine(path, max_length=64, max_num_seqs=8, end_tokens={1})
     model = AutoModelForCausalLM.from_pretrained(path)
-    more = {"top_k": top_k, "top_p": top_p, "max_tokens": 8, "ignore_eos": True, "temperature": TEMPERATURE}
+    more = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "max_tokens": 8, "ignore_eos": True, "temperature": TEMPERATURE}
     requests = [dataclasses.replace(r, id=(*r.id, "no")) for r in requests_for(n=1, **more)]
     requests += requests_for(n=1, support=most, **more)
     for request in requests:
@@ -148,6 +148,7 @@ def test_the_engine_records_what_could_be_sampled(models, top_k, top_p):
             logits = model(torch.tensor([PROMPTS[i] + output.token_ids])).logits[0, len(PROMPTS[i]) - 1 : -1] / TEMPERATURE
         for of_place, token, log_prob, row in zip(logits, output.token_ids, output.log_probs, output.support, strict=True):
             order = of_place.argsort(descending=True)[:top_k]
+            order = order[of_place[order].exp() >= min_p * of_place.max().exp()]
             ahead = torch.tensor([0.0, *itertools.accumulate(of_place[order].softmax(0).tolist())])[: len(order)]
             kept = order[ahead < top_p].tolist()
             assert row[row >= 0].tolist() == kept and token in kept

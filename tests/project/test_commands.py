@@ -21,7 +21,7 @@ PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*.py")]
 PAGES.remove(ROOT / "docs" / "forking.md")  # its commands train what its diffs make (test_forking.py)
 SCRIPTS = {f"{module.__name__}.py": module for module in (train_sync, train_one_step_off, train_async, train_sft)}
 SCRIPT = re.compile(r"(?:train_\w+|plan|replay|report)\.py")
-OF_REPLAY = {"--from-step": 1, "--to-step": 1, "--script": 1, "--tokens": 0}  # its own, and their values
+OF_REPLAY = {"--from-step": 1, "--to-step": 1, "--without": 1, "--script": 1, "--tokens": 0}  # its own, and their values
 
 
 def commands(text: str) -> Iterator[list[str]]:

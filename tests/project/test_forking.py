@@ -104,6 +104,10 @@ LAST = {  # flags -> what the last step's metrics have to be
         ["--adv-estimator", "optimal_token_baseline"],
         lambda m: any(row["critic/advantages/max"] > 0 for row in m),
     ),
+    "repetition_penalty": (  # generator and learner have the same policy
+        ["--repetition-penalty", "1.5", "--top-k", "8", "--keep-sampling-mask"],
+        lambda m: all(row["training/rollout_probs_diff_max"] < 1e-4 for row in m),
+    ),
     "score_centering": (  # the policy is the sampler: minus the entropy over at most five tokens
         ["--score-centering", "--loss-mode", "reinforce", "--keep-sampling-mask", "--top-k", "5", "--top-p", "0.9"],
         lambda m: all(-math.log(5) < row["actor/expected_log_prob"] < 0 for row in m),
@@ -171,6 +175,16 @@ def test_a_centered_step_has_the_gradient_of_its_definition(tmp_path):
     done = run_script(ROOT / "tests" / "programs" / "score_centering.py", tmp_path, imported="packages", env=env)
     error, without_the_baseline = json.loads(done.stdout.splitlines()[-1])
     assert error < 1e-5 and without_the_baseline > 0.1
+
+
+@pytest.mark.runs
+def test_penalised_log_probs_and_their_gradient_are_those_of_transformers(tmp_path):
+    """Of the engine and of the learner, whose gradient is another without the penalty."""
+    apply("repetition_penalty", tmp_path / "tree")
+    env = {"PYTHONPATH": str(tmp_path / "tree")}
+    done = run_script(ROOT / "tests" / "programs" / "repetition_penalty.py", tmp_path, imported="packages", env=env)
+    penalised, plain = json.loads(done.stdout.splitlines()[-1])
+    assert max(penalised) < 1e-4 and min(plain) > 0.1
 
 
 @pytest.mark.runs

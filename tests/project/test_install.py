@@ -15,14 +15,15 @@ from packaging.requirements import Requirement
 from test_requirements import requirements
 
 import rl
+from tools.command import PROGRAMS
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     """The project, built from a copy because a build leaves files behind."""
     where, source = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "requirements.txt", "losses.py", "report.py"):
-        shutil.copy(ROOT / name, source / name)
+    for file in (ROOT / "pyproject.toml", ROOT / "README.md", *ROOT.glob("*.py")):
+        shutil.copy(file, source / file.name)
     for name in ("rl", "tools", "math_grader", "program_grader", "examples/demo"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     flags = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
@@ -39,8 +40,8 @@ def site(wheel, tmp_path_factory) -> Path:
     return where
 
 
-def run(site: Path, cwd: Path, program: str) -> str:
-    command = [sys.executable, "-c", program]
+def run(site: Path, cwd: Path, *words: str | Path) -> str:
+    command = [sys.executable, *words]
     done = subprocess.run(command, cwd=cwd, env={"PYTHONPATH": str(site)}, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -49,11 +50,26 @@ def run(site: Path, cwd: Path, program: str) -> str:
 @pytest.mark.slow
 def test_everything_imports_from_any_directory_and_the_report_without_torch(site, tmp_path):
     program = "import sys, report, tools.report.logs; print('torch' in sys.modules, report.__file__)"
-    assert run(site, tmp_path, program) == f"False {site / 'report.py'}"
-    assert run(site, tmp_path, "import losses; print(losses.__file__)") == str(site / "losses.py")
+    assert run(site, tmp_path, "-c", program) == f"False {site / 'report.py'}"
+    assert run(site, tmp_path, "-c", "import losses; print(losses.__file__)") == str(site / "losses.py")
     for name in ("rl", "tools", "math_grader", "program_grader", "examples/demo"):
         modules = {path.relative_to(ROOT) for path in (ROOT / name).rglob("*.py")}
         assert modules == {path.relative_to(site) for path in (site / name).rglob("*.py")}, "every file of the package is there"
+
+
+@pytest.mark.slow
+def test_the_command_knows_all_programs_and_copies_one(site, tmp_path):
+    """Every program of the repository's first level is installed, starts by its name, and is not overwritten."""
+    command = site / "bin" / "flat-rl"
+    assert {file.stem for file in ROOT.glob("*.py")} == {*PROGRAMS} - {"from_verl"} | {"losses"}
+    assert all(name in run(site, tmp_path, command) for name in PROGRAMS)
+    for name in ("report", "from_verl"):
+        assert "usage" in run(site, tmp_path, command, name, "--help")
+    run(site, tmp_path, command, "copy", "train_sync", "mine.py")
+    assert (tmp_path / "mine.py").read_text() == (ROOT / "train_sync.py").read_text()
+    for words in (["copy", "train_sync", "mine.py"], ["no_such"]):
+        done = subprocess.run([sys.executable, command, *words], cwd=tmp_path, env={"PYTHONPATH": str(site)}, timeout=60)
+        assert done.returncode == 1
 
 
 def metadata(site: Path) -> email.message.Message:
@@ -126,3 +142,16 @@ def test_a_copy_of_a_script_runs_elsewhere(site, demo_model, tmp_path):
     assert steps[-2:] == [1, 2]
     assert directory.name.startswith("my_experiment-")
     assert json.loads((directory / "config.json").read_text())["script"] == "my_experiment"
+
+
+def test_the_image_installs_what_the_readme_says():
+    """Nobody has built it on the machine that runs the tests, which may have no Docker: its commands are README's."""
+    lines = (ROOT / "Dockerfile").read_text().replace("\\\n", "").splitlines()
+    copied = [name for line in lines if line.startswith("COPY") for name in line.split()[1:-1]]
+    assert all((ROOT / name).exists() for name in copied) and "requirements-cuda.txt" in copied
+    readme = (ROOT / "README.md").read_text()
+    installs = [part.strip() for line in lines for part in line.split(";") if "pip install" in part and "-r" in part]
+    assert len(installs) == 2
+    for install in installs:
+        assert install[install.index("pip install") :].replace("--no-cache-dir ", "") in readme
+    assert lines[-1] == 'ENTRYPOINT ["flat-rl"]'

@@ -33,7 +33,7 @@ LAYERS = [
     ["supervised"],
     ["report", "view", "rehearse"],
     ["plan"],
-    ["from_verl", "doctor"],
+    ["from_verl", "doctor", "command"],
 ]
 LEVELS = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 HOUSES = ("rl", "tools")  # what a training process imports, and what a person runs around it
@@ -122,10 +122,10 @@ def test_a_start_of_plain_training_imports_no_room_of_a_feature():
     rooms = """adapters algorithm.critic algorithm.teacher checkpoint.push data.demonstrations
         data.image_prompts data.teacher_prompts data.tools environments.pool generation.episodes generation.vllm
         learning.batch_images learning.compact_adamw model.attention_kernels model.compiled model.expert_parallel model.hybrid
-        model.liger model.router model.sampling_mask model.sequence_parallel model.vision_forward record.wandb_log
+        model.liger model.router model.sampling_mask model.sequence_parallel model.vision_forward record.loggers
         rewards.host split supervised transport"""
     names = [f"rl.{room}" for room in rooms.split()] + ["math_grader", "program_grader"]
-    names += ["datasets", "liger_kernel", "openai", "pebble", "peft", "vllm", "wandb"]
+    names += ["datasets", "liger_kernel", "mlflow", "openai", "pebble", "peft", "vllm", "wandb"]
     code = f"import sys, train_sync; print([name for name in {names} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout == "[]\n", done.stderr

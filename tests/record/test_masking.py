@@ -45,11 +45,10 @@ def test_what_is_written_of_a_run_has_none(monkeypatch, tmp_path):
         seen.update(config=config, argv=[*sys.argv])
         return SimpleNamespace(id="1", define_metric=lambda *_, **__: None)
 
-    from rl.record import wandb_log
+    from rl.record import loggers
 
-    fake = SimpleNamespace(init=init, errors=SimpleNamespace(Error=OSError))
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    wandb_log.WandB(args, tmp_path, ())
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    loggers.opened(parts.replace(args, logger=("wandb",)), tmp_path, 0)
     assert S not in json.dumps(seen, default=str) and seen["config"]["lr"] == args.learner.lr
     assert S in " ".join(sys.argv)
 

@@ -7,19 +7,24 @@ import pytest
 from helpers import bits, train
 
 from rl.rewards.args import RewardArgs
-from rl.rewards.outages import FAILURES, LONGEST_PAUSE, Outages
+from rl.rewards.outages import FAILURES, LONGEST_PAUSE, LastScored, Outages
 from rl.rewards.pool import Score, ScoringPool
 from rl.samples.recorder import Record
 
 GOOD, BAD = Score(1.0), Score(None, event="error", message="the judge is gone")
+OUT = Score(None, event="outage", message="error: the judge is gone")
+
+
+LAST = LastScored("d")
 
 
 class Grader:
-    """Outages with a clock of their own. Responses that are to be scored again are in `asked`."""
+    """Outages with a clock of their own. Responses that are to be scored again are in `asked`. repeats: False for an
+    environment."""
 
-    def __init__(self, seconds: float = 600.0):
-        self.now, self.asked = 0.0, []
-        self.outages = Outages(seconds, "mine.py:score", self.asked.append, clock=lambda: self.now)
+    def __init__(self, seconds: float = 600.0, repeats: bool = True):
+        self.now, self.asked, self.repeats = 0.0, [], repeats
+        self.outages = Outages(seconds, "mine.py:score", self.asked.append, clock=lambda: self.now, repeats=repeats)
 
     def take(self, score: Score, *keys, source: str = "d") -> list:
         return [found for key in keys for found in self.outages.take(source, key, score)]
@@ -31,11 +36,14 @@ class Grader:
         """Fail on the responses 0 to FAILURES - 1."""
         assert self.take(GOOD, "first") == [("first", GOOD)]
         assert self.take(BAD, *range(FAILURES)) == []
+        if self.repeats:
+            assert self.asked == [LAST] and self.take(BAD, self.asked.pop()) == [], "it cannot repeat what it could"
         assert self.outages.is_one and self.outages.waiting == FAILURES
 
 
-def test_responses_of_an_outage_are_scored_once_it_ends(capsys):
-    grader = Grader()
+@pytest.mark.parametrize("repeats", [True, False])
+def test_responses_of_an_outage_are_scored_once_it_ends(repeats, capsys):
+    grader = Grader(repeats=repeats)
     grader.go_out()
     pauses = []
     for _ in range(9):
@@ -49,8 +57,9 @@ def test_responses_of_an_outage_are_scored_once_it_ends(capsys):
     grader.now += LONGEST_PAUSE
     grader.look()
     (first,) = grader.asked
-    assert grader.take(GOOD, first) == [(first, GOOD)] and not grader.outages.is_one and not grader.outages.waiting
-    assert sorted(grader.asked) == [*range(FAILURES)], "the one that showed it, and then the others"
+    assert grader.take(GOOD, first) == ([] if repeats else [(first, GOOD)])
+    assert not grader.outages.is_one and not grader.outages.waiting
+    assert {*grader.asked} - {LAST} == {*range(FAILURES)}, "the one that showed it, and then the others"
     assert grader.take(GOOD, *grader.asked[1:]) == [(key, GOOD) for key in grader.asked[1:]]
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and "mine.py:score: 16 responses of d in a row" in said[0] and "the judge is gone" in said[0]
@@ -62,19 +71,31 @@ def test_single_failures_are_final_at_the_next_score():
     grader.take(GOOD, "first")
     assert grader.take(BAD, 1, 2) == [] and grader.look() == []
     assert grader.take(GOOD, 3) == [(1, BAD), (2, BAD), (3, GOOD)]
-    assert grader.take(BAD, 4) == [] and grader.look(nothing_comes=True) == [(4, BAD)]
     for key in range(10 * FAILURES):  # every second one
         grader.take(BAD if key % 2 else GOOD, key)
     assert not grader.outages.is_one and not grader.asked
 
 
-def test_failures_count_over_steps():
-    """Where a step is smaller than what shows an outage."""
+@pytest.mark.parametrize("failures", [1, FAILURES - 1, 5 * FAILURES])
+def test_a_grader_that_still_scores_what_it_scored_is_not_out(failures, capsys):
+    """The last responses of a step fail, because they are slow, or all of one prompt."""
     grader = Grader()
     grader.take(GOOD, "first")
-    for key in range(FAILURES - 1):
-        assert grader.take(BAD, key) + grader.look(nothing_comes=True) == [(key, BAD)]
-    assert grader.take(BAD, "last") + grader.look(nothing_comes=True) == [] and grader.outages.is_one
+    assert grader.take(BAD, *range(failures)) == [] and grader.look(nothing_comes=True) == []
+    assert grader.asked == [LAST] and grader.outages.is_one, "it is being found out"
+    if failures >= FAILURES:
+        assert grader.take(GOOD, LAST) == [] and grader.asked[1:] == [*range(failures)], "they may try once more"
+        assert grader.take(BAD, *grader.asked[1:]) == []
+    assert grader.take(GOOD, LAST) == [(key, BAD) for key in range(failures)]
+    assert not grader.outages.is_one and not grader.outages.waiting and not capsys.readouterr().err
+
+
+def test_the_last_responses_of_a_step_show_an_outage():
+    """However few a step has."""
+    grader = Grader()
+    grader.take(GOOD, "first")
+    assert grader.take(BAD, 1) + grader.look(nothing_comes=True) == []
+    assert grader.take(BAD, LAST) == [] and grader.outages.is_one and grader.outages.waiting == 1
 
 
 def test_a_function_that_never_worked_is_not_out():
@@ -84,28 +105,33 @@ def test_a_function_that_never_worked_is_not_out():
 
 def test_no_time_turns_waiting_off():
     grader = Grader(seconds=0)
-    grader.take(GOOD, "first")
-    assert len(grader.take(BAD, *range(99))) == 99
+    grader.go_out()
+    assert grader.look() == [(key, OUT) for key in range(FAILURES)] and not grader.outages.is_one
+    agents = Grader(seconds=0, repeats=False)
+    agents.take(GOOD, "first")
+    assert agents.take(BAD, *range(99)) == [(key, BAD) for key in range(99)] and not agents.asked
 
 
-def test_a_long_outage_leaves_responses_without_a_score(capsys):
+@pytest.mark.parametrize("repeats", [True, False])
+def test_a_long_outage_leaves_responses_without_a_score(repeats, capsys):
     """Also those that are being scored at its end, and later ones until the grader works; then it may go out again."""
-    grader = Grader(seconds=100)
+    grader = Grader(seconds=100, repeats=repeats)
+    lost = OUT if repeats else BAD
     grader.go_out()
     grader.now = 1.0
     grader.look()
     grader.now = 101.0
     left = grader.look()
-    assert len(left) == FAILURES - 1 and all(score == BAD for _, score in left)
-    assert grader.take(BAD, *grader.asked) == [(grader.asked[0], BAD)]
-    assert grader.take(BAD, *range(99)) == [(key, BAD) for key in range(99)] and not grader.outages.is_one
+    assert len(left) == FAILURES - (not repeats) and all(score == lost for _, score in left)
+    assert grader.take(BAD, *grader.asked) == ([] if repeats else [(grader.asked[0], BAD)])
+    assert grader.take(BAD, *range(99)) == [(key, lost) for key in range(99)] and not grader.outages.is_one
     assert "could not be scored for 100 s" in capsys.readouterr().err
     grader.asked.clear()
     grader.go_out()
 
 
 def test_a_score_asked_for_before_others_failed_does_not_end_their_wait():
-    grader = Grader()
+    grader = Grader(repeats=False)
     assert grader.take(GOOD, "first") == [("first", GOOD)]
     grader.now = 10.0
     assert grader.take(BAD, *range(FAILURES - 1)) == []
@@ -123,7 +149,8 @@ def test_an_outage_is_of_one_source():
     grader.take(GOOD, "e", source="e")
     grader.go_out()
     assert grader.take(GOOD, "e2", source="e") == [("e2", GOOD)] and grader.outages.is_one
-    assert grader.take(BAD, "e3", source="e") + grader.look(nothing_comes=True) == [("e3", BAD)]
+    assert grader.take(BAD, "e3", source="e") + grader.look(nothing_comes=True) == []
+    assert grader.take(GOOD, LastScored("e"), source="e") == [("e3", BAD)]
     assert grader.outages.waiting == FAILURES
 
 
@@ -164,11 +191,11 @@ def test_a_run_that_waited_trains_the_bits_of_one_that_had_no_outage(script, ran
     flags = ["--total-training-steps", 4, "--test-freq", 0, "--lr", 1e-3]
     flags += ["--staleness-threshold", 0] if script == "train_async.py" else []
     found = {}
-    for name, bad in (("with", 40), ("without", 0)):
-        reward = fickle(tmp_path / f"reward-{name}", good=70, bad=bad)  # of 32 a step
+    for name, bad in (("with", 60), ("without", 0)):
+        reward = fickle(tmp_path / f"reward-{name}", good=70, bad=bad)
         found[name] = train(script, *flags, "--reward", reward, out=tmp_path / name, ranks=ranks)
     metrics, run, done = found["with"]
-    assert len((tmp_path / "reward-with" / "failed").read_text()) == 40
+    assert len((tmp_path / "reward-with" / "failed").read_text()) == 60
     assert "in a row could not be scored" in done.stderr and "are scored again, after" in done.stderr
     assert all(metrics[step]["reward/unscored"] == 0 for step in range(1, 5))
     assert bits(run) == bits(found["without"][1])

@@ -1,11 +1,13 @@
 """rehearse.py finds the faults of careless graders, and none in those that have none."""
 
 import json
+import re
 
 import pytest
 from helpers import ROOT, run_script
 
 import rehearse
+import view
 from rl.errors import UserError
 from tools.rehearse import attacks
 
@@ -30,29 +32,31 @@ def data(tmp_path):
     return file
 
 
-def found(data, grader: str, **more) -> dict[str, rehearse.Found]:
-    jobs = []
-    for where, row in rehearse.read_rows((str(data),), 4):
-        jobs += [(where, text, row) for text in attacks.texts(row["prompt"], row["ground_truth"])]
-    return rehearse.judge(jobs, rehearse.score(f"{CARELESS}:{grader}", jobs, "prompt"))
+def texts_of(data) -> list[rehearse.Try]:
+    return [
+        text for where, row in rehearse.read_rows((str(data),), 4, None) for text in rehearse.texts_of(where, row, "prompt")
+    ]
+
+
+def found(data, grader: str) -> list[rehearse.Try]:
+    texts = texts_of(data)
+    return [text for _, text in rehearse.cheats(texts, rehearse.score(f"{CARELESS}:{grader}", texts, "prompt"))]
 
 
 @pytest.mark.parametrize("grader", EXPLOITS)
 def test_a_careless_grader_is_cheated(data, grader):
-    cheats = {name for name, of in found(data, grader).items() if of.cheats}
-    assert cheats >= {*EXPLOITS[grader]}
+    assert {text.name for text in found(data, grader)} >= {*EXPLOITS[grader]}
 
 
 def test_a_right_answer_is_no_cheat(data):
-    of_all = found(data, "contains")
-    assert not any(of.cheats for of in of_all.values() if of.kind == attacks.HONEST)
-    assert {len(of.scores) for of in of_all.values() if of.kind == attacks.HONEST} == {4}
-    prompt = of_all["the prompt"]
-    assert [where for _, where, _ in prompt.cheats] == [f"{data} row 3"], "where the prompt has the answer"
+    cheats = found(data, "contains")
+    assert not any(text.kind == rehearse.HONEST for text in cheats)
+    assert sum(text.kind == rehearse.HONEST for text in texts_of(data)) == 4 * len(attacks.FORMS)
+    assert [text.where for text in cheats if text.name == "the prompt"] == [f"{data} row 3"], "where the prompt has the answer"
 
 
 def test_a_sound_grader_is_not_cheated(data):
-    assert not any(of.cheats for of in found(data, "sound").values())
+    assert not found(data, "sound")
 
 
 BUILT_IN = ["openai/gsm8k", "HuggingFaceH4/MATH-500", "math_dapo", "aime_2025", "hiyouga/geometry3k", "demo"]
@@ -68,31 +72,36 @@ def test_no_built_in_grader_is_cheated(data, tmp_path, source, capsys):
     assert "no text cheats" in said and "right answers score up to" in said and "STOPS IT" not in said
 
 
-def test_a_text_that_stops_a_grader_is_named(data):
-    jobs = [("row 0", text, {"data_source": "sums", "ground_truth": "46"}) for text in attacks.breakers()]
-    jobs = [job for job in jobs if job[1].name in ("a tower of powers", "an exit", "a null character")]
-    jobs = [("row 0", attacks.Text("first", attacks.HONEST, "#### 46"), jobs[0][2])] * 20 + jobs  # a first call has more time
-    of_all = rehearse.judge(jobs, rehearse.score(f"{CARELESS}:evaluates", jobs, "prompt"))
-    assert "timeout" in of_all["a tower of powers"].errors[0] and of_all["an exit"].errors
-    assert not of_all["a null character"].errors
+def test_a_text_that_stops_a_grader_is_named(capsys):
+    row = {"data_source": "sums", "ground_truth": "46"}
+    names = ("a tower of powers", "an exit", "a null character")
+    texts = [rehearse.Try("row 0", row, rehearse.HONEST, "first", "#### 46")] * 20  # a first call has more time
+    texts += [rehearse.Try("row 0", row, rehearse.BREAKER, name, attacks.BREAKERS[name]) for name in names]
+    rehearse.show(texts, rehearse.score(f"{CARELESS}:evaluates", texts, "prompt"), [])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("STOPS IT")]
+    assert len(lines) == 2 and "a tower of powers: timeout" in lines[0] and "an exit: " in lines[1]
 
 
 def test_another_grader_is_compared(data, capsys):
     graders = {"reward": f"{CARELESS}:contains", "against": f"{CARELESS}:sound"}
     assert rehearse.main(rehearse.Args(train_files=(str(data),), rows=4, **graders)) == 1
     said = capsys.readouterr().out
-    assert "have another score by --against" in said and "The shortest text that is paid scores 1: " in said
+    assert "texts: another score by --against" in said and "The shortest text that is paid scores 1: " in said
 
 
 @pytest.mark.runs
 def test_a_recorded_run_gives_data_and_advantages(tmp_path):
-    flags = ["--total-training-steps", 1, "--test-freq", 0, "--output-dir", tmp_path, "--experiment-name", "a"]
-    run_script("train_sync.py", *flags)
-    done = run_script("rehearse.py", "--reward", f"{CARELESS}:contains", "--record", tmp_path / "a", check=False, fresh=True)
-    assert (
-        done.returncode == 1
-        and "rows of demo" in done.stdout
-        and "recorded groups, it would have an advantage of" in done.stdout
+    run_script(
+        "train_sync.py", "--total-training-steps", 1, "--test-freq", 0, "--output-dir", tmp_path, "--experiment-name", "a"
     )
+    flags = ("--reward", f"{CARELESS}:contains", "--record", tmp_path / "a")
+    done = run_script("rehearse.py", *flags, check=False, fresh=True)
+    assert done.returncode == 1 and "texts for 8 rows of demo" in done.stdout
+    assert "recorded groups, it would have an advantage of" in done.stdout
+    same = run_script("rehearse.py", "--record", tmp_path / "a", fresh=True)
+    assert "0 of 64 recorded responses: another score in the run" in same.stdout, "by the run's own grader"
+    differ = re.search(r"(\d+) of 64 recorded responses: another score", done.stdout)
+    rows = [row for row in view.read(tmp_path / "a") if not row["score"]]
+    assert int(differ[1]) == sum(row["ground_truth"] in row["response"] for row in rows)
     with pytest.raises(UserError, match="recorded its samples"):
         rehearse.main(rehearse.Args(record=tmp_path))

@@ -2,6 +2,7 @@
 them, by data source and kind."""
 
 import json
+import re
 
 import pytest
 from helpers import ROOT
@@ -42,7 +43,7 @@ def test_verls_name_math_is_verls_grader():
 
 
 def test_scales():
-    assert math_dapo("", "Answer: 4", "4") == {"score": 1, "acc": 1, "undecided": 0}
+    assert math_dapo("", "Answer: 4", "4") == {"score": 1, "acc": 1, "undecided": 0, "pred": "4"}
     assert math_dapo("", "4", "4") == {"score": -1, "acc": 0, "undecided": 0}
     assert geo3k("", r"<think>a</think> so \boxed{5}.", "5")["score"] == pytest.approx(1.0)
     assert geo3k("", r"so \boxed{5}.", "5")["score"] == pytest.approx(0.9)
@@ -68,7 +69,10 @@ GEOMETRY = [line.split("\t") for line in (ROOT / "tests" / "fixtures" / "geometr
 def test_geometry_is_scored_as_in_verl(text, right, formed):
     text, right, formed = map(json.loads, (text, right, formed))
     value = BUILT_IN[verifier_name("hiyouga/geometry3k")]("hiyouga/geometry3k", text, "5")
-    assert value == {"score": pytest.approx(0.9 * right + 0.1 * formed), "acc": right, "format": formed, "undecided": 0}
+    boxes = re.findall(r"box(?:ed)?\s*\{(\w)\}", text)
+    preds = {"pred": boxes[-1]} if boxes else {}
+    score = pytest.approx(0.9 * right + 0.1 * formed)
+    assert value == {"score": score, "acc": right, "format": formed, "undecided": 0} | preds
 
 
 PIECES = [*"0123456789.,-+$%#{}()[]\\ \n=eExa/^_*:", r"\boxed{", r"\frac", r"\text{", "Answer:", "####", *"½²√\u2212"]

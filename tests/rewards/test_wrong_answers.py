@@ -120,7 +120,9 @@ def test_every_published_solution_of_gsm8k_is_paid(part):
     rows = parquet.read_table(path, columns=["extra_info", "reward_model"]).to_pylist()
     solutions = [(row["extra_info"]["answer"], row["reward_model"]["ground_truth"]) for row in rows]
     assert [
-        solution for solution, truth in solutions if gsm8k("", solution, truth) != {"score": 1, "acc": 1, "undecided": 0}
+        solution
+        for solution, truth in solutions
+        if gsm8k("", solution, truth) != {"score": 1, "acc": 1, "undecided": 0, "pred": solution.rpartition("####")[2].strip()}
     ] == []
     boxed = [(solution.rpartition("####")[2].strip(), truth) for solution, truth in solutions]
     assert [text for text, truth in boxed if not math_verify("", f"\\boxed{{{text}}}", truth)["acc"]] == []

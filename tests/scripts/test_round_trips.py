@@ -36,7 +36,7 @@ ROWS = {
     ),
     "two of each": Row(ranks=2),
     "adapters, a sampling mask": Row(
-        ("--lora-rank", 4, "--top-k", 5, "--keep-sampling-mask"),
+        ("--lora-rank", 4, "--top-k", 5, "--min-p", 0.05, "--keep-sampling-mask"),
         other=("--lora-rank", 8),
         refused="was written with --lora-rank 4",
     ),
@@ -76,6 +76,12 @@ ROWS = {
     "a tool": Row(
         ("--model", "demo-calculator", "--env", "demo-calculator", "--max-response-length", 24, "--entropy-coeff", 0.1),
         ("response_length/trained/mean", "reward/extra/tool_calls/mean"),
+    ),
+    "a tool, stop strings": Row(  # which end a call in place of its end token
+        ("--model", "demo-calculator", "--env", "demo-calculator", "--max-response-length", 24, "--stop", "</tool_call>", "77"),
+        ("reward/extra/tool_calls/mean",),
+        other=("--stop", "</tool_call>"),
+        refused="--stop: was",
     ),
 }
 

@@ -32,6 +32,9 @@ class ScriptedEngine:
     def unfinished(self) -> list[Output]:
         return [Output(r.id, t[: len(v)], lp[: len(v)], list(v), "unfinished") for r, t, lp, v in self._running]
 
+    def tokens_of(self, ids) -> dict[object, list[int]]:
+        return {r.id: t[: len(v)] for r, t, _, v in self._running if r.id in ids}
+
     def abort(self) -> None:
         self._running = []
 

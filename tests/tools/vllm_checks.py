@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import torch
@@ -18,11 +19,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "generation"))
 
 from test_engine import PROMPTS, changed, drain, mixed_reference, reference_log_probs
+from test_stop_strings import LETTERS, STOP, STRINGS, TEXT, TOKENIZERS, first_end
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker import gpu_model_runner
 
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs, Output, Request, SamplingArgs, SamplingParams, request_seed
+from rl.generation.stop_strings import StopStrings
 from rl.generation.vllm import engine as vllm_engine
 from rl.generation.vllm.engine import VLLMEngine
 from rl.model.sampling_mask import TIES
@@ -151,9 +162,19 @@ def interrupted(engine, requests: list[Request], steps: int = 6) -> tuple[dict, 
     for _ in range(steps):
         engine.step()
     so_far = {output.id: output for output in engine.unfinished()}
+    check_tokens(engine, so_far)
     engine.abort()
-    again = [replace(r, so_far=so_far[r.id] if so_far[r.id].token_ids else None) for r in requests]
-    return so_far, drain(engine, again)
+    for r in requests:
+        if r.id in so_far:  # the others have ended
+            engine.add(replace(r, so_far=so_far[r.id] if so_far[r.id].token_ids else None))
+    check_tokens(engine, so_far)
+    return so_far, drain(engine, [])
+
+
+def check_tokens(engine, so_far: dict) -> None:
+    """What is passed on to agents is what has been sampled."""
+    assert engine.tokens_of(so_far) == {id: output.token_ids for id, output in so_far.items()}
+    assert not engine.tokens_of(["another"])
 
 
 def after_update(path: str, case=None, engine=None) -> None:
@@ -179,6 +200,7 @@ def everything(path: str) -> None:
     after_update(path, case, engine)
     engine.update(old.named_parameters(), version=2)
     sampling(case, engine)
+    stop_strings(case, engine)
     check_both_ways(case, engine, sends(engine, old), sends(engine, new))
     engine.update(new.named_parameters(), version=3)
     # a response continues elsewhere, as after a restart: sampled tokens keep their log-probs, and the rest continues from them
@@ -212,6 +234,65 @@ def sampling(case, engine) -> None:
     assert restricted(drain(engine, case.requests(top_k=3)), case.model) == {3}
     sizes = restricted(drain(engine, case.requests(top_k=3, top_p=0.9, support=3 + TIES)), case.model)
     assert min(sizes) >= 1 and max(sizes) == 3
+    outputs = drain(engine, case.requests(temperature=0.7, top_k=9, top_p=0.9, min_p=0.2, support=9 + TIES))
+    warpers = [TemperatureLogitsWarper(0.7), MinPLogitsWarper(0.2), TopKLogitsWarper(9), TopPLogitsWarper(0.9)]
+    sizes = set()
+    for (i, _), output in outputs.items():
+        with torch.no_grad():
+            logits = case.model(torch.tensor([PROMPTS[i] + output.token_ids])).logits[0][len(PROMPTS[i]) - 1 : -1]
+        expected = LogitsProcessorList(warpers)(None, logits).log_softmax(-1)
+        for row, token, log_prob, tokens in zip(expected, output.token_ids, output.log_probs, output.support, strict=True):
+            assert abs(float(row[token]) - log_prob) < BOUND
+            assert {*tokens[tokens >= 0].tolist()} == {*torch.nonzero(row > -torch.inf).flatten().tolist()}
+            sizes.add(int((tokens >= 0).sum()))
+    assert len(sizes) > 4, sizes
+
+
+def stop_strings(case, engine) -> None:
+    """A response ends with the token that completes a string, also if it continues elsewhere, and if that token is its last.
+    Otherwise it is what it is without."""
+    own = {"ignore_eos": True, "max_tokens": 20}
+    stop = StopStrings(STOP, LETTERS)
+    whole, outputs = (drain(engine, case.requests(**own, stop=strings)) for strings in (None, stop))
+    case.check(outputs, case.model)
+    ends = {id: first_end(output.token_ids) for id, output in whole.items()}
+    for id, output in outputs.items():
+        assert output.token_ids == whole[id].token_ids[: ends[id]]
+        assert output.finish_reason == ("stop" if ends[id] else "length")
+    assert len({*ends.values()}) > 4
+    last = next(id for id, end in ends.items() if end)
+    (request,) = [r for r in case.requests(**own | {"max_tokens": ends[last]}, stop=stop) if r.id == last]
+    assert drain(engine, [request])[last].finish_reason == "stop"
+    so_far, outputs = interrupted(engine, case.requests(n=6, **own, stop=stop))
+    case.check(outputs, case.model)
+    for output in outputs.values():
+        end = first_end(output.token_ids)
+        assert end in (None, len(output.token_ids)) and output.finish_reason == ("stop" if end else "length")
+    straddles = [output for id, output in outputs.items() if len(output.token_ids) == len(so_far[id].token_ids) + 1]
+    assert any(output.finish_reason == "stop" for output in straddles)
+    second = Request((0, 0), PROMPTS[0], SamplingParams(max_tokens=40, ignore_eos=True, stop=stop), 5)
+    so_far = Output((0, 0), [3, 7], [0.0] * 2, [engine.version] * 2, "unfinished")  # a turn of its own, "dd"
+    output = drain(engine, [replace(second, so_far=so_far, turn=2)])[0, 0]
+    assert first_end(output.token_ids[2:]) in (None, len(output.token_ids) - 2) and len(output.token_ids) > 3
+    assert not engine.num_unfinished and not engine._scheduler.requests
+    for make in TOKENIZERS.values():
+        as_vllm_detokenizes(make())
+
+
+def as_vllm_detokenizes(tokenizer) -> None:
+    """vLLM's own detokenizer, which this engine does without, finds a string at the same token."""
+    flags = {"min_tokens": 0, "include_stop_str_in_output": True, "skip_special_tokens": False}
+    found = 0
+    for strings in STRINGS:
+        params = SimpleNamespace(stop=[*strings], spaces_between_special_tokens=True, **flags)
+        for text in TEXT:
+            request = SimpleNamespace(sampling_params=params, request_id="", prompt_token_ids=[])
+            detokenizer, stop = FastIncrementalDetokenizer(tokenizer, request), StopStrings(strings, tokenizer)
+            tokens = tokenizer("a" + text, add_special_tokens=False)["input_ids"]
+            theirs = next((n for n, token in enumerate(tokens, 1) if detokenizer.update([token], False)), None)
+            assert theirs == next((n for n in range(1, len(tokens) + 1) if stop.complete(tokens[:n])), None), (strings, text)
+            found += theirs is not None
+    assert found >= 9, found
 
 
 def restricted(outputs, model) -> set[int]:
@@ -387,6 +468,7 @@ def tensor_parallel(path: str) -> None:
     outputs = drain(engine, case.requests(temperature=0.7))
     case.check(outputs, new, temperature=0.7)
     check_agree(outputs)
+    check_agree(drain(engine, case.requests(ignore_eos=True, stop=StopStrings(STOP, LETTERS))))
     learned = dict(new.named_parameters())
     assert not [n for n, tensor in learned.items() if not torch.equal(engine.own_part(n, tensor), engine.read_back(n))]
     parts = sum(engine.read_back(name).numel() for name in learned) / sum(p.numel() for p in learned.values())

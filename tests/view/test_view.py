@@ -225,10 +225,8 @@ def test_the_answers_are_what_the_groups_say(run):
 
 
 def test_repetition_and_strange_characters_are_measured():
-    assert texts.measures("", "")["repeated"] == 0 and texts.measures("", "")["compressed"] is None
+    assert texts.measures("", "")["compressed"] is None
     once, again = "one two three four five", "no no no no no no no no"
-    assert texts.measures(once, "")["repeated"] == 0
-    assert texts.measures(again, "")["repeated"] == pytest.approx(4 / 5), "5 sequences of 4 words, one of them new"
     assert texts.measures(again * 20, "")["compressed"] < 0.2 < 1 < texts.measures(once, "")["compressed"]
     mixed = "naïve да 中文 \ufffd\u202e\x00 😀\n"
     assert texts.measures(mixed, "How?")["strange"] == {
@@ -397,11 +395,13 @@ def test_two_runs_turns_and_conversations_are_shown(run, show, tmp_path):
     groups = Samples(other).groups(3)
     groups = [replace(group, responses=[replace(r, token_ids=r.token_ids.copy()) for r in group.responses]) for group in groups]
     groups[0].responses[0].token_ids[4] = ord("X")
+    groups[0] = replace(groups[0], ticket=35)  # of another seed: the prompt is in another place
+    (other / "groups.jsonl").write_text((run / "groups.jsonl").read_text().replace('"ticket": 30', '"ticket": 35'))
     mask = np.array([True, True, False, True, False, False, True, True, True])
     groups[1].responses[0] = replace(groups[1].responses[0], mask=mask, histories=[4, 5])
     Recorder(other, 2, True).write(3, groups)
     columns = {"gap": np.float32([0.25] * 8 + [np.nan]), "odd": np.full(9, np.nan, np.float32)}
-    np.savez(other / "samples" / "learner_000003_0.npz", ticket=[30], number=[0], length=[9], **columns)
+    np.savez(other / "samples" / "learner_000003_0.npz", ticket=[35], number=[0], length=[9], **columns)
     page = tmp_path / "page.html"
     server.as_file(Answers([run, other]), range(1, 4), page)
     text = show(page, "/0/step/3/30")

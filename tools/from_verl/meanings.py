@@ -8,7 +8,7 @@ import json
 from tools.from_verl.memory import DTYPE, PRECISIONS
 from tools.from_verl.verl_run import ASYNC, SYNC, Run, listed
 
-LOGGERS = ("console", "tensorboard", "wandb")
+LOGGERS = ("console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 
 
 # -- data

@@ -12,6 +12,7 @@ ROLLOUT: dict[str, list[Row]] = {
         to("A.rollout.temperature=1.0", "--temperature"),
         to("A.rollout.top_p=1.0", "--top-p"),
         to("A.rollout.top_k=-1", "--top-k", "-1 or 0 is off in verl, -1 here", m.top_k),
+        to("A.rollout.min_p=0.0", "--min-p"),
         missing("A.rollout.ignore_eos=False", "a response ends at its end token"),
         to("A.rollout.val_kwargs.n=1", "--val-n"),
         to("A.rollout.val_kwargs.do_sample A.rollout.val_kwargs.temperature=0.0 A.rollout.val_kwargs.top_p=1.0 "
@@ -41,8 +42,8 @@ ROLLOUT: dict[str, list[Row]] = {
                 "verl's classes of tools, interactions and agent loops: write functions (`--tools`), an environment (`--env`) "
                 "or an agent (`--agent`, `--serve-policy`), agents.md"),
         missing("A.rollout.quantization=null A.rollout.quantization_config_file=null", "no quantised engine"),
-        missing("A.rollout.do_sample=True A.rollout.repetition_penalty=1.0 A.rollout.min_p=0.0", "sampling by temperature, "
-                "top-p and top-k"),
+        missing("A.rollout.repetition_penalty=1.0", "a fork: examples/forks/repetition_penalty.diff"),
+        missing("A.rollout.do_sample=True", "a rollout always samples"),
         missing("A.rollout.over_sample_rate=0", "verl drops what it does not wait for; `--over-sample` continues it in the "
                 "next step"),
         missing("A.rollout.disaggregation.enabled=False", "prefill and decoding on the same devices"),

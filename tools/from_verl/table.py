@@ -303,7 +303,7 @@ TABLE: dict[str, list[Row]] = {
         to("trainer.default_local_dir", "--output-dir", "the run's directory is made in it"),
         to("trainer.project_name", "--project-name"),
         to("trainer.experiment_name", "--experiment-name"),
-        to("trainer.logger=[console,wandb]", "--logger", "`console`, `tensorboard`, `wandb`", m.logger),
+        to("trainer.logger=[console,wandb]", "--logger", "all but `file`, `vemlp_wandb`, `clearml`", m.logger),
         to("trainer.log_val_generations", "--log-val-generations", "in a table of the loggers; 8 by default here"),
         to("trainer.val_only=False", "--val-only", "of `--model`, which may be a checkpoint's directory"),
         missing("trainer.default_hdfs_dir=null", "no HDFS"),

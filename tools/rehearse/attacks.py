@@ -1,10 +1,7 @@
 """Texts that a policy may find before it learns the task: wrong ones that a careless grader pays, and ones that stop it."""
 
 import re
-from collections.abc import Iterator
-from typing import NamedTuple
 
-HONEST, ATTACK, BREAKER = "honest", "attack", "breaker"
 FORMS = (
     "{}",
     "#### {}",
@@ -35,19 +32,16 @@ BREAKERS = {
 }
 
 
-class Text(NamedTuple):
-    """A text to score."""
-
-    name: str
-    kind: str
-    text: str
+def right_answers(truth: str) -> dict[str, str]:
+    """Return the right answer in several forms, by name."""
+    return {f"right, as {form.format('...')!r}": form.format(truth) for form in FORMS}
 
 
-def texts(prompt: str, truth: str) -> Iterator[Text]:
-    """Yield right answers in several forms, and attacks, for a row of the data."""
+def attacks(prompt: str, truth: str) -> dict[str, str]:
+    """Return texts that are not worth anything, for a row of the data, by name."""
     other = another(truth)
     numbers = list(dict.fromkeys(re.findall(r"\d+", prompt)))
-    attacks = {
+    texts = {
         "nothing": "",
         "a space": " ",
         "the prompt": prompt,
@@ -73,17 +67,11 @@ def texts(prompt: str, truth: str) -> Iterator[Text]:
         "thinking, without an end": "<think>" + "Hmm. " * 200,
         "empty thinking, 20 times": "<think></think>" * 20,
     }
-    attacks |= {f"not computed, with {sign}": f"#### {sign.join(numbers[:2])}" for sign in "+-*/" if numbers}
+    texts |= {f"not computed, with {sign}": f"#### {sign.join(numbers[:2])}" for sign in "+-*/" if numbers}
     for form in FORMS:
         name = repr(form.format("..."))
-        yield Text(f"right, as {name}", HONEST, form.format(truth))
-        attacks |= {f"wrong, as {name}": form.format(other), f"no answer, as {name}": form.format("")}
-    yield from (Text(name, ATTACK, text) for name, text in attacks.items())
-
-
-def breakers() -> Iterator[Text]:
-    """Yield texts that may stop a grader."""
-    return (Text(name, BREAKER, text) for name, text in BREAKERS.items())
+        texts |= {f"wrong, as {name}": form.format(other), f"no answer, as {name}": form.format("")}
+    return texts
 
 
 def another(truth: str) -> str:

@@ -138,7 +138,7 @@ def utilization(group: RunGroup) -> list[Row]:
 def trouble(group: RunGroup) -> list[Row]:
     """Report counters that should be zero."""
     counters = {"actor/skipped_steps": "optimizer steps were skipped for a non-finite gradient"}
-    kinds = ("timeout", "error", "bad_value", "died", "image")
+    kinds = ("timeout", "error", "bad_value", "died", "image", "outage")
     counters |= {f"reward/events/{kind}": f"responses could not be scored ({kind})" for kind in kinds}
     counters |= {"fully_async/count/dropped_stale_samples": "prompts were dropped as too stale"}
     out = []

@@ -91,12 +91,11 @@ def step(samples: Samples, step: int) -> dict:
 
 def _measures(samples: Samples, group: Group) -> dict:
     """Return the beginning of a group's prompt, and means over its responses."""
-    prompt = samples.text(group.prompt_ids)
-    measured = [texts.measures(samples.said(response), prompt) for response in group.responses]
-    means = {name: mean(of[name] for of in measured) for name in ("repeated", "compressed")}
+    measured = samples.measures(group)
+    means = {name: mean(of[name] for of in measured) for name in ("repeated", "copied", "compressed")}
     means["strange"] = mean(sum(of["strange"].values()) for of in measured)
     means["cut"] = mean(response.finish_reason == "length" for response in group.responses)
-    return means | {"prompt": prompt[:BEGINNING]}
+    return means | {"prompt": samples.text(group.prompt_ids)[:BEGINNING]}
 
 
 def group(samples: Samples, step: int, ticket: int) -> dict:
@@ -104,9 +103,9 @@ def group(samples: Samples, step: int, ticket: int) -> dict:
     (recorded,) = (group for group in samples.groups(step) if group.ticket == ticket)
     found = samples.about(step, ticket) | {"prompt": samples.text(recorded.prompt_ids), "responses": []}
     computed = learner.read(samples.record.directory, step)
-    for number, response in enumerate(recorded.responses):
+    for number, (row, response) in enumerate(zip(samples.rows(recorded), recorded.responses, strict=True)):
         columns = {"log-prob": response.log_probs, "version": response.versions} | computed.get((ticket, number), {})
-        row = samples.row(response, found["prompt"]) | {"ticket": ticket, "number": number}
+        row |= {"ticket": ticket, "number": number}
         row["columns"] = {
             name: [None if np.isnan(x) else round(x, 4) for x in column.tolist()]
             for name, column in columns.items()

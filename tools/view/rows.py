@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rl.algorithm.texts import SHARES, shares
 from rl.record import validations
 from rl.record.run import GROUPS, METRICS
 from rl.samples.group import Group, Response
@@ -106,11 +107,14 @@ class Samples:
                 "prompt": self.text(group.prompt_ids),
                 "prompt_tokens": len(group.prompt_ids),
             }
-            for number, response in enumerate(group.responses):
-                yield row | {"number": number} | self.row(response, row["prompt"]), response
+            for number, (response, own) in enumerate(zip(group.responses, self.rows(group), strict=True)):
+                yield row | {"number": number} | own, response
 
-    def row(self, response: Response, prompt: str) -> dict:
-        """Return what a row says of a response alone."""
+    def rows(self, group: Group) -> list[dict]:
+        """Return what a row says of each response alone."""
+        return [self._row(response) | own for response, own in zip(group.responses, self.measures(group), strict=True)]
+
+    def _row(self, response: Response) -> dict:
         parts = [[who, self.text(response.token_ids[tokens])] for who, tokens in parts_of(response)]
         log_probs = response.log_probs[sampled(response)]
         versions = response.versions
@@ -127,11 +131,22 @@ class Samples:
             "tokens": len(response.token_ids),
             "versions": [int(versions.min()), int(versions.max())] if len(versions) else None,  # oldest and newest weights
             "mean_log_prob": float(log_probs.mean()) if len(log_probs) else None,  # of sampled tokens, under their weights
-        } | texts.measures(self.said(response), prompt)
+        }
+
+    def measures(self, group: Group) -> list[dict]:
+        """Return of each response `repeated` and `copied` (docs/six-numbers.md), and what tools/view/texts.py measures."""
+        prompt = self.text(group.prompt_ids)
+        found = zip(group.responses, shares(group, group.responses), strict=True)
+        return [dict(zip(SHARES, own, strict=True)) | texts.measures(self.said(response), prompt) for response, own in found]
 
     def said(self, response: Response) -> str:
         """Return the text that the policy sampled."""
         return self.text(response.token_ids[sampled(response)])
+
+    def answer(self, response: Response) -> str:
+        """Return the text that a grader gets: the policy's last turn, without special tokens."""
+        turns = [tokens for who, tokens in parts_of(response) if who == "policy"]
+        return self.tokenizer.decode(response.token_ids[turns[-1]] if turns else [], skip_special_tokens=True)
 
     def text(self, ids: Iterable[int]) -> str:
         return self.tokenizer.decode([*map(int, ids)], skip_special_tokens=False, clean_up_tokenization_spaces=False)

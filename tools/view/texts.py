@@ -1,5 +1,4 @@
-"""What texts show by themselves: repetition, characters that the prompt does not have, phrases that spread during a run. Words
-are counted, not tokens, so that models compare."""
+"""What texts show by themselves: repetition, characters that the prompt does not have, phrases that spread during a run."""
 
 import itertools
 import re
@@ -19,12 +18,11 @@ RARE = 0.02  # of the responses: rarer phrases do not count
 
 
 def measures(text: str, prompt: str) -> dict:
-    """Return `repeated`, `compressed` and `strange` of tools/view/rows.py."""
-    grams = [*_grams(WORD.findall(text), LONGEST)]
+    """Return `compressed`, the size relative to that of the text, and `strange`: script, if the prompt does not have it ->
+    characters."""
     data = text.encode(errors="replace")
     scripts = Counter(map(_script, text))
     return {
-        "repeated": 1 - len({*grams}) / len(grams) if grams else 0.0,
         "compressed": len(zlib.compress(data)) / len(data) if data else None,
         "strange": {script: scripts[script] for script in {*scripts} - {None, *map(_script, prompt)}},
     }

@@ -105,9 +105,10 @@ def sample(
     greedy = temperature == 0
     logits = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
     if any(s.truncates for s in settings):
-        top_k = torch.tensor([s.top_k for s in settings]).to(logits.device)
-        top_p = torch.tensor([s.top_p for s in settings]).to(logits.device)
-        logits = _truncate(logits, top_k, top_p)
+        top_k, top_p, min_p = (
+            torch.tensor([getattr(s, name) for s in settings]).to(logits.device) for name in ("top_k", "top_p", "min_p")
+        )
+        logits = _truncate(logits, top_k, top_p, min_p)
     log_probs = F.log_softmax(logits, dim=-1)
     cdf = log_probs.exp().cumsum(-1)
     last = cdf[:, -1:].contiguous()
@@ -123,11 +124,13 @@ def sample(
     return token, log_prob, sampling_mask.of_logits(logits, most)
 
 
-def _truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Set logits outside the top k (k <= 0: all) and the nucleus p to -inf. [A, V], [A], [A] -> [A, V]."""
+def _truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Set logits to -inf: those below min_p of the largest probability, then those outside the top k (k <= 0: all), then those
+    outside the nucleus p. That is vLLM's order. [A, V], [A], [A], [A] -> [A, V]."""
     values, order = logits.sort(dim=-1, descending=True)
     rank = torch.arange(logits.shape[1], device=logits.device)[None]
-    drop = (top_k[:, None] > 0) & (rank >= top_k[:, None])
+    drop = values - values[:, :1] < min_p[:, None].log()
+    drop |= (top_k[:, None] > 0) & (rank >= top_k[:, None])
     probs = values.masked_fill(drop, -torch.inf).softmax(-1)
     drop |= probs.cumsum(-1) - probs >= top_p[:, None]  # the token that crosses p stays
     drop[:, 0] = False

@@ -159,6 +159,9 @@ class TransformersEngine:
         rows = [*self.running, *(Running.of(request) for request in self.waiting)]
         return [row.output("unfinished") for row in rows]
 
+    def tokens_of(self, ids: Collection) -> dict[object, list[int]]:
+        return {row.request.id: row.token_ids for row in self.running if row.request.id in ids}
+
     def abort(self) -> None:
         self.waiting.clear()
         self.running.clear()
@@ -328,9 +331,10 @@ class TransformersEngine:
             row.token_ids.append(t)
             row.log_probs.append(lp)
             row.versions.append(self.version)
-            if t in self.eos and not row.request.sampling.ignore_eos:
+            s = row.request.sampling
+            if (t in self.eos and not s.ignore_eos) or (s.stop and s.stop.complete(row.token_ids, row.request.turn)):
                 finished[slot] = "stop"
-            elif len(row.token_ids) >= row.request.sampling.max_tokens:
+            elif len(row.token_ids) >= s.max_tokens:
                 finished[slot] = "length"
         outputs = [self.running[slot].output(reason) for slot, reason in finished.items()]
         self._free(finished)

@@ -14,14 +14,15 @@ the embedded engine, a response therefore repeats bit for bit only if the batche
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import vllm
-from vllm.sampling_params import RequestOutputKind
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.request import RequestStatus
 
 from rl.errors import UserError
@@ -109,6 +110,7 @@ class VLLMEngine:
         self._updates = 0  # in `cache_salt`, so that no prefix cache is shared across updates
         self._salts: dict[int, str] = {}  # version of the weights -> `cache_salt`
         self._stream: list[int] | None = None  # see `_random_numbers`
+        self._has_stops = False  # whether requests have stop strings
 
     # -- the contract
 
@@ -116,7 +118,11 @@ class VLLMEngine:
         check_length(request, self.max_length)
         self._added += 1
         key = str(self._added)
-        self._pending[key] = Pending(request, self._hand_over(key, request))
+        self._has_stops |= request.sampling.stop is not None
+        try:
+            self._pending[key] = Pending(request, self._hand_over(key, request))
+        except VLLMValidationError as error:
+            raise ValueError(str(error)) from None
 
     @property
     def num_unfinished(self) -> int:
@@ -129,16 +135,20 @@ class VLLMEngine:
             return []
         with self._random_numbers():
             outputs = self.engine.step()
-        return [self._output(out) for out in outputs if out.finished]
+        ended = [self._output(out) for out in outputs if out.finished]
+        return ended + self._take_completed() if self._has_stops else ended
 
     def unfinished(self) -> list[Output]:
+        return [self._so_far(pending, "unfinished") for pending in self._pending.values()]
+
+    def tokens_of(self, ids: Collection) -> dict[object, list[int]]:
         states = self.engine.output_processor.request_states
-        outputs = []
+        found = {}
         for pending in self._pending.values():
-            routes = self.routes and self.routes.so_far(pending.inner_id)
-            sampled = states[pending.inner_id].logprobs_processor.logprobs
-            outputs.append(self._joined(pending, sampled, "unfinished", routes))
-        return outputs
+            if pending.request.id in ids:
+                before = pending.request.so_far.token_ids if pending.request.so_far else []
+                found[pending.request.id] = [*before, *states[pending.inner_id].detokenizer.output_token_ids]
+        return found
 
     def abort(self) -> None:
         self.engine.abort_request([pending.inner_id for pending in self._pending.values()], internal=True)
@@ -187,7 +197,8 @@ class VLLMEngine:
         """Return settings of vllm.EngineArgs."""
         return dict(
             dtype=str(dtype).removeprefix("torch."),
-            skip_tokenizer_init=True,  # token ids go in and come out
+            # token ids go in and come out, but agents may ask for text of a JSON schema
+            skip_tokenizer_init=not (by_priority and sampling.training.support),
             generation_config="vllm",  # no sampling settings except the request's
             max_model_len=self.max_length,
             max_num_seqs=args.max_num_seqs,
@@ -249,6 +260,7 @@ class VLLMEngine:
             temperature=s.temperature,
             top_p=s.top_p,
             top_k=s.top_k,
+            min_p=s.min_p,
             max_tokens=s.max_tokens - len(so_far),
             ignore_eos=True,  # vLLM's notion of an end token needs a tokenizer; stop_token_ids is exact
             stop_token_ids=None if s.ignore_eos else self.eos,
@@ -258,6 +270,7 @@ class VLLMEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
+            structured_outputs=StructuredOutputsParams(json=s.schema) if s.schema else None,
         )
         # KV blocks are shared between equal prompts, and across weights only if the request says so.
         ids = [*request.prompt_ids, *so_far]
@@ -278,13 +291,31 @@ class VLLMEngine:
         for key in waiting:
             self._pending[key].inner_id = self._hand_over(key, self._pending[key].request)
 
+    def _so_far(self, pending: Pending, reason: str) -> Output:
+        routes = self.routes and self.routes.so_far(pending.inner_id)
+        state = self.engine.output_processor.request_states[pending.inner_id]
+        output = self._joined(pending, state.logprobs_processor.logprobs, reason, routes)
+        return replace(output, cached=state.num_cached_tokens)
+
+    def _take_completed(self) -> list[Output]:
+        """End the requests whose newest token completes a stop string, which vLLM does not know: it has no tokenizer."""
+        sampled = self._scheduler.requests
+        completed = [k for k, p in self._pending.items() if _completes(p.request, sampled[p.inner_id].output_token_ids)]
+        outputs = [self._so_far(self._pending[key], "stop") for key in completed]
+        self.engine.abort_request([self._pending.pop(key).inner_id for key in completed], internal=True)
+        return outputs
+
     def _output(self, out: vllm.RequestOutput) -> Output:
         pending = self._pending.pop(out.request_id)
         completion = out.outputs[0]
-        if completion.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"request {pending.request.id} ended with vLLM's finish reason {completion.finish_reason!r}")
+        reason = completion.finish_reason
+        if reason == "error" and pending.request.sampling.schema:  # no token of the vocabulary fits
+            return pending.request.so_far or Output(pending.request.id, [], [], [], "stop")
+        if reason not in ("stop", "length"):
+            raise RuntimeError(f"request {pending.request.id} ended with vLLM's finish reason {reason!r}")
         routes = self.routes and self.routes.take(pending.inner_id, completion)
-        output = self._joined(pending, completion.logprobs, completion.finish_reason, routes)
+        reason = "stop" if _completes(pending.request, completion.token_ids) else reason
+        output = self._joined(pending, completion.logprobs, reason, routes)
         return replace(output, cached=out.num_cached_tokens or 0)
 
     def _joined(self, pending: Pending, sampled, reason: str, routes: np.ndarray | None) -> Output:
@@ -306,6 +337,15 @@ class VLLMEngine:
         if routes is not None and len(routes) != (fed := len(pending.request.prompt_ids) + len(token_ids) - 1):
             raise RuntimeError(f"request {pending.request.id}: vLLM reports the experts of {len(routes)} tokens, but got {fed}")
         return Output(pending.request.id, token_ids, log_probs, versions, reason, routes, support)
+
+
+def _completes(request: Request, sampled: Sequence[int]) -> bool:
+    """Return whether the last token sampled here completes a stop string."""
+    stop = request.sampling.stop
+    if stop is None or not sampled or not stop.may_complete(sampled[-1]):
+        return False
+    so_far = request.so_far.token_ids if request.so_far else []
+    return stop.complete([*so_far, *sampled], request.turn)
 
 
 def _seed(request: Request) -> int:

@@ -1,0 +1,59 @@
+"""The model's turn in an agent's form, with thought, text and calls separated: whole, or as far as it has been sampled."""
+
+from rl.environments.calls import END_OF_THINKING, LLAMA
+from rl.environments.turns import Turns
+
+LONGEST_TAG = 16  # characters
+
+
+def said(turns: Turns, ids: list[int]) -> tuple[dict, int]:
+    """Return a turn's content, reasoning and calls, and the number of malformed calls. If no call is well formed, all of them
+    stay in the text."""
+    message = turns.message(ids)
+    calls = [call for call in message["calls"] if isinstance(call, dict)]
+    parts = _parts(message["content"] if calls else turns.text(ids), turns)
+    return parts | {"calls": calls}, len(message["calls"]) - len(calls)
+
+
+def _parts(text: str, turns: Turns) -> dict[str, str]:
+    thought, closed, content = text.rpartition(END_OF_THINKING)
+    if not closed and (turns.begins_thinking or "<think>" in text):
+        thought = text
+        content = ""
+    return {"reasoning": thought.replace("<think>", "").strip(), "content": content.strip()}
+
+
+class Growing:
+    """The text of a turn that is being sampled. What may become a call, a tag or another character is held back."""
+
+    def __init__(self, turns: Turns):
+        self.turns = turns
+        self.ids: list[int] = []
+        self.shown = {"reasoning": "", "content": ""}
+        self._text = ""
+        self._from = self._read = 0  # tokens before the last ones in `_text`, which new ones are decoded with; tokens in it
+
+    def more(self) -> list[tuple[str, str]]:
+        """Return what the parts have grown by."""
+        known = self.turns.text(self.ids[self._from : self._read])
+        text = self.turns.text(self.ids[self._from :])
+        if not text.endswith("\ufffd"):
+            self._text += text[len(known) :]
+            self._from, self._read = self._read, len(self.ids)
+        at = self._text.rfind("<", -LONGEST_TAG)
+        parts = _parts(self._text if at < 0 or ">" in self._text[at:] else self._text[:at], self.turns)
+        is_call = LLAMA.match(parts["content"]) or parts["content"].startswith("{")
+        parts["content"] = "" if is_call else parts["content"].partition("<tool_call>")[0].strip()
+        return self.rest(self.whole(parts))
+
+    def whole(self, parts: dict) -> dict:
+        """Return a turn's parts. A second end of a thought cannot take back what was shown."""
+        has_grown = all(parts[kind].startswith(text) for kind, text in self.shown.items())
+        is_other = self.shown["content"] and parts["reasoning"] != self.shown["reasoning"]
+        return parts if has_grown and not is_other else parts | self.shown
+
+    def rest(self, parts: dict) -> list[tuple[str, str]]:
+        """Return what these parts have beyond what was shown, and count it as shown."""
+        new = [(kind, parts[kind].removeprefix(text)) for kind, text in self.shown.items()]
+        self.shown = {kind: parts[kind] for kind in self.shown}
+        return [(kind, text) for kind, text in new if text]
