@@ -35,7 +35,7 @@ from rl.environments.descendants import Children
 from rl.environments.programs import BadValue, as_reward
 from rl.environments.protocols import form
 from rl.environments.protocols.form import Answer, Call, Refused
-from rl.environments.said import Growing, said
+from rl.environments.said import Growing, before, said
 from rl.environments.turns import Turns
 from rl.rewards.worker import how_it_ended
 
@@ -326,10 +326,12 @@ class Session:
         turns = self._turns(call)
         conversation = self.conversations[self._at]
         parts, malformed = said(turns, item["ids"])
+        parts["content"], _ = before(parts["content"], call.call.stop)
         parts = call.growing.whole(parts) if call.growing else parts
         conversation.is_cut = item["ids"][-1] not in turns.end_tokens
         is_cut = conversation.is_cut and not item.get("ended")  # by a stop string
-        known = {"sampled": len(item["ids"]), "is_cut": is_cut, "is_whole": True}
+        _, stopped_by = before(turns.text(item["ids"]), call.call.stop)
+        known = {"sampled": len(item["ids"]), "is_cut": is_cut, "stopped_by": stopped_by, "is_whole": True}
         answer = dataclasses.replace(call.begun, **parts, **known)
         message = form.said(answer.content, *((its["name"], its["arguments"]) for its in answer.calls))
         conversation.messages = [*call.call.messages, message]
@@ -379,9 +381,11 @@ class Session:
             self.conversations.append(Conversation([], call.call.tools, 0))
         self.conversations[self._at].tokens += len(ids)
         call.begun = Answer(len(self.answered), call.index, self.conversations[self._at].tokens)
-        call.growing = Growing(turns) if call.call.streams else None
-        stream = self.key if call.call.streams else None
-        return {"history": self._at, "ids": ids, "most": call.call.most, "schema": call.call.schema, "stream": stream}
+        wanted = call.call
+        call.growing = Growing(turns, wanted.stop) if wanted.streams else None
+        stream = self.key if wanted.streams else None
+        limits = {"most": wanted.most, "schema": wanted.schema, "stop": wanted.stop}
+        return {"history": self._at, "ids": ids, "stream": stream, **limits}
 
     def _turns(self, call: OpenCall) -> Turns:
         return self.agents.turns_of(json.dumps(call.call.tools))

@@ -15,6 +15,12 @@ def said(turns: Turns, ids: list[int]) -> tuple[dict, int]:
     return parts | {"calls": calls}, len(message["calls"]) - len(calls)
 
 
+def before(text: str, stop: tuple[str, ...]) -> tuple[str, str]:
+    """Return the text before the first of these strings, and the string; all of the text, and nothing, if there is none."""
+    at, string = min(((text.find(string), string) for string in stop if string in text), default=(len(text), ""))
+    return text[:at].rstrip(), string
+
+
 def _parts(text: str, turns: Turns) -> dict[str, str]:
     thought, closed, content = text.rpartition(END_OF_THINKING)
     if not closed and (turns.begins_thinking or "<think>" in text):
@@ -24,10 +30,13 @@ def _parts(text: str, turns: Turns) -> dict[str, str]:
 
 
 class Growing:
-    """The text of a turn that is being sampled. What may become a call, a tag or another character is held back."""
+    """The text of a turn that is being sampled. What may become a call, a tag, a stop string or another character is held
+    back."""
 
-    def __init__(self, turns: Turns):
+    def __init__(self, turns: Turns, stop: tuple[str, ...]):
         self.turns = turns
+        self._begins = {string[:end] for string in stop for end in range(1, len(string) + 1)}
+        self._stop = stop
         self.ids: list[int] = []
         self.shown = {"reasoning": "", "content": ""}
         self._text = ""
@@ -43,7 +52,9 @@ class Growing:
         at = self._text.rfind("<", -LONGEST_TAG)
         parts = _parts(self._text if at < 0 or ">" in self._text[at:] else self._text[:at], self.turns)
         is_call = LLAMA.match(parts["content"]) or parts["content"].startswith("{")
-        parts["content"] = "" if is_call else parts["content"].partition("<tool_call>")[0].strip()
+        content = "" if is_call else before(parts["content"].partition("<tool_call>")[0].strip(), self._stop)[0]
+        held = max((len(begin) for begin in self._begins if content.endswith(begin)), default=0)
+        parts["content"] = content[: len(content) - held].rstrip()
         return self.rest(self.whole(parts))
 
     def whole(self, parts: dict) -> dict:

@@ -6,6 +6,7 @@ advantage, and one budget of tokens, in which the further prompts count, althoug
 """
 
 import dataclasses
+import functools
 import zlib
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import numpy as np
 from rl.generation.engine import Output, Request, request_seed
 from rl.generation.episodes import Episodes, Id
 from rl.generation.responses import Key, OpenGroup
+from rl.generation.stop_strings import StopStrings
 from rl.model import sampling_mask
 from rl.ranks.timers import Timers
 
@@ -49,6 +51,7 @@ class AgentEpisodes(Episodes):
     def __init__(self, *given):
         super().__init__(*given)
         self._histories: dict[Id, Histories] = {}
+        self._stop_of = functools.lru_cache(self._make_stop)
         self._streams: dict[Id, tuple[str, int]] = {}  # of open calls: its name, and the turn's tokens that it has
 
     # -- the generator's questions
@@ -91,14 +94,23 @@ class AgentEpisodes(Episodes):
     # -- turn after turn
 
     def _was_reset(self, id: Id, answer: dict) -> None:
-        self._note_stream(id, answer)
+        self._note_options(id, answer)
         super()._was_reset(id, answer)
 
-    def _note_stream(self, id: Id, answer: dict) -> None:
+    def _note_options(self, id: Id, answer: dict) -> None:
+        self._of[id].stop = tuple(answer.get("stop", ()))
         if answer.get("stream"):
             self._streams[id] = answer["stream"], 0
 
+    def _make_stop(self, strings: tuple[str, ...]) -> StopStrings | None:
+        """Return the stop strings of a turn: those of --stop, and those of its call."""
+        strings = (*self.args.sampling.stop, *strings)
+        return StopStrings(strings, self.job.tokenizer) if strings else None
+
     def _add(self, id: Id, so_far: Output | None) -> None:
+        requests = self.working[id[0]].requests
+        sampling = dataclasses.replace(requests[id[1]].sampling, stop=self._stop_of(self._of[id].stop))
+        requests[id[1]] = dataclasses.replace(requests[id[1]], sampling=sampling)
         try:
             super()._add(id, so_far)
         except ValueError as error:
@@ -137,7 +149,7 @@ class AgentEpisodes(Episodes):
     def _answered(self, id: Id, answer: dict) -> None:
         """Continue with the agent's next call. Its tokens are a new history's prompt, or are appended to an existing one."""
         if not answer["done"]:
-            self._note_stream(id, answer)
+            self._note_options(id, answer)
             self._of[id].most = answer["most"]
             self._of[id].schema = answer.get("schema", "")
             of = self._histories[id]

@@ -54,6 +54,7 @@ class Episode:
     asked: float = 0.0  # when its environment was last asked
     most: int | None = None  # limit of the next turn's tokens, if an agent sets one
     schema: str = ""  # that the next turn keeps to, if an agent has one
+    stop: tuple[str, ...] = ()  # strings that end the next turn, if an agent has some
 
     def say(self, end: int) -> list[int]:
         """Count the model's turn, which ends before token `end`. Return its tokens."""

@@ -210,7 +210,7 @@ def test_text_that_was_shown_is_never_taken_back(family, text, expected):
     ids = turns.tokenizer(text, add_special_tokens=False)["input_ids"] + [min(turns.end_tokens)]
     whole, _ = said(turns, ids)
     for size in (1, 2, 7):
-        growing = Growing(turns)
+        growing = Growing(turns, ())
         shown = [growing.shown]
         for at in range(0, len(ids), size):
             growing.ids += ids[at : at + size]
@@ -226,7 +226,7 @@ def test_text_that_was_shown_is_never_taken_back(family, text, expected):
 
 def test_a_second_end_of_a_thought_takes_back_nothing_that_was_shown():
     turns = turns_of("qwen3")
-    growing = Growing(turns)
+    growing = Growing(turns, ())
     for token in turns.tokenizer("Yes.\n</think>\nNo.\n</think>\nSo.", add_special_tokens=False)["input_ids"]:
         growing.ids.append(token)
         growing.more()
@@ -310,8 +310,8 @@ def test_items_of_responses_are_messages_of_chat_completions():
     [
         (chat, {"messages": [{"role": "user", "content": "?"}], "response_format": {"type": "grammar"}}, "cannot be read"),
         (chat, {"messages": [{"role": "user", "content": "?"}], "n": 0}, "n 0: must be a whole number"),
-        (chat, {"messages": [], "stop": ["Observation:"]}, "stop .*: leave it out, the policy samples freely"),
-        (anthropic, {"messages": [], "stop_sequences": ["Observation:"]}, "stop_sequences"),
+        (chat, {"messages": [{"role": "user", "content": "?"}], "stop": ["a", ""]}, "texts that are not empty"),
+        (anthropic, {"messages": [{"role": "user", "content": "?"}], "stop_sequences": [3]}, "texts that are not empty"),
         (responses, {"input": "?", "text": {"format": {"type": "json_schema"}}}, "cannot be read"),
         (responses, {"input": "?", "conversation": "conv_1"}, "conversation"),
         (responses, {"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
@@ -341,6 +341,52 @@ def test_a_previous_response_is_continued_with_this_call_s_instructions():
     assert responses.call(given, [(before, answer)]).messages == [*before, tool]
     new = responses.call(given | {"instructions": "New."}, [(before, answer)]).messages
     assert new == [{"role": "system", "content": "New."}, *before[1:], tool]
+
+
+@pytest.mark.parametrize(("protocol", "name"), [(chat, "stop"), (anthropic, "stop_sequences")])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_stop_string_ends_the_turn_and_is_not_in_its_text(protocol, name, streams):
+    """Nor is anything that may become one shown. The next call sends the text back without it, and continues the tokens."""
+    text, seen = "I look.\nObserve it.\nObservation: 6", []
+
+    async def play() -> tuple[dict, dict, list]:
+        of = Agents({"agent": None, "timeout": 20.0}, lambda schemas: turns_of("qwen2_5", with_tools=False), None)
+        session = await of.begin()
+        session.is_taken.set()
+        go = {"role": "user", "content": "Go."}
+        given = {"model": "policy", "messages": [go], "stream": streams, name: ["Observation:", "Never"]}
+        call = protocol.call(given, [])
+
+        async def heard() -> list:
+            found = [piece async for piece in session.pieces(call)]
+            seen.extend(text for _, text, _ in found)
+            return [found[-1][2]]
+
+        calling = asyncio.create_task(heard())
+        first = await session.ask({"do": "reset", "row": ROW, "own_seed": 1, "split": "train"})
+        for token in ids_of(text) if streams else ():
+            await of.order("parts", parts={session.key: [token]})
+            await asyncio.sleep(0)
+        step = asyncio.create_task(session.ask({"do": "step", "ids": ids_of(text), "ended": True}))
+        answers = await calling
+        back = [go, {"role": "assistant", "content": answers[0].content}, {"role": "user", "content": "So?"}]
+        calling = asyncio.create_task(anext(session.pieces(protocol.call(given | {"messages": back}, []))))
+        second = await step
+        calling.cancel()
+        return first, second, answers
+
+    first, second, answers = asyncio.run(play())
+    assert first["stop"] == second["stop"] == ("Observation:", "Never")
+    assert second["history"] == 0
+    assert second["ids"] == turns_of("qwen2_5").between([{"role": "user", "content": "So?"}], is_cut=True)
+    body = protocol.body(answers)
+    if protocol is chat:
+        said, reason = body["choices"][0]["message"]["content"], body["choices"][0]["finish_reason"]
+    else:
+        said, reason = body["content"][0]["text"], body["stop_reason"]
+        assert body["stop_sequence"] == "Observation:"
+    assert said == "I look.\nObserve it." and reason == {chat: "stop", anthropic: "stop_sequence"}[protocol]
+    assert not streams or ("".join(seen) == said and len(seen) > 5)
 
 
 def test_several_answers_to_a_call_are_forks_of_it():

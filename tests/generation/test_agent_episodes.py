@@ -136,6 +136,18 @@ def test_a_call_s_own_limit_cuts_a_turn_and_no_response():
     assert [ids for _, what, ids in played.asked if what == "step"][:2] == [TURN[:2]] * 2
 
 
+def test_a_call_s_stop_strings_are_those_of_its_turn():
+    """Beside those of the run; those of a call before are forgotten."""
+    generator, played = agents([(0, ANSWER), (1, SUB)], stop=("</run>",))
+    answer, asked = played.answer, []
+    played.answer = lambda key, turn, ids: answer(key, turn, ids) | {"stop": ["Observation:"] * (turn == 1)}
+    add = generator.engine.add
+    generator.engine.add = lambda request: [asked.append(request.sampling.stop.strings), add(request)]
+    generator.start(0)
+    finish(generator)
+    assert sorted(asked) == 4 * [("</run>",)] + 2 * [("</run>", "Observation:")]
+
+
 def test_a_verifier_sees_the_last_answer_wherever_it_is():
     """The main agent's, though its history comes before the sub-agent's."""
     said = iter(range(60, 70))

@@ -16,7 +16,7 @@ THOUGHTS = ("thinking", "redacted_thinking")
 
 def call(given: dict, answered: list) -> Call:
     """Return the call of a request's body. Raise Refused, or one of Python's errors, if it cannot be answered."""
-    form.check(given, mcp_servers=[], stop_sequences=[])
+    form.check(given, mcp_servers=[])
     messages = [{"role": "system", "content": form.text_of(given["system"])}] if given.get("system") else []
     names: dict[str, str] = {}  # of tools, by call id
     for message in given["messages"]:
@@ -40,7 +40,8 @@ def call(given: dict, answered: list) -> Call:
         for tool in given.get("tools") or ()
     ]
     schema = form.schema_of(given.get("output_format") or (given.get("output_config") or {}).get("format"))
-    return Call(messages, tools, form.count(given, "max_tokens"), bool(given.get("stream")), schema=schema)
+    more = {"schema": schema, "stop": form.stops(given.get("stop_sequences"))}
+    return Call(messages, tools, form.count(given, "max_tokens"), bool(given.get("stream")), **more)
 
 
 def _blocks(answer: Answer) -> list[dict]:
@@ -53,10 +54,11 @@ def _blocks(answer: Answer) -> list[dict]:
 def body(answers: list[Answer]) -> dict:
     """Return the answer to a call."""
     (answer,) = answers
-    reason = "max_tokens" if answer.is_cut else "tool_use" if answer.calls else "end_turn"
+    ended = "stop_sequence" if answer.stopped_by else "end_turn"
+    reason = "max_tokens" if answer.is_cut else "tool_use" if answer.calls else ended
     usage = {"input_tokens": answer.before, "output_tokens": answer.sampled}
     found = {"id": f"msg_{answer.number}", "type": "message", "role": "assistant", "model": form.MODEL, "usage": usage}
-    found |= {"stop_reason": reason if answer.is_whole else None, "stop_sequence": None}
+    found |= {"stop_reason": reason if answer.is_whole else None, "stop_sequence": answer.stopped_by or None}
     return found | {"content": _blocks(answer) if answer.is_whole else []}
 
 

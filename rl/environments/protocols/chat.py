@@ -14,7 +14,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 
 def call(given: dict, answered: list) -> Call:
     """Return the call of a request's body. Raise Refused, or one of Python's errors, if it cannot be answered."""
-    form.check(given, logprobs=False, functions=[], stop=[])
+    form.check(given, logprobs=False, functions=[])
     most = form.count(given, "max_tokens", "max_completion_tokens")
     messages = as_messages(given["messages"])
     tools = [
@@ -22,7 +22,8 @@ def call(given: dict, answered: list) -> Call:
     ]
     schema = form.schema_of(given.get("response_format"))
     counts = bool((given.get("stream_options") or {}).get("include_usage"))
-    return Call(messages, tools, most, bool(given.get("stream")), form.count(given, "n") or 1, schema, counts)
+    stop = form.stops(given.get("stop"))
+    return Call(messages, tools, most, bool(given.get("stream")), form.count(given, "n") or 1, schema, stop, counts)
 
 
 def as_messages(given: list[dict]) -> list[dict]:

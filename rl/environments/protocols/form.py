@@ -29,6 +29,7 @@ class Call:
     streams: bool = False
     n: int = 1  # answers
     schema: str = ""  # JSON schema that the answer is to keep to
+    stop: tuple[str, ...] = ()  # strings that end the answer, and are not in its text
     counts: bool = False  # whether a stream of chat completions ends with the numbers of tokens
 
 
@@ -44,6 +45,7 @@ class Answer:
     content: str = ""
     calls: list[dict] = field(default_factory=list)  # {name, arguments}
     is_cut: bool = False  # whether the call's limit cut it
+    stopped_by: str = ""  # the call's stop string that ended it
     is_whole: bool = False  # otherwise only the numbers above are known
 
     @property
@@ -79,6 +81,14 @@ def count(given: dict, *names: str) -> int | None:
             found = given[name]
             if type(found) is not int or found < 1:
                 raise Refused(400, f"{name} {found!r:.100}: must be a whole number of at least 1")
+    return found
+
+
+def stops(wanted: str | list[str] | None) -> tuple[str, ...]:
+    """Return the strings that end an answer. Raise Refused if one is empty, or no string."""
+    found = (wanted,) if isinstance(wanted, str) else tuple(wanted or ())
+    if not all(isinstance(text, str) and text for text in found):
+        raise Refused(400, f"stop {json.dumps(wanted):.100}: must be a text, or a list of texts that are not empty")
     return found
 
 
