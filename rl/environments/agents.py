@@ -330,7 +330,7 @@ class Session:
         parts = call.growing.whole(parts) if call.growing else parts
         conversation.is_cut = item["ids"][-1] not in turns.end_tokens
         is_cut = conversation.is_cut and not item.get("ended")  # by a stop string
-        _, stopped_by = before(turns.text(item["ids"]), call.call.stop)
+        stopped_by = before(turns.text(item["ids"]), call.call.stop)[1] if call.call.stop else ""
         known = {"sampled": len(item["ids"]), "is_cut": is_cut, "stopped_by": stopped_by, "is_whole": True}
         answer = dataclasses.replace(call.begun, **parts, **known)
         message = form.said(answer.content, *((its["name"], its["arguments"]) for its in answer.calls))

@@ -98,7 +98,11 @@ class AgentEpisodes(Episodes):
         super()._was_reset(id, answer)
 
     def _note_options(self, id: Id, answer: dict) -> None:
-        self._of[id].stop = tuple(answer.get("stop", ()))
+        """Note what an agent's call asks of the next turn."""
+        episode = self._of[id]
+        episode.most = answer.get("most")
+        episode.schema = answer.get("schema", "")
+        episode.stop = tuple(answer.get("stop", ()))
         if answer.get("stream"):
             self._streams[id] = answer["stream"], 0
 
@@ -150,8 +154,6 @@ class AgentEpisodes(Episodes):
         """Continue with the agent's next call. Its tokens are a new history's prompt, or are appended to an existing one."""
         if not answer["done"]:
             self._note_options(id, answer)
-            self._of[id].most = answer["most"]
-            self._of[id].schema = answer.get("schema", "")
             of = self._histories[id]
             number = of.first + answer["history"]
             begins = number == len(of.all)

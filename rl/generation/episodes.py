@@ -284,8 +284,6 @@ class Episodes(Responses):
         key = id[0]
         work = self.working[key]
         prompt = answer.get("prompt")
-        self._of[id].most = answer.get("most")
-        self._of[id].schema = answer.get("schema", "")
         self._resetting.discard(id)
         if not prompt and not work.prompt.ids:
             self._refuse(id, "the row has no prompt, and reset adds no message to it")

@@ -9,7 +9,9 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rl import parts
 from rl.errors import UserError
@@ -107,47 +109,43 @@ class MLflow:
         self._client.set_terminated(self._id)
 
 
-class SwanLab:
+class _ByStep:
+    """A run of a package whose rows may come in any order of their steps."""
+
+    _run: Any
+    _text: Callable[[str], Any]  # what shows Markdown
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step)
+
+    log_validation = log
+
+    def log_generations(self, step: int, rows: list[dict]) -> None:
+        self._run.log({"val/generations": self._text(validations.markdown(rows))}, step)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+class SwanLab(_ByStep):
     """A run of SwanLab."""
 
     def __init__(self, swanlab, project: str, directory: Path, config: dict):
-        self._swanlab = swanlab
+        self._text = swanlab.Text
         known = _recorded(directory, "swanlab_id")
         resumed = {"id": known, "resume": "allow"} if known else {}
         self._run = swanlab.init(project=project, name=directory.name, log_dir=str(directory), config=config, **resumed)
         (directory / "swanlab_id").write_text(self._run.id)
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._run.log(metrics, step)
 
-    log_validation = log
-
-    def log_generations(self, step: int, rows: list[dict]) -> None:
-        self._run.log({"val/generations": self._swanlab.Text(validations.markdown(rows))}, step)
-
-    def finish(self) -> None:
-        self._run.finish()
-
-
-class Trackio:
+class Trackio(_ByStep):
     """A run of Trackio, which bears the name of the run's directory."""
 
     def __init__(self, trackio, project: str, directory: Path, config: dict):
-        self._trackio = trackio
+        self._text = trackio.Markdown
         resume = "must" if _recorded(directory, "trackio_name") else "never"
         self._run = trackio.init(project=project, name=directory.name, config=config, resume=resume, embed=False)
         (directory / "trackio_name").write_text(directory.name)
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._run.log(metrics, step)
-
-    log_validation = log
-
-    def log_generations(self, step: int, rows: list[dict]) -> None:
-        self._run.log({"val/generations": self._trackio.Markdown(validations.markdown(rows))}, step)
-
-    def finish(self) -> None:
-        self._run.finish()
 
 
 class WandB:
