@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, Union, get_args, get_origin
 
 import pytest
+import yaml
 from helpers import ROOT, environment, train
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +24,6 @@ from rl.errors import UserError
 from rl.ranges import Range, check, flag, marks
 from rl.ranks import launch
 from rl.setup import values_of_the_demo
-from tools.from_verl.trl_words import HERE
 
 SCRIPTS = {"sync": train_sync, "one_step_off": train_one_step_off, "async": train_async}
 
@@ -327,11 +327,14 @@ def fields(name: str) -> set[str]:
     return {*map(flag, parts.leaves(SCRIPTS[name].Args))}
 
 
-@pytest.mark.parametrize("word", HERE)
+TRL_WORDS = yaml.safe_load((ROOT / "docs" / "trl_words.yaml").read_text())
+
+
+@pytest.mark.parametrize("word", TRL_WORDS)
 def test_a_word_of_trls_is_no_flag_and_what_it_is_here_is_one(word):
-    named = re.findall(r"--[\w-]+", HERE[word])
+    named = re.findall(r"--[\w-]+", TRL_WORDS[word])
     assert {*named} <= {*fields("sync"), *fields("async")}
-    assert all(word not in fields(script) for script in SCRIPTS)
+    assert all(f"--{word}" not in fields(script) for script in SCRIPTS)
 
 
 @pytest.mark.parametrize(
