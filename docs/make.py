@@ -170,7 +170,7 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
     (
         "before, after and around the steps",
         {
-            "the command line": "rl/{flags,flag_words,parts,ranges,class_check,errors,printable}.py",
+            "the command line": "rl/{flags,flags_help,parts,ranges,class_check,errors,printable}.py",
             "data": "rl/data/*",
             "loading a model": "rl/model/* rl/learning/* rl/generation/* rl/generation/embedded/* rl/hub/*",
             "checkpoints": "rl/checkpoint/*",

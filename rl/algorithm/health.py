@@ -25,7 +25,6 @@ from rl.data.prompts import PromptDataset, PromptOrder
 from rl.learning.batch import Batch
 from rl.record.run import Run
 
-REJECTED, UNSCORED, MASKED, TRUNCATED, EQUAL, OTHER = "rejected", "unscored", "masked", "truncated", "equal_scores", "other"
 SCORE = "critic/score/mean"
 KINDS = ("trained", "rejected", "unscored", "filtered", "dropped")
 MOST = 16  # sources with separate metrics; if there are more, the smallest ones share theirs
@@ -72,39 +71,6 @@ class Fates:
         return 1 - float(self.after.sum()) / total if total else 0.0
 
 
-def causes(args, batch: Batch, fates: Fates) -> Counter[str]:
-    """Return why nothing is learnt in a step without any signal: cause -> number of groups (without a group-wise estimator, the
-    whole batch is one group). A group counts once, under the first cause that applies: scores differ, but responses were
-    rejected; most could not be scored; they are masked as a whole; all reached the length limit; the scores are equal. OTHER:
-    the scores differ, none was rejected, and the estimator gives no advantage."""
-    estimator = args.loss.estimator
-    members: dict[int, list[int]] = {place: [] for place in range(len(batch.sizes))}
-    for response, place in enumerate(batch.group.tolist()):
-        members[place].append(response)
-    sizes = dict(enumerate(batch.sizes))
-    if estimator.group_of_one is None and "baseline" not in estimator.inputs:
-        members = {0: [*range(len(batch.group))]}
-        sizes = {0: sum(sizes.values())}
-    scores = batch.score.tolist()
-    baselines = batch.baseline.tolist()
-    truncated, rejected, masked = (x.tolist() for x in (batch.truncated, fates.rejected, fates.masked))
-    found: Counter[str] = Counter()
-    for place, responses in members.items():
-        compared = [i for i in responses if not masked[i]]
-        differ = len({scores[i] for i in compared}) > 1
-        if "baseline" in estimator.inputs:
-            differ = any(scores[i] != baselines[i] for i in compared)
-        if differ:
-            found[REJECTED if any(rejected[i] for i in compared) else OTHER] += 1
-        elif sizes[place] - len(responses) > len(responses) or (len(responses) < 2 <= sizes[place]):
-            found[UNSCORED] += 1
-        elif len(compared) < min(2, len(responses)):
-            found[MASKED] += 1
-        else:
-            found[TRUNCATED if all(truncated[i] for i in responses) else EQUAL] += 1
-    return found
-
-
 class SourceCounts:
     """Counts by the data sources of the training prompts."""
 
@@ -144,32 +110,11 @@ class SourceCounts:
 MUCH_REJECTED = 0.8  # share of a step's tokens from which on there is a warning
 MUCH_MORE = 0.1  # rise of a share of text/* from which on there is a warning
 WINDOW = 20  # steps: the newest are compared with the first
+# The remedy where the rollout correction rejects too much
+OF_REJECTION = (
+    "Widen the bounds, or bring generator and learner closer together (--rollout-dtype, a lower --staleness-threshold)"
+)
 FEW_EFFECTIVE = 0.3  # effective sample size of the importance weights below which there is a warning
-# Why a step has no signal, in a word and in a sentence, and the remedy.
-CAUSES = {
-    REJECTED: (
-        ": rejection",
-        "scores differ, but --rollout-rs or --rollout-is-threshold left out the responses that do",
-        "Widen the bounds, or bring generator and learner closer together (--rollout-dtype, a lower --staleness-threshold)",
-    ),
-    UNSCORED: (
-        ": not scored",
-        "too few responses could be scored",
-        "Correct the reward function, or what it needs: the warning of responses that could not be scored has its last error",
-    ),
-    MASKED: (
-        ": nothing sampled",
-        "the policy sampled a token of one response at most",
-        "Find out why environments end before the policy's first token",
-    ),
-    TRUNCATED: (
-        ": cut off",
-        "every response ran into --max-response-length, and all score the same",
-        "Raise --max-response-length, or check that the model's end token is the one that its answers end with",
-    ),
-    EQUAL: (": equal scores", "all scores are equal", "Prompts may be too easy or too hard, or the reward broken"),
-    OTHER: ("", "scores differ, but --adv-estimator makes every advantage 0", "Take another one"),
-}
 
 
 def _mean_by(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
@@ -227,7 +172,13 @@ class Health:
                 detail += ", since the others were not trained. With dr_grpo or rloo it is 0"
             self._warn("single_response_groups", "groups with one trained response", alone, f"{detail}.")
         if not fates.has_signal:
-            self._warn_of_no_signal(step, batch, fates)
+            from rl.algorithm import no_signal  # late: it seldom happens
+
+            cause, word, why = no_signal.diagnose(args, batch, fates)
+            self.counts["no_signal_steps"] += 1
+            if cause != no_signal.OTHER:
+                self.counts[f"no_signal/{cause}"] += 1
+            self.record.warn(f"steps without any signal{word}", 1, f"In step {step}, {why}")
         self._warn_of_correction(step, metrics, fates)
         if responses and bool(batch.truncated.all()):
             detail = "Raise --max-response-length, or check that the model's end token is the one that its answers end with."
@@ -283,27 +234,11 @@ class Health:
                 detail += "Read some of them: view.py."
                 self._warn(kind, f"steps in which {share} text has become frequent and scores well", 1, detail)
 
-    def _warn_of_no_signal(self, step: int, batch: Batch, fates: Fates) -> None:
-        """Warn with the cause. If a group's scores differ, the cause of its missing signal is the step's cause, because equal
-        scores in other groups are no fault. Otherwise it is the most frequent cause."""
-        found = causes(self.args, batch, fates).most_common()
-        found.sort(key=lambda item: (item[0] != REJECTED, item[0] != OTHER))
-        grouped = self.args.loss.estimator.group_of_one or self.args.loss.needs_greedy
-        parts = [(f"{count} of {len(batch.sizes)} groups: " if grouped else "") + CAUSES[cause][1] for cause, count in found]
-        chief = found[0][0]
-        word, _, remedy = CAUSES[chief]
-        detail = f"In step {step}, {'; '.join(parts)}. {remedy}."
-        self.counts["no_signal_steps"] += 1
-        if chief != OTHER:
-            self.counts[f"no_signal/{chief}"] += 1
-        self.record.warn(f"steps without any signal{word}", 1, detail)
-
     def _warn_of_correction(self, step: int, metrics: dict[str, float], fates: Fates) -> None:
         """Warn if the rollout correction leaves little of a step."""
         if fates.rejected_share >= MUCH_REJECTED:
             count = int(fates.rejected.sum())
-            remedy = CAUSES[REJECTED][2]
-            detail = f"In step {step} {fates.rejected_share:.0%} of the tokens, {count} responses as a whole. {remedy}."
+            detail = f"In step {step} {fates.rejected_share:.0%} of the tokens, {count} responses as a whole. {OF_REJECTION}."
             self._warn("rejected", "steps of which the rollout correction rejects nearly all", 1, detail)
         effective = metrics.get("rollout_corr/rollout_is_eff_sample_size", 1.0)
         if effective < FEW_EFFECTIVE:

@@ -19,7 +19,7 @@ import train_async
 import train_one_step_off
 import train_sft
 import train_sync
-from rl import flag_words, flags, parts
+from rl import flags, flags_help, parts
 from rl.errors import UserError
 from rl.ranges import Range, check, flag, marks
 from rl.ranks import launch
@@ -177,7 +177,7 @@ def test_help_shows_the_common_flags_and_help_all_every_flag(script, capsys):
 
 
 def test_help_has_groups_ranges_and_texts(capsys):
-    assert {name for script in SCRIPTS.values() for name in parts.leaves(script.Args)} >= flag_words.COMMON
+    assert {name for script in SCRIPTS.values() for name in parts.leaves(script.Args)} >= flags_help.COMMON
     text = " ".join(help_of(MoreEngineArgs, "--help", capsys).split())
     assert "engine: What generates." in text
     assert "--top-p FLOAT (above 0 and at most 1) Nucleus sampling. (default: 1.0)" in text
