@@ -12,7 +12,6 @@ from rl.ranges import Content, Range, flag
 
 Bounds = tuple[float | None, float]  # (None, cap) or a band
 Criterion = tuple[str, str, float, float]  # level, divergence, low, high: see losses.rollout_rejection_mask
-SELF = "self"  # --teacher, instead of a model
 # The numbers of a loss that have a flag of their own: keyword -> field of LossArgs. All others are given by --loss-args
 OWN_FLAGS = {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high", "clip_c": "clip_ratio_c"}
 
@@ -85,7 +84,7 @@ class TeacherArgs(Part):
 
     @property
     def has_second_model(self) -> bool:
-        return self.teacher not in (None, SELF)
+        return self.teacher not in (None, "self")
 
     def check(self, args) -> None:
         """Raise UserError for flags that a teacher makes meaningless."""

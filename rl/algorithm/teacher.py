@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from rl.algorithm.args import SELF
 from rl.errors import UserError
 from rl.learning.batch import Batch, TopTokens
 from rl.learning.learner import Learner
@@ -50,7 +49,7 @@ def check_flags(args) -> None:
 
 def _check_prompt(teacher: str, prompt: str | None, environment) -> None:
     if prompt is None:
-        if teacher == SELF:
+        if teacher == "self":
             raise UserError("--teacher self: from its own prompt the policy learns nothing. Add --teacher-prompt.")
     elif "{" not in prompt:
         raise UserError(
@@ -66,7 +65,7 @@ def _check_prompt(teacher: str, prompt: str | None, environment) -> None:
 
 def teacher_path(args, policy: str) -> str:
     """Return the path of the teacher's model. policy: the path of --model."""
-    return policy if args.teacher.teacher == SELF else resolve(args.teacher.teacher)
+    return resolve(args.teacher.teacher) if args.teacher.has_second_model else policy
 
 
 def check_teacher(path: str, args, policy: str) -> None:

@@ -13,7 +13,8 @@ from helpers import make_group, run_script, train
 
 import train_sync
 from rl import parts
-from rl.algorithm.health import KINDS, MOST, OTHERS, Fates, Health, SourceCounts
+from rl.algorithm.fates import KINDS, MOST, OTHERS, Fates, SourceCounts
+from rl.algorithm.health import Health
 from rl.learning.batch import Batch
 from rl.samples.group import Group, Response
 from tools import recorded
