@@ -3,14 +3,11 @@
 Left out: the meaning of the columns, which is rl/data/columns.py. Parquet files are kept by `datasets` on disk, for all ranks.
 """
 
-import bisect
 import importlib
-import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -56,27 +53,10 @@ def _read_parquet(file: str):
 
     disable_progress_bars()
     is_empty = not pq.read_metadata(file).num_rows  # for which load_dataset raises one of many errors
-    return [] if is_empty else _checked(load_dataset("parquet", data_files=file, split="train"))
-
-
-def _checked(table):
-    """The datasets.Dataset. Raises pyarrow.ArrowInvalid if a text in any column is not UTF-8, and ValueError if a column has a
-    time that Python does not have, such as the year 300000."""
-    table.data.validate(full=True)
-    for name in table.column_names:
-        if any(map(pa.types.is_temporal, _types(table.data.schema.field(name).type))):
-            try:
-                table.data.column(name).to_pylist()
-            except Exception as error:  # OverflowError, ValueError, pyarrow's: it depends on the type
-                raise ValueError(f"column {name!r}: {error}") from None
+    table = [] if is_empty else load_dataset("parquet", data_files=file, split="train")
+    if table:
+        table.data.validate(full=True)  # raises pyarrow.ArrowInvalid for text that is not UTF-8
     return table
-
-
-def _types(of: pa.DataType) -> Iterator[pa.DataType]:
-    """Yield a column's type, and those of the values within its values."""
-    yield of
-    for number in range(of.num_fields):
-        yield from _types(of.field(number).type)
 
 
 def _read_json(file: str) -> "Rows":
@@ -96,29 +76,16 @@ def _read_json(file: str) -> "Rows":
 
 
 def table_of(file: str, rows: list[dict], numbers: Sequence[int]) -> "Rows":
-    """The rows as a table. numbers: those that they have in the file."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    return Rows(pa.table({name: _column(file, name, [row.get(name) for row in rows], numbers) for name in names}), numbers)
-
-
-def _column(file: str, name: str, values: list, numbers: Sequence[int]) -> pa.Array | pa.ChunkedArray:
-    """A column of rows with these numbers. Raises UserError for the first value that does not fit those before it."""
-    try:
-        return pa.array(values)
-    except UNFIT as error:
-        row = bisect.bisect_left(range(len(values)), True, key=lambda row: not _fits(values[: row + 1]))
-        raise UserError(
-            f"{file} row {numbers[row]}: column {name!r} is {values[row]!r:.60}, which cannot be read ({error}). Give the "
-            "column values of one kind in all rows, such as text."
-        ) from None
-
-
-def _fits(values: list) -> bool:
-    try:
-        pa.array(values)
-    except UNFIT:
-        return False
-    return True
+    """The rows as a table. numbers: those that they have in the file. Raises UserError for values that make no column."""
+    columns = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        try:
+            columns[name] = pa.array([row.get(name) for row in rows])
+        except UNFIT as error:
+            raise UserError(
+                f"{file}: column {name!r} cannot be read ({error}). Give it values of one kind in all rows, such as text."
+            ) from None
+    return Rows(pa.table(columns), numbers)
 
 
 def _read_hub(name: str, split: str):
@@ -128,7 +95,7 @@ def _read_hub(name: str, split: str):
     path, _, config = name.partition(":")
     wanted = "test" if split == "val" else "train"
     try:
-        return _checked(load_dataset(path, config or None, split=wanted))
+        return load_dataset(path, config or None, split=wanted)
     except Exception as error:  # no network, no such name, no such split: each its own exception in datasets and hub
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
@@ -149,40 +116,6 @@ def weights_of(words: Sequence[str], split: str = "train") -> tuple[list[str], l
             raise UserError(f"--train-files {word}: a weight is above 0. Give such a number, or leave the file out.")
     weights = [Fraction(weight[2] if weight else 1) for weight in found]
     return [weight[1] if weight else word for weight, word in zip(found, words, strict=True)], weights
-
-
-class FileRows(Sequence):
-    """The rows of several files, end to end, or those of them that are used."""
-
-    rows: Sequence[int]  # the numbers of the used rows, over all files
-
-    def __init__(self, files: Sequence[str], split: str):
-        """split: "train", "val" or "sft", the flag that names the files. Raises UserError if there are none."""
-        self.files, self.weights = weights_of(files, split)
-        if not self.files:
-            raise UserError(f"--{split}-files names no file. Name one, or leave the flag out.")
-        self.tables: list = []  # one for each file
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @cached_property
-    def ends(self) -> list[int]:
-        """For each file, the number of rows up to its end."""
-        return list(itertools.accumulate(len(table) for table in self.tables))
-
-    def _locate(self, row: int) -> tuple[int, int]:
-        """(index of the file, row number in it) of a row number over all files."""
-        file = bisect.bisect_right(self.ends, row)
-        return file, row - (self.ends[file - 1] if file else 0)
-
-    def file_of(self, index: int) -> int:
-        """Return the place in `files` of the file of a used row."""
-        return self._locate(self.rows[index])[0]
-
-    def _where(self, row: int) -> str:
-        file, number = self._locate(row)
-        return place(self.files[file], self.tables[file], number)
 
 
 def place(file: str, table, number: int) -> str:
