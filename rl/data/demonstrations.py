@@ -87,16 +87,13 @@ class Demonstrations(FileRows):
     def __getitem__(self, index: int) -> Demonstration:
         return self._read(self.rows[index])
 
-    def _checked(self, file: str, table):
+    def _check_columns(self, file: str, names: Sequence[str]) -> None:
         args = self.args
-        columns = table.column_names
-        wanted = {args.prompt_key, args.response_key}
-        if args.messages_key in columns or wanted <= {*columns} or file == "demo":
-            return table
-        raise UserError(
-            f"{file}: there is no column {args.messages_key!r}, nor {args.prompt_key!r} with {args.response_key!r}; the "
-            f"columns are {', '.join(sorted(columns))}. {self.remedy}"
-        )
+        if not (args.messages_key in names or {args.prompt_key, args.response_key} <= {*names} or file == "demo"):
+            raise UserError(
+                f"{file}: there is no column {args.messages_key!r}, nor {args.prompt_key!r} with {args.response_key!r}; the "
+                f"columns are {', '.join(sorted(names))}. {self.remedy}"
+            )
 
     def _measure_row(self, row: int, found: Measured) -> None:
         length = len(self._read(row).ids)

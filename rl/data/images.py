@@ -62,18 +62,6 @@ def _parts(content: str) -> str | list[dict]:
     return [{"type": "image"} if piece == PLACE else {"type": "text", "text": piece} for piece in pieces]
 
 
-def undecoded(table, column: str):
-    """The table with the column's images left as files, which `datasets` would otherwise decode for every row it reads."""
-    from datasets import Image as Feature
-
-    feature = table.features.get(column)
-    if isinstance(feature, Feature):
-        return table.cast_column(column, Feature(decode=False))
-    if isinstance(getattr(feature, "feature", None), Feature):
-        return table.cast_column(column, type(feature)(Feature(decode=False)))
-    return table
-
-
 def sizes(files: Sequence[bytes]) -> list[tuple[int, int]]:
     """(width, height) of each image as it is seen, from the headers. Raises ImageError."""
     return [_numbered(i, size, data) for i, data in enumerate(files)]

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from rl.data.args import DataArgs
 from rl.data.columns import TRUTHS, check_columns, check_row, ground_truth, source_of
 from rl.data.measured import Measured, measure
-from rl.data.tables import place, read_table, weights_of
+from rl.data.tables import Rows, place, read_table, weights_of
 from rl.errors import ImageError, UserError
 
 if TYPE_CHECKING:
@@ -76,21 +76,21 @@ class FileRows(Sequence):
         limit = args.val_max_samples if split == "val" else args.train_max_samples
         room = math.inf if limit < 0 else limit
         # Files keep their own columns: casting them to a common schema would change what they say.
-        self.tables: list = []
+        self.tables: list[Rows] = []
         for file in self.files:
             table = read_table(file, split)
             if args.map:
                 from rl.data.mapped import mapped  # late: few runs have one
 
                 table = mapped(table, file, args.map, max(1, room))  # with one row there are columns
-            table = self._checked(file, table)
+            self._check_columns(file, table.column_names)
             self.tables.append(table.select(range(min(len(table), room))))
             room -= len(self.tables[-1])
         # For each file, the number of rows up to its end
         self.ends = list(itertools.accumulate(len(table) for table in self.tables))
 
-    def _checked(self, file: str, table):
-        """The table, if it has the columns that are needed."""
+    def _check_columns(self, file: str, names: Sequence[str]) -> None:
+        """Raise UserError unless the file's columns are those that are needed."""
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -147,13 +147,8 @@ class PromptDataset(FileRows):
                 f"{args.max_prompt_length}. Raise it."
             )
 
-    def _checked(self, file: str, table):
-        check_columns(file, table.column_names, self.args, self.brought)
-        if self.args.image_key not in table.column_names:
-            return table
-        from rl.data import images
-
-        return images.undecoded(table, self.args.image_key)
+    def _check_columns(self, file: str, names: Sequence[str]) -> None:
+        check_columns(file, names, self.args, self.brought)
 
     def __getitem__(self, index: int) -> Prompt:
         row = self._columns(self.rows[index])
@@ -192,8 +187,7 @@ class PromptDataset(FileRows):
         return {"where": self._where(row), "ground_truth": str(ground_truth(self._columns(row)))[:RECORDED]}
 
     def _measure(self, what: str) -> Measured:
-        """Measure all rows, by the columns that are needed for it. Others may be large, such as images that `datasets` would
-        decode."""
+        """Measure all rows, by the columns that are needed for it."""
         narrow = [table.select_columns(self._wanted(table.column_names)) for table in self.tables]
 
         def measure_row(row: int, found: Measured) -> None:

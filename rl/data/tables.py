@@ -1,6 +1,6 @@
 """Tables of rows: read from files or the hub with Hugging Face `datasets`, or made on the spot.
 
-Left out: the meaning of the columns, which is rl/data/columns.py. Parquet files are kept by `datasets` on disk, for all ranks.
+Left out: the meaning of the columns, which is rl/data/columns.py.
 """
 
 import importlib
@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import ClassVar
 
 import pyarrow as pa
 
@@ -21,9 +20,9 @@ BLANKS = re.compile(r"\s*")
 UNFIT = (pa.ArrowException, OverflowError, UnicodeEncodeError)  # pyarrow raises these if values do not make a column
 
 
-def read_table(file: str, split: str):
-    """The file as a datasets.Dataset, or as `Rows`. split: "train", "val" or "sft", the flag that names it; all but "val" are
-    for training. Raises UserError if it cannot be read."""
+def read_table(file: str, split: str) -> "Rows":
+    """The file's rows. split: "train", "val" or "sft", the flag that names it; all but "val" are for training. Raises UserError
+    if it cannot be read."""
     if file in DEMOS:
         demo = importlib.import_module(DEMOS[file])
         return Rows(pa.Table.from_pylist(demo.problems("val" if split == "val" else "train")))
@@ -47,16 +46,16 @@ def read_table(file: str, split: str):
     return table
 
 
-def _read_parquet(file: str):
+def _read_parquet(file: str) -> "Rows":
     import pyarrow.parquet as pq
     from datasets import disable_progress_bars, load_dataset
 
     disable_progress_bars()
-    is_empty = not pq.read_metadata(file).num_rows  # for which load_dataset raises one of many errors
-    table = [] if is_empty else load_dataset("parquet", data_files=file, split="train")
-    if table:
-        table.data.validate(full=True)  # raises pyarrow.ArrowInvalid for text that is not UTF-8
-    return table
+    if not pq.read_metadata(file).num_rows:  # for which load_dataset raises one of many errors
+        return Rows(pa.table({}))
+    rows = Rows(load_dataset("parquet", data_files=file, split="train").data.table)
+    rows.data.validate(full=True)  # raises pyarrow.ArrowInvalid for text that is not UTF-8
+    return rows
 
 
 def _read_json(file: str) -> "Rows":
@@ -88,14 +87,14 @@ def table_of(file: str, rows: list[dict], numbers: Sequence[int]) -> "Rows":
     return Rows(pa.table(columns), numbers)
 
 
-def _read_hub(name: str, split: str):
+def _read_hub(name: str, split: str) -> "Rows":
     from datasets import disable_progress_bars, load_dataset
 
     disable_progress_bars()
     path, _, config = name.partition(":")
     wanted = "test" if split == "val" else "train"
     try:
-        return load_dataset(path, config or None, split=wanted)
+        return Rows(load_dataset(path, config or None, split=wanted).data.table)
     except Exception as error:  # no network, no such name, no such split: each its own exception in datasets and hub
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
@@ -125,9 +124,7 @@ def place(file: str, table, number: int) -> str:
 
 
 class Rows:
-    """A table in memory with what rl/data uses of a datasets.Dataset. No column holds decoded images."""
-
-    features: ClassVar[dict] = {}
+    """A table, in memory or a file that `datasets` keeps on disk for all ranks. Images are as they are stored, not decoded."""
 
     def __init__(self, data: pa.Table, numbers: Sequence[int] | None = None):
         """numbers: of the rows in their file, by default all from 0 on."""
