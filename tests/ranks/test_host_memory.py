@@ -7,8 +7,7 @@ import torch
 from helpers import run_script
 
 from rl.model import shards
-from rl.ranks import device
-from rl.ranks.device import PinnedBlocks
+from rl.ranks import pinned
 
 TENSORS = 40
 PROGRAM = f"""
@@ -49,14 +48,14 @@ def test_pinned_tensors_take_little_more_than_their_bytes(monkeypatch, sizes):
     """What torch takes on CUDA is the next power of two of each pinned tensor. sizes: in KB, of the moments of parameters."""
     taken, make, rounded = [], torch.zeros, lambda size: 1 << (size - 1).bit_length()
     monkeypatch.setattr(shards, "is_accelerator", lambda place: True)
-    monkeypatch.setattr(device, "LEAST", 1 << 10)
-    monkeypatch.setattr(device, "BLOCK", 1 << 20)
+    monkeypatch.setattr(pinned, "LEAST", 1 << 10)
+    monkeypatch.setattr(pinned, "BLOCK", 1 << 20)
     monkeypatch.setattr(torch, "zeros", lambda *of, pin_memory, **how: taken.append(rounded(of[0])) or make(*of, **how))
-    pinned, values = PinnedBlocks(), [torch.empty(256, size)[:, ::2].t() for size in sizes]
+    blocks, values = pinned.PinnedBlocks(), [torch.empty(256, size)[:, ::2].t() for size in sizes]
     dtypes = [(torch.float32, torch.uint8)[number % 2] for number in range(len(values))]
-    tensors = [shards.zeros_on_host(value, dtype, pinned) for value, dtype in zip(values, dtypes, strict=True)]
+    tensors = [shards.zeros_on_host(value, dtype, blocks) for value, dtype in zip(values, dtypes, strict=True)]
     needed = sum(tensor.nbytes for tensor in tensors)
-    assert sum(taken) <= min(sum(rounded(tensor.nbytes) for tensor in tensors), 1.1 * needed + device.BLOCK)
+    assert sum(taken) <= min(sum(rounded(tensor.nbytes) for tensor in tensors), 1.1 * needed + pinned.BLOCK)
     for number, (tensor, value) in enumerate(zip(tensors, values, strict=True)):
         assert tensor.shape == value.shape and tensor.is_contiguous() and not tensor.any()
         tensor.fill_(number + 1)
