@@ -57,7 +57,7 @@ VALUES = {
     "messages of parts": pa.array([[{"role": "user", "content": [{"type": "text", "text": "1"}]}]]),
     "messages of numbers": pa.array([[{"role": 1, "content": 2}]]),
 }
-TEXTS = {"text", "large text", "a view of text", "text in a dictionary"}
+TEXTS = {"text", "large text", "a view of text", "text in a dictionary", "JSON"}
 FITS = {  # column -> values that it must take, among others
     "data_source": TEXTS,
     "prompt": TEXTS | {"messages"},

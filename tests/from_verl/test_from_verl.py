@@ -14,7 +14,7 @@ from test_examples import SCRIPTS, VERL, number, parse
 
 from rl import flags, parts
 from rl.errors import UserError
-from tools.from_verl import supervised, table, translate, verl_run
+from tools.from_verl import table, translate, verl_run
 from tools.from_verl.__main__ import main, read_text, report
 from tools.from_verl.command import parse_value, read_script, read_words
 from tools.from_verl.table import OTHER_DEFAULTS, ROWS, ROWS_OF_SFT
@@ -194,10 +194,10 @@ def test_every_flag_of_the_table_exists_and_every_default_is_a_keys():
     existing = {flag for script in SCRIPTS for flag in translate.own_defaults(script)}
     existing |= translate.own_defaults("train_sft.py").keys()
     shown = {flag for row in (*ROWS, *table.OWN) for flag in row.flags.split(", ") if flag}
-    assert all(table.find(name, ROWS_OF_SFT) for name in supervised.NAMES.values())
+    assert all(table.find(name, ROWS_OF_SFT) for name in map(table.in_full, table.SFT_KEYS["names"].values()))
     of_forks = {"--gdpo-reward-keys", "--gdpo-reward-weights"}  # of examples/forks/gdpo.diff, as their rows say
     assert shown - existing == of_forks
-    names = {names[0] for row in ROWS for names in row.names}
+    names = {names[0] for row in (*ROWS, *table.OWN) for names in row.names}
     assert {key for defaults in OTHER_DEFAULTS.values() for key in defaults} <= names
     every = [name for row in ROWS for names in row.names for name in names]
     assert len(every) == len(set(every)), "a key appears in one row only"
@@ -436,9 +436,9 @@ def test_all_of_verls_runs_are_here():
     assert set(RUNS.values()) == set(VERL)
 
 
-SUPERVISED = [*supervised.NAMES, *(name for row in table.OWN for names in row.names for name in names), "engine.dtype"]
+SUPERVISED = [*table.SFT_KEYS["names"], *(name for row in table.OWN for names in row.names for name in names), "engine.dtype"]
 SUPERVISED += [
-    f"{head}{key}" for head in supervised.HEADS for key in ("lr", "path", "lora_rank", "lora.rank", "betas", "no_such")
+    f"{head}{key}" for head in table.SFT_KEYS["heads"] for key in ("lr", "path", "lora_rank", "lora.rank", "betas", "no_such")
 ]
 NAMES = [name.replace("*", "actor") for row in ROWS for names in row.names for name in names]
 ODD = ["1", "0", "-1", "None", "True", "abc", "[a]", "[]", "", "1e-6", "1.5", "8", "[1,2]", "{a: 1}", "'x y'", "${a.b}"]

@@ -8,7 +8,6 @@ import pytest
 import report
 from report import Args, main
 from rl.errors import UserError
-from tools.report.logs import load
 
 ACCURACY = "val-core/demo/acc/mean@1"
 CONFIG = {
@@ -97,17 +96,6 @@ BAD = ("", "[", "null", "[]", "7", "{}", "\xff", "[" * 100_000)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [*CONFIG, "replay", *(f"flags.{name}" for name in CONFIG["flags"]), "hardware.layout"])
-def test_every_part_of_the_configuration_may_be_of_any_kind(part, tmp_path):
-    name, _, within = part.partition(".")
-    kinds = [None, 5, "x", [], {}, [None], [{}], [{"ranks": {"0": ""}}]]
-    for number, value in enumerate(kinds[:5] if name == "flags" and within else kinds):
-        changed = {name: CONFIG[name] | {within: value}} if within else {name: value}
-        page = report_of(tmp_path / f"{number}", rows(3), **{"config.json": json.dumps(CONFIG | changed)})
-        assert "| group | runs | steps |" in page
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["config.json", "validations.jsonl", "metrics.jsonl"])
 def test_files_that_are_something_else(name, tmp_path):
     contents = [*BAD, '{"step": 1}', '{"step": null}', '{"step": 1.5, "val-core/demo/acc/mean@1": "x"}']
@@ -128,12 +116,3 @@ def test_rewards_are_means_of_as_many_steps(tmp_path):
     assert "reward of the last steps: 0.355 / 0.055, 1 and 1 run, 10 steps of each" in page
     report_of(tmp_path / "c", rows(4), **{"config.json": json.dumps(CONFIG | {"script": "c"})})
     assert "reward, last 4 steps" in said(tmp_path / "a", tmp_path / "c"), "in the table, too"
-
-
-@pytest.mark.parametrize("name", ["a.log", "metrics.jsonl"])
-def test_the_score_of_older_versions_of_verl_is_a_validation(name, tmp_path):
-    line = "step:1 - val/test_score/openai/gsm8k:0.5 - critic/score/mean:0.1\n"
-    if name == "metrics.jsonl":
-        line = json.dumps({"step": 1, "data": {"val/test_score/openai/gsm8k": 0.5, "critic/score/mean": 0.1}}) + "\n"
-    (tmp_path / name).write_text(line)
-    assert load(tmp_path / name).points("val-core/openai/gsm8k/acc/mean@1").tolist() == [[1, 0.5]]
