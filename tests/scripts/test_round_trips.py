@@ -73,6 +73,14 @@ ROWS = {
     ),
     "a delta net": Row(("--model", "demo-hybrid")),
     "images": Row(("--model", "demo-vl", "--train-files", "demo-vl", "--val-files", "demo-vl")),
+    "images of an environment": Row(
+        (
+            *("--model", "demo-vl", "--train-files", "demo-vl", "--val-files", "demo-vl", "--max-response-length", 40),
+            *("--env", "tests/programs/shows.py:Shows", "--max-tokens-per-micro-batch", 150),
+        ),
+        ("reward/extra/turns/mean",),
+        learners=("--sequence-parallel", 2),
+    ),
     "a tool": Row(
         ("--model", "demo-calculator", "--env", "demo-calculator", "--max-response-length", 24, "--entropy-coeff", 0.1),
         ("response_length/trained/mean", "reward/extra/tool_calls/mean"),
