@@ -14,7 +14,7 @@ from rl.data.tables import DEMOS, read_table, weights_of
 from rl.errors import ImageError, UserError
 
 MOST = 640  # pixels of a side
-_table = lru_cache(maxsize=2)(lambda file, column: images.undecoded(read_table(file, "train"), column))
+_table = lru_cache(maxsize=2)(lambda file: read_table(file, "train"))
 
 
 def urls(files: Iterable[bytes]) -> list[str]:
@@ -35,6 +35,6 @@ def of_row(where: str, flags: dict) -> list[str]:
     if file not in DEMOS and (file not in files or not Path(file).is_file()):  # a record can name no other file
         raise UserError(f"{file} is not here, so its images cannot be shown. Start view.py where training was started.")
     try:
-        return urls(images.files_of(_table(file, flags["image_key"])[int(number)].get(flags["image_key"]), Path(file).parent))
+        return urls(images.files_of(_table(file)[int(number)].get(flags["image_key"]), Path(file).parent))
     except (ImageError, IndexError, ValueError) as error:
         raise UserError(f"{where}: its images cannot be read ({error}). Has the file changed?") from error
