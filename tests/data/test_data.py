@@ -6,17 +6,15 @@ import math
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, Image
 from helpers import GSM8K
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Tokenizer
 
-from examples.demo.sums import CHAT_TEMPLATE, build_tokenizer, problems
+from examples.demo.sums import CHAT_TEMPLATE, build_tokenizer
 from rl.data.args import DataArgs
 from rl.data.prompts import PromptDataset, PromptOrder
-from rl.data.tables import read_table
 from rl.errors import UserError
 
 TOKENIZER = build_tokenizer()
@@ -123,41 +121,6 @@ def test_a_value_of_another_kind_is_named(name, case, tmp_path):
         dataset(file)
 
 
-@pytest.mark.parametrize("rows", [[1, 2], [1, 2.5], ["x", None], [{"a": 1}, {"b": "x"}], [{}, {"a": []}], [[1], []]])
-def test_values_that_are_read_as_written_are_taken(rows, tmp_path):
-    read = read_table(str(write(tmp_path / "a.jsonl", *({"a": value} for value in rows))), "train")
-    assert [row["a"] for row in read] == rows or isinstance(rows[0], dict)  # keys of other rows are null
-
-
-def test_json_over_several_lines(tmp_path):
-    (tmp_path / "a.json").write_text("\n".join(json.dumps({"a": value}, indent=1) for value in ("1", "2\u2028")))
-    assert [row["a"] for row in read_table(str(tmp_path / "a.json"), "train")] == ["1", "2\u2028"]
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
-def test_text_that_looks_like_a_time_stays_text(name, tmp_path):
-    """datasets makes times of a JSON column of dates alone."""
-    dates = ["2021-05-01", "2021-05-02T10:00:00Z", "2021-05-03 11:12:13"]
-    rows = [verl_row("1+1=", date) | {"extra_info": {"of": [{"day": date}]}} for date in dates]
-    file = write(tmp_path / name, *rows)
-    if name == "a.json":
-        file.write_text(json.dumps(rows, indent=1))
-    read = dataset(file)
-    assert [row.ground_truth for row in read] == dates and read[1].extra_info["of"] == [{"day": dates[1]}]
-
-
-def test_what_is_not_taken_is_not_looked_at(tmp_path):
-    good, bad = (
-        write(tmp_path / "a.jsonl", verl_row("1"), verl_row("2"), verl_row("3", None, source=None)),
-        tmp_path / "b.jsonl",
-    )
-    write(bad, verl_row("4", None))
-    rows = dataset(good, bad, train_max_samples=2)
-    assert [r.text for r in rows] == ["1", "2"] and rows.sources() == {"demo": f"{good} row 0"}
-    with pytest.raises(UserError, match=r"a\.jsonl row 2: no ground truth"):
-        dataset(good, bad, train_max_samples=3)
-
-
 def test_many_rows_are_the_rows_one_by_one(tmp_path, capsys):
     """More rows than are tokenised at once, in both layouts, from two files."""
     texts = [f"{i}+{i}=" for i in range(1300)]
@@ -205,20 +168,6 @@ def test_images_are_refused_rather_than_ignored(tmp_path):
         dataset(geo3k)
     rows = [{**verl_row("1+1="), "images": []}, {**verl_row("2+2="), "images": []}]
     assert len(dataset(write(tmp_path / "a.jsonl", *rows))) == 2
-
-
-def test_rows_made_on_the_spot_are_what_datasets_makes_of_them():
-    made, expected = read_table("demo", "train"), Dataset.from_list(problems("train"))
-    assert [*made] == [*expected] and made.column_names == expected.column_names
-    some = range(5, 50)
-    assert [*made.select(some)] == [*expected.select(some)]
-    assert [json.dumps(made.select(some)[i]) for i in (0, 44)] == [json.dumps(expected.select(some)[i]) for i in (0, 44)]
-    names = ["reward_model", "prompt"]
-    assert [*made.select_columns(names)] == [*expected.select_columns(names)]
-    before = pa.total_allocated_bytes()
-    whole = made.select(range(len(made)))
-    assert pa.total_allocated_bytes() == before and len(whole) == 2000, "nothing is copied: pyarrow cannot beyond 2 GB of text"
-    assert made.select(some).data.column("prompt").equals(expected.select(some).data.column("prompt"))
 
 
 DATA_SOURCE = {"data_source": "d"}
@@ -294,29 +243,10 @@ def test_json_that_is_not_utf8_is_refused(tmp_path, column):
         dataset(tmp_path / "a.jsonl")
 
 
-def test_text_of_parquet_that_is_not_utf8_is_refused_before_the_run(tmp_path):
-    data = [pa.py_buffer(b) for b in (b"\0\0\0\0\1\0\0\0\2\0\0\0", b"2\xe9")]
-    text = pa.Array.from_buffers(pa.string(), 2, [None, *data])
-    pq.write_table(pa.table({"question": ["1+1="] * 2, "answer": ["#### 2"] * 2, "not_read": text}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"a\.parquet: cannot be read .*UTF8 sequence at string index 1"):
-        dataset(tmp_path / "a.parquet")
-
-
-def test_measuring_decodes_no_image_of_another_column(tmp_path):
-    rows = [verl_row("1+1=") | {"preview": {"bytes": b"no image", "path": None}}]
-    Dataset.from_list(rows).cast_column("preview", Image()).to_parquet(tmp_path / "a.parquet")
-    assert len(dataset(tmp_path / "a.parquet")) == 1
-
-
 @pytest.mark.parametrize(("answer", "truth"), [(0, "0"), (False, "False"), (7, "7")])
 def test_an_answer_that_is_no_text_is_a_truth(tmp_path, answer, truth):
     file = write(tmp_path / "a.jsonl", {"question": "1-1=", "answer": answer, "data_source": "demo"})
     assert dataset(file)[0].ground_truth == truth
-
-
-def test_a_key_that_the_first_row_lacks_is_read(tmp_path):
-    rows = [verl_row("1"), verl_row("2") | {"extra_info": {"day": "2021-05-01"}}]
-    assert [row.extra_info for row in dataset(write(tmp_path / "a.jsonl", *rows))] == [{}, {"day": "2021-05-01"}]
 
 
 def test_a_null_source_is_named_and_no_file_too(tmp_path):
@@ -332,13 +262,3 @@ def test_a_tokenizer_without_chat_template(tmp_path):
     tokenizer.chat_template = None
     with pytest.raises(UserError, match=r"a\.jsonl row 0.*no chat template"):
         dataset(write(tmp_path / "a.jsonl", verl_row(CHAT)), tokenizer=tokenizer)
-
-
-def test_the_source_of_one_prompt_is_read_the_same_from_every_kind_of_table(tmp_path):
-    """JSON lines, parquet and rows without a source; those whose prompts are left out do not shift the others."""
-    rows = [verl_row("1" * 200 if i == 1 else str(i), source=f"from {i % 3}") for i in range(5)]
-    files = [write(tmp_path / "a.jsonl", *rows), parquet(tmp_path / "b.parquet", *rows)]
-    files.append(write(tmp_path / "c.jsonl", {"question": "1+1=", "answer": "#### 2"}))
-    read = dataset(*files, filter_overlong_prompts=True, max_prompt_length=100)
-    assert len(read) == 4 + 4 + 1
-    assert [read.source(i) for i in range(len(read))] == [prompt.data_source for prompt in read]
