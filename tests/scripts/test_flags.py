@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, Union, get_args, get_origin
 
 import pytest
+import yaml
+from helpers import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +19,7 @@ import train_async
 import train_one_step_off
 import train_sft
 import train_sync
-from rl import flag_words, flags, parts
+from rl import flags, flags_help, parts
 from rl.errors import UserError
 from rl.ranges import Range, check, flag, marks
 from rl.ranks import launch
@@ -195,7 +197,7 @@ def test_help_shows_the_common_flags_and_help_all_every_flag(script, capsys):
 
 
 def test_help_has_groups_ranges_and_texts(capsys):
-    assert {name for script in SCRIPTS.values() for name in parts.leaves(script.Args)} >= flag_words.COMMON
+    assert {name for script in SCRIPTS.values() for name in parts.leaves(script.Args)} >= flags_help.COMMON
     text = " ".join(help_of(MoreEngineArgs, "--help", capsys).split())
     assert "engine: What generates." in text
     assert "--top-p FLOAT (above 0 and at most 1) Nucleus sampling. (default: 1.0)" in text
@@ -294,6 +296,16 @@ def test_half_of_what_torchrun_says_is_named_and_waits_for_nobody(variables, mon
 
 def fields(name: str) -> set[str]:
     return {*map(flag, parts.leaves(SCRIPTS[name].Args))}
+
+
+TRL_WORDS = yaml.safe_load((ROOT / "docs" / "trl_words.yaml").read_text())
+
+
+@pytest.mark.parametrize("word", TRL_WORDS)
+def test_a_word_of_trls_is_no_flag_and_what_it_is_here_is_one(word):
+    named = re.findall(r"--[\w-]+", TRL_WORDS[word])
+    assert {*named} <= {*fields("sync"), *fields("async")}
+    assert all(f"--{word}" not in fields(script) for script in SCRIPTS)
 
 
 @pytest.mark.parametrize(
