@@ -22,7 +22,6 @@ ROW = {
 }
 VALUES = {
     "bytes": pa.array([b"\xff"]),
-    "a day beyond the last year": pa.array([2**30], pa.date32()),
     "a list": pa.array([["1"]]),
     "an object": pa.array([{"a": 1}]),
     "an object of an object": pa.array([{"ground_truth": {"a": b"1"}}]),
@@ -52,11 +51,9 @@ def use_prompts(file: str) -> None:
         ("data_source", "an object", r"row 0: data_source is \{'a': 1\}\. Put a name there, as text"),
         ("data_source", "bytes", r"row 0: data_source is b'\\xff'\. Put a name there, as text"),
         ("reward_model", "a list", r"row 0: no ground truth: reward_model is \['1'\]"),
-        ("reward_model", "an object of an object", r"row 0: the ground truth, reward_model.ground_truth, is .*Save it as text"),
-        ("answer", "a list", r"row 0: the ground truth, answer, is \['1'\]. Save it as text"),
+        ("answer", "a list", r"row 0: the answer is \['1'\]\. Save it as text"),
         ("prompt", "bytes", r"row 0: column 'prompt' is neither a string .*, but b'\\xff'"),
         ("ability", "a map", r"cannot be read .*'ability'.*save that column as text"),
-        ("ability", "a day beyond the last year", r"cannot be read \(column 'ability': .*save that column as text"),
     ],
 )
 def test_what_is_said_of_a_column(column, value, said, tmp_path):
