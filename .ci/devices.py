@@ -1,4 +1,4 @@
-"""CPU, CUDA and NPU run the same code: rl/ranks/device.py and device_groups.py alone tell them apart. Started by .ci/prose.py."""
+"""CPU, CUDA and NPU run the same code: rl/ranks/device.py and device_groups.py alone tell them apart. Part of .ci/prose.py."""
 
 import ast
 from collections.abc import Iterator
