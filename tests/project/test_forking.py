@@ -194,3 +194,42 @@ def test_demonstrations_add_transformers_gradient_with_their_own_denominator(tmp
     """In all scripts, packed or one by one."""
     errors = measured("imitation", tmp_path)
     assert len(errors) == 3 * 2 * 3 and max(errors) < 3e-5
+
+
+OF_GROUPS = """
+def score(data_source, solution_str, ground_truth, extra_info):
+    return None if (ground_truth, solution_str) == ("unscored", "aaaa") else {"score": len(solution_str), "kept": 7}
+
+def f(data_source, solutions, ground_truth, extra_info, scores, prompt, step):
+    assert (data_source, extra_info, prompt, step, ground_truth != "validation") == ("x", None, "ask", 3, True)
+    assert solutions == ["aaa", "a", "aaaa", "aa"] and scores == [3, 1, None if ground_truth == "unscored" else 4, 2]
+    answers = {"short": [1, 2, 3], "a number": 1.0, "nan": [1, 2, 3, float("nan")], "unscored": [5, 6, 7, 8]}
+    return answers[ground_truth] if ground_truth != "ranks" else [{"score": -n, "half": n / 2} for n in scores]
+"""
+
+
+@pytest.mark.runs
+def test_a_function_of_a_group_replaces_its_scores(tmp_path):
+    """It ranks; it raises, and returns too few values, a number, no number; a response without a score has none afterwards;
+    validations keep theirs."""
+    apply("group_reward", tmp_path / "tree")
+    (tmp_path / "of_groups.py").write_text(OF_GROUPS)
+    functions = [f"{tmp_path / 'of_groups.py'}:{name}" for name in ("score", "f")]
+    cases = ["ranks", "raises", "short", "a number", "nan", "unscored"]  # raises: a KeyError
+    more = {"imported": "packages", "cwd": tmp_path / "tree", "env": {"PYTHONPATH": str(tmp_path / "tree")}}
+    done = run_script(ROOT / "tests" / "programs" / "group_reward.py", *functions, *cases, **more)
+    found = json.loads(done.stdout.splitlines()[-1])
+    scores = {case: [of["score"] for of in its] for case, its in found.items()}
+    none = [None] * 4
+    assert scores == {
+        "ranks": [-3, -1, -4, -2],
+        **dict.fromkeys(("raises", "short", "a number"), none),
+        "nan": [1, 2, 3, None],
+        "unscored": [5, 6, None, 8],
+        "validation": [3, 1, 4, 2],
+    }
+    assert [of["extra"] for of in found["ranks"]] == [{"kept": 7, "half": n / 2, "own_score": n} for n in (3, 1, 4, 2)]
+    events = {(case, of["event"]) for case, its in found.items() for of in its if of["event"]}
+    assert events == {("raises", "error"), *((case, "bad_value") for case in ("short", "a number", "nan", "unscored"))}
+    assert found["raises"][0]["message"].startswith("KeyError: 'raises' (")
+    assert "[1, 2, 3], not a list of 4 values" in found["short"][0]["message"]
