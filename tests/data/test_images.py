@@ -95,8 +95,8 @@ def test_pixels_and_tokens_are_those_of_transformers(vlms, kind):  # noqa: F811
         expected = theirs([image], return_tensors="pt")
         pixels, grid = prep.prepare([encoded(image)])
         assert torch.equal(pixels, expected["pixel_values"]) and torch.equal(grid, expected["image_grid_thw"])
-        assert prep.grid(width, height) == tuple(grid[0].tolist())
-        assert prep.count(width, height) == int(grid[0].prod()) // 4
+        assert prep.cut.grid(width, height) == tuple(grid[0].tolist())
+        assert prep.cut.count(width, height) == int(grid[0].prod()) // 4
 
 
 def broken(**image) -> dict:
