@@ -194,7 +194,7 @@ def test_kill_9_while_tools_are_at_work_loses_no_ticket(kind, file, request, tmp
     step = max(int(path.name[5:]) for path in tmp_path.glob("run/step_*") if (path / "config.json").exists())
     done = run_script("train_async.py", *flags, "--total-training-steps", step + 3, ranks=2)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert {row.get("reward/extra/forks/mean") for row in rows} == {{"agent": 2.0, "served": 0.0}.get(kind)}
+    assert {row.get("reward/extra/forks/mean") for row in rows} == {{"agent": 2.0, "served": 0.0, "sdk": 0.0}.get(kind)}
     assert not any(row["reward/unscored"] for row in rows) and not undocumented({1: rows[-1]})
     started, trained, dropped, flying = fates(done.stdout)
     assert started == trained + dropped + flying and trained == 4 * (step + 3) and not dropped
