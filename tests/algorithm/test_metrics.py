@@ -2,27 +2,21 @@
 
 import json
 import math
-import os
-import pty
 import re
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import CONFIGS, ROOT, command, documented_metrics, environment, run_script
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, MixtralConfig, Qwen2_5_VLConfig
+from helpers import CONFIGS, ROOT, documented_metrics
+from transformers import AutoModelForCausalLM
 
 import train_sync
 from rl import parts
 from rl.algorithm.metrics import summarize
 from rl.errors import UserError
 from rl.learning.flops import train_flops_per_token
-from rl.record.run import Origin, Run, new_directory, plot_reward
+from rl.record.run import Origin, Run, new_directory
 
 
 @dataclass
@@ -140,41 +134,6 @@ def test_two_processes_never_write_one_run(tmp_path):
         make(tmp_path, origin=Origin(run.dir, None), logger=())
 
 
-@pytest.mark.slow
-def test_the_plot_draws_what_there_is_and_leaves_the_backend_alone(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": null}\n')
-    code = "import sys; from pathlib import Path; from rl.record.run import plot_reward; plot_reward(*map(Path, sys.argv[1:]));"
-    code += "assert 'matplotlib.pyplot' not in sys.modules"
-    where = [tmp_path / "metrics.jsonl", tmp_path / "plot.png"]
-    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code, *where], cwd=ROOT, check=True, timeout=120)
-    assert plot_reward(*where).read_bytes().startswith(b"\x89PNG")
-
-
-DISPLAY = """
-import sys
-import train_sync
-from rl import parts
-from rl.record.run import Run
-run = Run(parts.make(train_sync.Args, output_dir=sys.argv[1]), {}, 3, True, "script")
-run.log(0, {"val-core/demo/acc/mean@1": 0.34})
-for step in (1, 2, 3):
-    run.log(step, {"critic/score/mean": 0.1 * step, "perf/total_num_tokens": 617.0, "perf/time_per_step": 0.5})
-run.finish("here")
-"""
-
-
-@pytest.mark.slow
-def test_plain_lines_where_there_is_no_terminal(tmp_path):
-    (tmp_path / "display.py").write_text(DISPLAY)
-    done = run_script(tmp_path / "display.py", tmp_path / "runs", env={"FORCE_COLOR": "1"})  # as many CI systems set it
-    began, *lines = done.stdout.splitlines()
-    (run,) = (tmp_path / "runs").iterdir()
-    assert began == f"run {run} (resume with --experiment-name {run.name})"
-    assert "\x1b" not in done.stdout and lines[0] == "step 0/3  validation accuracy 0.340"
-    assert lines[-4] == "step 3/3  reward 0.200  1,234 tokens/s"  # the mean since step 0
-    assert lines[-3] == "checkpoint  here"
-
-
 @pytest.mark.parametrize("logger", [(), ("tensorboard",)])
 def test_loggers_are_added_to_the_console(logger, tmp_path, capsys):
     """With any --logger the console shows the run's name, the steps, the warnings and the messages."""
@@ -199,32 +158,6 @@ def test_the_rate_is_that_of_all_ranks(ranks, shown, tmp_path, capsys):
     assert f"step 3/3  reward 0.500  {shown}\n" in capsys.readouterr().out
 
 
-def on_a_terminal(script: Path, out: Path, columns: int) -> tuple[int, str]:
-    """Run the script on a pseudo-terminal of this width. Return (exit code, everything shown)."""
-    master, slave = pty.openpty()
-    env = environment(TERM="xterm", COLUMNS=str(columns))
-    process = subprocess.Popen(command(script, out), cwd=ROOT, env=env, stdout=slave, stderr=slave)
-    os.close(slave)
-    shown = b""
-    while True:
-        try:
-            shown += os.read(master, 4096)
-        except OSError:  # the terminal closes with the process
-            break
-    os.close(master)
-    return process.wait(60), shown.decode()
-
-
-@pytest.mark.slow
-def test_a_live_bar_on_a_terminal(tmp_path):
-    (tmp_path / "display.py").write_text(DISPLAY)
-    code, text = on_a_terminal(tmp_path / "display.py", tmp_path / "runs", columns=80)
-    assert code == 0 and "\x1b" in text and "\u2026" not in text, "nothing may be cut off"
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
-    assert "3/3" in text and "reward 0.200" in text and "1,234 tokens/s" in text and "left" in text
-    assert "step 0: validation accuracy 0.340" in text
-
-
 def test_summarize():
     assert summarize("x", torch.tensor([1, 2, 6])) == {"x/mean": 3.0, "x/max": 6.0, "x/min": 1.0}
     assert all(math.isnan(v) for v in summarize("x", torch.zeros(0)).values())
@@ -245,29 +178,6 @@ def test_flops_count_the_matrices(kind):
     if kind == "moe":  # two of eight experts, each 3 * 64 * 32, in both layers
         weights -= 2 * 6 * 3 * 64 * 32
     assert train_flops_per_token(config, 100) == 6 * weights + attention
-
-
-def test_flops_of_frozen_matrices_are_those_that_torch_counts():
-    """With adapters the gradient passes through each product and no weight has one. Attention's are all counted here."""
-    config, tokens = CONFIGS["qwen3"](), 40
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").requires_grad_(False)
-    embedded = torch.randn(1, tokens, config.hidden_size, requires_grad=True)
-    with FlopCounterMode(display=False) as counter:
-        model(inputs_embeds=embedded).logits.sum().backward()
-    attention = 12 * config.num_hidden_layers * config.num_attention_heads * 16 * tokens**2
-    assert counter.get_total_flops() - attention == pytest.approx(
-        tokens * train_flops_per_token(config, 0, frozen=True), rel=1e-3
-    )
-
-
-@pytest.mark.parametrize("make_config", [GPT2Config, GptOssConfig, MixtralConfig, Qwen2_5_VLConfig])
-def test_flops_of_other_architectures(make_config):
-    """Configs that lack a field, or keep the language model's in a part of their own: an estimate, never an exception."""
-    config = make_config()
-    text = config.get_text_config()
-    flops = train_flops_per_token(config, 100)
-    assert math.isfinite(flops) and flops > 6 * text.hidden_size * text.vocab_size
-    assert flops == train_flops_per_token(text, 100)
 
 
 def test_a_warning_is_one_line_until_its_count_has_grown_tenfold(tmp_path, capsys):

@@ -2,7 +2,6 @@
 safe."""
 
 import json
-import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +12,6 @@ import transformers
 from helpers import SMALL, log_distributions, make_group, plain_log_probs, relative, run_script, whole
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
-from rl.learning import placement
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch
 from rl.learning.learner import Learner
@@ -188,20 +186,6 @@ def test_offloaded_it_is_the_same_and_in_bf16_it_is_close(compute, models, refer
     assert least < relative(data["100/grad"], reference[0]["4096/grad"]) < most
 
 
-def test_weights_that_are_tied_by_hand_stay_so(models, ranks, monkeypatch):
-    """Code loaded with --trust-remote-code may tie weights in a way unknown to transformers."""
-    empty = placement.empty_model
-
-    def by_hand(*of):
-        model = empty(*of)
-        model.tie_weights = lambda *_, **__: None
-        return model
-
-    monkeypatch.setattr(placement, "empty_model", by_hand)
-    model = Learner(models["qwen2-tied"], LearnerArgs(), ranks, total_steps=1).policy.model
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
 @pytest.mark.parametrize(("allowed", "kept"), [(0, 0), (5, 0), (16, 12), (24, 23), (100, 23)])  # of 23 tokens, 6 in a chunk
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -294,14 +278,6 @@ def test_a_non_finite_gradient_is_skipped_by_all_ranks_and_counted(models, ranks
 
 
 # ------------------------------------------------------------------------------------------------------- its weights
-
-
-@pytest.mark.runs
-@pytest.mark.parametrize(("bucket", "most"), [(1 << 30, 1), (20_000, 40)])  # all in one; some in each, the largest alone
-def test_shards_are_gathered_in_buckets_to_the_bit(models, bucket, most):
-    done = run_script("tests/programs/gathers.py", models["qwen2-untied"], str(bucket), ranks=3)
-    counts = [int(n) for n in re.findall(r": (\d+) collectives", done.stdout)]
-    assert len(counts) == 3 * 8 and 1 <= min(counts) <= max(counts) <= most
 
 
 def test_the_learning_rates_schedule_counts_training_steps_with_a_gradient(models, ranks):

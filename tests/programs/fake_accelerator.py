@@ -287,12 +287,7 @@ CASES = {  # a new kind of model is a line more
     "shared sequences, what could be sampled": lambda m: learn(
         m["qwen3"], 4, 1, "async", dtype="bfloat16", sequence_parallel=2, use_kl_loss=True, **TRUNCATED
     ),
-    "shared sequences, CUDA's attention": lambda m: learn(
-        m["qwen3"], 4, 2, "sync", None, "cuda", sequence_parallel=4, dtype="bfloat16", gradient_checkpointing=True
-    ),
     "one rank, over the host": lambda m: learn(m["qwen2-tied"], over_host=True, dtype="bfloat16", use_kl_loss=True),
-    # whose own log-probs are those of the step's first policy
-    "one update, in chunks": lambda m: learn(m["qwen2-tied"], 1, 0, "sync", 160, loss_mode="gspo", prompts=1),
     "many ranks": lambda m: learn(
         m["qwen3"], 4, 0, "one step off", 160, "cuda", dtype="bfloat16", use_kl_loss=True, entropy_coeff=0.1, waits=6
     ),
@@ -300,7 +295,6 @@ CASES = {  # a new kind of model is a line more
         m["qwen2-untied"], 2, 1, "async", None, "cuda", param_offload=True, use_kl_in_reward=True, gradient_checkpointing=True
     ),
     "without advantage": lambda m: learn(m["qwen3"], 2, 0, equal=(1,), gradient_checkpointing=True),
-    "a rank without work": lambda m: learn(m["qwen3"], 64, 63, "async", loss_mode="clip_cov", dtype="bfloat16"),
     "compact": lambda m: learn(m["qwen3"], 2, 1, "one step off", dtype="bfloat16", **COMPACT),
     "delta nets": lambda m: learn(m["qwen3_5"], 4, 0, gradient_checkpointing=True),
     "engine, delta nets": lambda m: generate(m["qwen3_5"]),
@@ -322,9 +316,6 @@ CASES = {  # a new kind of model is a line more
         param_offload=True,
         gradient_checkpointing=True,
     ),
-    "shared experts": lambda m: learn(
-        m["moe"], 4, 0, "sync", expert_parallel=2, gradient_checkpointing=True, optimizer_offload=True
-    ),
     "shared experts and sequences": lambda m: learn(
         m["moe"], 4, 3, "one step off", expert_parallel=4, sequence_parallel=2, router_replay="R3", dtype="bfloat16"
     ),
@@ -332,9 +323,7 @@ CASES = {  # a new kind of model is a line more
         m["qwen2.5-vl"], 2, 1, images=True, prompts=3, dtype="bfloat16", gradient_checkpointing=True, param_offload=True
     ),
     "images, a frozen tower": lambda m: learn(m["qwen3-vl"], 1, images=True, freeze_vision_tower=True),
-    "images, experts": lambda m: learn(m["qwen3-vl-moe"], 2, 0, "one step off", images=True, prompts=3),
     "engine, images": lambda m: generate(m["qwen3-vl"], images=True),
-    "engine, images, windows": lambda m: generate(m["qwen2.5-vl"], torch.bfloat16, images=True),
     "images, shared sequences": lambda m: learn(
         m["qwen3-vl"], 4, 1, "async", images=True, prompts=3, sequence_parallel=2, use_kl_loss=True, gradient_checkpointing=True
     ),
@@ -344,7 +333,6 @@ CASES = {  # a new kind of model is a line more
     "a teacher's prompts": lambda m: learn(m["qwen3"], 4, 2, sequence_parallel=2, teacher="self", teacher_prompt="{prompt}"),
     "a critic": lambda m: learn(m["qwen3"], 2, 0, adv_estimator="gae", gamma=0.9),
     "in turns, images": lambda m: turns(m["qwen3-vl"], freeze_vision_tower=True, dtype="bfloat16"),
-    "engine, experts": lambda m: generate(m["moe"]),
 }
 
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed
-from helpers import ROOT, command, environment, run_script
+from helpers import ROOT, command, environment
 
 import train_sync
 from rl import parts
@@ -137,31 +137,6 @@ def test_learners_that_share_devices_with_engines_load_after_these(machine, monk
     dist.engines_first("learner")
 
 
-DRIVERS = [
-    ("nvidia0", "nvidia-smi", ""),
-    ("davinci3", "npu-smi", ""),
-    ("nvidiactl", "", ""),
-    ("", "", ""),
-    ("nvidia0", "", "cpu"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("file", "tool", "chosen"), DRIVERS)
-def test_a_driver_that_torch_cannot_use_is_reported(tmp_path, file, tool, chosen):
-    if file:
-        (tmp_path / file).touch()
-    (tmp_path / "say.py").write_text(
-        "from pathlib import Path; from rl.ranks import device; from rl.ranks import host;"
-        f"host.DEVICE_FILES = Path({str(tmp_path)!r}); print(device.kind())"
-    )
-    done = run_script(tmp_path / "say.py", env={"RL_DEVICE": chosen})
-    if "cpu" not in done.stdout:
-        pytest.skip("this machine has an accelerator")
-    warned = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
-    assert len(warned) == bool(tool) and all(tool in line for line in warned)
-
-
 def test_the_precision_follows_the_device_unless_it_is_given(machine):
     machine("cpu")
     assert train_sync.Args().learner.dtype == "float32"
@@ -174,32 +149,6 @@ def test_the_precision_follows_the_device_unless_it_is_given(machine):
 def test_requests_have_seeds_of_their_own_but_on_an_npu(machine, kind, slow):
     machine(kind)
     assert device.seeds_are_slow() == slow
-
-
-def test_a_stream_is_made_once(machine, monkeypatch):
-    made = []
-    monkeypatch.setattr(torch, "Stream", lambda place: made.append(place) or len(made))
-    place = torch.device("cuda", 7)
-    assert device.side_stream(place) == device.side_stream(place) and len(made) == 1
-    device.side_stream.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("name", "flops"),
-    [
-        ("NVIDIA H20", 148e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("Ascend910_9382", 376e12),
-        ("Ascend910B3", 354e12),
-        ("NVIDIA T4", None),
-    ],
-)
-def test_the_peak_is_of_that_device(monkeypatch, name, flops):
-    monkeypatch.setattr(device, "kind", lambda: "cuda")
-    monkeypatch.setattr(device, "name", lambda: name)
-    assert device.peak_flops() == flops
 
 
 def test_decoding_stays_clear_of_cudnns_attention():

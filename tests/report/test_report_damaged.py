@@ -1,7 +1,6 @@
 """Records of every kind of damage: report.py reads what can be read, and never ends with a traceback."""
 
 import json
-import random
 
 import pytest
 
@@ -72,51 +71,6 @@ def said(*runs) -> str:
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_short_runs(steps, tmp_path):
     assert "train_async" in report_of(tmp_path / "a", rows(steps))
-
-
-@pytest.mark.slow
-def test_every_metric_may_be_missing_or_of_any_kind(tmp_path):
-    """In all rows, in the first or in the others, of two or three metrics at once. A sample, with a fixed seed: 2 of the values
-    of each metric in each place."""
-    dice, number = random.Random(0), 0
-    names = sorted({name for row in rows(3) for name in row})
-    for where in (range(3), range(1), range(1, 3)):
-        for _ in range(2):
-            dice.shuffle(names)
-            for first in range(0, len(names), 3):
-                changed = rows(3)
-                for name in names[first : first + 3]:
-                    value = dice.choice([None, "x", -1, 0, 10**400, float("inf"), True, [1], {"a": 1}, ...])
-                    for row in where:
-                        changed[row].pop(name, None)
-                        changed[row] |= {} if value is ... else {name: value}
-                report_of(tmp_path / f"{(number := number + 1)}", changed)
-
-
-BAD = ("", "[", "null", "[]", "7", "{}", "\xff", "[" * 100_000)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", [*CONFIG, "replay", *(f"flags.{name}" for name in CONFIG["flags"]), "hardware.layout"])
-def test_every_part_of_the_configuration_may_be_of_any_kind(part, tmp_path):
-    name, _, within = part.partition(".")
-    kinds = [None, 5, "x", [], {}, [None], [{}], [{"ranks": {"0": ""}}]]
-    for number, value in enumerate(kinds[:5] if name == "flags" and within else kinds):
-        changed = {name: CONFIG[name] | {within: value}} if within else {name: value}
-        page = report_of(tmp_path / f"{number}", rows(3), **{"config.json": json.dumps(CONFIG | changed)})
-        assert "| group | runs | steps |" in page
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["config.json", "validations.jsonl", "metrics.jsonl"])
-def test_files_that_are_something_else(name, tmp_path):
-    contents = [*BAD, '{"step": 1}', '{"step": null}', '{"step": 1.5, "val-core/demo/acc/mean@1": "x"}']
-    for number, content in enumerate(contents):
-        report_of(tmp_path / f"{number}", rows(3), **{name: content})
-    report_of(tmp_path / "a", rows(3))
-    (tmp_path / "a" / name).unlink(missing_ok=True)
-    (tmp_path / "a" / name).mkdir()
-    assert ("nothing to report yet" if name == "metrics.jsonl" else "| group | runs | steps |") in said(tmp_path / "a")
 
 
 def test_rewards_are_means_of_as_many_steps(tmp_path):

@@ -2,9 +2,7 @@
 
 import dataclasses
 import math
-import random
 
-import numpy as np
 import pytest
 import torch
 from helpers import run_script
@@ -33,16 +31,6 @@ def groups(trainer):
         dataclasses.replace(g, responses=[dataclasses.replace(r, score=float(i % 2)) for i, r in enumerate(g.responses)])
         for g in made
     ]
-
-
-def poisoned(group, seed: int):
-    """The group with a long response that the policy would never have sampled, and that scores best."""
-    rng = np.random.default_rng(seed)
-    first, *others = group.responses
-    tokens = rng.integers(3, 12, 30).astype(np.int32)
-    zeros = np.zeros(30, np.float32)
-    first = dataclasses.replace(first, token_ids=tokens, log_probs=zeros, versions=np.zeros(30, np.int32), score=9.0)
-    return dataclasses.replace(group, responses=[first, *others])
 
 
 def step_of(trainer, groups, **flags) -> why.Step:
@@ -101,16 +89,6 @@ def test_every_group_has_the_gradient_of_its_own_tokens(trainer, groups, monkeyp
     if not {"ppo_mini_batch_size", "ppo_epochs"} & {*flags}:
         norm = train_sync.learn(step.args, trainer.learner, step.batch, Timers())["actor/grad_norm"]
         assert norm == pytest.approx(math.sqrt(square), rel=1e-4)
-
-
-@pytest.mark.slow
-def test_a_poisoned_group_of_64_is_found(trainer, groups):
-    for seed in range(20):
-        place = random.Random(seed).randrange(64)
-        batch = [poisoned(group, seed) if i == place else group for i, group in enumerate(groups)]
-        step = step_of(trainer, batch)
-        found = why.measure(step)
-        assert (found[0].ticket, len(found)) == (groups[place].ticket, 64), seed
 
 
 def test_a_step_without_a_gradient_and_one_that_is_not_finite(trainer, groups):

@@ -1,14 +1,13 @@
 """A copy of a script whose Args would mean another algorithm than they say is refused in a sentence."""
 
 import importlib.util
-import json
 import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from helpers import ROOT, run_script
+from helpers import ROOT
 
 from rl import flags, generator_loop, parts, split
 from rl.errors import UserError
@@ -133,12 +132,6 @@ def test_a_flag_with_another_default_keeps_its_range(load):
     assert read(own).seed == -1, "a range of its own counts"
 
 
-def test_fields_that_are_no_flags_are_left_alone(load):
-    within = "+seen: int = field(default=3, init=False)\n    _: KW_ONLY\n    extra: int = 3"
-    args = read(load("sync", MIXIN.format("_: KW_ONLY\n    more: int = 2"), "Mine, CommonArgs", within), "--extra", "5")
-    assert (args.seen, args.extra, args.more) == (3, 5, 2) and "seen" not in parts.flat(args)
-
-
 def test_a_fork_s_default_within_the_schedule_holds(load):
     within = "schedule: AsyncSchedule = AsyncSchedule(publish_every=4, generators=3)"
     module = load("async", "", "CommonArgs", within)
@@ -147,20 +140,6 @@ def test_a_fork_s_default_within_the_schedule_holds(load):
     assert (given.schedule.publish_every, given.schedule.generators, given.schedule.trains_stale) == (4, 5, True)
     assert read(module, "--publish-every=1", "--staleness-threshold", "0").schedule.trains_stale is False
     assert module.Args().schedule.generators == 3, "defaults are not changed by what was given"
-
-
-def test_a_schedule_of_the_fork_s_own_holds(load):
-    above = "@dataclass(frozen=True)\nclass Mine(AsyncSchedule):\n    warm: int = 5\n\n    def quota(self, version):\n"
-    above += "        return self.warm if version == 0 else super().quota(version)\n\n\n"
-    args = read(load("async", above, "CommonArgs", "schedule: Mine = Mine()"), "--warm", "2", "--publish-every", "3")
-    assert (args.schedule.quota(0), args.schedule.quota(1), args.schedule.version_at(7)) == (2, 72, 2)
-
-
-def test_a_fork_s_own_post_init_loses_none(load):
-    within = "+def __post_init__(self):\n        self.seen = self.learner.dtype"
-    for words, dtype in (((), "float32"), (("--dtype", "auto"), "float32"), (("--dtype", "bfloat16"), "bfloat16")):
-        args = read(load("sync", "", "CommonArgs", within), *words)
-        assert args.learner.dtype == args.seen == dtype
 
 
 CALLS = {
@@ -189,25 +168,3 @@ def test_a_schedule_of_another_kind_than_what_the_script_calls_is_refused(caller
 def test_a_supervised_run_and_one_by_reward_have_no_common_schedule(script, kind, load):
     with pytest.raises(UserError, match=f"Args have {kind}"):
         read(load(script, "", "CommonArgs", f"schedule: {kind} = {kind}()"))
-
-
-@pytest.mark.runs
-@pytest.mark.parametrize("within", ["", "schedule: OneStepOffSchedule = OneStepOffSchedule()"])
-def test_a_fork_ends_at_its_start_with_one_message(within, demo_model, tmp_path):
-    file = fork(tmp_path, "async", "", "CommonArgs", within)
-    out = ["--output-dir", tmp_path / "runs", "--total-training-steps", 2, "--test-freq", 0, "--model", demo_model]
-    done = run_script(file, *out, ranks=2, check=False, env={"PYTHONPATH": str(ROOT)})
-    said = "works by AsyncSchedule" if within else "Args lacks `schedule`"
-    assert done.returncode == 1 and done.stderr.count("error: ") == 1 and said in done.stderr, done.stderr
-    assert "UserError" not in done.stderr
-
-
-@pytest.mark.runs
-def test_stale_samples_of_a_fork_are_trained_with_their_own_log_probs(demo_model, tmp_path):
-    """A copy of train_async.py, one step off: the ratio is over the log-probs of the weights that sampled."""
-    file = fork(tmp_path, "async", "", "CommonArgs", "+extra: int = 3")
-    small = ["--train-batch-size", 2, "--rollout-n", 2, "--lr", 1e-2, "--lr-warmup-steps", 0, "--model", demo_model]
-    run_script(file, *small, "--total-training-steps", 4, "--test-freq", 0, "--output-dir", tmp_path / "runs",
-               "--experiment-name", "run", ranks=2, env={"PYTHONPATH": str(ROOT)})  # fmt: skip
-    rows = [json.loads(line) for line in (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert any(row.get("actor/ppo_kl", 0) for row in rows), "0 throughout would mean a ratio of 1"
