@@ -124,3 +124,13 @@ def test_a_node_of_generators_alone_that_is_to_leave_stops_all_nodes(demo_model,
     saved = tmp_path / "run" / f"step_{last:06d}"
     assert f"SIGTERM to generator 0 (rank 1) on node2: stopped after step {last}; it resumes from {saved}" in first
     assert "error: " not in first + second and damage(saved) is None
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("moment", ["loading", "reward "])
+def test_ctrl_c_ends_all_ranks_at_once(moment, demo_model, tmp_path):
+    """Also ranks that wait in C++ for one that loads a model. A terminal sends it to all processes."""
+    loads = 10_000 if moment == "loading" else 0
+    words = ["tests/programs/slow_learner.py", loads, "train_async.py", *FLAGS, "--output-dir", tmp_path]
+    code, console = strike(signal.SIGINT, None, words, lambda console: moment in console)
+    assert code != 0 and not re.search(r'File ".*/(rl/|train_)', console) and "forcefully exiting via" not in console, console

@@ -75,6 +75,14 @@ ROWS = {
     ),
     "a delta net": Row(("--model", "demo-hybrid")),
     "images": Row(("--model", "demo-vl", "--train-files", "demo-vl", "--val-files", "demo-vl")),
+    "images of an environment": Row(
+        (
+            *("--model", "demo-vl", "--train-files", "demo-vl", "--val-files", "demo-vl", "--max-response-length", 40),
+            *("--env", "tests/programs/shows.py:Shows", "--max-tokens-per-micro-batch", 150),
+        ),
+        ("reward/extra/turns/mean",),
+        learners=("--sequence-parallel", 2),
+    ),
     "files with weights, a map": Row(
         ("--train-files", "A:1", "B:2", "--map", "MAP"),
         other=("--train-files", "A:1", "B:3"),
