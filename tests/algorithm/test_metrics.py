@@ -2,14 +2,18 @@
 
 import json
 import math
+import os
+import pty
 import re
+import subprocess
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import CONFIGS, ROOT, documented_metrics
-from transformers import AutoModelForCausalLM
+from helpers import CONFIGS, ROOT, command, documented_metrics, environment, run_script
+from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, MixtralConfig, Qwen2_5_VLConfig
 
 import train_sync
 from rl import parts
@@ -202,3 +206,64 @@ def test_the_docs_have_no_metric_that_is_gone():
     for name in documented:
         for part in filter(None, re.split(r"\W+", re.sub(r"<[^>]*>", "", name))):
             assert part in words or part.startswith(begun), name
+
+
+DISPLAY = """
+import sys
+import train_sync
+from rl import parts
+from rl.record.run import Run
+run = Run(parts.make(train_sync.Args, output_dir=sys.argv[1]), {}, 3, True, "script")
+run.log(0, {"val-core/demo/acc/mean@1": 0.34})
+for step in (1, 2, 3):
+    run.log(step, {"critic/score/mean": 0.1 * step, "perf/total_num_tokens": 617.0, "perf/time_per_step": 0.5})
+run.finish("here")
+"""
+
+
+@pytest.mark.slow
+def test_plain_lines_where_there_is_no_terminal(tmp_path):
+    (tmp_path / "display.py").write_text(DISPLAY)
+    done = run_script(tmp_path / "display.py", tmp_path / "runs", env={"FORCE_COLOR": "1"})  # as many CI systems set it
+    began, *lines = done.stdout.splitlines()
+    (run,) = (tmp_path / "runs").iterdir()
+    assert began == f"run {run} (resume with --experiment-name {run.name})"
+    assert "\x1b" not in done.stdout and lines[0] == "step 0/3  validation accuracy 0.340"
+    assert lines[-4] == "step 3/3  reward 0.200  1,234 tokens/s"  # the mean since step 0
+    assert lines[-3] == "checkpoint  here"
+
+
+def on_a_terminal(script: Path, out: Path, columns: int) -> tuple[int, str]:
+    """Run the script on a pseudo-terminal of this width. Return (exit code, everything shown)."""
+    master, slave = pty.openpty()
+    env = environment(TERM="xterm", COLUMNS=str(columns))
+    process = subprocess.Popen(command(script, out), cwd=ROOT, env=env, stdout=slave, stderr=slave)
+    os.close(slave)
+    shown = b""
+    while True:
+        try:
+            shown += os.read(master, 4096)
+        except OSError:  # the terminal closes with the process
+            break
+    os.close(master)
+    return process.wait(60), shown.decode()
+
+
+@pytest.mark.slow
+def test_a_live_bar_on_a_terminal(tmp_path):
+    (tmp_path / "display.py").write_text(DISPLAY)
+    code, text = on_a_terminal(tmp_path / "display.py", tmp_path / "runs", columns=80)
+    assert code == 0 and "\x1b" in text and "\u2026" not in text, "nothing may be cut off"
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    assert "3/3" in text and "reward 0.200" in text and "1,234 tokens/s" in text and "left" in text
+    assert "step 0: validation accuracy 0.340" in text
+
+
+@pytest.mark.parametrize("make_config", [GPT2Config, GptOssConfig, MixtralConfig, Qwen2_5_VLConfig])
+def test_flops_of_other_architectures(make_config):
+    """Configs that lack a field, or keep the language model's in a part of their own: an estimate, never an exception."""
+    config = make_config()
+    text = config.get_text_config()
+    flops = train_flops_per_token(config, 100)
+    assert math.isfinite(flops) and flops > 6 * text.hidden_size * text.vocab_size
+    assert flops == train_flops_per_token(text, 100)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from helpers import GSM8K
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -189,3 +190,14 @@ def test_a_row_that_has_changed_is_not_trained(vlms, tmp_path):  # noqa: F811
     now = BatchImages(dataset(vlms["qwen3-vl"], str(file)), PromptOrder(1, 0, shuffle=False), batch.images.groups)
     with pytest.raises(RuntimeError, match=r"a\.parquet row 0: the prompt or its images are not what the generator"):
         now.inputs([9], [-1], [0], torch.device("cpu"))
+
+
+def test_real_geometry_problems(vlms):  # noqa: F811
+    file = GSM8K.parent / "geo3k" / "train.parquet"
+    if not file.exists():
+        pytest.skip(f"no geometry problems at {file}")
+    for prompt in dataset(vlms["qwen3-vl"], str(file), max_prompt_length=1000):
+        token = AutoConfig.from_pretrained(vlms["qwen3-vl"]).image_token_id
+        assert prompt.ids.count(token) == len(prompt.images.places) == int(prompt.images.grid.prod()) // 4
+        assert [prompt.ids[i] for i in prompt.images.places] == [token] * len(prompt.images.places)
+        assert prompt.text.count("<|image_pad|>") == 1 and len(pixels_of(prompt.images)) == int(prompt.images.grid.prod())

@@ -7,12 +7,13 @@ import struct
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from helpers import cpu_limit
 from test_vision import dataset, vlms  # noqa: F401  (a fixture)
-from tiny_vlm import picture
+from tiny_vlm import picture, row
 
 from rl.data import images
-from rl.errors import ImageError
+from rl.errors import ImageError, UserError
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\nshowpage\n%%EOF\n"
 
@@ -115,3 +116,27 @@ def test_a_hub_dataset_reads_no_other_files(path, hub, tmp_path):
     directory, roots = images.places("some/name")
     with pytest.raises(ImageError, match=r"image 0 is .*, a file outside of the dataset"):
         images.files_of([path.format(tmp_path)], directory, roots)
+
+
+def test_every_place_that_opens_images_names_the_formats():
+    root = Path(images.__file__).parents[2]
+    sources = [*root.glob("*.py"), *root.glob("rl/**/*.py"), *root.glob("examples/**/*.py")]
+    opening = [line for file in sources for line in file.read_text().splitlines() if "Image.open(" in line]
+    assert opening and all("formats=" in line for line in opening), opening
+
+
+def test_a_directory_of_images_is_its_own_limit(tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a.png").write_bytes(encoded("PNG"))
+    (tmp_path / "b.png").write_bytes(encoded("PNG"))
+    directory, roots = images.places(str(tmp_path / "set"))
+    assert images.read("a.png", directory, roots) == encoded("PNG")
+    with pytest.raises(ImageError, match="outside of the dataset"):
+        images.read("../b.png", directory, roots)
+
+
+def test_a_hub_datasets_rows_are_read_by_its_rules(hub, tmp_path, vlms, monkeypatch):  # noqa: F811
+    rows = [{**row("<image>How many?", []), "images": [str(tmp_path / "secret.png")]}]
+    monkeypatch.setattr("rl.data.tables._read_hub", lambda *_: Dataset.from_list(rows))
+    with pytest.raises(UserError, match=r"some/name row 0: image 0 is .*outside of the dataset"):
+        dataset(vlms["qwen3-vl"], "some/name")

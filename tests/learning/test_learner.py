@@ -110,6 +110,37 @@ def test_a_dense_model_on_one_rank_learns_as_plain_torch_does_bit_for_bit(ranks,
         assert torch.equal(weight, plain.get_parameter(name)), name
 
 
+@pytest.mark.parametrize("kind", ["qwen2-tied", "qwen3_5"])
+def test_two_backward_passes_in_several_threads_have_the_same_bits(models, ranks, kind):
+    """A prompt's last hidden state predicts the first token of all of its responses: threads that add to it at the same time
+    would do so in any order. The second part does not depend on luck: torch's `x[index]` adds with atomic operations."""
+    learner = Learner(models[kind], LearnerArgs(), ranks, total_steps=1)
+    batch = Batch.of([make_group(0, [1] * 1024, prompt=5)])
+    (micro,) = micro_batches(batch, torch.arange(1024), 8192, ranks)
+    weight = torch.randn(1024, generator=torch.Generator().manual_seed(0))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        log_prob = learner.forward(micro).log_prob
+        of = (log_prob * weight).sum(), learner.parameters.values()
+        passes = [torch.autograd.grad(*of, retain_graph=True) for _ in range(12)]
+    finally:
+        torch.set_num_threads(threads)
+    for other in passes[1:]:
+        assert all(map(torch.equal, passes[0], other))
+    assert "IndexBackward0" not in operations(log_prob)
+
+
+def operations(*outputs: torch.Tensor) -> set[str]:
+    """Return the names of the operations that a backward pass consists of."""
+    found, left = set(), [output.grad_fn for output in outputs]
+    while left:
+        if (node := left.pop()) and node not in found:
+            found.add(node)
+            left += [before for before, _ in node.next_functions]
+    return {node.name() for node in found}
+
+
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0 + i / 4 for i in range(8)], "long_factor": [9.0] * 8}
 LONGROPE |= {"original_max_position_embeddings": 128, "rope_theta": 1e4}
 MIXTURE = dict(num_local_experts=4, num_experts_per_tok=2)

@@ -78,14 +78,6 @@ def test_sigterm_while_a_model_loads_ends_all_ranks_at_once(rank, demo_model, tm
 
 
 @pytest.mark.timeout(300)
-def test_ctrl_c_while_a_model_loads_ends_all_ranks_at_once(demo_model, tmp_path):
-    """Also ranks that wait in C++ for the one that loads it. A terminal sends it to all processes."""
-    words = ["tests/programs/slow_learner.py", 10_000, "train_async.py", *FLAGS, "--output-dir", tmp_path]
-    code, console = strike(signal.SIGINT, None, words, lambda console: "loading" in console)
-    assert code != 0 and not re.search(r'File ".*/(rl/|train_)', console) and "forcefully exiting via" not in console, console
-
-
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("generators", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_learner_that_leaves_first_does_not_end_the_other(generators, tmp_path):
     """After SIGTERM a rank that exited has failed, unless it had come to its end. Generators exit meanwhile."""
@@ -124,3 +116,13 @@ def test_a_node_of_generators_alone_that_is_to_leave_stops_all_nodes(demo_model,
     saved = tmp_path / "run" / f"step_{last:06d}"
     assert f"SIGTERM to generator 0 (rank 1) on node2: stopped after step {last}; it resumes from {saved}" in first
     assert "error: " not in first + second and damage(saved) is None
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("moment", ["loading", "reward "])
+def test_ctrl_c_ends_all_ranks_at_once(moment, demo_model, tmp_path):
+    """Also ranks that wait in C++ for one that loads a model. A terminal sends it to all processes."""
+    loads = 10_000 if moment == "loading" else 0
+    words = ["tests/programs/slow_learner.py", loads, "train_async.py", *FLAGS, "--output-dir", tmp_path]
+    code, console = strike(signal.SIGINT, None, words, lambda console: moment in console)
+    assert code != 0 and not re.search(r'File ".*/(rl/|train_)', console) and "forcefully exiting via" not in console, console

@@ -288,6 +288,15 @@ def test_a_step_recorded_twice_counts_once(tmp_path):
     assert log.notes == ["5 steps were recorded twice, as after a restart: the later record counts"]
 
 
+def test_rewards_are_means_of_as_many_steps(tmp_path):
+    """The longer run's reward rises: its last 20 steps would have another mean than its last 10."""
+    short, long = (write(tmp_path / name, rows(steps, slope=0.01), script=name) for name, steps in (("a", 10), ("b", 40)))
+    page = said(tmp_path / "out", short, long)
+    assert "reward of the last steps: 0.345 / 0.045, 1 and 1 run, 10 steps of each" in page
+    few = write(tmp_path / "c", rows(4), script="c")
+    assert "reward, last 4 steps" in said(tmp_path / "out", short, few), "in the table, too"
+
+
 def test_without_a_config_a_run_stands_alone(tmp_path):
     for name in ("a", "b"):
         (write(tmp_path / name, rows(30)) / "config.json").unlink()

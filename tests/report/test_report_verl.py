@@ -141,3 +141,12 @@ def test_verls_file_logger(tmp_path):
     log = load(path)
     assert log.steps == 2 and log.rows[2]["timing_s/param_sync"] == 3 and log.points(ACCURACY).tolist() == [[0, 0.5]]
     assert log.seconds == 1250
+
+
+@pytest.mark.parametrize("name", ["a.log", "metrics.jsonl"])
+def test_the_score_of_older_versions_of_verl_is_a_validation(name, tmp_path):
+    line = "step:1 - val/test_score/openai/gsm8k:0.5 - critic/score/mean:0.1\n"
+    if name == "metrics.jsonl":
+        line = json.dumps({"step": 1, "data": {"val/test_score/openai/gsm8k": 0.5, "critic/score/mean": 0.1}}) + "\n"
+    (tmp_path / name).write_text(line)
+    assert load(tmp_path / name).points("val-core/openai/gsm8k/acc/mean@1").tolist() == [[1, 0.5]]

@@ -1,6 +1,7 @@
 """Text from a model or a user's function reaches no terminal with control characters."""
 
 import pytest
+from test_scoring import drain, make_pool, submit
 
 from rl import printable
 from rl.errors import UserError
@@ -27,3 +28,17 @@ def test_the_console_and_error_messages_write_control_characters_out(capsys, mon
     process.fail(UserError(RAW))
     for text in (said, capsys.readouterr().err):
         assert "title" in text and text.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize(
+    "act", ["raise ValueError(text)", "return text", "return {'score': text}", "sys.exit(text)", "raise E(text)"]
+)
+def test_what_a_function_says_reaches_no_terminal_raw(act, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        f"import sys\nclass E(Exception): pass\ndef score(solution_str, **_):\n    text = solution_str\n    {act}\n"
+    )
+    with make_pool(f"{tmp_path / 'mine.py'}:score") as pool:
+        submit(pool, RAW)
+        score = drain(pool)[0]
+        assert score.event and score.message.isprintable() and "title" in score.message
+        assert all(text.isprintable() for text in pool.last_message.values())

@@ -169,3 +169,8 @@ def test_a_response_without_an_answer_is_decided():
     for grader in (gsm8k, math_verify, math_dapo, geo3k):
         value = grader("", "I do not know.", "7")
         assert value["acc"] == value["undecided"] == 0
+
+
+@pytest.mark.slow
+def test_none_of_40_000_wrong_answers_is_paid():
+    assert paid_texts(40_000, seed=12) == []

@@ -1,5 +1,6 @@
 """The record of a run's samples: everything written is read back, even after failed writes."""
 
+import os
 import sys
 
 import numpy as np
@@ -118,3 +119,32 @@ def test_a_full_disk_leaves_a_step_out_and_no_more(tmp_path, capfd, monkeypatch)
     back = Record(tmp_path)
     assert back.steps == [1, 2, 5] and as_bytes(back.groups(5)) == as_bytes(groups(5))
     assert capfd.readouterr().err.count("step 3 is not recorded (No space left on device)") == 1
+
+
+def test_recent_stays_within_its_bytes(tmp_path, monkeypatch):
+    writer = record(tmp_path, 30, keeps_all=False)
+    size = lambda: sum(file.stat().st_size for file in (tmp_path / "samples").glob("*.rec"))  # noqa: E731
+    monkeypatch.setattr(recorder, "MOST_BYTES", size() // 2)
+    writer.write(31, groups(31))
+    kept = Record(tmp_path).steps
+    assert size() <= recorder.MOST_BYTES and kept == list(range(kept[0], 32)) and kept[0] > 12
+    monkeypatch.setattr(recorder, "MOST_BYTES", 1)
+    writer.write(32, groups(32))
+    assert Record(tmp_path).steps == [32]  # the newest stays, however large
+
+
+@pytest.mark.parametrize(("vocabulary", "length"), [(150_000, 300), (32_000, 64)])
+def test_a_token_takes_at_most_12_bytes(tmp_path, vocabulary, length):
+    """Prompts included: random tokens of a large vocabulary and random log-probs, which nothing compresses."""
+    rng = np.random.default_rng(0)
+    of_step, tokens = [], 0
+    for ticket in range(16):
+        group = make_group(ticket, [length] * 8, prompt=100, rng=rng)
+        for response in group.responses:
+            response.token_ids[:] = rng.integers(0, vocabulary, length)
+        group.prompt_ids[:] = rng.integers(0, vocabulary, 100)
+        tokens += 8 * length + 100
+        of_step.append(group)
+    writer = Recorder(tmp_path, 0, True)
+    writer.write(1, of_step)
+    assert os.path.getsize(tmp_path / "samples" / "step_000001.rec") / tokens < 8

@@ -1,6 +1,7 @@
 """Responses of several turns in whole runs: the bits that are promised, and a resume in the middle of a tool."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -142,15 +143,40 @@ def test_calls_at_once_train_the_same_bits_in_any_order(file, tmp_path):
     assert bits(one) == bits(other) and {found[step]["reward/extra/forks/mean"] for step in (1, 2)} == {3.0}
 
 
+def of_sdk() -> list[str]:
+    """The flag of an agent of OpenAI's SDK, which is in an environment of its own: see examples/openai_agent.py."""
+    python = Path(os.environ.get("RL_ADAPTERS", "/nowhere")) / "openai-agents" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("no environment with openai-agents: python -m venv $RL_ADAPTERS/openai-agents, and install it there")
+    return ["--agent", f"{python} {ROOT / 'examples' / 'openai_agent.py'}"]
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["agent", "served", "images"])
+@pytest.mark.parametrize("script", ["train_sync.py", "train_async.py"])
+def test_the_default_model_of_openai_s_sdk_trains_the_bits_of_an_environment(script, tmp_path):
+    """The Responses API, with a tool."""
+    sdk = of_sdk()
+    flags = ["--train-batch-size", "2", "--rollout-n", "4", "--total-training-steps", "3", "--lr", "1e-3", "--test-freq", "0"]
+    how = {}
+    if script == "train_async.py":
+        flags, how = [*flags, "--staleness-threshold", "0"], {"ranks": 2}
+    expected, env, _ = train(script, *CALCULATOR, *flags, out=tmp_path / "env", **how)
+    found, run, _ = train(script, *CALCULATOR[:2], *sdk, *CALCULATOR[4:], *flags, out=tmp_path / "sdk", timeout=800, **how)
+    assert bits(env) == bits(run)
+    for metric in ("critic/score/mean", "response_length/mean", "reward/extra/tool_calls/mean", "reward/extra/forks/mean"):
+        assert [found[step][metric] for step in (1, 2, 3)] == [expected[step].get(metric, 0.0) for step in (1, 2, 3)]
+    assert sum(found[step]["reward/extra/tool_calls/mean"] for step in (1, 2, 3)) > 0
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["agent", "served", "sdk", "images"])
 def test_kill_9_while_tools_are_at_work_loses_no_ticket(kind, file, request, tmp_path):
     """Complaint 20, and no process is left. An agent's forked histories are among what is recorded. Workers outlive the run."""
     model = CALCULATOR[:2]
     if kind == "images":
         model, own = ["--model", "demo-vl", "--train-files", "demo-vl", "--val-files", "demo-vl"], SHOWS
     else:
-        own = forking(file) if kind == "agent" else request.getfixturevalue("served")
+        own = of_sdk() if kind == "sdk" else forking(file) if kind == "agent" else request.getfixturevalue("served")
     length = {"agent": "64", "images": "40"}.get(kind, "24")
     flags = [*model, *own, "--max-response-length", length, *SHORT, "--lr", "1e-3", "--save-freq", "1"]
     flags += ["--rollout-n", "4"]
@@ -168,7 +194,7 @@ def test_kill_9_while_tools_are_at_work_loses_no_ticket(kind, file, request, tmp
     step = max(int(path.name[5:]) for path in tmp_path.glob("run/step_*") if (path / "config.json").exists())
     done = run_script("train_async.py", *flags, "--total-training-steps", step + 3, ranks=2)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert {row.get("reward/extra/forks/mean") for row in rows} == {{"agent": 2.0, "served": 0.0}.get(kind)}
+    assert {row.get("reward/extra/forks/mean") for row in rows} == {{"agent": 2.0, "served": 0.0, "sdk": 0.0}.get(kind)}
     assert not any(row["reward/unscored"] for row in rows) and not undocumented({1: rows[-1]})
     started, trained, dropped, flying = fates(done.stdout)
     assert started == trained + dropped + flying and trained == 4 * (step + 3) and not dropped

@@ -1,13 +1,14 @@
 """A copy of a script whose Args would mean another algorithm than they say is refused in a sentence."""
 
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, run_script
 
 from rl import flags, generator_loop, parts, split
 from rl.errors import UserError
@@ -168,3 +169,25 @@ def test_a_schedule_of_another_kind_than_what_the_script_calls_is_refused(caller
 def test_a_supervised_run_and_one_by_reward_have_no_common_schedule(script, kind, load):
     with pytest.raises(UserError, match=f"Args have {kind}"):
         read(load(script, "", "CommonArgs", f"schedule: {kind} = {kind}()"))
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("within", ["", "schedule: OneStepOffSchedule = OneStepOffSchedule()"])
+def test_a_fork_ends_at_its_start_with_one_message(within, demo_model, tmp_path):
+    file = fork(tmp_path, "async", "", "CommonArgs", within)
+    out = ["--output-dir", tmp_path / "runs", "--total-training-steps", 2, "--test-freq", 0, "--model", demo_model]
+    done = run_script(file, *out, ranks=2, check=False, env={"PYTHONPATH": str(ROOT)})
+    said = "works by AsyncSchedule" if within else "Args lacks `schedule`"
+    assert done.returncode == 1 and done.stderr.count("error: ") == 1 and said in done.stderr, done.stderr
+    assert "UserError" not in done.stderr
+
+
+@pytest.mark.runs
+def test_stale_samples_of_a_fork_are_trained_with_their_own_log_probs(demo_model, tmp_path):
+    """A copy of train_async.py, one step off: the ratio is over the log-probs of the weights that sampled."""
+    file = fork(tmp_path, "async", "", "CommonArgs", "+extra: int = 3")
+    small = ["--train-batch-size", 2, "--rollout-n", 2, "--lr", 1e-2, "--lr-warmup-steps", 0, "--model", demo_model]
+    run_script(file, *small, "--total-training-steps", 4, "--test-freq", 0, "--output-dir", tmp_path / "runs",
+               "--experiment-name", "run", ranks=2, env={"PYTHONPATH": str(ROOT)})  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert any(row.get("actor/ppo_kl", 0) for row in rows), "0 throughout would mean a ratio of 1"
