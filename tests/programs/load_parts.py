@@ -14,7 +14,7 @@ from rl.learning.learner import Learner
 from rl.model import loading
 from rl.model.pretrained import auto_class, load_config
 from rl.ranks import process
-from rl.ranks.dist import all_gather_bytes
+from rl.ranks.dist import all_gather_values
 
 
 def is_whole(path: str, ranks) -> bool:
@@ -41,7 +41,7 @@ def main(ranks) -> None:
             loading.find = (lambda *_: None) if blind else find
             sent.clear()
             whole = is_whole(path, ranks)
-            if all(record == b"True" for record in all_gather_bytes(str(whole).encode())) and ranks.is_main:
+            if all(all_gather_values(whole)) and ranks.is_main:
                 print(f"{case}: the same on all ranks, {len(sent)} sent", flush=True)
 
 
