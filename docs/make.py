@@ -162,7 +162,7 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
             "gated delta nets": "rl/model/hybrid/* rl/generation/embedded/states.py",
             "LoRA": "rl/adapters/*",
             "memory, kernels, long sequences": "rl/learning/compact_adamw.py "
-            "rl/model/{sequence_parallel,attention_kernels,liger,compiled,sampling_mask}.py",
+            "rl/model/{sequence_parallel,attention_kernels,kernel_check,liger,compiled,sampling_mask}.py",
             "reward functions of your own": "rl/rewards/*",
             "replay": "replay.py",
         },

@@ -21,6 +21,7 @@ from rl.model.attention import IN_FP32, dtype_of
 from rl.model.loading import fill, open_weights
 from rl.model.policy import LOGITS_KEPT, Policy, check_policy
 from rl.model.pretrained import empty_model, layers, load_config
+from rl.ranks import dist
 from rl.ranks.device import is_accelerator
 from rl.ranks.dist import Ranks
 
@@ -44,10 +45,15 @@ def load_policy(
     trainable = role in ("policy", "critic")
     offload = args.param_offload if trainable else is_accelerator(ranks.device)
     flag = FLAGS.get(role, "--model")
-    weights = open_weights(path, trust_remote_code, not is_known, flag) if ranks.is_main else None
-    if weights and not is_known:
-        with weights.by_layer():
-            check_policy(Policy(weights.model).eval(), path, flag)
+    if ranks.is_main:
+        weights = open_weights(path, trust_remote_code, not is_known, flag)
+        if not is_known:
+            with weights.by_layer():
+                check_policy(Policy(weights.model).eval(), path, flag)
+            print(f"loading {path}", flush=True)
+    dist.from_main(None)  # the first rank has downloaded the files, and refuses for all
+    if not ranks.is_main:
+        weights = open_weights(path, trust_remote_code, False, flag)
     model = empty_model(load_config(path, trust_remote_code), trust_remote_code)
     model.requires_grad_(trainable)
     if args.freeze_vision_tower:
@@ -77,7 +83,7 @@ def load_policy(
                 parameter.data = parameter.data.to(dtype_of(name, torch.bfloat16))
     sharded = _shard(policy, args, ranks, offload, trainable)
     _take_memory(policy, "cpu" if offload else ranks.device, tie=not sharded)
-    fill(model, weights, path, ranks, not is_known, flag)
+    fill(model, weights, ranks)
     if adapters:
         adapters.begin(model, seed)
     return policy

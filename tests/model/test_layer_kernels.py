@@ -19,6 +19,7 @@ from rl.learning.learner import Learner
 from rl.learning.micro_batches import MicroBatch, micro_batches
 from rl.model import liger
 from rl.model.compiled import compile_layers
+from rl.model.kernel_check import TOLERANCE
 from rl.model.pretrained import empty_model, load_config
 
 compiler = pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
@@ -205,8 +206,8 @@ def test_a_package_that_cannot_be_imported_is_named(monkeypatch, installed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_right_passes_with_room(dtype, installed):
     installed()
-    found = liger.differences(CPU, dtype, 96, 160)
-    assert found.keys() == set(liger.WHOSE) and max(found.values()) < liger.TOLERANCE / 3
+    found = liger.compared(CPU, dtype, 96, 160)
+    assert len(found) == 2 + 4 and max(found.values()) < TOLERANCE / 3
 
 
 def test_nothing_is_said_or_changed_where_there_is_no_package_or_no_accelerator(models, ranks, capsys, installed):

@@ -97,32 +97,15 @@ def indexed(change):
     return damage
 
 
-def unlisted(path, listed: dict, _, file: str) -> None:
-    for name in [name for name, of in listed.items() if of == file]:
-        del listed[name]
-
-
 def exchanged(path, listed: dict, name: str, file: str) -> None:
     """A file is that of another model, under the same name."""
     save_file({"other": torch.zeros(3)}, path / file, {"format": "pt"})
-
-
-def repeated(path, listed: dict, name: str, file: str) -> None:
-    """A tensor of another file is in this one as well."""
-    other = load_file(path / next(other for other in listed.values() if other != file))
-    save_file(load_file(path / file) | other, path / file, {"format": "pt"})
 
 
 def pickled(path) -> None:
     model = AutoModelForCausalLM.from_pretrained(path)
     (path / "model.safetensors").unlink()
     torch.save(model.state_dict(), path / "pytorch_model.bin")
-
-
-def forget_whole_file(path) -> None:
-    shutil.copy(path / "model.safetensors", path / "kept")
-    shard(path)
-    (path / "kept").rename(path / "model.safetensors")
 
 
 def damage_index(path) -> None:
@@ -153,12 +136,8 @@ DAMAGES = {
         indexed(lambda path, _, __, file: (path / file).unlink()),
         r"model-00004-\S+, which model.safetensors.index.json lists, is not there",
     ),
-    "a shard not listed": (indexed(unlisted), "is not listed in model.safetensors.index.json"),
-    "a shard of another model": (indexed(exchanged), r"model-00004-\S+ does not hold .*index.json says it does"),
-    "a tensor in two shards": (indexed(repeated), r"\S+ is in \S+ and in model-00004-\S+: one of them is of another model"),
-    "two sets of weights": (forget_whole_file, "model.safetensors next to"),
+    "a shard of another model": (indexed(exchanged), "weights are not in its files, .* first"),
     "a damaged index": (damage_index, "cannot be read"),
-    "an adapter": (lambda path: edit_json(path, "adapter_config.json", r=8), "Merge it into the model"),
 }
 
 
