@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 
 from rl.adapters.files import Setting
 from rl.errors import UserError
+from rl.model.gathering import Shards
 from rl.model.pretrained import decoder_layers
-from rl.model.shards import Block, Shards, local
+from rl.model.shards import Block, local
 
 ALL_LINEAR = ("all-linear",)  # the default of --lora-target
 

@@ -103,7 +103,7 @@ def test_values_and_gradients_are_those_of_merged_weights(models, ranks, kind, r
     for name, weight in merged.items():
         torch.testing.assert_close(engine.read_back(name), weight.detach(), atol=1e-6, rtol=1e-5)
     untouched = {name for name in merged if not merged[name].requires_grad}
-    assert learner.outgoing().frozen == untouched and set(learner.outgoing().shapes) == set(merged)
+    assert {*learner.frozen} == untouched and {*learner.parameters} == {*merged}
 
 
 def test_merging_rounds_once_and_leaves_the_model_as_it_is(models, ranks):

@@ -16,8 +16,8 @@ from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
 from rl.model.hybrid import kernels
 from rl.model.hybrid.chain import Chain
-from rl.model.kernel_check import TOLERANCE
 from rl.ranks.device import DELTA_RULE
+from rl.ranks.kernel_check import TOLERANCE
 from tools.doctor import measure
 from tools.doctor.findings import OK, SLOW
 

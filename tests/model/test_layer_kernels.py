@@ -19,8 +19,8 @@ from rl.learning.learner import Learner
 from rl.learning.micro_batches import MicroBatch, micro_batches
 from rl.model import liger
 from rl.model.compiled import compile_layers
-from rl.model.kernel_check import TOLERANCE
 from rl.model.pretrained import empty_model, load_config
+from rl.ranks.kernel_check import TOLERANCE
 
 compiler = pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
 

@@ -273,7 +273,7 @@ def _publish(args: CommonArgs, learner: Learner, ranks: Ranks, fake: FakeDevice)
             publisher = Publisher(learner, split, dtype)
         publisher.take_copy()
         return publisher
-    for _ in learner.outgoing().tensors(dtype):
+    for _ in learner.weights(dtype):
         pass
 
 
