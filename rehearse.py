@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import tyro
 
-from rl.data.columns import default_source, ground_truth
+from rl.data.columns import ground_truth, source_of
 from rl.data.mapped import mapped
 from rl.data.tables import place, read_table, weights_of
 from rl.errors import UserError
@@ -115,7 +115,7 @@ def score(reward: str | None, texts: Sequence[Try], prompt_key: str) -> list[Sco
     found: dict[int, Score] = {}
     with ScoringPool(RewardArgs(reward=reward, reward_timeout=SECONDS, reward_workers=2, outage_timeout=0)) as pool:
         for number, (_, row, _, _, text) in enumerate(texts):
-            source = row.get("data_source") or default_source(row)
+            source = source_of(row)
             pool.submit(number, source, text, ground_truth(row), row.get("extra_info"), prompt=row.get(prompt_key))
         while pool.pending:
             found |= pool.wait(1.0)

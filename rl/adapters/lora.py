@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from rl.adapters.files import Setting
 from rl.errors import UserError
-from rl.model.gathering import Shards
 from rl.model.pretrained import decoder_layers
-from rl.model.shards import Block, local
+from rl.ranks.gathering import Shards
+from rl.ranks.shards import Block, local
 
 ALL_LINEAR = ("all-linear",)  # the default of --lora-target
 

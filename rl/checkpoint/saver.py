@@ -31,9 +31,9 @@ from rl.learning.learner import Learner
 from rl.model.attention import dtype_of
 from rl.model.loading import open_weights
 from rl.model.pretrained import GENERATION
-from rl.model.shards import Block, as_it_is, local
 from rl.ranks import dist, host, launch, watchdog
 from rl.ranks.device import HOST_BACKEND
+from rl.ranks.shards import Block, as_it_is, local
 from rl.record.identity import Identity
 from rl.record.run import Origin, Run
 from rl.samples.group import Group, join_records

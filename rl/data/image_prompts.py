@@ -16,7 +16,6 @@ import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -95,7 +94,7 @@ class ImagePrep:
         _check_sizes(self.processor, config, path)
         settings = json.dumps(self.processor.to_dict(), sort_keys=True, default=str)
         self._seed = xxhash.xxh3_64_intdigest(settings.encode())
-        self._kept: OrderedDict[str, Future[Tensor]] = OrderedDict()  # pixels by digest, the most recently used last
+        self._kept: OrderedDict[str, Tensor] = OrderedDict()  # pixels by digest, the most recently used last
         self._lock = threading.Lock()
 
     def grid(self, width: int, height: int) -> tuple[int, int, int]:
@@ -153,29 +152,14 @@ class ImagePrep:
         return out["pixel_values"], out["image_grid_thw"]
 
     def pixels(self, digest: str, source: bytes) -> Tensor:
-        """One image's pixels [patches, values of a patch]: kept ones, or those that another thread is making, or new ones."""
+        """One image's pixels [patches, values of a patch], made now unless they are kept. Raises ImageError."""
         with self._lock:
-            is_new = digest not in self._kept
-            made = self._kept.setdefault(digest, Future())
+            if digest not in self._kept:
+                self._kept[digest] = self.prepare([source])[0]
             self._kept.move_to_end(digest)
-        if is_new:
-            try:
-                made.set_result(self.prepare([source])[0])
-            except BaseException as error:
-                made.set_exception(error)
-            self._forget()
-        return made.result()
-
-    def _forget(self) -> None:
-        """Drops failed pixels, and beyond KEPT_BYTES the least recently used ones."""
-        with self._lock:
-            made = {digest: future for digest, future in self._kept.items() if future.done()}
-            sizes = {digest: 0 if future.exception() else future.result().nbytes for digest, future in made.items()}
-            too_many = sum(sizes.values()) - KEPT_BYTES
-            for digest, size in sizes.items():
-                if not size or too_many > 0:
-                    del self._kept[digest]
-                    too_many -= size
+            while len(self._kept) > 1 and sum(pixels.nbytes for pixels in self._kept.values()) > KEPT_BYTES:
+                self._kept.popitem(last=False)  # the least recently used
+            return self._kept[digest]
 
 
 def image_sizes(config: PretrainedConfig, prompt_ids: Sequence[int]) -> list[int]:

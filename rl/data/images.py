@@ -9,7 +9,6 @@ dataset. Left out: videos, and images from the network.
 """
 
 import io
-import os
 import re
 import stat
 import warnings
@@ -63,18 +62,6 @@ def _parts(content: str) -> str | list[dict]:
     return [{"type": "image"} if piece == PLACE else {"type": "text", "text": piece} for piece in pieces]
 
 
-def undecoded(table, column: str):
-    """The table with the column's images left as files, which `datasets` would otherwise decode for every row it reads."""
-    from datasets import Image as Feature
-
-    feature = table.features.get(column)
-    if isinstance(feature, Feature):
-        return table.cast_column(column, Feature(decode=False))
-    if isinstance(getattr(feature, "feature", None), Feature):
-        return table.cast_column(column, type(feature)(Feature(decode=False)))
-    return table
-
-
 def sizes(files: Sequence[bytes]) -> list[tuple[int, int]]:
     """(width, height) of each image as it is seen, from the headers. Raises ImageError."""
     return [_numbered(i, size, data) for i, data in enumerate(files)]
@@ -114,14 +101,12 @@ def _content(path: Path, roots: Sequence[Path] | None) -> bytes:
         path = path.resolve()
         if not any(path.is_relative_to(root.resolve()) for root in roots):
             raise ImageError(f"is {path}, a file outside of the dataset; put the image's bytes into the row")
-    if not stat.S_ISREG(path.stat().st_mode):  # checked before it is opened, since opening a device may have effects
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):  # opening a device may have effects
         raise ImageError(f"is {path}, which is no regular file; put the image's path or bytes there")
-    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # does not wait if a pipe has replaced it
-    with open(opened, "rb") as file:
-        status = os.fstat(opened)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST_FILE:
-            raise ImageError(f"has {status.st_size:,} bytes, more than {LARGEST_FILE:,} ({path}); make it smaller")
-        return file.read(LARGEST_FILE) or b""
+    if status.st_size > LARGEST_FILE:
+        raise ImageError(f"has {status.st_size:,} bytes, more than {LARGEST_FILE:,} ({path}); make it smaller")
+    return path.read_bytes()
 
 
 def size(data: bytes) -> tuple[int, int]:

@@ -22,13 +22,13 @@ from rl.learning.placement import load_policy
 from rl.model.attention import IN_FP32, dtype_of, linear_layers
 from rl.model.policy import Policy
 from rl.model.pretrained import load_config
-from rl.model.shards import as_it_is, local
 from rl.ranks.device import PACKED_ATTENTION
 from rl.ranks.dist import Ranks
+from rl.ranks.shards import as_it_is, local
 from rl.ranks.watchdog import progress
 
 if TYPE_CHECKING:
-    from rl.model.gathering import Shards
+    from rl.ranks.gathering import Shards
 
 
 @dataclass
@@ -249,7 +249,7 @@ class Learner:
 
     @cached_property
     def _shards(self) -> "Shards":
-        from rl.model.gathering import Shards  # late: a rank that learns alone has nothing to gather
+        from rl.ranks.gathering import Shards  # late: a rank that learns alone has nothing to gather
 
         return Shards(self.parameters | self._trained)
 

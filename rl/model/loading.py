@@ -21,9 +21,9 @@ from rl.errors import UserError
 from rl.hub.names import Source, sources
 from rl.hub.tensor_reader import REMEDY, SINGLE, Stored, sample, stored_tensors
 from rl.model.pretrained import generation_config, layers, load_config, unfilled_model
-from rl.model.shards import Block, local
 from rl.ranks import dist, launch, watchdog
 from rl.ranks.dist import Ranks
+from rl.ranks.shards import Block, local
 
 HARMLESS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")  # buffers that old files hold and models compute
 FLOATS = ("F64", "F32", "BF16", "F16")  # in the words of safetensors

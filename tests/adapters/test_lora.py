@@ -23,8 +23,8 @@ from rl.learning.batch import Batch
 from rl.learning.learner import Learner
 from rl.learning.micro_batches import micro_batches
 from rl.model.pretrained import empty_model, load_config
-from rl.model.shards import local
 from rl.ranges import check
+from rl.ranks.shards import local
 from rl.weights.local import LocalWeights
 
 TEMPERATURE = 0.7

@@ -13,10 +13,11 @@ from helpers import make_group, run_script, train
 
 import train_sync
 from rl import parts
-from rl.algorithm.health import KINDS, MOST, OTHERS, Fates, Health, SourceCounts
+from rl.algorithm.fates import KINDS, MOST, OTHERS, Fates, SourceCounts
+from rl.algorithm.health import Health
 from rl.learning.batch import Batch
-from rl.samples import recorder
 from rl.samples.group import Group, Response
+from tools import recorded
 
 
 def group(ticket: int, scores: list[float], reason: str = "stop") -> Group:
@@ -258,7 +259,7 @@ def test_every_response_is_counted_once(case, tmp_path):
     run_script(script, *words, *flags, ranks=ranks)
     run = tmp_path / "runs" / "run"
     lines = {name: (run / f"{name}.jsonl").read_text().splitlines() for name in ("metrics", "tickets", "groups")}
-    record = recorder.Record(run)
+    record = recorded.Record(run)
     for tickets, of_step in zip(map(json.loads, lines["tickets"]), map(json.loads, lines["groups"]), strict=True):
         step = tickets.pop("step")
         told = {}

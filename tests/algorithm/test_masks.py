@@ -14,8 +14,9 @@ import losses
 import train_sync
 from rl import parts
 from rl.algorithm import whole_batch
-from rl.algorithm.health import EQUAL, MASKED, UNSCORED, Fates, SourceCounts, causes
+from rl.algorithm.fates import Fates, SourceCounts
 from rl.algorithm.metrics import batch_metrics, staleness_metrics
+from rl.algorithm.no_signal import EQUAL, MASKED, UNSCORED, causes
 from rl.learning.batch import Batch
 from rl.learning.learner import Forward
 from rl.ranks.timers import Timers

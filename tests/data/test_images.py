@@ -271,7 +271,7 @@ def test_pixels_are_prepared_once_by_whoever_comes_first(vlms, tmp_path, monkeyp
     again = [of.pixels() for _ in range(2) for of in rows]
     assert all(torch.equal(a, b) for a, b in zip(first * 2, again, strict=True)) and len(made) > 4
     idle()
-    assert sum(of.result().nbytes for of in prompts.prep._kept.values()) <= 3 * first[0].nbytes
+    assert sum(of.nbytes for of in prompts.prep._kept.values()) <= 3 * first[0].nbytes
 
 
 def test_a_row_that_has_changed_is_not_trained(vlms, tmp_path):  # noqa: F811

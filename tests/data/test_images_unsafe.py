@@ -7,13 +7,14 @@ import stat
 import struct
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
-from datasets import Dataset
 from helpers import cpu_limit
 from test_vision import dataset, vlms  # noqa: F401  (a fixture)
 from tiny_vlm import picture, row
 
 from rl.data import images
+from rl.data.tables import Rows
 from rl.errors import ImageError, UserError
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\nshowpage\n%%EOF\n"
@@ -158,6 +159,6 @@ def test_rows_of_a_users_own_file_may_name_any_file(tmp_path):
 
 def test_a_hub_datasets_rows_are_read_by_its_rules(hub, tmp_path, vlms, monkeypatch):  # noqa: F811
     rows = [{**row("<image>How many?", []), "images": [str(tmp_path / "secret.png")]}]
-    monkeypatch.setattr("rl.data.tables._read_hub", lambda *_: Dataset.from_list(rows))
+    monkeypatch.setattr("rl.data.tables._read_hub", lambda *_: Rows(pa.Table.from_pylist(rows)))
     with pytest.raises(UserError, match=r"some/name row 0: image 0 is .*outside of the dataset"):
         dataset(vlms["qwen3-vl"], "some/name")

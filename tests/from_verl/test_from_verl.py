@@ -14,10 +14,10 @@ from test_examples import SCRIPTS, VERL, number, parse
 
 from rl import flags, parts
 from rl.errors import UserError
-from tools.from_verl import keys, supervised, translate, verl_run
+from tools.from_verl import supervised, table, translate, verl_run
 from tools.from_verl.__main__ import main, read_text, report
 from tools.from_verl.command import parse_value, read_script, read_words
-from tools.from_verl.table import OTHER_DEFAULTS, ROWS
+from tools.from_verl.table import OTHER_DEFAULTS, ROWS, ROWS_OF_SFT
 
 RUNS = {  # verl's command -> the recipe of the same run
     "1_grpo_0.5b_fully_async": "grpo_qwen2.5_0.5b_gsm8k_async",
@@ -74,11 +74,11 @@ def test_no_key_of_verls_runs_is_unknown_or_without_a_word(name):
     command = read_script(verl(name).read_text())
     found = translate.translate(command)
     assert found.verdicts.keys() == command.values.keys() and len(command.values) > 30
-    assert {kind for kind, _ in found.verdicts.values()} <= {keys.TRANSLATED, keys.NOT_NEEDED, keys.NOT_HERE}
-    assert all(why for kind, why in found.verdicts.values() if kind != keys.TRANSLATED)
+    assert {kind for kind, _ in found.verdicts.values()} <= {table.TRANSLATED, table.NOT_NEEDED, table.NOT_HERE}
+    assert all(why for kind, why in found.verdicts.values() if kind != table.TRANSLATED)
     printed = report(command)
     for key, (kind, _) in found.verdicts.items():
-        assert kind == keys.TRANSLATED or f"#   {key}=" in printed
+        assert kind == table.TRANSLATED or f"#   {key}=" in printed
 
 
 def test_the_printed_command_is_one_for_a_shell(tmp_path):
@@ -193,8 +193,8 @@ def test_no_word_is_lost_whatever_it_is():
 def test_every_flag_of_the_table_exists_and_every_default_is_a_keys():
     existing = {flag for script in SCRIPTS for flag in translate.own_defaults(script)}
     existing |= translate.own_defaults("train_sft.py").keys()
-    shown = {flag for row in (*ROWS, *supervised.OWN) for flag in row.flags.split(", ") if flag}
-    assert all(keys.find(name, supervised.ROWS_OF_SFT) for name in supervised.NAMES.values())
+    shown = {flag for row in (*ROWS, *table.OWN) for flag in row.flags.split(", ") if flag}
+    assert all(table.find(name, ROWS_OF_SFT) for name in supervised.NAMES.values())
     of_forks = {"--gdpo-reward-keys", "--gdpo-reward-weights"}  # of examples/forks/gdpo.diff, as their rows say
     assert shown - existing == of_forks
     names = {names[0] for row in ROWS for names in row.names}
@@ -436,7 +436,7 @@ def test_all_of_verls_runs_are_here():
     assert set(RUNS.values()) == set(VERL)
 
 
-SUPERVISED = [*supervised.NAMES, *(name for row in supervised.OWN for names in row.names for name in names), "engine.dtype"]
+SUPERVISED = [*supervised.NAMES, *(name for row in table.OWN for names in row.names for name in names), "engine.dtype"]
 SUPERVISED += [
     f"{head}{key}" for head in supervised.HEADS for key in ("lr", "path", "lora_rank", "lora.rank", "betas", "no_such")
 ]

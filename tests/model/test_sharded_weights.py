@@ -199,7 +199,7 @@ def test_no_rank_holds_more_than_its_part_and_a_tensor(tmp_path):
         assert of["kept"] < 1.2 * share + 0.3, (rank, everyone)
         pages = 2  # of the weights' files, which are mapped and belong to the system's cache
         assert of["load"] < 1.2 * share + of["tensor"] + pages + 0.3, (rank, everyone)
-        under_way = 3.2 if rank == 0 else max(1, 3 / ranks)  # buckets, and a rank's parts of them (rl/model/gathering.py)
+        under_way = 3.2 if rank == 0 else max(1, 3 / ranks)  # buckets, and a rank's parts of them (rl/ranks/gathering.py)
         assert of["publish"] < sent + under_way * of["bucket"] + 0.3, (rank, everyone)
 
 

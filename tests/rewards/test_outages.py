@@ -9,7 +9,7 @@ from helpers import bits, train
 from rl.rewards.args import RewardArgs
 from rl.rewards.outages import FAILURES, LONGEST_PAUSE, LastScored, Outages
 from rl.rewards.pool import Score, ScoringPool
-from rl.samples.recorder import Record
+from tools.recorded import Record
 
 GOOD, BAD = Score(1.0), Score(None, event="error", message="the judge is gone")
 OUT = Score(None, event="outage", message="error: the judge is gone")

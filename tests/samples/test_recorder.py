@@ -9,7 +9,8 @@ from helpers import make_group
 
 from rl.errors import UserError
 from rl.samples import recorder
-from rl.samples.recorder import Record, Recorder
+from rl.samples.recorder import Recorder
+from tools.recorded import Record
 
 
 def groups(step: int, n: int = 3, tokens: int = 40) -> list:

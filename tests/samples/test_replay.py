@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import replay
 from rl.errors import UserError
-from rl.samples.recorder import Record
+from tools.recorded import Record
 from tools.view import learner
 
 STEPS = 6

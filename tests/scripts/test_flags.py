@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, Union, get_args, get_origin
 
 import pytest
+import yaml
 from helpers import ROOT, environment, train
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,12 +19,11 @@ import train_async
 import train_one_step_off
 import train_sft
 import train_sync
-from rl import flag_words, flags, parts
+from rl import flags, flags_help, parts
 from rl.errors import UserError
 from rl.ranges import Range, check, flag, marks
 from rl.ranks import launch
 from rl.setup import values_of_the_demo
-from tools.from_verl.trl_words import HERE
 
 SCRIPTS = {"sync": train_sync, "one_step_off": train_one_step_off, "async": train_async}
 
@@ -177,7 +177,7 @@ def test_help_shows_the_common_flags_and_help_all_every_flag(script, capsys):
 
 
 def test_help_has_groups_ranges_and_texts(capsys):
-    assert {name for script in SCRIPTS.values() for name in parts.leaves(script.Args)} >= flag_words.COMMON
+    assert {name for script in SCRIPTS.values() for name in parts.leaves(script.Args)} >= flags_help.COMMON
     text = " ".join(help_of(MoreEngineArgs, "--help", capsys).split())
     assert "engine: What generates." in text
     assert "--top-p FLOAT (above 0 and at most 1) Nucleus sampling. (default: 1.0)" in text
@@ -327,11 +327,14 @@ def fields(name: str) -> set[str]:
     return {*map(flag, parts.leaves(SCRIPTS[name].Args))}
 
 
-@pytest.mark.parametrize("word", HERE)
+TRL_WORDS = yaml.safe_load((ROOT / "docs" / "trl_words.yaml").read_text())
+
+
+@pytest.mark.parametrize("word", TRL_WORDS)
 def test_a_word_of_trls_is_no_flag_and_what_it_is_here_is_one(word):
-    named = re.findall(r"--[\w-]+", HERE[word])
+    named = re.findall(r"--[\w-]+", TRL_WORDS[word])
     assert {*named} <= {*fields("sync"), *fields("async")}
-    assert all(word not in fields(script) for script in SCRIPTS)
+    assert all(f"--{word}" not in fields(script) for script in SCRIPTS)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
-"""verl's supervised trainers. Their keys get the names that the table has for training by reward; OWN has the others."""
+"""verl's supervised trainers: keys.yaml has their keys by their names in training by reward, sft_keys.yaml the others."""
 
 from tools.from_verl.command import Command
-from tools.from_verl.keys import Row, missing, to, unneeded
-from tools.from_verl.table import ROWS
 from tools.from_verl.verl_run import Run
 
 HEADS = {  # of keys
@@ -104,26 +102,3 @@ def test_freq(run: Run) -> dict[str, object]:
         run.note("verl also validates after its last step, whatever test_freq says: --test-freq above all steps does that.")
         every = run.steps or 10**6
     return {"--test-freq": every}
-
-
-# fmt: off
-OWN = [
-    to("data.messages_key|data.multiturn.messages_key=messages data.multiturn.enable data.prompt_key data.response_key "
-       "data.prompt_dict_keys data.response_dict_keys", "--messages-key, --prompt-key, --response-key", "every answer of the "
-       "assistant in `messages` is trained. fsdp_sft_trainer without `multiturn.enable` has prompt and response", columns),
-    to("data.max_length=1024", "--max-length"),
-    to("trainer.test_freq=-1", "--test-freq", "in steps. verl also validates after its last step", test_freq),
-    to("data.truncation=error", "--filter-overlong-prompts", "conversations are not cut", truncation),
-    missing("data.tools_key|data.multiturn.tools_key=tools data.enable_thinking_default=none "
-            "data.enable_thinking_key|data.multiturn.enable_thinking_key=enable_thinking",
-            "rows have no arguments of their own: `--chat-template-args` are for all"),
-    missing("data.chat_template=null", "the chat template is the tokenizer's"),
-    missing("data.image_key data.video_key", "a supervised start is of text alone"),
-    missing("trainer.profile_interval=[-1,-1]", "profile a script as any other Python program"),
-    unneeded("data.pad_mode data.balance_dp_token data.num_workers", "conversations are packed, and divided by their lengths"),
-    unneeded("data.ignore_input_ids_mismatch", "a template that rewrites earlier turns is refused: make a row of each answer"),
-    unneeded("engine optim model data checkpoint", "it chooses a part of verl's configuration; FSDP2 here"),
-]
-# fmt: on
-_NAMED = {names[0] for row in OWN for names in row.names}
-ROWS_OF_SFT: list[Row] = [*OWN, *(row for row in ROWS if not _NAMED & {names[0] for names in row.names})]

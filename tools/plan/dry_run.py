@@ -35,10 +35,10 @@ from rl.model.loading import Weights
 from rl.model.pretrained import check_lengths, empty_model, load_config, resolve, takes_images
 from rl.model.sampling_mask import most_tokens
 from rl.model.sequence_parallel import check_heads
-from rl.model.shards import Block, local
 from rl.ranks import dist
 from rl.ranks.dist import Ranks
 from rl.ranks.launch import Node
+from rl.ranks.shards import Block, local
 from rl.ranks.timers import Timers
 from rl.samples.group import Group, Response
 from rl.setup import CommonArgs, make_learner

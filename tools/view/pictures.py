@@ -12,7 +12,7 @@ from rl.data.tables import DEMOS, read_table, weights_of
 from rl.errors import ImageError, UserError
 
 MOST = 640  # pixels of a side
-_table = lru_cache(maxsize=2)(lambda file, column: images.undecoded(read_table(file, "train"), column))
+_table = lru_cache(maxsize=2)(lambda file: read_table(file, "train"))
 
 
 def urls(where: str, flags: dict) -> list[str]:
@@ -24,7 +24,7 @@ def urls(where: str, flags: dict) -> list[str]:
         raise UserError(f"{file} is not here, so its images cannot be shown. Start view.py where training was started.")
     found = []
     try:
-        for data in images.files_of(_table(file, flags["image_key"])[int(number)].get(flags["image_key"]), Path(file).parent):
+        for data in images.files_of(_table(file)[int(number)].get(flags["image_key"]), Path(file).parent):
             picture = Image.fromarray(images.to_rgb(data))
             picture.thumbnail((MOST, MOST))
             picture.save(buffer := io.BytesIO(), "PNG")

@@ -1,5 +1,5 @@
 """The part of a tensor that this rank holds: all of it if it learns alone, else the shard that FSDP has left it (a DTensor).
-rl/model/gathering.py makes whole parameters of the shards of all ranks."""
+rl/ranks/gathering.py makes whole parameters of the shards of all ranks."""
 
 from dataclasses import dataclass
 

@@ -14,10 +14,10 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from rl.model.shards import Block, as_it_is
 from rl.ranks import watchdog
 from rl.ranks.device import gathers_to_one
 from rl.ranks.dist import all_gather_values
+from rl.ranks.shards import Block, as_it_is
 
 BUCKET_BYTES = 64 << 20  # of whole parameters; a larger parameter goes alone
 UNDER_WAY = 3  # buckets: over a slow network a bucket does not wait for the one before to arrive
