@@ -20,8 +20,8 @@ from rl.errors import Stopped, UserError
 from rl.generation.generator import Generator
 from rl.learning.batch import Batch
 from rl.learning.division import Division
-from rl.learning.flops import perf_metrics
 from rl.learning.learner import Learner
+from rl.learning.throughput import perf_metrics
 from rl.ranks import dist, stops
 from rl.ranks.timers import gather_ledgers
 from rl.record import validations

@@ -266,7 +266,7 @@ class Saver:
         directory.mkdir()
         save_file({files.stored_name(name): tensor for name, tensor in whole.items()}, directory / files.TENSORS)
         _to_disk(directory / files.TENSORS)
-        files.write_config(directory, adapters.setting, adapters.names, model, self.learner.path)
+        files.write_config(directory, adapters.args, adapters.names, model, self.learner.path)
         return adapters.merge(whole, whole)
 
     def _write_small(self, work: Path, files: dict[str, bytes]) -> None:

@@ -159,7 +159,7 @@ def test_peft_reads_what_is_written(models, ranks, tmp_path):
         own = own_tensors(learner)
         save_file({stored_name(name): tensor for name, tensor in own.items()}, directory / "adapter_model.safetensors")
         adapters = learner.adapters
-        write_config(directory, adapters.setting, adapters.names, learner.policy.model, models[kind])
+        write_config(directory, adapters.args, adapters.names, learner.policy.model, models[kind])
         merged = AutoModelForCausalLM.from_pretrained(models[kind])
         theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(models[kind]), directory)
         for name, weight in learner.weights():

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.algorithm import whole_batch
-from rl.learning import flops
+from rl.learning import throughput
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch
 from rl.learning.division import Division, pack
@@ -293,11 +293,11 @@ def test_log_probs_and_gradient_are_those_of_the_full_computation(models, ranks)
 
 def test_the_head_counts_for_the_mask_alone(models, ranks, monkeypatch):
     """In the MFU: the same layers, and fewer projections."""
-    monkeypatch.setattr(flops, "peak_flops", lambda: 1e9)
+    monkeypatch.setattr(throughput, "peak_flops", lambda: 1e9)
     learner, metrics = Learner(models["qwen3"], LearnerArgs(), ranks, 10), {}
     for name, mask in {"plain": None, "masked": [True] * 10 + [False] * 30}.items():
         batch = Batch.of([group_of(0, [mask], n=40)])
-        metrics[name] = flops.perf_metrics(learner, batch, {"update_actor": 1.0}, 1, forward_only=0.0)
+        metrics[name] = throughput.perf_metrics(learner, batch, {"update_actor": 1.0}, 1, forward_only=0.0)
     spared = metrics["plain"]["perf/mfu/actor"] - metrics["masked"]["perf/mfu/actor"]
     assert spared == pytest.approx(30 * 6 * 64 * 32 / 1e9)
     assert metrics["masked"]["perf/total_num_tokens"] == metrics["plain"]["perf/total_num_tokens"] == 44
