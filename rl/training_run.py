@@ -245,12 +245,10 @@ class TrainingRun(LearnerRun):
         metrics = validation_metrics(rows) | {validations.STEP: step}
         sources = hardly_scored(rows)
         self.record.log_validation(metrics, step if version is None else version, self._begun, not sources)
-        score = validations.score(metrics)
         if sources:
             few = f"After step {step} less than half of the responses could be scored of {', '.join(sources)}."
             self.record.warn("validations that choose no best checkpoint", 1, few)
-        elif score is not None:
-            self.saver.best.scored(step, score)
+        self.saver.best.update()
         return metrics
 
     def validate_first(self) -> None:

@@ -84,7 +84,7 @@ class Saver:
         self.error = ""  # of the last save; empty if it succeeded
         if origin and learner.ranks.is_main:
             self._set_aside(after=origin.step)
-            self.best.resume(after=origin.step)
+            self.best.update()
 
     def save(self, step: int, state: dict, groups: Sequence[Group] = (), unfinished: Sequence[Group] = ()) -> None:
         """Begin to write the checkpoint of a step once the one before is complete. A collective of the learners. state: JSON;

@@ -274,8 +274,8 @@ def kept(run: Path) -> tuple[int, float]:
 def test_the_newest_checkpoints_and_the_best_stay(tmp_path, newest, left):
     """Each step is validated before it is saved, as in train_sync.py."""
     best = Best(tmp_path, True)
-    for step, score in ((2, 0.4), (4, 0.1), (6, 0.2)):
-        best.scored(step, score)
+    record(tmp_path, {2: 0.4, 4: 0.1, 6: 0.2})
+    for step in (2, 4, 6):
         save(tmp_path, step)
         best.prune(newest)
     assert kept(tmp_path) == (2, 0.4)
@@ -286,48 +286,51 @@ def test_the_newest_checkpoints_and_the_best_stay(tmp_path, newest, left):
 def test_a_branch_forgets_a_best_of_a_later_step(tmp_path):
     save(tmp_path, 2, 4, 6)
     record(tmp_path, {2: 0.3, 4: 0.2, 6: 0.9})
-    Best(tmp_path, True).resume(after=6)
+    best = Best(tmp_path, True)
+    best.update()
     assert kept(tmp_path) == (6, 0.9)
     (tmp_path / "step_000006").rename(tmp_path / "step_000006.superseded")
-    again = Best(tmp_path, True)
-    again.resume(after=4)
+    record(tmp_path, {2: 0.3, 4: 0.2})  # as a run that resumes leaves it
+    best.update()
     assert kept(tmp_path) == (2, 0.3)
     save(tmp_path, 6)
-    again.scored(6, 0.31)
+    record(tmp_path, {2: 0.3, 4: 0.2, 6: 0.31})
+    best.update()
     assert kept(tmp_path) == (6, 0.31)
     for step in (2, 4, 6):
         shutil.rmtree(tmp_path / f"step_{step:06d}")
-    Best(tmp_path, True).resume(after=6)
+    best.update()
     assert not os.path.lexists(tmp_path / "best")
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_scores_come_back_from_the_record_and_from_best(tmp_path, copied):
-    """One validation may not choose, and the line of another is lost. In a copy of a run `best` may be a directory."""
+def test_scores_come_back_from_the_record(tmp_path, copied):
+    """One validation may not choose. In a copy of a run `best` may be a directory."""
     save(tmp_path, 2, 4, 6)
     lines = [{"step": 2, ACCURACY: 0.2}, {"step": 4, ACCURACY: 0.6}, {"step": 6, ACCURACY: 0.9, "chooses_best": False}]
     (tmp_path / "validations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    Best(tmp_path, True).resume(after=6)
+    Best(tmp_path, True).update()
     assert kept(tmp_path) == (4, 0.6)
-    (tmp_path / "validations.jsonl").write_text(json.dumps(lines[0]) + "\n")
     if copied:
         (tmp_path / "best").unlink()
         shutil.copytree(tmp_path / "step_000004", tmp_path / "best")
-    Best(tmp_path, True).resume(after=6)
+    Best(tmp_path, True).update()
     assert kept(tmp_path) == (4, 0.6) and (tmp_path / "best").is_symlink()
 
 
 def test_a_full_disk_is_reported_and_tried_again(tmp_path, monkeypatch, capfd):
     save(tmp_path, 2, 4)
     best = Best(tmp_path, True)
-    best.scored(2, 0.1)
+    record(tmp_path, {2: 0.1})
+    best.update()
 
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "symlink_to", full)
-        best.scored(4, 0.9)
+        record(tmp_path, {2: 0.1, 4: 0.9})
+        best.update()
         best.update()
     said = capfd.readouterr().err
     assert said.count("could not be written: [Errno 28] No space left on device") == 2, said
@@ -342,7 +345,8 @@ def test_without_links_the_files_are_copied(tmp_path, monkeypatch, capfd):
 
     monkeypatch.setattr(os, "link", none_here)
     save(tmp_path, 2)
-    Best(tmp_path, True).scored(2, 0.1)
+    record(tmp_path, {2: 0.1})
+    Best(tmp_path, True).update()
     assert kept(tmp_path) == (2, 0.1) and not capfd.readouterr().err
 
 
