@@ -9,11 +9,13 @@ dataset. Left out: videos, and images from the network.
 """
 
 import io
+import math
 import re
 import stat
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
@@ -25,6 +27,29 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # re
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 LARGEST_FILE = 1 << 28  # bytes
 PLACE = "<image>"  # in a prompt's text, where an image belongs
+
+
+class Cut(NamedTuple):
+    """How a model cuts an image into patches."""
+
+    patch: int  # pixels of a side
+    merge: int  # patches of the side of an image token
+    least: int  # pixels of a scaled image
+    most: int
+
+    def grid(self, width: int, height: int) -> tuple[int, int, int]:
+        """(frames, rows, columns) of patches of an image of this many pixels. Raises ImageError if it is too narrow."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        try:
+            height, width = smart_resize(height, width, self.patch * self.merge, self.least, self.most)
+        except ValueError as error:
+            raise ImageError(f"an image has {width} x {height} pixels, which the model cannot take ({error})") from None
+        return 1, height // self.patch, width // self.patch
+
+    def count(self, width: int, height: int) -> int:
+        """Image tokens of an image of this many pixels."""
+        return math.prod(self.grid(width, height)) // self.merge**2
 
 
 def files_of(value: object, directory: Path, roots: Sequence[Path] | None = None) -> list[bytes]:

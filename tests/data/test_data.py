@@ -6,14 +6,13 @@ import math
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, Image
 from helpers import GSM8K
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Tokenizer
 
-from examples.demo.sums import CHAT_TEMPLATE, build_tokenizer, problems
+from examples.demo.sums import CHAT_TEMPLATE, build_tokenizer
 from rl.data.args import DataArgs
 from rl.data.prompts import PromptDataset, PromptOrder
 from rl.data.tables import read_table
@@ -207,20 +206,6 @@ def test_images_are_refused_rather_than_ignored(tmp_path):
     assert len(dataset(write(tmp_path / "a.jsonl", *rows))) == 2
 
 
-def test_rows_made_on_the_spot_are_what_datasets_makes_of_them():
-    made, expected = read_table("demo", "train"), Dataset.from_list(problems("train"))
-    assert [*made] == [*expected] and made.column_names == expected.column_names
-    some = range(5, 50)
-    assert [*made.select(some)] == [*expected.select(some)]
-    assert [json.dumps(made.select(some)[i]) for i in (0, 44)] == [json.dumps(expected.select(some)[i]) for i in (0, 44)]
-    names = ["reward_model", "prompt"]
-    assert [*made.select_columns(names)] == [*expected.select_columns(names)]
-    before = pa.total_allocated_bytes()
-    whole = made.select(range(len(made)))
-    assert pa.total_allocated_bytes() == before and len(whole) == 2000, "nothing is copied: pyarrow cannot beyond 2 GB of text"
-    assert made.select(some).data.column("prompt").equals(expected.select(some).data.column("prompt"))
-
-
 DATA_SOURCE = {"data_source": "d"}
 GOOD = verl_row("1")
 QUESTION = {"question": "1", "answer": "#### 1"}
@@ -294,29 +279,10 @@ def test_json_that_is_not_utf8_is_refused(tmp_path, column):
         dataset(tmp_path / "a.jsonl")
 
 
-def test_text_of_parquet_that_is_not_utf8_is_refused_before_the_run(tmp_path):
-    data = [pa.py_buffer(b) for b in (b"\0\0\0\0\1\0\0\0\2\0\0\0", b"2\xe9")]
-    text = pa.Array.from_buffers(pa.string(), 2, [None, *data])
-    pq.write_table(pa.table({"question": ["1+1="] * 2, "answer": ["#### 2"] * 2, "not_read": text}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"a\.parquet: cannot be read .*UTF8 sequence at string index 1"):
-        dataset(tmp_path / "a.parquet")
-
-
-def test_measuring_decodes_no_image_of_another_column(tmp_path):
-    rows = [verl_row("1+1=") | {"preview": {"bytes": b"no image", "path": None}}]
-    Dataset.from_list(rows).cast_column("preview", Image()).to_parquet(tmp_path / "a.parquet")
-    assert len(dataset(tmp_path / "a.parquet")) == 1
-
-
 @pytest.mark.parametrize(("answer", "truth"), [(0, "0"), (False, "False"), (7, "7")])
 def test_an_answer_that_is_no_text_is_a_truth(tmp_path, answer, truth):
     file = write(tmp_path / "a.jsonl", {"question": "1-1=", "answer": answer, "data_source": "demo"})
     assert dataset(file)[0].ground_truth == truth
-
-
-def test_a_key_that_the_first_row_lacks_is_read(tmp_path):
-    rows = [verl_row("1"), verl_row("2") | {"extra_info": {"day": "2021-05-01"}}]
-    assert [row.extra_info for row in dataset(write(tmp_path / "a.jsonl", *rows))] == [{}, {"day": "2021-05-01"}]
 
 
 def test_a_null_source_is_named_and_no_file_too(tmp_path):
@@ -332,13 +298,3 @@ def test_a_tokenizer_without_chat_template(tmp_path):
     tokenizer.chat_template = None
     with pytest.raises(UserError, match=r"a\.jsonl row 0.*no chat template"):
         dataset(write(tmp_path / "a.jsonl", verl_row(CHAT)), tokenizer=tokenizer)
-
-
-def test_the_source_of_one_prompt_is_read_the_same_from_every_kind_of_table(tmp_path):
-    """JSON lines, parquet and rows without a source; those whose prompts are left out do not shift the others."""
-    rows = [verl_row("1" * 200 if i == 1 else str(i), source=f"from {i % 3}") for i in range(5)]
-    files = [write(tmp_path / "a.jsonl", *rows), parquet(tmp_path / "b.parquet", *rows)]
-    files.append(write(tmp_path / "c.jsonl", {"question": "1+1=", "answer": "#### 2"}))
-    read = dataset(*files, filter_overlong_prompts=True, max_prompt_length=100)
-    assert len(read) == 4 + 4 + 1
-    assert [read.source(i) for i in range(len(read))] == [prompt.data_source for prompt in read]
