@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, Store
 
 from rl.background import in_background
 from rl.ranks import watchdog
-from rl.ranks.device import host_group
+from rl.ranks.device_groups import host_group
 from rl.transport.ring import Ring, RingTimeout
 
 RECORD_SECONDS = 0.1  # until a wait for a record looks for the end
