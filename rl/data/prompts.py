@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 BATCH = 512  # prompts to tokenise at once, at most
 RECORDED = 2000  # characters of a ground truth, at most: that of a program may have megabytes
+BEGINNING = 200  # characters of a prompt that are recorded in all steps
 BATCH_SECONDS = 0.5  # batches become smaller if a tokenizer is slow, because the watchdog sees progress after each batch
 
 
@@ -157,10 +158,14 @@ class PromptDataset(FileRows):
         return row.get("data_source") or default_source(row)
 
     def about(self, index: int) -> dict:
-        """Return the place of a prompt in its file, and its ground truth, cut where it is long."""
-        row = self.rows[index]
-        which, number = self._locate(row)
-        return {"where": self._where(row), "ground_truth": str(ground_truth(self.tables[which][number]))[:RECORDED]}
+        """Return the place of a prompt in its file, its ground truth, and its last message if the environment does not make it.
+        Long texts are cut."""
+        which, number = self._locate(self.rows[index])
+        row = self.tables[which][number]
+        asked = self._asked(row)
+        text = asked if isinstance(asked, str) else asked[-1]["content"] if asked else ""
+        known = {"where": self._where(self.rows[index]), "ground_truth": str(ground_truth(row))[:RECORDED]}
+        return known | ({"prompt": text[:BEGINNING]} if text else {})
 
     def source_sizes(self) -> Counter[str]:
         """Every data_source -> the number of its rows, including those whose prompts were left out."""

@@ -8,7 +8,7 @@ advantage, and one budget of tokens, in which the further prompts count, althoug
 import dataclasses
 import functools
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -28,6 +28,7 @@ class History:
     output: Output
     mask: np.ndarray | None = None  # of its first tokens; the policy has sampled the rest
     at: int = 0
+    seconds: list[list[float]] = field(default_factory=list)  # of its turns
 
     def whole_mask(self) -> np.ndarray:
         known = np.zeros(0, bool) if self.mask is None else self.mask
@@ -190,6 +191,7 @@ class AgentEpisodes(Episodes):
         history.output = episode.output or history.output
         history.at = episode.at
         history.mask = self.working[id[0]].masks.pop(id[1], None)
+        history.seconds += episode.seconds[sum(len(its.seconds) for its in of.all) :]
 
     def _room(self, id: Id) -> int:
         """Return the most tokens of the active history. The response's budget also includes the other histories, and the
@@ -231,6 +233,7 @@ class AgentEpisodes(Episodes):
         known = None if known is None else known.numpy()
         routes = _joined_routes([first.output, *(h.output for h in others)], len(work.prompt.ids)) if tokens else None
         self._of[id].output = Output(id, tokens, log_probs, versions, "unfinished", routes, known)
+        self._of[id].seconds = [of_turn for history in (first, *others) for of_turn in history.seconds]
         work.masks[id[1]] = np.concatenate(masks)
         if len(lengths) > 1:
             work.histories[id[1]] = lengths

@@ -45,6 +45,7 @@ class OpenGroup:
     scores: dict[int, Score] = field(default_factory=dict)
     masks: dict[int, np.ndarray] = field(default_factory=dict)  # bool, of a response's first tokens; the rest are sampled
     histories: dict[int, list[int]] = field(default_factory=dict)  # of a response with several: number of tokens of each
+    seconds: dict[int, list[list[float]]] = field(default_factory=dict)  # of an episode's turns, as Response has them
     requests: list[Request] = field(default_factory=list)  # one per response
     room: int = 0  # most tokens of a response
     event: Score | None = None  # why none of its responses can be sampled or scored
@@ -156,6 +157,7 @@ def to_response(
         routes=None if output.routes is None else output.routes[len(group.prompt.ids) :],
         support=output.support,
         histories=group.histories.get(output.id[1]),
+        seconds=group.seconds.get(output.id[1]),
     )
 
 

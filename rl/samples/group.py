@@ -34,6 +34,7 @@ class Response:
     routes: np.ndarray | None = None  # [n - 1, L, K] uint8 or uint16, experts of all but the last token (rl/model/router.py)
     histories: list[int] | None = None  # lengths: the first follows the group's prompt, the others attend only to themselves
     support: np.ndarray | None = None  # [n, K] int32, tokens that could be sampled in each place (rl/model/sampling_mask.py)
+    seconds: list[list[float]] | None = None  # of each turn of an episode: until it was sampled, until it was answered
 
     @property
     def sampled(self) -> int:
