@@ -13,13 +13,14 @@ nearer to a right answer than to nothing. Left out: calls of tools that a policy
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, pstdev
+from typing import Literal, NamedTuple
 
 import tyro
 
-from rl.data.columns import ground_truth
+from rl.data.columns import default_source, ground_truth
 from rl.data.mapped import mapped
 from rl.data.tables import place, read_table, weights_of
 from rl.environments.args import EnvironmentArgs
@@ -27,15 +28,28 @@ from rl.errors import UserError
 from rl.generation.engine import request_seed
 from rl.generation.episodes import OF_GROUP
 from rl.printable import one_line, printable
-from rl.rewards.pool import Score
+from rl.rewards.args import RewardArgs
+from rl.rewards.pool import Score, ScoringPool, can_score
 from rl.samples.group import Response
+from tools.rehearse import episode
 from tools.rehearse.attacks import BREAKERS, attacks, right_answers
-from tools.rehearse.scoring import Policy, Try, score
 from tools.view.rows import Samples, parts_of
 
 HONEST, ATTACK, BREAKER = "right", "attack", "breaker"
-SECONDS_OF_TURN = 10.0  # that an environment may take
+SECONDS = 2.0  # that a text may take: shorter than in training, since some are made to hang
 SHOWN = 10  # texts with two scores
+PLAY = f"{episode.__file__}:play"
+
+
+class Try(NamedTuple):
+    """A text to score, for a row of the data."""
+
+    where: str
+    row: dict
+    kind: str
+    name: str
+    text: str
+    said: dict | None = None  # of a recorded episode: `turns`, `seed` and `own_seed`; otherwise each turn is the text
 
 
 @dataclass
@@ -56,17 +70,19 @@ class Args:
     """Environment, as the flag of the training scripts."""
     tools: str | None = None
     """Tools, as the flag of the training scripts."""
-    model: str | None = None
-    """Model whose turns an environment is told; --record has its own."""
+    tool_format: Literal["hermes", "llama", "xml"] = "hermes"
+    """How recorded turns have calls."""
+    max_turns: int = 8
+    """Turns of an episode, at most."""
     rows: int = 8
     """Rows of the data to try, spread over it."""
 
 
 def main(args: Args) -> int:
     samples = Samples(args.record) if args.record else None
-    flags = samples.record.starts[-1]["flags"] if samples else {}
     recorded = []
     if samples:
+        flags = samples.record.starts[-1]["flags"]
         recorded = [*samples.responses(samples.record.steps[-1:])]
         args.train_files = tuple(dict.fromkeys(row["where"].rpartition(" row ")[0] for row, _ in recorded))
         args.map = flags.get("map")
@@ -75,41 +91,27 @@ def main(args: Args) -> int:
     texts = [text for where, row in used for text in texts_of(where, row)]
     texts += [Try(*used[0], BREAKER, name, text) for name, text in BREAKERS.items()]
     print(f"{len(texts):,} texts for {len(used)} rows of {', '.join(args.train_files)}", flush=True)
-    played = {}
-    if args.env or args.tools:
-        of_run = {name: flags[name] for name in ("max_turns", "tool_format") if name in flags}
-        played["env"] = EnvironmentArgs(env=args.env, tools=args.tools, env_timeout=SECONDS_OF_TURN, **of_run)
-        played["policy"] = policy_of(samples.tokenizer_path if samples else args.model)
-    scores = score(texts, args.reward, **played)
+    scores = score(args, args.reward, texts)
     found = cheats(texts, scores)
     show(texts, scores, found)
     if args.against:
-        compare("texts: another score by --against", texts, scores, score(texts, args.against, **played))
+        compare("texts: another score by --against", texts, scores, score(args, args.against, texts))
     if recorded:
-        said = [said_again(row, rows[row["where"]], response, samples, flags) for row, response in recorded]
+        said = [said_again(samples, row, rows[row["where"]], response, flags["seed"]) for row, response in recorded]
         theirs = [Score(row["score"]) for row, _ in recorded]
-        compare("recorded responses: another score in the run", said, score(said, args.reward, **played), theirs)
+        compare("recorded responses: another score in the run", said, score(args, args.reward, said), theirs)
     if recorded and found:
         show_advantage(samples, max(its for its, _ in found))
     return int(len(found) > 0)
 
 
-def policy_of(model: str | None) -> Policy:
-    """Raise UserError if there is no model."""
-    from rl.model.pretrained import end_token_ids, load_tokenizer, resolve  # late: they load torch
-
-    if model is None:
-        raise UserError("--env and --tools: an environment is told a model's turns. Give --record, or --model.")
-    path = resolve(model)
-    tokenizer = load_tokenizer(path)
-    return Policy(tokenizer, path, end_token_ids(path, tokenizer))
-
-
-def said_again(about: dict, row: dict, response: Response, samples: Samples, flags: dict) -> Try:
-    """Return a recorded response as it was said in the run."""
-    turns = tuple(response.token_ids[tokens].tolist() for who, tokens in parts_of(response) if who == "policy")
-    seeds = tuple(request_seed(flags["seed"], about["ticket"], number) for number in (OF_GROUP, about["number"]))
-    return Try(about["where"], row, "", "recorded", samples.answer(response), turns, seeds)
+def said_again(samples: Samples, about: dict, row: dict, response: Response, seed: int) -> Try:
+    """Return a recorded response. seed: of the run."""
+    end = samples.tokenizer.eos_token
+    turns = [samples.text(response.token_ids[its]).removesuffix(end) for who, its in parts_of(response) if who == "policy"]
+    of_group, own = (request_seed(seed, about["ticket"], number) for number in (OF_GROUP, about["number"]))
+    said = {"turns": turns, "times": 1, "seed": of_group, "own_seed": own}
+    return Try(about["where"], row, "", "recorded", samples.answer(response), said)
 
 
 def read_rows(args: Args, wanted: Collection[str]) -> Iterator[tuple[str, dict]]:
@@ -132,6 +134,30 @@ def texts_of(where: str, row: dict) -> Iterator[Try]:
     truth = str(ground_truth(row)).strip()
     for kind, texts in ((HONEST, right_answers(truth)), (ATTACK, attacks(prompt, truth))):
         yield from (Try(where, row, kind, name, text) for name, text in texts.items())
+
+
+def score(args: Args, reward: str | None, texts: Sequence[Try]) -> list[Score]:
+    """Score the texts as training does: by the environment if there is one, and by the reward function if that does not."""
+    found: dict[int, Score] = {}
+    (program,) = EnvironmentArgs(env=args.env, tools=args.tools).programs.values() or (None,)
+    with ScoringPool(
+        RewardArgs(reward=PLAY if program else reward, reward_timeout=SECONDS, reward_workers=2, outage_timeout=0)
+    ) as pool:
+        for number, (_, row, _, _, text, said) in enumerate(texts):
+            known = {"data_source": row.get("data_source") or default_source(row), "ground_truth": ground_truth(row)}
+            extra = row.get("extra_info")
+            if program:
+                said = said or {"turns": [text], "times": args.max_turns, "seed": 0, "own_seed": 0}
+                extra = said | {"row": row | known | {"extra_info": extra}, "program": (*program, args.tool_format)}
+            pool.submit(number, **known, text="" if program else text, extra_info=extra, prompt=row["prompt"])
+        while pool.pending:
+            found |= pool.wait(1.0)
+    left = [number for number, its in found.items() if its.extra.get(episode.UNSCORED)]
+    left = [number for number in left if can_score(texts[number].row.get("data_source", ""), RewardArgs(reward=reward))]
+    if left:
+        by_grader = replace(args, env=None, tools=None)
+        found |= zip(left, score(by_grader, reward, [texts[number] for number in left]), strict=True)
+    return [found[number] for number in range(len(texts))]
 
 
 def cheats(texts: Sequence[Try], scores: Sequence[Score]) -> list[tuple[float, Try]]:

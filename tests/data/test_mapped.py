@@ -154,7 +154,7 @@ def test_a_file_that_cannot_be_imported_is_named(tmp_path):
 
 def test_rehearse_reads_mapped_rows(file, tmp_path):
     rows = str(write(tmp_path / "rows.jsonl", *ROWS))
-    found = [*rehearse.read_rows((f"{rows}:2",), 3, f"{file}:to_verl")]
+    found = [*rehearse.read_rows(rehearse.Args(train_files=(f"{rows}:2",), rows=3, map=f"{file}:to_verl"), ())]
     assert [where for where, _ in found] == [f"{rows} row {number}" for number in (0, 3, 6)]
     assert found[1][1]["prompt"] == "13+20="
 

@@ -2,18 +2,14 @@
 
 import json
 import re
-import shutil
-from pathlib import Path
 
 import pytest
 from helpers import ROOT, run_script
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import rehearse
 import view
 from rl.errors import UserError
-from tools.rehearse import attacks, scoring
+from tools.rehearse import attacks
 
 CARELESS = ROOT / "tests" / "rewards" / "careless.py"
 EXPLOITS = {  # by grader: the text that is paid
@@ -36,14 +32,18 @@ def data(tmp_path):
     return file
 
 
-def texts_of(data) -> list[scoring.Try]:
+def texts_of(data) -> list[rehearse.Try]:
     args = rehearse.Args(train_files=(str(data),), rows=4)
     return [text for where, row in rehearse.read_rows(args, ()) for text in rehearse.texts_of(where, row)]
 
 
-def found(data, grader: str) -> list[scoring.Try]:
+def score(texts: list[rehearse.Try], grader: str) -> list:
+    return rehearse.score(rehearse.Args(), f"{CARELESS}:{grader}", texts)
+
+
+def found(data, grader: str) -> list[rehearse.Try]:
     texts = texts_of(data)
-    return [text for _, text in rehearse.cheats(texts, scoring.score(texts, f"{CARELESS}:{grader}"))]
+    return [text for _, text in rehearse.cheats(texts, score(texts, grader))]
 
 
 @pytest.mark.parametrize("grader", EXPLOITS)
@@ -76,11 +76,11 @@ def test_no_built_in_grader_is_cheated(data, tmp_path, source, capsys):
 
 
 def test_a_text_that_stops_a_grader_is_named(capsys):
-    row = {"data_source": "sums", "ground_truth": "46"}
+    row = {"data_source": "sums", "ground_truth": "46", "prompt": ""}
     names = ("a tower of powers", "an exit", "a null character")
-    texts = [scoring.Try("row 0", row, rehearse.HONEST, "first", "#### 46")] * 20  # a first call has more time
-    texts += [scoring.Try("row 0", row, rehearse.BREAKER, name, attacks.BREAKERS[name]) for name in names]
-    rehearse.show(texts, scoring.score(texts, f"{CARELESS}:evaluates"), [])
+    texts = [rehearse.Try("row 0", row, rehearse.HONEST, "first", "#### 46")] * 20  # a first call has more time
+    texts += [rehearse.Try("row 0", row, rehearse.BREAKER, name, attacks.BREAKERS[name]) for name in names]
+    rehearse.show(texts, score(texts, "evaluates"), [])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("STOPS IT")]
     assert len(lines) == 2 and "a tower of powers: timeout" in lines[0] and "an exit: " in lines[1]
 
@@ -110,34 +110,15 @@ def test_a_recorded_run_gives_data_and_advantages(tmp_path):
         rehearse.main(rehearse.Args(record=tmp_path))
 
 
-@pytest.fixture(scope="module")
-def policy(demo_model, tmp_path_factory):
-    """A model's directory, with a tokenizer that can say anything."""
-    folder = tmp_path_factory.mktemp("policy")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate([*alphabet, "<|end|>"])}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|end|>"])
-    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", clean_up_tokenization_spaces=False)
-    whole.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>{% endfor %}assistant:"
-    whole.save_pretrained(folder)
-    shutil.copy(Path(demo_model, "config.json"), folder)
-    return str(folder)
-
-
 @pytest.mark.runs
-def test_an_environment_is_cheated_and_stopped(data, policy, capsys):
+def test_an_environment_is_cheated_and_stopped(data, capsys):
     """Each text is the model's turn, again and again until the environment has enough."""
-    args = {"env": f"{CARELESS}:Game", "train_files": (str(data),), "rows": 2, "model": policy}
-    assert rehearse.main(rehearse.Args(**args)) == 1
+    assert rehearse.main(rehearse.Args(env=f"{CARELESS}:Game", train_files=(str(data),), rows=2)) == 1
     said = capsys.readouterr().out
     for name in ("denied", "right or wrong", "inside a longer one", "all numbers up to 100"):
         assert f"CHEATS   {name}, in 2 rows, up to 1:" in said, "in the first turn"
     stopped = [line for line in said.splitlines() if line.startswith("STOPS IT")]
-    assert len(stopped) == 2 and "a tower of powers: timeout: the environment: no answer after" in stopped[0]
-    assert "an exit: " in stopped[1] and "exit()" in stopped[1]
-    with pytest.raises(UserError, match="Give --record, or --model"):
-        rehearse.main(rehearse.Args(**args | {"model": None}))
+    assert len(stopped) == 2 and "a tower of powers: timeout" in stopped[0] and "an exit: " in stopped[1]
 
 
 @pytest.mark.runs
@@ -147,5 +128,6 @@ def test_recorded_episodes_are_played_again(tmp_path):
     run_script("train_sync.py", *flags, "--total-training-steps", 1, "--output-dir", tmp_path, "--experiment-name", "a")
     rows = [*view.read(tmp_path / "a")]
     assert any(row["turns"] > 1 for row in rows), "some call the tool"
-    done = run_script("rehearse.py", "--env", "demo-calculator", "--record", tmp_path / "a", check=False, fresh=True)
+    flags = ("--env", "demo-calculator", "--record", tmp_path / "a", "--rows", 1)
+    done = run_script("rehearse.py", *flags, check=False, fresh=True)
     assert f"0 of {len(rows)} recorded responses: another score in the run" in done.stdout, done.stdout + done.stderr
