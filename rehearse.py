@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 import tyro
 
-from rl.data.columns import default_source, ground_truth
+from rl.data.columns import ground_truth, source_of
 from rl.data.mapped import mapped
 from rl.data.tables import place, read_table, weights_of
 from rl.environments.args import EnvironmentArgs
@@ -125,7 +125,8 @@ def read_rows(args: Args, wanted: Collection[str]) -> Iterator[tuple[str, dict]]
         for where, number in ((place(file, table, number), number) for number in numbers):
             if not wanted or where in wanted:
                 row = table[number]
-                yield where, row | {"prompt": row.get(args.prompt_key) or row.get("question") or ""}
+                asked = [{"role": "user", "content": row.get("question") or ""}]
+                yield where, row | {"prompt": row.get(args.prompt_key) or asked}
 
 
 def texts_of(where: str, row: dict) -> Iterator[Try]:
@@ -144,7 +145,7 @@ def score(args: Args, reward: str | None, texts: Sequence[Try]) -> list[Score]:
         RewardArgs(reward=PLAY if program else reward, reward_timeout=SECONDS, reward_workers=2, outage_timeout=0)
     ) as pool:
         for number, (_, row, _, _, text, said) in enumerate(texts):
-            known = {"data_source": row.get("data_source") or default_source(row), "ground_truth": ground_truth(row)}
+            known = {"data_source": source_of(row), "ground_truth": ground_truth(row)}
             extra = row.get("extra_info")
             if program:
                 said = said or {"turns": [text], "times": args.max_turns, "seed": 0, "own_seed": 0}

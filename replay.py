@@ -40,8 +40,8 @@ from rl.ranks import dist, process
 from rl.record import validations
 from rl.record.provenance import code_digest, digest_of, package_files
 from rl.rewards.pool import RewardArgs
-from rl.samples.recorder import Record
 from rl.samples.schedule import AsyncSchedule
+from tools.recorded import Record
 
 # Flags of the parts that a replay leaves out
 NOT_REPLAYED = {"test_freq", "val_before_train", "log_val_generations", "record_samples", "resume_mode"}

@@ -21,7 +21,7 @@ import tyro
 
 from rl.errors import UserError
 from rl.printable import printable
-from rl.samples.recorder import Record
+from tools.recorded import Record
 from tools.view import exports
 from tools.view.rows import read
 

@@ -3,8 +3,8 @@
 
     python .ci/prose.py          # exit code 1 and a line for each fault; words in comments are only mentioned
 
-It needs no package. What pages name, link to and quote is in pages.py. Left out: tables and diffs of pages, which tests/project
-checks.
+It needs no package. What pages name, link to and quote is in pages.py; which file may ask for a device's kind is in devices.py.
+Left out: tables and diffs of pages, which tests/project checks.
 """
 
 import ast
@@ -15,6 +15,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
+import devices
 import pages
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -160,7 +161,7 @@ def timed_tests() -> Iterator[str]:
 def main() -> int:
     for line in words_of_code():
         print(f"note: {line}")
-    checks = (words_of_pages, lengths_of_pages, far_answers, packed_statements, timed_tests, pages.faults)
+    checks = (words_of_pages, lengths_of_pages, far_answers, packed_statements, timed_tests, pages.faults, devices.told_apart)
     faults = [fault for check in checks for fault in check()]
     print(*faults, sep="\n", end="\n" if faults else "")
     return 1 if faults else 0

@@ -13,16 +13,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import yaml
+
 import losses
-from tools.from_verl import programs, supervised
+from tools.from_verl import programs
 from tools.from_verl.environment import VARIABLES
-from tools.from_verl.keys import NOT_HERE, NOT_NEEDED, Row
-from tools.from_verl.table import TABLE
-from tools.from_verl.trl_words import HERE
+from tools.from_verl.table import NOT_HERE, NOT_NEEDED, OWN, TABLE, Row
 from tools.from_verl.verl_run import SYNC
 
 ROOT = Path(__file__).resolve().parents[1]
 HOUSES = ("rl", "tools")
+TRL_WORDS = ROOT / "docs" / "trl_words.yaml"
 NOTE = "<!-- made by `python docs/make.py` out of docstrings; edit those -->"
 
 
@@ -62,12 +63,12 @@ def code_map() -> str:
 
 def trl_words() -> str:
     """What each of TRL's words is here."""
-    lines = ["# TRL's words, and what they are here", "", "<!-- made by `python docs/make.py` -->", ""]
+    lines = ["# TRL's words, and what they are here", "", "<!-- made by `python docs/make.py` out of trl_words.yaml -->", ""]
     lines += ["Back to [from-verl.md](../from-verl.md), which has what is more than another name.", ""]
     lines += ["| TRL | here |", "|---|---|"]
-    for word, here in HERE.items():
+    for word, here in yaml.safe_load(TRL_WORDS.read_text()).items():
         flags = re.sub(r"--[a-z0-9-]+", lambda flag: f"`{flag[0]}`", here)
-        lines.append(f"| `{word[2:].replace('-', '_')}` | {flags} |")
+        lines.append(f"| `{word.replace('-', '_')}` | {flags} |")
     return "\n".join(lines) + "\n"
 
 
@@ -92,8 +93,7 @@ def verl_keys() -> str:
         for row in programs.OTHERS
     ]
     out += ["| any other | refused by its name |", ""]
-    supervised_keys = {"Supervised training: keys of its own": supervised.OWN}
-    for title, rows in (TABLE | supervised_keys).items():
+    for title, rows in (TABLE | {"Supervised training: keys of its own": OWN}).items():
         out += [f"### {title}", "| verl | here |", "|---|---|"]
         out += [f"| {_names(row)} | {_here(row)} |" for row in rows] + [""]
     out += ["### Environment variables", "| variable | here |", "|---|---|"]
@@ -133,7 +133,7 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
         {
             "the algorithm, and every formula": "train_sync.py losses.py",
             "samples -> mini-batches -> gradients": "rl/learning/{batch,micro_batches,division,learner,optimizer,flops}.py "
-            "rl/algorithm/{whole_batch,metrics,health,texts,args}.py",
+            "rl/algorithm/{whole_batch,metrics,fates,health,texts,args}.py",
             "the forward pass over packed rows": "rl/model/{policy,attention,packing,log_probs,shards}.py",
             "prompts -> responses": "rl/generation/{generator,responses,engine}.py "
             "rl/generation/embedded/{engine,decoding,kv_cache}.py rl/data/{prompts,columns,tables}.py "
@@ -170,7 +170,7 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
     (
         "before, after and around the steps",
         {
-            "the command line": "rl/{flags,flag_words,parts,ranges,class_check,errors,printable}.py",
+            "the command line": "rl/{flags,flags_help,parts,ranges,class_check,errors,printable}.py",
             "data": "rl/data/*",
             "loading a model": "rl/model/* rl/learning/* rl/generation/* rl/generation/embedded/* rl/hub/*",
             "checkpoints": "rl/checkpoint/*",

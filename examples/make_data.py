@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rl.data import images
-from rl.data.tables import read_table
+from rl.data.tables import Rows, read_table
 from rl.errors import UserError
 from rl.printable import printable
 from rl.rewards.verifiers import format_of
@@ -129,12 +129,12 @@ def write(target: Path, rows: list[dict]) -> None:
         ) from None
 
 
-def from_hub(of: tuple[str, str | None, str]) -> tuple[str, Path, Any]:
+def from_hub(of: tuple[str, str | None, str]) -> tuple[str, Path, Rows]:
     from datasets import load_dataset
 
     name, configuration, split = of
     try:
-        return name, Path(), load_dataset(name, configuration, split=split)
+        return name, Path(), Rows(load_dataset(name, configuration, split=split).data.table)
     except Exception as error:  # no network, no such name: datasets and hub have many exceptions
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
@@ -162,8 +162,6 @@ def local_files(source: Path, of: tuple[str, str | None, str]) -> list[Path]:
 
 def converted(data: DataSet, which: str, where: str, directory: Path, table) -> Iterator[dict]:
     """Yield the rows in verl's layout. Raise UserError, naming the row, if one cannot be converted."""
-    if "images" in table.column_names:
-        table = images.undecoded(table, "images")
     names = {key: _column(where, table, getattr(data, key)) for key in ("question", "answer")}
     split = {"train": "train", "val": "test"}[which]
     for number, row in enumerate(table):

@@ -6,42 +6,29 @@ other (rl/ranges.py). A method `hint` may explain an unknown flag. All flags are
 flag can be written --shuffle, --no-shuffle, --shuffle True or --shuffle=false.
 """
 
-import ast
 import contextlib
 import dataclasses
 import difflib
-import inspect
 import io
 import itertools
 import json
-import os
-import re
-import shutil
 import sys
-import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
+from typing import Any, TypeVar
 
 import tyro
 
-from rl import flag_words, parts
+from rl import parts
 from rl.class_check import check_class
 from rl.errors import UserError
-from rl.ranges import Range, check, flag, marks
+from rl.ranges import check, flag
 from rl.ranks import launch, process
 
 Flags = TypeVar("Flags")
 
-COMMON = "These are the common flags. All flags: --help-all."
 FROM_RUN = "--from-run"
-AGAIN = f"{FROM_RUN} runs/a takes the flags of an earlier run, of this script or another; those on the command line go first."
 OF_ONE_RUN = {"experiment_name", "resume_mode"}  # which another run does not take over
-BOOLEANS = "--shuffle is short for --shuffle True, --no-shuffle for --shuffle False, likewise for every boolean flag."
-# The groups that --help shows first, and their order there
-FIRST = ("script", "run", "data", "demonstration", "reward", "algorithm", "batch", "supervised", "schedule", "split", "engine")
-FIRST += ("learner", "optimizer")
 CONFIG = (tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff)
 
 
@@ -63,7 +50,9 @@ def read(
     check_class(flags)
     words = _spell_out_booleans(flags, _hyphenated(sys.argv[1:] if args is None else args))
     if {"-h", "--help", "--help-all"} & {*words}:
-        _print_help(flags, description or "", defaults or {}, show_all="--help-all" in words)
+        from rl import flags_help  # late: a run needs none
+
+        flags_help.show(flags, description or "", defaults or {}, show_all="--help-all" in words)
     found = _read(flags, words)
     given = names_in(flags, words)
     parsed = parts.make(flags, **(defaults or {}) | {name: parts.get(found, name) for name in given})
@@ -152,78 +141,3 @@ def _flat(flags: type) -> type:
         default = {} if leaf.default is dataclasses.MISSING else {"default_factory": lambda leaf=leaf: leaf.default}
         fields.append((name, leaf.type, dataclasses.field(**default, kw_only=True)))
     return dataclasses.make_dataclass(flags.__name__, fields)
-
-
-# ------------------------------------------------------------------------------------------------------------- for --help
-
-
-def _print_help(flags: type, description: str, defaults: dict, show_all: bool) -> NoReturn:
-    """Print the flags on the node's first rank, and end the process. show_all: all flags, not only common ones and a fork's."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        try:
-            print(*_help(flags, description, defaults, show_all), sep="\n", flush=True)
-        except BrokenPipeError:  # as in `--help | head`: Python must not flush the rest at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(0)
-
-
-def _help(flags: type, description: str, defaults: dict, show_all: bool) -> Iterator[str]:
-    yield f"usage: {os.path.basename(sys.argv[0])} [--FLAG VALUE ...]\n\n{description.strip()}\n"
-    yield f"{AGAIN}\n{BOOLEANS}" if show_all else f"{COMMON}\n{AGAIN}\n{BOOLEANS}"
-    leaves = parts.leaves(flags)
-    limits = marks(flags, Range)
-    width = max(40, shutil.get_terminal_size().columns - 8)
-    for title, part, names in _groups(flags):
-        show_group = show_all or not part.__module__.startswith("rl.")
-        shown = [name for name in names if show_group or name in flag_words.COMMON]
-        about, texts = _texts(part)
-        if shown:
-            yield f"\n{title}:"
-            yield from (f"  {line}".rstrip() for line in [*textwrap.wrap(about, width + 4), ""] if about)
-        for name in shown:
-            limit = f" ({limits[name]})" if name in limits else ""
-            yield f"  {flag(name)} {_kind(leaves[name].type)}{limit}"
-            text = texts.get(name, "")
-            default = defaults.get(name, leaves[name].default)
-            if default not in (dataclasses.MISSING, None, ()):  # the help text explains these
-                text += f" (default: {' '.join(map(str, default)) if isinstance(default, tuple) else default})"
-            yield from (f"      {line}" for line in textwrap.wrap(text.strip(), width, break_on_hyphens=False))
-
-
-def _groups(flags: type) -> list[tuple[str, type, list[str]]]:
-    """Return the title, the dataclass and the fields of each group, in the order of --help."""
-    left = dict(parts.leaves(flags))
-    groups = []
-    for owner in [*dict.fromkeys(leaf.owner for leaf in left.values() if leaf.path), flags]:
-        for part in owner.__mro__:
-            names = [name for name in vars(part).get("__annotations__", {}) if name in left and left[name].owner is owner]
-            left = {name: leaf for name, leaf in left.items() if name not in names}
-            words = re.sub(r"\B([A-Z])", r"-\1", part.__name__.removesuffix("Args")).lower()
-            title = "script" if part is flags or not words else vars(part).get("_title", words)
-            if names:
-                groups.append((title, part, names))
-    return sorted(groups, key=lambda group: FIRST.index(group[0]) if group[0] in FIRST else len(FIRST))
-
-
-def _kind(hint: Any) -> str:
-    """Return how --help shows a flag's value: INT, True|False, the choices, or [STR ...] for any number of values."""
-    if get_origin(hint) is Literal:
-        return "|".join(map(str, get_args(hint)))
-    parts = "|".join(_kind(part) for part in get_args(hint) if part not in (NoneType, ...))
-    if get_origin(hint) in (tuple, list):
-        return f"[{parts} ...]"
-    return parts or ("True|False" if hint is bool else hint.__name__.upper())
-
-
-def _texts(part: type) -> tuple[str, dict[str, str]]:
-    """Return the first paragraph of the dataclass's docstring, and the string below each field."""
-    try:
-        source = ast.parse(textwrap.dedent(inspect.getsource(part))).body[0]
-    except (OSError, TypeError):  # created at run time, or typed interactively
-        return "", {}
-    texts = {
-        field.target.id: " ".join(text.value.value.split())
-        for field, text in itertools.pairwise(source.body)
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-    }
-    return (ast.get_docstring(source) or "").partition("\n\n")[0], texts

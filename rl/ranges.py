@@ -18,6 +18,7 @@ from rl.errors import UserError
 from rl.user_file import split_code
 
 Mark, Value = TypeVar("Mark"), TypeVar("Value")
+DEFAULT_BATCH = 8  # prompts per step if no flag says so
 # torch's limits: 64 bits, float32
 LARGEST_INT = 2**63 - 1
 LARGEST_FLOAT = 3e38

@@ -202,7 +202,7 @@ def set_up(args: CommonArgs, file: str) -> Job:
         raise UserError(f"--freeze-vision-tower: --model {path} takes no images. Leave the flag out.")
     flags.warn(values_of_the_demo(args, sys.argv[1:]))
     train_files, val_files = (demo_files(model, files) for files in (args.data.train_files, args.data.val_files))
-    environments = start_environments(args, path, tokenizer) if args.environment.has_environment else None
+    environments = start_environments(args, path, tokenizer, prep) if args.environment.has_environment else None
     brought = functools.partial(args.environment.brought, args.reward.own_reward)
     if args.environment.is_by_row:
         by_row = {name: (tools, brought(name)) for name, tools in environments.tools.items()}
@@ -281,12 +281,12 @@ def read_teacher_prompts(args: CommonArgs, prompts: PromptDataset) -> Any:
     return TeacherPrompts(prompts, args.teacher.teacher_prompt)
 
 
-def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokenizerBase) -> Any:
+def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokenizerBase, prep: Any) -> Any:
     """Start the process from which environments are forked. Its module is imported only here."""
     from rl.environments.pool import Environments
 
     ends = end_token_ids(path, tokenizer, args.trust_remote_code)
-    given = {"chat_template": tokenizer.chat_template, "system_prompt": args.system_prompt}
+    given = {"chat_template": tokenizer.chat_template, "system_prompt": args.system_prompt, "prep": prep}
     can_resume = not args.schedule.over_sample  # not within a text of a schema
     given["keeps_schemas"] = args.engine.engine == "vllm" and args.sampling.keep_sampling_mask and can_resume
     if args.reward.scores_environments:

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl.algorithm.health import Fates, Health, SourceCounts
+from rl.algorithm.fates import Fates, SourceCounts
+from rl.algorithm.health import Health
 from rl.algorithm.metrics import batch_metrics, hardly_scored, rollout_metrics, validation_metrics
 from rl.algorithm.texts import text_metrics
 from rl.checkpoint.resume import Resumed, resume

@@ -12,7 +12,6 @@ from rl.ranges import Content, Range, flag
 
 Bounds = tuple[float | None, float]  # (None, cap) or a band
 Criterion = tuple[str, str, float, float]  # level, divergence, low, high: see losses.rollout_rejection_mask
-SELF = "self"  # --teacher, instead of a model
 # The numbers of a loss that have a flag of their own: keyword -> field of LossArgs. All others are given by --loss-args
 OWN_FLAGS = {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high", "clip_c": "clip_ratio_c"}
 
@@ -85,7 +84,7 @@ class TeacherArgs(Part):
 
     @property
     def has_second_model(self) -> bool:
-        return self.teacher not in (None, SELF)
+        return self.teacher not in (None, "self")
 
     def check(self, args) -> None:
         """Raise UserError for flags that a teacher makes meaningless."""
@@ -94,40 +93,9 @@ class TeacherArgs(Part):
                 if getattr(self, name):
                     raise UserError(f"{flag(name)}: without --teacher there is no teacher. Add it, or leave the flag out.")
             return
-        self._check_prompt(args.environment)
-        loss = args.loss.policy_loss
-        estimator = args.loss.estimator
-        if not self.teacher_top_k and (loss.one_advantage or loss.chooses):
-            why = "averages it over the response" if loss.one_advantage else "chooses tokens before it is known"
-            raise UserError(
-                f"--teacher gives each token its own advantage, and --loss-mode {args.loss.loss_mode} {why}. Take another one, "
-                "such as ppo_clip."
-            )
-        if self.teacher_alone and args.loss.filter_groups:
-            raise UserError(
-                "--filter-groups keeps groups by their scores, which do not count with --teacher-alone. Leave one of the two "
-                "out."
-            )
-        if self.teacher_alone and estimator.inputs:
-            raise UserError(
-                f"--adv-estimator {args.loss.adv_estimator} compares scores with {', '.join(estimator.inputs)}, and with "
-                "--teacher-alone no score counts. Leave one of the two out."
-            )
+        from rl.algorithm.teacher import check_flags  # late, like all that a plain run does without
 
-    def _check_prompt(self, environment) -> None:
-        if self.teacher_prompt is None:
-            if self.teacher == SELF:
-                raise UserError("--teacher self: from its own prompt the policy learns nothing. Add --teacher-prompt.")
-        elif "{" not in self.teacher_prompt:
-            raise UserError(
-                f"--teacher-prompt {self.teacher_prompt!r} is the same for all rows. Put {{prompt}} into it, and what the "
-                "teacher is to know, such as {ground_truth}."
-            )
-        elif environment.has_agent:
-            raise UserError(
-                f"--teacher-prompt with {environment.environment_flag[0]}: an agent's later conversations hold the policy's "
-                "prompt. Leave one of them out."
-            )
+        check_flags(args)
 
 
 @dataclass(frozen=True)

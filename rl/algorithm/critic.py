@@ -52,8 +52,7 @@ class ValueModel(Policy):
         """The model's inputs, predict [n] -> V before each token [n], fp32."""
         if self.router:
             self.router.begin(layout, None, 0)
-        hidden = self._hidden(inputs, layout)[predict]  # [n, hidden]
-        return hidden.float() @ self.model.value_head.float()
+        return self._hidden(inputs, layout, predict).float() @ self.model.value_head.float()
 
 
 class Critic(Learner):

@@ -1,175 +1,23 @@
-"""The fates of a step's responses, in total and by data source, and warnings about conditions that let a run learn less than it
-seems to, or something else, without stopping it. A warning is printed when it first occurs, and when its count is tenfold.
-
-    data/<source>/trained      a token was trained
-    data/<source>/rejected     the rollout correction left no token
-    data/<source>/unscored     it could not be scored
-    data/<source>/masked       the policy sampled none of its tokens; only if some are masked
-    data/<source>/filtered     its prompt was replaced by --filter-groups
-    data/<source>/dropped      its prompt was dropped as too old (--max-staleness)
-
-Each response of a prompt that was started and settled is in exactly one of these counts of one step.
+"""Warnings about conditions that let a run learn less than it seems to, or something else, without stopping it. A warning is
+printed when it first occurs, and when its count is tenfold.
 """
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-
-import torch
+from collections.abc import Iterable, Sequence
 
 from rl.algorithm import whole_batch
+from rl.algorithm.fates import OF_REJECTION, Fates
 from rl.algorithm.texts import SHARES, mean
 from rl.data.job import Job
-from rl.data.prompts import PromptDataset, PromptOrder
 from rl.learning.batch import Batch
 from rl.record.run import Run
 
-REJECTED, UNSCORED, MASKED, TRUNCATED, EQUAL, OTHER = "rejected", "unscored", "masked", "truncated", "equal_scores", "other"
 SCORE = "critic/score/mean"
-KINDS = ("trained", "rejected", "unscored", "filtered", "dropped")
-MOST = 16  # sources with separate metrics; if there are more, the smallest ones share theirs
-OTHERS = "(others)"
-
-
-@dataclass(frozen=True)
-class Fates:
-    """The fate of each response; the same on every learner."""
-
-    before: torch.Tensor  # [B] number of its tokens in the mask
-    after: torch.Tensor  # [B] number of those that the rollout correction keeps, with a weight above 0
-    has_signal: bool  # whether one of these tokens has an advantage, or a teacher
-
-    @staticmethod
-    def of(batch: Batch) -> "Fates":
-        """Return the fates of a batch. A collective of the learners."""
-        weight = batch.targets.is_weight
-        after = batch.trained if weight is None else batch.trained & (weight != 0)
-        signals = after if batch.targets.teacher_log_prob is not None else after & (batch.targets.advantage != 0)
-        signal = torch.tensor([float(signals.any())])
-        counts = torch.stack([whole_batch.by_response(batch, batch.mask), whole_batch.by_response(batch, after)])
-        return Fates(*whole_batch.sum_over_ranks(batch, counts), has_signal=bool(whole_batch.sum_over_ranks(batch, signal) > 0))
-
-    @property
-    def trained(self) -> torch.Tensor:
-        """[B] bool: a token is trained."""
-        return self.after > 0
-
-    @property
-    def rejected(self) -> torch.Tensor:
-        """[B] bool: the rollout correction left no token."""
-        return (self.before > 0) & ~self.trained
-
-    @property
-    def masked(self) -> torch.Tensor:
-        """[B] bool: the policy sampled none of its tokens."""
-        return self.before == 0
-
-    @property
-    def rejected_share(self) -> float:
-        """The share of the tokens that the rollout correction left out."""
-        total = float(self.before.sum())
-        return 1 - float(self.after.sum()) / total if total else 0.0
-
-
-def causes(args, batch: Batch, fates: Fates) -> Counter[str]:
-    """Return why nothing is learnt in a step without any signal: cause -> number of groups (without a group-wise estimator, the
-    whole batch is one group). A group counts once, under the first cause that applies: scores differ, but responses were
-    rejected; most could not be scored; they are masked as a whole; all reached the length limit; the scores are equal. OTHER:
-    the scores differ, none was rejected, and the estimator gives no advantage."""
-    estimator = args.loss.estimator
-    members: dict[int, list[int]] = {place: [] for place in range(len(batch.sizes))}
-    for response, place in enumerate(batch.group.tolist()):
-        members[place].append(response)
-    sizes = dict(enumerate(batch.sizes))
-    if estimator.group_of_one is None and "baseline" not in estimator.inputs:
-        members = {0: [*range(len(batch.group))]}
-        sizes = {0: sum(sizes.values())}
-    scores = batch.score.tolist()
-    baselines = batch.baseline.tolist()
-    truncated, rejected, masked = (x.tolist() for x in (batch.truncated, fates.rejected, fates.masked))
-    found: Counter[str] = Counter()
-    for place, responses in members.items():
-        compared = [i for i in responses if not masked[i]]
-        differ = len({scores[i] for i in compared}) > 1
-        if "baseline" in estimator.inputs:
-            differ = any(scores[i] != baselines[i] for i in compared)
-        if differ:
-            found[REJECTED if any(rejected[i] for i in compared) else OTHER] += 1
-        elif sizes[place] - len(responses) > len(responses) or (len(responses) < 2 <= sizes[place]):
-            found[UNSCORED] += 1
-        elif len(compared) < min(2, len(responses)):
-            found[MASKED] += 1
-        else:
-            found[TRUNCATED if all(truncated[i] for i in responses) else EQUAL] += 1
-    return found
-
-
-class SourceCounts:
-    """Counts by the data sources of the training prompts."""
-
-    def __init__(self, prompts: PromptDataset, order: PromptOrder, responses: int):
-        """responses: number of responses to each prompt."""
-        self.prompts, self.order, self.responses = prompts, order, responses
-        sizes = prompts.source_sizes()
-        largest = sorted(sizes, key=lambda source: (-sizes[source], source))
-        self.shown = largest if len(largest) <= MOST else [*largest[: MOST - 1], OTHERS]
-
-    def of_step(self, batch: Batch, fates: Fates, gone: Mapping[str, Sequence[int]] | None) -> dict[str, int]:
-        """Return data/*. gone: tickets that were not trained, by reason: "filtered" or "stale"; None if they are
-        unknown: the kinds that count them are then left out."""
-        counts = {source: Counter() for source in self.shown}
-        places = batch.group.tolist()
-        of_each = (x.tolist() for x in (fates.trained, fates.rejected, fates.masked))
-        for place, trained, rejected, masked in zip(places, *of_each, strict=True):
-            counts[self._shown(batch.sources[place])].update(trained=trained, rejected=rejected, masked=masked)
-        scored = Counter(places)
-        for place, (source, size) in enumerate(zip(batch.sources, batch.sizes, strict=True)):
-            counts[self._shown(source)].update(unscored=size - scored[place])
-        for reason, tickets in (gone or {}).items():
-            kind = "dropped" if reason == "stale" else reason
-            for ticket in tickets:
-                source = self.prompts.source(self.order(ticket)[1])
-                counts[self._shown(source)].update({kind: self.responses})
-        kinds = [*(KINDS if gone is not None else KINDS[:3])]
-        kinds += ["masked"] if batch.is_masked else []
-        return {f"data/{source}/{kind}": int(of[kind]) for source, of in counts.items() for kind in kinds}
-
-    def _shown(self, source: str) -> str:
-        """Return the name under which the source counts. A source that no prompt has (a replay may have other data) counts
-        under the last one."""
-        return source if source in self.shown else self.shown[-1]
-
-
 MUCH_REJECTED = 0.8  # share of a step's tokens from which on there is a warning
 MUCH_MORE = 0.1  # rise of a share of text/* from which on there is a warning
 WINDOW = 20  # steps: the newest are compared with the first
 FEW_EFFECTIVE = 0.3  # effective sample size of the importance weights below which there is a warning
-# Why a step has no signal, in a word and in a sentence, and the remedy.
-CAUSES = {
-    REJECTED: (
-        ": rejection",
-        "scores differ, but --rollout-rs or --rollout-is-threshold left out the responses that do",
-        "Widen the bounds, or bring generator and learner closer together (--rollout-dtype, a lower --staleness-threshold)",
-    ),
-    UNSCORED: (
-        ": not scored",
-        "too few responses could be scored",
-        "Correct the reward function, or what it needs: the warning of responses that could not be scored has its last error",
-    ),
-    MASKED: (
-        ": nothing sampled",
-        "the policy sampled a token of one response at most",
-        "Find out why environments end before the policy's first token",
-    ),
-    TRUNCATED: (
-        ": cut off",
-        "every response ran into --max-response-length, and all score the same",
-        "Raise --max-response-length, or check that the model's end token is the one that its answers end with",
-    ),
-    EQUAL: (": equal scores", "all scores are equal", "Prompts may be too easy or too hard, or the reward broken"),
-    OTHER: ("", "scores differ, but --adv-estimator makes every advantage 0", "Take another one"),
-}
 
 
 def _mean_by(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
@@ -227,7 +75,13 @@ class Health:
                 detail += ", since the others were not trained. With dr_grpo or rloo it is 0"
             self._warn("single_response_groups", "groups with one trained response", alone, f"{detail}.")
         if not fates.has_signal:
-            self._warn_of_no_signal(step, batch, fates)
+            from rl.algorithm import no_signal  # late: it seldom happens
+
+            cause, word, why = no_signal.diagnose(args, batch, fates)
+            self.counts["no_signal_steps"] += 1
+            if cause != no_signal.OTHER:
+                self.counts[f"no_signal/{cause}"] += 1
+            self.record.warn(f"steps without any signal{word}", 1, f"In step {step}, {why}")
         self._warn_of_correction(step, metrics, fates)
         if responses and bool(batch.truncated.all()):
             detail = "Raise --max-response-length, or check that the model's end token is the one that its answers end with."
@@ -283,27 +137,11 @@ class Health:
                 detail += "Read some of them: view.py."
                 self._warn(kind, f"steps in which {share} text has become frequent and scores well", 1, detail)
 
-    def _warn_of_no_signal(self, step: int, batch: Batch, fates: Fates) -> None:
-        """Warn with the cause. If a group's scores differ, the cause of its missing signal is the step's cause, because equal
-        scores in other groups are no fault. Otherwise it is the most frequent cause."""
-        found = causes(self.args, batch, fates).most_common()
-        found.sort(key=lambda item: (item[0] != REJECTED, item[0] != OTHER))
-        grouped = self.args.loss.estimator.group_of_one or self.args.loss.needs_greedy
-        parts = [(f"{count} of {len(batch.sizes)} groups: " if grouped else "") + CAUSES[cause][1] for cause, count in found]
-        chief = found[0][0]
-        word, _, remedy = CAUSES[chief]
-        detail = f"In step {step}, {'; '.join(parts)}. {remedy}."
-        self.counts["no_signal_steps"] += 1
-        if chief != OTHER:
-            self.counts[f"no_signal/{chief}"] += 1
-        self.record.warn(f"steps without any signal{word}", 1, detail)
-
     def _warn_of_correction(self, step: int, metrics: dict[str, float], fates: Fates) -> None:
         """Warn if the rollout correction leaves little of a step."""
         if fates.rejected_share >= MUCH_REJECTED:
             count = int(fates.rejected.sum())
-            remedy = CAUSES[REJECTED][2]
-            detail = f"In step {step} {fates.rejected_share:.0%} of the tokens, {count} responses as a whole. {remedy}."
+            detail = f"In step {step} {fates.rejected_share:.0%} of the tokens, {count} responses as a whole. {OF_REJECTION}."
             self._warn("rejected", "steps of which the rollout correction rejects nearly all", 1, detail)
         effective = metrics.get("rollout_corr/rollout_is_eff_sample_size", 1.0)
         if effective < FEW_EFFECTIVE:

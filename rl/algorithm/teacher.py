@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from rl.algorithm.args import SELF
 from rl.errors import UserError
 from rl.learning.batch import Batch, TopTokens
 from rl.learning.learner import Learner
@@ -26,9 +25,47 @@ from rl.ranks.dist import Ranks
 from rl.ranks.watchdog import progress
 
 
+def check_flags(args) -> None:
+    """Raise UserError for flags that contradict a teacher."""
+    own = args.teacher
+    _check_prompt(own.teacher, own.teacher_prompt, args.environment)
+    loss = args.loss.policy_loss
+    if not own.teacher_top_k and (loss.one_advantage or loss.chooses):
+        why = "averages it over the response" if loss.one_advantage else "chooses tokens before it is known"
+        raise UserError(
+            f"--teacher gives each token its own advantage, and --loss-mode {args.loss.loss_mode} {why}. Take another one, "
+            "such as ppo_clip."
+        )
+    if own.teacher_alone and args.loss.filter_groups:
+        raise UserError(
+            "--filter-groups keeps groups by their scores, which do not count with --teacher-alone. Leave one of the two out."
+        )
+    if own.teacher_alone and (inputs := args.loss.estimator.inputs):
+        raise UserError(
+            f"--adv-estimator {args.loss.adv_estimator} compares scores with {', '.join(inputs)}, and with --teacher-alone no "
+            "score counts. Leave one of the two out."
+        )
+
+
+def _check_prompt(teacher: str, prompt: str | None, environment) -> None:
+    if prompt is None:
+        if teacher == "self":
+            raise UserError("--teacher self: from its own prompt the policy learns nothing. Add --teacher-prompt.")
+    elif "{" not in prompt:
+        raise UserError(
+            f"--teacher-prompt {prompt!r} is the same for all rows. Put {{prompt}} into it, and what the teacher is to know, "
+            "such as {ground_truth}."
+        )
+    elif environment.has_agent:
+        raise UserError(
+            f"--teacher-prompt with {environment.environment_flag[0]}: an agent's later conversations hold the policy's "
+            "prompt. Leave one of them out."
+        )
+
+
 def teacher_path(args, policy: str) -> str:
     """Return the path of the teacher's model. policy: the path of --model."""
-    return policy if args.teacher.teacher == SELF else resolve(args.teacher.teacher)
+    return resolve(args.teacher.teacher) if args.teacher.has_second_model else policy
 
 
 def check_teacher(path: str, args, policy: str) -> None:

@@ -5,23 +5,18 @@ samples what follows, such as Qwen's line break. Each part is tokenised by itsel
 training by reward. Left out: images.
 """
 
-import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 import numpy as np
-from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
 from rl.data.measured import Measured, measure
-from rl.data.prompts import begins_with_bos, is_message, render_chat
-from rl.data.tables import FileRows, read_table
+from rl.data.prompts import FileRows, begins_with_bos, is_message, render_chat
 from rl.errors import UserError
 from rl.parts import Part
 from rl.ranges import Content, MayChange, Range, check_code
-from rl.ranks import launch, watchdog
 
 
 @dataclass(frozen=True)
@@ -81,19 +76,9 @@ class Demonstrations(FileRows):
         end_tokens: set[int],
     ):
         """split: as in read_table. end_tokens: those that end a response of the model."""
-        self.tokenizer, self.args, self.end_tokens = tokenizer, args, end_tokens
-        super().__init__(files, split)
-        most = args.val_max_samples if split == "val" else args.train_max_samples
-        for file in self.files:
-            table = read_table(file, split)
-            if args.map:
-                from rl.data.mapped import mapped  # late: few runs have one
-
-                table = mapped(table, file, args.map)
-            self._check_columns(file, table.column_names)
-            self.tables.append(table)
-        used = self.ends[-1] if most < 0 else min(most, self.ends[-1])
-        self.rows = measure(used, functools.partial(self._measure_part, split)).kept
+        self.tokenizer, self.end_tokens = tokenizer, end_tokens
+        super().__init__(files, split, args)
+        self.rows = measure(self.ends[-1], f"{split} conversations", self._measure_row).kept
         if not len(self.rows):
             raise UserError(
                 f"{', '.join(self.files)}: no conversation has at most {self.limit} {args.max_length} tokens. Raise it."
@@ -102,29 +87,23 @@ class Demonstrations(FileRows):
     def __getitem__(self, index: int) -> Demonstration:
         return self._read(self.rows[index])
 
-    def _check_columns(self, file: str, columns: Sequence[str]) -> None:
+    def _check_columns(self, file: str, names: Sequence[str]) -> None:
         args = self.args
-        wanted = {args.prompt_key, args.response_key}
-        if args.messages_key in columns or wanted <= {*columns} or file == "demo":
-            return
-        raise UserError(
-            f"{file}: there is no column {args.messages_key!r}, nor {args.prompt_key!r} with {args.response_key!r}; the "
-            f"columns are {', '.join(sorted(columns))}. {self.remedy}"
-        )
+        if not (args.messages_key in names or {args.prompt_key, args.response_key} <= {*names} or file == "demo"):
+            raise UserError(
+                f"{file}: there is no column {args.messages_key!r}, nor {args.prompt_key!r} with {args.response_key!r}; the "
+                f"columns are {', '.join(sorted(names))}. {self.remedy}"
+            )
 
-    def _measure_part(self, split: str, part: range, found: Measured) -> None:
-        shown = track(part, f"measuring {split} conversations", transient=True, disable=launch.here().rank != 0)
-        with contextlib.closing(shown):  # an error leaves no bar, whose thread could block a later one
-            for row in shown:
-                length = len(self._read(row).ids)
-                if length <= self.args.max_length:
-                    found.kept.append(row)
-                elif not self.args.filter_overlong_prompts:
-                    raise UserError(
-                        f"{self._where(row)}: the conversation has {length} tokens, more than {self.limit} "
-                        f"{self.args.max_length}. Raise it, or leave such rows out with --filter-overlong-prompts."
-                    )
-                watchdog.progress()
+    def _measure_row(self, row: int, found: Measured) -> None:
+        length = len(self._read(row).ids)
+        if length <= self.args.max_length:
+            found.kept.append(row)
+        elif not self.args.filter_overlong_prompts:
+            raise UserError(
+                f"{self._where(row)}: the conversation has {length} tokens, more than {self.limit} {self.args.max_length}. "
+                "Raise it, or leave such rows out with --filter-overlong-prompts."
+            )
 
     def _read(self, row: int) -> Demonstration:
         """The row's tokens, and which of them are trained."""
@@ -153,9 +132,8 @@ class Demonstrations(FileRows):
         )
 
     def _columns(self, row: int) -> dict:
-        file, number = self._locate(row)
-        columns = self.tables[file][number]
-        if self.files[file] == "demo":  # its rows have the right sums for graders
+        columns = super()._columns(row)
+        if self.files[self._locate(row)[0]] == "demo":  # its rows have the right sums for graders
             columns = columns | {self.args.response_key: columns["reward_model"]["ground_truth"]}
         response = columns.get(self.args.response_key)
         if columns.get(self.args.messages_key) is None and not isinstance(response, str):

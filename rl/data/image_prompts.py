@@ -1,4 +1,4 @@
-"""Images in prompts: their tokens, positions and pixels, the same for generator and learner. For Qwen2.5-VL, Qwen3-VL, Qwen3.5.
+"""Images: their tokens, positions and pixels, the same for generator and learner. For Qwen2.5-VL, Qwen3-VL, Qwen3.5.
 
 An image becomes image tokens in the prompt's ids, one for each square of merged patches. Their embeddings come from the vision
 tower and are put in by place, so that an image token that a model samples by itself is an ordinary token. Positions are
@@ -10,13 +10,12 @@ Left out: videos; decoding (rl/data/images.py); the forward pass (rl/model/visio
 """
 
 import functools
+import itertools
 import json
-import math
 import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -37,13 +36,13 @@ KEPT_BYTES = 1 << 30  # of prepared pixels, in each process
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """The images of one prompt of p tokens, m of them image tokens."""
+    """The images of p tokens, m of them image tokens: of a prompt, or of a conversation up to an environment's last answer."""
 
     digests: tuple[str, ...]  # hex, for each image: of its file's bytes and the preparation's settings
     grid: Tensor  # [images, 3] long: frames (1), rows and columns of patches
-    places: Tensor  # [m] long: the places of image tokens in the prompt, in order
+    places: Tensor  # [m] long: the places of image tokens, in order
     positions: Tensor  # [3, p] long
-    next_position: int  # of the first token behind the prompt
+    next_position: int  # of the first token behind
     prep: "ImagePrep" = field(repr=False)
     sources: tuple[bytes, ...] = field(repr=False)  # the images' files
 
@@ -92,26 +91,13 @@ class ImagePrep:
             ) from None
         self.image_token = config.image_token_id
         self.merge = config.vision_config.spatial_merge_size
+        size = self.processor.size
+        self.cut = images.Cut(self.processor.patch_size, self.merge, size["shortest_edge"], size["longest_edge"])
         _check_sizes(self.processor, config, path)
         settings = json.dumps(self.processor.to_dict(), sort_keys=True, default=str)
         self._seed = xxhash.xxh3_64_intdigest(settings.encode())
-        self._kept: OrderedDict[str, Future[Tensor]] = OrderedDict()  # pixels by digest, the most recently used last
+        self._kept: OrderedDict[str, Tensor] = OrderedDict()  # pixels by digest, the most recently used last
         self._lock = threading.Lock()
-
-    def grid(self, width: int, height: int) -> tuple[int, int, int]:
-        """(frames, rows, columns) of patches of an image of this many pixels. Raises ImageError if it is too narrow."""
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-
-        patch, size = self.processor.patch_size, self.processor.size
-        try:
-            height, width = smart_resize(height, width, patch * self.merge, size["shortest_edge"], size["longest_edge"])
-        except ValueError as error:
-            raise ImageError(f"an image has {width} x {height} pixels, which the model cannot take ({error})") from None
-        return 1, height // patch, width // patch
-
-    def count(self, width: int, height: int) -> int:
-        """Image tokens of an image of this many pixels."""
-        return math.prod(self.grid(width, height)) // self.merge**2
 
     def save(self, directory: Path) -> None:
         """Copies the model's files about images to the directory."""
@@ -123,27 +109,29 @@ class ImagePrep:
         """Token ids with one image token for each image -> ids with all, and the images. Raises ImageError."""
         if (places := list(ids).count(self.image_token)) != len(sources):
             raise ImageError(f"the prompt has {places} places for images ({PLACE}), the row has {len(sources)} images")
-        grids = [self.grid(width, height) for width, height in images.sizes(sources)]
+        counts = iter([self.cut.count(*size) for size in images.sizes(sources)])
+        whole = [same for token in ids for same in ([token] * next(counts) if token == self.image_token else [token])]
+        return whole, self.over(whole, [place for place, token in enumerate(whole) if token == self.image_token], sources)
+
+    def over(self, ids: Sequence[int], places: Sequence[int], sources: Sequence[bytes]) -> Images:
+        """The images of token ids that have all image tokens, at these places. Raises ImageError."""
+        grids = [self.cut.grid(width, height) for width, height in images.sizes(sources)]
         merged = [(rows // self.merge, columns // self.merge) for _, rows, columns in grids]
-        whole = []
-        starts = []
-        left = iter(merged)
-        for token in ids:
-            if token == self.image_token:
-                starts.append(len(whole))
-                whole += [token] * math.prod(next(left))
-            else:
-                whole.append(token)
-        found, following = positions(len(whole), starts, merged)
-        return whole, Images(
+        begins = itertools.accumulate((rows * columns for rows, columns in merged), initial=0)
+        found, following = positions(len(ids), [places[begin] for begin, _ in zip(begins, merged, strict=False)], merged)
+        return Images(
             digests=tuple(xxhash.xxh3_128_hexdigest(source, seed=self._seed) for source in sources),
             grid=torch.tensor(grids, dtype=torch.long).view(-1, 3),
-            places=(torch.tensor(whole) == self.image_token).nonzero().squeeze(1),
+            places=torch.tensor(places, dtype=torch.long),
             positions=found,
             next_position=following,
             prep=self,
             sources=tuple(sources),
         )
+
+    def once(self, ids: Sequence[int]) -> list[int]:
+        """Token ids with one image token for each image, to be read."""
+        return [token for i, token in enumerate(ids) if token != self.image_token or ids[i - 1 : i] != [token]]
 
     def prepare(self, sources: Sequence[bytes]) -> tuple[Tensor, Tensor]:
         """Image files -> (pixels [patches, values of a patch] fp32, grid [images, 3]). Raises ImageError."""
@@ -153,29 +141,14 @@ class ImagePrep:
         return out["pixel_values"], out["image_grid_thw"]
 
     def pixels(self, digest: str, source: bytes) -> Tensor:
-        """One image's pixels [patches, values of a patch]: kept ones, or those that another thread is making, or new ones."""
+        """One image's pixels [patches, values of a patch], made now unless they are kept. Raises ImageError."""
         with self._lock:
-            is_new = digest not in self._kept
-            made = self._kept.setdefault(digest, Future())
+            if digest not in self._kept:
+                self._kept[digest] = self.prepare([source])[0]
             self._kept.move_to_end(digest)
-        if is_new:
-            try:
-                made.set_result(self.prepare([source])[0])
-            except BaseException as error:
-                made.set_exception(error)
-            self._forget()
-        return made.result()
-
-    def _forget(self) -> None:
-        """Drops failed pixels, and beyond KEPT_BYTES the least recently used ones."""
-        with self._lock:
-            made = {digest: future for digest, future in self._kept.items() if future.done()}
-            sizes = {digest: 0 if future.exception() else future.result().nbytes for digest, future in made.items()}
-            too_many = sum(sizes.values()) - KEPT_BYTES
-            for digest, size in sizes.items():
-                if not size or too_many > 0:
-                    del self._kept[digest]
-                    too_many -= size
+            while len(self._kept) > 1 and sum(pixels.nbytes for pixels in self._kept.values()) > KEPT_BYTES:
+                self._kept.popitem(last=False)  # the least recently used
+            return self._kept[digest]
 
 
 def image_sizes(config: PretrainedConfig, prompt_ids: Sequence[int]) -> list[int]:

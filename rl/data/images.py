@@ -9,12 +9,13 @@ dataset. Left out: videos, and images from the network.
 """
 
 import io
-import os
+import math
 import re
 import stat
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
@@ -26,6 +27,29 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # re
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 LARGEST_FILE = 1 << 28  # bytes
 PLACE = "<image>"  # in a prompt's text, where an image belongs
+
+
+class Cut(NamedTuple):
+    """How a model cuts an image into patches."""
+
+    patch: int  # pixels of a side
+    merge: int  # patches of the side of an image token
+    least: int  # pixels of a scaled image
+    most: int
+
+    def grid(self, width: int, height: int) -> tuple[int, int, int]:
+        """(frames, rows, columns) of patches of an image of this many pixels. Raises ImageError if it is too narrow."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        try:
+            height, width = smart_resize(height, width, self.patch * self.merge, self.least, self.most)
+        except ValueError as error:
+            raise ImageError(f"an image has {width} x {height} pixels, which the model cannot take ({error})") from None
+        return 1, height // self.patch, width // self.patch
+
+    def count(self, width: int, height: int) -> int:
+        """Image tokens of an image of this many pixels."""
+        return math.prod(self.grid(width, height)) // self.merge**2
 
 
 def files_of(value: object, directory: Path, roots: Sequence[Path] | None = None) -> list[bytes]:
@@ -61,18 +85,6 @@ def _parts(content: str) -> str | list[dict]:
         return content
     pieces = [piece for piece in re.split(f"({PLACE})", content) if piece]
     return [{"type": "image"} if piece == PLACE else {"type": "text", "text": piece} for piece in pieces]
-
-
-def undecoded(table, column: str):
-    """The table with the column's images left as files, which `datasets` would otherwise decode for every row it reads."""
-    from datasets import Image as Feature
-
-    feature = table.features.get(column)
-    if isinstance(feature, Feature):
-        return table.cast_column(column, Feature(decode=False))
-    if isinstance(getattr(feature, "feature", None), Feature):
-        return table.cast_column(column, type(feature)(Feature(decode=False)))
-    return table
 
 
 def sizes(files: Sequence[bytes]) -> list[tuple[int, int]]:
@@ -114,14 +126,12 @@ def _content(path: Path, roots: Sequence[Path] | None) -> bytes:
         path = path.resolve()
         if not any(path.is_relative_to(root.resolve()) for root in roots):
             raise ImageError(f"is {path}, a file outside of the dataset; put the image's bytes into the row")
-    if not stat.S_ISREG(path.stat().st_mode):  # checked before it is opened, since opening a device may have effects
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):  # opening a device may have effects
         raise ImageError(f"is {path}, which is no regular file; put the image's path or bytes there")
-    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # does not wait if a pipe has replaced it
-    with open(opened, "rb") as file:
-        status = os.fstat(opened)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST_FILE:
-            raise ImageError(f"has {status.st_size:,} bytes, more than {LARGEST_FILE:,} ({path}); make it smaller")
-        return file.read(LARGEST_FILE) or b""
+    if status.st_size > LARGEST_FILE:
+        raise ImageError(f"has {status.st_size:,} bytes, more than {LARGEST_FILE:,} ({path}); make it smaller")
+    return path.read_bytes()
 
 
 def size(data: bytes) -> tuple[int, int]:

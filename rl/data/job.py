@@ -7,8 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rl.data.prompts import PromptDataset, PromptOrder
-from rl.data.tables import FileRows
+from rl.data.prompts import FileRows, PromptDataset, PromptOrder
 from rl.errors import UserError
 
 

@@ -19,13 +19,9 @@ from rl.ranks import watchdog
 from rl.user_file import import_file, split_code
 
 
-def mapped(table, file: str, spec: str, most: float = math.inf) -> Rows:
+def mapped(table: Rows, file: str, spec: str, most: float = math.inf) -> Rows:
     """The first rows that the function returns, at most this many. table: that of the file. Raises UserError for a row that the
     function raises for, or returns something else for than a row or None, and if no row is left."""
-    if table.features:  # of `datasets`, which would decode images
-        from rl.data.images import undecoded
-
-        table = functools.reduce(undecoded, table.column_names, table)
     function = _function(spec)
     rows: list[dict] = []
     numbers: list[int] = []

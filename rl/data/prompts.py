@@ -6,36 +6,29 @@ after the answer's last "####" is the ground truth, and the source is openai/gsm
 a column of images, with an "<image>" in the text for each (rl/data/images.py, rl/data/image_prompts.py).
 """
 
-import contextlib
+import bisect
 import functools
 import itertools
 import math
 import random
-import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import pyarrow.compute as pc
-from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
 from rl.data.args import DataArgs
-from rl.data.columns import TRUTHS, check_columns, check_truth, default_source, ground_truth, sources, wrong_source
+from rl.data.columns import TRUTHS, check_columns, check_row, ground_truth, source_of
 from rl.data.measured import Measured, measure
-from rl.data.tables import FileRows, place, read_table
+from rl.data.tables import Rows, place, read_table, weights_of
 from rl.errors import ImageError, UserError
-from rl.ranks import launch, watchdog
 
 if TYPE_CHECKING:
     from rl.data.image_prompts import ImagePrep, Images
     from rl.data.tools import Tools
 
-BATCH = 512  # prompts to tokenise at once, at most
 RECORDED = 2000  # characters of a ground truth, at most: that of a program may have megabytes
 BEGINNING = 200  # characters of a prompt that are recorded in all steps
-BATCH_SECONDS = 0.5  # batches become smaller if a tokenizer is slow, because the watchdog sees progress after each batch
 
 
 @dataclass(frozen=True)
@@ -69,6 +62,59 @@ class PromptOrder:
         return order
 
 
+class FileRows(Sequence):
+    """The rows of several files, end to end, or those of them that are used."""
+
+    rows: Sequence[int]  # the numbers of the used rows, over all files
+
+    def __init__(self, files: Sequence[str], split: str, args):
+        """split: "train", "val" or "sft", the flag that names the files. args: DataArgs or DemonstrationArgs. Raises UserError
+        if there are none."""
+        self.args = args
+        self.files, self.weights = weights_of(files, split)
+        if not self.files:
+            raise UserError(f"--{split}-files names no file. Name one, or leave the flag out.")
+        limit = args.val_max_samples if split == "val" else args.train_max_samples
+        room = math.inf if limit < 0 else limit
+        # Files keep their own columns: casting them to a common schema would change what they say.
+        self.tables: list[Rows] = []
+        for file in self.files:
+            table = read_table(file, split)
+            if args.map:
+                from rl.data.mapped import mapped  # late: few runs have one
+
+                table = mapped(table, file, args.map, max(1, room))  # with one row there are columns
+            self._check_columns(file, table.column_names)
+            self.tables.append(table.select(range(min(len(table), room))))
+            room -= len(self.tables[-1])
+        # For each file, the number of rows up to its end
+        self.ends = list(itertools.accumulate(len(table) for table in self.tables))
+
+    def _check_columns(self, file: str, names: Sequence[str]) -> None:
+        """Raise UserError unless the file's columns are those that are needed."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def _locate(self, row: int) -> tuple[int, int]:
+        """(index of the file, row number in it) of a row number over all files."""
+        file = bisect.bisect_right(self.ends, row)
+        return file, row - (self.ends[file - 1] if file else 0)
+
+    def _columns(self, row: int) -> dict:
+        file, number = self._locate(row)
+        return self.tables[file][number]
+
+    def file_of(self, index: int) -> int:
+        """Return the place in `files` of the file of a used row."""
+        return self._locate(self.rows[index])[0]
+
+    def _where(self, row: int) -> str:
+        file, number = self._locate(row)
+        return place(self.files[file], self.tables[file], number)
+
+
 class PromptDataset(FileRows):
     """The rows of all files, end to end. Raises UserError for a row that cannot be used, with its file, number and remedy."""
 
@@ -87,50 +133,36 @@ class PromptDataset(FileRows):
         environment brings it: "prompt", "ground_truth". by_row: tools and what is brought by each of several environments,
         whose names are in a column; `brought` is then what any of them brings."""
         self.tokenizer = tokenizer
-        self.args = args
         self.prep = prep
         self.brought = brought
         self.tools = tools
         self.by_row = by_row
-        super().__init__(files, split)
-        limit = args.train_max_samples if split == "train" else args.val_max_samples
-        # Files keep their own columns: casting them to a common schema would change what they say.
-        room = math.inf if limit < 0 else limit
-        for file in self.files:
-            table = read_table(file, split)
-            if args.map:
-                from rl.data.mapped import mapped  # late: few runs have one
-
-                table = mapped(table, file, args.map, max(1, room))  # with one row there are columns
-            check_columns(file, table, args, brought)
-            table = table.select(range(min(len(table), room)))
-            room -= len(table)
-            if args.image_key in table.column_names:
-                from rl.data import images
-
-                table = images.undecoded(table, args.image_key)
-            self.tables.append(table)
-        measured = measure(self.ends[-1], functools.partial(self._measure_part, f"measuring {split} prompts"))
+        super().__init__(files, split, args)
+        measured = self._measure(f"{split} prompts")
         self.rows = measured.kept
         self.truncated = measured.truncated  # prompts that --truncation cuts
+        self._sources = measured.sources
         if not self.rows:
             raise UserError(
                 f"{', '.join(self.files)}: no prompt is left of {self.ends[-1]} at --max-prompt-length "
                 f"{args.max_prompt_length}. Raise it."
             )
 
+    def _check_columns(self, file: str, names: Sequence[str]) -> None:
+        check_columns(file, names, self.args, self.brought)
+
     def __getitem__(self, index: int) -> Prompt:
-        which, number = self._locate(self.rows[index])
-        row = self.tables[which][number]
+        row = self._columns(self.rows[index])
         where = self._where(self.rows[index])
-        (ids,), limit = self._encode([self._render(where, row)]), self.args.max_prompt_length
-        short, (ids, of_row) = ids, self._expand(self.rows[index], row, ids)
+        limit = self.args.max_prompt_length
+        short = self._encode(self._render(where, row))
+        ids, of_row = self._expand(self.rows[index], row, short)
         if len(ids) > limit:
             short = ids = ids[-limit:] if self.args.truncation == "left" else ids[:limit]
         return Prompt(
             ids=ids,
             text=self.tokenizer.decode(short),
-            data_source=row.get("data_source") or default_source(row),
+            data_source=source_of(row),
             ground_truth=ground_truth(row),
             extra_info=row.get("extra_info") or {},
             where=where,
@@ -140,61 +172,45 @@ class PromptDataset(FileRows):
 
     def sources(self) -> dict[str, str]:
         """Every data_source -> its first row."""
-        found: dict[str, str] = {}
-        for file, table in zip(self.files, self.tables, strict=True):
-            of_rows = sources(table, bool(self.by_row))
-            for source in of_rows.unique().to_pylist():
-                is_first = pc.is_null(of_rows) if source is None else pc.equal(of_rows, source)
-                where = place(file, table, pc.index(is_first, True).as_py())
-                if not isinstance(source, str) or not source.strip():
-                    raise wrong_source(where, source)
-                found.setdefault(source, where)
-        return found
+        return {source: self._where(first) for source, (first, _) in self._sources.items()}
+
+    def source_sizes(self) -> dict[str, int]:
+        """Every data_source -> the number of its rows, including those whose prompts were left out."""
+        return {source: count for source, (_, count) in self._sources.items()}
 
     def source(self, index: int) -> str:
         """The data_source of a prompt."""
-        which, number = self._locate(self.rows[index])
-        row = self.tables[which][number]
-        return row.get("data_source") or default_source(row)
+        return source_of(self._columns(self.rows[index]))
 
     def about(self, index: int) -> dict:
         """Return the place of a prompt in its file, its ground truth, and its last message if the environment does not make it.
         Long texts are cut."""
-        which, number = self._locate(self.rows[index])
-        row = self.tables[which][number]
+        row = self._columns(self.rows[index])
         asked = self._asked(row)
         text = asked if isinstance(asked, str) else asked[-1]["content"] if asked else ""
         known = {"where": self._where(self.rows[index]), "ground_truth": str(ground_truth(row))[:RECORDED]}
         return known | ({"prompt": text[:BEGINNING]} if text else {})
 
-    def source_sizes(self) -> Counter[str]:
-        """Every data_source -> the number of its rows, including those whose prompts were left out."""
-        sizes: Counter[str] = Counter()
-        for table in self.tables:
-            counted = sources(table, bool(self.by_row)).value_counts()
-            sizes.update({of["values"]: of["counts"] for of in counted.to_pylist()})
-        return sizes
+    def _measure(self, what: str) -> Measured:
+        """Measure all rows, by the columns that are needed for it."""
+        narrow = [table.select_columns(self._wanted(table.column_names)) for table in self.tables]
 
-    def _measure_part(self, description: str, part: range, found: Measured) -> None:
-        rows = self._rendered(description, part)
-        size = 1
-        started = time.monotonic()
-        while batch := list(itertools.islice(rows, size)):
-            for (row, columns, text), ids in zip(batch, self._encode([text for _, _, text in batch]), strict=True):
-                self._measure_row(found, row, columns, text, ids)
-            watchdog.progress()
-            size = min(BATCH, 2 * size) if time.monotonic() - started < BATCH_SECONDS else max(1, size // 2)
-            started = time.monotonic()
+        def measure_row(row: int, found: Measured) -> None:
+            which, number = self._locate(row)
+            columns = narrow[which][number]
+            text = self._render(self._where(row), columns)
+            self._measure_row(found, row, columns, text, self._encode(text))
+
+        return measure(self.ends[-1], what, measure_row)
 
     def _measure_row(self, found: Measured, row: int, columns: dict, text: "Text", ids: list[int]) -> None:
         where = self._where(row)
         limit = self.args.max_prompt_length
         if not ids and not self._is_brought(columns):
             raise UserError(f"{where}: the prompt makes no token. Remove the row, or check the model's tokenizer.")
-        check_truth(where, columns, self._of(columns)[1])
+        check_row(where, columns, self._of(columns)[1])
+        found.sources.setdefault(source_of(columns), [row, 0])[1] += 1
         expanded, of_row = self._expand(row, columns, ids)
-        if row == 0:
-            _check_tokenizer(self.tokenizer, text.text, ids, where)
         length = len(expanded)
         if length > limit and self.args.filter_overlong_prompts:
             return
@@ -207,25 +223,7 @@ class PromptDataset(FileRows):
         found.truncated += length > limit
         found.kept.append(row)
 
-    def _rendered(self, description: str, part: range) -> Iterator[tuple[int, dict, "Text"]]:
-        """(row number over all files, its columns, the prompt's text) of this rank's rows."""
-        rows = itertools.chain.from_iterable(self._tables_of(part))
-        shown = track(part, description, transient=True, disable=launch.here().rank != 0)
-        with contextlib.closing(shown):  # an error leaves no bar, whose thread could block a later one
-            for number, row in zip(shown, rows, strict=True):
-                yield number, row, self._render(self._where(number), row)
-
-    def _tables_of(self, part: range) -> Iterator[Iterable[dict]]:
-        """The rows with these numbers over all files, file by file."""
-        first = 0
-        for table, end in zip(self.tables, self.ends, strict=True):
-            its = range(max(part.start, first) - first, min(part.stop, end) - first)
-            if its:
-                yield table.select_columns(self._wanted(table.column_names)).select(its)
-            first = end
-
     def _wanted(self, columns: Sequence[str]) -> list[str]:
-        """The columns that a row is measured by. Others may be large, such as images that `datasets` would decode."""
         key = self.args.prompt_key if self.args.prompt_key in columns else "question"
         used = {key, self.args.image_key, "data_source", *TRUTHS, *(["environment"] if self.by_row else [])}
         wanted = [name for name in columns if name in used]
@@ -249,16 +247,9 @@ class PromptDataset(FileRows):
             raise UserError(f"{self._where(row)}: {error}. Correct the row, or remove it.") from None
         return ids, of_row if of_row.sources else None
 
-    def _encode(self, texts: Sequence["Text"]) -> list[list[int]]:
-        """Token ids of each text. The tokenizer may add special tokens to a text that is not whole."""
-        ids: list[list[int]] = [[]] * len(texts)
-        for is_whole in (False, True):
-            chosen = [i for i, text in enumerate(texts) if text.is_whole == is_whole]
-            if chosen:
-                encoded = self.tokenizer([texts[i].text for i in chosen], add_special_tokens=not is_whole)
-                for i, of_text in zip(chosen, encoded["input_ids"], strict=True):
-                    ids[i] = of_text
-        return ids
+    def _encode(self, text: "Text") -> list[int]:
+        """Token ids. The tokenizer may add special tokens to a text that is not whole."""
+        return self.tokenizer(text.text, add_special_tokens=not text.is_whole)["input_ids"]
 
     def _render(self, where: str, row: dict) -> "Text":
         """The row's prompt as the model will read it."""
@@ -330,19 +321,6 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, where: str, messages: list[d
         raise UserError(
             f"{where}: the model's chat template refuses the messages ({reason:.300}). Fix their roles, or the template."
         ) from None
-
-
-def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int], where: str) -> None:
-    """Raises UserError if most of the text is lost in its token ids: a tokenizer of other words turns prompts into nothing."""
-    for special in tokenizer.get_added_vocab():
-        text = text.replace(special, "")
-    read = tokenizer.decode(ids, skip_special_tokens=True)
-    text, read = ("".join(x.lower().split()) for x in (text, read))
-    if sum((Counter(text) & Counter(read)).values()) < len(text) / 2:
-        raise UserError(
-            f"{where}: the tokenizer loses most of the prompt: {text[:40]!r} is read as {read[:40]!r}. It belongs to another "
-            "model, or was saved incompletely: copy the model's own files next to the weights."
-        )
 
 
 class Text(NamedTuple):

@@ -1,18 +1,14 @@
 """Tables of rows: read from files or the hub with Hugging Face `datasets`, or made on the spot.
 
-Left out: the meaning of the columns, which is rl/data/columns.py. Parquet files are kept by `datasets` on disk, for all ranks.
+Left out: the meaning of the columns, which is rl/data/columns.py.
 """
 
-import bisect
 import importlib
-import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
 
 import pyarrow as pa
 
@@ -24,9 +20,9 @@ BLANKS = re.compile(r"\s*")
 UNFIT = (pa.ArrowException, OverflowError, UnicodeEncodeError)  # pyarrow raises these if values do not make a column
 
 
-def read_table(file: str, split: str):
-    """The file as a datasets.Dataset, or as `Rows`. split: "train", "val" or "sft", the flag that names it; all but "val" are
-    for training. Raises UserError if it cannot be read."""
+def read_table(file: str, split: str) -> "Rows":
+    """The file's rows. split: "train", "val" or "sft", the flag that names it; all but "val" are for training. Raises UserError
+    if it cannot be read."""
     if file in DEMOS:
         demo = importlib.import_module(DEMOS[file])
         return Rows(pa.Table.from_pylist(demo.problems("val" if split == "val" else "train")))
@@ -50,33 +46,16 @@ def read_table(file: str, split: str):
     return table
 
 
-def _read_parquet(file: str):
+def _read_parquet(file: str) -> "Rows":
     import pyarrow.parquet as pq
     from datasets import disable_progress_bars, load_dataset
 
     disable_progress_bars()
-    is_empty = not pq.read_metadata(file).num_rows  # for which load_dataset raises one of many errors
-    return [] if is_empty else _checked(load_dataset("parquet", data_files=file, split="train"))
-
-
-def _checked(table):
-    """The datasets.Dataset. Raises pyarrow.ArrowInvalid if a text in any column is not UTF-8, and ValueError if a column has a
-    time that Python does not have, such as the year 300000."""
-    table.data.validate(full=True)
-    for name in table.column_names:
-        if any(map(pa.types.is_temporal, _types(table.data.schema.field(name).type))):
-            try:
-                table.data.column(name).to_pylist()
-            except Exception as error:  # OverflowError, ValueError, pyarrow's: it depends on the type
-                raise ValueError(f"column {name!r}: {error}") from None
-    return table
-
-
-def _types(of: pa.DataType) -> Iterator[pa.DataType]:
-    """Yield a column's type, and those of the values within its values."""
-    yield of
-    for number in range(of.num_fields):
-        yield from _types(of.field(number).type)
+    if not pq.read_metadata(file).num_rows:  # for which load_dataset raises one of many errors
+        return Rows(pa.table({}))
+    rows = Rows(load_dataset("parquet", data_files=file, split="train").data.table)
+    rows.data.validate(full=True)  # raises pyarrow.ArrowInvalid for text that is not UTF-8
+    return rows
 
 
 def _read_json(file: str) -> "Rows":
@@ -96,39 +75,26 @@ def _read_json(file: str) -> "Rows":
 
 
 def table_of(file: str, rows: list[dict], numbers: Sequence[int]) -> "Rows":
-    """The rows as a table. numbers: those that they have in the file."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    return Rows(pa.table({name: _column(file, name, [row.get(name) for row in rows], numbers) for name in names}), numbers)
+    """The rows as a table. numbers: those that they have in the file. Raises UserError for values that make no column."""
+    columns = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        try:
+            columns[name] = pa.array([row.get(name) for row in rows])
+        except UNFIT as error:
+            raise UserError(
+                f"{file}: column {name!r} cannot be read ({error}). Give it values of one kind in all rows, such as text."
+            ) from None
+    return Rows(pa.table(columns), numbers)
 
 
-def _column(file: str, name: str, values: list, numbers: Sequence[int]) -> pa.Array | pa.ChunkedArray:
-    """A column of rows with these numbers. Raises UserError for the first value that does not fit those before it."""
-    try:
-        return pa.array(values)
-    except UNFIT as error:
-        row = bisect.bisect_left(range(len(values)), True, key=lambda row: not _fits(values[: row + 1]))
-        raise UserError(
-            f"{file} row {numbers[row]}: column {name!r} is {values[row]!r:.60}, which cannot be read ({error}). Give the "
-            "column values of one kind in all rows, such as text."
-        ) from None
-
-
-def _fits(values: list) -> bool:
-    try:
-        pa.array(values)
-    except UNFIT:
-        return False
-    return True
-
-
-def _read_hub(name: str, split: str):
+def _read_hub(name: str, split: str) -> "Rows":
     from datasets import disable_progress_bars, load_dataset
 
     disable_progress_bars()
     path, _, config = name.partition(":")
     wanted = "test" if split == "val" else "train"
     try:
-        return _checked(load_dataset(path, config or None, split=wanted))
+        return Rows(load_dataset(path, config or None, split=wanted).data.table)
     except Exception as error:  # no network, no such name, no such split: each its own exception in datasets and hub
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
@@ -151,40 +117,6 @@ def weights_of(words: Sequence[str], split: str = "train") -> tuple[list[str], l
     return [weight[1] if weight else word for weight, word in zip(found, words, strict=True)], weights
 
 
-class FileRows(Sequence):
-    """The rows of several files, end to end, or those of them that are used."""
-
-    rows: Sequence[int]  # the numbers of the used rows, over all files
-
-    def __init__(self, files: Sequence[str], split: str):
-        """split: "train", "val" or "sft", the flag that names the files. Raises UserError if there are none."""
-        self.files, self.weights = weights_of(files, split)
-        if not self.files:
-            raise UserError(f"--{split}-files names no file. Name one, or leave the flag out.")
-        self.tables: list = []  # one for each file
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @cached_property
-    def ends(self) -> list[int]:
-        """For each file, the number of rows up to its end."""
-        return list(itertools.accumulate(len(table) for table in self.tables))
-
-    def _locate(self, row: int) -> tuple[int, int]:
-        """(index of the file, row number in it) of a row number over all files."""
-        file = bisect.bisect_right(self.ends, row)
-        return file, row - (self.ends[file - 1] if file else 0)
-
-    def file_of(self, index: int) -> int:
-        """Return the place in `files` of the file of a used row."""
-        return self._locate(self.rows[index])[0]
-
-    def _where(self, row: int) -> str:
-        file, number = self._locate(row)
-        return place(self.files[file], self.tables[file], number)
-
-
 def place(file: str, table, number: int) -> str:
     """The place in its file of a row of the table, from which --map may have left some out."""
     numbers = getattr(table, "numbers", None)
@@ -192,9 +124,7 @@ def place(file: str, table, number: int) -> str:
 
 
 class Rows:
-    """A table in memory with what rl/data uses of a datasets.Dataset. No column holds decoded images."""
-
-    features: ClassVar[dict] = {}
+    """A table, in memory or a file that `datasets` keeps on disk for all ranks. Images are as they are stored, not decoded."""
 
     def __init__(self, data: pa.Table, numbers: Sequence[int] | None = None):
         """numbers: of the rows in their file, by default all from 0 on."""

@@ -8,7 +8,6 @@ A template takes the place of the text of a prompt's last message, or of a promp
 extra_info. What is put in is not read again, and braces around anything but a name stay. Left out: images.
 """
 
-import functools
 import json
 import re
 from array import array
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl.data.columns import ground_truth
-from rl.data.measured import Measured, measure
+from rl.data.measured import Measured
 from rl.data.prompts import PromptDataset, PromptOrder, Text
 from rl.errors import UserError
 
@@ -30,7 +29,7 @@ class TeacherPrompts(PromptDataset):
         """With --filter-overlong-prompts, rows whose prompts for the teacher are too long leave `prompts`, too."""
         vars(self).update(vars(prompts))
         self.policys, self.template = prompts, template
-        kept = {*measure(self.ends[-1], functools.partial(self._measure_part, "measuring the teacher's prompts")).kept}
+        kept = {*self._measure("the teacher's prompts").kept}
         self.rows = prompts.rows = array("q", (row for row in prompts.rows if row in kept))
         if not self.rows:
             raise UserError(f"no prompt of the teacher is left at --max-prompt-length {self.args.max_prompt_length}. Raise it.")

@@ -30,7 +30,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rl.environments import descendants
+from rl.environments import descendants, pictures
 from rl.environments.descendants import Children
 from rl.environments.programs import BadValue, as_reward
 from rl.environments.protocols import form
@@ -186,6 +186,8 @@ class Agents:
         given = await _body(request)
         with form.reading():
             call = protocol.call(given, session.answered)
+        if any("images" in message for message in call.messages) and not self.settings["images"]:
+            raise Refused(400, pictures.TEXT_ALONE)
         if call.schema and (call.tools or not self.settings["keeps_schemas"]):
             raise Refused(400, NO_SCHEMA)
         pieces = session.pieces(call)
@@ -374,7 +376,8 @@ class Session:
         if extended:
             self._at = max(extended, key=lambda i: len(self.conversations[i].messages))
             conversation = self.conversations[self._at]
-            ids = turns.between(messages[len(conversation.messages) :], conversation.is_cut)
+            messages = messages[len(conversation.messages) :]
+            ids = turns.between(messages, conversation.is_cut)
         else:
             self._at = len(self.conversations)
             ids = turns.conversation(messages)
@@ -385,7 +388,7 @@ class Session:
         call.growing = Growing(turns, wanted.stop) if wanted.streams else None
         stream = self.key if wanted.streams else None
         limits = {"most": wanted.most, "schema": wanted.schema, "stop": wanted.stop}
-        return {"history": self._at, "ids": ids, "stream": stream, **limits}
+        return {"history": self._at, "ids": ids, "stream": stream, **limits, **pictures.sent(messages)}
 
     def _turns(self, call: OpenCall) -> Turns:
         return self.agents.turns_of(json.dumps(call.call.tools))

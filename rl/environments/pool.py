@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl import printable
 from rl.data.tools import Tools
@@ -26,6 +26,9 @@ from rl.environments.descendants import python_path
 from rl.environments.environment import reward_environment
 from rl.errors import UserError
 from rl.rewards.pool import plain
+
+if TYPE_CHECKING:
+    from rl.data.image_prompts import ImagePrep
 
 START_LIMIT = 120  # seconds to import the tokenizer and the user's file
 LINGER = 5.0  # seconds after the run in which workers learn of its end
@@ -49,10 +52,11 @@ class Environments:
         chat_template: str | None = None,
         system_prompt: str | None = None,
         keeps_schemas: bool = False,
+        prep: "ImagePrep | None" = None,
     ):
         """model: the path of its tokenizer. reward: the functions over environments, if --reward names some, with their
         weights. chat_template: by default the tokenizer's own; system_prompt: that it begins with; keeps_schemas: whether the
-        engine can keep to a JSON schema. Raise UserError if the file cannot be used."""
+        engine can keep to a JSON schema; prep: of a model that takes images. Raise UserError if the file cannot be used."""
         self.args = args
         self._settings = {
             "programs": args.programs,
@@ -64,6 +68,7 @@ class Environments:
             "chat_template": chat_template,
             "system_prompt": system_prompt,
             "keeps_schemas": keeps_schemas,
+            "images": prep and (prep.image_token, prep.cut),
             "trust_remote_code": trust_remote_code,
             "end_tokens": sorted(end_tokens),
             "form": args.tool_format,

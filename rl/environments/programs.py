@@ -2,7 +2,7 @@
 
 All three have the same methods: `reset(row, seed)` returns messages to add to the prompt or, as in TRL, text to add to its last
 message; `step(message)` returns the messages that answer the model's, a reward or None, and whether the episode is over.
-The user's functions may be async. Left out: images, because the model would read their names.
+The user's functions may be async. Left out: videos and sound.
 
 --reward may name functions in TRL's form, whose signatures name `environments` or `completions`. TRL calls them with lists over
 a batch. Here each is called in the response's own process when the response has ended, with lists of one. Left out: functions
@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from rl.environments import pictures
 from rl.rewards.worker import BadValue
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 OF_THE_MACHINE = OSError, MemoryError, ImportError  # not shown to the model: its call is not at fault
 OF_A_PATH = FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError  # shown: a wrong path
 OWN = ("reset", "get_reward", "close")  # methods of a TRL environment that are not tools
-NOT_TEXT = {"image", "image_url", "input_image", "video", "video_url", "audio", "audio_url", "input_audio"}  # content parts
+NEITHER = {"video", "video_url", "audio", "audio_url", "input_audio"}  # content parts that are neither text nor images
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # for a function in TRL's form
 
 
@@ -55,27 +56,25 @@ def accepted(function: Callable, keywords: dict) -> dict:
 # ---------------------------------------------------------------------------------------- what the user's code returns
 
 
-def as_text(value: Any) -> str:
-    """Return the text that the model reads: text as it is, content parts of text joined, and any other value as JSON. Raise
-    BadValue for images."""
-    if isinstance(value, str):
-        return str.__str__(value)  # also of an enumeration's
-    parts = value if isinstance(value, list) else [value]
+def as_content(value: Any, given: Any = ()) -> dict:
+    """Return the content, and images, that the model reads, in the form of pictures.py: text as it is, parts of text and images
+    joined, and any other value as JSON. given: the message's own list of images. Raise BadValue for other media."""
+    parts = value if isinstance(value, list) else [{"type": "text", "text": value} if isinstance(value, str) else value]
     kinds = {part.get("type") if isinstance(part, dict) else None for part in parts}
-    if found := [kind for kind in kinds if isinstance(kind, str) and kind in NOT_TEXT]:
-        raise BadValue(f"content of the type {found[0]!r}: only text is possible here")
-    if kinds == {"text"} and isinstance(value, list):
-        return "".join(part["text"] for part in parts)
+    if found := [kind for kind in kinds if isinstance(kind, str) and kind in NEITHER]:
+        raise BadValue(f"content of the type {found[0]!r}: only text and images are possible here")
+    if parts and all(pictures.is_image(part) or (isinstance(part, dict) and part.get("type") == "text") for part in parts):
+        return pictures.joined(parts, given)
     try:
-        return json.dumps(value, ensure_ascii=False, default=_plain)
+        return pictures.joined([{"text": json.dumps(value, ensure_ascii=False, default=_plain)}], given)
     except (ValueError, TypeError, RecursionError) as error:  # a key is a tuple, or a list holds itself
         raise BadValue(f"{value!r:.100} cannot be written as JSON ({error}): return text") from None
 
 
 def _plain(value: Any) -> Any:
     """Return a value that JSON has no form for as one that it has."""
-    if any(kind.__module__.partition(".")[0] == "PIL" for kind in type(value).__mro__):
-        raise BadValue("an image: only text is possible here")
+    if pictures.is_image(value):
+        raise BadValue("an image within a value: return it, or a list of parts, {'type': 'image', 'image': ...}")
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if hasattr(value, "model_dump"):  # pydantic's
@@ -88,26 +87,24 @@ def _plain(value: Any) -> Any:
 
 
 def as_messages(value: Any) -> list[dict]:
-    """Return the messages that the user's code returned, with content as text. Raise BadValue if they are not messages."""
+    """Return the messages that the user's code returned, in the form of pictures.py. Raise BadValue if they are none."""
     if isinstance(value, str | dict) or not hasattr(value or [], "__iter__"):
         raise BadValue(f"{value!r:.100} is not a list of messages {{role, content}}")
     messages = []
     for message in [] if value is None else value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise BadValue(f"{message!r:.100} is not a message {{role, content}}")
-        if "images" in message:
-            raise BadValue("a message with images: only text is possible here")
-        messages.append(message | {"content": as_text(message["content"])})
+        messages.append(message | as_content(message["content"], message.get("images") or ()))
     return messages
 
 
-def as_added(value: Any) -> list[dict] | str:
-    """Return what reset adds to the prompt: messages, or text of any other value, for the last message; nothing for None."""
+def as_added(value: Any) -> list[dict] | dict:
+    """Return what reset adds to the prompt: messages, or content of any other value for the last message; nothing for None."""
     if value is None:
         return []
     items = value if isinstance(value, list | tuple) else [value]
     are_messages = any(isinstance(item, dict) and "role" in item for item in items)
-    return as_messages(value) if are_messages or not items else as_text(value)
+    return as_messages(value) if are_messages or not items else as_content(value)
 
 
 def as_reward(value: Any) -> float | None:
@@ -129,7 +126,7 @@ class OwnEnvironment:
     def __init__(self, instance: Any):
         self.instance = instance
 
-    def reset(self, row: dict, seed: int) -> list[dict] | str:
+    def reset(self, row: dict, seed: int) -> list[dict] | dict:
         if not hasattr(self.instance, "reset"):
             return []
         return as_added(awaited(self.instance.reset(row, seed)))
@@ -160,7 +157,7 @@ class ToolEnvironment:
         """instance: the TRL environment, if the tools are its methods."""
         self.tools, self.instance = tools, instance
 
-    def reset(self, row: dict, seed: int) -> list[dict] | str:
+    def reset(self, row: dict, seed: int) -> list[dict] | dict:
         if not hasattr(self.instance, "reset"):
             return []
         return as_added(awaited(self.instance.reset(**accepted(self.instance.reset, row))))
@@ -175,7 +172,7 @@ class ToolEnvironment:
         results = [next(done) if inspect.isawaitable(result) else result for result in results]
         names = [{"name": call["name"]} if isinstance(call, dict) else {} for call in calls]
         return (
-            [{"role": "tool", "content": _told(result)} | name for result, name in zip(results, names, strict=True)],
+            [{"role": "tool"} | _told(result) | name for result, name in zip(results, names, strict=True)],
             None,
             False,
         )
@@ -207,13 +204,13 @@ async def _all(awaitables: list) -> list:
     return await asyncio.gather(*awaitables, return_exceptions=True)
 
 
-def _told(result: Any) -> str:
-    """Return the text that the model reads for a result or an exception. Raise an exception that is not the call's fault."""
+def _told(result: Any) -> dict:
+    """Return what the model reads for a result or an exception. Raise an exception that is not the call's fault."""
     if isinstance(result, OF_THE_MACHINE) and not isinstance(result, OF_A_PATH):
         raise result
     if isinstance(result, WrongCall):
-        return f"error: {result}"
-    return f"error: {type(result).__name__}: {result}" if isinstance(result, Exception) else as_text(result)
+        return as_content(f"error: {result}")
+    return as_content(f"error: {type(result).__name__}: {result}" if isinstance(result, Exception) else result)
 
 
 class Programs:
@@ -294,7 +291,7 @@ class EpisodeProgram:
         """rewards: the user's functions in TRL's form, and their weights."""
         self._programs, self._turns, self._rewards = programs, turns, rewards
         self._has_scored = False  # whether a turn had a reward
-        self._prompt: list[dict] | str = []
+        self._prompt: list[dict] | str = []  # in TRL's form, too
         self._completion: list[dict] = []  # the messages of the episode, in TRL's form
         self._ids: list[int] = []  # their tokens
 
@@ -312,12 +309,12 @@ class EpisodeProgram:
         if not isinstance(self._prompt, list):
             raise BadValue("reset adds messages to a prompt that is plain text: give prompts as chat messages")
         ids = self._turns.prompt(self._prompt, added)
-        if isinstance(added, str):
+        if isinstance(added, dict):
             *before, last = self._prompt or [{"role": "user", "content": ""}]
-            self._prompt = [*before, last | {"content": last["content"] + added}]
-        else:
-            self._prompt = [*self._prompt, *added]
-        return {"prompt": ids}
+            added = [last | added | {"content": last["content"] + added["content"]}]
+            self._prompt = before
+        self._prompt = [*self._prompt, *map(pictures.parts_of, added)]
+        return {"prompt": ids} | pictures.sent(added)
 
     def step(self, item: dict) -> dict:
         """Return the tokens before the model's next turn, and the turn's reward."""
@@ -327,14 +324,15 @@ class EpisodeProgram:
         calls = self._say(message)
         self._ids += item["ids"]
         messages, reward, done = self._program.step(message)
-        self._completion += messages
+        self._completion += map(pictures.parts_of, messages)
         has_end = item["ids"][-1] in self._turns.end_tokens  # a stop string's last token is none
         ids = [] if done else self._turns.between(messages, is_cut=not has_end)
         self._ids += ids
         if done:
             reward = self._final(reward)
         self._has_scored = self._has_scored or reward is not None
-        return {"ids": ids, "reward": reward, "done": done, "calls": sum(calls), "malformed": calls.count(False)}
+        counts = {"calls": sum(calls), "malformed": calls.count(False)}
+        return {"ids": ids, "reward": reward, "done": done} | counts | ({} if done else pictures.sent(messages))
 
     def replay(self, item: dict) -> dict:
         """Repeat the turns of a recorded episode, [tokens, answer's tokens] each. Return the answers; None if one differs from

@@ -18,7 +18,7 @@ from rl.rewards.tape import START, Tape, digest
 from rl.user_file import digest_code
 
 ELSEWHERE = {"timeout", "model", "tape", "programs", "agent"}  # settings without influence, or whose code is read
-COMPARED = ("prompt", "most", "history", "ids", "reward", "done")  # in an answer
+COMPARED = ("prompt", "most", "history", "ids", "images", "reward", "done")  # in an answer
 AGAIN = {"asked": "replay", "answers": None}  # the answer with which a response starts over
 
 

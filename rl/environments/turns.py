@@ -14,8 +14,10 @@ import re
 from transformers import PreTrainedTokenizerBase
 
 from rl.data.tools import KNOWN, Tools
+from rl.environments import pictures
 from rl.environments.calls import format_of, parse
 from rl.errors import UserError
+from rl.rewards.worker import BadValue
 
 MARK = "mark7f3a"  # in place of the model's text
 BREAK = "\ue000"  # cuts the name of a special token in an answer; a private-use character, removed from answers
@@ -50,10 +52,13 @@ class Turns:
         end_tokens: set[int],
         form: str = "auto",
         system: str | None = None,
+        images: tuple[int, list[int]] | None = None,
     ):
         """schemas: of the tools, in the form for chat templates; system: what the template says where there is no system
-        message. Raise UserError for an unsuitable chat template."""
+        message; images: the image token, and the fields of rl.data.images.Cut, if the model takes images. Raise UserError for
+        an unsuitable chat template."""
         self.tokenizer = tokenizer
+        self._images = images
         self._system = system
         self.end_tokens = end_tokens
         if not tokenizer.chat_template:
@@ -94,22 +99,22 @@ class Turns:
                 f"({', '.join(self._ends)}). Name the one that it puts there as eos_token_id in generation_config.json."
             )
         at, end = found
-        return [self.tokenizer.convert_tokens_to_ids(end)] * is_cut + self._encode(rest[at + len(end) :])
+        return [self.tokenizer.convert_tokens_to_ids(end)] * is_cut + self._encode(rest[at + len(end) :], messages)
 
-    def prompt(self, messages: list[dict], added: list[dict] | str) -> list[int]:
-        """Return the tokens of a prompt: its messages, and those that the environment adds, or text added to the last one."""
-        if isinstance(added, str) and not messages:
-            added = [{"role": "user", "content": added}]
-        if isinstance(added, str):
-            last = messages[-1]
-            told = [*messages[:-1], last | {"content": last["content"] + self._cut(added)}]
-            return self._encode(self._render(self.tools.described(told, [*messages, {"content": added}])))
-        told = [*messages, *self._told(added)]
-        return self._encode(self._render(self.tools.described(told, [*messages, *added])))
+    def prompt(self, messages: list[dict], added: list[dict] | dict) -> list[int]:
+        """Return the tokens of a prompt: its messages, and those that the environment adds, or content for the last one."""
+        if isinstance(added, dict):
+            *before, last = messages or [{"role": "user", "content": ""}]
+            added = [last | added]
+            (data,) = map(self._as_data, added)
+            told = [*before, last | data | {"content": last["content"] + data["content"]}]
+        else:
+            told = [*messages, *self._told(added)]
+        return self._encode(self._render(self.tools.described(told, [*messages, *added])), added)
 
     def conversation(self, messages: list[dict]) -> list[int]:
         """Return the tokens of a prompt of an agent's messages, in the form of protocols/form.py. All are data."""
-        return self._encode(self._render(self.tools.described(self._told(messages), messages)))
+        return self._encode(self._render(self.tools.described(self._told(messages), messages)), messages)
 
     def message(self, ids: list[int]) -> dict:
         """Return the model's message {role, content, calls}. A call is {"name", "arguments"}, or a malformed one's error."""
@@ -127,6 +132,7 @@ class Turns:
     def _render(self, messages: list[dict], tools: list[dict] | None = None) -> str:
         """Return the template's text. tools: schemas that it gets; by default those that it is to show."""
         tools = tools or self.tools.for_template
+        messages = [pictures.parts_of(message) for message in messages]
         try:
             return self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # templates raise what they like
@@ -140,13 +146,28 @@ class Turns:
                 self._shown[role] = ANSWER["content"] in self._render([ASKED, SAID, self._as_data(ANSWER | {"role": role})])
         return self._shown.setdefault(role, False)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, messages: list[dict]) -> list[int]:
+        """Return the text's tokens, with all those of the images in these messages."""
         parts = self.tokenizer(text.split(BREAK), add_special_tokens=False)["input_ids"]
-        return [token for part in parts for token in part]
+        ids = [token for part in parts for token in part]
+        files = _images_of(messages)
+        if not files:
+            return ids
+        from rl.data.images import Cut, size
+
+        image_token, cut = self._images
+        counts = [Cut(*cut).count(*size(file)) for file in files]
+        if ids.count(image_token) != len(files):
+            shown = f"{ids.count(image_token)} of {len(files)} images"
+            raise BadValue(f"the model's chat template shows {shown}. Take another role.")
+        return [same for token in ids for same in ([token] * counts.pop(0) if token == image_token else [token])]
 
     def _as_data(self, message: dict) -> dict:
         """Return the message with names of special tokens cut, and with a tool's name and call id, which templates may need."""
+        if message.get("images") and not self._images:
+            raise BadValue(pictures.TEXT_ALONE)
         plain = {"role": message["role"], "content": self._cut(message["content"])}
+        plain |= {"images": message["images"]} if message.get("images") else {}
         if message["role"] != "tool":
             return plain
         return plain | {"name": self._cut(message.get("name", "tool")), "tool_call_id": "call00001"}
@@ -159,7 +180,7 @@ class Turns:
             data = [self._as_data(message) | self._as_calls(message) for message in of_role]
             if role == "tool" and self._answers_as_user:
                 answers = "\n".join(f"<tool_response>\n{message['content']}\n</tool_response>" for message in data)
-                data = [{"role": "user", "content": answers}]
+                data = [{"role": "user", "content": answers, "images": _images_of(data)}]
             told += data
         return told
 
@@ -225,3 +246,7 @@ class Turns:
                     form = format_of(text[text.rindex("?", 0, text.index(MARK)) :])
                     return calls, form, ANSWER["content"] in text
         return [], None, self._shows("tool")
+
+
+def _images_of(messages: list[dict]) -> list[bytes]:
+    return [file for message in messages for file in message.get("images", ())]

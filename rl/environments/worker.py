@@ -87,11 +87,14 @@ class Warm:
             import numpy.random  # noqa: F401 (for all forks, which seed it)
             from transformers import AutoTokenizer
 
+            if settings["images"]:
+                import transformers.models.qwen2_vl.image_processing_pil_qwen2_vl  # noqa: F401 (for all forks)
+
             from rl.environments.turns import PROBE, Turns
 
             tokenizer = AutoTokenizer.from_pretrained(settings["model"], trust_remote_code=settings["trust_remote_code"])
             tokenizer.chat_template = settings["chat_template"] or tokenizer.chat_template
-            more = {"form": settings["form"], "system": settings["system_prompt"]}
+            more = {"form": settings["form"], "system": settings["system_prompt"], "images": settings["images"]}
             self.turns_of = functools.partial(Turns, tokenizer, end_tokens=set(settings["end_tokens"]), **more)
             schemas = {name: program.schemas() for name, program in self.programs.items()} or {"": []}
             self.turns: dict[str, Turns] = {name: self.turns_of(its) for name, its in schemas.items()}

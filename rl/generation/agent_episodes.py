@@ -9,15 +9,19 @@ import dataclasses
 import functools
 import zlib
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rl.generation.engine import Output, Request, request_seed
-from rl.generation.episodes import Episodes, Id
+from rl.generation.episodes import Episodes, Id, Named
 from rl.generation.responses import Key, OpenGroup
 from rl.generation.stop_strings import StopStrings
 from rl.model import sampling_mask
 from rl.ranks.timers import Timers
+
+if TYPE_CHECKING:
+    from rl.data.image_prompts import Images
 
 
 @dataclass
@@ -29,6 +33,7 @@ class History:
     mask: np.ndarray | None = None  # of its first tokens; the policy has sampled the rest
     at: int = 0
     seconds: list[list[float]] = field(default_factory=list)  # of its turns
+    images: list[bytes] = field(default_factory=list)  # files; of a later history also those of its prompt
 
     def whole_mask(self) -> np.ndarray:
         known = np.zeros(0, bool) if self.mask is None else self.mask
@@ -57,9 +62,10 @@ class AgentEpisodes(Episodes):
 
     # -- the generator's questions
 
-    def start(self, key: Key, work: OpenGroup, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
+    def start(self, key: Key, work: OpenGroup, before: list[Output | None], prompt: Named | None) -> list[Output]:
         """Start a prompt's episodes. Recorded ones start again from the beginning, because an agent cannot be replayed."""
         work.masks.clear()
+        work.images.clear()
         super().start(key, work, [None] * len(before), None)
         for request, output in zip(work.requests, before, strict=True):
             self._of[request.id].restarts = int(output is not None)
@@ -135,14 +141,16 @@ class AgentEpisodes(Episodes):
         self._of[id].output = so_far
         self._refuse(id, f"the schema of a call {self._of[id].schema:.100}: {why}")
 
-    def _begin(self, id: Id, prompt: list[int]) -> None:
+    def _begin(self, id: Id, said: tuple) -> None:
         """Start a response with its agent's first call. If it is not that of the group, it begins a separate history."""
+        prompt, files = said
         requests = self.working[id[0]].requests
         first = History(requests[id[1]], Output(id, [], [], [], "unfinished"))
-        is_other = prompt != self._prompts[id[0]]
+        is_other = said != self._prompts[id[0]]
         self._histories[id] = Histories([first], first=int(is_other))
         if is_other:
             self._turn_to(id, 1, prompt)
+            self._show(id, {"images": files or ()})
         else:
             first.request = requests[id[1]] = dataclasses.replace(first.request, prompt_ids=prompt)
         if self._room(id) > 0:
@@ -181,6 +189,7 @@ class AgentEpisodes(Episodes):
         episode.output, episode.at = history.output, history.at
         if history.mask is not None:
             work.masks[id[1]] = history.mask
+        work.images[id[1]] = history.images
         work.requests[id[1]] = history.request
 
     def _note(self, id: Id) -> None:
@@ -192,6 +201,10 @@ class AgentEpisodes(Episodes):
         history.at = episode.at
         history.mask = self.working[id[0]].masks.pop(id[1], None)
         history.seconds += episode.seconds[sum(len(its.seconds) for its in of.all) :]
+        history.images = self.working[id[0]].images.pop(id[1], [])
+
+    def _images_of_prompt(self, id: Id) -> "Images | None":
+        return None if self._histories[id].active else super()._images_of_prompt(id)
 
     def _room(self, id: Id) -> int:
         """Return the most tokens of the active history. The response's budget also includes the other histories, and the
@@ -235,6 +248,7 @@ class AgentEpisodes(Episodes):
         self._of[id].output = Output(id, tokens, log_probs, versions, "unfinished", routes, known)
         self._of[id].seconds = [of_turn for history in (first, *others) for of_turn in history.seconds]
         work.masks[id[1]] = np.concatenate(masks)
+        work.images[id[1]] = [file for history in (first, *others) for file in history.images]
         if len(lengths) > 1:
             work.histories[id[1]] = lengths
 

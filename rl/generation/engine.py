@@ -141,7 +141,7 @@ class Request:
     sampling: SamplingParams
     seed: int  # 64 bits; two requests with the same prompt, settings, seed and weights give the same response
     so_far: "Output | None" = None  # an unfinished response that this request continues
-    images: "Images | None" = None  # of the prompt; prompt_ids includes their tokens
+    images: "Images | None" = None  # of the prompt, or also of the first tokens of `so_far`: the ids include their tokens
     priority: int = 0  # the lowest goes first, if the engine has a queue and responses have several turns
     kv_version: int | None = None  # version of the weights whose KV cache may be reused for `so_far`, if it still exists
     turn: int = 0  # tokens of `so_far` before the current turn, in which stop strings are looked for

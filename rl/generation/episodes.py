@@ -9,15 +9,18 @@ If several ranks share an engine (--rollout-tp), only the first has processes. A
 needs one message: the answers that the first rank has read.
 """
 
+import base64
 import dataclasses
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rl.data.job import Job
+from rl.data.prompts import Prompt
 from rl.environments.pool import Environments
 from rl.generation.engine import Engine, EngineRanks, Output, request_seed
 from rl.generation.responses import Key, OpenGroup, Responses
@@ -26,10 +29,14 @@ from rl.ranks.timers import Timers
 from rl.rewards.outages import Outages
 from rl.rewards.pool import Score, can_score
 
+if TYPE_CHECKING:
+    from rl.data.image_prompts import Images
+
 OF_GROUP = 2**32 - 1  # replaces a response's number in the seed that its group's environments share
 WAIT = 5e-3  # seconds to wait for an environment if there is nothing to sample
 BY_ROWS = 2  # processes per response that the engine can decode at once
 Id = tuple[Key, int]  # of a response: its prompt's key, and its number
+Named = tuple[list[int], str]  # the tokens of a prompt, and the digest of its images
 
 
 @dataclass
@@ -37,7 +44,7 @@ class Episode:
     """A response under way."""
 
     output: Output | None = None  # the response so far; None while the engine has it, or before it begins
-    prompt: list[int] | None = None  # of the recorded response, if the run has resumed
+    prompt: Named | None = None  # of the recorded response, if the run has resumed
     in_engine: bool = False
     is_over: bool = False
     at: int = 0  # number of tokens of the ended turns and of the answers to them
@@ -89,7 +96,7 @@ class Episodes(Responses):
         self._processes: dict[Id, bool] = {}  # episodes with a process -> whether it owes an answer
         self._queue: list[Key] = []  # keys without environments yet
         self._resetting: set[Id] = set()  # episodes that have not begun
-        self._prompts: dict[Key, list[int] | None] = {}  # by key: the prompt that the first reset returned
+        self._prompts: dict[Key, tuple] = {}  # by key: the prompt and images that the first reset returned
         self._answers: list[tuple[Id, dict]] = []
         self._ended: list[Output] = []
         self._in_lock_step = not args.schedule.split and not args.environment.serve_policy  # no result depends on time
@@ -107,7 +114,7 @@ class Episodes(Responses):
     def num_unfinished(self) -> int:
         return self.engine.num_unfinished + len(self._resetting) + self._outages.waiting
 
-    def start(self, key: Key, work: OpenGroup, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
+    def start(self, key: Key, work: OpenGroup, before: list[Output | None], prompt: Named | None) -> list[Output]:
         """Start a prompt's episodes, or replay the recorded ones."""
         self._has_recorded |= any(before)
         self.working[key] = work
@@ -286,36 +293,63 @@ class Episodes(Responses):
         key = id[0]
         work = self.working[key]
         prompt = answer.get("prompt")
+        said = prompt, answer.get("images")
         self._resetting.discard(id)
         if not prompt and not work.prompt.ids:
             self._refuse(id, "the row has no prompt, and reset adds no message to it")
         elif key in self._prompts:
-            self._begin(id, prompt)
+            self._begin(id, said)
         elif prompt and len(prompt) > self.args.data.max_prompt_length:
             self._refuse(id, f"the prompt has become {len(prompt)} tokens long, more than --max-prompt-length")
         elif prompt and work.prompt.images:
-            self._refuse(id, "a prompt that has images cannot be added to")
+            self._refuse(id, "a prompt whose row has images cannot be added to")
         else:
             if prompt:
-                work.prompt = dataclasses.replace(work.prompt, ids=prompt, text=self.job.tokenizer.decode(prompt))
-            self._prompts[key] = prompt
-            self._begin(id, prompt)
+                files = _files(answer)
+                images = self._images_of(prompt, np.ones(len(prompt), bool), files) if files else None
+                text = self.job.tokenizer.decode(self.job.prompts.prep.once(prompt) if files else prompt)
+                work.prompt = dataclasses.replace(work.prompt, ids=prompt, text=text, images=images)
+                work.brings_images = bool(files)
+            self._prompts[key] = said
+            self._begin(id, said)
 
-    def _begin(self, id: Id, prompt: list[int] | None) -> None:
-        """Start or replay an episode whose group has a prompt, which must be this episode's as well."""
+    def _begin(self, id: Id, said: tuple) -> None:
+        """Start or replay an episode whose group has a prompt, which must be this episode's as well. said: the prompt's tokens
+        and images, of its reset."""
         key, number = id
         work = self.working[key]
-        if prompt != self._prompts[key]:
+        if said != self._prompts[key]:
             self._refuse(id, "reset adds another prompt than in its group")
             return
         work.requests[number] = dataclasses.replace(work.requests[number], prompt_ids=work.prompt.ids)
         output = self._of[id].output
-        if output and self._of[id].prompt != work.prompt.ids:
+        if output and self._of[id].prompt != _named(work.prompt):
             self._forget(id)
         if self._of[id].output:
             self._ask(id, "replay", turns=self._recorded(id)[0])
         else:
             self._add(id, None)
+
+    def _images_of(self, ids: list[int], shown: np.ndarray, files: Sequence[bytes]) -> "Images":
+        """Return the images of these tokens. shown: [tokens] bool, those in which an image token is one of an image."""
+        prep = self.job.prompts.prep
+        places = np.flatnonzero((np.array(ids) == prep.image_token) & shown)
+        return prep.over(ids[: places[-1] + 1], places, files)
+
+    def _images(self, id: Id, so_far: Output | None) -> "Images | None":
+        """Return the images of the prompt and those that the environment has shown behind it."""
+        work = self.working[id[0]]
+        before = self._images_of_prompt(id)
+        if not (files := work.images.get(id[1])):
+            return before
+        prompt = work.requests[id[1]].prompt_ids
+        tokens = so_far.token_ids if so_far else []
+        mask = work.mask(id[1], len(tokens))
+        shown = np.concatenate([np.ones(len(prompt), bool), np.zeros(len(tokens), bool) if mask is None else ~mask])
+        return self._images_of([*prompt, *tokens], shown, [*(before.sources if before else ()), *files])
+
+    def _images_of_prompt(self, id: Id) -> "Images | None":
+        return self.working[id[0]].prompt.images
 
     def _refuse(self, id: Id, wrong: str) -> None:
         self._fail(id, {"event": "bad_value", "message": wrong})
@@ -335,7 +369,8 @@ class Episodes(Responses):
         incomplete, because the run or the budget ended."""
         episode = self._of[id]
         turns, is_last_open = self._recorded(id)
-        if answer["answers"] is None:
+        files = [file for of_turn in answer["answers"] or () for file in _files(of_turn)]
+        if answer["answers"] is None or files != self.working[id[0]].images.get(id[1], []):
             self._end_process(id)
             self._forget(id)
             self._start_process(id)
@@ -356,6 +391,7 @@ class Episodes(Responses):
 
     def _forget(self, id: Id) -> None:
         self.working[id[0]].masks.pop(id[1], None)
+        self.working[id[0]].images.pop(id[1], None)
         self._of[id] = Episode(restarts=self._of[id].restarts + 1)
 
     # -- turn after turn
@@ -376,7 +412,8 @@ class Episodes(Responses):
             most = min(most, (len(so_far.token_ids) if so_far else 0) + episode.most)
         requests = self.working[key].requests
         sampling = dataclasses.replace(requests[number].sampling, max_tokens=most, schema=episode.schema)
-        requests[number] = dataclasses.replace(requests[number], sampling=sampling, turn=episode.at)
+        more = {"sampling": sampling, "turn": episode.at, "images": self._images(id, so_far)}
+        requests[number] = dataclasses.replace(requests[number], **more)
         request = dataclasses.replace(requests[number], so_far=so_far, priority=key.place, kv_version=kept)
         if self._requests is None:
             self.engine.add(request)
@@ -418,7 +455,12 @@ class Episodes(Responses):
                 turn = np.ones(episode.at - len(known), bool)
                 masks[id[1]] = np.concatenate([known, turn, np.zeros(len(ids), bool)])
                 episode.at += len(ids)
+            self._show(id, answer)
             self._add(id, _with(episode.output, ids))
+
+    def _show(self, id: Id, answer: dict) -> None:
+        if files := _files(answer):
+            self.working[id[0]].images.setdefault(id[1], []).extend(files)
 
     # -- the end
 
@@ -487,10 +529,19 @@ class Episodes(Responses):
     def _play_again(self, id: Id) -> None:
         """Reset the environment of an episode that failed, and replay its turns."""
         failed = self._of[id]
-        prompt = failed.prompt or self.working[id[0]].prompt.ids
+        prompt = failed.prompt or _named(self.working[id[0]].prompt)
         self._of[id] = Episode(failed.output, prompt, restarts=failed.restarts + 1)
         self._resetting.add(id)
         self._start_process(id)
+
+
+def _named(prompt: Prompt) -> Named:
+    return prompt.ids, prompt.images.digest if prompt.images else ""
+
+
+def _files(answer: dict) -> list[bytes]:
+    """Return the images' files in an environment's answer."""
+    return [base64.b64decode(file) for file in answer.get("images", ())]
 
 
 def _with(output: Output | None, ids: list[int]) -> Output | None:

@@ -234,6 +234,8 @@ class Generator:
     def _row(self, index: int, group: OpenGroup, number: int) -> dict:
         score = group.scores[number]
         tokens = group.outputs[number].token_ids
+        if group.images.get(number):
+            tokens = self.job.prompts.prep.once(tokens)
         return {
             "index": index,
             "data_source": self._val_set(index)[0] or group.prompt.data_source,
@@ -267,7 +269,7 @@ class Generator:
             greedy = dataclasses.replace(sampling, temperature=0.0, support=0)
             group.requests.append(Request((key, group.n), prompt.ids, greedy, 0, images=prompt.images))
         so_far = [recorded(request.id, before, group) for request in group.requests]
-        self._ended += self.responses.start(key, group, so_far, before and before.prompt_ids.tolist())
+        self._ended += self.responses.start(key, group, so_far, before and (before.prompt_ids.tolist(), before.images))
 
     def _submit(self, output: Output) -> None:
         key, number = output.id

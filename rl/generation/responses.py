@@ -45,6 +45,8 @@ class OpenGroup:
     scores: dict[int, Score] = field(default_factory=dict)
     masks: dict[int, np.ndarray] = field(default_factory=dict)  # bool, of a response's first tokens; the rest are sampled
     histories: dict[int, list[int]] = field(default_factory=dict)  # of a response with several: number of tokens of each
+    images: dict[int, list[bytes]] = field(default_factory=dict)  # files of those that a response's environment has shown
+    brings_images: bool = False  # whether the environment has shown those of the prompt
     seconds: dict[int, list[list[float]]] = field(default_factory=dict)  # of an episode's turns, as Response has them
     requests: list[Request] = field(default_factory=list)  # one per response
     room: int = 0  # most tokens of a response
@@ -66,7 +68,12 @@ class OpenGroup:
     def record(self, ticket: int, responses: list[Response], baseline: float = 0.0, routes: np.ndarray | None = None) -> Group:
         p = self.prompt
         images = p.images.digest if p.images else ""
-        return Group(ticket, np.array(p.ids, np.int32), p.data_source, responses, baseline, images, routes)
+        files = as_arrays(p.images.sources) if self.brings_images else None
+        return Group(ticket, np.array(p.ids, np.int32), p.data_source, responses, baseline, images, routes, files)
+
+
+def as_arrays(files: Iterable[bytes]) -> list[np.ndarray] | None:
+    return [np.frombuffer(file, np.uint8) for file in files] or None
 
 
 class Responses:
@@ -83,9 +90,9 @@ class Responses:
     def num_unfinished(self) -> int:
         return self.engine.num_unfinished
 
-    def start(self, key: Key, group: OpenGroup, before: list[Output | None], prompt: list[int] | None) -> list[Output]:
+    def start(self, key: Key, group: OpenGroup, before: list[Output | None], prompt: tuple | None) -> list[Output]:
         """Start a group's responses, or continue recorded ones. before: each response so far; prompt: the recorded prompt's
-        tokens. Return the responses that had already ended."""
+        tokens, and the digest of its images. Return the responses that had already ended."""
         self.working[key] = group
         for request, output in zip(group.requests, before, strict=True):
             if output is None or output.finish_reason == "unfinished":
@@ -157,17 +164,21 @@ def to_response(
         routes=None if output.routes is None else output.routes[len(group.prompt.ids) :],
         support=output.support,
         histories=group.histories.get(output.id[1]),
+        images=as_arrays(group.images.get(output.id[1], ())),
         seconds=group.seconds.get(output.id[1]),
     )
 
 
 def recorded(id: tuple[Key, int], partial: Group | None, group: OpenGroup) -> Output | None:
-    """Return response `id` as it was when the run stopped, and restore its mask in `group`; None if it had no token."""
+    """Return response `id` as it was when the run stopped, and restore its mask and images in `group`; None if it had no
+    token."""
     before = partial.responses[id[1]] if partial else None
     if before is None or not len(before.token_ids):
         return None
     if before.mask is not None:
         group.masks[id[1]] = before.mask
+    if before.images:
+        group.images[id[1]] = [file.tobytes() for file in before.images]
     parts = (before.token_ids.tolist(), before.log_probs.tolist(), before.versions.tolist())
     routes = None if before.routes is None else np.concatenate([partial.prompt_routes, before.routes])
     return Output(id, *parts, before.finish_reason, routes, before.support)

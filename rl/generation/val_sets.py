@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rl.data.tables import FileRows
+from rl.data.prompts import FileRows
 from rl.errors import UserError
 from rl.generation.engine import SamplingArgs
 from rl.ranges import check

@@ -1,5 +1,6 @@
-"""The images of a learner's batch. Samples travel without pixels: each learner reads the rows of its own micro-batches again,
-and a thread prepares the next micro-batch's images while the current one is computed.
+"""The images of a learner's batch. Samples travel without those of the data: each learner reads the rows of its own
+micro-batches again. What an environment has shown comes with the sample. A thread prepares the next micro-batch's images while
+the current one is computed.
 
 Memory: the files of this rank's rows for a step, and the pixels that rl/data/image_prompts.py keeps.
 """
@@ -16,7 +17,9 @@ from rl.data.image_prompts import Images
 from rl.data.prompts import PromptDataset, PromptOrder
 from rl.model.vision_forward import RowImages, row_inputs
 from rl.ranks.dist import Ranks
-from rl.samples.group import Group
+from rl.samples.group import Group, Response
+
+Owner = int | tuple[int, int] | None  # of a segment: the place of the prompt's group; a response and the number of its history
 
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="images")  # its errors are raised where the pixels are used
 
@@ -30,13 +33,14 @@ class BatchImages:
         self._sharing = ranks.sequence_parallel if ranks else 1
         self._place = ranks.rank % self._sharing if ranks else 0  # among the ranks that share a row
         self.groups = sorted(groups, key=lambda group: group.ticket)
-        self._read = functools.cache(self._read_again)
+        self._responses = [response for group in self.groups for response in group.scored]
+        self._of = functools.cache(self._read)
         self._rows: list[RowImages] = []
 
-    def inputs(self, lengths: Sequence[int], after: Sequence[int], groups: Sequence[int], device: torch.device) -> dict:
-        """Return a packed row's inputs in addition to its ids (rl/model/vision_forward.py). lengths, after: of its segments;
-        groups: the place in the batch of each segment that is a prompt, -1 for the others."""
-        inputs = row_inputs(lengths, after, [None if group < 0 else self._read(group) for group in groups])
+    def inputs(self, lengths: Sequence[int], after: Sequence[int], owners: Sequence[Owner], device: torch.device) -> dict:
+        """Return a packed row's inputs in addition to its ids (rl/model/vision_forward.py). lengths, after, owners: of its
+        segments."""
+        inputs = row_inputs(lengths, after, [self._of(owner) for owner in owners])
         row = inputs["images"]
         if row.files:
             number = len(self._rows)
@@ -52,9 +56,34 @@ class BatchImages:
         for images, file in self._rows[number % len(self._rows)].files:
             _THREAD.submit(images.pixels_of, file)
 
-    def _read_again(self, number: int) -> Images | None:
-        """Return the images of a group's prompt. Raise RuntimeError if the row differs from the generator's."""
-        group = self.groups[number]
+    def _read(self, owner: Owner) -> Images | None:
+        """Return the images of a segment."""
+        if owner is None:
+            return None
+        if isinstance(owner, tuple):
+            response = self._responses[owner[0]]
+            return self._shown(response, owner[1]) if response.images else None
+        group = self.groups[owner]
+        if group.image_files:
+            places = np.flatnonzero(group.prompt_ids == self.prompts.prep.image_token)
+            return self._over(group.prompt_ids, places, group.image_files)
+        return self._read_again(group) if group.images else None
+
+    def _shown(self, response: Response, history: int) -> Images | None:
+        """Return the images that an environment has shown in a history of the response: among the tokens that are not
+        sampled."""
+        ends = np.cumsum([0, *(response.histories or [len(response.token_ids)])])
+        part = slice(ends[history], ends[history + 1])
+        is_image = (response.token_ids == self.prompts.prep.image_token) & ~response.mask
+        begins = np.flatnonzero(is_image & ~np.insert(is_image[:-1], 0, False))  # two images have text between them
+        files = [file for file, at in zip(response.images, begins, strict=True) if part.start <= at < part.stop]
+        return self._over(response.token_ids[part], np.flatnonzero(is_image[part]), files) if files else None
+
+    def _over(self, ids: np.ndarray, places: np.ndarray, files: Sequence[np.ndarray]) -> Images:
+        return self.prompts.prep.over(ids, places, [file.tobytes() for file in files])
+
+    def _read_again(self, group: Group) -> Images | None:
+        """Return the images of the data for a group's prompt. Raise RuntimeError if the row differs from the generator's."""
         prompt = self.prompts[self.order(group.ticket)[1]]
         digest = prompt.images.digest if prompt.images else ""
         if digest != group.images or not np.array_equal(prompt.ids, group.prompt_ids):

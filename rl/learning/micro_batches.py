@@ -49,9 +49,10 @@ class MicroBatch:
             nothing = torch.zeros(0, dtype=torch.long)
             inputs = layout.inputs(torch.zeros(1, dtype=torch.long))
             if batch.images:
-                inputs |= batch.images.inputs([1], [-1], [-1], device)
+                inputs |= batch.images.inputs([1], [-1], [None], device)
             return MicroBatch(inputs, layout, nothing.to(device), nothing.to(device), nothing, has_responses=False)
-        # The row's segments: (tokens, the preceding segment or -1, a prompt's group or -1). prompt_of: by group.
+        # The row's segments: (tokens, the preceding segment or -1, whose it is: of a group, or (response, number of the
+        # history)). prompt_of: by group.
         segments = []
         begins = []
         prompt_of = {}
@@ -61,9 +62,10 @@ class MicroBatch:
                 prompt_of[group] = len(segments)
                 segments.append((torch.from_numpy(batch.prompts[i].astype(np.int32)), -1, group))
             tokens, *apart = tokens.split(batch.histories[i] or len(tokens))  # apart: with their own prompts
-            segments += [(tokens, prompt_of[group], -1), *((history, -1, -1) for history in apart)]
+            segments.append((tokens, prompt_of[group], (i, 0)))
+            segments += [(history, -1, (i, number)) for number, history in enumerate(apart, 1)]
             begins += [len(batch.prompts[i]) - 1, *[-1] * len(apart)]
-        parts, after, groups = map(list, zip(*segments, strict=True))
+        parts, after, owners = map(list, zip(*segments, strict=True))
         sizes = [len(part) for part in parts]
         layout = Packed(sizes, device, after)
         sequences = layout.gather_index.split(layout.lengths)  # each response follows its prompt
@@ -71,7 +73,7 @@ class MicroBatch:
         before = [s[begin:-1] if begin >= 0 else s.roll(1) for begin, s in zip(begins, sequences, strict=True)]
         inputs = layout.inputs(torch.cat(parts).long())
         if batch.images:
-            inputs |= batch.images.inputs(sizes, after, groups, device)
+            inputs |= batch.images.inputs(sizes, after, owners, device)
         predict = torch.cat(before)
         mask = batch.mask[index]
         if not mask.all():

@@ -18,13 +18,15 @@ from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PretrainedConfig
 
 from rl.errors import UserError
-from rl.ranks.dist import AllToAll, Ranks, all_reduce_sum
+from rl.ranks.all_to_all import AllToAll
+from rl.ranks.dist import Ranks, all_reduce_sum
 
 NAMES = {"gate_up_proj", "down_proj"}  # an experts module's parameters, [E, ...] each
 
@@ -92,7 +94,8 @@ def _forward(experts: nn.Module, plain: nn.Module, group, hidden: torch.Tensor, 
     count = torch.zeros(ranks * own, dtype=torch.long, device=index.device)
     count = count.scatter_add_(0, index.flatten(), torch.ones_like(order))  # [E] this rank's rows for each expert
     arriving, sent, received = rows_to_trade(count, len(order), group)
-    rows = AllToAll.apply(hidden[order // choices], sent, received, group)  # [R, d]
+    rows = F.embedding(order // choices, hidden)  # [t * K, d]; the backward pass of `[]` would add in the order of threads
+    rows = AllToAll.apply(rows, sent, received, group)  # [R, d]
     expert = torch.arange(own, device=index.device).repeat(ranks).repeat_interleave(arriving, output_size=len(rows))  # [R]
     out = AllToAll.apply(_compute(own_experts, rows, expert), received, sent, group)  # [t * K, d] in `order`
     by_token = out[order.argsort()].view(*index.shape, -1)  # [t, K, d]

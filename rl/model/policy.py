@@ -13,6 +13,7 @@ import contextlib
 import os
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from rl.errors import UserError
@@ -63,7 +64,7 @@ class Policy(nn.Module):
         """
         if self.router:
             self.router.begin(layout, routes, observe)
-        hidden = self._hidden(inputs, layout)[predict]  # [n, hidden]
+        hidden = self._hidden(inputs, layout, predict)
         head = self.model.lm_head
         if top:
             return top_tokens(hidden, head, labels, temperature, *top, LOGITS_AT_ONCE)
@@ -78,13 +79,16 @@ class Policy(nn.Module):
     def reshard(self) -> None:
         """Free the parameters that FSDP has gathered. FSDP replaces this method; without it there is nothing to free."""
 
-    def _hidden(self, inputs: dict, layout) -> torch.Tensor:
-        """[T, hidden]"""
+    def _hidden(self, inputs: dict, layout, predict) -> torch.Tensor:
+        """Return the hidden states that predict the tokens, [n, hidden]. A prompt's last one predicts the first token of each
+        response: with `[predict]`, the backward pass of a CPU would add their gradients in the order in which threads come."""
         if self.takes_images:
             from rl.model.vision_forward import hidden_states
 
-            return hidden_states(self.model.model, layout, **inputs)
-        return self.model.model(**inputs, use_cache=False, layout=layout)[0][0]
+            row = hidden_states(self.model.model, layout, **inputs)
+        else:
+            row = self.model.model(**inputs, use_cache=False, layout=layout)[0][0]
+        return F.embedding(predict, row)
 
 
 # ------------------------------------------------------------------------------------------------------ the check at the start

@@ -31,7 +31,7 @@ class RowImages:
 
     @staticmethod
     def of(prompts: Sequence[tuple[int, Images]]) -> "RowImages":
-        """prompts: (where it begins in the row, its images) of each, in order."""
+        """prompts: (where the tokens begin in the row, their images) of each, in order."""
         first: dict[str, int] = {}  # digest -> the image's first feature
         grid = []
         places = []
@@ -82,21 +82,22 @@ def _joined(parts: Iterable[Tensor]) -> Tensor:
 
 def row_inputs(lengths: Sequence[int], after: Sequence[int], images: Sequence[Images | None]) -> dict:
     """The inputs of `hidden_states` for a packed row in addition to its ids: position_ids [3, 1, T] and images. lengths: of the
-    row's segments; after: the segment in front of each, -1 for none (rl/model/attention.py); images: of the segments that are
-    prompts or begin with one."""
+    row's segments; after: the prompt in front of each, -1 for none (rl/model/attention.py); images: of each segment, or of its
+    first tokens."""
     positions = []
     prompts = []
     start = 0
-    for length, before, of_prompt in zip(lengths, after, images, strict=True):
+    for length, before, own in zip(lengths, after, images, strict=True):
+        first = 0
         if before >= 0:
             first = lengths[before] if images[before] is None else images[before].next_position
-            positions.append((first + torch.arange(length)).expand(3, -1))
-        elif of_prompt is None:
-            positions.append(torch.arange(length).expand(3, -1))
-        else:
-            prompts.append((start, of_prompt))
-            behind = torch.arange(length - of_prompt.positions.shape[1]).expand(3, -1)
-            positions += [of_prompt.positions, of_prompt.next_position + behind]
+        known = 0
+        if own is not None:
+            prompts.append((start, own))
+            positions.append(first + own.positions)
+            known = own.positions.shape[1]
+            first += own.next_position
+        positions.append((first + torch.arange(length - known)).expand(3, -1))
         start += length
     return {"position_ids": torch.cat(positions, dim=1)[:, None], "images": RowImages.of(prompts)}
 

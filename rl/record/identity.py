@@ -11,13 +11,13 @@ from pathlib import Path
 
 import xxhash
 
-from rl import flag_words, parts
+from rl import parts
 from rl.data.prompts import PromptDataset
 from rl.errors import UserError
 from rl.hub.tensor_reader import sample
 from rl.masking import masked
 from rl.model.pretrained import resolve
-from rl.ranges import Content, flag, marks, may_change
+from rl.ranges import DEFAULT_BATCH, Content, flag, marks, may_change
 from rl.user_file import digest_code, digest_file
 
 # The order of the prompts, the tensors of the optimizer's state, the count of versions and the width of the sampling masks'
@@ -73,7 +73,7 @@ class Identity:
         defaults = json.loads(json.dumps(parts.flat(type(self.args)())))
         flags = masked(defaults | flags)
         update = flags.get("ppo_mini_batch_size")
-        step = flags.get("train_batch_size") or update or flag_words.DEFAULT_BATCH
+        step = flags.get("train_batch_size") or update or DEFAULT_BATCH
         return flags | {"train_batch_size": step, "ppo_mini_batch_size": update or step}
 
     def _other_contents(self, was: dict) -> Iterable[str]:

@@ -34,6 +34,7 @@ class Response:
     routes: np.ndarray | None = None  # [n - 1, L, K] uint8 or uint16, experts of all but the last token (rl/model/router.py)
     histories: list[int] | None = None  # lengths: the first follows the group's prompt, the others attend only to themselves
     support: np.ndarray | None = None  # [n, K] int32, tokens that could be sampled in each place (rl/model/sampling_mask.py)
+    images: list[np.ndarray] | None = None  # files [bytes] uint8 of those among the tokens, which an environment has shown
     seconds: list[list[float]] | None = None  # of each turn of an episode: until it was sampled, until it was answered
 
     @property
@@ -51,8 +52,9 @@ class Group:
     data_source: str
     responses: list[Response]
     baseline: float = 0.0  # score of the greedy response (ReMax), if one was sampled
-    images: str = ""  # digest of the prompt's images, which are not sent; empty without images
+    images: str = ""  # digest of the prompt's images; those of the data are not sent; empty without images
     prompt_routes: np.ndarray | None = None  # [p, L, K]; None if no response has routes
+    image_files: list[np.ndarray] | None = None  # as a response's, if an environment has shown those of the prompt
 
     @property
     def scored(self) -> list[Response]:

@@ -7,7 +7,7 @@ them again, and those that were left out, for view.py.
     DIR/code/<digest>/       the script, losses.py and the script's neighbours as they were, which a replay imports
 
 DIR is <run>/samples. A file has its name once it is complete. Left out: the weights, which are in the run's checkpoints, and
-the learner's state, which follows from the samples.
+the learner's state, which follows from the samples. tools/recorded.py reads it.
 """
 
 import json
@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from rl.errors import UserError
 from rl.record.provenance import digest_of, package_files, script_files
-from rl.samples.group import Group, join_records, split_records
+from rl.samples.group import Group, join_records
 
 DIRECTORY, CODE = "samples", "code"
 CODEC = "zstd"
@@ -112,50 +112,9 @@ def _write_groups(groups: Sequence[Group], file: Path) -> None:
         out.write(join_records([group.to_bytes() for group in groups]))
 
 
-class Record:
-    """The record of a run, for reading."""
-
-    def __init__(self, run_dir: Path):
-        """Raise UserError if there is no record."""
-        self.directory = run_dir / DIRECTORY
-        self.starts = read_starts(self.directory)
-        if not self.starts:
-            raise UserError(f"{run_dir} is no run that recorded its samples: {self.directory} has none.")
-
-    @property
-    def steps(self) -> list[int]:
-        """The recorded steps, ascending."""
-        return [step_of(file) for file in steps_of(self.directory)]
-
-    def start_of(self, step: int) -> dict:
-        """Return the record of the run's start in which this step was trained."""
-        return [start for start in self.starts if start["after"] < step][-1]
-
-    def groups(self, step: int) -> list[Group]:
-        """Return the groups that a step trained. Raise UserError if its file is damaged."""
-        return self._groups(self.directory / f"step_{step:06d}.rec")
-
-    def left_out(self, step: int) -> list[Group]:
-        """Return the groups that were left out since the step before. Raise UserError if their file is damaged."""
-        file = self.directory / f"left_out_{step:06d}.rec"
-        return self._groups(file) if file.exists() else []
-
-    def _groups(self, file: Path) -> list[Group]:
-        try:
-            with pa.input_stream(file, compression=CODEC) as data:
-                return [Group.from_bytes(record) for record in split_records(data.read())]
-        except (OSError, ValueError) as error:
-            raise UserError(f"{file} cannot be read ({error}). Replay the steps after it with --from-step.") from error
-
-
 def steps_of(directory: Path, kind: str = "step") -> list[Path]:
     return [file for file in sorted(directory.glob(f"{kind}_*")) if file.suffix != ".partial"]
 
 
 def step_of(file: Path) -> int:
     return int(file.stem.rpartition("_")[2])
-
-
-def read_starts(directory: Path) -> list[dict]:
-    """Return what was recorded at each start of the run."""
-    return [json.loads(file.read_text()) for file in steps_of(directory, "start")]

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from rl.errors import UserError
-from rl.flag_words import DEFAULT_BATCH
 from rl.parts import Part
-from rl.ranges import MayChange, Range
+from rl.ranges import DEFAULT_BATCH, MayChange, Range
 from rl.samples.group import Group
 
 

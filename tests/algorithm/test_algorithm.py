@@ -6,7 +6,7 @@ import math
 import losses_reference as slow
 import pytest
 import torch
-from helpers import bits, make_group, train
+from helpers import make_group
 from trainer import ESTIMATORS, Trainer, learn_and_report
 from transformers import AutoModelForCausalLM
 
@@ -286,21 +286,3 @@ def test_knobs_reach_the_loss(mode):
     extra = {name: b["roll"] if name == "rollout_log_prob" else b["seq"] == 0 for name in loss.inputs}
     default, changed = (loss(*(b[k] for k in PACKED), **extra, **knobs)[0] for knobs in ({}, args.loss.loss_knobs))
     assert torch.equal(default, changed) == (mode == "reinforce")
-
-
-@pytest.mark.runs
-def test_verls_words_train_what_ours_do(demo_model, tmp_path):
-    """Bit for bit."""
-    words = {
-        "adv-estimator": ("reinforce_plus_plus", "reinforce_pp"),
-        "loss-mode": ("vanilla", "ppo_clip"),
-        "kl-loss-type": ("low_var_kl", "k3"),
-    }
-    rest = "--use-kl-loss --use-kl-in-reward --rollout-is sequence --rollout-rs seq_mean_k1 --rollout-rs-threshold 0.9_1.1"
-    rest = [*rest.split(), "--total-training-steps", "2", "--test-freq", "0"]
-    runs = []
-    for i in (0, 1):
-        given = [part for flag, word in words.items() for part in (f"--{flag}", word[i])]
-        runs.append(train("train_sync.py", *given, *rest, out=tmp_path / str(i)))
-    (_, theirs, _), (metrics, ours, _) = runs
-    assert bits(ours) == bits(theirs) and metrics[2]["actor/grad_norm"] > 0

@@ -14,7 +14,6 @@ import losses
 import train_sync
 from rl import parts
 from rl.algorithm import whole_batch
-from rl.algorithm.health import EQUAL, MASKED, UNSCORED, Fates, SourceCounts, causes
 from rl.algorithm.metrics import batch_metrics, staleness_metrics
 from rl.learning.batch import Batch
 from rl.learning.learner import Forward
@@ -177,17 +176,3 @@ def test_a_response_without_a_token_of_the_policy_has_no_part_in_its_group(score
     trained = {float(a) for a in advantage[batch.mask]}
     assert not is_flat or trained == {0.0}, "what passes forward alone has no advantage"
     assert whole_batch.groups_of_one(batch) == (len(masked) == 2)
-
-
-def test_a_step_without_signal_says_that_nothing_was_sampled():
-    flat, few = make_group(0, [3, 3, 3], score=1), whole_mask(make_group(1, [3, 3, 3]), [0, 2])
-    none, lost = whole_mask(make_group(2, [3, 3]), [0, 1]), make_group(3, [3, 3, 3], unscored=(0, 1))
-    batch = Batch.of([flat, few, none, lost])
-    batch.targets.advantage = torch.zeros(len(batch.token))
-    fates = Fates.of(batch)
-    assert not fates.has_signal and fates.masked.tolist() == [0, 0, 0, 1, 0, 1, 1, 1, 0] and not fates.rejected.any()
-    assert causes(train_sync.Args(), batch, fates) == {EQUAL: 1, MASKED: 2, UNSCORED: 1}
-    prompts = type("Prompts", (), {"source_sizes": lambda _: {"demo": 9}})()
-    counts = SourceCounts(prompts, None, 3).of_step(batch, fates, None)
-    assert counts == {"data/demo/trained": 5, "data/demo/rejected": 0, "data/demo/unscored": 2, "data/demo/masked": 4}
-    assert is_documented("data/demo/masked") and is_documented("warnings/no_signal/masked")

@@ -6,7 +6,6 @@ import os
 import pty
 import re
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import CONFIGS, ROOT, command, documented_metrics, environment, run_script
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, MixtralConfig, Qwen2_5_VLConfig
 
 import train_sync
@@ -22,7 +20,7 @@ from rl import parts
 from rl.algorithm.metrics import summarize
 from rl.errors import UserError
 from rl.learning.flops import train_flops_per_token
-from rl.record.run import Origin, Run, new_directory, plot_reward
+from rl.record.run import Origin, Run, new_directory
 
 
 @dataclass
@@ -140,14 +138,74 @@ def test_two_processes_never_write_one_run(tmp_path):
         make(tmp_path, origin=Origin(run.dir, None), logger=())
 
 
-@pytest.mark.slow
-def test_the_plot_draws_what_there_is_and_leaves_the_backend_alone(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": null}\n')
-    code = "import sys; from pathlib import Path; from rl.record.run import plot_reward; plot_reward(*map(Path, sys.argv[1:]));"
-    code += "assert 'matplotlib.pyplot' not in sys.modules"
-    where = [tmp_path / "metrics.jsonl", tmp_path / "plot.png"]
-    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code, *where], cwd=ROOT, check=True, timeout=120)
-    assert plot_reward(*where).read_bytes().startswith(b"\x89PNG")
+@pytest.mark.parametrize("logger", [(), ("tensorboard",)])
+def test_loggers_are_added_to_the_console(logger, tmp_path, capsys):
+    """With any --logger the console shows the run's name, the steps, the warnings and the messages."""
+    run = make(tmp_path, logger=logger)
+    run.say("a line for the user")
+    run.warn_unscored(["error: no score"])
+    for step in (1, 2, 3):
+        run.log(step, {"critic/score/mean": 0.1 * step})
+    run.finish("here")
+    shown = capsys.readouterr().out
+    said = ("a line for the user", "warning: responses that could not be scored", "step 3/3  reward 0.250")  # since step 1
+    assert all(shown.count(words) == 1 for words in (f"run {run.dir} (", *said)), shown
+    assert bool([*run.dir.rglob("events.out*")]) == ("tensorboard" in logger)
+
+
+@pytest.mark.parametrize(("ranks", "shown"), [(1, "1,497 tokens/s"), (2, "2,994 tokens/s")])
+def test_the_rate_is_that_of_all_ranks(ranks, shown, tmp_path, capsys):
+    """verl's perf/throughput counts one rank."""
+    run = make(tmp_path)
+    rates = {"perf/throughput": 1497.0, "perf/total_num_tokens": 1497.0 * ranks * 2, "perf/time_per_step": 2.0}
+    run.log(3, {"critic/score/mean": 0.5} | rates)
+    assert f"step 3/3  reward 0.500  {shown}\n" in capsys.readouterr().out
+
+
+def test_summarize():
+    assert summarize("x", torch.tensor([1, 2, 6])) == {"x/mean": 3.0, "x/max": 6.0, "x/min": 1.0}
+    assert all(math.isnan(v) for v in summarize("x", torch.zeros(0)).values())
+
+
+def matrices(model) -> int:
+    return sum(p.numel() for n, p in model.named_parameters() if p.ndim >= 2 and "embed" not in n)
+
+
+@pytest.mark.parametrize("kind", ["qwen2-untied", "qwen3", "qwen3_5", "moe"])
+def test_flops_count_the_matrices(kind):
+    """6 per parameter that takes part in a matrix product; norms, biases and the embedding look-up are not counted. Of a delta
+    net 6 per weight of its convolution, too, and 15 per element of its states; of a mixture only the active experts."""
+    config = CONFIGS[kind]()
+    weights, attention = matrices(AutoModelForCausalLM.from_config(config)), 2 * 6 * 4 * 16 * 100
+    if kind == "qwen3_5":  # one of the two layers attends
+        attention = attention // 2 + 15 * 4 * 16 * 16
+    if kind == "moe":  # two of eight experts, each 3 * 64 * 32, in both layers
+        weights -= 2 * 6 * 3 * 64 * 32
+    assert train_flops_per_token(config, 100) == 6 * weights + attention
+
+
+def test_a_warning_is_one_line_until_its_count_has_grown_tenfold(tmp_path, capsys):
+    run = make(tmp_path, logger=("console",))
+    for step in range(25):
+        run.warn_unscored([f"error: number {step}"])
+    run.warn_unscored([])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
+    assert len(lines) == 2 and all("could not be scored" in line for line in lines)
+    assert ": 1 so far" in lines[0] and "number 0" in lines[0] and ": 10 so far" in lines[1] and "number 9" in lines[1]
+
+
+def test_the_docs_have_no_metric_that_is_gone():
+    """Every part of a documented name is in the code; the scripts' tests check that every metric of a run is documented."""
+    documented = documented_metrics()
+    assert len(documented) == len({*documented}) > 100
+    code = "\n".join(
+        file.read_text() for file in [*ROOT.glob("rl/**/*.py"), *ROOT.glob("*.py"), *ROOT.glob("program_grader/*.py")]
+    )
+    words = {*re.findall(r"\w+", code)}
+    begun = tuple(word for word in words if word.endswith("_") and len(word) > 5)  # f"..._{name}"
+    for name in documented:
+        for part in filter(None, re.split(r"\W+", re.sub(r"<[^>]*>", "", name))):
+            assert part in words or part.startswith(begun), name
 
 
 DISPLAY = """
@@ -173,30 +231,6 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path):
     assert "\x1b" not in done.stdout and lines[0] == "step 0/3  validation accuracy 0.340"
     assert lines[-4] == "step 3/3  reward 0.200  1,234 tokens/s"  # the mean since step 0
     assert lines[-3] == "checkpoint  here"
-
-
-@pytest.mark.parametrize("logger", [(), ("tensorboard",)])
-def test_loggers_are_added_to_the_console(logger, tmp_path, capsys):
-    """With any --logger the console shows the run's name, the steps, the warnings and the messages."""
-    run = make(tmp_path, logger=logger)
-    run.say("a line for the user")
-    run.warn_unscored(["error: no score"])
-    for step in (1, 2, 3):
-        run.log(step, {"critic/score/mean": 0.1 * step})
-    run.finish("here")
-    shown = capsys.readouterr().out
-    said = ("a line for the user", "warning: responses that could not be scored", "step 3/3  reward 0.250")  # since step 1
-    assert all(shown.count(words) == 1 for words in (f"run {run.dir} (", *said)), shown
-    assert bool([*run.dir.rglob("events.out*")]) == ("tensorboard" in logger)
-
-
-@pytest.mark.parametrize(("ranks", "shown"), [(1, "1,497 tokens/s"), (2, "2,994 tokens/s")])
-def test_the_rate_is_that_of_all_ranks(ranks, shown, tmp_path, capsys):
-    """verl's perf/throughput counts one rank."""
-    run = make(tmp_path)
-    rates = {"perf/throughput": 1497.0, "perf/total_num_tokens": 1497.0 * ranks * 2, "perf/time_per_step": 2.0}
-    run.log(3, {"critic/score/mean": 0.5} | rates)
-    assert f"step 3/3  reward 0.500  {shown}\n" in capsys.readouterr().out
 
 
 def on_a_terminal(script: Path, out: Path, columns: int) -> tuple[int, str]:
@@ -225,41 +259,6 @@ def test_a_live_bar_on_a_terminal(tmp_path):
     assert "step 0: validation accuracy 0.340" in text
 
 
-def test_summarize():
-    assert summarize("x", torch.tensor([1, 2, 6])) == {"x/mean": 3.0, "x/max": 6.0, "x/min": 1.0}
-    assert all(math.isnan(v) for v in summarize("x", torch.zeros(0)).values())
-
-
-def matrices(model) -> int:
-    return sum(p.numel() for n, p in model.named_parameters() if p.ndim >= 2 and "embed" not in n)
-
-
-@pytest.mark.parametrize("kind", ["qwen2-untied", "qwen3", "qwen3_5", "moe"])
-def test_flops_count_the_matrices(kind):
-    """6 per parameter that takes part in a matrix product; norms, biases and the embedding look-up are not counted. Of a delta
-    net 6 per weight of its convolution, too, and 15 per element of its states; of a mixture only the active experts."""
-    config = CONFIGS[kind]()
-    weights, attention = matrices(AutoModelForCausalLM.from_config(config)), 2 * 6 * 4 * 16 * 100
-    if kind == "qwen3_5":  # one of the two layers attends
-        attention = attention // 2 + 15 * 4 * 16 * 16
-    if kind == "moe":  # two of eight experts, each 3 * 64 * 32, in both layers
-        weights -= 2 * 6 * 3 * 64 * 32
-    assert train_flops_per_token(config, 100) == 6 * weights + attention
-
-
-def test_flops_of_frozen_matrices_are_those_that_torch_counts():
-    """With adapters the gradient passes through each product and no weight has one. Attention's are all counted here."""
-    config, tokens = CONFIGS["qwen3"](), 40
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").requires_grad_(False)
-    embedded = torch.randn(1, tokens, config.hidden_size, requires_grad=True)
-    with FlopCounterMode(display=False) as counter:
-        model(inputs_embeds=embedded).logits.sum().backward()
-    attention = 12 * config.num_hidden_layers * config.num_attention_heads * 16 * tokens**2
-    assert counter.get_total_flops() - attention == pytest.approx(
-        tokens * train_flops_per_token(config, 0, frozen=True), rel=1e-3
-    )
-
-
 @pytest.mark.parametrize("make_config", [GPT2Config, GptOssConfig, MixtralConfig, Qwen2_5_VLConfig])
 def test_flops_of_other_architectures(make_config):
     """Configs that lack a field, or keep the language model's in a part of their own: an estimate, never an exception."""
@@ -268,27 +267,3 @@ def test_flops_of_other_architectures(make_config):
     flops = train_flops_per_token(config, 100)
     assert math.isfinite(flops) and flops > 6 * text.hidden_size * text.vocab_size
     assert flops == train_flops_per_token(text, 100)
-
-
-def test_a_warning_is_one_line_until_its_count_has_grown_tenfold(tmp_path, capsys):
-    run = make(tmp_path, logger=("console",))
-    for step in range(25):
-        run.warn_unscored([f"error: number {step}"])
-    run.warn_unscored([])
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
-    assert len(lines) == 2 and all("could not be scored" in line for line in lines)
-    assert ": 1 so far" in lines[0] and "number 0" in lines[0] and ": 10 so far" in lines[1] and "number 9" in lines[1]
-
-
-def test_the_docs_have_no_metric_that_is_gone():
-    """Every part of a documented name is in the code; the scripts' tests check that every metric of a run is documented."""
-    documented = documented_metrics()
-    assert len(documented) == len({*documented}) > 100
-    code = "\n".join(
-        file.read_text() for file in [*ROOT.glob("rl/**/*.py"), *ROOT.glob("*.py"), *ROOT.glob("program_grader/*.py")]
-    )
-    words = {*re.findall(r"\w+", code)}
-    begun = tuple(word for word in words if word.endswith("_") and len(word) > 5)  # f"..._{name}"
-    for name in documented:
-        for part in filter(None, re.split(r"\W+", re.sub(r"<[^>]*>", "", name))):
-            assert part in words or part.startswith(begun), name

@@ -14,7 +14,7 @@ import train_async
 import train_one_step_off
 import train_sync
 from rl import parts
-from rl.algorithm.health import Fates
+from rl.algorithm.fates import Fates
 from rl.algorithm.teacher import check_teacher
 from rl.errors import UserError
 from rl.learning.batch import Batch
@@ -139,12 +139,6 @@ def test_the_top_tokens_of_itself_give_exactly_nothing():
     assert not loss.any() and not logits.grad.any()
 
 
-def test_the_top_tokens_have_a_shape():
-    one, mask = torch.zeros(3), torch.ones(3, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"have to be \[N, K\]"):
-        losses.top_k_reverse_kl(one, one, mask)
-
-
 # ------------------------------------------------------------------------------------------------------------ what is refused
 
 
@@ -168,26 +162,6 @@ def test_the_top_tokens_have_a_shape():
 def test_flags_that_a_teacher_makes_meaningless_are_refused(flags, said):
     with pytest.raises(UserError, match=said):
         check(parts.make(train_sync.Args, **{"teacher": "some model"} | flags))
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"loss_mode": "gmpo", "teacher_top_k": 4},
-        {"adv_estimator": "rloo", "rollout_n": 1, "teacher_alone": True},
-        {"teacher": "self", "teacher_prompt": "{prompt} {answer}"},
-    ],
-)
-def test_others_are_not(flags):
-    check(parts.make(train_sync.Args, **{"teacher": "some model"} | flags))
-
-
-def test_a_teacher_reads_its_longest_prompt_with_a_response(demo_model):
-    """The demo's context is 512 tokens."""
-    args = parts.make(train_sync.Args, teacher="self", teacher_prompt="{prompt}", max_prompt_length=504)
-    check_teacher(demo_model, args, demo_model)
-    with pytest.raises(UserError, match=r"--max-prompt-length 505 \+ --max-response-length 8 = 513 tokens, but the"):
-        check_teacher(demo_model, parts.replace(args, max_prompt_length=505), demo_model)
 
 
 def test_a_teacher_needs_the_policys_vocabulary(demo_model, tmp_path):

@@ -74,18 +74,6 @@ def test_it_shows_whether_repeating_pays(ranks):
     assert math.isnan(text_metrics([group(PROMPT, response("a", 1.0))], ranks)["text/copied/better"]), "no score differs"
 
 
-def test_what_an_environment_says_is_not_the_policys(ranks):
-    found = text_metrics([group(PROMPT, response("abcd" + PROMPT + "efgh", mask="xxxx" + "." * len(PROMPT) + "xxxx"))], ranks)
-    assert found["text/copied/mean"] == 0 and found["text/repeated/mean"] == 0
-
-
-def test_groups_without_a_score_or_a_token_count_nowhere(ranks):
-    empty = group(PROMPT, response("", None), response("", None))
-    assert all(math.isnan(value) for value in text_metrics([empty], ranks).values())
-    both = text_metrics([empty, group(PROMPT, response("aaaaa"))], ranks)
-    assert both["text/distinct"] == 1 and both["text/repeated/mean"] == 0.5
-
-
 @pytest.mark.parametrize("learners", [2, 3, 5])
 def test_learners_share_the_work(ranks, monkeypatch, learners):
     """The numbers do not depend on how many there are, to the bit."""

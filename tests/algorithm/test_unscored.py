@@ -73,15 +73,6 @@ def test_they_change_nothing(trainer, groups, estimator):
     assert not torch.equal(weights, learn(trainer, zero, **flags)[1]), "the groups would teach"
 
 
-@pytest.mark.slow
-def test_a_mini_batch_or_a_batch_of_nothing_else_is_no_number_out_of_range(trainer, groups):
-    for holes in (groups[:2], groups):
-        some = [unscored(g, range(4)) if g in holes else g for g in groups]
-        metrics, weights = learn(trainer, some, use_kl_loss=True, entropy_coeff=0.01, ppo_epochs=2)
-        assert torch.isfinite(weights).all() and metrics["actor/skipped_steps"] == 0
-        assert metrics["actor/grad_norm"] >= 0 and metrics["reward/unscored"] == 4 * len(holes)
-
-
 @pytest.fixture
 def generator() -> Generator:
     """What a generator needs for its records."""
@@ -202,22 +193,9 @@ def test_a_validation_of_failures_does_not_choose_the_best_checkpoint(tmp_path):
     assert all(f"step {step} " in detail and detail.endswith(" d.") for step, (*_, detail) in enumerate(record.warned, 2))
 
 
-def test_a_response_without_a_score_is_shown_as_such(generator, tmp_path):
-    """In the table as in the metrics: it counts as the worst, here below 0, and is listed with no score of its own."""
-    work = work_of([Score(-0.5), Score(None, event="timeout", message="slow")])
-    rows = json.loads(json.dumps([generator._row(0, work, number) for number in range(2)]))
-    assert [(row["score"], row["acc"], row["error"]) for row in rows] == [(-0.5, -0.5, None), (None, None, "timeout: slow")]
-    assert validation_metrics(rows)["val-core/demo/acc/mean@2"] == -0.5
-    validations.write_responses(tmp_path, 1, rows)
-    (file,) = tmp_path.glob("val_generations/*.jsonl")
-    assert [json.loads(line)["score"] for line in file.read_text().splitlines()] == [-0.5, None]
-
-
 BROKEN = {  # a function that cannot work, and what the message must say
     "none": ("def score(**_): pass", "returned None, not a finite number"),
     "raises": ("def score(**_): raise ValueError('no such key')", "ValueError: no such key"),
-    "nan": ("def score(**_): return float('nan')", "returned nan"),
-    "no score": ("def score(**_): return {'acc': 1.0}", "returned {'acc': 1.0}, which has no finite number under \"score\""),
     "exit": ("import os\ndef score(**_): os._exit(3)", "exited with code 3"),
 }
 SHORT = ["--total-training-steps", 3, "--train-batch-size", 2, "--rollout-n", 2]
@@ -226,7 +204,7 @@ SCRIPTS = {
     "train_one_step_off.py": [2, *SHORT],
     "train_async.py": [2, "--total-training-steps", 3, "--ppo-mini-batch-size", 2, "--rollout-n", 2],
 }
-CASES = [("train_sync.py", kind) for kind in BROKEN] + [("train_one_step_off.py", "raises"), ("train_async.py", "none")]
+CASES = [("train_sync.py", "exit"), ("train_one_step_off.py", "raises"), ("train_async.py", "none")]
 
 
 @pytest.mark.runs
@@ -251,7 +229,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ["train_sync.py", "train_async.py"])
 def test_a_prompt_on_which_the_grader_always_fails_is_no_outage(script, tmp_path):
     """The prompt's groups train nothing, and it does not come again before the next epoch: it would come for ever."""
     rows = [{"prompt": f"{i}+0=", "data_source": "mine", "ground_truth": str(i)} for i in range(5)]
@@ -281,8 +259,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 @pytest.mark.runs
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("judged", [1, 2], ids=["all", "every second row"])
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(("script", "judged"), [*zip(SCRIPTS, (1, 2, 2), strict=True)])
 def test_an_outage_ends_the_run_before_its_step_and_the_prompts_come_again(script, judged, tmp_path):
     """Also if other rows can be scored, and whatever other terms a loss has. The same command continues once responses can be
     scored: on policy, it trains the bits of a run without an outage."""
@@ -313,13 +290,3 @@ def test_an_outage_ends_the_run_before_its_step_and_the_prompts_come_again(scrip
     if script != "train_one_step_off.py":  # there newer weights sample the batch again
         _, other, _ = train(script, *of["without"], out=tmp_path / "without" / "runs", ranks=processes)
         assert bits_of(run / "step_000009") == bits_of(other / "step_000009")
-
-
-@pytest.mark.runs
-def test_a_run_that_resumes_within_an_outage_says_so_and_saves_nothing(tmp_path):
-    (tmp_path / "mine.py").write_text(OUTAGE.replace('data_source == "judged" and ', "").format(at=6))
-    flags = [*SHORT, "--reward", tmp_path / "mine.py:score", "--test-freq", 0, "--experiment-name", "run"]
-    for _ in range(2):
-        _, run, done = train("train_sync.py", *flags, "--outage-timeout", 0, out=tmp_path / "runs", check=False)
-        assert done.returncode == 1 and [step.name for step in run.glob("step_*")] == ["step_000001"]
-    assert "none of the first step's 4 responses could be scored: error: ConnectionError: judge" in done.stderr

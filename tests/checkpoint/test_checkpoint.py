@@ -1,28 +1,21 @@
 """Runs that are stopped, killed or damaged resume as if nothing had happened."""
 
-import dataclasses
 import json
 import os
 import random
 import shutil
-import signal
-import subprocess
-import time
 from pathlib import Path
 
 import kills
 import numpy as np
 import pytest
 from checkpoints import damage
-from helpers import ROOT, command, environment, make_group, run_script
+from helpers import ROOT, command, run_script
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl.checkpoint import resume
 from rl.errors import UserError
-from rl.generation.embedded.engine import TransformersEngine
-from rl.generation.engine import Request, SamplingParams
-from rl.samples.group import join_records
 
 FLAGS = ["--total-training-steps", "20", "--test-freq", "6", "--val-max-samples", "40", "--save-freq", "10"]
 MEASURED = ("timing_s/", "perf/", "ledger/", "time", "publish/", "ring/", "fully_async/trainer/idle")
@@ -64,23 +57,6 @@ def sync(demo_model, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("sync")
     go("train_sync.py", out, *FLAGS, ranks=None)
     return out / "run"
-
-
-@pytest.mark.slow
-def test_sync_that_sigterm_stopped_resumes_bit_for_bit(sync, tmp_path):
-    words = command("train_sync.py", *FLAGS, "--output-dir", tmp_path, "--experiment-name", "run")
-    process = subprocess.Popen(words, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
-    while len(rows(tmp_path / "run") if (tmp_path / "run" / "metrics.jsonl").exists() else []) < 4:
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
-    stopped = max(row["step"] for row in rows(tmp_path / "run"))
-    assert process.returncode == 0 and 3 <= stopped < 20
-    assert f"SIGTERM to rank 0: stopped after step {stopped}; it resumes from {tmp_path}/run/step_{stopped:06d}" in errors
-    resumed = go("train_sync.py", tmp_path, *FLAGS, ranks=None)
-    assert f"resumes after step {stopped} of 20" in resumed.stdout
-    same(tmp_path / "run", sync)
 
 
 @pytest.mark.runs
@@ -153,44 +129,6 @@ def test_unfinished_responses_continue_in_a_real_run(stream, tmp_path):
     assert seen, "no response that was under way was seen again"
     lines = (run / "tickets.jsonl").read_text().splitlines()
     assert sorted(ticket for line in lines for ticket in json.loads(line)["trained"]) == [*range(12 * 8)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
-def test_a_response_that_continues_elsewhere_is_the_same(models, kind):
-    """Interrupted at every length: the same tokens, the same log-probs up to the rounding of another batch."""
-    requests = [Request((0, i), [3, 4, 5, 6], SamplingParams(max_tokens=12, ignore_eos=True), seed=i) for i in range(4)]
-    whole = run_engine(models[kind], requests)
-    for steps in range(11):
-        engine = new_engine(models[kind])
-        for request in requests:
-            engine.add(request)
-        for _ in range(steps):
-            assert not engine.step()
-        so_far = {output.id: output for output in engine.unfinished()}
-        assert {len(output.token_ids) for output in so_far.values()} == {steps + bool(steps)}, "the first step samples two"
-        again = [dataclasses.replace(r, so_far=so_far[r.id] if steps else None) for r in requests]
-        for output in run_engine(models[kind], [*again, Request("other", [7], SamplingParams(max_tokens=3), seed=9)]).values():
-            if output.id != "other":
-                assert output.token_ids == whole[output.id].token_ids
-                assert output.log_probs == pytest.approx(whole[output.id].log_probs, abs=1e-5)
-                assert output.log_probs[: len(so_far[output.id].token_ids)] == so_far[output.id].log_probs
-                assert output.versions == so_far[output.id].versions + [5] * (12 - len(so_far[output.id].token_ids))
-
-
-def new_engine(path: str) -> TransformersEngine:
-    engine = TransformersEngine(path, max_length=32, max_num_seqs=8)
-    engine.update(engine.model.named_parameters(), version=5)
-    return engine
-
-
-def run_engine(path: str, requests: list[Request]) -> dict:
-    engine, out = new_engine(path), {}
-    for request in requests:
-        engine.add(request)
-    while engine.num_unfinished:
-        out |= {output.id: output for output in engine.step()}
-    return out
 
 
 @pytest.mark.runs
@@ -340,13 +278,6 @@ def test_nothing_unpickles():
     sources = [*ROOT.glob("rl/**/*.py"), *ROOT.glob("*.py")]
     for word in ("pickle.load", "torch.load(", "_object_list(", "gather_object(", "allow_pickle=True", "yaml.load("):
         assert not [path.name for path in sources if word in path.read_text()], word
-
-
-def test_groups_survive_the_file(tmp_path):
-    groups = [make_group(t, np.array([3, 1]), prompt=4, rng=np.random.default_rng(t)) for t in range(3)]
-    file = tmp_path / "groups"
-    file.write_bytes(join_records([group.to_bytes() for group in groups]))
-    assert [g.to_bytes() for g in resume.groups_of(file.read_bytes())] == [g.to_bytes() for g in groups]
 
 
 DIES_ONCE = """

@@ -46,7 +46,6 @@ SILENT = {
     "llama 2 without": lambda: of_pieces(LlamaTokenizer, LLAMA, add_bos_token=False),
 }
 TEXTS = ["BOShello 1+1=", "BOS hello", "BOS\nhello", "BOS[INST] 1+1= [/INST]", "BOS"]
-RENDERED = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
 
 
 def read(path: Path, tokenizer: PreTrainedTokenizerBase, *prompts, split: str = "train") -> list[list[int]]:
@@ -81,17 +80,6 @@ def test_other_strings_are_what_the_tokenizer_makes_of_them(tmp_path, kind):
     found = read(tmp_path / "x.jsonl", tokenizer, *texts)
     assert found == [tokenizer(text)["input_ids"] for text in texts]
     assert all((ids[0] == tokenizer.bos_token_id) == (kind in ADDING) for ids in found[:4])
-
-
-@pytest.mark.parametrize("kind", [*ADDING, *SILENT])
-def test_a_chat_and_the_string_that_it_is_rendered_to_are_the_same_prompt(tmp_path, kind):
-    tokenizer = (ADDING | SILENT)[kind]()
-    tokenizer.chat_template = RENDERED
-    chat = [{"role": "user", "content": "1+1="}]
-    text = tokenizer.apply_chat_template(chat, tokenize=False)
-    assert text.startswith(tokenizer.bos_token)
-    of_chat, of_text = (read(tmp_path / "x.jsonl", tokenizer, prompt)[0] for prompt in (chat, text))
-    assert of_chat == of_text and of_text.count(tokenizer.bos_token_id) == 1
 
 
 def test_a_tokenizer_without_a_bos(tmp_path):

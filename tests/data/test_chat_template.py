@@ -7,7 +7,6 @@ from families import FAMILIES, OTHERS, tokenizer_of
 from helpers import run_script
 
 from rl.data.chat_template import with_defaults
-from rl.environments.turns import Turns
 from rl.errors import UserError
 
 USER = {"role": "user", "content": "How much is 12 plus 34?"}
@@ -89,18 +88,6 @@ def test_values_are_json_or_text(text, value):
     assert rendered(tokenizer, [USER]) == expected
 
 
-def test_tools_that_are_described_follow_the_system_prompt():
-    """In one system message, where the template does not show them."""
-    function = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
-    tokenizer = with_defaults(tokenizer_of("smollm2"), [], "Be brief.")
-    ends = set(tokenizer.convert_tokens_to_ids(OTHERS["smollm2"][1]))
-    turns = Turns(tokenizer, [{"type": "function", "function": function}], ends, "hermes", "Be brief.")
-    (first, _) = turns.tools.described([USER])
-    assert first["role"] == "system" and first["content"].startswith("Be brief.\n\n# Tools")
-    own = {"role": "system", "content": "Be long."}
-    assert turns.tools.described([own, USER])[0]["content"].startswith("Be long.\n\n# Tools")
-
-
 def test_a_template_that_shows_no_system_message_is_named():
     tokenizer = tokenizer_of("qwen3")
     for template, message in (
@@ -113,29 +100,6 @@ def test_a_template_that_shows_no_system_message_is_named():
         tokenizer.chat_template = template
         with pytest.raises(UserError, match=message):
             with_defaults(tokenizer, [], "Be brief.")
-
-
-@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "glm4moe", "llama3_1"])
-def test_the_tokens_between_two_turns_remain(family):
-    function = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
-    found = []
-    for system in ("", "Be brief."):
-        tokenizer = with_defaults(tokenizer_of(family), [], system)
-        ends = set(tokenizer.convert_tokens_to_ids(FAMILIES[family][1]))
-        turns = Turns(tokenizer, [{"type": "function", "function": function}], ends)
-        found.append([turns.between([{"role": role, "content": "46"}]) for role in ("tool", "user")])
-    assert found[0] == found[1] and all(found[0])
-
-
-def test_a_saved_tokenizer_has_them(tmp_path):
-    from transformers import AutoTokenizer
-
-    flags = ["enable_thinking=false"], "Be brief."
-    tokenizer = with_defaults(tokenizer_of("qwen3"), *flags)
-    tokenizer.save_pretrained(tmp_path)
-    again = AutoTokenizer.from_pretrained(tmp_path)
-    assert with_defaults(again, *flags).chat_template == again.chat_template, "it is not written twice"
-    assert rendered(again, [USER]) == rendered(tokenizer, [USER]) != rendered(tokenizer_of("qwen3"), [USER])
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets import Dataset
 from helpers import train
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from examples.demo import pictures as demo_vl
-from rl.data.args import demo_files
 
 
 def picture_of(row: dict) -> Image.Image:
@@ -24,12 +22,6 @@ def test_the_splits_share_no_picture_and_are_always_the_same():
     train, val = ({row["images"][0]["bytes"] for row in demo_vl.problems(split)} for split in ("train", "val"))
     assert len(train) == 1000 and len(val) == 250 and not train & val
     assert demo_vl.problems("val") == demo_vl.problems("val")
-
-
-def test_demo_means_the_demo_that_is_trained():
-    assert demo_files("demo-vl", ("demo", "a.parquet")) == ("demo-vl", "a.parquet")
-    assert demo_files("demo", ("demo", "demo-vl")) == ("demo", "demo-vl"), "which is refused later: a model without images"
-    assert demo_files("/a/model", ("demo-vl",)) == ("demo-vl",)
 
 
 def answers(directory: str | Path, pictures: list[Image.Image]) -> list[str]:
@@ -83,16 +75,3 @@ def test_it_learns_to_say_what_it_reads(demo_vl_model, tmp_path):
     shown = map(json.loads, (run / "val_generations" / "step_000024.jsonl").read_text().splitlines())
     for number, line in enumerate(shown):
         assert (line["response"], line["score"]) == (said[number], right[number]), "the answer is its own row's"
-
-
-@pytest.mark.slow
-def test_a_picture_shown_to_the_wrong_prompt_is_not_learned_from(demo_vl_model, tmp_path):
-    """The purpose of the demo: rows with mixed-up pictures teach nothing, so the demo would reveal a mix-up anywhere."""
-    rows = demo_vl.problems("train")
-    pictures = [row["images"] for row in rows]
-    mixed = [row | {"images": other} for row, other in zip(rows, pictures[1:] + pictures[:1], strict=True)]
-    Dataset.from_list(mixed).to_parquet(str(tmp_path / "mixed.parquet"))
-    flags = ["--model", "demo-vl", "--train-files", tmp_path / "mixed.parquet", "--total-training-steps", "40"]
-    flags += ["--test-freq", "40", "--no-val-before-train"]
-    metrics, _, _ = train("train_sync.py", *flags, out=tmp_path / "runs")
-    assert accuracies(metrics)[-1] < 0.4 and metrics[40]["critic/score/mean"] < 0.2

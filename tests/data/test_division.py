@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 from helpers import run_script
-from tiny_vlm import picture, row, save_vlm
 
 from examples.demo.sums import build_tokenizer
 
@@ -52,33 +51,10 @@ def test_each_rank_measures_a_part_and_has_all_rows(texts, tmp_path, ranks, gene
     assert [of_rank["texts"] for of_rank in together] == ([52, 26, 26] if generators else [26, 26])
 
 
-@pytest.mark.runs
-def test_prompts_that_are_cut_are_counted_once(texts, tmp_path):
-    flags = {"train_files": [write(tmp_path / "a.parquet", ["1" * i for i in range(1, 12)])], "max_prompt_length": 4}
-    (alone,) = read(texts, tmp_path / "alone", None, truncation="left", **flags)
-    assert alone["truncated"] == 7
-    for of_rank in read(texts, tmp_path / "together", 3, truncation="left", **flags):
-        assert result(of_rank) == result(alone)
-
-
-@pytest.mark.runs
-def test_images_are_read_once(tmp_path):
-    model = save_vlm("qwen3-vl", tmp_path / "model", max_pixels=2**14)
-    rows = [row(f"<image>How many? {i}", [picture(64 + 8 * i, 90, i)]) for i in range(5)] + [row("None.", [])]
-    Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
-    flags = {"train_files": [str(tmp_path / "a.parquet")], "max_prompt_length": 400}
-    (alone,) = read(model, tmp_path / "alone", None, **flags)
-    together = read(model, tmp_path / "together", 2, **flags)
-    assert [result(of_rank) for of_rank in together] == [result(alone)] * 2
-    assert alone["images"] == sum(of_rank["images"] for of_rank in together) == 5
-
-
 BAD = [
     ({4: "1" * 30}, "a.parquet row 4: the prompt has 30 tokens"),
     ({46: "1" * 30}, "a.parquet row 46: the prompt has 30 tokens"),
     ({46: "1" * 30, 30: ""}, "a.parquet row 30: the prompt (column 'prompt', --prompt-key) is empty"),
-    ({0: "hello 1"}, "a.parquet row 0: the tokenizer loses most of the prompt"),
-    ({25: "hello 1"}, None),  # the first row of the second part: only the first row of all is asked that
 ]
 
 
@@ -88,5 +64,5 @@ def test_an_error_is_the_one_that_a_rank_alone_finds(texts, tmp_path, rows, said
     prompts = [rows.get(i, prompt) for i, prompt in enumerate(NUMBERS)]
     flags = {"train_files": [write(tmp_path / "a.parquet", prompts)], "max_prompt_length": 20}
     (alone,) = read(texts, tmp_path / "alone", None, **flags)
-    assert (said in alone["error"]) if said else ("error" not in alone)
+    assert said in alone["error"]
     assert [result(of_rank) for of_rank in read(texts, tmp_path / "together", 2, **flags)] == [result(alone)] * 2

@@ -2,14 +2,13 @@
 do not ask for the answer's form."""
 
 import json
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import ROOT, train
+from helpers import train
 
 from examples import make_data
 from examples.demo.sums import build_tokenizer
@@ -18,15 +17,10 @@ from rl.data.prompts import PromptDataset
 from rl.rewards import verifiers
 from rl.rewards.verifiers import FORMATS, LOOKED_AT, unasked
 
-PNG = bytes.fromhex(
-    "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63f8ffff3f0005fe02fe0def46b8"
-    "0000000049454e44ae426082"
-)
 GSM8K = [
     {"question": "Ann has 3 pens and buys 1,999 more. How many?", "answer": "3 + 1,999 = <<3+1999=2002>>2,002\n#### 2,002"},
     {"question": "It is 2 degrees, and falls by 7.", "answer": "2 - 7 = -5\n#### -5"},
 ]
-ASKS = 'Let\'s think step by step and output the final answer after "####".'
 
 
 @pytest.fixture
@@ -55,41 +49,6 @@ def jsonl(path, rows):
     return path
 
 
-def test_what_a_terminal_would_obey_is_written_out(made, tmp_path):
-    """Other people choose the names of files and columns."""
-    wrong = jsonl(tmp_path / "\x1b[2Jtrain.jsonl", [{"\x1b]0;mine\x07question": "1 + 1?", "answer": "#### 2"}])
-    said = made("gsm8k", "--train-files", wrong, "--out", tmp_path / "out", code=1)
-    assert said.startswith("error: ") and "\x1b" not in said and "\\x1b[2Jtrain.jsonl" in said
-    right = jsonl(tmp_path / "train.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
-    said = made("gsm8k", "--train-files", right, "--out", tmp_path / "\x1b[2Jout")
-    assert "\x1b" not in said and "\\x1b[2Jout" in said
-
-
-@pytest.mark.slow
-def test_gsm8k_from_a_copy_of_the_hubs_repository(tmp_path):
-    """The repository has two configurations, of which `main` is meant, and files of several parts."""
-    for split, rows in (("train", GSM8K), ("test", GSM8K[1:])):
-        file = tmp_path / "gsm8k" / "main" / f"{split}-00000-of-00001.parquet"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.Table.from_pylist(rows), file)
-        wrong = [{"question": "another?", "answer": "#### 0"}]
-        jsonl(tmp_path / "gsm8k" / "socratic" / f"{split}-00000-of-00001.jsonl", wrong)
-    script, words = ROOT / "examples" / "make_data.py", ["gsm8k", "--source", tmp_path / "gsm8k", "--out", tmp_path / "out"]
-    env = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PATH": "/usr/bin:/bin", "HOME": "/tmp"}  # without this project
-    subprocess.run([sys.executable, script, *words], check=True, timeout=300, env=env)
-    first, second = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
-    assert first == {
-        "data_source": "openai/gsm8k",
-        "prompt": [{"role": "user", "content": f"{GSM8K[0]['question']} {ASKS}"}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": "2002"},
-        "extra_info": {"split": "train", "index": 0, "answer": GSM8K[0]["answer"], "question": GSM8K[0]["question"]},
-    }
-    assert second["reward_model"]["ground_truth"] == "-5" and second["extra_info"]["index"] == 1
-    (test,) = pq.read_table(tmp_path / "out" / "test.parquet").to_pylist()
-    assert test["extra_info"]["split"] == "test"
-
-
 @pytest.mark.slow
 def test_it_makes_gsm8k_as_verl_has_it(made, gsm8k, tmp_path):
     """The raw rows, taken out of verl's files, give these files again."""
@@ -116,18 +75,6 @@ def test_it_makes_geo3k_as_verl_has_it(made, gsm8k, tmp_path):
     for number, row in enumerate(verls):  # verl's file is a choice of rows, with their numbers in the whole
         row["extra_info"]["index"] = number
     assert rows == verls
-
-
-def test_images_of_paths_are_read(made, tmp_path):
-    (tmp_path / "images").mkdir()
-    (tmp_path / "images" / "a.png").write_bytes(PNG)
-    file = jsonl(tmp_path / "x.jsonl", [{"images": ["images/a.png"], "problem": "<image>Find x.", "answer": "3"}])
-    made("geo3k", "--val-files", file, "--out", tmp_path)
-    (row,) = pq.read_table(tmp_path / "test.parquet").to_pylist()
-    assert row["images"] == [{"bytes": PNG, "path": "a.png"}] and row["data_source"] == "hiyouga/geometry3k"
-    assert (
-        row["prompt"][0]["content"].startswith("<image>Find x. You FIRST think") and not (tmp_path / "train.parquet").exists()
-    )
 
 
 def test_dapos_rows_stay_as_they_are_once_each(made, tmp_path):
@@ -167,13 +114,6 @@ def test_rows_that_cannot_be_used_are_named(made, name, rows, words, tmp_path):
     said = made(name, "--train-files", jsonl(tmp_path / "x.jsonl", rows), "--out", tmp_path, code=1)
     assert said.startswith("error: ") and words in said and said.count("\n") == 1
     assert not list(tmp_path.glob("*.parquet"))
-
-
-def test_without_a_network_it_says_what_to_give(made, tmp_path):
-    said = made("gsm8k", "--out", tmp_path, code=1)
-    assert said.splitlines()[-1].startswith("error: openai/gsm8k: it cannot be loaded from the hub here") and "--source" in said
-    said = made("gsm8k", "--source", tmp_path, code=1)
-    assert "no .parquet, .json or .jsonl file there begins with 'train'" in said
 
 
 # ------------------------------------------------------------------------------------------------ prompts that never ask

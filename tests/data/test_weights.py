@@ -1,18 +1,15 @@
 """Files with weights: of any number of tickets each has its part, its rows are visited equally often, and the order is a
 function of the ticket alone."""
 
-import shutil
 from collections import Counter
 from fractions import Fraction
 from itertools import pairwise
 
 import pytest
-from helpers import bits, run_script
 from hypothesis import given
 from hypothesis import strategies as st
 from test_data import dataset, verl_row, write
 
-from examples.demo.sums import problems
 from rl.data.args import demo_files
 from rl.data.job import order_of
 from rl.data.prompts import PromptOrder
@@ -110,25 +107,3 @@ def test_the_order_of_files(tmp_path):
         order_of(dataset(a, f"{b}:2", filter_overlong_prompts=True, train_max_samples=3), 7, True)
     with pytest.raises(UserError, match=r"the weights 0.333333, 1 have too many digits"):
         order_of(dataset(f"{a}:0.33333333", b, filter_overlong_prompts=True), 7, True)
-
-
-@pytest.mark.runs
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("script", ["train_sync.py", "train_sft.py"])
-def test_a_run_with_weights_resumes_exactly(script, tmp_path):
-    """And refuses other weights; async without staleness trains the same bits."""
-    rows = [row | {"response": row["reward_model"]["ground_truth"]} for row in problems("train")[:12]]
-    a, b = write(tmp_path / "a.jsonl", *rows[:9]), write(tmp_path / "b.jsonl", *rows[9:])
-    flags = ["--train-batch-size", 4, "--test-freq", 0, "--lr", 1e-3, "--lr-warmup-steps", 0, "--total-training-steps", 4]
-    flags += ["--save-freq", 2, "--max-ckpt-to-keep", 0, "--output-dir", tmp_path, "--experiment-name"]
-    run_script(script, *flags, "run", "--train-files", f"{a}:1", f"{b}:2")
-    trained = bits(tmp_path / "run", 4)
-    shutil.rmtree(tmp_path / "run" / "step_000004")
-    refused = run_script(script, *flags, "run", "--train-files", f"{a}:1", f"{b}:3", check=False)
-    assert refused.returncode == 1 and "the content of --train-files" in refused.stderr and "weights 1, 3" in refused.stderr
-    done = run_script(script, *flags, "run", "--train-files", f"{a}:1", f"{b}:2")
-    assert "resumes after step 2 of 4" in done.stdout and bits(tmp_path / "run", 4) == trained
-    if script == "train_sync.py":
-        more = ("--staleness-threshold", 0, "--train-files", f"{a}:1", f"{b}:2")
-        run_script("train_async.py", *flags, "async", *more, ranks=2)
-        assert bits(tmp_path / "async", 4) == trained

@@ -2,18 +2,16 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
-from helpers import CHILDREN_FORK, ROOT, environment, left_over, marked, run_script
+from helpers import CHILDREN_FORK, ROOT, left_over, run_script
 
 from rl.generation.embedded.engine import TransformersEngine
 from rl.ranks import host
-from tools.doctor import packages, processes, scripts
+from tools.doctor import packages
 from tools.doctor.findings import OK, SKIPPED, SLOW, WRONG
 
 
@@ -90,12 +88,6 @@ def test_a_weight_that_does_not_arrive_is_wrong(tmp_path, ranks, demo_model, mon
 # ------------------------------------------------------------------------------------------- packages and drivers
 
 
-def test_packages_of_the_tests_are_those_of_requirements_txt():
-    finding = packages.check_packages("cpu")
-    assert finding.status == OK, finding
-    assert finding.facts["torch"].startswith("2.")
-
-
 def test_another_set_is_named_package_by_package():
     """This environment has neither torch-npu nor vllm-ascend."""
     finding = packages.check_packages("npu")
@@ -134,13 +126,6 @@ def test_a_device_that_torch_does_not_find_is_wrong(name, tmp_path, monkeypatch)
     assert finding.status == SKIPPED, "asked for"
 
 
-def test_files_of_a_driver_without_devices_are_no_device(tmp_path, monkeypatch):
-    for name in ("nvidiactl", "nvidia-uvm", "davinci_manager"):
-        (tmp_path / name).touch()
-    monkeypatch.setattr(host, "DEVICE_FILES", tmp_path)
-    assert host.kind_by_files() == "cpu"
-
-
 def test_what_ascend_wants_of_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("ASCEND_TOOLKIT_HOME", str(tmp_path))
     monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")
@@ -152,79 +137,6 @@ def test_what_ascend_wants_of_the_environment(monkeypatch, tmp_path):
     assert "export HCCL_CONNECT_TIMEOUT" in found["HCCL"].remedy
     found = {finding.check: finding for finding in packages.check_driver(facts | {"cann": "9.1.0"})}
     assert found["CANN"].status == OK
-
-
-# --------------------------------------------------------------------------------------------------- its processes
-
-
-@pytest.mark.slow
-def test_a_command_that_hangs_is_ended_with_all_that_it_has_started():
-    """Also processes in their own sessions, and those that ignore SIGTERM."""
-    mark = "doctor-hangs"
-    child = f"import os, time; os.setsid(); {mark!r}; time.sleep(1000)"
-    code = "import subprocess, sys, time;"
-    code += f"[subprocess.Popen([sys.executable, '-c', {child!r}]) for _ in range(2)]; time.sleep(1000)"
-    program = (
-        "import sys; from tools.doctor import processes; from rl.environments import descendants; descendants.adopt_orphans();"
-        f"print(processes.run([sys.executable, '-c', {code!r}], 3.0).code)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment(MARK=mark), capture_output=True, timeout=60
-    )
-    assert done.stdout.decode().strip() == "None", done.stderr.decode()
-    assert not left_over(mark)
-
-
-def test_a_command_leaves_other_children_alone():
-    """This process has some: those from which the tests fork their runs."""
-    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert processes.run([sys.executable, "-c", "pass"], 60.0).code == 0
-    assert other.poll() is None
-    other.communicate(b"\n", timeout=60)
-    assert other.returncode == 0
-
-
-@pytest.mark.parametrize("users", ["/usr/local/Ascend/python/site-packages:/usr/local/Ascend/opp/tbe", "", None])
-def test_checks_keep_the_users_python_path(users, monkeypatch):
-    """CANN's set_env.sh puts directories there that torch-npu needs."""
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    if users is not None:
-        monkeypatch.setenv("PYTHONPATH", users)
-    outcome = processes.run([sys.executable, "-c", "import os; print(os.environ['PYTHONPATH'])"], 60.0)
-    assert outcome.output.strip() == (f"{ROOT}:{users}" if users else str(ROOT))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_a_doctor_that_is_stopped_leaves_no_process(number, tmp_path):
-    mark = f"doctor-{number.name}"
-    command = [sys.executable, "doctor.py", "--out", str(tmp_path / "doctor.json")]
-    take = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731  (a shell's background ignores it)
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(MARK=mark), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=take
-    )
-    while not any("tools.doctor" in line for _, _, line, _ in marked(mark)):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(number)
-    process.wait(60)
-    deadline = time.monotonic() + 60
-    while (left := left_over(mark)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not left
-
-
-def test_the_reason_of_a_failure_is_the_users_line():
-    error = "warning: x\nerror: --model nowhere: no model can be read there.\ntorchrun's own summary\n"
-    assert processes.Outcome(1, error, 1.0).reason == "--model nowhere: no model can be read there."
-    traceback = "Traceback (most recent call last):\n  File x\nRuntimeError: HCCL refuses float64\nE1125 some log\n"
-    assert processes.Outcome(1, traceback, 1.0).reason == "RuntimeError: HCCL refuses float64"
-
-
-@pytest.mark.slow
-def test_a_script_that_fails_is_wrong_with_its_own_message():
-    (finding,) = scripts.check_script("train_sync.py", "/nowhere/model", 1, "float32", timeout=120)
-    assert finding.status == WRONG and "/nowhere/model" in finding.text
 
 
 # ------------------------------------------------------------------------------------------------------- the whole

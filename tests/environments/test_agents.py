@@ -127,6 +127,7 @@ def test_a_template_that_cannot_do_tools_is_named_at_the_start(form, said, tmp_p
         "trust_remote_code": False,
         "chat_template": None,
         "system_prompt": None,
+        "images": None,
     }
     assert said in Warm(settings | {"end_tokens": sorted(end_tokens("phi3")), "form": form}).ready["note"]
 

@@ -1,6 +1,7 @@
 """A user's environment, tools as functions, and a TRL environment's class as it is, all as one program."""
 
 import asyncio
+import base64
 import dataclasses
 import datetime
 import enum
@@ -11,8 +12,10 @@ import pytest
 import torch
 from PIL import Image
 from pydantic import BaseModel
+from tiny_vlm import png
 
-from rl.environments.programs import BadValue, Programs, as_added, as_messages, as_reward, as_text
+from rl.data.images import to_rgb
+from rl.environments.programs import BadValue, Programs, as_added, as_content, as_messages, as_reward
 
 
 def divide(a: int, b: int) -> float:
@@ -127,7 +130,7 @@ def test_a_trl_environment_runs_unchanged():
     assert programs.scores_at_end
     program, other = programs.new(), programs.new()
     row = {"ground_truth": "cat", "hint": "small", "prompt": []}
-    assert program.reset(row, 0) == "It is small." == other.reset(row, 0)
+    assert program.reset(row, 0) == {"content": "It is small."} == other.reset(row, 0)
     messages, reward, done = program.step(said(call("guess", word="cat")))
     assert messages == [{"role": "tool", "name": "guess", "content": "noted"}] and reward is None and not done
     assert program.step(said(content="done")) == ([], 1.0, True) and other.reward() == 0.0
@@ -219,58 +222,100 @@ ENTRIES = [{"type": "file", "name": "a.txt"}, {"type": "dir", "name": "b"}]
     ],
 )
 def test_a_value_has_a_text(value, text):
-    assert as_text(value) == text
+    assert as_content(value) == {"content": text}
     assert as_messages([{"role": "user", "content": value}]) == [{"role": "user", "content": text}]
 
 
-PICTURE = Image.new("RGB", (2, 2))
-IMAGES = [PICTURE, [PICTURE, "text"], {"screen": {"now": PICTURE}}, Point(PICTURE), [{"type": "image"}]]
-IMAGES += [[{"type": "image", "image": PICTURE}, {"type": "text", "text": "a screen"}], {"type": "image_url", "image_url": {}}]
+PICTURE = Image.linear_gradient("L").convert("RGB").resize((8, 6))
+FILE = png(PICTURE)
+CODED = base64.b64encode(FILE).decode()
+URL = f"data:image/png;base64,{CODED}"
+TEXT = {"type": "text", "text": "a screen"}
+SHOWN = [  # what shows PICTURE, and then some text
+    {"content": PICTURE},
+    {"content": [{"type": "image", "image": PICTURE}, TEXT]},
+    {"content": [{"type": "image", "image": np.asarray(PICTURE)}, TEXT]},
+    {"content": [{"type": "image", "image": FILE}, TEXT]},
+    {"content": [{"type": "image", "image": {"bytes": FILE, "path": None}}, TEXT]},
+    {"content": [{"type": "image_url", "image_url": {"url": URL}}, TEXT]},
+    {"content": [{"type": "input_image", "image_url": URL}, TEXT]},
+    {"content": [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": CODED}}, TEXT]},
+    {"content": [{"type": "image", "data": CODED, "mimeType": "image/png"}, TEXT]},
+    {"content": [{"type": "image"}, TEXT], "images": [PICTURE]},
+    {"content": "a screen\ue001", "images": [PICTURE]},
+]
 
 
-@pytest.mark.parametrize("value", IMAGES, ids=range(len(IMAGES)))
-def test_an_image_is_refused_wherever_it_is(value):
-    """In a tool's result, in what reset returns as TRL's do and as messages, and in what step returns."""
+def of_message(content: object) -> list:
+    """Asks for each way in which an environment may say this."""
 
     class Own:
         tools = ()
 
         def reset(self, row, seed):
-            return [{"role": "user", "content": value}]
+            return [{"role": "user", "content": content}]
 
         def step(self, message):
-            return [{"role": "user", "content": value}], None, False
+            return [{"role": "user", "content": content}], None, False
 
     class OfTrl:
         def reset(self, **row):
-            return value
+            return content
 
         def look(self):
             """Looks."""
-            return value
+            return content
 
         async def wait(self):
             """Waits."""
-            return value
+            return content
 
     own, of_trl = Programs([Own], are_tools=False).new(), Programs([OfTrl], are_tools=False).new()
-    asked = [lambda: own.reset({}, 0), lambda: own.step(said()), lambda: of_trl.reset({}, 0)]
-    asked += [lambda: of_trl.step(said(call("look"))), lambda: of_trl.step(said(call("wait")))]
-    for ask in asked:
-        with pytest.raises(BadValue, match="only text is possible here"):
+    asked = [lambda: own.reset({}, 0)[0], lambda: own.step(said())[0][0], lambda: of_trl.reset({}, 0)]
+    return [*asked, lambda: of_trl.step(said(call("look")))[0][0], lambda: of_trl.step(said(call("wait")))[0][0]]
+
+
+@pytest.mark.parametrize("given", SHOWN, ids=range(len(SHOWN)))
+def test_an_image_is_read_wherever_it_is_and_in_the_forms_of_others(given):
+    """In a tool's result, in what reset returns as TRL's do and as messages, and in what step returns."""
+    messages = as_messages([{"role": "user"} | given])
+    if "images" not in given:
+        messages += [ask() for ask in of_message(given["content"])]
+    for message in messages:
+        assert message["content"] == "\ue001" + ("" if given["content"] is PICTURE else "a screen")
+        (file,) = message["images"]
+        assert np.array_equal(to_rgb(file), np.asarray(PICTURE))
+
+
+WRONG = [
+    ([PICTURE, "text"], "an image within a value"),
+    ({"screen": {"now": PICTURE}}, "an image within a value"),
+    (Point(PICTURE), "an image within a value"),
+    ([{"type": "image"}], "an image is None"),
+    ({"type": "image_url", "image_url": {}}, "an image is None"),
+    ({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}, "an image is 'https"),
+    ({"type": "image", "image": "/etc/passwd"}, "an image is '/etc"),
+    ({"type": "image", "image": np.zeros((4, 4, 3))}, "an image is array"),
+    ({"type": "image", "image": FILE[:-30]}, "an image cannot be decoded"),
+    ([{"type": "video", "video": "a.mp4"}], "only text and images are possible here"),
+]
+
+
+@pytest.mark.parametrize(("value", "wrong"), WRONG, ids=range(len(WRONG)))
+def test_what_is_no_image_is_refused_wherever_it_is(value, wrong):
+    for ask in of_message(value):
+        with pytest.raises(BadValue, match=wrong):
             ask()
 
 
 def test_what_reset_adds():
     message = {"role": "user", "content": "x"}
-    assert as_added(None) == as_added([]) == [] and as_added("text") == "text"
+    assert as_added(None) == as_added([]) == [] and as_added("text") == {"content": "text"}
     assert as_added([message]) == as_added((message,)) == [message]
-    assert as_added([{"type": "text", "text": "one"}, {"type": "text", "text": " two"}]) == "one two"
-    assert as_added(["a", 1]) == '["a", 1]' and as_added({"board": [0, 1]}) == '{"board": [0, 1]}'
+    assert as_added([{"type": "text", "text": "one"}, {"type": "text", "text": " two"}]) == {"content": "one two"}
+    assert as_added(["a", 1]) == {"content": '["a", 1]'} and as_added({"board": [0, 1]}) == {"content": '{"board": [0, 1]}'}
     for wrong in (message, [message, "text"], [{"role": "user"}]):
         with pytest.raises(BadValue, match="not a"):
             as_added(wrong)
-    with pytest.raises(BadValue, match="only text"):
-        as_added([message | {"images": [PICTURE]}])
     with pytest.raises(BadValue, match="cannot be written as JSON"):
-        as_text({(1, 2): 3})
+        as_content({(1, 2): 3})

@@ -157,6 +157,6 @@ def test_text_that_reset_adds_belongs_to_the_last_message():
     turns = turns_of("qwen2_5")
     asked = {"role": "user", "content": "Which?"}
     end = turns.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    ids = turns.prompt([asked], " One of <|im_end|>2.")
+    ids = turns.prompt([asked], {"content": " One of <|im_end|>2."})
     assert "Which? One of <|im_end|>2.<|im_end|>" in turns.tokenizer.decode(ids)
     assert ids.count(end) == turns.prompt([asked], []).count(end)

@@ -3,21 +3,20 @@
 import io
 import json
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from helpers import ROOT
-from test_examples import SCRIPTS, VERL, number, parse
+from test_examples import RECIPES, SCRIPTS, number, parse
 
 from rl import flags, parts
 from rl.errors import UserError
-from tools.from_verl import keys, supervised, translate, verl_run
+from tools.from_verl import table, translate, verl_run
 from tools.from_verl.__main__ import main, read_text, report
 from tools.from_verl.command import parse_value, read_script, read_words
-from tools.from_verl.table import OTHER_DEFAULTS, ROWS
+from tools.from_verl.table import OTHER_DEFAULTS, ROWS, ROWS_OF_SFT
 
 RUNS = {  # verl's command -> the recipe of the same run
     "1_grpo_0.5b_fully_async": "grpo_qwen2.5_0.5b_gsm8k_async",
@@ -74,11 +73,11 @@ def test_no_key_of_verls_runs_is_unknown_or_without_a_word(name):
     command = read_script(verl(name).read_text())
     found = translate.translate(command)
     assert found.verdicts.keys() == command.values.keys() and len(command.values) > 30
-    assert {kind for kind, _ in found.verdicts.values()} <= {keys.TRANSLATED, keys.NOT_NEEDED, keys.NOT_HERE}
-    assert all(why for kind, why in found.verdicts.values() if kind != keys.TRANSLATED)
+    assert {kind for kind, _ in found.verdicts.values()} <= {table.TRANSLATED, table.NOT_NEEDED, table.NOT_HERE}
+    assert all(why for kind, why in found.verdicts.values() if kind != table.TRANSLATED)
     printed = report(command)
     for key, (kind, _) in found.verdicts.items():
-        assert kind == keys.TRANSLATED or f"#   {key}=" in printed
+        assert kind == table.TRANSLATED or f"#   {key}=" in printed
 
 
 def test_the_printed_command_is_one_for_a_shell(tmp_path):
@@ -113,15 +112,6 @@ def test_the_command_line_takes_it_in_every_form(given, tmp_path, monkeypatch, c
     printed = capsys.readouterr().out
     assert "train_sync.py" in printed and "--rollout-n 3" in printed and "--logger console wandb" in printed
     assert "#   no.such=1" in printed
-
-
-@pytest.mark.parametrize("given", [[], [""], [" \n"]])
-def test_nothing_is_not_translated(given, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["from_verl", *given])
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
-    with pytest.raises(SystemExit):
-        main()
-    assert capsys.readouterr().err.startswith("error: nothing to translate")
 
 
 def test_the_module_starts_and_its_errors_are_one_line():
@@ -193,11 +183,11 @@ def test_no_word_is_lost_whatever_it_is():
 def test_every_flag_of_the_table_exists_and_every_default_is_a_keys():
     existing = {flag for script in SCRIPTS for flag in translate.own_defaults(script)}
     existing |= translate.own_defaults("train_sft.py").keys()
-    shown = {flag for row in (*ROWS, *supervised.OWN) for flag in row.flags.split(", ") if flag}
-    assert all(keys.find(name, supervised.ROWS_OF_SFT) for name in supervised.NAMES.values())
+    shown = {flag for row in (*ROWS, *table.OWN) for flag in row.flags.split(", ") if flag}
+    assert all(table.find(name, ROWS_OF_SFT) for name in map(table.in_full, table.SFT_KEYS["names"].values()))
     of_forks = {"--gdpo-reward-keys", "--gdpo-reward-weights"}  # of examples/forks/gdpo.diff, as their rows say
     assert shown - existing == of_forks
-    names = {names[0] for row in ROWS for names in row.names}
+    names = {names[0] for row in (*ROWS, *table.OWN) for names in row.names}
     assert {key for defaults in OTHER_DEFAULTS.values() for key in defaults} <= names
     every = [name for row in ROWS for names in row.names for name in names]
     assert len(every) == len(set(every)), "a key appears in one row only"
@@ -281,18 +271,6 @@ SPLIT = (
 )
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "algorithm.adv_estimator=rloo trainer.project_name=verl_examples",
-        "algorithm.adv_estimator=rloo \\\n  data.train_files=/home/me/verl/data/train.parquet",
-        "algorithm.adv_estimator=rloo custom_reward_function.path='my verl/main_ppo.py'  # as in verl.trainer",
-    ],
-)
-def test_words_alone_may_speak_of_verl(text):
-    assert shown(translate.translate(read_text(text)))["adv-estimator"] == "rloo"
-
-
 V1 = (
     *SPLIT, "trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.nnodes=1", "trainer.n_gpus_per_node=4",
     "data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=16", "trainer.total_training_steps=100",
@@ -321,11 +299,6 @@ def test_the_asynchronous_mode_of_verls_newer_trainer(words, flags_):
     assert {name: got.get(name, {"staleness-threshold": 1.0}.get(name)) for name in flags_} == flags_
 
 
-def test_waiting_for_samples_that_get_too_old_is_missing():
-    found = ours(*V1, "trainer.v1.sampler.max_off_policy_strategy=wait", script="trainer.main_ppo")
-    assert any("dropped and replaced" in text for _, text in found.verdicts.values())
-
-
 def test_verls_newer_trainer_is_synchronous_by_default():
     keys_ = ("trainer.use_v1=True", "trainer.v1.trainer_mode=sync", "trainer.v1.sampler.max_off_policy_threshold=8")
     found = ours("algorithm.adv_estimator=grpo", *keys_, "trainer.v1.sampler.sync_refill_failed_groups=True")
@@ -348,21 +321,6 @@ def test_groups_are_filtered_by_the_score_without_the_penalty_on_length(metric):
     assert ours(*words, *overlong).verdicts[of + "metric"][0] == ("not here" if differs else "translated")
     by_default = ours(words[0], words[1], *overlong)
     assert any("the penalty on length in it" in note for note in by_default.notes), "verl's default is the reward"
-
-
-KEYS_OF_0_9_1 = """async_training.use_dynamic_resource_scheduling=False async_training.dynamic_schedule_policy=default
-async_training.concurrent_samples_per_replica=16 A.rollout.standalone_gpu_memory_utilization=null
-A.rollout.router_config_path=null A.actor.veomni.moe_implementation=fused
-A.ref.veomni.attn_implementation=flash_attention_2 A.actor.torchtitan.attn_type=flex
-A.ref.torchtitan.tensor_parallel_size=1 A.actor.optim.muon_momentum=0.95 A.actor.optim.lr_min=0.0 A.actor.optim.eps=1e-08
-A.actor.megatron.use_megatron_fsdp=False A.actor.megatron.pad_to_length_bucket=512 A.ref.fsdp_config.seed=42 A.ref.optim.lr=1e-3
-trainer.checkpoint_callback_class=null trainer.v1.sampler.sync_refill_failed_groups=False trainer.v1.sync={}
-trainer.v1.separate_async.hybrid_rollout.enable_switch=False trainer.v1.sampler.custom_sampler.path=null"""
-
-
-def test_the_defaults_of_verl_0_9_1_ask_for_nothing_that_is_missing():
-    found = ours("algorithm.adv_estimator=grpo", *KEYS_OF_0_9_1.replace("A.", "actor_rollout_ref.").split())
-    assert {key: why for key, why in found.verdicts.items() if why[0] not in ("translated", "not needed")} == {}
 
 
 def test_fully_async_counts_in_publishes_and_prompts():
@@ -406,17 +364,6 @@ def test_the_script_follows_from_the_keys_where_no_program_is_named():
     assert translate.translate(read_text("data.shuffle=False trainer.nnodes=2")).script == verl_run.SYNC
 
 
-def test_notes_name_a_key_given_with_two_values():
-    found = ours(*SPLIT, "rollout.nnodes=1", "actor_rollout_ref.rollout.nnodes=2", script="one_step_off_policy.main_ppo")
-    assert any("two names of one setting" in note for note in found.notes)
-    assert any("the last one counts" in note for note in ours("data.shuffle=True", "data.shuffle=False").notes)
-
-
-def test_a_note_names_the_users_own_configuration():
-    command = read_words(["-m", "verl.trainer.main_ppo", "--config-path=mine", "--config-name=mine.yaml", *SPLIT])
-    assert any("mine" in note for note in translate.translate(command).notes)
-
-
 def test_ratios_of_a_run_whose_length_the_data_decide_are_not_guessed():
     key = "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio"
     found = ours(f"{key}=0.05", "trainer.total_epochs=3")
@@ -433,32 +380,4 @@ def test_every_flag_that_is_printed_is_read_back(tmp_path):
 
 
 def test_all_of_verls_runs_are_here():
-    assert set(RUNS.values()) == set(VERL)
-
-
-SUPERVISED = [*supervised.NAMES, *(name for row in supervised.OWN for names in row.names for name in names), "engine.dtype"]
-SUPERVISED += [
-    f"{head}{key}" for head in supervised.HEADS for key in ("lr", "path", "lora_rank", "lora.rank", "betas", "no_such")
-]
-NAMES = [name.replace("*", "actor") for row in ROWS for names in row.names for name in names]
-ODD = ["1", "0", "-1", "None", "True", "abc", "[a]", "[]", "", "1e-6", "1.5", "8", "[1,2]", "{a: 1}", "'x y'", "${a.b}"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("names", "scripts"),
-    [
-        (NAMES, ("main_ppo", "fully_async_main", "one_step_off_policy.main_ppo")),
-        (SUPERVISED, ("sft_trainer", "fsdp_sft_trainer")),
-    ],
-    ids=["RL", "supervised"],
-)
-def test_odd_values_never_cause_a_traceback(names, scripts, monkeypatch):
-    """Every key of the table with every value, in random groups: the result has a command and a verdict on each key."""
-    monkeypatch.setattr(translate, "refusal", lambda translation: "")  # tyro takes long, and has its own tests
-    words = [f"{name}={value}" for name in names for value in ODD]
-    random.Random(0).shuffle(words)
-    for group in (words[i : i + 8] for i in range(0, len(words), 8)):
-        for script in scripts:
-            found = ours(*group, script=script)
-            assert found.verdicts.keys() == {word.partition("=")[0] for word in group} and found.command()
+    assert {*RUNS.values()} == {recipe.stem for recipe in RECIPES}

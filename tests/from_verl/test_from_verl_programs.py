@@ -6,9 +6,9 @@ from helpers import ROOT
 
 from rl import parts
 from rl.errors import UserError
-from tools.from_verl import keys, translate
+from tools.from_verl import table, translate
 from tools.from_verl.__main__ import read_text, report
-from tools.from_verl.command import read_script, read_words
+from tools.from_verl.command import read_script
 
 FIXTURES = ROOT / "tests" / "fixtures" / "verl"  # the words are those of verl's examples; the scripts are our own
 OLD, NEW, MULTITURN = ((FIXTURES / "supervised" / f"{name}.sh").read_text() for name in ("old", "new", "multiturn"))
@@ -37,7 +37,7 @@ def test_the_older_supervised_trainer():
     assert {name: parts.get(args, name) for name in wanted} == wanted and args.test_freq > 1000
     assert any("warms up over 0.1 of the steps" in note for note in found.notes), "verl's default; the data decide the steps"
     assert any("chat template" in note for note in found.notes)
-    assert {kind for kind, _ in found.verdicts.values()} == {keys.TRANSLATED, keys.NOT_NEEDED}
+    assert {kind for kind, _ in found.verdicts.values()} == {table.TRANSLATED, table.NOT_NEEDED}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -49,7 +49,7 @@ def test_the_newer_supervised_trainer(backend):
     wanted |= {"max_ckpt_to_keep": 2, "save_freq": 50, "test_freq": 0, "optimizer_offload": True, "val_files": ()}
     wanted |= {"sequence_parallel": 1 if backend == "megatron" else 2, "max_tokens_per_micro_batch": 8000}
     assert {name: parts.get(args, name) for name in wanted} == wanted and not found.gaps
-    missing = {key for key, (kind, _) in found.verdicts.items() if kind == keys.NOT_HERE}
+    missing = {key for key, (kind, _) in found.verdicts.items() if kind == table.NOT_HERE}
     assert missing == {"data.truncation", "trainer.test_freq"} | (
         {"engine.tensor_model_parallel_size"} if backend == "megatron" else set()
     )
@@ -108,12 +108,6 @@ def test_a_program_that_is_no_trainer_is_refused_by_its_name(text, message):
         report(read_text(text))
 
 
-@pytest.mark.parametrize("words", ["python3 -m foo.bar a=1", "train a=1", "python3 train.py a=1", "verl-run a=1"])
-def test_words_of_another_program_do_not_become_a_run_of_the_demo(words):
-    with pytest.raises(UserError, match="is no trainer"):
-        translate.translate(read_words(words.split()))
-
-
 PPO = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4"
 GIVEN = f"{PPO} actor_rollout_ref.model.path=x data.train_files=a.parquet"
 
@@ -156,19 +150,7 @@ def test_adapters_of_megatron(words, target):
     found = translate.translate(read_script(f"{GIVEN} {text} actor_rollout_ref.actor.optim.lr=3e-5"))
     args = translate.parse(found)
     assert (args.learner.lora_rank, args.learner.lora_alpha, args.learner.lora_target) == (64, 32, target) and not found.refusal
-    assert {kind for kind, _ in found.verdicts.values()} <= {keys.TRANSLATED, keys.NOT_NEEDED}
-
-
-def test_what_adapters_of_megatron_have_that_is_not_here():
-    of = "actor_rollout_ref.model.lora."
-    words = ["rank=8", "type=dora", "dropout=0.1", "target_modules=[*.layers.0.linear_qkv]", "exclude_modules=[x]"]
-    found = translate.translate(read_script(f"{GIVEN} {' '.join(of + word for word in words)}"))
-    assert {key.removeprefix(of) for key, (kind, _) in found.verdicts.items() if kind == keys.NOT_HERE} == {
-        "type", "dropout", "target_modules", "exclude_modules",
-    }  # fmt: skip
-    assert translate.parse(found).learner.lora_rank == 8
-    off = translate.translate(read_script(f"{GIVEN} {of}rank=0 {of}alpha=16 {of}dropout=0.0"))
-    assert "--lora-rank" not in off.flags and {off.verdicts[of + key][0] for key in ("alpha", "dropout")} == {keys.NOT_NEEDED}
+    assert {kind for kind, _ in found.verdicts.values()} <= {table.TRANSLATED, table.NOT_NEEDED}
 
 
 TEACHER = "distillation.enabled=True distillation.distillation_loss.use_task_rewards=False "
@@ -180,26 +162,7 @@ def test_one_teacher_of_any_name():
     found = translate.translate(read_script(f"{GIVEN} {TEACHER} {text}"))
     args = translate.parse(found)
     assert (args.teacher.teacher, args.teacher.teacher_alone) == ("a/b", True) and not found.refusal
-    assert {kind for kind, _ in found.verdicts.values()} == {keys.TRANSLATED, keys.NOT_NEEDED}
-
-
-def test_several_teachers_are_refused():
-    of = "+distillation.teacher_models."
-    with pytest.raises(UserError, match=r"2 teachers \(gsm8k, geo3k\).*one teacher reads all samples"):
-        translate.translate(read_script(f"{GIVEN} {TEACHER} {of}gsm8k.model_path=a {of}geo3k.model_path=b"))
-    off = f"{GIVEN} distillation.enabled=False {of}gsm8k.model_path=a {of}geo3k.model_path=b"
-    assert "--teacher" not in translate.translate(read_script(off)).flags
-
-
-@pytest.mark.parametrize("prefix", ["reward_model", "reward.reward_model"])
-def test_keys_of_a_model_that_scores(prefix):
-    """They have no effect without it; with it they are missing."""
-    words = [f"{prefix}.model.path=y", f"{prefix}.rollout.name=vllm", f"{prefix}.micro_batch_size_per_gpu=8"]
-    for on, kind in (("True", keys.NOT_HERE), ("False", keys.NOT_NEEDED)):
-        found = translate.translate(read_script(f"{GIVEN} {prefix}.enable={on} {' '.join(words)}"))
-        of_it = {key: why for key, why in found.verdicts.items() if key.startswith(prefix)}
-        assert {why[0] for why in of_it.values()} == {kind} and len(of_it) == 4
-        assert all("is off" in why or "nothing that is missing" in why for _, why in of_it.values()) == (on == "False")
+    assert {kind for kind, _ in found.verdicts.values()} == {table.TRANSLATED, table.NOT_NEEDED}
 
 
 @pytest.mark.parametrize(

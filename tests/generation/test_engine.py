@@ -1,6 +1,5 @@
 """The embedded engine, compared with transformers' own forward pass, the contract that every engine keeps, and --engine."""
 
-import os
 import sys
 import types
 
@@ -17,12 +16,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-import train_async
-import train_one_step_off
-import train_sync
-from rl import parts
 from rl.errors import UserError
-from rl.generation import generator
 from rl.generation.embedded.decoding import sample
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import EngineArgs, Request, SamplingParams, request_seed
@@ -53,11 +47,6 @@ def drain(engine, requests):
     while engine.num_unfinished:
         outputs += engine.step()
     return {output.id: output for output in outputs}
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def requests_for(temperature=1.0, n=4, max_tokens=24, **sampling):
@@ -98,16 +87,6 @@ def test_tokens_are_read_while_responses_grow(models):
         engine.step()
         grown = {output.id: output.token_ids for output in engine.unfinished() if output.token_ids}
         assert engine.tokens_of(some) == {id: grown[id] for id in some & grown.keys()}
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads what is resident from /proc")
-def test_slots_that_are_never_used_take_no_memory(models):
-    drain(TransformersEngine(models["qwen2-tied"], max_length=64), requests_for())  # loads what a first use loads
-    engine = TransformersEngine(models["qwen2-tied"], max_length=64, max_num_seqs=8192)
-    before = resident_bytes()
-    outputs = drain(engine, requests_for())
-    assert len(outputs) == 16
-    assert resident_bytes() - before < engine.cache.data.nbytes / 4 > 2**24
 
 
 @pytest.mark.parametrize("kind", ["qwen2-tied", "qwen3_5"])
@@ -271,14 +250,6 @@ def test_sampling_has_the_right_distribution():
     torch.testing.assert_close(torch.bincount(token, minlength=4) / 40000, expected, atol=0.01, rtol=0)
 
 
-def test_the_warning_of_truncated_sampling_has_one_rule():
-    """`truncates` is what the warning about truncated sampling and the embedded engine ask."""
-    assert [SamplingParams(**rule).truncates for rule in ({}, {"top_p": 0.9}, {"top_k": 3})] == [False, True, True]
-    args = parts.make(train_sync.Args, top_p=0.9, top_k=7, temperature=0.5, max_response_length=5, val_top_p=0.8)
-    assert args.sampling.training == SamplingParams(0.5, 0.9, 7, 5)
-    assert args.sampling.validation == SamplingParams(0.0, 0.8, -1, 5)
-
-
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 WITH = types.SimpleNamespace(vllm=types.SimpleNamespace(__version__="0.32.0"))
 
@@ -306,14 +277,3 @@ def test_an_engine_that_cannot_be_is_refused_with_a_remedy(models, monkeypatch):
     monkeypatch.setitem(sys.modules, "rl.generation.vllm.engine", None)
     with pytest.raises(UserError, match=r"--engine vllm: vLLM cannot be imported.*requirements-cuda.txt"):
         choose_engine("vllm", CPU)
-
-
-def test_an_engine_sleeps_only_where_it_takes_turns_with_a_learner(monkeypatch):
-    """vllm-ascend's sleep mode does not start with expandable segments."""
-    asked = []
-    monkeypatch.setattr(generator, "make_engine", lambda *_, sleeps, **__: asked.append(sleeps))
-    monkeypatch.setattr(generator.dist, "engines_first", lambda _: None)
-    job = types.SimpleNamespace(path="", environments=None, val_sets=None)
-    for script in (train_sync, train_one_step_off, train_async):
-        generator.make_generator(script.Args(), job, types.SimpleNamespace(device=CPU, rank=0, world_size=1), None)
-    assert asked == [True, False, False]

@@ -49,14 +49,6 @@ def test_what_an_engine_is_to_do(saved, name):
 
 
 @pytest.mark.slow
-def test_train_sync_learns_with_vllm(demo_model, tmp_path):
-    flags = ["--total-training-steps", "30", "--test-freq", "30", "--lr-scheduler-type", "constant", "--val-max-samples", "100"]
-    metrics, _, _ = train("train_sync.py", "--engine", "vllm", *flags, out=tmp_path, imported="vllm")
-    assert metrics[30]["val-core/demo/acc/mean@1"] > metrics[0]["val-core/demo/acc/mean@1"] + 0.15
-    assert max(metrics[step]["training/rollout_probs_diff_max"] for step in range(1, 31)) < 1e-4
-
-
-@pytest.mark.slow
 def test_train_sync_with_a_tensor_parallel_generator(demo_model, tmp_path):
     """Two ranks learn separately and generate together. One prompt is enough for one engine."""
     flags = ["--engine", "vllm", "--rollout-tp", 2, "--total-training-steps", 3, "--test-freq", 3, "--val-max-samples", 20]

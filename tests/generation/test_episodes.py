@@ -15,7 +15,6 @@ import train_async
 import train_sync
 from rl import parts
 from rl.data.prompts import Prompt
-from rl.errors import ImageError
 from rl.generation.engine import Request
 from rl.generation.episodes import Episodes
 from rl.generation.generator import Generator
@@ -402,47 +401,3 @@ def test_ranks_that_share_an_engine_do_the_same(seed):
         added.append(requests)
         assert is_leader or not played.turns
     assert added[0] == added[1] and not messages and groups[0] and not groups[1]
-
-
-def test_what_is_paused_is_not_sampled_in_a_validation():
-    generator, _ = make(until(2), n=1, Args=train_sync.Args)
-    generator.start(5)
-    (first,) = generator.generate([0])
-    assert first.ticket == 0 and generator.tickets == [5]
-    generator.start_validation()
-    while generator.is_validating:
-        assert not generator.score(generator.decode())
-    assert len(generator.take_rows()) == 1 and generator.tickets == [5]
-    (next_one,) = generator.generate([1])
-    assert next_one.ticket == 1 or next_one.ticket == 5
-    assert not any(key.validates for key in generator.working)
-
-
-def test_a_validation_has_room_next_to_what_is_paused():
-    """--max-num-seqs bounds processes, of which those paused end only in the next call."""
-    generator, _ = make(until(3), n=2, Args=train_sync.Args, max_num_seqs=1)
-    for ticket in (5, 6, 7):
-        generator.start(ticket)
-    generator.generate([0])
-    generator.start_validation()
-    for _ in range(100):
-        generator.score(generator.decode())
-    assert not generator.is_validating and len(generator.take_rows()) == 1
-
-
-def test_images_that_cannot_be_prepared_cost_their_prompt_and_no_response_that_ends_meanwhile():
-    """The last turn of both responses is with their environments when a prompt begins whose images cannot be prepared."""
-
-    def prepare():
-        raise ImageError("broken")
-
-    generator, played = make(until(1, 0.5))
-    generator.start(0)
-    while not played.asked:
-        assert generator.score(generator.decode()) == []
-    generator.job.prompts[0] = replace(generator.job.prompts[0], images=SimpleNamespace(prepare=prepare, digest=""))
-    generator.start(1)
-    done = [group for _ in range(5) for group in generator.score(generator.decode())]
-    assert [group.ticket for group in done] == [1, 0] and [r.score for r in done[1].responses] == [0.5] * 2
-    assert all(r.score is None and "broken" in r.error and not r.extra for r in done[0].responses)
-    assert {key[0] for key, _, _ in played.asked} == {0}

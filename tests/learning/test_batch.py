@@ -3,17 +3,15 @@ mask alone."""
 
 import dataclasses
 import random
-import re
 
 import numpy as np
 import pytest
 import torch
-from helpers import make_group, run_script
+from helpers import make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.algorithm import whole_batch
-from rl.learning import flops
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch
 from rl.learning.division import Division, pack
@@ -66,19 +64,6 @@ def test_pack_keeps_the_responses_to_a_prompt_together():
 def lengths_of(responses: int, mean: int, ragged: bool, seed: int) -> list[int]:
     chance = random.Random(seed)
     return [min(8 * mean, 1 + int(chance.lognormvariate(0, 0.75) * mean)) if ragged else mean for _ in range(responses)]
-
-
-@pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize("size", [(8, 8, 8, 64), (8, 8, 8, 256), (8, 8, 100, 300), (64, 8, 100, 300), (32, 8, 200, 400)])
-def test_less_than_a_fiftieth_of_the_tokens_are_computed_again(size, ragged):
-    """By default, on one rank, for groups that take at most two thirds of a micro-batch."""
-    groups, n, prompt, response = size
-    for seed in range(3):
-        responses = lengths_of(groups * n, response, ragged, seed)
-        lengths, group = [prompt + r for r in responses], [i // n for i in range(groups * n)]
-        (plan,) = pack(lengths, [prompt] * len(lengths), group, LearnerArgs.max_tokens_per_micro_batch, 1)
-        again = sum(prompt * len({group[i] for i in micro}) for micro in plan) - prompt * groups
-        assert again < 0.02 * (sum(responses) + groups * prompt)
 
 
 @pytest.mark.parametrize("ranks", [2, 5, 8])
@@ -289,24 +274,3 @@ def test_log_probs_and_gradient_are_those_of_the_full_computation(models, ranks)
     torch.testing.assert_close(found["masked"][0], found["full"][0], atol=1e-6, rtol=1e-6)
     a, b = (of[1].double() for of in found.values())
     assert b.norm() > 0 and (a - b).norm() / b.norm() < 1e-6
-
-
-def test_the_head_counts_for_the_mask_alone(models, ranks, monkeypatch):
-    """In the MFU: the same layers, and fewer projections."""
-    monkeypatch.setattr(flops, "peak_flops", lambda: 1e9)
-    learner, metrics = Learner(models["qwen3"], LearnerArgs(), ranks, 10), {}
-    for name, mask in {"plain": None, "masked": [True] * 10 + [False] * 30}.items():
-        batch = Batch.of([group_of(0, [mask], n=40)])
-        metrics[name] = flops.perf_metrics(learner, batch, {"update_actor": 1.0}, 1, forward_only=0.0)
-    spared = metrics["plain"]["perf/mfu/actor"] - metrics["masked"]["perf/mfu/actor"]
-    assert spared == pytest.approx(30 * 6 * 64 * 32 / 1e9)
-    assert metrics["masked"]["perf/total_num_tokens"] == metrics["plain"]["perf/total_num_tokens"] == 44
-
-
-@pytest.mark.slow
-def test_ranks_without_a_trained_token_stay_in_step(models):
-    """FSDP, Ulysses and experts on two ranks, with micro-batches, halves of a row, and a mini-batch that train nothing."""
-    done = run_script("tests/programs/masked_logits.py", models["qwen3"], models["moe"], ranks=2, timeout=240)
-    lines = {name: (int(a), int(b)) for name, a, b in re.findall(r"(.+): (\d) ranks .*, (\d) no logits at all", done.stdout)}
-    assert len(lines) == 7 and all(ever for ever, _ in lines.values()), done.stdout
-    assert [never for name, (_, never) in lines.items() if "one response" in name] == [1, 1], done.stdout

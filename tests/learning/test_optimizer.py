@@ -76,15 +76,6 @@ def test_flags_that_exclude_each_other_are_refused():
         check(LearnerArgs(optimizer_offload=True, param_offload=True))
 
 
-def test_the_learning_rate_follows_its_schedule():
-    args = LearnerArgs(lr_warmup_steps=4, lr_scheduler_type="cosine", min_lr_ratio=0.1)
-    assert [lr_factor(step, 10, args) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
-    assert lr_factor(4, 10, args) == pytest.approx(1.0)
-    assert lr_factor(7, 10, args) == pytest.approx(0.1 + 0.9 * 0.5)  # half of the cosine's way
-    assert lr_factor(10, 10, args) == lr_factor(50, 10, args) == pytest.approx(0.1)
-    assert lr_factor(10**6, 10, LearnerArgs(lr_warmup_steps=0, lr_scheduler_type="constant")) == 1.0
-
-
 # ------------------------------------------------------------------------------------------------------ CompactAdamW
 
 KNOBS = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.01}
@@ -173,3 +164,12 @@ def test_8_bits_are_those_of_the_paper(shape, monkeypatch):
     state = optimizer.state[parameter]
     sizes = [sum(tensor.nbytes for tensor in state.values()), 2 * parameter.nbytes]
     assert state["exp_avg"].dtype == torch.uint8 and sizes[0] < 0.35 * sizes[1]
+
+
+def test_the_learning_rate_follows_its_schedule():
+    args = LearnerArgs(lr_warmup_steps=4, lr_scheduler_type="cosine", min_lr_ratio=0.1)
+    assert [lr_factor(step, 10, args) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert lr_factor(4, 10, args) == pytest.approx(1.0)
+    assert lr_factor(7, 10, args) == pytest.approx(0.1 + 0.9 * 0.5)  # half of the cosine's way
+    assert lr_factor(10, 10, args) == lr_factor(50, 10, args) == pytest.approx(0.1)
+    assert lr_factor(10**6, 10, LearnerArgs(lr_warmup_steps=0, lr_scheduler_type="constant")) == 1.0

@@ -76,18 +76,6 @@ def test_what_is_per_response_has_an_entry_for_each(name, argument, shape):
         NAMES[name](**arguments(NAMES[name]) | {argument: torch.zeros(shape)})
 
 
-def test_as_many_responses_as_tokens_are_taken():
-    """Here group [B] rightly has the same length as seq [N]."""
-    reward = torch.tensor([1.0, 0.0, 1.0])
-    advantage = losses.dr_grpo(reward, MASK[:3], torch.arange(3), torch.zeros(3, dtype=torch.long))
-    assert torch.allclose(advantage, torch.tensor([1 / 3, -2 / 3, 1 / 3]))
-
-
-def test_responses_without_tokens_at_the_end_are_taken():
-    advantage = losses.dr_grpo(torch.tensor([0.0, 1.0]), MASK[:2], torch.tensor([0, 0]), torch.tensor([0, 0, 0]))
-    assert advantage.tolist() == [0.0, 0.0], "alone in its group: the others have no trained token"
-
-
 X = torch.zeros(6)
 WORDS = {
     "aggregate": lambda word: losses.aggregate(X, MASK, SEQ, word, 2.0),
@@ -129,13 +117,6 @@ def test_the_rest_looks_at_its_layout_too():
     for call in calls:
         with pytest.raises(ValueError):
             call()
-
-
-def test_a_message_names_the_caller_and_its_arguments():
-    with pytest.raises(ValueError, match=r"kl_penalty: found log_prob \(6,\), ref_log_prob \(5,\)"):
-        losses.kl_penalty(X, X[:5], MASK, "k3")
-    with pytest.raises(ValueError, match=r"rollout_rejection_mask: found .*rollout_log_prob \(5,\)"):
-        losses.rollout_rejection_mask(X, X[:5], MASK, SEQ, criteria=[])
 
 
 NUMBERS = {

@@ -75,16 +75,6 @@ def test_only_the_kl_with_a_ratio_has_the_gradient_of_the_divergence_on_stale_to
 # -------------------------------------------------------------------------------------------------- wired up by forks
 
 
-def test_the_off_policy_mask_by_hand():
-    # two tokens that lost 0.4 and 0.8 since they were sampled; one that lost 0.5; one that gained; one that is not trained
-    lp, roll = torch.tensor([-1.4, -1.8, -1.5, -0.5, -9.0]), torch.tensor([-1.0] * 5)
-    mask, seq = torch.tensor([1, 1, 1, 1, 0], dtype=torch.bool), torch.tensor([0, 0, 1, 2, 3])
-    advantage = torch.tensor([-1.0, 2.0, -1.0, -1.0, -1.0])
-    out = lambda threshold: losses.off_policy_tokens(lp, roll, advantage, mask, seq, threshold=threshold).tolist()  # noqa: E731
-    assert out(0.55) == [True, False, False, False, False]
-    assert out(0.3) == [True, False, True, False, False] and not any(out(0.7))
-
-
 @settings(max_examples=25)
 @given(lengths=LENGTHS, seed=SEEDS, threshold=st.floats(0.01, 0.5), parts=st.integers(1, 3))
 def test_the_off_policy_mask_equals_slow_loops_however_the_batch_is_cut(lengths, seed, threshold, parts):

@@ -1,7 +1,6 @@
 """flash-linear-attention's gated delta rule: used where it is right, by stand-ins with the signature and the refusals of
 fla-core 0.6.0 that compute it token by token."""
 
-import json
 import sys
 import types
 
@@ -12,13 +11,9 @@ from test_delta_net import differences, in_double, micro_batch  # noqa: F401  (a
 from transformers import Qwen3_5TextConfig
 
 from rl.generation.embedded.states import FillingChain, States
-from rl.learning.args import LearnerArgs
-from rl.learning.learner import Learner
 from rl.model.hybrid import kernels
 from rl.model.hybrid.chain import Chain
 from rl.ranks.device import DELTA_RULE
-from tools.doctor import measure
-from tools.doctor.findings import OK, SLOW
 
 CPU = torch.device("cpu")
 CONFIG = Qwen3_5TextConfig(**SMALL | DELTA)
@@ -172,16 +167,6 @@ def test_what_cannot_be_used_is_said(rule, dtype, why, on_cpu, capsys):
     )
 
 
-def test_a_learner_says_it_and_a_plain_cpu_says_nothing(models, ranks, on_cpu, capsys):
-    Learner(models["qwen3_5"], LearnerArgs(dtype="bfloat16"), ranks, 10)
-    assert "flash-linear" not in capsys.readouterr().out
-    on_cpu(WRONG["no first states"])
-    Learner(models["qwen3"], LearnerArgs(dtype="bfloat16"), ranks, 10)
-    assert not CALLS and "flash-linear" not in capsys.readouterr().out
-    Learner(models["qwen3_5"], LearnerArgs(dtype="bfloat16"), ranks, 10)
-    assert "warning: flash-linear-attention is not used for the gated delta nets: its outputs differ" in capsys.readouterr().out
-
-
 # ------------------------------------------------------------------------------------------------------ packed rows
 
 
@@ -213,18 +198,3 @@ def test_a_row_of_prompts_alone():
     chain = Chain([3, 2], [-1, -1], CPU)
     (wave,), order = chain._waves
     assert wave.front is None and wave.ends.tolist() == [0, 3, 5] and order.tolist() == [0, 1, 2, 3, 4]
-
-
-# -------------------------------------------------------------------------------------------------------- the doctor
-
-
-@pytest.mark.parametrize(("rule", "status"), [(chunk_gated_delta_rule, OK), (WRONG["no first states"], SLOW), (None, SLOW)])
-def test_the_doctor_has_a_row_for_it(rule, status, on_cpu, tmp_path, monkeypatch):
-    on_cpu(rule)
-    checks = object.__new__(measure.Checks)
-    checks.path, checks.dtype, checks.device = tmp_path / "findings", torch.bfloat16, CPU
-    monkeypatch.setattr(measure.device, "is_accelerator", lambda _: True)
-    checks._delta_rule(CONFIG)
-    finding = json.loads(checks.path.read_text())
-    assert finding["check"] == "delta rule" and finding["status"] == status
-    assert ("flash-linear-attention, torch.bfloat16" in finding["text"]) == (status == OK)

@@ -1,6 +1,5 @@
 """Gated delta nets over packed rows: what transformers computes of each sequence by itself, values and gradients."""
 
-import functools
 import sys
 
 import numpy as np
@@ -104,15 +103,6 @@ def test_a_packed_row_is_its_sequences(kind, in_double):
     assert log_probs <= 1e-10 and of_gradients <= 1e-9
 
 
-@pytest.mark.parametrize("kind", ["Qwen3_5TextConfig", "Qwen3NextConfig"])
-def test_a_response_alone_in_its_micro_batch(kind, in_double):
-    batch, order, _ = micro_batch({2: 1, 64: 2}, longest=70)
-    for i in order:
-        if batch.lengths[i]:
-            log_probs, of_gradients = differences(kind, batch, [i], MicroBatch.of(batch, [i], torch.device("cpu")))
-            assert log_probs <= 1e-10 and of_gradients <= 1e-9
-
-
 # ------------------------------------------------------------------------------------------------------------ mutants
 
 RULE, CONVOLVED = chain.chunked, Chain.convolved
@@ -192,27 +182,6 @@ def test_layers_that_hand_down_nothing(monkeypatch):
         net.register_forward_pre_hook(bare, with_kwargs=True)
     assert torch.equal(Policy(model)(*inputs)[0], expected)
     check_policy(Policy(model), "x")
-
-
-def test_the_start_check_takes_transformers_own_functions(monkeypatch, tmp_path):
-    """Where flash-linear-attention is installed, transformers has its kernels in place of its own functions. They do not run on
-    a CPU."""
-    module = transformers.models.qwen3_5.modeling_qwen3_5
-    model = model_of("Qwen3_5TextConfig", ATTENTION)
-    model.save_pretrained(tmp_path)
-    for name in delta_net.KERNELS:
-        if not hasattr(getattr(module, name, None), "__wrapped__"):  # transformers before 5.6
-            continue
-
-        @functools.wraps(getattr(module, name))
-        def kernel(*args, **kwargs):
-            raise RuntimeError("0 active drivers")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(module, name, kernel)
-            check_policy(Policy(model), "x")
-            TransformersEngine(str(tmp_path), max_length=32)
-            assert getattr(module, name) is kernel, "it is put back"
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

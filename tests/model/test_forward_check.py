@@ -12,12 +12,11 @@ import transformers
 from helpers import DELTA, SMALL
 from transformers import AutoModelForCausalLM
 
-from examples.demo.sums import build_tokenizer
 from rl.errors import UserError
 from rl.model.attention import ATTENTION, check_supported
 from rl.model.loading import load_weights
 from rl.model.policy import TOKENS, Policy, check_policy
-from rl.model.pretrained import FAMILIES, check_model, takes_images
+from rl.model.pretrained import FAMILIES, takes_images
 
 MIXTURE = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 LONGROPE = dict(rope_type="longrope", short_factor=[1.0 + i / 4 for i in range(8)], long_factor=[9.0] * 8, rope_theta=1e4)
@@ -180,11 +179,6 @@ def test_a_window_is_refused_where_sequences_outgrow_it_and_only_there(kind, set
         check_supported(config, "x", longest=17)
 
 
-@pytest.mark.parametrize("settings", [dict(use_sliding_window=False), dict(sliding_window=None, use_sliding_window=True)])
-def test_a_window_that_is_turned_off_is_none(settings):
-    check_supported(transformers.Qwen2Config(**SMALL | dict(sliding_window=16) | settings), "x", longest=10**6)
-
-
 def test_a_window_that_the_config_does_not_tell_ends_the_run_when_a_sequence_outgrows_it():
     policy = policy_of("MistralConfig", sliding_window=2 * TOKENS)
     check_policy(policy, "x")
@@ -210,13 +204,6 @@ def test_layers_that_attend_in_other_ways_are_refused():
     check_supported(config, "x", longest=16)
 
 
-def test_layers_with_heads_of_two_sizes_are_refused():
-    """The learner computes them; the engine's cache has one size."""
-    sizes = dict(head_dim=16, global_head_dim=32, layer_types=["sliding_attention", "full_attention"], sliding_window=64)
-    with pytest.raises(UserError, match="its layers differ in head_dim"):
-        check_supported(transformers.Gemma4TextConfig(**SMALL | sizes), "x", longest=16)
-
-
 @pytest.mark.parametrize("rope", [LONGROPE, {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}])
 def test_rotary_embeddings_that_depend_on_the_batch_are_refused_beyond_their_first_range(rope):
     config = llama(rope_parameters=rope | {"original_max_position_embeddings": 64})
@@ -237,14 +224,6 @@ def test_which_models_take_images():
     assert takes_images(types.SimpleNamespace(model_type=FAMILIES[0]))
     assert takes_images(types.SimpleNamespace(model_type="mine", vision_config={"depth": 2}))
     assert not takes_images(types.SimpleNamespace(model_type="mine", vision_config=None))
-
-
-def test_a_model_with_images_of_another_family_is_refused_rather_than_trained_on_text(tmp_path):
-    config = transformers.Gemma3Config()
-    config.save_pretrained(tmp_path)
-    args = types.SimpleNamespace(trust_remote_code=False, max_prompt_length=8, max_response_length=8, sequence_parallel=1)
-    with pytest.raises(UserError, match=f"it takes images, and is a {config.model_type}. Of such models {FAMILIES[0]}"):
-        check_model(str(tmp_path), build_tokenizer(), args)
 
 
 def test_the_check_costs_a_run_nothing_but_time(demo_model):

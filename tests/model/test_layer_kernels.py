@@ -200,27 +200,3 @@ def test_a_package_that_cannot_be_imported_is_named(monkeypatch, installed):
     installed()
     monkeypatch.setitem(sys.modules, "liger_kernel.ops.rms_norm", None)
     assert liger.unused(CPU, torch.bfloat16, 32, 64).startswith("ModuleNotFoundError: ")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_right_passes_with_room(dtype, installed):
-    installed()
-    found = liger.differences(CPU, dtype, 96, 160)
-    assert found.keys() == set(liger.WHOSE) and max(found.values()) < liger.TOLERANCE / 3
-
-
-def test_nothing_is_said_or_changed_where_there_is_no_package_or_no_accelerator(models, ranks, capsys, installed):
-    _, learner = learn(models["qwen3"], ranks)
-    assert not replaced(learner) and "rl.model.liger" in sys.modules
-    installed()
-    installed.has_package(False)
-    _, learner = learn(models["qwen3"], ranks)
-    assert not replaced(learner) and "liger" not in capsys.readouterr().out
-
-
-@compiler
-@pytest.mark.slow
-def test_no_kernel_beside_compiled_layers(models, ranks, installed):
-    installed()
-    learner = Learner(models["qwen3"], LearnerArgs(compile=True), ranks, 10)
-    assert replaced(learner) == {"Qwen3DecoderLayer"}

@@ -1,17 +1,14 @@
 """Attention kernels of the devices on packed rows: exact, with fake kernels in double precision, and bounded in memory."""
 
 import functools
-import json
 
 import helpers
 import packed_kernels as kernels
 import pytest
 import torch
-from helpers import flat_gradient, make_group, run_script
+from helpers import flat_gradient, make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention import varlen
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config
 
 from rl.errors import UserError
@@ -75,20 +72,6 @@ def test_a_kernel_sees_what_rectangles_see(prompts, heads, kind, seed):
         assert relative(got, want) < ROUNDING[dtype]
 
 
-def test_shared_heads_with_the_arguments_of_torch_2_11(on_cpu, monkeypatch):
-    """Its function has no enable_gqa; its kernel takes fewer heads of keys than of queries as they are."""
-    todays = varlen.varlen_attn
-
-    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
-        more = {"scale": scale, "window_size": window_size, "enable_gqa": query.shape[1] > key.shape[1]}
-        return todays(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **more)
-
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-    on_cpu("cuda")
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
-    check_kernel(Qwen2Config(**heads), 1, torch.bfloat16, CPU)
-
-
 @pytest.mark.parametrize(
     ("kind", "dtype", "segments", "size", "kernel"),
     [
@@ -107,24 +90,6 @@ def test_rectangles_only_where_there_is_no_kernel(kind, dtype, segments, size, k
     if kind != "cpu":
         on_cpu(kind)
     assert packed_attention(torch.empty(1, 1, size, dtype=dtype), segments) == kernel
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_cpu_computes_with_shared_heads_as_they_are(dtype):
-    """No key or value is copied for each query head, as torch's other CPU kernel would do."""
-    seen = []
-
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append((func.__name__.partition(".")[0], [x.shape for x in args if isinstance(x, torch.Tensor)]))
-            return func(*args, **(kwargs or {}))
-
-    query, key, value = (torch.randn(20, heads, 8, dtype=dtype, requires_grad=True) for heads in (6, 2, 2))
-    with Seen():
-        Packed([5, 9, 6], after=[-1, 0, 0]).attend(0, query, key, value, scaling=0.3).sum().backward()
-    kernels_called = [shapes for name, shapes in seen if name == "_scaled_dot_product_flash_attention_for_cpu"]
-    assert kernels_called == [[(2, 6, 14, 8), (2, 2, 14, 8), (2, 2, 14, 8)]]
-    assert key.grad.shape == key.shape and "repeat_interleave" not in {name for name, _ in seen}
 
 
 def learn(path: str, ranks, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,53 +143,3 @@ def test_a_device_whose_kernel_refuses_it_is_one_message(on_cpu, monkeypatch):
     config = Qwen2Config(num_attention_heads=4, num_key_value_heads=2, hidden_size=64)
     with pytest.raises(UserError, match=r"in torch.bfloat16 \(FlashAttention only .* newer\.\)\. --dtype float32"):
         check_kernel(config, 1, torch.bfloat16, CPU)
-
-
-# ------------------------------------------------------------------------------------------------------------- its memory
-
-
-def counted(kind: str, dtype: str, **row) -> dict:
-    """Bytes at the peak, at the end of the forward pass, and of the largest tensor, of attention with its gradient."""
-    row = {"segments": [], "after": [], "heads": 32, "kv_heads": 8, "size": 128} | row
-    done = run_script("tests/programs/attention_memory.py", kind, dtype, json.dumps(row), timeout=60)
-    found = json.loads(done.stdout.splitlines()[-1])
-    print(kind, dtype, {name: f"{bytes / 1e9:.2f} GB" for name, bytes in found.items()})
-    return found
-
-
-LONG = [1000, 20_000, 9000, 300, 4000]  # a prompt with three responses, and a sequence of its own
-AFTER = [-1, 0, 0, 0, -1]
-TOKENS, KEYS = 34_300, 37_300  # each response's keys have the prompt's before them
-CELLS = 21_000 + 10_000 + 4000 + 1300  # of rectangles: each sequence in one of its own
-HEADS, KV, SIZE = 32, 8, 128
-
-
-@pytest.mark.runs
-@pytest.mark.parametrize(
-    ("kind", "dtype", "extra"),
-    [
-        ("npu", "bfloat16", 2 * 8 * 4 * TOKENS * HEADS + 2048**2),  # the largest scores and the sums, 8 times; the mask
-        ("npu", "float32", 2 * 8 * 4 * TOKENS * HEADS + 2048**2),
-        ("cuda", "bfloat16", 4 * TOKENS * HEADS),  # log-sum-exps
-    ],
-)
-def test_a_kernel_at_20k_tokens_holds_nothing_but_rows(kind, dtype, extra):
-    """To the byte, except for indices: no padding, and nothing that grows with the square of a sequence."""
-    found = counted(kind, dtype, segments=LONG, after=AFTER)
-    width = getattr(torch, dtype).itemsize * SIZE
-    out, keys = TOKENS * HEADS * width, 2 * KEYS * KV * width
-    indices = found["kept"] - (out + keys + extra)
-    assert 0 <= indices <= 8 * KEYS + 1000
-    assert found["largest"] == out
-    assert found["peak"] <= found["kept"] + 2 * out + 2 * keys  # the gradients
-
-
-@pytest.mark.runs
-@pytest.mark.parametrize("kind", ["cuda", "cpu"])
-def test_rectangles_at_20k_tokens_are_bounded(kind):
-    """In fp32, which these have no kernel for: a padded copy of a sequence at a time, and never its square."""
-    found = counted(kind, "float32", segments=LONG, after=AFTER)
-    cell = 4 * HEADS * SIZE
-    assert found["largest"] <= 4 / 3 * KEYS * cell
-    assert found["kept"] <= 6 * CELLS * cell
-    assert found["peak"] <= 12 * CELLS * cell < 4 * HEADS * 21_000**2 / 2

@@ -18,7 +18,7 @@ from rl.learning.batch import Batch
 from rl.learning.batch_images import BatchImages
 from rl.learning.micro_batches import MicroBatch
 from rl.model.loading import load_weights
-from rl.model.policy import Policy, check_policy
+from rl.model.policy import Policy
 from rl.model.pretrained import load_config, load_tokenizer
 from rl.model.vision_forward import RowImages, embed_by_product
 from rl.samples.group import Group
@@ -137,14 +137,6 @@ def test_packed_rows_have_the_log_probs_and_gradients_of_transformers(vlms, rows
         ):
             assert name == same_name and ours.grad is not None
             assert float((ours.grad - of_theirs.grad).norm()) <= allowed * max(1.0, float(of_theirs.grad.norm())), name
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_check_at_the_start_passes_and_leaves_no_trace(vlms, kind):
-    """It has no image: that the images' features and positions are right is the test above."""
-    model, before = load_weights(vlms[kind], torch.float32), torch.get_rng_state()
-    check_policy(Policy(model), vlms[kind])
-    assert model.model.rope_deltas is None and torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("kind", KINDS)

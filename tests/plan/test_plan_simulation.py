@@ -51,16 +51,6 @@ def test_sync_by_hand():
     assert run(more, IN_TURN, 0, work, prompts=2).seconds == pytest.approx(7 + 0.5 + 0.25 * 2 * 3 + training)
 
 
-def test_two_ranks_share_the_work():
-    """With two engines and two learners: half the prefill, half the training, and decode steps with half as many responses."""
-    alone, both = (
-        run(times(row=0.1, prefill=1.0, token=1.0), Roles(n, n, colocated=True), 0, Fixed([[4] * 4], 2), prompts=2)
-        for n in (1, 2)
-    )
-    assert alone.seconds == pytest.approx(4 * (1 + 0.1 * 8) + 4 + (32 + 4))
-    assert both.seconds == pytest.approx(4 * (1 + 0.1 * 4) + 2 + (32 + 4) / 2)
-
-
 def test_one_step_off_by_hand():
     """A batch takes 5 s, training and publish 4 s or 10 s: the slower side decides, the other waits."""
     fast = run(times(learn=3, publish=1), SPLIT, 1, Fixed([[5]]), whole_batches=True)
@@ -78,19 +68,6 @@ def test_async_by_hand():
     assert whole.seconds == pytest.approx(6)
     assert run(times(learn=1), SPLIT, 0, work).seconds == pytest.approx(6 + 1)
     assert run(times(learn=1), SPLIT, 1, work).seconds == pytest.approx(14 / 4)
-
-
-def test_new_weights_every_other_step():
-    """At threshold 0 and a period of 2, both batches of a period may start at once: generation, training twice, publish."""
-    found = run(times(learn=3, publish=1, receive=0.5), SPLIT, 0, Fixed([[5]]), period=2)
-    assert found.seconds == pytest.approx((5 + 3 + 3 + 1 + 0.5) / 2)
-
-
-def test_prompts_that_a_step_does_not_wait_for():
-    """--over-sample: with one additional prompt both slots are always busy, and no step waits for the long response."""
-    work = Fixed([[3], [3], [3], [9]])
-    plain, ahead = (run(times(learn=2), IN_TURN, surplus, work, slots=2).seconds for surplus in (0, 1))
-    assert (plain, ahead) == pytest.approx((4.5 + 2, 4.5 / 2 + 2))
 
 
 @settings(max_examples=60)

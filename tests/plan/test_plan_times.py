@@ -5,21 +5,18 @@ import json
 
 import numpy as np
 import pytest
-import torch
-from helpers import CONFIGS, run_script, train
+from helpers import train
 
 import plan
 import train_async
 import train_sync
 from rl import flags
 from rl.errors import UserError
-from rl.generation.embedded.kv_cache import KVCache
 from rl.samples.schedule import AsyncSchedule
 from tools.plan import roofline
 from tools.plan.devices import DEVICES, device
 from tools.plan.from_run import times_of_run
 from tools.plan.machine import Machine, Roles
-from tools.plan.memory_plan import engine_memory
 from tools.plan.simulation import Result, Times, simulate
 from tools.plan.time_plan import Way, best, compare, sources
 from tools.plan.workload import Drawn, lengths_like
@@ -87,21 +84,6 @@ def test_what_runs_at_once_is_what_the_memory_has_room_for(tmp_path):
     few, many = (sources(args, Machine(1, 2), Drawn(8, mean, 0, 10**6), H100, None)[1] for mean in (100_000, 10))
     weights = 2 * roofline.count_parameters(qwen(layers=28, hidden_size=3584, num_attention_heads=28, num_key_value_heads=4))
     assert few == int((0.5 * 80e9 * 0.9 - weights) / (57344 * 100_000)) and many == args.engine.max_num_seqs
-
-
-def test_delta_nets_have_states_in_the_place_of_keys_and_values(tmp_path):
-    """As many bytes as the embedded engine's cache has."""
-    config, heads = CONFIGS["qwen3_5"](), 2
-    config.save_pretrained(tmp_path)
-    args = flags.read(train_async.Args, args=["--dtype", "bfloat16", "--model", str(tmp_path)])
-    cache = KVCache(config, 3, 50, torch.bfloat16, torch.device("cpu"))
-    found = engine_memory(args, H100)
-    assert found.kv * 3 * 50 == cache.data.nbytes == 2 * 3 * 50 * heads * 16 * 2
-    assert (
-        found.state == 4 * 4 * 16 * 16 + 2 * (2 * 2 * 16 + 4 * 16) * 3
-        and found.state * 3 == cache.states.inputs.nbytes + cache.states.recurrent.nbytes
-    )
-    assert found.responses(50) == int(found.room / (found.kv * 50 + found.state))
 
 
 def test_devices_are_found_by_name():
@@ -238,14 +220,6 @@ def test_a_staler_mode_must_be_worth_it():
     assert best(rows) is rows[2]
 
 
-def test_splits_that_cannot_be_are_refused():
-    for generators, per_engine in ((0, 1), (4, 1), (3, 2)):
-        with pytest.raises(UserError, match=f"--generators {generators} of 4 ranks a node"):
-            Machine(2, 4).split(generators, per_engine)
-    roles = Machine(2, 8).split(4, 2)
-    assert (roles.engines, roles.learners) == (4, 8)
-
-
 def test_the_page_names_the_best_and_its_hours(tmp_path, capsys):
     recorded(tmp_path, Roles(2, 2), 1)
     words = ["train_async.py", "--nproc-per-node", "4", "--max-response-length", "2000", "--ppo-mini-batch-size", "16"]
@@ -268,11 +242,3 @@ def test_a_real_run_is_planned_as_it_went(demo_model, tmp_path):
     (row,) = (row for row in compare(args, Machine(1, 2), work, times, slots) if row.script == "train_async.py")
     seconds = np.mean([real[step]["timing_s/step"] for step in range(2, 25)])
     assert row.result.seconds == pytest.approx(seconds, rel=0.25)
-
-
-@pytest.mark.slow
-def test_a_plan_imports_nothing_that_torch_2_10_lacks(tmp_path):
-    """The NPU set has it (requirements-npu.txt): it has no name for tensors on different devices."""
-    lacks = "import torch._subclasses.fake_tensor as f; vars(f).pop('FakeTensorDeviceMismatchError', None)"
-    (tmp_path / "older.py").write_text(f"{lacks}; import plan")
-    run_script(tmp_path / "older.py", imported="packages")

@@ -29,9 +29,9 @@ def main(_) -> None:
     tokenize, sizes = type(tokenizer).__call__, image_prompts.images.sizes
 
     class Counted(type(tokenizer)):
-        def __call__(self, texts, **how):
-            counts["texts"] += len(texts)
-            return tokenize(self, texts, **how)
+        def __call__(self, text, **how):
+            counts["texts"] += 1
+            return tokenize(self, text, **how)
 
     def counted_sizes(sources):
         counts["images"] += len(sources)

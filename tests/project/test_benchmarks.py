@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 from helpers import CHILDREN_FORK, ROOT, run_script
@@ -88,18 +87,6 @@ def test_the_readmes_numbers_are_those_of_the_results():
     assert f"{before:.0%} right before, {after:.0%} after 200 steps, in {seconds:.0f} s" in readme
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("side", ["generation", "training"])
-def test_a_side_of_overlap_leaves_out_just_the_other_half(side, tmp_path):
-    flags = ["--total-training-steps", 3, "--test-freq", 0, "--max-response-length", 6, "--output-dir", tmp_path]
-    run_script("benchmarks/scripts/overlap.py", "--side", side, "6/6", *flags, ranks=2, timeout=120)
-    (file,) = tmp_path.glob("*/metrics.jsonl")
-    rows = [row for row in map(json.loads, file.read_text().splitlines()) if row["step"]]
-    assert len(rows) == 3 and all(("actor/loss" in row) == (side == "training") for row in rows)
-    if side == "training":  # what its engine says of each token
-        assert all(row["rollout_corr/rollout_log_ppl"] == pytest.approx(2.3) for row in rows)
-
-
 STEPS = {  # word -> step; what the others measure is tested above, in one process
     "nvidia": "nvidia-smi",
     "save": "save, toy",
@@ -122,11 +109,6 @@ def test_the_measurements_for_a_device_run_at_toy_size(tmp_path):
     assert table in done.stdout and all(f"| {name} | ok |" in table for name in STEPS.values())
 
 
-@pytest.mark.parametrize("name", ["pack", "quarter_hour"])
-def test_the_shell_reads_the_scripts_for_a_borrowed_device(name):
-    subprocess.run(["bash", "-n", f"benchmarks/device/{name}.sh"], cwd=ROOT, check=True)
-
-
 @pytest.fixture
 def of_device(monkeypatch):
     """The modules of benchmarks/device that run its steps, and that list them."""
@@ -134,25 +116,6 @@ def of_device(monkeypatch):
     from device import drive, steps
 
     return drive, steps
-
-
-def test_a_step_for_a_device_that_fails_or_hangs_ends_no_other(of_device, tmp_path):
-    drive, steps = of_device
-    shell = lambda name, text, limit=60, **more: steps.Step(name, ["sh", "-c", text], limit, **more)  # noqa: E731
-    first = [shell("fails", "echo Error: no luck; exit 3"), shell("hangs", "sleep 60 & wait", 0.2)]
-    first += [shell("finds", """echo "{\\"rate\\": $RATE}"; echo a warning""", env={"RATE": "2500"})]
-    first += [shell("lacks", "", missing="no vLLM")]
-    driver = drive.Driver(tmp_path / "out", tmp_path / "work")
-    driver.go([(2, first), (1, [shell("later", "exit 0")])])
-    codes = {"fails": 3, "hangs": 124, "finds": 0, "lacks": None, "later": 0}
-    assert {record["step"]: record["code"] for record in driver.records} == codes
-    driver.deadline = time.time() + 1
-    driver.go([(1, [shell("late", "exit 0")])])
-    assert (tmp_path / "out" / "results.jsonl").read_text().count("\n") == 6
-    table = (tmp_path / "out" / "table.md").read_text()
-    rows = {"fails": "FAILED: Error: no luck", "hangs": "FAILED: stopped at its time limit", "finds": "ok"}
-    rows |= {"lacks": "not run: no vLLM", "late": "not run: no time was left"}
-    assert all(f"| {name} | {result} |" in table for name, result in rows.items()) and "rate: 2,500" in table
 
 
 def test_the_scripts_know_the_flags_of_each_run_for_a_device(of_device, tmp_path, capsys):

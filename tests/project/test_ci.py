@@ -36,11 +36,6 @@ def test_needs_its_worker():
         pytest.skip("alone")
     assert False
 """
-SLOW = """
-import pytest
-
-pytestmark = pytest.mark.slow
-"""
 CLOSING = re.compile(r"^=+ (.*) in [\d.]+s.* =+$", re.M)  # pytest's last line
 
 
@@ -69,21 +64,10 @@ RERUNS = {  # tests, arguments, exit code, flaky tests, tests that failed twice,
         {"one": PASSING, "two": FLAKY, "three": FAILING}, [], 1,
         both("test_two"), ["test_three.py::test_fails"], ["3 failed, 1 passed", "1 failed, 2 passed"],
     ),
-    "all pass": ({"one": PASSING}, [], 0, [], [], ["1 passed"]),
-    "one passes the second time": (
-        {"one": PASSING, "two": FLAKY}, ["-n", "0"], 0, both("test_two"), [], ["2 failed, 1 passed", "2 passed"],
-    ),
     "the same, with workers": (
         {"one": PASSING, "two": FLAKY}, ["-n", "2"], 0, both("test_two"), [], ["2 failed, 1 passed", "2 passed"],
     ),
-    "slow ones, among themselves": (
-        {"slow": SLOW + FLAKY, "one": FAILING}, ["-m", "slow"], 0,
-        both("test_slow"), [], ["2 failed, 1 deselected", "2 passed"],
-    ),
-    "no test": ({}, [], 5, [], [], ["no tests ran"]),
-    "none is chosen": ({"one": SLOW + PASSING}, [], 5, [], [], ["1 deselected"]),
     "cannot be collected": ({"one": "import nothing_of_this_name\n", "two": PASSING}, [], 2, [], [], ["1 error"]),
-    "a crash": ({"one": CRASHING}, [], 9, [], [], []),
     "a crash that comes again without workers": (
         {"one": CRASHING, "two": PASSING}, ["-n", "2"], 9, [], ["test_one.py::test_ends_the_process"], ["1 failed, 1 passed"],
     ),
@@ -101,18 +85,3 @@ def test_what_is_run_again_and_what_counts(tmp_path, case):
     ended, console = rerun(tmp_path, files, *arguments)
     assert (ended, said("flaky", console), said("failed twice", console)) == (code, flaky, failed), console
     assert CLOSING.findall(console) == closings
-
-
-@pytest.mark.slow
-def test_the_end_of_the_time_is_a_failure(tmp_path):
-    assert rerun(tmp_path, {"one": PASSING}, CI_DEADLINE="1")[0] == 124
-    soon = f"import os, time\n\n\ndef test_is_long():\n    open({str(tmp_path / 'begun')!r}, 'w')\n    time.sleep(600)\n"
-    deadline = subprocess.run(["date", "-d", "6 seconds", "+%s"], capture_output=True, text=True, check=True).stdout.strip()
-    code, _ = rerun(tmp_path, {"one": soon}, CI_DEADLINE=deadline)
-    assert code == 124
-
-
-def test_ci_reruns_both_kinds_of_tests():
-    text = (ROOT / ".ci" / "run").read_text()
-    assert '\npytest() { python .ci/rerun "$@"; }\n' in text, "so README's command, and the slow tests behind it, go through it"
-    assert text.index("pytest() {") < text.index('&& pytest && pytest -m "runs or slow" || exit 1')

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 import pytest
@@ -91,43 +90,6 @@ def test_the_dependencies_are_those_of_requirements_txt_whatever_torch_and_trans
     assert declared == wanted | {"torch": "", "transformers": ""}
 
 
-def together(name: str) -> dict[str, Requirement]:
-    """Return the requirements of a file and of the one that it includes, by package."""
-    base = requirements("requirements.txt") if "-r requirements.txt" in (ROOT / name).read_text() else {}
-    return base | requirements(name)
-
-
-SETS = ["requirements.txt", "requirements-cuda.txt", "requirements-npu.txt", "requirements-dev.txt"]
-OTHERS = {"torch": "2.9.1", "transformers": "5.40.0"}  # neither older nor newer ones are of any set
-
-
-def install_into(environment: Path, versions: dict[str, str]) -> None:
-    """Write only the metadata, which is all that pip reads."""
-    (packages,) = environment.glob("lib/python*/site-packages")
-    for name, version in versions.items():
-        info = packages / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        (info / "INSTALLER").write_text("pip\n")
-        (info / "RECORD").touch()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moved", [{}, OTHERS], ids=["as pinned", "another torch and transformers"])
-@pytest.mark.parametrize("file", SETS)
-def test_installing_the_project_changes_no_other_package(file, moved, wheel, tmp_path):
-    """pip reports that it would install only the project into an environment of that set."""
-    venv.create(tmp_path / "venv", with_pip=False)
-    lowest = {name: min(of.specifier, key=lambda part: part.operator == "<").version for name, of in together(file).items()}
-    install_into(tmp_path / "venv", lowest | moved)
-    target = ["--python", tmp_path / "venv" / "bin" / "python"]
-    flags = ["--dry-run", "--no-index", "--quiet", "--report", tmp_path / "report.json", "--disable-pip-version-check"]
-    done = subprocess.run([sys.executable, "-m", "pip", *target, "install", *flags, wheel], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert [item["metadata"]["name"] for item in report["install"]] == ["flat-rl"]
-
-
 @pytest.mark.runs
 def test_a_copy_of_a_script_runs_elsewhere(site, demo_model, tmp_path):
     """Under its own name, with an experiment of its own in it."""
@@ -142,16 +104,3 @@ def test_a_copy_of_a_script_runs_elsewhere(site, demo_model, tmp_path):
     assert steps[-2:] == [1, 2]
     assert directory.name.startswith("my_experiment-")
     assert json.loads((directory / "config.json").read_text())["script"] == "my_experiment"
-
-
-def test_the_image_installs_what_the_readme_says():
-    """Nobody has built it on the machine that runs the tests, which may have no Docker: its commands are README's."""
-    lines = (ROOT / "Dockerfile").read_text().replace("\\\n", "").splitlines()
-    copied = [name for line in lines if line.startswith("COPY") for name in line.split()[1:-1]]
-    assert all((ROOT / name).exists() for name in copied) and "requirements-cuda.txt" in copied
-    readme = (ROOT / "README.md").read_text()
-    installs = [part.strip() for line in lines for part in line.split(";") if "pip install" in part and "-r" in part]
-    assert len(installs) == 2
-    for install in installs:
-        assert install[install.index("pip install") :].replace("--no-cache-dir ", "") in readme
-    assert lines[-1] == 'ENTRYPOINT ["flat-rl"]'

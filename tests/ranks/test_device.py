@@ -12,12 +12,12 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed
-from helpers import ROOT, command, environment, run_script
+from helpers import ROOT, command, environment
 
 import train_sync
 from rl import parts
 from rl.errors import UserError
-from rl.ranks import device, dist, launch
+from rl.ranks import device, device_groups, dist, launch
 from rl.ranks.timers import Timers
 
 
@@ -28,7 +28,7 @@ def machine(monkeypatch):
     def make(kind: str, devices: int = 1, uuids: tuple[str, ...] = ()):
         properties = lambda place: SimpleNamespace(**({"uuid": uuids[place.index]} if uuids else {}))  # noqa: E731
         monkeypatch.setattr(device, "kind", lambda: kind)
-        monkeypatch.setattr(device, "_module", lambda: SimpleNamespace(get_device_properties=properties))
+        monkeypatch.setattr(device, "module", lambda: SimpleNamespace(get_device_properties=properties))
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
 
     return make
@@ -36,12 +36,12 @@ def machine(monkeypatch):
 
 def test_devices_are_distinguished_by_uuid_and_by_what_a_rank_sees(machine, monkeypatch):
     machine("cuda", uuids=("GPU-a", "GPU-b"))
-    assert device._number_in_node(torch.device("cuda", 1)) == "GPU-b"
+    assert device_groups._number_in_node(torch.device("cuda", 1)) == "GPU-b"
     machine("npu")  # whose properties have no uuid
     for visible, index, expected in (("5", 0, "5"), ("2,7", 1, "7"), ("", 1, "1")):
         monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", visible)
-        assert device._number_in_node(SimpleNamespace(type="npu", index=index)) == expected
-    assert device._number_in_node(torch.device("cpu")) == "0"
+        assert device_groups._number_in_node(SimpleNamespace(type="npu", index=index)) == expected
+    assert device_groups._number_in_node(torch.device("cpu")) == "0"
 
 
 class HCCL:
@@ -77,8 +77,8 @@ def test_weights_go_over_hccl_where_each_rank_has_an_npu_of_its_own(hccl, others
     """place: as torch.device would have it; a build without NPUs has none."""
     store, mine = torch.distributed.HashStore(), SimpleNamespace(type="npu", index=0)
     other = SimpleNamespace(type=others[0], index=others[1])
-    store.set("device/1", f"{device.platform.node()}/{other.type}/{device._number_in_node(other)}")
-    group = device.device_group(store, 0, 2, mine, timedelta(seconds=9))
+    store.set("device/1", f"{device.platform.node()}/{other.type}/{device_groups._number_in_node(other)}")
+    group = device_groups.device_group(store, 0, 2, mine, timedelta(seconds=9))
     assert (group is not None) == direct and store.get("device/own") == str(int(direct)).encode()
     if direct:
         assert HCCL.made == [group] and group.place == (0, 2, timedelta(seconds=9))
@@ -91,7 +91,7 @@ def name_devices(devices: list[SimpleNamespace], role: str) -> list[str]:
 
     def said(rank: int) -> str:
         try:
-            device.check_own(store, members, rank, devices[rank - 4], role)
+            device_groups.check_own(store, members, rank, devices[rank - 4], role)
         except UserError as error:
             return str(error)
         return ""
@@ -114,7 +114,7 @@ def test_ranks_to_which_a_launcher_shows_one_device_each_are_taken(machine, monk
     names = iter(("GPU-a", "GPU-b", "GPU-c"))
     machine("cuda", 1)
     monkeypatch.setattr(
-        device, "_module", lambda: SimpleNamespace(get_device_properties=lambda _: SimpleNamespace(uuid=next(names)))
+        device, "module", lambda: SimpleNamespace(get_device_properties=lambda _: SimpleNamespace(uuid=next(names)))
     )
     assert name_devices([torch.device("cuda", 0)] * 3, "rank") == [""] * 3
 
@@ -137,31 +137,6 @@ def test_learners_that_share_devices_with_engines_load_after_these(machine, monk
     dist.engines_first("learner")
 
 
-DRIVERS = [
-    ("nvidia0", "nvidia-smi", ""),
-    ("davinci3", "npu-smi", ""),
-    ("nvidiactl", "", ""),
-    ("", "", ""),
-    ("nvidia0", "", "cpu"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("file", "tool", "chosen"), DRIVERS)
-def test_a_driver_that_torch_cannot_use_is_reported(tmp_path, file, tool, chosen):
-    if file:
-        (tmp_path / file).touch()
-    (tmp_path / "say.py").write_text(
-        "from pathlib import Path; from rl.ranks import device; from rl.ranks import host;"
-        f"host.DEVICE_FILES = Path({str(tmp_path)!r}); print(device.kind())"
-    )
-    done = run_script(tmp_path / "say.py", env={"RL_DEVICE": chosen})
-    if "cpu" not in done.stdout:
-        pytest.skip("this machine has an accelerator")
-    warned = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
-    assert len(warned) == bool(tool) and all(tool in line for line in warned)
-
-
 def test_the_precision_follows_the_device_unless_it_is_given(machine):
     machine("cpu")
     assert train_sync.Args().learner.dtype == "float32"
@@ -174,32 +149,6 @@ def test_the_precision_follows_the_device_unless_it_is_given(machine):
 def test_requests_have_seeds_of_their_own_but_on_an_npu(machine, kind, slow):
     machine(kind)
     assert device.seeds_are_slow() == slow
-
-
-def test_a_stream_is_made_once(machine, monkeypatch):
-    made = []
-    monkeypatch.setattr(torch, "Stream", lambda place: made.append(place) or len(made))
-    place = torch.device("cuda", 7)
-    assert device.side_stream(place) == device.side_stream(place) and len(made) == 1
-    device.side_stream.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("name", "flops"),
-    [
-        ("NVIDIA H20", 148e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("Ascend910_9382", 376e12),
-        ("Ascend910B3", 354e12),
-        ("NVIDIA T4", None),
-    ],
-)
-def test_the_peak_is_of_that_device(monkeypatch, name, flops):
-    monkeypatch.setattr(device, "kind", lambda: "cuda")
-    monkeypatch.setattr(device, "name", lambda: name)
-    assert device.peak_flops() == flops
 
 
 def test_decoding_stays_clear_of_cudnns_attention():

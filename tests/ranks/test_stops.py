@@ -42,13 +42,10 @@ def strike(number: signal.Signals, rank: int | None, words: list, when: Callable
 CASES = [  # script, rank, its name
     ("train_sync.py", 1, "rank 1"),
     ("train_async.py", 0, "learner 0 (rank 0)"),
-    pytest.param("train_one_step_off.py", 1, "generator 0 (rank 1)", marks=pytest.mark.slow),
-    pytest.param("train_sft.py", 1, "rank 1", marks=pytest.mark.slow),
 ]
 KILLED = [
     ("train_sync.py", 0, "rank 0"),
     ("train_async.py", 1, "generator 0 (rank 1)"),
-    pytest.param("train_one_step_off.py", 0, "learner 0 (rank 0)", marks=pytest.mark.slow),
 ]
 
 
@@ -81,16 +78,6 @@ def test_sigterm_while_a_model_loads_ends_all_ranks_at_once(rank, demo_model, tm
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("moment", ["loading", "reward "])
-def test_ctrl_c_ends_all_ranks_at_once(moment, demo_model, tmp_path):
-    """Also ranks that wait in C++ for one that loads a model. A terminal sends it to all processes."""
-    loads = 10_000 if moment == "loading" else 0
-    words = ["tests/programs/slow_learner.py", loads, "train_async.py", *FLAGS, "--output-dir", tmp_path]
-    code, console = strike(signal.SIGINT, None, words, lambda console: moment in console)
-    assert code != 0 and not re.search(r'File ".*/(rl/|train_)', console) and "forcefully exiting via" not in console, console
-
-
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("generators", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_learner_that_leaves_first_does_not_end_the_other(generators, tmp_path):
     """After SIGTERM a rank that exited has failed, unless it had come to its end. Generators exit meanwhile."""
@@ -117,21 +104,25 @@ def test_after_sigkill_the_last_line_names_the_rank(script, rank, name, demo_mod
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("to", ["rank", pytest.param("torchrun", marks=pytest.mark.slow)])
-def test_a_node_of_generators_alone_that_is_to_leave_stops_all_nodes(to, demo_model, tmp_path, network):
+def test_a_node_of_generators_alone_that_is_to_leave_stops_all_nodes(demo_model, tmp_path, network):
     machines = network(2)
     flags = [*FLAGS, "--total-training-steps", 1000, "--output-dir", tmp_path]
     job = machines.start([(1, ["train_async.py", *flags, "--generators", g]) for g in (0, 1)])
     assert eventually(lambda: len(steps(tmp_path)) >= 2 or job.processes[0].poll() is not None, 200), job.wait(10)
-    if to == "rank":
-        os.kill(machines.nodes[1].ranks()[0], signal.SIGTERM)
-        assert [code for code, _ in job.wait(200)] == [0, 0]
-    else:  # node 1's torchrun waits five minutes for node 2's, which has left with a traceback
-        job.processes[1].send_signal(signal.SIGTERM)
-        ended = lambda: not machines.nodes[0].ranks() and job.processes[1].poll() is not None  # noqa: E731
-        assert eventually(ended, 200), [job.console(number) for number in (0, 1)]
+    os.kill(machines.nodes[1].ranks()[0], signal.SIGTERM)
+    assert [code for code, _ in job.wait(200)] == [0, 0]
     first, second = (job.console(number) for number in (0, 1))
     last = steps(tmp_path)[-1]
     saved = tmp_path / "run" / f"step_{last:06d}"
     assert f"SIGTERM to generator 0 (rank 1) on node2: stopped after step {last}; it resumes from {saved}" in first
     assert "error: " not in first + second and damage(saved) is None
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("moment", ["loading", "reward "])
+def test_ctrl_c_ends_all_ranks_at_once(moment, demo_model, tmp_path):
+    """Also ranks that wait in C++ for one that loads a model. A terminal sends it to all processes."""
+    loads = 10_000 if moment == "loading" else 0
+    words = ["tests/programs/slow_learner.py", loads, "train_async.py", *FLAGS, "--output-dir", tmp_path]
+    code, console = strike(signal.SIGINT, None, words, lambda console: moment in console)
+    assert code != 0 and not re.search(r'File ".*/(rl/|train_)', console) and "forcefully exiting via" not in console, console

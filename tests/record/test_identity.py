@@ -14,7 +14,6 @@ import train_sync
 from rl import parts
 from rl.data.args import DataArgs
 from rl.data.prompts import PromptDataset
-from rl.data.teacher_prompts import TeacherPrompts
 from rl.errors import UserError
 from rl.model.pretrained import load_tokenizer
 from rl.ranges import may_change
@@ -22,7 +21,6 @@ from rl.record import identity
 from rl.record.identity import MUST_STAY, MUST_STAY_IN_A_STREAM, Identity
 
 SCRIPTS = {module.__name__: module.Args for module in (train_sync, train_one_step_off, train_async)}
-FLAGS = sorted({name for args in SCRIPTS.values() for name in parts.leaves(args)})
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +77,6 @@ def test_a_supervised_run_resumes(prompts, demo_model):
     assert own.check(saved(own), Path("step_1")) == []
 
 
-def test_the_table_names_no_flag_that_is_gone():
-    changing = {name for args in SCRIPTS.values() for name in may_change(args)}
-    assert {*FLAGS} >= changing | MUST_STAY | MUST_STAY_IN_A_STREAM
-    assert not changing & (MUST_STAY | MUST_STAY_IN_A_STREAM)
-
-
 def test_another_script_is_refused_in_any_case(prompts, demo_model):
     args = parts.make(train_sync.Args, resume_mode="step_1")
     was = saved(Identity(args, "train_sync", demo_model, prompts))
@@ -98,26 +90,6 @@ def test_a_flag_that_an_older_version_did_not_have_counts_as_its_default(prompts
     assert Identity(train_sync.Args(), "train_sync", demo_model, prompts).check(was, Path("x")) == []
     with pytest.raises(UserError, match=r"--grad-clip: was 1\.0, is 2\.0"):
         Identity(parts.make(train_sync.Args, grad_clip=2.0), "train_sync", demo_model, prompts).check(was, Path("x"))
-
-
-@pytest.mark.slow
-def test_a_teacher_s_prompt_that_leaves_rows_out_is_refused_in_any_case(demo_model):
-    """Every ticket would have another row."""
-    tokenizer, args = load_tokenizer(demo_model), parts.make(train_sync.Args, resume_mode="step_1")
-    was = saved(Identity(args, "train_sync", demo_model, PromptDataset(["demo"], "train", tokenizer, args.data)))
-    args = parts.replace(args, teacher=demo_model, teacher_prompt="{ground_truth}={prompt}", filter_overlong_prompts=True)
-    for limit, fits in ((args.data.max_prompt_length, True), (8, False)):
-        args = parts.replace(args, max_prompt_length=limit)
-        prompts = PromptDataset(["demo"], "train", tokenizer, args.data)
-        TeacherPrompts(prompts, args.teacher.teacher_prompt)
-        now = Identity(args, "train_sync", demo_model, prompts)
-        if fits:
-            assert now.check(was, Path("x"))[0].startswith("--filter-overlong-prompts: was False")
-            continue
-        number = len(PromptDataset(["demo"], "train", tokenizer, args.data))
-        said = f"x is of a run with {number:,} training prompts, and now there are {len(prompts):,}, .*raise --max"
-        with pytest.raises(UserError, match=said):
-            now.check(was, Path("x"))
 
 
 def rows(path: Path, texts) -> Path:

@@ -4,14 +4,12 @@ import importlib
 import json
 import math
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-import tyro
 from helpers import ROOT
 
 import report
@@ -20,8 +18,7 @@ from rl.errors import UserError
 from rl.record.provenance import code_digest
 from rl.rewards.pool import EVENTS
 from tools.report.conclusions import conclude, first_at, overview, speedup
-from tools.report.logs import Log, RunGroup, find_runs, group_runs, load, smoothed
-from tools.report.numbers import THROUGHPUT
+from tools.report.logs import Log, RunGroup, find_runs, group_runs, load
 
 MEDIAN = "tokens/s of all ranks, median step"
 ACCURACY = "val-core/demo/acc/mean@1"
@@ -63,14 +60,6 @@ def test_a_validation_stands_at_its_own_step(tmp_path):
     assert log.points(ACCURACY).tolist() == [[2, 0.5]]
     assert log.points(ACCURACY, "responses")[0, 0] == 2 * 4 * 2 * 8
     assert log.points(ACCURACY, "seconds")[0, 0] == 8, "known when it came in"
-
-
-def test_shares_weigh_by_the_steps_length():
-    steps = [(0, 100.0, 1.0), (1, 9.0, 0.1), (2, 1.0, 0.9)]  # start-up, which does not count, and two more
-    log = Log(Path("a"), {}, [{"step": n, "time": 100.0 + n, "timing_s/step": t, "w": w} for n, t, w in steps])
-    assert log.over_time("w") == pytest.approx(0.18) and log.over_time("none") is None
-    assert log.mean_step == 5
-    assert Log(Path("a"), {}, log.rows[:1]).over_time("w") == 1, "there is nothing else"
 
 
 def test_a_pause_between_attempts_is_no_time_of_training(tmp_path):
@@ -119,20 +108,6 @@ def test_groups_differ_in_more_than_the_seed(tmp_path):
     assert groups == {"train_sync": 3, "train_sync --lr 1.0": 3}
 
 
-def test_runs_of_other_code_are_another_group():
-    """Runs of a fork with the same flags, of changed files, or of a file that was never committed."""
-
-    def labels(*codes: dict) -> list[str]:
-        logs = [Log(Path("a"), {"script": "s", "flags": {"seed": i}, **code}, []) for i, code in enumerate(codes)]
-        return [f"{g.label}: {len(g.logs)}" for g in group_runs(logs)]
-
-    old, new = {"commit": "0123456789", "code": "aaaaaaaaaaaa"}, {"commit": "9876543210", "code": "aaaaaaaaaaaa"}
-    assert labels(old, new) == ["s: 2"], "another commit, but the same code"
-    assert labels(old, old | {"code": "bbbbbbbbbbbb"}, new) == ["s code: aaaaaaaa: 2", "s code: bbbbbbbb: 1"]
-    clean, dirty = {"commit": "0123456789"}, {"commit": "0123456789+dirty"}
-    assert labels(clean, dirty, clean) == ["s code: 01234567: 2", "s code: 01234567+dirty: 1"]
-
-
 def test_a_digest_tells_a_fork_from_its_parent(tmp_path, monkeypatch):
     """The script, a module next to it that it imports, and its reward function count; a file that nothing imports does not."""
     script, reward, module = (tmp_path / name for name in ("train_mine.py", "reward.py", "helper_of_mine.py"))
@@ -169,12 +144,6 @@ def test_a_directory_of_runs_however_deep(tmp_path):
     assert find_runs((str(flat), str(flat))) == [flat]
 
 
-def test_smoothing_is_a_mean_of_the_steps_before():
-    points = np.array([[1, 1], [2, 3], [3, 8.0]])
-    assert smoothed(points, 2).tolist() == [[2, 2], [3, 5.5]]
-    assert len(smoothed(points, 4)) == 0
-
-
 def waits(g: float, n: float, generators: int, learners: int, steps=40, of_each_node: int | None = None) -> RunGroup:
     """The first step holds the start-up, in which everybody waits."""
     names = [f"generator_{i}" for i in range(generators)] + [f"learner_{i}" for i in range(learners)]
@@ -205,12 +174,6 @@ def waits(g: float, n: float, generators: int, learners: int, steps=40, of_each_
 def test_who_waits_and_what_would_balance(given, expected):
     (text,) = [text for _, text, rests in conclude([waits(*given)]) if "idle_ratio" in rests]
     assert expected in text
-
-
-def test_two_ranks_a_node_have_one_split_of_which_nothing_is_said():
-    for group in (waits(0.0, 0.5, 1, 1), waits(0.0, 0.5, 2, 2, 40, 1)):
-        (text,) = [text for _, text, rests in conclude([group]) if "idle_ratio" in rests]
-        assert text == "generators waited 0% of the time, learners 50%"
 
 
 def test_too_few_steps_are_said_to_be():
@@ -246,10 +209,6 @@ def test_clipping_mismatch_and_trouble_are_reported():
     assert not any("agree" in t for _, t, _ in conclude([alone(rows(40, **more), dtype="bfloat16")]))
 
 
-def speed(tokens: float) -> dict[str, float]:
-    return {"perf/total_num_tokens": 2 * tokens, "perf/time_per_step": 2.0}
-
-
 def test_learning_is_compared_only_with_several_runs_each():
     def group(name, slopes):
         return RunGroup(name, [Log(Path(name), {}, rows(40, slope=slope)) for slope in slopes])
@@ -261,12 +220,6 @@ def test_learning_is_compared_only_with_several_runs_each():
     assert texts([0.1], [0.2]) == [f"{what}: too few runs to compare; 3 of each are the least"]
     assert texts([0.1, 0.11, 0.12], [0.2, 0.22, 0.24]) == [f"{what} higher in every run: 2.00 times as much"]
     assert texts([0.1, 0.11, 0.25], [0.2, 0.22, 0.24]) == [f"{what}: the runs overlap, no difference is shown"]
-
-
-def test_ends_at_different_steps_do_not_compare():
-    groups = [RunGroup(n, [Log(Path(n), {}, rows(steps)) for _ in range(3)]) for n, steps in (("base", 30), ("other", 60))]
-    texts = [t for _, t, rests in conclude(groups) if rests.startswith("reward of")]
-    assert texts == ["reward of the last steps: the runs stopped at different steps (30 to 60), so their ends do not compare"]
 
 
 def test_speedup_by_hand():
@@ -285,14 +238,6 @@ def test_speedup_says_when_it_cannot_tell():
     assert speedup([base, short], base, smooth=5)[1][-1] == "too few steps: 24 are the least"
     three, same = (RunGroup(n, [Log(Path(n), {}, rows(40, seconds=s)) for s in (1.0, 1.1, 1.2)]) for n in "cd")
     assert speedup([three, same], three, smooth=1)[1][-1].endswith("not distinguishable")
-
-
-def test_the_overview_gives_mean_and_spread(tmp_path):
-    logs = [load(write(tmp_path / str(s), rows(40, slope=s, **speed(10 * s)), seed=s)) for s in (1, 2, 3)]
-    header, row = overview(group_runs(logs), 1)
-    cells = dict(zip(header, row, strict=True))
-    assert cells["runs"] == "3" and cells["state"] == "finished" and cells["accuracy, first"] == "-"
-    assert cells["reward, last 1 steps"] == "78.000 (39.000 - 117.000)" and cells[MEDIAN] == "20 (10 - 30)"
 
 
 def test_the_median_step_and_the_whole_run_are_two_numbers(tmp_path):
@@ -341,6 +286,15 @@ def test_a_step_recorded_twice_counts_once(tmp_path):
     log = load(write(tmp_path / "a", rows(10) + [r | {"critic/score/mean": 9.0} for r in rows(10)[5:]]))
     assert log.steps == 10 and len(log.rows) == 10 and log.points("critic/score/mean")[-1, 1] == 9
     assert log.notes == ["5 steps were recorded twice, as after a restart: the later record counts"]
+
+
+def test_rewards_are_means_of_as_many_steps(tmp_path):
+    """The longer run's reward rises: its last 20 steps would have another mean than its last 10."""
+    short, long = (write(tmp_path / name, rows(steps, slope=0.01), script=name) for name, steps in (("a", 10), ("b", 40)))
+    page = said(tmp_path / "out", short, long)
+    assert "reward of the last steps: 0.345 / 0.045, 1 and 1 run, 10 steps of each" in page
+    few = write(tmp_path / "c", rows(4), script="c")
+    assert "reward, last 4 steps" in said(tmp_path / "out", short, few), "in the table, too"
 
 
 def test_without_a_config_a_run_stands_alone(tmp_path):
@@ -398,11 +352,6 @@ def test_the_command_line(tmp_path):
 # ------------------------------------------------------------------------------------------------------ the page
 
 
-def test_the_commands_of_its_page_are_taken():
-    commands = re.findall(r"^    python report\.py ([^#\n]+)", (ROOT / "docs" / "report.md").read_text(), re.M)
-    assert commands and all(tyro.cli(Args, args=shlex.split(command)).runs for command in commands)
-
-
 def full_run(path: Path, script: str, seed: int) -> Path:
     """A run with every kind of metric that the report draws."""
     more = {name: 0.1 for _, panels in report.LINES.values() for name in panels}
@@ -422,10 +371,3 @@ def test_every_plot_is_there_and_nothing_is_fetched(tmp_path):
     assert "Not recorded by any" not in page
     assert not re.search(r"(https?:)?//", html), "no external request"
     assert "<b>" not in html and "&lt;b&gt;odd" in html
-
-
-def test_throughput_is_smoothed(tmp_path):
-    assert report.smoothing(THROUGHPUT, "tokens/s", 10) == ("tokens/s, mean of up to 10 steps", 10)
-    data = [row | {"perf/total_num_tokens": 100.0 * (1 + row["step"] % 2), "perf/time_per_step": 1.0} for row in rows(40)]
-    log = load(write(tmp_path / "a", data))
-    assert set(report.curve(THROUGHPUT, "step", 10, 1)(log)[:, 1]) == {150.0}, "it jumped between 100 and 200"

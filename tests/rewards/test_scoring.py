@@ -12,7 +12,6 @@ import pytest
 import torch
 from helpers import ROOT, cpu_limit, train
 
-from rl import printable
 from rl.errors import UserError
 from rl.ranges import check
 from rl.rewards import host
@@ -166,19 +165,6 @@ def test_a_bad_response_costs_itself(mine, name, monkeypatch):
     assert message["realtime"] == f"the scoring process was killed by signal {signal.SIGRTMIN + 1}"
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_quick_functions_get_several_responses_at_once_and_a_bad_one_costs_itself(mine, workers):
-    texts = ["fine"] * 400
-    bad = {150: ("exit", "died"), 250: ("kill", "died"), 300: ("raise", "error")}
-    for number, (text, _) in bad.items():
-        texts[number] = text
-    with make_pool(f"{mine}score", workers=workers) as pool:
-        submit(pool, *texts)
-        results = drain(pool)
-    assert {n: score.event for n, score in results.items() if score.event} == {n: event for n, (_, event) in bad.items()}
-    assert all(results[n].score == n for n in range(400) if n not in bad)
-
-
 @pytest.mark.slow
 def test_a_response_that_hangs_costs_itself(mine):
     with make_pool(f"{mine}score", timeout=1.0) as pool:
@@ -233,37 +219,6 @@ def test_an_async_function_works_on_many_responses_at_once(tmp_path):
     with make_pool(f"{tmp_path / 'mine.py'}:of_a_class") as pool:
         submit(pool, "x")
         assert drain(pool)[0].score == 0.5
-
-
-@pytest.mark.slow
-def test_a_first_call_may_import_and_the_next_process_has_the_time_for_it_too(tmp_path):
-    """Without this time, one process after the other would begin the import in the function forever."""
-    (tmp_path / "mine.py").write_text("""
-import time
-imported = False
-def score(data_source, solution_str, ground_truth, extra_info):
-    global imported
-    if not imported: time.sleep(3)
-    imported = True
-    if solution_str == "hang": time.sleep(1000)
-    return 1.0
-""")
-    with make_pool(f"{tmp_path / 'mine.py'}:score", timeout=1.5) as pool:
-        submit(pool, "fine", "hang", "fine", "hang", "fine")
-        results = drain(pool)
-    assert {number: score.event for number, score in results.items() if score.event} == {1: "timeout", 3: "timeout"}
-
-
-@pytest.mark.parametrize("code", [0, 3])
-def test_a_process_that_ends_between_two_responses_costs_none(mine, tmp_path, code):
-    with make_pool(f"{mine}score") as pool:
-        pool.submit(0, "any", "exit later", str(code), None)
-        first = int(drain(pool)[0].extra["pid"])
-        (tmp_path / "open").touch()
-        wait_until_gone(first)
-        submit(pool, "fine", "fine", "fine")
-        results = drain(pool)
-    assert [results[n].score for n in range(3)] == [0, 1, 2] and not pool.events
 
 
 def test_a_queued_response_does_not_wait_behind_a_slow_one(mine, tmp_path):
@@ -380,17 +335,6 @@ def test_a_reward_that_cannot_be_loaded(case, tmp_path):
         ScoringPool(args)
 
 
-def test_a_function_that_no_longer_loads_ends_the_run(mine, tmp_path):
-    with make_pool(f"{mine}score") as pool:
-        (tmp_path / "mine.py").write_text("raise ImportError('it is lost')")
-        submit(pool, "exit", "fine")
-        with pytest.raises(UserError, match=r"--reward .*mine.py:score: ImportError: it is lost .*mine\.py:1"):
-            drain(pool)
-        for call in (pool.poll, lambda: pool.wait(FOREVER), lambda: submit(pool, "fine")):
-            with pytest.raises(UserError, match="it is lost"):
-                call()
-
-
 def test_the_end_of_the_parent_process_is_an_error(mine):
     with make_pool(f"{mine}score") as pool:
         os.kill(pool._host.pid, signal.SIGKILL)
@@ -408,15 +352,6 @@ def test_an_unknown_source_is_named():
     check_sources({"my/data": "x"}, RewardArgs(reward="mine.py:score"))
     with ScoringPool(RewardArgs()) as pool, pytest.raises(UserError, match="'my/data'"):
         pool.submit(0, "my/data", "x", "1", None)
-
-
-def test_scoring_processes_are_light_and_a_plain_run_loads_no_grader():
-    for imported, absent in (
-        ("host", "torch transformers numpy"),
-        ("pool", "pebble math_grader program_grader rl.rewards.worker"),
-    ):
-        code = f"import sys, rl.rewards.{imported}; print([m for m in {absent.split()} if m in sys.modules])"
-        assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.strip() == "[]"
 
 
 ENDS = {
@@ -465,27 +400,6 @@ def score(solution_str, **_): return {"score": 1.0, **{name: float(name in os.en
     with make_pool(f"{tmp_path / 'mine.py'}:score") as pool:
         submit(pool, " ".join([*job, "MY_KEY"]))
         assert {name for name, seen in drain(pool)[0].extra.items() if seen} == {"MY_KEY"}
-
-
-def test_prints_are_limited_and_the_last_one_is_not_lost(tmp_path, capfd, monkeypatch):
-    """Two scoring processes, of which some are lost, share the limit."""
-    monkeypatch.setattr(printable, "PRINTED", 1 << 20)
-    (tmp_path / "mine.py").write_text("""
-import os
-def score(solution_str, **_):
-    print(solution_str * (1 << 16), flush=True)
-    return 1.0 if solution_str == "y" else os._exit(3)
-""")
-    with make_pool(f"{tmp_path / 'mine.py'}:score", workers=2) as pool:
-        submit(pool, *("e" if i % 20 == 19 else "y" for i in range(60)))
-        drain(pool)
-    text = capfd.readouterr().err
-    assert text.count("is left out from here on") == 1 and 1 << 20 < len(text) < (1 << 20) + 200
-    (tmp_path / "mine.py").write_text("import os\ndef score(**_):\n    print('the last words', flush=True)\n    os._exit(3)\n")
-    with make_pool(f"{tmp_path / 'mine.py'}:score") as pool:
-        submit(pool, "x")
-        drain(pool)
-    assert "the last words" in capfd.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------------ built-in graders

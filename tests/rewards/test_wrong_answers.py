@@ -3,13 +3,12 @@ table of spellings, and the published solutions."""
 
 import json
 import os
-from collections import Counter
 from itertools import permutations, product
 from pathlib import Path
 
 import pytest
 from helpers import GSM8K, ROOT, cpu_limit
-from wrong_answers import TEMPLATES, wrong_answers
+from wrong_answers import wrong_answers
 
 from math_grader.answers import same
 from rl.rewards.verifiers import BUILT_IN, geo3k, gsm8k, math_dapo, math_verify
@@ -47,17 +46,6 @@ def paid_texts(count: int, seed: int) -> list[tuple[str, str, str, str]]:
 def test_none_of_thousands_of_wrong_answers_is_paid():
     with cpu_limit(60):
         assert paid_texts(2000, seed=11) == []
-
-
-@pytest.mark.slow
-def test_none_of_40_000_wrong_answers_is_paid():
-    assert paid_texts(40_000, seed=12) == []
-
-
-def test_the_generator_makes_every_kind_often():
-    kinds = Counter(kind for kind, _, _ in wrong_answers(1, 4000))
-    assert len(kinds) == len(TEMPLATES) and min(kinds.values()) > 100
-    assert len({text for _, text, _ in wrong_answers(1, 4000)}) > 3000
 
 
 @pytest.mark.slow
@@ -181,3 +169,8 @@ def test_a_response_without_an_answer_is_decided():
     for grader in (gsm8k, math_verify, math_dapo, geo3k):
         value = grader("", "I do not know.", "7")
         assert value["acc"] == value["undecided"] == 0
+
+
+@pytest.mark.slow
+def test_none_of_40_000_wrong_answers_is_paid():
+    assert paid_texts(40_000, seed=12) == []

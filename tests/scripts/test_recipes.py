@@ -48,7 +48,6 @@ RECIPES = {
     "gspo_qwen3_30b_a3b": Recipe("sums", 4, OF_GSPO),
 }
 CASES = [(name, recipe.engine, "") for name, recipe in RECIPES.items()]
-CASES += [(name, "embedded", "--router-replay R3") for name, recipe in RECIPES.items() if recipe.model == "sums"]
 # The tower is published once. Each later publish verifies the whole model in the engine; otherwise the run would end.
 FROZEN = "--lr 1e-3 --freeze-vision-tower --save-freq 6"
 CASES.append(("grpo_qwen3_vl_8b_geo3k_async", "vllm", FROZEN))
@@ -99,7 +98,6 @@ def test_a_recipe_trains(name, engine, more, make_home, tmp_path, monkeypatch):
         all_rejected = metrics[step].get("rollout_corr/rollout_rs_masked_fraction") == 1  # of few responses it may be so
         assert metrics[step]["actor/grad_norm"] > 0 or all_rejected
         assert metrics[step]["actor/skipped_steps"] == 0
-        assert ("moe/replay/tokens_differ" in metrics[step]) == ("R3" in more)
     last = metrics[recipe.steps]
     assert sum(metrics[step]["actor/grad_norm"] > 0 for step in range(1, recipe.steps + 1)) >= 3
     assert ("moe/load/max" in last) == (recipe.model in ("sums", "qwen3.5-moe"))

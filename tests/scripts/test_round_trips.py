@@ -10,6 +10,8 @@ import pytest
 import torch
 from helpers import bits, run_script, undocumented, weights
 
+from examples.demo.sums import problems
+
 pytestmark = pytest.mark.runs
 STEPS, SAVED = 4, 2
 RUN = ("--total-training-steps", STEPS, "--save-freq", SAVED, "--max-ckpt-to-keep", 0, "--rollout-n", 4, "--test-freq", 0)
@@ -73,6 +75,19 @@ ROWS = {
     ),
     "a delta net": Row(("--model", "demo-hybrid")),
     "images": Row(("--model", "demo-vl", "--train-files", "demo-vl", "--val-files", "demo-vl")),
+    "images of an environment": Row(
+        (
+            *("--model", "demo-vl", "--train-files", "demo-vl", "--val-files", "demo-vl", "--max-response-length", 40),
+            *("--env", "tests/programs/shows.py:Shows", "--max-tokens-per-micro-batch", 150),
+        ),
+        ("reward/extra/turns/mean",),
+        learners=("--sequence-parallel", 2),
+    ),
+    "files with weights, a map": Row(
+        ("--train-files", "A:1", "B:2", "--map", "MAP"),
+        other=("--train-files", "A:1", "B:3"),
+        refused="the content of --train-files",
+    ),
     "a tool": Row(
         ("--model", "demo-calculator", "--env", "demo-calculator", "--max-response-length", 24, "--entropy-coeff", 0.1),
         ("response_length/trained/mean", "reward/extra/tool_calls/mean"),
@@ -108,11 +123,22 @@ def teacher(demo_model, tmp_path_factory) -> Path:
     return out / "run" / f"step_{STEPS:06d}"
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, str]:
+    """Two files of the demo's problems, with weights, and a function that reads them."""
+    where, rows = tmp_path_factory.mktemp("files"), problems("train")[:12]
+    for name, its in (("a.jsonl", rows[:9]), ("b.jsonl", rows[9:])):
+        (where / name).write_text("".join(json.dumps({"wrapped": row}) + "\n" for row in its))
+    (where / "map.py").write_text("def f(row):\n    return row['wrapped']\n")
+    named = {"A:1": "a.jsonl:1", "B:2": "b.jsonl:2", "B:3": "b.jsonl:3", "MAP": "map.py:f"}
+    return {word: f"{where}/{name}" for word, name in named.items()}
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ROWS)
-def test_round_trips(name, teacher, demo_model, tmp_path):
-    row, models = ROWS[name], {"TEACHER": teacher, "DEMO": demo_model}
-    flags, other = ([models.get(word, word) for word in words] for words in (row.flags, row.other))
+def test_round_trips(name, teacher, files, demo_model, tmp_path):
+    row, paths = ROWS[name], {"TEACHER": teacher, "DEMO": demo_model, **files}
+    flags, other = ([paths.get(word, word) for word in words] for words in (row.flags, row.other))
     runs = Runs(tmp_path, (*RUN, *flags))
 
     ranks = {"ranks": row.ranks} if row.ranks > 1 else {}

@@ -1,7 +1,7 @@
 """A supervised start: loss and gradient are transformers', however rows are packed, and what is saved starts the others."""
 
 import pytest
-from helpers import flat_gradient, make_demonstrations, padded_loss, relative, run_script
+from helpers import flat_gradient, make_demonstrations, padded_loss, relative
 
 import train_sft
 from rl import flags, parts
@@ -43,21 +43,3 @@ def test_val_only_needs_something_to_validate_on(demo_model, tmp_path):
     args = flags.read(train_sft.Args, args=["--val-only", "--train-files", str(tmp_path / "rows.jsonl")])
     with pytest.raises(UserError, match="--val-only: there is nothing to validate on"):
         set_up(args, "train_sft.py")
-
-
-@pytest.mark.runs
-def test_val_only_saves_nothing(demo_model, tmp_path):
-    words = ["--max-length", 24, "--test-freq", 0, "--output-dir", tmp_path, "--lora-rank", 4, "--val-max-samples", 20]
-    words += ["--total-training-steps", 1]
-    done = run_script("train_sft.py", *words, "--val-only", "--experiment-name", "look")
-    assert "step 0/0  validation nll " in done.stdout and "checkpoint" not in done.stdout
-    assert not [*(tmp_path / "look").glob("step_*")]
-
-
-def test_its_help_has_no_flag_of_samples_and_rewards(capsys):
-    with pytest.raises(SystemExit):
-        flags.read(train_sft.Args, args=["--help-all"])
-    shown = capsys.readouterr().out
-    for name in ("reward", "rollout-n", "temperature", "adv-estimator", "ref-offload", "ppo-epochs", "router-replay", "engine"):
-        assert f"--{name} " not in shown
-    assert "--messages-key" in shown and "--train-batch-size" in shown

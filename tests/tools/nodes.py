@@ -127,7 +127,7 @@ class Node(Space):
     def _lay_delayed_link(self, delay: float) -> None:
         places = [str(self.pid), "e0", str(self._switch.pid), self.port, str(delay)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        line = [sys.executable, ROOT / "tests" / "programs" / "delayed_link.py", *places]
+        line = [sys.executable, ROOT / "benchmarks" / "delayed_link.py", *places]
         self._delay = subprocess.Popen(line, env=environment(), **pipes)
         if (said := self._delay.stdout.readline()) != "ready\n":
             raise Unavailable(f"no delayed link: {said}{self._delay.communicate(timeout=10)[0]}")

@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 tests=(delta_net forward_check grouped_experts router sharded_weights)
-tests+=(vision vision_engine vision_experts vision_sequence images engine experts demo_vl)
+tests+=(vision vision_engine vision_experts images engine experts demo_vl)
 if [[ ${1:-} == --this-torch ]]; then
   shift
   venv=${1:-$(mktemp -d)}

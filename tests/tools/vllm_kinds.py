@@ -1,7 +1,6 @@
 """Checks of images, delta nets and experts in vLLM, as in vllm_checks.py."""
 
 import copy
-import json
 import sys
 
 import numpy as np
@@ -249,15 +248,6 @@ def swapped_routes(case, engine, old, new) -> None:
         assert np.array_equal(found[:fed], experts_of(case, old, *what)[:fed])
         assert np.array_equal(found[fed:], experts_of(case, new, *what)[fed:])
     engine.update(new.named_parameters(), version=2)
-
-
-def routes_in_bfloat16(path: str) -> None:
-    """Print samples of a bf16 engine for a learner in fp32: (prompt, tokens, log-probs, routes) of each response."""
-    case = Texts(path)
-    engine = case.engine(torch.bfloat16, ROUTES)
-    engine.update(case.model.named_parameters(), version=1)
-    outputs = drain(engine, case.requests(n=8))
-    print(json.dumps([[PROMPTS[i], o.token_ids, o.log_probs, o.routes.tolist()] for (i, _), o in outputs.items()]))
 
 
 def wakes_with_turned_experts(case, engine) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import random
-import re
 import signal
 import threading
 import time
@@ -12,7 +11,6 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import ROOT
 from torch.distributed import HashStore, TCPStore
 
 from rl.errors import RankLost
@@ -150,27 +148,3 @@ def test_each_generator_has_one_sender_on_its_own_node_if_learners_are_there(of_
         assert of_sender == 0 and (sender == number or not nodes[number].learners)
         served[sender] += local == nodes[number].learners and not nodes[number].learners
     assert max(served.values()) - min(served.values()) <= 1
-
-
-def bytes_a_publish(network, model: str, of_nodes: list[tuple[int, int]]) -> list[float]:
-    """Return the bytes received over the link of each node with generators, divided by the weights' own bytes. of_nodes:
-    (ranks, generators)."""
-    versions = 4
-    line = [ROOT / "tests/programs/receive_bytes.py", model, versions]
-    consoles = network(len(of_nodes)).start([(ranks, [*line, generators]) for ranks, generators in of_nodes]).wait(600)
-    assert [code for code, _ in consoles] == [0] * len(of_nodes), consoles
-    found = [re.search(r"(\d+) bytes came for (\d+)", console) for _, console in consoles]
-    return [int(came[1]) / int(came[2]) / versions for came in found if came]
-
-
-@pytest.mark.runs
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("of_nodes", "least", "most"),
-    [([(1, 0), (3, 3)], 1, 1.1), ([(2, 1), (3, 2)], 0.5, 0.6)],
-    ids=["a node that only generates receives the weights once", "nodes that do both only receive the other learners' shards"],
-)
-def test_bytes_over_the_network(demo_model, network, of_nodes, least, most):
-    found = bytes_a_publish(network, demo_model, of_nodes)
-    assert least <= min(found) and max(found) < most

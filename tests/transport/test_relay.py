@@ -77,15 +77,6 @@ def test_a_record_of_any_size_arrives_whole(store, size):
     receiver.check()
 
 
-def test_a_node_that_knows_itself_by_a_loopback_address_is_reached_by_its_name(store, monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    ring = Ring.create(1 << 20)
-    _, forwarder = Receiver(Ring.create(1 << 20), store, [1]), Forwarder(ring, store, 1)
-    assert store.get("relay/1").startswith(b"localhost:")
-    ring.put(b"a record")
-    forwarder.finish()
-
-
 def test_a_receiver_that_cannot_be_reached_is_named(store):
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen

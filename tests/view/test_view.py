@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 import view
 from rl.errors import UserError
 from rl.record import validations
+from rl.samples.group import Group
 from rl.samples.recorder import Recorder
 from tools.view import explanations, pictures, server, texts
 from tools.view.answers import CURVES, Answers
@@ -299,9 +300,9 @@ def test_images_of_a_prompt_are_those_of_its_row(run, tmp_path, monkeypatch):
     rows = [{"images": [{"bytes": data.getvalue(), "path": None}] * i} for i in range(3)]
     Dataset.from_list(rows).to_parquet(file := str(tmp_path / "rows.parquet"))
     flags = {"train_files": [file], "image_key": "images"}
-    assert pictures.urls(f"{file} row 0", flags) == []
-    assert pictures.urls(f"{file} row 0", flags | {"train_files": [f"{file}:2"]}) == []
-    (first, second) = pictures.urls(f"{file} row 2", flags)
+    assert pictures.of_row(f"{file} row 0", flags) == []
+    assert pictures.of_row(f"{file} row 0", flags | {"train_files": [f"{file}:2"]}) == []
+    (first, second) = pictures.of_row(f"{file} row 2", flags)
     shown = images.to_rgb(base64.b64decode(first.removeprefix("data:image/png;base64,")))
     assert first == second and shown.shape == (3, pictures.MOST, 3) and (shown == (255, 0, 0)).all()
     for where, why in (
@@ -310,9 +311,18 @@ def test_images_of_a_prompt_are_those_of_its_row(run, tmp_path, monkeypatch):
         ("", "is not here"),
     ):
         with pytest.raises(UserError, match=why):
-            pictures.urls(where, flags)
+            pictures.of_row(where, flags)
     samples = Samples(run)
-    gone = replace(samples.groups(1)[0], images="a digest")
+    ours = [np.frombuffer(data.getvalue(), np.uint8)]
+    group = samples.groups(1)[0]
+    shown = replace(
+        group, images="a digest", image_files=ours, responses=[replace(r, images=ours * 2) for r in group.responses]
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(Samples, "_groups", lambda *_: [Group.from_bytes(shown.to_bytes())])
+        found = Answers([run])("0/step/1/10")
+        assert found["images"] == [first] and all(response["images"] == [first, first] for response in found["responses"])
+    gone = replace(group, images="a digest")
     monkeypatch.setattr(Samples, "_groups", lambda *_: [gone])
     samples.record.starts[0]["flags"].update(flags)
     answers = Answers([run])

@@ -55,7 +55,7 @@ class Sizes:
 class NoImages:
     """The images of a text-only batch, for a model that takes images (rl/learning/batch_images.py)."""
 
-    def inputs(self, lengths: list[int], after: list[int], groups: list[int], on: torch.device) -> dict:
+    def inputs(self, lengths: list[int], after: list[int], owners: list, on: torch.device) -> dict:
         inputs = row_inputs(lengths, after, [None] * len(lengths))
         return inputs | {"position_ids": inputs["position_ids"].to(on)}
 

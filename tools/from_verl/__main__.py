@@ -18,7 +18,7 @@ from rl.errors import UserError
 from rl.printable import printable
 from tools.from_verl import environment
 from tools.from_verl.command import Command, read_script, read_words
-from tools.from_verl.keys import NOT_HERE, NOT_NEEDED
+from tools.from_verl.table import NOT_HERE, NOT_NEEDED
 
 
 def main() -> None:

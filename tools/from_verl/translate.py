@@ -13,10 +13,9 @@ import train_sync
 from rl import flags as command_line
 from rl import parts
 from rl.errors import UserError
-from tools.from_verl import keys, programs, supervised
+from tools.from_verl import programs, supervised, table
 from tools.from_verl.command import Command
-from tools.from_verl.keys import NOT_HERE, NOT_NEEDED, TRANSLATED, Row
-from tools.from_verl.table import OTHER_DEFAULTS, ROWS
+from tools.from_verl.table import NOT_HERE, NOT_NEEDED, OTHER_DEFAULTS, ROWS, ROWS_OF_SFT, TRANSLATED, Row
 from tools.from_verl.verl_run import ASYNC, ONE_STEP_OFF, SFT, SYNC, V1, Run
 
 MODULES = {SYNC: train_sync, ONE_STEP_OFF: train_one_step_off, ASYNC: train_async, SFT: train_sft}
@@ -65,16 +64,19 @@ def translate(command: Command) -> Translation:
     """Raise UserError for a program that is no trainer, and for a run that no script here can do."""
     programs.check(command.module)
     is_sft = supervised.is_supervised(command)
-    rows = supervised.ROWS_OF_SFT if is_sft else ROWS
+    rows = ROWS_OF_SFT if is_sft else ROWS
     engine = command.values.get("engine", "fsdp")
-    names = {key: supervised.name_in_table(key, engine) if is_sft else key for key in command.values}
-    found = {key: keys.find(name, rows) for key, name in names.items()}  # key as given -> (row, the table's name), or None
+    names = {key: table.name_by_reward(key, engine) if is_sft else key for key in command.values}
+    found = {key: table.find(name, rows) for key, name in names.items()}  # key as given -> (row, the table's name), or None
     values = {name: _resolved(command, key) for key, (_, name) in _known(found)}
     notes: list[str] = []
     script = SFT if is_sft else script_of(command, values, notes)
     defaults = {name: value for row in rows for name, value in row.defaults.items()}
     newer = script == ASYNC and "fully_async" not in command.program and any(name.startswith(V1) for name in values)
-    defaults |= supervised.defaults(command.program) if is_sft else OTHER_DEFAULTS[V1 if newer else script]
+    if is_sft:
+        defaults |= OTHER_DEFAULTS["fsdp_sft_trainer" if "fsdp_sft_trainer" in command.program else "sft_trainer"]
+    else:
+        defaults |= OTHER_DEFAULTS.get("separate_async" if newer else script, {})
     wrong = {name: _wrong(row, name, values[name], defaults.get(name)) for _, (row, name) in _known(found)}
     run = Run(script, {name: value for name, value in values.items() if not wrong[name]}, defaults, newer)
     if is_sft:
@@ -239,7 +241,7 @@ def _verdict(run: Run, found: tuple | None, value: object) -> tuple[str, str]:
         return NOT_HERE, run.missing[name]
     if name in run.idle:
         return NOT_NEEDED, run.idle[name]
-    if row.kind == NOT_HERE and keys.neutral(row, name, value):
+    if row.kind == NOT_HERE and table.neutral(row, name, value):
         return NOT_NEEDED, "its value asks for nothing that is missing here"
     return row.kind, row.note
 
@@ -272,7 +274,7 @@ def _expected(name: str, default: object) -> str:
 
 
 def _deleted(key: str) -> tuple[str, str]:
-    found = keys.find(key, ROWS)
+    found = table.find(key, ROWS)
     if found and found[0].kind == TRANSLATED:
         return NOT_HERE, "~ removes the key: our default counts"
     return NOT_NEEDED, "it is taken away"

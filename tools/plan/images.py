@@ -68,12 +68,12 @@ def _of_size(prep: ImagePrep, width: int, height: int, number: int, tokens: int)
     Image.new("1", (width, height)).save(file := io.BytesIO(), "PNG")
     given = f"--image-size: an image of {width} x {height} pixels"
     try:
-        needed = number * (prep.count(width, height) + 1) + 1  # text comes before each image and after the last
+        needed = number * (prep.cut.count(width, height) + 1) + 1  # text comes before each image and after the last
     except ImageError as error:
         raise UserError(f"--image-size: {error}.") from None
     if needed > tokens:
         raise UserError(
-            f"{given} takes {prep.count(width, height):,} tokens, and {number} of them do not fit into --max-prompt-length "
+            f"{given} takes {prep.cut.count(width, height):,} tokens, and {number} of them do not fit into --max-prompt-length "
             f"{tokens}. Raise it, or lower the pixels in preprocessor_config.json."
         )
 
@@ -87,7 +87,7 @@ def _of_size(prep: ImagePrep, width: int, height: int, number: int, tokens: int)
 
 def _pixels(prep: ImagePrep, config: PretrainedConfig, sources: Sequence[bytes], fake: FakeDevice) -> tuple[Tensor, Tensor]:
     """Replaces ImagePrep.prepare."""
-    grids = torch.tensor([prep.grid(*size) for size in images.sizes(sources)])
+    grids = torch.tensor([prep.cut.grid(*size) for size in images.sizes(sources)])
     vision = config.vision_config
     patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     with fake.host_too():
@@ -100,6 +100,6 @@ class PlannedImages:
 
     of_groups: list[Images | None]
 
-    def inputs(self, lengths: Sequence[int], after: Sequence[int], groups: Sequence[int], device: torch.device) -> dict:
-        inputs = row_inputs(lengths, after, [None if group < 0 else self.of_groups[group] for group in groups])
+    def inputs(self, lengths: Sequence[int], after: Sequence[int], owners: Sequence, device: torch.device) -> dict:
+        inputs = row_inputs(lengths, after, [self.of_groups[owner] if isinstance(owner, int) else None for owner in owners])
         return inputs | {"position_ids": inputs["position_ids"].to(device)}

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rl import flag_words
 from rl.errors import UserError
+from rl.ranges import DEFAULT_BATCH
 from rl.record import validations
 from tools.report import readers
 
@@ -87,7 +87,7 @@ class Log:
         f = self.flags
         if not f.get("rollout_n") or "train_batch_size" not in f:
             return None
-        return (f["train_batch_size"] or f.get("ppo_mini_batch_size") or flag_words.DEFAULT_BATCH) * f["rollout_n"]
+        return (f["train_batch_size"] or f.get("ppo_mini_batch_size") or DEFAULT_BATCH) * f["rollout_n"]
 
     @property
     def off_policy(self) -> bool:

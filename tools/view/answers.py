@@ -130,6 +130,10 @@ def group(runs: list[Samples], run: int, step: int, ticket: int) -> dict:
         }
         row["parts"] = [(who, tokens.start, tokens.stop) for who, tokens in parts_of(response)]
         row |= {"ids": response.token_ids.tolist(), "pieces": samples.pieces(response.token_ids)}
+        if response.images:
+            from tools.view import pictures  # late: few runs have images
+
+            row["images"] = pictures.urls(file.tobytes() for file in response.images)
         found["responses"].append(row | {"sampled": sampled(response).tolist()})
     scores = [response.score for response in recorded.responses]
     found["advantages"] = [None if score is None else score - mean(scores) for score in scores]
@@ -137,10 +141,13 @@ def group(runs: list[Samples], run: int, step: int, ticket: int) -> dict:
     elsewhere.sort(key=lambda visit: -abs(visit["step"] - step))
     found["others"] = [*{visit["run"]: [visit[name] for name in ("run", "step", "ticket")] for visit in elsewhere}.values()]
     if recorded.images:
-        from tools.view import pictures  # late: few runs have images
+        from tools.view import pictures
 
         try:
-            found["images"] = pictures.urls(found.get("where", ""), samples.record.start_of(step)["flags"])
+            if recorded.image_files:
+                found["images"] = pictures.urls(file.tobytes() for file in recorded.image_files)
+            else:
+                found["images"] = pictures.of_row(found.get("where", ""), samples.record.start_of(step)["flags"])
         except UserError as error:
             found["images_error"] = str(error)
     return found

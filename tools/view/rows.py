@@ -14,7 +14,8 @@ from rl.algorithm.texts import SHARES, shares
 from rl.record import validations
 from rl.record.run import GROUPS, METRICS
 from rl.samples.group import Group, Response
-from rl.samples.recorder import Record, step_of, steps_of
+from rl.samples.recorder import step_of, steps_of
+from tools.recorded import Record
 from tools.view import texts
 
 HALF, MOST_OF_A_CHARACTER = "\ufffd", 8  # what stands for bytes of no character; tokens that may share one

@@ -1,6 +1,6 @@
 """Anthropic's messages.
 
-Left out: tools that Anthropic runs, images, documents, and thoughts, which stay among the tokens.
+Left out: tools that Anthropic runs, documents, and thoughts, which stay among the tokens.
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ def call(given: dict, answered: list) -> Call:
             continue
         for block in parts["tool_result"]:
             name = names.get(block["tool_use_id"], "tool")
-            messages.append({"role": "tool", "content": form.text_of(block.get("content")), "name": name})
+            messages.append({"role": "tool", "name": name} | form.content_of(block.get("content")))
         if rest or not parts["tool_result"]:
-            messages.append({"role": {"user": "user", "system": "system"}[message["role"]], "content": form.text_of(rest)})
+            messages.append({"role": {"user": "user", "system": "system"}[message["role"]]} | form.content_of(rest))
     if not given["messages"]:
         raise ValueError("messages: must be a list with at least one message")
     tools = [

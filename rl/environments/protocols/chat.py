@@ -34,14 +34,15 @@ def as_messages(given: list[dict]) -> list[dict]:
     names: dict[str, str] = {}  # of tools, by call id
     for message in given:
         role = ROLES[message["role"]]
-        text = form.text_of(message.get("content"))
+        content = message.get("content")
         if role == "assistant":
             calls = [(call.get("id"), call["function"]) for call in message.get("tool_calls") or ()]
             names |= {str(id): function["name"] for id, function in calls}
-            messages.append(form.said(text, *((function["name"], function.get("arguments")) for _, function in calls)))
+            told = ((function["name"], function.get("arguments")) for _, function in calls)
+            messages.append(form.said(form.text_of(content), *told))
         else:
             name = {"name": names.get(str(message.get("tool_call_id")), "tool")} if role == "tool" else {}
-            messages.append({"role": role, "content": text} | name)
+            messages.append({"role": role} | form.content_of(content) | name)
     return messages
 
 

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from rl.environments import pictures
+from rl.rewards.worker import BadValue
+
 MODEL = "policy"
 
 
@@ -23,7 +26,7 @@ class Refused(Exception):
 class Call:
     """A request for the model's next turn."""
 
-    messages: list[dict]  # {role, content} with text; an assistant's "calls" [{name, arguments}]; a tool's name
+    messages: list[dict]  # {role, content, images} (pictures.py); an assistant's "calls" [{name, arguments}]; a tool's name
     tools: list[dict]  # in the form for chat templates
     most: int | None = None  # limit of the tokens to sample
     streams: bool = False
@@ -60,6 +63,8 @@ def reading() -> Iterator[None]:
     """Turn the errors of a request of another form into Refused."""
     try:
         yield
+    except BadValue as error:
+        raise Refused(400, str(error)) from None
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, IndexError) as error:
         raise Refused(400, f"the request cannot be read: {type(error).__name__}: {error}") from None
 
@@ -100,13 +105,21 @@ def schema_of(wanted: dict | None) -> str:
     return {"text": "", "json_object": '{"type": "object"}'}[kind]
 
 
-def text_of(content: str | list[dict] | None) -> str:
-    """Return the text of a message."""
+def content_of(content: str | list[dict] | None) -> dict:
+    """Return the content, and images, of a message, in the form of pictures.py."""
     if not isinstance(content, list):
-        return (content or "") + ""
-    if any(part["type"] not in ("text", "input_text", "output_text") for part in content):
-        raise Refused(400, "only text is possible here, no images or other parts")
-    return "".join(part["text"] for part in content)
+        return {"content": (content or "") + ""}
+    if any(part["type"] not in ("text", "input_text", "output_text") and not pictures.is_image(part) for part in content):
+        raise Refused(400, "only text and images are possible here, no other parts")
+    return pictures.joined(content)
+
+
+def text_of(content: str | list[dict] | None) -> str:
+    """Return the text of a message that has nothing else."""
+    found = content_of(content)
+    if "images" in found:
+        raise Refused(400, "images are possible in messages of the user and of tools")
+    return found["content"]
 
 
 def said(text: str, *calls: tuple[str, str | dict | None]) -> dict:

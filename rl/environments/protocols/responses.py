@@ -42,8 +42,8 @@ def _add(item: dict, messages: list[dict], names: dict[str, str]) -> None:
     kind = item.get("type") or "message"
     if kind == "message":
         role = ROLES[item["role"]]
-        text = form.text_of(item["content"])
-        messages.append(form.said(text) if role == "assistant" else {"role": role, "content": text})
+        content = item["content"]
+        messages.append(form.said(form.text_of(content)) if role == "assistant" else {"role": role} | form.content_of(content))
     elif kind == "function_call":
         names[item["call_id"]] = item["name"]
         if not messages or messages[-1]["role"] != "assistant":
@@ -52,7 +52,7 @@ def _add(item: dict, messages: list[dict], names: dict[str, str]) -> None:
         messages[-1] = messages[-1] | {"calls": [*messages[-1]["calls"], call]}
     elif kind == "function_call_output":
         name = names.get(item["call_id"], "tool")
-        messages.append({"role": "tool", "content": form.text_of(item["output"]), "name": name})
+        messages.append({"role": "tool", "name": name} | form.content_of(item["output"]))
     elif kind != "reasoning":
         raise Refused(400, f"input: {kind!r:.100}: only messages and the calls of functions are possible here")
 

@@ -66,7 +66,7 @@ class Running:
     def ahead(self) -> int:
         """A token's rotary position minus its place in the sequence: an image takes fewer positions than tokens."""
         images = self.request.images
-        return images.next_position - len(self.request.prompt_ids) if images else 0
+        return images.next_position - images.positions.shape[1] if images else 0
 
     def output(self, reason: str) -> Output:
         lists = (list(self.token_ids), list(self.log_probs), list(self.versions))

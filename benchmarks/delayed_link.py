@@ -1,6 +1,6 @@
 """A link with a delay, for kernels without tc's netem: two TAP devices, and this process between them.
 
-    python tests/programs/delayed_link.py PID NAME PID NAME SECONDS         a process of each end's namespace; one way
+    python benchmarks/delayed_link.py PID NAME PID NAME SECONDS         a process of each end's namespace; one way
 
 Ends when its stdin is closed.
 """
