@@ -140,21 +140,22 @@ def texts_of(where: str, row: dict) -> Iterator[Try]:
 def score(args: Args, reward: str | None, texts: Sequence[Try]) -> list[Score]:
     """Score the texts as training does: by the environment if there is one, and by the reward function if that does not."""
     found: dict[int, Score] = {}
-    (program,) = EnvironmentArgs(env=args.env, tools=args.tools).programs.values() or (None,)
-    with ScoringPool(
-        RewardArgs(reward=PLAY if program else reward, reward_timeout=SECONDS, reward_workers=2, outage_timeout=0)
-    ) as pool:
+    programs = [*EnvironmentArgs(env=args.env, tools=args.tools).programs.values()]
+    if len(programs) > 1:
+        raise UserError("--env and --tools: texts go to one of them. Leave the other out.")
+    limits = {"reward_timeout": SECONDS, "reward_workers": 2, "outage_timeout": 0}
+    with ScoringPool(RewardArgs(reward=PLAY if programs else reward, **limits)) as pool:
         for number, (_, row, _, _, text, said) in enumerate(texts):
             known = {"data_source": source_of(row), "ground_truth": ground_truth(row)}
             extra = row.get("extra_info")
-            if program:
+            if programs:
                 said = said or {"turns": [text], "times": args.max_turns, "seed": 0, "own_seed": 0}
-                extra = said | {"row": row | known | {"extra_info": extra}, "program": (*program, args.tool_format)}
-            pool.submit(number, **known, text="" if program else text, extra_info=extra, prompt=row["prompt"])
+                extra = said | {"row": row | known | {"extra_info": extra}, "program": (*programs[0], args.tool_format)}
+            pool.submit(number, **known, text="" if programs else text, extra_info=extra, prompt=row["prompt"])
         while pool.pending:
             found |= pool.wait(1.0)
     left = [number for number, its in found.items() if its.extra.get(episode.UNSCORED)]
-    left = [number for number in left if can_score(texts[number].row.get("data_source", ""), RewardArgs(reward=reward))]
+    left = [number for number in left if can_score(source_of(texts[number].row), RewardArgs(reward=reward))]
     if left:
         by_grader = replace(args, env=None, tools=None)
         found |= zip(left, score(by_grader, reward, [texts[number] for number in left]), strict=True)
