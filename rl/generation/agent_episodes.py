@@ -32,6 +32,7 @@ class History:
     output: Output
     mask: np.ndarray | None = None  # of its first tokens; the policy has sampled the rest
     at: int = 0
+    seconds: list[list[float]] = field(default_factory=list)  # of its turns
     images: list[bytes] = field(default_factory=list)  # files; of a later history also those of its prompt
 
     def whole_mask(self) -> np.ndarray:
@@ -199,6 +200,7 @@ class AgentEpisodes(Episodes):
         history.output = episode.output or history.output
         history.at = episode.at
         history.mask = self.working[id[0]].masks.pop(id[1], None)
+        history.seconds += episode.seconds[sum(len(its.seconds) for its in of.all) :]
         history.images = self.working[id[0]].images.pop(id[1], [])
 
     def _images_of_prompt(self, id: Id) -> "Images | None":
@@ -244,6 +246,7 @@ class AgentEpisodes(Episodes):
         known = None if known is None else known.numpy()
         routes = _joined_routes([first.output, *(h.output for h in others)], len(work.prompt.ids)) if tokens else None
         self._of[id].output = Output(id, tokens, log_probs, versions, "unfinished", routes, known)
+        self._of[id].seconds = [of_turn for history in (first, *others) for of_turn in history.seconds]
         work.masks[id[1]] = np.concatenate(masks)
         work.images[id[1]] = [file for history in (first, *others) for file in history.images]
         if len(lengths) > 1:

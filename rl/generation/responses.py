@@ -47,6 +47,7 @@ class OpenGroup:
     histories: dict[int, list[int]] = field(default_factory=dict)  # of a response with several: number of tokens of each
     images: dict[int, list[bytes]] = field(default_factory=dict)  # files of those that a response's environment has shown
     brings_images: bool = False  # whether the environment has shown those of the prompt
+    seconds: dict[int, list[list[float]]] = field(default_factory=dict)  # of an episode's turns, as Response has them
     requests: list[Request] = field(default_factory=list)  # one per response
     room: int = 0  # most tokens of a response
     event: Score | None = None  # why none of its responses can be sampled or scored
@@ -164,6 +165,7 @@ def to_response(
         support=output.support,
         histories=group.histories.get(output.id[1]),
         images=as_arrays(group.images.get(output.id[1], ())),
+        seconds=group.seconds.get(output.id[1]),
     )
 
 
