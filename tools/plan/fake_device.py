@@ -123,6 +123,7 @@ def start(world_size: int = 1, attention: str = KIND, made: "Callable[[], FakeDe
     torch.accelerator.synchronize = lambda *_: None
     torch.accelerator.current_stream = _Stream
     torch.distributed.all_gather_object = _same_objects
+    torch.distributed.broadcast_object_list = lambda *_, **__: None  # this rank is the first, which sends
     torch.distributed.Backend.backend_capability["fake"].append(KIND)
     torch.distributed.init_process_group(f"cpu:fake,{KIND}:fake", rank=0, world_size=world_size, store=FakeStore())
     return Ranks(0, world_size, 0, torch.device(KIND, 0))
