@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from rl.errors import UserError
 from rl.ranks import device, launch
+from rl.ranks.device_groups import check_own
 from rl.ranks.dist import Ranks, meet
 from rl.transport.bridge import Bridge, senders
 
@@ -51,7 +52,7 @@ def init_split(generators: int, hang_timeout: float = 0) -> Split:
     number = next(i for i, node in enumerate(nodes) if here.rank in node.ranks)
     role, rank, alike = _role(nodes, number, here.local_rank)
     size = _count(nodes, f"{role}s")
-    device.check_own(store, alike, here.rank, own_device, role)
+    check_own(store, alike, here.rank, own_device, role)
     own_store = dist.PrefixStore(role, store)
     dist.init_process_group(device.backend(own_device), store=own_store, rank=rank, world_size=size, timeout=timeout)
     sender_of = senders(nodes)

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from rl.generation.embedded.engine import TransformersEngine
 from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
-from rl.ranks import device, process
+from rl.ranks import device_groups, process
 from rl.ranks.host import cpu_name
 from rl.split import Split, init_split
 from rl.weights import publisher as of_publisher
@@ -68,7 +68,7 @@ def save_model(name: str, path: str) -> int:
 def measure(split: Split, path: str, parameters: int, repeats: int) -> dict[str, list[float]] | None:
     """Seconds by side, as the generator sees them (None on the learner)."""
     rendezvous, place = torch.zeros(1), int(split.role == "generator")
-    raw = device.host_group(PrefixStore(f"raw/{parameters}", split.store), place, 2, timedelta(minutes=10))
+    raw = device_groups.host_group(PrefixStore(f"raw/{parameters}", split.store), place, 2, timedelta(minutes=10))
     flat = torch.zeros(parameters)
     seconds: dict[str, list[float]] = {side: [] for side in (*SIDES, "copy")}
     real = {module: module.digest for module in (of_subscriber, of_publisher)}

@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PretrainedConfig
 
 from rl.errors import UserError
-from rl.ranks.dist import AllToAll, Ranks, all_reduce_sum
+from rl.ranks.all_to_all import AllToAll
+from rl.ranks.dist import Ranks, all_reduce_sum
 
 NAMES = {"gate_up_proj", "down_proj"}  # an experts module's parameters, [E, ...] each
 

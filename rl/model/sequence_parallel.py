@@ -21,7 +21,8 @@ from transformers import PretrainedConfig
 
 from rl.errors import UserError
 from rl.model.attention import Packed
-from rl.ranks.dist import AllToAll, Ranks
+from rl.ranks.all_to_all import AllToAll
+from rl.ranks.dist import Ranks
 
 
 def share_sequences(ranks: Ranks, size: int) -> Ranks:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rl.ranks import watchdog
-from rl.ranks.device import PinnedBlocks, gathers_to_one, is_accelerator
+from rl.ranks.device import gathers_to_one, is_accelerator
 from rl.ranks.dist import all_gather_values
+
+if TYPE_CHECKING:
+    from rl.ranks.pinned import PinnedBlocks
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -28,7 +32,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def zeros_on_host(like: torch.Tensor, dtype: torch.dtype, pinned: PinnedBlocks) -> torch.Tensor:
+def zeros_on_host(like: torch.Tensor, dtype: torch.dtype, pinned: "PinnedBlocks") -> torch.Tensor:
     """Contiguous zeros in host memory, sharded as `like` is; from `pinned` if `like` is on an accelerator."""
     # A slice of one element counts as contiguous whatever its stride, and zeros like it would keep that stride.
     place = {"dtype": dtype, "device": "cpu", "memory_format": torch.contiguous_format}

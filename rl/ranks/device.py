@@ -1,4 +1,4 @@
-"""The devices: the only file that distinguishes cpu, cuda and npu, and their backends (gloo, nccl, hccl).
+"""The devices: with device_groups.py the only file that distinguishes cpu, cuda and npu, and their backends (gloo, nccl, hccl).
 
 All other files ask this one what a device can do, so they run unchanged on all three.
 """
@@ -12,11 +12,9 @@ import os
 import platform
 import resource
 import sys
-from datetime import timedelta
 from functools import cache
 
 import torch
-import torch.distributed as dist
 
 from rl.errors import UserError
 from rl.ranks import host, launch
@@ -50,7 +48,6 @@ PEAK_FLOPS = {
     "910B": 354e12,
     "Ascend910_93": 376e12,  # a die: each of a chip's two dies is a device
 }
-VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}  # a process's devices, by number or name
 
 
 @cache
@@ -86,22 +83,6 @@ def _warn_of_unused() -> None:
 def default_dtype() -> str:
     """Return the precision of --dtype auto: bfloat16 on accelerators, whose fast products and kernels need half precision."""
     return "float32" if kind() == "cpu" else "bfloat16"
-
-
-def check_own(store: dist.Store, members: range, rank: int, device: torch.device, role: str) -> None:
-    """Raise UserError if ranks of one role on this node share a device, since their collectives need one each. members: the
-    ranks of that role on this node, each of which calls this with its own device. A launcher may show each rank only its own
-    device."""
-    if not is_accelerator(device):
-        return
-    store.set(f"device/of/{rank}", _number_in_node(device))
-    count = len(set(store.multi_get([f"device/of/{member}" for member in members])))
-    if count < len(members):
-        raise UserError(
-            f"{platform.node()} has {len(members)} {role}s and {count} {kind()} device(s) for them, and each {role} needs one "
-            f"of its own. Start at most {count} here (--nproc-per-node, --generators), or set RL_DEVICE=cpu. A generator and a "
-            "learner may share one."
-        )
 
 
 def has_accelerator() -> bool:
@@ -169,48 +150,6 @@ def backend(device: torch.device) -> str:
     return BACKENDS[device.type]
 
 
-def _number_in_node(device: torch.device) -> str:
-    """Return a name of the device that is unique on this machine: ranks that see one device each all call it number 0."""
-    uuid = getattr(_module().get_device_properties(device), "uuid", None) if is_accelerator(device) else None
-    visible = os.environ.get(VISIBLE.get(device.type, ""), "").split(",")
-    index = device.index or 0
-    return str(uuid or (visible[index] if index < len(visible) and visible[index] else index))
-
-
-def device_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta):
-    """Return a new group that sends device memory directly; None if members share a device or use the host. Collective."""
-    store.set(f"device/{rank}", f"{platform.node()}/{device.type}/{_number_in_node(device)}")
-    if rank == 0:  # only one rank asks for all: if each asked for all, 512 ranks would make a quarter of a million calls
-        devices = store.multi_get([f"device/{i}" for i in range(size)])
-        on_host = any(f"/{HOST}/".encode() in name for name in devices)
-        store.set("device/own", str(int(len(set(devices)) == size and not on_host)))
-    if store.get("device/own") != b"1" or not is_accelerator(device):
-        return None
-    if device.type == "npu":
-        from torch_npu._C._distributed_c10d import ProcessGroupHCCL
-
-        group = ProcessGroupHCCL(store, rank, size, timeout=timeout)
-        # Members connect at their first message, within HCCL_CONNECT_TIMEOUT (two minutes): do it now, not at the first weights
-        group.broadcast([torch.zeros(1, device=device)], dist.BroadcastOptions()).wait()
-        return group
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
-def host_group(store: dist.Store, rank: int, size: int, timeout: timedelta, at_once: int = 2):
-    """Return a new group that sends host memory. timeout: for all members to join, and for each collective. at_once: the most
-    collectives under way at a time; gloo lets the others wait. Collective."""
-    gloo = dist.ProcessGroupGloo
-    networks = os.environ.get("GLOO_SOCKET_IFNAME")
-    options = gloo._Options()
-    options._timeout, options._threads = timeout, at_once
-    names = networks.split(",") if networks else []
-    store.set_timeout(timeout)  # gloo waits for the members as long as the store does
-    options._devices = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
-    return gloo(store, rank, size, options)
-
-
 # ---------------------------------------------------------------------------------------------------------- time and memory
 
 
@@ -220,7 +159,7 @@ def side_stream(device: torch.device):
     return torch.Stream(device) if is_accelerator(device) else contextlib.nullcontext()
 
 
-def _module():
+def module():
     """Return torch.cuda or torch.npu, since torch.accelerator's memory functions do not know torch-npu 2.10's allocator."""
     return getattr(torch, kind())
 
@@ -229,16 +168,16 @@ def memory_gb() -> dict[str, float]:
     """Return the peak device memory since the last call, under verl's names, and the process's own peak (resident set)."""
     out = {"perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
     if kind() != "cpu":
-        out["perf/max_memory_allocated_gb"] = _module().max_memory_allocated() / 2**30
-        out["perf/max_memory_reserved_gb"] = _module().max_memory_reserved() / 2**30
-        _module().reset_peak_memory_stats()
+        out["perf/max_memory_allocated_gb"] = module().max_memory_allocated() / 2**30
+        out["perf/max_memory_reserved_gb"] = module().max_memory_reserved() / 2**30
+        module().reset_peak_memory_stats()
     return out
 
 
 def empty_cache() -> None:
     """Give unused memory of the allocator back to the device, for code that does not use the allocator."""
     if kind() != "cpu":
-        _module().empty_cache()
+        module().empty_cache()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -261,52 +200,22 @@ def memory_left() -> tuple[int, int] | None:
     """Return (bytes of the accelerator that new tensors may take, its total bytes); None if its driver does not know. Unused
     memory of the allocator counts as free."""
     try:
-        free, total = _module().mem_get_info()
+        free, total = module().mem_get_info()
     except RuntimeError:
         return None
-    return free + _module().memory_reserved() - _module().memory_allocated(), total
+    return free + module().memory_reserved() - module().memory_allocated(), total
 
 
 # ---------------------------------------------------------------------------------------------------------- host memory
 
 TRIM_THRESHOLD, MMAP_MAX = -1, -4  # mallopt's parameters, M_... in glibc
 NEVER = -1  # a value of TRIM_THRESHOLD
-BLOCK = 1 << 30  # most bytes of pinned memory allocated at once for small tensors
-LEAST = 1 << 20  # smallest tensor, in bytes, that is cut out of such a block
-ALIGN = 512  # bytes to which a tensor's start in a block is aligned, as torch aligns device tensors
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return zeros whose memory is allocated page by page at the first write; torch would clear all of it at once."""
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-
-class PinnedBlocks:
-    """Pinned memory for tensors that stay for the whole run, cut out of blocks. For each pinned tensor torch allocates the next
-    power of two of bytes, a third more than a matrix of 192 MB needs; a block has such a size itself."""
-
-    def __init__(self):
-        self._taken = 0  # bytes
-        self._rest: list[torch.Tensor] = []  # the free part of each block
-
-    def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return [count] zeros in pinned memory."""
-        size = count * dtype.itemsize
-        room = -(-size // ALIGN) * ALIGN
-        if size < LEAST:
-            return _pinned(size).view(dtype)
-        number = next((number for number, rest in enumerate(self._rest) if len(rest) >= room), None)
-        if number is None:
-            number = len(self._rest)
-            self._rest.append(_pinned(1 << (max(room, min(BLOCK, self._taken)) - 1).bit_length()))
-        found, self._rest[number] = self._rest[number][:size], self._rest[number][room:]
-        self._taken += room
-        return found.view(dtype)
-
-
-def _pinned(size: int) -> torch.Tensor:
-    return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
 
 
 def keep_freed() -> None:
@@ -328,7 +237,7 @@ def name() -> str:
     """Return the device's model name, as given by its driver or the system."""
     if kind() == "cpu":
         return platform.processor() or platform.machine()
-    return _module().get_device_name()
+    return module().get_device_name()
 
 
 def peak_flops() -> float | None:

@@ -78,7 +78,10 @@ def init(hang_timeout: float = 0) -> Ranks:
     tensors. hang_timeout: seconds, of the watchdog; 0 turns it off. Collective."""
     store, own_device, timeout = meet(0, hang_timeout)
     here = launch.here()
-    device.check_own(store, range(here.first, here.first + here.local_world_size), here.rank, own_device, "rank")
+    if device.is_accelerator(own_device):
+        from rl.ranks.device_groups import check_own  # late: a CPU is shared
+
+        check_own(store, range(here.first, here.first + here.local_world_size), here.rank, own_device, "rank")
     backend = device.backend(own_device)
     dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world_size, timeout=timeout)
     return Ranks(here.rank, here.world_size, here.local_rank, own_device)
@@ -157,23 +160,6 @@ def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None = None)
     if dist.get_world_size(group) > 1:
         dist.all_reduce(tensor, group=group)
     return tensor
-
-
-class AllToAll(torch.autograd.Function):
-    """(x [R, ...], rows to send to each rank of the group, rows to receive from each, group) -> [R', ...] in rank order. The
-    gradient is sent back the same way."""
-
-    @staticmethod
-    def forward(ctx, x, sent: list[int], received: list[int], group: dist.ProcessGroup):
-        ctx.rows = sent, received, group
-        out = x.new_empty(sum(received), *x.shape[1:])
-        dist.all_to_all_single(out, x.contiguous(), received, sent, group)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        sent, received, group = ctx.rows
-        return AllToAll.apply(grad, received, sent, group), None, None, None
 
 
 def from_main(value: Any) -> Any:

@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from rl.errors import RankLost
 from rl.ranks import launch
-from rl.ranks.device import device_group, host_group, is_accelerator
+from rl.ranks.device import is_accelerator
+from rl.ranks.device_groups import device_group, host_group
 from rl.transport.ring import Ring, RingTimeout
 
 WINDOW = 32  # messages of 32 MB under way over a network: they fill a link of 160 Gbit/s with a latency of 50 ms

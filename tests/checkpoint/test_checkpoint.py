@@ -4,16 +4,13 @@ import json
 import os
 import random
 import shutil
-import signal
-import subprocess
-import time
 from pathlib import Path
 
 import kills
 import numpy as np
 import pytest
 from checkpoints import damage
-from helpers import ROOT, command, environment, run_script
+from helpers import ROOT, command, run_script
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -60,23 +57,6 @@ def sync(demo_model, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("sync")
     go("train_sync.py", out, *FLAGS, ranks=None)
     return out / "run"
-
-
-@pytest.mark.slow
-def test_sync_that_sigterm_stopped_resumes_bit_for_bit(sync, tmp_path):
-    words = command("train_sync.py", *FLAGS, "--output-dir", tmp_path, "--experiment-name", "run")
-    process = subprocess.Popen(words, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
-    while len(rows(tmp_path / "run") if (tmp_path / "run" / "metrics.jsonl").exists() else []) < 4:
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
-    stopped = max(row["step"] for row in rows(tmp_path / "run"))
-    assert process.returncode == 0 and 3 <= stopped < 20
-    assert f"SIGTERM to rank 0: stopped after step {stopped}; it resumes from {tmp_path}/run/step_{stopped:06d}" in errors
-    resumed = go("train_sync.py", tmp_path, *FLAGS, ranks=None)
-    assert f"resumes after step {stopped} of 20" in resumed.stdout
-    same(tmp_path / "run", sync)
 
 
 @pytest.mark.runs

@@ -13,7 +13,7 @@ from test_examples import RECIPES, SCRIPTS, number, parse
 
 from rl import flags, parts
 from rl.errors import UserError
-from tools.from_verl import supervised, table, translate, verl_run
+from tools.from_verl import table, translate, verl_run
 from tools.from_verl.__main__ import main, read_text, report
 from tools.from_verl.command import parse_value, read_script, read_words
 from tools.from_verl.table import OTHER_DEFAULTS, ROWS, ROWS_OF_SFT
@@ -184,10 +184,10 @@ def test_every_flag_of_the_table_exists_and_every_default_is_a_keys():
     existing = {flag for script in SCRIPTS for flag in translate.own_defaults(script)}
     existing |= translate.own_defaults("train_sft.py").keys()
     shown = {flag for row in (*ROWS, *table.OWN) for flag in row.flags.split(", ") if flag}
-    assert all(table.find(name, ROWS_OF_SFT) for name in supervised.NAMES.values())
+    assert all(table.find(name, ROWS_OF_SFT) for name in map(table.in_full, table.SFT_KEYS["names"].values()))
     of_forks = {"--gdpo-reward-keys", "--gdpo-reward-weights"}  # of examples/forks/gdpo.diff, as their rows say
     assert shown - existing == of_forks
-    names = {names[0] for row in ROWS for names in row.names}
+    names = {names[0] for row in (*ROWS, *table.OWN) for names in row.names}
     assert {key for defaults in OTHER_DEFAULTS.values() for key in defaults} <= names
     every = [name for row in ROWS for names in row.names for name in names]
     assert len(every) == len(set(every)), "a key appears in one row only"

@@ -4,7 +4,7 @@ tokens, and a loss that does train such tokens still gets their gradient."""
 import numpy as np
 import pytest
 import torch
-from helpers import make_group, train
+from helpers import make_group
 from hypothesis import given
 from hypothesis import strategies as st
 from layouts import GROUPS, relative
@@ -154,17 +154,3 @@ def test_flat_groups_are_packed_apart_where_that_takes_less_time(data):
     alone = kinds.count({True})
     assert alone and kinds == [{True}] * alone + [{False} & {*flat}] * (len(kinds) - alone) and len(kinds) > alone
     assert seconds(plan, *what, flat) < seconds(together, *what, [False] * len(flat))
-
-
-@pytest.mark.runs
-def test_a_run_says_how_much_it_was(tmp_path):
-    """Half of the prompts always get the full reward, so their responses teach nothing."""
-    (tmp_path / "reward.py").write_text(
-        "def score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    return 1.0 if int(ground_truth) % 2 else float(len(set(solution_str)))\n"
-    )
-    flags = ["--reward", f"{tmp_path / 'reward.py'}:score", "--max-response-length", "64", "--temperature", "2"]
-    flags += ["--train-batch-size", "16", "--total-training-steps", "2", "--no-val-before-train", "--test-freq", "0"]
-    metrics, _, _ = train("benchmarks/fixed_length.py", "train_sync.py", *flags, out=tmp_path / "runs")
-    for step in (1, 2):
-        assert 0.2 < metrics[step]["perf/forward_only"] < 0.8

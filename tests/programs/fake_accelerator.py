@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from helpers import make_group
+from strict_device import StrictDevice, start
 from tiny_vlm import picture, prompt_with_images, prompts_by_number
 from torch.distributed import HashStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,7 +49,7 @@ from rl.weights.buckets import PublishPlan
 from rl.weights.local import LocalWeights
 from rl.weights.publisher import Publisher
 from rl.weights.subscriber import Subscriber
-from tools.plan.fake_device import OWN, FakeDevice, aten, start
+from tools.plan.fake_device import OWN, aten
 
 SCRIPTS = {"sync": train_sync, "one step off": train_one_step_off, "async": train_async}
 
@@ -140,7 +141,7 @@ def learn(
         groups = [with_routes(group) for group in groups]
     if most := sampling_mask.most_tokens(args.sampling):
         groups = [with_support(group, most) for group in groups]
-    with FakeDevice():
+    with StrictDevice():
         assert device.kind() == place.device.type == torch.empty(1, device=place.device).device.type
         model = Learner(path, args.learner, place, 10, with_reference=args.loss.needs_reference)
         if args.teacher.teacher:
@@ -203,7 +204,7 @@ def generate(path: str, dtype=torch.float32, truncates=True, attention="npu", im
     """An engine's life: prefill, decoding and sampling, new weights while responses are under way, their digests. over_host:
     whether the weights travel in host memory."""
     place = start(attention=attention)
-    with FakeDevice():
+    with StrictDevice():
         store, bridge = HashStore(), Bridge(torch.device("cpu") if over_host else place.device)
         engine = TransformersEngine(path, 96 if images else 32, 4, 16, dtype, place.device, end_tokens={1})
         plan = PublishPlan(
@@ -237,7 +238,7 @@ def turns(path: str, **flags) -> None:
     """A rank that learns and generates in turns: its engine takes the learner's weights twice."""
     place, args = start(), parts.make(train_sync.Args, model=path, engine="embedded", max_num_seqs=4, **flags)
     engines.load_tokenizer, engines.end_token_ids = (lambda *_: None), (lambda *_: {1})
-    with FakeDevice():
+    with StrictDevice():
         model = Learner(path, args.learner, place, 10)
         engine = engines.make_engine(path, args.engine, 32, args.engine.weights_dtype(args.learner.dtype), place.device, False)
         held = LocalWeights(model, engine, args.engine.weights_dtype(args.learner.dtype))
@@ -249,7 +250,7 @@ def turns(path: str, **flags) -> None:
 def lacks(kind: str) -> None:
     """Check that an operation that the device lacks raises an error, and that all others do not."""
     place = start(2, attention=kind).device
-    with FakeDevice():
+    with StrictDevice():
         x = torch.ones(4, device=place)
         tries = {
             "nextafter": lambda: x.nextafter(x),

@@ -17,7 +17,7 @@ from helpers import ROOT, command, environment
 import train_sync
 from rl import parts
 from rl.errors import UserError
-from rl.ranks import device, dist, launch
+from rl.ranks import device, device_groups, dist, launch
 from rl.ranks.timers import Timers
 
 
@@ -28,7 +28,7 @@ def machine(monkeypatch):
     def make(kind: str, devices: int = 1, uuids: tuple[str, ...] = ()):
         properties = lambda place: SimpleNamespace(**({"uuid": uuids[place.index]} if uuids else {}))  # noqa: E731
         monkeypatch.setattr(device, "kind", lambda: kind)
-        monkeypatch.setattr(device, "_module", lambda: SimpleNamespace(get_device_properties=properties))
+        monkeypatch.setattr(device, "module", lambda: SimpleNamespace(get_device_properties=properties))
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
 
     return make
@@ -36,12 +36,12 @@ def machine(monkeypatch):
 
 def test_devices_are_distinguished_by_uuid_and_by_what_a_rank_sees(machine, monkeypatch):
     machine("cuda", uuids=("GPU-a", "GPU-b"))
-    assert device._number_in_node(torch.device("cuda", 1)) == "GPU-b"
+    assert device_groups._number_in_node(torch.device("cuda", 1)) == "GPU-b"
     machine("npu")  # whose properties have no uuid
     for visible, index, expected in (("5", 0, "5"), ("2,7", 1, "7"), ("", 1, "1")):
         monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", visible)
-        assert device._number_in_node(SimpleNamespace(type="npu", index=index)) == expected
-    assert device._number_in_node(torch.device("cpu")) == "0"
+        assert device_groups._number_in_node(SimpleNamespace(type="npu", index=index)) == expected
+    assert device_groups._number_in_node(torch.device("cpu")) == "0"
 
 
 class HCCL:
@@ -77,8 +77,8 @@ def test_weights_go_over_hccl_where_each_rank_has_an_npu_of_its_own(hccl, others
     """place: as torch.device would have it; a build without NPUs has none."""
     store, mine = torch.distributed.HashStore(), SimpleNamespace(type="npu", index=0)
     other = SimpleNamespace(type=others[0], index=others[1])
-    store.set("device/1", f"{device.platform.node()}/{other.type}/{device._number_in_node(other)}")
-    group = device.device_group(store, 0, 2, mine, timedelta(seconds=9))
+    store.set("device/1", f"{device.platform.node()}/{other.type}/{device_groups._number_in_node(other)}")
+    group = device_groups.device_group(store, 0, 2, mine, timedelta(seconds=9))
     assert (group is not None) == direct and store.get("device/own") == str(int(direct)).encode()
     if direct:
         assert HCCL.made == [group] and group.place == (0, 2, timedelta(seconds=9))
@@ -91,7 +91,7 @@ def name_devices(devices: list[SimpleNamespace], role: str) -> list[str]:
 
     def said(rank: int) -> str:
         try:
-            device.check_own(store, members, rank, devices[rank - 4], role)
+            device_groups.check_own(store, members, rank, devices[rank - 4], role)
         except UserError as error:
             return str(error)
         return ""
@@ -114,7 +114,7 @@ def test_ranks_to_which_a_launcher_shows_one_device_each_are_taken(machine, monk
     names = iter(("GPU-a", "GPU-b", "GPU-c"))
     machine("cuda", 1)
     monkeypatch.setattr(
-        device, "_module", lambda: SimpleNamespace(get_device_properties=lambda _: SimpleNamespace(uuid=next(names)))
+        device, "module", lambda: SimpleNamespace(get_device_properties=lambda _: SimpleNamespace(uuid=next(names)))
     )
     assert name_devices([torch.device("cuda", 0)] * 3, "rank") == [""] * 3
 

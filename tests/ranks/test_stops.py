@@ -78,14 +78,6 @@ def test_sigterm_while_a_model_loads_ends_all_ranks_at_once(rank, demo_model, tm
 
 
 @pytest.mark.timeout(300)
-def test_ctrl_c_while_a_model_loads_ends_all_ranks_at_once(demo_model, tmp_path):
-    """Also ranks that wait in C++ for the one that loads it. A terminal sends it to all processes."""
-    words = ["tests/programs/slow_learner.py", 10_000, "train_async.py", *FLAGS, "--output-dir", tmp_path]
-    code, console = strike(signal.SIGINT, None, words, lambda console: "loading" in console)
-    assert code != 0 and not re.search(r'File ".*/(rl/|train_)', console) and "forcefully exiting via" not in console, console
-
-
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("generators", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_learner_that_leaves_first_does_not_end_the_other(generators, tmp_path):
     """After SIGTERM a rank that exited has failed, unless it had come to its end. Generators exit meanwhile."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import run_script, train
+from helpers import train
 from matplotlib.axes import Axes
 from safetensors.torch import load_file
 
@@ -287,24 +287,3 @@ def test_validations_that_arrive_together_are_all_recorded_and_best_is_the_best(
     assert sorted(path.name for path in run.glob("step_*")) == ["step_000002", "step_000006"]
     best, last = (load_file(path / "model.safetensors") for path in (run / "best", run / "step_000006"))
     assert any(not best[name].equal(last[name]) for name in best)
-
-
-def named(script: str, out: Path, *flags, **how):
-    return run_script(script, "--output-dir", out, "--experiment-name", "run", *SMALL, *flags, **how)
-
-
-@pytest.mark.runs
-@pytest.mark.timeout(300)
-def test_a_killed_run_that_resumes_has_each_validation_once(demo_model, tmp_path):
-    flags = ("--test-freq", "1", "--save-freq", "2", "--max-ckpt-to-keep", "0", "--total-training-steps", "4")
-    named("train_async.py", tmp_path, *flags, ranks=2)
-    run = tmp_path / "run"
-    whole = accuracies(run)
-    assert [*whole] == [0, 1, 2, 3, 4]
-    shutil.rmtree(run / "step_000004")  # as a kill before that save leaves it
-    done = named("train_async.py", tmp_path, *flags, ranks=2)
-    assert "resumes after step 2 of 4" in done.stdout or "after step 2/4" in done.stdout
-    again = accuracies(run)
-    assert [*again] == [0, 1, 2, 3, 4] and {s: again[s] for s in (0, 1, 2)} == {s: whole[s] for s in (0, 1, 2)}
-    assert [line["step"] for line in strict(run / "validations_superseded.jsonl")] == [3, 4]
-    assert json.loads((run / "best" / "best.json").read_text())["score"] == max(again[2], again[4])

@@ -6,6 +6,7 @@ Each has the signature of the real one, and keeps for its backward pass what the
 import functools
 from collections import Counter
 
+import strict_device
 import torch
 from torch.nn.attention import varlen
 
@@ -88,7 +89,7 @@ def in_double(query, key, value) -> list[torch.Tensor]:
 
 def _fusion(*given):
     named = {a.name: x for a, x in zip(torch.ops.npu.npu_fusion_attention.default._schema.arguments, given, strict=False)}
-    _, *kept, rest, seed, offset, numbers = fake_kernels._forward(*given)  # refuses what the real one would
+    _, *kept, rest, seed, offset, numbers = strict_device.forward(*given)  # refuses what the real one would
     query, ends = named["query"], (named["actual_seq_qlen"], named["actual_seq_kvlen"])
     out, *found = forward("fusion", query, named["key"], named["value"], *ends, named["scale"])
     largest, total = (x.float()[..., None].expand_as(kept[0]).contiguous() for x in found)
@@ -96,7 +97,7 @@ def _fusion(*given):
 
 
 def _fusion_gradient(query, key, value, dy, head_num, input_layout, **given):
-    fake_kernels._backward(query, key, value, dy, head_num, input_layout)
+    strict_device.backward(query, key, value, dy, head_num, input_layout)
     lse = given["softmax_max"][..., 0].double() + given["softmax_sum"][..., 0].double().log()
     ends = given["actual_seq_qlen"], given["actual_seq_kvlen"]
     return *backward("fusion", dy, query, key, value, given["attention_in"], lse, *ends, given["scale_value"]), dy.new_empty(0)

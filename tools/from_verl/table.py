@@ -4,8 +4,8 @@ A row has one or several keys, each with verl's default behind `=`. `new|old` ar
 `A.` for actor_rollout_ref. and `V1.` for trainer.v1. What they become is in `flags`, with a `note` for the document and, unless
 the value is taken over as it is, the function that gives the flags their values (`meaning`). Other rows say why nothing has to
 be set (`unneeded`) or what is missing here (`missing`): a default is then the value with which nothing is missing, and `switch`
-is verl's key without which the row's have no effect. Defaults are those of verl's main_ppo, those of its others in
-OTHER_DEFAULTS.
+is verl's key without which the row's have no effect. Defaults are those of verl's main_ppo; defaults.yaml has what its others
+set otherwise.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from typing import Literal
 import yaml
 
 from tools.from_verl.command import parse_value
-from tools.from_verl.verl_run import ASYNC, ONE_STEP_OFF, SYNC, V1, Run
+from tools.from_verl.verl_run import V1, Run
 
 TRANSLATED, NOT_NEEDED, NOT_HERE = "translated", "not needed", "not here"
 
@@ -40,7 +40,7 @@ class Row:
         names = []
         defaults = {}
         for word in row["keys"].split():
-            name, equals, default = word.replace("A.", "actor_rollout_ref.").replace("V1.", V1).partition("=")
+            name, equals, default = in_full(word).partition("=")
             names.append(tuple(name.split("|")))
             if equals:
                 defaults[names[-1][0]] = parse_value(default)
@@ -48,6 +48,15 @@ class Row:
         note = row.get("note") or row.get("unneeded") or row.get("missing", "")
         meaning = _function(row["meaning"]) if "meaning" in row else None
         return cls(kind, tuple(names), defaults, row.get("flags", ""), note, meaning, row.get("switch", ""))
+
+
+def in_full(name: str) -> str:
+    return name.replace("A.", "actor_rollout_ref.").replace("V1.", V1)
+
+
+def _default(word: str) -> tuple[str, object]:
+    name, _, value = in_full(word).partition("=")
+    return name, parse_value(value)
 
 
 def _function(name: str) -> Callable[[Run], dict[str, object]]:
@@ -62,34 +71,27 @@ def data(name: str) -> dict | list:
 
 TABLE = {title: [Row.of(row) for row in rows] for title, rows in data("keys.yaml").items()}
 ROWS = [row for rows in TABLE.values() for row in rows]
-# Of the supervised trainers, whose other keys are called as in training by reward (supervised.py)
-OWN = [Row.of(row) for row in data("sft_keys.yaml")]
+OTHER_DEFAULTS = {program: dict(map(_default, text.split())) for program, text in data("defaults.yaml").items()}
+
+# ------------------------------------------------------------------------------------------------ supervised training
+
+SFT_KEYS = data("sft_keys.yaml")
+OWN = [Row.of(row) for row in SFT_KEYS["rows"]]
 _NAMED = {names[0] for row in OWN for names in row.names}
 ROWS_OF_SFT = [*OWN, *(row for row in ROWS if not _NAMED & {names[0] for names in row.names})]
 
-# What verl's own configurations of its other two programs set otherwise.
-_SPLIT = {"algorithm.rollout_correction.bypass_mode": True}
-OTHER_DEFAULTS: dict[str, dict[str, object]] = {
-    SYNC: {},
-    ONE_STEP_OFF: _SPLIT,
-    ASYNC: _SPLIT
-    | {
-        "actor_rollout_ref.actor.use_rollout_log_probs": True,
-        "async_training.staleness_threshold": 0.1,
-        "async_training.trigger_parameter_sync_step": 4,
-        "async_training.require_batches": 1,
-        "async_training.partial_rollout": True,
-        "rollout.total_rollout_steps": 100,
-    },
-    V1: {  # separate_async of its newer trainer
-        f"{V1}trainer_mode": "separate_async",
-        f"{V1}sampler.max_off_policy_threshold": 8,
-        "async_training.staleness_threshold": 1.0,
-        "async_training.trigger_parameter_sync_step": 4,
-        "async_training.require_batches": 1,
-        "async_training.partial_rollout": True,
-    },
-}
+
+def name_by_reward(key: str, engine: object) -> str:
+    """Return the name that a key of a supervised trainer has in training by reward. engine: the value of `engine`."""
+    if key.startswith("engine."):  # a section of the engine's name, but for FSDP's
+        section = {"fsdp": "fsdp_config", "fsdp2": "fsdp_config"}.get(engine, engine)
+        return f"actor_rollout_ref.actor.{section}.{key.removeprefix('engine.')}"
+    heads = SFT_KEYS["heads"]
+    head = next((head for head in heads if key.startswith(head)), "")
+    return in_full(SFT_KEYS["names"].get(key) or heads.get(head, "") + key.removeprefix(head))
+
+
+# ------------------------------------------------------------------------------------------------ rows of a key
 
 
 def find(key: str, rows: Iterable[Row]) -> tuple[Row, str] | None:

@@ -66,14 +66,17 @@ def translate(command: Command) -> Translation:
     is_sft = supervised.is_supervised(command)
     rows = ROWS_OF_SFT if is_sft else ROWS
     engine = command.values.get("engine", "fsdp")
-    names = {key: supervised.name_in_table(key, engine) if is_sft else key for key in command.values}
+    names = {key: table.name_by_reward(key, engine) if is_sft else key for key in command.values}
     found = {key: table.find(name, rows) for key, name in names.items()}  # key as given -> (row, the table's name), or None
     values = {name: _resolved(command, key) for key, (_, name) in _known(found)}
     notes: list[str] = []
     script = SFT if is_sft else script_of(command, values, notes)
     defaults = {name: value for row in rows for name, value in row.defaults.items()}
     newer = script == ASYNC and "fully_async" not in command.program and any(name.startswith(V1) for name in values)
-    defaults |= supervised.defaults(command.program) if is_sft else OTHER_DEFAULTS[V1 if newer else script]
+    if is_sft:
+        defaults |= OTHER_DEFAULTS["fsdp_sft_trainer" if "fsdp_sft_trainer" in command.program else "sft_trainer"]
+    else:
+        defaults |= OTHER_DEFAULTS.get("separate_async" if newer else script, {})
     wrong = {name: _wrong(row, name, values[name], defaults.get(name)) for _, (row, name) in _known(found)}
     run = Run(script, {name: value for name, value in values.items() if not wrong[name]}, defaults, newer)
     if is_sft:

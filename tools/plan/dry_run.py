@@ -128,7 +128,7 @@ def _run(name: str, flags: dict, learners: int, attention: str, workload: Drawn,
     shapes = {p.shape for p in empty_model(config, args.trust_remote_code).parameters() if p.dim() > 1}
     placement.open_weights = _unread
     placement.check_policy = lambda *_: None
-    ranks = start(learners, attention, strict=False)  # an operator on the host takes the same memory
+    ranks = start(learners, attention)
     count = MemoryCount(config.get_text_config().vocab_size, shapes)
     with FakeDevice() as fake, count:
         dist.init_device_mesh = fake.host_too(False)(dist.init_device_mesh)  # ranks are counted in real numbers

@@ -1,4 +1,4 @@
-"""A fake accelerator: our own code runs on it, every shape, precision and device is checked, and nothing is computed.
+"""A fake accelerator: our own code runs on it, every shape and device is checked, and nothing is computed.
 
 Tensors on the fake device are PyTorch's FakeTensors. The host stays real: packing, advantages and the schedule of a batch are
 computed, and a tensor left on the host by mistake raises when it meets one on the device, as it would on the machine. Values
@@ -9,13 +9,13 @@ read back from the device are zeros, except integers that came from the host (to
         learner = Learner(path, args, ranks, ...)
 
 The device is called "npu", because PyTorch allows that name for a new device and gives it autograd and FSDP. (A fake "cuda"
-tensor in a build without CUDA has no gradients and cannot be sliced.) To check CUDA, the device gets everything else in which
-the two differ here: attention (tools/plan/fake_kernels.py), operators with a kernel (tools/plan/operators.py), the precisions
-that collectives accept, and the allocator's functions. Anything else raises. Left out: time and values, and the host memory of
-allocators and collectives.
+tensor in a build without CUDA has no gradients and cannot be sliced.) For CUDA it gets CUDA's attention
+(tools/plan/fake_kernels.py). Left out: time and values, the host memory of allocators and collectives, and what a device lacks,
+which the tests' own refuses.
 """
 
 import contextlib
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -35,19 +35,12 @@ from rl.ranks.dist import Ranks
 from rl.weights import publisher
 from tools.plan import known_values
 from tools.plan.fake_kernels import define_cuda_kernels, define_npu_kernels
-from tools.plan.operators import KIND, has_kernel
 
 aten = torch.ops.aten
-
-
+KIND = "npu"
 # What torch.accelerator asks an allocator of torch's own kind; torch-npu 2.10's is not one.
 ALLOCATOR_CALLS = ["empty_cache", "get_memory_info", "max_memory_allocated", "max_memory_reserved", "memory_allocated"]
 ALLOCATOR_CALLS += ["memory_reserved", "memory_stats", "reset_accumulated_memory_stats", "reset_peak_memory_stats"]
-# ProcessGroupHCCL.cpp of torch-npu 2.10, checkSupportedDataType: what is summed; what is only sent may be of any precision
-HCCL_SUMS = {torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.bfloat16}
-SUMMING = ("allreduce", "reduce", "_reduce")  # prefixes of the names of collectives that sum
-NCCL_LACKS = {torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64}  # of torch's: no collective takes them
-_refuses: str | None = None  # the fake device lacks what this kind lacks
 
 
 class _Stream:
@@ -108,13 +101,11 @@ NPU = SimpleNamespace(  # what PyTorch asks of torch.npu
 )
 
 
-def start(world_size: int = 1, attention: str = KIND, strict: bool = True) -> Ranks:
+def start(world_size: int = 1, attention: str = KIND, made: "Callable[[], FakeDevice] | None" = None) -> Ranks:
     """Register the device, and make this process the first of `ranks` ranks, whose collectives return at once. Call once per
-    process. attention: the kind of device to imitate. strict: refuse operators that it would compute on the host. Experts are
+    process. attention: the kind of device to imitate. made: makes the device of the thread that sends weights. Experts are
     computed as grouped products, because sizes of single experts would depend on values. Tokens are assumed to be spread evenly
     over experts."""
-    global _refuses
-    _refuses = attention if strict else None
     (define_npu_kernels if attention == KIND else define_cuda_kernels)()
     device.PACKED_ATTENTION[KIND] = device.PACKED_ATTENTION[attention]
     device.DELTA_RULE.pop(KIND, None)  # Triton's kernels know no fake tensors
@@ -127,19 +118,15 @@ def start(world_size: int = 1, attention: str = KIND, strict: bool = True) -> Ra
 
     _fsdp_init._move_states_to_device = _move_states_to_device
     _setup_privateuseone_for_python_backend(KIND, backend_module=NPU)
-    publisher.side_stream = lambda device: FakeDevice()  # the thread that sends has to enter it as well
+    publisher.side_stream = lambda device: (made or FakeDevice)()  # the thread that sends has to enter it as well
     for name in ALLOCATOR_CALLS:
-        setattr(torch.accelerator, name, _no_allocator if attention == KIND else lambda *_: 0)
+        setattr(torch.accelerator, name, lambda *_: 0)
     torch.accelerator.synchronize = lambda *_: None
     torch.accelerator.current_stream = _Stream
     ranks_dist.broadcast_parts = _same_parts
     torch.distributed.Backend.backend_capability["fake"].append(KIND)
     torch.distributed.init_process_group(f"cpu:fake,{KIND}:fake", rank=0, world_size=world_size, store=FakeStore())
     return Ranks(0, world_size, 0, torch.device(KIND, 0))
-
-
-def _no_allocator(*_, **__):
-    raise RuntimeError("Allocator for npu is not a DeviceAllocator.")  # torch's words
 
 
 def _same_parts(parts: list[bytearray], _group) -> None:
@@ -212,7 +199,6 @@ class FakeDevice(TorchDispatchMode):
         kwargs.pop("pin_memory", None)
         if not fakes and not self._makes_fake(tensors, kwargs):
             return func(*args, **kwargs)
-        _refuse(func, tensors)
         written = [x for x in self._mutated(func, args, kwargs) if not isinstance(x, FakeTensor)]
         if fakes < len(tensors) and written:
             return self._into_host(func, args, kwargs, tensors)
@@ -309,24 +295,6 @@ READ = {  # depends on values that are not known
 def _different_devices(func, one: torch.device, other: torch.device) -> RuntimeError:
     """Return the error of an operator whose tensors are on two devices."""
     return RuntimeError(f"{func}: expected all tensors to be on the same device, but found {one} and {other}")
-
-
-def _refuse(func, tensors: list[torch.Tensor]) -> None:
-    """Raises NotImplementedError for an operator or a collective that the device lacks."""
-    if not _refuses or all(x.device.type != KIND for x in tensors):
-        return
-    if not has_kernel(_refuses, func):
-        raise NotImplementedError(f"{func}: no kernel on {_refuses}, which computes it on the host or not at all")
-    if func.namespace != "c10d":
-        return
-    if _refuses == KIND and func.name().startswith("c10d::gather_"):
-        raise NotImplementedError(f"{func}: HCCL has none, and torch-npu makes one of pickles")
-    precisions = {x.dtype for x in tensors if x.device.type == KIND}
-    sums = func.name().removeprefix("c10d::").startswith(SUMMING)
-    of_npu = precisions - HCCL_SUMS if sums else set()
-    lacks = of_npu if _refuses == KIND else precisions & NCCL_LACKS
-    if lacks:
-        raise NotImplementedError(f"{func}: Unsupported data type {lacks} on {_refuses}")
 
 
 def of_no_tensor() -> bool:

@@ -9,7 +9,6 @@ import json
 import math
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 from rl.record import validations
 from tools.report import verl_console
@@ -20,9 +19,6 @@ NAMES = {  # of older versions of verl
     "rollouter/idle_ratio": "fully_async/rollouter/idle_ratio",
 }
 LARGEST = 1e100  # of a metric: sums and squares of it are finite
-TEST_SCORE = "val/test_score/"  # of versions before 0.3, in front of the data source: its mean score
-CONFIG = {"script": str, "flags": dict, "hardware": dict, "replay": dict, "total_steps": int, "code": str, "commit": str}
-COUNTS = ("rollout_n", "train_batch_size", "ppo_mini_batch_size", "publish_every", "staleness_threshold")  # flags
 CONSOLE = (".log", ".txt", ".out")  # suffixes of the files among which a directory's console logs are searched for
 
 
@@ -57,13 +53,7 @@ def read(path: Path) -> tuple[list[dict], list[str]] | None:
         rows, notes = read_events(events)
     else:
         return None
-    return [{_today(name): value for name, value in row.items()} for row in rows], notes
-
-
-def _today(name: str) -> str:
-    """Return a metric's name in today's versions."""
-    source = name.removeprefix(TEST_SCORE)
-    return NAMES.get(name, name) if source == name else f"val-core/{source}/acc/mean@1"
+    return [{NAMES.get(name, name): value for name, value in row.items()} for row in rows], notes
 
 
 def _read_console(file: Path) -> tuple[list[dict], list[str]]:
@@ -141,30 +131,10 @@ def read_config(directory: Path, notes: list[str]) -> dict:
         notes.append("no config.json: the run forms a group of its own, and its samples cannot be counted")
         return {}
     try:
-        return _usable(dict(json.loads(file.read_text())), notes)
+        return dict(json.loads(file.read_text()))
     except (OSError, ValueError, TypeError, RecursionError):
         notes.append("config.json cannot be read: the run forms a group of its own, and its samples cannot be counted")
         return {}
-
-
-def _usable(config: dict, notes: list[str]) -> dict:
-    """Return the configuration without values of other types than a run writes."""
-    wrong = {name: value for name, value in config.items() if not isinstance(value, CONFIG.get(name, object))}
-    config = {name: value for name, value in config.items() if name not in wrong}
-    flags, hardware = config.get("flags", {}), config.get("hardware", {})
-    counts = {name for name in COUNTS if not (flags.get(name) is None or is_number(flags[name]))}
-    layout = {"layout"} if not _is_layout(hardware.get("layout", [])) else set()
-    for part, names in (("flags", counts), ("hardware", layout)):
-        if names:
-            config[part] = {name: value for name, value in config[part].items() if name not in names}
-    if unread := sorted({name for name, value in wrong.items() if value is not None} | counts | layout):
-        notes.append(f"config.json: {', '.join(unread)} cannot be read, and count as not recorded")
-    return config
-
-
-def _is_layout(layout: Any) -> bool:
-    ranks = [node.get("ranks") if isinstance(node, dict) else None for node in layout] if isinstance(layout, list) else [None]
-    return all(isinstance(of, dict) and all(isinstance(role, str) and role.strip() for role in of.values()) for of in ranks)
 
 
 def merge(raw: list[dict]) -> tuple[dict[float, dict], int]:

@@ -1,4 +1,4 @@
-"""Which operators a device has a kernel for: the fake device (tools/plan/fake_device.py) refuses the others.
+"""Which operators a device has a kernel for: strict_device.py refuses the others.
 
 For CUDA this comes from torch's own table, which torch installs; for an NPU from npu_operators.txt. Operators that torch
 composes of others need no kernel, because the fake device sees those. Left out: the parts of operators composed below
@@ -8,12 +8,14 @@ autograd, and the precisions that a kernel accepts.
 import importlib.resources
 import re
 from functools import cache
+from pathlib import Path
 
 import torch
 
-LINES = (importlib.resources.files("tools.plan") / "npu_operators.txt").read_text().splitlines()
+from tools.plan.fake_device import KIND
+
+LINES = Path(__file__).with_name("npu_operators.txt").read_text().splitlines()
 NPU = frozenset(name for line in LINES if not line.startswith("#") for name in line.split())
-KIND = "npu"  # the devices that have them
 PART_OF = {"repeat_interleave.Tensor": "repeat_interleave.self_Tensor"}  # operators that an NPU has whole and torch composes
 COMPOSED = "CompositeImplicitAutograd", "CompositeExplicitAutograd"
 BY_DELEGATE = "CompositeExplicitAutogradNonFunctional"  # most such kernels only call the operator's `out` overload
