@@ -258,10 +258,11 @@ class Session:
     async def reset(self, item: dict) -> dict:
         """Start the agent. Return the tokens of its first call."""
         self.agents.sessions[self.key] = self
-        limit = self.agents.settings["timeout"]
+        agents = self.agents
+        limit = agents.settings["timeout"]
         self.offer = {"row": item["row"], "seed": item["own_seed"], "split": item["split"]}
-        if self.agents.settings["agent"]:
-            self._command = Command(self, self._news.put_nowait)
+        if command := agents.settings["agent"]:
+            self._command = Command(command, agents.url, self.key, self.offer, agents.children, self._news.put_nowait)
             limit += START
         else:
             self.agents.waiting.append(self)

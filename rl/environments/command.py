@@ -11,14 +11,12 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl.environments import descendants
+from rl.environments.descendants import Children
 from rl.environments.protocols import form
 from rl.rewards.worker import how_it_ended
-
-if TYPE_CHECKING:
-    from rl.environments.agents import Session
 
 LARGEST = 1 << 26  # bytes of a line that it prints
 LAST_WORDS = 1.0  # seconds to read the rest of its output after it ends: another process may hold the pipe open
@@ -35,11 +33,10 @@ class End:
 class Command:
     """A user's command. Its stdin is the row as JSON. Its output goes to the console, except for a reward in the last line."""
 
-    def __init__(self, session: "Session", on_end: Callable[[End], None]):
-        """on_end: called with the end. The reward is that of the last line, {"reward": 1.0}, or None."""
-        of, offer = session.agents, session.offer
-        variables = {"OPENAI_BASE_URL": of.url, "OPENAI_API_KEY": session.key, "OPENAI_MODEL": form.MODEL}
-        variables |= {"ANTHROPIC_BASE_URL": of.url.removesuffix("/v1"), "ANTHROPIC_API_KEY": session.key}
+    def __init__(self, command: str, url: str, key: str, offer: dict, children: Children, on_end: Callable[[End], None]):
+        """url, key: of the endpoint; offer: the episode, with its row; on_end: called with the end. The reward is that of the last line, {"reward": 1.0}, or None."""
+        variables = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "OPENAI_MODEL": form.MODEL}
+        variables |= {"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
         variables |= {"ANTHROPIC_MODEL": form.MODEL, "OPENAI_DEFAULT_MODEL": form.MODEL}
         environment = os.environ | variables | {"EPISODE_SEED": str(offer["seed"]), "EPISODE_SPLIT": offer["split"]}
         for name in ("NO_PROXY", "no_proxy"):
@@ -51,9 +48,9 @@ class Command:
             row.seek(0)
             own = {"start_new_session": True, "preexec_fn": descendants.adopt_orphans}
             pipes = {"stdin": row, "stdout": subprocess.PIPE}
-            self._process = subprocess.Popen(shlex.split(of.settings["agent"]), env=environment, **pipes, **own)
+            self._process = subprocess.Popen(shlex.split(command), env=environment, **pipes, **own)
         self._last = b""
-        self._ended = of.children.watch(self._process.pid)
+        self._ended = children.watch(self._process.pid)
         self._ended.add_done_callback(lambda ended: setattr(self._process, "returncode", ended.result()))  # keeps it till then
         self._report_task = asyncio.create_task(self._report(on_end))
 
