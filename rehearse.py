@@ -1,36 +1,44 @@
-"""Tries to cheat a reward function, before a policy does: texts without the right answer that it pays, and texts that stop it.
+"""Tries to cheat a reward function or an environment, before a policy does: texts without the right answer that it pays, and
+texts that stop it.
 
     python rehearse.py --reward my_reward.py:score --record runs/demo       # on prompts and responses of a run
     python rehearse.py --reward my_reward.py:score --train-files gsm8k/train.parquet
     python rehearse.py --train-files gsm8k/train.parquet --against other.py:score     # the built-in grader, and another one
+    python rehearse.py --env my_game.py:Game --record runs/demo             # each text as the model's turns in it; or --tools
 
 The texts are made from rows of the data (tools/rehearse/attacks.py) and scored as in training. A text cheats if it scores
-nearer to a right answer than to nothing. Left out: what takes more than a text, such as a tool. Exit code 1 if a text cheats.
+nearer to a right answer than to nothing. Left out: calls of tools that a policy may invent. Exit code 1 if a text cheats.
 """
 
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import tyro
 
 from rl.data.columns import ground_truth, source_of
 from rl.data.mapped import mapped
 from rl.data.tables import place, read_table, weights_of
+from rl.environments.args import EnvironmentArgs
 from rl.errors import UserError
+from rl.generation.engine import request_seed
+from rl.generation.episodes import OF_GROUP
 from rl.printable import one_line, printable
 from rl.rewards.args import RewardArgs
-from rl.rewards.pool import Score, ScoringPool
+from rl.rewards.pool import Score, ScoringPool, can_score
+from rl.samples.group import Response
+from tools.rehearse import episode
 from tools.rehearse.attacks import BREAKERS, attacks, right_answers
-from tools.view.rows import Samples
+from tools.view.rows import Samples, parts_of
 
 HONEST, ATTACK, BREAKER = "right", "attack", "breaker"
 SECONDS = 2.0  # that a text may take: shorter than in training, since some are made to hang
 SHOWN = 10  # texts with two scores
+PLAY = f"{episode.__file__}:play"
 
 
 class Try(NamedTuple):
@@ -41,6 +49,7 @@ class Try(NamedTuple):
     kind: str
     name: str
     text: str
+    said: dict | None = None  # of a recorded episode: `turns`, `seed` and `own_seed`; otherwise each turn is the text
 
 
 @dataclass
@@ -57,68 +66,99 @@ class Args:
     """Column that holds the prompt."""
     against: str | None = None
     """Another reward function: its disagreements are listed."""
+    env: str | None = None
+    """Environment, as the flag of the training scripts."""
+    tools: str | None = None
+    """Tools, as the flag of the training scripts."""
+    tool_format: Literal["hermes", "llama", "xml"] = "hermes"
+    """How recorded turns have calls."""
+    max_turns: int = 8
+    """Turns of an episode, at most."""
     rows: int = 8
     """Rows of the data to try, spread over it."""
 
 
 def main(args: Args) -> int:
+    samples = Samples(args.record) if args.record else None
     recorded = []
-    if args.record:
-        samples = Samples(args.record)
+    if samples:
         flags = samples.record.starts[-1]["flags"]
-        args.train_files = tuple(flags["train_files"])
-        args.map = flags.get("map")
         recorded = [*samples.responses(samples.record.steps[-1:])]
-    rows = dict(read_rows(args.train_files, args.rows, args.map, {row["where"] for row, _ in recorded}))
+        args.train_files = tuple(dict.fromkeys(row["where"].rpartition(" row ")[0] for row, _ in recorded))
+        args.map = flags.get("map")
+    rows = dict(read_rows(args, {row["where"] for row, _ in recorded}))
     used = [*rows.items()][: args.rows]
-    texts = [text for where, row in used for text in texts_of(where, row, args.prompt_key)]
+    texts = [text for where, row in used for text in texts_of(where, row)]
     texts += [Try(*used[0], BREAKER, name, text) for name, text in BREAKERS.items()]
     print(f"{len(texts):,} texts for {len(used)} rows of {', '.join(args.train_files)}", flush=True)
-    scores = score(args.reward, texts, args.prompt_key)
+    scores = score(args, args.reward, texts)
     found = cheats(texts, scores)
     show(texts, scores, found)
     if args.against:
-        compare("texts: another score by --against", texts, scores, score(args.against, texts, args.prompt_key))
+        compare("texts: another score by --against", texts, scores, score(args, args.against, texts))
     if recorded:
-        said = [Try(row["where"], rows[row["where"]], "", "recorded", samples.answer(response)) for row, response in recorded]
+        said = [said_again(samples, row, rows[row["where"]], response, flags["seed"]) for row, response in recorded]
         theirs = [Score(row["score"]) for row, _ in recorded]
-        compare("recorded responses: another score in the run", said, score(args.reward, said, args.prompt_key), theirs)
+        compare("recorded responses: another score in the run", said, score(args, args.reward, said), theirs)
     if recorded and found:
         show_advantage(samples, max(its for its, _ in found))
     return int(len(found) > 0)
 
 
-def read_rows(files: Sequence[str], count: int, spec: str | None, wanted: Collection[str] = ()) -> Iterator[tuple[str, dict]]:
-    """Yield (place, row): the rows with the wanted places, or `count` that are spread over the files. spec: of --map."""
-    files, _ = weights_of(files)
+def said_again(samples: Samples, about: dict, row: dict, response: Response, seed: int) -> Try:
+    """Return a recorded response. seed: of the run."""
+    end = samples.tokenizer.eos_token
+    turns = [samples.text(response.token_ids[its]).removesuffix(end) for who, its in parts_of(response) if who == "policy"]
+    of_group, own = (request_seed(seed, about["ticket"], number) for number in (OF_GROUP, about["number"]))
+    said = {"turns": turns, "times": 1, "seed": of_group, "own_seed": own}
+    return Try(about["where"], row, "", "recorded", samples.answer(response), said)
+
+
+def read_rows(args: Args, wanted: Collection[str]) -> Iterator[tuple[str, dict]]:
+    """Yield (place, row): the rows with the wanted places, or else some that are spread over the files."""
+    files, _ = weights_of(args.train_files)
     for file in files:
         table = read_table(file, "train")
-        table = mapped(table, file, spec) if spec else table
-        most = min(len(table), -(-count // len(files)))
+        table = mapped(table, file, args.map) if args.map else table
+        most = min(len(table), -(-args.rows // len(files)))
         numbers = range(len(table)) if wanted else [i * len(table) // most for i in range(most)]
         for where, number in ((place(file, table, number), number) for number in numbers):
             if not wanted or where in wanted:
-                yield where, table[number]
+                row = table[number]
+                asked = [{"role": "user", "content": row.get("question") or ""}]
+                yield where, row | {"prompt": row.get(args.prompt_key) or asked}
 
 
-def texts_of(where: str, row: dict, prompt_key: str) -> Iterator[Try]:
+def texts_of(where: str, row: dict) -> Iterator[Try]:
     """Yield right answers and attacks for a row. Of a chat, the last message is the prompt."""
-    prompt = row.get(prompt_key, row.get("question")) or ""
-    prompt = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+    prompt = row["prompt"] if isinstance(row["prompt"], str) else str(row["prompt"][-1]["content"])
     truth = str(ground_truth(row)).strip()
     for kind, texts in ((HONEST, right_answers(truth)), (ATTACK, attacks(prompt, truth))):
         yield from (Try(where, row, kind, name, text) for name, text in texts.items())
 
 
-def score(reward: str | None, texts: Sequence[Try], prompt_key: str) -> list[Score]:
-    """Score the texts as training does."""
+def score(args: Args, reward: str | None, texts: Sequence[Try]) -> list[Score]:
+    """Score the texts as training does: by the environment if there is one, and by the reward function if that does not."""
     found: dict[int, Score] = {}
-    with ScoringPool(RewardArgs(reward=reward, reward_timeout=SECONDS, reward_workers=2, outage_timeout=0)) as pool:
-        for number, (_, row, _, _, text) in enumerate(texts):
-            source = source_of(row)
-            pool.submit(number, source, text, ground_truth(row), row.get("extra_info"), prompt=row.get(prompt_key))
+    programs = [*EnvironmentArgs(env=args.env, tools=args.tools).programs.values()]
+    if len(programs) > 1:
+        raise UserError("--env and --tools: texts go to one of them. Leave the other out.")
+    limits = {"reward_timeout": SECONDS, "reward_workers": 2, "outage_timeout": 0}
+    with ScoringPool(RewardArgs(reward=PLAY if programs else reward, **limits)) as pool:
+        for number, (_, row, _, _, text, said) in enumerate(texts):
+            known = {"data_source": source_of(row), "ground_truth": ground_truth(row)}
+            extra = row.get("extra_info")
+            if programs:
+                said = said or {"turns": [text], "times": args.max_turns, "seed": 0, "own_seed": 0}
+                extra = said | {"row": row | known | {"extra_info": extra}, "program": (*programs[0], args.tool_format)}
+            pool.submit(number, **known, text="" if programs else text, extra_info=extra, prompt=row["prompt"])
         while pool.pending:
             found |= pool.wait(1.0)
+    left = [number for number, its in found.items() if its.extra.get(episode.UNSCORED)]
+    left = [number for number in left if can_score(source_of(texts[number].row), RewardArgs(reward=reward))]
+    if left:
+        by_grader = replace(args, env=None, tools=None)
+        found |= zip(left, score(by_grader, reward, [texts[number] for number in left]), strict=True)
     return [found[number] for number in range(len(texts))]
 
 

@@ -55,7 +55,7 @@ class Step(NamedTuple):
 
     def take_gradient(self) -> Gradient:
         """Return what has been added up since the last call."""
-        from rl.model.shards import local
+        from rl.ranks.shards import local
 
         trained = [p for p in self.learner.policy.parameters() if p.requires_grad]
         grads = [torch.zeros(()) if p.grad is None else local(p.grad).detach().float().cpu() for p in trained]

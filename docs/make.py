@@ -132,9 +132,9 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
         "one step of `train_sync.py`",
         {
             "the algorithm, and every formula": "train_sync.py losses.py",
-            "samples -> mini-batches -> gradients": "rl/learning/{batch,micro_batches,division,learner,optimizer,flops}.py "
-            "rl/algorithm/{whole_batch,metrics,fates,health,texts,args}.py",
-            "the forward pass over packed rows": "rl/model/{policy,attention,packing,log_probs,shards}.py",
+            "samples -> mini-batches -> gradients": "rl/learning/{batch,division,learner,micro_batches,optimizer}.py "
+            "rl/learning/throughput.py rl/algorithm/{whole_batch,metrics,fates,health,texts,args}.py",
+            "the forward pass over packed rows": "rl/model/{policy,attention,packing,log_probs}.py",
             "prompts -> responses": "rl/generation/{generator,responses,engine}.py "
             "rl/generation/embedded/{engine,decoding,kv_cache}.py rl/data/{prompts,columns,tables}.py "
             "rl/samples/{group,schedule}.py",

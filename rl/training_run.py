@@ -20,8 +20,8 @@ from rl.errors import Stopped, UserError
 from rl.generation.generator import Generator
 from rl.learning.batch import Batch
 from rl.learning.division import Division
-from rl.learning.flops import perf_metrics
 from rl.learning.learner import Learner
+from rl.learning.throughput import perf_metrics
 from rl.ranks import dist, stops
 from rl.ranks.timers import gather_ledgers
 from rl.record import validations
@@ -245,12 +245,10 @@ class TrainingRun(LearnerRun):
         metrics = validation_metrics(rows) | {validations.STEP: step}
         sources = hardly_scored(rows)
         self.record.log_validation(metrics, step if version is None else version, self._begun, not sources)
-        score = validations.score(metrics)
         if sources:
             few = f"After step {step} less than half of the responses could be scored of {', '.join(sources)}."
             self.record.warn("validations that choose no best checkpoint", 1, few)
-        elif score is not None:
-            self.saver.best.scored(step, score)
+        self.saver.best.update()
         return metrics
 
     def validate_first(self) -> None:

@@ -89,12 +89,12 @@ def main(args: Args) -> None:
         seconds["tokenizer"] = time.perf_counter() - began
         print(f"tokenizer: {seconds['tokenizer']:.2f} s", flush=True)
         ask(answers, f"{args.responses:,} responses: the first page", "runs")
-        ask(answers, "a step", f"step?run=0&step={steps}")
-        ask(answers, "the same step again", f"step?run=0&step={steps}")
-        ask(answers, "search of a step", f"search?run=0&step={steps}&text=12345")
-        ask(answers, "words", "words?run=0")
-        ask(answers, "prompts", "prompts?run=0")
-        ask(Answers([long]), f"a response of {args.long:,} tokens", "group?run=0&step=1&ticket=1")
+        ask(answers, "a step", f"0/step/{steps}")
+        ask(answers, "the same step again", f"0/step/{steps}")
+        ask(answers, "search of a step", f"0/search/{steps}/12345")
+        ask(answers, "words", "0/words")
+        ask(answers, "prompts", "0/prompts")
+        ask(Answers([long]), f"a response of {args.long:,} tokens", "0/step/1/1")
     under = setting()
     rows = [[name, f"{its:.2f}"] for name, its in seconds.items()]
     write("view", {"setting": under, "seconds": seconds}, f"{table(['answer', 'seconds'], rows)}\n\n{words(under)}.", args.out)

@@ -24,8 +24,8 @@ from rl.learning.batch import Batch
 from rl.learning.learner import Learner
 from rl.learning.micro_batches import micro_batches
 from rl.model.pretrained import load_config
-from rl.model.shards import local
 from rl.ranks import dist
+from rl.ranks.shards import local
 from rl.ranks.timers import Timers
 
 

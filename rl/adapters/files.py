@@ -6,7 +6,6 @@ peft itself is not needed. Left out: starting from such files.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
@@ -16,31 +15,22 @@ PATTERN = "adapter_model{suffix}.safetensors"  # of TENSORS, in huggingface_hub'
 PREFIX, SUFFIX = "base_model.model.", ".weight"
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The numbers and layers that determine an adapter's shape and scale."""
-
-    rank: int
-    alpha: float
-    target: tuple[str, ...]
-
-
 def stored_name(name: str) -> str:
     """Return the name of parameter `name` in peft's file."""
     return f"{PREFIX}{name}{SUFFIX}"
 
 
-def write_config(directory: Path, setting: Setting, layers: Sequence[str], model: nn.Module, base: str) -> None:
-    """Write adapter_config.json. layers: the names of the layers with an adapter. model: with these layers. base: the directory
-    or hub name of the model without adapters."""
+def write_config(directory: Path, args, layers: Sequence[str], model: nn.Module, base: str) -> None:
+    """Write adapter_config.json. args: AdapterArgs. layers: the names of the layers with an adapter. model: with these layers.
+    base: the directory or hub name of the model without adapters."""
     ends = {name.rpartition(".")[2] for name in layers}
     others = {name.rpartition(".")[2] for name, module in model.named_modules() if name not in {*layers}}
     record = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": setting.rank,
-        "lora_alpha": setting.alpha,
+        "r": args.lora_rank,
+        "lora_alpha": args.lora_alpha,
         "target_modules": sorted(layers if ends & others else ends),  # suffixes that only these layers have
         "lora_dropout": 0.0,
         "bias": "none",

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from rl.adapters.files import Setting
 from rl.errors import UserError
 from rl.model.pretrained import decoder_layers
-from rl.model.shards import Block, Shards, local
+from rl.ranks.gathering import Shards
+from rl.ranks.shards import Block, local
 
 ALL_LINEAR = ("all-linear",)  # the default of --lora-target
 
@@ -39,11 +39,11 @@ class AdaptedLinear(nn.Linear):
 class Adapters:
     """The adapters of one model."""
 
-    def __init__(self, setting: Setting, names: Sequence[str]):
-        """names: the layers that have an adapter."""
-        self.setting = setting
+    def __init__(self, args, names: Sequence[str]):
+        """args: AdapterArgs of rl/learning/args.py. names: the layers that have an adapter."""
+        self.args = args
         self.names = list(names)
-        self.scale = setting.alpha / setting.rank
+        self.scale = args.lora_alpha / args.lora_rank
         self.weights = {f"{name}.weight" for name in names}  # the parameters that the adapters change
         self.on = True
         self._shards: Shards | None = None
@@ -58,7 +58,9 @@ class Adapters:
         own = sum(model.get_parameter(name).numel() for name in self.tensors)
         all_of_it = sum(parameter.numel() for parameter in model.parameters())
         layers = len(self.names)
-        return f"adapters: rank {self.setting.rank} in {layers} linear layers, {own:,} of {all_of_it:,} parameters are trained"
+        return (
+            f"adapters: rank {self.args.lora_rank} in {layers} linear layers, {own:,} of {all_of_it:,} parameters are trained"
+        )
 
     @torch.no_grad()
     def begin(self, model: nn.Module, seed: int) -> None:
@@ -128,24 +130,16 @@ class WithoutAdapters:
 
 
 def adapt(model: PreTrainedModel, args, where: str) -> Adapters:
-    """Freeze the model and add adapters, without values, to layers of its decoder. Raise UserError if that is impossible. args:
-    AdapterArgs of rl/learning/args.py."""
-    setting = Setting(args.lora_rank, args.lora_alpha, args.lora_target)
-    names = _chosen(model, setting, where)
-    widest = max((min(model.get_submodule(name).weight.shape) for name in names), default=setting.rank)
-    if setting.rank > widest:
-        raise UserError(
-            f"--lora-rank {setting.rank}: the layers of {where} that get an adapter have a rank of at most {widest}, which an "
-            "adapter of that rank can already change at will. Lower it."
-        )
-    adapters = Adapters(setting, names)
+    """Freeze the model and add adapters, without values, to layers of its decoder. Raise UserError if that is impossible."""
+    names = _chosen(model, args.lora_target, where)
+    adapters = Adapters(args, names)
     model.requires_grad_(False)
     for name in names:
         layer = model.get_submodule(name)
         like = {"dtype": torch.float32, "device": layer.weight.device}
         layer.__class__, layer.adapters = AdaptedLinear, adapters
-        layer.lora_A = nn.Parameter(torch.empty(setting.rank, layer.in_features, **like))
-        layer.lora_B = nn.Parameter(torch.empty(layer.out_features, setting.rank, **like))
+        layer.lora_A = nn.Parameter(torch.empty(args.lora_rank, layer.in_features, **like))
+        layer.lora_B = nn.Parameter(torch.empty(layer.out_features, args.lora_rank, **like))
     return adapters
 
 
@@ -159,18 +153,18 @@ def check_model(model: PreTrainedModel, args, where: str) -> None:
     adapt(model, args, where)
 
 
-def _chosen(model: PreTrainedModel, setting: Setting, where: str) -> list[str]:
+def _chosen(model: PreTrainedModel, target: tuple[str, ...], where: str) -> list[str]:
     """Return the names of the layers that get an adapter."""
     of_decoder = {module for layer in decoder_layers(model) for module in layer.modules()}
     linear = [name for name, module in model.named_modules() if module in of_decoder and type(module) is nn.Linear]
     ends = sorted({name.rpartition(".")[2] for name in linear})
-    if setting.target != ALL_LINEAR:
-        if strange := [end for end in setting.target if not any(f".{name}".endswith(f".{end}") for name in linear)]:
+    if target != ALL_LINEAR:
+        if strange := [end for end in target if not any(f".{name}".endswith(f".{end}") for name in linear)]:
             raise UserError(
                 f"--lora-target {strange[0]}: no linear layer in the decoder of {where} has a name that ends so. There are "
                 f"{', '.join(ends)}; experts, embeddings, the output layer and a vision tower cannot have adapters here."
             )
-        return [name for name in linear if any(f".{name}".endswith(f".{end}") for end in setting.target)]
+        return [name for name in linear if any(f".{name}".endswith(f".{end}") for end in target)]
     others = [module for module in of_decoder if not isinstance(module, nn.Conv1d)]  # each gated delta net has one
     if any(parameter.dim() > 2 for module in others for parameter in module.parameters(recurse=False)):
         raise UserError(

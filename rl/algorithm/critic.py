@@ -24,8 +24,8 @@ from rl.learning.placement import load_policy
 from rl.model.policy import Policy
 from rl.model.pretrained import check_model, check_vocabulary, load_config, takes_images
 from rl.model.sequence_parallel import gather_log_probs
-from rl.model.shards import local
 from rl.ranks.dist import Ranks
+from rl.ranks.shards import local
 from rl.ranks.watchdog import progress
 
 AGGREGATION = "token-mean"  # of the critic's loss

@@ -32,40 +32,25 @@ def hidden(checkpoint: Path) -> Path:
 
 
 class Best:
-    """Keeps `best` up to date. Scores arrive in the main thread, checkpoints in the saver's."""
+    """Keeps `best` up to date, by the record of validations. Those arrive in the main thread, checkpoints in the saver's."""
 
     def __init__(self, run_dir: Path, is_main: bool):
         """is_main: other learners keep nothing."""
         self.run_dir = run_dir
         self.is_main = is_main
         self.link = run_dir / "best"
-        self._scores: dict[int, float] = {}  # by step
         self._lock = threading.RLock()
-
-    def resume(self, after: int) -> None:
-        """Take the recorded scores up to the step `after`, and link the best remaining checkpoint."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # the record of validations may have lost a line
-            best = json.loads((self.link / "best.json").read_text())
-            self._scores[best["step"]] = float(best["score"])
-        self._scores |= validations.scores(validations.read(self.run_dir))
-        self._scores = {step: score for step, score in self._scores.items() if step <= after}
-        self.update()
-
-    def scored(self, step: int, score: float) -> None:
-        """Take the validation score of the weights after that step."""
-        with self._lock:
-            self._scores[step] = score
-            self.update()
 
     def update(self) -> Path | None:
         """Link the best of the saved steps, the earliest of equal ones; return it. Warn if that fails."""
         if not self.is_main:
             return None
         with self._lock:
-            saved = [path for path in checkpoints(self.run_dir) if step_of(path) in self._scores]
-            best = max(saved, key=lambda path: self._scores[step_of(path)], default=None)
+            scores = validations.scores(validations.read(self.run_dir))
+            saved = [path for path in checkpoints(self.run_dir) if step_of(path) in scores]
+            best = max(saved, key=lambda path: scores[step_of(path)], default=None)
             try:
-                self._link(best)
+                self._link(best, scores)
             except OSError as error:
                 print(f"warning: {self.link} could not be written: {error}. It is tried again.", file=sys.stderr, flush=True)
             return best
@@ -79,13 +64,13 @@ class Best:
                     with contextlib.suppress(OSError):
                         _remove(path)
 
-    def _link(self, best: Path | None) -> None:
+    def _link(self, best: Path | None, scores: dict[int, float]) -> None:
         if self.link.is_dir() and not self.link.is_symlink():  # a copied run's
             shutil.rmtree(self.link)
         if best is None:
             self.link.unlink(missing_ok=True)
         elif not self.link.is_symlink() or os.readlink(self.link) != best.name:
-            (best / "best.json").write_text(json.dumps({"step": step_of(best), "score": self._scores[step_of(best)]}))
+            (best / "best.json").write_text(json.dumps({"step": step_of(best), "score": scores[step_of(best)]}))
             new = self.run_dir / ".best"
             new.unlink(missing_ok=True)
             new.symlink_to(best.name)

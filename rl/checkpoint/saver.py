@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed
-from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
@@ -27,14 +26,14 @@ from rl.checkpoint.best import STATE, STEPS, TRAINING, Best, hidden, step_of
 from rl.checkpoint.resume import GROUPS, LAYOUT, UNFINISHED, read_tensors
 from rl.errors import UserError
 from rl.hub.names import on_hub
-from rl.hub.tensor_reader import INDEX, find, stored_tensors
+from rl.hub.tensor_reader import INDEX
 from rl.learning.learner import Learner
-from rl.model.attention import dtype_of, linear_layers
-from rl.model.loading import MTP, open_weights
+from rl.model.attention import dtype_of
+from rl.model.loading import open_weights
 from rl.model.pretrained import GENERATION
-from rl.model.shards import Block, as_it_is, local
 from rl.ranks import dist, host, launch, watchdog
 from rl.ranks.device import HOST_BACKEND
+from rl.ranks.shards import Block, as_it_is, local
 from rl.record.identity import Identity
 from rl.record.run import Origin, Run
 from rl.samples.group import Group, join_records
@@ -74,7 +73,6 @@ class Saver:
         self._group = torch.distributed.new_group(backend=HOST_BACKEND) if learner.ranks.world_size > 1 else None
         config = learner.config
         self._dtype = config.dtype or config.get_text_config().dtype or torch.float32  # of the model's files
-        self._further_tokens = _further_tokens(learner.path) if learner.ranks.is_main and linear_layers(config) else {}
         # Copies go into the same memory at every save: fresh memory costs a page fault every 4 KB.
         self._copies: dict[str, torch.Tensor] = {}
         self._next: dict[str, torch.Tensor] | None = None  # the shards of the next save
@@ -86,7 +84,7 @@ class Saver:
         self.error = ""  # of the last save; empty if it succeeded
         if origin and learner.ranks.is_main:
             self._set_aside(after=origin.step)
-            self.best.resume(after=origin.step)
+            self.best.update()
 
     def save(self, step: int, state: dict, groups: Sequence[Group] = (), unfinished: Sequence[Group] = ()) -> None:
         """Begin to write the checkpoint of a step once the one before is complete. A collective of the learners. state: JSON;
@@ -233,7 +231,6 @@ class Saver:
             for name, tensor in self._whole(work):
                 tensor = change(name, tensor).to(dtype_of(name, self._dtype))
                 yield from on_hub(self.learner.policy.model, name, tensor).items()
-            yield from self._further_tokens.items()
 
         written = self._write_files(work / "model", named(), lambda _: {"format": "pt"})
         if len(written) > 1:
@@ -269,7 +266,7 @@ class Saver:
         directory.mkdir()
         save_file({files.stored_name(name): tensor for name, tensor in whole.items()}, directory / files.TENSORS)
         _to_disk(directory / files.TENSORS)
-        files.write_config(directory, adapters.setting, adapters.names, model, self.learner.path)
+        files.write_config(directory, adapters.args, adapters.names, model, self.learner.path)
         return adapters.merge(whole, whole)
 
     def _write_small(self, work: Path, files: dict[str, bytes]) -> None:
@@ -306,16 +303,6 @@ def _in_parts(tensors: Tensors, most: int) -> Iterator[dict[str, torch.Tensor]]:
         part[name] = tensor.contiguous()
         size += tensor.nbytes
     yield part
-
-
-def _further_tokens(path: str) -> dict[str, torch.Tensor]:
-    """Return the weights in the model's files that predict further tokens, which the model lacks. The files stay mapped."""
-    out = {}
-    for name, of in (stored_tensors(path) or {}).items():
-        if name.startswith(MTP):
-            with safe_open(find(path, of.span.file), "pt") as file:
-                out[name] = file.get_tensor(name)
-    return out
 
 
 def _make_empty(work: Path) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rl.data.tools import Tools
 
 RECORDED = 2000  # characters of a ground truth, at most: that of a program may have megabytes
+BEGINNING = 200  # characters of a prompt that are recorded in all steps
 
 
 @dataclass(frozen=True)
@@ -182,9 +183,13 @@ class PromptDataset(FileRows):
         return source_of(self._columns(self.rows[index]))
 
     def about(self, index: int) -> dict:
-        """Return the place of a prompt in its file, and its ground truth, cut where it is long."""
-        row = self.rows[index]
-        return {"where": self._where(row), "ground_truth": str(ground_truth(self._columns(row)))[:RECORDED]}
+        """Return the place of a prompt in its file, its ground truth, and its last message if the environment does not make it.
+        Long texts are cut."""
+        row = self._columns(self.rows[index])
+        asked = self._asked(row)
+        text = asked if isinstance(asked, str) else asked[-1]["content"] if asked else ""
+        known = {"where": self._where(self.rows[index]), "ground_truth": str(ground_truth(row))[:RECORDED]}
+        return known | ({"prompt": text[:BEGINNING]} if text else {})
 
     def _measure(self, what: str) -> Measured:
         """Measure all rows, by the columns that are needed for it."""

@@ -80,8 +80,8 @@ class Warm:
     def __init__(self, settings: dict):
         """settings: from rl/environments/pool.py."""
         self.settings = settings
-        self.programs = {name: Programs(_named(code), tools) for name, (code, tools) in settings["programs"].items()}
-        functions = _named(settings["reward"]) if settings["reward"] else []
+        self.programs = {name: Programs(named(code), tools) for name, (code, tools) in settings["programs"].items()}
+        functions = named(settings["reward"]) if settings["reward"] else []
         self.rewards = [*zip(functions, settings["reward_weights"] or [1.0] * len(functions), strict=True)]
         with _without_torch():
             import numpy.random  # noqa: F401 (for all forks, which seed it)
@@ -116,7 +116,7 @@ class Warm:
         return EpisodeProgram(self.programs[name], self.turns[name], self.rewards)
 
 
-def _named(spec: str) -> list[Callable]:
+def named(spec: str) -> list[Callable]:
     """Return what path/to/file.py:names names, in the user's file, or what its function `from_name` makes of the names, as in
     examples/environments. Raise UserError if it is not there."""
     path, names = split_code(spec)

@@ -34,6 +34,53 @@ if TYPE_CHECKING:
 OF_GROUP = 2**32 - 1  # replaces a response's number in the seed that its group's environments share
 WAIT = 5e-3  # seconds to wait for an environment if there is nothing to sample
 BY_ROWS = 2  # processes per response that the engine can decode at once
+<<<<<<< HEAD
+=======
+Id = tuple[Key, int]  # of a response: its prompt's key, and its number
+Named = tuple[list[int], str]  # the tokens of a prompt, and the digest of its images
+
+
+@dataclass
+class Episode:
+    """A response under way."""
+
+    output: Output | None = None  # the response so far; None while the engine has it, or before it begins
+    prompt: Named | None = None  # of the recorded response, if the run has resumed
+    in_engine: bool = False
+    is_over: bool = False
+    at: int = 0  # number of tokens of the ended turns and of the answers to them
+    last: list[int] = field(default_factory=list)  # tokens of the last turn
+    turns: int = 0
+    rewards: list[float] = field(default_factory=list)  # of the turns that have one
+    calls: int = 0
+    malformed: int = 0
+    began: float = 0.0  # when the engine got the turn under way
+    seconds: list[list[float]] = field(default_factory=list)  # of each turn: until it was sampled, until it was answered
+    cached: int = 0  # tokens that the engine did not compute again for a further turn
+    cut: str = ""  # why it ended early: "turns" or "length"
+    event: Score | None = None  # why it cannot be scored
+    restarts: int = 0
+    asked: float = 0.0  # when its environment was last asked
+    most: int | None = None  # limit of the next turn's tokens, if an agent sets one
+    schema: str = ""  # that the next turn keeps to, if an agent has one
+    stop: tuple[str, ...] = ()  # strings that end the next turn, if an agent has some
+
+    def say(self, end: int) -> list[int]:
+        """Count the model's turn, which ends before token `end`. Return its tokens."""
+        self.turns += 1
+        self.seconds.append([time.monotonic() - self.began, 0.0])
+        self.last = self.output.token_ids[self.at : end]
+        self.at = end
+        return self.last
+
+    def add(self, answer: dict) -> None:
+        """Count an environment's answer to the last turn."""
+        self.seconds[-1][1] += answer["seconds"]
+        self.calls += answer.get("calls", 0)
+        self.malformed += answer.get("malformed", 0)
+        if answer["reward"] is not None:
+            self.rewards.append(answer["reward"])
+>>>>>>> main
 
 
 class Episodes(Responses):
@@ -167,7 +214,7 @@ class Episodes(Responses):
             "malformed_calls": episode.malformed,
             "cut_by_turns": float(episode.cut == "turns"),
             "cut_by_length": float(episode.cut == "length"),
-            "environment_seconds": episode.seconds,
+            "environment_seconds": sum(answered for _, answered in episode.seconds),
             "cached_tokens": episode.cached,
             "restarts": episode.restarts,
         }
@@ -329,6 +376,7 @@ class Episodes(Responses):
             self._forget(id)
             self._start_process(id)
             return
+        episode.began = time.monotonic()  # nothing is sampled again
         for (said, ids), of_turn in zip(turns, answer["answers"], strict=True):
             episode.say(episode.at + len(said))
             episode.add(of_turn | {"seconds": answer["seconds"] / len(turns)})
@@ -354,6 +402,7 @@ class Episodes(Responses):
         key, number = id
         episode = self._of[id]
         was_playing = bool(episode.output) and episode.output.finish_reason == "unfinished"
+        episode.began = time.monotonic()
         episode.output = None
         episode.in_engine = True
         so_far = dataclasses.replace(so_far, finish_reason="unfinished") if so_far and so_far.token_ids else None
@@ -450,6 +499,7 @@ class Episodes(Responses):
         self._end_process(id)
         episode.is_over = True
         episode.output = dataclasses.replace(episode.output, finish_reason=reason)
+        self.working[id[0]].seconds[id[1]] = [[round(its, 3) for its in of_turn] for of_turn in episode.seconds]
         self._ended.append(episode.output)
 
     def _fail(self, id: Id, answer: dict) -> None:

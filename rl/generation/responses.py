@@ -59,6 +59,7 @@ class OpenGroup:
     scores: dict[int, Score] = field(default_factory=dict)
     added: dict[int, Added] = field(default_factory=lambda: defaultdict(Added))  # to each response
     brings_images: bool = False  # whether the environment has shown those of the prompt
+    seconds: dict[int, list[list[float]]] = field(default_factory=dict)  # of an episode's turns, as Response has them
     requests: list[Request] = field(default_factory=list)  # one per response
     room: int = 0  # most tokens of a response
     event: Score | None = None  # why none of its responses can be sampled or scored
@@ -172,8 +173,14 @@ def to_response(
         mask=group.mask(output.id[1], len(output.token_ids)),
         routes=None if output.routes is None else output.routes[len(group.prompt.ids) :],
         support=output.support,
+<<<<<<< HEAD
         histories=group.added[output.id[1]].histories,
         images=as_arrays(group.added[output.id[1]].images),
+=======
+        histories=group.histories.get(output.id[1]),
+        images=as_arrays(group.images.get(output.id[1], ())),
+        seconds=group.seconds.get(output.id[1]),
+>>>>>>> main
     )
 
 

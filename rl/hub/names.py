@@ -1,11 +1,9 @@
 """The names of a model's weights on the hub, where they differ from those of transformers in memory.
 
 transformers fuses all experts of a layer into two tensors; files on the hub, and the tools that read them, have a tensor for
-each of an expert's projections, gate, up and down. These are consecutive runs of the fused tensor's elements, so that an export
-only needs another header and no copy, and a rank can read its own part of a fused tensor from the files.
+each of an expert's projections, gate, up and down.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from copy import deepcopy
@@ -38,7 +36,7 @@ class Source:
     """The tensors in the files that make up one of the model's."""
 
     names: list[str]
-    convert: WeightConverter | None = None  # makes it of them; None if they are its elements, end to end
+    convert: WeightConverter | None = None  # makes it of them; None if it is the only one
     patterns: tuple[str, ...] = ()  # the converter's, by name
 
     def whole(self, model: PreTrainedModel, target: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -85,24 +83,10 @@ def sources(model: PreTrainedModel, shapes: dict[str, torch.Size]) -> dict[str, 
         except RuntimeError as error:
             raise ValueError(f"{target} cannot be made of {names[0]} and others ({error})") from None
         _check_shape(target, made.shape, wanted[target].shape)
-        out[target] = _if_cut(source, model, target, shapes)
+        out[target] = source
     return out
 
 
 def _check_shape(name: str, stored: torch.Size, wanted: torch.Size) -> None:
     if stored != wanted:
         raise ValueError(f"{name} is {list(stored)} in the files, {list(wanted)} by config.json")
-
-
-def _if_cut(source: Source, model: PreTrainedModel, target: str, shapes: dict[str, torch.Size]) -> Source:
-    """The source without its converter, if that only puts the tensors' elements end to end."""
-    numbered = {}
-    first = 0
-    for name in source.names:  # small tensors, put together in the same way; each element is its own number
-        small = (2, 2, 2, 4, 3)[-len(shapes[name]) :]
-        numbered[name] = torch.arange(first, first + math.prod(small)).view(small)
-        first += math.prod(small)
-    made = source.whole(model, target, list(numbered.values())).flatten()
-    starts = {int(tensor.flatten()[0]): name for name, tensor in numbered.items()}
-    ordered = [starts[number] for number in made.tolist() if number in starts]
-    return Source(ordered) if torch.equal(made, torch.cat([numbered[name].flatten() for name in ordered])) else source

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch.optim.adamw import adamw
 
-from rl.model.shards import local, zeros_on_host
 from rl.ranks.device import is_accelerator
 from rl.ranks.pinned import PinnedBlocks
+from rl.ranks.shards import local, zeros_on_host
 
 PIECE = 1 << 24  # elements of a step: 64 MB of each moment
 BLOCK = 256  # elements that share a scale

@@ -1,30 +1,22 @@
-"""The arithmetic of an update, and the throughput of a step (perf/*)."""
+"""The arithmetic of an update: the numerator of MFU."""
 
 from transformers import PretrainedConfig
 
 from rl.learning.batch import Batch
 from rl.learning.division import OF_BACKWARD
 from rl.model.attention import linear_layers
-from rl.ranks.device import memory_gb, peak_flops
 
 
-def perf_metrics(learner, batch: Batch, seconds: dict[str, float], num_ranks: int, forward_only: float) -> dict[str, float]:
-    """Return verl's perf/*: throughput in tokens (prompt + response) per second and rank of the job, over a step's `seconds` by
-    phase; MFU of the update, which computes each prompt once, if the device's peak is known; peak memory. learner: a Learner;
-    forward_only: the part of the tokens without a backward pass."""
-    tokens, step_seconds = sum(batch.total_lengths), sum(seconds.values())
-    out = {"perf/total_num_tokens": tokens, "perf/time_per_step": step_seconds} | memory_gb()
-    out["perf/throughput"] = tokens / step_seconds / num_ranks
-    if (peak := peak_flops()) and seconds.get("update_actor"):
-        flops = update_flops(learner.config, batch, frozen=bool(learner.adapters))
-        if learner.policy.takes_images:
-            from rl.data.image_prompts import image_sizes, tower_flops
+def flops_of_step(learner, batch: Batch, forward_only: float) -> float:
+    """Return the FLOPs of a step's updates on all learners. learner: a Learner; forward_only: the part of the tokens without a
+    backward pass."""
+    flops = update_flops(learner.config, batch, frozen=bool(learner.adapters))
+    if learner.policy.takes_images:
+        from rl.data.image_prompts import image_sizes, tower_flops
 
-            patches = [n for prompt in batch.distinct_prompts() for n in image_sizes(learner.config, prompt.tolist())]
-            flops += tower_flops(learner.config, patches, learner.args.freeze_vision_tower)
-        flops *= learner.args.ppo_epochs * (1 - forward_only * OF_BACKWARD)
-        out["perf/mfu/actor"] = flops / seconds["update_actor"] / peak / learner.ranks.world_size
-    return out
+        patches = [n for prompt in batch.distinct_prompts() for n in image_sizes(learner.config, prompt.tolist())]
+        flops += tower_flops(learner.config, patches, learner.args.freeze_vision_tower)
+    return flops * learner.args.ppo_epochs * (1 - forward_only * OF_BACKWARD)
 
 
 def update_flops(config: PretrainedConfig, batch: Batch, frozen: bool = False) -> float:

@@ -5,10 +5,10 @@ Gradients are summed over ranks, never averaged, because the losses' denominator
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -22,19 +22,13 @@ from rl.learning.placement import load_policy
 from rl.model.attention import IN_FP32, dtype_of, linear_layers
 from rl.model.policy import Policy
 from rl.model.pretrained import load_config
-from rl.model.shards import Shards, as_it_is, local
 from rl.ranks.device import PACKED_ATTENTION
 from rl.ranks.dist import Ranks
+from rl.ranks.shards import as_it_is, local
 from rl.ranks.watchdog import progress
 
-
-@dataclass(frozen=True)
-class Outgoing:
-    """The tensors that a learner sends to engines and generators: whole tensors under the model's names."""
-
-    shapes: dict[str, list[int]]  # by name, in the order of the tensors: those that training changes come first
-    frozen: frozenset[str]  # names of the others
-    tensors: Callable[..., Iterator[tuple[str, torch.Tensor]]]  # Learner.weights
+if TYPE_CHECKING:
+    from rl.ranks.gathering import Shards
 
 
 @dataclass
@@ -236,11 +230,6 @@ class Learner:
 
     # -- the weights that are sent
 
-    def outgoing(self) -> Outgoing:
-        """Return the tensors to send: their names never change, their values are those at the time of reading."""
-        shapes = {name: list(parameter.shape) for name, parameter in self.parameters.items()}
-        return Outgoing(shapes, frozenset(self.frozen), self.weights)
-
     @torch.no_grad()
     def weights(
         self, dtype: torch.dtype = torch.float32, to: Sequence[int] | None = None, frozen: bool = True
@@ -259,7 +248,9 @@ class Learner:
             yield name, change(name, local(parameter.data).to(self.ranks.device))
 
     @cached_property
-    def _shards(self) -> Shards:
+    def _shards(self) -> "Shards":
+        from rl.ranks.gathering import Shards  # late: a rank that learns alone has nothing to gather
+
         return Shards(self.parameters | self._trained)
 
     # -- the state in a checkpoint; the reference policy is the model that training started from

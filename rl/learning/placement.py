@@ -1,26 +1,24 @@
 """The models of a learner: read, sharded, and in the memory and the precision that the flags ask for.
 
-FSDP2 shards every decoder layer and the rest: weights in fp32, which it casts to --dtype where they are gathered, and gradients
-summed in fp32. A rank that learns alone in fp32 on its own device does without it: there is nothing to gather, to cast or to
-reduce, and FSDP would still copy weights and gradients, which takes a tenth or more of a small model's step.
+A rank that learns alone in fp32 on its own device does without FSDP (rl/learning/sharding.py): there is nothing to gather, to
+cast or to reduce, and FSDP would still copy weights and gradients, which takes a tenth or more of a small model's step.
 """
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl.learning.args import LearnerArgs
-from rl.model.attention import IN_FP32, dtype_of
+from rl.model.attention import dtype_of
 from rl.model.loading import fill, open_weights
 from rl.model.policy import LOGITS_KEPT, Policy, check_policy
-from rl.model.pretrained import empty_model, layers, load_config
+from rl.model.pretrained import empty_model, load_config
+from rl.ranks import dist
 from rl.ranks.device import is_accelerator
 from rl.ranks.dist import Ranks
 
@@ -44,10 +42,15 @@ def load_policy(
     trainable = role in ("policy", "critic")
     offload = args.param_offload if trainable else is_accelerator(ranks.device)
     flag = FLAGS.get(role, "--model")
-    weights = open_weights(path, trust_remote_code, not is_known, flag) if ranks.is_main else None
-    if weights and not is_known:
-        with weights.by_layer():
-            check_policy(Policy(weights.model).eval(), path, flag)
+    if ranks.is_main:
+        weights = open_weights(path, trust_remote_code, not is_known, flag)
+        if not is_known:
+            with weights.by_layer():
+                check_policy(Policy(weights.model).eval(), path, flag)
+            print(f"loading {path}", flush=True)
+    dist.from_main(None)  # the first rank has downloaded the files, and refuses for all
+    if not ranks.is_main:
+        weights = open_weights(path, trust_remote_code, False, flag)
     model = empty_model(load_config(path, trust_remote_code), trust_remote_code)
     model.requires_grad_(trainable)
     if args.freeze_vision_tower:
@@ -75,43 +78,18 @@ def load_policy(
         for name, parameter in policy.named_parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype_of(name, torch.bfloat16))
-    sharded = _shard(policy, args, ranks, offload, trainable)
+    # FSDP also casts the inputs of layers, which a model of images in bf16 needs.
+    casts = args.dtype == "bfloat16" and (trainable or policy.takes_images)
+    sharded = ranks.world_size > 1 or offload or casts
+    if sharded:
+        from rl.learning.sharding import shard
+
+        shard(policy, args, ranks, offload)
     _take_memory(policy, "cpu" if offload else ranks.device, tie=not sharded)
-    fill(model, weights, path, ranks, not is_known, flag)
+    fill(model, weights, ranks)
     if adapters:
         adapters.begin(model, seed)
     return policy
-
-
-def _shard(policy: Policy, args: LearnerArgs, ranks: Ranks, offload: bool, trainable: bool) -> bool:
-    """Leave each rank its part of every layer. Return False if there is nothing to gather, to cast, to reduce or to move. FSDP
-    also casts the inputs of layers, which a model of images in bf16 needs."""
-    casts = args.dtype == "bfloat16" and (trainable or policy.takes_images)
-    if ranks.world_size == 1 and not offload and not casts:
-        return False
-    options = {"mesh": ranks.mesh["data"]}
-    if args.dtype == "bfloat16":
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    if offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_accelerator(ranks.device))
-    if ranks.expert_parallel > 1:
-        from rl.model.expert_parallel import divide_experts
-
-        divide_experts(policy.model, ranks, options)
-    for layer in layers(policy.model):
-        # FSDP casts whole groups: the parameters that stay in fp32 are a group of their own.
-        apart = {parameter for name, parameter in layer.named_parameters() if f".{name}".endswith(IN_FP32)}
-        own = {"ignored_params": apart} if apart and args.dtype == "bfloat16" else {}
-        fully_shard(layer, **options, **own)
-        if own:
-            uncast = options | {"mp_policy": replace(options["mp_policy"], param_dtype=None)}
-            fully_shard(layer.linear_attn, **uncast, ignored_params=set(layer.parameters()) - apart)
-    fully_shard(policy, **options)
-    for module in policy.modules():
-        if hasattr(module, "set_gradient_divide_factor"):
-            module.set_gradient_divide_factor(1.0)  # sum, not mean
-            module.set_force_sum_reduction_for_comms(True)
-    return True
 
 
 def _take_memory(policy: Policy, device: torch.device | str, tie: bool) -> None:

@@ -25,12 +25,10 @@ from transformers import PretrainedConfig
 from rl.errors import UserError
 from rl.model.packing import tokens_seen
 from rl.ranks.device import moved, packed_attention
+from rl.ranks.kernel_check import differences, first_wrong
 
 COMPRESSED = 2048  # rows and columns of the mask that means a causal one of any size
 RIGHT_DOWN_CAUSAL = 3  # sparse_mode of npu_fusion_attention: aligned at the ends
-# Largest relative difference of the check at the start. Kernels differ from a plain softmax by rounding, 0.005 in bf16; with a
-# mask that is aligned at the beginnings by more than 0.5.
-TOLERANCE = 0.03
 
 
 class Segments:
@@ -114,45 +112,44 @@ def _later(device: torch.device) -> torch.Tensor:
 
 
 def check_kernel(config: PretrainedConfig, sequence_parallel: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise UserError if the device's kernel, where it has one, does not compute attention: values and gradients of two
-    responses to one prompt and of a sequence of its own, against a softmax written out, with the model's heads on this rank."""
+    """Raise UserError if the device's kernel, where it has one, does not compute attention: two responses to one prompt and a
+    sequence of its own, with the model's heads on this rank."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     kv = getattr(text, "num_key_value_heads", None) or heads
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
     heads, kv = heads // sequence_parallel, max(1, kv // sequence_parallel)
-    segments = Segments(lengths := [150, 40, 70, 60], [-1, 0, 0, -1], device)
-    generator = torch.Generator().manual_seed(0)  # a run's own numbers stay
-    made = [torch.randn(sum(lengths), n, size, generator=generator) for n in (heads, kv, kv, heads)]
-    *made, weight = (x.to(device, dtype) for x in made)
-    if not (kernel := packed_attention(made[0], len(segments))):
+    lengths = [150, 40, 70, 60]
+    segments = Segments(lengths, [-1, 0, 0, -1], device)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(sum(lengths), n, size, generator=generator).to(device, dtype) for n in (heads, kv, kv))
+    if not (kernel := packed_attention(query, len(segments))):
         return
     where = torch.arange(sum(lengths), device=device)
     sequence = torch.tensor([0, 1, 2, 3], device=device).repeat_interleave(torch.tensor(lengths, device=device))
     sees = (sequence[:, None] == sequence) | ((sequence[:, None] < 3) & (sequence == 0))
     hidden = ~(sees & (where <= where[:, None]))  # [T, T]
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in made]
-        try:
-            found = attend(kernel, segments, *leaves, size**-0.5)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, TypeError) as error:  # of GPUs before compute capability 8.0; of torch before 2.11
-            reason = str(error).partition("\n")[0]
-            raise UserError(
-                f"this device has no attention over packed rows in {dtype} ({reason}). --dtype float32 computes it in parts, "
-                "without such a kernel."
-            ) from error
-        found = [found, *torch.autograd.grad(found, leaves, weight)]
-        query, *rest = leaves = [x.detach().float().requires_grad_() for x in made]
-        key, value = (x.repeat_interleave(heads // kv, dim=1) for x in rest)
+
+    def of_kernel(*inputs):
+        return (attend(kernel, segments, *inputs, size**-0.5),)
+
+    def plain(query, key, value):
+        key, value = (x.repeat_interleave(heads // kv, dim=1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key) * size**-0.5
-        right = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
-        right = [right, *torch.autograd.grad(right, leaves, weight.float())]
-    whose = ("values", "gradients of queries", "gradients of keys", "gradients of values")
-    for what, a, b in zip(whose, found, right, strict=True):
-        if not (difference := float((a.detach().float() - b.detach()).norm() / b.detach().norm())) <= TOLERANCE:
-            raise UserError(
-                f"the attention of this device ({kernel}, {dtype}) is wrong: its {what} differ from a plain softmax by "
-                f"{difference:.2g}, {TOLERANCE} is allowed. Use the versions of torch that requirements*.txt name."
-            )
+        return (torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value),)
+
+    try:
+        found = differences(of_kernel, plain, ["values"], queries=query, keys=key, values=value)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError) as error:  # of GPUs before compute capability 8.0; of torch before 2.11
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"this device has no attention over packed rows in {dtype} ({reason}). --dtype float32 computes it in parts, "
+            "without such a kernel."
+        ) from error
+    if why := first_wrong(found):
+        raise UserError(
+            f"the attention of this device ({kernel}, {dtype}) is wrong: {why}. Use the versions of torch that "
+            "requirements*.txt name."
+        )

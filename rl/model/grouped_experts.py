@@ -1,11 +1,10 @@
 """All experts of a layer as grouped products on an NPU, since torch-npu computes torch's grouped products one after another.
 
 `torch_npu.npu_grouped_matmul` multiplies the rows of each expert with its matrix in one kernel; both gradients here use it,
-too. Before it is used it is compared with products one after another (`agrees`); if they differ, experts are computed one by
-one. Experts with biases, without a gate, or in a layout other than [experts, out, in] are left to their model's own forward.
+too. Before it is used it is compared with products one after another; if they differ, experts are computed one by one. Experts
+with biases, without a gate, or in a layout other than [experts, out, in] are left to their model's own forward.
 """
 
-import itertools
 import warnings
 from functools import cache
 
@@ -15,9 +14,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 from rl.ranks import device
 from rl.ranks.device import is_accelerator
+from rl.ranks.kernel_check import differences, first_wrong
 
 NAME = "grouped_mm"  # transformers takes known names only
-CLOSE = 0.02  # relative error, as the two round differently in bf16
 
 
 def experts_implementation() -> str:
@@ -73,12 +72,10 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
 def use(device: torch.device | str) -> bool:
     """Has transformers compute experts by the kernel if it exists and is right; otherwise a warning gives the reason."""
     try:
-        wrong = not agrees(torch.device(device))
-        reason = "its values differ from products one after another"
+        reason = first_wrong(compared(torch.device(device)))
     except (AttributeError, RuntimeError, NotImplementedError, TypeError) as error:
-        wrong = True
         reason = str(error).splitlines()[0][:200]
-    if wrong:
+    if reason:
         warnings.warn(
             f"npu_grouped_matmul is not used ({reason}): experts are computed one after another, slower.", stacklevel=2
         )
@@ -87,18 +84,16 @@ def use(device: torch.device | str) -> bool:
     return True
 
 
-def agrees(device: torch.device) -> bool:
-    """Whether the product and both gradients equal those of a loop over the experts, one of which has no row."""
+def compared(device: torch.device) -> dict[str, float]:
+    """The product's differences from a loop over the experts, one of which has no row."""
     generator = torch.Generator().manual_seed(0)
     rows = [5, 0, 11, 16]
-    size = {"x": (32, 64), "weight": (4, 96, 64), "grad": (32, 96)}
-    x, weight, grad = (torch.randn(shape, generator=generator).bfloat16().to(device) for shape in size.values())
-    ours = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-    theirs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-    ends = list(itertools.accumulate(rows, initial=0))
-    parts = [theirs[0][a:b] @ theirs[1][e].t() for e, (a, b) in enumerate(itertools.pairwise(ends))]
-    outputs = GroupedProduct.apply(*ours, torch.tensor(rows, device=device)), torch.cat(parts)
-    for out in outputs:
-        out.backward(grad)
-    pairs = [outputs, *((a.grad, b.grad) for a, b in zip(ours, theirs, strict=True))]
-    return all((a - b).float().norm() <= CLOSE * b.float().norm() for a, b in pairs)
+    x, weight = (torch.randn(size, generator=generator).bfloat16().to(device) for size in ((32, 64), (4, 96, 64)))
+
+    def kernel(x, weight):
+        return (GroupedProduct.apply(x, weight, torch.tensor(rows, device=device)),)
+
+    def plain(x, weight):
+        return (torch.cat([part @ of_expert.t() for part, of_expert in zip(x.split(rows), weight, strict=True)]),)
+
+    return differences(kernel, plain, ["products"], rows=x, weights=weight)

@@ -16,21 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl.ranks.device import is_accelerator, is_out_of_memory
+from rl.ranks.kernel_check import differences, first_wrong
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "Qwen3VLText")
 NORMS = {f"{family}RMSNorm" for family in FAMILIES}  # classes of transformers
 MLPS = {f"{family}MLP" for family in FAMILIES}
 ROWS = 70  # tokens of the check
 EPSILON = 1e-6
-TOLERANCE = 0.03  # largest relative difference in the check; rounding causes up to 0.01 in bf16
-WHOSE = (
-    "norms",
-    "gradients of norms",
-    "gradients of their weights",
-    "gates",
-    "gradients of gates",
-    "gradients of their factors",
-)
 
 
 def use_kernels(model: nn.Module, dtype: torch.dtype, device: torch.device, say: bool) -> None:
@@ -68,36 +60,25 @@ def _mlp(module: nn.Module, x: Tensor) -> Tensor:
 def unused(device: torch.device, dtype: torch.dtype, hidden: int, inner: int) -> str:
     """Return the reason why the kernels cannot be used here; empty if they can."""
     try:
-        found = differences(device, dtype, hidden, inner)
+        return first_wrong(compared(device, dtype, hidden, inner))
     except Exception as error:  # no Triton or driver for this device; another version
         if is_out_of_memory(error):
             raise
         return " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    wrong = [(what, off) for what, off in found.items() if not off <= TOLERANCE]  # also true for NaN
-    return "".join(f"its {what} differ from plain torch's by {off:.2g}, {TOLERANCE} is allowed" for what, off in wrong[:1])
 
 
-def differences(device: torch.device, dtype: torch.dtype, hidden: int, inner: int) -> dict[str, float]:
-    """Return the relative differences of values and gradients from those of plain torch in fp32."""
+def compared(device: torch.device, dtype: torch.dtype, hidden: int, inner: int) -> dict[str, float]:
+    """Return the kernels' differences from plain torch."""
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
-    generator = torch.Generator().manual_seed(0)  # a run's own numbers stay
-    sizes = [(ROWS, hidden), (hidden,), (ROWS, inner), (ROWS, inner), (ROWS, hidden), (ROWS, inner)]
-    *made, of_norm, of_gate = (torch.randn(size, generator=generator).to(device, dtype) for size in sizes)
-    results = []
-    with torch.enable_grad():
-        for inputs in (made, [x.float() for x in made]):
-            x, weight, gate, up = leaves = [x.detach().clone().requires_grad_() for x in inputs]
-            if inputs is made:
-                outputs = [
-                    LigerRMSNormFunction.apply(x, weight, EPSILON, 0.0, "llama", False),
-                    LigerSiLUMulFunction.apply(gate, up),
-                ]
-            else:
-                outputs = [F.rms_norm(x, (hidden,), weight, EPSILON), F.silu(gate) * up]
-            weights = [w.to(out.dtype) for w, out in zip((of_norm, of_gate), outputs, strict=True)]
-            of_x, of_weight, *of_factors = torch.autograd.grad(outputs, leaves, weights)
-            results.append((outputs[0], of_x, of_weight, outputs[1], *of_factors))
-    pairs = zip(WHOSE, *results, strict=True)
-    return {what: float((a.float() - b).norm() / b.norm()) for what, a, b in pairs}
+    def kernels(x, weight, gate, up):
+        return LigerRMSNormFunction.apply(x, weight, EPSILON, 0.0, "llama", False), LigerSiLUMulFunction.apply(gate, up)
+
+    def plain(x, weight, gate, up):
+        return F.rms_norm(x, (hidden,), weight, EPSILON), F.silu(gate) * up
+
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"norms": (ROWS, hidden), "their_weights": (hidden,), "gates": (ROWS, inner), "their_factors": (ROWS, inner)}
+    made = {name: torch.randn(size, generator=generator).to(device, dtype) for name, size in sizes.items()}
+    return differences(kernels, plain, ["norms", "gates"], **made)

@@ -1,18 +1,14 @@
-"""Log-probs and entropy from hidden states, in chunks if [tokens, vocabulary] is large. The logits of the first tokens are kept
-for the backward pass, as many as the caller allows; the logits of the others are computed once more.
+"""Log-probs and entropy from hidden states, in chunks, because [tokens, vocabulary] is large. The logits of the first tokens
+are kept for the backward pass, as many as the caller allows; the logits of the others are computed once more.
 
 Passes over [tokens, vocabulary] take the time, so there are few: logits stay in the precision of the product, temperature and
 shift are one operation, no log-softmax is written, and the gradient overwrites the logits. Autograd's own recomputation
 (torch.utils.checkpoint) would repeat the entropy, and keep three tensors of a chunk instead of one.
 """
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from rl.ranks.device import is_accelerator
 
@@ -130,50 +126,3 @@ def _product(memory: torch.Tensor, hidden: torch.Tensor, weight, bias) -> torch.
 
 def _slices(start: int, stop: int, size: int) -> Iterator[slice]:
     return (slice(first, min(stop, first + size)) for first in range(start, stop, max(1, size)))
-
-
-# ------------------------------------------------------------------------- several tokens at each place (--teacher-top-k)
-
-
-def top_tokens(
-    hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, temperature: float, count: int, below: int, elements: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """hidden [n, d], labels [n] -> (log-prob of the labels [n], the `count` likeliest tokens [n, count] among those numbered
-    below `below`, their log-probs [n, count]), fp32. `elements` logits are computed at a time. No gradient."""
-
-    def of_part(part: torch.Tensor, its_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        log_probs = _log_softmax(part, head, temperature)
-        values, tokens = log_probs[:, :below].topk(count, -1)
-        return log_probs.gather(1, its_labels[:, None]).squeeze(1), tokens, values
-
-    return _by_chunks(of_part, hidden, head, labels, elements)
-
-
-def log_probs_at(
-    hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, temperature: float, entropy: str, elements: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """hidden [n, d], labels [n] or [n, m] -> (log-prob of the labels, in their shape, entropy [n] as in rl/model/policy.py),
-    fp32. More logits than `elements` are computed in chunks, and once more in the backward pass."""
-
-    def of_part(part: torch.Tensor, its_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        log_probs = _log_softmax(part, head, temperature)
-        one_each = its_labels.dim() == 1
-        chosen = -F.nll_loss(log_probs, its_labels, reduction="none") if one_each else log_probs.gather(1, its_labels)
-        if entropy == "none":
-            return chosen, chosen.new_zeros(len(chosen))
-        with torch.set_grad_enabled(entropy == "loss" and torch.is_grad_enabled()):
-            return chosen, -(log_probs.exp() * log_probs).sum(-1)
-
-    if len(hidden) * len(head.weight) <= elements:
-        return of_part(hidden, labels)
-    return _by_chunks(functools.partial(checkpoint, of_part, use_reentrant=False), hidden, head, labels, elements)
-
-
-def _by_chunks(of_part: Callable, hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, elements: int) -> tuple:
-    rows = max(1, elements // len(head.weight))
-    found = map(of_part, hidden.split(rows), labels.split(rows))
-    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
-
-
-def _log_softmax(hidden: torch.Tensor, head: nn.Linear, temperature: float) -> torch.Tensor:
-    return (head(hidden).float() / temperature).log_softmax(-1)

@@ -10,15 +10,17 @@ rl/model/attention.py refuses these by the config and by the options of each lay
 """
 
 import contextlib
+import functools
 import os
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from rl.errors import UserError
 from rl.model.attention import ATTENTION, REMEDY, Packed, linear_layers
-from rl.model.log_probs import ChunkedLogProbs, log_probs_at, top_tokens
 from rl.model.pretrained import has_experts, takes_images
 
 LOGITS_AT_ONCE = 2**26  # elements of [tokens, vocabulary] computed at a time: 256 MB in fp32
@@ -70,6 +72,8 @@ class Policy(nn.Module):
             return top_tokens(hidden, head, labels, temperature, *top, LOGITS_AT_ONCE)
         if labels.dim() > 1 or len(hidden) * len(head.weight) <= LOGITS_AT_ONCE:
             return log_probs_at(hidden, head, labels, temperature, entropy, LOGITS_AT_ONCE)
+        from rl.model.log_probs import ChunkedLogProbs  # late: small vocabularies do without
+
         kept = self.logits_kept if torch.is_grad_enabled() else 0
         log_prob, entropies = ChunkedLogProbs.apply(
             hidden, head.weight, head.bias, labels, temperature, entropy != "none", LOGITS_AT_ONCE, kept
@@ -89,6 +93,50 @@ class Policy(nn.Module):
         else:
             row = self.model.model(**inputs, use_cache=False, layout=layout)[0][0]
         return F.embedding(predict, row)
+
+
+def top_tokens(
+    hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, temperature: float, count: int, below: int, elements: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """hidden [n, d], labels [n] -> (log-prob of the labels [n], the `count` likeliest tokens [n, count] among those numbered
+    below `below`, their log-probs [n, count]), fp32. `elements` logits are computed at a time. No gradient."""
+
+    def of_part(part: torch.Tensor, its_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        log_probs = _log_softmax(part, head, temperature)
+        values, tokens = log_probs[:, :below].topk(count, -1)
+        return log_probs.gather(1, its_labels[:, None]).squeeze(1), tokens, values
+
+    return _by_chunks(of_part, hidden, head, labels, elements)
+
+
+def log_probs_at(
+    hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, temperature: float, entropy: str, elements: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """hidden [n, d], labels [n] or [n, m] -> (log-prob of the labels, in their shape, entropy [n] as in rl/model/policy.py),
+    fp32. More logits than `elements` are computed in chunks, and once more in the backward pass."""
+
+    def of_part(part: torch.Tensor, its_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        log_probs = _log_softmax(part, head, temperature)
+        one_each = its_labels.dim() == 1
+        chosen = -F.nll_loss(log_probs, its_labels, reduction="none") if one_each else log_probs.gather(1, its_labels)
+        if entropy == "none":
+            return chosen, chosen.new_zeros(len(chosen))
+        with torch.set_grad_enabled(entropy == "loss" and torch.is_grad_enabled()):
+            return chosen, -(log_probs.exp() * log_probs).sum(-1)
+
+    if len(hidden) * len(head.weight) <= elements:
+        return of_part(hidden, labels)
+    return _by_chunks(functools.partial(checkpoint, of_part, use_reentrant=False), hidden, head, labels, elements)
+
+
+def _by_chunks(of_part: Callable, hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, elements: int) -> tuple:
+    rows = max(1, elements // len(head.weight))
+    found = map(of_part, hidden.split(rows), labels.split(rows))
+    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
+
+def _log_softmax(hidden: torch.Tensor, head: nn.Linear, temperature: float) -> torch.Tensor:
+    return (head(hidden).float() / temperature).log_softmax(-1)
 
 
 # ------------------------------------------------------------------------------------------------------ the check at the start

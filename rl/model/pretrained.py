@@ -119,7 +119,7 @@ def check_lengths(config: PretrainedConfig, args) -> None:
         sizes = f"--max-length {args.data.max_length} tokens"
     if context and prompt + response > context:
         raise UserError(f"{sizes}, but the model's context is {context}. Lower one of them.")
-    if own != "auto" and prompt + response > own * shared_by:
+    if prompt + response > own * shared_by:
         limit = f"--max-tokens-per-micro-batch is {own}"
         if shared_by > 1:
             limit += f" and --sequence-parallel {shared_by}, {own * shared_by} tokens together"

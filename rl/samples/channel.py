@@ -13,7 +13,7 @@ from datetime import timedelta
 
 from rl.background import in_background
 from rl.errors import UserError
-from rl.ranks import watchdog
+from rl.ranks import launch, watchdog
 from rl.ranks.timers import Timers
 from rl.record.validations import Parts, Validation
 from rl.samples.group import Group, all_gather_records
@@ -55,7 +55,7 @@ class Outbox:
         if split.is_first_here and not split.here.learners:
             from rl.transport.relay import Forwarder  # late: only a node without learners sends samples to another
 
-            self._forwarder = Forwarder(self.ring, split.store, split.node)
+            self._forwarder = Forwarder(self.ring, launch.open_store(timedelta(days=7)), split.node)
         self._queue: deque[tuple[bytes, bytes]] = deque()
 
     def send_group(self, group: Group) -> None:
@@ -138,7 +138,7 @@ class Inbox:
         if self.ring and (nodes := _nodes_that_send(split)):
             from rl.transport.relay import Receiver  # late: only nodes without learners send samples to another
 
-            self._receiver = Receiver(self.ring, split.store, nodes)
+            self._receiver = Receiver(self.ring, launch.open_store(timedelta(days=7)), nodes)
         self.groups: deque[Group] = deque()
         self.batches: deque[dict] = deque()  # metrics of complete batches, whose groups are all in `groups`
         self.reports: list[dict] = []

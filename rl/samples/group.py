@@ -35,6 +35,7 @@ class Response:
     histories: list[int] | None = None  # lengths: the first follows the group's prompt, the others attend only to themselves
     support: np.ndarray | None = None  # [n, K] int32, tokens that could be sampled in each place (rl/model/sampling_mask.py)
     images: list[np.ndarray] | None = None  # files [bytes] uint8 of those among the tokens, which an environment has shown
+    seconds: list[list[float]] | None = None  # of each turn of an episode: until it was sampled, until it was answered
 
     @property
     def sampled(self) -> int:

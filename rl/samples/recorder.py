@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -41,12 +42,15 @@ class Recorder:
         self.directory = run_dir / DIRECTORY
         self.keeps_all = keeps_all
         self._missing = False  # whether the last step could not be written
+        self._sizes: Counter[int] = Counter()  # step -> bytes of its files
         try:
             self.directory.mkdir(exist_ok=True)
             for kind in ("start", *KINDS):
                 for file in steps_of(self.directory, kind):
                     if step_of(file) > after:
                         file.unlink()
+                    elif kind in KINDS:
+                        self._sizes[step_of(file)] += file.stat().st_size
         except OSError as error:
             why = f"{error.filename or self.directory} cannot be written ({error.strerror})"
             raise UserError(f"{why}. Leave samples out with --record-samples off, or make room.") from error
@@ -69,7 +73,8 @@ class Recorder:
         try:
             for kind, its in zip(KINDS, (groups, left_out), strict=True):
                 if its:
-                    self._write(self.directory / f"{kind}_{step:06d}.rec", partial(_write_groups, its))
+                    self._write(file := self._file(kind, step), partial(_write_groups, its))
+                    self._sizes[step] += file.stat().st_size
             if not self.keeps_all:
                 self._remove_older(step)
         except OSError as error:
@@ -85,17 +90,16 @@ class Recorder:
 
     def _remove_older(self, step: int) -> None:
         """Remove what --record-samples recent does not keep: the oldest steps go first."""
-        files: dict[int, list[Path]] = {}
-        for kind in KINDS:
-            for file in steps_of(self.directory, kind):
-                files.setdefault(step_of(file), []).append(file)
-        kept = [its for its in sorted(files) if its > step - NEWEST or its % EVERY == 0]
-        size = {its: sum(file.stat().st_size for file in files[its]) for its in kept}
-        while len(kept) > 1 and sum(size[its] for its in kept) > MOST_BYTES:
+        kept = [its for its in sorted(self._sizes) if its > step - NEWEST or its % EVERY == 0]
+        while len(kept) > 1 and sum(self._sizes[its] for its in kept) > MOST_BYTES:
             kept.pop(0)
-        for its in {*files} - {*kept}:
-            for file in files[its]:
-                file.unlink()
+        for its in {*self._sizes} - {*kept}:
+            del self._sizes[its]
+            for kind in KINDS:
+                self._file(kind, its).unlink(missing_ok=True)
+
+    def _file(self, kind: str, step: int) -> Path:
+        return self.directory / f"{kind}_{step:06d}.rec"
 
     def _write(self, file: Path, write: Callable[[Path], object]) -> None:
         unfinished = file.with_suffix(".partial")

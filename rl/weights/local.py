@@ -17,7 +17,7 @@ class LocalWeights:
     """The learner's weights for the engine, in the precision `dtype`."""
 
     def __init__(self, learner: Learner, engine: Engine, dtype: torch.dtype):
-        self.outgoing = learner.outgoing()
+        self.learner = learner
         self.engine = engine
         self.dtype = dtype
         self._kept: dict[str, torch.Tensor] | None = None  # the parameters never trained, after the first publish
@@ -30,9 +30,9 @@ class LocalWeights:
         """Yield (name, tensor) of every parameter."""
         kept = self._kept or {}
         is_first = self._kept is None
-        for name, tensor in self.outgoing.tensors(self.dtype, frozen=is_first):
+        for name, tensor in self.learner.weights(self.dtype, frozen=is_first):
             yield name, tensor
-            if name in self.outgoing.frozen:
+            if name in self.learner.frozen:
                 shows_own = self.engine.shares_memory
                 dtype = dtype_of(name, self.dtype)
                 kept[name] = self.engine.read_back(name) if shows_own else tensor.to("cpu", dtype, copy=True)

@@ -34,10 +34,9 @@ class Publisher:
         self._announce = announce
         self.split = split
         self.device = split.ranks.device
-        outgoing = learner.outgoing()
-        names, shapes = zip(*outgoing.shapes.items(), strict=True)
-        self.plan = PublishPlan(list(names), list(shapes), dtype, len(outgoing.frozen))
-        self._tensors = outgoing.tensors
+        self.learner = learner
+        shapes = [list(parameter.shape) for parameter in learner.parameters.values()]
+        self.plan = PublishPlan([*learner.parameters], shapes, dtype, len(learner.frozen))
         self._is_first = True
         self._sending: Future | None = None
         if split.bridge:
@@ -59,7 +58,7 @@ class Publisher:
         if not self._is_first:
             self.plan = self.plan.later()
         copies = self.plan.views(self._stream) if self.split.bridge else []
-        for number, (_, tensor) in enumerate(self._tensors(self.plan.dtype, self.split.senders, self._is_first)):
+        for number, (_, tensor) in enumerate(self.learner.weights(self.plan.dtype, self.split.senders, self._is_first)):
             copies[number].copy_(tensor)
         self._is_first = False
 

@@ -23,8 +23,8 @@ from rl.learning.batch import Batch
 from rl.learning.learner import Learner
 from rl.learning.micro_batches import micro_batches
 from rl.model.pretrained import empty_model, load_config
-from rl.model.shards import local
 from rl.ranges import check
+from rl.ranks.shards import local
 from rl.weights.local import LocalWeights
 
 TEMPERATURE = 0.7
@@ -103,7 +103,7 @@ def test_values_and_gradients_are_those_of_merged_weights(models, ranks, kind, r
     for name, weight in merged.items():
         torch.testing.assert_close(engine.read_back(name), weight.detach(), atol=1e-6, rtol=1e-5)
     untouched = {name for name in merged if not merged[name].requires_grad}
-    assert learner.outgoing().frozen == untouched and set(learner.outgoing().shapes) == set(merged)
+    assert {*learner.frozen} == untouched and {*learner.parameters} == {*merged}
 
 
 def test_merging_rounds_once_and_leaves_the_model_as_it_is(models, ranks):
@@ -159,7 +159,7 @@ def test_peft_reads_what_is_written(models, ranks, tmp_path):
         own = own_tensors(learner)
         save_file({stored_name(name): tensor for name, tensor in own.items()}, directory / "adapter_model.safetensors")
         adapters = learner.adapters
-        write_config(directory, adapters.setting, adapters.names, learner.policy.model, models[kind])
+        write_config(directory, adapters.args, adapters.names, learner.policy.model, models[kind])
         merged = AutoModelForCausalLM.from_pretrained(models[kind])
         theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(models[kind]), directory)
         for name, weight in learner.weights():

@@ -171,7 +171,13 @@ def test_a_validation_of_failures_does_not_choose_the_best_checkpoint(tmp_path):
     (record := SimpleNamespace(warned=[])).warn = lambda *warning: record.warned.append(warning)
     record.log_generations, record.warn_unscored = lambda *_: None, lambda *_: None
     recorded = {}
-    record.log_validation = lambda metrics, version, at_step, chooses_best: recorded.update({version: chooses_best})
+
+    def log_validation(metrics: dict, version: int, at_step: int, chooses_best: bool) -> None:
+        recorded[version] = chooses_best
+        with open(tmp_path / "validations.jsonl", "a") as file:
+            file.write(json.dumps({"step": version, "chooses_best": chooses_best} | metrics) + "\n")
+
+    record.log_validation = log_validation
     saver = SimpleNamespace(best=Best(tmp_path, is_main=True))
     run = SimpleNamespace(record=record, saver=saver, args=train_sync.Args(), _begun=0)
     run._events = ScoringEvents()

@@ -41,6 +41,7 @@ def test_rows_with_and_without_a_prompt(tmp_path):
     assert [bool(prompt.ids) for prompt in prompts] == [True, False, True] and prompts.sources() == {
         ENVIRONMENT: f"{tmp_path / 'rows.jsonl'} row 0"
     }
+    assert [prompts.about(index).get("prompt") for index in range(3)] == ["12", None, None], "the record's"
 
 
 @pytest.mark.parametrize("brought", [ALL, TRUTH])

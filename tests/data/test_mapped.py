@@ -84,6 +84,7 @@ def test_rows_are_what_the_function_returns(kind, split, file, tmp_path):
     assert [prompt.ground_truth for prompt in found] == [30 + number for number in numbers]
     assert [prompt.where for prompt in found] == [f"{rows} row {number}" for number in numbers]
     assert found.about(2)["where"] == f"{rows} row 3" and found.sources() == {"demo": f"{rows} row 0"}
+    assert found.about(2)["prompt"] == "13+20="
     few = dataset(rows, split=split, map=f"{file}:to_verl", train_max_samples=3, val_max_samples=3)
     assert [prompt.where for prompt in few] == [f"{rows} row {number}" for number in numbers[:3]]
     both = dataset(rows, rows, rows, split=split, map=f"{file}:to_verl", train_max_samples=7, val_max_samples=7)

@@ -34,9 +34,9 @@ class Agents(Played):
 
     def _say(self, key, turn, ids):
         if turn > len(self.calls):
-            return self.last
+            return {"seconds": float(turn)} | self.last
         history, ids, *most = self.calls[turn - 1]
-        return {"history": history, "ids": ids, "most": most[0] if most else None}
+        return {"seconds": float(turn), "history": history, "ids": ids, "most": most[0] if most else None}
 
 
 def agents(calls, engine=None, prompt=None, most=None, last=DONE, **flags):
@@ -89,6 +89,7 @@ def test_histories_are_continued_by_turns():
     assert first.log_probs[~first.mask].tolist() == [0.0] * 11 and first.log_probs[first.mask].tolist() == [-1.0] * 15
     assert set(first.versions.tolist()) == {3} and first.score == 1.0 and first.extra["forks"] == 2
     assert other.token_ids.tolist() == first.token_ids.tolist() and first.extra["turns"] == 5
+    assert [answered for _, answered in first.seconds] == [1, 4, 2, 3, 5], "in the order of the tokens"
 
 
 def test_a_group_s_baseline_counts_a_forked_response_once():

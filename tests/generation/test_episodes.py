@@ -134,6 +134,7 @@ def test_turns_and_answers_alternate():
         assert [ids for key, _, ids in played.asked if key == (0, number)] == [TURN] * 3
         assert response.extra["turns"] == 3 and response.extra["tool_calls"] == 3 and response.extra["tokens_per_turn"] == 3
         assert response.extra["environment_seconds"] == 3.0
+        assert [answered for _, answered in response.seconds] == [1.0] * 3 and min(response.seconds)[0] >= 0
     assert not played.alive and not generator.pool.texts
 
 
@@ -343,8 +344,9 @@ def test_an_environment_that_answers_otherwise_starts_its_response_again():
     assert second.token_ids.tolist() == TURN + ANSWER + TURN + ANSWER + TURN and second.extra["restarts"] == 0
 
 
-def test_in_lock_step_results_do_not_depend_on_who_answers_first():
+def test_in_lock_step_results_do_not_depend_on_who_answers_first(monkeypatch):
     """train_sync.py with --over-sample: which groups end first, and in which order the engine gets them, is the same."""
+    monkeypatch.setattr("rl.generation.episodes.time", SimpleNamespace(monotonic=lambda: 0.0))  # turns are timed
     seen = set()
     for seed in range(6):
         random.seed(seed)

@@ -16,8 +16,8 @@ from rl.learning.compact_adamw import CompactAdamW
 from rl.learning.learner import Learner
 from rl.learning.micro_batches import micro_batches
 from rl.learning.optimizer import lr_factor
-from rl.model.shards import local
 from rl.ranges import check
+from rl.ranks.shards import local
 
 
 def make_learner(model: str, ranks, **flags) -> Learner:

@@ -14,6 +14,7 @@ from rl.generation.embedded.states import FillingChain, States
 from rl.model.hybrid import kernels
 from rl.model.hybrid.chain import Chain
 from rl.ranks.device import DELTA_RULE
+from rl.ranks.kernel_check import TOLERANCE
 
 CPU = torch.device("cpu")
 CONFIG = Qwen3_5TextConfig(**SMALL | DELTA)
@@ -129,14 +130,14 @@ def test_what_is_right_is_used(dtype, on_cpu):
         assert kernels.unused(CONFIG, dtype, CPU) == ""
     row = torch.zeros(1, 1, 16, dtype=dtype)
     assert kernels.packed_rule(row, row) is chunk_gated_delta_rule
-    off = kernels.differences(chunk_gated_delta_rule, CPU, dtype, 16, 16)
-    assert max(off.values()) < kernels.TOLERANCE / 3 and off.keys() == set(kernels.WHOSE)
+    off = kernels.compared(chunk_gated_delta_rule, CPU, dtype, 16, 16)
+    assert max(off.values()) < TOLERANCE / 3 and len(off) == 2 + 6
 
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_what_is_wrong_is_not_used(fault, on_cpu):
     on_cpu(WRONG[fault])
-    assert "differ from our own by" in kernels.unused(CONFIG, torch.bfloat16, CPU)
+    assert "differ from plain torch's by" in kernels.unused(CONFIG, torch.bfloat16, CPU)
     row = torch.zeros(1, 1, 16, dtype=torch.bfloat16)
     assert kernels.packed_rule(row, row) is None
 

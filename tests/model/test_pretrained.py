@@ -88,17 +88,6 @@ def indexed(change):
     return damage
 
 
-def unlisted(path, listed: dict, _, file: str) -> None:
-    for name in [name for name, of in listed.items() if of == file]:
-        del listed[name]
-
-
-def repeated(path, listed: dict, name: str, file: str) -> None:
-    """A tensor of another file is in this one as well."""
-    other = load_file(path / next(other for other in listed.values() if other != file))
-    save_file(load_file(path / file) | other, path / file, {"format": "pt"})
-
-
 def pickled(path) -> None:
     model = AutoModelForCausalLM.from_pretrained(path)
     (path / "model.safetensors").unlink()
@@ -123,9 +112,6 @@ DAMAGES = {
         indexed(lambda path, _, __, file: (path / file).unlink()),
         r"model-00004-\S+, which model.safetensors.index.json lists, is not there",
     ),
-    "a shard not listed": (indexed(unlisted), "is not listed in model.safetensors.index.json"),
-    "a tensor in two shards": (indexed(repeated), r"\S+ is in \S+ and in model-00004-\S+: one of them is of another model"),
-    "an adapter": (lambda path: edit_json(path, "adapter_config.json", r=8), "Merge it into the model"),
 }
 
 

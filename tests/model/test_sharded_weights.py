@@ -1,4 +1,4 @@
-"""Each learner reads its own part of the weights from the files, or is sent it, and no rank holds the whole model."""
+"""Each learner reads its own part of the weights from the files, and no rank holds the whole model."""
 
 import json
 import re
@@ -175,14 +175,9 @@ def test_the_check_at_the_start_holds_a_layer_at_a_time(families, tmp_path, monk
     ],
 )
 def test_every_rank_reads_its_own_part(families, ranks, flags, of):
-    """Along the first dimension, evenly or not. Where a rank does not see the files the first one sends."""
+    """Along the first dimension, evenly or not, and of experts that share them."""
     done = run_script("tests/programs/load_parts.py", json.dumps(flags), *(families[kind] for kind in of), ranks=ranks)
-    said = [line for line in done.stdout.splitlines() if "the same on all ranks" in line]
-    assert len(said) == 2 * len(of), done.stdout
-    for kind, seen, not_seen in zip(of, said[::2], said[1::2], strict=True):
-        sent = [int(line.split()[-2]) for line in (seen, not_seen)]
-        weights = len(set(load_weights(families[kind], torch.float32).parameters()))
-        assert sent == [4 if kind == "qwen3-vl-moe" else 0, weights], kind  # its experts are transposed in the files
+    assert done.stdout.count("the same on all ranks") == len(of), done.stdout
 
 
 @pytest.mark.runs
@@ -204,7 +199,7 @@ def test_no_rank_holds_more_than_its_part_and_a_tensor(tmp_path):
         assert of["kept"] < 1.2 * share + 0.3, (rank, everyone)
         pages = 2  # of the weights' files, which are mapped and belong to the system's cache
         assert of["load"] < 1.2 * share + of["tensor"] + pages + 0.3, (rank, everyone)
-        under_way = 3.2 if rank == 0 else max(1, 3 / ranks)  # buckets, and a rank's parts of them (rl/model/shards.py)
+        under_way = 3.2 if rank == 0 else max(1, 3 / ranks)  # buckets, and a rank's parts of them (rl/ranks/gathering.py)
         assert of["publish"] < sent + under_way * of["bucket"] + 0.3, (rank, everyone)
 
 
@@ -221,7 +216,7 @@ def network(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_weights_that_are_others_on_the_second_node_are_refused_and_missing_ones_are_sent(network, demo_model, tmp_path):
+def test_weights_that_are_others_on_the_second_node_are_refused_and_missing_ones_are_named(network, demo_model, tmp_path):
     copies = [tmp_path / "own" / f"node{number}" / "model" for number in (1, 2)]
     for copy in copies:
         shutil.copytree(demo_model, copy)
@@ -235,5 +230,5 @@ def test_weights_that_are_others_on_the_second_node_are_refused_and_missing_ones
     (code, console), _ = network.start(nodes).wait(250)
     assert code == 1 and f"--model {own}/model: model.safetensors on node2 is not the file that node1 has" in console, console
     file.unlink()
-    consoles = network.start(nodes).wait(250)
-    assert [code for code, _ in consoles] == [0, 0], consoles
+    (code, console), _ = network.start(nodes).wait(250)
+    assert code == 1 and f"--model {own}/model: the weights cannot be read: there is no model.safetensors" in console, console

@@ -35,8 +35,8 @@ from rl.learning import compact_adamw, division
 from rl.learning.batch import Batch
 from rl.learning.batch_images import BatchImages
 from rl.learning.division import Division
-from rl.learning.flops import perf_metrics
 from rl.learning.learner import Learner
+from rl.learning.throughput import perf_metrics
 from rl.model import policy, sampling_mask
 from rl.ranks import device
 from rl.ranks.device import is_accelerator

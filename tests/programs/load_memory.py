@@ -12,8 +12,8 @@ from memory import Peak
 
 from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
-from rl.model.shards import BUCKET_BYTES
 from rl.ranks import dist, launch, process
+from rl.ranks.gathering import BUCKET_BYTES
 from rl.split import Split
 from rl.weights.publisher import Publisher
 

@@ -16,9 +16,9 @@ from rl.learning.batch import Batch
 from rl.learning.division import Division
 from rl.learning.learner import Learner
 from rl.learning.micro_batches import micro_batches
-from rl.model.shards import local
 from rl.ranks import process
 from rl.ranks.dist import all_gather_values
+from rl.ranks.shards import local
 from rl.samples.channel import ControlBlock, Inbox, Outbox
 from rl.samples.group import Group, Response
 from rl.split import Split, init_split

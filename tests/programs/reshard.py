@@ -16,8 +16,8 @@ import train_sync
 from rl.checkpoint import resume, saver
 from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
-from rl.model.shards import local
 from rl.ranks import process
+from rl.ranks.shards import local
 
 
 def main(ranks) -> None:

@@ -1,6 +1,8 @@
 """Graders as people write them, each with faults that a policy finds."""
 
 import re
+import sys
+import time
 
 
 def contains(data_source, solution_str, ground_truth, extra_info):
@@ -36,3 +38,21 @@ def keywords(data_source, solution_str, ground_truth, extra_info):
 
 def sound(data_source, solution_str, ground_truth, extra_info):
     return float(re.findall(r"####(.*)", solution_str)[-1:] == [f" {ground_truth}"])
+
+
+class Game:
+    """An environment as people write them: the answer anywhere in the text ends it, and some texts stop it."""
+
+    def reset(self, row, seed):
+        self.truth, self.tries = row["ground_truth"], 0
+
+    def step(self, message):
+        self.tries += 1
+        said = message["content"]
+        if "exit()" in said:
+            sys.exit(said)
+        if "9**9" in said:
+            time.sleep(60)
+        if self.truth in said:
+            return [], 1.0 / self.tries, True
+        return [{"role": "user", "content": "No."}], None, False

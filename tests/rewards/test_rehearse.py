@@ -33,14 +33,17 @@ def data(tmp_path):
 
 
 def texts_of(data) -> list[rehearse.Try]:
-    return [
-        text for where, row in rehearse.read_rows((str(data),), 4, None) for text in rehearse.texts_of(where, row, "prompt")
-    ]
+    args = rehearse.Args(train_files=(str(data),), rows=4)
+    return [text for where, row in rehearse.read_rows(args, ()) for text in rehearse.texts_of(where, row)]
+
+
+def score(texts: list[rehearse.Try], grader: str) -> list:
+    return rehearse.score(rehearse.Args(), f"{CARELESS}:{grader}", texts)
 
 
 def found(data, grader: str) -> list[rehearse.Try]:
     texts = texts_of(data)
-    return [text for _, text in rehearse.cheats(texts, rehearse.score(f"{CARELESS}:{grader}", texts, "prompt"))]
+    return [text for _, text in rehearse.cheats(texts, score(texts, grader))]
 
 
 @pytest.mark.parametrize("grader", EXPLOITS)
@@ -73,11 +76,11 @@ def test_no_built_in_grader_is_cheated(data, tmp_path, source, capsys):
 
 
 def test_a_text_that_stops_a_grader_is_named(capsys):
-    row = {"data_source": "sums", "ground_truth": "46"}
+    row = {"data_source": "sums", "ground_truth": "46", "prompt": ""}
     names = ("a tower of powers", "an exit", "a null character")
     texts = [rehearse.Try("row 0", row, rehearse.HONEST, "first", "#### 46")] * 20  # a first call has more time
     texts += [rehearse.Try("row 0", row, rehearse.BREAKER, name, attacks.BREAKERS[name]) for name in names]
-    rehearse.show(texts, rehearse.score(f"{CARELESS}:evaluates", texts, "prompt"), [])
+    rehearse.show(texts, score(texts, "evaluates"), [])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("STOPS IT")]
     assert len(lines) == 2 and "a tower of powers: timeout" in lines[0] and "an exit: " in lines[1]
 
@@ -105,3 +108,26 @@ def test_a_recorded_run_gives_data_and_advantages(tmp_path):
     assert int(differ[1]) == sum(row["ground_truth"] in row["response"] for row in rows)
     with pytest.raises(UserError, match="recorded its samples"):
         rehearse.main(rehearse.Args(record=tmp_path))
+
+
+@pytest.mark.runs
+def test_an_environment_is_cheated_and_stopped(data, capsys):
+    """Each text is the model's turn, again and again until the environment has enough."""
+    assert rehearse.main(rehearse.Args(env=f"{CARELESS}:Game", train_files=(str(data),), rows=2)) == 1
+    said = capsys.readouterr().out
+    for name in ("denied", "right or wrong", "inside a longer one", "all numbers up to 100"):
+        assert f"CHEATS   {name}, in 2 rows, up to 1:" in said, "in the first turn"
+    stopped = [line for line in said.splitlines() if line.startswith("STOPS IT")]
+    assert len(stopped) == 2 and "a tower of powers: timeout" in stopped[0] and "an exit: " in stopped[1]
+
+
+@pytest.mark.runs
+def test_recorded_episodes_are_played_again(tmp_path):
+    """Turn by turn, with the seeds of the run: tools answer as they did, and the grader scores the last turn."""
+    flags = ("--model", "demo-calculator", "--env", "demo-calculator", "--max-response-length", 24, "--test-freq", 0)
+    run_script("train_sync.py", *flags, "--total-training-steps", 1, "--output-dir", tmp_path, "--experiment-name", "a")
+    rows = [*view.read(tmp_path / "a")]
+    assert any(row["turns"] > 1 for row in rows), "some call the tool"
+    flags = ("--env", "demo-calculator", "--record", tmp_path / "a", "--rows", 1)
+    done = run_script("rehearse.py", *flags, check=False, fresh=True)
+    assert f"0 of {len(rows)} recorded responses: another score in the run" in done.stdout, done.stdout + done.stderr

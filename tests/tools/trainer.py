@@ -11,9 +11,9 @@ from rl.generation.engine import EngineRanks
 from rl.generation.generator import Generator, make_generator
 from rl.learning.batch import Batch
 from rl.learning.learner import Learner
-from rl.model.shards import local
 from rl.ranges import check
 from rl.ranks import dist
+from rl.ranks.shards import local
 from rl.ranks.timers import Timers
 from rl.rewards.pool import ScoringPool
 from rl.setup import set_up

@@ -123,6 +123,7 @@ def run(tmp_path, monkeypatch):
                 "index": i,
                 "source": group.data_source,
                 "where": f"{ATTACKS[0]} row {i}",
+                "prompt": f"{ATTACKS[2]} {i}",
             }
             | {"ground_truth": ATTACKS[1], "scores": [r.score for r in group.responses], "lengths": [9, 6, 4]}
             for i, group in enumerate(groups)
@@ -195,15 +196,23 @@ def test_the_answers_are_what_the_groups_say(run):
     assert (
         of_run["curves"]["critic/score/mean"] == [[1, 0.25], [2, 0.5], [3, 0.75]] and "actor/grad_norm" not in of_run["curves"]
     )
-    groups = {step: answers(f"step?run=0&step={step}")["groups"] for step in (1, 2, 3)}
+    groups = {step: answers(f"0/step/{step}")[0]["rows"] for step in (1, 2, 3)}
     assert [group["change"] for group in groups[1]] == [None, None] and [group["visits"] for group in groups[3]] == [3, 3]
     for i in (0, 1):
         assert groups[3][i]["change"] == pytest.approx(groups[3][i]["score"] - groups[2][i]["score"])
-        assert [row["steps"] for row in answers("prompts?run=0")] == [[1, 2, 3]] * 2
-        assert [visit["ticket"] for visit in answers(f"prompt?run=0&index={i}")] == [10 + i, 20 + i, 30 + i]
-    rows = answers("validation?run=0&step=3")
+        (visited,) = answers(f"0/prompt/{i}")
+        assert [(row["to"], row["score"]) for row in visited["rows"]] == [
+            (f"step/{step}/{10 * step + i}", row["score"]) for step in (1, 2, 3) for row in groups[step] if row["index"] == i
+        ]
+    (every,) = answers("0/prompts")
+    assert [(row["prompt"], row["visits"], row["last_score"]) for row in every["rows"]] == [
+        (f"{ATTACKS[2]} {i}", 3, next(row["score"] for row in groups[3] if row["index"] == i)) for i in (0, 1)
+    ]
+    (found,) = answers("0/validation/3")
+    assert answers("0/validation") == [found], "the last one"
+    rows = found["rows"]
     assert of_run["validated"] == [0, 3] and [(row["score"], row["before"]) for row in rows] == [(1.0, 0.0), (None, 1.0)]
-    group = answers("group?run=0&step=2&ticket=21")
+    group = answers("0/step/2/21")
     recorded = Samples(run).groups(2)[1]
     for row, response in zip(group["responses"], recorded.responses, strict=True):
         assert row["ids"] == response.token_ids.tolist()
@@ -214,12 +223,13 @@ def test_the_answers_are_what_the_groups_say(run):
         group["advantages"][:2] == pytest.approx([score - np.mean(known) for score in known]) and group["advantages"][2] is None
     )
     for path in (
-        "group?run=0&step=2&ticket=99",
-        "step?run=7&step=1",
+        "0/step/2/99",
+        "7/step/1",
         "nothing",
-        "step?run=0",
-        "step?run=0&step=x",
-        "__class__",
+        "0/step",
+        "0/step/x",
+        "0/__class__",
+        "0/step/2/21/0",
     ):
         with pytest.raises(UserError, match="no answer to"):
             answers(path)
@@ -261,16 +271,16 @@ def test_scores_by_length_count_every_response_once(run):
         here = (lengths >= row["from"]) & (lengths <= row["to"])
         assert row["responses"] == here.sum() and row["score"] == pytest.approx(np.nanmean(scores[here]))
         assert row["last"] == pytest.approx((here & (third == 2)).sum() / (third == 2).sum())
-    words = Answers([run])("words?run=0")
-    assert words["steps"] == [[1], [3]] and sum(row["responses"] for row in words["lengths"]) == 18
+    by_length, spread = Answers([run])("0/words")
+    assert "steps 1 to 1 and 3 to 3" in spread["note"] and sum(row["responses"] for row in by_length["rows"]) == 18
     assert texts.by_length(*np.zeros((3, 0))) == []
 
 
 def test_a_search_finds_words_with_any_space_between_them(run):
     answers = Answers([run])
-    letters = {row["number"]: row["response"] for row in answers("search?run=0&step=1&text=b")}
+    letters = {row["number"]: row["response"] for row in answers("0/search/1/b")}
     assert set(letters) == {0, 2} and letters[0].startswith("abcd"), "response 1 begins with attacks"
-    assert len(answers("search?run=0&step=1&text=B%20c%20%20D")) == 4 and answers("search?run=0&step=1&text=b.d") == []
+    assert len(answers("0/search/1/B c  D")) == 4 and answers("0/search/1/b.d") == []
 
 
 def test_curves_are_explained_in_the_words_of_the_docs():
@@ -310,14 +320,14 @@ def test_images_of_a_prompt_are_those_of_its_row(run, tmp_path, monkeypatch):
     )
     with monkeypatch.context() as patch:
         patch.setattr(Samples, "_groups", lambda *_: [Group.from_bytes(shown.to_bytes())])
-        found = Answers([run])("group?run=0&step=1&ticket=10")
+        found = Answers([run])("0/step/1/10")
         assert found["images"] == [first] and all(response["images"] == [first, first] for response in found["responses"])
     gone = replace(group, images="a digest")
     monkeypatch.setattr(Samples, "_groups", lambda *_: [gone])
     samples.record.starts[0]["flags"].update(flags)
     answers = Answers([run])
     answers.runs[0].record.starts[0]["flags"].update(flags)
-    assert "is not here" in answers("group?run=0&step=1&ticket=10")["images_error"]
+    assert "is not here" in answers("0/step/1/10")["images_error"]
 
 
 @pytest.fixture
@@ -492,11 +502,11 @@ def test_the_server_answers_at_its_secret_address_alone(run):
             policy = page.headers["Content-Security-Policy"]
             nonce = re.search(r"script-src 'nonce-(\w+)'", policy)[1]
             assert "default-src 'none'" in policy and f'<script nonce="{nonce}">' in await page.text()
-            answer = await client.get("/secret/answers/step?run=0&step=2")
-            assert (await answer.json())["step"] == 2
-            assert (await client.get("/secret/answers/step?run=0&step=99")).status == 404
+            answer = await client.get("/secret/answers/0/step/2")
+            assert (await answer.json())[0]["title"] == "Step 2"
+            assert (await client.get("/secret/answers/0/step/99")).status == 404
             text = urllib.parse.quote("</script><script>d", safe="")
-            found = await (await client.get(f"/secret/answers/search?run=0&step=2&text={text}&")).json()
+            found = await (await client.get(f"/secret/answers/0/search/2/?{text}")).json()
             assert [(row["ticket"], row["number"]) for row in found] == [(20, 1), (21, 1)]
             for path in ("/", "/wrong/", "/answers/runs", "/secret/../", "/secret/answers/../../etc/passwd"):
                 assert (await client.get(path)).status == 404

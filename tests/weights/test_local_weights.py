@@ -7,7 +7,7 @@ from test_vision import vlms  # noqa: F401  (a fixture)
 from rl.generation.embedded.engine import TransformersEngine
 from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
-from rl.model.shards import local
+from rl.ranks.shards import local
 from rl.weights.local import LocalWeights
 
 

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Output, Request, SamplingParams
-from rl.learning.learner import Outgoing
 from rl.ranks import stops
 from rl.transport import bridge
 from rl.transport.bridge import Bridge
@@ -45,13 +44,11 @@ class Holder:
 
     def __init__(self, sizes: list[int], shares_memory: bool = False, frozen: int = 0):
         self.parameters = {f"p{i}": torch.randn(size) for i, size in enumerate(sizes)}
-        self.shares_memory, self.frozen = shares_memory, frozen
+        self.shares_memory = shares_memory
+        self.frozen = dict([*self.parameters.items()][len(sizes) - frozen :])
 
-    def outgoing(self) -> Outgoing:
-        shapes = {name: list(tensor.shape) for name, tensor in self.parameters.items()}
-        trained = len(shapes) - self.frozen
-        changing = lambda frozen: [*self.parameters.items()][: None if frozen else trained]  # noqa: E731
-        return Outgoing(shapes, frozenset([*shapes][trained:]), lambda dtype, to, frozen: changing(frozen))
+    def weights(self, dtype, to, frozen: bool):
+        return [item for item in self.parameters.items() if frozen or item[0] not in self.frozen]
 
     def share_parameters(self, tensors: dict[str, torch.Tensor]) -> None:
         self.parameters = tensors
@@ -87,7 +84,7 @@ class Ends:
 
     def publish(self, version: int, step: int = 0) -> dict[str, torch.Tensor]:
         """Change every hundredth weight that is trained, and publish. Return all weights."""
-        for tensor in [*self.learner.parameters.values()][: len(self.learner.parameters) - self.learner.frozen]:
+        for tensor in [*self.learner.parameters.values()][: len(self.learner.parameters) - len(self.learner.frozen)]:
             some = tensor.view(-1)[version % 100 :: 100]
             some += 0.5 * torch.randn_like(some)
         self.publisher.publish(version, step)

@@ -35,10 +35,10 @@ from rl.model.loading import Weights
 from rl.model.pretrained import check_lengths, empty_model, load_config, resolve, takes_images
 from rl.model.sampling_mask import most_tokens
 from rl.model.sequence_parallel import check_heads
-from rl.model.shards import local
 from rl.ranks import dist
 from rl.ranks.dist import Ranks
 from rl.ranks.launch import Node
+from rl.ranks.shards import Block, local
 from rl.ranks.timers import Timers
 from rl.samples.group import Group, Response
 from rl.setup import CommonArgs, make_learner
@@ -183,16 +183,23 @@ def _learn(script, args: CommonArgs, learner: Learner, batch: Batch) -> int:
     return max(sizes)
 
 
+class _Unread(Weights):
+    """Tensors of the right size."""
+
+    def whole(self, name: str) -> torch.Tensor:
+        return torch.empty(self.model.get_parameter(name).shape)
+
+    def part(self, name: str, block: Block) -> torch.Tensor:
+        return torch.empty(block.shape)
+
+
 def _unread(path: str, trust_remote_code: bool, *_) -> Weights:
-    """Replaces open_weights: returns tensors of the right size."""
-    config = load_config(path, trust_remote_code)
-    model = empty_model(config, trust_remote_code)
-    dtype = config.dtype or torch.float32
+    """Replaces open_weights."""
+    model = empty_model(load_config(path, trust_remote_code), trust_remote_code)
     for name, buffer in dict(model.named_buffers()).items():
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, torch.empty_like(buffer, device="cpu"))
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    return Weights(model, lambda name: torch.empty(shapes[name], dtype=dtype), {})
+    return _Unread(path, model, {}, {})
 
 
 def make_groups(
@@ -266,7 +273,7 @@ def _publish(args: CommonArgs, learner: Learner, ranks: Ranks, fake: FakeDevice)
             publisher = Publisher(learner, split, dtype)
         publisher.take_copy()
         return publisher
-    for _ in learner.outgoing().tensors(dtype):
+    for _ in learner.weights(dtype):
         pass
 
 

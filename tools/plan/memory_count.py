@@ -22,6 +22,9 @@ from tools.plan.fake_device import of_no_tensor
 # path and a function's name, or None for all functions.
 CAUSES = [
     ("rl/model/log_probs.py", None, "logits"),
+    ("rl/model/policy.py", "log_probs_at", "logits"),
+    ("rl/model/policy.py", "top_tokens", "logits"),
+    ("rl/model/policy.py", "of_part", "logits"),  # of both, also when it is computed again
     ("rl/learning/learner.py", "weights", "publish"),
     ("rl/weights/publisher.py", None, "publish"),
     ("tools/plan/dry_run.py", "_checkpoint_copy", "checkpoint"),

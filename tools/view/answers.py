@@ -1,5 +1,5 @@
-"""What the page asks, and its answers: a question is a path, such as step?run=0&step=12, an answer is a value for JSON. The
-server and the file for a colleague (--html) give the same answers."""
+"""What the page asks, and its answers: a question is a place of the page, such as 0/step/12 for a step of the first run, and an
+answer is a value for JSON, mostly tables. The server and the file for a colleague (--html) give the same answers."""
 
 import re
 import urllib.parse
@@ -26,7 +26,7 @@ CURVES = (
     "staleness/mean",
     "reward/unscored",
 )
-BEGINNING = 160  # characters of a prompt in a list
+BEGINNING = 200  # characters of a prompt in a list
 READ = 2000  # responses of the first and of the last steps, at most, whose phrases are counted
 
 
@@ -38,31 +38,39 @@ class Answers:
 
     def __call__(self, path: str) -> object:
         """Return the answer of a path. Raise UserError if there is none."""
-        name, _, query = path.partition("?")
+        if path == "runs":
+            return [about(samples) for samples in self.runs]
         try:
-            given = {key: value if key == "text" else int(value) for key, value in urllib.parse.parse_qsl(query)}
-            if name == "runs":
-                return [about(samples) for samples in self.runs]
-            return QUESTIONS[name](self.runs[given.pop("run")], **given)
+            run, name, *given = path.split("/", 3)
+            if (name, len(given)) in OF_RUNS:
+                return OF_RUNS[name, len(given)](self.runs, int(run), *map(int, given))
+            return OF_RUN[name](self.runs[int(run)], *map(int, given[:1]), *given[1:])
         except (KeyError, ValueError, TypeError, IndexError) as error:
             raise UserError(f"no answer to {path}: {error!r}") from error
 
     def paths(self, steps: range) -> Iterator[str]:
         """Yield every path that the page may ask of these steps."""
-        yield "runs?"
+        yield "runs"
         for run, samples in enumerate(self.runs):
             visited = {step: groups for step, groups in samples.visits.items() if step in steps}
             recorded = [step for step in samples.record.steps if step in visited]
             indices = {group["index"] for groups in visited.values() for group in groups}
-            yield from (f"{name}?run={run}" for name in ("prompts", "words"))
-            yield from (f"step?run={run}&step={step}" for step in visited)
-            yield from (f"group?run={run}&step={s}&ticket={group.ticket}" for s in recorded for group in samples.groups(s))
-            yield from (f"validation?run={run}&step={step}" for step in samples.validated if step in steps)
-            yield from (f"prompt?run={run}&index={index}" for index in sorted(indices))
+            yield from (f"{run}/{name}" for name in ("prompts", "words", *["validation"] * bool(samples.validated)))
+            yield from (f"{run}/step/{step}" for step in visited)
+            yield from (f"{run}/step/{step}/{group.ticket}" for step in recorded for group in samples.groups(step))
+            yield from (f"{run}/validation/{step}" for step in samples.validated if step in steps)
+            yield from (f"{run}/prompt/{index}" for index in sorted(indices))
+
+
+def table(title: str, rows: list[dict], fields: str, by: str = "", note: str = "") -> dict:
+    """Return a table. fields: of the rows, those to show; by: that to sort by, with - for the largest first. A row leads to its
+    `to`, a place of the page without the run."""
+    return {"title": title, "rows": rows, "fields": fields, "by": by, "note": note}
 
 
 def about(samples: Samples) -> dict:
-    """Return a run's name, curves, and steps."""
+    """Return a run's name, curves, and steps, as they are now."""
+    samples.look_again()
     names = [*CURVES, *sorted({name for row in samples.figures.values() for name in row if name.startswith("val-core/")})]
     every = {name: [[step, row[name]] for step, row in samples.figures.items() if row.get(name) is not None] for name in names}
     curves = {name: points for name, points in every.items() if points}
@@ -81,12 +89,20 @@ def _sums(groups: list[dict]) -> dict:
     return counts | {"score": mean(scores), "tokens": mean(lengths)}
 
 
-def step(samples: Samples, step: int) -> dict:
-    """Return a step's groups, with what the texts of recorded ones show."""
+def step(samples: Samples, step: int) -> list[dict]:
+    """Return a step's groups, those first that fell most, with what the texts of recorded ones show."""
     groups = samples.groups(step) if step in samples.record.steps else []
     measured = {group.ticket: _measures(samples, group) for group in groups}
-    rows = [visit | measured.get(visit["ticket"], {}) for visit in samples.history[0][step]]
-    return {"step": step, "recorded": bool(groups), "groups": rows}
+    rows = [measured.get(visit["ticket"], {}) | visit for visit in samples.history[0][step]]
+    for row in rows:
+        row["to"] = f"step/{step}/{row['ticket']}" if groups else f"prompt/{row['index']}"
+    rows.sort(key=lambda row: (row["score"] is None, row["score"]))
+    fields = f"change score scores tokens visits {'cut repeated copied compressed strange' if groups else 'where'} prompt truth"
+    note = "cut: share of the responses; repeated, copied, compressed, strange characters: means over them"
+    note = note if groups else "The texts of this step were not kept (--record-samples all keeps every step)."
+    found = [table(f"Step {step}", [row for row in rows if "left_out" not in row], fields, "change", note)]
+    left_out = [row for row in rows if "left_out" in row]
+    return found + [table("Groups that are not trained", left_out, f"left_out {fields}", "change")] * bool(left_out)
 
 
 def _measures(samples: Samples, group: Group) -> dict:
@@ -98,10 +114,11 @@ def _measures(samples: Samples, group: Group) -> dict:
     return means | {"prompt": samples.text(group.prompt_ids)[:BEGINNING]}
 
 
-def group(samples: Samples, step: int, ticket: int) -> dict:
-    """Return a recorded group: its prompt, and each response with its tokens."""
+def group(runs: list[Samples], run: int, step: int, ticket: int) -> dict:
+    """Return a recorded group: its prompt, and each response with its tokens; and where other runs have its prompt."""
+    samples = runs[run]
     (recorded,) = (group for group in samples.groups(step) if group.ticket == ticket)
-    found = samples.about(step, ticket) | {"prompt": samples.text(recorded.prompt_ids), "responses": []}
+    found = samples.about(step, ticket) | {"step": step, "prompt": samples.text(recorded.prompt_ids), "responses": []}
     computed = learner.read(samples.record.directory, step)
     for number, (row, response) in enumerate(zip(samples.rows(recorded), recorded.responses, strict=True)):
         columns = {"log-prob": response.log_probs, "version": response.versions} | computed.get((ticket, number), {})
@@ -120,6 +137,9 @@ def group(samples: Samples, step: int, ticket: int) -> dict:
         found["responses"].append(row | {"sampled": sampled(response).tolist()})
     scores = [response.score for response in recorded.responses]
     found["advantages"] = [None if score is None else score - mean(scores) for score in scores]
+    elsewhere = [visit for visit in _visits(runs, run, found["index"]) if visit["recorded"] and visit["run"] != run]
+    elsewhere.sort(key=lambda visit: -abs(visit["step"] - step))
+    found["others"] = [*{visit["run"]: [visit[name] for name in ("run", "step", "ticket")] for visit in elsewhere}.values()]
     if recorded.images:
         from tools.view import pictures
 
@@ -133,31 +153,50 @@ def group(samples: Samples, step: int, ticket: int) -> dict:
     return found
 
 
+def _visits(runs: list[Samples], run: int, index: int) -> list[dict]:
+    """Return all visits of all runs to a prompt of one of them."""
+    every = [visit | {"run": i} for i, samples in enumerate(runs) for visit in samples.history[1].get(index, [])]
+    own = next(visit for visit in every if visit["run"] == run)
+    return [visit for visit in every if (visit["where"], visit["truth"]) == (own["where"], own["truth"])]
+
+
+def prompt(runs: list[Samples], run: int, index: int) -> list[dict]:
+    """Return all visits to a prompt."""
+    rows = [visit | {"tokens": " ".join(map(str, visit["lengths"]))} for visit in _visits(runs, run, index)]
+    for row in rows:
+        row["of_run"] = runs[row["run"]].run_dir.name
+        row |= {"to": f"step/{row['step']}/{row['ticket']}"} if row["recorded"] else {}
+    fields = f"step {'of_run ' * (len(runs) > 1)}score scores tokens recorded"
+    note = f"{rows[-1].get('prompt', '')} Ground truth: {rows[-1]['ground_truth']}"
+    return [table(rows[-1]["where"], rows, fields, "step", note)]
+
+
 def prompts(samples: Samples) -> list[dict]:
     """Return every prompt that was visited: how often, its scores, and the share of visits without a difference."""
     rows = []
     for index, visits in sorted(samples.history[1].items()):
         scores = [visit["score"] for visit in visits]
-        row = {name: visits[-1][name] for name in ("where", "source", "truth", "visits")}
-        row |= {"index": index, "steps": [visit["step"] for visit in visits], "scores": scores}
-        row |= {"first_score": scores[0], "last_score": scores[-1]}
+        row = {name: visits[-1].get(name) for name in ("prompt", "where", "source", "truth", "visits")}
+        row |= {"to": f"prompt/{index}", "scores": scores, "first_score": scores[0], "last_score": scores[-1]}
         rows.append(row | {"flat": mean(len({*visit["scores"]}) == 1 for visit in visits)})
-    return rows
+    hopeless, solved = (sum(row["visits"] > 1 and {*row["scores"]} == {score} for row in rows) for score in (0, 1))
+    note = f"{len(rows)} prompts, {hopeless} always 0 in several visits, {solved} always 1"
+    return [table("Prompts", rows, "last_score scores first_score visits flat prompt truth where source", "last_score", note)]
 
 
-def prompt(samples: Samples, index: int) -> list[dict]:
-    """Return all visits to a prompt."""
-    return samples.history[1][index]
-
-
-def validation(samples: Samples, step: int) -> list[dict]:
-    """Return the responses of a validation, each with the score of its prompt in the validation before."""
+def validation(samples: Samples, step: int | None = None) -> list[dict]:
+    """Return the responses of a validation, each with the score of its prompt in the validation before. step: by default the
+    last one's."""
+    if not samples.validated:
+        raise UserError("no responses of validations were recorded")
+    step = samples.validated[-1] if step is None else step
     earlier = [at for at in samples.validated if at < step]
     before = {row["prompt"]: row["score"] for row in samples.validation(earlier[-1])} if earlier else {}
-    return [row | {"before": before.get(row["prompt"])} for row in samples.validation(step)]
+    rows = [row | {"before": before.get(row["prompt"])} for row in samples.validation(step)]
+    return [table(f"Validation after step {step}", rows, "score before prompt response ground_truth", "score")]
 
 
-def words(samples: Samples) -> dict:
+def words(samples: Samples) -> list[dict]:
     """Return scores by length in all steps, and the phrases that became more frequent in the recorded ones."""
     steps = sorted(samples.visits)
     pairs = [
@@ -170,7 +209,17 @@ def words(samples: Samples) -> dict:
     third = -(-len(recorded) // 3) if len(recorded) > 1 else 0
     parts = [recorded[:third], recorded[len(recorded) - third :]]
     phrases = texts.phrases(*(_scored(samples, part) for part in parts))
-    return {"lengths": texts.by_length(*np.array(pairs, float).reshape(-1, 3).T), "steps": parts, "phrases": phrases}
+    rows = [row | {"to": f"search/{urllib.parse.quote(row['phrase'], safe='')}"} for row in phrases]
+    first, last = (f"{part[0]} to {part[-1]}" if part else "none" for part in parts)
+    note = f"Shares of the responses of the recorded steps {first} and {last}; scores of the latter. If a phrase spreads and "
+    return [
+        table(
+            "Scores by length in all steps, with shares of the first and the last third",
+            texts.by_length(*np.array(pairs, float).reshape(-1, 3).T),
+            "from to responses score first last",
+        ),
+        table("Phrases that spread", rows, "phrase rise first last with without", "-rise", f"{note}scores better, read it."),
+    ]
 
 
 def _scored(samples: Samples, steps: list[int]) -> list[tuple[str, float]]:
@@ -193,4 +242,5 @@ def search(samples: Samples, step: int, text: str) -> list[dict]:
     return [row for row in every if wanted.search(row["response"])]
 
 
-QUESTIONS = {its.__name__: its for its in (step, group, prompts, prompt, validation, words, search)}
+OF_RUN = {its.__name__: its for its in (step, prompts, validation, words, search)}
+OF_RUNS = {("step", 2): group, ("prompt", 1): prompt}  # by the count of their numbers

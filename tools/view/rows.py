@@ -43,14 +43,24 @@ class Samples:
         return self.record.groups(step) + self.record.left_out(step)
 
     @cached_property
-    def tokenizer(self) -> Any:
-        """The tokenizer of a checkpoint, or else of the model that training began with."""
-        from rl.model.pretrained import load_tokenizer, resolve
+    def tokenizer_path(self) -> str:
+        """Of a checkpoint, or else of the model that training began with."""
+        from rl.model.pretrained import resolve
 
-        flags = self.record.starts[-1]["flags"]
         saved = sorted(self.run_dir.glob("step_*/tokenizer.json"))
-        where = str(saved[-1].parent) if saved else resolve(flags["model"])
-        return load_tokenizer(where, flags["trust_remote_code"], f"{self.run_dir}, tokenizer")
+        return str(saved[-1].parent) if saved else resolve(self.record.starts[-1]["flags"]["model"])
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        from rl.model.pretrained import load_tokenizer
+
+        trusts = self.record.starts[-1]["flags"]["trust_remote_code"]
+        return load_tokenizer(self.tokenizer_path, trusts, f"{self.run_dir}, tokenizer")
+
+    def look_again(self) -> None:
+        """Forget what a run that is under way may have written since."""
+        for name in ("figures", "visits", "history"):
+            vars(self).pop(name, None)
 
     @cached_property
     def figures(self) -> dict[int, dict]:
@@ -129,6 +139,7 @@ class Samples:
             "turns": sum(who == "policy" for who, _ in parts),
             "environment_tokens": len(response.token_ids) - response.sampled,  # not sampled by the policy
             "histories": response.histories,  # lengths of an agent's conversations
+            "seconds": response.seconds,  # of each turn of an episode: until it was sampled, until it was answered
             "tokens": len(response.token_ids),
             "versions": [int(versions.min()), int(versions.max())] if len(versions) else None,  # oldest and newest weights
             "mean_log_prob": float(log_probs.mean()) if len(log_probs) else None,  # of sampled tokens, under their weights

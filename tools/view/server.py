@@ -3,6 +3,7 @@
 import asyncio
 import json
 import secrets
+import urllib.parse
 from pathlib import Path
 
 from aiohttp import web
@@ -38,7 +39,7 @@ def application(answers: Answers, secret: str) -> web.Application:
         return web.Response(text=text, content_type="text/html", headers=HEADERS | {"Content-Security-Policy": policy})
 
     async def answer(request: web.Request) -> web.Response:
-        path = f"{request.match_info['name']}?{request.rel_url.raw_query_string}"
+        path = request.match_info["path"] + urllib.parse.unquote(request.rel_url.raw_query_string)  # a text to search
         try:
             found, status = await asyncio.to_thread(answers, path), 200
         except UserError as error:
@@ -46,7 +47,7 @@ def application(answers: Answers, secret: str) -> web.Application:
         return web.json_response(found, status=status, headers=HEADERS)
 
     app = web.Application()
-    app.add_routes([web.get(f"/{secret}/", show), web.get(f"/{secret}/answers/{{name}}", answer)])
+    app.add_routes([web.get(f"/{secret}/", show), web.get(f"/{secret}/answers/{{path:.*}}", answer)])
     return app
 
 

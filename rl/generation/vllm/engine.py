@@ -174,8 +174,7 @@ class VLLMEngine:
         self._salts[version] = f"v{self._updates}"
         if recompute_kv:
             self.engine.reset_prefix_cache(reset_running_requests=True)
-        # with their old salt they would share KV blocks of the weights that were just replaced
-        self._hand_over_again(self._take_waiting())
+        self._hand_over_again()
 
     def sleep(self) -> None:
         """Free weights and KV memory while the learner works; `update` wakes the engine. Only between responses."""
@@ -280,14 +279,12 @@ class VLLMEngine:
             prompt = self.images.prompt(request.images, ids, salt)
         return self.engine.add_request(key, prompt, params, priority=request.priority)
 
-    def _take_waiting(self) -> list[str]:
-        """Take the requests that have not begun out of vLLM, and return their keys."""
+    def _hand_over_again(self) -> None:
+        """Give vLLM the requests that have not begun once more: with their old salt they would share KV blocks of the weights
+        that were just replaced."""
         of = {key: self._scheduler.requests[pending.inner_id] for key, pending in self._pending.items()}
         waiting = [key for key, request in of.items() if request.status == RequestStatus.WAITING]
         self.engine.abort_request([self._pending[key].inner_id for key in waiting], internal=True)
-        return waiting
-
-    def _hand_over_again(self, waiting: list[str]) -> None:
         for key in waiting:
             self._pending[key].inner_id = self._hand_over(key, self._pending[key].request)
 
