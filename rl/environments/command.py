@@ -34,7 +34,8 @@ class Command:
     """A user's command. Its stdin is the row as JSON. Its output goes to the console, except for a reward in the last line."""
 
     def __init__(self, command: str, url: str, key: str, offer: dict, children: Children, on_end: Callable[[End], None]):
-        """url, key: of the endpoint; offer: the episode, with its row; on_end: called with the end. The reward is that of the last line, {"reward": 1.0}, or None."""
+        """url, key: of the endpoint; offer: the episode, with its row; on_end: called with the end. The reward is that of the
+        last line, {"reward": 1.0}, or None."""
         variables = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "OPENAI_MODEL": form.MODEL}
         variables |= {"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
         variables |= {"ANTHROPIC_MODEL": form.MODEL, "OPENAI_DEFAULT_MODEL": form.MODEL}

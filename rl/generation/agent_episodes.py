@@ -30,12 +30,8 @@ class History:
     request: Request
     output: Output
     at: int = 0
-<<<<<<< HEAD
-    added: Added = field(default_factory=Added)  # with the images of its prompt, if it is a later one
-=======
     seconds: list[list[float]] = field(default_factory=list)  # of its turns
-    images: list[bytes] = field(default_factory=list)  # files; of a later history also those of its prompt
->>>>>>> main
+    added: Added = field(default_factory=Added)  # with the images of its prompt, if it is a later one
 
     def sampled(self) -> np.ndarray:
         return self.added.sampled(len(self.output.token_ids))
@@ -188,13 +184,8 @@ class AgentEpisodes(Episodes):
         history = of.all[of.active]
         history.output = episode.output or history.output
         history.at = episode.at
-<<<<<<< HEAD
-        history.added = self.working[id[0]].added.pop(id[1], history.added)
-=======
-        history.mask = self.working[id[0]].masks.pop(id[1], None)
         history.seconds += episode.seconds[sum(len(its.seconds) for its in of.all) :]
-        history.images = self.working[id[0]].images.pop(id[1], [])
->>>>>>> main
+        history.added = self.working[id[0]].added.pop(id[1], history.added)
 
     def _images_of_prompt(self, id: Id) -> "Images | None":
         return None if self._histories[id].active else super()._images_of_prompt(id)
@@ -239,16 +230,9 @@ class AgentEpisodes(Episodes):
         known = None if known is None else known.numpy()
         routes = _joined_routes([first.output, *(h.output for h in others)], len(work.prompt.ids)) if tokens else None
         self._of[id].output = Output(id, tokens, log_probs, versions, "unfinished", routes, known)
-<<<<<<< HEAD
+        self._of[id].seconds = [of_turn for history in (first, *others) for of_turn in history.seconds]
         images = [file for history in (first, *others) for file in history.added.images]
         work.added[id[1]] = Added(np.concatenate(masks), images, lengths if len(lengths) > 1 else None)
-=======
-        self._of[id].seconds = [of_turn for history in (first, *others) for of_turn in history.seconds]
-        work.masks[id[1]] = np.concatenate(masks)
-        work.images[id[1]] = [file for history in (first, *others) for file in history.images]
-        if len(lengths) > 1:
-            work.histories[id[1]] = lengths
->>>>>>> main
 
 
 def _joined_routes(outputs: list[Output], prompt: int) -> np.ndarray | None:

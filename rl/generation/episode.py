@@ -1,6 +1,7 @@
 """A response of several turns under way, and what an environment's answer adds to it."""
 
 import base64
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,7 +30,8 @@ class Episode:
     rewards: list[float] = field(default_factory=list)  # of the turns that have one
     calls: int = 0
     malformed: int = 0
-    seconds: float = 0.0  # time that its environment took
+    began: float = 0.0  # when the engine got the turn under way
+    seconds: list[list[float]] = field(default_factory=list)  # of each turn: until it was sampled, until it was answered
     cached: int = 0  # tokens that the engine did not compute again for a further turn
     cut: str = ""  # why it ended early: "turns" or "length"
     event: Score | None = None  # why it cannot be scored
@@ -42,13 +44,14 @@ class Episode:
     def say(self, end: int) -> list[int]:
         """Count the model's turn, which ends before token `end`. Return its tokens."""
         self.turns += 1
+        self.seconds.append([time.monotonic() - self.began, 0.0])
         self.last = self.output.token_ids[self.at : end]
         self.at = end
         return self.last
 
     def add(self, answer: dict) -> None:
-        """Count an environment's answer to the turn that ends at `at`."""
-        self.seconds += answer["seconds"]
+        """Count an environment's answer to the last turn."""
+        self.seconds[-1][1] += answer["seconds"]
         self.calls += answer.get("calls", 0)
         self.malformed += answer.get("malformed", 0)
         if answer["reward"] is not None:

@@ -173,14 +173,9 @@ def to_response(
         mask=group.mask(output.id[1], len(output.token_ids)),
         routes=None if output.routes is None else output.routes[len(group.prompt.ids) :],
         support=output.support,
-<<<<<<< HEAD
         histories=group.added[output.id[1]].histories,
         images=as_arrays(group.added[output.id[1]].images),
-=======
-        histories=group.histories.get(output.id[1]),
-        images=as_arrays(group.images.get(output.id[1], ())),
         seconds=group.seconds.get(output.id[1]),
->>>>>>> main
     )
 
 

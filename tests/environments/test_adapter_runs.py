@@ -5,6 +5,7 @@ workers' tasks are the demo's sums, which it answers right in part."""
 import json
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from families import tokenizer_of
-from helpers import ROOT, SMALL, bits, free_port, left_over, run_script, start
+from helpers import ROOT, SMALL, bits, eventually, free_port, left_over, run_script, start
 from test_adapters import OPENENV, PACKAGES, SERVER, WITH
 
 pytestmark = [pytest.mark.runs, pytest.mark.timeout(900)]
@@ -156,7 +157,7 @@ def test_an_environment_of_a_library_trains_the_same_bits_in_each_mode(name, mod
             yield
             return
         with subprocess.Popen([sys.executable, tmp_path / "server.py", str(port)], env=env | {"PATH": "/usr/bin"}) as server:
-            time.sleep(10)
+            assert eventually(lambda: not socket.socket().connect_ex(("127.0.0.1", port)), 120)
             yield
             server.kill()
 
@@ -173,7 +174,7 @@ def test_a_worker_trains_the_bits_of_a_run_without_it(name, demo_model, tmp_path
     install("pip", "install", "--quiet", "--python", python, *package.split())
     (tmp_path / "sums.py").write_text(code)
     (tmp_path / "reward.py").write_text(
-        "def right(data_source, said, truth, extra_info):\n    return float(said.strip() == truth)\n"
+        "def right(data_source, solution_str, ground_truth, extra_info):\n    return float(solution_str.strip() == ground_truth)\n"
     )
     asked = rows(
         tmp_path / "rows.jsonl",
