@@ -61,6 +61,10 @@ def sums():
     samples = [Sample(input=f"{n}+{n + 1}=", target=str(2 * n + 1)) for n in range(10, 40)]
     return Task(dataset=samples, solver=generate(), scorer=match(location="exact"))
 """
+REWARD = """
+def right(data_source, solution_str, ground_truth, extra_info):
+    return float(solution_str.strip() == ground_truth)
+"""
 HERE = json.dumps({"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}})
 ENVIRONMENTS = {  # name -> the packages, and its flags
     "reasoning-gym": (f"{PACKAGES} {WITH}", ["--env", "reasoning-gym:chain_sum"]),
@@ -173,9 +177,7 @@ def test_a_worker_trains_the_bits_of_a_run_without_it(name, demo_model, tmp_path
     install("venv", "--quiet", "--python", sys.executable, tmp_path / "venv")
     install("pip", "install", "--quiet", "--python", python, *package.split())
     (tmp_path / "sums.py").write_text(code)
-    (tmp_path / "reward.py").write_text(
-        "def right(data_source, solution_str, ground_truth, extra_info):\n    return float(solution_str.strip() == ground_truth)\n"
-    )
+    (tmp_path / "reward.py").write_text(REWARD)
     asked = rows(
         tmp_path / "rows.jsonl",
         lambda n: {"prompt": [{"role": "user", "content": f"{n + 10}+{n + 11}="}], "ground_truth": str(2 * n + 21)},
