@@ -329,5 +329,5 @@ def main(args: Args) -> None:
 if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__))
-    except UserError as error:
+    except (UserError, OSError) as error:  # OSError: it names the file that cannot be read or written
         sys.exit(printable(f"error: {error}"))  # exit code 1

@@ -86,7 +86,7 @@ def measure(path: str) -> None:
             publisher = Publisher(learner, split, torch.bfloat16)
             publisher.take_copy()
         own = {"load": load.added, "kept": load.kept, "publish": publish.added}
-        everyone = [json.loads(record) for record in dist.all_gather_bytes(json.dumps(own).encode())]
+        everyone = dist.all_gather_values(own)
         if ranks.is_main:
             print(json.dumps({"parameters": sum(sizes), "largest": max(sizes), "ranks": everyone}), flush=True)
 

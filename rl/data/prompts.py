@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -211,6 +212,8 @@ class PromptDataset(FileRows):
         check_row(where, columns, self._of(columns)[1])
         found.sources.setdefault(source_of(columns), [row, 0])[1] += 1
         expanded, of_row = self._expand(row, columns, ids)
+        if row == 0:
+            _check_tokenizer(self.tokenizer, text.text, ids, where)
         length = len(expanded)
         if length > limit and self.args.filter_overlong_prompts:
             return
@@ -321,6 +324,19 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, where: str, messages: list[d
         raise UserError(
             f"{where}: the model's chat template refuses the messages ({reason:.300}). Fix their roles, or the template."
         ) from None
+
+
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int], where: str) -> None:
+    """Raises UserError if most of the text is lost in its token ids: a tokenizer of other words turns prompts into nothing."""
+    for special in tokenizer.get_added_vocab():
+        text = text.replace(special, "")
+    read = tokenizer.decode(ids, skip_special_tokens=True)
+    text, read = ("".join(x.lower().split()) for x in (text, read))
+    if sum((Counter(text) & Counter(read)).values()) < len(text) / 2:
+        raise UserError(
+            f"{where}: the tokenizer loses most of the prompt: {text[:40]!r} is read as {read[:40]!r}. It belongs to another "
+            "model, or was saved incompletely: copy the model's own files next to the weights."
+        )
 
 
 class Text(NamedTuple):

@@ -3,6 +3,7 @@
 import itertools
 import re
 import statistics
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -92,6 +93,16 @@ def test_a_mini_batchs_span_is_where_its_tokens_are():
         for mini in batch.mini_batches(prompts):
             assert torch.equal(torch.arange(len(batch.seq))[whole_batch.span(batch, mini)], tokens_of(batch, mini))
     assert whole_batch.span(batch, torch.zeros(0, dtype=torch.long)) == slice(0, 0)
+
+
+def test_statistics_are_means_over_the_trained_tokens():
+    batch = Batch.of([make_group(0, [4])])
+    means = whole_batch.LossMeans(batch)
+    for mask, x in (([True, False], [1.0, 9.0]), ([True, True], [4.0, 4.0])):
+        tokens = SimpleNamespace(mask=torch.tensor(mask), index=torch.arange(2), forward_only=False)
+        means.gather(tokens, {}, {"x": torch.tensor(x)})
+    means.end_update({"actor/grad_norm": 1.0})
+    assert means.metrics()["actor/x"] == 3
 
 
 @pytest.mark.runs

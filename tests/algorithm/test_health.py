@@ -143,6 +143,7 @@ def without_signal(*groups: tuple, weights: bool = False) -> Batch:
     ("groups", "chief", "expected"),
     [
         ([EQUAL] * 2, "equal_scores", "2 of 2 groups: all scores are equal. Prompts may be too easy"),
+        ([([1.0, 1.0], "stop", ())], "equal_scores", "1 of 1 groups: all scores are equal"),
         ([REJECTED] * 2, "rejected", "2 of 2 groups: scores differ, but --rollout-rs"),
         ([WHOLE] * 2, "rejected", "2 of 2 groups: scores differ, but --rollout-rs"),
         ([UNSCORED] * 2, "unscored", "2 of 2 groups: too few responses could be scored. Correct the reward function"),

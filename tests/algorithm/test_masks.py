@@ -166,6 +166,9 @@ def test_a_response_without_a_token_of_the_policy_has_no_part_in_its_group(score
     """Groups are filtered, and passed forward alone, by what is compared; on all nodes alike."""
     group = make_group(0, [4, 5, 6])
     group.responses[:] = [dataclasses.replace(r, score=float(s)) for r, s in zip(group.responses, scores, strict=True)]
+    group.responses[2] = dataclasses.replace(
+        group.responses[2], mask=np.arange(6) < 4
+    )  # as one that an environment has answered
     group = whole_mask(group, masked)
     assert (group.differs, group.is_flat) == (has_signal, is_flat)
     penalised = [dataclasses.replace(r, score=r.score + i, extra={UNPENALISED: r.score}) for i, r in enumerate(group.responses)]

@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import train_sync
 from examples.demo.sums import build_tokenizer
 from rl import parts
+from rl.data.args import DataArgs
+from rl.data.prompts import PromptDataset
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs, Request, SamplingParams
 from rl.generation.generator import make_engine
@@ -262,6 +264,18 @@ def test_a_model_whose_responses_would_never_end_is_refused(model, tmp_path, nam
         edit_json(tmp_path / "model", name, eos_token_id=named)
     with pytest.raises(UserError, match=f"{message}.*no response would end"):
         check_model(model, tokenizer_of(WORDS[:31]), flags_of())
+
+
+@pytest.mark.parametrize("prompt", ["10+20=", [{"role": "user", "content": "10+20="}]])
+def test_a_tokenizer_that_loses_the_prompts_text_is_refused(tmp_path, prompt):
+    """A tokenizer with another vocabulary does so, even if it makes the same number of tokens."""
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": prompt, "data_source": "x", "ground_truth": "30"}))
+    files, flags = [str(tmp_path / "a.jsonl")], DataArgs()
+    lossy = tokenizer_of(WORDS, eos_token="<end>", unk_token="<unk>", additional_special_tokens=["<user>"])
+    lossy.chat_template = "{% for m in messages %}<user>{{ m['content'] }}{% endfor %}"
+    with pytest.raises(UserError, match=r"a.jsonl row 0: the tokenizer loses most of the prompt: '10\+20=' is read as ''"):
+        PromptDataset(files, "train", lossy, flags)
+    assert len(PromptDataset(files, "train", build_tokenizer(), flags)) == 1
 
 
 def test_an_output_head_that_is_tied_and_yet_another_is_refused(tmp_path):

@@ -241,6 +241,7 @@ def test_routes_that_cannot_be_are_refused():
     check_record(good)
     twice = good.copy()
     twice[3, 1] = 4
-    for bad, at in ((np.zeros_like(good), "token 0"), (twice, "token 3")):
+    three = np.tile(np.array([3, 1, 3], np.uint8), (5, 2, 1))
+    for bad, at in ((np.zeros_like(good), "token 0"), (twice, "token 3"), (three, "token 0")):
         with pytest.raises(UserError, match=f"{at} of a sequence .* one of them twice"):
             check_record(bad)

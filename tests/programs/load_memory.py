@@ -30,7 +30,7 @@ def main(ranks: dist.Ranks) -> None:
     own = {"load": load.added, "kept": load.kept, "publish": publish.added}
     own |= {"tensor": 4 * max(sizes), "bucket": max(BUCKET_BYTES, 2 * max(sizes))}
     own = {name: size / sum(sizes) for name, size in own.items()}
-    everyone = [json.loads(record) for record in dist.all_gather_bytes(json.dumps(own).encode())]
+    everyone = dist.all_gather_values(own)
     if ranks.is_main:
         print(json.dumps(everyone))
 

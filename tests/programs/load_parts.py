@@ -13,7 +13,7 @@ from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
 from rl.model.pretrained import auto_class, load_config
 from rl.ranks import process
-from rl.ranks.dist import all_gather_bytes
+from rl.ranks.dist import all_gather_values
 
 
 def is_whole(path: str, ranks) -> bool:
@@ -29,7 +29,7 @@ def is_whole(path: str, ranks) -> bool:
 def main(ranks) -> None:
     for path in sys.argv[2:]:
         whole = is_whole(path, ranks)
-        if all(record == b"True" for record in all_gather_bytes(str(whole).encode())) and ranks.is_main:
+        if all(all_gather_values(whole)) and ranks.is_main:
             print("the same on all ranks", flush=True)
 
 

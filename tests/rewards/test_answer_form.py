@@ -21,6 +21,11 @@ def test_geometry_takes_a_root_with_square_factors():
     assert not paid(geo3k, r"\sqrt{25}", "5") and not paid(geo3k, r"\sqrt{30^2-4^2}", r"2\sqrt{221}")
 
 
+@pytest.mark.parametrize(("rounded", "is_right"), [("3.46", True), ("3.47", False), ("3.45", False)])
+def test_what_follows_about_is_a_rounding(rounded, is_right):
+    assert paid(BUILT_IN["math_dapo"], rf"x = 2\sqrt{{3}} \approx {rounded}", r"2\sqrt{3}") == is_right
+
+
 # --------------------------------------------------------------------------------------------- degenerate answers
 
 UNITS_WITHOUT_SPACES = (

@@ -17,7 +17,7 @@ from rl.ranges import check
 from rl.samples.buffer import SampleBuffer
 from rl.samples.channel import ControlBlock, State
 from rl.samples.group import Group, Response
-from rl.samples.schedule import AsyncSchedule, OneStepOffSchedule, SyncSchedule
+from rl.samples.schedule import AsyncSchedule, NextTicket, OneStepOffSchedule, SyncSchedule
 from rl.samples.tickets import Tickets, open_tickets, started
 
 
@@ -147,6 +147,13 @@ def test_tickets_that_were_under_way_go_first_each_once():
     a, b = Tickets(store, args, 80), Tickets(store, args, 80)
     state = State(version=9, dropped=0)
     assert [a.take(2, 0, 9, state), b.take(3, 0, 9, state), a.take(2, 0, 9, state)] == [[2, 5], [11, 12, 13], [14, 15]]
+
+
+def test_tickets_passed_are_those_neither_in_the_batch_nor_under_way():
+    tickets = NextTicket()
+    assert [*tickets.begin(5)] == [0, 1, 2, 3, 4]
+    assert tickets.advance(6, [group(0, [[0]]), group(5, [[0]])], under_way=[2, 3]) == [1, 4]
+    assert tickets.advance(8, [group(2, [[0]]), group(6, [[0]])]) == [3, 7]
 
 
 def test_buffer_trains_the_oldest_first_and_takes_no_ticket_twice():

@@ -418,7 +418,8 @@ def test_two_runs_turns_and_conversations_are_shown(run, show, tmp_path):
     groups[0] = replace(groups[0], ticket=35)  # of another seed: the prompt is in another place
     (other / "groups.jsonl").write_text((run / "groups.jsonl").read_text().replace('"ticket": 30', '"ticket": 35'))
     mask = np.array([True, True, False, True, False, False, True, True, True])
-    groups[1].responses[0] = replace(groups[1].responses[0], mask=mask, histories=[4, 5])
+    seconds = [[0.5, 0.25], [1.0, 0.0], [2.0, 0.125]]
+    groups[1].responses[0] = replace(groups[1].responses[0], mask=mask, histories=[4, 5], seconds=seconds)
     Recorder(other, 2, True).write(3, groups)
     columns = {"gap": np.float32([0.25] * 8 + [np.nan]), "odd": np.full(9, np.nan, np.float32)}
     np.savez(other / "samples" / "learner_000003_0.npz", ticket=[35], number=[0], length=[9], **columns)
@@ -431,11 +432,11 @@ def test_two_runs_turns_and_conversations_are_shown(run, show, tmp_path):
     assert text.count("  gap 0.2500  ") == 8
     text = show(page, "/1/step/3/31")
     assert re.findall(r"<summary>([^<]*)</summary>", text.partition("response 1<")[0])[-6:] == [
-        "turn 1: 2 tokens",
+        "turn 1: 2 tokens, sampled in 0.500 s, answered in 0.250 s",
         "environment: 1 tokens",
-        "turn 2: 1 tokens",
+        "turn 2: 1 tokens, sampled in 1 s, answered in 0 s",
         "conversation 2, prompt: 2 tokens",
-        "conversation 2, turn 3: 3 tokens",
+        "conversation 2, turn 3: 3 tokens, sampled in 2 s, answered in 0.125 s",
     ]
     assert show(page, "/0/prompt/0").count(">other</td>") == 3, "visits of both runs"
 

@@ -26,20 +26,15 @@ STARTS_VERL = re.compile(rf"^verl(\.|$)|(^|/)verl/|^recipe[./]|{programs.NAMES.p
 INNER = re.compile(r"(^|\s)python[\d.]*\s+(-\w+\s+)*(verl|recipe)[./]|-m\s+(verl|recipe)\.")  # a command within a word
 # Every program is "not found" and noted down, with the variables that the script exports. Built-in commands that could reach
 # out of the script, or end it early, are disabled: `command kill` kills no more than `kill`. Functions replace some of them.
-# Before each command bash waits for what runs in the background: programs are noted in the script's order, one at a time.
-# Words are written piece by piece, each in one write, because both ends of a pipe write at once.
+# Programs are noted in the script's order, one at a time: before each command bash waits for what runs in the background, and a
+# program reads its input to the end (a coprocess's has none, hence the limit), so it is noted after the one that it reads from.
 # A loop there that watches something for ever ends at its 100th sleep.
 READER = r"""
 trap 'builtin wait' DEBUG
-_note() {
-  local _word
-  for _word in "$@" $'\x1e'; do
-    while (( ${#_word} > 900 )); do printf '%s+%s\0' $BASHPID "${_word:0:900}" >&3; _word=${_word:900}; done
-    printf '%s:%s\0' $BASHPID "$_word" >&3
-  done
-}
+_note() { printf '%s\0' "$@" $'\x1e' >&3; }
 command_not_found_handle() {
   local IFS=$' \t\n' _name _exported=()
+  while read -r -t 3 _name; do :; done
   for _name in $(compgen -e); do _exported+=("$_name=${!_name}"); done
   _note "$@" $'\x1d' "${_exported[@]}"
 }
@@ -62,7 +57,6 @@ eval "$VERL_SCRIPT"
 builtin wait
 """
 END_OF_PROGRAM, EXPORTS = "\x1e", "\x1d"
-PIECE = re.compile(r"(\d+)([+:])(.*)", re.DOTALL)  # the process that notes, whether the word continues, and the text
 REFUSED = "cannot redirect output"  # so says the restricted shell
 SECONDS_TO_READ = 20
 RANKS = ("nnodes", "nproc-per-node")  # torchrun's
@@ -217,29 +211,16 @@ def _programs(text: str, words: Sequence[str]) -> tuple[list[Program], list[str]
         ended = _run_reader(text, words, noted, said)
         noted.seek(0)
         said.seek(0)
-        pieces = noted.read().decode(errors="replace").split("\0")
+        words = noted.read().decode(errors="replace").split("\0")
         complaints = said.read().decode(errors="replace").strip().splitlines()
     if any("syntax error" in line or "unexpected EOF" in line for line in complaints):
         raise UserError(f"bash cannot read it: {complaints[0]}")
-    return _joined(pieces), complaints + [UNENDING] * (not ended)
-
-
-def _joined(pieces: list[str]) -> list[Program]:
-    """Assemble the programs from pieces that several processes wrote at the same time."""
-    programs = []
-    under_way = {}  # process -> its words so far, the last one unfinished
-    for piece in filter(None, map(PIECE.fullmatch, pieces)):
-        process, goes_on, text = piece.groups()
-        if process not in under_way:
-            under_way[process] = [""]
-            programs.append(under_way[process])
-        words = under_way[process]
-        words[-1] += text
-        if words[-1] == END_OF_PROGRAM:
-            del under_way[process]
-        elif goes_on == ":":
-            words.append("")
-    return [_program(words[:-1]) for words in programs if len(words) > 1]
+    found = []
+    while END_OF_PROGRAM in words:
+        end = words.index(END_OF_PROGRAM)
+        found.append(_program(words[:end]))
+        words = words[end + 1 :]
+    return found, complaints + [UNENDING] * (not ended)
 
 
 def _program(words: list[str]) -> Program:

@@ -50,14 +50,6 @@ def batch(run: Run) -> dict[str, object]:
 # -- model and learner
 
 
-def router_replay(run: Run) -> dict[str, object]:
-    mode = run["A.actor.router_replay.mode"]
-    ours = {"disabled": "off", None: "off", "R2": "R2", "R3": "R3"}.get(mode if isinstance(mode, str | None) else "")
-    if ours is None:
-        run.lacks("A.actor.router_replay.mode", "only disabled, R2 and R3")
-    return {"--router-replay": ours}
-
-
 def turns(run: Run) -> dict[str, object]:
     """Both only matter with several turns."""
     if not run["A.rollout.multi_turn.enable"]:
@@ -148,12 +140,6 @@ def overlong(run: Run) -> dict[str, object]:
     if budget not in (None, run["data.max_response_length"]):
         run.lacks("reward.reward_kwargs.max_resp_len", "the penalty ends at --max-response-length")
     return {"--overlong-buffer-len": run[of + "len"], "--overlong-penalty-factor": run[of + "penalty_factor"]}
-
-
-def reward_manager(run: Run) -> dict[str, object]:
-    if run["reward.reward_manager.name"] not in ("naive", "dapo", "prime", "batch", "gdpo"):
-        run.lacks("reward.reward_manager.name", "write what it does into a --reward function")
-    return {}
 
 
 # -- rollout

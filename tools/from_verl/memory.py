@@ -6,13 +6,6 @@ PRECISIONS = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", 
 DTYPE = "A.actor.fsdp_config.dtype"
 
 
-def dtype(run: Run) -> dict[str, object]:
-    ours = PRECISIONS.get(run[DTYPE])
-    if ours is None:
-        run.lacks(DTYPE, "only bfloat16 and float32")
-    return {"--dtype": ours}
-
-
 def offload(run: Run) -> dict[str, object]:
     of, cpu_adam = "A.actor.fsdp_config.", "A.actor.optim.override_optimizer_config."
     policy = bool(run[of + "offload_policy"])
@@ -26,14 +19,6 @@ def offload(run: Run) -> dict[str, object]:
     if 0 < fraction < 1:
         run.note(f"verl offloads {fraction} of the optimizer state; --optimizer-offload offloads all of its moments.")
     return {"--param-offload": False, "--optimizer-offload": moments}
-
-
-def optimizer(run: Run) -> dict[str, object]:
-    name = str(run["A.actor.optim.optimizer"])
-    ours = {"adamw": "adamw", "adamw8bit": "adamw_8bit", "_adamw": "adamw"}.get(name.lower())
-    if ours is None:
-        run.lacks("A.actor.optim.optimizer", f"{name}; here only AdamW and AdamW8bit")
-    return {"--optim": ours}
 
 
 MEGATRON_LAYERS = {

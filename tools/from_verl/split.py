@@ -6,10 +6,6 @@ from tools.from_verl.verl_run import SFT, SYNC, V1, Run
 RANKS_ON_A_NODE = 8  # a split that needs no more is taken to be on one node, whatever verl's pools say
 
 
-def partial_rollout(run: Run) -> dict[str, object]:
-    return {"--partial-rollout": "recompute" if run["async_training.partial_rollout"] else "off"}
-
-
 def off_policy(run: Run) -> dict[str, object]:
     versions, strategy = run[V1 + "sampler.max_off_policy_threshold"], run[V1 + "sampler.max_off_policy_strategy"]
     if not run.is_v1 or versions is None:
@@ -33,13 +29,6 @@ def over_sample(run: Run) -> dict[str, object]:
     if not colocated:
         run.skips(V1 + "colocate_async.num_warmup_batches", "trainer_mode is another")
     return {"--over-sample": run[V1 + "colocate_async.num_warmup_batches"] if colocated else None}
-
-
-def trainer_mode(run: Run) -> dict[str, object]:
-    mode = run[V1 + "trainer_mode"]
-    if mode not in ("sync", "colocate_async", "separate_async"):
-        run.lacks(V1 + "trainer_mode", f"no script does what {mode} does")
-    return {}
 
 
 def devices(run: Run) -> dict[str, object]:

@@ -2,16 +2,17 @@
 
 A row has one or several keys, each with verl's default behind `=`. `new|old` are two names of one key, `*` stands for any rest,
 `A.` for actor_rollout_ref. and `V1.` for trainer.v1. What they become is in `flags`, with a `note` for the document and, unless
-the value is taken over as it is, the function that gives the flags their values (`meaning`). Other rows say why nothing has to
-be set (`unneeded`) or what is missing here (`missing`): a default is then the value with which nothing is missing, and `switch`
-is verl's key without which the row's have no effect. Defaults are those of verl's main_ppo; defaults.yaml has what its others
-set otherwise.
+the value is taken over as it is, our word for each of verl's (`words`, and `otherwise` what to say of another), or the function
+that gives the flags their values (`meaning`). Other rows say why nothing has to be set (`unneeded`) or what is missing here
+(`missing`): a default is then the value with which nothing is missing, and `switch` is verl's key without which the row's have
+no effect. Defaults are those of verl's main_ppo; defaults.yaml has what its others set otherwise.
 """
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -47,6 +48,8 @@ class Row:
         kind = TRANSLATED if "flags" in row else NOT_NEEDED if "unneeded" in row else NOT_HERE
         note = row.get("note") or row.get("unneeded") or row.get("missing", "")
         meaning = _function(row["meaning"]) if "meaning" in row else None
+        if "words" in row:
+            meaning = partial(_by_words, names[0][0], row["flags"], row["words"], row["otherwise"])
         return cls(kind, tuple(names), defaults, row.get("flags", ""), note, meaning, row.get("switch", ""))
 
 
@@ -62,6 +65,14 @@ def _default(word: str) -> tuple[str, object]:
 def _function(name: str) -> Callable[[Run], dict[str, object]]:
     module, _, function = name.partition(".")
     return getattr(importlib.import_module(f"tools.from_verl.{module}"), function)
+
+
+def _by_words(key: str, flag: str, words: dict[object, object], otherwise: str, run: Run) -> dict[str, object]:
+    word = run[key]
+    if not isinstance(word, Hashable) or word not in words:
+        run.lacks(key, otherwise)
+        return {}
+    return {flag: words[word]} if flag else {}
 
 
 def data(name: str) -> dict | list:

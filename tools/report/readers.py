@@ -4,7 +4,6 @@ Each reader returns rows {"step": ..., metric: value} in the order in which they
 Lines that cannot be read are left out and noted.
 """
 
-import contextlib
 import json
 import math
 from collections import defaultdict
@@ -19,6 +18,7 @@ NAMES = {  # of older versions of verl
     "rollouter/idle_ratio": "fully_async/rollouter/idle_ratio",
 }
 LARGEST = 1e100  # of a metric: sums and squares of it are finite
+TEST_SCORE = "val/test_score/"  # of versions before 0.3, in front of the data source: its mean score
 CONSOLE = (".log", ".txt", ".out")  # suffixes of the files among which a directory's console logs are searched for
 
 
@@ -35,11 +35,7 @@ def is_run(directory: Path) -> bool:
 def console_logs(directory: Path) -> list[Path]:
     """Return the directory's files that contain steps of verl's console logger."""
     files = [file for file in sorted(directory.iterdir()) if file.suffix in CONSOLE and file.is_file()]
-    found = []
-    for file in files:
-        with contextlib.suppress(OSError):
-            found += [file] if verl_console.holds_steps(file) else []
-    return found
+    return [file for file in files if verl_console.holds_steps(file)]
 
 
 def read(path: Path) -> tuple[list[dict], list[str]] | None:
@@ -48,23 +44,18 @@ def read(path: Path) -> tuple[list[dict], list[str]] | None:
     if "tfevents" in file.name:
         rows, notes = read_events([file])
     elif file.exists():
-        rows, notes = _read_console(file) if is_console(file) else read_lines(file)
+        rows, notes = verl_console.read(file) if is_console(file) else read_lines(file)
     elif events := event_files(path):
         rows, notes = read_events(events)
     else:
         return None
-    return [{NAMES.get(name, name): value for name, value in row.items()} for row in rows], notes
+    return [{_today(name): value for name, value in row.items()} for row in rows], notes
 
 
-def _read_console(file: Path) -> tuple[list[dict], list[str]]:
-    try:
-        return verl_console.read(file)
-    except OSError as error:
-        return [], [_unreadable(file, error)]
-
-
-def _unreadable(file: Path, error: Exception) -> str:
-    return f"{file.name} cannot be read: {getattr(error, 'strerror', None) or type(error).__name__}"
+def _today(name: str) -> str:
+    """Return a metric's name in today's versions."""
+    source = name.removeprefix(TEST_SCORE)
+    return NAMES.get(name, name) if source == name else f"val-core/{source}/acc/mean@1"
 
 
 def is_console(file: Path) -> bool:
@@ -75,14 +66,10 @@ def is_console(file: Path) -> bool:
 def read_lines(file: Path) -> tuple[list[dict], list[str]]:
     """Return (rows, notes) of a file with a JSON object in each line; verl's file logger puts the metrics under "data"."""
     rows, bad = [], []
-    try:
-        text = file.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        return [], [_unreadable(file, error)]
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
         try:
             row = json.loads(line) if line.strip() else None
-        except (ValueError, RecursionError):
+        except ValueError:
             row = {}
         if isinstance(row, dict) and is_number(row.get("step")):
             rows.append(_flat(row, "data"))
@@ -112,7 +99,7 @@ def read_events(files: list[Path]) -> tuple[list[dict], list[str]]:
         try:
             events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
         except Exception as error:  # of a damaged or unreadable file: OSError, and TensorBoard's own
-            notes.append(_unreadable(file, error))
+            notes.append(f"{file.name} cannot be read: {error or type(error).__name__}")
             continue
         times: dict[int, float] = {}
         for name in events.Tags()["scalars"]:
@@ -132,7 +119,7 @@ def read_config(directory: Path, notes: list[str]) -> dict:
         return {}
     try:
         return dict(json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError):
         notes.append("config.json cannot be read: the run forms a group of its own, and its samples cannot be counted")
         return {}
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from rl.errors import UserError
 from rl.samples.group import Group
-from tools.view import explanations, learner, texts
+from tools.view import explanations, learner, pictures, texts
 from tools.view.rows import Samples, mean, parts_of, sampled
 
 CURVES = (
@@ -130,26 +130,19 @@ def group(runs: list[Samples], run: int, step: int, ticket: int) -> dict:
         }
         row["parts"] = [(who, tokens.start, tokens.stop) for who, tokens in parts_of(response)]
         row |= {"ids": response.token_ids.tolist(), "pieces": samples.pieces(response.token_ids)}
-        if response.images:
-            from tools.view import pictures  # late: few runs have images
-
-            row["images"] = pictures.urls(file.tobytes() for file in response.images)
+        row["images"] = pictures.urls(file.tobytes() for file in response.images or ())
         found["responses"].append(row | {"sampled": sampled(response).tolist()})
     scores = [response.score for response in recorded.responses]
     found["advantages"] = [None if score is None else score - mean(scores) for score in scores]
     elsewhere = [visit for visit in _visits(runs, run, found["index"]) if visit["recorded"] and visit["run"] != run]
     elsewhere.sort(key=lambda visit: -abs(visit["step"] - step))
     found["others"] = [*{visit["run"]: [visit[name] for name in ("run", "step", "ticket")] for visit in elsewhere}.values()]
-    if recorded.images:
-        from tools.view import pictures
-
-        try:
-            if recorded.image_files:
-                found["images"] = pictures.urls(file.tobytes() for file in recorded.image_files)
-            else:
-                found["images"] = pictures.of_row(found.get("where", ""), samples.record.start_of(step)["flags"])
-        except UserError as error:
-            found["images_error"] = str(error)
+    try:
+        found["images"] = pictures.urls(file.tobytes() for file in recorded.image_files or ())
+        if recorded.images and not found["images"]:
+            found["images"] = pictures.of_row(found.get("where", ""), samples.record.start_of(step)["flags"])
+    except UserError as error:
+        found["images_error"] = str(error)
     return found
 
 

@@ -1,11 +1,10 @@
 """What texts show by themselves: repetition, characters that the prompt does not have, phrases that spread during a run."""
 
-import itertools
 import re
 import unicodedata
 import zlib
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from functools import lru_cache
 from statistics import fmean
 
@@ -28,8 +27,9 @@ def measures(text: str, prompt: str) -> dict:
     }
 
 
-def _grams(words: list[str], n: int) -> Iterator[tuple[str, ...]]:
-    return zip(*(words[i:] for i in range(n)), strict=False)
+def _grams(words: list[str], n: int, common: set[tuple[str, ...]]) -> set[tuple[str, ...]]:
+    """Return the sequences of n words whose parts are common: no other sequence is."""
+    return {its for its in zip(*(words[i:] for i in range(n)), strict=False) if its[1:] in common and its[:-1] in common}
 
 
 @lru_cache(maxsize=1 << 16)
@@ -57,25 +57,27 @@ def by_length(lengths: np.ndarray, scores: np.ndarray, third: np.ndarray) -> lis
 
 
 def phrases(first: Sequence[tuple[str, float]], last: Sequence[tuple[str, float]]) -> list[dict]:
-    """Return the phrases whose share of the responses rose most. first, last: (text, score) of responses early and late."""
-    words = [[WORD.findall(text) for text, _ in part] for part in (first, last)]
+    """Return the phrases whose share of the responses rose most, with the mean scores of the last responses with and without
+    them. first, last: (text, score) of responses early and late."""
+    early, late = ([WORD.findall(text) for text, _ in part] for part in (first, last))
+    total = sum(score for _, score in last)
     common = {()}
     rows = []
     for n in range(1, LONGEST + 1):
-        # No phrase is more frequent than its parts
-        grams = ([{its for its in _grams(of, n) if its[1:] in common and its[:-1] in common} for of in part] for part in words)
-        before, after = (Counter(itertools.chain.from_iterable(part)) for part in grams)
-        common = {gram for gram, count in after.items() if count >= RARE * len(last)}
-        shares = [(gram, before[gram] / max(len(first), 1), after[gram] / len(last)) for gram in common]
-        rows += [{"phrase": " ".join(gram), "first": a, "last": b, "rise": b - a} for gram, a, b in shares if b > a]
+        before, paid = Counter(), defaultdict(list)  # phrase -> responses that have it; their scores
+        for words in early:
+            before.update(_grams(words, n, common))
+        for words, (_, score) in zip(late, last, strict=True):
+            for gram in _grams(words, n, common):
+                paid[gram].append(score)
+        common = {gram for gram, scores in paid.items() if len(scores) >= RARE * len(last)}
+        for gram in common:
+            share, own, others = before[gram] / max(len(first), 1), paid[gram], len(last) - len(paid[gram])
+            row = {"phrase": " ".join(gram), "first": share, "last": len(own) / len(last), "with": fmean(own)}
+            rows.append(row | {"rise": row["last"] - share, "without": (total - sum(own)) / others if others else None})
     shown: list[dict] = []
     for row in sorted(rows, key=lambda row: (-row["rise"], -len(row["phrase"]), row["phrase"])):
-        if len(shown) < SHOWN and not any(f" {row['phrase']} " in f" {longer['phrase']} " for longer in shown):
+        is_part = any(f" {row['phrase']} " in f" {longer['phrase']} " for longer in shown)
+        if row["rise"] > 0 and len(shown) < SHOWN and not is_part:
             shown.append(row)
-    said = [f" {' '.join(of)} " for of in words[1]]
-    for row in shown:
-        scores: dict[bool, list[float]] = {True: [], False: []}
-        for text, (_, score) in zip(said, last, strict=True):
-            scores[f" {row['phrase']} " in text].append(score)
-        row |= {"with": fmean(scores[True]), "without": fmean(scores[False]) if scores[False] else None}
     return shown

@@ -15,7 +15,7 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs, SamplingArgs
 from rl.model.pretrained import takes_images
-from rl.ranks.dist import all_gather_bytes
+from rl.ranks.dist import from_main
 
 LOGPROBS_MODE = "processed_logprobs"  # of the distribution that was sampled; raw ones ignore the temperature
 HIGHEST_TEMPERATURE = 2.0  # limit of vLLM's sampling parameters
@@ -95,7 +95,7 @@ def place_among_ranks(device: torch.device):
     if not dist.is_initialized():
         yield
         return
-    run = all_gather_bytes(uuid.uuid4().hex.encode())[0].decode()
+    run = from_main(uuid.uuid4().hex)
     place = (f"env://:{run}", dist.get_rank(), device.index or 0)
     original = ExecutorWithExternalLauncher._distributed_args
     ExecutorWithExternalLauncher._distributed_args = lambda self: place
